@@ -33,6 +33,7 @@ from gptmanager.request.read_tensors import read_int
 
 _LENGTH = struct.Struct("<I")
 _ADAPTER = ("lora_weights", "lora_config")
+_NO_WEIGHTS = torch.empty(0)
 _MOST_TASKS = 1024  # adapters that later requests may name by their task alone
 _MOST_TENSOR_BYTES = 16 << 20  # bytes of a tensor in a stored response
 
@@ -208,15 +209,15 @@ def _same_as(tensors: Mapping[str, Any]) -> _IsSame:
     if type(weights) is not torch.Tensor or weights.is_inference():
         return _never_same
     found, version = weakref.ref(weights), weights._version
-    rest = pack_requests([InferenceRequest(0, {**tensors, "lora_weights": 0})])
+    rest = pack_requests([InferenceRequest(0, {**tensors, "lora_weights": _NO_WEIGHTS})])
 
     def is_same(given: Mapping[str, Any]) -> bool:
         own = given.get("lora_weights")
         return (
-            own is not None
+            isinstance(own, torch.Tensor)
             and own is found()
             and own._version == version
-            and pack_requests([InferenceRequest(0, {**given, "lora_weights": 0})]) == rest
+            and pack_requests([InferenceRequest(0, {**given, "lora_weights": _NO_WEIGHTS})]) == rest
         )
 
     return is_same

@@ -67,8 +67,8 @@ def wide_parameters(spec: ModelSpec) -> list[str]:
     With lower precision routers could choose other experts, and errors of a decay add up over all
     tokens of a sequence.
     """
-    names = "router.weight", "router.bias", "correction", "expert_factors"
-    names += "delta_gates.weight", "delta_decay", "delta_step"
+    routers = "router.weight", "router.bias", "correction", "expert_factors"
+    names = *routers, "delta_gates.weight", "delta_decay", "delta_step"
     return [name for name in parameter_shapes(spec) if name.endswith(names)]
 
 

@@ -5,6 +5,8 @@ memory of a head is a matrix `S [K, V]`. A token with key k, value v, decay g <=
 changes it to `exp(g) * S + k * d`, where `d = b * (v - exp(g) * k @ S)`, and reads `q @ S`.
 """
 
+# mypy: allow-untyped-calls
+
 from __future__ import annotations
 
 from typing import NamedTuple

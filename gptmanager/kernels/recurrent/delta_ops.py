@@ -1,5 +1,7 @@
 """`DeltaOps`: the ops of layers with a gated delta rule in torch, which all kernels inherit."""
 
+# mypy: allow-untyped-calls
+
 from __future__ import annotations
 
 from collections.abc import Iterator

@@ -265,8 +265,10 @@ class CheckpointModel:
         """Run attention on normalized `[T, C]`; return the input of the output projection."""
         norms, delta, gates = self.spec.norms, self._deltas[layer.number], None
         if delta is not None:
-            both = [self._project(hidden, it, layer, n, adapters) for it, n in delta.matrices]
-            return delta.attend(self._kernels, *both, kv_pool, rows)
+            projected, own_gates = (
+                self._project(hidden, it, layer, n, adapters) for it, n in delta.matrices
+            )
+            return delta.attend(self._kernels, projected, own_gates, kv_pool, rows)
         pages = layer.pages.of(kv_pool)
         cos_sin = self._rotary.by_rope.get(layer.rope)
         latent = self._latents[layer.number]

@@ -45,14 +45,16 @@ _PREDICTORS = re.compile(rf"{ROTARY_BUFFERS.pattern}|^mtp\.")
 
 def _attention(fields: Fields, layer: int) -> Mapping[str, Any]:
     """Return the sizes of linear attention, or the gates of a layer with attention."""
-    sizes = {
-        name: fields.size(f"linear_{name}")
-        for name in ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim")
-    }
-    if sizes["num_value_heads"] % sizes["num_key_heads"]:
-        need = f"must be a multiple of the {sizes['num_key_heads']} key heads"
+    delta = DeltaShape(
+        key_heads=fields.size("linear_num_key_heads"),
+        value_heads=fields.size("linear_num_value_heads"),
+        key_dim=fields.size("linear_key_head_dim"),
+        value_dim=fields.size("linear_value_head_dim"),
+        width=fields.size("linear_conv_kernel_dim"),
+    )
+    if delta.value_heads % delta.key_heads:
+        need = f"must be a multiple of the {delta.key_heads} key heads"
         raise fields.error("linear_num_value_heads", need)
-    delta = DeltaShape(*sizes.values(), width=fields.size("linear_conv_kernel_dim"))
     is_linear = fields.layer_type(layer) == LINEAR
     return {"rope": None, "delta": delta} if is_linear else {"gated": True}
 

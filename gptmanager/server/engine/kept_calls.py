@@ -6,7 +6,6 @@ import asyncio
 from collections.abc import Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any
 
 from gptmanager.server.engine.call import Call, EngineRequest
 from gptmanager.server.engine.restored_responses import MAX_BYTES
@@ -89,6 +88,6 @@ class KeptCalls:
 
 def _bytes_of(request: EngineRequest) -> int:
     """Return about how many bytes the output of a request takes at most."""
-    listed: Any = request.by_name.get("num_top_log_probs", 0)
-    outputs: Any = request.by_name.get("beam_width", 1)
+    listed: int = request.by_name.get("num_top_log_probs", 0)
+    outputs: int = request.by_name.get("beam_width", 1)
     return (len(request.tokens) + outputs * request.max_new_tokens) * (_TOKEN_BYTES + 8 * listed)
