@@ -5,7 +5,8 @@ Only experts that tokens have chosen are read. Matrices that are not packed use 
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+import ctypes
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -16,14 +17,19 @@ from gptmanager.kernels.cpu_delta import CpuDelta
 from gptmanager.kernels.cpu_matmuls import SMALL_MATMUL
 from gptmanager.kernels.experts.mixture import ExpertMatrices
 from gptmanager.kernels.experts.routing import Routing
-from gptmanager.kernels.gemm.grouped_matmul import GroupTask, multiply_group
+from gptmanager.kernels.gemm.grouped_matmul import TASK_BYTES, GroupTask, multiply_group
 from gptmanager.kernels.gemm.matmul import STREAMED_ROWS
-from gptmanager.kernels.gemm.matmul_plan import Instructions, MatmulPlan, plan_matmul, registers
-from gptmanager.kernels.gemm.matmul_task import CHUNK_ROWS, MATMUL_TASK
+from gptmanager.kernels.gemm.matmul_plan import (
+    Instructions,
+    MatmulPlan,
+    all_registers,
+    plan_matmul,
+    registers,
+)
 from gptmanager.kernels.gemm.packed_matrix import PANEL_ROWS, Matrix, PackedMatrix
 from gptmanager.kernels.simd.dtypes import DTYPES
 from gptmanager.kernels.simd.machine_code import compiled
-from gptmanager.kernels.simd.threads import alike
+from gptmanager.kernels.simd.threads import alike, with_first
 
 Longs = npt.NDArray[np.int64]
 
@@ -31,18 +37,21 @@ _PARTS_PER_THREAD = 8  # of all matmuls that read their matrices once
 
 
 class _Chosen(NamedTuple):
-    """Rows sorted by expert: those of expert `numbers[i]` are `counts[i]` from `starts[i]` on."""
+    """Rows sorted by expert. `given` int64 `[3, n]`: an expert, its number of rows, its first row.
 
-    numbers: Longs
-    counts: Longs
-    starts: Longs
+    `most`: the largest number of rows of an expert. `total`: the number of all rows.
+    """
+
+    given: Longs
+    most: int
+    total: int
 
 
 class _GroupPlan(NamedTuple):
-    """The plan of one expert's matmul, and the tasks of all experts, which a call completes."""
+    """The plan of the first expert's matmul. `task` has the distances to the other experts."""
 
     plan: MatmulPlan
-    tasks: npt.NDArray[Any]
+    task: GroupTask
     rows: int  # of each expert's matrix
     dtype: torch.dtype  # of the result
 
@@ -69,8 +78,7 @@ class CpuExperts(CpuDelta):
         if not gated:
             hidden = self.activate(hidden, experts.activation, experts.gated)
         outputs = self._multiply_group(hidden, down[False], found, experts.down_bias)
-        num_here = int(found.counts.sum())
-        outputs[num_here:] = 0  # of experts of other ranks
+        outputs[found.total :] = 0  # of experts of other ranks
         by_token = outputs.index_select(0, places).view(*chosen.shape, -1)
         return (by_token * weights.unsqueeze(-1)).sum(1).to(x.dtype)
 
@@ -88,16 +96,19 @@ class CpuExperts(CpuDelta):
         return found
 
     def _plan_group(self, matrix: PackedMatrix, count: int, silu: bool) -> _GroupPlan:
-        parts = matrix.parts(count)
-        assert isinstance(parts[0], PackedMatrix)
-        plan = plan_matmul(parts[0], silu=silu, deterministic=self.deterministic)
-        tasks = np.frombuffer(bytes(plan.task) * count, MATMUL_TASK).copy()
-        numbers, rows = np.arange(count), len(matrix) // count
-        tasks["matrix"] += numbers * parts[0].values.nbytes
-        if parts[0].scales is not None:
-            field = "groups" if plan.task.groups else "scales"
-            tasks[field] += numbers * parts[0].scales.nbytes
-        return _GroupPlan(plan, tasks, rows, matrix.dtype)
+        first = matrix.parts(count)[0]
+        assert isinstance(first, PackedMatrix)
+        plan = plan_matmul(first, silu=silu, deterministic=self.deterministic)
+        scales_bytes = 0 if first.scales is None else first.scales.nbytes
+        task = GroupTask(
+            num_groups=plan.num_groups,
+            streamed_rows=STREAMED_ROWS,
+            matrix_bytes=first.values.nbytes,
+            scales_bytes=0 if plan.task.groups else scales_bytes,
+            groups_bytes=scales_bytes if plan.task.groups else 0,
+            tails=all_registers(),
+        )
+        return _GroupPlan(plan, task, len(matrix) // count, matrix.dtype)
 
     def _multiply_group(
         self, x: Tensor, group: _GroupPlan, found: _Chosen, bias: Tensor | None
@@ -106,11 +117,15 @@ class CpuExperts(CpuDelta):
         result = torch.empty(len(x), plan.columns, dtype=group.dtype)
         fewer = 0
         for instructions in plan.instructions:
-            own = (found.counts > fewer) & (found.counts <= instructions.most_rows)
-            fewer = instructions.most_rows
-            if own.any():
-                some = _Chosen(*(it[own] for it in found))
+            given, most = found.given, instructions.most_rows
+            if fewer or found.most > most:
+                given = given[:, (given[1] > fewer) & (given[1] <= most)]
+            fewer = most
+            if given.size:
+                some = _Chosen(given, found.most, int(given[1].sum()))
                 self._run_group(x, group, some, bias, instructions, result)
+            if found.most <= most:
+                break
         return result
 
     def _run_group(
@@ -123,37 +138,31 @@ class CpuExperts(CpuDelta):
         result: Tensor,
     ) -> None:
         """Multiply the rows of these experts, with the same instructions, into `result`."""
-        plan, counts = group.plan, found.counts
-        body, scratch_bytes = instructions.body, instructions.scratch_bytes
+        plan, given = group.plan, np.ascontiguousarray(found.given)
+        count, scratch_bytes = given.shape[1], instructions.scratch_bytes
         is_ready = x.dtype is instructions.dtype and x.is_contiguous()
         if instructions.quantize is not None or not is_ready or plan.depth != x.shape[1]:
             x = self._converted(x, instructions, plan.depth)
-        tasks = group.tasks[found.numbers]
-        size = 1 if int(counts.sum()) * plan.work < SMALL_MATMUL else self._team.max_size
-        chunks = -(-counts // CHUNK_ROWS)
-        streamed = plan.num_groups * len(counts) // (size * _PARTS_PER_THREAD)
-        part_groups = np.where(counts <= STREAMED_ROWS, max(1, min(plan.num_groups, streamed)), 1)
-        tasks["num_parts"] = chunks * -(-plan.num_groups // part_groups)
-        tasks["x"] = x.data_ptr() + found.starts * (x.stride(0) * x.itemsize)
-        row_bytes = result.stride(0) * result.itemsize
-        tasks["result"] = result.data_ptr() + found.starts * row_bytes
-        tasks["rows"], tasks["num_chunks"], tasks["part_groups"] = counts, chunks, part_groups
-        tasks["full"] = registers(16)
-        tasks["tail"] = [registers(tail) for tail in (counts % 16).tolist()]
+        size = 1 if found.total * plan.work < SMALL_MATMUL else self._team.max_size
+        memory, bias_fields = np.zeros(count + size * (TASK_BYTES // 8), np.int64), (0, 0)
+        task = GroupTask.from_buffer_copy(group.task)
         if bias is not None:
             (bias,) = alike(bias)
-            bias_bytes = found.numbers * (group.rows * bias.itemsize)
-            tasks["bias"], tasks["bias_dtype"] = bias.data_ptr() + bias_bytes, DTYPES[bias.dtype]
-        copies = np.empty(size, MATMUL_TASK)
-        task = GroupTask(
-            body=body,
-            tasks=tasks.ctypes.data,
-            count=len(tasks),
-            copies=copies.ctypes.data,
-            scratch=self._team.scratch(size * scratch_bytes),
-            scratch_bytes=scratch_bytes,
-            num_parts=int(tasks["num_parts"].sum()),
+            bias_fields = bias.data_ptr(), DTYPES[bias.dtype]
+            task.bias_bytes = group.rows * bias.itemsize
+        own = with_first(
+            plan.task,
+            *(0, x.data_ptr(), result.data_ptr(), *bias_fields, 0, scratch_bytes),
+            *(0, 0, 0, registers(16)),
         )
+        task.body, task.task, task.count = instructions.body, ctypes.addressof(own), count
+        task.given, task.counters = given.ctypes.data, memory.ctypes.data
+        task.copies = task.counters + 8 * count
+        task.scratch, task.scratch_bytes = self._team.scratch(size * scratch_bytes), scratch_bytes
+        streamed = plan.num_groups * count // (size * _PARTS_PER_THREAD)
+        task.streamed_groups = max(1, min(plan.num_groups, streamed))
+        task.x_bytes = x.stride(0) * x.itemsize
+        task.result_bytes = result.stride(0) * result.itemsize
         self._team.run(compiled(multiply_group), task, size)
 
 
@@ -163,12 +172,18 @@ def _sorted(chosen: Tensor, experts: ExpertMatrices) -> tuple[_Chosen, Tensor, T
     Choices are numbered token by token. Rows of experts that are not here are last.
     """
     numbers = chosen.numpy().ravel() - experts.first
-    is_here = (numbers >= 0) & (numbers < experts.count)
-    order = np.where(is_here, numbers, experts.count).argsort(kind="stable")
-    counts = np.bincount(numbers[is_here], minlength=experts.count)
+    # as unsigned integers the numbers of experts of ranks before this one are large
+    numbers = np.minimum(numbers.view(np.uint64), experts.count).view(np.int64)
+    order = numbers.argsort(kind="stable")
+    counts = np.bincount(numbers, minlength=experts.count)[: experts.count]
     touched = counts.nonzero()[0]
-    starts = (counts.cumsum() - counts)[touched]
+    own = counts[touched]
+    ends = own.cumsum()
     places = np.empty_like(order)
     places[order] = np.arange(len(order))
-    found = _Chosen(touched, counts[touched], starts)
+    found = _Chosen(
+        np.stack((touched, own, ends - own)),
+        int(own.max(initial=0)),
+        int(ends[-1]) if len(ends) else 0,
+    )
     return found, torch.from_numpy(order), torch.from_numpy(places)

@@ -219,6 +219,14 @@ def registers(rows: int) -> int:
 
 
 @functools.cache
+def all_registers() -> int:
+    """Return the address of the addresses of `registers(0)` to `registers(15)`."""
+    addresses = (ctypes.c_int64 * 16)(*map(registers, range(16)))
+    _kept.append(addresses)
+    return ctypes.addressof(addresses)
+
+
+@functools.cache
 def packing_pays() -> bool:
     """Return whether packed matmuls are faster than torch's, as they are with 8-lane FMA.
 
