@@ -193,7 +193,7 @@ class LiveRows:
         self.kinds[row.kind] -= 1
         metrics = ending.metrics
         if metrics:
-            row.generated = int(metrics[-1])
+            row.generated = int(metrics[6])
         seconds = [None if value != value else round(value, 4) for value in metrics[:3]]
         cached = int(metrics[4]) if metrics else 0
         row.end = [column, ending.outcome[:80], row.generated, cached, *seconds]

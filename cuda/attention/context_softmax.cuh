@@ -61,7 +61,7 @@ __device__ inline void mask(TileScores<K>& scores, const Work<K>& work, int pack
             int position = work.position(packed + m * 16 + half * 8);
             int key = tile.start + threadIdx.x % 4 * 2;
             // A query sees the keys in (low, high].
-            int low = window.first(position) - 1, high = position;
+            int low = window.before(position), high = position;
             if (K::SINK) {
                 low = tile.sinking ? -1 : max(low, work.tiles.sink - 1);
                 high = tile.sinking ? min(high, work.tiles.sink - 1) : high;

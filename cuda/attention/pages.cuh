@@ -24,8 +24,9 @@ struct Window {  // a query sees the keys in [first(position), position]
     // Above 0: the last `size` keys. Below 0: the query's chunk, where chunks begin at multiples of -size, a
     // power of two. 0: all keys.
     int size;
-    __device__ int first(int position) const {
-        return size > 0 ? position - size + 1 : position & size;
+    __device__ int first(int position) const { return before(position) + 1; }
+    __device__ int before(int position) const {
+        return size > 0 ? position - size : (position & size) - 1;
     }
     __device__ bool sees(int position, int key) const {
         return key <= position && key >= first(position);

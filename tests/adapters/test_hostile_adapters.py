@@ -107,7 +107,7 @@ BAD_CONFIGS = {
     "wide": ([[1, 0, 1, 0]], "lora_config has shape [1, 4], expected [n, 3]"),
     "very many": (torch.zeros(1, 3, dtype=torch.int32).expand(1 << 30, 3), "lora_config has shape"),
     "many": (torch.zeros(1, 3, dtype=torch.int32).expand(10**6, 3), "lora_config has 1000000 rows"),
-    "no such module": ([[18, 0, 1]], "lora_config[0]: module_id = 18 is outside 0..17"),
+    "no such module": ([[22, 0, 1]], "lora_config[0]: module_id = 22 is outside 0..21"),
     "not of the model": ([[9, 0, 1]], "module_id = 9 (cross_attn_q): the model has only 0"),
     "below": ([[1, -1, 1]], "lora_config[0]: layer_idx = -1 is less than 0"),
     "above": ([[1, 2, 1]], "lora_config[0]: layer_idx = 2 is outside 0..1"),

@@ -60,7 +60,13 @@ def test_the_command_line_is_before_the_environment_and_that_before_the_file(par
 def test_every_option_can_be_in_both(parse, tmp_path):
     """Of whatever type: the value is what the command line would make of it."""
     serve = parse("--model", MODEL).parser
-    texts = {"N": "3", "S": "2.5", "DIR": str(tmp_path), "NAME=DIR": f"a={tmp_path}"}
+    texts = {
+        "N": "3",
+        "S": "2.5",
+        "WHEN": "always",
+        "DIR": str(tmp_path),
+        "NAME=DIR": f"a={tmp_path}",
+    }
     for action in serve._actions:
         option = action.option_strings[0].removeprefix("--")
         if option in ("help", "-h", "config", "model"):

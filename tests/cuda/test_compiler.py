@@ -132,7 +132,7 @@ def test_an_edited_header_makes_another_cubin(tmp_path):
     [(program, arch) for program in PROGRAMS for arch in program.architectures],
     ids=lambda it: getattr(it, "file", it),
 )
-@pytest.mark.every(3)
+@pytest.mark.every(9)
 def test_kernels_compile_without_spilling(program, arch):
     """One instantiation of each kernel, and a sample that differs by architecture."""
     kernels = {name.partition("<")[0]: name for name in program.kernels}

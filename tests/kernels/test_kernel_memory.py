@@ -106,15 +106,15 @@ def test_rows_of_another_dtype_touch_nothing_behind_a_tensor(dtype: torch.dtype)
     x = guarded(randn(3, WIDTH).to(dtype))
     for other in (torch.float32, torch.bfloat16):
         for width in (WIDTH, WIDTH + 1, 33, 64):
-            wide = CPU._converted(x, Instructions(0, other, 0), width)
+            wide = CPU._converted(x, Instructions(9, 0, other, 0, 0, None), width)
             assert torch.equal(wide[:, :WIDTH], x.to(other)) and not wide[:, WIDTH:].any()
     for width in (32, 64, 96):
-        own = Instructions(0, torch.int8, 0, quantize_rows, row_bytes(width))
+        own = Instructions(9, 0, torch.int8, 0, row_bytes(width), quantize_rows)
         bytes_ = CPU._converted(x, own, width)
         assert (bytes_[:, :WIDTH].abs().amax(dim=1) == 127).all()
         assert not bytes_[:, WIDTH:width].any()
         size = block_bytes(1)
-        own = Instructions(0, torch.int8, 0, quantize_rows_in_groups, width // 32 * size)
+        own = Instructions(9, 0, torch.int8, 0, width // 32 * size, quantize_rows_in_groups)
         blocks = CPU._converted(x, own, width)[:, :size]
         first = BLOCK_HEAD + WIDTH
         assert (blocks[:, BLOCK_HEAD:first].abs().amax(dim=1) == 127).all()
