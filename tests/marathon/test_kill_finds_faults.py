@@ -22,7 +22,7 @@ kills, found = Kills(Requests(len(KINDS))), {}
 for fault, *modes in json.loads(sys.argv[1]):
     for restores in modes:
         own = kills.run(
-            random.Random(7), restores=restores, fault=fault, most_kills=2, points=("send",)
+            random.Random(7), restores=restores, fault=fault, most_kills=4, points=("send",)
         )
         found.setdefault(fault, []).append((own.kills.total(), own.failures))
 print(json.dumps(found))
