@@ -115,8 +115,13 @@ class InFlight(NamedTuple):
     ends: set[int]
 
 
-def in_flight(lines: list[dict[str, Any]], folder: Path) -> tuple[InFlight, list[str]]:
-    """Return what a death may have lost, of a host and its journal, and what it must not have."""
+def in_flight(
+    lines: list[dict[str, Any]], folder: Path, lost_before: set[int]
+) -> tuple[InFlight, list[str]]:
+    """Return what a death may have lost, of a host and its journal, and what it must not have.
+
+    `lost_before`: the requests without a final response of which an earlier death lost it.
+    """
     outputs, found, faults = outputs_of(lines), InFlight({}, set()), []
     entries, ended = _journal_of(folder)
     unknown = []
@@ -127,7 +132,8 @@ def in_flight(lines: list[dict[str, Any]], folder: Path) -> tuple[InFlight, list
             continue
         if number not in entries:
             found.ends.add(number)
-            if number not in last_got and (ended is None or number not in ended):
+            is_known = number in last_got or number in lost_before
+            if not is_known and (ended is None or number not in ended):
                 unknown.append(number)
             continue
         sent = len(entries[number].tokens)

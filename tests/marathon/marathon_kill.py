@@ -144,7 +144,7 @@ class Kills:
         """See after a death what the journal has, and what may be lost."""
         lines = read_lines(place / "record")
         try:
-            found, faults = in_flight(lines, place / "journal")
+            found, faults = in_flight(lines, place / "journal", lossy.ends)
         except JournalError as error:
             result.failures.append(f"after a death: {error}")
             return
