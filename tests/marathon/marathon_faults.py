@@ -159,6 +159,7 @@ _ERRORS = {
     "adapter": "AdapterError",
     "journal write": "CapacityError",
     "journal sync": "CapacityError",
+    "journal rename": "CapacityError",  # a full disk is tried again with a new segment
 }
 _SITES = ("get", "send", "poll", "stats", "processor", "forward", "sample", "result", "adapter")
 SITES = (*_SITES, "journal write", "journal sync", "journal rename")
