@@ -100,7 +100,7 @@ def load_tokenizer(folder: str | os.PathLike[str]) -> Tokenizer:
     """Return the tokenizer of a checkpoint folder or a GGUF file.
 
     As in transformers, the tokenizer never truncates or pads texts, even if its file says so. Raise
-    ConfigError if there is no tokenizer, or if it cannot be read.
+    ConfigError if the checkpoint has no tokenizer, or one that cannot be read.
     """
     if (gguf := gguf_checkpoint(folder)) is not None:
         return gguf.tokenizer()

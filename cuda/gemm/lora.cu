@@ -7,7 +7,7 @@
 using Packed = unsigned long long;
 
 // A module that adapters change, of those that are fused in this matrix: its number in the table, and its
-// columns of the matrix's output. With 0 columns there is no module.
+// columns of the matrix's output. 0 columns stand for no module.
 struct Module {
     int number, first, columns;
 

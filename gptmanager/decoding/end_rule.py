@@ -50,7 +50,7 @@ class EndRule:
         return stop_state, None
 
     def num_final(self, stop_state: int, length: int) -> int:
-        """Return how many of `length` generated tokens can no longer be cut off by a stop word."""
+        """Return how many of `length` generated tokens are certain: no stop word cuts them off."""
         if self.stop_words is None or self.include_stop:
             return length
         return length - self.stop_words.held(stop_state, self.max_new_tokens - length)

@@ -300,7 +300,7 @@ class SyncThread:
             self._is_dirty.set()
 
     def forget(self) -> None:
-        """Forget the file, which will be closed. Its data is no longer needed."""
+        """Stop syncing the file, before it is closed: a newer segment replaces its data."""
         with self._lock:
             self._file = -1
             self._is_dirty.clear()

@@ -51,7 +51,7 @@ class JournaledHost(HostTap):
         self._delivered: list[int] = []  # requests with a final SendResponse that has returned
         self._duplicates: Counter[int] = Counter()  # requests refused because their id is in use
         self._refused: set[int] = set()  # requests that could not be written
-        self._is_broken = False  # the journal can no longer be written
+        self._is_broken = False  # a write to the journal has failed
         self._lock = threading.Lock()  # guards the journal
         host_fetch, host_poll = host.fetch, host.poll
         self._respond, self._fail = host.respond, host.fail

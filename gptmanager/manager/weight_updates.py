@@ -43,7 +43,7 @@ class WeightUpdates:
         self._runner, self._weights = runner, weights if isinstance(weights, Weights) else None
 
     def release(self) -> None:
-        """Drop the loop. It no longer iterates."""
+        """Drop the loop, which has ended."""
         if self._released is not None:
             self._released.close()
         self._runner = self._weights = self._released = None

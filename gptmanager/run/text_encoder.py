@@ -106,7 +106,7 @@ class TextEncoder:
 def longest_token(tokenizer: Tokenizer) -> int | None:
     """Return the most bytes of text that one token can represent.
 
-    Returns None if there is no bound, because a part of the tokenizer may drop or shorten text.
+    Returns None if a part of the tokenizer may drop or shorten text: a token then has no bound.
     """
     parts = orjson.loads(tokenizer.to_str())
     factor = _shrinking(parts["normalizer"])

@@ -17,23 +17,11 @@ from statistics import median
 import torch
 from safetensors.torch import load_file
 
+from gptmanager.bench.load import SHAPES
 from gptmanager.models import load_model
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 from checkpoints import save_large  # noqa: E402
-
-SHAPE = {
-    "model_type": "qwen2",
-    "vocab_size": 151936,
-    "hidden_size": 896,
-    "intermediate_size": 4864,
-    "num_hidden_layers": 24,
-    "num_attention_heads": 14,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 1024,
-    "tie_word_embeddings": True,
-    "dtype": "bfloat16",
-}
 
 
 def timed(function) -> tuple[float, float]:
@@ -52,7 +40,8 @@ def main() -> None:
     torch.manual_seed(0)
     with tempfile.TemporaryDirectory() as parent:
         folder = Path(parent, "model")
-        save_large({**SHAPE, "num_hidden_layers": options.layers}, folder)
+        shape = {**SHAPES["qwen2-0.5b"], "num_hidden_layers": options.layers, "dtype": "bfloat16"}
+        save_large(shape, folder)
         tensors = load_file(folder / "model.safetensors")
 
         def load():

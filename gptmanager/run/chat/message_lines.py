@@ -18,8 +18,9 @@ class Entry(NamedTuple):
 def read_message(read_line: Callable[[bool], str]) -> Entry:
     """Read lines until a message is complete.
 
-    `read_line` returns one line; its argument is whether the line continues a message. It raises
-    EOFError at the end, which ends an unfinished message. Raises EOFError if there is no message.
+    `read_line` returns one line; its argument is whether the line continues a message. At the end
+    of the input it raises EOFError. An unfinished message is then complete; without one,
+    `read_message` raises EOFError, too.
 
     A backslash at the end of a line continues the message on the next line. Three quotation marks
     begin and end a message that may have any lines; it is never a command.

@@ -153,7 +153,7 @@ class Call:
             if not it.generation.done():
                 self._cancel(it.generation, "cancelled")
         for it in self._submitted:
-            self._cancel(it.generation, None)  # the metrics no longer wait for a finish reason
+            self._cancel(it.generation, None)  # the metrics stop waiting for a reason
         self._on_end(self)
 
     async def __aenter__(self) -> Call:

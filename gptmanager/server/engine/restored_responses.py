@@ -69,8 +69,9 @@ class RestoredResponses:
     def join(
         self, request_id: int, expect: Callable[[], Generation], deliver: Deliver
     ) -> Generation | None:
-        """Return the handle that `expect` makes of a restored request, with its responses so far;
-        None if there is no such request.
+        """Return the handle that `expect` makes of a restored request, with its responses so far.
+
+        Returns None if no restored request has this id.
         """
         with self._lock:  # no response can arrive in between
             if request_id not in self._held:

@@ -181,7 +181,7 @@ def _adapter(options: GenerationOptions, card: ModelCard) -> str | None:
 
 
 def mixed_seed(seed: int, prompt_index: int, choice: int) -> int:
-    """Return the seed of one choice. It is a hash, so that adjacent seeds share no choices."""
+    """Return the seed of one choice: a hash, so that the choices of adjacent seeds differ."""
     key = struct.pack("<QQQ", seed % 2**64, prompt_index, choice)
     return int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "little")
 

@@ -121,7 +121,9 @@ def test_rows_are_read_in_any_slices(name: str) -> None:
 
 
 def test_experts_of_gpt_oss_are_those_of_transformers() -> None:
-    convert = pytest.importorskip("transformers.integrations.mxfp4").convert_moe_packed_tensors
+    convert = pytest.importorskip(
+        "transformers.integrations.mxfp4", reason="transformers has no MXFP4 here"
+    ).convert_moe_packed_tensors
     generator = torch.Generator().manual_seed(1)
     blocks = torch.randint(0, 256, (3, 16, 2, 16), generator=generator, dtype=torch.uint8)
     scales = torch.randint(120, 130, (3, 16, 2), generator=generator, dtype=torch.uint8)
