@@ -73,6 +73,18 @@ __device__ inline float exp2_approx(float x) PTX(
     return result;
 )
 
+// Adds two pairs of elements, each in one register.
+__device__ inline unsigned add_pair(unsigned a, unsigned b, __nv_bfloat16) PTX(
+    unsigned sum;  // a * 1 + b, since only sm_90 has an addition
+    asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(sum) : "r"(a), "r"(0x3F803F80u), "r"(b));
+    return sum;
+)
+__device__ inline unsigned add_pair(unsigned a, unsigned b, __half) PTX(
+    unsigned sum;
+    asm("add.rn.f16x2 %0, %1, %2;" : "=r"(sum) : "r"(a), "r"(b));
+    return sum;
+)
+
 // Loads --------------------------------------------------------------------------------------------
 
 // Loads 16 aligned bytes that nothing writes while the kernel runs and no thread reads again, without

@@ -228,7 +228,7 @@ __global__ void __launch_bounds__(THREADS, 2) expert_gemm(
     }
     auto place = [&](int row) { return sorted[tile.first + row]; };
     const T* own_bias = bias ? bias + expert_rows : nullptr;
-    sums.store(out, own_bias, blockIdx.y * K::COLUMNS, num_rows, width, place);
+    sums.store(out, nullptr, own_bias, blockIdx.y * K::COLUMNS, num_rows, width, place);
 }
 
 // The same without tensor cores, for float32 and for rows of any size: a warp computes a column of all rows

@@ -172,6 +172,7 @@ cuda/                         CUDA kernels with their launchers, and an emulator
         context_attention     attention of rows with several tokens
     norms                     residual add, RMSNorm, LayerNorm
     gemm/                     matmuls of few rows, and LoRA
+        int8_rows             a weight in 8 bits, in the order in which CUDA kernels read it
         gemv                  matrix-vector products of up to a few rows
         gemm                  matmuls of some more rows, and their split over blocks
         own_matmuls           selects the kernel for a number of rows

@@ -105,6 +105,21 @@ EMULATED void prefetch_l2(const void* address) { ::emulator::prefetch(address, E
 
 inline float exp2_approx(float x) { return exp2f(x); }
 
+inline unsigned add_pair(unsigned a, unsigned b, __nv_bfloat16) {
+    auto sum = [&](int shift) {
+        auto element = [&](unsigned from) { return ::emulator::widen(from >> shift & 0xFFFF, __nv_bfloat16()); };
+        return unsigned(__nv_bfloat16_raw(__float2bfloat16_rn(element(a) + element(b))).x) << shift;
+    };
+    return sum(0) | sum(16);
+}
+inline unsigned add_pair(unsigned a, unsigned b, __half) {
+    auto sum = [&](int shift) {
+        auto element = [&](unsigned from) { return ::emulator::widen(from >> shift & 0xFFFF, __half()); };
+        return unsigned(__half_raw(__float2half_rn(element(a) + element(b))).x) << shift;
+    };
+    return sum(0) | sum(16);
+}
+
 EMULATED uint4 load_once_16(const void* address, bool valid) {
     uint4 to{0, 0, 0, 0};
     if (uintptr_t(address) % 16)

@@ -1,6 +1,6 @@
 // out[row, n] = sum over k of x[row, k] * weight[n, k] (+ bias[n]), for more rows than gemv.cu
 // is used for. With SILU the weight holds the rows of a gate, then those of an up projection:
-// out = gate / (1 + e^-gate) * up.
+// out = gate / (1 + e^-gate) * up. An int8 weight has a scale for each row: weight[n, k] * scales[n].
 //
 // A tile covers all rows of x and 32 * N rows of the weight, so that each weight is read once. It is
 // computed in rounds of DEPTH values of k. The rounds of all tiles are concatenated and divided into
@@ -11,12 +11,14 @@
 
 // The copies of a block to shared memory, one round at a time. They run ahead of the sums, also across
 // the border between two tiles.
-template <class K, class T = typename K::T> struct Copies {
-    const T *x, *weight;
+template <class K, class T = typename K::T, class W = typename K::W> struct Copies {
+    static constexpr int WEIGHT_VECTORS = K::WEIGHT_VECTORS, WEIGHTS_COPIED = THREADS / WEIGHT_VECTORS;
+    const T* x;
+    const W* weight;
     int num_rows, width, depth, rounds;
     int last, ahead, tile, round, stage;  // `ahead`: the next round; `last`: the end of the share
 
-    __device__ Copies(const T* x, const T* weight, int num_rows, int width, int depth, int share)
+    __device__ Copies(const T* x, const W* weight, int num_rows, int width, int depth, int share)
         : x(x), weight(weight), num_rows(num_rows), width(width), depth(depth),
           rounds((depth + DEPTH - 1) / DEPTH) {
         int total = (width + K::COLUMNS - 1) / K::COLUMNS * rounds;
@@ -24,7 +26,9 @@ template <class K, class T = typename K::T> struct Copies {
         tile = ahead / rounds, round = ahead % rounds, stage = 0;
     }
     __device__ int element() const { return round * DEPTH + threadIdx.x % VECTORS * 8; }
-
+    __device__ int weight_element() const {
+        return round * DEPTH + threadIdx.x % WEIGHT_VECTORS * WIDE<W>;
+    }
     __device__ int weight_row(int row) const { return K::weight_row(row, tile, width); }
     __device__ void advance() {
         ahead++;
@@ -33,25 +37,20 @@ template <class K, class T = typename K::T> struct Copies {
     }
     // Prefetches the weight to L2; nothing else may be read before `wait_for_previous`.
     __device__ void prefetch() const {
-        if (ahead >= last || element() >= depth) return;
+        if (ahead >= last || weight_element() >= depth) return;
 #pragma unroll
-        for (int i = 0; i < K::N; i++) {
-            int row = weight_row(threadIdx.x / VECTORS + i * COPIED);
-            if (row >= 0) ptx::prefetch_l2(weight + size_t(row) * depth + element());
+        for (int i = 0; i < K::WEIGHTS / WEIGHTS_COPIED; i++) {
+            int row = weight_row(threadIdx.x / WEIGHT_VECTORS + i * WEIGHTS_COPIED);
+            if (row >= 0) ptx::prefetch_l2(weight + size_t(row) * depth + weight_element());
         }
     }
     __device__ void copy(T* stages) {
         if (ahead < last) {
             unsigned own = threadIdx.x / VECTORS;  // COPIED is a multiple of 8
             T* to = stages + stage * K::STAGE + own * DEPTH + swizzled(own, threadIdx.x % VECTORS);
+            copy_weights(stages + stage * K::STAGE + K::ROWS * DEPTH);
             bool inside = element() < depth;
             int start = inside ? element() : 0;  // the address must be valid even if nothing is copied
-#pragma unroll
-            for (int i = 0; i < K::N; i++) {
-                int row = weight_row(own + i * COPIED);
-                const T* from = weight + size_t(max(row, 0)) * depth + start;
-                ptx::cp_async_16(to + (K::ROWS + i * COPIED) * DEPTH, from, inside && row >= 0);
-            }
 #pragma unroll
             for (int i = 0; i < K::M; i++) {
                 int row = own + i * COPIED;
@@ -62,19 +61,35 @@ template <class K, class T = typename K::T> struct Copies {
         ptx::cp_async_commit();
         advance();
     }
+    // Rows of int8 are half as long, and need no swizzle: two of them have all banks.
+    __device__ void copy_weights(T* region) {
+        unsigned own = threadIdx.x / WEIGHT_VECTORS;  // WEIGHTS_COPIED is a multiple of 8
+        int vector = threadIdx.x % WEIGHT_VECTORS;
+        W* to = reinterpret_cast<W*>(region) + own * DEPTH;
+        to += sizeof(W) < sizeof(T) ? vector * WIDE<W> : swizzled(own, vector);
+        bool inside = weight_element() < depth;
+        int start = inside ? weight_element() : 0;
+#pragma unroll
+        for (int i = 0; i < K::WEIGHTS / WEIGHTS_COPIED; i++) {
+            int row = weight_row(own + i * WEIGHTS_COPIED);
+            const W* from = weight + size_t(max(row, 0)) * depth + start;
+            ptx::cp_async_16(to + i * WEIGHTS_COPIED * DEPTH, from, inside && row >= 0);
+        }
+    }
 };
 
 // Grid: one block per `share` rounds. Dynamic shared memory: STAGES stages.
-template <class T, int M, int N, int STAGES, int RESIDENT, bool SILU>
+template <class T, int M, int N, int STAGES, int RESIDENT, bool SILU, class W = T>
 __global__ void __launch_bounds__(THREADS, RESIDENT) gemm(
-    T* out,             // [rows, width]
-    float* partial,     // [2 * blocks, M * N, THREADS, 4]: sums of blocks that share a tile
-    unsigned* arrived,  // [blocks]; zeros before and after the launch
-    const T* x,         // [rows, depth], at most ROWS rows
-    const T* weight,    // [width, depth], with SILU [2 * width, depth]
-    const T* bias,      // [width], with SILU [2 * width]; or null
-    int num_rows, int width, int depth, int share) {  // depth: a multiple of 8
-    using K = Kind<T, M, N, STAGES, RESIDENT, SILU>;
+    T* out,               // [rows, width]
+    float* partial,       // [2 * blocks, M * N, THREADS, 4]: sums of blocks that share a tile
+    unsigned* arrived,    // [blocks]; zeros before and after the launch
+    const T* x,           // [rows, depth], at most ROWS rows
+    const W* weight,      // [width, depth], with SILU [2 * width, depth]
+    const float* scales,  // [width], with SILU [2 * width]; null unless W is int8
+    const T* bias,        // [width], with SILU [2 * width]; or null
+    int num_rows, int width, int depth, int share) {  // depth: a multiple of 8, of 16 for int8
+    using K = Kind<T, M, N, STAGES, RESIDENT, SILU, Activation::SILU, W>;
     T* stages = reinterpret_cast<T*>(ptx::dynamic_shared());
     Copies<K> copies(x, weight, num_rows, width, depth, share);
     Copies<K> fetched = copies;
@@ -107,6 +122,6 @@ __global__ void __launch_bounds__(THREADS, RESIDENT) gemm(
             for (int other = first_block; other <= last_block; other++)
                 sums.add(partial, slot(other));
         }
-        sums.store(out, bias, tile * K::COLUMNS, num_rows, width, [](int row) { return row; });
+        sums.store(out, scales, bias, tile * K::COLUMNS, num_rows, width, [](int row) { return row; });
     }
 }

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from gptmanager.cuda.device.launch import NAMES, Launcher, Program, check_tensors, ints
 from gptmanager.cuda.gemm import gemv
+from gptmanager.cuda.gemm.int8_rows import DeviceMatrix, Int8Rows, scales_of, values_of
 
 MOST_ROWS = 256
 _DTYPES = (torch.float16, torch.bfloat16)
@@ -32,10 +33,12 @@ class _Kind(NamedTuple):
     n: int
     stages: int
     resident: int  # blocks per multiprocessor for which there are enough registers
+    is_int8: bool = False  # the weight
 
     def name(self, dtype: torch.dtype, silu: bool) -> str:
-        numbers = ", ".join(map(str, self))
-        return f"gemm<{NAMES[dtype]}, {numbers}, {str(silu).lower()}>"
+        numbers = ", ".join(map(str, self[:4]))
+        weight = gemv.INT8 if self.is_int8 else ""
+        return f"gemm<{NAMES[dtype]}, {numbers}, {str(silu).lower()}{weight}>"
 
     @property
     def rows(self) -> int:
@@ -46,15 +49,20 @@ class _Kind(NamedTuple):
         return 32 * self.n
 
     @property
+    def weight_bytes(self) -> int:
+        """Return the bytes of the weight in a round."""
+        return self.weights * _DEPTH * (1 if self.is_int8 else 2)
+
+    @property
     def round_bytes(self) -> int:
-        return (self.rows + self.weights) * _DEPTH * 2
+        return self.rows * _DEPTH * 2 + self.weight_bytes
 
     @property
     def shared_bytes(self) -> int:
         return self.stages * self.round_bytes
 
 
-_KINDS = (  # all stages fit in the shared memory of GPUs: 99, 163 or 227 KiB
+_FLOAT_KINDS = (  # all stages fit in the shared memory of GPUs: 99, 163 or 227 KiB
     _Kind(1, 4, 4, 2),
     _Kind(2, 4, 4, 2),
     _Kind(2, 8, 4, 1),
@@ -62,6 +70,7 @@ _KINDS = (  # all stages fit in the shared memory of GPUs: 99, 163 or 227 KiB
     _Kind(4, 8, 3, 1),
     _Kind(8, 4, 3, 1),
 )
+_KINDS = _FLOAT_KINDS + tuple(kind._replace(is_int8=True) for kind in _FLOAT_KINDS)
 PROGRAM = Program(
     "gemm/gemm.cu",
     tuple(
@@ -99,12 +108,12 @@ class MatmulPlan(NamedTuple):
         return most if rest == 0 else most + 1 + (rest > 1 and self.num_tiles > 1)
 
 
-def covers(launcher: Launcher, x: Tensor, weight: Tensor) -> bool:
+def covers(launcher: Launcher, x: Tensor, weight: DeviceMatrix) -> bool:
     """Return whether `gemm` supports the tensors: 16-bit elements, rows of aligned 16-byte pieces,
     and not too many rows.
     """
     fits = weight.dtype in _DTYPES and gemv.covers(x, weight)
-    return fits and len(x) <= _most_rows(launcher.max_shared_mem)
+    return fits and len(x) <= _most_rows(launcher.max_shared_mem, isinstance(weight, Int8Rows))
 
 
 def new_counters(launcher: Launcher, device: torch.device) -> Tensor:
@@ -117,7 +126,7 @@ def gemm(
     launcher: Launcher,
     out: Tensor,
     x: Tensor,
-    weight: Tensor,
+    weight: DeviceMatrix,
     bias: Tensor | None = None,
     *,
     arrived: Tensor,
@@ -125,19 +134,23 @@ def gemm(
 ) -> None:
     """Compute `out [T, O] = x [T, I] @ weight [O, I]^T + bias [O]`, in float16 or bfloat16.
 
+    Integers of `Int8Rows` are multiplied as they are, and each sum with the scale of its row.
     With `silu`, `weight [2O, I]` contains the rows of the gate, then those of the up
     projection, and `out [T, O] = silu(gate) * up`. Sums are float32, and rounded once, at the
     end. A row of `out` is bitwise independent of the other rows; it depends on their number
-    only by the ranges 1 to 32, 33 to 64, 65 to 128, 129 to 256 (the most). Rows of `x` are a
+    only by the ranges 1 to 32, 33 to 64, 65 to 128, 129 to 256 (the most). Rows of `weight` are a
     multiple of 16 bytes. `arrived` is from `new_counters`, zero before and after. ValueError
     for other tensors.
     """
     num_rows, width = out.shape
     depth, dtype, num_weights = x.shape[1], out.dtype, (1 + silu) * width
+    values, scales = values_of(weight), scales_of(weight)
+    is_int8 = scales is not None
     check_tensors(
         out=(out, (num_rows, width), dtype),
         x=(x, (num_rows, depth), dtype),
-        weight=(weight, (num_weights, depth), dtype),
+        weight=(values, (num_weights, depth), torch.int8 if is_int8 else dtype),
+        scales=(scales, (num_weights,), torch.float32),
         bias=(bias, (num_weights,), dtype),
         arrived=(arrived, (None,), torch.int32),
     )
@@ -145,36 +158,48 @@ def gemm(
         raise ValueError(f"{num_rows} rows of {depth} {dtype} are not covered")
     if out.numel() == 0:
         return
-    plan = plan_matmul(launcher, num_rows, width, depth, silu)
+    plan = plan_matmul(launcher, num_rows, width, depth, silu, is_int8)
     kind, partial = plan.kind, None
     if plan.blocks_of_a_tile > 1:
         num_sums = 2 * plan.num_blocks * kind.rows * kind.weights
         partial = torch.empty(num_sums, dtype=torch.float32, device=x.device)
     kernel = launcher.kernel(PROGRAM, kind.name(dtype, silu), kind.shared_bytes)
-    arguments = (out, partial, arrived, x, weight, bias)
+    arguments = (out, partial, arrived, x, values, scales, bias)
     sizes = ints(num_rows, width, depth, plan.share)
     kernel((plan.num_blocks,), (_THREADS,), (*arguments, *sizes), kind.shared_bytes)
 
 
 def plan_matmul(
-    launcher: Launcher, num_rows: int, width: int, depth: int, silu: bool = False
+    launcher: Launcher,
+    num_rows: int,
+    width: int,
+    depth: int,
+    silu: bool = False,
+    is_int8: bool = False,
 ) -> MatmulPlan:
     """Return the plan of a matmul with `width` columns.
 
     It depends on the number of rows only through the choice of the tile's height.
     """
     rows = next(kind.rows for kind in _KINDS if num_rows <= kind.rows)
-    return _plan(rows, width, depth, silu, launcher.num_multiprocessors, launcher.max_shared_mem)
+    sizes = width, depth, silu, is_int8
+    return _plan(rows, *sizes, launcher.num_multiprocessors, launcher.max_shared_mem)
 
 
 @functools.cache  # called at each launch, with few sizes per process
 def _plan(
-    rows: int, width: int, depth: int, silu: bool, multiprocessors: int, max_shared_mem: int
+    rows: int,
+    width: int,
+    depth: int,
+    silu: bool,
+    is_int8: bool,
+    multiprocessors: int,
+    max_shared_mem: int,
 ) -> MatmulPlan:
     plans = [
         plan
         for kind in _KINDS
-        if kind.rows == rows and kind.shared_bytes <= max_shared_mem
+        if kind.is_int8 is is_int8 and kind.rows == rows and kind.shared_bytes <= max_shared_mem
         for plan in _plans(kind, width, depth, silu, multiprocessors, max_shared_mem)
     ]
     return min(plans, key=lambda plan: _cost(plan, multiprocessors))
@@ -201,12 +226,13 @@ def _plans(
 def _cost(plan: MatmulPlan, multiprocessors: int) -> float:
     """Estimate the time of a block, in bytes of memory that its multiprocessor could read."""
     kind, meeting = plan.kind, 0.0
-    of_round = max(kind.weights * _DEPTH * 2, kind.round_bytes / _FROM_L2)
+    of_round = max(kind.weight_bytes, kind.round_bytes / _FROM_L2)
     if plan.blocks_of_a_tile > 1:  # each block writes its sums, and the last one reads all of them
         sums = kind.rows * kind.weights * 4 / _ALONE
         meeting = _MEETING + (1 + plan.blocks_of_a_tile) * sums
     return (plan.share * of_round + meeting) * max(1, plan.num_blocks / multiprocessors)
 
 
-def _most_rows(max_shared_mem: int) -> int:
-    return max(kind.rows for kind in _KINDS if kind.shared_bytes <= max_shared_mem)
+def _most_rows(max_shared_mem: int, is_int8: bool) -> int:
+    own = (kind for kind in _KINDS if kind.is_int8 is is_int8)
+    return max(kind.rows for kind in own if kind.shared_bytes <= max_shared_mem)

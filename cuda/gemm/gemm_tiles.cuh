@@ -3,6 +3,7 @@
 #pragma once
 
 #include "activation_kinds.cuh"
+#include "gemm/widening.cuh"
 
 constexpr int THREADS = 256, WARP_ROWS = 2, WARP_COLUMNS = 4;
 constexpr int DEPTH = 64, VECTORS = DEPTH / 8;  // of a round: 128 bytes of each row
@@ -12,16 +13,20 @@ constexpr int COPIED = THREADS / VECTORS;       // rows that a block copies at a
 // multiprocessor; if registers and shared memory suffice for two, one multiplies while the other waits.
 // GATED: the weight holds the rows of a gate, then those of an up projection, and the result is
 // activation(gate) * up.
-template <class Element, int M_, int N_, int STAGES_, int RESIDENT, bool IS_GATED, Activation KIND = SILU>
+template <
+    class Element, int M_, int N_, int STAGES_, int RESIDENT, bool IS_GATED, Activation KIND = SILU,
+    class Weight = Element>
 struct Kind {
     using T = Element;
+    using W = Weight;
     static constexpr int M = M_, N = N_, STAGES = STAGES_;
     static constexpr bool GATED = IS_GATED;
     static constexpr Activation ACTIVATION = KIND;
     static constexpr int ROWS = WARP_ROWS * 16 * M, WEIGHTS = WARP_COLUMNS * 8 * N;
     static constexpr int COLUMNS = WEIGHTS / (GATED ? 2 : 1);  // columns of the result, of a tile
     static constexpr int SPAN = 8 * N / (GATED ? 2 : 1);       // columns of the result, of a warp
-    static constexpr int STAGE = (ROWS + WEIGHTS) * DEPTH;    // elements
+    static constexpr int STAGE = (ROWS + WEIGHTS / PARTS<T, W>) * DEPTH;  // elements of T
+    static constexpr int WEIGHT_VECTORS = VECTORS / PARTS<T, W>;          // of a weight row, in a round
     // Matrices of x that are loaded before their matmuls, limited by registers.
     static constexpr int AT_ONCE = RESIDENT == 2 ? 1 : M == 2 ? 2 : 4;
 
@@ -58,6 +63,10 @@ template <class K> struct TileSums {
     // Matrices without rows are multiplied, too: branches around them would cost more instructions, since
     // the compiler cannot know that all lanes of a warp take the same branch.
     template <class T> __device__ void add_round(const T* stage) {
+        if constexpr (sizeof(typename K::W) < sizeof(T)) add_int8_round(stage);
+        else add_own_round(stage);
+    }
+    template <class T> __device__ void add_own_round(const T* stage) {
         int matrix = threadIdx.x % 32 / 8, row = threadIdx.x % 8;  // the lane's for ldmatrix
         const T* rows = stage + (warp_row * 16 + matrix % 2 * 8 + row) * DEPTH;
         const T* weights =
@@ -88,6 +97,37 @@ template <class K> struct TileSums {
             }
         }
     }
+    // As in matmul_sums.cuh, vector t of a weight row and the same elements of x are the k of four matmuls.
+    template <class T> __device__ void add_int8_round(const T* stage) {
+        int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
+        const T* rows = stage + (warp_row * 16 + g) * DEPTH;
+        const uint4* weights = reinterpret_cast<const uint4*>(stage + K::ROWS * DEPTH) +
+            (warp_column * 8 * K::N + g) * K::WEIGHT_VECTORS + t;
+        uint4 bytes[K::N];
+#pragma unroll
+        for (int n = 0; n < K::N; n++) bytes[n] = weights[n * 8 * K::WEIGHT_VECTORS];
+#pragma unroll 1  // to need fewer registers
+        for (int part = 0; part < PARTS<T, typename K::W>; part++) {
+            int own = swizzled(g, 2 * t + part);
+            uint4 b[K::N];
+#pragma unroll
+            for (int n = 0; n < K::N; n++) b[n] = widened<T, typename K::W>(bytes[n], part);
+#pragma unroll
+            for (int m = 0; m < K::M; m++) {
+                const T* from = rows + m * WARP_ROWS * 16 * DEPTH + own;
+                uint4 first = *reinterpret_cast<const uint4*>(from);
+                uint4 second = *reinterpret_cast<const uint4*>(from + 8 * DEPTH);
+                unsigned low[4] = {first.x, second.x, first.y, second.y};
+                unsigned high[4] = {first.z, second.z, first.w, second.w};
+#pragma unroll
+                for (int n = 0; n < K::N; n++)
+                    ptx::mma_m16n8k16(values[m][n], low, b[n].x, b[n].y, T());
+#pragma unroll
+                for (int n = 0; n < K::N; n++)
+                    ptx::mma_m16n8k16(values[m][n], high, b[n].z, b[n].w, T());
+            }
+        }
+    }
     __device__ float4* place_of(float* partial, int slot) const {
         return reinterpret_cast<float4*>(partial) + size_t(slot) * K::M * K::N * THREADS + threadIdx.x;
     }
@@ -109,18 +149,25 @@ template <class K> struct TileSums {
         each([](float(&own)[4], int, int) { own[0] = own[1] = own[2] = own[3] = 0; });
     }
     // Stores the results in the columns of the tile, the first of which is `first`. Row r of the tile is row
-    // `place(r)` of the result.
+    // `place(r)` of the result. `scales`: of int8 weight rows, as many as `bias` has.
     template <class T, class Place>
-    __device__ void store(T* out, const T* bias, int first, int num_rows, int width, Place place) {
+    __device__ void store(
+        T* out, const float* scales, const T* bias, int first, int num_rows, int width, Place place) {
         int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
         constexpr int MATRICES = K::SPAN / 8;  // of a warp's columns
 #pragma unroll
         for (int n = 0; n < MATRICES; n++) {
             int column = first + warp_column * K::SPAN + n * 8 + 2 * t;
             float added[2][2] = {};  // bias of the result or the gate, and of the up projection
+            float scale[2][2] = {{1, 1}, {1, 1}};
 #pragma unroll
             for (int i = 0; i < 2; i++) {
-                if (!bias || column + i >= width) continue;
+                if (column + i >= width) continue;
+                if constexpr (sizeof(typename K::W) < sizeof(T)) {
+                    scale[0][i] = scales[column + i];
+                    if constexpr (K::GATED) scale[1][i] = scales[width + column + i];
+                }
+                if (!bias) continue;
                 added[0][i] = to_float(bias[column + i]);
                 if constexpr (K::GATED) added[1][i] = to_float(bias[width + column + i]);
             }
@@ -133,9 +180,10 @@ template <class K> struct TileSums {
                     float result[2];
 #pragma unroll
                     for (int i = 0; i < 2; i++) {
-                        result[i] = values[m][n][2 * half + i] + added[0][i];
+                        result[i] = values[m][n][2 * half + i] * scale[0][i] + added[0][i];
                         if constexpr (K::GATED) {
-                            float up = values[m][n + MATRICES][2 * half + i] + added[1][i];
+                            float sum = values[m][n + MATRICES][2 * half + i];
+                            float up = sum * scale[1][i] + added[1][i];
                             result[i] = gated<K::ACTIVATION>(result[i], up);
                         }
                     }

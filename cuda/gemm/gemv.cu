@@ -1,6 +1,6 @@
 // out[row, n] = sum over k of x[row, k] * weight[n, k] (+ bias[n]), for few rows: reading the weight once
 // dominates the time. With SILU the weight holds the rows of a gate, then those of an up projection:
-// out = gate / (1 + e^-gate) * up.
+// out = gate / (1 + e^-gate) * up. An int8 weight has a scale for each row: weight[n, k] * scales[n].
 //
 // The terms of an element are always added in the same order. Chunk c, 64 bytes of a row, belongs to warp
 // c % WARPS, which adds its chunks in order; then the sums of the warps are added in order. So the result
@@ -10,31 +10,32 @@
 constexpr int WARPS = 16;
 constexpr int STEP = WARPS * LANES;  // vectors from one chunk of a warp to its next
 // Chunks of each warp that are in flight, 4 or 6 KiB, limited by registers.
-template <int TILES> constexpr int CHUNKS_AHEAD = TILES == 4 ? 3 : 4;
+template <int TILES, bool IS_INT8> constexpr int CHUNKS_AHEAD = TILES == 4 ? (IS_INT8 ? 2 : 3) : 4;
 
 // Grid: any number of blocks, which take items round-robin. An item is 8 * TILES weight rows (with SILU,
 // half of them rows of the gate and half the same rows of up) and up to ROWS rows of x. Items with the same
 // weight rows are adjacent, so that L2 still holds these rows. A warp's loads run ahead of its sums, also
 // across the border between two items.
-template <class T, int TILES, bool SILU>
+template <class T, int TILES, bool SILU, class W = T>
 __global__ void __launch_bounds__(WARPS * 32, 1) gemv(
-    T* out,           // [rows, width]
-    const T* x,       // [rows, depth]
-    const T* weight,  // [width, depth], with SILU [2 * width, depth]
-    const T* bias,    // [width], with SILU [2 * width]; or null
-    int num_rows, int width, int depth) {  // depth: a multiple of 16 bytes
+    T* out,               // [rows, width]
+    const T* x,           // [rows, depth]
+    const W* weight,      // [width, depth], with SILU [2 * width, depth]
+    const float* scales,  // [width], with SILU [2 * width]; null unless W is int8
+    const T* bias,        // [width], with SILU [2 * width]; or null
+    int num_rows, int width, int depth) {  // depth: a multiple of 16 bytes, also of the weight
     constexpr int COLUMNS = 8 * TILES / (SILU ? 2 : 1);  // columns of the result, of an item
-    constexpr int DEPTH = CHUNKS_AHEAD<TILES>;
+    constexpr int DEPTH = CHUNKS_AHEAD<TILES, sizeof(W) == 1>;
     __shared__ float sums[WARPS][ROWS<T>][8 * TILES + 8];  // padded against bank conflicts
     int warp = threadIdx.x / 32, g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
-    int vectors = depth / WIDE<T>, first_vector = warp * LANES + t;  // 16-byte vectors of a row
+    int vectors = depth / WIDE<W>, first_vector = warp * LANES + t;  // 16-byte vectors of a weight row
     int row_tiles = (num_rows + ROWS<T> - 1) / ROWS<T>;
     int num_items = (width + COLUMNS - 1) / COLUMNS * row_tiles;
     int rounds = (vectors + DEPTH * STEP - 1) / (DEPTH * STEP);  // each: DEPTH chunks per warp
 
     // The round that is being loaded, one ahead of the round that is being added.
     int item_ahead = blockIdx.x, round_ahead = 0;
-    const T* rows_ahead[TILES];
+    const W* rows_ahead[TILES];
     auto seek = [&] {  // rows after the last one are replaced by the last one
         int first = item_ahead / row_tiles * COLUMNS + g;
 #pragma unroll
@@ -49,8 +50,8 @@ __global__ void __launch_bounds__(WARPS * 32, 1) gemv(
         bool inside = item_ahead < num_items && vector + chunk * STEP < vectors;
 #pragma unroll
         for (int i = 0; i < TILES; i++) {
-            const T* from = rows_ahead[i] + vector * WIDE<T>;
-            to[i] = ptx::load_once_16(from + chunk * STEP * WIDE<T>, inside);
+            const W* from = rows_ahead[i] + vector * WIDE<W>;
+            to[i] = ptx::load_once_16(from + chunk * STEP * WIDE<W>, inside);
         }
     };
     auto advance = [&] {
@@ -65,7 +66,7 @@ __global__ void __launch_bounds__(WARPS * 32, 1) gemv(
         int vector = first_vector + chunk * STEP;
         if (vector >= vectors) break;
 #pragma unroll
-        for (int i = 0; i < TILES; i++) ptx::prefetch_l2(rows_ahead[i] + vector * WIDE<T>);
+        for (int i = 0; i < TILES; i++) ptx::prefetch_l2(rows_ahead[i] + vector * WIDE<W>);
     }
     ptx::wait_for_previous();
     uint4 ring[DEPTH][TILES];
@@ -75,13 +76,13 @@ __global__ void __launch_bounds__(WARPS * 32, 1) gemv(
     for (int item = blockIdx.x; item < num_items; item += gridDim.x) {
         int first_row = item % row_tiles * ROWS<T>, rows = min(num_rows - first_row, ROWS<T>);
         const T* own_x = x + size_t(first_row) * depth;
-        Sums<T, TILES> own;
+        Sums<T, TILES, W> own;
         for (int round = 0; round < rounds; round++) {
             advance();
             int vector = first_vector + round * DEPTH * STEP;
 #pragma unroll
             for (int chunk = 0; chunk < DEPTH; chunk++) {
-                const T* from = own_x + vector * WIDE<T> + chunk * STEP * WIDE<T>;
+                const T* from = own_x + vector * WIDE<W> + chunk * STEP * WIDE<W>;
                 own.add(ring[chunk], from, depth, rows, vector + chunk * STEP < vectors);
                 fetch(ring[chunk], chunk);
             }
@@ -101,6 +102,7 @@ __global__ void __launch_bounds__(WARPS * 32, 1) gemv(
                 float sum = 0;
 #pragma unroll
                 for (int w = 0; w < WARPS; w++) sum += sums[w][row][column];
+                if constexpr (sizeof(W) < sizeof(T)) sum *= scales[n];
                 return bias ? sum + to_float(bias[n]) : sum;
             };
             float value = sum_of(column, n);

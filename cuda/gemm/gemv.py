@@ -5,9 +5,11 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from gptmanager.cuda.device.launch import NAMES, Launcher, Program, check_tensors, ints
+from gptmanager.cuda.gemm.int8_rows import DeviceMatrix, scales_of, values_of
 
 FEW_ROWS = 16
 _THREADS = 512
@@ -15,22 +17,27 @@ _VECTOR_BYTES = 16
 
 
 _KINDS = {2: ("2, false", "4, false", "4, true"), 4: ("2, false", "4, true")}  # by itemsize
+INT8 = ", int8"  # the last template argument, for int8 weights
 PROGRAM = Program(
     "gemm/gemv.cu",
     tuple(
-        f"gemv<{name}, {kind}>" for dtype, name in NAMES.items() for kind in _KINDS[dtype.itemsize]
+        f"gemv<{name}, {kind}{weight}>"
+        for weight in ("", INT8)
+        for dtype, name in NAMES.items()
+        for kind in _KINDS[dtype.itemsize]
     ),
     dependent=True,
 )
 
 
-def covers(x: Tensor, weight: Tensor) -> bool:
+def covers(x: Tensor, weight: DeviceMatrix) -> bool:
     """Return whether `multiply` supports the tensors: it reads rows in aligned 16-byte pieces."""
+    values = values_of(weight)
     return (
         weight.dtype in NAMES
-        and weight.shape[1] * weight.itemsize % _VECTOR_BYTES == 0
-        and weight.is_contiguous()
-        and weight.data_ptr() % _VECTOR_BYTES == 0
+        and values.shape[1] * values.itemsize % _VECTOR_BYTES == 0
+        and values.is_contiguous()
+        and values.data_ptr() % _VECTOR_BYTES == 0
         and x.is_contiguous()
         and x.data_ptr() % _VECTOR_BYTES == 0
     )
@@ -40,26 +47,30 @@ def multiply(
     launcher: Launcher,
     out: Tensor,
     x: Tensor,
-    weight: Tensor,
+    weight: DeviceMatrix,
     bias: Tensor | None = None,
     *,
     silu: bool = False,
 ) -> None:
     """Compute `out [T, O] = x [T, I] @ weight [O, I]^T + bias [O]`; float32, float16 or bfloat16.
 
+    Integers of `Int8Rows` are multiplied as they are, and each sum with the scale of its row.
+
     With `silu`, `weight [2O, I]` contains the rows of the gate, then those of the up projection,
     and `out [T, O] = silu(gate) * up`; gate and up are not rounded before the activation.
     Accumulates in float32 and rounds once. Batch-invariant: a row of `out` is bitwise the same
     whatever the other rows and their number are. The weight is read once per tile of 16 rows
-    (`FEW_ROWS`), in float32 of 8. The row size of `x` must be a multiple of 16 bytes. Raises
+    (`FEW_ROWS`), in float32 of 8. The row size of `weight` must be a multiple of 16 bytes. Raises
     ValueError for other tensors.
     """
     num_rows, width = out.shape
     depth, dtype, num_weights = x.shape[1], out.dtype, (1 + silu) * width
+    values, scales = values_of(weight), scales_of(weight)
     check_tensors(
         out=(out, (num_rows, width), dtype),
         x=(x, (num_rows, depth), dtype),
-        weight=(weight, (num_weights, depth), dtype),
+        weight=(values, (num_weights, depth), dtype if scales is None else torch.int8),
+        scales=(scales, (num_weights,), torch.float32),
         bias=(bias, (num_weights,), dtype),
     )
     if not covers(x, weight):
@@ -70,8 +81,9 @@ def multiply(
     # Four tiles share each read of x, if most multiprocessors still have work.
     tiles = 4 if silu or (dtype.itemsize == 2 and _fill(width // 32, launcher)) else 2
     items = -(-width // (16 if silu else 8 * tiles)) * row_tiles
-    name = f"gemv<{NAMES[dtype]}, {tiles}, {str(silu).lower()}>"
-    arguments = (out, x, weight, bias, *ints(num_rows, width, depth))
+    kind = "" if scales is None else INT8
+    name = f"gemv<{NAMES[dtype]}, {tiles}, {str(silu).lower()}{kind}>"
+    arguments = (out, x, values, scales, bias, *ints(num_rows, width, depth))
     grid = (min(items, launcher.num_multiprocessors),)
     launcher.kernel(PROGRAM, name)(grid, (_THREADS,), arguments)
 

@@ -1,7 +1,8 @@
 """`MatmulChoice`: chooses between our matmul kernels and torch, by the number of rows.
 
-Without measurements, our kernels are used for up to 16 rows. When a model is loaded, our kernels
-and torch's are timed on its weights.
+Without measurements, our kernels are used for up to 16 rows, and for int8 weights for as many as
+they support. When a model is loaded, our kernels and torch's are timed on its weights; of int8
+weights torch needs a copy in the model's dtype for each matmul.
 """
 
 from __future__ import annotations
@@ -13,12 +14,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from gptmanager.cuda.gemm.gemv import FEW_ROWS, covers
+from gptmanager.cuda.gemm.int8_rows import DeviceMatrix, Int8Rows, values_of
 from gptmanager.cuda.gemm.own_matmuls import OwnMatmuls
+from gptmanager.kernels.gemm.packed_matrix import plain
 from gptmanager.lifecycle.log import logger
 
 Run = Callable[[], Tensor]
 Seconds = Callable[[Run], float]
-Key = tuple[torch.Size, torch.dtype]
+Key = tuple[torch.Size, torch.dtype, torch.dtype]  # dtypes: of the matmul, of the stored weight
 
 # Numbers of rows that are measured; others are rounded up to the next one.
 _NUMBERS = (1, 2, 4, 8, FEW_ROWS, 32, 64, 128, 256)
@@ -35,24 +38,26 @@ class MatmulChoice:
         # numbers of rows at which our kernels are at least as fast as torch
         self._ours: dict[Key, frozenset[int]] = {}
 
-    def is_ours(self, num_rows: int, weight: Tensor) -> bool:
+    def is_ours(self, num_rows: int, weight: DeviceMatrix) -> bool:
         """Return whether `OwnMatmuls` is to compute a matmul of `num_rows` with `weight`."""
         number = next((number for number in _NUMBERS if num_rows <= number), None)
-        return number in self._ours.get((weight.shape, weight.dtype), _UNMEASURED)
+        unmeasured = _NUMBERS if isinstance(weight, Int8Rows) else _UNMEASURED
+        return number in self._ours.get(_key(weight), unmeasured)
 
     def measure(
-        self, own: OwnMatmuls, weights: Iterable[Tensor], device: str, seconds: Seconds
+        self, own: OwnMatmuls, weights: Iterable[DeviceMatrix], device: str, seconds: Seconds
     ) -> None:
         """Time our kernels and torch's on `weights`, and log the results.
 
         Results are cached by the name `device`. `seconds` times a run. If memory runs out, the
         default rule applies.
         """
-        groups: dict[Key, list[Tensor]] = {}
+        groups: dict[Key, list[DeviceMatrix]] = {}
         for weight in weights:
-            groups.setdefault((weight.shape, weight.dtype), []).append(weight)
+            groups.setdefault(_key(weight), []).append(weight)
         for key, group in groups.items():
-            if not covers(group[0][:1], group[0]):
+            first = values_of(group[0])
+            if not covers(first[:1], group[0]):
                 continue
             if (device, key) not in _known:
                 try:
@@ -65,12 +70,17 @@ class MatmulChoice:
             self._ours[key] = _known[device, key]
 
 
-def _compare(own: OwnMatmuls, weights: list[Tensor], seconds: Seconds) -> frozenset[int]:
+def _key(weight: DeviceMatrix) -> Key:
+    return weight.shape, weight.dtype, values_of(weight).dtype
+
+
+def _compare(own: OwnMatmuls, weights: list[DeviceMatrix], seconds: Seconds) -> frozenset[int]:
     """Return the numbers of rows at which to use our kernels."""
     width, depth = weights[0].shape
+    device = values_of(weights[0]).device
     numbers, better, ours_us, torch_us = [], set(), [], []
     for number in _NUMBERS:
-        x = torch.randn(number, depth, device=weights[0].device).to(weights[0].dtype)
+        x = torch.randn(number, depth, device=device).to(weights[0].dtype)
         if not own.covers(x, weights[0]):
             continue
         out = x.new_empty(number, width)
@@ -82,7 +92,7 @@ def _compare(own: OwnMatmuls, weights: list[Tensor], seconds: Seconds) -> frozen
 
         def by_torch(x: Tensor = x, out: Tensor = out) -> Tensor:
             for weight in weights:
-                out = F.linear(x, weight)
+                out = F.linear(x, plain(weight))
             return out
 
         numbers.append(number)
@@ -93,7 +103,7 @@ def _compare(own: OwnMatmuls, weights: list[Tensor], seconds: Seconds) -> frozen
     microseconds = (", ".join(f"{it:.1f}" for it in figures) for figures in (ours_us, torch_us))
     logger.info(
         "matmuls with %d x %d %s at %s rows: %s us by our kernels, %s us by torch",
-        *(width, depth, str(weights[0].dtype).removeprefix("torch.")),
+        *(width, depth, str(values_of(weights[0]).dtype).removeprefix("torch.")),
         *(", ".join(map(str, numbers)), *microseconds),
     )
     return frozenset(better)

@@ -7,6 +7,7 @@ from torch import Tensor
 from gptmanager.cuda.device.launch import Launcher
 from gptmanager.cuda.gemm import gemm, gemv
 from gptmanager.cuda.gemm.gemv import FEW_ROWS
+from gptmanager.cuda.gemm.int8_rows import DeviceMatrix
 
 
 class OwnMatmuls:
@@ -16,13 +17,19 @@ class OwnMatmuls:
         self._launcher = launcher
         self._arrived: Tensor | None = None  # allocated at the first gemm
 
-    def covers(self, x: Tensor, weight: Tensor) -> bool:
+    def covers(self, x: Tensor, weight: DeviceMatrix) -> bool:
         if len(x) <= FEW_ROWS:
             return gemv.covers(x, weight)
         return self._launcher.features.tiled and gemm.covers(self._launcher, x, weight)
 
     def multiply(
-        self, out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, *, silu: bool = False
+        self,
+        out: Tensor,
+        x: Tensor,
+        weight: DeviceMatrix,
+        bias: Tensor | None,
+        *,
+        silu: bool = False,
     ) -> None:
         """Compute `gemv.multiply` of tensors that `covers` accepts."""
         if len(x) <= FEW_ROWS:

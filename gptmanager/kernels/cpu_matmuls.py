@@ -41,12 +41,19 @@ STREAMS_PER_THREAD = 4  # pieces of a matrix that is read at memory bandwidth
 class CpuMatmuls(Kernels):
     """The matmuls of `CpuKernels`, and the threads that all its ops run in."""
 
+    quantized_kinds: tuple[Quantized, ...] = ("int8", "int4")
+
     def __init__(self, deterministic: bool = False) -> None:
         super().__init__(deterministic)
         self._team = Team()
 
     def new_matrix(
-        self, rows: int, columns: int, dtype: torch.dtype, quantized: Quantized | None = None
+        self,
+        rows: int,
+        columns: int,
+        dtype: torch.dtype,
+        quantized: Quantized | None = None,
+        device: torch.device | str = "cpu",
     ) -> PackedMatrix | None:
         if not can_be_packed(dtype, quantized):
             return None

@@ -52,10 +52,13 @@ class Kernels(DeltaOps):
     With `deterministic`, the result of an op for a token is bitwise independent of the other tokens
     in the call. Without it, the same formulas may round differently from batch to batch.
     `has_float64` is True if the ops accept float64. `plans_experts` is True if `experts` does not
-    wait for the device, so that steps of models with experts can be planned too.
+    wait for the device, so that steps of models with experts can be planned too. Matrices may be
+    stored as `quantized_kinds`; those of experts only if `quantizes_experts` is True.
     """
 
     has_float64, plans_experts = True, False
+    quantized_kinds: tuple[Quantized, ...] = ()
+    quantizes_experts = True
 
     def __init__(self, deterministic: bool = False) -> None:
         self.deterministic = deterministic
@@ -110,7 +113,12 @@ class Kernels(DeltaOps):
         return rows
 
     def new_matrix(
-        self, rows: int, columns: int, dtype: torch.dtype, quantized: Quantized | None = None
+        self,
+        rows: int,
+        columns: int,
+        dtype: torch.dtype,
+        quantized: Quantized | None = None,
+        device: torch.device | str = "cpu",
     ) -> PackedMatrix | None:
         """Return storage for a weight of `linear` in these kernels' layout, or None for a tensor.
 

@@ -5,6 +5,7 @@ This module decides how a checkpoint is opened. It does not know scheduling, sam
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
@@ -160,10 +161,10 @@ def load_model(
     dtype, or float32; float64 only on the CPU. `max_seq_len` None: `max_position_embeddings`.
     `attention_window`: the largest number of positions that a token sees in any layer, including
     its own; the first `sink` positions are always visible. `kv_cache_dtype`: float8_e4m3fn for
-    pages of that dtype, None for any other. `weights_dtype`, only on the CPU, is for matrices of
-    matmuls except routers: "int8" with one scale per row; "int4" in groups of 32 with a float16
-    scale each, and the output matrix as `head_dtype` (None: "int8"); "file": those with 4 bits in
-    the checkpoint keep 4 bits, others become int8. With "int4" and "file", 4-bit groups of the
+    pages of that dtype, None for any other. `weights_dtype` is for matrices of matmuls except
+    routers: "int8" with one scale per row, on a GPU not for experts; and only on the CPU "int4" in
+    groups of 32 with a float16 scale each, and the output matrix as `head_dtype` (None: "int8"),
+    and "file": those with 4 bits in the checkpoint keep 4 bits, others become int8. With "int4" and "file", 4-bit groups of the
     checkpoint are not quantized again. `on_progress`: as in `OptionalParams`. `collectives`: for
     one of several ranks, which reads only its share. `prepare`: called before weights are read,
     with the model's dtype and the kinds of quantized matrices.
@@ -184,14 +185,16 @@ def load_model(
     _check_pages(spec, kv_cache_dtype)
     spec = replace(spec, kv_cache_dtype=kv_cache_dtype)
     keeps_groups = weights_dtype in ("int4", "file") and _has_groups(tensors)
-    quantized = quantized_parameters(spec, weights_dtype, head_dtype)
+    quantized = quantized_parameters(
+        spec, weights_dtype, head_dtype, has_experts=kernels.quantizes_experts
+    )
     if prepare is not None:
         prepare(spec.dtype, {*quantized.values(), *(("int4",) if keeps_groups else ())})
     weights = Weights(
         **_parts(spec, layout, tensors.describe()),
         **_naming(spec, config),
         device=device,
-        new_matrix=kernels.new_matrix,
+        new_matrix=functools.partial(kernels.new_matrix, device=device),
         quantized=quantized,
         keeps_groups=keeps_groups,
     )
@@ -280,13 +283,16 @@ def _check_weights_dtype(
     given = f"weights_dtype = {weights_dtype!r}"
     if weights_dtype not in get_args(WeightsDtype):
         raise ConfigError(f"{given} must be one of {get_args(WeightsDtype)} or None")
-    if torch.device(device).type != "cpu":
+    if torch.device(device).type != "cpu" and isinstance(kernels, CpuKernels):
         raise ConfigError(
-            f"{given} is refused with device = {str(device)!r}: only the CPU has such matmuls"
+            f"{given} is refused with device = {str(device)!r} and kernels = CpuKernels"
         )
-    if not isinstance(kernels, CpuKernels):
+    needed = {"int8", "int4"} if weights_dtype == "file" else {weights_dtype}
+    if not needed <= {*kernels.quantized_kinds}:
+        have = ", ".join(kernels.quantized_kinds) or "none"
         raise ConfigError(
-            f"{given} is refused with kernels = {type(kernels).__name__}: they have no such matmuls"
+            f"{given} is refused with kernels = {type(kernels).__name__}: they have matmuls for "
+            f"{have}"
         )
 
 

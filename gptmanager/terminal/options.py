@@ -88,7 +88,7 @@ def add_manager_options(parser: argparse.ArgumentParser) -> None:
     add_device(group)
     add_dtype(group, "the checkpoint's", "float64")
     bits = ("int8", "int4")
-    text = "8 or 4 bits, on the CPU; none: as --dtype (default: none, or as a quantized checkpoint)"
+    text = "8 bits, or 4 on the CPU; none: as --dtype (default: none, or as a quantized checkpoint)"
     add("--weights-dtype", choices=(*bits, "none"), help=text)
     add("--head-dtype", choices=bits, help="the output matrix with int4 (default: int8)")
     text = "what computes the network (default auto: native if its architecture is known)"

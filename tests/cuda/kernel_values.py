@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from gptmanager.cuda.gemm.int8_rows import Int8Rows
+
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 # A unit in the last place, and for float32 what approximate exponentials cost.
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2.0**-10, torch.bfloat16: 2.0**-7}
@@ -20,3 +22,26 @@ def close(got, expected, absolute=1e-4):
     torch.testing.assert_close(
         got.double().cpu(), expected, rtol=relative, atol=absolute, equal_nan=True
     )
+
+
+def rounded(weight):
+    """The weight as int8 with a scale per row."""
+    found = Int8Rows(*weight.shape, weight.dtype)
+    found.copy_(weight)
+    return found
+
+
+def exact(weight):
+    """The values of a weight in float64."""
+    if isinstance(weight, Int8Rows):
+        return weight.values.double() * weight.scales.double().unsqueeze(1)
+    return weight.double()
+
+
+def on(machine, weight):
+    """A copy of a weight, or of any tensor, on a machine."""
+    if not isinstance(weight, Int8Rows):
+        return None if weight is None else machine.tensor(weight)
+    copy = Int8Rows(*weight.shape, weight.dtype)
+    copy.values, copy.scales = machine.tensor(weight.values), machine.tensor(weight.scales)
+    return copy

@@ -5,7 +5,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 import torch
-from kernel_values import close, randn
+from kernel_values import close, exact, on, randn, rounded
 
 from gptmanager.cuda.device.launch import EmulatorLauncher
 from gptmanager.cuda.gemm import gemm as tiled_products
@@ -34,7 +34,7 @@ def tensors(rows, width, depth, dtype=torch.bfloat16, scale=1.0):
 
 
 def expected(x, weight, bias, silu):
-    result = x.double() @ weight.double().T
+    result = x.double() @ exact(weight).T
     result = result if bias is None else result + bias.double()
     if not silu:
         return result
@@ -42,17 +42,20 @@ def expected(x, weight, bias, silu):
     return gate * gate.sigmoid() * up
 
 
-def check(machine, rows, width, depth, dtype=torch.bfloat16, silu=False, has_bias=True):
+def check(
+    machine, rows, width, depth, dtype=torch.bfloat16, silu=False, has_bias=True, is_int8=False
+):
     launcher = machine.launcher
     x, weight, bias = tensors(rows, (1 + silu) * width, depth, dtype, 1.0 + silu)
+    weight = rounded(weight) if is_int8 else weight
     bias = bias if has_bias else None
     out = machine.empty((rows, width), dtype)
     arrived = new_counters(launcher, out.device)
-    on_machine = [it if it is None else machine.tensor(it) for it in (x, weight, bias)]
+    on_machine = [on(machine, it) for it in (x, weight, bias)]
     gemm(launcher, out, *on_machine, arrived=arrived, silu=silu)
     close(out, expected(x, weight, bias, silu))
     assert not arrived.any()
-    return plan_matmul(launcher, rows, width, depth, silu)
+    return plan_matmul(launcher, rows, width, depth, silu, is_int8)
 
 
 # Rows, columns, elements of the sums, and with an activation or not: each kind of tiles, parts of
@@ -82,10 +85,21 @@ def test_gemv(machine, shape):
     check(machine, *sizes, dtype=NARROW[number % 2], silu=silu, has_bias=number % 3 > 0)
 
 
-def test_the_shapes_are_of_every_kind_and_every_way_to_share(toolchain):
-    plans = {shape: plan_matmul(EmulatorLauncher(), *shape) for shape in SHAPES}
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.every(4)
+def test_gemm_of_int8_weights(machine, shape):
+    number = [*SHAPES].index(shape)
+    rows, width, depth, silu = shape
+    depth = depth // 16 * 16 + 16
+    given = {"silu": silu, "has_bias": number % 3 > 0, "is_int8": True}
+    check(machine, rows, width, depth, dtype=NARROW[1 - number % 2], **given)
+
+
+@pytest.mark.parametrize("is_int8", [False, True], ids=["floats", "int8"])
+def test_the_shapes_are_of_every_kind_and_every_way_to_share(toolchain, is_int8):
+    plans = {shape: plan_matmul(EmulatorLauncher(), *shape, is_int8) for shape in SHAPES}
     kinds = {(plan.kind.m, plan.kind.n, shape[3]) for shape, plan in plans.items()}
-    assert len(kinds) == len(tiled_products.PROGRAM.kernels) / len(NARROW) == 12
+    assert len(kinds) == len(tiled_products.PROGRAM.kernels) / len(NARROW) / 2 == 12
     shared = {plan.blocks_of_a_tile for plan in plans.values()}
     assert shared >= {1, 2, 3}
     several = [plan for plan in plans.values() if plan.share > plan.rounds]
@@ -94,8 +108,9 @@ def test_the_shapes_are_of_every_kind_and_every_way_to_share(toolchain):
 
 @pytest.mark.slow
 def test_products_have_no_race(checked_machine):
-    plan = check(checked_machine, 20, 24, 400, silu=True)
-    assert plan.blocks_of_a_tile > 1
+    for depth, is_int8 in ((400, False), (1600, True)):
+        plan = check(checked_machine, 20, 24, depth, silu=True, is_int8=is_int8)
+        assert plan.blocks_of_a_tile > 1
 
 
 def test_it_does_not_matter_which_block_comes_last(ordered_machines):

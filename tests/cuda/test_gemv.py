@@ -2,10 +2,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from kernel_values import DTYPES, close, randn
+from kernel_values import DTYPES, close, exact, on, randn, rounded
 
 from gptmanager.cuda.device.launch import EmulatorLauncher
 from gptmanager.cuda.gemm.gemv import FEW_ROWS, covers, multiply
+from gptmanager.cuda.gemm.int8_rows import Int8Rows
 
 pytestmark = pytest.mark.every(2)
 
@@ -15,7 +16,7 @@ SHAPES = [(1, 8, 64), (3, 17, 8), (9, 70, 40), (16, 33, 2056), (8, 240, 136), (0
 
 
 def product(x, weight, bias):
-    result = x.double() @ weight.double().T
+    result = x.double() @ exact(weight).T
     return result if bias is None else result + bias.double()
 
 
@@ -24,20 +25,22 @@ def tensors(rows, width, depth, dtype, scale=1.0):
     return x, (weight * scale / depth**0.5).to(dtype), randn(width, dtype=dtype, seed=2)
 
 
-def check_multiply(machine, dtype, rows, width, depth, has_bias=True):
+def check_multiply(machine, dtype, rows, width, depth, has_bias=True, stored=lambda it: it):
     x, weight, bias = tensors(rows, width, depth, dtype)
+    weight = stored(weight)
     bias = bias if has_bias else None
     out = machine.empty((rows, width), dtype)
-    on_machine = [it if it is None else machine.tensor(it) for it in (x, weight, bias)]
+    on_machine = [on(machine, it) for it in (x, weight, bias)]
     multiply(machine.launcher, out, *on_machine)
     close(out, product(x, weight, bias))
 
 
-def check_multiply_silu(machine, dtype, rows, width, depth, has_bias=True):
+def check_multiply_silu(machine, dtype, rows, width, depth, has_bias=True, stored=lambda it: it):
     x, weight, bias = tensors(rows, 2 * width, depth, dtype, scale=2.0)
+    weight = stored(weight)
     bias = bias if has_bias else None
     out = machine.empty((rows, width), dtype)
-    on_machine = [it if it is None else machine.tensor(it) for it in (x, weight, bias)]
+    on_machine = [on(machine, it) for it in (x, weight, bias)]
     multiply(machine.launcher, out, *on_machine, silu=True)
     gate, up = product(x, weight, bias).chunk(2, dim=1)
     close(out, gate * gate.sigmoid() * up)
@@ -51,10 +54,30 @@ def test_gemv(machine, dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_gemv_of_int8_weights(machine, dtype):
+    for number, (rows, width, depth) in enumerate(SHAPES):
+        own = rows, width, depth // 16 * 16 + 16
+        check_multiply(machine, dtype, *own, has_bias=number % 2 == 0, stored=rounded)
+        check_multiply_silu(machine, dtype, *own, has_bias=number % 2 == 1, stored=rounded)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_every_integer_of_a_weight_is_exact(machine, dtype):
+    """A row of x has a single one, so that the result is a row of the weight."""
+    weight = Int8Rows(256, 16, dtype)
+    weight.values.copy_(torch.arange(-128, 128).unsqueeze(1))
+    weight.scales.fill_(1)
+    x, out = torch.eye(16).to(dtype), machine.empty((16, 256), dtype)
+    multiply(machine.launcher, out, machine.tensor(x), on(machine, weight))
+    assert torch.equal(out.cpu().float(), torch.arange(-128.0, 128).expand(16, 256))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_products_have_no_race(checked_machine, dtype):
     check_multiply(checked_machine, dtype, 9, 40, 136)
     check_multiply(checked_machine, dtype, 16, 96, 136)
     check_multiply_silu(checked_machine, dtype, 2, 20, 72)
+    check_multiply(checked_machine, dtype, 9, 40, 144, stored=rounded)
 
 
 @pytest.mark.parametrize("silu", [False, True], ids=["plain", "silu"])

@@ -1,0 +1,42 @@
+// Weights that are stored as int8, as elements of the dtype of x: each integer is exact in all of them.
+#pragma once
+
+#include "numerics.cuh"
+
+using int8 = signed char;
+
+// 16 bytes of W become this many times 16 bytes of T.
+template <class T, class W> constexpr int PARTS = sizeof(T) / sizeof(W);
+
+// Returns two integers as elements in one register: bytes 0 and 1 of `bytes` if `half` is 0, or 2 and 3.
+template <class T> __device__ inline unsigned widened_pair(unsigned bytes, int half);
+
+// A byte below the upper byte 0x64 is the float16 1024 + byte. With its highest bit inverted, the byte is
+// the integer plus 128.
+template <> __device__ inline unsigned widened_pair<__half>(unsigned bytes, int half) {
+    unsigned both = __byte_perm(bytes ^ 0x80808080u, 0x64, half ? 0x4342 : 0x4140);
+    return ptx::add_pair(both, 0xE480E480u, __half());  // -1152
+}
+
+// bfloat16 has 7 bits after the leading one, so that 0x43 above the lower 7 bits of a byte is 128 + these
+// bits. Above the sign bit alone it is 128, or 256 for a negative integer: the difference is the integer.
+template <> __device__ inline unsigned widened_pair<__nv_bfloat16>(unsigned bytes, int half) {
+    unsigned both = __byte_perm(bytes, 0x43, half ? 0x4342 : 0x4140);
+    return ptx::add_pair(both & 0xFF7FFF7Fu, (both & 0xFF80FF80u) | 0x80008000u, __nv_bfloat16());
+}
+
+// Returns part `part` of the elements in `from`, as elements of T.
+template <class T, class W> __device__ inline uint4 widened(const uint4& from, int part) {
+    if constexpr (sizeof(T) == sizeof(W)) {
+        return from;
+    } else if constexpr (sizeof(T) == 4) {
+        unsigned bytes = part == 0 ? from.x : part == 1 ? from.y : part == 2 ? from.z : from.w;
+        auto element = [&](int i) { return __float_as_uint(float(int8(bytes >> 8 * i))); };
+        return {element(0), element(1), element(2), element(3)};
+    } else {
+        unsigned low = part ? from.z : from.x, high = part ? from.w : from.y;
+        return {
+            widened_pair<T>(low, 0), widened_pair<T>(low, 1),
+            widened_pair<T>(high, 0), widened_pair<T>(high, 1)};
+    }
+}

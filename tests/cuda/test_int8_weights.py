@@ -1,0 +1,106 @@
+"""Weights in 8 bits on a device, here the emulator: loading, matmuls of a model, and texts."""
+
+from __future__ import annotations
+
+import devices
+import pytest
+import torch
+from checkpoints import random_state
+from devices import LLAMA, finals, prompt
+from kernel_values import exact, randn
+
+from gptmanager import InferenceRequest
+from gptmanager.cuda.device.launch import EmulatorLauncher
+from gptmanager.cuda.gemm.int8_rows import Int8Rows
+from gptmanager.cuda.kernels import CudaKernels
+from gptmanager.errors import ConfigError
+from gptmanager.kernels.gemm.weight_quantization import round_to_int8
+from gptmanager.models.model import load_model
+
+EMBEDDING = "model.embed_tokens.weight"
+
+
+@pytest.fixture(scope="module")
+def state():
+    return random_state(LLAMA)
+
+
+@pytest.fixture
+def load(toolchain, state):
+    kernels = CudaKernels(EmulatorLauncher(has_matmuls=True))
+
+    def load(tensors=state, **options):
+        given = {"kernels": kernels, "weights_dtype": "int8", "dtype": "bfloat16", **options}
+        return load_model((LLAMA, tensors), **given)
+
+    load.kernels = kernels
+    return load
+
+
+def twice_rounded(state):
+    """What a model with 8-bit matrices computes with, as floats."""
+    found = dict(state)
+    for name, tensor in state.items():
+        if tensor.dim() == 2 and name != EMBEDDING:
+            ints, scales = round_to_int8(tensor)
+            found[name] = ints * scales.unsqueeze(1)
+    return found
+
+
+def test_matrices_are_int8_rows_and_a_load_changes_them_in_place(load, state):
+    model = load()
+    matrices = model.weights.matrices
+    assert matrices and all(isinstance(it, Int8Rows) for it in matrices)
+    before = [it.values.data_ptr() for it in matrices]
+    down, own = "model.layers.0.mlp.down_proj.weight", model.weights["layers.0.down.weight"]
+    step = state[down].abs().amax(dim=1, keepdim=True) / 127
+    assert ((exact(own) - state[down].double()).abs() <= 0.51 * step).all()
+    assert own.holds(state[down]) and not own.holds(-state[down])
+    model.weights.load({name: -tensor for name, tensor in state.items()})
+    assert [it.values.data_ptr() for it in matrices] == before
+    assert own.holds(-state[down])
+    assert own.nbytes == own.values.numel() + 4 * len(own)
+
+
+@pytest.mark.parametrize("num_rows", [3, 20, 300], ids=["gemv", "gemm", "torch"])
+def test_matmuls_of_any_number_of_rows(load, num_rows):
+    model = load()
+    kernels, weight = load.kernels, model.weights["layers.0.down.weight"]
+    x = randn(num_rows, weight.shape[1], dtype=torch.bfloat16)
+    torch.testing.assert_close(
+        kernels.linear(x, weight).double(), x.double() @ exact(weight).T, rtol=2e-2, atol=2e-2
+    )
+    gate = model.weights["layers.0.up.weight"]
+    x = randn(num_rows, gate.shape[1], dtype=torch.bfloat16)
+    one, other = (x.double() @ exact(gate).T).chunk(2, dim=1)
+    expected = one * one.sigmoid() * other
+    torch.testing.assert_close(
+        kernels.linear_silu_mul(x, gate).double(), expected, rtol=3e-2, atol=3e-2
+    )
+
+
+def test_rows_of_a_quantized_table(toolchain):
+    kernels, table = CudaKernels(EmulatorLauncher()), Int8Rows(5, 8, torch.bfloat16)
+    table.copy_(randn(5, 8))
+    found = kernels.embedding(torch.tensor([4, 0, 4]), table)
+    assert torch.equal(found, table.unpacked()[[4, 0, 4]])
+    assert found.dtype is torch.bfloat16
+
+
+def test_a_manager_answers_as_with_the_rounded_floats(toolchain, state, monkeypatch):
+    requests = [
+        InferenceRequest.from_tokens(number, prompt(number, 5 + 9 * number), 8)
+        for number in range(1, 4)
+    ]
+    found = finals(requests, "emulator", weights_dtype="int8", dtype="float32")
+    monkeypatch.setattr(devices, "checkpoint", lambda _: twice_rounded(state))
+    expected = finals(requests, "emulator", dtype="float32")
+    for one, other in zip(found, expected, strict=True):
+        assert not one.error and not other.error, (one.error, other.error)
+        assert torch.equal(one.tensors["output_ids"], other.tensors["output_ids"])
+
+
+def test_4_bits_are_refused_by_name(load):
+    for kind in ("int4", "file"):
+        with pytest.raises(ConfigError, match=f"'{kind}' is refused with kernels = CudaKernels: "):
+            load(weights_dtype=kind)
