@@ -157,6 +157,8 @@ def _add_end_to_end(commands: Any) -> None:
     add("--deterministic", const="deterministic", help=text, **ablation)
     text = "run the load with and without CUDA graphs"
     add("--no-graphs", const="no graphs", help=text, **ablation)
+    text = "run the load with and without matrices in 8 bits"
+    add("--int8", const="int8", help=text, **ablation)
     add("--run-ahead", type=int, choices=(0, 1), help="(default 1, on a CPU 0)")
     add("--seed", type=int, default=0, metavar="N", help="seed of random weights (default 0)")
 

@@ -150,9 +150,11 @@ def _one_file(setup: Setup, name: str, *under: str) -> tuple[str, ...]:
 def _fast(setup: Setup) -> list[Step]:
     """Phase b: how fast it is, at the shape of Llama-3.1-8B."""
 
-    def steps(name: str, parts: str, minutes: str, limit_s: float, switch: str = "") -> Step:
+    def steps(
+        name: str, parts: str, minutes: str, limit_s: float, switch: str = "", *further: str
+    ) -> Step:
         sizes = ("--contexts", CONTEXT, "--batches", BATCHES, "--minutes", minutes)
-        given = ("--only", parts, *sizes, "--output", setup.result(name))
+        given = ("--only", parts, *sizes, *further, "--output", setup.result(name))
         environment = {"GPTMANAGER_CUDA": switch} if switch else {}
         command = setup.gptmanager("bench", "e2e", *given)
         return Step(name, command, limit_s, 45, kind="model", environment=environment)
@@ -170,6 +172,7 @@ def _fast(setup: Setup) -> list[Step]:
         kernels("attention", "torch,flashinfer,without", "1.2", 130),
         steps("model-no-early", "steps,load", "1", 90, "no-early"),
         steps("model-no-warpgroups", "load", "1", 90, "no-warpgroups"),
+        steps("model-int8", "load", "1", 90, "", "--int8"),
     ]
 
 

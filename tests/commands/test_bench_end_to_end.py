@@ -193,17 +193,18 @@ def test_ablations_stand_beside_a_plain_run(folder, monkeypatch):
     made, session = [], workbench.Session
 
     def noted(source, params, **options):
-        made.append((params.deterministic, params.cuda_graphs))
+        made.append((params.deterministic, params.cuda_graphs, params.weights_dtype))
         return session(source, params, **options)
 
     monkeypatch.setattr(workbench, "Session", noted)
     names = tuple(end_to_end.ABLATIONS)
     options = EndToEndOptions("cpu", folder, SMALL, ("load",), quick=True, ablations=names)
     report = bench_end_to_end(options)
-    assert made == [(False, True), (False, True), (True, True), (False, False)]
+    plain = False, True, None
+    assert made == [plain, plain, (True, True, None), (False, False, None), (False, True, "int8")]
     plain, *others = report["ablations"]
     assert plain["name"] == "plain" and plain["ratio"] == 1
-    assert [row["name"] for row in others] == ["deterministic", "no graphs"]
+    assert [row["name"] for row in others] == ["deterministic", "no graphs", "int8"]
     for row in others:
         speed = row["output_tokens_per_second"] / plain["output_tokens_per_second"]
         assert row["ratio"] == pytest.approx(speed, abs=1e-3)

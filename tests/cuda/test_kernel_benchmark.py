@@ -352,6 +352,11 @@ def test_both_kernels_of_context_attention_are_compared(toolchain):
 def test_products_of_both_models():
     """Each reads its weight once, and those that are large have goals by that."""
     cases = {case.name: case for case in matmul_cases(Sizes())}
+    int8 = {name: cases.pop(name) for name in [*cases] if ", int8, " in name}
+    for name, case in int8.items():  # of the large weights, next to torch with 16 bits
+        assert "<= 0.65 x torch" in texts(case) and len(texts(case)) == 2
+        assert 0.5 <= case.num_bytes / cases[name.replace(", int8", "")].num_bytes < 0.63
+    assert len(int8) == 6 * 5
     assert len(cases) == 2 * 5 * 5
     of_hidden = {"0.5B": (896, 1152, 9728, 4864, 151936), "8B": (4096, 6144, 28672, 14336, 128256)}
     for model, (hidden, qkv, gate_up, ffn, vocab_size) in of_hidden.items():

@@ -36,6 +36,7 @@ _LONG = ("saturated", "pressure")
 ABLATIONS: Mapping[str, Mapping[str, Any]] = {
     "deterministic": {"deterministic": True},
     "no graphs": {"cuda_graphs": False},
+    "int8": {"weights_dtype": "int8"},
 }
 _PEER_LIMIT_S = 60.0
 _STEP_GOAL, _LOAD_GOAL = 1.25, 1.43  # multiples of the floor

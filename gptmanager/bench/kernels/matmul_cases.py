@@ -1,6 +1,7 @@
 """Kernel benchmark cases for the matmuls of a generation step, of a small and a large model.
 
-They are computed as in a manager when it chooses our kernel.
+They are computed as in a manager when it chooses our kernel, with weights in the dtype of the
+activations, and the large ones with weights in 8 bits next to torch's matmul in that dtype.
 """
 
 from __future__ import annotations
@@ -22,19 +23,24 @@ from gptmanager.bench.kernels.cases import (
 )
 from gptmanager.cuda.activations import activate_gated
 from gptmanager.cuda.gemm.gemv import FEW_ROWS
+from gptmanager.cuda.gemm.int8_rows import DeviceMatrix, Int8Rows
 from gptmanager.cuda.gemm.own_matmuls import OwnMatmuls
+from gptmanager.kernels.gemm.packed_matrix import plain
 
 _LARGE = 32 << 20  # bytes of a weight; a matmul of a smaller one hardly takes longer than a launch
 _SHARE_OF_COPY = 0.85  # goal for few rows
 _TIMES_ROOFLINE = 1.3  # goal for more rows
+_TIMES_FLOATS = 0.65  # goal of the time with 8 bits, as a multiple of torch's with 16
 
 
 def matmul_cases(sizes: Sizes) -> list[Case]:
     return [
-        _case(sizes, model, number, name, rows)
+        case
         for model in sizes.decoders
         for name, number in _weights(model).items()
         for rows in sizes.matmul_rows
+        for is_int8 in (False, True)
+        if (case := _case(sizes, model, number, name, rows, is_int8)) is not None
     ]
 
 
@@ -49,30 +55,37 @@ def _weights(model: Decoder) -> dict[str, tuple[int, int]]:
     }
 
 
-def _case(sizes: Sizes, model: Decoder, size: tuple[int, int], name: str, rows: int) -> Case:
+def _case(
+    sizes: Sizes, model: Decoder, size: tuple[int, int], name: str, rows: int, is_int8: bool
+) -> Case | None:
     width, depth = size
     has_silu = "SiLU" in name
     itemsize, out_width = sizes.dtype.itemsize, width // 2 if has_silu else width
-    weight_bytes = width * depth * itemsize
-    is_large = weight_bytes >= _LARGE
+    is_large = width * depth * itemsize >= _LARGE
+    if is_int8 and not is_large:
+        return None
+    weight_bytes = width * depth * (1 if is_int8 else itemsize)
     is_few = rows <= FEW_ROWS
     goal = Goal("copy", _SHARE_OF_COPY) if is_few else Goal("roofline", _TIMES_ROOFLINE)
     return Case(
         "matmuls",
-        f"{name} of {model.name}, {rows} x {depth} x {width}",
+        f"{name} of {model.name}{', int8' if is_int8 else ''}, {rows} x {depth} x {width}",
         weight_bytes + rows * (depth + out_width) * itemsize,
-        partial(_prepare, rows, width, depth, has_silu),
+        partial(_prepare, rows, width, depth, has_silu, is_int8),
         2 * rows * width * depth,
-        (*([goal] if is_large else ()), Goal("peer", 1.0, "torch")),
+        (*([goal] if is_large else ()), Goal("peer", _TIMES_FLOATS if is_int8 else 1.0, "torch")),
         quick=is_large and rows in (sizes.matmul_rows[0], sizes.matmul_rows[-1]),
     )
 
 
-def _prepare(rows: int, width: int, depth: int, has_silu: bool, rig: Rig) -> Prepared:
+def _prepare(
+    rows: int, width: int, depth: int, has_silu: bool, is_int8: bool, rig: Rig
+) -> Prepared:
     """Prepare sets of weights, as a step reads each weight once; all use the same input rows."""
     x = rig.randn(rows, depth)
-    num_bytes = width * depth * x.itemsize
-    weights = rig.sets(num_bytes, width, depth, scale=depth**-0.5)
+    num_bytes = width * depth * (1 if is_int8 else x.itemsize)
+    floats = rig.sets(num_bytes, width, depth, scale=depth**-0.5)
+    weights: list[DeviceMatrix] = [_rounded(it) if is_int8 else it for it in floats]
     out = x.new_empty(rows, width // 2 if has_silu else width)
     own = out.clone()
     matmuls = OwnMatmuls(rig.launcher)
@@ -82,15 +95,21 @@ def _prepare(rows: int, width: int, depth: int, has_silu: bool, rig: Rig) -> Pre
         return out
 
     def by_torch(number: int) -> Tensor:
-        result = F.linear(x, weights[number])
+        result = F.linear(x, floats[number])
         if not has_silu:
             return result
         activate_gated(rig.launcher, own, result)  # as a manager does after torch's matmul
         return own
 
-    expected = F.linear(x.float(), weights[0].float())
+    expected = F.linear(x.float(), plain(weights[0]).float())
     if has_silu:
         gate, up = expected.chunk(2, dim=1)
         expected = F.silu(gate) * up
     error, peers = largest_error(expected), {"torch": lambda: by_torch}
     return Prepared(len(weights), ours, error, tolerance(rig.sizes.dtype), peers)
+
+
+def _rounded(weight: Tensor) -> Int8Rows:
+    found = Int8Rows(*weight.shape, weight.dtype, weight.device)
+    found.copy_(weight)
+    return found
