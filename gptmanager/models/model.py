@@ -167,8 +167,7 @@ def load_model(
     and "file": those with 4 bits in the checkpoint keep 4 bits, others become int8. With "int4" and
     "file", 4-bit groups of the checkpoint are not quantized again. `on_progress`: as in
     `OptionalParams`. `collectives`: for one of several ranks, which reads only its share.
-    `prepare`: called before weights are read, with the model's dtype and the kinds of quantized
-    matrices.
+    `prepare`: called before weights are read, with dtype and kinds of quantized matrices.
 
     Raises ConfigError, which names the argument, config field or tensor that cannot be used. Peak
     memory: the final weights plus a sixteenth, or plus a matrix that must be read whole.
@@ -186,9 +185,7 @@ def load_model(
     _check_pages(spec, kv_cache_dtype)
     spec = replace(spec, kv_cache_dtype=kv_cache_dtype)
     keeps_groups = weights_dtype in ("int4", "file") and _has_groups(tensors)
-    quantized = quantized_parameters(
-        spec, weights_dtype, head_dtype, has_experts=kernels.quantizes_experts
-    )
+    quantized = quantized_parameters(spec, weights_dtype, head_dtype, kernels.quantizes_experts)
     if prepare is not None:
         prepare(spec.dtype, {*quantized.values(), *(("int4",) if keeps_groups else ())})
     weights = Weights(

@@ -106,7 +106,6 @@ def quantized_parameters(
     spec: ModelSpec,
     weights_dtype: Quantized | Literal["file"] | None,
     head_dtype: Quantized | None = None,
-    *,
     has_experts: bool = True,
 ) -> dict[str, Quantized]:
     """Return the matrices that are stored in fewer bits, and how. "file": in 8, if not in groups.
