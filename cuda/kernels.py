@@ -25,14 +25,14 @@ from gptmanager.cuda.attention.generation_plan import WHOLE, max_num_items, plan
 from gptmanager.cuda.attention.paged_kernels import refusal
 from gptmanager.cuda.device.launch import Launcher
 from gptmanager.cuda.gemm import gemv, lora
-from gptmanager.cuda.gemm.int8_rows import DeviceMatrix, Int8Rows
+from gptmanager.cuda.gemm.int8_rows import DeviceMatrix, Int8Rows, on_device
 from gptmanager.cuda.gemm.matmul_choice import MatmulChoice, Seconds
 from gptmanager.cuda.gemm.own_matmuls import OwnMatmuls
 from gptmanager.kernels.activation_kinds import Activation
 from gptmanager.kernels.attention.attention_arguments import AttentionShape, Pages, RowSpans
 from gptmanager.kernels.experts.mixture import ExpertMatrices
 from gptmanager.kernels.experts.routing import Routing
-from gptmanager.kernels.gemm.packed_matrix import Matrix, PackedMatrix, Quantized, plain
+from gptmanager.kernels.gemm.packed_matrix import Matrix, PackedMatrix, Quantized
 from gptmanager.kernels.lora.adapter_arguments import StepAdapters
 from gptmanager.kernels.reference import Ints, Kernels
 from gptmanager.lifecycle.log import logger
@@ -65,7 +65,7 @@ class CudaKernels(Kernels):
     """
 
     has_float64, plans_experts = False, True
-    quantized_kinds, quantizes_experts = ("int8",), False
+    quantized_kinds = ("int8",)
 
     def __init__(self, launcher: Launcher, deterministic: bool = False) -> None:
         super().__init__(deterministic)
@@ -77,7 +77,7 @@ class CudaKernels(Kernels):
     def measure_matmuls(self, weights: Iterable[Matrix], device: str, seconds: Seconds) -> None:
         """Time matmuls with these weights; arguments as in `MatmulChoice.measure`."""
         if self._launcher.has_matmuls and not self.deterministic:
-            self._choice.measure(self._own_matmuls, map(_on_device, weights), device, seconds)
+            self._choice.measure(self._own_matmuls, map(on_device, weights), device, seconds)
 
     def new_matrix(
         self,
@@ -168,7 +168,7 @@ class CudaKernels(Kernels):
         return rows._replace(plan=StepPlan(cells, context, generation, work))
 
     def linear(self, x: Tensor, weight: Matrix, bias: Tensor | None = None) -> Tensor:
-        x, matrix = x.to(weight.dtype).contiguous(), _on_device(weight)
+        x, matrix = x.to(weight.dtype).contiguous(), on_device(weight)
         if not self._multiplies(x, matrix):
             return super().linear(x, matrix, bias)
         out = x.new_empty(len(x), len(matrix))
@@ -179,7 +179,7 @@ class CudaKernels(Kernels):
         return out
 
     def linear_silu_mul(self, x: Tensor, weight: Matrix, bias: Tensor | None = None) -> Tensor:
-        x, matrix = x.to(weight.dtype).contiguous(), _on_device(weight)
+        x, matrix = x.to(weight.dtype).contiguous(), on_device(weight)
         # The deterministic path rounds before the activation, as rows with an adapter do.
         if self.deterministic or not self._multiplies(x, matrix):
             return super().linear_silu_mul(x, matrix, bias)
@@ -316,10 +316,6 @@ class CudaKernels(Kernels):
             given = plan.generation, work.generation
             generation_attention(launcher, out, q, pages, *given, shape, sinks)
         return out.flatten(1)
-
-
-def _on_device(matrix: Matrix) -> DeviceMatrix:
-    return matrix if isinstance(matrix, Int8Rows) else plain(matrix)
 
 
 def _kind(shape: AttentionShape) -> _Kind:

@@ -174,22 +174,23 @@ __global__ void __launch_bounds__(MAX_EXPERTS, 1) sort_slots(
 
 // out[slot] = x[slot / slots_per_row] @ weight[expert]^T (+ bias[expert]), by tensor cores; GATED: as in
 // gemm_tiles.cuh. Grid: (max_tiles, parts of the width). Dynamic shared memory: STAGES stages.
-template <class T, int M, int STAGES, bool GATED, Activation KIND>
+template <class T, int M, int STAGES, bool GATED, Activation KIND, class W = T>
 __global__ void __launch_bounds__(THREADS, 2) expert_gemm(
     T* out,                   // [slots, width]
     const T* x,               // [slots / slots_per_row, depth]
-    const T* weight,          // [experts, width, depth], with GATED [experts, 2 * width, depth]
-    const T* bias,            // [experts, width], with GATED [experts, 2 * width]; or null
+    const W* weight,          // [experts, width, depth], with GATED [experts, 2 * width, depth]
+    const float* scales,      // [experts, width], with GATED [experts, 2 * width]; null unless W is int8
+    const T* bias,            // as `scales`; or null
     const int* sorted,        // [slots]
     const ExpertTile* tiles,  // [max_tiles]
-    int slots_per_row, int width, int depth) {  // depth: a multiple of 8
-    using K = Kind<T, M, 4, STAGES, 2, GATED, KIND>;
+    int slots_per_row, int width, int depth) {  // depth: a multiple of 8, of 16 for int8
+    using K = Kind<T, M, 4, STAGES, 2, GATED, KIND, W>;
     ptx::wait_for_previous();
     ExpertTile tile = tiles[blockIdx.x];
     if (tile.expert < 0) return;
     T* stages = reinterpret_cast<T*>(ptx::dynamic_shared());
     size_t expert_rows = size_t(tile.expert) * width * (GATED ? 2 : 1);
-    const T* own_weight = weight + expert_rows * depth;
+    const W* own_weight = weight + expert_rows * depth;
     int num_rows = tile.last - tile.first, rounds = (depth + DEPTH - 1) / DEPTH;
     int own = threadIdx.x / VECTORS, vector = threadIdx.x % VECTORS;
     const T* sources[M];  // the rows of x that this thread copies
@@ -200,16 +201,12 @@ __global__ void __launch_bounds__(THREADS, 2) expert_gemm(
     }
     auto copy = [&](int round) {
         if (round < rounds) {
-            T* to = stages + round % STAGES * K::STAGE + own * DEPTH + swizzled(own, vector);
+            T* stage = stages + round % STAGES * K::STAGE;
+            T* to = stage + own * DEPTH + swizzled(own, vector);
+            copy_weights<K>(stage + K::ROWS * DEPTH, own_weight, round, blockIdx.y, width, depth);
             int element = round * DEPTH + vector * 8;
             bool inside = element < depth;
             int start = inside ? element : 0;  // the address must be valid even if nothing is copied
-#pragma unroll
-            for (int i = 0; i < K::N; i++) {
-                int row = K::weight_row(own + i * COPIED, blockIdx.y, width);
-                const T* from = own_weight + size_t(max(row, 0)) * depth + start;
-                ptx::cp_async_16(to + (K::ROWS + i * COPIED) * DEPTH, from, inside && row >= 0);
-            }
 #pragma unroll
             for (int i = 0; i < M; i++)
                 ptx::cp_async_16(to + i * COPIED * DEPTH, sources[i] + start,
@@ -228,21 +225,23 @@ __global__ void __launch_bounds__(THREADS, 2) expert_gemm(
     }
     auto place = [&](int row) { return sorted[tile.first + row]; };
     const T* own_bias = bias ? bias + expert_rows : nullptr;
-    sums.store(out, nullptr, own_bias, blockIdx.y * K::COLUMNS, num_rows, width, place);
+    const float* own_scales = scales ? scales + expert_rows : nullptr;
+    sums.store(out, own_scales, own_bias, blockIdx.y * K::COLUMNS, num_rows, width, place);
 }
 
 // The same without tensor cores, for float32 and for rows of any size: a warp computes a column of all rows
 // of a tile.
-template <class T, bool GATED, Activation KIND>
+template <class T, bool GATED, Activation KIND, class W = T>
 __global__ void __launch_bounds__(128) expert_columns(
-    T* out, const T* x, const T* weight, const T* bias, const int* sorted, const ExpertTile* tiles,
-    int slots_per_row, int width, int depth) {
+    T* out, const T* x, const W* weight, const float* scales, const T* bias, const int* sorted,
+    const ExpertTile* tiles, int slots_per_row, int width, int depth) {
     ptx::wait_for_previous();
     ExpertTile tile = tiles[blockIdx.x];
     int lane = threadIdx.x % 32, column = blockIdx.y * 4 + threadIdx.x / 32;
     if (tile.expert < 0 || column >= width) return;
     size_t first = size_t(tile.expert) * width * (GATED ? 2 : 1) + column;
-    const T *own = weight + first * depth, *other = own + size_t(GATED ? width : 0) * depth;
+    const W *own = weight + first * depth, *other = own + size_t(GATED ? width : 0) * depth;
+    auto scale_of = [&](size_t row) { return sizeof(W) < sizeof(T) ? scales[row] : 1.0f; };
     for (int row = tile.first; row < tile.last; row++) {
         int slot = sorted[row];
         const T* from = x + size_t(slot / slots_per_row) * depth;
@@ -252,9 +251,9 @@ __global__ void __launch_bounds__(128) expert_columns(
             sum += value * to_float(own[k]);
             if constexpr (GATED) up += value * to_float(other[k]);
         }
-        sum = warp_sum(sum) + (bias ? to_float(bias[first]) : 0.0f);
+        sum = warp_sum(sum) * scale_of(first) + (bias ? to_float(bias[first]) : 0.0f);
         if constexpr (GATED) {
-            up = warp_sum(up) + (bias ? to_float(bias[first + width]) : 0.0f);
+            up = warp_sum(up) * scale_of(first + width) + (bias ? to_float(bias[first + width]) : 0.0f);
             sum = gated<KIND>(sum, up);
         }
         if (lane == 0) out[size_t(slot) * width + column] = from_float<T>(sum);

@@ -13,10 +13,10 @@ from torch import Tensor
 
 from gptmanager.cuda import activations
 from gptmanager.cuda.device.launch import NAMES, Argument, Launcher, Program, check_tensors, ints
+from gptmanager.cuda.gemm.int8_rows import INT8, DeviceMatrix, on_device, scales_of, values_of
 from gptmanager.kernels.activation_kinds import Activation
 from gptmanager.kernels.experts.mixture import ExpertMatrices
 from gptmanager.kernels.experts.routing import Routing
-from gptmanager.kernels.gemm.packed_matrix import Matrix, plain
 
 MAX_EXPERTS, MAX_PER_TOKEN = 1024, 32  # as in the .cu
 _SCORES = {"softmax": 0, "sigmoid": 1, "softmax_of_best": 2, "sigmoid_of_best": 3}
@@ -35,9 +35,15 @@ PROGRAM = Program(
             for dtype, name in NAMES.items()
             for width in (16 // dtype.itemsize, 1)
         ),
-        *(f"expert_columns<{name}, {kind}>" for name in NAMES.values() for kind in _EPILOGUES),
         *(
-            f"expert_gemm<{NAMES[dtype]}, {m}, {stages}, {kind}>"
+            f"expert_columns<{name}, {kind}{weight}>"
+            for weight in ("", INT8)
+            for name in NAMES.values()
+            for kind in _EPILOGUES
+        ),
+        *(
+            f"expert_gemm<{NAMES[dtype]}, {m}, {stages}, {kind}{weight}>"
+            for weight in ("", INT8)
             for dtype in _NARROW
             for m, stages in _STAGES.items()
             for kind in _EPILOGUES
@@ -121,7 +127,7 @@ def sort_slots(launcher: Launcher, chosen: Tensor, first: int, count: int) -> So
 def multiply(
     launcher: Launcher,
     x: Tensor,
-    weight: Tensor,
+    weight: DeviceMatrix,
     bias: Tensor | None,
     slots: SortedSlots,
     count: int,
@@ -130,15 +136,16 @@ def multiply(
     """Return `x[slot // n] @ weight[expert]^T + bias[expert]` for each slot, `[N, O]`.
 
     `x` `[N / n, I]`; `weight` `[count * O, I]` and `bias` `[count * O]`, one expert after the
-    other; one dtype of float32, float16, bfloat16. With an `activation`, one of silu, gelu_tanh and
+    other; one dtype of float32, float16, bfloat16, or `weight` in 8 bits. With an `activation`, one of silu, gelu_tanh and
     clamped_swiglu, an expert has 2 O rows, a gate and an up projection, which are not rounded
     before it. Rows of slots without a tile have no value. Raises ValueError for other tensors.
     """
     num_slots, (num_rows, depth), dtype = len(slots.sorted), x.shape, x.dtype
-    num_weights = weight.shape[0]
+    num_weights, values, scales = weight.shape[0], values_of(weight), scales_of(weight)
     check_tensors(
         x=(x, (num_rows, depth), dtype),
-        weight=(weight, (num_weights, depth), dtype),
+        weight=(values, (num_weights, depth), dtype if scales is None else torch.int8),
+        scales=(scales, (num_weights,), torch.float32),
         bias=(bias, (num_weights,), dtype),
         sorted=(slots.sorted, (num_slots,), torch.int32),
         tiles=(slots.tiles, (None, 3), torch.int32),
@@ -151,15 +158,16 @@ def multiply(
     if not out.numel():
         return out
     epilogue = "false, SILU" if activation is None else f"true, {activation.upper()}"
-    given = (out, x, weight, bias, slots.sorted, slots.tiles)
+    epilogue += "" if scales is None else INT8
+    given = (out, x, values, scales, bias, slots.sorted, slots.tiles)
     arguments: tuple[Argument, ...] = (*given, *ints(num_slots // num_rows, width, depth))
-    is_aligned = all(own.data_ptr() % 16 == 0 for own in (x, weight))
-    if dtype not in _NARROW or depth % 8 or not is_aligned:
+    is_aligned = all(own.data_ptr() % 16 == 0 for own in (x, values))
+    if dtype not in _NARROW or depth * values.itemsize % 16 or not is_aligned:
         kernel = launcher.kernel(PROGRAM, f"expert_columns<{NAMES[dtype]}, {epilogue}>")
         kernel((len(slots.tiles), -(-width // _WARPS)), (32 * _WARPS,), arguments)
         return out
     m = slots.rows // 32
-    shared = _STAGES[m] * (slots.rows + _COLUMNS) * _DEPTH * 2
+    shared = _STAGES[m] * (2 * slots.rows + values.itemsize * _COLUMNS) * _DEPTH
     name = f"expert_gemm<{NAMES[dtype]}, {m}, {_STAGES[m]}, {epilogue}>"
     columns = _COLUMNS if activation is None else _COLUMNS // 2
     grid = len(slots.tiles), -(-width // columns)
@@ -211,7 +219,7 @@ def experts(
     chosen, weights = choose_experts(launcher, logits.float(), routing, wide)
     x, chosen, weights = own.prepared(x, routing, chosen, weights)
     slots = sort_slots(launcher, chosen, own.first, own.count)
-    x, up, down = _of(x, own.up), plain(own.up), plain(own.down)
+    x, up, down = x.to(own.up.dtype).contiguous(), on_device(own.up), on_device(own.down)
     fuses = own.gated and own.activation in _FUSED
     kind = own.activation if fuses else None
     hidden = multiply(launcher, x, up, own.up_bias, slots, own.count, kind)
@@ -223,7 +231,3 @@ def experts(
         activations.activate(launcher, hidden, hidden, own.activation)
     outputs = multiply(launcher, hidden, down, own.down_bias, slots, own.count)
     return mix_outputs(launcher, outputs, chosen, weights, own.first, own.count)
-
-
-def _of(x: Tensor, weight: Matrix) -> Tensor:
-    return x.to(weight.dtype).contiguous()

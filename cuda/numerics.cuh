@@ -12,6 +12,7 @@ template <class T, int N> struct alignas(sizeof(T) * N) Vector {
 template <class T> constexpr int WIDE = 16 / sizeof(T);
 
 __device__ inline float to_float(float x) { return x; }
+__device__ inline float to_float(signed char x) { return x; }
 __device__ inline float to_float(__half x) { return __half2float(x); }
 __device__ inline float to_float(__nv_bfloat16 x) { return __bfloat162float(x); }
 

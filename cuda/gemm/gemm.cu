@@ -48,7 +48,8 @@ template <class K, class T = typename K::T, class W = typename K::W> struct Copi
         if (ahead < last) {
             unsigned own = threadIdx.x / VECTORS;  // COPIED is a multiple of 8
             T* to = stages + stage * K::STAGE + own * DEPTH + swizzled(own, threadIdx.x % VECTORS);
-            copy_weights(stages + stage * K::STAGE + K::ROWS * DEPTH);
+            T* region = stages + stage * K::STAGE + K::ROWS * DEPTH;
+            copy_weights<K>(region, weight, round, tile, width, depth);
             bool inside = element() < depth;
             int start = inside ? element() : 0;  // the address must be valid even if nothing is copied
 #pragma unroll
@@ -60,21 +61,6 @@ template <class K, class T = typename K::T, class W = typename K::W> struct Copi
         }
         ptx::cp_async_commit();
         advance();
-    }
-    // Rows of int8 are half as long, and need no swizzle: two of them have all banks.
-    __device__ void copy_weights(T* region) {
-        unsigned own = threadIdx.x / WEIGHT_VECTORS;  // WEIGHTS_COPIED is a multiple of 8
-        int vector = threadIdx.x % WEIGHT_VECTORS;
-        W* to = reinterpret_cast<W*>(region) + own * DEPTH;
-        to += sizeof(W) < sizeof(T) ? vector * WIDE<W> : swizzled(own, vector);
-        bool inside = weight_element() < depth;
-        int start = inside ? weight_element() : 0;
-#pragma unroll
-        for (int i = 0; i < K::WEIGHTS / WEIGHTS_COPIED; i++) {
-            int row = weight_row(own + i * WEIGHTS_COPIED);
-            const W* from = weight + size_t(max(row, 0)) * depth + start;
-            ptx::cp_async_16(to + i * WEIGHTS_COPIED * DEPTH, from, inside && row >= 0);
-        }
     }
 };
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from gptmanager.cuda.device.launch import NAMES, Launcher, Program, check_tensors, ints
 from gptmanager.cuda.gemm import gemv
-from gptmanager.cuda.gemm.int8_rows import DeviceMatrix, Int8Rows, scales_of, values_of
+from gptmanager.cuda.gemm.int8_rows import INT8, DeviceMatrix, Int8Rows, scales_of, values_of
 
 MOST_ROWS = 256
 _DTYPES = (torch.float16, torch.bfloat16)
@@ -37,7 +37,7 @@ class _Kind(NamedTuple):
 
     def name(self, dtype: torch.dtype, silu: bool) -> str:
         numbers = ", ".join(map(str, self[:4]))
-        weight = gemv.INT8 if self.is_int8 else ""
+        weight = INT8 if self.is_int8 else ""
         return f"gemm<{NAMES[dtype]}, {numbers}, {str(silu).lower()}{weight}>"
 
     @property

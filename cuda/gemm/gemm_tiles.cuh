@@ -43,6 +43,26 @@ struct Kind {
 // rows do not share banks.
 __device__ inline int swizzled(unsigned row, int vector) { return (vector ^ row % 8) * 8; }
 
+// Copies round `round` of the weight rows of tile `tile` to shared memory. Rows of int8 are half as long, and
+// need no swizzle: two of them have all banks.
+template <class K, class T = typename K::T, class W = typename K::W>
+__device__ inline void copy_weights(
+    T* region, const W* weight, int round, int tile, int width, int depth) {
+    constexpr int ROWS_COPIED = THREADS / K::WEIGHT_VECTORS;  // at a time, a multiple of 8
+    unsigned own = threadIdx.x / K::WEIGHT_VECTORS;
+    int vector = threadIdx.x % K::WEIGHT_VECTORS, element = round * DEPTH + vector * WIDE<W>;
+    W* to = reinterpret_cast<W*>(region) + own * DEPTH;
+    to += sizeof(W) < sizeof(T) ? vector * WIDE<W> : swizzled(own, vector);
+    bool inside = element < depth;
+    int start = inside ? element : 0;  // the address must be valid even if nothing is copied
+#pragma unroll
+    for (int i = 0; i < K::WEIGHTS / ROWS_COPIED; i++) {
+        int row = K::weight_row(own + i * ROWS_COPIED, tile, width);
+        const W* from = weight + size_t(max(row, 0)) * depth + start;
+        ptx::cp_async_16(to + i * ROWS_COPIED * DEPTH, from, inside && row >= 0);
+    }
+}
+
 // A warp's sums of a tile, in fragments of mma.sync. Matrices of rows alternate between two warps.
 template <class K> struct TileSums {
     float values[K::M][K::N][4] = {};

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from gptmanager.cuda.device.launch import NAMES, Launcher, Program, check_tensors, ints
-from gptmanager.cuda.gemm.int8_rows import DeviceMatrix, scales_of, values_of
+from gptmanager.cuda.gemm.int8_rows import INT8, DeviceMatrix, scales_of, values_of
 
 FEW_ROWS = 16
 _THREADS = 512
@@ -17,7 +17,6 @@ _VECTOR_BYTES = 16
 
 
 _KINDS = {2: ("2, false", "4, false", "4, true"), 4: ("2, false", "4, true")}  # by itemsize
-INT8 = ", int8"  # the last template argument, for int8 weights
 PROGRAM = Program(
     "gemm/gemv.cu",
     tuple(

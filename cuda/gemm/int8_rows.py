@@ -5,9 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from gptmanager.kernels.gemm.packed_matrix import PackedMatrix, Panels
+from gptmanager.kernels.gemm.packed_matrix import Matrix, PackedMatrix, Panels, plain
 from gptmanager.kernels.gemm.weight_quantization import round_to_int8
 
+INT8 = ", int8"  # the last template argument of kernels for int8 weights
 _ALL = slice(None)
 
 
@@ -60,6 +61,11 @@ class Int8Rows(PackedMatrix):
 
 
 DeviceMatrix = Tensor | Int8Rows
+
+
+def on_device(matrix: Matrix) -> DeviceMatrix:
+    """Return the matrix in a form that kernels read."""
+    return matrix if isinstance(matrix, Int8Rows) else plain(matrix)
 
 
 def values_of(weight: DeviceMatrix) -> Tensor:

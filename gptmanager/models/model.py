@@ -162,7 +162,7 @@ def load_model(
     `attention_window`: the largest number of positions that a token sees in any layer, including
     its own; the first `sink` positions are always visible. `kv_cache_dtype`: float8_e4m3fn for
     pages of that dtype, None for any other. `weights_dtype` is for matrices of matmuls except
-    routers: "int8" with one scale per row, on a GPU not for experts; and only on the CPU "int4" in
+    routers: "int8" with one scale per row; and only on the CPU "int4" in
     groups of 32 with a float16 scale each, and the output matrix as `head_dtype` (None: "int8"),
     and "file": those with 4 bits in the checkpoint keep 4 bits, others become int8. With "int4" and
     "file", 4-bit groups of the checkpoint are not quantized again. `on_progress`: as in
@@ -185,7 +185,7 @@ def load_model(
     _check_pages(spec, kv_cache_dtype)
     spec = replace(spec, kv_cache_dtype=kv_cache_dtype)
     keeps_groups = weights_dtype in ("int4", "file") and _has_groups(tensors)
-    quantized = quantized_parameters(spec, weights_dtype, head_dtype, kernels.quantizes_experts)
+    quantized = quantized_parameters(spec, weights_dtype, head_dtype)
     if prepare is not None:
         prepare(spec.dtype, {*quantized.values(), *(("int4",) if keeps_groups else ())})
     weights = Weights(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from typing import Literal
 
@@ -15,7 +14,6 @@ Shape = tuple[int, ...]
 # matrices used for lookups, not for matmuls
 _LOOKED_UP = ("positions.weight", "token_embedding.weight", "embedding.weight")
 _HEADS = {"embedding.weight", "lm_head.weight"}
-_EXPERTS = re.compile(r"\.experts_(up|down)\.weight$")
 
 
 def parameter_shapes(spec: ModelSpec) -> dict[str, Shape]:
@@ -106,11 +104,8 @@ def quantized_parameters(
     spec: ModelSpec,
     weights_dtype: Quantized | Literal["file"] | None,
     head_dtype: Quantized | None = None,
-    has_experts: bool = True,
 ) -> dict[str, Quantized]:
     """Return the matrices that are stored in fewer bits, and how. "file": in 8, if not in groups.
-
-    Without `has_experts`, matrices of routed experts are left out.
 
     With "int4" the output matrix, and an embedding that is one, is stored as `head_dtype`, None:
     "int8": it decides alone between tokens that are near to each other, and is read once a step.
@@ -118,10 +113,7 @@ def quantized_parameters(
     if weights_dtype is None:
         return {}
     kind: Quantized = "int8" if weights_dtype == "file" else weights_dtype
-    left_out = {*wide_parameters(spec)}
-    if not has_experts:
-        left_out |= {it for it in matmul_matrices(spec) if _EXPERTS.search(it)}
-    found = dict.fromkeys({*matmul_matrices(spec)} - left_out, kind)
+    found = dict.fromkeys({*matmul_matrices(spec)} - {*wide_parameters(spec)}, kind)
     if weights_dtype == "int4":
         found |= dict.fromkeys(found.keys() & _HEADS, head_dtype or "int8")
     return found

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from kernel_values import DTYPES, close, randn
+from kernel_values import DTYPES, close, exact, on, randn, rounded
 
 from gptmanager.cuda import moe
 from gptmanager.cuda.kernels import CudaKernels
@@ -72,7 +72,7 @@ def test_slots_are_sorted_by_expert(machine, num_tokens, first, count):
     assert slots.rows == (128 if 3 * num_tokens >= 64 * count else 32)
 
 
-def matrices(count, hidden, width, dtype, activation, gated, biases, first=0):
+def matrices(count, hidden, width, dtype, activation, gated, biases, first=0, is_int8=False):
     up = width * (2 if gated else 1)
     own = [randn(count * up, hidden, dtype=dtype, seed=1), randn(count * up, dtype=dtype, seed=2)]
     own += [randn(count * hidden, width, dtype=dtype, seed=3)]
@@ -80,6 +80,8 @@ def matrices(count, hidden, width, dtype, activation, gated, biases, first=0):
     own = [0.3 * it for it in own]
     if not biases:
         own[1] = own[3] = None
+    if is_int8:
+        own[0], own[2] = rounded(own[0]), rounded(own[2])
     return ExpertMatrices(*own, activation, gated, first, count)
 
 
@@ -88,7 +90,7 @@ def mixed(x, logits, routing, experts):
     chosen, weights = reference.choose_experts(logits.double(), routing, None)
     out = torch.zeros(x.shape, dtype=torch.float64)
     up, up_bias, down, down_bias = (
-        None if it is None else it.double().chunk(experts.count) for it in experts[:4]
+        None if it is None else exact(it).chunk(experts.count) for it in experts[:4]
     )
     for token, (own, factors) in enumerate(zip(chosen.tolist(), weights, strict=True)):
         for number, factor in zip(own, factors, strict=True):
@@ -111,8 +113,7 @@ def mixed(x, logits, routing, experts):
 
 
 def check(machine, x, logits, routing, experts):
-    given = [it if it is None else machine.tensor(it) for it in experts[:4]]
-    own = ExpertMatrices(*given, *experts[4:])
+    own = ExpertMatrices(*[on(machine, it) for it in experts[:4]], *experts[4:])
     kernels = CudaKernels(machine.launcher)
     out = kernels.experts(machine.tensor(x), machine.tensor(logits), None, routing, own)
     assert out.dtype is x.dtype
@@ -132,6 +133,20 @@ def test_mixtures(machine, dtype, activation, gated, biases):
     experts = matrices(4, 72, 104, dtype, activation, gated, biases)
     x, logits = randn(5, 72, dtype=dtype), randn(5, 4, seed=5)
     check(machine, x, logits, Routing(2, renormalize=True), experts)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_mixtures_in_8_bits(machine, dtype):
+    """Tiles of few rows and of many, with and without tensor cores, gated and not."""
+    number = DTYPES.index(dtype)
+    activation, gated = [("silu", True), ("relu2", False), ("clamped_swiglu", True)][number]
+    experts = matrices(4, 80, 112, dtype, activation, gated, True, is_int8=True)
+    for num_tokens in (5, 150):
+        x, logits = randn(num_tokens, 80, dtype=dtype), randn(num_tokens, 4, seed=5)
+        check(machine, x, logits, Routing(2, renormalize=True), experts)
+    odd = matrices(3, 72, 40, dtype, activation, gated, True, is_int8=True)
+    x, logits = randn(4, 72, dtype=dtype), randn(4, 3, seed=5)
+    check(machine, x, logits, Routing(2), odd)
 
 
 @pytest.mark.parametrize(("hidden", "width"), [(70, 33), (64, 36)])
@@ -169,10 +184,11 @@ def test_no_tokens(machine):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.slow
 def test_mixtures_have_no_race(checked_machine, dtype):
-    experts = matrices(4, 136, 40, dtype, "silu", True, True)
-    x, logits = randn(40, 136, dtype=dtype), randn(40, 4, seed=5)
+    x, logits = randn(40, 144, dtype=dtype), randn(40, 4, seed=5)
     routing = Routing(2, "sigmoid", groups=2, top_groups=1)
-    check(checked_machine, x, logits, routing, experts)
+    for is_int8 in (False, True):
+        experts = matrices(4, 144, 48, dtype, "silu", True, True, is_int8=is_int8)
+        check(checked_machine, x, logits, routing, experts)
 
 
 def test_tensors_that_do_not_fit(machine):
