@@ -136,9 +136,10 @@ def multiply(
     """Return `x[slot // n] @ weight[expert]^T + bias[expert]` for each slot, `[N, O]`.
 
     `x` `[N / n, I]`; `weight` `[count * O, I]` and `bias` `[count * O]`, one expert after the
-    other; one dtype of float32, float16, bfloat16, or `weight` in 8 bits. With an `activation`, one of silu, gelu_tanh and
-    clamped_swiglu, an expert has 2 O rows, a gate and an up projection, which are not rounded
-    before it. Rows of slots without a tile have no value. Raises ValueError for other tensors.
+    other; one dtype of float32, float16, bfloat16, or `weight` in 8 bits. With an `activation`, one
+    of silu, gelu_tanh and clamped_swiglu, an expert has 2 O rows, a gate and an up projection,
+    which are not rounded before it. Rows of slots without a tile have no value. Raises ValueError
+    for other tensors.
     """
     num_slots, (num_rows, depth), dtype = len(slots.sorted), x.shape, x.dtype
     num_weights, values, scales = weight.shape[0], values_of(weight), scales_of(weight)
