@@ -119,7 +119,7 @@ class StatisticsReport:
         Any thread may call it.
         """
         counts = self._last_counts
-        return "none: no step has ended" if counts is None else self._record(counts, {}, 0)
+        return "no step has ended yet" if counts is None else self._record(counts, {}, 0)
 
     def _record(self, counts: Counts, latency_us: dict[str, int], gil_wait_us: int) -> str:
         scheduled = counts.context + counts.generation
@@ -166,8 +166,8 @@ class StatisticsReport:
                 "MicroBatch ID": counts.micro_batch_id,
             }
         # A batch keeps its initial slots. The slot of a request that has ended is empty until all
-        # requests have ended. Over a batch, tokens and empty slots add up to the batch size times
-        # the longest output.
+        # requests have ended. The tokens and empty slots of all steps of a batch add up to the
+        # batch size times the longest output.
         return {
             "Total Generation Tokens": counts.sampled,
             "Empty Generation Slots": self._num_slots - counts.context - counts.generation,

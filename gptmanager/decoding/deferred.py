@@ -1,6 +1,6 @@
-"""`Deferred`: a value of a state that is computed only if the state is written.
+"""`Deferred`: a value of a state that is computed only if the state is serialized.
 
-A state is copied often, but rarely written.
+A state is often copied, but rarely serialized.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from typing import Any
 
 
 class Deferred:
-    """`make()` returns the value; every call returns the same value.
+    """A value that `make()` returns. All calls of `make` return the same value.
 
     `num_values`: approximate number of values that stay in memory until `make` is called.
     """

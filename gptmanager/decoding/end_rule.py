@@ -13,7 +13,10 @@ End = tuple[FinishReason, int]  # the reason, and the number of generated tokens
 
 
 class EndRuleState(NamedTuple):
-    """The state of `EndRule`; `words`: the stop words. `SamplingParams` holds the end ids."""
+    """The parameters of an `EndRule` to store, with its stop words as `words`.
+
+    The end ids are missing, because they are stored with the `SamplingParams`.
+    """
 
     max_new_tokens: int
     words: tuple[tuple[int, ...], ...] | None
@@ -50,7 +53,7 @@ class EndRule:
         return stop_state, None
 
     def num_final(self, stop_state: int, length: int) -> int:
-        """Return how many of `length` generated tokens are certain: no stop word cuts them off."""
+        """Return how many of `length` generated tokens cannot be cut off by a stop word later."""
         if self.stop_words is None or self.include_stop:
             return length
         return length - self.stop_words.held(stop_state, self.max_new_tokens - length)

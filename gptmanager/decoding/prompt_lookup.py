@@ -1,7 +1,8 @@
-"""Draft tokens: proposed in advance, so that one step computes several positions of a sequence.
+"""Proposes draft tokens, so that one step computes several positions of a sequence.
 
-It decides from a request's own tokens which tokens to propose. The results of earlier drafts, which
-the caller reports, decide how many. A wrong draft costs computation, but never changes the output.
+Which tokens to propose follows from the request's own tokens. How many to propose follows from the
+results of earlier drafts, which the caller reports. A wrong draft costs computation, but never
+changes the output.
 """
 
 from __future__ import annotations
@@ -78,7 +79,7 @@ class Drafter:
         self._length, self._wrong, self._rest = state
 
     def learn_result(self, num_drafts: int, num_accepted: int) -> None:
-        """Adapt to the last draft, of which `num_accepted` of `num_drafts` tokens were right."""
+        """Adapt to the last draft, in which `num_accepted` of `num_drafts` tokens were right."""
         if num_accepted:
             self._wrong = 0
             grown = 2 * num_drafts if num_accepted == num_drafts else num_accepted + 1
@@ -89,7 +90,7 @@ class Drafter:
             self._length = 1
 
     def _learn(self, tokens: Sequence[int]) -> None:
-        """Index the new n-grams, except those at the end of the text: no token follows them yet."""
+        """Index the new n-grams, except those at the end of the text, which no token follows yet."""
         found, config = self._found, self._config
         for end in range(max(self._seen, config.min_ngram), len(tokens)):
             for size in range(config.min_ngram, min(config.max_ngram, end) + 1):

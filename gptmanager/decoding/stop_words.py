@@ -42,7 +42,7 @@ class StopWords:
         return state, self._matched[state]
 
     def _step(self, state: int, token: int) -> int:
-        # O(1) amortized: following a suffix shortens the match, and a token adds one to it
+        # Amortized O(1), because following a suffix shortens the match, and a token adds only one.
         while (following := self._next[state].get(token)) is None and state:
             state = self._suffix[state]
         return following or 0
@@ -70,7 +70,7 @@ class StopWords:
         self._matched[state] = len(word)
 
     def _link(self) -> None:
-        """Find each state's suffix; breadth first, since a suffix is shorter, hence complete."""
+        """Find each state's suffix, breadth first, so that shorter suffixes are already complete."""
         queue = deque(self._next[0].values())
         while queue:
             state = queue.popleft()

@@ -78,8 +78,9 @@ def _packaged() -> Iterator[LocalModel]:
 
 
 def _cached() -> Iterator[LocalModel]:
-    """Yield the newest snapshot of each repository, if it is a checkpoint folder or has one GGUF
-    file.
+    """Yield the checkpoint folders and the GGUF files in the newest snapshot of each repository.
+
+    A single GGUF file in a checkpoint folder is left out, because the folder is a model itself.
     """
     for repository in sorted(_hub_cache().glob(f"{_REPOSITORY}*")):
         name = repository.name.removeprefix(_REPOSITORY).replace("--", "/")

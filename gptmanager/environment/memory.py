@@ -23,8 +23,8 @@ def give_back() -> None:
     """Return free memory of the C library to the system. Does nothing unless it is glibc.
 
     glibc keeps freed memory in the arena of the thread that allocated it. After a large block was
-    freed, it keeps blocks of up to that size for later allocations. For a loop's thread these are
-    tens of megabytes, long after the thread has ended.
+    freed, it keeps blocks of up to that size for later allocations. The thread of a manager's loop
+    leaves tens of megabytes behind in this way after it has ended.
     """
     if sys.platform == "linux":
         trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # musl has none

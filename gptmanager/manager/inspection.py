@@ -1,6 +1,7 @@
-"""Answers questions about a loop between two iterations: the owners of blocks, reasons of waits.
+"""Answers questions about a loop, such as which requests hold a block and why a request waits.
 
-Changes nothing. Every number comes from the objects that make the decisions.
+The loop must be between two iterations. Nothing is changed, and every number comes from the objects
+that make the decisions.
 """
 
 from __future__ import annotations
@@ -28,10 +29,11 @@ from gptmanager.scheduler.wait_reasons import Wait, WaitReason, unreported_wait
 
 @dataclass(frozen=True, slots=True)
 class AuditReport:
-    """The accounts of the KV cache. `owners`: the ids of the requests that hold each used block.
+    """The accounts of the KV cache. `problems` lists what is wrong with them; `ok` if nothing is.
 
-    Used blocks of the host tier have cached content. `adapters`: the pages of the LoRA cache, and
-    the task id of each used page.
+    `owners`: the ids of the requests that hold each used block. `host_*_blocks` are in host memory,
+    where the used ones have cached content of earlier requests. `adapters`: the pages of the LoRA
+    cache, and the task id of each used page.
     """
 
     ok: bool
@@ -48,17 +50,17 @@ class AuditReport:
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """Why a request runs or waits, for the decision that the scheduler would make now.
+    """Why a request runs or waits, according to the decision that the scheduler would make now.
 
     `reason` is a `scheduler.wait_reasons.WaitReason`, or "unknown", "preparing", "running",
     "starting" (with the next iteration), or "not_chosen" (by a scheduler that reports no reasons).
-    docs/scheduling.md lists them all. `ahead`: number of waiting requests before it.
-    `needed_blocks`: how many more blocks the policy requires for it, until its end, or with
-    MAX_UTILIZATION for its next step. `reserved_blocks`: how many of the `free_blocks` are reserved
-    for requests before it, of which `num_running` hold memory and `num_starting` do not. With
-    "token_budget", `needed_tokens` and `free_tokens` are the tokens that it needs in a step, and
-    those that are left. If it is "behind" another request, `behind` is the id of that request, and
-    all numbers are those of that request.
+    docs/scheduling.md lists them all. `ahead`: number of waiting requests before it. `running`:
+    number of other requests that run. `needed_blocks`: number of blocks that the request still
+    needs until its end, or for its next step if the policy is MAX_UTILIZATION. `reserved_blocks` of
+    the `free_blocks` are kept for the `num_running` and `num_starting` requests that are scheduled
+    before it; only the running ones hold blocks already. With "token_budget", `needed_tokens` are
+    the tokens that it needs in a step, and `free_tokens` those that are left. With "behind",
+    `behind` is the id of the request that it waits for, and all numbers are those of that request.
     """
 
     request_id: int
@@ -84,7 +86,8 @@ class Fit:
     """Whether a request would be accepted and could start now. `text`: the rejection, if any.
 
     `starts_now`: it would start with the next iteration, behind all active requests. If not, `wait`
-    has the reason, in the words of `explain`. `needed_blocks`: until its end.
+    has the reason, in the words of `explain`. `needed_blocks`: number of blocks that it needs until
+    its end.
     """
 
     accepted: bool
@@ -112,10 +115,11 @@ def audit(loop: TokenLoop) -> AuditReport:
             if owner not in loop.table.by_id
         ]
     if ledger.free + ledger.used != ledger.total:
-        problems.append(f"{ledger.free} free + {ledger.used} used of {ledger.total} blocks")
+        counts = f"{ledger.free} free + {ledger.used} used"
+        problems.append(f"{counts} blocks must be {ledger.total} blocks in all")
     free, used, total = ledger.host_free, ledger.host_used, ledger.host_total
     if free + used != total:
-        problems.append(f"{free} free + {used} used of {total} host blocks")
+        problems.append(f"{free} free + {used} used host blocks must be {total} blocks in all")
     problem = loop.table.adapters.problem()
     if problem is not None:
         problems.append(problem)
@@ -126,7 +130,7 @@ def audit(loop: TokenLoop) -> AuditReport:
 
 
 def explain(loop: TokenLoop, request_id: int) -> Explanation:
-    """Explain why a request does not run, in numbers."""
+    """Explain why a request runs or waits, in numbers."""
     request, active = loop.table.by_id.get(request_id), list(loop.active)
     if request is None:
         return Explanation(request_id, "unknown", f"request {request_id} is not active")

@@ -28,15 +28,15 @@ class AdapterPool:
     """Pages of adapters on the device and on the host.
 
     `pages [num_device_pages * page_size]`: the device's pages in one tensor that never moves,
-    because captured steps contain its address. A CPU allocates their memory when they are written.
-    A table for kernels has a slot for each page, with the places of an adapter's matrices in
-    `pages`. `modules`: the modules of a layer of the model, by id. `share`: the part of an adapter
-    that is kept, or None for all of it.
+    because captured steps contain its address. On a CPU, the system allocates their memory when
+    they are written. A table for kernels has a slot for each page, so enough for all adapters. The
+    slot of an adapter has the places of its matrices in `pages`. `modules`: the modules of a layer
+    of the model, by id. `share`: the part of an adapter that is kept, or None for all of it.
 
     Host pages are in blocks of `pages_per_block`. A block is allocated when its first page is
     written, and freed when its last page is released. It is pinned unless the device is the CPU.
-    `warm_up` must be called before the first adapter is read, on a thread that may take seconds.
-    `put` may run in any thread, `copy` on any stream. Callers order accesses to the same page.
+    `warm_up` must be called before the first adapter is read, and may take seconds. `put` may run
+    in any thread, `copy` on any stream. Callers order accesses to the same page.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class AdapterPool:
         self._share = share
         self._layers = range(num_layers) if share is None else share.layers
         self._layout = _layout(modules if share is None else share.modules)
-        self._layouts: dict[bytes, Layout] = {}  # by which modules a step uses
+        self._layouts: dict[bytes, Layout] = {}  # by the set of modules that a step uses
         # which modules the adapter in each slot has
         self._has_modules = np.zeros((sizes.num_device_pages, len(modules)), dtype=bool)
         shape = sizes.num_device_pages, len(self._layers), len(modules), 2
@@ -75,7 +75,7 @@ class AdapterPool:
         self._lock = Lock()  # guards the two above
 
     def kept(self, adapter: Adapter) -> list[Tensor]:
-        """Return the part of each row that `put` writes; empty in layers of other ranks."""
+        """Return the part of each row that `put` writes; it is empty in layers of other ranks."""
         rows, share = adapter.rows.values(), self._share
         if share is None:
             return [row.values for row in rows]
@@ -144,10 +144,12 @@ class AdapterPool:
         self._num_placed += 1
 
     def step(self, rows: Tensor, slots: npt.NDArray[np.int32] | None = None) -> StepAdapters:
-        """Return the adapters of a step's tokens. `rows` int32 `[T]`: their slots, -1 for none.
+        """Return the adapters of a step's tokens. `rows` int32 `[T]`: the slot of each token's
+        adapter, or -1 for a token without an adapter.
 
-        `slots`: `rows` on the CPU; if it is None, the step may use any module. On a CPU the object
-        of the last step is returned if nothing has changed, because kernels keep their plan in it.
+        `slots`: a copy of `rows` on the CPU; if it is None, the step may use any module. On a CPU
+        the object of the last step is returned if nothing has changed, because kernels keep their
+        plan in it.
         """
         key = None if slots is None or self._pinned else (slots.tobytes(), self._num_placed)
         if key is not None and key == self._last_key and self._last is not None:

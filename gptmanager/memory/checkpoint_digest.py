@@ -1,7 +1,7 @@
 """A digest by which a checkpoint is recognized, from samples of its weights.
 
-Two checkpoints of one shape differ in almost every tensor, so a few values of each suffice; reading
-all of them would take as long as loading.
+Two checkpoints of one shape differ in almost every tensor, so a few values of each tensor suffice.
+Reading all values would take as long as loading.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """`HostMemory`: host tensors that a device can read and write directly.
 
-It decides how memory is pinned. It does not know its contents.
+It decides how memory is pinned, and does not know what is stored there.
 """
 
 from __future__ import annotations

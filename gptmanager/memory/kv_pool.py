@@ -18,7 +18,7 @@ NewTensor = Callable[[tuple[int, ...], torch.dtype], Tensor]
 class PageShape(NamedTuple):
     """The elements that a layer stores for a token.
 
-    Without `has_values`, the values are the keys, and are stored once.
+    Without `has_values`, the keys are also the values, and are stored once.
     """
 
     num_kv_heads: int
@@ -148,7 +148,7 @@ class KvPool:
 
     @property
     def memory(self) -> list[Tensor]:
-        """All memory of pages and states as flat tensors, without a host tier's pinned memory."""
+        """All memory of pages and states as flat tensors, except pinned memory on the host."""
         stacks = self.stacks + (self.host_stacks if self.device.type == "cpu" else [])
         tensors = [it for stack in stacks for it in (stack.keys, stack.values)]
         storages = (it.untyped_storage() for it in [*tensors, *self.states.stacks] if it.nbytes)

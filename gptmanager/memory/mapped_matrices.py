@@ -1,4 +1,7 @@
-"""Matrices that are in a file in the order in which matmuls read them."""
+"""Finds the matrices that a file stores in the order in which matmuls read them.
+
+Such matrices are mapped instead of loaded.
+"""
 
 from __future__ import annotations
 
@@ -25,8 +28,8 @@ def mapped_matrices(
 ) -> dict[str, MappedMatrix]:
     """Return the `parameters` that are complete in the memory of a source.
 
-    `names`: the name in the source for each name of a place. Later writes to the memory change
-    private copies of its pages, not the file.
+    `places`: the place of each tensor by the library's name for it. `names`: the source's name for
+    each of these. Later writes to the memory change private copies of its pages, not the file.
     """
     if not isinstance(source, PanelSource):
         return {}

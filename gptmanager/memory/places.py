@@ -24,8 +24,8 @@ class Place:
     the tensor has one number for all rows, or one per row, kept as float32; a missing scale is 1.
     `runs`: the order of the tensor's rows, if they are not consecutive from `first_row`. `stacked`:
     the tensor has this number of matrices (or bias vectors), one per expert; its rows are numbered
-    through all of them. `squeezed`: the tensor is
-    transposed, with a dimension of 1 after its first one.
+    through all of them. `squeezed`: the tensor is transposed, and has a dimension of size 1 after
+    its first one.
     """
 
     parameter: str
@@ -59,7 +59,7 @@ def kept_shape(cut: Cut) -> tuple[int, ...]:
 
 
 def runs(place: Place, shape: Sequence[int]) -> Sequence[Run]:
-    """Return the rows that go to a parameter of `shape` together."""
+    """Return the runs of rows in which a tensor is copied to a parameter of `shape`."""
     if place.runs:
         return place.runs
     first = place.first_row

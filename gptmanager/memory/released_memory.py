@@ -20,10 +20,11 @@ class ReleasedMemory:
     On the CPU only the pages are returned. The tensors keep their addresses, so pointers to them
     stay valid. On a device the tensors get new addresses.
 
-    `kept`: the tensors to which `restore` returns their contents, which are in a temporary file
-    until then, or, for tensors on a device, in CPU memory. After `restore`, other tensors contain
-    zeros or their old contents; a mapped file contains what the file has. Raises ConfigError if the
-    temporary file cannot be written. Then nothing is released.
+    The contents of the tensors `kept` are saved, and restored by `restore`. Those of tensors on the
+    CPU are saved in a temporary file, those of tensors on a device in CPU memory. After `restore`,
+    a tensor that was mapped from a file has the contents of the file again, and any other tensor
+    has zeros or its old contents. Raises ConfigError if the temporary file cannot be written, and
+    then releases nothing.
     """
 
     def __init__(self, tensors: Iterable[Tensor], kept: Iterable[Tensor] = ()) -> None:

@@ -68,7 +68,7 @@ class SafetensorsFolder:
             yield 0, self._map(self._files[name], max_bytes).get_tensor(name)
             return
         rows, *others = region or [range(size) for size in shape]
-        # if only a part of a row is read, its memory pages become resident as a whole
+        # All pages of a row become resident, even if only a part of the row is read.
         row_bytes = math.prod(shape[1:]) * getattr(torch, dtype).itemsize
         step = max(1, max_bytes // row_bytes)
         for start in range(rows.start, rows.stop, step):
@@ -80,7 +80,7 @@ class SafetensorsFolder:
             del piece, mapping  # drop the old mapping before the file is mapped again
 
     def joined(self, names: Sequence[str], dtype: torch.dtype) -> Tensor | None:
-        """Return tensors as in `MappedFile.joined`; None also if they are in several files."""
+        """Return tensors as `MappedFile.joined` does. Returns None if they are in several files."""
         files = {self._files[name] for name in names}
         if len(files) > 1:
             return None

@@ -22,7 +22,7 @@ class StateShape(NamedTuple):
 
 
 class SlotStates:
-    """The states of all lines. `tensors[i]` `[num_lines, *shape]` has the i-th of `shapes`.
+    """The states of all lines. `tensors[i]` has the shape `[num_lines, *shapes[i].shape]`.
 
     A line's states are zero when a sequence begins in it. Afterwards only the model changes them.
     """

@@ -73,7 +73,7 @@ def check_depth(where: str, value: Any) -> None:
     level: Iterable[Any] = [value]
     for _ in range(_MAX_DEPTH):
         inner = [child for parent in level for child in _children(parent)]
-        # each object once: a host's value may contain the same object many times
+        # Each object is followed once, because a host's value may contain it many times.
         level = {id(child): child for child in inner}.values()
         if not level:
             return

@@ -48,7 +48,7 @@ class Weights:
     or have a key of `prefixes` in place of its value. Tensors with names that match `ignored` are
     skipped; any other tensor without a place is an error. `wide`: parameters that are kept in
     float32 at least. `quantized`: the matrices that are stored as int8 or int4. `keeps_groups`:
-    store matrices as int4 that the first source has as int4. `cuts`: the part of each parameter
+    those that the first source has as int4 are stored as int4. `cuts`: the part of each parameter
     that is kept, by default all of it. Names and shapes are always those of whole tensors. The
     first `load` allocates the storage. For `matrices` it is the result of `new_matrix(rows,
     columns, dtype, quantized)` unless that is None, otherwise a tensor. `version` counts the loads,
@@ -144,8 +144,8 @@ class Weights:
         self.version += 1
 
     def memory(self, *, keeps: bool) -> tuple[list[Tensor], list[Tensor]]:
-        """Return the tensors of all parameters, and those to copy before their memory is lost: what
-        no mapped file has, or without `keeps` the scales, which a complete load may lack.
+        """Return the tensors of all parameters, and those to save before their memory is released:
+        with `keeps`, all that no mapped file has, else the scales, which a complete load may lack.
         """
         of = {name: stored(matrix) for name, matrix in self._storage.items()}
         scales = of.keys() & {it.parameter for it in self._places.values() if it.scale}
@@ -155,7 +155,7 @@ class Weights:
     def check(
         self, tensors: TensorSource | Mapping[str, Tensor], *, partial: bool = False
     ) -> dict[str, str]:
-        """Check names and shapes as `load` does. Returns the names of places -> the given names."""
+        """Check names and shapes as `load` does. Return the given name for each name of a place."""
         source = StateDict(tensors) if isinstance(tensors, Mapping) else tensors
         found = source.describe()
         names = self._names(found)
@@ -176,7 +176,7 @@ class Weights:
         refuse_tensors("tensors are missing", self._places.keys() - names.keys() - optional)
 
     def is_twin(self, given: str) -> bool:
-        """Return whether a tensor is only compared with a parameter, to which it is tied."""
+        """Return whether a tensor is only compared with the parameter that it is tied to."""
         name = next(iter(self._names([given])), "")
         return name in self._places and bool(self._places[name].twin)
 
@@ -194,7 +194,7 @@ class Weights:
         return [name for name in self._matrices & kept.keys() if kept[name] == self._shapes[name]]
 
     def _allocate(self, scales: Collection[str], panels: Mapping[str, MappedMatrix]) -> list[str]:
-        """Allocate the storage; return the matrices that use `panels`, which have all of them."""
+        """Allocate the storage. Return the names of the matrices that are mapped from `panels`."""
         shapes = {name: kept_shape(cut) for name, cut in self._cuts.items()}
         wide = {*scales} if self._dtype is torch.float64 else {*scales, *self._wide}
         dtypes = {n: torch.float32 if n in wide else self._dtype for n in shapes}
@@ -202,7 +202,7 @@ class Weights:
         sizes |= {n: _BYTES[kind] for n, kind in self._quantized.items()}
         needed = int(sum(math.prod(shape) * sizes[n] for n, shape in shapes.items()))
         on_cpu = torch.device(self._device).type == "cpu"
-        # a device raises an error itself if memory does not suffice
+        # On a device, torch itself raises an error if memory does not suffice.
         free = free_memory_bytes() if on_cpu else math.inf
         adopted: list[str] = []
         try:
@@ -231,7 +231,7 @@ class Weights:
     def _copy_all(
         self, source: TensorSource, names: Mapping[str, str], on_progress: ProgressCallback | None
     ) -> None:
-        # twins last, because a twin is compared with its parameter
+        # Twins are last, because a twin is compared with its parameter.
         order = sorted(names, key=lambda name: self._places[name].twin)
         parts = {name: self._parts(self._places[name]) for name in names}
         total = sum(self._nbytes(name, part) for name in names for part in parts[name])
@@ -378,9 +378,9 @@ class Weights:
     def _copy(
         self, place: Place, piece: Tensor | Groups, row: int, column: int, columns: range | None
     ) -> bool:
-        """Copy columns of `piece` (None: all) to the storage, starting at the given row and column.
+        """Copy `columns` of `piece`, or all, to the storage from `row` and `column` on.
 
-        A twin is not copied but compared: returns False if it differs from the storage.
+        A twin is compared instead of copied; the result is False if it differs.
         """
         storage = self._storage[place.parameter]
         if isinstance(storage, PackedMatrix):

@@ -52,12 +52,13 @@ def convert_checkpoint(
 ) -> Path:
     """Write the checkpoint `source` to the new folder `target`, and return its path.
 
-    `dtype` None: the checkpoint's. `weights_dtype` "int8": matrices of matmuls are written as int8,
-    with one scale per row; "int4": in groups of 32 with a float16 scale each, but the output matrix
-    as `head_dtype` (None: "int8"). Groups of 4 bits in the checkpoint keep their numbers. Loading
-    maps such matrices instead of copying them. The folder appears once it is complete. Raises
-    ConfigError if the checkpoint cannot be read, if `target` exists, and with `weights_dtype` if
-    the rows of a matrix are not its outputs.
+    `dtype` is by default that of the checkpoint. `weights_dtype` "int8" writes the matrices of
+    matmuls as int8, with one scale per row. "int4" writes them in groups of 32 numbers of 4 bits
+    with a float16 scale each, except the output matrix, which is written as `head_dtype`, by
+    default "int8". If the checkpoint has such groups already, they are copied exactly. Loading maps
+    quantized matrices instead of copying them. The folder appears once it is complete. Raises
+    ConfigError if the checkpoint cannot be read, if `target` exists, or if a matrix to quantize is
+    stored as `[in, out]`.
     """
     folder = Path(target).absolute()
     if os.path.lexists(folder):
@@ -92,7 +93,7 @@ def _quantized(
     weights_dtype: Quantized | None,
     head_dtype: Quantized | None,
 ) -> dict[str, Quantized]:
-    """Return the checkpoint's names of the matrices that are written in 8 or 4 bits."""
+    """Return which matrices are written in 8 or 4 bits, by their names in the checkpoint."""
     kinds = quantized_parameters(spec, weights_dtype, head_dtype)
     given = tensors.describe()
     places = place_tensors(spec, given)
@@ -103,8 +104,8 @@ def _quantized(
             continue
         if place.transposed:
             raise ConfigError(
-                f"weights_dtype = {weights_dtype!r}: tensor {name} is [in, out], and scales belong "
-                "to outputs; leave weights_dtype out"
+                f"weights_dtype = {weights_dtype!r}: tensor {name} is stored as [in, out], but only "
+                "matrices stored as [out, in] can be quantized; leave weights_dtype out"
             )
         is_kept = info.in_groups and weights_dtype == "int4"
         found[name] = "int4" if is_kept else kinds[place.parameter]
@@ -142,8 +143,9 @@ def _layout(
 ) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
     """Return the shapes and dtypes of the tensors to write, in their order.
 
-    Matrices of which a model makes one are next to each other, and so are their scales, so that
-    the file can be the memory of that one. All values begin at a line of the processor's cache.
+    A model concatenates some matrices to one, such as those of queries, keys and values. Their
+    values are next to each other in the file, and so are their scales, so the model can map them as
+    one matrix. Quantized values begin at multiples of 64 bytes, a line of the processor's cache.
     """
     given = source.describe()
     places = place_tensors(spec, given)
@@ -157,7 +159,7 @@ def _layout(
     for name in order:
         if quantized[name] == "int4" and _has_minima(source, name):
             found[name + MINIMUM] = found[name + SCALE]
-    # int64 needs a multiple of 8 bytes, which the panels of 16 rows leave
+    # Each tensor above has a multiple of 8 bytes, so these int64 tensors are aligned.
     found |= {name + SHAPE: ((2,), torch.int64) for name in order}
     rest = given.keys() - quantized.keys()
     return found | {name: (given[name].shape, spec.dtype) for name in given if name in rest}

@@ -20,9 +20,11 @@ from gptmanager.ranks.layout import RankLayout
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """How a module's weight is split. `rows`: the kinds of rows, in order, each split over the
-    ranks; empty: every rank has all rows. `columns`: the same for the columns; results are then
-    partial sums, and only part 0 adds the bias.
+    """How a module's weight is split over the parts, which are the tensor-parallel ranks of a stage.
+
+    `rows`: the kinds of rows in their order, each of which is split; without kinds, every part has
+    all rows. `columns`: the kind of columns if these are split. Results are then partial sums, and
+    only the first part adds the bias.
     """
 
     rows: tuple[str, ...] = ()
@@ -53,7 +55,10 @@ _OF_ONE_HEAD = ("none", "head", "rotated_head", "rotated")
 
 
 class Shares:
-    """The ranges for the names in `SPLITS`, in one layer: the total, and a rank's part."""
+    """The sizes of the kinds of rows and columns in `SPLITS`, and the range that a rank has of each.
+
+    They are those of one layer.
+    """
 
     def __init__(self, spec: ModelSpec, layout: RankLayout, layer: Layer) -> None:
         size, part = layout.tensor_parallel_size, layout.part
@@ -147,7 +152,7 @@ def check(spec: ModelSpec, layout: RankLayout) -> None:
     size, stages = layout.tensor_parallel_size, layout.pipeline_parallel_size
     given = f"ParallelConfig.tensor_parallel_size = {size}"
     if size * stages > 1 and spec.states:
-        given = "ParallelConfig: the ranks must be 1"
+        given = "ParallelConfig: the number of ranks must be 1"
         raise ConfigError(f"{given}, because layers of this model keep a state (linear_attention)")
     for layer in dict.fromkeys(spec.layers):
         _check_layer(layer, size, given)

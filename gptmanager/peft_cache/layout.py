@@ -1,6 +1,6 @@
 """The layout of adapters in pages: page size, number of pages, and the place of each row.
 
-Sizes are in elements of the model's dtype. This module knows nothing of which adapters are cached.
+Sizes are in elements of the model's dtype. This module does not know which adapters are cached.
 """
 
 from __future__ import annotations
@@ -71,9 +71,9 @@ def cache_sizes(
 
     A page can hold an adapter of rank `optimal_adapter_size` in all layers and modules (without
     attn_qkv if the model has its three parts), and a row of rank `max_adapter_size` of any module.
-    `num_host_module_layer` and `num_device_module_layer` count rows of rank 1 of the widest module;
-    the space for them is rounded up to whole pages. Sizes in bytes are limits, rounded down.
-    `device_cache_percent` is a fraction of `free_device_bytes`.
+    `num_host_module_layer` and `num_device_module_layer` count rows of rank 1 of the widest module.
+    The pages are enough for them. If they are 0, `host_cache_size` and the part
+    `device_cache_percent` of `free_device_bytes` are the sizes in bytes, rounded down to pages.
     """
     borders = 0, *first_layers, num_layers
     most = max(end - first for first, end in itertools.pairwise(borders))
@@ -102,12 +102,12 @@ def cache_sizes(
 
 
 def pack(rows: Sequence[AdapterRow], page_size: int, first_layers: Sequence[int] = ()) -> Packing:
-    """Pack rows into pages. Each row, the longest first, is put into the first page that it fits.
+    """Pack rows into pages by first-fit decreasing (Johnson 1973).
 
-    Each stage puts the rows of its layers into its own pages. All stages count the pages of the
-    stage that needs the most, so that all make the same decisions.
-
-    (First-fit decreasing: Johnson 1973. At most 11/9 of the fewest pages, plus one.)
+    The longest row is placed first. Each row is put into the first page with enough space. The
+    result has at most 11/9 of the fewest possible pages, plus one. Each pipeline stage puts the
+    rows of its layers into its own pages. All stages count the pages of the stage that needs the
+    most, so that all make the same decisions.
     """
     places = [RowPlace(0, 0)] * len(rows)
     by_stage: list[list[int]] = [[] for _ in range(len(first_layers) + 1)]

@@ -108,10 +108,10 @@ class PeftCacheManager:
         return self._cached(lora_task_id).num_pages + sum(replaced)
 
     def put(self, request_id: int, task_id: int, digest: str, rows: Sequence[AdapterRow]) -> Put:
-        """Cache a request's adapter. Unless the result is WAIT, the request has it now.
+        """Cache an adapter and assign it to a request, unless the result is WAIT.
 
-        `digest` identifies the content: rows and their numbers. Raises AdapterError if other
-        content is cached under the id, or if the adapter is too large for the cache.
+        `digest` identifies the content: the rows and the numbers in them. Raises AdapterError if
+        other content is cached under the id, or if the adapter is too large for the cache.
         """
         self._check_has_none(request_id)
         known = self._by_task.get(task_id)
@@ -142,16 +142,19 @@ class PeftCacheManager:
         self._give(request_id, self._cached(task_id))
 
     def loaded(self, adapter: CachedAdapter) -> None:
-        """Record that an adapter's rows are in its host pages. If that failed, `forget` before."""
+        """Record that an adapter's rows are in its host pages.
+
+        Call it also if writing them has failed, after `forget`.
+        """
         adapter.is_loading = False
         self._drop_if_over(adapter)
 
     def ensure(self, request_id: int) -> tuple[PageCopy, ...] | None:
         """Return the copies that put a request's adapter on the device. Call it before each step.
 
-        None means that the request must wait, because the adapter is still loading or because
-        other requests need all pages. Otherwise the adapter stays until `pause` or `release`. If
-        copies are returned, call `copied` when they are done.
+        Returns None if the request must wait, because the adapter is still loading or because
+        other requests need the pages. Otherwise the adapter stays on the device until `pause` or
+        `release`. If copies are returned, call `copied` when they are done.
         """
         adapter = self.adapter_of(request_id)
         self._touch(adapter)
@@ -185,7 +188,7 @@ class PeftCacheManager:
         self._touch(adapter)
 
     def release(self, request_id: int) -> None:
-        """Record that a request has ended. It may have no adapter."""
+        """Record that a request has ended. The request may have no adapter."""
         adapter = self._by_request.pop(request_id, None)
         if adapter is not None:
             adapter.running.discard(request_id)
@@ -194,9 +197,9 @@ class PeftCacheManager:
             self._drop_if_over(adapter)
 
     def forget(self, task_id: int) -> bool:
-        """Drop the adapter of this id, if one is cached, and return whether it was.
+        """Drop the adapter of this id, and return whether one was cached.
 
-        Requests that have it continue with it, and it is removed when the last of them ends.
+        Requests that have the adapter continue with it. It is removed when the last of them ends.
         """
         adapter = self._by_task.pop(task_id, None)
         if adapter is None:
@@ -251,7 +254,7 @@ class PeftCacheManager:
         )
 
     def audit(self) -> PeftCacheReport:
-        """Recount all pages."""
+        """Return the owner of each used page, and the first contradiction in the accounts."""
         problem = self._host.problem() or self._device.problem()
         problem = problem or self._request_problem() or self._adapter_problem()
         return PeftCacheReport(self.counts(), self._host.owners(), self._device.owners(), problem)
@@ -343,7 +346,9 @@ class PeftCacheManager:
         for adapter in self._host.adapters:
             for request_id in adapter.requests:
                 if self._by_request.get(request_id) is not adapter:
-                    return f"adapter {adapter.task_id} lists request {request_id} of another"
+                    return (
+                        f"adapter {adapter.task_id} lists request {request_id} of another adapter"
+                    )
             if not adapter.running <= adapter.requests:
                 ended = sorted(adapter.running - adapter.requests)
                 return f"requests {ended} run with adapter {adapter.task_id}, but do not have it"
@@ -368,7 +373,7 @@ class PeftCacheManager:
             if adapter.is_replaced != (adapter in self._replaced):
                 return f"{where} is not consistently marked as replaced"
             if adapter.is_replaced and not adapter.stays_on_host:
-                return f"{where} was replaced and is no longer needed, but still cached"
+                return f"{where} was replaced and no request needs it, but it is still cached"
             if not adapter.is_replaced and self._by_task.get(adapter.task_id) is not adapter:
                 return f"{where} cannot be found by its id"
         return None

@@ -1,4 +1,4 @@
-"""`AdapterPages`: the pages of one cache level, and which adapters lose theirs if pages are short.
+"""`AdapterPages`: the pages of one cache level, and the choice of adapters to evict from it.
 
 The least recently used adapters are evicted, among those that the caller permits.
 """
@@ -17,9 +17,9 @@ from gptmanager.peft_cache.layout import AdapterRow, Packing
 class CachedAdapter:
     """An adapter in the cache. Other content under the same task id is another adapter.
 
-    `requests` have it; those in `running` need it on the device. `is_loading`: its rows are being
-    written to its host pages. `is_copying`: they are being copied to the device. `is_replaced`: no
-    further request gets it.
+    `requests`: ids of the requests that have it. `running`: those of them that need it on the
+    device. `is_loading`: its rows are being written to its host pages. `is_copying`: its rows are
+    being copied to the device. `is_replaced`: it is not assigned to further requests.
     """
 
     task_id: int

@@ -1,6 +1,6 @@
-"""The accounts of a LoRA cache as data, how an empty cache is restored from them, and copies.
+"""Saves the accounts of a LoRA cache as data, restores an empty cache from them, and copies caches.
 
-The data exclude values that can be computed. Restored accounts are always checked before they are
+Values that can be computed are not saved. Restored accounts are always checked before they are
 used.
 """
 
@@ -19,7 +19,7 @@ from gptmanager.peft_cache.page_eviction import AdapterPages, CachedAdapter
 
 
 class AdapterState(NamedTuple):
-    """The state of a `CachedAdapter`. `device_pages`: None if it is not on the device."""
+    """The state of a `CachedAdapter`. `device_pages` is None if it is not on the device."""
 
     task_id: int
     digest: str

@@ -1,7 +1,7 @@
 """The jobs of reading, writing and copying adapters, and their results, as plain values.
 
-These jobs are slow, so other threads run them in parallel with the token loop. The pages of an
-adapter are allocated before its job is created.
+These jobs are slow, so other threads run them in parallel with the token loop. The pages that a job
+writes are allocated before the job is created.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class CopyAdapter(NamedTuple):
 
 
 class FreeHostPages(NamedTuple):
-    """Free these pages: no request needs their content."""
+    """Free these pages, because no request needs their content."""
 
     host_pages: tuple[int, ...]
 
@@ -61,7 +61,10 @@ AdapterWork = ReadAdapter | WriteAdapter | DropAdapter | CopyAdapter | FreeHostP
 
 
 class AdapterDone(NamedTuple):
-    """The result of a job. `digest`: of the weights that were read. `error`: None after success."""
+    """The result of a job.
+
+    `digest` identifies the weights that `ReadAdapter` has read. `error` is None after success.
+    """
 
     job: int
     digest: str = ""

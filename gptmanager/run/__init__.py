@@ -1,1 +1,1 @@
-"""`gptmanager run`, `convert` and `models`: commands that use a manager without a server."""
+"""The commands `gptmanager run`, `chat`, `convert` and `models`, which need no server."""

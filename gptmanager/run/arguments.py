@@ -11,18 +11,19 @@ from gptmanager.terminal.options import add_json, add_manager_options, add_model
 _HELP = """\
 Serve a file of requests and show them live.
 
-A line of FILE is a JSON object:
-  "prompt"          a text (the folder then needs a tokenizer.json),
-  "messages"        a list of {"role": ..., "content": ...}, for the model's chat template, or
+A line of FILE is a JSON object with one of
+  "prompt"          a text (the model's folder then needs a tokenizer.json)
+  "messages"        a list of {"role": ..., "content": ...}, for the model's chat template
   "input_ids"       a list of token ids
-  "max_new_tokens"  how long the answer may get (else --max-new-tokens)
+and, if wanted,
+  "max_new_tokens"  the most tokens of the answer (default: --max-new-tokens)
   "lora"            the folder of an adapter that PEFT has saved
-  "stop"            a text or a list of texts that end it, as the tokens they encode to
-  "request_id"      a number (else the number of the line)
+  "stop"            a text, or a list of texts; the answer ends when the tokens of one are generated
+  "request_id"      an integer (default: the number of the line)
 and any input of a request by its name: "temperature", "top_k", "top_p", "random_seed", "end_id",
-"priority", ... Without an end_id the checkpoint's generation_config.json says what ends a text.
-A line that is wrong is answered with an error; the others run. So is a text that fits into no
-request; a long one is encoded while others run.
+"priority", ... Without an end_id, the end ids of the checkpoint's generation_config.json are used.
+An invalid line is answered with an error, and so is a text that is too long for any request; the
+other lines run. Long texts are encoded while other requests run.
 """
 _EXAMPLES = """\
 examples:
@@ -52,14 +53,18 @@ def add_command(commands: Any) -> None:
     add = parser.add_argument
     add_model(parser, required=True)
     given = parser.add_mutually_exclusive_group(required=True)
-    given.add_argument("--requests", metavar="FILE", help="JSON lines; -: the standard input")
-    given.add_argument("--prompt", metavar="TEXT", help="one request: only its answer is printed")
-    told = "results as JSON lines, in the same order; -: to the standard output, without a summary"
+    told = "requests as JSON lines; - reads the standard input"
+    given.add_argument("--requests", metavar="FILE", help=told)
+    told = "run one request, and print only its answer"
+    given.add_argument("--prompt", metavar="TEXT", help=told)
+    told = "write results as JSON lines, in the same order; - prints them instead of the summary"
     add("--output", type=Path, metavar="FILE", help=told)
-    add("--stats", type=Path, metavar="FILE", help="a statistics record an iteration, JSON lines")
-    add("--record", type=Path, metavar="FILE", help="a recording, for `gptmanager picture`")
-    add_json(parser, "print the summary as JSON, with the answers unless --output takes them")
-    told = "for lines that name none (default %(default)s)"
+    told = "write the statistics record of each iteration as JSON lines"
+    add("--stats", type=Path, metavar="FILE", help=told)
+    add("--record", type=Path, metavar="FILE", help="write a recording, for `gptmanager picture`")
+    add_json(parser, "print the summary as JSON; without --output, with the answers")
+    told = "the most new tokens, for lines without max_new_tokens (default %(default)s)"
     add("--max-new-tokens", type=positive, default=64, metavar="N", help=told)
-    add("--pace", type=seconds, default=0.0, metavar="S", help="at least S seconds an iteration")
+    told = "let each iteration take at least S seconds"
+    add("--pace", type=seconds, default=0.0, metavar="S", help=told)
     add_manager_options(parser)

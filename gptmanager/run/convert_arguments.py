@@ -12,8 +12,8 @@ _HELP = """\
 Write a checkpoint as a folder that loads fast.
 
 SRC is a checkpoint folder or a GGUF file. DST is a new folder with config.json, safetensors, the
-tokenizer and its chat template: any program that reads Hugging Face folders reads it, unless the
-matrices are quantized.
+tokenizer and its chat template. Any program that reads Hugging Face folders can read it, unless
+--weights-dtype is given.
 """
 _EXAMPLES = """\
 examples:
@@ -39,5 +39,7 @@ def add_command(commands: Any) -> None:
     add("target", type=Path, metavar="DST", help="a folder that does not exist")
     add_dtype(parser, "the checkpoint's, float32 for a quantized GGUF file")
     bits = ("int8", "int4")
-    add("--weights-dtype", choices=bits, help="matrices in 8 bits, or in 4 in groups of 32")
-    add("--head-dtype", choices=bits, help="the output matrix with int4 (default: int8)")
+    text = "write matrices in 8 bits, or in 4 bits with a scale for each group of 32 numbers"
+    add("--weights-dtype", choices=bits, help=text)
+    text = "the type of the output matrix if --weights-dtype is int4 (default: int8)"
+    add("--head-dtype", choices=bits, help=text)

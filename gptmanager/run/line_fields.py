@@ -71,12 +71,11 @@ def read_fields(text: bytes) -> dict[str, Any]:
     try:
         given = orjson.loads(text)
     except orjson.JSONDecodeError as error:
-        raise InvalidRequestError(f"no JSON: {error}") from error
+        raise InvalidRequestError(f"invalid JSON: {error}") from error
     if not isinstance(given, dict):
         raise InvalidRequestError("not a JSON object")
-    fields: dict[str, Any] = {
-        "is_streaming": True
-    }  # the default, so that the live view shows tokens
+    # Requests stream by default, so that the live view shows their tokens.
+    fields: dict[str, Any] = {"is_streaming": True}
     names: dict[str, str] = {}
     for given_name, value in given.items():
         name = _ALIASES.get(given_name, given_name)
@@ -94,8 +93,9 @@ def read_fields(text: bytes) -> dict[str, Any]:
 
 
 def _need(name: str, value: Any) -> str | None:
-    """Return a description of valid values if a field's value is invalid. Some are
-    checked later.
+    """Return a description of valid values if a field's value is invalid.
+
+    Some fields are checked later.
     """
     for names, fits, need in _KINDS:
         if name in names:

@@ -91,7 +91,7 @@ def serve_file(
         lines = list(read_requests([line], tokenizer, **lengths))
     if not lines:
         name = "the standard input" if options.requests == "-" else options.requests
-        view.note(f"{name} holds no requests")
+        view.note(f"{name} has no requests")
     with ExitStack() as stack:
         stack.callback(chats.close)
         # files first: an unusable path is reported before the slow steps

@@ -38,9 +38,8 @@ class RequestLine:
     prompt: str | None = None
     request: InferenceRequest | None = None
     error: InvalidRequestError | None = None
-    build: Callable[[], RequestLine] | None = (
-        None  # set for a long line: encodes it, returns the result
-    )
+    # Set if the line is long: encodes its text, and returns the line with its request or error.
+    build: Callable[[], RequestLine] | None = None
 
 
 def read_requests(
@@ -57,8 +56,8 @@ def read_requests(
 
     `max_new_tokens`: the default for lines without it. `folder`: where relative adapter paths
     start. `max_tokens`: the limit of any request; a text that cannot fit is not encoded. A long
-    line is returned with `build` set: call it to encode the text, in any thread. `chats` renders
-    messages; without it they are refused. `model`: the checkpoint that adapters must fit, or None.
+    line is yielded with `build` set, which any thread may call to encode the text. `chats` renders
+    messages; without it they are refused. If `model` is given, adapters must fit that checkpoint.
     """
     first_use: dict[int | None, int] = {}
     encoder, adapters = TextEncoder(tokenizer, max_tokens), AdapterFolders(Path(folder), model)
@@ -75,7 +74,8 @@ def read_requests(
 def read_file(path: str, tokenizer: Tokenizer | None, **options: Any) -> list[RequestLine]:
     """Return the lines of a file, or of the standard input for "-".
 
-    `options`: those of `read_requests`. Raises ConfigError.
+    `options`: the keyword arguments of `read_requests`. Raises ConfigError if the file cannot be
+    read.
     """
     try:
         if path != "-":
@@ -85,16 +85,17 @@ def read_file(path: str, tokenizer: Tokenizer | None, **options: Any) -> list[Re
         if sys.stdin is None:  # closed by `<&-` in the shell
             raise ConfigError("--requests -: the standard input is closed")
         if sys.stdin.isatty():
-            print("reading requests, a JSON object a line; Ctrl-D ends them", file=sys.stderr)
+            print("type one JSON object per line; Ctrl-D ends the requests", file=sys.stderr)
         return list(read_requests(sys.stdin.buffer, tokenizer, **options))
     except OSError as error:
         raise ConfigError(f"--requests {path}: {error.strerror}") from error
 
 
 def built_apart(lines: Sequence[RequestLine]) -> SimpleQueue[tuple[float, RequestLine]]:
-    """Build the lines with `build` set, in order, in a thread that is never joined.
+    """Start a thread that builds these lines in order, and return the queue of its results.
 
-    Each result is put in the queue with the `time.monotonic()` at which it was ready.
+    Each result has the `time.monotonic()` at which it was ready. The thread is never joined, so it
+    cannot delay the end of the command.
     """
     built: SimpleQueue[tuple[float, RequestLine]] = SimpleQueue()
 
@@ -102,7 +103,7 @@ def built_apart(lines: Sequence[RequestLine]) -> SimpleQueue[tuple[float, Reques
         for line in lines:
             try:
                 result = line if line.build is None else line.build()
-            except Exception as error:  # for example no memory
+            except Exception as error:  # for example a MemoryError
                 told = _error(line.number, response_text(error))
                 result = replace(line, build=None, error=told)
             built.put((time.monotonic(), result))
@@ -175,7 +176,7 @@ def _input_ids(
         return encoder.encode("prompt", prompt, special=True)
     if messages is not None:
         if chats is None:
-            raise InvalidRequestError("messages need a model with a chat template")
+            raise InvalidRequestError("messages can only be used with a model's chat template")
         return chats.render(messages)
     if ids is None:
         raise InvalidRequestError("neither prompt nor input_ids nor messages are given")

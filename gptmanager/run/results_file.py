@@ -37,12 +37,12 @@ def result_line(
     outcome: GenerationResult | BaseException | None,
     tokenizer: Tokenizer | None,
 ) -> dict[str, Any]:
-    """Return a line's entry of the output file. `outcome` None: the line contains no request."""
+    """Return a line's entry of the output file. `outcome` is None if the line is invalid."""
     result: dict[str, Any] = {"line": line.number, "request_id": line.request_id}
     if line.prompt is not None:
         result["prompt"] = line.prompt
     if not isinstance(outcome, GenerationResult):
-        error = outcome or line.error or InvalidRequestError("was not submitted")
+        error = outcome or line.error or InvalidRequestError("the request was not submitted")
         return {**result, "error": response_text(error)}
     output_ids = outcome.generated_ids[0]
     if tokenizer is not None:
@@ -61,8 +61,8 @@ def result_line(
 class Results:
     """The outcome of each line.
 
-    `file` gets the outcomes in the order of the lines: an outcome is written once all earlier ones
-    are known. `close` writes those that still wait for an earlier one.
+    They are written to `file` in the order of the lines, each once all earlier ones are known.
+    `close` writes those that still wait for an earlier one.
     """
 
     lines: Sequence[RequestLine]

@@ -33,8 +33,8 @@ class TextTooLongError(InvalidRequestError):
 class TextEncoder:
     """Encodes texts with `tokenizer`, which may be None. `max_tokens`: the limit of any request.
 
-    Texts of at least `long_text` characters are encoded in a way that lets other threads run.
-    `special_in_text` False: the name of a special token in a text is treated as plain text.
+    Texts of at least `long_text` characters are encoded in a way that lets other threads run. With
+    `special_in_text` False, the name of a special token in a text is treated as plain text.
     """
 
     def __init__(
@@ -104,9 +104,9 @@ class TextEncoder:
 
 
 def longest_token(tokenizer: Tokenizer) -> int | None:
-    """Return the most bytes of text that one token can represent.
+    """Return the most bytes of text that one token can represent, or None if it is unlimited.
 
-    Returns None if a part of the tokenizer may drop or shorten text: a token then has no bound.
+    It is unlimited if a part of the tokenizer may drop or shorten text.
     """
     parts = orjson.loads(tokenizer.to_str())
     factor = _shrinking(parts["normalizer"])
@@ -151,7 +151,7 @@ def _keeps(pre_tokenizer: Mapping[str, Any]) -> bool:
 def _knows_all(
     tokenizer: Tokenizer, model: Mapping[str, Any], splitting: Iterable[Mapping[str, Any]]
 ) -> bool:
-    """Whether every byte has a token, so that no text is lost in an unknown token."""
+    """Return whether every byte has a token, so that no text is lost in an unknown token."""
     if model["type"] != "BPE":
         return False
     vocabulary = tokenizer.get_vocab().keys()

@@ -42,10 +42,10 @@ class Refusal(NamedTuple):
 
 
 class Recorder:
-    """Records what the callbacks of a run see, for the terminal's thread. Needs no lock: deques are
-    thread-safe.
+    """Records what the callbacks of a run see, for the terminal's thread.
 
-    If not `is_watched`, `news` contains only ends of requests.
+    It needs no lock, because deques are thread-safe. If not `is_watched`, only the ends of requests
+    are recorded in `news`.
     """
 
     def __init__(self, queue: RequestQueue, *, is_watched: bool) -> None:

@@ -39,7 +39,8 @@ class FoundOptions:
     """Option values that are not from the command line.
 
     `values` maps the `dest` of an option to its value, `origins` to a description of where the
-    value is from. `unknown` has the variables with the prefix that name no option.
+    value is from. `unknown` lists the variables that have the prefix, but not the name of an
+    option.
     """
 
     values: dict[str, Any] = field(default_factory=dict)
@@ -60,7 +61,7 @@ def find_options(
 ) -> FoundOptions:
     """Return the options of `file` and of `variables`, which have precedence over the file.
 
-    Raises ConfigError for a wrong value, and for a key of the file that names no option.
+    Raises ConfigError for a wrong value, and for a key of the file that is not an option.
     """
     by_name = {it.option_strings[0].lstrip("-"): it for it in actions if it.option_strings}
     by_name.pop("help", None)
@@ -116,7 +117,7 @@ def _read(file: Path) -> dict[str, Any]:
 def _toml() -> Any:
     """Return the parser of TOML: the standard library's, or before Python 3.11 the package tomli.
 
-    Raises ConfigError if there is none.
+    Raises ConfigError if neither is installed.
     """
     for name in ("tomllib", "tomli"):
         with contextlib.suppress(ModuleNotFoundError):

@@ -24,8 +24,8 @@ def add_parser(commands: Any, name: str, call: str, **texts: Any) -> argparse.Ar
     """Add a command to `commands`, the result of `add_subparsers`, and return its parser.
 
     `call` is MODULE:NAME of the function that runs the command and returns its exit status; it is
-    only imported when the command runs. `texts` are help, usage, description and epilog, and
-    `variables` of `Parser`.
+    only imported when the command runs. `texts` are the keyword arguments help, usage, description
+    and epilog of argparse, and `variables` of `Parser`.
     """
     parser: argparse.ArgumentParser = commands.add_parser(
         name, formatter_class=argparse.RawDescriptionHelpFormatter, **texts
@@ -88,9 +88,11 @@ def add_manager_options(parser: argparse.ArgumentParser) -> None:
     add_device(group)
     add_dtype(group, "the checkpoint's", "float64")
     bits = ("int8", "int4")
-    text = "8 bits, or 4 on the CPU; none: as --dtype (default: none, or as a quantized checkpoint)"
+    text = "8 bits per weight, or 4 on the CPU; none: --dtype for all weights (default: as in the "
+    text += "checkpoint, unless --dtype is given)"
     add("--weights-dtype", choices=(*bits, "none"), help=text)
-    add("--head-dtype", choices=bits, help="the output matrix with int4 (default: int8)")
+    text = "the type of the output matrix if the weights are int4 (default: int8)"
+    add("--head-dtype", choices=bits, help=text)
     text = "what computes the network (default auto: native if its architecture is known)"
     add("--model-backend", choices=("auto", "native", "transformers"), default="auto", help=text)
     add("--deterministic", action="store_true", help="bitwise equal results in any batch")

@@ -42,7 +42,7 @@ class Parser(argparse.ArgumentParser):
         try:
             file = config.parse_known_args(arguments)[0].config
             found = find_options(self._actions, file, self._variables, os.environ)
-        except argparse.ArgumentError:  # --config without a file: the real parser says so
+        except argparse.ArgumentError:  # --config without a file; parse_known_args reports it
             return
         except ConfigError as error:
             self.error(str(error))

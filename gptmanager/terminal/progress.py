@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 PATIENCE_S = 1.0  # work that takes longer gets a bar
 # lines to print when work begins that is slow only on the first start
-NOTES = {"kernels": "compiling kernels for this processor: once, for a few seconds"}
+NOTES = {"kernels": "compiling kernels for this processor, once; this takes a few seconds"}
 _REFRESH_S = 0.1
 
 
@@ -25,8 +25,8 @@ class ProgressBars:
 
     It draws only in `update` and `close`, on the caller's thread, so that measurements are not
     disturbed. If `wanted` is True, streams that are not terminals get a line when the work is done;
-    if it is False, neither bars nor these lines are written. `notes` maps a kind of work that is
-    slow on the first start only to a line, which announces it on any stream.
+    if it is False, neither bars nor these lines are written. `notes` has a line for some kinds of
+    work. It is written to any stream when the work begins.
     """
 
     def __init__(

@@ -24,7 +24,8 @@ if TYPE_CHECKING:
 class RedrawnLines:
     """A region of `stream` to draw in, and a stream itself, for log handlers in any thread.
 
-    If `stream` is not a terminal, nothing is drawn, but text is written. If it is None, neither.
+    If `stream` is not a terminal, text is written to it, but nothing is drawn. If it is None,
+    nothing is written or drawn.
     """
 
     def __init__(self, stream: TextIO | None) -> None:

@@ -1,7 +1,7 @@
 """Print reports that consist of text lines and tables.
 
-Reports are laid out with rich, but its markup is printed as it is. A table is as wide as its cells
-need; a narrower terminal wraps its lines.
+Reports are laid out with rich, but text that looks like its markup is printed unchanged. A table is
+as wide as its cells need; a narrower terminal wraps its lines.
 """
 
 from __future__ import annotations

@@ -58,7 +58,9 @@ class ScriptedModel:
             history = batch.token_table[int(batch.slots[row]), :length].tolist()
             token = self.next_token(history)
             if not 0 <= token < self.spec.vocab_size:
-                raise ValueError(f"next_token({history}) = {token}: {self.spec}")
+                raise ValueError(
+                    f"next_token({history}) = {token}: must be from 0 to {self.spec.vocab_size - 1}"
+                )
             logits[index, token] = 0.0
         return logits
 

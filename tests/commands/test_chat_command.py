@@ -113,15 +113,15 @@ def test_what_is_refused_is_one_sentence_and_the_rest_is_answered(chat):
     assert (code, out) == (1, " 42\n")
     same, unknown, long = err.splitlines()
     assert same.startswith("gptmanager: two answers would be the same without sampling")
-    assert unknown == "gptmanager: there is no command '/nope': /help lists the commands"
+    assert unknown == "gptmanager: unknown command '/nope': /help lists the commands"
     assert long == (
-        "gptmanager: the conversation has 1,200 tokens with this message, and the context holds "
-        "512, with at least one for the answer: shorten the message, or begin a new conversation "
-        "with /clear"
+        "gptmanager: the conversation has 1,200 tokens with this message, and must have at most "
+        "511 to leave room for an answer: shorten the message, or begin a new conversation with "
+        "/clear"
     )
     code, out, err = chat("/fork")
     assert (code, out) == (1, "")
-    assert err == "gptmanager: /fork needs a message: there is no last one to answer again\n"
+    assert err == "gptmanager: /fork needs a message, because none has been answered yet\n"
 
 
 def test_an_answer_ends_where_the_context_ends(chat, endless):

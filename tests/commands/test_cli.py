@@ -135,7 +135,7 @@ def test_wrong_lines_are_answered_and_the_others_run(run, tmp_path):
     errors = {result["line"]: result.get("error", "") for result in read_lines(out)}
     assert list(errors) == [1, 2, 3, 4, 5, 6, 8]
     assert errors[1] == errors[8] == ""
-    assert errors[2].startswith("InvalidRequestError: line 2: no JSON")
+    assert errors[2].startswith("InvalidRequestError: line 2: invalid JSON")
     assert errors[3] == "InvalidRequestError: line 3: unknown field 'max_token'"
     assert errors[4] == (
         "InvalidRequestError: Incorrect sampling config: temperature = -1 must be at least 0"
@@ -266,7 +266,7 @@ def test_a_prompt_prints_its_answer_alone(call, model):
 def test_no_requests(run):
     outcome = run("")
     assert outcome.code == 0
-    assert "requests.jsonl holds no requests" in outcome.err
+    assert "requests.jsonl has no requests" in outcome.err
     assert re.search(r"^time to first token +not measured$", outcome.out, re.MULTILINE)
 
 
@@ -455,7 +455,7 @@ def test_what_arguments_hold_cannot_steer_the_terminal(call, arguments, told):
 def test_names_of_files_cannot_steer_the_terminal(call, model, tmp_path):
     requests = write_requests(tmp_path / "\x1b[31mred", "")
     outcome = call("run", "--model", model, "--requests", requests)
-    assert outcome.code == 0 and "/�[31mred holds no requests" in outcome.err
+    assert outcome.code == 0 and "/�[31mred has no requests" in outcome.err
     assert all(line.isprintable() for line in outcome.err.splitlines())
 
 

@@ -86,7 +86,7 @@ def test_lines_become_a_message(lines, expected):
 
 def test_commands_change_the_conversation(tmp_path):
     chat = Conversation()
-    assert run_command(chat, "/system") == "there is no system prompt"
+    assert run_command(chat, "/system") == "no system prompt is set"
     assert run_command(chat, "/system  Be brief. ") == "the system prompt is set"
     assert run_command(chat, "/system") == "Be brief."
     chat.add("one?", ["1", "eins"])
@@ -106,8 +106,8 @@ def test_commands_change_the_conversation(tmp_path):
 @pytest.mark.parametrize(
     ("command", "error"),
     [
-        ("/nope", "there is no command '/nope': /help lists the commands"),
-        ("/", "there is no command '/': /help lists the commands"),
+        ("/nope", "unknown command '/nope': /help lists the commands"),
+        ("/", "unknown command '/': /help lists the commands"),
         ("/pick", "no question has been answered yet: ask a question first"),
         ("/pick two", "no question has been answered yet: ask a question first"),
         ("/save", "/save needs the name of a file: /save chat.json"),

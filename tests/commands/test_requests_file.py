@@ -173,8 +173,8 @@ def test_messages_for_a_model_without_a_template(tmp_path):
 @pytest.mark.parametrize(
     ("text", "error"),
     [
-        (b'{"prompt": "a"', "no JSON"),
-        (b"\xff", "no JSON"),
+        (b'{"prompt": "a"', "invalid JSON"),
+        (b"\xff", "invalid JSON"),
         (b"[1]", "not a JSON object"),
         (b"3", "not a JSON object"),
         ({}, "neither prompt nor input_ids"),

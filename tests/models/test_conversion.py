@@ -111,7 +111,9 @@ def test_what_cannot_be_converted_is_refused(folder: Path, tmp_path: Path) -> No
     with pytest.raises(ConfigError, match="exists already: pass the path of a new folder"):
         convert_checkpoint(folder, tmp_path)
     gpt2 = save_gguf(tmp_path / "a.gguf", "gpt2", random_model(CONFIGS["gpt2"]))
-    with pytest.raises(ConfigError, match=r"is \[in, out\], and scales belong to outputs"):
+    with pytest.raises(
+        ConfigError, match=r"is stored as \[in, out\], but only matrices stored as \[out, in\]"
+    ):
         convert_checkpoint(gpt2, tmp_path / "copy", weights_dtype="int8")
     with pytest.raises(ConfigError, match="file/copy cannot be written: (File exists|Not a)"):
         (tmp_path / "file").touch()

@@ -1,7 +1,7 @@
 """`Workbench`: the device, the model and the running manager of the end-to-end benchmark.
 
-Chooses the model, its dtype and the managers' parameters, and the scale of the benchmark: one for a
-large GPU, one for a CPU.
+It chooses the model, its dtype, the managers' parameters, and the scale of the benchmark, which is
+smaller on a CPU than on a GPU.
 """
 
 from __future__ import annotations
@@ -72,14 +72,14 @@ CPU_SCALE = Scale(16, (16, 128), (1, 8), (128,), 16, 16, 64, 1024, 1024, 64 << 2
 class EndToEndOptions:
     """The options of `bench_end_to_end`.
 
-    `device` is as in OptionalParams. If `dtype` is None, it is that of the checkpoint; for random
-    weights, bfloat16 on a GPU and float32 on a CPU. If `run_ahead` is None, it is the device's
-    default. `ablations` are keys of `benchmark.ABLATIONS`.
+    `device` has the values of OptionalParams. `dtype` is by default that of the checkpoint; random
+    weights are bfloat16 on a GPU and float32 on a CPU. The defaults of `scale` and `run_ahead`
+    depend on the device. `ablations` are keys of `benchmark.ABLATIONS`.
     """
 
     device: str = "cuda"
     model: Path | None = None
-    scale: Scale | None = None  # None: the device's default
+    scale: Scale | None = None
     only: tuple[str, ...] = ()
     dtype: str | None = None
     run_ahead: int | None = None
@@ -93,10 +93,10 @@ class EndToEndOptions:
 class Workbench:
     """Loads a model once and starts managers for it. Call `load` first.
 
-    `on_progress` is that of each manager's OptionalParams.
+    Each manager calls `on_progress` while it loads.
     """
 
-    source: Source  # for managers
+    source: Source  # what managers load
     config: dict[str, Any]
     weights: Mapping[str, Tensor] | None  # for the reference, if it supports the model
     ceilings: Ceilings
@@ -117,7 +117,7 @@ class Workbench:
     def load(self, budget: Budget) -> dict[str, Any]:
         """Load the model, measure the ceilings and return the report's fields on both.
 
-        `budget` serves as the clock.
+        Times are measured with the clock of `budget`.
         """
         started = budget.used
         self.source, self.config, self.weights = self._model()
@@ -140,7 +140,7 @@ class Workbench:
         }
 
     def target(self, max_batch_size: int | None = None) -> Target:
-        """Return the running manager; start one of this size if there is none."""
+        """Return the running manager with its limits. Starts a manager if none runs."""
         size = max_batch_size or self.scale.max_batch_size
         if self._session is None:
             started = time.perf_counter()

@@ -40,7 +40,7 @@ def logits_cases(sizes: Sizes) -> list[Case]:
     allowed, most = min(_ALLOWED, vocab_size // 2), min(2 * _BEAMS, vocab_size)
     mask_bytes = 4 * (-(-vocab_size // 32) + vocab_size - allowed)
     case = partial(_case, sizes)
-    # per row: ids are read, their logits read and written, biases also read their values
+    # Bytes per row: each id is read, its logit is read and written, and a bias has a value to read.
     touched = history * (4 + 8) + biases * (8 + 8)
     name = f"penalties over {history} tokens, {biases} biases"
     return [

@@ -42,7 +42,7 @@ class TextBans(Protocol):
 class CompiledGrammar(Future[Any]):
     """A future of a grammar's matcher in its initial state.
 
-    `source`: the text of the grammar. All requests that wait get the same error. Its traceback is
+    If the grammar cannot be compiled, all requests that wait get the same error. Its traceback is
     dropped each time, because it would keep the objects of all these requests alive.
     """
 
@@ -95,7 +95,7 @@ class Grammar(BoundProcessor):
     def without(self, bans: TextBans) -> Grammar:
         """Return this grammar, restricted to texts without a banned word.
 
-        With a `BannedTexts` `banned`, write `grammar.without(banned.bind(words))`.
+        `bans` is a result of `BannedTexts.bind`: `grammar.without(banned_texts.bind(words))`.
         """
         return Grammar(self.owner, self.kind, self.compiled, bans, self.start)
 
@@ -113,10 +113,10 @@ class Grammar(BoundProcessor):
 class _Progress:
     """The position of a sequence in its grammar.
 
-    All numbers count generated tokens from the start of the output. `num_tokens`: up to the last
-    token that the matcher has consumed. `ended_at`: up to the token that ended the grammar's text,
-    or None. `start`: where that text begins, or None if it begins with the output. `num_before`:
-    the tokens before that text, or None if it has not begun.
+    Numbers of tokens are counted from the start of the output. `num_tokens`: number up to the last
+    token that the matcher has consumed. `ended_at`: number up to the token that ended the grammar's
+    text, or None if it has not ended. `start`: where that text begins, or None if it begins with
+    the output. `num_before`: number of tokens before that text, or None if it has not begun.
     """
 
     matcher: Any
@@ -130,13 +130,13 @@ class _Progress:
 
     @property
     def may_open(self) -> bool:
-        """Whether the next token may open a thought."""
+        """Whether the next token may open a thought, which only the first token of an output may."""
         return self.num_tokens == 0 and self.start is not None and self.start.opens is not None
 
     def follow(self, generated: npt.NDArray[np.int32], end_ids: frozenset[int]) -> None:
-        """Consume the history's new tokens, or roll back to a shorter history after a pause.
+        """Consume the new tokens of the output, or roll back if it became shorter by a pause.
 
-        Raises InvalidRequestError for a token that the grammar does not permit there.
+        Raises InvalidRequestError for a token that the grammar does not permit at its position.
         """
         count = len(generated)
         if self.ended_at is not None and count < self.ended_at:
@@ -171,9 +171,10 @@ class _Progress:
 
 
 class _Beams:
-    """Positions of the beams of one request, keyed by their texts, so that beams may fork freely.
+    """Positions of the beams of one request. They are keyed by text, so that beams may fork freely.
 
-    A beam continues with a copy of the matcher of the previous step; after a pause it starts again.
+    A beam continues with a copy of the matcher of the previous step. After a pause, a new matcher
+    consumes its text again.
     """
 
     def __init__(self) -> None:
@@ -201,9 +202,9 @@ class _Beams:
 class GuidedSession(RowSession):
     """Computes and applies the masks of a step, on the loop's thread.
 
-    llguidance can use threads, but waiting for them releases the interpreter lock, which costs
-    milliseconds if a host thread is busy; a mask takes 20 us. On a device a kernel applies the
-    masks, without waiting.
+    A mask takes about 20 us. llguidance could use threads, but waiting for them would release the
+    interpreter lock, which costs milliseconds if a host thread is busy. On a device a kernel
+    applies the masks, and the loop does not wait for it.
     """
 
     def __init__(self, vocab_size: int, end_ids: frozenset[int], stream: Stream | None) -> None:
@@ -240,7 +241,8 @@ class GuidedSession(RowSession):
                 if index in progresses:
                     bound = rows.sequences[index].bound
                     errors[index] = _dead_end(progresses[index], has_bans=bound.bans is not None)
-        # if the grammar permits too few texts, a search has dead beams with arbitrary tokens
+        # If the grammar permits too few texts, a beam search has beams of probability 0 with
+        # arbitrary tokens. Their errors must not end the request.
         return {
             index: error
             for index, error in errors.items()
@@ -256,9 +258,10 @@ class GuidedSession(RowSession):
         return len(masks) - int(masks.any(axis=1).sum())
 
     def _masks_for(self, rows: Rows) -> Words:
-        """Return the memory for one mask per row, which has the masks of the previous step."""
+        """Return memory for one mask per row. It still contains masks of an earlier step."""
         count = len(rows.sequences)
-        if len(self._masks) < count:  # as wide as the larger vocabulary, the model's or tokenizer's
+        if len(self._masks) < count:
+            # The model and the tokenizer may have vocabularies of different sizes.
             width = max(-(-rows.logits.shape[1] // 32), self._num_words)
             self._masks = np.zeros((count, width), dtype=np.int32)
             self._address = self._masks.ctypes.data
@@ -285,7 +288,7 @@ class GuidedSession(RowSession):
             return
         address = self._address + index * width * 4
         progress.matcher.unsafe_compute_mask_ptr(address, self._num_words * 4)
-        if progress.matcher.is_error():  # the mask permits an end id that the grammar does not
+        if progress.matcher.is_error():  # the mask then permits an end id, contrary to the grammar
             raise _dead_end(progress)
         for token in end_ids - self._end_ids:
             _set_bit(masks[index], token, progress.matcher.is_accepting())
@@ -294,7 +297,7 @@ class GuidedSession(RowSession):
             _set_bit(masks[index], progress.start.opens, True)
 
     def _permit_thought(self, mask: Words, end_ids: frozenset[int]) -> None:
-        """Permit all tokens of the tokenizer except end ids: the output may not end here."""
+        """Permit all tokens of the tokenizer except end ids, because an output may not end here."""
         mask[: self._num_words] = -1
         beyond = np.arange(self._vocab_size, 32 * self._num_words)
         _clear_bits(mask, np.array([*(self._end_ids | end_ids), *beyond], dtype=np.int64))
@@ -332,7 +335,7 @@ def _dead_end(progress: _Progress, *, has_bans: bool = False) -> LogitsError:
 def _both(first: Future[Any], second: Future[Any]) -> Future[Any]:
     """Return a future that is done when both are, or when one has failed."""
     joined: Future[Any] = Future()
-    joined.set_running_or_notify_cancel()  # it can no longer be cancelled
+    joined.set_running_or_notify_cancel()  # callers cannot cancel a running future
 
     def then(done: Future[Any], go_on: Callable[[], None]) -> None:
         error = CancelledError() if done.cancelled() else done.exception()

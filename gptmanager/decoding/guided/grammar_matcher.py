@@ -13,14 +13,15 @@ from typing import Any, NamedTuple
 from gptmanager.decoding.guided.json_schema import TOO_DEEP, SchemaReader
 
 NO_TEXT = "the grammar permits no text"
-_FUEL = {"initial_lexer_fuel": 200_000, "step_lexer_fuel": 50_000}  # used up in about 0.2 s
+# The work that the parser may do at the start and in a step. It is used up in about 0.2 s.
+_FUEL = {"initial_lexer_fuel": 200_000, "step_lexer_fuel": 50_000}
 
 
 class GrammarSource(NamedTuple):
     """The source of a grammar. `schemas`: (rule, JSON schema) pairs of a Lark grammar.
 
-    `lenient`: names of the rules with schemas that leave out keywords that cannot be enforced. If
-    the whole grammar is one JSON schema, its name is "".
+    `lenient`: names of the rules whose schemas are read leniently, which leaves out the keywords
+    that cannot be enforced. If the whole grammar is one JSON schema, its name is "".
     """
 
     kind: str
@@ -35,10 +36,10 @@ class GrammarSource(NamedTuple):
 
 
 def new_matcher(llguidance: Any, tokenizer: Any, kind: str, text: str) -> Any:
-    """Return a matcher in its initial state, which callers copy and never advance.
+    """Return a matcher in its initial state, of which callers only advance copies.
 
-    `text`: the result of `read_source`. Raises ValueError if the grammar is invalid or permits no
-    text.
+    `text`: the text that `read_source` returns. Raises ValueError if the grammar is invalid or
+    permits no text.
     """
     make = llguidance.LLMatcher
     if kind == "regex":
@@ -57,7 +58,7 @@ def new_matcher(llguidance: Any, tokenizer: Any, kind: str, text: str) -> Any:
 
 
 def _first_fault(matcher: Any, end_ids: list[int]) -> str:
-    """Run the first two steps, the slowest ones, and return their error, or ""."""
+    """Run the first two steps, which are the slowest, and return their error, or ""."""
     mask = int.from_bytes(matcher.compute_bitmask(), "little")
     fault = fault_of(matcher)
     for end_id in end_ids:
@@ -92,7 +93,7 @@ def read_source(
 ) -> tuple[str, list[str]]:
     """Return the grammar as text that the parser can enforce, and the keywords left out of it.
 
-    A keyword is given as the name of its rule and a JSON pointer, such as "x#/items/uniqueItems".
+    Each keyword is the name of its rule and a JSON pointer, such as "x#/items/uniqueItems".
     Raises ValueError for a schema that is invalid or cannot be enforced.
     """
     make = llguidance.LLMatcher

@@ -9,12 +9,12 @@ import numpy.typing as npt
 
 
 class GrammarStart(NamedTuple):
-    """The end of the thought before a grammar's text. The grammar does not restrict the thought.
+    """How to find the end of a model's thought. The grammar restricts only the text after it.
 
-    `closes`: consecutive tokens that close the thought. `then`: if not None, the text begins after
-    the next token with this id, otherwise right after `closes`. `opens`: the token that opens a
-    thought if the output begins with it, otherwise the output begins with the grammar's text; None
-    if the prompt has already opened the thought.
+    `closes`: the consecutive tokens that close the thought. The grammar's text begins right after
+    them or, if `then` is not None, after the next token with the id `then`. `opens`: the token that
+    opens a thought. An output that begins with another token has no thought. `opens` is None if the
+    prompt has already opened the thought.
     """
 
     closes: tuple[int, ...]

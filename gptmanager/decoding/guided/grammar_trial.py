@@ -42,7 +42,7 @@ class GrammarTrials:
     def run(
         self, source: GrammarSource, is_wanted: Callable[[], bool] = lambda: True
     ) -> tuple[str, list[str]]:
-        """Compile a grammar in a child process; return the results of `read_source`.
+        """Compile a grammar in a child process; return what `grammar_matcher.read_source` returns.
 
         Raises RefusedError for an invalid grammar, NoAnswerError for one that exceeds time or
         memory or is not wanted any more, and NotStartedError if no process can be started.

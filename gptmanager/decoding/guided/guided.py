@@ -92,12 +92,12 @@ class GuidedDecoding(RowProcessor):
         self._lock = threading.Lock()
         self._trials = GrammarTrials(*given, compile_timeout_s)
         self._start()
-        # compiled here, before the first request runs
+        # Numba compiles this function here, before the first request runs.
         mask_logits(torch.zeros(1, 1), np.zeros(1, np.int64), np.zeros((1, 1), np.int32))
 
     def _start(self) -> None:
-        """Start the threads. A forked process, which has none, starts its own."""
-        # referenced by waiting requests only, so that grammars of closed connections are dropped
+        """Start the threads. A forked process calls this again, because threads are not forked."""
+        # Only waiting requests refer to these, so grammars of closed connections are dropped.
         self._waiting: weakref.WeakValueDictionary[GrammarSource, CompiledGrammar]
         self._waiting = weakref.WeakValueDictionary()
         num_trials = max(2, min(num_cores(), _MAX_TRIALS))
@@ -132,7 +132,7 @@ class GuidedDecoding(RowProcessor):
             raise ValueError("`options` is empty: at least one text is needed")
         if len(options) > MAX_TEXTS:
             raise ValueError(f"options has {len(options)} texts, at most {MAX_TEXTS} are allowed")
-        # a single terminal: the parser cannot hold this many alternatives of a rule
+        # All texts are one terminal, because a rule cannot have this many alternatives.
         alternatives = " | ".join(map(_quoted, options))
         return self._grammar(GrammarSource("choice", f"start: TEXT\nTEXT: {alternatives}"))
 

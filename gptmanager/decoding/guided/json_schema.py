@@ -1,8 +1,8 @@
 """Rewrites a JSON schema into one that the parser can enforce.
 
-The parser rejects some keywords, and follows references only within a document. The new schema has
-no keywords without effect, and each reference in it points to a definition. A keyword that cannot
-be enforced raises an error or, if the reader is `lenient`, is left out and reported.
+The parser rejects some keywords, and follows references only within a document. In the new schema,
+all keywords have an effect, and each reference points to a definition. A keyword that cannot be
+enforced raises an error or, if the reader is `lenient`, is left out and reported.
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ from gptmanager.decoding.guided.schema_numbers import UP, check_value, narrowed,
 from gptmanager.decoding.guided.schema_overlap import excludes, excluding_property, listed_values
 from gptmanager.decoding.guided.schema_references import SchemaReferences, escaped
 
+# Keywords that the parser enforces, those that are enforced if they can be rewritten, and those that
+# are never enforced.
 ENFORCED = frozenset(
     {
         *("type", "enum", "const", "anyOf", "allOf", "$ref"),
@@ -39,7 +41,7 @@ DROPPED = frozenset({"unevaluatedItems", "$dynamicRef", "$recursiveRef"})
 FORMATS = frozenset(
     {*("date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid"), "uri"}
 )
-_KNOWN = ("type", "enum", "const", "properties", "required")  # complements depend on these
+_KNOWN = ("type", "enum", "const", "properties", "required")  # complements depend on them
 _NOTHING: Mapping[str, Any] = {}
 _NAMED = ("properties", "patternProperties")
 _SHAPES: Mapping[str, tuple[Any, str]] = {
@@ -62,8 +64,8 @@ HOW = (
 class SchemaReader:
     """Reads one schema. `unenforced`: pointers to the keywords that were left out, in order.
 
-    `regex_fault`: returns the error of a regular expression, or "" if it is valid. `expands`:
-    replace keywords by equivalent schemas where possible, which may become large.
+    `regex_fault` returns the error of a regular expression, or "" if it is valid. With `expands`,
+    keywords are replaced by equivalent schemas where possible. These may become large.
     """
 
     def __init__(
@@ -139,7 +141,7 @@ class SchemaReader:
     # Keywords -----------------------------------------------------------------------------------
 
     def _read(self, schema: Any, at: str, around: Mapping[str, Any] = _NOTHING) -> Any:
-        """Rewrite a schema. `around`: the schema with this one in its `allOf`; both must fit."""
+        """Rewrite a schema. `around`: the schema that has this one in its `allOf`; both must fit."""
         if not isinstance(schema, dict):
             return schema
         schema, own = self._joined(around, schema), schema
@@ -159,7 +161,7 @@ class SchemaReader:
         return found
 
     def _demand(self, found: dict[str, Any], at: str, keyword: str, made: list[Any] | None) -> None:
-        """Require one of the schemas `made` in place of a keyword; drop it if that fails."""
+        """Require one of the schemas `made` in place of a keyword; drop the keyword if that fails."""
         if not made or not self._enforces(found, at, made):
             self._drop(at, keyword)
 
@@ -214,7 +216,10 @@ class SchemaReader:
             found["format"] = value
 
     def _read_unique_items(self, schema: Any, value: Any, at: str, found: dict[str, Any]) -> None:
-        """List the combinations of a few possible values, in the order of the schema's list."""
+        """Replace `uniqueItems` by all combinations of the possible values, if these are few.
+
+        The values of a combination are in the order in which the schema lists them.
+        """
         low, most = schema.get("minItems", 0), schema.get("maxItems", math.inf)
         if not value or most <= 1:
             return
@@ -316,7 +321,7 @@ class SchemaReader:
             self._demand(found, at, "dependentSchemas", made)
 
     def _read_property_names(self, schema: Any, value: Any, at: str, found: dict[str, Any]) -> None:
-        """Leave out a keyword without effect; rewrite a list of names, or a pattern."""
+        """Rewrite `propertyNames` if it is a list of names or a pattern, or has no effect."""
         value = self._references.resolve(value)
         says = (
             {k: v for k, v in value.items() if k in ENFORCED | SOMETIMES | DROPPED}

@@ -30,7 +30,7 @@ def complement(
 
     A value that fits an alternative does not fit `schema`. Each value that does not fit `schema`
     fits an alternative, except for arrays (see `_of_items`). If an alternative cannot be written,
-    it is left out if `partial`, otherwise None is returned.
+    it is left out with `partial`, and None is returned without `partial`.
     """
     schema, around = resolve(schema), resolve(around)
     if schema == around:
@@ -56,7 +56,7 @@ def complement(
 
 
 def _of_additional(schema: Mapping[str, Any], around: Any) -> Alternatives | None:
-    """Return the complement of a closed object: objects with a property that only `around` has."""
+    """Return the complement of a closed object: objects with a property that only `around` names."""
     if schema["additionalProperties"] is True:
         return []
     is_closed = isinstance(around, Mapping) and around.get("additionalProperties") is False

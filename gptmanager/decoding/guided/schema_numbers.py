@@ -1,8 +1,8 @@
 """Numbers of a JSON schema, adapted to the parser's number types.
 
 The parser supports bounds of 64 bits and constants of double precision. It silently rounds other
-numbers, and would then permit values that do not fit the schema. So bounds are narrowed to the
-nearest number that the parser supports. Other numbers raise an error with the keyword's name.
+numbers, and would then permit values that do not fit the schema. So each bound is replaced by the
+nearest stricter number that the parser supports. Constants that it would round raise an error.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Decides whether two JSON schemas exclude each other, so that `oneOf` may be read as `anyOf`.
 
-Compares types, listed values, ranges and required properties, which needs no search. If these do
+It compares types, listed values, ranges and required properties, which needs no search. If these do
 not exclude each other, the schemas are assumed to overlap.
 """
 
@@ -85,7 +85,7 @@ def _excludes_of(
 
 
 def _misses(value: Any, schema: Mapping[str, Any]) -> bool:
-    """Return whether a value has another type than a schema, or does not match its pattern."""
+    """Return whether a value does not have a type that a schema permits, or not its pattern."""
     if not set(_types_of_value(value)) & types_of(schema):
         return True
     pattern = schema.get("pattern")
@@ -147,6 +147,9 @@ def listed_values(schema: Any) -> list[Any] | None:
 
 
 def _values(schema: Mapping[str, Any]) -> frozenset[str] | None:
-    """Return the listed values as texts, which are equal if the values are; None without a list."""
+    """Return the listed values as texts, or None if the schema does not list values.
+
+    Equal values have equal texts.
+    """
     values = listed_values(schema)
     return None if values is None else frozenset(json.dumps(it, sort_keys=True) for it in values)

@@ -6,12 +6,12 @@ from collections.abc import Mapping
 from typing import Any
 from urllib.parse import unquote, urldefrag, urljoin
 
-# next to a reference these have no effect
+# Keywords that do not change what a schema with a reference permits.
 _ANNOTATIONS = frozenset({"$ref", "$defs", "definitions", "title", "description", "default"})
 
 
 class SchemaReferences:
-    """The references of one schema."""
+    """Finds the parts of one schema that its references point to."""
 
     def __init__(self, schema: Mapping[str, Any]) -> None:
         self._base = ""

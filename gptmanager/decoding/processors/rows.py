@@ -42,7 +42,7 @@ class ModelStream:
 
     @property
     def device_index(self) -> int:
-        """-1 on the CPU."""
+        """The index of the CUDA device; -1 on the CPU."""
         return -1 if self._stream is None else int(self._stream.device_index)
 
     def __cuda_stream__(self) -> tuple[int, int]:
@@ -69,7 +69,7 @@ class ModelStream:
 class ProcessedSequence:
     """A sequence with a logits post-processor.
 
-    `shared`: the object that is called: the request's own callable, or a processor that several
+    `shared` is the object to call. It is the request's own callable, or a processor that several
     requests share.
     """
 
@@ -132,11 +132,17 @@ class RowSession(ABC):
 
     @abstractmethod
     def load(self, line: int, bound: Any) -> None:
-        """Load a sequence, or one of its beams, that starts in `line` with a bound processor."""
+        """Prepare for the sequence, or the beam of a sequence, that starts in `line`.
+
+        `bound` is the `BoundProcessor` of its request.
+        """
 
     @abstractmethod
     def process(self, rows: Rows) -> Errors:
-        """Change the logits. A returned error ends the request of its row, a raised one all."""
+        """Change the logits.
+
+        A returned error ends the request of its row. A raised error ends the requests of all rows.
+        """
 
 
 class RowProcessor(ABC):

@@ -21,8 +21,8 @@ from gptmanager.request.sampling_params import SamplingParams
 
 MAX_CONTINUATIONS = beam_step.MAX_COUNT
 _READERS = {"sample": sampling, "log_probs": log_probs, "best_of_rows": beam_step}
-# Rows that are adjusted in one launch. This many occupy a device, and more would only enlarge
-# `_marks`, which takes 4 bytes for each row and token id.
+# Rows that are adjusted in one launch. They are enough to occupy a device, and more rows would only
+# enlarge `_marks`, which takes 4 bytes for each row and token id.
 _ADJUSTED_AT_ONCE = 128
 
 

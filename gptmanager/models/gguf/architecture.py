@@ -1,4 +1,4 @@
-"""`Architecture`: a row of the table of architectures, and the names that several rows share."""
+"""`Architecture`: a row of the table in `architectures`, and the names that several rows share."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ SSM = [
 ]
 UNSCALED = {"rope_type": "default"}  # for families with a scaled rope by default
 ATTENTION_BIAS = {"attention_bias": "blk.0.attn_q.bias"}
-# what the absence of a key means, where a family has another default
+# The values of fields if a file does not have their keys. The defaults of a config differ.
 ROUTED_DEFAULTS: Mapping[str, Any] = {
     "n_group": 1,
     "topk_group": 1,
@@ -135,19 +135,22 @@ GPT2: Mapping[str, str] = {
 class Architecture:
     """Maps one `general.architecture` to the `model_type` and the names of a checkpoint.
 
-    `fields`: config field -> key. `constants`: config fields that files do not contain, or that
-    absent keys mean. `further`: returns more fields, from the metadata, the architecture's prefix,
-    the names of tensors and the config so far. `layer`: the prefix of a layer's modules. `modules`:
-    names of modules in a layer; of a tensor, its complete name.
-    `outside`: names of modules outside the layers. `experts`: modules that hold all experts of a
-    layer, or all heads; {} in the names in a checkpoint is the number of the expert. `single_rows`:
+    `fields`: config field -> key. `constants`: config fields without a key, and the values of
+    fields if the file does not have their key. `further`: returns more fields, from the metadata,
+    the architecture's prefix, the names of tensors and the config so far.
+
+    `layer`: the prefix of a layer's modules. `modules`: name in a file -> name in a checkpoint, of
+    modules in a layer, or of single tensors with the ending "weight" or "bias". `outside`: the same
+    for modules outside the layers. `experts`: modules with the matrices of all experts of a layer,
+    or of all heads; {} in the names in a checkpoint is the number of the expert. `single_rows`:
     matrices of one row, which may be stored as vectors. `permuted`: rows of queries and keys are
     stored as neighboring pairs. `plus_one`: norm weights are stored with 1 added. `transposed`: a
-    checkpoint stores a layer's matrices as [in, out]. `ignored`: keys that change nothing, or that
-    `further` reads. `required`: keys that must have a certain value if a file has them. `biases`:
-    config field -> tensor; the field is true if the file has the tensor. `scaled_by_size`: models
-    with this number of layers scale attention scores by hidden size / heads instead of the head
-    size.
+    checkpoint stores a layer's matrices as [in, out].
+
+    `ignored`: keys that change nothing, or that `further` reads. `required`: keys that must have a
+    certain value if a file has them. `biases`: config field -> tensor; the field is true if the
+    file has the tensor. `scaled_by_size`: models with this number of layers scale attention scores
+    by hidden size / heads instead of the head size.
     """
 
     model_type: str

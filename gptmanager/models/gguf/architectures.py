@@ -140,7 +140,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         "olmo",
         fields={key: ROTARY[key] for key in ROTARY if key != "rms_norm_eps"},
         permuted=True,
-        ignored=frozenset({"attention.layer_norm_epsilon"}),  # that of all such models
+        ignored=frozenset({"attention.layer_norm_epsilon"}),  # the same in all such models
         biases=ATTENTION_BIAS,
     ),
     "olmo2": Architecture("olmo2", modules=NORMS_AFTER),
@@ -148,7 +148,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         "granite",
         fields=GRANITE,
         permuted=True,
-        # dense models of Granite 4 have the keys of those with Mamba layers
+        # Dense models of Granite 4 also have the keys for Mamba layers.
         ignored=frozenset({"expert_shared_feed_forward_length", *SSM}),
         required={"rope.scaling.finetuned": True},
         biases=ATTENTION_BIAS,
@@ -228,7 +228,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     ),
     "chatglm": Architecture(
         "glm",
-        constants={"head_dim": None},  # hidden size / heads, whatever that is
+        constants={"head_dim": None},  # None is hidden size / heads
         modules={**LLAMA, "ffn_up": "mlp.gate_up_proj", "attn_qkv": "self_attn.query_key_value"},
         biases={"attention_bias": "blk.0.attn_v.bias"},
     ),
@@ -262,7 +262,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
 
 
 class Variant(NamedTuple):
-    """The row for files that have this value of a key; None: any value except 0 and false."""
+    """The row for files with this `value` of a key, or with any value except 0 and false if None."""
 
     key: str
     architecture: Architecture

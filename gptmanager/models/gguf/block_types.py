@@ -21,8 +21,8 @@ _DOUBLED_E2M1 = torch.tensor([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8
 class BlockType:
     """The type of a tensor. `dtype`: torch's name of the element type after unpacking.
 
-    `unpack`: converts uint8 `[blocks, num_bytes]` to `[blocks, size]` of that dtype. `groups`:
-    converts them to rows of one group in 4 bits; None: the type has no such groups.
+    `unpack` converts uint8 `[blocks, num_bytes]` to `[blocks, size]` of that dtype. `groups`
+    converts each block to a row with one group of 4-bit values. It is None for other types.
     """
 
     name: str
@@ -43,7 +43,7 @@ def _stored_halves(blocks: Tensor, start: int, count: int = 1) -> Tensor:
 
 
 def _halves(blocks: Tensor, start: int, count: int = 1) -> Tensor:
-    """Return the same in float32."""
+    """Return the numbers of `_stored_halves` in float32."""
     return _stored_halves(blocks, start, count).float()
 
 
@@ -53,7 +53,7 @@ def _nibbles(packed: Tensor) -> Tensor:
 
 
 def _fifth_bits(blocks: Tensor, start: int) -> Tensor:
-    """Return 32 bits in order, as the values 0 and 16."""
+    """Return 32 bits from byte `start` on in order, as the values 0 and 16."""
     shifts = torch.arange(8, dtype=torch.uint8)
     bits = (blocks[:, start : start + 4].unsqueeze(-1) >> shifts) & 1
     return bits.flatten(1) << 4
@@ -149,8 +149,11 @@ def _q6_k(blocks: Tensor) -> Tensor:
 
 
 def _mxfp4(blocks: Tensor) -> Tensor:
-    """Return the values of E2M1 numbers, twice as large, times half of a power of two."""
-    halves = torch.exp2(blocks[:, :1].float() - 128)  # also of 0: the smallest is not normal
+    """Return E2M1 numbers times a power of two, the exponent of which is the first byte.
+
+    The table has twice the E2M1 numbers, so they are multiplied by half of the power.
+    """
+    halves = torch.exp2(blocks[:, :1].float() - 128)  # a subnormal number for the byte 0
     return _DOUBLED_E2M1[_nibbles(blocks[:, 1:]).int()] * halves
 
 

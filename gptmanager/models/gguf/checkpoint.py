@@ -15,8 +15,9 @@ from gptmanager.models.gguf.tokens import generation_config_of, tokenizer_config
 
 
 class GgufCheckpoint:
-    """Reads the header at once, and the other parts on demand. Raises ConfigError as
-    `header` does.
+    """Reads the header at once, and the other parts on demand.
+
+    Raises ConfigError for a file that cannot be used.
     """
 
     def __init__(self, path: Path) -> None:
@@ -28,8 +29,8 @@ class GgufCheckpoint:
         }
 
     def part(self, name: str) -> dict[str, Any] | None:
-        """Return the content that the file `name` of a Hugging Face folder would have; None if
-        absent.
+        """Return what the file `name` of a Hugging Face folder would contain, or None if the folder
+        would not have this file.
         """
         return self._parts[name](self._header) if name in self._parts else None
 

@@ -19,7 +19,7 @@ from gptmanager.models.gguf.architectures import ARCHITECTURES, VARIANTS
 from gptmanager.models.gguf.header import Header
 from gptmanager.models.gguf.metadata import Metadata
 
-# Keys that are ignored: other keys or tensors define the value, or only one value exists.
+# Keys that are ignored, because other keys or tensors define the value, or it is always the same.
 _IGNORED = frozenset(
     """
     vocab_size tensor_data_layout rope.scaling.finetuned attention.key_length
@@ -39,7 +39,7 @@ _MAX_FACTORS = 1 << 16  # rotated pairs: half the size of a head
 
 
 def architecture_of(header: Header) -> Architecture:
-    """Return the table row of a file's architecture. Raises ConfigError if there is none."""
+    """Return the table row of a file's architecture. Raises ConfigError if it is not supported."""
     metadata = Metadata(header.path, header.metadata)
     name = metadata.text("general.architecture")
     if name is None or name not in ARCHITECTURES:
@@ -93,8 +93,9 @@ def config_of(header: Header) -> dict[str, Any]:
 
 
 def _layer_types(pattern: Any) -> dict[str, Any]:
-    """Return the field for the layers with a sliding window: a flag for each layer, or a number n,
-    with which every n-th layer has none.
+    """Return the config field that says which layers have a sliding window.
+
+    `pattern` is a flag for each layer, or a number n if all layers except every n-th have one.
     """
     if not isinstance(pattern, np.ndarray):
         return {"sliding_window_pattern": pattern}
@@ -141,7 +142,7 @@ def _score_scalar(config: Mapping[str, Any], num_layers: int) -> Any:
 def _rope(
     header: Header, metadata: Metadata, prefix: str, config: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return the fields of scaled rotary embeddings; without a scaling, none."""
+    """Return the fields of scaled rotary embeddings, or no fields if they are not scaled."""
 
     def get(key: str) -> Any:
         return metadata.plain(f"{prefix}rope.scaling.{key}")

@@ -12,7 +12,7 @@ Names = Collection[str]
 
 
 def without_further_layers(metadata: Metadata, prefix: str, _: Names, config: Config) -> Config:
-    """Return the number of layers, except layers that predict further tokens (GLM 4.5)."""
+    """Return the number of layers without those that predict further tokens (as in GLM 4.5)."""
     num_further = metadata.integer(f"{prefix}nextn_predict_layers") or 0
     layers = config.get("num_hidden_layers")
     if not num_further or not isinstance(layers, int):
@@ -26,13 +26,13 @@ def without_further_layers(metadata: Metadata, prefix: str, _: Names, config: Co
 
 
 def gpt_oss_rope(_: Metadata, __: str, ___: Names, config: Config) -> Config:
-    """Return a yarn scaling with bounds that are not rounded, as the models were trained."""
+    """Return a yarn scaling with unrounded bounds, with which the models were trained."""
     scaling = config.get("rope_scaling")
     return {} if scaling is None else {"rope_scaling": {**scaling, "truncate": False}}
 
 
 def ministral_rope(metadata: Metadata, prefix: str, _: Names, config: Config) -> Config:
-    """Return a yarn scaling with the query temperature."""
+    """Return a yarn scaling with the factor by which queries grow with their position."""
     scaling = config.get("rope_scaling")
     if scaling is None:
         return {}

@@ -33,7 +33,7 @@ _LOCAL = {
     "num_local_experts": "expert_count",
     "num_experts_per_tok": "expert_used_count",
 }
-# the width of all layers is that of the experts
+# for models in which all layers have experts
 _ALL_SPARSE = {**_LOCAL, "intermediate_size": "expert_feed_forward_length"}
 _BLOCK_EXPERTS = {
     "ffn_gate_exps": "block_sparse_moe.experts.{}.w1",

@@ -24,8 +24,10 @@ _EAST_ASIAN = "[一-龥ࠀ-一가-퟿]+"
 
 @dataclass(frozen=True)
 class PreTokenizer:
-    """`ignore_merges`: a piece that is itself a token becomes that token. `add_bos`:
-    the default.
+    """The regular expressions of a pre-tokenizer, and options of the tokenizers that use it.
+
+    `ignore_merges`: a piece that is itself a token becomes that token. `add_bos`: whether a BOS
+    token is added if the file does not say so.
     """
 
     patterns: Sequence[str]

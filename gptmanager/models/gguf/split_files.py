@@ -2,7 +2,7 @@
 into.
 
 The files of a split model are called NAME-00001-of-00003.gguf and so on. The first one has the
-metadata, each of them has its tensors.
+metadata of the model. Each file has a part of the tensors.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _MAX_FILES = 1000
 
 
 def read_model(path: Path) -> Header:
-    """Read the header of the model of which `path` is the file, or the first file.
+    """Read the header of a model. `path` is its only file, or the first of its files.
 
     Raises ConfigError for files that cannot be used, that are missing, or that are of another
     model.

@@ -34,8 +34,9 @@ _MAX_EXPERTS = 1024  # of a layer
 class _Named(NamedTuple):
     """How a tensor of a checkpoint is stored.
 
-    `head_dim`: head size if rows are stored as neighboring pairs; None: rows are in order.
     `shape`: the shape in a checkpoint. `first_row`: the stored row at which the tensor begins.
+    `head_dim`: the head size if rows are stored as neighboring pairs, or None if they are stored in
+    the order of a checkpoint.
     """
 
     stored: StoredTensor
@@ -52,10 +53,10 @@ class _Named(NamedTuple):
 
 
 class GgufTensors:
-    """The `TensorSource` of a GGUF file. `num_heads`, `num_kv_heads`: heads of queries and of keys.
+    """The `GroupedSource` of a GGUF file. `num_heads`, `num_kv_heads`: heads of queries and of keys.
 
-    `num_layers`: tensors of further layers are left out; None: there are none. Raises ConfigError,
-    which names the tensor, if the architecture does not have it.
+    If `num_layers` is given, tensors of further layers are left out. Raises ConfigError if the file
+    has a tensor that its architecture does not have.
     """
 
     def __init__(
@@ -88,7 +89,7 @@ class GgufTensors:
     ) -> Iterator[tuple[int, Tensor]]:
         """Yield a tensor as slices along its first dimension, (first index, slice), in order.
 
-        `region`: as in `SafetensorsFolder.pieces`. A transposed tensor is a single slice.
+        `region`: see `TensorSource.pieces`. A transposed tensor is a single slice.
         """
         named = self._tensors[name]
         ranges = list(region or map(range, named.shape))
@@ -107,7 +108,7 @@ class GgufTensors:
             yield start - rows.start, self._rows(named, own)[:, columns.start : columns.stop]
 
     def groups(self, name: str, max_bytes: int, rows: range) -> Iterator[tuple[int, Groups]]:
-        """Yield these rows of a matrix `[outputs, inputs]`, as `pieces` does, in 4 bits."""
+        """Yield these rows of a matrix `[outputs, inputs]` in slices, as groups of 4-bit values."""
         named = self._tensors[name]
         block = named.stored.type
         assert block.groups is not None
@@ -129,7 +130,10 @@ class GgufTensors:
         self._mappings.clear()
 
     def _place(self, name: str, stored: StoredTensor) -> Iterator[tuple[str, _Named]]:
-        """Yield a tensor's name in a checkpoint, and how to read it; each expert is a tensor."""
+        """Yield a tensor's name in a checkpoint, and how to read it.
+
+        A tensor with the matrices of several experts yields one tensor for each expert.
+        """
         own = self._own
         if match := _IN_LAYER.fullmatch(name):
             layer, module, kind = match.groups()
@@ -234,7 +238,7 @@ class GgufTensors:
         return mapped.view(stored.num_rows, stored.row_bytes)
 
     def _forget_pages(self) -> None:
-        """Release the pages that were read. Otherwise they stay resident as long as the mapping."""
+        """Release the pages that were read, which would otherwise stay resident until `close`."""
         for mapping in self._mappings.values():
             mapping.madvise(mmap.MADV_DONTNEED)
 

@@ -12,7 +12,7 @@ from gptmanager.models.gguf.metadata import Metadata
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
 _GGML = "tokenizer.ggml."
 _IDS = ("bos", "eos", "eot", "eom", "unknown", "padding")
-# As in llama.cpp: a token with one of these texts ends an output, whatever its type.
+# A token with one of these texts ends an output, regardless of its type, as in llama.cpp.
 _ENDS = frozenset(
     """
     <|eot_id|> <|im_end|> <|end|> <|return|> <|call|> <|flush|> <|calls|> <end_of_turn>
@@ -24,8 +24,10 @@ _ENDS = frozenset(
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """`types`: the type of each token. `ids`: token ids by role, as the file states or implies
-    them.
+    """The tokens of a file. `texts` and `types`: the text and the type of each token.
+
+    `ids`: token ids by role, such as "bos", as the file states or implies them. `ends`: ids of the
+    tokens that end an output.
     """
 
     texts: list[str]
@@ -73,9 +75,9 @@ def _ids(metadata: Metadata, count: int) -> dict[str, int]:
 
 
 def _without_normal(ends: tuple[int, ...], texts: list[str]) -> tuple[int, ...]:
-    """Drop <|end|> if there are <|return|> and <|call|>.
+    """Return the end tokens without <|end|>, if <|return|> and <|call|> are among them.
 
-    They mark gpt-oss's harmony format, where <|end|> ends a message but not the output.
+    These two belong to gpt-oss's harmony format, where <|end|> ends a message, but not the output.
     """
     by_text = {texts[number]: number for number in ends}
     if {"<|return|>", "<|call|>"} <= by_text.keys():

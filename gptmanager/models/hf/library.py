@@ -10,7 +10,8 @@ from typing import Any
 from gptmanager.environment.distribution import install_command
 from gptmanager.errors import ConfigError
 
-# Names of our attention functions. Only the probe's has masks, because steps do not need them.
+# The names under which our attention functions are registered: one for steps, and one for the
+# forward pass of `probe.py`. Only that pass uses masks.
 ATTENTION, PROBE = "gptmanager", "gptmanager_probe"
 
 

@@ -102,7 +102,7 @@ def _ct_weights(name: str, weights: Any) -> tuple[int, Block | None]:
     """Return the bits of a group of modules, and the block of weights that share a scale."""
     field = f"config_groups.{name}.weights"
     if not isinstance(weights, dict):
-        raise _error(field, weights, "must be an object: only weights are quantized here")
+        raise _error(field, weights, "must be an object, because only weights can be quantized")
     kind: Any = weights.get("type", "int") or "int"
     bits: Any = weights.get("num_bits")
     strategy: Any = weights.get("strategy")

@@ -16,13 +16,13 @@ from gptmanager.models.quantized.scheme import Scheme
 _FLOAT_BYTES = 32  # memory per element that becomes a float32, with temporary arrays
 _GROUP_BYTES = 8  # memory per element that stays in 4 bits
 _STEP = 8  # rows that share a word in some formats
-_SMALL = 1 << 24  # bytes of a part that are read at a time
+_SMALL = 1 << 24  # bytes that are read at a time
 
 
 class QuantizedSource:
     """A `GroupedSource` over the tensors of a quantized checkpoint.
 
-    Raises ConfigError if `MatrixFinder` does.
+    Raises ConfigError if the tensors of a matrix are missing or do not fit the scheme.
     """
 
     def __init__(self, source: TensorSource, scheme: Scheme) -> None:

@@ -25,7 +25,7 @@ from gptmanager.models.checkpoint_parts import read_config, read_part
 from gptmanager.models.read_spec import read_spec
 from gptmanager.terminal.options import ManagerOptions
 
-# for a checkpoint that says nothing about sampling: small models repeat themselves without it
+# For a checkpoint that says nothing about sampling. Greedy small models repeat themselves.
 _DEFAULTS = {"temperature": 0.6, "top_p": 0.9, "repetition_penalty": 1.1}
 _SAMPLING = {
     "temperature": "temperature",
@@ -67,13 +67,13 @@ class ChatModel:
         """
         prompt = self._template.render(messages)
         if not prompt:
-            raise InvalidRequestError("the chat template makes no tokens of these messages")
+            raise InvalidRequestError("the chat template renders these messages as an empty prompt")
         room = self.context_size - len(prompt)
         if room < 1:
             raise CapacityError(
-                f"the conversation has {len(prompt):,} tokens with this message, and the context "
-                f"holds {self.context_size:,}, with at least one for the answer: shorten the "
-                "message, or begin a new conversation with /clear"
+                f"the conversation has {len(prompt):,} tokens with this message, and must have at "
+                f"most {self.context_size - 1:,} to leave room for an answer: shorten the message, "
+                "or begin a new conversation with /clear"
             )
         length = min(room, self._max_new_tokens)
         submit = partial(self._queue.submit, prompt, length, is_streaming=True)
@@ -111,7 +111,11 @@ def open_chat_model(options: argparse.Namespace, given: ManagerOptions) -> Itera
 
 
 def for_chats(given: ManagerOptions) -> ManagerOptions:
-    """Reuse the blocks of the earlier messages, and take prompts as long as the context."""
+    """Return the options with block reuse and chunked context, unless the model type is V1.
+
+    The cached blocks of earlier messages are then reused, and a prompt may be as long as the
+    context.
+    """
     is_v1 = given.model_type is ModelType.V1  # supports neither
     cache = replace(given.params.kv_cache_config, enable_block_reuse=False if is_v1 else None)
     params = replace(

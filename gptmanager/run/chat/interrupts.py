@@ -12,7 +12,7 @@ from typing import Any
 def on_interrupt(stop: Callable[[], None]) -> Iterator[None]:
     """Call `stop` at the first Ctrl-C in the block. The second one is a KeyboardInterrupt.
 
-    No exception is raised at the first one, so nothing is torn in the middle.
+    The first one raises no exception, so the block runs to its end.
     """
     before = signal.getsignal(signal.SIGINT)
 

@@ -1,4 +1,4 @@
-"""Run `gptmanager chat`: report at once that the model is loaded, and then import what loads it."""
+"""Run `gptmanager chat`: draw "loading MODEL" at once, and only then import the slow modules."""
 
 from __future__ import annotations
 

@@ -12,24 +12,25 @@ from gptmanager.terminal.streams import print_message
 
 
 class PipedView:
-    """Reads the standard input, and prints errors and reports of commands on the standard error.
+    """Reads messages from the standard input, and prints answers on the standard output.
 
-    Raises ConfigError without a standard input.
+    Errors and the texts of commands are printed on the standard error output. Raises ConfigError if
+    the standard input is closed.
     """
 
     def __init__(self) -> None:
         self.exit_status = 0
         if sys.stdin is None:  # `<&-`
-            raise ConfigError("the standard input is closed: there are no messages to read")
+            raise ConfigError("the standard input is closed, so no messages can be read")
         self._lines = sys.stdin.buffer
         self._is_safe = not sys.stdout.isatty()
 
     def welcome(self, model: str) -> None:
         if sys.stdin.isatty():
-            print_message("each line is a message; Ctrl-D ends them")
+            print_message("each line is a message; Ctrl-D ends the chat")
 
     def read(self) -> Entry:
-        """Return the next message or command. EOFError at the end."""
+        """Return the next message or command. Raises EOFError at the end of the input."""
         return read_message(self._read_line)
 
     def show(self, answers: Answers) -> None:
@@ -52,7 +53,7 @@ class PipedView:
         print_message(text)
 
     def report(self, text: str) -> None:
-        """Nothing: only answers are printed."""
+        """Do nothing, because only answers are printed."""
 
     def _read_line(self, continues: bool) -> str:
         line = self._lines.readline()

@@ -1,6 +1,6 @@
-"""Asks for messages and answers them, until the person or the pipe ends.
+"""Reads messages and answers them, until the input ends or a person ends the chat.
 
-It decides what an answer adds to the conversation. How it is shown is decided by the view.
+A session decides what an answer adds to the conversation, and a `View` decides how to show it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,10 @@ from gptmanager.terminal.progress import NOTES, ProgressBars
 
 
 class View(Protocol):
-    """Where a chat takes place."""
+    """The terminal or the pipes of a chat: reads its messages and shows its answers.
+
+    `welcome` shows the model, `note` the text of a command, and `report` a line about an answer.
+    """
 
     exit_status: int
 
@@ -64,7 +67,7 @@ class Session:
         self._view = view
 
     def run(self) -> None:
-        """Return at the end. A message or a command that is refused does not end the chat."""
+        """Run until the chat ends. A message or a command that is refused does not end it."""
         while True:
             try:
                 self._take(self._view.read())
@@ -90,7 +93,7 @@ class Session:
             )
         last = self._conversation.last_question
         if not question and last is None:
-            raise ConfigError("/fork needs a message: there is no last one to answer again")
+            raise ConfigError("/fork needs a message, because none has been answered yet")
         self._ask(question or last or "", 2, again=not question)
 
     def _ask(self, question: str, count: int, *, again: bool = False) -> None:
@@ -100,7 +103,7 @@ class Session:
         results = [generation.result() for generation in generations]
         answers = [result.texts[0] for result in results]
         if not any(answers):
-            self._view.report("there is no answer: the message is not part of the conversation")
+            self._view.report("the answer is empty: the message is not part of the conversation")
             return
         self._conversation.add(question, answers, again=again)
         for number, result in enumerate(results, 1):

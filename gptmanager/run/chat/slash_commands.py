@@ -1,6 +1,6 @@
 """The commands of a chat: lines such as `/clear` that change the conversation.
 
-Each returns a report. `/fork` is not here, because it asks the model.
+Each command returns a text for the person. `/fork` is not here, because it asks the model.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from gptmanager.run.chat.conversation import Conversation
 HELP = """\
 /clear          begin a new conversation; the system prompt stays
 /system TEXT    set the system prompt; /system "" removes it, /system shows it
-/fork TEXT      two answers in parallel; without TEXT, to the last message again
+/fork TEXT      write two answers in parallel; without TEXT, to the last message again
 /pick N         continue with answer N of the last /fork
 /save FILE      write the messages as JSON
-/help           this list
+/help           show this list
 /bye            end the chat, as Ctrl-D does
 
 A line that ends with \\ continues on the next one. Three quotation marks (\"\"\") begin and end a
@@ -29,11 +29,11 @@ class EndOfChat(Exception):
 
 
 def run_command(conversation: Conversation, text: str) -> str:
-    """Run a command and return its report. EndOfChat for /bye, ConfigError for a wrong command."""
+    """Run a command and return its text. Raises EndOfChat for /bye, ConfigError if it is wrong."""
     name, _, argument = text.partition(" ")
     command = _COMMANDS.get(name.strip())
     if command is None:
-        raise ConfigError(f"there is no command {quoted(name.strip())}: /help lists the commands")
+        raise ConfigError(f"unknown command {quoted(name.strip())}: /help lists the commands")
     return command(conversation, argument.strip())
 
 
@@ -44,7 +44,7 @@ def _clear(conversation: Conversation, argument: str) -> str:
 
 def _system(conversation: Conversation, argument: str) -> str:
     if not argument:
-        return conversation.system or "there is no system prompt"
+        return conversation.system or "no system prompt is set"
     conversation.system = None if argument.strip("\"'") == "" else argument
     return (
         "the system prompt is removed"

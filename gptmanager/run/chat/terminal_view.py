@@ -18,7 +18,7 @@ from gptmanager.run.chat.message_lines import Entry, read_message
 from gptmanager.terminal.printable import printable_lines, printable_text
 from gptmanager.terminal.redrawn_lines import RedrawnLines, console
 
-with contextlib.suppress(ImportError):  # `input` then edits lines, and has the earlier ones
+with contextlib.suppress(ImportError):  # `input` can then edit lines, and recall earlier ones
     import readline  # noqa: F401
 
 _PATIENCE_S = 0.5  # before a line says that the message is being read
@@ -27,7 +27,7 @@ _GAP = 3  # columns between two answers
 
 
 class TerminalView:
-    """Reads with `input`. `region` is for what disappears again."""
+    """Reads with `input`. What is removed again, such as a drawing of two answers, is in `region`."""
 
     exit_status = 0  # a person has seen the errors
 
@@ -44,7 +44,7 @@ class TerminalView:
         self.note("/help lists the commands, Ctrl-D ends the chat")
 
     def read(self) -> Entry:
-        """Return the next message or command. EOFError at the end.
+        """Return the next message or command. Raises EOFError at the end of the chat.
 
         Ctrl-C discards what is typed, and a second one in a row ends the chat.
         """
@@ -67,7 +67,10 @@ class TerminalView:
             return entry
 
     def show(self, answers: Answers) -> None:
-        """Show the answers as they are generated. Ctrl-C stops them, a second one the program."""
+        """Show the answers as they are generated.
+
+        Ctrl-C stops the answers, and a second Ctrl-C ends the program.
+        """
         with _without_echo(), on_interrupt(answers.stop):
             try:
                 self._follow(answers)

@@ -117,7 +117,7 @@ def routes(engine: Engine, settings: ServerSettings) -> list[BaseRoute]:
 
 
 class Completions:
-    """The endpoint."""
+    """The endpoint that continues raw prompts."""
 
     def __init__(self, engine: Engine, settings: ServerSettings) -> None:
         self._engine = engine

@@ -1,1 +1,1 @@
-"""Fields of a request and its answer as text, shared by all protocols."""
+"""Reads the fields for generation, and makes answers of texts, for the front of each protocol."""

@@ -1,1 +1,1 @@
-"""Triton's protocol, with the models of the C++ batch manager's backend."""
+"""Serves Triton's protocol over HTTP and gRPC, with the models of the TensorRT-LLM backend."""

@@ -39,8 +39,10 @@ _MAX_DIMS = 8
 
 
 def from_bytes(name: str, datatype: str, shape: Sequence[int], raw: Buffer) -> np.ndarray:
-    """Return the tensor `name` of a request from its bytes. `InputReader.check` must have accepted
-    its datatype and shape. Raises ApiError if the number of bytes does not fit the shape.
+    """Return the tensor `name` of a request from its bytes.
+
+    `InputReader.check` must have accepted its datatype and shape. Raises ApiError if the number of
+    bytes does not fit the shape.
     """
     dtype, count = NUMPY[datatype], math.prod(shape)
     if datatype == "BYTES":
@@ -62,10 +64,11 @@ def from_bytes(name: str, datatype: str, shape: Sequence[int], raw: Buffer) -> n
 
 
 def from_values(name: str, datatype: str, shape: Sequence[int], values: Any) -> np.ndarray:
-    """Return the tensor `name` of a request from numbers, bools, strings or bytes, in lists of any
-    depth. `InputReader.check` must have accepted its datatype and shape. Raises ApiError if the
-    number of elements does not fit the shape, before they are read, and for an element that the
-    datatype cannot represent.
+    """Return the tensor `name` of a request from numbers, bools, strings or bytes in nested lists.
+
+    The lists may be nested in any way, up to a fixed depth. `InputReader.check` must have accepted
+    the tensor's datatype and shape. Raises ApiError if the number of elements does not fit the
+    shape, and for an element that the datatype cannot represent.
     """
     dtype, count = NUMPY[datatype], math.prod(shape)
     found = _flat(name, values, math.prod(max(size, 1) for size in shape))
@@ -104,8 +107,9 @@ def _limits(dtype: np.dtype) -> tuple[int, int]:
 
 
 def _flat(name: str, values: Any, most: int) -> list[Any]:
-    """Return the elements of nested lists. Raises ApiError if a level has more than `most` items,
-    before they are read.
+    """Return the elements of nested lists. Raises ApiError if a level has more than `most` items.
+
+    Such items are not read.
     """
     found = values if isinstance(values, list) else [values]
     for _ in range(_MAX_DIMS):
@@ -139,7 +143,7 @@ def to_values(array: np.ndarray) -> list[Any]:
 
 
 def to_bytes(array: np.ndarray) -> bytes:
-    """Return a response's tensor as bytes; elements of a tensor of objects are bytes."""
+    """Return a response's tensor as bytes. The elements of an object array must be bytes."""
     if array.dtype != object:
         return np.ascontiguousarray(array).tobytes()
     return b"".join(_LENGTH.pack(len(one)) + one for one in array.reshape(-1))

@@ -1,4 +1,4 @@
-"""`CallLog`: lines of the log for calls over gRPC."""
+"""`CallLog`: writes the log of calls over gRPC."""
 
 from __future__ import annotations
 
@@ -25,8 +25,10 @@ class CallLog:
 
     @contextlib.contextmanager
     def record(self, name: str, context: grpc.aio.ServicerContext) -> Iterator[RequestRecord]:
-        """Yield the record of a call of the method `name`. An error in the block is raised as an
-        ApiError, unless the client has disconnected. The status is the one of HTTP for the same.
+        """Yield the record of a call of the method `name`, and log it at the end of the block.
+
+        An error in the block is raised as an ApiError, unless the client has disconnected. The
+        record has the status that HTTP would have.
         """
         metadata = [
             (str(key).encode(), value if isinstance(value, bytes) else value.encode())

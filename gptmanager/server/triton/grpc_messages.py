@@ -39,8 +39,9 @@ _CONTENTS = {
 
 
 def read_request(message: Any, model: Model, *, may_have_many: bool) -> InferRequest:
-    """Return the call of a ModelInferRequest. Raises ApiError for the first fault, and reads
-    nothing after it.
+    """Return the call of a ModelInferRequest. Raises ApiError for the first fault.
+
+    The rest of the message is then not read.
     """
     raw = message.raw_input_contents
     model.reader.check_number(len(message.inputs))
@@ -118,8 +119,10 @@ def write_response(response: InferResponse, model: Model) -> Any:
 
 
 class StreamedResponses:
-    """Converts the responses of a streamed call. It reuses one message, since responses differ
-    little: each `write` changes the message that the previous one returned.
+    """Converts the responses of a streamed call.
+
+    Responses differ little, so one message is reused. Each `write` changes the message that the
+    previous `write` returned.
     """
 
     def __init__(self, model: Model) -> None:

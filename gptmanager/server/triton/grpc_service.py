@@ -1,4 +1,4 @@
-"""Serve Triton's protocol over gRPC, with the service code in tritonclient's wheel."""
+"""Serve Triton's protocol over gRPC, with the generated code of the package tritonclient."""
 
 from __future__ import annotations
 
@@ -139,7 +139,8 @@ class KeyInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]
                 "the key is missing or wrong: send the metadata 'authorization: Bearer KEY'",
             )
 
-        # as a stream for every method: grpcio would receive the message of any other handler first
+        # A stream handler refuses calls of every method. Any other kind of handler is only called
+        # after grpcio has received the message.
         self._refuse = grpc.stream_stream_rpc_method_handler(refuse)
 
     async def intercept_service(
@@ -163,8 +164,9 @@ class _Call(NamedTuple):
 
 
 class BadMessages(grpc.aio.ServerInterceptor):  # type: ignore[misc]
-    """Replaces a malformed message, or one that is too expensive to parse, by an ApiError for the
-    method. grpcio itself would log a traceback for each and answer without a reason.
+    """Passes an ApiError to the method in place of a message that is malformed or too expensive.
+
+    Without it, grpcio would log a traceback for a malformed message, and answer without a reason.
     """
 
     async def intercept_service(
@@ -290,7 +292,8 @@ class TritonService(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ign
     ) -> None:
         """Run the calls of a stream concurrently, and send their responses as they become ready.
 
-        A client that does not read delays its own calls; finally its messages are no longer read.
+        If the client does not read responses, its calls wait. When too many of its calls wait, its
+        messages are not read either.
         """
         writing, free_slots = asyncio.Lock(), asyncio.Semaphore(self._most_calls)
         calls: set[asyncio.Task[None]] = set()

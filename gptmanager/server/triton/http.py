@@ -52,7 +52,7 @@ from gptmanager.server.triton.messages import (
 
 _ONE_MODEL = "/v2/models/{name}"
 _ONE_VERSION = "/v2/models/{name}/versions/{version}"
-# paths of Triton's extensions that this server does not support, with what they do
+# The paths of Triton's extensions that this server does not support, and what each does.
 UNSUPPORTED_PATHS = {
     "/v2/systemsharedmemory/{rest:path}": "system shared memory",
     "/v2/cudasharedmemory/{rest:path}": "CUDA shared memory",
@@ -193,8 +193,10 @@ async def _generate_request(request: Request, model: Model) -> InferRequest:
 
 
 def _read_generate(body: Mapping[str, Any], model: Model) -> InferRequest:
-    """Return the call of a generate body. As in Triton, parameters of the request may be top-level
-    keys, and inputs may be in `parameters`. Null counts as absent. Other keys are ignored.
+    """Return the call of a generate body.
+
+    As in Triton, parameters of the request may be top-level keys, and inputs may be in
+    `parameters`. A null value counts as absent. Other keys are ignored.
     """
     parameters = body.get("parameters")
     parameters = {} if parameters is None else parameters
@@ -224,7 +226,7 @@ def _read_generate(body: Mapping[str, Any], model: Model) -> InferRequest:
 
 
 def _as_json(response: InferResponse, model: Model) -> dict[str, Any]:
-    """Return the tensors of a response by name; a tensor with one element as that element."""
+    """Return the tensors of a response by name, each as a list or, with one element, the element."""
     found: dict[str, Any] = {"model_name": model.name, "model_version": VERSION}
     if response.request.id:
         found["id"] = response.request.id

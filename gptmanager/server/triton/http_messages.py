@@ -17,7 +17,7 @@ from gptmanager.server.triton.inference import VERSION, Model, check_outputs
 from gptmanager.server.triton.messages import PARAMETERS, InferRequest, InferResponse, InputTensor
 
 HEADER = "inference-header-content-length"  # bytes of JSON before the tensors
-# limit for a decompressed body: a constant, plus a number of bytes for each compressed one
+# The limit for a decompressed body is a constant, plus this many bytes per compressed byte.
 _DECOMPRESSED_BASE, _DECOMPRESSED_PER_BYTE = 16 << 20, 4
 _MAX_DIMS = 8
 
@@ -50,8 +50,9 @@ def decompressed(body: bytes, encoding: str, limit: int) -> bytes:
 def read_request(
     body: bytes, header_length: str | None, model: Model
 ) -> tuple[InferRequest, set[str] | None]:
-    """Return the call, and the names of the outputs requested as bytes (None: all). Raises ApiError
-    400 for the first fault, and reads nothing after it.
+    """Return the call, and the names of the outputs requested as bytes, or None if all are.
+
+    Raises ApiError (400) for the first fault. The rest of the body is then not read.
     """
     length = _header_length(header_length, len(body))
     fields = _Object("the request", parse_json(body[:length]))
@@ -125,7 +126,7 @@ def _check_parameters(name: str, parameters: Mapping[str, Any]) -> None:
 
 
 class _Rest:
-    """The bytes after the JSON; tensors take them one after another."""
+    """The bytes after the JSON, of which each tensor takes its part in order."""
 
     def __init__(self, raw: memoryview) -> None:
         self._raw = raw
@@ -149,7 +150,7 @@ class _Rest:
 
 
 class _Object:
-    """A JSON object of a call, with methods that check types. Errors name it `where`."""
+    """A JSON object of a call, with methods that check types. Errors call it `where`."""
 
     def __init__(self, where: str, given: Any) -> None:
         if not isinstance(given, dict):

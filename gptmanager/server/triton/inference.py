@@ -30,8 +30,10 @@ VERSION = "1"  # the only version of each model
 
 
 class Reply(Protocol):
-    """One sequence of a row: the request for the engine, and the conversion of its parts into
-    tensors. Once `is_complete` is True, the request can be stopped.
+    """The reply to a row of a call, or one of several replies if the row asks for several outputs.
+
+    `request` is what the engine runs. `take` converts a part of its output into tensors, one dict
+    for each response. Once `is_complete` is True, the request can be stopped.
     """
 
     @property
@@ -112,7 +114,7 @@ class Inference:
         return self._engine.is_ready
 
     def find(self, name: str, version: str = "") -> Model:
-        """Return the model of this name. Raises ApiError (404) if there is none."""
+        """Return the model of this name. Raises ApiError (404) for an unknown name or version."""
         if name not in self.models or version not in ("", VERSION):
             unknown = f" version {quoted(version)}" if name in self.models else ""
             raise ApiError(
@@ -166,7 +168,7 @@ class Inference:
                             yield InferResponse(request, _chosen(outputs, request), is_final)
 
     def _stop(self, request_id: str) -> None:
-        """Stop all calls with this id. There may be none: the call may have ended already."""
+        """Stop all calls with this id. The call may also have ended already."""
         if not request_id:
             raise invalid("id", "Cannot send stop request without specifying a request_id")
         for running in self._running.get(request_id, ()):
@@ -189,8 +191,9 @@ class Inference:
     async def _replies(
         self, request: InferRequest, model: Model, rows: Sequence[Mapping[str, Any]]
     ) -> list[tuple[int, Reply]]:
-        """Return the replies of all rows, each with the index of its row. Raises ApiError as soon
-        as there are too many.
+        """Return the replies of all rows, each with the index of its row.
+
+        Raises ApiError as soon as the replies are too many.
         """
         found: list[tuple[int, Reply]] = []
         for index, row in enumerate(rows):
@@ -300,8 +303,9 @@ def _check_single_response(request: InferRequest, replies: Sequence[Reply]) -> N
 
 
 def _with_parameters(request: EngineRequest, parameters: Mapping[str, Any]) -> EngineRequest:
-    """Apply the parameters of a call to its request. `timeout` is in microseconds; the highest
-    `priority` is 1; for both, 0 means the default.
+    """Apply the parameters of a call to its request.
+
+    `timeout` is in microseconds. 1 is the highest `priority`. For both, 0 means the default.
     """
     for name in ("priority", "timeout"):
         value = parameters.get(name, 0)

@@ -27,8 +27,8 @@ class InputTensor(NamedTuple):
 class InferRequest:
     """A call. `outputs` are the requested outputs; None means all.
 
-    If `may_have_many`, the client accepts several responses. `call`: its requests, once they are
-    submitted.
+    If `may_have_many`, the client accepts several responses. `call`: the engine's handle of the
+    call, once its requests are submitted.
     """
 
     model_name: str
@@ -41,13 +41,13 @@ class InferRequest:
     call: Call | None = None
 
     def log_fields(self) -> dict[str, Any]:
-        """Return what the log tells about the call so far."""
+        """Return the fields of the log line about the call, as far as they are known."""
         fields = {"answer": self.id or None, "model": self.model_name}
         return fields if self.call is None else {**fields, **self.call.log_fields()}
 
 
 class InferResponse(NamedTuple):
-    """One response to a call. The last one `is_final`. `error` says why a row has failed."""
+    """One response to a call. `is_final` is True for the last one. `error`: why a row has failed."""
 
     request: InferRequest
     outputs: Mapping[str, np.ndarray]

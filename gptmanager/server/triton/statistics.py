@@ -48,8 +48,9 @@ class ModelStatistics:
     def as_json(self) -> dict[str, Any]:
         """Return the statistics as JSON values.
 
-        `inference_count` counts successful rows, `execution_count` successful calls. Failed and
-        cancelled calls count only as `fail`. Durations that are not measured have the count 0.
+        `inference_count` is the number of rows of successful calls, `execution_count` the number of
+        these calls. Failed and cancelled calls are counted only as `fail`. Durations that are not
+        measured have the count 0.
         """
         durations = {kind: {"count": self._counts[kind], "ns": self._ns[kind]} for kind in self._ns}
         nothing = {kind: {"count": 0, "ns": 0} for kind in _NOT_MEASURED}

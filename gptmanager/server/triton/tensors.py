@@ -99,8 +99,9 @@ class InputReader:
             )
 
     def check(self, name: str, datatype: str, shape: Sequence[int]) -> None:
-        """Raise ApiError for an unknown input, and for a datatype or a shape that does not fit. The
-        data of the tensor is not needed.
+        """Raise ApiError for an unknown input, and for a datatype or a shape that does not fit.
+
+        The data of the tensor is not needed.
         """
         spec = self.specs.get(name)
         if spec is None:
@@ -125,8 +126,9 @@ class InputReader:
                 raise self._too_large(spec, shape)
 
     def shape_of(self, name: str, value: Any) -> tuple[int, ...]:
-        """Return the shape of a row that JSON contains as nested lists; () for a single element. A
-        list that is longer than the input may be is refused before it is read.
+        """Return the shape of a row that JSON contains as nested lists, or () for a single element.
+
+        Raises ApiError for a list that is too long for the input. Its items are not read.
         """
         spec, sizes, level = self.specs[name], [], [value]
         for depth, most in enumerate(spec.limits(self._sizes)):
@@ -147,9 +149,11 @@ class InputReader:
         return tuple(sizes)
 
     def rows(self, inputs: Mapping[str, InputTensor]) -> list[dict[str, Any]]:
-        """Return the inputs of each row of the batch by name: arrays without the batch dimension,
-        scalars as Python values. `check` must have accepted the inputs. Raises ApiError if an input
-        is missing, and if the inputs have different numbers of rows.
+        """Return the inputs of each row of the batch by name.
+
+        Arrays have no batch dimension, and scalars are Python values. `check` must have accepted
+        the inputs. Raises ApiError if an input is missing, and if the inputs have different numbers
+        of rows.
         """
         for spec in self.specs.values():
             if not spec.is_optional and spec.name not in inputs:

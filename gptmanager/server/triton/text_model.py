@@ -71,7 +71,10 @@ _MAX_STOP_LETTERS = 1 << 16  # characters of one word
 
 
 class TextModel:
-    """A model with text inputs and outputs, which clients call `name`; `tokens` generates."""
+    """The model that clients know as `name`, with texts as inputs and outputs.
+
+    It calls the model `tokens` with the token ids of a text.
+    """
 
     outputs = OUTPUTS
     needs_outputs = ()
@@ -161,8 +164,10 @@ class TextModel:
             raise invalid("bad_words", f"bad_words: {error}") from None
 
     def _bias(self, row: Mapping[str, Any]) -> np.ndarray:
-        """Return the bias of each token: a word's weight applies to its tokens, both at the start
-        of a text and after a space.
+        """Return the bias of each token of the vocabulary.
+
+        A word's weight is added to the bias of its tokens. These include both the tokens that it
+        has at the start of a text and those that it has after a space.
         """
         words = _words("embedding_bias_words", row, MAX_WORD_LETTERS, keeps_empty=True)
         weights = row.get("embedding_bias_weights", ())
@@ -182,8 +187,9 @@ class TextModel:
 
 
 class TextReply:
-    """Converts the responses of `reply` into text. Text that may still become a stop word is held
-    back until a later response.
+    """Converts the responses of `reply` into text.
+
+    Text that may still become a stop word is held back until a later response.
     """
 
     def __init__(self, reply: TokenReply, outputs: list[Output], before: str, streams: bool):
@@ -207,7 +213,7 @@ class TextReply:
         for index, tensors in enumerate(responses):
             is_last = part.result is not None and index == len(responses) - 1
             ids, lengths = tensors.pop("output_ids")[0], tensors.pop("sequence_length")[0]
-            if not self.is_complete or not self._pending:  # else they are of tokens after the end
+            if not self.is_complete or not self._pending:  # tokens after the end are dropped
                 self._pending.append(tensors)
             for beam, output in enumerate(self._outputs[: len(ids)]):
                 output.push(ids[beam, : lengths[beam]].tolist())
@@ -237,7 +243,10 @@ def _check(row: Mapping[str, Any]) -> None:
         )
     for name in ("num_draft_tokens", "use_draft_logits"):
         if row.get(name):
-            raise invalid(name, f"{name} = {row[name]} is not supported: there is no draft model")
+            raise invalid(
+                name,
+                f"{name} = {row[name]} is not supported, because the server has no draft model",
+            )
 
 
 def _text(name: str, raw: bytes) -> str:
@@ -251,9 +260,10 @@ def _text(name: str, raw: bytes) -> str:
 def _words(
     name: str, row: Mapping[str, Any], most_letters: int, *, keeps_empty: bool = False
 ) -> tuple[str, ...]:
-    """Return the strings of an input; `InputReader` has limited their number. Clients send an empty
-    string for "none": such strings are dropped unless `keeps_empty`. Raises ApiError for a string
-    that is too long.
+    """Return the strings of an input, the number of which `InputReader` has limited.
+
+    Clients that want to pass no strings send an empty one, so empty strings are dropped unless
+    `keeps_empty`. Raises ApiError for a string that is too long.
     """
     found = []
     for index, raw in enumerate(row.get(name, ())):

@@ -91,7 +91,7 @@ _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
 
 
 class TokenModel:
-    """Makes the engine's requests for a row of a call, with the objects that read their parts."""
+    """The model `tensorrt_llm`. It converts a row of a call into replies; see `inference.Reply`."""
 
     name = "tensorrt_llm"
     backend = "tensorrtllm"
@@ -108,9 +108,10 @@ class TokenModel:
     async def replies(
         self, row: Mapping[str, Any], *, output_len: str = "request_output_len"
     ) -> list[TokenReply]:
-        """Return a reply for each sequence that the row asks for. Raises ApiError for a wrong row.
+        """Return a reply for each sequence that the row asks for, or one for all beams.
 
-        `output_len` is the client's name of the input `request_output_len`.
+        `output_len`: the client's name of the input `request_output_len`, for errors. Raises
+        ApiError for a wrong row.
         """
         count, width = self.check_outputs(row)
         is_streaming = row.get("streaming", False)
@@ -144,8 +145,10 @@ class TokenModel:
         return found
 
     def check_outputs(self, row: Mapping[str, Any]) -> tuple[int, int]:
-        """Return how many sequences a row asks for, and its beam width. Raises ApiError if they
-        exceed their limits. Call this before anything is allocated for each sequence or beam.
+        """Return how many sequences a row asks for, and its beam width.
+
+        Raises ApiError if they exceed their limits. Call this before anything is allocated for each
+        sequence or beam.
         """
         count, width = row.get("num_return_sequences", 1), row.get("beam_width", 1)
         most = self._card.max_beam_width
@@ -160,8 +163,9 @@ class TokenModel:
         return count, width
 
     def _check_logits(self, row: Mapping[str, Any], num_prompt: int, num_new: int) -> None:
-        """Raise ApiError for a row that asks for too many bytes of logits. `num_prompt`, `num_new`:
-        tokens of all its prompts and outputs.
+        """Raise ApiError for a row that asks for too many bytes of logits.
+
+        `num_prompt` and `num_new` are the numbers of tokens of all its prompts and outputs.
         """
         of_context = row.get("return_context_logits", False) or self._params.gather_context_logits
         of_output = (
@@ -189,8 +193,10 @@ class TokenModel:
         return prompt
 
     def _max_new_tokens(self, row: Mapping[str, Any], length: int, name: str) -> int:
-        """Return how many tokens to generate: the requested number, or, as in the C++ backend, the
-        number that fits behind the prompt and its draft tokens if that is lower.
+        """Return how many tokens to generate.
+
+        This is the requested number or, as in the C++ backend, the number that fits after the
+        prompt and its draft tokens if that is lower.
         """
         most: int = row["request_output_len"]
         limit = self._card.max_model_len
@@ -238,7 +244,7 @@ class RequestedOutputs(NamedTuple):
 
 
 class TokenReply:
-    """Converts the parts of one engine request into responses, for a stream one for each token."""
+    """Converts the parts of one engine request into responses, one per token if it streams."""
 
     is_complete = False  # the engine itself detects every end
 
@@ -265,7 +271,8 @@ class TokenReply:
         return found
 
     def take(self, part: GenerationPart) -> list[Tensors]:
-        """Return the tensors of the responses for this part, at least one for the last part. Raises
+        """Return the tensors of the responses for this part, at least of one for the last part.
+
         Raises ApiError (504) if the request has exceeded its deadline.
         """
         if part.result is not None:
@@ -325,8 +332,9 @@ class TokenReply:
 def _piece(
     part: GenerationPart, name: str, begin: int, end: int, nothing: tuple[int, ...]
 ) -> np.ndarray:
-    """Return the tokens `begin` to `end` of a part's tensor; zeros of the shape `nothing` if the
-    part does not have it.
+    """Return the tokens `begin` to `end` of a part's tensor.
+
+    The result is zeros of the shape `nothing` if the part does not have the tensor.
     """
     if name not in part.tensors:
         return np.zeros(nothing, dtype=np.float32)

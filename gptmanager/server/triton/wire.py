@@ -27,8 +27,9 @@ class _Field(NamedTuple):
 
 
 def wire_problem(message: bytes) -> str | None:
-    """Return why a ModelInferRequest is too expensive to parse, or None. Malformed messages pass:
-    the parser refuses them.
+    """Return why a ModelInferRequest is too expensive to parse, or None.
+
+    Malformed messages pass this check, because the parser refuses them.
     """
     num_fields = size_of_contents = 0
     for field in _fields(message, 0, len(message)):
@@ -57,7 +58,7 @@ def wire_problem(message: bytes) -> str | None:
 
 
 def small_problem(message: bytes) -> str | None:
-    """Return why a message without tensors is too large, or None; see `wire_problem`."""
+    """Return why a message of a method without tensors is too large to parse, or None."""
     return _too_long(len(message)) if len(message) > MAX_SMALL else None
 
 
