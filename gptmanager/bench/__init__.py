@@ -1,4 +1,4 @@
-"""Benchmarks: a load next to a peer on any machine, CUDA kernels, a whole model on one GPU."""
+"""Benchmarks: a load compared with other engines, CUDA kernels, and a whole model on one GPU."""
 
 from typing import TYPE_CHECKING
 

@@ -1,8 +1,8 @@
 """`gptmanager bench experts`: the experts of a layer on the CPU, next to a dense matmul.
 
-The layer is one of Qwen3-30B-A3B. The dense matmul has as many tokens, and reads as many bytes as
-the experts that these tokens have chosen. Both are timed in alternation, on weights that are not in
-the processor's cache.
+The layer is one of Qwen3-30B-A3B. The dense matmul has the same number of tokens, and reads as many
+bytes as the experts that these tokens choose. Both are timed in alternation, on weights that are
+not in the processor's cache.
 """
 
 from __future__ import annotations
@@ -35,7 +35,10 @@ def bench_experts(
     rounds: int,
     on_case: Callable[[int, int], None] = lambda *_: None,
 ) -> dict[str, Any]:
-    """Return the report. `on_case` is called with the number of finished cases and their total."""
+    """Run the benchmark and return its report.
+
+    `on_case` is called with the numbers of finished cases and of all cases.
+    """
     kernels = CpuKernels()
     layer = _Layer(kernels, getattr(torch, dtype), weights_dtype)
     cases = []

@@ -53,11 +53,11 @@ def bench_end_to_end(
 ) -> dict[str, Any]:
     """Run the parts and return the report.
 
-    Raises ConfigError for unknown parts, and if `device` is a GPU and there is none. A part that
+    Raises ConfigError for unknown parts, and if `device` is a GPU that does not exist. A part that
     fails is reported, and the others run. After Ctrl-C the report has the parts so far and
-    `interrupted`. `on_report` is called with the report after each part, so that a killed benchmark
-    leaves one. `on_start` is called before each part with its name, its number from 0, and the
-    number of parts. `on_progress` is that of each manager's OptionalParams.
+    `interrupted`. `on_report` is called with the report after each part, so that the report of a
+    killed benchmark is not lost. `on_start` is called before each part with its name, its number
+    from 0, and the number of parts. Each manager calls `on_progress` while it loads.
     """
     for word in options.only:
         if word not in PARTS:
@@ -89,7 +89,7 @@ def bench_end_to_end(
 
 
 def _current_device(device: torch.device) -> AbstractContextManager[Any]:
-    """Make `device` torch's current one: timers, traces and queries of the GPU refer to that."""
+    """Make `device` torch's current one, which timers, traces and queries of the GPU use."""
     if device.type != "cuda":
         return nullcontext()
     count = torch.cuda.device_count()

@@ -1,5 +1,6 @@
-"""Kernel benchmark cases around sampling: adjustments of logits, token masks, log probabilities,
-beam continuations. All read or write float32 rows of logits.
+"""Kernel benchmark cases for logits: adjustments, token masks, log probabilities, beam steps.
+
+All of these kernels read or write float32 rows of logits.
 """
 
 from __future__ import annotations
@@ -145,8 +146,10 @@ def _prepare_log_probs(rig: Rig) -> Prepared:
 
 
 def _prepare_beams(most: int, rig: Rig) -> Prepared:
-    """Prepare beam steps. The log probabilities of the found tokens are compared, as ties may order
-    the tokens differently.
+    """Prepare beam steps.
+
+    The log probabilities of the found tokens are compared instead of the tokens, because ties may
+    order tokens differently.
     """
     rows, vocab_size = rig.sizes.rows, rig.sizes.vocab_size
     sets = _logits(rig, rows * vocab_size * 4)

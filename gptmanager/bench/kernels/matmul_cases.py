@@ -1,7 +1,7 @@
 """Kernel benchmark cases for the matmuls of a generation step, of a small and a large model.
 
-They are computed as in a manager when it chooses our kernel, with weights in the dtype of the
-activations, and the large ones with weights in 8 bits next to torch's matmul in that dtype.
+They run as in a manager that has chosen our kernel for them, with weights in the dtype of the
+activations. The large ones also run with weights in 8 bits, next to torch's matmul in that dtype.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def _case(
 def _prepare(
     rows: int, width: int, depth: int, has_silu: bool, is_int8: bool, rig: Rig
 ) -> Prepared:
-    """Prepare sets of weights, as a step reads each weight once; all use the same input rows."""
+    """Prepare sets of weights, because a step reads each weight once, and one set of input rows."""
     x = rig.randn(rows, depth)
     num_bytes = width * depth * (1 if is_int8 else x.itemsize)
     floats = rig.sets(num_bytes, width, depth, scale=depth**-0.5)

@@ -1,7 +1,7 @@
 """Sequences over pages of random keys and values for attention cases, and the expected results.
 
-It is independent of kernels. Pages have the layout of a device's pool, `[P, K, B, D]`; the pages of
-a sequence are in random order.
+This module does not depend on kernels. Pages have the layout of a device's pool, `[P, K, B, D]`.
+The pages of a sequence are in random order.
 """
 
 from __future__ import annotations

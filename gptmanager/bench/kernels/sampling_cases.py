@@ -1,7 +1,7 @@
 """Kernel benchmark cases for sampling. A token is correct if top-k and top-p allow it.
 
-Random weights produce flat logits, of which top-p keeps most: the worst case. Trained models
-produce peaked logits, of which it keeps few.
+Random weights produce flat logits, of which top-p keeps most, which is the worst case. Trained
+models produce peaked logits, of which top-p keeps few.
 """
 
 from __future__ import annotations
