@@ -20,8 +20,8 @@ _FUEL = {"initial_lexer_fuel": 200_000, "step_lexer_fuel": 50_000}
 class GrammarSource(NamedTuple):
     """The source of a grammar. `schemas`: (rule, JSON schema) pairs of a Lark grammar.
 
-    `lenient`: names of the rules whose schemas are read leniently, which leaves out the keywords
-    that cannot be enforced. If the whole grammar is one JSON schema, its name is "".
+    `lenient`: names of the rules with lenient schemas, in which keywords that cannot be enforced
+    are left out. If the whole grammar is one JSON schema, its name is "".
     """
 
     kind: str
