@@ -180,7 +180,10 @@ def test_messages_for_a_model_without_a_template(tmp_path):
         ({}, "neither prompt nor input_ids"),
         ({"prompt": "a", "input_ids": [1]}, "both prompt and input_ids"),
         ({"messages": [], "input_ids": [1]}, "both messages and input_ids"),
-        ({"messages": [{"role": "user", "content": "a"}]}, "messages can only be used with a model's chat"),
+        (
+            {"messages": [{"role": "user", "content": "a"}]},
+            "messages can only be used with a model's chat",
+        ),
         ({"prompt": 7}, "prompt = 7 is not a text"),
         ({"prompt": "a", "max_tokens": 7}, "unknown field 'max_tokens'"),
         ({"prompt": "a", "logits_post_processor": 7}, "unknown field 'logits_post_processor'"),
