@@ -104,8 +104,8 @@ def _quantized(
             continue
         if place.transposed:
             raise ConfigError(
-                f"weights_dtype = {weights_dtype!r}: tensor {name} is stored as [in, out], but only "
-                "matrices stored as [out, in] can be quantized; leave weights_dtype out"
+                f"weights_dtype = {weights_dtype!r}: tensor {name} is stored as [in, out], but "
+                "only matrices stored as [out, in] can be quantized; leave weights_dtype out"
             )
         is_kept = info.in_groups and weights_dtype == "int4"
         found[name] = "int4" if is_kept else kinds[place.parameter]

@@ -20,7 +20,7 @@ from gptmanager.ranks.layout import RankLayout
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """How a module's weight is split over the parts, which are the tensor-parallel ranks of a stage.
+    """How a module's weight is split over the parts, the tensor-parallel ranks of a stage.
 
     `rows`: the kinds of rows in their order, each of which is split; without kinds, every part has
     all rows. `columns`: the kind of columns if these are split. Results are then partial sums, and
@@ -55,7 +55,7 @@ _OF_ONE_HEAD = ("none", "head", "rotated_head", "rotated")
 
 
 class Shares:
-    """The sizes of the kinds of rows and columns in `SPLITS`, and the range that a rank has of each.
+    """The sizes of the kinds of rows and columns in `SPLITS`, and a rank's range of each.
 
     They are those of one layer.
     """

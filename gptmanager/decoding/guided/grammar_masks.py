@@ -130,7 +130,7 @@ class _Progress:
 
     @property
     def may_open(self) -> bool:
-        """Whether the next token may open a thought, which only the first token of an output may."""
+        """Whether the next token may open a thought. Only the first token of an output may."""
         return self.num_tokens == 0 and self.start is not None and self.start.opens is not None
 
     def follow(self, generated: npt.NDArray[np.int32], end_ids: frozenset[int]) -> None:

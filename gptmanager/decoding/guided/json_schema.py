@@ -19,8 +19,8 @@ from gptmanager.decoding.guided.schema_numbers import UP, check_value, narrowed,
 from gptmanager.decoding.guided.schema_overlap import excludes, excluding_property, listed_values
 from gptmanager.decoding.guided.schema_references import SchemaReferences, escaped
 
-# Keywords that the parser enforces, those that are enforced if they can be rewritten, and those that
-# are never enforced.
+# Keywords that the parser enforces, those that are enforced if they can be rewritten, and those
+# that are never enforced.
 ENFORCED = frozenset(
     {
         *("type", "enum", "const", "anyOf", "allOf", "$ref"),
@@ -141,7 +141,7 @@ class SchemaReader:
     # Keywords -----------------------------------------------------------------------------------
 
     def _read(self, schema: Any, at: str, around: Mapping[str, Any] = _NOTHING) -> Any:
-        """Rewrite a schema. `around`: the schema that has this one in its `allOf`; both must fit."""
+        """Rewrite a schema. `around`: the schema with this one in its `allOf`; both must fit."""
         if not isinstance(schema, dict):
             return schema
         schema, own = self._joined(around, schema), schema
@@ -161,7 +161,7 @@ class SchemaReader:
         return found
 
     def _demand(self, found: dict[str, Any], at: str, keyword: str, made: list[Any] | None) -> None:
-        """Require one of the schemas `made` in place of a keyword; drop the keyword if that fails."""
+        """Require one of the schemas `made` in place of a keyword, or drop the keyword."""
         if not made or not self._enforces(found, at, made):
             self._drop(at, keyword)
 

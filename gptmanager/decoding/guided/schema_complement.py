@@ -56,7 +56,7 @@ def complement(
 
 
 def _of_additional(schema: Mapping[str, Any], around: Any) -> Alternatives | None:
-    """Return the complement of a closed object: objects with a property that only `around` names."""
+    """Return the complement of a closed object: objects with a property that only `around` has."""
     if schema["additionalProperties"] is True:
         return []
     is_closed = isinstance(around, Mapping) and around.get("additionalProperties") is False

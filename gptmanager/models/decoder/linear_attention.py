@@ -31,7 +31,7 @@ class DeltaLayer(NamedTuple):
     def attend(
         self, kernels: Kernels, projected: Tensor, gates: Tensor, kv_pool: KvPool, rows: RowSpans
     ) -> Tensor:
-        """Update the states of the rows; return the input of the output projection, `[T, H * V]`."""
+        """Update the states of the rows. Return the output projection's input, `[T, H * V]`."""
         inputs, memory = kv_pool.states.tensors[self.state : self.state + 2]
         own = self.shape, self.tensors, self.eps, DeltaState(inputs, memory)
         return kernels.gated_delta(projected, gates, *own, rows)

@@ -262,7 +262,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
 
 
 class Variant(NamedTuple):
-    """The row for files with this `value` of a key, or with any value except 0 and false if None."""
+    """The row for files with this `value` of a key; None is any value except 0 and false."""
 
     key: str
     architecture: Architecture

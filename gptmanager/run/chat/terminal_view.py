@@ -27,7 +27,7 @@ _GAP = 3  # columns between two answers
 
 
 class TerminalView:
-    """Reads with `input`. What is removed again, such as a drawing of two answers, is in `region`."""
+    """Reads with `input`. Drawings that are removed later, as of two answers, are in `region`."""
 
     exit_status = 0  # a person has seen the errors
 

@@ -226,7 +226,7 @@ def _read_generate(body: Mapping[str, Any], model: Model) -> InferRequest:
 
 
 def _as_json(response: InferResponse, model: Model) -> dict[str, Any]:
-    """Return the tensors of a response by name, each as a list or, with one element, the element."""
+    """Return the tensors of a response by name, as lists; one with one element as that element."""
     found: dict[str, Any] = {"model_name": model.name, "model_version": VERSION}
     if response.request.id:
         found["id"] = response.request.id
