@@ -53,7 +53,7 @@ class _Named(NamedTuple):
 
 
 class GgufTensors:
-    """The `GroupedSource` of a GGUF file. `num_heads` and `num_kv_heads`: heads of queries and keys.
+    """The `GroupedSource` of a GGUF file. `num_heads`, `num_kv_heads`: heads of queries and keys.
 
     If `num_layers` is given, tensors of further layers are left out. Raises ConfigError if the file
     has a tensor that its architecture does not have.
