@@ -24,14 +24,16 @@ from gptmanager.cuda.attention.generation_attention import (
 from gptmanager.cuda.attention.generation_plan import WHOLE, max_num_items, plan_generation
 from gptmanager.cuda.attention.paged_kernels import refusal
 from gptmanager.cuda.device.launch import Launcher
-from gptmanager.cuda.gemm import gemv, lora
-from gptmanager.cuda.gemm.int8_rows import DeviceMatrix, Int8Rows, on_device
+from gptmanager.cuda.gemm import gemv, gemv_int4, lora
+from gptmanager.cuda.gemm.device_matrices import DeviceMatrix, on_device
+from gptmanager.cuda.gemm.int8_rows import Int8Rows
 from gptmanager.cuda.gemm.matmul_choice import MatmulChoice, Seconds
 from gptmanager.cuda.gemm.own_matmuls import OwnMatmuls
 from gptmanager.kernels.activation_kinds import Activation
 from gptmanager.kernels.attention.attention_arguments import AttentionShape, Pages, RowSpans
 from gptmanager.kernels.experts.mixture import ExpertMatrices
 from gptmanager.kernels.experts.routing import Routing
+from gptmanager.kernels.gemm.int4_matrix import Int4Matrix
 from gptmanager.kernels.gemm.packed_matrix import Matrix, PackedMatrix, Quantized
 from gptmanager.kernels.lora.adapter_arguments import StepAdapters
 from gptmanager.kernels.reference import Ints, Kernels
@@ -65,7 +67,8 @@ class CudaKernels(Kernels):
     """
 
     has_float64, plans_experts = False, True
-    quantized_kinds = ("int8",)
+    quantized_kinds: tuple[Quantized, ...] = ("int8", "int4")
+    expert_kinds: tuple[Quantized, ...] = ("int8",)
 
     def __init__(self, launcher: Launcher, deterministic: bool = False) -> None:
         super().__init__(deterministic)
@@ -87,10 +90,12 @@ class CudaKernels(Kernels):
         quantized: Quantized | None = None,
         device: torch.device | str = "cpu",
     ) -> PackedMatrix | None:
+        if quantized == "int4":
+            return Int4Matrix(rows, columns, dtype, device)
         return Int8Rows(rows, columns, dtype, device) if quantized == "int8" else None
 
     def embedding(self, ids: Tensor, table: Matrix) -> Tensor:
-        if isinstance(table, Int8Rows):
+        if isinstance(table, Int8Rows | Int4Matrix):
             return table.gathered(ids)
         return super().embedding(ids, table)
 
@@ -172,8 +177,8 @@ class CudaKernels(Kernels):
         if not self._multiplies(x, matrix):
             return super().linear(x, matrix, bias)
         out = x.new_empty(len(x), len(matrix))
-        if self.deterministic:  # the same kernel for any number of rows
-            gemv.multiply(self._launcher, out, x, matrix, bias)
+        if self.deterministic and not isinstance(matrix, Int4Matrix):
+            gemv.multiply(self._launcher, out, x, matrix, bias)  # for any number of rows
         else:
             self._own_matmuls.multiply(out, x, matrix, bias)
         return out
@@ -181,7 +186,7 @@ class CudaKernels(Kernels):
     def linear_silu_mul(self, x: Tensor, weight: Matrix, bias: Tensor | None = None) -> Tensor:
         x, matrix = x.to(weight.dtype).contiguous(), on_device(weight)
         # The deterministic path rounds before the activation, as rows with an adapter do.
-        if self.deterministic or not self._multiplies(x, matrix):
+        if self.deterministic or not self._multiplies(x, matrix, silu=True):
             return super().linear_silu_mul(x, matrix, bias)
         out = x.new_empty(len(x), len(matrix) // 2)
         self._own_matmuls.multiply(out, x, matrix, bias, silu=True)
@@ -199,13 +204,15 @@ class CudaKernels(Kernels):
             )
         return reason is None
 
-    def _multiplies(self, x: Tensor, matrix: DeviceMatrix) -> bool:
+    def _multiplies(self, x: Tensor, matrix: DeviceMatrix, *, silu: bool = False) -> bool:
         """Return whether to use our kernels; if deterministic, for any number of rows."""
         if not self._launcher.has_matmuls:
             return False
         if self.deterministic:
-            return gemv.covers(x, matrix)
-        return self._choice.is_ours(len(x), matrix) and self._own_matmuls.covers(x, matrix)
+            is_int4 = isinstance(matrix, Int4Matrix)
+            return gemv_int4.covers(x, matrix) if is_int4 else gemv.covers(x, matrix)
+        covered = self._own_matmuls.covers(x, matrix, silu=silu)
+        return covered and self._choice.is_ours(len(x), matrix)
 
     def add_adapters(
         self, result: Tensor, x: Tensor, adapters: StepAdapters, layer: int, matrix: str

@@ -33,13 +33,14 @@ from gptmanager.cuda.attention import (
 )
 from gptmanager.cuda.device.compiler import ARCHITECTURES, CompilationError, Figures, compile
 from gptmanager.cuda.device.launch import NAMES, Program, architecture
-from gptmanager.cuda.gemm import gemm, gemv, lora
+from gptmanager.cuda.gemm import gemm, gemv, gemv_int4, lora
 from gptmanager.cuda.sampling import adjustments, beam_step, log_probs, sampling, token_masks
 from gptmanager.errors import ConfigError
 
 PROGRAMS: tuple[Program, ...] = (
     norms.PROGRAM,
     gemv.PROGRAM,
+    gemv_int4.PROGRAM,
     gemm.PROGRAM,
     lora.PROGRAM,
     activations.PROGRAM,

@@ -13,10 +13,12 @@ from torch import Tensor
 
 from gptmanager.cuda import activations
 from gptmanager.cuda.device.launch import NAMES, Argument, Launcher, Program, check_tensors, ints
-from gptmanager.cuda.gemm.int8_rows import INT8, DeviceMatrix, on_device, scales_of, values_of
+from gptmanager.cuda.gemm.device_matrices import INT8, scales_of, values_of
+from gptmanager.cuda.gemm.int8_rows import Int8Rows
 from gptmanager.kernels.activation_kinds import Activation
 from gptmanager.kernels.experts.mixture import ExpertMatrices
 from gptmanager.kernels.experts.routing import Routing
+from gptmanager.kernels.gemm.packed_matrix import Matrix, plain
 
 MAX_EXPERTS, MAX_PER_TOKEN = 1024, 32  # as in the .cu
 _SCORES = {"softmax": 0, "sigmoid": 1, "softmax_of_best": 2, "sigmoid_of_best": 3}
@@ -127,7 +129,7 @@ def sort_slots(launcher: Launcher, chosen: Tensor, first: int, count: int) -> So
 def multiply(
     launcher: Launcher,
     x: Tensor,
-    weight: DeviceMatrix,
+    weight: Tensor | Int8Rows,
     bias: Tensor | None,
     slots: SortedSlots,
     count: int,
@@ -220,7 +222,7 @@ def experts(
     chosen, weights = choose_experts(launcher, logits.float(), routing, wide)
     x, chosen, weights = own.prepared(x, routing, chosen, weights)
     slots = sort_slots(launcher, chosen, own.first, own.count)
-    x, up, down = x.to(own.up.dtype).contiguous(), on_device(own.up), on_device(own.down)
+    x, up, down = x.to(own.up.dtype).contiguous(), _readable(own.up), _readable(own.down)
     fuses = own.gated and own.activation in _FUSED
     kind = own.activation if fuses else None
     hidden = multiply(launcher, x, up, own.up_bias, slots, own.count, kind)
@@ -232,3 +234,8 @@ def experts(
         activations.activate(launcher, hidden, hidden, own.activation)
     outputs = multiply(launcher, hidden, down, own.down_bias, slots, own.count)
     return mix_outputs(launcher, outputs, chosen, weights, own.first, own.count)
+
+
+def _readable(matrix: Matrix) -> Tensor | Int8Rows:
+    """Return the matrix in a form that `multiply` reads."""
+    return matrix if isinstance(matrix, Int8Rows) else plain(matrix)

@@ -174,10 +174,10 @@ class OptionalParams:
     The step. `device`: None means the CPU. `run_ahead`: None means 0 on the CPU, with
     `enable_trt_overlap` and with pipeline stages, otherwise 1. `cuda_graphs`: generation steps on a
     device are captured at the start and then replayed. `weights_dtype`: "int8" quantizes the
-    network's matrices to 8 bits; "int4", on the CPU, to 4 bits,
-    with the output matrix in `head_dtype` (None: 8 bits). "none" means `dtype`. None means the
-    same, but a quantized checkpoint with `dtype` None stays in 8 bits on the CPU, or in 4 bits
-    where its matrices have 4 bits.
+    network's matrices to 8 bits, "int4" to 4 bits (on a device not of a model with experts), with
+    the output matrix in `head_dtype` (None: 8 bits). "none" means `dtype`. None means the same, but
+    on the CPU a quantized checkpoint with `dtype` None stays in 8 bits, or in 4 bits where its
+    matrices have 4 bits.
     `model_backend`: "native" computes the network here, "transformers" through that library, and
     "auto" natively if the architecture is in the table of families.
     `speculative_decoding_config`: draft tokens for requests with one beam; None means no drafts.

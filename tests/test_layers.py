@@ -173,7 +173,9 @@ cuda/                         CUDA kernels with their launchers, and an emulator
     norms                     residual add, RMSNorm, LayerNorm
     gemm/                     matmuls of few rows, and LoRA
         int8_rows             a weight in 8 bits, in the order in which CUDA kernels read it
+        device_matrices       the forms in which CUDA kernels read a weight
         gemv                  matrix-vector products of up to a few rows
+        gemv_int4             the same with a weight in 4 bits
         gemm                  matmuls of some more rows, and their split over blocks
         own_matmuls           selects the kernel for a number of rows
         lora                  LoRA on the tokens of a step

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from gptmanager.cuda.device.launch import NAMES, Launcher, Program, check_tensors, ints
 from gptmanager.cuda.gemm import gemv
-from gptmanager.cuda.gemm.int8_rows import INT8, DeviceMatrix, Int8Rows, scales_of, values_of
+from gptmanager.cuda.gemm.device_matrices import INT8, scales_of, values_of
+from gptmanager.cuda.gemm.int8_rows import Int8Rows
 
 MOST_ROWS = 256
 _DTYPES = (torch.float16, torch.bfloat16)
@@ -108,7 +109,7 @@ class MatmulPlan(NamedTuple):
         return most if rest == 0 else most + 1 + (rest > 1 and self.num_tiles > 1)
 
 
-def covers(launcher: Launcher, x: Tensor, weight: DeviceMatrix) -> bool:
+def covers(launcher: Launcher, x: Tensor, weight: Tensor | Int8Rows) -> bool:
     """Return whether `gemm` supports the tensors: 16-bit elements, rows of aligned 16-byte pieces,
     and not too many rows.
     """
@@ -126,7 +127,7 @@ def gemm(
     launcher: Launcher,
     out: Tensor,
     x: Tensor,
-    weight: DeviceMatrix,
+    weight: Tensor | Int8Rows,
     bias: Tensor | None = None,
     *,
     arrived: Tensor,

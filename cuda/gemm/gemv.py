@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from gptmanager.cuda.device.launch import NAMES, Launcher, Program, check_tensors, ints
-from gptmanager.cuda.gemm.int8_rows import INT8, DeviceMatrix, scales_of, values_of
+from gptmanager.cuda.gemm.device_matrices import INT8, scales_of, values_of
+from gptmanager.cuda.gemm.int8_rows import Int8Rows
 
 FEW_ROWS = 16
 _THREADS = 512
@@ -29,7 +30,7 @@ PROGRAM = Program(
 )
 
 
-def covers(x: Tensor, weight: DeviceMatrix) -> bool:
+def covers(x: Tensor, weight: Tensor | Int8Rows) -> bool:
     """Return whether `multiply` supports the tensors: it reads rows in aligned 16-byte pieces."""
     values = values_of(weight)
     return (
@@ -46,7 +47,7 @@ def multiply(
     launcher: Launcher,
     out: Tensor,
     x: Tensor,
-    weight: DeviceMatrix,
+    weight: Tensor | Int8Rows,
     bias: Tensor | None = None,
     *,
     silu: bool = False,

@@ -5,10 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from gptmanager.kernels.gemm.packed_matrix import Matrix, PackedMatrix, Panels, plain
+from gptmanager.kernels.gemm.packed_matrix import PackedMatrix, Panels
 from gptmanager.kernels.gemm.weight_quantization import round_to_int8
 
-INT8 = ", int8"  # the last template argument of kernels for int8 weights
 _ALL = slice(None)
 
 
@@ -58,21 +57,3 @@ class Int8Rows(PackedMatrix):
         part.depth, part.values, part.scales = self.depth, self.values[rows], self.scales[rows]
         part.plans, part._parts = {}, ()
         return part
-
-
-DeviceMatrix = Tensor | Int8Rows
-
-
-def on_device(matrix: Matrix) -> DeviceMatrix:
-    """Return the matrix in a form that kernels read."""
-    return matrix if isinstance(matrix, Int8Rows) else plain(matrix)
-
-
-def values_of(weight: DeviceMatrix) -> Tensor:
-    """Return what kernels read of a weight besides its scales."""
-    return weight.values if isinstance(weight, Int8Rows) else weight
-
-
-def scales_of(weight: DeviceMatrix) -> Tensor | None:
-    """Return the scales of a weight's rows; None if it is a tensor."""
-    return weight.scales if isinstance(weight, Int8Rows) else None

@@ -1,8 +1,8 @@
 """`MatmulChoice`: chooses between our matmul kernels and torch, by the number of rows.
 
-Without measurements, our kernels are used for up to 16 rows, and for int8 weights for as many as
-they support. When a model is loaded, our kernels and torch's are timed on its weights; of int8
-weights torch needs a copy in the model's dtype for each matmul.
+Without measurements, our kernels are used for up to 16 rows, and for weights in 8 or 4 bits for as
+many as they support. When a model is loaded, our kernels and torch's are timed on its weights; of
+weights in fewer bits torch needs a copy in the model's dtype for each matmul.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from gptmanager.cuda.gemm.gemv import FEW_ROWS, covers
-from gptmanager.cuda.gemm.int8_rows import DeviceMatrix, Int8Rows, values_of
+from gptmanager.cuda.gemm.device_matrices import DeviceMatrix, values_of
+from gptmanager.cuda.gemm.gemv import FEW_ROWS
 from gptmanager.cuda.gemm.own_matmuls import OwnMatmuls
 from gptmanager.kernels.gemm.packed_matrix import plain
 from gptmanager.lifecycle.log import logger
@@ -41,7 +41,7 @@ class MatmulChoice:
     def is_ours(self, num_rows: int, weight: DeviceMatrix) -> bool:
         """Return whether `OwnMatmuls` is to compute a matmul of `num_rows` with `weight`."""
         number = next((number for number in _NUMBERS if num_rows <= number), None)
-        unmeasured = _NUMBERS if isinstance(weight, Int8Rows) else _UNMEASURED
+        unmeasured = _UNMEASURED if isinstance(weight, Tensor) else _NUMBERS
         return number in self._ours.get(_key(weight), unmeasured)
 
     def measure(
@@ -56,8 +56,9 @@ class MatmulChoice:
         for weight in weights:
             groups.setdefault(_key(weight), []).append(weight)
         for key, group in groups.items():
-            first = values_of(group[0])
-            if not covers(first[:1], group[0]):
+            first = group[0]
+            alone = values_of(first).new_empty(1, first.shape[1], dtype=first.dtype)
+            if not own.covers(alone, first):
                 continue
             if (device, key) not in _known:
                 try:

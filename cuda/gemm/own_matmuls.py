@@ -5,19 +5,23 @@ from __future__ import annotations
 from torch import Tensor
 
 from gptmanager.cuda.device.launch import Launcher
-from gptmanager.cuda.gemm import gemm, gemv
+from gptmanager.cuda.gemm import gemm, gemv, gemv_int4
+from gptmanager.cuda.gemm.device_matrices import DeviceMatrix
 from gptmanager.cuda.gemm.gemv import FEW_ROWS
-from gptmanager.cuda.gemm.int8_rows import DeviceMatrix
+from gptmanager.kernels.gemm.int4_matrix import Int4Matrix
 
 
 class OwnMatmuls:
-    """Matmuls by our kernels: gemv for few rows, otherwise gemm."""
+    """Matmuls by our kernels: gemv for few rows and for 4 bits, otherwise gemm."""
 
     def __init__(self, launcher: Launcher) -> None:
         self._launcher = launcher
         self._arrived: Tensor | None = None  # allocated at the first gemm
 
-    def covers(self, x: Tensor, weight: DeviceMatrix) -> bool:
+    def covers(self, x: Tensor, weight: DeviceMatrix, *, silu: bool = False) -> bool:
+        if isinstance(weight, Int4Matrix):
+            few = len(x) <= gemv_int4.MOST_ROWS
+            return few and not silu and gemv_int4.covers(x, weight)
         if len(x) <= FEW_ROWS:
             return gemv.covers(x, weight)
         return self._launcher.features.tiled and gemm.covers(self._launcher, x, weight)
@@ -32,6 +36,9 @@ class OwnMatmuls:
         silu: bool = False,
     ) -> None:
         """Compute `gemv.multiply` of tensors that `covers` accepts."""
+        if isinstance(weight, Int4Matrix):
+            gemv_int4.multiply(self._launcher, out, x, weight, bias)
+            return
         if len(x) <= FEW_ROWS:
             gemv.multiply(self._launcher, out, x, weight, bias, silu=silu)
             return

@@ -8,6 +8,9 @@ using int8 = signed char;
 // 16 bytes of W become this many times 16 bytes of T.
 template <class T, class W> constexpr int PARTS = sizeof(T) / sizeof(W);
 
+template <class T> constexpr bool is_half = false;
+template <> constexpr bool is_half<__half> = true;
+
 // Returns two integers as elements in one register: bytes 0 and 1 of `bytes` if `half` is 0, or 2 and 3.
 template <class T> __device__ inline unsigned widened_pair(unsigned bytes, int half);
 
@@ -23,6 +26,24 @@ template <> __device__ inline unsigned widened_pair<__half>(unsigned bytes, int 
 template <> __device__ inline unsigned widened_pair<__nv_bfloat16>(unsigned bytes, int half) {
     unsigned both = __byte_perm(bytes, 0x43, half ? 0x4342 : 0x4140);
     return ptx::add_pair(both & 0xFF7FFF7Fu, (both & 0xFF80FF80u) | 0x80008000u, __nv_bfloat16());
+}
+
+// Returns two values of 4 bits as elements: bytes 0 and 1 of `bytes` if `half` is 0, or 2 and 3. CENTERED: less 8.
+template <class T, bool CENTERED> __device__ inline unsigned nibble_pair(unsigned bytes, int half) {
+    constexpr unsigned UPPER = is_half<T> ? 0x64 : 0x43;  // as in `widened_pair`
+    constexpr unsigned CONSTANT = 0x8000 | UPPER << 8 | (CENTERED ? 8 : 0);
+    unsigned both = __byte_perm(bytes, UPPER, half ? 0x4342 : 0x4140);
+    return ptx::add_pair(both, CONSTANT << 16 | CONSTANT, T());
+}
+
+// Unpacks eight float16 numbers.
+__device__ inline void unpack_halves(float (&to)[8], const uint4& from) {
+    unsigned words[4] = {from.x, from.y, from.z, from.w};
+#pragma unroll
+    for (int i = 0; i < 8; i++) {
+        unsigned short bits = words[i / 2] >> 16 * (i % 2);
+        to[i] = __half2float(__ushort_as_half(bits));
+    }
 }
 
 // Returns part `part` of the elements in `from`, as elements of T.

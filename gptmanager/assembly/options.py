@@ -219,13 +219,11 @@ def _settle_dtypes(params: OptionalParams) -> None:
             f"OptionalParams.head_dtype = {params.head_dtype!r} is refused with weights_dtype = "
             f"{params.weights_dtype!r}: it belongs to 'int4'"
         )
-    for name, refused in (("dtype", ("float64",)), ("weights_dtype", ("int4",))):
-        value = getattr(params, name)
-        if value in refused and params.device not in (None, "cpu"):
-            raise ConfigError(
-                f"OptionalParams.{name} = {value!r} is refused with device = {params.device!r}: "
-                "only the CPU supports it"
-            )
+    if params.dtype == "float64" and params.device not in (None, "cpu"):
+        raise ConfigError(
+            f"OptionalParams.dtype = 'float64' is refused with device = {params.device!r}: "
+            "only the CPU supports it"
+        )
 
 
 def check_arguments(

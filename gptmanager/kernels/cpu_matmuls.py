@@ -42,6 +42,7 @@ class CpuMatmuls(Kernels):
     """The matmuls of `CpuKernels`, and the threads that all its ops run in."""
 
     quantized_kinds: tuple[Quantized, ...] = ("int8", "int4")
+    expert_kinds: tuple[Quantized, ...] = ("int8", "int4")
 
     def __init__(self, deterministic: bool = False) -> None:
         super().__init__(deterministic)

@@ -53,11 +53,12 @@ class Kernels(DeltaOps):
     in the call. Without it, the same formulas may round differently from batch to batch.
     `has_float64` is True if the ops accept float64. `plans_experts` is True if `experts` does not
     wait for the device, so that steps of models with experts can be planned too. Matrices may be
-    stored as `quantized_kinds`.
+    stored as `quantized_kinds`, those of experts as `expert_kinds`.
     """
 
     has_float64, plans_experts = True, False
     quantized_kinds: tuple[Quantized, ...] = ()
+    expert_kinds: tuple[Quantized, ...] = ()
 
     def __init__(self, deterministic: bool = False) -> None:
         self.deterministic = deterministic

@@ -180,6 +180,7 @@ def load_model(
         config, dtype=dtype, max_seq_len=max_seq_len, num_tensors=len(tensors.describe())
     )
     _check_float64(spec.dtype, weights_dtype, kernels, device)
+    _check_experts(spec, weights_dtype, kernels)
     if attention_window is not None:
         spec = _narrowed(spec, attention_window, sink)
     _check_pages(spec, kv_cache_dtype)
@@ -285,8 +286,7 @@ def _check_weights_dtype(
         raise ConfigError(
             f"{given} is refused with device = {str(device)!r} and kernels = CpuKernels"
         )
-    needed = {"int8", "int4"} if weights_dtype == "file" else {weights_dtype}
-    if not needed <= {*kernels.quantized_kinds}:
+    if not _kinds(weights_dtype) <= {*kernels.quantized_kinds}:
         have = ", ".join(kernels.quantized_kinds) or "none"
         raise ConfigError(
             f"{given} is refused with kernels = {type(kernels).__name__}: they have matmuls for "
@@ -314,6 +314,21 @@ def _check_float64(
         refused = f"weights_dtype = {weights_dtype!r}: its matmuls compute at most in float32"
     if refused:
         raise ConfigError(f"dtype = 'float64' is refused with {refused}")
+
+
+def _check_experts(spec: ModelSpec, weights_dtype: str | None, kernels: Kernels) -> None:
+    has_experts = any(layer.mlp.experts is not None for layer in spec.layers)
+    if has_experts and not _kinds(weights_dtype) <= {*kernels.expert_kinds}:
+        raise ConfigError(
+            f"weights_dtype = {weights_dtype!r} is refused with kernels = "
+            f"{type(kernels).__name__}: this model has experts, which they multiply in "
+            f"{', '.join(kernels.expert_kinds)}"
+        )
+
+
+def _kinds(weights_dtype: str | None) -> set[str]:
+    """Return the formats in which matrices may be stored."""
+    return {"int8", "int4"} if weights_dtype == "file" else {weights_dtype} - {None}
 
 
 def _cpu_kernels(device: torch.device | str) -> Kernels:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from gptmanager.cuda.gemm.int8_rows import Int8Rows
+from gptmanager.kernels.gemm.int4_matrix import Int4Matrix
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 # A unit in the last place, and for float32 what approximate exponentials cost.
@@ -33,6 +34,8 @@ def rounded(weight):
 
 def exact(weight):
     """The values of a weight in float64."""
+    if isinstance(weight, Int4Matrix):
+        return weight.groups().floats().double()
     if isinstance(weight, Int8Rows):
         return weight.values.double() * weight.scales.double().unsqueeze(1)
     return weight.double()
@@ -40,8 +43,10 @@ def exact(weight):
 
 def on(machine, weight):
     """A copy of a weight, or of any tensor, on a machine."""
-    if not isinstance(weight, Int8Rows):
+    if not isinstance(weight, Int8Rows | Int4Matrix):
         return None if weight is None else machine.tensor(weight)
-    copy = Int8Rows(*weight.shape, weight.dtype)
+    copy = type(weight)(*weight.shape, weight.dtype)
+    if isinstance(weight, Int4Matrix) and weight.minima is not None:
+        copy.minima = machine.tensor(weight.minima)
     copy.values, copy.scales = machine.tensor(weight.values), machine.tensor(weight.scales)
     return copy

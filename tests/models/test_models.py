@@ -328,10 +328,6 @@ def test_8_bits_are_refused_by_name(given: dict[str, Any], message: str) -> None
             {"head_dtype": "int4"},
             "head_dtype = 'int4' is refused with weights_dtype = None: it belongs to 'int4'",
         ),
-        (
-            {"weights_dtype": "int4", "device": "emulator"},
-            "weights_dtype = 'int4' is refused with device = 'emulator'",
-        ),
     ],
 )
 def test_a_manager_refuses_8_bits_by_name(options: dict[str, Any], message: str) -> None:

@@ -36,7 +36,7 @@ _CUDA = {
     "matmul_sums.cuh": "test_gemv test_lora",
     "sampling.cu": "test_sampling_kernel",
     "token_masks.cu": "test_token_masks_kernel",
-    "widening.cuh": "test_gemv test_gemm test_moe",
+    "widening.cuh": "test_gemv test_gemv_int4 test_gemm test_moe",
     "warpgroup_attention.cu": "test_context_attention test_far_pages test_machine_code",
 }
 _CHOICES = "test_launch_choices test_dependent_kernels"  # which kernel is launched, and how
@@ -53,7 +53,7 @@ _LAUNCHES = {
     "generation_attention.py": f"test_generation_plan test_generation_attention {_CHOICES}",
     "generation_plan.py": "test_generation_plan test_generation_attention",
     "graphs.py": "test_device_executor test_step_launches",
-    "int8_rows.py": "test_int8_weights",
+    "int8_rows.py": "test_quantized_weights",
     "kernels.py": "test_step_launches test_matmul_choice test_lora test_families_on_devices",
     "launch.py": "test_launch test_gemv test_sampling_kernel",
     "matrix.py": "test_compiler",

@@ -27,12 +27,15 @@ class Int4Matrix(PackedMatrix):
 
     position_bytes = PANEL_ROWS // 2
 
-    def __init__(self, rows: int, columns: int, dtype: torch.dtype) -> None:
+    def __init__(
+        self, rows: int, columns: int, dtype: torch.dtype, device: torch.device | str = "cpu"
+    ) -> None:
         self.shape, self.dtype = torch.Size((rows, columns)), dtype
         groups, panels = -(-columns // GROUP), -(-rows // PANEL_ROWS)
         self.depth = groups * GROUP
-        self.values = torch.zeros(panels, groups, _STEPS, PANEL_ROWS, _FOUR, dtype=INT4)
-        self.scales = torch.zeros(panels, groups, PANEL_ROWS, dtype=torch.float16)
+        shape = panels, groups, _STEPS, PANEL_ROWS, _FOUR
+        self.values = torch.zeros(shape, dtype=INT4, device=device)
+        self.scales = torch.zeros(panels, groups, PANEL_ROWS, dtype=torch.float16, device=device)
         self.minima: Tensor | None = None
         self.plans, self._parts = {}, ()
 
@@ -70,16 +73,27 @@ class Int4Matrix(PackedMatrix):
         first, end = start // PANEL_ROWS, -(-stop // PANEL_ROWS)
         own = slice(start - PANEL_ROWS * first, stop - PANEL_ROWS * first)
         halves = self.values[first:end].permute(0, 3, 1, 2, 4).flatten(0, 1)[own]
-        values = torch.stack((halves & 15, halves >> 4), dim=2).flatten(1)[:, : self.shape[1]]
         scales, minima = (
             None if it is None else it[first:end].transpose(1, 2).flatten(0, 1)[own]
             for it in (self.scales, self.minima)
         )
         assert scales is not None
-        return Groups(values, scales, minima)
+        return Groups(self._in_order(halves), scales, minima)
+
+    def _in_order(self, halves: Tensor) -> Tensor:
+        """Return the values `[n, columns]` of rows of bytes `[n, groups, 4, 4]`."""
+        return torch.stack((halves & 15, halves >> 4), dim=2).flatten(1)[:, : self.shape[1]]
 
     def unpacked(self, rows: slice = _ALL) -> Tensor:
         return self.groups(rows).floats().to(self.dtype)
+
+    def gathered(self, ids: Tensor) -> Tensor:
+        """Return the rows `ids [n]`, as `[n, columns]`."""
+        assert self.scales is not None
+        panel, lane = ids // PANEL_ROWS, ids % PANEL_ROWS
+        values = self._in_order(self.values[panel, :, :, lane])
+        minima = None if self.minima is None else self.minima[panel, :, lane]
+        return Groups(values, self.scales[panel, :, lane], minima).floats().to(self.dtype)
 
     def copy_(
         self,
@@ -114,7 +128,8 @@ class Int4Matrix(PackedMatrix):
         columns: slice = _ALL,
     ) -> bool:
         own = self.groups(slice(first_row, first_row + len(values)))
-        return first_column == 0 and torch.equal(own.floats(), self._own(values, columns).floats())
+        given = self._own(values, columns).floats()
+        return first_column == 0 and torch.equal(own.floats().cpu(), given)
 
     @staticmethod
     def _own(values: Tensor | Groups, columns: slice) -> Groups:
@@ -123,4 +138,4 @@ class Int4Matrix(PackedMatrix):
             if cut is not None:
                 return cut
             values = values.floats()
-        return round_to_groups(values[:, columns])
+        return round_to_groups(values[:, columns].cpu())

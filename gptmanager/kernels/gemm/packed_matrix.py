@@ -71,9 +71,11 @@ class PackedMatrix:
         return Panels(self.values, self.scales)
 
     def adopt(self, panels: Panels) -> bool:
-        """Use this storage from now on. Return False if its layout or dtype does not fit."""
+        """Use this storage from now on. Return False if its layout, dtype or device does not fit."""
         for own, other in ((self.values, panels.values), (self.scales, panels.scales)):
             if own is None or own.dtype != other.dtype or own.shape != other.shape:
+                return False
+            if own.device != other.device:
                 return False
         self.values, self.scales = panels.values, panels.scales
         self.plans, self._parts = {}, ()
@@ -152,7 +154,7 @@ class PackedMatrix:
             values = ints * scales.unsqueeze(1)
         values = values[:, columns]
         own = own[:, first_column : first_column + values.shape[1]]
-        return torch.equal(own, values.to(self.dtype))
+        return torch.equal(own, values.to(own))
 
 
 Matrix = Tensor | PackedMatrix

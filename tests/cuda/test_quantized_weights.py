@@ -1,4 +1,4 @@
-"""Weights in 8 bits on a device, here the emulator: loading, matmuls of a model, and texts."""
+"""Weights in 8 and 4 bits on a device, here the emulator: loading, matmuls of a model, texts."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from gptmanager.cuda.device.launch import EmulatorLauncher
 from gptmanager.cuda.gemm.int8_rows import Int8Rows
 from gptmanager.cuda.kernels import CudaKernels
 from gptmanager.errors import ConfigError
-from gptmanager.kernels.gemm.weight_quantization import round_to_int8
+from gptmanager.kernels.gemm.int4_matrix import Int4Matrix
+from gptmanager.kernels.gemm.weight_quantization import round_to_groups, round_to_int8
 from gptmanager.models.model import load_model
 
 EMBEDDING = "model.embed_tokens.weight"
@@ -29,21 +30,24 @@ def state():
 def load(toolchain, state):
     kernels = CudaKernels(EmulatorLauncher(has_matmuls=True))
 
-    def load(tensors=state, **options):
+    def load(tensors=state, config=LLAMA, **options):
         given = {"kernels": kernels, "weights_dtype": "int8", "dtype": "bfloat16", **options}
-        return load_model((LLAMA, tensors), **given)
+        return load_model((config, tensors), **given)
 
     load.kernels = kernels
     return load
 
 
-def twice_rounded(state):
-    """What a model with 8-bit matrices computes with, as floats."""
+def twice_rounded(state, kind):
+    """What a model with quantized matrices computes with, as floats."""
     found = dict(state)
     for name, tensor in state.items():
         if tensor.dim() == 2 and name != EMBEDDING:
-            ints, scales = round_to_int8(tensor)
-            found[name] = ints * scales.unsqueeze(1)
+            if kind == "int8" or name == "lm_head.weight":
+                ints, scales = round_to_int8(tensor)
+                found[name] = ints * scales.unsqueeze(1)
+            else:
+                found[name] = round_to_groups(tensor).floats()
     return found
 
 
@@ -62,9 +66,10 @@ def test_matrices_are_int8_rows_and_a_load_changes_them_in_place(load, state):
     assert own.nbytes == own.values.numel() + 4 * len(own)
 
 
+@pytest.mark.parametrize("kind", ["int8", "int4"])
 @pytest.mark.parametrize("num_rows", [3, 20, 300], ids=["gemv", "gemm", "torch"])
-def test_matmuls_of_any_number_of_rows(load, num_rows):
-    model = load()
+def test_matmuls_of_any_number_of_rows(load, num_rows, kind):
+    model = load(weights_dtype=kind)
     kernels, weight = load.kernels, model.weights["layers.0.down.weight"]
     x = randn(num_rows, weight.shape[1], dtype=torch.bfloat16)
     torch.testing.assert_close(
@@ -79,28 +84,31 @@ def test_matmuls_of_any_number_of_rows(load, num_rows):
     )
 
 
-def test_rows_of_a_quantized_table(toolchain):
-    kernels, table = CudaKernels(EmulatorLauncher()), Int8Rows(5, 8, torch.bfloat16)
-    table.copy_(randn(5, 8))
-    found = kernels.embedding(torch.tensor([4, 0, 4]), table)
-    assert torch.equal(found, table.unpacked()[[4, 0, 4]])
+@pytest.mark.parametrize("kind", [Int8Rows, Int4Matrix])
+def test_rows_of_a_quantized_table(toolchain, kind):
+    kernels, table = CudaKernels(EmulatorLauncher()), kind(35, 70, torch.bfloat16)
+    table.copy_(randn(35, 70))
+    found = kernels.embedding(torch.tensor([34, 0, 17, 34]), table)
+    assert torch.equal(found, table.unpacked()[[34, 0, 17, 34]])
     assert found.dtype is torch.bfloat16
 
 
-def test_a_manager_answers_as_with_the_rounded_floats(toolchain, state, monkeypatch):
+@pytest.mark.parametrize("kind", ["int8", "int4"])
+def test_a_manager_answers_as_with_the_rounded_floats(toolchain, state, monkeypatch, kind):
     requests = [
         InferenceRequest.from_tokens(number, prompt(number, 5 + 9 * number), 8)
         for number in range(1, 4)
     ]
-    found = finals(requests, "emulator", weights_dtype="int8", dtype="float32")
-    monkeypatch.setattr(devices, "checkpoint", lambda _: twice_rounded(state))
+    found = finals(requests, "emulator", weights_dtype=kind, dtype="float32")
+    monkeypatch.setattr(devices, "checkpoint", lambda _: twice_rounded(state, kind))
     expected = finals(requests, "emulator", dtype="float32")
     for one, other in zip(found, expected, strict=True):
         assert not one.error and not other.error, (one.error, other.error)
         assert torch.equal(one.tensors["output_ids"], other.tensors["output_ids"])
 
 
-def test_4_bits_are_refused_by_name(load):
+def test_4_bits_of_experts_are_refused_by_name(load):
+    spec = {"model_type": "mixtral", **{k: v for k, v in LLAMA.items() if k != "model_type"}}
     for kind in ("int4", "file"):
         with pytest.raises(ConfigError, match=f"'{kind}' is refused with kernels = CudaKernels: "):
-            load(weights_dtype=kind)
+            load(config={**spec, "num_local_experts": 4}, weights_dtype=kind)
