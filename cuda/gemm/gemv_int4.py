@@ -14,9 +14,7 @@ _THREADS, _COLUMNS, _ROWS = 512, 32, 16  # as in the .cu
 PROGRAM = Program(
     "gemm/gemv_int4.cu",
     tuple(
-        f"gemv_int4<{NAMES[dtype]}, {minima}>"
-        for dtype in _DTYPES
-        for minima in ("false", "true")
+        f"gemv_int4<{NAMES[dtype]}, {minima}>" for dtype in _DTYPES for minima in ("false", "true")
     ),
     dependent=True,
 )
