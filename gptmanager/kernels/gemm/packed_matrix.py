@@ -71,7 +71,7 @@ class PackedMatrix:
         return Panels(self.values, self.scales)
 
     def adopt(self, panels: Panels) -> bool:
-        """Use this storage from now on. Return False if its layout, dtype or device does not fit."""
+        """Use this storage from now on. Return False if its layout, dtype or device differs."""
         for own, other in ((self.values, panels.values), (self.scales, panels.scales)):
             if own is None or own.dtype != other.dtype or own.shape != other.shape:
                 return False
