@@ -179,8 +179,7 @@ def load_model(
     spec = read_spec(
         config, dtype=dtype, max_seq_len=max_seq_len, num_tensors=len(tensors.describe())
     )
-    _check_float64(spec.dtype, weights_dtype, kernels, device)
-    _check_experts(spec, weights_dtype, kernels)
+    _check_dtypes(spec, weights_dtype, kernels, device)
     if attention_window is not None:
         spec = _narrowed(spec, attention_window, sink)
     _check_pages(spec, kv_cache_dtype)
@@ -297,6 +296,14 @@ def _check_weights_dtype(
 def _check_pages(spec: ModelSpec, dtype: torch.dtype | None) -> None:
     if dtype is torch.float8_e4m3fn and any(it.attention.latent for it in spec.layers):
         raise ConfigError(f"kv_cache_dtype = {dtype}: must be None, because latents have no scales")
+
+
+def _check_dtypes(
+    spec: ModelSpec, weights_dtype: str | None, kernels: Kernels, device: torch.device | str
+) -> None:
+    """Raise ConfigError for dtypes that the kernels do not support for such a model."""
+    _check_float64(spec.dtype, weights_dtype, kernels, device)
+    _check_experts(spec, weights_dtype, kernels)
 
 
 def _check_float64(
