@@ -209,9 +209,10 @@ class OptionalParams:
     continue in the next manager on this folder (docs/reliability.md). `journal_sync`: when records
     are forced to the disk: "always" before their responses are sent, a number of milliseconds in
     the background, "never". `journal_on_full`, while the disk is full: "refuse" new requests, or
-    "continue" without a journal. `restore_cb(request_id)`: returns what the host has of a request,
-    a `Delivered`, or None. `restore_processor_cb(request_id, client_id)`: returns its logits
-    post-processor.
+    "continue" without a journal. `journal_max_resumes`: how many managers in a row may resume a
+    request without sending a token of it. `restore_cb(request_id)`: returns what the host has of a
+    request, a `Delivered`, or None. `restore_processor_cb(request_id, client_id)`: returns its
+    logits post-processor.
     """
 
     kv_cache_config: KvCacheConfig = field(default_factory=KvCacheConfig)
@@ -254,6 +255,7 @@ class OptionalParams:
     journal_path: str | os.PathLike[str] | None = None
     journal_sync: float | Literal["always", "never"] = 20
     journal_on_full: Literal["refuse", "continue"] = "refuse"
+    journal_max_resumes: int = 5
     restore_cb: Callable[[int], Delivered | None] | None = None
     restore_processor_cb: Callable[[int, int | None], Any] | None = None
     on_progress: ProgressCallback | None = None

@@ -96,6 +96,7 @@ _RANGES: dict[type, dict[str, tuple[float, float]]] = {
         "max_waiting_requests": (0, _MANY),
         "max_get_failures": (1, _MANY),
         "max_step_failures": (1, _MANY),
+        "journal_max_resumes": (1, _MANY),
         "logits_post_processor_budget_s": (0.0, 1e6),
         "black_box_iterations": (0, _MANY),
         "black_box_bytes": (1 << 20, _HUGE),

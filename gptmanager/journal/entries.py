@@ -9,7 +9,6 @@ from __future__ import annotations
 import struct
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 import numpy as np
 
@@ -17,22 +16,50 @@ from gptmanager.errors import JournalError
 from gptmanager.journal.records import Kind
 
 _ID = struct.Struct("<Q")
-_SENT = struct.Struct("<QII")  # id, index of the first token, number of tokens
-_ONE = struct.Struct("<QIIi")  # the same, followed by one token, which is the usual number
-_WITH_LOG_PROBS = 1 << 31  # added to the number of tokens: their log probabilities follow
-_UNFINISHED = struct.Struct("<QIIII")  # id, and the lengths of the parts
+_COUNT = struct.Struct("<I")
+_COLUMNS_BYTES = 16  # of a response in a SENT record, without its tokens
+_WITH_LOG_PROBS = 1 << 31  # added to a number of tokens that have log probabilities
+_UNFINISHED = struct.Struct("<QIIIII")  # id, `num_starts`, and the lengths of the parts
 
 
-class Sent(NamedTuple):
-    """Tokens of a request that are about to be sent.
+class Sent:
+    """Tokens of responses that are about to be sent, in columns: one value per response in `ids`
+    (of requests), `starts` (the index of the first token in the output) and `counts` (of tokens).
 
-    The first one has the index `start` in the output. `log_probs` has a value per token, or none.
+    The loop adds a value at a time to the columns, since an iteration sends to many requests.
     """
 
-    request_id: int
-    start: int
-    tokens: list[int]
-    log_probs: list[float]
+    __slots__ = ("counts", "ids", "log_probs", "starts", "tokens")
+
+    def __init__(self) -> None:
+        self.ids: list[int] = []
+        self.starts: list[int] = []
+        self.counts: list[int] = []
+        self.tokens: list[int] = []
+        self.log_probs: list[float] = []
+
+    def add(self, request_id: int, entry: Entry, tokens: list[int], log_probs: list[float]) -> None:
+        """Add a response to the columns, and to the request's `entry`. `log_probs` has a value per
+        token, or none.
+        """
+        if not tokens:
+            return
+        self.ids.append(request_id)
+        self.starts.append(len(entry.tokens))
+        self.counts.append(len(tokens) | (_WITH_LOG_PROBS if log_probs else 0))
+        self.tokens += tokens
+        self.log_probs += log_probs
+        entry.tokens += tokens
+        entry.log_probs += log_probs
+        entry.num_starts = 0
+
+    def payload(self) -> bytes:
+        """Return the payload of a SENT record."""
+        count = len(self.ids)
+        form = f"<I{count}Q{2 * count}I{len(self.tokens)}i{len(self.log_probs)}f"
+        return struct.pack(
+            form, count, *self.ids, *self.starts, *self.counts, *self.tokens, *self.log_probs
+        )
 
 
 @dataclass(slots=True, eq=False)
@@ -41,27 +68,15 @@ class Entry:
 
     `accepted`: its inputs as bytes. `tokens`, `log_probs`: the sent output. `last`: the final
     response as bytes, from the time when it was about to be sent; stored only if the host may not
-    have recorded it.
+    have recorded it. `num_starts`: how many managers have resumed it since a token of it was
+    sent.
     """
 
     accepted: bytes
     tokens: list[int] = field(default_factory=list)
     log_probs: list[float] = field(default_factory=list)
     last: bytes = b""
-
-
-def sent_payload(items: Iterable[Sent]) -> bytes:
-    """Return the payload of a SENT record."""
-    parts = []
-    for request_id, start, tokens, log_probs in items:
-        if len(tokens) == 1 and not log_probs:
-            parts.append(_ONE.pack(request_id, start, 1, tokens[0]))
-            continue
-        count = len(tokens) | (_WITH_LOG_PROBS if log_probs else 0)
-        parts.append(_SENT.pack(request_id, start, count))
-        parts.append(np.array(tokens, dtype="<i4").tobytes())
-        parts.append(np.array(log_probs, dtype="<f4").tobytes())
-    return b"".join(parts)
+    num_starts: int = 0
 
 
 def ids_payload(ids: Iterable[int]) -> bytes:
@@ -81,7 +96,7 @@ def unfinished_payload(request_id: int, entry: Entry) -> bytes:
         np.array(entry.log_probs, dtype="<f4").tobytes(),
         entry.last,
     )
-    return b"".join((_UNFINISHED.pack(request_id, *map(len, parts)), *parts))
+    return b"".join((_UNFINISHED.pack(request_id, entry.num_starts, *map(len, parts)), *parts))
 
 
 class Entries(dict[int, Entry]):
@@ -98,6 +113,9 @@ class Entries(dict[int, Entry]):
                 self._send(payload)
             elif kind is Kind.LAST_RESPONSE:
                 self[_ID.unpack_from(payload)[0]].last = payload[_ID.size :]
+            elif kind is Kind.RESUMED:
+                for (request_id,) in _ID.iter_unpack(payload):
+                    self[request_id].num_starts += 1
             elif kind in (Kind.FINAL, Kind.DELIVERED):
                 for (request_id,) in _ID.iter_unpack(payload):
                     del self[request_id]
@@ -112,7 +130,7 @@ class Entries(dict[int, Entry]):
         self[request_id] = Entry(accepted)
 
     def _restore(self, payload: bytes) -> None:
-        request_id, *sizes = _UNFINISHED.unpack_from(payload)
+        request_id, num_starts, *sizes = _UNFINISHED.unpack_from(payload)
         parts, end = [], _UNFINISHED.size
         for size in sizes:
             parts.append(payload[end : end + size])
@@ -123,27 +141,34 @@ class Entries(dict[int, Entry]):
         self._accept(request_id, accepted)
         entry = self[request_id]
         entry.tokens, entry.log_probs = _ints(tokens), _floats(log_probs)
-        entry.last = last
+        entry.last, entry.num_starts = last, num_starts
 
     def _send(self, payload: bytes) -> None:
-        end = 0
-        while end < len(payload):
-            request_id, start, count = _SENT.unpack_from(payload, end)
-            has_log_probs, count = count & _WITH_LOG_PROBS, count & ~_WITH_LOG_PROBS
-            end += _SENT.size
-            tokens, end = payload[end : end + 4 * count], end + 4 * count
-            entry = self[request_id]
+        (count,) = _COUNT.unpack_from(payload)
+        end = _COUNT.size + _COLUMNS_BYTES * count
+        columns = memoryview(payload)[_COUNT.size : end]
+        ids = np.frombuffer(columns[: 8 * count], dtype="<u8").tolist()
+        starts, counts = np.frombuffer(columns[8 * count :], dtype="<u4").reshape(2, count).tolist()
+        num_tokens = sum(it & ~_WITH_LOG_PROBS for it in counts)
+        num_log_probs = sum(it & ~_WITH_LOG_PROBS for it in counts if it & _WITH_LOG_PROBS)
+        if len(payload) != end + 4 * (num_tokens + num_log_probs):
+            raise JournalError("its columns do not have the length of its payload")
+        tokens = _ints(payload[end : end + 4 * num_tokens])
+        log_probs = _floats(payload[end + 4 * num_tokens :])
+        first = first_log_prob = 0
+        for request_id, start, given in zip(ids, starts, counts, strict=True):
+            entry, number = self[request_id], given & ~_WITH_LOG_PROBS
             if start != len(entry.tokens):
                 raise JournalError(
                     f"request {request_id} has sent {len(entry.tokens)} tokens, the record "
                     f"continues at {start}"
                 )
-            entry.tokens += _ints(tokens)
-            if has_log_probs:
-                log_probs, end = payload[end : end + 4 * count], end + 4 * count
-                entry.log_probs += _floats(log_probs)
-        if end != len(payload):
-            raise JournalError("its last item is not complete")
+            entry.num_starts = 0
+            entry.tokens += tokens[first : first + number]
+            first += number
+            if given & _WITH_LOG_PROBS:
+                entry.log_probs += log_probs[first_log_prob : first_log_prob + number]
+                first_log_prob += number
 
 
 def _ints(data: bytes) -> list[int]:

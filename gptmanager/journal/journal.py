@@ -19,7 +19,6 @@ from gptmanager.journal.entries import (
     Sent,
     ids_payload,
     named_payload,
-    sent_payload,
     unfinished_payload,
 )
 from gptmanager.journal.records import Kind, record
@@ -127,47 +126,44 @@ class Journal:
             self._write(data)
         return True
 
+    def note_resumed(self, request_ids: Sequence[int]) -> None:
+        """Write that these requests may run now. Raises JournalError like `commit`."""
+        for request_id in request_ids:
+            self.entries[request_id].num_starts += 1
+        if request_ids:
+            self._write(record(Kind.RESUMED, ids_payload(request_ids)))
+
     def commit(
         self,
-        sent: Sequence[Sent],
+        sent: Sent | None,
         ends: Sequence[tuple[int, bytes]] = (),
         delivered: Sequence[int] = (),
     ) -> None:
         """Write the data that is about to be sent.
 
-        `sent`: tokens. `ends`: the ids of requests that end, with the final response or b"".
-        `delivered`: ids of requests with a final response that has been delivered since. Raises
-        JournalError if the disk and the reserve are full.
+        `sent`: tokens, which the entries have already. `ends`: the ids of requests that end, with
+        the final response or b"". `delivered`: ids of requests with a final response that has been
+        delivered since. Raises JournalError if the disk and the reserve are full.
         """
         parts = []
         if delivered:
             parts.append(record(Kind.DELIVERED, ids_payload(dict.fromkeys(delivered))))
-        if sent:
-            parts.append(record(Kind.SENT, sent_payload(sent)))
+        if sent is not None and sent.ids:
+            parts.append(record(Kind.SENT, sent.payload()))
         stored = [(i, last) for i, last in ends if last]
         parts += [record(Kind.LAST_RESPONSE, named_payload(*end)) for end in stored]
         # an id may end twice, as Get may return it twice: it is one request of the journal
         ids = list(dict.fromkeys(request_id for request_id, last in ends if not last))
         if ids:
             parts.append(record(Kind.FINAL, ids_payload(ids)))
-        self._apply(sent, stored, (*delivered, *ids))
+        for request_id, last in stored:
+            self.entries[request_id].last = last
+        for request_id in (*delivered, *ids):
+            self.entries.pop(request_id, None)
         if parts:
             self._write(b"".join(parts))
             if self._size > self._limit:
                 self._rotate()
-
-    def _apply(
-        self, sent: Sequence[Sent], stored: Sequence[tuple[int, bytes]], gone: Sequence[int]
-    ) -> None:
-        entries = self.entries
-        for request_id, _, tokens, log_probs in sent:
-            entry = entries[request_id]
-            entry.tokens += tokens
-            entry.log_probs += log_probs
-        for request_id, last in stored:
-            entries[request_id].last = last
-        for request_id in gone:
-            entries.pop(request_id, None)
 
     # The disk --------------------------------------------------------------------------------
 
@@ -281,44 +277,49 @@ class Journal:
 class SyncThread:
     """Forces a file's data to the disk every `interval_s` seconds while the file grows.
 
-    `error`: the latest failure.
+    `error`: the latest failure. The thread wakes as seldom as it can: each time it takes the GIL
+    from the loop.
     """
 
     def __init__(self, interval_s: float) -> None:
         self.error: OSError | None = None
         self._interval_s = interval_s
         self._lock = threading.Lock()  # held while the file must stay open
-        self._file = -1
-        self._is_dirty, self._stops = threading.Event(), threading.Event()
+        self._file = -1  # with new data, or -1
+        self._rests, self._ends = threading.Event(), threading.Event()
+        self._wakes = threading.Event()
         self._thread = threading.Thread(target=self._run, name="gptmanager-journal", daemon=True)
         self._thread.start()
 
     def note(self, file: int) -> None:
         """Note that `file` has new data."""
         self._file = file
-        if not self._is_dirty.is_set():
-            self._is_dirty.set()
+        if self._rests.is_set():
+            self._rests.clear()
+            self._wakes.set()
 
     def forget(self) -> None:
         """Stop syncing the file, before it is closed: a newer segment replaces its data."""
         with self._lock:
             self._file = -1
-            self._is_dirty.clear()
 
     def stop(self) -> None:
-        self._stops.set()
-        self._is_dirty.set()
+        self._ends.set()
+        self._wakes.set()
         self._thread.join()
 
     def _run(self) -> None:
-        while True:
-            self._is_dirty.wait()
-            if self._stops.wait(self._interval_s):
-                return
-            self._is_dirty.clear()
+        while not self._ends.wait(self._interval_s):
+            if self._file < 0:  # nothing was written in the last interval
+                self._rests.set()
+                if self._file < 0:
+                    self._wakes.wait()
+                self._wakes.clear()
+                continue
             with self._lock:
-                if self._file >= 0:
+                file, self._file = self._file, -1
+                if file >= 0:
                     try:
-                        os.fdatasync(self._file)
+                        os.fdatasync(file)
                     except OSError as error:
                         self.error = error

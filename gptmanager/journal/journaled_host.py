@@ -23,6 +23,7 @@ from gptmanager.journal.accepted import AcceptedRequests, pack_response
 from gptmanager.journal.entries import Sent
 from gptmanager.journal.journal import Journal
 from gptmanager.lifecycle.log import logger
+from gptmanager.loop.active_request import ActiveRequest
 from gptmanager.loop.request_table import RequestTable
 from gptmanager.recorder.taps import HostTap
 from gptmanager.request.inference_request import InferenceRequest, NamedTensor
@@ -105,7 +106,7 @@ class JournaledHost(HostTap):
     def _write_delivered(self) -> None:
         delivered, self._delivered = self._delivered, []
         if delivered:
-            self._journal.commit((), (), delivered)
+            self._journal.commit(None, (), delivered)
 
     # JournalSeam -----------------------------------------------------------------------------
 
@@ -123,53 +124,76 @@ class JournaledHost(HostTap):
             except Exception:  # the loop ends; its last responses must still be sent
                 self._is_broken, self.held = True, held
                 raise
-        for request_id, tensors, is_final, error in held:
-            if is_final or request_id not in self._refused:
-                self._respond(request_id, tensors, is_final, error)
-            if is_final:
-                self._refused.discard(request_id)
+        respond, refused = self._respond, self._refused
+        for response in held:
+            if refused and response[0] in refused:
+                self._respond_refused(response)
+            else:
+                respond(*response)
         if ends:
             if self._journal.keeps_responses:
                 self._delivered += [request_id for request_id, _ in ends]
             self._accepted.end([request_id for request_id, _ in ends])
 
-    def _records(self, held: Sequence[Response]) -> tuple[list[Sent], list[tuple[int, bytes]]]:
+    def _respond_refused(self, response: Response) -> None:
+        """Send a response to a request that is not in the journal, if it is the final one."""
+        if response[2]:
+            self._respond(*response)
+            self._refused.discard(response[0])
+
+    def _records(self, held: Sequence[Response]) -> tuple[Sent, list[tuple[int, bytes]]]:
         """Return the tokens and the ends that must be written before `held` is sent."""
-        entries, sent, ends = self._journal.entries, list[Sent](), list[tuple[int, bytes]]()
-        starts: dict[int, int] = {}  # after what is in `sent`: a request may have two responses
+        assert self.table is not None
+        requests, entries = self.table.by_id, self._journal.entries
+        sent, ends = Sent(), list[tuple[int, bytes]]()
+        add_id, add_start = sent.ids.append, sent.starts.append
+        add_count, add_token = sent.counts.append, sent.tokens.append
         for request_id, tensors, is_final, error in held:
-            if is_final and self._duplicates and error.startswith(_DUPLICATE):
-                self._duplicates -= Counter((request_id,))
-            elif request_id not in entries:
+            entry = entries.get(request_id)
+            if is_final:
+                if self._duplicates and error.startswith(_DUPLICATE):
+                    self._duplicates -= Counter((request_id,))
+                elif entry is not None:
+                    if error.startswith(_REFUSED_ADAPTER):
+                        self._accepted.refuse_adapter(request_id)
+                    ends.append((request_id, self._last(request_id, tensors, error)))
                 continue
-            elif is_final:
-                if error.startswith(_REFUSED_ADAPTER):
-                    self._accepted.refuse_adapter(request_id)
-                ends.append((request_id, self._last(request_id, tensors, error)))
-            else:
-                start = starts.get(request_id, len(entries[request_id].tokens))
-                if found := self._sent(request_id, start, tensors):
-                    sent.append(found)
-                    starts[request_id] = start + len(found.tokens)
+            request = requests.get(request_id)
+            if entry is None or request is None:  # without a request, its final response follows
+                continue
+            known = entry.tokens
+            start, end = request.orig_prompt_len + len(known), request.num_sent
+            if request.has_extras:
+                sent.add(request_id, entry, *self._with_extras(request, start, tensors))
+            elif start != end - 1:
+                sent.add(request_id, entry, request.tokens[start:end], [])
+            else:  # what `add` does, for the one token that most responses have
+                token = request.tokens[start]
+                add_id(request_id)
+                add_start(len(known))
+                add_count(1)
+                add_token(token)
+                known.append(token)
+                entry.num_starts = 0
         return sent, ends
 
-    def _sent(self, request_id: int, start: int, tensors: list[NamedTensor]) -> Sent | None:
-        """Return the tokens of a response that the journal does not have yet."""
+    def _with_extras(
+        self, request: ActiveRequest, start: int, tensors: list[NamedTensor]
+    ) -> tuple[list[int], list[float]]:
+        """Return the tokens from `start` on that are in a response or were sent before it, and
+        their log probabilities.
+        """
         assert self.table is not None
-        request = self.table.by_id.get(request_id)
-        if request is None:  # its final response follows
-            return None
-        end = request.num_sent - request.orig_prompt_len
         if request.search is not None:
-            by_name = dict(tensors)
-            first = end - by_name["output_ids"].shape[-1]
-            tokens: list[int] = by_name["output_ids"][0, 0].tolist()[max(0, start - first) :]
-            return Sent(request_id, start, tokens, []) if tokens else None
-        tokens = request.tokens[request.orig_prompt_len + start : request.num_sent]
-        log_probs: list[float] = []
-        if request.output.config.log_probs:
-            log_probs = self.table.extras[request_id].log_probs(start, end)[0, 0].tolist()
-        return Sent(request_id, start, tokens, log_probs) if tokens else None
+            ids = dict(tensors)["output_ids"]
+            first = request.num_sent - ids.shape[-1]
+            return ids[0, 0].tolist()[max(0, start - first) :], []
+        tokens = request.tokens[start : request.num_sent]
+        if not (tokens and request.output.config.log_probs):
+            return tokens, []
+        extras, length = self.table.extras[request.request_id], request.orig_prompt_len
+        found: list[float] = extras.log_probs(start - length, request.num_sent - length)[0, 0]
+        return tokens, found.tolist()
 
     def note_ends(self, request_ids: Sequence[int], error: str) -> None:
         if not self._lock.acquire(timeout=_LOCK_S):
@@ -181,7 +205,7 @@ class JournaledHost(HostTap):
                     self._duplicates[request_id] -= 1
                 elif request_id in self._journal.entries:
                     ids.append(request_id)
-            self._journal.commit((), [(i, self._last(i, [], error)) for i in ids])
+            self._journal.commit(None, [(i, self._last(i, [], error)) for i in ids])
             if self._journal.keeps_responses:
                 self._delivered += ids
         except JournalError as failed:

@@ -57,6 +57,7 @@ def _request(
         "prompt_tokens": len(np.asarray(prompt).reshape(-1)),
         "streaming": bool(read.request.is_streaming),
         "sent_tokens": len(entry.tokens),
+        "resumes": entry.num_starts,
         "final": "sent, not acknowledged" if entry.last else "",
         "objects": dict(read.objects),
     }

@@ -31,7 +31,9 @@ def open_journal(
     try:
         accepted = AcceptedRequests(journal.folder, params.seed, syncs=journal.syncs)
         found = resume(journal, accepted, params)
-        journal.commit((), [(request_id, b"") for request_id in found.ended])
+        journal.commit(None, [(request_id, b"") for request_id in found.ended])
+        first = found.requests[: params.max_batch_size]  # at most these run at first
+        journal.note_resumed([request.request_id for request in first])
         journaled = JournaledHost(host, journal, accepted)
     except BaseException:
         journal.close()

@@ -14,7 +14,7 @@ from typing import IO, NamedTuple
 
 from gptmanager.errors import JournalError
 
-VERSION = 1
+VERSION = 2
 MAX_RECORD_BYTES = 1 << 30
 # The length of the payload, the kind, the CRC-32 of the payload, and the CRC-32 of these three.
 _HEAD, _CHECK = struct.Struct("<IB3xI"), struct.Struct("<I")
@@ -31,6 +31,7 @@ class Kind(IntEnum):
     LAST_RESPONSE = 5  # the final response of a request that ends
     DELIVERED = 6  # ids of requests with a delivered final response
     UNFINISHED = 7  # a request with its progress, at the start of a segment
+    RESUMED = 8  # ids of requests that a new manager begins to run
 
 
 class Record(NamedTuple):

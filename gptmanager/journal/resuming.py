@@ -87,6 +87,11 @@ def _delivered(restore: Callable[[int], Any] | None, request_id: int) -> Deliver
 def _resumed(
     entry: Entry, accepted: AcceptedRequests, params: OptionalParams, delivered: Delivered | None
 ) -> tuple[InferenceRequest, Progress]:
+    if entry.num_starts >= params.journal_max_resumes:
+        raise JournalError(
+            f"{entry.num_starts} managers have resumed it and none has sent a token of it "
+            f"(journal_max_resumes = {params.journal_max_resumes}); it may be what ends the process"
+        )
     read = accepted.read(entry.accepted)
     request = accepted.restore(read)
     _restore_processor(request, params)

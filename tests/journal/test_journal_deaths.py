@@ -1,5 +1,6 @@
 """A process dies at any byte of its journal; the next one goes on: no token is lost or doubled."""
 
+import struct
 from pathlib import Path
 
 import hypothesis.strategies as st
@@ -14,6 +15,9 @@ from shorthand import request
 
 from gptmanager import InferenceRequest
 from gptmanager.config import Delivered
+from gptmanager.errors import JournalError
+from gptmanager.journal.entries import Entries, Entry, Sent
+from gptmanager.journal.records import Kind
 
 PROMPTS = [[1, 2, 3], [7], [4, 4, 9, 1, 2, 8, 3], [5, 6]]
 
@@ -237,3 +241,52 @@ def test_a_python_post_processor_comes_back_from_the_host_or_ends_its_request(tm
     [(_, _, _, is_final, error)] = third.host.got
     assert is_final
     assert error.startswith("JournalError: the request cannot be resumed")
+
+
+def test_a_request_that_kills_each_manager_ends_and_one_that_makes_progress_goes_on(tmp_path):
+    """Each life dies before anything is sent, but the third one sends a token of request 2."""
+    folder, asked = tmp_path / "life", [request(n, [n], 9, is_streaming=True) for n in (1, 2, 3)]
+    life = JournaledRun(folder, asked)
+    life.journaled.fetch(None, 0)
+    for number in range(1, 5):
+        life.journal.close()
+        folder = die_at(folder, life.size())
+        life = JournaledRun(folder, [], max_resumes=3, max_batch_size=2)
+        entries = life.journal.entries
+        assert 1 not in entries or entries[1].num_starts == number < 4
+        assert entries[2].num_starts == (1 if number == 4 else number)
+        assert entries[3].num_starts == (number == 4)
+        if number == 3:
+            sent = Sent()
+            sent.add(2, entries[2], expected_output([2], 9)[:1], [])
+            life.journal.commit(sent)
+    life.run()
+    ids = torch.tensor([[expected_output([2], 9)[:1]]])  # sent by the third life
+    found = outputs_of([(0, 2, [("output_ids", ids)], False, "")], life.host.got)
+    assert len(found[1].errors) == 1 and found[1].num_finals == 1
+    assert "3 managers have resumed it and none has sent a token of it" in found[1].errors[0]
+    assert found[2].tokens == expected_output([2], 9)
+    assert found[3].tokens == expected_output([3], 9) and not found[3].errors
+
+
+def test_the_columns_of_sent_tokens_are_checked_when_they_are_read():
+    entries = Entries({number: Entry(b"") for number in (1, 2, 2**64 - 1)})
+    sent = Sent()
+    sent.add(1, entries[1], [7], [])
+    sent.add(2, entries[2], [3, -4], [])
+    sent.add(2**64 - 1, entries[2**64 - 1], [5, 6], [-0.5, -1.0])
+    whole = sent.payload()
+    read = Entries({number: Entry(b"") for number in entries})
+    read.apply(Kind.SENT, whole)
+    assert {n: (it.tokens, it.log_probs) for n, it in read.items()} == {
+        n: (it.tokens, it.log_probs) for n, it in entries.items()
+    }
+    with pytest.raises(JournalError, match="has sent 1 tokens, the record continues at 0"):
+        read.apply(Kind.SENT, whole)
+    wrong = [whole[:end] for end in range(len(whole))] + [whole + b"1234"]
+    wrong += [struct.pack("<I", 2**32 - 1) + whole[4:], struct.pack("<I", 0) + whole[4:]]
+    for payload in wrong:
+        with pytest.raises(JournalError):
+            Entries({number: Entry(b"") for number in entries}).apply(Kind.SENT, payload)
+    with pytest.raises(JournalError, match="request 2 is not in the journal"):
+        Entries({1: Entry(b"")}).apply(Kind.SENT, whole)

@@ -158,7 +158,7 @@ def _journal_of(folder: Path) -> tuple[Entries, set[int] | None]:
     with found.path.open("rb") as file:
         for record in RecordReader(file, found.end, str(found.path)):
             kind, payload = record.kind, record.payload
-            if kind not in (Kind.BEGIN, Kind.UNFINISHED):
+            if kind not in (Kind.BEGIN, Kind.UNFINISHED, Kind.RESUMED):
                 ended = set(np.frombuffer(payload, "<u8").tolist()) if kind is Kind.FINAL else set()
     return found.entries, ended
 

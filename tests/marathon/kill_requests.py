@@ -113,6 +113,7 @@ def start(
         optional_params=OptionalParams(
             journal_path=journal,
             journal_sync=20 if journal is None else life.sync,
+            journal_max_resumes=1000,
             restore_cb=host.restore if restores else None,
             kv_cache_config=KvCacheConfig(
                 max_tokens=life.max_tokens, tokens_per_block=8, enable_block_reuse=True

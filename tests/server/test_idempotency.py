@@ -11,11 +11,14 @@ import threading
 
 import httpx
 import pytest
+import torch
 from running_server import running_server, settings_of, wait_for
 from served_process import served_process
 
-from gptmanager.server.engine import kept_calls
-from gptmanager.server.http.idempotency import PATHS
+from gptmanager import NamedTensor
+from gptmanager.server.engine import kept_calls, restored_responses
+from gptmanager.server.engine.restored_responses import RestoredResponses
+from gptmanager.server.http.idempotency import PATHS, CallKey
 
 STORY = "Lily had a grey book. Max had a brown coat."
 CHAT = {"messages": [{"role": "user", "content": STORY}]}
@@ -152,6 +155,30 @@ def texts_of(stream):
             for choice in json.loads(line[6:])["choices"]:
                 found[choice["index"]] = found.get(choice["index"], "") + choice["text"]
     return found
+
+
+def test_answers_that_nobody_joins_are_dropped_after_a_time_and_beyond_a_size(monkeypatch):
+    now, names = [0.0], [CallKey("", b"%d" % number).request_id(0) for number in range(4)]
+    monkeypatch.setattr(restored_responses, "monotonic", lambda: now[0])
+    monkeypatch.setattr(restored_responses, "MAX_BYTES", 2000)
+    found = RestoredResponses()
+    for number in names:
+        found.restore(number)
+    assert found.restore(7) is None
+    part = [NamedTensor("output_ids", torch.zeros(75, dtype=torch.int64))]  # with the rest: 856
+    found.hold(names[0], part, True, "")
+    found.hold(names[1], part, True, "")
+    assert [*found._held] == names
+    found.hold(names[2], part, False, "")
+    assert [*found._held] == names[1:]
+    now[0] = restored_responses.KEEP_S + 1
+    assert not found.hold(7, part, True, "")
+    assert [*found._held] == names[2:]
+    found.hold(names[2], [], True, "")
+    now[0] += restored_responses.KEEP_S + 1
+    assert found.join(names[2], object, print) is None
+    assert [*found._held] == names[3:]
+    assert found._num_bytes == 0
 
 
 @pytest.mark.slow

@@ -95,6 +95,8 @@ class JournaledRun:
         segment_bytes: int = 64 << 20,
         on_full: Any = "continue",
         sync: Any = "never",
+        max_resumes: int = 5,
+        max_batch_size: int = 256,
         **options: Any,
     ) -> None:
         restores = None if record is None else record.get
@@ -109,10 +111,15 @@ class JournaledRun:
         )
         accepted = AcceptedRequests(self.journal.folder, seed, syncs=self.journal.syncs)
         params = OptionalParams(
-            journal_path=folder, restore_cb=restores, restore_processor_cb=restore_processor
+            journal_path=folder,
+            journal_max_resumes=max_resumes,
+            restore_cb=restores,
+            restore_processor_cb=restore_processor,
         )
         self.resumption: Resumption = resume(self.journal, accepted, params)
-        self.journal.commit((), [(request_id, b"") for request_id in self.resumption.ended])
+        self.journal.commit(None, [(request_id, b"") for request_id in self.resumption.ended])
+        first = self.resumption.requests[:max_batch_size]
+        self.journal.note_resumed([request.request_id for request in first])
         loop, self.host = self.driver.loop, Host()
         self.driver.host = self.host
         self.host.size = self.size

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import os
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -38,16 +39,20 @@ class Adapters:
     """The loaded adapters of the model in the folder `model`, by name.
 
     `root` is the folder that must contain the adapters; if it is None, none can be loaded. At most
-    `most` may be loaded at once, each with its weights.
+    `most` may be loaded at once, each with its weights. `has_journal`: the manager may have
+    adapters of an earlier process, so the first task id is a random one.
     """
 
-    def __init__(self, model: Path, root: Path | None, most: int) -> None:
+    def __init__(
+        self, model: Path, root: Path | None, most: int, *, has_journal: bool = False
+    ) -> None:
         self._model = model
         self._most = most
         self._num_loading = 0
         self._root = None if root is None else root.resolve()
         self._by_name: dict[str, Adapter] = {}
-        self._task_ids = itertools.count(FIRST_OWN_TASK)
+        first = int.from_bytes(os.urandom(4), "big") >> 1 if has_journal else 0
+        self._task_ids = itertools.count(FIRST_OWN_TASK + first)
 
     def __iter__(self) -> Iterator[Adapter]:
         return iter(list(self._by_name.values()))

@@ -59,7 +59,9 @@ class Engine:
         self.manager = manager
         self.queue = queue
         self.metrics = metrics
-        self.adapters = Adapters(card.folder, settings.adapter_dir, settings.max_adapters)
+        has_journal = settings.journal is not None
+        given = card.folder, settings.adapter_dir, settings.max_adapters
+        self.adapters = Adapters(*given, has_journal=has_journal)
         self.has_adapters = has_adapters
         self.keys = ServerKeys(settings)
         self.body_budget = BodyBudget()
@@ -81,7 +83,7 @@ class Engine:
         self._calls: set[Call] = set()
         self._num_preparing = 0
         # with a journal, not the ids of requests of an earlier process
-        first = 0 if settings.journal is None else int.from_bytes(os.urandom(5), "big") << 20
+        first = 0 if not has_journal else int.from_bytes(os.urandom(5), "big") << 20
         self._request_ids = itertools.count(first + 1)
 
     @property

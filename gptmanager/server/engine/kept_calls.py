@@ -8,12 +8,11 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 
 from gptmanager.server.engine.call import Call, EngineRequest
-from gptmanager.server.engine.restored_responses import MAX_BYTES
+from gptmanager.server.engine.restored_responses import KEEP_S, MAX_BYTES
 from gptmanager.server.errors import ApiError
 from gptmanager.server.http.idempotency import CallKey, reused
 
 MAX_KEYS = 1024
-KEEP_S = 600.0
 _TOKEN_BYTES = 64  # bytes of a token in a list, with its log probability
 
 

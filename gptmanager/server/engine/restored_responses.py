@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import threading
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from gptmanager import NamedTensor
 from gptmanager.callbacks import Generation
 from gptmanager.config import Delivered
+from gptmanager.lifecycle.clock import monotonic
 from gptmanager.server.http.idempotency import CallKey, is_keyed, reused
 
 MAX_BYTES = 64 << 20
+KEEP_S = 600.0
 
 Deliver = Callable[[int, list[NamedTensor], bool, str], None]
 
@@ -20,17 +23,18 @@ Deliver = Callable[[int, list[NamedTensor], bool, str], None]
 class _Restored:
     responses: list[tuple[list[NamedTensor], bool, str]] = field(default_factory=list)
     num_bytes: int = 0
-    has_ended: bool = False
 
 
 class RestoredResponses:
     """Holds the responses to restored requests with a key. Any thread may call its methods.
 
-    If all responses exceed MAX_BYTES, those of the oldest ended requests are dropped.
+    Those of an ended request are dropped after KEEP_S seconds, with the next response; earlier if
+    all responses exceed MAX_BYTES, the oldest first.
     """
 
     def __init__(self) -> None:
         self._held: dict[int, _Restored] = {}
+        self._ended: deque[tuple[float, int]] = deque()  # the times of ends and the ids
         self._num_bytes = 0
         self._lock = threading.RLock()
 
@@ -47,22 +51,32 @@ class RestoredResponses:
             return False
         with self._lock:
             held = self._held.get(request_id)
-            if held is None:
-                return False
-            held.responses.append((tensors, is_final, error))
-            held.has_ended = is_final
-            size = 256 + sum(tensor.nbytes for _, tensor in tensors)
-            held.num_bytes += size
-            self._num_bytes += size
-            for number, other in list(self._held.items()):
-                if self._num_bytes > MAX_BYTES and other.has_ended:
-                    self._num_bytes -= self._held.pop(number).num_bytes
-        return True
+            if held is not None:
+                held.responses.append((tensors, is_final, error))
+                size = 256 + sum(tensor.nbytes for _, tensor in tensors)
+                held.num_bytes += size
+                self._num_bytes += size
+                if is_final:
+                    self._ended.append((monotonic(), request_id))
+            self._drop_ended()
+        return held is not None
+
+    def _drop_ended(self) -> None:
+        oldest = monotonic() - KEEP_S
+        while self._ended and (self._num_bytes > MAX_BYTES or self._ended[0][0] < oldest):
+            _, request_id = self._ended.popleft()
+            self._remove(request_id)
+
+    def _remove(self, request_id: int) -> _Restored:
+        held = self._held.pop(request_id, None) or _Restored()
+        self._num_bytes -= held.num_bytes
+        return held
 
     def check(self, key: CallKey, num_requests: int) -> None:
         """Raise ApiError (422) if the restored requests with this key had another body."""
         own = {key.request_id(index) for index in range(num_requests)}
         with self._lock:
+            self._drop_ended()
             if any(key.has_name_of(it) and it not in own for it in self._held):
                 raise reused()
 
@@ -74,11 +88,10 @@ class RestoredResponses:
         Returns None if no restored request has this id.
         """
         with self._lock:  # no response can arrive in between
+            self._drop_ended()
             if request_id not in self._held:
                 return None
             generation = expect()
-            held = self._held.pop(request_id)
-            self._num_bytes -= held.num_bytes
-            for response in held.responses:
+            for response in self._remove(request_id).responses:
                 deliver(request_id, *response)
             return generation
