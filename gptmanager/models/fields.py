@@ -5,13 +5,17 @@ This module checks sizes, numbers and flags. It does not know what a field means
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar, cast
 
 from gptmanager.errors import ConfigError, quoted
 
 MAX_SIZE = 2**31 - 1  # positions, tokens and rows are int32 in kernels
+LEAST_NUMBER, MAX_NUMBER = 1.2e-38, 3.4e38  # of float32
+_LONG_NAME = 100
+RANGE = f"from {LEAST_NUMBER} to {MAX_NUMBER}"
+
+T = TypeVar("T")
 
 
 class Fields:
@@ -33,6 +37,7 @@ class Fields:
         self._label = label
         self._layer_types: list[str] = []
         self._read: set[str] = set()
+        self._results: dict[str, Any] = {}
 
     def get(self, field: str) -> Any:
         names = self._spellings.get(field, field), field
@@ -67,8 +72,9 @@ class Fields:
         return self._layer_types
 
     def error(self, field: str, need: str) -> ConfigError:
-        name = self._spellings.get(field, field)
-        return ConfigError(f"{self._label}{name} = {quoted(self.get(field))}: {need}")
+        name, value = self._spellings.get(field, field), quoted(self.get(field))
+        name = name if len(name) < _LONG_NAME and name.isprintable() else quoted(name)
+        return ConfigError(f"{self._label}{name} = {value}: {need}")
 
     def size(self, field: str, if_null: int | None = None, limit: int = MAX_SIZE) -> int:
         """Return a positive integer, at most `limit`."""
@@ -85,10 +91,10 @@ class Fields:
         return 0 if value == 0 and type(value) is int else self.size(field)
 
     def number(self, field: str, if_null: float | None = None) -> float:
-        """Return a positive, finite number."""
+        """Return a positive number within the range of float32."""
         value: Any = if_null if self.get(field) is None else self.get(field)
         if not is_positive(value):
-            raise self.error(field, "must be a positive number")
+            raise self.error(field, f"must be a positive number {RANGE}")
         return float(value)
 
     def optional_number(self, field: str) -> float:
@@ -113,8 +119,25 @@ class Fields:
             raise self.error(field, "must be true or false")
         return value
 
+    def layers(self, field: str) -> frozenset[int]:
+        """Return the numbers in a list of layers, none if the field is absent or null."""
+
+        def read() -> frozenset[int]:
+            given = [] if self.get(field) is None else self.get(field)
+            if not isinstance(given, list) or not all(type(it) is int for it in given):
+                raise self.error(field, "must be a list of layers")
+            return frozenset(given)
+
+        return self.once(field, read)
+
+    def once(self, name: str, compute: Callable[[], T]) -> T:
+        """Return `compute()`, which is called once for each name and not for every layer."""
+        if name not in self._results:
+            self._results[name] = compute()
+        return cast(T, self._results[name])
+
 
 def is_positive(value: Any) -> bool:
-    """Whether a value is a positive, finite number that a float can represent."""
+    """Return whether a value is a positive number within the range of float32."""
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    return is_number and 0 < value <= sys.float_info.max
+    return is_number and LEAST_NUMBER <= value <= MAX_NUMBER

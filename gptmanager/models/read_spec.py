@@ -136,9 +136,12 @@ def _read_layers(
 
 
 def _check_counts(layers: Sequence[Layer]) -> None:
+    deltas = (layer.attention.delta for layer in layers)
     heads = sum(layer.attention.num_heads for layer in layers)
+    key_heads = sum(delta.key_heads for delta in deltas if delta is not None)
     experts = sum(0 if it.mlp.experts is None else it.mlp.experts.count for it in layers)
-    for count, what in ((heads, "query heads"), (experts, "experts")):
+    counted = (heads, "query heads"), (key_heads, "linear_num_key_heads"), (experts, "experts")
+    for count, what in counted:
         if count > _MAX_PARTS:
             raise ConfigError(
                 f"config.json: {count} {what} in all layers: at most {_MAX_PARTS} are supported"

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from gptmanager.errors import ConfigError, error_summary, quoted
-from gptmanager.models.fields import Fields, is_positive
+from gptmanager.models.fields import RANGE, Fields, is_positive
 
 _COMMON = frozenset(
     "rope_type type rope_theta original_max_position_embeddings partial_rotary_factor "
@@ -106,6 +106,8 @@ def _with_alpha(rope: Fields, head_dim: int) -> Rope:
     if head_dim < 4:
         raise rope.error("alpha", "needs heads of more than 2 dimensions")
     theta = rope.number("rope_theta") * rope.number("alpha") ** (head_dim / (head_dim - 2))
+    if theta <= 1 or not is_positive(theta):
+        raise rope.error("alpha", f"leads to the base {theta:g}; it must be above 1, and {RANGE}")
     return Rope(theta=theta, dim=head_dim)
 
 
@@ -144,16 +146,17 @@ def _rotated_dim(fields: Fields, rope: Fields, head_dim: int) -> int:
     else:
         of_config = fields.number("partial_rotary_factor")
         given = of_config if given is None else given
+    name = "head_dim"
     if fields.has_default("rotary_dim") and fields.get("rotary_dim") is not None:
-        dim = fields.size("rotary_dim")
+        name, dim = "rotary_dim", fields.size("rotary_dim")
     elif not is_positive(given) or given > 1:
         raise rope.error("partial_rotary_factor", "must be a number above 0 and up to 1")
     else:
         dim = int(head_dim * given)
     if dim % 2 or not 0 < dim <= head_dim:
-        raise fields.error(
-            "head_dim", f"{dim} of {head_dim} dimensions would rotate; it must be even and fit"
-        )
+        share = "" if name == "rotary_dim" else f" (partial_rotary_factor {given})"
+        need = f"{dim} of {head_dim} dimensions would rotate{share}; it must be even and fit"
+        raise fields.error(name, need)
     return dim
 
 
@@ -162,7 +165,7 @@ def rope_table(rope: Rope, num_positions: int, device: torch.device | str = "cpu
 
     Raises ConfigError if the values overflow float32.
     """
-    frequencies, half = _finite_frequencies(rope, rope.dim), rope.dim // 2
+    frequencies, half = _finite_frequencies(rope, rope.dim, num_positions), rope.dim // 2
     positions = torch.arange(num_positions, dtype=torch.float32)
     angles = torch.outer(positions, frequencies)
     table = torch.empty(num_positions, rope.dim, dtype=torch.float32)
@@ -216,9 +219,12 @@ def _yarn_attention(rope: Fields, factor: float) -> float:
     def temperature(scale: float) -> float:
         return 0.1 * scale * math.log(factor) + 1.0 if factor > 1 else 1.0
 
-    if rope.get("mscale") and rope.get("mscale_all_dim"):
-        return temperature(rope.number("mscale")) / temperature(rope.number("mscale_all_dim"))
-    return temperature(1.0)
+    if not (rope.get("mscale") and rope.get("mscale_all_dim")):
+        return temperature(1.0)
+    found = temperature(rope.number("mscale")) / temperature(rope.number("mscale_all_dim"))
+    if not is_positive(found):
+        raise rope.error("mscale", f"leads to the factor {found:g}; it must be {RANGE}")
+    return found
 
 
 def _read_divisors(rope: Fields, head_dim: int, *, is_long: bool) -> tuple[float, ...]:
@@ -227,18 +233,18 @@ def _read_divisors(rope: Fields, head_dim: int, *, is_long: bool) -> tuple[float
         if not isinstance(values, list) or len(values) != head_dim // 2:
             raise rope.error(field, f"must be a list of {head_dim // 2} numbers")
         if not all(map(is_positive, values)):
-            raise rope.error(field, "must be positive numbers")
+            raise rope.error(field, f"must be positive numbers {RANGE}")
     return tuple(float(value) for value in rope.get("long_factor" if is_long else "short_factor"))
 
 
-def _finite_frequencies(rope: Rope, head_dim: int) -> Tensor:
+def _finite_frequencies(rope: Rope, head_dim: int, num_positions: int) -> Tensor:
     try:
         frequencies = _inverse_frequencies(rope, head_dim)
     except (ArithmeticError, ValueError) as error:
         raise ConfigError(
             f"config.json: {quoted(rope)} has no frequencies: {error_summary(error)}"
         ) from error
-    if not (frequencies * rope.attention_factor).isfinite().all():
+    if not (frequencies * max(rope.attention_factor, num_positions)).isfinite().all():
         raise ConfigError(f"config.json: the frequencies of {quoted(rope)} overflow float32")
     return frequencies
 

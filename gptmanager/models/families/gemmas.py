@@ -26,6 +26,7 @@ from gptmanager.models.fields import Fields
 from gptmanager.models.spec import Experts, Norms, TokenInputs
 
 _HEAD_FIELDS = {"head_dim", "num_key_value_heads"}
+_LAYER = re.compile(r"[0-9]{1,9}")
 
 
 def _network(fields: Fields) -> Mapping[str, Any]:
@@ -53,11 +54,11 @@ def _attention(fields: Fields, layer: int) -> Mapping[str, Any]:
     first = _first_shared(fields)
     if layer >= first:
         kind = fields.layer_type(layer)
-        same = [it for it in range(first) if fields.layer_type(it) == kind]
-        if not same or _heads(fields, same[-1]) != _heads(fields, layer):
+        same = next((it for it in range(first)[::-1] if fields.layer_type(it) == kind), None)
+        if same is None or _heads(fields, same) != _heads(fields, layer):
             need = f"no earlier layer has the {kind} of layer {layer}, with the same heads"
             raise fields.error("num_kv_shared_layers", need)
-        return {**found, "kv_layer": same[-1]}
+        return {**found, "kv_layer": same}
     is_full = fields.layer_type(layer) == FULL
     return {**found, "keys_as_values": is_full and fields.flag("attention_k_eq_v")}
 
@@ -74,9 +75,7 @@ def _heads(fields: Fields, layer: int) -> Mapping[str, int]:
         names = {"head_dim": "global_head_dim"}
         names |= {"num_kv_heads": "num_global_key_value_heads"} if has_own else {}
     else:
-        if not isinstance(given, Mapping) or not all(str(it).isdecimal() for it in given):
-            raise fields.error("per_layer_config", "must be an object of objects by layer")
-        own = {int(it): given[it] for it in given}.get(layer, {})  # "05" is layer 5
+        own = fields.once("per_layer_config", lambda: _by_layer(fields)).get(layer, {})
         if not isinstance(own, Mapping):
             raise fields.error("per_layer_config", "must be an object of objects by layer")
         if own.keys() - _HEAD_FIELDS:
@@ -91,6 +90,13 @@ def _heads(fields: Fields, layer: int) -> Mapping[str, int]:
     if heads % found.get("num_kv_heads", 1):
         raise source.error(names["num_kv_heads"], f"must divide the {heads} query heads")
     return found
+
+
+def _by_layer(fields: Fields) -> Mapping[int, Any]:
+    given = fields.get("per_layer_config")
+    if not isinstance(given, Mapping) or not all(map(_LAYER.fullmatch, map(str, given))):
+        raise fields.error("per_layer_config", "must be an object of objects by layer")
+    return {int(it): given[it] for it in given}  # "05" is layer 5
 
 
 def _mlp(fields: Fields, layer: int) -> Mapping[str, Any]:

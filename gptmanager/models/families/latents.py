@@ -13,7 +13,7 @@ from gptmanager.models.families.family import Family
 from gptmanager.models.families.mixtures import EXPERTS, SHARED
 from gptmanager.models.families.names import layer_names, llama_names
 from gptmanager.models.families.readers import experts_of
-from gptmanager.models.fields import Fields
+from gptmanager.models.fields import RANGE, Fields, is_positive
 from gptmanager.models.spec import Experts, Latent
 
 _LATENTS = {
@@ -69,7 +69,10 @@ def _yarn_scale(fields: Fields) -> float:
     factor = own.number("factor", 1.0)
     if (rope.get("rope_type") or rope.get("type") or "default") == "default" or factor <= 1:
         return 1.0
-    return float((0.1 * own.number("mscale_all_dim") * math.log(factor) + 1.0) ** 2)
+    scale = (0.1 * own.number("mscale_all_dim") * math.log(factor) + 1.0) ** 2
+    if not is_positive(scale):
+        raise own.error("mscale_all_dim", f"scales attention by {scale:g}; it must be {RANGE}")
+    return float(scale)
 
 
 _GREEDY = experts_of(

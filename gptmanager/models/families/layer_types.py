@@ -60,9 +60,9 @@ def _by_type(
     if given and isinstance(given, str):  # a repeated pattern, one letter per layer: L has a window
         types = [SLIDING if given[i % len(given)] == "L" else FULL for i in range(num_layers)]
     else:
-        if given is None:
-            given = fields.get("_sliding_window_pattern")
-        each = pattern if given is None else fields.size("sliding_window_pattern", given)
+        names = "sliding_window_pattern", "_sliding_window_pattern"
+        name = next((it for it in names if fields.get(it) is not None), None)
+        each = pattern if name is None else fields.size(name)
         types = [FULL if _is_full(layer, each) else SLIDING for layer in range(num_layers)]
     window = None
     if fields.get("sliding_window") is None:
@@ -110,10 +110,10 @@ def is_rotated(fields: Fields, layer: int) -> bool:
     if given is None or given == []:
         return (layer + 1) % interval != 0
     num_layers = fields.size("num_hidden_layers")
-    is_list = isinstance(given, list) and len(given) == num_layers
-    if not is_list or not all(type(it) is int and it in (0, 1) for it in given):
+    own = given[layer] if isinstance(given, list) and len(given) == num_layers else None
+    if type(own) is not int or own not in (0, 1):
         raise fields.error("no_rope_layers", f"must be a list of {num_layers} zeros and ones")
-    return bool(given[layer])
+    return bool(own)
 
 
 def _linear_types(fields: Fields, num_layers: int) -> list[str]:

@@ -29,12 +29,10 @@ def _attention(fields: Fields, layer: int) -> Mapping[str, Any]:
 
 
 def _is_dense(fields: Fields, layer: int) -> bool:
-    given, step = fields.get("moe_layers"), fields.size("interleave_moe_layer_step")
-    if given is None:
+    step = fields.size("interleave_moe_layer_step")
+    if fields.get("moe_layers") is None:
         return (layer + 1) % step != 0
-    if not isinstance(given, list) or not all(type(it) is int for it in given):
-        raise fields.error("moe_layers", "must be a list of layers")
-    return layer not in given
+    return layer not in fields.layers("moe_layers")
 
 
 LLAMA4 = replace(

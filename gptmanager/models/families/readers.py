@@ -61,7 +61,7 @@ def gemma_network(fields: Fields) -> Mapping[str, Any]:
 def minimax_network(fields: Fields) -> Mapping[str, Any]:
     """Refuse MiniMax models that have layers with linear attention."""
     kinds = fields.get("attn_type_list")
-    if kinds is not None and (not isinstance(kinds, list) or set(kinds) - {1}):
+    if kinds is not None and (not isinstance(kinds, list) or any(it != 1 for it in kinds)):
         raise fields.error("attn_type_list", "must be a list of ones")
     return {}
 
@@ -190,10 +190,8 @@ def first_layers_dense(fields: Fields, layer: int) -> bool:
 
 def sparse_steps_dense(fields: Fields, layer: int) -> bool:
     """Return whether a layer of Qwen's mixtures is dense."""
-    only = fields.get("mlp_only_layers") or []
-    if not isinstance(only, list):
-        raise fields.error("mlp_only_layers", "must be a list of layers")
-    return layer in only or (layer + 1) % fields.size("decoder_sparse_step") != 0
+    is_only = layer in fields.layers("mlp_only_layers")
+    return is_only or (layer + 1) % fields.size("decoder_sparse_step") != 0
 
 
 def ernie_dense(fields: Fields, layer: int) -> bool:

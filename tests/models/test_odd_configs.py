@@ -1,0 +1,109 @@
+"""Configs and tensors that cannot be, of every family: refused by ConfigError, soon, by name.
+
+GPTMANAGER_FUZZ multiplies the number of random configs.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import torch
+from bounded import bounded
+from checkpoints import checkpoint
+from family_configs import FAMILY_CONFIGS, VARIANTS
+from family_runs import family_model
+from fuzz import FUZZ
+from odd_configs import family_config, odd_configs
+
+from gptmanager.errors import ConfigError
+from gptmanager.models import load_model
+from gptmanager.models.read_spec import read_spec
+from gptmanager.models.rope_scaling import Rope, rope_table
+
+ALL = [*FAMILY_CONFIGS, *VARIANTS]
+FINITE = r"a positive number from 1.2e-38 to 3.4e\+38"
+LONG = "9" * 5000
+ALPHA = {"rope_type": "dynamic", "rope_theta": 1e30, "alpha": 1e30}
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "mscale_all_dim": 1e30}
+CASES: list[tuple[str, dict[str, Any], str]] = [
+    ("minimax_m2", {"attn_type_list": [[1]]}, r"attn_type_list = \[\[1\]\]: must be a list of on"),
+    ("gemma4_text", {"per_layer_config": {LONG: {}}}, "per_layer_config = .* must be an object of"),
+    (
+        "qwen3_next",
+        {"linear_num_key_heads": 2**31 - 1, "linear_num_value_heads": 2**31 - 1},
+        "4294967294 linear_num_key_heads in all layers: at most 100000",
+    ),
+    ("hunyuan_v1_dense", {"rope_parameters": ALPHA}, r"alpha = 1e\+30: leads to the base .* 3.4e"),
+    ("deepseek_v3", {"rope_parameters": YARN}, r"mscale_all_dim = 1e\+30: scales attention by"),
+    ("cohere2", {"layer_types": None, "_sliding_window_pattern": "x"}, "_sliding_window_pattern ="),
+    ("minimax_m2", {"rotary_dim": 99}, "rotary_dim = 99: 99 of 16 dimensions would rotate"),
+    ("phi", {"partial_rotary_factor": 0.2}, r"3 of 16 .* rotate \(partial_rotary_factor 0.2\)"),
+    ("qwen3_moe", {"mlp_only_layers": ["1"]}, "mlp_only_layers = .'1'.: must be a list of layers"),
+    ("granite", {"logits_scaling": 5e-324}, f"logits_scaling = 5e-324: must be {FINITE}"),
+    ("llama", {"rms_norm_eps": 1e300}, rf"rms_norm_eps = 1e\+300: must be {FINITE}"),
+    ("smollm3", {"no_rope_layers": [1, 0, 1, "0"]}, "no_rope_layers = .* must be a list of 4 zero"),
+    ("llama", {"rope_parameters": {LONG: 1}}, r"rope_parameters.'9+\.\.\. \(5002 characters\) = 1"),
+]
+
+
+@pytest.mark.parametrize(("name", "fields", "text"), CASES)
+def test_an_odd_field_is_named(name: str, fields: dict[str, Any], text: str) -> None:
+    config = {**family_config(name), **fields}
+    if "partial_rotary_factor" in fields:
+        del config["rope_parameters"]
+    with bounded(1 << 30, 20), pytest.raises(ConfigError, match=text):
+        read_spec(config)
+
+
+@pytest.mark.parametrize("name", ALL)
+@pytest.mark.every(8)
+def test_a_config_with_an_odd_field_is_read_or_refused(name: str) -> None:
+    with bounded(1 << 30):
+        for config in odd_configs(name, 300 * FUZZ):
+            try:
+                read_spec(config, num_tensors=1000)
+            except ConfigError as error:
+                assert len(str(error)) < 2500 and "\n" not in str(error)
+
+
+@pytest.mark.parametrize("name", ["gemma4_text", "llama4_text", "qwen3_moe", "smollm3"])
+@pytest.mark.every(4)
+def test_lists_of_layers_are_not_read_anew_for_each_layer(name: str) -> None:
+    """With 2,000 layers and a list of a million, that would be two thousand million steps."""
+    config, count, long = family_config(name), 2000, [*range(1, 10**6)]
+    lists = {"moe_layers": long, "mlp_only_layers": long, "no_rope_layers": [1] * count}
+    lists["per_layer_config"] = {f"{it}": {} for it in long[:100_000]}
+    known = {"gemma4_text": "per_layer_config", "llama4_text": "moe_layers"}
+    field = known.get(name, "mlp_only_layers" if name == "qwen3_moe" else "no_rope_layers")
+    further = {field: lists[field], "num_hidden_layers": count}
+    if "layer_types" in config:
+        further["layer_types"] = config["layer_types"] * (count // 4)
+    with bounded(2 << 30, 30):
+        assert len(read_spec({**config, **further}).layers) == count
+
+
+def test_angles_beyond_float32_are_refused() -> None:
+    rope = Rope("linear", factor=1e-37, dim=8)
+    with pytest.raises(ConfigError, match="frequencies of Rope.* overflow float32"):
+        rope_table(rope, 1000)
+
+
+@pytest.mark.parametrize("name", FAMILY_CONFIGS)
+@pytest.mark.every(8)
+def test_a_tensor_that_is_missing_or_odd_is_named(name: str) -> None:
+    config, state = checkpoint(family_model(name))
+    state = dict(state)
+    kinds = {re.sub(r"\.\d+\.", ".", key): key for key in state}
+    for key in kinds.values():
+        tensor = state.pop(key)
+        odd = [tensor.int(), tensor[:-1], tensor[None], torch.ones(()), torch.cat((tensor, tensor))]
+        for changed in [{}, *({key: it} for it in odd)]:
+            if key == "lm_head.weight" and not changed and config.get("tie_word_embeddings"):
+                continue
+            with pytest.raises(ConfigError, match=re.escape(key)):
+                load_model((config, {**state, **changed}), dtype="float32")
+        state[key] = tensor
+    with pytest.raises(ConfigError, match="unknown: model.layers.99.x"):
+        load_model((config, {**state, "model.layers.99.x": tensor}), dtype="float32")

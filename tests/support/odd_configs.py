@@ -1,0 +1,68 @@
+"""Configs of every family with one odd field, drawn at random."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from family_configs import FAMILY_CONFIGS, VARIANTS
+
+from gptmanager.models.families import FAMILIES
+
+VALUES: list[Any] = [
+    None, True, False, 0, 1, -1, 2, 3, 7, 64, 10**8, 2**31 - 1, 2**31, 2**63, 10**400, 0.0, 0.5,
+    2.0, -1.5, 1e308, 1e-308, 5e-324, float("nan"), float("inf"), "", "a", "L", "\ud800",
+    "9" * 5000, [], [1], [[1]], [None] * 4, ["full_attention"] * 4, ["sliding_attention"] * 4,
+    ["linear_attention"] * 4, [0.5] * 4, [{}] * 4, {}, {"a": 1}, {"9" * 5000: {}}, {"0": {}},
+    {"rope_type": "yarn", "factor": 4}, {"rope_type": "llama3"}, {"type": "linear", "factor": -1},
+    {"rope_type": "dynamic", "alpha": 1e30, "rope_theta": 1e30},
+    {"full_attention": 3, "sliding_attention": 4},
+]  # fmt: skip
+_ROPE: Mapping[str, Any] = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 40,
+    **{"beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 0.7},
+    **{"attention_factor": 1.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "alpha": 2.0},
+    **{"short_factor": [1.0] * 8, "long_factor": [2.0] * 8, "partial_rotary_factor": 0.5},
+    **{"type": "default", "truncate": False, "llama_4_scaling_beta": 0.1},
+}
+_KINDS = ["default", "linear", "proportional", "llama3", "yarn", "longrope", "dynamic", "mrope"]
+_OTHERS = ["layer_types", "head_dim", "sliding_window_pattern", "_sliding_window_pattern"]
+_OTHERS += ["per_layer_config", "mlp_only_layers", "attn_type_list", "no_rope_layers"]
+
+
+def family_config(name: str) -> dict[str, Any]:
+    return {"model_type": name.split(" ")[0], **{**FAMILY_CONFIGS, **VARIANTS}[name]}
+
+
+def odd_configs(name: str, count: int) -> Iterator[dict[str, Any]]:
+    """The config of a family, `count` times, each time with another odd field."""
+    chance, config = random.Random(name), family_config(name)
+    family = FAMILIES[config["model_type"]]
+    fields = [*config, *(family.spellings.get(it, it) for it in family.defaults), *family.neutral]
+    fields += _OTHERS
+    for _ in range(count):
+        if chance.random() < 0.3:
+            yield {**config, "rope_parameters": _odd_rope(config, chance)}
+            continue
+        field, value = chance.choice(fields), chance.choice(VALUES)
+        known = config.get(field)
+        if isinstance(known, list) and chance.random() < 0.5:
+            value = chance.choice([known[1:], known * 2, [value, *known[1:]]])
+        yield {**config, field: value}
+
+
+def _odd_rope(config: Mapping[str, Any], chance: random.Random) -> Any:
+    """The config's rope, or another one, with an odd field or with one that it does not have."""
+    known = config.get("rope_parameters")
+    if isinstance(known, dict) and any(isinstance(it, dict) for it in known.values()):
+        kind = chance.choice([*known])
+        return {**known, kind: _odd_rope({"rope_parameters": known[kind]}, chance)}
+    names = chance.sample([*_ROPE], chance.choice((0, 1, 3, 6)))
+    rope = {**(known or {}), **{name: _ROPE[name] for name in names}}
+    if chance.random() < 0.7:
+        rope["rope_type"] = chance.choice(_KINDS)
+    return {**rope, chance.choice([*_ROPE]): chance.choice(VALUES)}
