@@ -74,9 +74,9 @@ class KvCacheConfig:
     they do. With "auto" they do if two copies of a block, at `host_bytes_per_s`, take less time
     than computing its tokens again, at `recompute_tokens_per_s`.
 
-    `enable_block_reuse` None: True, unless the batching is V1 or the model keeps a state for each
-    sequence. `dtype`: of keys and values; None: the model's. "fp8": 8-bit floats (e4m3) times the
-    checkpoint's scales, not on the CPU.
+    `enable_block_reuse`: None means True, unless the batching is V1 or the model keeps a state for
+    each sequence. `dtype`: the dtype of keys and values, by default the model's. "fp8" stores 8-bit
+    floats (e4m3), which are multiplied by the checkpoint's scales. It is refused on the CPU.
     """
 
     max_tokens: int | None = None

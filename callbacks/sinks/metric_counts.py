@@ -136,7 +136,7 @@ class _Open:
     `wait_s` is the time before GetInferenceRequests returned it. `num_counted` of its
     `num_streamed` tokens are counted. With `is_scoring`, its generated tokens are not returned to
     the client. With `is_ended_by_caller`, the request ends when it has its final response, `final`,
-    and the application has decided (`is_decided`) that `num_kept` tokens count (None: all).
+    and the application has decided (`is_decided`) that `num_kept` tokens count, or all if None.
     """
 
     __slots__ = (

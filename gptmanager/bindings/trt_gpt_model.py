@@ -18,7 +18,7 @@ from gptmanager.errors import ConfigError
 
 
 class TrtGptModelType(IntEnum):
-    """`gptmanager.ModelType` with the names of the old bindings."""
+    """`gptmanager.ModelType` with the names of `tensorrt_llm.bindings`."""
 
     V1 = ModelType.V1
     InflightBatching = ModelType.INFLIGHT_BATCHING

@@ -102,7 +102,7 @@ class BackgroundJobs:
         self.pending: deque[Job[Any]] = deque()
         self.last_step = -math.inf
         self._busy_s = _LEAST_BUSY_S
-        self._is_crowded: bool | None = None  # None: not known yet
+        self._is_crowded: bool | None = None  # unknown at first
         self._credit_s = 0.0  # seconds that the loop's thread may work
         self._steps_s: deque[float] = deque(maxlen=_USUAL_STEPS)
 

@@ -23,9 +23,10 @@ _CONTEXT_INIT = LlmRequestState.CONTEXT_INIT
 class ReuseCounts(NamedTuple):
     """Counts of block reuse.
 
-    Since the start: prompt blocks that were found and not found, tokens found, and blocks that were
-    moved to the host tier and back. Now: cached blocks of the pool and of the host tier, and the
-    size of the host tier.
+    The first three, `offloaded_blocks` and `onboarded_blocks` are counted since the start: prompt
+    blocks that were found and not found, tokens that were found, and blocks that were moved to the
+    host tier (CPU memory) and back. The others are the present numbers of cached blocks in the pool
+    and in the host tier, and the size of the host tier.
     """
 
     reused_blocks: int = 0
@@ -41,9 +42,10 @@ class ReuseCounts(NamedTuple):
 class ReuseOptions(NamedTuple):
     """The options of block reuse.
 
-    `partial`: the beginning of any block may be reused, otherwise only the whole content of a
-    partial block. The sequence then gets a private block. This is the cached block itself if no
-    sequence holds it and no block follows it, otherwise a copy, if `copies` permits.
+    With `partial`, the beginning of any block may be reused. Without it, a block that is not full
+    may only be reused as a whole. In both cases the sequence gets a private block. This is the
+    cached block itself if no sequence holds it and no block follows it, otherwise a copy, if
+    `copies` permits.
 
     `num_host_blocks`: the size of the host tier. Content evicted from the pool moves there if it
     has at least `min_offload_tokens` and `min_offload_priority`. With `onboards` lookups find it
@@ -144,7 +146,7 @@ class BlockReuse:
         pool.share(found, beams)
         tails: list[int] = []
         begun: list[int] = []
-        if match.partial != NO_BLOCK:  # first, while its content is still where it was found
+        if match.partial != NO_BLOCK:  # first, because the steps below may move its content
             is_shared = len(found) < num_shared
             block = self._begin(match, beams if is_shared else 1)
             (begun if is_shared else tails).append(block)

@@ -62,8 +62,8 @@ class LoopQuestions:
     def audit(self, timeout: float | None = ANSWER_S) -> AuditReport:
         """Check the accounts of the KV cache and return them, also after the end.
 
-        The loop answers between two iterations. After `timeout` seconds (None: no limit) raises
-        TimeoutError, which says what the loop is doing.
+        The loop answers between two iterations. If it does not answer within `timeout` seconds,
+        TimeoutError is raised, which says what the loop is doing. None waits without a limit.
         """
         return self._ask("audit", audit, timeout)
 

@@ -157,17 +157,19 @@ def load_model(
 ) -> CheckpointModel:
     """Load a checkpoint: a Hugging Face folder, a GGUF file, or (config dict, state dict).
 
-    `kernels` None: the CPU's; `device` "cuda" needs a `CudaKernels`. `dtype` None: the config's
-    dtype, or float32; float64 only on the CPU. `max_seq_len` None: `max_position_embeddings`.
-    `attention_window`: the largest number of positions that a token sees in any layer, including
-    its own; the first `sink` positions are always visible. `kv_cache_dtype`: float8_e4m3fn for
-    pages of that dtype, None for any other. `weights_dtype` is for matrices of matmuls except
-    routers: "int8" with one scale per row; "int4" in groups of 32 with a float16 scale each, and
-    the output matrix as `head_dtype` (None: "int8"); "file": those with 4 bits in the checkpoint
-    keep 4 bits, others become int8. With "int4" and "file", 4-bit groups of the checkpoint are not
+    `kernels` are by default the CPU's; `device` "cuda" needs a `CudaKernels`. `dtype` is by default
+    the config's, or float32; float64 is only for the CPU. `max_seq_len` is by default
+    `max_position_embeddings`. `attention_window`: the largest number of positions that a token sees
+    in any layer, including its own; the first `sink` positions are always visible.
+    `kv_cache_dtype`: float8_e4m3fn for pages of that dtype, None for any other.
+
+    `weights_dtype` is for matrices of matmuls except routers. "int8" stores them with one scale per
+    row. "int4" stores them in groups of 32 with a float16 scale each, and the output matrix as
+    `head_dtype`, by default "int8". "file" stores matrices with 4 bits in the checkpoint
+    in 4 bits, and others as int8. With "int4" and "file", 4-bit groups of the checkpoint are not
     quantized again. `on_progress`: as in `OptionalParams`. `collectives`: for one of several ranks,
-    which reads only its share. `prepare`: called before weights are read, with dtype and kinds of
-    quantized matrices.
+    which reads only its share. `prepare` is called before weights are read, with the dtype and the
+    kinds of quantized matrices.
 
     Raises ConfigError, which names the argument, config field or tensor that cannot be used. Peak
     memory: the final weights plus a sixteenth, or plus a matrix that must be read whole.

@@ -54,9 +54,9 @@ def read_spec(
 ) -> ModelSpec:
     """Return the network that a `config.json` describes.
 
-    `dtype` None: the config's dtype, or float32. `max_seq_len` None: `max_position_embeddings`. It
-    bounds the positions, and selects longrope's short or long factors once. `num_tensors`: the
-    number of tensors in the checkpoint, which bounds the number of layers.
+    `dtype` is by default the config's, or float32. `max_seq_len`, by default the config's
+    `max_position_embeddings`, bounds the positions, and selects longrope's short or long factors
+    once. `num_tensors`: the number of tensors in the checkpoint, which bounds the number of layers.
     """
     check_depth("config.json", config)
     config = text_config(config)

@@ -82,11 +82,12 @@ class Attention:
     for no limit. `window`: the number of positions that a token sees, including its own; None for
     all. `chunked`: a window begins at a multiple of its size instead. `sinks`: each head has a
     learned score that only takes part in the sum of the softmax.
-    `rope` None: queries and keys are not rotated. `kv_layer`: this layer reads the keys and values
-    of that layer; None: it computes its own. `keys_as_values`: values are the keys before their
-    norm and rotation. `latent`: a latent is stored instead of keys and values. `delta`: the layer
-    has linear attention with a state, and none of the other fields matters. `gated`: the result of
-    a token is multiplied by the sigmoid of its gates, which are projected with its queries.
+    `rope`: the rotation of queries and keys, or None if they are not rotated. `kv_layer`: the layer
+    with the keys and values that this layer reads, or None if it computes its own.
+    `keys_as_values`: values are the keys before their norm and rotation. `latent`: a latent is
+    stored instead of keys and values. `delta`: the layer has linear attention with a state, and the
+    other fields have no effect. `gated`: the result of a token is multiplied by the sigmoid of its
+    gates, which are projected with its queries.
     """
 
     num_heads: int

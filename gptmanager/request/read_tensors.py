@@ -241,7 +241,10 @@ def _on_cpu(given: np.ndarray | torch.Tensor) -> torch.Tensor:
 
 
 def _check_rows(name: str, shape: Sequence[int], width: int | None) -> None:
-    """Check that a shape is `[n, width]` or `[1, n, width]` with n >= 1; None: any width."""
+    """Check that a shape is `[n, width]` or `[1, n, width]` with n >= 1.
+
+    If `width` is None, any width is accepted.
+    """
     is_known = width is None or tuple(shape[-1:]) == (width,)
     if not is_known or tuple(shape[:-2]) not in ((), (1,)) or len(shape) < 2 or 0 in shape:
         known = "width" if width is None else width

@@ -16,11 +16,11 @@ class ModelSettings:
 
     `served_model_name`: the model's names for clients, by default the name of its folder.
     `adapters`: names and folders of adapters that are loaded at the start. `adapter_dir`: the
-    folder from which clients may load adapters; None: they cannot. `max_adapters`: limit for all
-    adapters together. `block_reuse` None: on, unless the batching is V1. `host_tier_bytes`: memory
-    for evicted blocks. `prompt_lookup`: draft tokens of a step; None: no drafts. `record`: the file
-    of a recording. `journal`, `journal_sync`, `journal_on_full`: as `journal_path` and so on in
-    `OptionalParams`.
+    folder from which clients may load adapters; without it they cannot. `max_adapters`: limit for
+    all adapters together. `block_reuse` is by default on, unless the batching is V1.
+    `host_tier_bytes`: memory for evicted blocks. `prompt_lookup`: the most draft tokens of a step;
+    without it requests have no drafts. `record`: the file of a recording. `journal`,
+    `journal_sync`, `journal_on_full`: as `journal_path` and so on in `OptionalParams`.
     """
 
     model: Path

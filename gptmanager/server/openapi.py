@@ -39,9 +39,9 @@ _ERRORS = {
 class Endpoint(NamedTuple):
     """One endpoint of the document.
 
-    `fields`: the fields of the body; None: no body. `answer`: the properties of the answer, or its
-    media type. `parameter`: the name in braces in the path. `link`: an operation that uses values
-    of this answer. `method`: by default POST with a body, and GET without one.
+    `fields`: the fields of the body, or None without a body. `answer`: the properties of the
+    answer, or its media type. `parameter`: the name in braces in the path. `link`: an operation
+    that uses values of this answer. `method`: by default POST with a body, and GET without one.
     """
 
     path: str

@@ -22,7 +22,7 @@ class ServerSettings(AccessSettings, ModelSettings, ChatSettings):
 
     `max_concurrency`: the number of requests that run at once, by default as many as fit a batch.
     `max_queued_requests`, `max_queued_tokens`: limits of the waiting requests and of their prompt
-    tokens; None: no limit. `request_timeout`: seconds; None: no limit. `shutdown_timeout`: seconds.
+    tokens. `request_timeout`, `shutdown_timeout`: limits in seconds. A limit of None is unlimited.
     `triton`: serve /v2; `grpc_port` implies this. `lenient`: an unknown field causes a warning
     instead of an error. `clamp_max_tokens`: if more tokens are requested than fit, their number is
     lowered with a warning instead of an error. `log_format`: text or json. `log_prompts`: the log

@@ -24,7 +24,7 @@ class _Sequence:
     """A running sequence. `expected` has the value that the KV cache must hold per position."""
 
     tokens: list[int]
-    num_computed: int | None = None  # None: its first row sets the position
+    num_computed: int | None = None  # set by its first row
     block_ids: list[int] = field(default_factory=list)
     expected: list[int] = field(default_factory=list)
 

@@ -48,7 +48,7 @@ class TransformersModel:
     """A causal language model of transformers.
 
     `network` is changed: its attention and its linear layers are replaced with ours. `kind_of` maps
-    the name of a linear layer to its quantization, or None. `max_seq_len` None: the longest
+    the name of a linear layer to its quantization, or None. `max_seq_len` is by default the longest
     sequence of the config. Raises ConfigError with the feature that attention over pages cannot
     compute.
     """

@@ -56,7 +56,8 @@ class HarmonyParser(StepwiseParser):
         self._names: frozenset[str] = frozenset()
         self._state = _State.HEADER
         self._is_first = True  # the first message
-        self._kind: type[Thought] | type[Content] | None = None  # of the message; None: a call
+        # the kind of the message, or None if it is a call
+        self._kind: type[Thought] | type[Content] | None = None
         self._arguments = ObjectScan()  # scans the last call
         self._has_all_arguments = True
         self._said: set[type] = set()  # kinds that have text

@@ -63,7 +63,7 @@ _ITEMS = {"type": "array", "items": {"type": "object"}, "minItems": 1}
 # Fields that clients expect in a response, although they are always null here.
 _NULL = ("completed_at", "conversation", "moderation", "prompt", "prompt_cache_diagnostics")
 _ECHOED = ("user", "safety_identifier", "max_tool_calls", "prompt_cache_key")
-# Values of any depth that are returned in a response or in a list of its input.
+# Fields with nested values, which are returned in a response or in the list of its input items.
 _RETURNED = ("input", "tools", "tool_choice", "text")
 _IGNORED: dict[str, Kind] = {
     **dict.fromkeys(("user", "safety_identifier", "prompt_cache_key"), Text(0, 1024)),
