@@ -161,15 +161,13 @@ def load_model(
     the config's, or float32; float64 is only for the CPU. `max_seq_len` is by default
     `max_position_embeddings`. `attention_window`: the largest number of positions that a token sees
     in any layer, including its own; the first `sink` positions are always visible.
-    `kv_cache_dtype`: float8_e4m3fn for pages of that dtype, None for any other.
-
-    `weights_dtype` is for matrices of matmuls except routers. "int8" stores them with one scale per
-    row. "int4" stores them in groups of 32 with a float16 scale each, and the output matrix as
-    `head_dtype`, by default "int8". "file" stores matrices with 4 bits in the checkpoint
-    in 4 bits, and others as int8. With "int4" and "file", 4-bit groups of the checkpoint are not
-    quantized again. `on_progress`: as in `OptionalParams`. `collectives`: for one of several ranks,
-    which reads only its share. `prepare` is called before weights are read, with the dtype and the
-    kinds of quantized matrices.
+    `kv_cache_dtype`: float8_e4m3fn for pages of that dtype, None for any other. `weights_dtype` is
+    for matrices of matmuls except routers: "int8" with one scale per row, or "int4" in groups of 32
+    with a float16 scale each and the output matrix as `head_dtype` (by default "int8"). "file" is
+    "int4" for matrices with 4 bits in the checkpoint, and "int8" for others. 4-bit groups of the
+    checkpoint are not quantized again. `on_progress`: as in `OptionalParams`. `collectives`: for
+    one of several ranks, which reads only its share. `prepare` is called before weights are read,
+    with the dtype and the kinds of quantized matrices.
 
     Raises ConfigError, which names the argument, config field or tensor that cannot be used. Peak
     memory: the final weights plus a sixteenth, or plus a matrix that must be read whole.
