@@ -6,12 +6,17 @@
 Random weights of one shape are written once, for each server in its format. Each server runs alone
 and is started anew in each round; the servers take turns. The client is the same for all: streams
 of /v1/completions whose prompts are token ids. A peer that is not given, or not there, is skipped.
+
+Where a run must be short, measure in pieces: `--weights` and `--clients` select what runs,
+`--files` keeps the files of weights for the next run, and `--add-to` adds the requests of this run
+to those of an earlier report.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import json
 import os
 import socket
@@ -22,10 +27,9 @@ import tempfile
 import time
 import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -52,13 +56,27 @@ class Contender:
     env: Mapping[str, str] = field(default_factory=dict)
 
 
+class Load(NamedTuple):
+    """A number of clients of one server, which measure the same things in each round."""
+
+    clients: int
+    weights: str
+    server: str
+
+
+Rounds = dict[Load, list[Any]]  # what `measured` has returned, round by round
+
+
 # Servers -------------------------------------------------------------------------------------
 
 
 def contenders(options: argparse.Namespace, folder: Path) -> tuple[list[Contender], list[str]]:
     """The servers that can run, with their files written into `folder`; why others cannot."""
     found, notes = [], []
-    model = save_model(folder, options.shape, getattr(torch, options.dtype))
+    model = folder / "model"
+    if not (model / "tokenizer.json").exists():  # the last file that is written
+        model.mkdir(exist_ok=True)
+        save_model(model, options.shape, getattr(torch, options.dtype))
     own = [options.python, "-m", "gptmanager", "serve", "--served-model-name", NAME]
     own += ["--threads", str(options.threads)] if options.threads else []
     command = [*own, "--model", str(model), "--dtype", options.dtype]
@@ -74,17 +92,25 @@ def contenders(options: argparse.Namespace, folder: Path) -> tuple[list[Contende
         notes.append(f"llama-server is skipped: {needs}")
         return found, notes
     plain, small = folder / "BF16.gguf", folder / "Q8_0.gguf"
-    words = vocabulary(SHAPES[options.shape]["vocab_size"])
-    tokenizer = {"model": "gpt2", "pre": "qwen2", "tokens": words, "merges": []}
-    keys = {f"tokenizer.ggml.{key}": value for key, value in tokenizer.items()}
-    write_gguf(plain, SHAPES[options.shape], load_file(model / "model.safetensors"), keys)
-    command = [str(quantize), str(plain), str(small), "Q8_0"]
-    subprocess.run(command, check=True, capture_output=True)
+    if not small.exists():
+        save_gguf(options, model, plain)
+        part = small.with_suffix(".part")
+        command = [str(quantize), str(plain), str(part), "Q8_0"]
+        subprocess.run(command, check=True, capture_output=True)
+        part.rename(small)
     if options.dtype == "bfloat16":
         found.append(llama_server(options, plain, options.dtype))
     found.append(Contender("gptmanager", "Q8_0", [*own, "--model", str(small)]))
     found.append(llama_server(options, small, "Q8_0"))
     return found, notes
+
+
+def save_gguf(options: argparse.Namespace, model: Path, path: Path) -> None:
+    """Write the weights of the folder `model` to a GGUF file."""
+    words = vocabulary(SHAPES[options.shape]["vocab_size"])
+    tokenizer = {"model": "gpt2", "pre": "qwen2", "tokens": words, "merges": []}
+    keys = {f"tokenizer.ggml.{key}": value for key, value in tokenizer.items()}
+    write_gguf(path, SHAPES[options.shape], load_file(model / "model.safetensors"), keys)
 
 
 def is_program(path: Path | None) -> bool:
@@ -115,7 +141,7 @@ def length(options: argparse.Namespace) -> int:
     return -(-(options.input_len + options.output_len + 1) // 64) * 64
 
 
-@contextmanager
+@contextlib.contextmanager
 def running(contender: Contender, folder: Path) -> Iterator[int]:
     """The port of a server that answers; at the end it has ended with all that it started."""
     with socket.socket() as free:
@@ -189,26 +215,22 @@ def measured(port: int, options: argparse.Namespace, count: int, seed: int) -> A
 # The report ----------------------------------------------------------------------------------
 
 
-def row_of(contender: Contender, count: int, rounds: Sequence[Any]) -> dict[str, Any]:
+def row_of(load: Load, rounds: Sequence[Any]) -> dict[str, Any]:
     """Percentiles of the requests of all rounds, and the median of their tokens/s."""
     requests = np.array([pair for pairs, _ in rounds for pair in pairs]) * 1e3
     cuts = np.percentile(requests, (50, 99), axis=0)
     figures = [*cuts[:, 0], *cuts[:, 1], statistics.median(speed for _, speed in rounds)]
     values = {name: round(float(value), 2) for name, value in zip(MEASURES, figures, strict=True)}
-    return {"server": contender.name, "weights": contender.weights, "clients": count, **values}
+    return {**load._asdict(), **values}
 
 
 def ratios_of(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Ours to each peer's, of the same weights and the same number of clients."""
     found = []
     for row in rows:
-        own = next(
-            it
-            for it in rows
-            if it["server"] == "gptmanager"
-            and all(it[key] == row[key] for key in ("weights", "clients"))
-        )
-        if row is not own:
+        ours = {**row, "server": "gptmanager"}
+        own = next((it for it in rows if all(it[key] == ours[key] for key in Load._fields)), None)
+        if own is not None and row is not own:
             ratios = {name: round(own[name] / row[name], 3) for name in MEASURES}
             missed = [name for name in MEASURES[:-1] if ratios[name] > MOST]
             missed += [name for name in MEASURES[-1:] if ratios[name] < LEAST]
@@ -233,20 +255,17 @@ def table(report: Mapping[str, Any]) -> str:
 
 def main() -> None:
     options = arguments().parse_args()
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
+    earlier = json.loads(options.add_to.read_text())["rounds"] if options.add_to else []
+    rounds = {Load(*load): own for load, own in earlier}
+    with contextlib.ExitStack() as stack:
+        folder = options.files or Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        folder.mkdir(parents=True, exist_ok=True)
         servers, notes = contenders(options, folder)
-        found: dict[tuple[int, int], list[Any]] = {}
         for turn in range(options.rounds):
-            for index, server in enumerate(servers):
-                with running(server, folder) as port:
-                    measured(port, options, min(8, max(options.clients)), 1)  # warm
-                    for count in options.clients:
-                        own = measured(port, options, count, 10 + 100 * turn + count)
-                        found.setdefault((count, index), []).append(own)
-                        row = row_of(server, count, [own])
-                        print(f"round {turn + 1}: {json.dumps(row)}", file=sys.stderr, flush=True)
-    rows = [row_of(servers[index], count, own) for (count, index), own in sorted(found.items())]
+            for server in servers:
+                if server.weights in options.weights or not options.weights:
+                    run_round(server, folder, options, turn, rounds)
+    rows = [row_of(load, own) for load, own in sorted(rounds.items())]
     report = {
         "date": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         "command": sys.argv,
@@ -256,10 +275,25 @@ def main() -> None:
         "notes": notes,
         "rows": rows,
         "ratios": ratios_of(rows),
+        "rounds": sorted(rounds.items()),
     }
     print(table(report))
     if options.output:
         options.output.write_text(json.dumps(report, indent=1) + "\n")
+
+
+def run_round(
+    server: Contender, folder: Path, options: argparse.Namespace, turn: int, rounds: Rounds
+) -> None:
+    """Start a server, and add what its clients measure to `rounds`."""
+    with running(server, folder) as port:
+        measured(port, options, min(8, max(options.clients)), 1)  # warm
+        for count in options.clients:
+            load = Load(count, server.weights, server.name)
+            own = rounds.setdefault(load, [])
+            own.append(measured(port, options, count, 10 + 100 * len(own) + count))
+            row = json.dumps(row_of(load, own[-1:]))
+            print(f"round {turn + 1}: {row}", file=sys.stderr, flush=True)
 
 
 def arguments() -> argparse.ArgumentParser:
@@ -274,10 +308,13 @@ def arguments() -> argparse.ArgumentParser:
     add("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="for all but Q8_0")
     add("--threads", type=int, help="of each server; without it each decides")
     add("--clients", type=int, nargs="+", default=[1, 8, 64], help="at once, in each load")
+    add("--weights", choices=("bfloat16", "float32", "Q8_0"), nargs="+", default=[], help="only these")
     add("--requests", type=int, default=16, help="of a load; at least two for each client")
     add("--input-len", type=int, default=64)
     add("--output-len", type=int, default=64)
     add("--rounds", type=int, default=3)
+    add("--files", type=Path, help="a folder that keeps the files of weights")
+    add("--add-to", type=Path, help="a report; its requests are counted, too")
     add("--output", type=Path, help="a file for the report as JSON")
     return parser
 
