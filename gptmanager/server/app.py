@@ -158,11 +158,21 @@ def _refuse_http(request: Request, error: Exception) -> Response:
 
 
 def _hint(request: Request) -> str:
-    """Return a hint at the option that would enable the requested path, or ''."""
+    """Return a hint at the option that would enable the requested path, or at a path that was
+    probably meant, or ''.
+    """
     path, settings = request.url.path, request.app.state.settings
     option = _ASKED_FOR.get("/v2" if path.startswith("/v2/") else path)
     is_on = settings.serves_triton if option == "--triton" else settings.adapter_dir is not None
-    return "" if option is None or is_on else f": the server was started without {option}"
+    if option is not None and not is_on:
+        return f": the server was started without {option}"
+    known = {getattr(route, "path", "") for route in request.app.routes}
+    parts = [part for part in path.split("/") if part]
+    for meant in (parts, ["v1", *parts], parts[1:]):  # a slash, or a part, too many or missing
+        found = "/" + "/".join(meant)
+        if meant and found in known:
+            return f": {found} was probably meant; check the base URL of the client"
+    return ""
 
 
 def _client_gone(request: Request, error: Exception) -> Response:

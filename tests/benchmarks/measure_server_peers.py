@@ -7,9 +7,9 @@ Random weights of one shape are written once, for each server in its format. Eac
 and is started anew in each round; the servers take turns. The client is the same for all: streams
 of /v1/completions whose prompts are token ids. A peer that is not given, or not there, is skipped.
 
-Where a run must be short, measure in pieces: `--weights` and `--clients` select what runs,
-`--files` keeps the files of weights for the next run, and `--add-to` adds the requests of this run
-to those of an earlier report.
+Where a run must be short, measure in pieces: `--servers`, `--weights` and `--clients` select what
+runs, `--files` keeps the files of weights for the next run, and `--add-to` adds the requests of
+this run to those of an earlier report.
 """
 
 from __future__ import annotations
@@ -263,7 +263,7 @@ def main() -> None:
         servers, notes = contenders(options, folder)
         for turn in range(options.rounds):
             for server in servers:
-                if server.weights in options.weights or not options.weights:
+                if server.weights in options.weights and server.name in options.servers:
                     run_round(server, folder, options, turn, rounds)
     rows = [row_of(load, own) for load, own in sorted(rounds.items())]
     report = {
@@ -308,7 +308,9 @@ def arguments() -> argparse.ArgumentParser:
     add("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="for all but Q8_0")
     add("--threads", type=int, help="of each server; without it each decides")
     add("--clients", type=int, nargs="+", default=[1, 8, 64], help="at once, in each load")
-    add("--weights", choices=("bfloat16", "float32", "Q8_0"), nargs="+", default=[], help="only these")
+    weights, servers = ("bfloat16", "float32", "Q8_0"), ("gptmanager", "vLLM", "llama-server")
+    add("--weights", choices=weights, nargs="+", default=weights, help="only these")
+    add("--servers", choices=servers, nargs="+", default=servers, help="only these")
     add("--requests", type=int, default=16, help="of a load; at least two for each client")
     add("--input-len", type=int, default=64)
     add("--output-len", type=int, default=64)

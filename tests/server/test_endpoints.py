@@ -39,7 +39,7 @@ def test_an_unknown_model_is_a_404(client):
 
 
 def test_an_unknown_path_is_a_404(client):
-    assert "/nothing" in refusal(client.get("/nothing"), 404)["message"]
+    assert refusal(client.get("/nothing"), 404)["message"] == "there is nothing at /nothing"
 
 
 @pytest.mark.parametrize(
@@ -67,6 +67,26 @@ def test_grpc_implies_the_same_protocol_over_http():
 @pytest.mark.parametrize("path", ["/v1/completions/", "/health/", "/%00"])
 def test_a_path_with_a_slash_too_many_is_a_404(client, path):
     refusal(client.post(path, json={"prompt": "a"}), 404)
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "/v1/completions/",
+        "//v1/completions",
+        "/v1/v1/completions",
+        "/completions",
+        "/api/v1/completions",
+    ],
+)
+def test_a_wrong_base_url_is_explained(client, path):
+    url = client.base_url.join("/").copy_with(raw_path=path.encode())
+    message = refusal(client.post(url, json={"prompt": "a"}), 404)["message"]
+    assert ": /v1/completions was probably meant" in message
+
+
+def test_the_list_of_models_with_a_slash_at_its_end(client):
+    assert client.get("/v1/models/").json() == client.get("/v1/models").json()
 
 
 def test_a_wrong_method_is_a_405(client):

@@ -42,6 +42,8 @@ def routes(engine: Engine, settings: ServerSettings) -> list[BaseRoute]:
 
     async def model(request: Request) -> Response:
         name = request.path_params["name"]
+        if not name:  # some clients end the path of the list with a slash
+            return await models(request)
         if name in engine.card.names:
             return json_response(_model(engine, name))
         if name in engine.adapters:
