@@ -129,6 +129,7 @@ kernels/                      all operations of a model in torch, and compiled o
     experts/                  mixtures of experts
         routing               chooses and weighs the experts of each token
         mixture               matmuls of experts over tokens sorted by expert
+        routing_loops         chooses experts and gathers their inputs, compiled
     recurrent/                linear attention with a state: the gated delta rule
         delta_formulas        the gated delta rule in torch, by tokens or in chunks
         delta_ops             the operations of linear attention in torch

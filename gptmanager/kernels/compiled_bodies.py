@@ -11,7 +11,6 @@ from gptmanager.kernels import per_token_kernels
 from gptmanager.kernels.attention import paged_attention
 from gptmanager.kernels.compilation import compile_all
 from gptmanager.kernels.embedding_lookup import embed
-from gptmanager.kernels.gemm.grouped_matmul import multiply_group
 from gptmanager.kernels.gemm.int4_matrix import INT4
 from gptmanager.kernels.gemm.matmul_plan import can_be_packed, matmul_bodies
 from gptmanager.kernels.gemm.packed_matrix import Quantized
@@ -41,7 +40,6 @@ def bodies_of_model(
     return [
         paged_attention.attention,
         *matmuls,
-        *([multiply_group] if matmuls else []),
         per_token_kernels.rope_and_write,
         per_token_kernels.normalize,
         per_token_kernels.activate,

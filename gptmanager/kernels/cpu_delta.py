@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from gptmanager.kernels.attention.attention_arguments import RowSpans
-from gptmanager.kernels.compilation import compile_all
 from gptmanager.kernels.cpu_matmuls import CpuMatmuls
 from gptmanager.kernels.recurrent import delta_loops
 from gptmanager.kernels.recurrent.delta_formulas import DeltaShape, DeltaState, DeltaTensors
@@ -20,9 +19,6 @@ from gptmanager.kernels.simd.threads import address_of
 
 class CpuDelta(CpuMatmuls):
     """The delta rule of `CpuKernels`."""
-
-    def warm_up_states(self) -> None:
-        compile_all(delta_loops.BODIES)
 
     def gated_delta(
         self,

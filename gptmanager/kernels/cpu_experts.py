@@ -1,23 +1,32 @@
 """`CpuExperts`: the experts of a layer on the CPU, the matmuls of all of them as one task.
 
-Only experts that tokens have chosen are read. Matrices that are not packed use the reference.
+Only experts that tokens have chosen are read. Compiled tasks choose them and add up their outputs,
+so that a step with experts can be captured. Matrices that are not packed use the reference.
 """
 
 from __future__ import annotations
 
 import ctypes
-from typing import NamedTuple
+import functools
+from itertools import accumulate, chain
+from typing import Any, NamedTuple
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from gptmanager.kernels.compilation import compile_all
 from gptmanager.kernels.cpu_delta import CpuDelta
 from gptmanager.kernels.cpu_matmuls import SMALL_MATMUL
+from gptmanager.kernels.experts import routing_loops
 from gptmanager.kernels.experts.mixture import ExpertMatrices
 from gptmanager.kernels.experts.routing import Routing
-from gptmanager.kernels.gemm.grouped_matmul import TASK_BYTES, GroupTask, multiply_group
+from gptmanager.kernels.experts.routing_loops import SCORES, SCRATCH_ROWS, MixingTask, RoutingTask
+from gptmanager.kernels.gemm.grouped_matmul import (
+    TASK_BYTES,
+    GroupTask,
+    SharedTask,
+    multiply_group,
+)
 from gptmanager.kernels.gemm.matmul import STREAMED_ROWS
 from gptmanager.kernels.gemm.matmul_plan import (
     Instructions,
@@ -27,24 +36,14 @@ from gptmanager.kernels.gemm.matmul_plan import (
     registers,
 )
 from gptmanager.kernels.gemm.packed_matrix import PANEL_ROWS, Matrix, PackedMatrix
+from gptmanager.kernels.recurrent import delta_loops
 from gptmanager.kernels.simd.dtypes import DTYPES
 from gptmanager.kernels.simd.machine_code import compiled
-from gptmanager.kernels.simd.threads import alike, with_first
-
-Longs = npt.NDArray[np.int64]
+from gptmanager.kernels.simd.threads import address_of, alike, with_first
 
 _PARTS_PER_THREAD = 8  # of all matmuls that read their matrices once
-
-
-class _Chosen(NamedTuple):
-    """Rows sorted by expert. `given` int64 `[3, n]`: an expert, its number of rows, its first row.
-
-    `most`: the largest number of rows of an expert. `total`: the number of all rows.
-    """
-
-    given: Longs
-    most: int
-    total: int
+_LONG_BYTES = 8
+_kept: list[Any] = []  # keeps memory alive to which addresses refer
 
 
 class _GroupPlan(NamedTuple):
@@ -55,44 +54,82 @@ class _GroupPlan(NamedTuple):
     rows: int  # of each expert's matrix
     dtype: torch.dtype  # of the result
 
+    def bounds(self, num_tokens: int) -> list[tuple[int, int]]:
+        """Return the numbers of rows of an expert for each of the instructions: more than the
+        first number, up to the second one. An expert has at most `num_tokens` rows.
+        """
+        most = [it.most_rows for it in self.plan.instructions]
+        return [it for it in zip([0, *most], most, strict=False) if it[0] < num_tokens]
+
+
+class _Routed(NamedTuple):
+    """The inputs of experts by row, and the addresses of a `RoutingTask` in `memory`.
+
+    `weights` is 0 if each weight is 1. `counters` and `copies`: see `GroupTask`. `count`: of
+    experts.
+    """
+
+    rows: Tensor
+    memory: Tensor
+    choices: int
+    places: int
+    weights: int
+    lists: int
+    counters: int
+    copies: int
+    count: int
+
 
 class CpuExperts(CpuDelta):
     """The experts of `CpuKernels`."""
+
+    def warm_up_layers(self, has_states: bool, has_experts: bool) -> None:
+        own = [multiply_group, *routing_loops.BODIES] if has_experts else []
+        compile_all([*own, *(delta_loops.BODIES if has_states else ())])
 
     def experts(
         self,
         x: Tensor,
         logits: Tensor,
-        bias: Tensor | None,
+        correction: Tensor | None,
         routing: Routing,
         experts: ExpertMatrices,
     ) -> Tensor:
-        gated = experts.gated and experts.activation == "silu"
-        up, down = (self._grouped(it, experts.count) for it in (experts.up, experts.down))
-        if up is None or down is None or not len(x):
-            return super().experts(x, logits, bias, routing, experts)
-        x, chosen, weights = experts.choose(x, logits, routing, bias)
-        found, slots, places = _sorted(chosen, experts)
-        rows = x.index_select(0, slots // (len(slots) // len(x)))
-        hidden = self._multiply_group(rows, up[gated], found, experts.up_bias)
-        if not gated:
+        is_silu = experts.gated and experts.activation == "silu"
+        up = self._grouped(experts.up, experts.count, is_silu)
+        down = self._grouped(experts.down, experts.count, False)
+        wide = [it.dtype is torch.float32 for it in (correction, experts.factors) if it is not None]
+        is_known = x.dtype in DTYPES and logits.dtype in DTYPES and all(wide)
+        if up is None or down is None or not is_known or not len(x):
+            return super().experts(x, logits, correction, routing, experts)
+        bounds, others = up.bounds(len(x)), down.bounds(len(x))
+        given = x.contiguous(), logits.contiguous(), correction, routing, experts
+        routed = self._route(*given, (*bounds, *others))
+        lists = range(len(bounds)), range(len(bounds), len(bounds) + len(others))
+        hidden = self._multiply_group(routed.rows, up, routed, lists[0], experts.up_bias)
+        if not is_silu:
             hidden = self.activate(hidden, experts.activation, experts.gated)
-        outputs = self._multiply_group(hidden, down[False], found, experts.down_bias)
-        outputs[found.total :] = 0  # of experts of other ranks
-        by_token = outputs.index_select(0, places).view(*chosen.shape, -1)
-        return (by_token * weights.unsqueeze(-1)).sum(1).to(x.dtype)
+        outputs = self._multiply_group(hidden, down, routed, lists[1], experts.down_bias)
+        result = torch.empty_like(x)
+        if outputs.dtype is not x.dtype:
+            outputs = outputs.to(x.dtype)
+        fixed = MixingTask(per_token=routing.per_token, width=x.shape[1], dtype=DTYPES[x.dtype])
+        addresses = outputs.data_ptr(), result.data_ptr(), routed.places, routed.weights
+        task = with_first(fixed, 0, len(x), *addresses)
+        self._run(routing_loops.mix, task, outputs.numel())
+        return result
 
-    def _grouped(self, matrix: Matrix, count: int) -> tuple[_GroupPlan, _GroupPlan] | None:
-        """Return plans for a matrix of `count` experts, without and with SiLU; None if unsupported.
+    def _grouped(self, matrix: Matrix, count: int, silu: bool) -> _GroupPlan | None:
+        """Return the plan for a matrix of `count` experts; None if it is not supported.
 
         Supported are packed matrices with whole panels for each expert.
         """
         if not isinstance(matrix, PackedMatrix) or len(matrix) // count % (2 * PANEL_ROWS):
             return None
-        key = self.deterministic, count
+        key = self.deterministic, count, silu
         if key not in matrix.plans:
-            matrix.plans[key] = tuple(self._plan_group(matrix, count, it) for it in (False, True))
-        found: tuple[_GroupPlan, _GroupPlan] = matrix.plans[key]
+            matrix.plans[key] = self._plan_group(matrix, count, silu)
+        found: _GroupPlan = matrix.plans[key]
         return found
 
     def _plan_group(self, matrix: PackedMatrix, count: int, silu: bool) -> _GroupPlan:
@@ -110,80 +147,139 @@ class CpuExperts(CpuDelta):
         )
         return _GroupPlan(plan, task, len(matrix) // count, matrix.dtype)
 
+    def _route(
+        self,
+        x: Tensor,
+        logits: Tensor,
+        correction: Tensor | None,
+        routing: Routing,
+        experts: ExpertMatrices,
+        bounds: tuple[tuple[int, int], ...],
+    ) -> _Routed:
+        """Choose the experts of `x`, and gather their inputs. `bounds`: those of the lists."""
+        (num_tokens, num_experts), count = logits.shape, experts.count
+        num_choices, size = num_tokens * routing.per_token, self._team.max_size
+        counters = len(bounds) * count
+        copies = size * TASK_BYTES // _LONG_BYTES
+        lengths = num_choices, num_choices, num_choices, count + 1, len(bounds) + 3 * counters
+        memory = torch.empty(sum(lengths) + counters + copies, dtype=torch.int64)
+        rows = torch.empty(num_choices, x.shape[1], dtype=x.dtype)
+        first = memory.data_ptr()
+        at = [first + _LONG_BYTES * it for it in accumulate((*lengths, counters), initial=0)]
+        fixed = self._fixed(x, logits, correction, routing, experts, bounds)
+        task = with_first(
+            fixed,
+            *(0, num_tokens, logits.data_ptr(), x.data_ptr(), rows.data_ptr(), *at[:-1]),
+            self._team.scratch(size * 4 * SCRATCH_ROWS * num_experts),
+        )
+        if rows.numel() < SMALL_MATMUL:
+            self._run(routing_loops.choose_and_gather, task, 0)
+        else:
+            for body, work in (
+                (routing_loops.choose, routing.per_token * logits.numel()),
+                (routing_loops.sort, 0),
+                (routing_loops.gather, rows.numel()),
+            ):
+                self._run(body, RoutingTask.from_buffer_copy(task), work)
+        choices, places, weights, _, lists, counters, copies = at
+        weights = 0 if routing.scales_inputs else weights
+        return _Routed(rows, memory, choices, places, weights, lists, counters, copies, count)
+
+    def _fixed(
+        self,
+        x: Tensor,
+        logits: Tensor,
+        correction: Tensor | None,
+        routing: Routing,
+        experts: ExpertMatrices,
+        bounds: tuple[tuple[int, int], ...],
+    ) -> RoutingTask:
+        """Return the fields of a task that are the same in other steps; they are kept."""
+        vectors = correction, experts.factors
+        addresses = tuple(address_of(it, torch.float32) for it in vectors)
+        kinds = x.shape[1], x.dtype, logits.dtype
+        key = routing, addresses, bounds, kinds, experts.first
+        assert isinstance(experts.up, PackedMatrix)
+        plans = experts.up.plans
+        if key not in plans:
+            plans[key] = RoutingTask(
+                correction=addresses[0],
+                factors=addresses[1],
+                bounds=_address_of(bounds),
+                num_experts=logits.shape[1],
+                count=experts.count,
+                first=experts.first,
+                per_token=routing.per_token,
+                width=x.shape[1],
+                num_lists=len(bounds),
+                num_zeros=len(bounds) * experts.count,
+                score=SCORES[routing.score],
+                groups=routing.groups,
+                top_groups=routing.top_groups,
+                two_best=routing.group_score == "two_best",
+                renormalize=routing.renormalize,
+                scales_inputs=routing.scales_inputs,
+                logits_dtype=DTYPES[logits.dtype],
+                dtype=DTYPES[x.dtype],
+                factor=routing.factor,
+            )
+        found: RoutingTask = plans[key]
+        return found
+
     def _multiply_group(
-        self, x: Tensor, group: _GroupPlan, found: _Chosen, bias: Tensor | None
+        self, x: Tensor, group: _GroupPlan, routed: _Routed, lists: range, bias: Tensor | None
     ) -> Tensor:
-        plan = group.plan
-        result = torch.empty(len(x), plan.columns, dtype=group.dtype)
-        fewer = 0
-        for instructions in plan.instructions:
-            given, most = found.given, instructions.most_rows
-            if fewer or found.most > most:
-                given = given[:, (given[1] > fewer) & (given[1] <= most)]
-            fewer = most
-            if given.size:
-                some = _Chosen(given, found.most, int(given[1].sum()))
-                self._run_group(x, group, some, bias, instructions, result)
-            if found.most <= most:
-                break
+        """Multiply the rows of all experts. `lists`: those for the instructions of the plan."""
+        result = torch.empty(len(x), group.plan.columns, dtype=group.dtype)
+        for number, instructions in zip(lists, group.plan.instructions, strict=False):
+            self._run_group(x, group, routed, number, bias, instructions, result)
         return result
 
     def _run_group(
         self,
         x: Tensor,
         group: _GroupPlan,
-        found: _Chosen,
+        routed: _Routed,
+        number: int,
         bias: Tensor | None,
         instructions: Instructions,
         result: Tensor,
     ) -> None:
-        """Multiply the rows of these experts, with the same instructions, into `result`."""
-        plan, given = group.plan, np.ascontiguousarray(found.given)
-        count, scratch_bytes = given.shape[1], instructions.scratch_bytes
+        """Multiply the rows of the experts in a list, with these instructions, into `result`."""
+        plan, scratch_bytes = group.plan, instructions.scratch_bytes
         is_ready = x.dtype is instructions.dtype and x.is_contiguous()
         if instructions.quantize is not None or not is_ready or plan.depth != x.shape[1]:
             x = self._converted(x, instructions, plan.depth)
-        size = 1 if found.total * plan.work < SMALL_MATMUL else self._team.max_size
-        memory, bias_fields = np.zeros(count + size * (TASK_BYTES // 8), np.int64), (0, 0)
-        task = GroupTask.from_buffer_copy(group.task)
+        size = 1 if len(x) * plan.work < SMALL_MATMUL else self._team.max_size
+        bias_fields, bias_bytes = (0, 0), 0
         if bias is not None:
             (bias,) = alike(bias)
             bias_fields = bias.data_ptr(), DTYPES[bias.dtype]
-            task.bias_bytes = group.rows * bias.itemsize
-        own = with_first(
+            bias_bytes = group.rows * bias.itemsize
+        task = with_first(
+            group.task,
+            *(0, instructions.body),
+            routed.lists + _LONG_BYTES * (1 + 3 * routed.count) * number,
+            routed.counters + _LONG_BYTES * routed.count * number,
+            *(routed.copies, self._team.scratch(size * scratch_bytes), scratch_bytes),
+            *(
+                size * _PARTS_PER_THREAD,
+                x.stride(0) * x.itemsize,
+                result.stride(0) * result.itemsize,
+            ),
+            bias_bytes,
+        )
+        matmul = with_first(
             plan.task,
             *(0, x.data_ptr(), result.data_ptr(), *bias_fields, 0, scratch_bytes),
             *(0, 0, 0, registers(16)),
         )
-        task.body, task.task, task.count = instructions.body, ctypes.addressof(own), count
-        task.given, task.counters = given.ctypes.data, memory.ctypes.data
-        task.copies = task.counters + 8 * count
-        task.scratch, task.scratch_bytes = self._team.scratch(size * scratch_bytes), scratch_bytes
-        streamed = plan.num_groups * count // (size * _PARTS_PER_THREAD)
-        task.streamed_groups = max(1, min(plan.num_groups, streamed))
-        task.x_bytes = x.stride(0) * x.itemsize
-        task.result_bytes = result.stride(0) * result.itemsize
-        self._team.run(compiled(multiply_group), task, size)
+        self._team.run(compiled(multiply_group), SharedTask(task, matmul), size)
 
 
-def _sorted(chosen: Tensor, experts: ExpertMatrices) -> tuple[_Chosen, Tensor, Tensor]:
-    """Return the experts that are here, the choice of each sorted row, and the row of each choice.
-
-    Choices are numbered token by token. Rows of experts that are not here are last.
-    """
-    numbers = chosen.numpy().ravel() - experts.first
-    # as unsigned integers the numbers of experts of ranks before this one are large
-    numbers = np.minimum(numbers.view(np.uint64), experts.count).view(np.int64)
-    order = numbers.argsort(kind="stable")
-    counts = np.bincount(numbers, minlength=experts.count)[: experts.count]
-    touched = counts.nonzero()[0]
-    own = counts[touched]
-    ends = own.cumsum()
-    places = np.empty_like(order)
-    places[order] = np.arange(len(order))
-    found = _Chosen(
-        np.stack((touched, own, ends - own)),
-        int(own.max(initial=0)),
-        int(ends[-1]) if len(ends) else 0,
-    )
-    return found, torch.from_numpy(order), torch.from_numpy(places)
+@functools.cache
+def _address_of(bounds: tuple[tuple[int, int], ...]) -> int:
+    """Return the address of these numbers as int64."""
+    numbers = (ctypes.c_int64 * (2 * len(bounds)))(*chain(*bounds))
+    _kept.append(numbers)
+    return ctypes.addressof(numbers)

@@ -79,6 +79,9 @@ class Kernels(DeltaOps):
     def warm_up_adapters(self) -> None:
         """Compile or load what the first step with an adapter needs; may run in any thread."""
 
+    def warm_up_layers(self, has_states: bool, has_experts: bool) -> None:
+        """Compile or load what the first step needs for layers with states, or with experts."""
+
     def new_step_capture(self) -> StepCapture | None:
         """Return an object that captures steps, or None if each step runs op by op."""
         return None

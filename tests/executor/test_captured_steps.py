@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from checkpoints import CONFIGS, PagedDriver, checkpoint
+from family_runs import family_folder
 from packed_logits import random_tokens, reference
 from torch import Tensor
 
@@ -68,6 +69,27 @@ def test_every_family_has_the_bits_of_steps_op_by_op(
     if weights.startswith("int"):
         given = {"dtype": "bfloat16", "weights_dtype": weights}
     plain, recorded = twins(name, **given)
+    compare(plain, recorded, no_op_runs)
+    for pages in ("keys", "values"):
+        own, other = (getattr(driver.pool, pages) for driver in (recorded, plain))
+        assert torch.equal(own.nan_to_num(), other.nan_to_num())
+
+
+@needs_packing
+@pytest.mark.parametrize("weights", [None, "int8"])
+@pytest.mark.parametrize("name", ["mixtral", "qwen3_moe", "gpt_oss"])
+@pytest.mark.every(2)
+def test_experts_are_chosen_anew_in_each_recorded_step(
+    name: str, weights: Any, no_op_runs: Callable[[], None]
+) -> None:
+    model = load_model(family_folder(name), dtype="float32", weights_dtype=weights)
+    plain, recorded = (PagedDriver(model, 3) for _ in range(2))
+    recorded.step_capture = model.new_step_capture()
+    compare(plain, recorded, no_op_runs)
+
+
+def compare(plain: PagedDriver, recorded: PagedDriver, no_op_runs: Callable[[], None]) -> None:
+    """Run steps with one to three rows in both; the later ones are recorded."""
     for driver in (plain, recorded):
         driver.forward(list(enumerate(random_tokens(*PROMPTS))))
     steps: list[list[tuple[int, list[int]]]] = []
@@ -81,9 +103,6 @@ def test_every_family_has_the_bits_of_steps_op_by_op(
     results += [recorded.forward(rows) for rows in steps[8:]]
     for own, other in zip(results, wanted, strict=True):
         assert torch.equal(own, other)
-    for pages in ("keys", "values"):
-        own, other = (getattr(driver.pool, pages) for driver in (recorded, plain))
-        assert torch.equal(own.nan_to_num(), other.nan_to_num())
 
 
 @needs_packing

@@ -1,4 +1,4 @@
-"""The experts of a layer as one task: bit for bit those of one matmul after another."""
+"""The experts of a layer as one task: those of one matmul after another; and their choice."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def experts_of(
 @pytest.mark.parametrize("quantized", [None, "int8", "int4"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("deterministic", [False, True])
-def test_they_have_the_bits_of_one_expert_after_another(
+def test_they_are_those_of_one_expert_after_another(
     deterministic: bool, dtype: torch.dtype, quantized: Quantized | None
 ) -> None:
     kernels = CpuKernels(deterministic=deterministic)
@@ -48,8 +48,61 @@ def test_they_have_the_bits_of_one_expert_after_another(
             logits = torch.randn(num_tokens, COUNT)
             logits[:, 5] = 9.0  # more rows than a chunk has, in one expert
             chosen, weights = choose_experts(logits, ROUTING, None)
-            expected = mix_experts(kernels, x, chosen, weights, experts)
-            assert torch.equal(kernels.experts(x, logits, None, ROUTING, experts), expected)
+            alone = x.repeat_interleave(4, 0), chosen.view(-1, 1), torch.ones(4 * len(x), 1)
+            outputs = mix_experts(kernels, *alone, experts).view(*chosen.shape, -1).float()
+            expected = (outputs * weights.unsqueeze(-1)).sum(1)
+            mixed = kernels.experts(x, logits, None, ROUTING, experts).float()
+            eps = torch.finfo(dtype).eps
+            assert torch.allclose(mixed, expected, rtol=2 * eps, atol=4e-7 * outputs.abs().max())
+
+
+ROUTINGS = [
+    Routing(3, "softmax"),
+    Routing(3, "softmax", renormalize=True, factor=1.5),
+    Routing(2, "sigmoid", renormalize=True),
+    Routing(4, "softmax_of_best"),
+    Routing(1, "sigmoid_of_best", scales_inputs=True),
+    Routing(4, "sigmoid", groups=6, top_groups=2, factor=2.5),
+    Routing(3, "softmax", groups=4, top_groups=1, group_score="best"),
+    Routing(24, "softmax"),
+    Routing(20, "softmax_of_best", factor=0.5),
+]
+
+
+@pytest.mark.parametrize("routing", ROUTINGS)
+@pytest.mark.parametrize("num_tokens", [7, 700])  # in one thread, and shared
+def test_the_choice_is_that_of_torch(routing: Routing, num_tokens: int) -> None:
+    kernels, count = CpuKernels(), 24
+    torch.manual_seed(2)
+    experts = experts_of(kernels, torch.float32, None, True, range(count))
+    x = torch.randn(num_tokens, HIDDEN)
+    for correction in (None, torch.randn(count) / 3):
+        logits = 2 * torch.randn(num_tokens, count)
+        chosen, weights = choose_experts(logits, routing, correction)
+        routed = kernels._route(x, logits, correction, routing, experts, ((0, 1 << 62),))
+        found, places, memory = routed.memory[: 3 * chosen.numel()].view(3, -1)
+        assert torch.equal(found.view_as(chosen), chosen)
+        order = chosen.flatten().argsort(stable=True)
+        assert torch.equal(places.argsort(), order)
+        rows = x.repeat_interleave(routing.per_token, 0)
+        if routing.scales_inputs:
+            assert not routed.weights
+            rows = rows * weights.view(-1, 1)
+        else:
+            own = memory.view(torch.float32)[: len(places)].view_as(weights)
+            assert torch.allclose(own, weights, rtol=2e-6)
+        assert torch.allclose(routed.rows, rows[order], rtol=2e-6)
+
+
+def test_logits_without_an_order_choose_experts_that_exist() -> None:
+    kernels = CpuKernels()
+    experts = experts_of(kernels, torch.float32, None, True, range(COUNT))
+    for value in (torch.nan, torch.inf, -torch.inf):
+        logits = torch.zeros(3, COUNT)
+        logits[1] = value
+        mixed = kernels.experts(torch.ones(3, HIDDEN), logits, None, ROUTING, experts)
+        assert mixed[1].isnan().all()
+        assert torch.equal(mixed[0], mixed[2]) and mixed[0].isfinite().all()
 
 
 def test_a_rank_without_any_of_the_chosen_experts_adds_nothing() -> None:

@@ -19,25 +19,31 @@ from gptmanager.kernels.simd.threads import NEXT_PART, NEXT_THREAD, task_fields
 
 
 class GroupTask(ctypes.Structure):
-    """`count` matmuls by `body`, each with consecutive rows of `x` and one of several matrices.
+    """Matmuls by `body`, each with consecutive rows of `x` and one of several matrices.
 
-    `task`: the address of the `MatmulTask` of the first rows and the first matrix. `given`: of
-    int64 `[3, count]`, the number of a matmul's matrix, of its rows, and of its first row.
-    `counters`: of int64 zeros, one for each matmul. `copies`: of memory for one task for each
-    thread. The fields that end in `_bytes` are the distances from a row or matrix to the next;
-    `scratch_bytes` is the size for each thread. Up to `streamed_rows` rows a part has
-    `streamed_groups` groups, else one. `tails`: of the 16 values of `MatmulTask.tail`.
+    `given`: the address of int64 numbers: how many matmuls there are, and for each of them the
+    number of its matrix, the number of its rows, and its first row. `counters`: of int64 zeros, one
+    for each matmul. `copies`: of memory for one task for each thread. The fields that end in
+    `_bytes` are the distances from a row or matrix to the next; `scratch_bytes` is the size for
+    each thread. Up to `streamed_rows` rows the matrices are divided into about `streamed_parts`
+    parts in all, else each group is one. `tails`: of the 16 values of `MatmulTask.tail`. The fields
+    up to `bias_bytes` depend on the call.
     """
 
     _fields_ = task_fields(
-        "body task count given counters copies scratch scratch_bytes num_groups streamed_rows"
-        " streamed_groups x_bytes result_bytes matrix_bytes scales_bytes groups_bytes bias_bytes"
-        " tails"
+        "body given counters copies scratch scratch_bytes streamed_parts x_bytes result_bytes"
+        " bias_bytes num_groups streamed_rows matrix_bytes scales_bytes groups_bytes tails"
     )
 
 
+class SharedTask(ctypes.Structure):
+    """A `GroupTask`, and the `MatmulTask` of the first rows and the first matrix."""
+
+    _fields_ = [("group", GroupTask), ("matmul", MatmulTask)]
+
+
 GROUP_TASK = np.dtype(GroupTask)
-TASK_BYTES = ctypes.sizeof(MatmulTask)
+TASK_BYTES, _GROUP_BYTES = ctypes.sizeof(MatmulTask), ctypes.sizeof(GroupTask)
 _NAMES = list(MATMUL_TASK.names or ())
 _NUM_PARTS, _SCRATCH, _COUNTER, _X, _RESULT, _BIAS = map(
     _NAMES.index, ("num_parts", "scratch", "counter", "x", "result", "bias")
@@ -48,23 +54,25 @@ _ROWS, _NUM_CHUNKS, _PART_GROUPS, _TAIL, _MATRIX, _SCALES, _GROUPS = map(
 
 
 @loop
-def _move(t: Any, own: int, field: int, distance: int) -> None:
+def _move(shared: int, own: int, field: int, distance: int) -> None:
     """Set an address of a thread's task to that of the shared task plus a distance."""
-    put_long(own, field, get_long(t.task, field) + distance)
+    put_long(own, field, get_long(shared, field) + distance)
 
 
 @loop
 def _share(t: Any, address: int) -> None:
     thread = claim(address, NEXT_THREAD)
     own, scratch = t.copies + thread * TASK_BYTES, t.scratch + thread * t.scratch_bytes
+    shared, count = address + _GROUP_BYTES, get_long(t.given, 0)
+    streamed = max(1, min(t.num_groups, t.num_groups * count // t.streamed_parts))
     for field in range(TASK_BYTES // 8):
-        put_long(own, field, get_long(t.task, field))
+        put_long(own, field, get_long(shared, field))
     put_long(own, _SCRATCH, scratch)
-    for number in range(t.count):
-        matrix, rows = get_long(t.given, number), get_long(t.given, t.count + number)
-        first, counter = get_long(t.given, 2 * t.count + number), t.counters + 8 * number
+    for number in range(count):
+        matrix, rows = get_long(t.given, 3 * number + 1), get_long(t.given, 3 * number + 2)
+        first, counter = get_long(t.given, 3 * number + 3), t.counters + 8 * number
         num_chunks = (rows + CHUNK_ROWS - 1) // CHUNK_ROWS
-        part_groups = t.streamed_groups if rows <= t.streamed_rows else 1
+        part_groups = streamed if rows <= t.streamed_rows else 1
         num_parts = num_chunks * ((t.num_groups + part_groups - 1) // part_groups)
         if get_long(counter, NEXT_PART) >= num_parts:
             continue
@@ -75,15 +83,15 @@ def _share(t: Any, address: int) -> None:
         put_long(own, _NUM_CHUNKS, num_chunks)
         put_long(own, _PART_GROUPS, part_groups)
         put_long(own, _TAIL, get_long(t.tails, rows % 16))
-        _move(t, own, _X, first * t.x_bytes)
-        _move(t, own, _RESULT, first * t.result_bytes)
-        _move(t, own, _MATRIX, matrix * t.matrix_bytes)
-        _move(t, own, _SCALES, matrix * t.scales_bytes)
-        _move(t, own, _GROUPS, matrix * t.groups_bytes)
-        _move(t, own, _BIAS, matrix * t.bias_bytes)
+        _move(shared, own, _X, first * t.x_bytes)
+        _move(shared, own, _RESULT, first * t.result_bytes)
+        _move(shared, own, _MATRIX, matrix * t.matrix_bytes)
+        _move(shared, own, _SCALES, matrix * t.scales_bytes)
+        _move(shared, own, _GROUPS, matrix * t.groups_bytes)
+        _move(shared, own, _BIAS, matrix * t.bias_bytes)
         call_body(t.body, own)
 
 
 def multiply_group(address: int) -> None:
-    """Run all matmuls of a `GroupTask`."""
+    """Run all matmuls of a `SharedTask`."""
     _share(task_at(address, GROUP_TASK), address)

@@ -28,9 +28,6 @@ class DeltaOps:
 
     deterministic: bool
 
-    def warm_up_states(self) -> None:
-        """Compile or load what the first step of a model with states needs."""
-
     def gated(self, x: Tensor, gates: Tensor) -> Tensor:
         """`x * sigmoid(gates)`, both `[T, N]`, in x's dtype."""
         return (widened(x) * widened(gates).sigmoid()).to(x.dtype)

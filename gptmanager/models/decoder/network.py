@@ -75,12 +75,12 @@ class CheckpointModel:
         self._latents = [latent_tensors(spec, weights, index) for index in own]
         self._gate_widths = [spec.layers[index].attention.gate_width for index in own]
         self._deltas = [delta_layer(spec, weights, index) for index in own]
-        if any(self._deltas) and spec.dtype is not torch.float64:
-            kernels.warm_up_states()
         self._shapes = tuple(
             dict.fromkeys(it.attention for it in self._layers if not self._deltas[it.number])
         )
         self._has_experts = any(isinstance(layer.mlp, ExpertLayer) for layer in self._layers)
+        if spec.dtype is not torch.float64:
+            kernels.warm_up_layers(any(self._deltas), self._has_experts)
         self._tokens, self._widths = vocabulary_shares(spec, layout)
         self._embedding = weights["embedding.weight"] if layout.is_first_stage else None
         head = "embedding.weight" if spec.tied_embeddings else "lm_head.weight"

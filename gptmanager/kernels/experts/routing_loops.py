@@ -1,0 +1,316 @@
+"""Compiled routing: chooses each token's experts, gathers the inputs of each expert, and adds up
+the outputs.
+
+A choice is one of a token's experts; choices are numbered token by token. The row of a choice is
+the one that its expert reads: rows are sorted by expert.
+"""
+
+# mypy: allow-untyped-calls
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Mapping
+from typing import Any, get_args
+
+import numpy as np
+
+from gptmanager.kernels.experts.routing import Score
+from gptmanager.kernels.per_token_kernels import LOG2_E, ONE, ZERO, logistic, share_of
+from gptmanager.kernels.simd.dtypes import FLOAT32, load_as, store_as
+from gptmanager.kernels.simd.lanes import (
+    LANES,
+    claim,
+    exp2,
+    get,
+    get_long,
+    keep_lanes,
+    larger,
+    load_part,
+    loop,
+    max_lanes,
+    put,
+    put_long,
+    splat,
+    store_part,
+    sum_lanes,
+    task_at,
+)
+from gptmanager.kernels.simd.threads import NEXT_PART, NEXT_THREAD, task_fields
+
+SCORES: Mapping[Score, int] = {name: kind for kind, name in enumerate(get_args(Score))}
+_SOFTMAX, _SIGMOID, _SOFTMAX_OF_BEST, _SIGMOID_OF_BEST = range(4)  # as `Score` lists them
+_INFINITY = np.float32(np.inf)
+_SUM_EPS = np.float32(1e-20)
+SCRATCH_ROWS = 3  # per thread: scores, ranked scores, and the quality of groups
+
+
+class RoutingTask(ctypes.Structure):
+    """Addresses (0: none), sizes, and the fields of `Routing`. Those up to `scratch` depend on the
+    call.
+
+    `logits` `[num_tokens, num_experts]`; `correction` and `factors` are float32 `[num_experts]`.
+    The experts of this rank are `count` from number `first` on. `x` `[num_tokens, width]`.
+    Results: `weights` float32 and `choices` int64 `[num_tokens, per_token]`, `places` int64 of the
+    same shape: the row of each choice, -1 for experts of other ranks; and `rows`, the inputs
+    `[num_tokens * per_token, width]`. `starts` is int64 scratch `[count + 1]`.
+    `lists` int64 `[num_lists, 1 + 3 * count]`: the number of experts with more rows than the first
+    number of a pair in `bounds` and at most as many as the second one; then each one's number
+    (without `first`), its number of rows, and its first row. `zeros`: int64 memory that is cleared.
+    """
+
+    _fields_ = task_fields(
+        "num_tokens logits x rows choices places weights starts lists zeros scratch"
+        " correction factors bounds num_experts count first per_token width num_lists num_zeros"
+        " score groups top_groups two_best renormalize scales_inputs logits_dtype dtype",
+        "factor",
+    )
+
+
+class MixingTask(ctypes.Structure):
+    """`outputs` of experts by row, and the `places` of choices; `weights` 0: each weight is 1."""
+
+    _fields_ = task_fields("num_tokens outputs result places weights per_token width dtype")
+
+
+ROUTING_TASK, MIXING_TASK = np.dtype(RoutingTask), np.dtype(MixingTask)
+
+
+@loop
+def _softmax(dtype: int, source: int, start: int, count: int, to: int) -> None:
+    """Write the softmax of `count` numbers to `to`, as float32."""
+    most, total = splat(-_INFINITY), splat(ZERO)
+    for e in range(0, count, LANES):
+        value = load_as(dtype, source, start + e, count - e)
+        most = larger(most, keep_lanes(value, 0, count - e, -_INFINITY))
+    highest = splat(max_lanes(most))
+    for e in range(0, count, LANES):
+        value = load_as(dtype, source, start + e, count - e) - highest
+        value = keep_lanes(exp2(value * splat(LOG2_E)), 0, count - e, ZERO)
+        store_part(to, e, value, count - e)
+        total = total + value
+    by = splat(ONE / sum_lanes(total))
+    for e in range(0, count, LANES):
+        store_part(to, e, load_part(to, e, count - e) * by, count - e)
+
+
+@loop
+def _score(t: Any, token: int, scores: int) -> None:
+    start, count = token * t.num_experts, t.num_experts
+    if t.score == _SOFTMAX:
+        _softmax(t.logits_dtype, t.logits, start, count, scores)
+        return
+    for e in range(0, count, LANES):
+        value = load_as(t.logits_dtype, t.logits, start + e, count - e)
+        store_part(scores, e, logistic(value) if t.score == _SIGMOID else value, count - e)
+
+
+@loop
+def _quality(t: Any, scores: int, group: int) -> Any:
+    """Return the best score of a group, or the sum of its two best."""
+    size = t.num_experts // t.groups
+    best, second = -_INFINITY, -_INFINITY
+    for e in range(group * size, (group + 1) * size):
+        value = get(scores, e)
+        if value > best:
+            best, second = value, best
+        elif value > second:
+            second = value
+    return best + second if t.two_best and size > 1 else best
+
+
+@loop
+def _keep_best_groups(t: Any, scores: int, qualities: int) -> None:
+    """Write -inf over the scores of all groups except the best ones; of equals, earlier first."""
+    size = t.num_experts // t.groups
+    for group in range(t.groups):
+        put(qualities, group, _quality(t, scores, group))
+    for group in range(t.groups):
+        own, better = get(qualities, group), 0
+        for other in range(t.groups):
+            value = get(qualities, other)
+            better += value > own or (value == own and other < group)
+        if better >= t.top_groups:
+            for e in range(group * size, (group + 1) * size):
+                put(scores, e, -_INFINITY)
+
+
+@loop
+def _choose_best(t: Any, scores: int, choices: int) -> None:
+    """Choose experts in descending order of their scores; of equals, earlier first."""
+    last, last_expert = _INFINITY, -1
+    for number in range(t.per_token):
+        best, found = -_INFINITY, -1
+        for e in range(t.num_experts):
+            value = get(scores, e)
+            follows = value < last or (value == last and e > last_expert)
+            if follows and (found < 0 or value > best):
+                best, found = value, e
+        if found < 0:  # only NaN is left
+            found = number
+        else:
+            last, last_expert = best, found
+        put_long(choices, number, found)
+
+
+@loop
+def _weigh(t: Any, scores: int, choices: int, weights: int) -> None:
+    count = t.per_token
+    for number in range(count):
+        put(weights, number, get(scores, get_long(choices, number)))
+    if t.score == _SOFTMAX_OF_BEST:
+        _softmax(FLOAT32, weights, 0, count, weights)
+    elif t.score == _SIGMOID_OF_BEST:
+        for e in range(0, count, LANES):
+            store_part(weights, e, logistic(load_part(weights, e, count - e)), count - e)
+    by = ONE
+    if t.renormalize:
+        total = ZERO
+        for number in range(count):
+            total += get(weights, number)
+        by = ONE / (total + _SUM_EPS)
+    for number in range(count):
+        value = get(weights, number) * by * np.float32(t.factor)
+        if t.factors:
+            value *= get(t.factors, get_long(choices, number))
+        put(weights, number, value)
+
+
+@loop
+def _choose(t: Any, token: int, scores: int) -> None:
+    """Choose and weigh the experts of a token."""
+    row_bytes = 4 * t.num_experts
+    ranked, first = scores + row_bytes, token * t.per_token
+    choices, weights = t.choices + 8 * first, t.weights + 4 * first
+    _score(t, token, scores)
+    for e in range(0, t.num_experts, LANES):
+        count = t.num_experts - e
+        value = load_part(scores, e, count)
+        if t.correction:
+            value = value + load_part(t.correction, e, count)
+        store_part(ranked, e, value, count)
+    if t.groups > 1:
+        _keep_best_groups(t, ranked, ranked + row_bytes)
+    _choose_best(t, ranked, choices)
+    _weigh(t, scores, choices, weights)
+
+
+@loop
+def _own(t: Any, choice: int) -> int:
+    """Return the number of a choice's expert on this rank, or `count` for one of another rank."""
+    number = get_long(t.choices, choice) - t.first
+    return number if 0 <= number < t.count else t.count
+
+
+@loop
+def _list(t: Any, expert: int, rows: int, first: int) -> None:
+    """Add an expert to the lists for its number of rows."""
+    size = 1 + 3 * t.count
+    for number in range(t.num_lists):
+        if get_long(t.bounds, 2 * number) < rows <= get_long(t.bounds, 2 * number + 1):
+            to = t.lists + 8 * size * number
+            count = get_long(to, 0)
+            put_long(to, 0, count + 1)
+            put_long(to, 1 + 3 * count, expert)
+            put_long(to, 2 + 3 * count, rows)
+            put_long(to, 3 + 3 * count, first)
+
+
+@loop
+def _sort(t: Any) -> None:
+    """Give each choice a row, sorted by expert, and list the experts that have rows."""
+    num_choices, row = t.num_tokens * t.per_token, 0
+    for number in range(t.num_zeros):
+        put_long(t.zeros, number, 0)
+    for number in range(t.num_lists):
+        put_long(t.lists, (1 + 3 * t.count) * number, 0)
+    for expert in range(t.count + 1):
+        put_long(t.starts, expert, 0)
+    for choice in range(num_choices):
+        expert = _own(t, choice)
+        put_long(t.starts, expert, get_long(t.starts, expert) + 1)
+    for expert in range(t.count):
+        rows = get_long(t.starts, expert)
+        put_long(t.starts, expert, row)
+        if rows:
+            _list(t, expert, rows, row)
+        row += rows
+    for choice in range(num_choices):
+        expert = _own(t, choice)
+        place = -1
+        if expert < t.count:
+            place = get_long(t.starts, expert)
+            put_long(t.starts, expert, place + 1)
+        put_long(t.places, choice, place)
+
+
+@loop
+def _gather(t: Any, token: int) -> None:
+    """Copy a token's input to the rows of its choices."""
+    for choice in range(token * t.per_token, (token + 1) * t.per_token):
+        place = get_long(t.places, choice)
+        if place < 0:
+            continue
+        by = splat(get(t.weights, choice) if t.scales_inputs else ONE)
+        for d in range(0, t.width, LANES):
+            value = load_as(t.dtype, t.x, token * t.width + d, t.width - d)
+            value = value * by if t.scales_inputs else value
+            store_as(t.dtype, t.rows, place * t.width + d, value, t.width - d)
+
+
+def choose_and_gather(address: int) -> None:
+    """Choose the experts of all tokens, sort and gather their inputs, in one thread."""
+    t = task_at(address, ROUTING_TASK)
+    for token in range(t.num_tokens):
+        _choose(t, token, t.scratch)
+    _sort(t)
+    for token in range(t.num_tokens):
+        _gather(t, token)
+
+
+def choose(address: int) -> None:
+    """Choose experts of a share of the tokens."""
+    t = task_at(address, ROUTING_TASK)
+    own = t.scratch + claim(address, NEXT_THREAD) * 4 * SCRATCH_ROWS * t.num_experts
+    part = claim(address, NEXT_PART)
+    while part < t.num_parts:
+        for token in share_of(t, part):
+            _choose(t, token, own)
+        part = claim(address, NEXT_PART)
+
+
+def sort(address: int) -> None:
+    """Sort the choices of all tokens, in one thread."""
+    _sort(task_at(address, ROUTING_TASK))
+
+
+def gather(address: int) -> None:
+    """Gather the inputs of a share of the tokens."""
+    t = task_at(address, ROUTING_TASK)
+    part = claim(address, NEXT_PART)
+    while part < t.num_parts:
+        for token in share_of(t, part):
+            _gather(t, token)
+        part = claim(address, NEXT_PART)
+
+
+def mix(address: int) -> None:
+    """Add up the weighted outputs of each token's experts, in float32."""
+    t = task_at(address, MIXING_TASK)
+    part = claim(address, NEXT_PART)
+    while part < t.num_parts:
+        for token in share_of(t, part):
+            first = token * t.per_token
+            for d in range(0, t.width, LANES):
+                total = splat(ZERO)
+                for choice in range(first, first + t.per_token):
+                    place = get_long(t.places, choice)
+                    if place >= 0:
+                        value = load_as(t.dtype, t.outputs, place * t.width + d, t.width - d)
+                        by = get(t.weights, choice) if t.weights else ONE
+                        total = total + value * splat(by)
+                store_as(t.dtype, t.result, token * t.width + d, total, t.width - d)
+        part = claim(address, NEXT_PART)
+
+
+BODIES = (choose_and_gather, mix, choose, sort, gather)
