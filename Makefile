@@ -53,7 +53,7 @@ marathon: marathon-draws marathon-kill marathon-faults marathon-overload maratho
 marathon-draws: $(DEV)  ## run the tests that draw at random, FUZZ=20 times as long
 	GPTMANAGER_FUZZ=$(FUZZ) OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive \
 	  $(BIN)/pytest --numprocesses $(WORKERS) --dist worksteal --timeout 0 \
-	  $$(grep -rlE "from fuzz import|mark.(every|slow)" tests --include='test_*.py') $(ARGS)
+	  $$(grep -rlE "from (fuzz|hypothesis) import|mark.(every|slow)" tests --include='test_*.py') $(ARGS)
 
 marathon-kill: $(DEV)  ## kill managers with a journal KILLS=200 times, from SEED=1
 	OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive \

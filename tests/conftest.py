@@ -8,14 +8,18 @@ from collections import defaultdict
 
 import httpx
 import pytest
-from fuzz import ALL_CASES
+from fuzz import ALL_CASES, FUZZ
 from hypothesis import HealthCheck, settings
 
 from gptmanager.callbacks import load_guided_decoding, load_tokenizer
 
 # The machines are shared: time says nothing about a test. The same examples every run.
 settings.register_profile(
-    "gptmanager", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
+    "gptmanager",
+    max_examples=50 * FUZZ,
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=[HealthCheck.too_slow],
 )
 settings.load_profile("gptmanager")
 

@@ -77,18 +77,6 @@ def test_what_is_too_large_is_found():
     assert too_large("x\n" * 401) == [("module", 401)]
 
 
-def imported_tests(path):
-    """What a file of tests imports from other tests."""
-    nodes = ast.walk(ast.parse(path.read_text(encoding="utf-8")))
-    names = [
-        name
-        for node in nodes
-        if isinstance(node, (ast.Import, ast.ImportFrom))
-        for name in (getattr(node, "module", None) or "", *(one.name for one in node.names))
-    ]
-    return [name for name in names if name.rpartition(".")[2].startswith("test_")]
-
-
 def test_the_wheel_has_every_package():
     setup = configparser.ConfigParser()
     setup.read(ROOT / "setup.cfg")
@@ -96,11 +84,6 @@ def test_the_wheel_has_every_package():
     parts = [path.parent.relative_to(ROOT).parts for path in FILES if path.name == "__init__.py"]
     own = {".".join((homes.get(first, first), *rest)) for first, *rest in parts}
     assert own <= {*setup["options"]["packages"].split()}
-
-
-def test_no_test_imports_a_test():
-    """What tests share is in tests/support: pytest then runs each test once, from one file."""
-    assert found_in((ROOT / "tests").rglob("*.py"), imported_tests) == {}
 
 
 # A first sentence that begins so has no subject: it leans on the name above it.

@@ -77,7 +77,7 @@ PROGRAM = Program(
     tuple(
         kind.name(dtype, silu)
         for dtype in _DTYPES
-        for kind in _KINDS[::-1]  # separates the kernels that tests compile with all checks
+        for kind in _KINDS
         for silu in (False, True)
     ),
     dependent=True,

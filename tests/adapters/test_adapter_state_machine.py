@@ -382,6 +382,7 @@ class AdapterMachine(RuleBasedStateMachine):
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("part", range(PARTS))
+@pytest.mark.every(2)
 def test_any_sequence_of_events(part):
     run_state_machine_as_test(
         seed(part)(AdapterMachine),

@@ -256,7 +256,7 @@ def test_an_interrupt_stops_an_answer_and_not_the_chat(endless):
 
 
 def test_two_answers_appear_next_to_each_other(endless):
-    options = ("--model", endless, "--temperature", 2, "--max-new-tokens", 3000)
+    options = ("--model", endless, "--temperature", 2, "--max-new-tokens", 1200)
     with pseudo_terminal("chat", *options, columns=60) as terminal:
         terminal.wait_for(">>> ")
         terminal.enter("/fork hello")

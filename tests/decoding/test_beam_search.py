@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+from fuzz import FUZZ
 import pytest
 import torch
 from checkpoints import CONFIGS, checkpoint, random_model
@@ -179,7 +180,7 @@ def test_a_restart_forgets_everything():
     assert len(beam_search.ended) == 1
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=75 * FUZZ, deadline=None)
 @given(
     st.integers(1, 4),
     st.integers(3, 7),

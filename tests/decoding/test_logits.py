@@ -7,6 +7,7 @@ import logging
 from collections import defaultdict
 
 import numpy as np
+from fuzz import FUZZ
 import pytest
 import torch
 from hypothesis import given, settings
@@ -357,7 +358,7 @@ def test_names():
     run_ahead=st.integers(0, 1),
     blocks=st.integers(12, 30),
 )
-@settings(max_examples=25)
+@settings(max_examples=12 * FUZZ)
 def test_no_schedule_shows(data, policy, chunked, reuse, run_ahead, blocks):
     """Whoever runs with whom, when, in which chunks, paused or not."""
     spy, shared, broken = Spy(), Batch(), Broken()

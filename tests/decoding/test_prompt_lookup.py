@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from checkpoints import CONFIGS, checkpoint, random_model
+from fuzz import ALL_CASES
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -202,7 +203,7 @@ def test_sampled_guesses_leave_the_distribution_as_it_is(source, drawn_from):
 
     Or from a few of its tokens, as top-k leaves them: all else is -inf, though it may be likely.
     """
-    prompt, count = [3, 1, 4, 1, 5], 1500
+    prompt, count = [3, 1, 4, 1, 5], 1500 if ALL_CASES else 600
     chance = np.random.default_rng(0)
     draft_logits = torch.from_numpy(chance.normal(0, 1.5, (1, 96)).astype(np.float32))
     banned = torch.ones(96, dtype=torch.bool)

@@ -5,6 +5,7 @@ whatever the schedule.
 from __future__ import annotations
 
 import numpy as np
+from fuzz import FUZZ
 import pytest
 import torch
 from checkpoints import CONFIGS, checkpoint, random_model
@@ -71,7 +72,7 @@ def assert_prompt(tensors, prompt, count):
     streaming=st.booleans(),
     chunked=st.booleans(),
 )
-@settings(max_examples=10, deadline=None, derandomize=True)
+@settings(max_examples=5 * FUZZ, deadline=None, derandomize=True)
 def test_they_are_those_of_the_logits(
     source, prompts, top, of_prompt, temperature, normalized, streaming, chunked
 ):

@@ -154,7 +154,7 @@ def test_mapped_packages_import(source, pip, wheel, tmp_path, installed, started
 
 
 @pytest.mark.parametrize("kind", ["wheel", "sdist"])
-@pytest.mark.every(2)
+@pytest.mark.slow
 def test_what_is_built_works_in_a_clean_environment(request, tmp_path, kind):
     """Its dependencies are on the path of the environment; they bring no editable install."""
     # Given

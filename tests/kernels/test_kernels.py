@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
+from fuzz import FUZZ
 import pytest
 import torch
 from hypothesis import given, settings
@@ -86,7 +87,7 @@ def test_attention_is_the_same_bits_alone_chunked_and_in_any_company(sizes: Size
     assert torch.equal(torch.cat(one_by_one), together[3])
 
 
-@settings(max_examples=40)
+@settings(max_examples=20 * FUZZ)
 @given(
     sizes=st.builds(
         lambda group, kv_heads, dim, block, window, sink, chunked: Sizes(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 
+from fuzz import FUZZ
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -857,6 +858,6 @@ class ReuseMachine(RuleBasedStateMachine):
 
 
 ReuseMachine.TestCase.settings = settings(
-    max_examples=150, stateful_step_count=40, deadline=None, derandomize=True
+    max_examples=75 * FUZZ, stateful_step_count=40, deadline=None, derandomize=True
 )
 TestReuseMachine = ReuseMachine.TestCase

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from fuzz import FUZZ
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -197,6 +198,6 @@ class PrefixTreeMachine(RuleBasedStateMachine):
 
 
 PrefixTreeMachine.TestCase.settings = settings(
-    max_examples=150, stateful_step_count=30, deadline=None, derandomize=True
+    max_examples=75 * FUZZ, stateful_step_count=30, deadline=None, derandomize=True
 )
 TestPrefixTreeMachine = PrefixTreeMachine.TestCase

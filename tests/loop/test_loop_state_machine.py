@@ -305,7 +305,7 @@ def split_lives(responses):
 # in parts: one that is interrupted by a time limit ends otherwise than its history says, which
 # hypothesis reports as a strategy that is flaky
 @pytest.mark.timeout(300)
-@pytest.mark.every(2)
+@pytest.mark.every(4)
 @pytest.mark.parametrize("part", range(PARTS))
 def test_any_sequence_of_events(part):
     run_state_machine_as_test(

@@ -115,7 +115,7 @@ class PeftCacheMachine(RuleBasedStateMachine):
 
 TestPeftCache = PeftCacheMachine.TestCase
 TestPeftCache.settings = settings(
-    max_examples=25 * FUZZ, stateful_step_count=40, deadline=None, derandomize=True
+    max_examples=12 * FUZZ, stateful_step_count=40, deadline=None, derandomize=True
 )
 
 

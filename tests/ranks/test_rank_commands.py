@@ -29,7 +29,6 @@ def run_arguments(folder, *more):
     return ["-m", "gptmanager", "run", "--model", MODEL, "--requests", str(requests), *more]
 
 
-@pytest.mark.every(2)
 @pytest.mark.parametrize(
     "options",
     [
@@ -38,7 +37,7 @@ def run_arguments(folder, *more):
         ("--pipeline-parallel-size", "2"),
     ],
 )
-@pytest.mark.every(3)
+@pytest.mark.slow
 def test_a_file_of_requests_runs_on_ranks_as_on_one(options, tmp_path):
     written = [str(tmp_path / name) for name in ("alone", "ranks")]
     command = run_arguments(tmp_path, "--json", "--dtype", "float64", "--output")

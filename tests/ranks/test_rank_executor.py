@@ -124,7 +124,7 @@ def check_equal(found, result):
         assert isinstance(own.error, LogitsError) == isinstance(other.error, LogitsError)
 
 
-@settings(max_examples=150, deadline=None, database=None)
+@settings(max_examples=75 * FUZZ, deadline=None, database=None)
 @given(results(), st.data())
 def test_a_result_comes_back(result, data):
     rows = len(result.tokens)
@@ -369,10 +369,9 @@ def one_thread():
     torch.set_num_threads(before)
 
 
-@pytest.mark.every(2)
 @pytest.mark.parametrize("policy", [0, 1], ids=["max_utilization", "no_evict"])
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.every(2)
+@pytest.mark.every(3)
 def test_all_ranks_decide_the_same_and_answer_as_one_does(mode, policy):
     num_ranks, num_stages, more = MODES[mode]
     config = SchedulerConfig(
@@ -562,6 +561,7 @@ class Shared:
 @pytest.mark.parametrize(
     ("num_stages", "ahead"), [(1, 1), (1, 0), (2, 0)], ids=["ahead", "one stage", "two stages"]
 )
+@pytest.mark.every(2)
 def test_ranks_on_devices(num_stages, ahead):
     shared = Shared()
     params = options(num_stages, device="emulator", run_ahead=ahead, cuda_graphs=False)

@@ -138,7 +138,7 @@ def told(value):
     return value
 
 
-@settings(max_examples=150 * FUZZ)
+@settings(max_examples=75 * FUZZ)
 @given(turns())
 def test_a_turn_comes_as_it_was(turn):
     data = pack(turn)
@@ -278,7 +278,7 @@ def test_a_message_that_is_cut_off_is_a_rank_error():
     assert not read(bare + b"x")
 
 
-@settings(max_examples=400 * FUZZ)
+@settings(max_examples=200 * FUZZ)
 @given(
     st.lists(
         st.tuples(st.integers(0, len(SAMPLE) - 1), st.binary(max_size=3), st.integers(0, 3)),
@@ -293,7 +293,7 @@ def test_a_mangled_message_is_a_turn_or_a_rank_error(changes):
     read(data)
 
 
-@settings(max_examples=100 * FUZZ)
+@settings(max_examples=50 * FUZZ)
 @given(st.binary(max_size=200))
 def test_noise_is_a_turn_or_a_rank_error(noise):
     read(noise)

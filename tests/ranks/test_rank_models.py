@@ -314,6 +314,7 @@ for folder in folders:
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_a_rank_needs_memory_for_its_own_share_and_a_fifth_of_it(tmp_path):
     large = {"vocab_size": 20000, "tie_word_embeddings": True}

@@ -178,7 +178,6 @@ def reasons(tensors):
     return tensors.get("finish_reasons", [[]])[0]
 
 
-@pytest.mark.every(2)
 @pytest.mark.parametrize(
     ("family", "tensor", "stages", "dtype"),
     [
@@ -202,6 +201,7 @@ def test_ranks_answer_as_one(monkeypatch, family, tensor, stages, dtype):
 
 
 @pytest.mark.parametrize(("tensor", "stages"), [(2, 1), (1, 2)])
+@pytest.mark.every(2)
 def test_every_rank_answers_its_host_where_it_is_to(monkeypatch, tensor, stages):
     requests, stops = load(12, seed=5)
     ranks = {"respond_on_all_ranks": True}

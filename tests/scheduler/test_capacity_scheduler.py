@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from fuzz import FUZZ
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -587,7 +588,7 @@ limits = {
 }
 
 
-@settings(max_examples=250, deadline=None)
+@settings(max_examples=120 * FUZZ, deadline=None)
 @given(cases=case_lists(), free_cross=st.integers(0, 20), static=st.booleans(), **limits)
 def test_no_evict_agrees_with_the_model(
     cases: list[Case], free: int, free_cross: int, max_pages: int, limit: int, static: bool
@@ -605,7 +606,7 @@ def test_no_evict_agrees_with_the_model(
     assert paused == []
 
 
-@settings(max_examples=250, deadline=None)
+@settings(max_examples=120 * FUZZ, deadline=None)
 @given(cases=case_lists(), lookahead=st.booleans(), **limits)
 def test_max_utilization_agrees_with_the_model(
     cases: list[Case], free: int, max_pages: int, limit: int, lookahead: bool
@@ -622,7 +623,7 @@ def test_max_utilization_agrees_with_the_model(
         assert ids(requests) == ids([case.request for case in part])
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=50 * FUZZ, deadline=None)
 @given(cases=case_lists(), counts=st.lists(st.integers(0, 3), min_size=9, max_size=9), **limits)
 def test_guards_pause_no_more_than_the_bare_policy_and_keep_it_going(
     cases: list[Case], counts: list[int], free: int, max_pages: int, limit: int

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from fuzz import FUZZ
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -579,7 +580,7 @@ option_values = st.builds(
 
 
 @pytest.mark.parametrize("credit", [False, True])
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=120 * FUZZ, deadline=None)
 @given(data=st.data(), options=option_values)
 def test_agrees_with_the_model(credit: bool, data: st.DataObject, options: Options) -> None:
     requests = data.draw(request_lists(credit))

@@ -114,6 +114,7 @@ EXPECTED = {
 
 @pytest.mark.parametrize("seed", range(min(FUZZ, 2)))
 @pytest.mark.parametrize(("name", "stop_at"), EXPECTED)
+@pytest.mark.every(3)
 def test_half_the_memory_costs_no_throughput(
     name: str, stop_at: tuple[float, float], seed: int
 ) -> None:

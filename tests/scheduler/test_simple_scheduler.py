@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from fuzz import FUZZ
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -368,7 +369,7 @@ capacities: dict[str, Callable[[KvCacheManager], CapacityScheduler]] = {
 
 
 @pytest.mark.parametrize("name", capacities)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30 * FUZZ, deadline=None)
 @given(
     load=loads,
     spare_blocks=st.integers(0, 12),

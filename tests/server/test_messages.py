@@ -2,6 +2,7 @@
 
 import jsonschema
 import orjson
+from fuzz import FUZZ
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -104,7 +105,7 @@ JSON = st.recursive(
 )
 
 
-@settings(max_examples=60)
+@settings(max_examples=30 * FUZZ)
 @given(st.lists(st.dictionaries(KEYS | st.just("role"), JSON, max_size=6), max_size=3), ROLE)
 def test_whatever_a_message_holds_is_read_or_refused_by_name(messages, role):
     sent = [{"role": role, **message} for message in messages]
@@ -122,7 +123,7 @@ def test_whatever_a_message_holds_is_read_or_refused_by_name(messages, role):
     orjson.dumps(one_call_each(read))
 
 
-@settings(max_examples=40)
+@settings(max_examples=20 * FUZZ)
 @given(st.dictionaries(st.text(max_size=9), JSON, max_size=4))
 def test_no_unknown_key_changes_what_is_read(odd):
     known = {"role", "content", "name", "tool_calls", "tool_call_id", "function_call", "refusal"}

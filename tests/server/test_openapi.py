@@ -1,6 +1,7 @@
 """The OpenAPI document describes the server; requests made up from it never make it fail."""
 
 import pytest
+from fuzz import FUZZ
 from http_answers import refusal
 from hypothesis import given, settings
 
@@ -64,7 +65,7 @@ def test_bodies_made_up_from_the_document_are_answered(client, path):
     )
     schema = schemathesis.openapi.from_dict(document())
 
-    @settings(max_examples=8, deadline=None)
+    @settings(max_examples=4 * FUZZ, deadline=None)
     @given(case=schema[path]["POST"].as_strategy())
     def ask(case):
         limit = LIMITS.get(path)
@@ -87,7 +88,7 @@ def test_tensors_made_up_from_the_document_are_answered(client, path):
     schema = schemathesis.openapi.from_dict(document())
     most = {"max_tokens": 1, "request_output_len": 1}
 
-    @settings(max_examples=10, deadline=None)
+    @settings(max_examples=5 * FUZZ, deadline=None)
     @given(case=schema[f"/v2/models/{{name}}/{path}"]["POST"].as_strategy())
     def ask(case):
         body = {key: most.get(key, value) for key, value in case.body.items()}
@@ -113,7 +114,7 @@ def test_made_up_ids_of_responses_are_not_found(client, method):
     )
     schema = schemathesis.openapi.from_dict(document())
 
-    @settings(max_examples=5, deadline=None)
+    @settings(max_examples=3 * FUZZ, deadline=None)
     @given(case=schema["/v1/responses/{response_id}"][method].as_strategy())
     def ask(case):
         assert client.request(method, case.formatted_path).status_code in (404, 405)

@@ -1,6 +1,7 @@
 """A stream says what the whole answer says, field by field, whatever a request asks for."""
 
 from http_answers import choices_of, frames, same
+from fuzz import FUZZ
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -115,7 +116,7 @@ def check_stops(client, body, whole):
         assert other["text"] == cut(one["text"], body["stop"])
 
 
-@settings(max_examples=15, **BOUNDED)
+@settings(max_examples=8 * FUZZ, **BOUNDED)
 @given(body=COMPLETIONS, form=FORM, options=OPTIONS)
 def test_completions(client, body, form, options):
     found = both(client, "/v1/completions", {**body, **form}, options)
@@ -126,7 +127,7 @@ def test_completions(client, body, form, options):
         same(choices_of(chunks), whole["choices"])
 
 
-@settings(max_examples=12, **BOUNDED)
+@settings(max_examples=6 * FUZZ, **BOUNDED)
 @given(given_body=CHATS, form=FORM, options=OPTIONS)
 def test_chats(client, given_body, form, options):
     body = {**given_body, **form, "max_tokens": given_body.get("max_tokens", 20)}

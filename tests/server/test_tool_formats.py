@@ -2,6 +2,7 @@
 
 import json
 
+from fuzz import FUZZ
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -89,7 +90,7 @@ _PARTS = [
 def test_an_answer_cut_anywhere_is_the_whole(name):
     """Also with thoughts, and whatever the model writes: no error, and nothing is lost twice."""
 
-    @settings(max_examples=40)
+    @settings(max_examples=20 * FUZZ)
     @given(
         st.lists(st.one_of(st.sampled_from(_PARTS), st.just(TWO[name])), max_size=14).map("".join),
         st.sets(st.integers(1, 300)),

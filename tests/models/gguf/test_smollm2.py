@@ -75,6 +75,7 @@ def perplexity(file: Path, **options: Any) -> float:
     return math.exp(losses.item())
 
 
+@pytest.mark.slow
 def test_dtypes_have_the_same_perplexity(file: Path) -> None:
     exact = perplexity(file)
     assert 2 < exact < 20

@@ -47,6 +47,7 @@ def greedy(model: Any, prompt: list[int]) -> list[int]:
     return tokens[:-1] if tokens[-1] == model.generation_config.eos_token_id else tokens
 
 
+@pytest.mark.slow
 def test_an_adapter_answers_next_to_its_base(tmp_path: Path) -> None:
     file = smollm2_file()
     peft = pytest.importorskip("peft", reason="peft is not installed")

@@ -8,6 +8,7 @@ from dataclasses import replace
 import grpc as grpc_package
 import httpx
 import numpy as np
+from fuzz import FUZZ
 import pytest
 import tritonclient.grpc as grpcclient
 import tritonclient.http as httpclient
@@ -225,7 +226,7 @@ numbers = st.one_of(
 )
 
 
-@settings(max_examples=120, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=60 * FUZZ, deadline=None, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
 def test_any_tensors_are_answered_or_refused(stub, server, expected, data):
     """With values, shapes and datatypes that clients do not send, alone and beside each other."""

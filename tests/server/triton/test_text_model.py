@@ -1,6 +1,7 @@
 """`ensemble` and `tensorrt_llm_bls`: text in, text out."""
 
 import numpy as np
+from fuzz import FUZZ
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -50,7 +51,7 @@ def test_the_prompt_and_what_follows(infer, text, model):
     assert one(infer(model, **ask(**nothing))) == PROMPT + text(PROMPT, 20)
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[FIXTURE_STAYS])
+@settings(max_examples=12 * FUZZ, deadline=None, suppress_health_check=[FIXTURE_STAYS])
 @given(
     prompt=st.sampled_from(
         ["Tom had", "One day, \u00e9\U0001f600", "\U0001f469\u200d\U0001f680 a"]
