@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import numpy as np
-from fuzz import FUZZ
 import pytest
 import torch
 from checkpoints import CONFIGS, checkpoint, random_model
+from fuzz import FUZZ
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

@@ -7,9 +7,9 @@ import logging
 from collections import defaultdict
 
 import numpy as np
-from fuzz import FUZZ
 import pytest
 import torch
+from fuzz import FUZZ
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from logits_requests import END_ID, VOCAB_SIZE, expected, next_token, output, request, serve

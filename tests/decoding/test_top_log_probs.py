@@ -5,10 +5,10 @@ whatever the schedule.
 from __future__ import annotations
 
 import numpy as np
-from fuzz import FUZZ
 import pytest
 import torch
 from checkpoints import CONFIGS, checkpoint, random_model
+from fuzz import FUZZ
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from served_outputs import MAX_UTILIZATION, joined, serve

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
-from fuzz import FUZZ
 import pytest
 import torch
+from fuzz import FUZZ
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kernel_cases import CPU, Cache, Sizes, new_pages, randn, rope_arguments, textbook_attention

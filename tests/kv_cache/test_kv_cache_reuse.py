@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import random
 
-from fuzz import FUZZ
 import pytest
+from fuzz import FUZZ
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule

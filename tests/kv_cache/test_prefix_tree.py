@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from fuzz import FUZZ
 import pytest
+from fuzz import FUZZ
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule

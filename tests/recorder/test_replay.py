@@ -36,7 +36,7 @@ from gptmanager.testing import ScriptedModel
 def test_random_runs_replay_without_divergence(tmp_path):
     """And they hold what they are for: pauses, stops, failures, late results, cached blocks."""
     seen: Counter[str] = Counter()
-    for seed in range(20 * FUZZ):
+    for seed in range(40 * FUZZ):
         run = random_run(seed, tmp_path / "r.jsonl")
         report = replay(run)
         assert report.divergence is None, f"seed {seed}: {report.divergence}"

@@ -6,8 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from fuzz import FUZZ
 import pytest
+from fuzz import FUZZ
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

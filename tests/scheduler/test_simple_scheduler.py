@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from fuzz import FUZZ
 import pytest
+from fuzz import FUZZ
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

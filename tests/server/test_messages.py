@@ -2,8 +2,8 @@
 
 import jsonschema
 import orjson
-from fuzz import FUZZ
 import pytest
+from fuzz import FUZZ
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from openai.types.chat import ChatCompletionMessage

@@ -1,7 +1,7 @@
 """A stream says what the whole answer says, field by field, whatever a request asks for."""
 
-from http_answers import choices_of, frames, same
 from fuzz import FUZZ
+from http_answers import choices_of, frames, same
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 

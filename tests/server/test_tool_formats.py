@@ -2,8 +2,8 @@
 
 import json
 
-from fuzz import FUZZ
 import pytest
+from fuzz import FUZZ
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tool_answers import CALLS, LISTED, MADE, ROME, TOOLS, TWO

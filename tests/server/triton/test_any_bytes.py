@@ -5,9 +5,9 @@ import logging
 
 import grpc as grpc_package
 import httpx
-from fuzz import FUZZ
 import pytest
 import tritonclient.grpc as grpcclient
+from fuzz import FUZZ
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from triton_calls import message_of, prompt

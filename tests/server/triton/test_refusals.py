@@ -8,10 +8,10 @@ from dataclasses import replace
 import grpc as grpc_package
 import httpx
 import numpy as np
-from fuzz import FUZZ
 import pytest
 import tritonclient.grpc as grpcclient
 import tritonclient.http as httpclient
+from fuzz import FUZZ
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from running_server import running_server, settings_of

@@ -1,8 +1,8 @@
 """`ensemble` and `tensorrt_llm_bls`: text in, text out."""
 
 import numpy as np
-from fuzz import FUZZ
 import pytest
+from fuzz import FUZZ
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from triton_calls import TIMEOUT_S, as_arrays, streaming
