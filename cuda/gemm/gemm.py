@@ -74,12 +74,7 @@ _FLOAT_KINDS = (  # all stages fit in the shared memory of GPUs: 99, 163 or 227 
 _KINDS = _FLOAT_KINDS + tuple(kind._replace(is_int8=True) for kind in _FLOAT_KINDS)
 PROGRAM = Program(
     "gemm/gemm.cu",
-    tuple(
-        kind.name(dtype, silu)
-        for dtype in _DTYPES
-        for kind in _KINDS
-        for silu in (False, True)
-    ),
+    tuple(kind.name(dtype, silu) for dtype in _DTYPES for kind in _KINDS for silu in (False, True)),
     dependent=True,
 )
 

@@ -23,7 +23,9 @@ REFUSED = (CODES.INVALID_ARGUMENT, CODES.NOT_FOUND, CODES.UNIMPLEMENTED)
 MODELS = ("tensorrt_llm", "ensemble", "tensorrt_llm_bls")
 NAMES = sorted({*INPUTS, *BLS_INPUTS})
 HEADER = "inference-header-content-length"
-any_settings = settings(max_examples=15 * FUZZ, deadline=None, suppress_health_check=list(HealthCheck))
+any_settings = settings(
+    max_examples=15 * FUZZ, deadline=None, suppress_health_check=list(HealthCheck)
+)
 
 texts = st.one_of(st.sampled_from([*NAMES, *NUMPY, ""]), st.text(max_size=5))
 scalars = st.one_of(
