@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gptmanager.cuda import activations, moe, norms
+from gptmanager.cuda import activations, delta_rule, moe, norms
 from gptmanager.cuda.attention import cache_write
 from gptmanager.cuda.attention.context_attention import context_attention, plan_context
 from gptmanager.cuda.attention.generation_attention import (
@@ -36,6 +36,7 @@ from gptmanager.kernels.experts.routing import Routing
 from gptmanager.kernels.gemm.int4_matrix import Int4Matrix
 from gptmanager.kernels.gemm.packed_matrix import Matrix, PackedMatrix, Quantized
 from gptmanager.kernels.lora.adapter_arguments import StepAdapters
+from gptmanager.kernels.recurrent.delta_formulas import DeltaShape, DeltaState, DeltaTensors
 from gptmanager.kernels.reference import Ints, Kernels
 from gptmanager.lifecycle.log import logger
 
@@ -273,6 +274,26 @@ class CudaKernels(Kernels):
         experts: ExpertMatrices,
     ) -> Tensor:
         return moe.experts(self._launcher, x, logits, correction, routing, experts)
+
+    def captures_delta(self, shape: DeltaShape) -> bool:
+        return delta_rule.covers(shape)
+
+    def gated_delta(
+        self,
+        projected: Tensor,
+        gates: Tensor,
+        shape: DeltaShape,
+        tensors: DeltaTensors,
+        eps: float,
+        state: DeltaState,
+        rows: RowSpans,
+    ) -> Tensor:
+        given = projected, gates, shape, tensors, eps, state, rows
+        if not delta_rule.covers(shape):
+            return super().gated_delta(*given)
+        out = projected.new_empty(len(projected), shape.values)
+        delta_rule.gated_delta(self._launcher, out, *given)
+        return out
 
     def rope_and_write(
         self,

@@ -22,7 +22,7 @@ from pathlib import Path
 import torch
 from rich.progress import track
 
-from gptmanager.cuda import activations, moe, norms
+from gptmanager.cuda import activations, delta_rule, moe, norms
 from gptmanager.cuda.attention import (
     block_copy,
     cache_write,
@@ -45,6 +45,7 @@ PROGRAMS: tuple[Program, ...] = (
     lora.PROGRAM,
     activations.PROGRAM,
     moe.PROGRAM,
+    delta_rule.PROGRAM,
     cache_write.PROGRAM,
     block_copy.PROGRAM,
     generation_attention.PROGRAM,

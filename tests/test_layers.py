@@ -101,6 +101,7 @@ kernels/                      all operations of a model in torch, and compiled o
     gemm/                     matmuls with packed weights
         int4_groups           weights in 4 bits, in groups with a scale each
         weight_quantization   quantizes weights: rows to int8, or groups to 4 bits
+        panel_writing         writes rows to the panels of quantized matrices
         packed_matrix         weights as floats or in int8, packed for matmuls
         small_matmul          small matmuls in register tiles
         matrix_tiles          register tiles of matmuls, by dtype
@@ -183,6 +184,7 @@ cuda/                         CUDA kernels with their launchers, and an emulator
         matmul_choice         measures whether our matmul or torch's is faster
     activations               activations of MLPs, gated or not
     moe                       mixtures of experts: choice, sort, grouped matmuls
+    delta_rule                the gated delta rule: convolution, memories
     sampling/                 kernels from logits to tokens and log probabilities
         token_masks           bit masks of permitted tokens, applied to logits
         adjustments           bias, penalties and bans on logits
@@ -237,8 +239,9 @@ models/                       decoder networks, and the table of families
     fields                    checked reading of a checkpoint's config
     converted_tensors         tensors of a checkpoint with matrices in 8 or 4 bits
     quantized/                quantized safetensors checkpoints, read as floats
-        unpacking             bits of packed integers as elements
         scheme                how a checkpoint is quantized, from its config
+        unpacking_loops       unpacks integers and scales them, compiled
+        unpacking             packed integers, and their numbers as floats
         matrices              quantized matrices, which return their rows as floats
         codebooks             matrices of bitsandbytes in 4 bits, checked
         formats               finds the quantized matrices among a checkpoint's tensors

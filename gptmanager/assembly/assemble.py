@@ -14,7 +14,7 @@ from gptmanager.assembly.backend import StepOptions, place
 from gptmanager.assembly.blueprint import Blueprint
 from gptmanager.assembly.ranks import Ranks
 from gptmanager.assembly.sizing import MemoryBudget, Sizes, size
-from gptmanager.assembly.stateful import settle_reuse, without_states
+from gptmanager.assembly.stateful import refuse_for_states, settle_reuse, without_states
 from gptmanager.config import CapacitySchedulerPolicy, ModelType, OptionalParams, SchedulerConfig
 from gptmanager.decoding.lines import Lines
 from gptmanager.decoding.processors.logits import PostProcessing
@@ -83,11 +83,12 @@ def _assemble(
     ranks: Ranks | None,
 ) -> Assembly:
     backend = place(params, None if ranks is None else ranks.local_rank)
-    model = backend.load(source, params, None if ranks is None else ranks.collectives)
+    check = functools.partial(refuse_for_states, params, max_beam_width)
+    model = backend.load(source, params, None if ranks is None else ranks.collectives, check)
     if model_type is ModelType.V1:
         policy = CapacitySchedulerPolicy.STATIC_BATCH
         scheduler_config = replace(scheduler_config, capacity_scheduler_policy=policy)
-    params = settle_reuse(params, model.spec, model_type, max_beam_width)
+    params = settle_reuse(params, model.spec, model_type)
     budget = backend.memory_budget(model, params, max_beam_width)
     wanted = params, scheduler_config, model.spec, model_type, max_beam_width
     sizes, adapters = _sizes(wanted, model, budget, ranks)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from gptmanager.assembly.adapter_sizing import AdapterSizes
-from gptmanager.assembly.loading import load
+from gptmanager.assembly.loading import Check, load
 from gptmanager.assembly.sizing import MemoryBudget, Sizes, wanted_seq_len
 from gptmanager.config import OptionalParams
 from gptmanager.cuda.device.downloads import Downloads
@@ -89,13 +89,18 @@ class Backend(ABC):
     stream: Stream | None = None  # steps are enqueued on it; if it is None, they run at once
 
     def load(
-        self, source: Any, params: OptionalParams, collectives: Collectives | None = None
+        self,
+        source: Any,
+        params: OptionalParams,
+        collectives: Collectives | None = None,
+        check: Check = lambda spec: None,
     ) -> Model:
         """Load a checkpoint, or return the host's model. Raises ConfigError if `source` is neither.
 
         `collectives`: given if this is one of several ranks, which loads a part of the checkpoint.
+        `check`: see `assembly.loading.load`.
         """
-        return load(source, params, self.kernels, self.device, self.bodies, collectives)
+        return load(source, params, self.kernels, self.device, self.bodies, collectives, check)
 
     def _adapter_pool(self, model: Model, options: StepOptions) -> AdapterPool | None:
         sizes = options.adapters
@@ -197,9 +202,13 @@ class DeviceBackend(Backend):
         self._on_progress = params.on_progress
 
     def load(
-        self, source: Any, params: OptionalParams, collectives: Collectives | None = None
+        self,
+        source: Any,
+        params: OptionalParams,
+        collectives: Collectives | None = None,
+        check: Check = lambda spec: None,
     ) -> Model:
-        model = super().load(source, params, collectives)
+        model = super().load(source, params, collectives, check)
         self.stream.catch_up()  # the model's tensors were filled on this thread's current stream
         if isinstance(model, CheckpointModel) and isinstance(self.stream, DeviceStream):
             name = torch.cuda.get_device_name(self.device)

@@ -20,11 +20,12 @@ from gptmanager.models.families import FAMILIES
 from gptmanager.models.families.wrappers import text_config
 from gptmanager.models.hf.library import knows
 from gptmanager.models.hf.loading import load_with_transformers
-from gptmanager.models.model import Model, WeightsDtype, load_model
+from gptmanager.models.model import Dimensions, Model, WeightsDtype, load_model
 from gptmanager.models.other_folders import describe_other_type
+from gptmanager.models.spec import ModelSpec
 from gptmanager.ranks.collectives import Collectives
 
-Prepare = Callable[[torch.dtype, Collection[Quantized]], object]
+Check = Callable[[Dimensions], None]
 
 
 def load(
@@ -34,14 +35,18 @@ def load(
     device: torch.device,
     bodies: Sequence[Callable[[int], None]] = (),
     collectives: Collectives | None = None,
+    check: Check = lambda spec: None,
 ) -> Model:
     """Load a checkpoint, or return the host's model. Raises ConfigError if `source` is neither.
 
     `bodies`: functions to compile, in addition to those of the kernels. `collectives`: given if
-    this is one of several ranks, which loads a part of the checkpoint.
+    this is one of several ranks, which loads a part of the checkpoint. `check` is called with the
+    spec, before the weights are read, and may raise ConfigError.
     """
     if not isinstance(source, (str, os.PathLike, tuple)):
-        return _own_model(source, params)
+        model = _own_model(source, params)
+        check(model.spec)
+        return model
 
     def prepare(dtype: torch.dtype, quantized: Collection[Quantized]) -> None:
         kernels.warm_up(dtype, quantized, bodies, params.on_progress)
@@ -61,6 +66,11 @@ def load(
         _log(source, "through transformers", found.matrices, found.spec.dtype)
         return found
     quantized = not isinstance(source, tuple) and is_quantized(source)
+
+    def check_and_prepare(spec: ModelSpec, quantized: Collection[Quantized]) -> None:
+        check(spec)
+        prepare(spec.dtype, quantized)
+
     loaded = load_model(
         source if isinstance(source, tuple) else Path(source),
         kernels=kernels,
@@ -74,7 +84,7 @@ def load(
         kv_cache_dtype=torch.float8_e4m3fn if params.kv_cache_config.dtype else None,
         on_progress=params.on_progress,
         collectives=collectives,
-        prepare=prepare,
+        prepare=check_and_prepare,
     )
     kind = "natively, from quantized weights" if quantized else "natively"
     named = "the given tensors" if isinstance(source, tuple) else source

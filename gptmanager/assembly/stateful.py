@@ -18,14 +18,10 @@ _MIB = 1 << 20
 
 
 def settle_reuse(
-    params: OptionalParams, spec: Dimensions, model_type: ModelType, max_beam_width: int
+    params: OptionalParams, spec: Dimensions, model_type: ModelType
 ) -> OptionalParams:
-    """Return the params with block reuse True or False. Raises ConfigError for options that a state
-    rules out.
-    """
+    """Return the params with block reuse True or False, which is off if the model keeps a state."""
     has_states = bool(state_shapes(spec))
-    if has_states:
-        _refuse(params, max_beam_width)
     cache = params.kv_cache_config
     if cache.enable_block_reuse is not None:
         return params
@@ -61,7 +57,10 @@ def without_states(budget: MemoryBudget, spec: Dimensions, params: OptionalParam
     return budget._replace(free_bytes=budget.free_bytes - count * each)
 
 
-def _refuse(params: OptionalParams, max_beam_width: int) -> None:
+def refuse_for_states(params: OptionalParams, max_beam_width: int, spec: Dimensions) -> None:
+    """Raise ConfigError for options that a state rules out, if the model keeps one."""
+    if not state_shapes(spec):
+        return
     cache, shared = params.kv_cache_config, "it cannot be shared by sequences"
     back = "it cannot go back to the token before a rejected draft"
     missing = "cached blocks do not contain it"

@@ -153,7 +153,7 @@ def load_model(
     head_dtype: Quantized | None = None,
     on_progress: ProgressCallback | None = None,
     collectives: Collectives | None = None,
-    prepare: Callable[[torch.dtype, Collection[Quantized]], object] | None = None,
+    prepare: Callable[[ModelSpec, Collection[Quantized]], object] | None = None,
 ) -> CheckpointModel:
     """Load a checkpoint: a Hugging Face folder, a GGUF file, or (config dict, state dict).
 
@@ -167,7 +167,7 @@ def load_model(
     "int4" for matrices with 4 bits in the checkpoint, and "int8" for others. 4-bit groups of the
     checkpoint are not quantized again. `on_progress`: as in `OptionalParams`. `collectives`: for
     one of several ranks, which reads only its share. `prepare` is called before weights are read,
-    with the dtype and the kinds of quantized matrices.
+    with the spec and the kinds of quantized matrices.
 
     Raises ConfigError, which names the argument, config field or tensor that cannot be used. Peak
     memory: the final weights plus a sixteenth, or plus a matrix that must be read whole.
@@ -187,7 +187,7 @@ def load_model(
     keeps_groups = weights_dtype in ("int4", "file") and _has_groups(tensors)
     quantized = quantized_parameters(spec, weights_dtype, head_dtype)
     if prepare is not None:
-        prepare(spec.dtype, {*quantized.values(), *(("int4",) if keeps_groups else ())})
+        prepare(spec, {*quantized.values(), *(("int4",) if keeps_groups else ())})
     weights = Weights(
         **_parts(spec, layout, tensors.describe()),
         **_naming(spec, config),

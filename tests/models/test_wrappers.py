@@ -71,6 +71,20 @@ def test_experts_of_qwen3_vl_moe_are_stacked_and_transposed() -> None:
     assert torch.equal(*(PagedDriver(model, 1).forward([(0, LONG)]) for model in models))
 
 
+def test_experts_of_qwen3_5_moe_may_be_stacked() -> None:
+    family = "qwen3_5_moe_text"
+    config, state = checkpoint(family_model(family))
+    assert "model.layers.0.mlp.experts.gate_up_proj" in state
+    wrapped = {"model_type": "qwen3_5_moe", "text_config": config, "tie_word_embeddings": False}
+    tensors = {renamed(n, {"model.": "model.language_model."}): it for n, it in state.items()}
+    tensors["mtp.layers.0.mlp.experts.0.up_proj.weight"] = torch.ones(2)  # is ignored
+    sources = (config, state), (wrapped, tensors), family_folder(family)
+    for options in ({}, {"weights_dtype": "int8"}):
+        models = [load_model(it, dtype="float32", **options) for it in sources]
+        first, *others = [PagedDriver(model, 1).forward([(0, LONG)]) for model in models]
+        assert all(torch.equal(first, other) for other in others)
+
+
 def test_a_flat_config_with_mrope_is_that_of_its_text_model() -> None:
     config: dict[str, Any] = json.loads(family_model("qwen2").config.to_json_string())
     rope = {"rope_theta": 1e6, "rope_scaling": {"type": "mrope", "mrope_section": [2, 3, 3]}}

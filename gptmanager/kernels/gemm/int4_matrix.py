@@ -10,8 +10,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from gptmanager.kernels.gemm.int4_groups import GROUP, MIDDLE, Groups, whole_groups
+from gptmanager.kernels.gemm.int4_groups import GROUP, MIDDLE, Groups
 from gptmanager.kernels.gemm.packed_matrix import PANEL_ROWS, PackedMatrix, Panels, copy_rows
+from gptmanager.kernels.gemm.panel_writing import write_int4
 from gptmanager.kernels.gemm.weight_quantization import round_to_groups
 
 INT4 = torch.uint8  # dtype of `values`: a byte has two positions
@@ -109,10 +110,7 @@ class Int4Matrix(PackedMatrix):
         """
         assert self.scales is not None and first_column == 0
         own = self._own(values, columns)
-        whole = whole_groups(own.values)
-        packed = whole.view(*whole.shape[:2], 2, _STEPS, _FOUR)
-        packed = (packed[:, :, 0] | packed[:, :, 1] << 4).view(torch.int32)  # four bytes at once
-        copy_rows(self.values.view(torch.int32).permute(0, 3, 1, 2, 4), first_row, packed)
+        write_int4(own.values, self.values, first_row)
         copy_rows(self.scales.transpose(1, 2), first_row, own.scales)
         if own.minima is not None and self.minima is None:
             self.minima = self.scales * -MIDDLE

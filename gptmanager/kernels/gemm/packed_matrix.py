@@ -12,6 +12,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from gptmanager.kernels.gemm.panel_writing import write_int8
 from gptmanager.kernels.gemm.weight_quantization import round_to_int8
 
 PANEL_ROWS = 16  # the lanes of a SIMD register, see `lanes`
@@ -123,14 +124,15 @@ class PackedMatrix:
         columns: slice = _ALL,
     ) -> None:
         """Convert `columns` of `values [n, m]` and write them, starting at the given row and
-        column.
+        column, which is 0 if the matrix is quantized.
 
         Scales are computed from all columns of `values`, so that parts of a row have the same
         scale.
         """
         if self.scales is not None:
-            values, scales = round_to_int8(values)
-            self.scales[first_row : first_row + len(values)] = scales
+            assert first_column == 0
+            write_int8(values, columns, self.values, self.scales, first_row)
+            return
         values = values[:, columns]
         pair = self.values.shape[3]
         for part in range(pair):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -89,10 +90,7 @@ def round_to_groups(rows: Tensor) -> Groups:
     groups = -(-columns // GROUP)
     values = torch.empty(count, groups * GROUP, dtype=torch.uint8)
     scales = torch.empty(count, groups)
-    team = _team()
-    size = team.max_size if values.numel() >= _ALONE else 1
     task = RoundingTask(
-        num_parts=_PARTS_PER_THREAD * size,
         x=rows.data_ptr(),
         values=values.data_ptr(),
         scales=scales.data_ptr(),
@@ -100,8 +98,16 @@ def round_to_groups(rows: Tensor) -> Groups:
         width=columns,
         x_dtype=DTYPES[rows.dtype],
     )
-    team.run(compiled(round_groups), task, size)
+    run_in_team(round_groups, task, values.numel())
     return Groups(values[:, :columns], scales.to(torch.float16))
+
+
+def run_in_team(body: Callable[[int], None], task: Any, work: int) -> None:
+    """Run a compiled body in torch's threads, on the caller's alone if `work` (elements) is small."""
+    team = _team()
+    size = team.max_size if work >= _ALONE else 1
+    task.num_parts = _PARTS_PER_THREAD * size
+    team.run(compiled(body), task, size)
 
 
 @functools.cache

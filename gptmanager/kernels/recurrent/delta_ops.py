@@ -28,6 +28,10 @@ class DeltaOps:
 
     deterministic: bool
 
+    def captures_delta(self, shape: DeltaShape) -> bool:
+        """Return whether `gated_delta` can be part of a CUDA graph: it never waits for the device."""
+        return False
+
     def gated(self, x: Tensor, gates: Tensor) -> Tensor:
         """`x * sigmoid(gates)`, both `[T, N]`, in x's dtype."""
         return (widened(x) * widened(gates).sigmoid()).to(x.dtype)

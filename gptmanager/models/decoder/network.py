@@ -75,9 +75,8 @@ class CheckpointModel:
         self._latents = [latent_tensors(spec, weights, index) for index in own]
         self._gate_widths = [spec.layers[index].attention.gate_width for index in own]
         self._deltas = [delta_layer(spec, weights, index) for index in own]
-        self._shapes = tuple(
-            dict.fromkeys(it.attention for it in self._layers if not self._deltas[it.number])
-        )
+        shapes = (it.attention for it in self._layers if not self._deltas[it.number])
+        self._shapes = tuple(dict.fromkeys(shapes))
         self._has_experts = any(isinstance(layer.mlp, ExpertLayer) for layer in self._layers)
         if spec.dtype is not torch.float64:
             kernels.warm_up_layers(any(self._deltas), self._has_experts)
@@ -124,7 +123,8 @@ class CheckpointModel:
         self, row_starts: Ints, kv_lengths: Ints, num_context_rows: int, fixed: bool = False
     ) -> tuple[Ints, ...]:
         waits = self._has_experts and not self._kernels.plans_experts
-        if waits or (fixed and any(self._deltas)):
+        deltas = (it.shape for it in self._deltas if it is not None)
+        if waits or (fixed and not all(map(self._kernels.captures_delta, deltas))):
             return ()  # ops wait for the device, so the step cannot be captured
         return self._kernels.plan(self._shapes, row_starts, kv_lengths, num_context_rows, fixed)
 

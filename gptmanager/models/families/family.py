@@ -25,7 +25,7 @@ class Family:
     """A row of the table: the names of a family's config fields and tensors, and their meaning.
 
     `title`: the name for users. `tensors`: see `names`; in a checkpoint, `prefix` may be missing.
-    `other_tensors`: other names for the same parameters, in GGUF files.
+    `other_tensors`: other names for the same parameters, in GGUF files or of stacked experts.
     `ignored`: tensors that are not used. `spellings`: our name of a config field -> the family's.
     `defaults`: values of absent fields, by our names. A property that may be a string can name the
     config field that has its value. `norms`: their epsilon is read from the config; `qk_norm`:

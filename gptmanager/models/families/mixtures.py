@@ -27,6 +27,7 @@ _BY_EXPERT = {
     "expert_down": "mlp.experts.{}.down_proj",
 }
 EXPERTS = {**_DENSE, "router": "mlp.gate", **_BY_EXPERT}
+STACKED = {"stacked_up": "mlp.experts.gate_up_proj", "stacked_down": "mlp.experts.down_proj"}
 _SHARED_HALVES = {
     "shared_gate_proj": "mlp.shared_experts.gate_proj",
     "shared_up": "mlp.shared_experts.up_proj",

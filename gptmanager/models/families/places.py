@@ -52,8 +52,12 @@ def place_tensors(spec: ModelSpec, given: Collection[str] = ()) -> dict[str, Pla
 
 def _tensors(family: Family, given: Collection[str]) -> Tensors:
     others = family.other_tensors
-    modules = {_NUMBER.sub(".{}", name).rpartition(".")[0] for name in given} if others else set()
-    replaced = {ours for theirs, (ours, _) in others.items() if theirs in modules}
+    used = (name for name in given if others and not family.ignored.search(name))
+    # a wrapper of the model has another prefix, and stacked tensors have no `.weight`
+    names = {_NUMBER.sub(".{}", name[max(0, name.find("layers.")) :]) for name in used}
+    modules = names | {name.rpartition(".")[0] for name in names}
+    own = {theirs: theirs[max(0, theirs.find("layers.")) :] for theirs in others}
+    replaced = {ours for theirs, (ours, _) in others.items() if own[theirs] in modules}
     kept = {n: it for n, it in family.tensors.items() if it[0] not in replaced}
     return {**kept, **{n: it for n, it in others.items() if it[0] in replaced}}
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from torch import Tensor
@@ -11,11 +11,11 @@ from gptmanager.errors import ConfigError, quoted
 from gptmanager.memory.tensor_sources import TensorInfo, tensor_name
 from gptmanager.memory.untrusted_files import parse_object
 from gptmanager.models.quantized.matrices import CodebookMatrix, NestedScales, Read
-from gptmanager.models.quantized.unpacking import pair_table
 
 _STATES = (".quant_state.bitsandbytes__nf4", ".quant_state.bitsandbytes__fp4")
 _MAX_STATE_BYTES = 1 << 16
 _CODES, _NESTED_CODES = 16, 256
+_BLOCKS = (32, 64, 128, 256, 512, 1024, 2048, 4096)
 Take = Callable[..., TensorInfo]
 
 
@@ -33,9 +33,9 @@ def codebook_matrix(
     count = rows * columns
     take(name, "uint8", (-(-count // 2), 1))
     take(f"{name}.quant_map", "float32", (_CODES,))
-    block = state.size("blocksize")
+    block = state.size("blocksize", _BLOCKS)
     blocks = -(-count // block)
-    table = pair_table(read(f"{name}.quant_map"), high_first=True)
+    table = read(f"{name}.quant_map")
     nested = _nested(name, state, blocks, take, read)
     if nested is not None:
         return CodebookMatrix(name, (rows, columns), table, block, nested)
@@ -88,8 +88,11 @@ class _State:
         rows, columns = (self._positive("shape", size) for size in given)
         return rows, columns
 
-    def size(self, field: str) -> int:
-        return self._positive(field, self._values.get(field))
+    def size(self, field: str, allowed: Collection[int] = ()) -> int:
+        found = self._positive(field, self._values.get(field))
+        if allowed and found not in allowed:
+            raise self._error(field, f"must be one of {[*allowed]}")
+        return found
 
     def number(self, field: str) -> float:
         value = self._values.get(field)

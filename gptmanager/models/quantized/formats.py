@@ -136,7 +136,8 @@ class MatrixFinder:
         )
         zeros = None
         if f"{name}_zero_point" in self._given:
-            zeros = self._grid(f"{name}_zero_point", shape, self._scheme.blocks)
+            block = scales.height, scales.width
+            zeros = self._grid(f"{name}_zero_point", shape, [block])
         return ScaledMatrix(name, shape, scales, zeros)
 
     def _packed(self, name: str, info: TensorInfo) -> StoredMatrix:

@@ -11,14 +11,16 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from gptmanager.errors import ConfigError
 from gptmanager.kernels.gemm.int4_groups import GROUP, Groups
 from gptmanager.models.quantized.unpacking import (
+    e4m3_values,
     float4,
-    looked_up,
     numbers,
+    scaled,
     unpack,
     unpack_columns,
 )
@@ -63,12 +65,6 @@ class Grid:
             return found[torch.arange(rows.start, rows.stop) // self.height - first]
         return found[rows.start - first * step :][: len(rows)]
 
-    def over(self, numbers: Tensor, columns: int) -> Tensor:
-        """Return `numbers`, a result of `rows`, repeated so that each column has a number."""
-        if numbers.shape[1] == 1:
-            return numbers
-        return numbers.repeat_interleave(self.width, 1)[:, :columns]
-
 
 class StoredMatrix(ABC):
     """A quantized matrix of `shape` `[rows, columns]`. If `in_groups`, it is an `IntegerMatrix`."""
@@ -92,11 +88,18 @@ class ScaledMatrix(StoredMatrix):
     factor: float = 1
 
     def floats(self, read: Read, rows: range) -> Tensor:
-        found = read(self.name, rows, range(self.shape[1])).float()
-        if self.zeros is not None:
-            found -= self.zeros.over(self.zeros.rows(read, rows), self.shape[1])
-        scales = self.scales.over(self.scales.rows(read, rows), self.shape[1])
-        return found.mul_(scales).mul_(self.factor)
+        codes, table = read(self.name, rows, range(self.shape[1])), None
+        if codes.is_floating_point():
+            codes, table = codes.view(torch.uint8), e4m3_values()
+        grids = self.scales, self.zeros or self.scales
+        return scaled(
+            codes,
+            self.scales.rows(read, rows),
+            min(grid.width for grid in grids),
+            zeros=0.0 if self.zeros is None else self.zeros.rows(read, rows),
+            table=table,
+            factor=self.factor,
+        )
 
 
 @dataclass(frozen=True)
@@ -112,11 +115,11 @@ class Float4Matrix(StoredMatrix):
     global_scale: str | None = None
 
     def floats(self, read: Read, rows: range) -> Tensor:
-        found = float4(read(self.name, rows, range(self.shape[1] // 2)))
         scales = self.scales.rows(read, rows)
         if self.global_scale is not None:
             scales = scales / read(self.global_scale).float()
-        return found.mul_(self.scales.over(scales, self.shape[1]))
+        packed = read(self.name, rows, range(self.shape[1] // 2))
+        return float4(packed, scales, self.scales.width)
 
 
 @dataclass(frozen=True)
@@ -143,10 +146,13 @@ class IntegerMatrix(StoredMatrix):
     in_groups: bool = False
 
     def floats(self, read: Read, rows: range) -> Tensor:
-        found, scales = self._integers(read, rows).float(), self.scales.rows(read, rows)
-        zeros = self._zeros(read, rows)
-        found -= self._over(self.zeros, zeros) if isinstance(zeros, Tensor) else zeros
-        return found.mul_(self._over(self.scales, scales))
+        return scaled(
+            self._integers(read, rows),
+            self.scales.rows(read, rows),
+            self.scales.width,
+            zeros=self._zeros(read, rows),
+            index=self.columns,
+        )
 
     def groups(self, read: Read, rows: range) -> Groups:
         """Return rows as groups of 4 bits."""
@@ -159,17 +165,21 @@ class IntegerMatrix(StoredMatrix):
 
     def _integers(self, read: Read, rows: range) -> Tensor:
         """Return the stored integers of rows, uint8 `[n, columns]`."""
-        per_word, count = 32 // self.bits, self.shape[1]
         if not self.transposed:
-            words = read(self.name, rows, range(-(-count // per_word)))
-            return unpack(words, self.bits)[:, :count]
+            words = read(self.name, rows, range(-(-self.shape[1] * self.bits // 32)))
+            return unpack(words, self.bits)[:, : self.shape[1]]
+        words = read(self.name, *self.words_of(rows))
         if not self.order:
-            words = read(self.name, range(count // per_word), rows)
             return unpack(words.t(), self.bits)
-        first, last = rows.start // per_word, -(-rows.stop // per_word)
-        words = read(self.name, range(count), range(first, last))
-        start = rows.start - first * per_word
+        start = rows.start % (32 // self.bits)
         return unpack_columns(words, self.bits, self.order)[start : start + len(rows)]
+
+    def words_of(self, rows: range) -> tuple[range, range]:
+        """Return the rows and columns of a transposed tensor that have these rows."""
+        per_word, count = 32 // self.bits, self.shape[1]
+        if not self.order:
+            return range(count // per_word), rows
+        return range(count), range(rows.start // per_word, -(-rows.stop // per_word))
 
     def _zeros(self, read: Read, rows: range) -> Tensor | int:
         middle = 1 << (self.bits - 1)
@@ -183,12 +193,6 @@ class IntegerMatrix(StoredMatrix):
             )
         return found.float()
 
-    def _over(self, grid: Grid | None, numbers: Tensor) -> Tensor:
-        assert grid is not None
-        if self.columns is not None:
-            return numbers[:, self.columns]
-        return grid.over(numbers, self.shape[1])
-
     def _in_our_groups(self, grid: Grid | None, numbers: Tensor) -> Tensor:
         assert grid is not None
         count = -(-self.shape[1] // GROUP)
@@ -201,8 +205,8 @@ class IntegerMatrix(StoredMatrix):
 class CodebookMatrix(StoredMatrix):
     """4-bit indices into a table of sixteen values, with a scale for each `block` of elements.
 
-    The elements of all rows follow one another, two in a byte. `table`: see `pair_table`. `scales`:
-    a float32 for each block.
+    The elements of all rows follow one another, two in a byte, the first one in its upper half.
+    `table`: the values. `scales`: a float32 for each block.
     """
 
     name: str
@@ -213,13 +217,15 @@ class CodebookMatrix(StoredMatrix):
 
     def floats(self, read: Read, rows: range) -> Tensor:
         first, last = rows.start * self.shape[1], rows.stop * self.shape[1]
-        packed = read(self.name, range(first // 2, -(-last // 2)), range(1)).flatten()
-        start = first - first // 2 * 2
-        found = looked_up(packed, self.table)[start : start + last - first]
         blocks = range(first // self.block, -(-last // self.block))
-        start = first - blocks.start * self.block
-        scales = self.scales(read, blocks).repeat_interleave(self.block)
-        return found.mul_(scales[start : start + last - first]).view(len(rows), -1)
+        start, size = blocks.start * self.block, len(blocks) * self.block
+        own = range(start // 2, -(-last // 2))
+        packed = read(self.name, own, range(1)).flatten()
+        packed = F.pad(packed, (0, size // 2 - len(packed))).view(len(blocks), -1)
+        scales = self.scales(read, blocks).unsqueeze(1)
+        codes = unpack(packed, 4, high_first=True)
+        found = scaled(codes, scales, self.block, table=self.table).flatten()
+        return found[first - start : last - start].view(len(rows), -1)
 
 
 @dataclass(frozen=True)
@@ -260,6 +266,6 @@ class ExpertBlocks:
     def floats(self, read: Read, expert: int, rows: range) -> Tensor:
         """Return rows of an expert in float32, `[columns, n]`."""
         own, groups = range(expert, expert + 1), range(self.stored[2])
-        found = float4(read(self.name, own, rows, groups, range(self.stored[3]))[0])
-        found *= numbers(read(self.scales, own, rows, groups)[0]).unsqueeze(-1)
-        return found.flatten(1).t()
+        packed = read(self.name, own, rows, groups, range(self.stored[3]))[0]
+        scales = numbers(read(self.scales, own, rows, groups)[0])
+        return float4(packed.flatten(1), scales, 2 * self.stored[3]).t()

@@ -10,13 +10,19 @@ from torch import Tensor
 from gptmanager.kernels.gemm.int4_groups import Groups
 from gptmanager.memory.tensor_sources import TensorInfo, TensorSource
 from gptmanager.models.quantized.formats import MatrixFinder
-from gptmanager.models.quantized.matrices import ExpertBlocks, IntegerMatrix, StoredMatrix
+from gptmanager.models.quantized.matrices import (
+    ExpertBlocks,
+    IntegerMatrix,
+    Read,
+    StoredMatrix,
+)
 from gptmanager.models.quantized.scheme import Scheme
 
-_FLOAT_BYTES = 32  # memory per element that becomes a float32, with temporary arrays
-_GROUP_BYTES = 8  # memory per element that stays in 4 bits
+_FLOAT_BYTES = 6  # memory per element that becomes a float32, with its bits
+_GROUP_BYTES = 2  # memory per element that stays in 4 bits, with its bits
+_PIECE_BYTES = 4 << 20  # memory of a piece, which should fit into the processor's cache
 _STEP = 8  # rows that share a word in some formats
-_SMALL = 1 << 24  # bytes that are read at a time
+_SMALL = 8 << 20  # bytes that are read at a time
 
 
 class QuantizedSource:
@@ -54,27 +60,57 @@ class QuantizedSource:
                 yield expert - experts.start, floats[columns.start : columns.stop].unsqueeze(0)
             return
         rows, columns = ranges
-        for own in _slices(rows, max_bytes // (matrix.shape[1] * _FLOAT_BYTES)):
-            floats = matrix.floats(self._read, own)
+        for own, read in self._slices(matrix, rows, max_bytes, _FLOAT_BYTES):
+            floats = matrix.floats(read, own)
             yield own.start - rows.start, floats[:, columns.start : columns.stop]
 
     def groups(self, name: str, max_bytes: int, rows: range) -> Iterator[tuple[int, Groups]]:
         matrix = self._matrices[name]
         assert isinstance(matrix, IntegerMatrix)
-        for own in _slices(rows, max_bytes // (matrix.shape[1] * _GROUP_BYTES)):
-            yield own.start - rows.start, matrix.groups(self._read, own)
+        for own, read in self._slices(matrix, rows, max_bytes, _GROUP_BYTES):
+            yield own.start - rows.start, matrix.groups(read, own)
 
     def close(self) -> None:
         self._source.close()
 
+    def _slices(
+        self, matrix: StoredMatrix, rows: range, max_bytes: int, element_bytes: int
+    ) -> Iterator[tuple[range, Read]]:
+        """Split rows into pieces that fit into the cache; yield the function that reads for them.
+
+        Rows of a transposed tensor are in all of its pages, so more of them are read at once.
+        """
+        columns = matrix.shape[1]
+        size = min(max_bytes, _PIECE_BYTES) // (columns * element_bytes)
+        if not (isinstance(matrix, IntegerMatrix) and matrix.transposed):
+            yield from ((own, self._read) for own in _split(rows, size))
+            return
+        for many in _split(rows, max_bytes * 8 // (columns * matrix.bits)):
+            read = self._held(matrix.name, *matrix.words_of(many))
+            yield from ((own, read) for own in _split(many, size))
+
+    def _held(self, name: str, rows: range, columns: range) -> Read:
+        """Return a function that reads as `_read` does, from a copy of this part of a matrix."""
+        part = self._read(name, rows, columns)
+
+        def read(asked: str, *ranges: range) -> Tensor:
+            if asked != name:
+                return self._read(asked, *ranges)
+            start = columns.start
+            return part[:, ranges[1].start - start : ranges[1].stop - start]
+
+        return read
+
     def _read(self, name: str, *ranges: range) -> Tensor:
         """Return a copy of the given ranges of a tensor, by default of all of it."""
-        pieces = self._source.pieces(name, _SMALL, ranges or None)
-        found = [piece.clone() for _, piece in pieces]
-        return found[0] if len(found) == 1 else torch.cat(found)
+        shape, dtype, _ = self._source.describe()[name]
+        found = torch.empty([*map(len, ranges)] or shape, dtype=getattr(torch, dtype))
+        for start, piece in self._source.pieces(name, _SMALL, ranges or None):
+            (found[start : start + len(piece)] if shape else found).copy_(piece)
+        return found
 
 
-def _slices(rows: range, count: int) -> Iterator[range]:
+def _split(rows: range, count: int) -> Iterator[range]:
     """Split a range at multiples of `_STEP`, into parts of about `count`."""
     step = max(_STEP, count // _STEP * _STEP)
     start = rows.start

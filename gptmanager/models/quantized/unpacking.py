@@ -1,22 +1,52 @@
-"""Unpacks integers of 2, 4 or 8 bits from words. The lowest bits have the first element."""
+"""Unpacks integers of 2, 4 or 8 bits from words, and converts numbers of checkpoints to floats.
+
+The lowest bits of a word have its first number.
+"""
 
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
+from gptmanager.kernels.gemm.weight_quantization import run_in_team
+from gptmanager.kernels.simd.lanes import LANES
+from gptmanager.models.quantized.unpacking_loops import (
+    ScaleTask,
+    UnpackTask,
+    scale_rows,
+    unpack_rows,
+)
+from gptmanager.models.quantized.unpacking_loops import unpack_columns as unpack_columns_body
+
 # The sixteen values of float4 (E2M1), indexed by their bits.
-_E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
+E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
 
 
-def unpack(words: Tensor, bits: int) -> Tensor:
-    """Unpack int32 or uint8 `[n, words]` to uint8 `[n, elements]`; `bits` is 2, 4 or 8."""
-    found = words.contiguous().view(torch.uint8)
-    for width in (4, 2):
-        if bits <= width:
-            low = (1 << width) - 1
-            found = torch.stack((found & low, found >> width), dim=-1).flatten(-2)
-    return found
+def unpack(words: Tensor, bits: int, *, high_first: bool = False) -> Tensor:
+    """Unpack int32 or uint8 `[n, words]` to uint8 `[n, elements]`; `bits` is 2, 4 or 8.
+
+    `high_first`: the upper four bits of a byte have its first number.
+    """
+    per_word, count = 32 // bits, words.shape[1]
+    if words.dtype is torch.uint8:
+        count = count * per_word // 4
+        words = F.pad(words, (0, -words.shape[1] % 4)).contiguous().view(torch.int32)
+    else:
+        count *= per_word
+    result = torch.empty(len(words), words.shape[1] * per_word, dtype=torch.uint8)
+    task = UnpackTask(
+        words=words.data_ptr(),
+        result=result.data_ptr(),
+        num_tokens=len(words),
+        width=words.shape[1],
+        row_stride=words.stride(0),
+        word_stride=words.stride(1),
+        bits=bits,
+        swapped=high_first,
+    )
+    run_in_team(unpack_rows, task, result.numel())
+    return result[:, :count]
 
 
 def unpack_columns(words: Tensor, bits: int, order: tuple[int, ...] = ()) -> Tensor:
@@ -25,27 +55,78 @@ def unpack_columns(words: Tensor, bits: int, order: tuple[int, ...] = ()) -> Ten
     `order`: the place of each element in its word, from the lowest bits on, unless they are in
     order.
     """
-    words, count = words.t().contiguous(), 32 // bits
-    found = torch.empty(len(words), count, words.shape[1], dtype=torch.uint8)
-    for element, place in enumerate(order or range(count)):
-        found[:, element] = (words >> (bits * place)) & ((1 << bits) - 1)
-    return found.flatten(0, 1)
+    count, per_word = len(words), 32 // bits
+    width = -(-count // LANES) * LANES
+    own = torch.empty(words.shape[1], width, dtype=torch.int32)
+    own[:, :count] = words.t()
+    result = torch.empty(len(own) * per_word, width, dtype=torch.uint8)
+    places = order or range(per_word)
+    task = UnpackTask(
+        words=own.data_ptr(),
+        result=result.data_ptr(),
+        num_tokens=len(own),
+        width=width,
+        bits=bits,
+        order=sum(place << 4 * number for number, place in enumerate(places)),
+    )
+    run_in_team(unpack_columns_body, task, result.numel())
+    return result[:, :count]
 
 
-def pair_table(values: Tensor, high_first: bool = False) -> Tensor:
-    """Return the two elements of each byte, `[256, 2]`, if 4 bits index the sixteen `values`."""
-    pairs = torch.stack((values.repeat(16), values.repeat_interleave(16)), dim=-1)
-    return pairs.flip(-1) if high_first else pairs
+def scaled(
+    codes: Tensor,
+    scales: Tensor,
+    block: int,
+    *,
+    zeros: Tensor | float = 0.0,
+    table: Tensor | None = None,
+    index: Tensor | None = None,
+    factor: float = 1.0,
+) -> Tensor:
+    """Return (number - zero) * scale * factor for each number, in float32 `[n, columns]`.
+
+    `codes`: int8 or uint8, numbers, or places in `table`. `scales` and, unless it is a number,
+    `zeros`: `[n, blocks]`. A block has `block` columns, or those where `index` has its number.
+    """
+    count, columns = codes.shape
+    if isinstance(zeros, Tensor) and zeros.shape != scales.shape:
+        scales, zeros = torch.broadcast_tensors(scales, zeros)
+    num_blocks = scales.shape[1]
+    if num_blocks == 1:
+        index, block = None, -(-columns // LANES) * LANES
+    elif index is None and block % LANES:
+        index = torch.arange(columns) // block
+    own = [it.float().contiguous() for it in (scales, zeros, index) if isinstance(it, Tensor)]
+    result = torch.empty(count, columns)
+    addresses = iter([it.data_ptr() for it in own])
+    task = ScaleTask(
+        codes=codes.data_ptr(),
+        table=0 if table is None else table.data_ptr(),
+        scales=next(addresses),
+        zeros=next(addresses) if isinstance(zeros, Tensor) else 0,
+        index=0 if index is None else next(addresses),
+        result=result.data_ptr(),
+        num_tokens=count,
+        width=columns,
+        stride=codes.stride(0),
+        num_blocks=num_blocks,
+        block=block,
+        signed=codes.dtype is torch.int8,
+        zero=0.0 if isinstance(zeros, Tensor) else zeros,
+        factor=factor,
+    )
+    run_in_team(scale_rows, task, result.numel())
+    return result
 
 
-def looked_up(packed: Tensor, table: Tensor) -> Tensor:
-    """Look up bytes `[..., n]` in a `pair_table`; return the elements `[..., 2 * n]`."""
-    return table[packed.int()].flatten(-2)
+def float4(packed: Tensor, scales: Tensor, block: int) -> Tensor:
+    """Convert bytes `[n, columns / 2]` of two E2M1 numbers each, with scales, to float32."""
+    return scaled(unpack(packed, 4), scales, block, table=E2M1)
 
 
-def float4(packed: Tensor) -> Tensor:
-    """Convert bytes `[..., n]` of two E2M1 numbers each to float32 `[..., 2 * n]`."""
-    return looked_up(packed, pair_table(_E2M1))
+def e4m3_values() -> Tensor:
+    """Return the values of the 256 bytes of float8 (e4m3)."""
+    return torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
 
 
 def powers_of_two(exponents: Tensor) -> Tensor:

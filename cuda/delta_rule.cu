@@ -1,0 +1,145 @@
+// The gated delta rule of a layer: its convolution, then the memories of its heads.
+// gptmanager/kernels/recurrent/delta_formulas.py has the formulas. All sums are float32.
+#include "activation_kinds.cuh"
+
+constexpr int TOKENS = 8;        // tokens of a row whose queries and keys are in shared memory
+constexpr int MAX_VALUES = 128;  // the largest dimension of a value
+constexpr int LANES = 4;         // lanes that share a column of a memory
+constexpr int COLUMNS = 32 / LANES;
+
+// Convolves a channel of a row, and keeps its last inputs. W: the least power of two that the width of
+// the convolution does not exceed. Grid: (rows, channels / threads). Rows without tokens have no slot.
+template <class T, int W>
+__global__ void __launch_bounds__(128) convolve(
+    float* mixed,        // [tokens, channels]
+    T* inputs,           // [slots, width - 1, channels], changed
+    const T* projected,  // [tokens, stride]: channels, then gates of the output
+    const T* conv,       // [width, channels]
+    const int* row_starts, const int* slots, int channels, int width, int stride) {
+    ptx::wait_for_previous();
+    int channel = blockIdx.y * blockDim.x + threadIdx.x;
+    int first = row_starts[blockIdx.x], stop = row_starts[blockIdx.x + 1];
+    if (channel >= channels || first == stop) return;
+    T* kept = inputs + size_t(slots[blockIdx.x]) * (width - 1) * channels + channel;
+    float window[W], taps[W];  // the last `width` elements are used
+#pragma unroll
+    for (int i = 0; i < W; i++) {
+        int own = i - (W - width);
+        taps[i] = own >= 0 ? to_float(conv[own * channels + channel]) : 0.0f;
+        // the first token moves the window by one
+        window[i] = own >= 1 ? to_float(kept[(own - 1) * channels]) : 0.0f;
+    }
+    for (int token = first; token < stop; token++) {
+        float sum = 0;
+#pragma unroll
+        for (int i = 0; i < W - 1; i++) window[i] = window[i + 1];
+        window[W - 1] = to_float(projected[size_t(token) * stride + channel]);
+#pragma unroll
+        for (int i = 0; i < W; i++) sum += taps[i] * window[i];
+        mixed[size_t(token) * channels + channel] = activated<SILU>(sum);
+    }
+#pragma unroll
+    for (int i = 1; i < W; i++) {
+        int own = i - (W - width);
+        if (own >= 1) kept[(own - 1) * channels] = from_float<T>(window[i]);
+    }
+}
+
+// Writes a vector of `size` elements, with the norm `scale`, to `to`, which is padded with zeros. One
+// warp calls this.
+template <int KEY>
+__device__ inline void normalize(float (&to)[KEY], const float* from, int size, float scale) {
+    int lane = threadIdx.x % 32;
+    float square = 0;
+    for (int i = lane; i < size; i += 32) square += from[i] * from[i];
+    scale *= rsqrtf(warp_sum(square) + 1e-6f);
+    for (int i = lane; i < KEY; i += 32) to[i] = i < size ? from[i] * scale : 0.0f;
+}
+
+// Runs the tokens of a row through the memory of a head, one after the other, and writes what they
+// read. Grid: (rows, heads); a warp has COLUMNS columns of the memory, in registers. KEY: the least
+// multiple of 32 that the dimension of a key does not exceed.
+template <class T, int KEY>
+__global__ void __launch_bounds__(32 * MAX_VALUES / COLUMNS) advance(
+    T* out,              // [tokens, heads, value_dim]
+    float* memory,       // [slots, heads, key_dim, value_dim], changed
+    const float* mixed,  // [tokens, channels]: queries, keys, values
+    const T* projected,  // [tokens, stride]
+    const float* gates,  // [tokens, 2, heads]: of the rates, and of the decays
+    const float* decay,  // [heads]
+    const float* step,   // [heads]
+    const T* norm,       // [value_dim]
+    const int* row_starts, const int* slots, int key_heads, int key_dim, int value_dim, int stride,
+    float eps) {
+    constexpr int ROWS = KEY / LANES;
+    __shared__ float queries[TOKENS][KEY], keys[TOKENS][KEY], found[TOKENS][MAX_VALUES];
+    __shared__ float rates[TOKENS], decays[TOKENS];
+    ptx::wait_for_previous();
+    int first = row_starts[blockIdx.x], stop = row_starts[blockIdx.x + 1];
+    if (first == stop) return;
+    int head = blockIdx.y, heads = gridDim.y, key_head = head / (heads / key_heads);
+    int all_keys = key_heads * key_dim, channels = 2 * all_keys + heads * value_dim;
+    int warp = threadIdx.x / 32, lane = threadIdx.x % 32, warps = blockDim.x / 32;
+    int column = warp * COLUMNS + lane / LANES, part = lane % LANES;
+    float* own = memory + (size_t(slots[blockIdx.x]) * heads + head) * key_dim * value_dim + column;
+    float state[ROWS];
+#pragma unroll
+    for (int i = 0; i < ROWS; i++) {
+        int row = i * LANES + part;
+        state[i] = row < key_dim && column < value_dim ? own[row * value_dim] : 0.0f;
+    }
+    for (int start = first; start < stop; start += TOKENS) {
+        int count = min(TOKENS, stop - start);
+        for (int i = warp; i < 2 * count; i += warps) {
+            const float* from = mixed + size_t(start + i / 2) * channels + key_head * key_dim;
+            if (i % 2 == 0)
+                normalize(queries[i / 2], from, key_dim, rsqrtf(float(key_dim)));
+            else
+                normalize(keys[i / 2], from + all_keys, key_dim, 1.0f);
+        }
+        if (threadIdx.x < count) {
+            const float* gate = gates + size_t(start + threadIdx.x) * 2 * heads + head;
+            float x = gate[heads] + step[head];
+            float softplus = fmaxf(x, 0.0f) + log1pf(expf(-fabsf(x)));
+            rates[threadIdx.x] = 1.0f / (1.0f + expf(-gate[0]));
+            decays[threadIdx.x] = expf(-expf(decay[head]) * softplus);
+        }
+        __syncthreads();
+        for (int i = 0; i < count; i++) {
+            float seen = 0, read = 0, key[ROWS];
+#pragma unroll
+            for (int j = 0; j < ROWS; j++) {
+                key[j] = keys[i][j * LANES + part];
+                seen += key[j] * state[j];
+            }
+            seen = warp_sum<LANES>(seen) * decays[i];
+            size_t at = size_t(start + i) * channels + 2 * all_keys + head * value_dim + column;
+            float change = column < value_dim ? (mixed[at] - seen) * rates[i] : 0.0f;
+#pragma unroll
+            for (int j = 0; j < ROWS; j++) {
+                state[j] = state[j] * decays[i] + key[j] * change;
+                read += queries[i][j * LANES + part] * state[j];
+            }
+            read = warp_sum<LANES>(read);
+            if (part == 0 && column < value_dim) found[i][column] = read;
+        }
+        __syncthreads();
+        for (int i = warp; i < count; i += warps) {
+            float square = 0;
+            for (int j = lane; j < value_dim; j += 32) square += found[i][j] * found[i][j];
+            float scale = rsqrtf(warp_sum(square) / value_dim + eps);
+            size_t token = start + i;
+            const T* gate = projected + token * stride + channels + head * value_dim;
+            for (int j = lane; j < value_dim; j += 32) {
+                float value = found[i][j] * scale * to_float(norm[j]);
+                value *= activated<SILU>(to_float(gate[j]));
+                out[(token * heads + head) * value_dim + j] = from_float<T>(value);
+            }
+        }
+    }
+#pragma unroll
+    for (int i = 0; i < ROWS; i++) {
+        int row = i * LANES + part;
+        if (row < key_dim && column < value_dim) own[row * value_dim] = state[i];
+    }
+}

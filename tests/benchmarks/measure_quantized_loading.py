@@ -1,0 +1,227 @@
+"""How fast quantized folders load, and with how much memory: not a test, since it takes a minute.
+
+OMP_NUM_THREADS=1 python tests/benchmarks/measure_quantized_loading.py [FORMAT...]
+
+Each folder has random linears in the shape of Qwen2 0.5B. `read`: copying all tensors of the folder
+to memory; `plain`: loading a bfloat16 folder of the same shape as bfloat16. Seconds are those of
+the CPU; the peak is that of the process while it loads, without what it had before.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from gptmanager.kernels.gemm.int4_matrix import Int4Matrix
+from gptmanager.memory.safetensors_reader import SafetensorsFolder
+from gptmanager.models import load_model
+
+HIDDEN, INNER, KV, VOCAB, GROUP = 896, 4864, 128, 8192, 128
+LINEARS = {
+    "self_attn.q_proj": (HIDDEN, HIDDEN),
+    "self_attn.k_proj": (KV, HIDDEN),
+    "self_attn.v_proj": (KV, HIDDEN),
+    "self_attn.o_proj": (HIDDEN, HIDDEN),
+    "mlp.gate_proj": (INNER, HIDDEN),
+    "mlp.up_proj": (INNER, HIDDEN),
+    "mlp.down_proj": (HIDDEN, INNER),
+}
+CONFIG = {
+    "model_type": "qwen2",
+    "vocab_size": VOCAB,
+    "hidden_size": HIDDEN,
+    "intermediate_size": INNER,
+    "num_attention_heads": 14,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 4096,
+    "tie_word_embeddings": True,
+    "dtype": "bfloat16",
+}
+
+
+def words(*shape: int) -> Tensor:
+    return torch.randint(-(2**31), 2**31 - 1, shape, dtype=torch.int32)
+
+
+def scales(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    return (torch.rand(shape) / 64 + 1e-3).to(dtype)
+
+
+def ct(kind: str, bits: int, **more: Any) -> dict[str, Any]:
+    weights = {"type": kind, "num_bits": bits, "strategy": "channel", **more}
+    return {"quant_method": "compressed-tensors", "config_groups": {"all": {"weights": weights}}}
+
+
+def int4(rows: int, columns: int, dtype: torch.dtype = torch.float16) -> dict[str, Tensor]:
+    return {
+        "weight_packed": words(rows, columns // 8),
+        "weight_scale": scales(rows, columns // GROUP, dtype=dtype),
+        "weight_shape": torch.tensor([rows, columns]),
+    }
+
+
+def float8(rows: int, columns: int) -> Tensor:
+    return torch.randn(rows, columns).to(torch.float8_e4m3fn)
+
+
+def transposed(order: str, rows: int, columns: int) -> dict[str, Tensor]:
+    packed = words(columns, rows // 8) if order == "awq" else words(columns // 8, rows)
+    return {
+        "qweight": packed,
+        "qzeros": words(columns // GROUP, rows // 8),
+        "scales": scales(columns // GROUP, rows, dtype=torch.float16),
+    }
+
+
+def reordered(rows: int, columns: int) -> dict[str, Tensor]:
+    index = torch.randint(0, columns // GROUP, (columns,), dtype=torch.int32)
+    return {**transposed("gptq", rows, columns), "g_idx": index}
+
+
+def nvfp4(rows: int, columns: int) -> dict[str, Tensor]:
+    return {
+        "weight_packed": torch.randint(0, 256, (rows, columns // 2), dtype=torch.uint8),
+        "weight_scale": torch.rand(rows, columns // 16).to(torch.float8_e4m3fn),
+        "weight_global_scale": torch.tensor([8.0]),
+    }
+
+
+def nf4(rows: int, columns: int) -> dict[str, Tensor]:
+    state = json.dumps({"shape": [rows, columns], "blocksize": 64}).encode()
+    return {
+        "weight": torch.randint(0, 256, (rows * columns // 2, 1), dtype=torch.uint8),
+        "weight.absmax": torch.rand(rows * columns // 64),
+        "weight.quant_map": torch.linspace(-1, 1, 16),
+        "weight.quant_state.bitsandbytes__nf4": torch.tensor(list(state), dtype=torch.uint8),
+    }
+
+
+GROUPED = {"strategy": "group", "group_size": GROUP}
+OF_GROUPS = {"bits": 4, "group_size": GROUP}
+FORMATS: Mapping[str, tuple[dict[str, Any] | None, Callable[[int, int], dict[str, Tensor]]]] = {
+    "bfloat16": (None, lambda n, m: {"weight": torch.randn(n, m).bfloat16()}),
+    "ct-int4": (ct("int", 4, **GROUPED), int4),
+    "ct-int4 as int8": (ct("int", 4, **GROUPED), lambda n, m: int4(n, m, torch.bfloat16)),
+    "ct-int8": (
+        ct("int", 8),
+        lambda n, m: {"weight": words(n, m // 4).view(torch.int8), "weight_scale": scales(n, 1)},
+    ),
+    "fp8": (
+        {"quant_method": "fp8", "weight_block_size": [128, 128]},
+        lambda n, m: {
+            "weight": float8(n, m),
+            "weight_scale_inv": scales(-(-n // 128), -(-m // 128), dtype=torch.float32),
+        },
+    ),
+    "nvfp4": (ct("float", 4, strategy="tensor_group", group_size=16), nvfp4),
+    "gptq": ({"quant_method": "gptq", **OF_GROUPS}, lambda n, m: transposed("gptq", n, m)),
+    "gptq act-order": ({"quant_method": "gptq", **OF_GROUPS}, reordered),
+    "awq": ({"quant_method": "awq", **OF_GROUPS}, lambda n, m: transposed("awq", n, m)),
+    "nf4": ({"quant_method": "bitsandbytes"}, nf4),
+}
+
+
+def make(name: str, folder: Path, layers: int) -> None:
+    scheme, pack = FORMATS[name]
+    tensors = {
+        "model.embed_tokens.weight": torch.randn(VOCAB, HIDDEN).bfloat16(),
+        "model.norm.weight": torch.ones(HIDDEN).bfloat16(),
+    }
+    for layer in range(layers):
+        prefix = f"model.layers.{layer}."
+        for module, shape in LINEARS.items():
+            tensors |= {f"{prefix}{module}.{end}": it for end, it in pack(*shape).items()}
+        for module in "qkv":
+            size = HIDDEN if module == "q" else KV
+            tensors[f"{prefix}self_attn.{module}_proj.bias"] = torch.zeros(size).bfloat16()
+        for norm in ("input_layernorm", "post_attention_layernorm"):
+            tensors[f"{prefix}{norm}.weight"] = torch.ones(HIDDEN).bfloat16()
+    folder.mkdir()
+    config: dict[str, Any] = {**CONFIG, "num_hidden_layers": layers}
+    if scheme is not None:
+        config["quantization_config"] = scheme
+    save_file(tensors, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+def peak_bytes() -> int:
+    status = Path("/proc/self/status").read_text()
+    return 1024 * next(int(it.split()[1]) for it in status.splitlines() if it.startswith("VmHWM"))
+
+
+def forget_peak() -> int:
+    """Return the bytes that are resident, from which the peak counts on."""
+    gc.collect()
+    Path("/proc/self/clear_refs").write_text("5")
+    return peak_bytes()
+
+
+def cpu_seconds(action: Callable[[], Any]) -> tuple[float, Any]:
+    before = os.times()
+    result = action()
+    after = os.times()
+    return sum(after[:2]) - sum(before[:2]), result
+
+
+def read(folder: Path) -> None:
+    source = SafetensorsFolder(folder)
+    for name in source.describe():
+        for _, piece in source.pieces(name, 1 << 24):
+            piece.clone()
+
+
+def measure(name: str, small: Path, folder: Path) -> None:
+    """Print the figures of a format. The small folder warms everything up."""
+    kind = None if name == "bfloat16" else "file"
+    for own in (small, small):
+        load_model(own, weights_dtype=kind)
+        read(own)
+    reading = min(cpu_seconds(lambda: read(folder))[0] for _ in range(3))
+    seconds = []
+    for _ in range(3):
+        resident = forget_peak()
+        own, model = cpu_seconds(lambda: load_model(folder, weights_dtype=kind))
+        seconds.append(own)
+        ratio = (peak_bytes() - resident) / model.nbytes
+        grouped = sum(isinstance(it, Int4Matrix) for it in model.weights.matrices)
+        nbytes, count = model.nbytes, len(model.weights.matrices)
+        del model
+    stored = f"{grouped} of {count} in 4 bits"
+    print(
+        f"{name:16} read {reading:5.2f} s, load {min(seconds):5.2f} s ({min(seconds) / reading:.2f} x), "
+        f"peak {ratio:.2f} x of {nbytes / 1e6:.0f} MB, {stored}",
+        flush=True,
+    )
+
+
+def main(names: list[str]) -> None:
+    layers = int(os.environ.get("LAYERS", "24"))
+    with tempfile.TemporaryDirectory() as root:
+        for name in names or [*FORMATS]:
+            small, folder = Path(root) / "small", Path(root) / "folder"
+            make(name, small, 1)
+            make(name, folder, layers)
+            command = [sys.executable, __file__, "--measure", name, str(small), str(folder)]
+            subprocess.run(command, check=True)
+            for own in (small, folder):
+                for file in own.iterdir():
+                    file.unlink()
+                own.rmdir()
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--measure"]:
+        measure(sys.argv[2], Path(sys.argv[3]), Path(sys.argv[4]))
+    else:
+        main(sys.argv[1:])
