@@ -17,9 +17,7 @@ from gptmanager.models.model import Dimensions, state_shapes
 _MIB = 1 << 20
 
 
-def settle_reuse(
-    params: OptionalParams, spec: Dimensions, model_type: ModelType
-) -> OptionalParams:
+def settle_reuse(params: OptionalParams, spec: Dimensions, model_type: ModelType) -> OptionalParams:
     """Return the params with block reuse True or False, which is off if the model keeps a state."""
     has_states = bool(state_shapes(spec))
     cache = params.kv_cache_config

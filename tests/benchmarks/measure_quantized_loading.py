@@ -184,9 +184,8 @@ def read(folder: Path) -> None:
 def measure(name: str, small: Path, folder: Path) -> None:
     """Print the figures of a format. The small folder warms everything up."""
     kind = None if name == "bfloat16" else "file"
-    for own in (small, small):
-        load_model(own, weights_dtype=kind)
-        read(own)
+    load_model(small, weights_dtype=kind)
+    read(small)
     reading = min(cpu_seconds(lambda: read(folder))[0] for _ in range(3))
     seconds = []
     for _ in range(3):
@@ -199,7 +198,8 @@ def measure(name: str, small: Path, folder: Path) -> None:
         del model
     stored = f"{grouped} of {count} in 4 bits"
     print(
-        f"{name:16} read {reading:5.2f} s, load {min(seconds):5.2f} s ({min(seconds) / reading:.2f} x), "
+        f"{name:16} read {reading:5.2f} s, load {min(seconds):5.2f} s, "
+        f"{min(seconds) / reading:.2f} x; "
         f"peak {ratio:.2f} x of {nbytes / 1e6:.0f} MB, {stored}",
         flush=True,
     )

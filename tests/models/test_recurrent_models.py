@@ -1,4 +1,4 @@
-"""Every feature of a manager with a model that keeps a state: it works, or it is refused by name."""
+"""Each feature of a manager with a model that keeps a state: it works, or is refused by name."""
 
 from __future__ import annotations
 
@@ -37,6 +37,7 @@ from gptmanager.memory.weights import Weights
 from gptmanager.models import load_model
 from gptmanager.recorder.recording_file import read_recording
 from gptmanager.replay import replay
+from gptmanager.server.engine.model_card import ModelCard
 from gptmanager.testing import RecordingCallbacks
 
 pytest.importorskip("transformers", reason="transformers is not installed")
@@ -132,7 +133,8 @@ def test_weights_in_8_and_4_bits(model: Any, folder: Path, kind: Any) -> None:
     driver, others = PagedDriver(narrow, 1), PagedDriver(exact, 1)
     for chunk in (PROMPTS[0][:16], PROMPTS[0][16:], [9], [8]):
         found, right = driver.forward([(0, chunk)]), others.forward([(0, chunk)])
-        assert (found - right).abs().max() < 0.03 * right.std()
+        # tokens are quantized, too
+        assert (found - right).std() < 0.02 * right.std()
     own = {"weights_dtype": kind, "deterministic": True}
     alone = [outputs(folder, [prompt], **own)[0] for prompt in PROMPTS]
     assert outputs(folder, PROMPTS, **own) == alone
@@ -219,9 +221,10 @@ def test_a_window_is_that_of_the_layers_with_attention(model: Any, folder: Path)
     driver = PagedDriver(load_model(folder, dtype="float32", attention_window=window), 1)
     found = torch.cat([driver.forward([(0, own)]) for own in (text[:20], text[20:41], text[41:])])
     assert (found - exact).abs().max() < 2e-4 * exact.std()
-    cache = KvCacheConfig(tokens_per_block=8, max_tokens=512, max_attention_window=window)
-    alone = [outputs(folder, [prompt], kv_cache_config=cache)[0] for prompt in PROMPTS]
-    assert outputs(folder, PROMPTS, kv_cache_config=cache) == alone
+    cache = KvCacheConfig(tokens_per_block=8, max_tokens=2048, max_attention_window=window)
+    own = {"kv_cache_config": cache, "max_num_tokens": 256}  # the least chunk with a window
+    alone = [outputs(folder, [prompt], **own)[0] for prompt in PROMPTS]
+    assert outputs(folder, PROMPTS, **own) == alone
 
 
 def test_sleep_and_new_weights(model: Any, folder: Path, greedy: Any) -> None:
@@ -285,3 +288,8 @@ def test_what_a_state_rules_out_is_refused_before_weights_are_read(
             optional_params=options_of(**options),
             **RecordingCallbacks().keywords(),
         )
+
+
+def test_servers_say_that_blocks_are_not_reused(folder: Path) -> None:
+    assert ModelCard.of_folder(folder, ("recurrent",)).keeps_state
+    assert not ModelCard.of_folder(Path("examples/tiny_llama"), ("llama",)).keeps_state

@@ -103,7 +103,7 @@ def round_to_groups(rows: Tensor) -> Groups:
 
 
 def run_in_team(body: Callable[[int], None], task: Any, work: int) -> None:
-    """Run a compiled body in torch's threads, on the caller's alone if `work` (elements) is small."""
+    """Run a compiled body in torch's threads; on the caller's alone for few elements (`work`)."""
     team = _team()
     size = team.max_size if work >= _ALONE else 1
     task.num_parts = _PARTS_PER_THREAD * size

@@ -49,8 +49,8 @@ class DeltaShape(NamedTuple):
 class DeltaTensors(NamedTuple):
     """The parameters of a layer apart from its projections.
 
-    `conv` `[width, channels]`; `decay` `[H]`: the logarithm of the decay's factor; `step` `[H]`: is
-    added to the decay's argument; `norm` `[V]`: of the output.
+    `conv` `[width, channels]`; `decay` `[H]`: the logarithm of the decay's factor; `step` `[H]`:
+    added to the decay's argument; `norm` `[V]`: the weight of the output's norm.
     """
 
     conv: Tensor

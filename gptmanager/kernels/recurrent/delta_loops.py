@@ -103,11 +103,11 @@ def activate_gates(address: int) -> None:
 
 
 @loop
-def _input(t: Any, first: int, offset: int, line: int, channel: int, count: int) -> Any:
-    """Load the inputs of channels at token `offset` of a row, which the state has if below 0."""
+def _input(t: Any, first: int, offset: int, slot: int, channel: int, count: int) -> Any:
+    """Load the inputs of channels of token `offset` of a row; the state has those below 0."""
     if offset >= 0:
         return load_as(t.dtype, t.projected, (first + offset) * t.stride + channel, count)
-    at = (line * (t.width - 1) + t.width - 1 + offset) * t.channels + channel
+    at = (slot * (t.width - 1) + t.width - 1 + offset) * t.channels + channel
     return load_as(t.dtype, t.inputs, at, count)
 
 
@@ -115,7 +115,7 @@ def _input(t: Any, first: int, offset: int, line: int, channel: int, count: int)
 def _convolve_head(t: Any, row: int, channel: int, size: int, scale: float) -> None:
     """Convolve `size` channels of a row; with a scale, normalize each token and multiply by it."""
     first, stop = get_int(t.row_starts, row), get_int(t.row_starts, row + 1)
-    line = get_int(t.slots, row)
+    slot = get_int(t.slots, row)
     before = t.width - 1
     for token in range(stop - first):
         to = (first + token) * t.channels + channel
@@ -126,7 +126,7 @@ def _convolve_head(t: Any, row: int, channel: int, size: int, scale: float) -> N
             for j in range(t.width):
                 weight = load_as(t.dtype, t.conv, j * t.channels + channel + i, count)
                 total = fma(
-                    weight, _input(t, first, token + j - before, line, channel + i, count), total
+                    weight, _input(t, first, token + j - before, slot, channel + i, count), total
                 )
             value = total * logistic(total)
             squares = fma(value, value, squares)
@@ -137,9 +137,9 @@ def _convolve_head(t: Any, row: int, channel: int, size: int, scale: float) -> N
                 own = load_part(t.mixed, to + i, size - i) * splat(by)
                 store_part(t.mixed, to + i, own, size - i)
     for j in range(before):
-        at = (line * before + j) * t.channels + channel
+        at = (slot * before + j) * t.channels + channel
         for i in range(0, size, LANES):
-            own = _input(t, first, stop - first + j - before, line, channel + i, size - i)
+            own = _input(t, first, stop - first + j - before, slot, channel + i, size - i)
             store_as(t.dtype, t.inputs, at + i, own, size - i)
 
 

@@ -15,9 +15,9 @@ from gptmanager.models.quantized.unpacking_loops import (
     ScaleTask,
     UnpackTask,
     scale_rows,
-    unpack_rows,
 )
 from gptmanager.models.quantized.unpacking_loops import unpack_columns as unpack_columns_body
+from gptmanager.models.quantized.unpacking_loops import unpack_rows
 
 # The sixteen values of float4 (E2M1), indexed by their bits.
 E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])

@@ -150,9 +150,7 @@ def _load_bytes(builder: Any, address: Any, count: Any, widen: Any) -> Any:
             return widen(builder.load(pointer, align=1))
         mask, align = lanes_from(builder, "<", count), ir.Constant(INT, 1)
         rest = ir.Constant(_BYTES, None)
-        return widen(
-            call(builder, "llvm.masked.load.v16i8.p0", _BYTES, pointer, align, mask, rest)
-        )
+        return widen(call(builder, "llvm.masked.load.v16i8.p0", _BYTES, pointer, align, mask, rest))
 
     return load_either(builder, count, load_lanes)
 

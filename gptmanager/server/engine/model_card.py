@@ -28,7 +28,7 @@ class ModelCard:
     `adapter_width` values for each unit of the adapter's rank. `sampling_defaults` are from
     generation_config.json. `special_tokens` maps names in tokenizer_config.json (`bos_token`,
     `eos_token`, ...) to texts. `tokenizer` is None if the folder has none. Prompts are then token
-    ids.
+    ids. `keeps_state`: the model keeps a state for each sequence, so its blocks are not reused.
     """
 
     names: tuple[str, ...]
@@ -39,6 +39,7 @@ class ModelCard:
     adapter_rows: int
     adapter_width: int
     max_beam_width: int = 1
+    keeps_state: bool = False
     tokenizer: Tokenizer | None = None
     token_defaults: TokenDefaults = TokenDefaults()
     sampling_defaults: Mapping[str, Any] = field(default_factory=dict)
@@ -73,6 +74,7 @@ class ModelCard:
             adapter_rows=spec.num_layers * len(modules),
             adapter_width=max(module.width for module in modules),
             max_beam_width=max_beam_width,
+            keeps_state=bool(spec.states),
             tokenizer=load_tokenizer(folder) if has_tokenizer(folder) else None,
             token_defaults=TokenDefaults.of_folder(folder),
             sampling_defaults={

@@ -260,7 +260,7 @@ class TritonService(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ign
     @_ends_with_status
     async def ModelConfig(self, request: Any, _: RequestRecord) -> Any:
         model = self._inference.find(request.name, request.version)
-        config = repository.model_config(model, self._inference.max_rows, self._settings)
+        config = repository.model_config(model, self._inference, self._settings)
         message = json_format.ParseDict(config, model_config_pb2.ModelConfig())
         return pb.ModelConfigResponse(config=message)
 

@@ -126,8 +126,8 @@ class HttpFront:
         return await self.ready(request)
 
     async def config(self, request: Request) -> Response:
-        model, most = self._model(request), self._inference.max_rows
-        return json_response(repository.model_config(model, most, self._settings))
+        model = self._model(request)
+        return json_response(repository.model_config(model, self._inference, self._settings))
 
     async def statistics(self, request: Request) -> Response:
         return json_response(repository.statistics(self._inference, **request.path_params))

@@ -37,13 +37,13 @@ def _metadata(spec: TensorSpec) -> dict[str, Any]:
     return {"name": spec.name, "datatype": spec.datatype, "shape": [-1, *spec.dims]}
 
 
-def model_config(model: Model, max_rows: int, settings: ServerSettings) -> dict[str, Any]:
+def model_config(model: Model, inference: Inference, settings: ServerSettings) -> dict[str, Any]:
     """Return the fields of Triton's ModelConfig that apply to this server."""
     return {
         "name": model.name,
         "platform": "",
         "backend": model.backend,
-        "max_batch_size": max_rows,
+        "max_batch_size": inference.max_rows,
         "input": [_input(spec) for spec in model.inputs.values()],
         "output": [
             {"name": spec.name, "data_type": _data_type(spec), "dims": list(spec.dims)}
@@ -51,7 +51,7 @@ def model_config(model: Model, max_rows: int, settings: ServerSettings) -> dict[
         ],
         "instance_group": [{"name": f"{model.name}_0", "kind": _kind(settings), "count": 1}],
         "parameters": {
-            key: {"string_value": value} for key, value in _parameters(settings).items()
+            key: {"string_value": value} for key, value in _parameters(inference, settings).items()
         },
         "model_transaction_policy": {"decoupled": True},
     }
@@ -79,16 +79,14 @@ def _kind(settings: ServerSettings) -> str:
     return "KIND_CPU" if settings.params.device == "cpu" else "KIND_GPU"
 
 
-def _parameters(settings: ServerSettings) -> Mapping[str, str]:
+def _parameters(inference: Inference, settings: ServerSettings) -> Mapping[str, str]:
     params = settings.params
     return {
         "gpt_model_type": settings.manager.model_type.name.lower(),
         "gpt_model_path": settings.name,
         "batch_scheduler_policy": settings.manager.scheduler.capacity_scheduler_policy.name.lower(),
         "max_beam_width": str(settings.max_beam_width),
-        "enable_kv_cache_reuse": str(
-            params.kv_cache_config.enable_block_reuse is not False
-        ).lower(),
+        "enable_kv_cache_reuse": str(inference.reuses_blocks).lower(),
         "enable_chunked_context": str(bool(params.enable_chunked_context)).lower(),
         "exclude_input_in_output": str(settings.manager.params.exclude_input_in_output).lower(),
     }

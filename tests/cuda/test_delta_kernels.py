@@ -110,7 +110,8 @@ def test_a_manager_answers_as_on_the_cpu(toolchain) -> None:
 
     def requests():
         return [
-            InferenceRequest.from_tokens(i, prompt(i, size), 10) for i, size in enumerate((21, 2, 9))
+            InferenceRequest.from_tokens(i, prompt(i, size), 10)
+            for i, size in enumerate((21, 2, 9))
         ]
 
     check_same(
