@@ -6,20 +6,31 @@ from itertools import accumulate
 
 import pytest
 import torch
-from devices import check_same, prompt
+from checkpoints import random_state
+from devices import prompt
 from family_configs import WIDE
 from kernel_values import DTYPES, randn
 
-from gptmanager import CapacitySchedulerPolicy, InferenceRequest, KvCacheConfig
+from gptmanager import (
+    CapacitySchedulerPolicy,
+    GptManager,
+    InferenceRequest,
+    KvCacheConfig,
+    ModelType,
+    OptionalParams,
+    SchedulerConfig,
+)
 from gptmanager.cuda.delta_rule import covers, gated_delta
 from gptmanager.kernels.attention.attention_arguments import RowSpans
 from gptmanager.kernels.recurrent.delta_formulas import DeltaShape, DeltaState, DeltaTensors
 from gptmanager.kernels.reference import Kernels
+from gptmanager.testing import RecordingCallbacks
 
 SHAPE = DeltaShape(2, 4, 12, 20, 4)
 SHAPES = [SHAPE, DeltaShape(1, 2, 33, 40, 3), DeltaShape(1, 1, 128, 128, 4)]
 LENGTHS, SLOTS, NUM_SLOTS = [11, 1, 0, 2], [2, 0, -1, 3], 4
 EPS = 1e-6
+SIZES = (21, 2, 9)  # of prompts
 
 
 class Layer:
@@ -107,21 +118,20 @@ def test_larger_sizes_are_not_covered() -> None:
 
 def test_a_manager_answers_as_on_the_cpu(toolchain) -> None:
     """Chunks, pauses, and generation steps that are captured."""
-
-    def requests():
-        return [
-            InferenceRequest.from_tokens(i, prompt(i, size), 10)
-            for i, size in enumerate((21, 2, 9))
-        ]
-
-    check_same(
-        "emulator",
-        requests,
-        config={**WIDE["qwen3_5_text wide"], "model_type": "qwen3_5_text"},
-        policy=CapacitySchedulerPolicy.MAX_UTILIZATION,
-        cache=KvCacheConfig(max_tokens=64, tokens_per_block=8),
-        enable_chunked_context=True,
-        max_num_tokens=16,
-        max_batch_size=3,
-        dtype="float32",
-    )
+    config = {**WIDE["qwen3_5_text wide"], "model_type": "qwen3_5_text"}
+    source, found = (config, random_state(config)), []
+    for device in ("cpu", "emulator"):
+        host = RecordingCallbacks(
+            InferenceRequest.from_tokens(i, prompt(i, size), 10) for i, size in enumerate(SIZES)
+        )
+        params = OptionalParams(
+            kv_cache_config=KvCacheConfig(max_tokens=48, tokens_per_block=8),
+            enable_chunked_context=True,
+            **{"max_num_tokens": 16, "max_batch_size": 3, "dtype": "float32", "device": device},
+        )
+        policy = SchedulerConfig(CapacitySchedulerPolicy.MAX_UTILIZATION)
+        given = source, ModelType.INFLIGHT_FUSED_BATCHING, 1, policy
+        with GptManager(*given, optional_params=params, **host.keywords()) as manager:
+            assert manager.wait_idle(120), manager.exception
+        found.append([host.output(i) for i in range(len(SIZES))])
+    assert found[0] == found[1]
