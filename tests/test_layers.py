@@ -100,8 +100,7 @@ kernels/                      all operations of a model in torch, and compiled o
     embedding_lookup          lookups of tokens in an embedding table
     gemm/                     matmuls with packed weights
         int4_groups           weights in 4 bits, in groups with a scale each
-        weight_quantization   quantizes weights: rows to int8, or groups to 4 bits
-        panel_writing         writes rows to the panels of quantized matrices
+        weight_quantization   quantizes weights, and writes them to panels
         packed_matrix         weights as floats or in int8, packed for matmuls
         small_matmul          small matmuls in register tiles
         matrix_tiles          register tiles of matmuls, by dtype

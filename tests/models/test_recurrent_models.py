@@ -134,7 +134,7 @@ def test_weights_in_8_and_4_bits(model: Any, folder: Path, kind: Any) -> None:
     for chunk in (PROMPTS[0][:16], PROMPTS[0][16:], [9], [8]):
         found, right = driver.forward([(0, chunk)]), others.forward([(0, chunk)])
         # tokens are quantized, too
-        assert (found - right).std() < 0.02 * right.std()
+        assert (found - right).std() < 0.05 * right.std()
     own = {"weights_dtype": kind, "deterministic": True}
     alone = [outputs(folder, [prompt], **own)[0] for prompt in PROMPTS]
     assert outputs(folder, PROMPTS, **own) == alone

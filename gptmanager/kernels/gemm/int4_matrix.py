@@ -12,8 +12,7 @@ from torch import Tensor
 
 from gptmanager.kernels.gemm.int4_groups import GROUP, MIDDLE, Groups
 from gptmanager.kernels.gemm.packed_matrix import PANEL_ROWS, PackedMatrix, Panels, copy_rows
-from gptmanager.kernels.gemm.panel_writing import write_int4
-from gptmanager.kernels.gemm.weight_quantization import round_to_groups
+from gptmanager.kernels.gemm.weight_quantization import round_to_groups, write_int4
 
 INT4 = torch.uint8  # dtype of `values`: a byte has two positions
 _ALL = slice(None)

@@ -12,8 +12,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from gptmanager.kernels.gemm.panel_writing import write_int8
-from gptmanager.kernels.gemm.weight_quantization import round_to_int8
+from gptmanager.kernels.gemm.weight_quantization import round_to_int8, write_int8
 
 PANEL_ROWS = 16  # the lanes of a SIMD register, see `lanes`
 UNIT_DEPTH = 32  # bfloat16 positions that the matrix unit reads at a time

@@ -1,6 +1,7 @@
 """Quantizes weights: rows to int8 with a scale each, or groups of a row to 4 bits.
 
-Groups are rounded by a compiled function in torch's threads.
+Compiled functions round groups, and write rows to panels, in torch's threads. `PackedMatrix` and
+`Int4Matrix` describe the layouts of panels.
 """
 
 # mypy: allow-untyped-calls
@@ -17,7 +18,7 @@ import torch
 from llvmlite import ir  # type: ignore[import-untyped]
 from torch import Tensor
 
-from gptmanager.kernels.gemm.int4_groups import GROUP, MIDDLE, MOST, Groups
+from gptmanager.kernels.gemm.int4_groups import GROUP, MIDDLE, MOST, Groups, whole_groups
 from gptmanager.kernels.per_token_kernels import ZERO, share_of
 from gptmanager.kernels.simd.dtypes import DTYPES, load_as
 from gptmanager.kernels.simd.lanes import (
@@ -30,6 +31,7 @@ from gptmanager.kernels.simd.lanes import (
     VECTOR,
     call,
     claim,
+    get_int,
     intrinsic,
     larger,
     long,
@@ -37,6 +39,7 @@ from gptmanager.kernels.simd.lanes import (
     max_lanes,
     nothing,
     put,
+    put_int,
     real,
     splat,
     sum_lanes,
@@ -54,7 +57,11 @@ _INFINITY = np.float32(np.inf)
 _NAN = np.float32(np.nan)
 _ALONE = 1 << 15  # elements that are rounded before a second thread would be awake
 _PARTS_PER_THREAD = 8
-_BYTES = ir.VectorType(ir.IntType(8), LANES)
+_TINY = np.finfo(np.float32).tiny
+_MOST_INT8 = np.float32(127.0)
+_STEPS_OF_HALF = 4  # steps of four positions in the lower halves of a group's bytes
+_PAIR_BYTES = 2 * LANES  # two int8 positions of a panel
+_BYTES, _PAIRS = ir.VectorType(ir.IntType(8), LANES), ir.VectorType(ir.IntType(16), LANES // 2)
 _MASK = ir.IntType(LANES)
 
 
@@ -66,7 +73,19 @@ class RoundingTask(ctypes.Structure):
     _fields_ = task_fields("x values scales num_tokens width x_dtype")
 
 
-ROUNDING_TASK = np.dtype(RoundingTask)
+class PanelTask(ctypes.Structure):
+    """Rows `x`, `stride` elements apart, and the panels `values` with the `scales` of their rows.
+
+    Rows have `width` elements; `num_columns` of them are written, from `first_column` on. They
+    become the matrix's rows from `first_row` on. `depth`: of a panel.
+    """
+
+    _fields_ = task_fields(
+        "x values scales num_tokens width stride first_column num_columns first_row depth x_dtype"
+    )
+
+
+ROUNDING_TASK, PANEL_TASK = np.dtype(RoundingTask), np.dtype(PanelTask)
 
 
 def round_to_int8(rows: Tensor) -> tuple[Tensor, Tensor]:
@@ -100,6 +119,45 @@ def round_to_groups(rows: Tensor) -> Groups:
     )
     run_in_team(round_groups, task, values.numel())
     return Groups(values[:, :columns], scales.to(torch.float16))
+
+
+def write_int8(rows: Tensor, columns: slice, values: Tensor, scales: Tensor, first: int) -> None:
+    """Round rows to int8 as `round_to_int8` does, and write `columns` of them to panels.
+
+    `first`: the matrix's row of the first one. A row with an element that is not finite has the
+    scale NaN.
+    """
+    (rows,) = alike(rows)
+    start, stop, _ = columns.indices(rows.shape[1])
+    task = PanelTask(
+        x=rows.data_ptr(),
+        values=values.data_ptr(),
+        scales=scales.data_ptr(),
+        num_tokens=len(rows),
+        width=rows.shape[1],
+        stride=rows.shape[1],
+        first_column=start,
+        num_columns=stop - start,
+        first_row=first,
+        depth=values.shape[1] * values.shape[3],
+        x_dtype=DTYPES[rows.dtype],
+    )
+    run_in_team(int8_rows, task, rows.numel())
+
+
+def write_int4(rows: Tensor, values: Tensor, first: int) -> None:
+    """Write numbers from 0 to 15, uint8 `[n, columns]`, as the matrix's rows from `first` on."""
+    if rows.shape[1] % GROUP or rows.stride(1) != 1 or rows.stride(0) % _STEPS_OF_HALF:
+        rows = whole_groups(rows).flatten(1).contiguous()
+    task = PanelTask(
+        x=rows.data_ptr(),
+        values=values.data_ptr(),
+        num_tokens=len(rows),
+        stride=rows.stride(0),
+        first_row=first,
+        depth=rows.shape[1],
+    )
+    run_in_team(int4_rows, task, rows.numel())
 
 
 def run_in_team(body: Callable[[int], None], task: Any, work: int) -> None:
@@ -240,4 +298,62 @@ def round_groups(address: int) -> None:
                 first = load_as(t.x_dtype, t.x, start, left)
                 second = load_as(t.x_dtype, t.x, start + LANES, left - LANES)
                 put(t.scales, place, _round_group(first, second, t.values + GROUP * place))
+        part = claim(address, NEXT_PART)
+
+
+@intrinsic(nothing, long, vector)
+def _store_pairs(builder: Any, address: Any, value: Any) -> None:
+    """Round sixteen positions of a row to int8, and store each two of them in their places."""
+    shifted = builder.fadd(value, _floats(ROUND))
+    pairs = builder.bitcast(builder.trunc(builder.bitcast(shifted, INDICES), _BYTES), _PAIRS)
+    for number in range(LANES // 2):
+        place = builder.add(address, ir.Constant(LONG, number * _PAIR_BYTES))
+        pair = builder.extract_element(pairs, ir.Constant(INT, number))
+        builder.store(pair, builder.inttoptr(place, ir.IntType(16).as_pointer()))
+
+
+@loop
+def _int8_scale(t: Any, start: int) -> Any:
+    largest, broken = splat(ZERO), splat(ZERO)
+    for i in range(0, t.width, LANES):
+        value = load_as(t.x_dtype, t.x, start + i, t.width - i)
+        largest = larger(largest, larger(value, splat(ZERO) - value))
+        broken = broken + (value - value)  # NaN unless all are finite
+    return max_lanes(largest) / _MOST_INT8 if sum_lanes(broken) == ZERO else _NAN
+
+
+def int8_rows(address: int) -> None:
+    """Round rows of `PanelTask` to int8 with a scale each, and write them."""
+    t = task_at(address, PANEL_TASK)
+    part = claim(address, NEXT_PART)
+    while part < t.num_parts:
+        for row in share_of(t, part):
+            start, own = row * t.stride, t.first_row + row
+            scale = _int8_scale(t, start)
+            put(t.scales, own, scale)
+            to = t.values + own // LANES * LANES * t.depth + own % LANES * 2
+            # NaN, which leaves zeros, stays NaN
+            step = splat(_TINY if scale < _TINY else scale)
+            start += t.first_column
+            for i in range(0, t.num_columns, LANES):
+                value = load_as(t.x_dtype, t.x, start + i, t.num_columns - i) / step
+                _store_pairs(to + i * LANES, value)
+        part = claim(address, NEXT_PART)
+
+
+def int4_rows(address: int) -> None:
+    """Write rows of `PanelTask` in 4 bits."""
+    t = task_at(address, PANEL_TASK)
+    groups = t.depth // GROUP
+    part = claim(address, NEXT_PART)
+    while part < t.num_parts:
+        for row in share_of(t, part):
+            own = t.first_row + row
+            panel, lane = own // LANES, own % LANES
+            for group in range(groups):
+                source = t.x + row * t.stride + group * GROUP
+                to = (panel * groups + group) * _STEPS_OF_HALF * LANES + lane
+                for step in range(_STEPS_OF_HALF):
+                    low, high = get_int(source, step), get_int(source, step + _STEPS_OF_HALF)
+                    put_int(t.values, to + step * LANES, low | high << 4)
         part = claim(address, NEXT_PART)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 
 import torch
@@ -79,9 +80,11 @@ class QuantizedSource:
         """Split rows into pieces that fit into the cache; yield the function that reads for them.
 
         Rows of a transposed tensor are in all of its pages, so more of them are read at once.
+        Without a limit (`sys.maxsize`), all rows are one piece.
         """
         columns = matrix.shape[1]
-        size = min(max_bytes, _PIECE_BYTES) // (columns * element_bytes)
+        size = max_bytes if max_bytes == sys.maxsize else min(max_bytes, _PIECE_BYTES)
+        size //= columns * element_bytes
         if not (isinstance(matrix, IntegerMatrix) and matrix.transposed):
             yield from ((own, self._read) for own in _split(rows, size))
             return
