@@ -93,10 +93,7 @@ def _assemble(
     wanted = params, scheduler_config, model.spec, model_type, max_beam_width
     sizes, adapters = _sizes(wanted, model, budget, ranks)
     blueprint = Blueprint(
-        params,
-        scheduler_config,
-        sizes,
-        model.spec.vocab_size,
+        *(params, scheduler_config, sizes, model.spec.vocab_size),
         model_type=model_type,
         max_beam_width=max_beam_width,
         hidden_size=getattr(model.spec, "hidden_size", 0),

@@ -19,7 +19,7 @@ from gptmanager.models.checkpoint_parts import is_quantized, read_config
 from gptmanager.models.families import FAMILIES
 from gptmanager.models.families.wrappers import text_config
 from gptmanager.models.hf.library import knows
-from gptmanager.models.hf.loading import load_with_transformers
+from gptmanager.models.hf.loading import Prepare, load_with_transformers
 from gptmanager.models.model import Dimensions, Model, WeightsDtype, load_model
 from gptmanager.models.other_folders import describe_other_type
 from gptmanager.models.spec import ModelSpec
@@ -53,18 +53,7 @@ def load(
 
     if _uses_transformers(source, params) and not isinstance(source, tuple):
         _refuse_for_transformers(params, collectives)
-        found = load_with_transformers(
-            Path(source),
-            kernels,
-            dtype=params.dtype,
-            weights_dtype=None if params.weights_dtype == "none" else params.weights_dtype,
-            head_dtype=params.head_dtype,
-            max_seq_len=params.max_seq_len,
-            on_progress=params.on_progress,
-            prepare=prepare,
-        )
-        _log(source, "through transformers", found.matrices, found.spec.dtype)
-        return found
+        return _through_transformers(Path(source), params, kernels, prepare)
     quantized = not isinstance(source, tuple) and is_quantized(source)
 
     def check_and_prepare(spec: ModelSpec, quantized: Collection[Quantized]) -> None:
@@ -90,6 +79,23 @@ def load(
     named = "the given tensors" if isinstance(source, tuple) else source
     _log(named, kind, loaded.weights.matrices, loaded.spec.dtype)
     return loaded
+
+
+def _through_transformers(
+    source: Path, params: OptionalParams, kernels: Kernels, prepare: Prepare
+) -> Model:
+    found = load_with_transformers(
+        source,
+        kernels,
+        dtype=params.dtype,
+        weights_dtype=None if params.weights_dtype == "none" else params.weights_dtype,
+        head_dtype=params.head_dtype,
+        max_seq_len=params.max_seq_len,
+        on_progress=params.on_progress,
+        prepare=prepare,
+    )
+    _log(source, "through transformers", found.matrices, found.spec.dtype)
+    return found
 
 
 def _own_model(source: Any, params: OptionalParams) -> Model:
