@@ -90,7 +90,7 @@ def misfits(policy, count, reuse):
 @pytest.mark.parametrize("count", [256, 2048])
 @pytest.mark.parametrize("state", STATES)
 @pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.every(2)
+@pytest.mark.every(4)
 def test_decision(benchmark, policy, state, count, reuse):
     context, generation, paused = benchmark(decision(policy, state, count, reuse))
     num_started = {"generating": count, "waiting": 0}.get(state, count // 2)

@@ -66,6 +66,7 @@ def rates(dtype: torch.dtype) -> tuple[Callable[[], Any], Callable[[], Any]]:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("rank", RANKS)
+@pytest.mark.every(3)
 def test_many_adapters(benchmark: Any, rank: int, dtype: torch.dtype) -> None:
     step = Step(dtype, rank, COPY_BYTES if benchmark.enabled else 0)
     benchmark.pedantic(step, rounds=50 if benchmark.enabled else 1)

@@ -83,6 +83,7 @@ def time_steps(benchmark, processor, num_rows):
 
 
 @pytest.mark.parametrize("num_rows", [1, 8, 64])
+@pytest.mark.every(3)
 def test_guided_rows(benchmark, num_rows):
     grammar = GuidedDecoding(large_tokenizer(), [VOCAB_SIZE - 1]).json_schema(SCHEMA)
     grammar.compiled.result()

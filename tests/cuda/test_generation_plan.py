@@ -169,6 +169,7 @@ def test_the_driver_finds_room_for_them(device_machine):
         *((80, 2, True), (128, 1, False), (128, 1, True), (128, 2, True), (256, 2, True)),
     ],
 )
+@pytest.mark.every(4)
 def test_what_is_compiled_leaves_room_for_them(head_dim, tiles, is_fp8):
     """A multiprocessor of compute capability 9.0 has 64 Ki registers, which a warp gets by 256, and
     228 KiB of shared memory, of which CUDA takes one for each block.

@@ -431,6 +431,7 @@ def searched_with_change(model, prompt, width, max_new_tokens):
 @pytest.mark.parametrize(
     "options", [{}, {"policy": CapacitySchedulerPolicy.MAX_UTILIZATION, "max_tokens": 256}], ids=str
 )
+@pytest.mark.every(2)
 def test_a_logits_post_processor_sees_each_beam_with_its_own_history(llama, batched, options):
     processor = PrefersWhatFollows()
     given = processor if batched else processor.__call__

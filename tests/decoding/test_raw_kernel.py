@@ -86,9 +86,9 @@ CASES = {
 }
 
 
-@pytest.mark.every(2)
 @pytest.mark.parametrize("vocab_size", [300, 1000])
 @pytest.mark.parametrize("case", CASES)
+@pytest.mark.every(2)
 def test_the_kernel_does_what_its_twin_does(case, vocab_size):
     make, bind = CASES[case]
     results = []
@@ -441,6 +441,7 @@ def test_a_temperature_schedule_is_the_temperature():
 
 
 @pytest.mark.parametrize("case", CASES)
+@pytest.mark.every(3)
 def test_the_ready_made_kernels_neither_race_nor_stray(case):
     """In the emulator's check mode, with every array between pages that cannot be read."""
     make, bind = CASES[case]

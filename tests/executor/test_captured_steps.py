@@ -62,6 +62,7 @@ def twins(name: str, **given: Any) -> tuple[PagedDriver, PagedDriver]:
 @needs_packing
 @pytest.mark.parametrize("weights", ["float32", "bfloat16", "int8", "int4"])
 @pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.every(3)
 def test_every_family_has_the_bits_of_steps_op_by_op(
     name: str, weights: str, no_op_runs: Callable[[], None]
 ) -> None:

@@ -178,7 +178,7 @@ def check_logits(host, requests, model, seen, size, sink):
 @pytest.mark.parametrize(
     ("size", "sink"), [(20, 0), (16, 4), (24, 8), (21, 13), (5, 0), (1, 0), (100, 3)]
 )
-@pytest.mark.every(2)
+@pytest.mark.every(3)
 def test_logits_are_those_of_a_dense_mask(models, seen_logits, family, size, sink):
     requests = mixed_requests((1, size, size + 1, 41, 200), 30)
     kv_cache = {"max_attention_window": size, "sink_token_length": sink}

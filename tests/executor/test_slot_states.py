@@ -83,6 +83,7 @@ def continued(prompt: Any, count: int) -> list[int]:
     [(200, {}), (200, {"enable_trt_overlap": True}), (20, {"device": "emulator"})],
     ids=["plain", "overlap", "device"],
 )
+@pytest.mark.every(2)
 def test_each_of_200_requests_is_as_alone(count: int, options: dict[str, Any]) -> None:
     model = Digesting()
     model.spec = replace(model.spec, num_layers=1)  # kernels of devices copy blocks of a layer

@@ -543,6 +543,7 @@ def check(ground, where):
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.timeout(60 * FUZZ)
 @pytest.mark.parametrize("mode", MODES, ids=str)
+@pytest.mark.every(2)
 def test_a_failure_at_any_call_costs_no_final_and_no_block(mode):
     """Every call of a short run in turn; in the small trial every so-manieth."""
     step = max(1, 60 // FUZZ)

@@ -307,8 +307,8 @@ def run(seed, told):
     return schedules, seen
 
 
-@pytest.mark.every(2)
 @pytest.mark.parametrize("part", range(6))
+@pytest.mark.every(3)
 def test_what_is_said_of_who_waits_is_what_is_decided(part):
     seen = Counter()
     for seed in range(part, NUM_TRACES, 6):

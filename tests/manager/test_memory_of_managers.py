@@ -72,6 +72,7 @@ def end(manager, **options):
     ],
     ids=str,
 )
+@pytest.mark.every(2)
 def test_what_a_manager_held_is_free_when_it_has_ended(without_collector, options, monkeypatch):
     order, others = [], set(threading.enumerate())  # a manager of another test may end just now
 

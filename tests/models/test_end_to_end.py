@@ -157,6 +157,7 @@ def alone(source):
     ],
     ids=str,
 )
+@pytest.mark.every(3)
 def test_no_schedule_shows_in_the_tokens_bit_by_bit(source, alone, options):
     host = serve(source, mixed_requests(), deterministic=True, **options)
     assert {i: host.output(i) for i in alone} == alone

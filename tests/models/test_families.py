@@ -61,6 +61,7 @@ def test_a_rope_scaling_replaces_all_that_a_family_has_by_default() -> None:
 
 
 @pytest.mark.parametrize("name", ALL)
+@pytest.mark.every(2)
 def test_float64_logits_are_those_of_transformers(name: str) -> None:
     for sequence, logits in all_logits(name, dtype="float64"):
         exact = expected(name, sequence)
@@ -69,7 +70,7 @@ def test_float64_logits_are_those_of_transformers(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ALL)
-@pytest.mark.every(2)
+@pytest.mark.every(3)
 def test_compiled_logits_are_those_of_transformers(name: str) -> None:
     for sequence, logits in all_logits(name, dtype="float32"):
         exact = expected(name, sequence)
@@ -77,7 +78,7 @@ def test_compiled_logits_are_those_of_transformers(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", FAMILY_CONFIGS)
-@pytest.mark.every(2)
+@pytest.mark.every(3)
 def test_greedy_tokens_are_those_of_transformers(name: str) -> None:
     prompts = [LONG, tokens(3, 5), tokens(11, 6)]
     requests = [InferenceRequest.from_tokens(i, own, 12) for i, own in enumerate(prompts)]
@@ -112,7 +113,7 @@ def test_200_requests_over_few_slots_have_the_tokens_of_transformers() -> None:
 
 
 @pytest.mark.parametrize("name", FAMILY_CONFIGS)
-@pytest.mark.every(8)
+@pytest.mark.every(16)
 def test_bfloat16_diverges_no_more_than_in_transformers(name: str) -> None:
     narrow = deepcopy(family_model(name)).to(torch.bfloat16)
     model = load_model(family_folder(name), dtype="bfloat16")

@@ -193,6 +193,7 @@ PAUSES = {"policy": CapacitySchedulerPolicy.MAX_UTILIZATION, "max_tokens": 112, 
 
 @pytest.mark.parametrize("options", [{}, CHUNKS], ids=str)
 @pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.every(2)
 def test_tokens_are_those_of_transformers(family: str, options: dict[str, Any]) -> None:
     model, asked = double(family), prompts()
     requests = [InferenceRequest.from_tokens(i, prompt, 10) for i, prompt in enumerate(asked)]
@@ -249,6 +250,7 @@ def alone() -> dict[int, Any]:
 
 
 @pytest.mark.parametrize("options", [{}, CHUNKS, PAUSES, {"run_ahead": 1}], ids=str)
+@pytest.mark.every(2)
 def test_no_schedule_shows(alone: dict[int, Any], options: dict[str, Any]) -> None:
     """Not in a bit of the logits as hosts get them."""
     together = finals(drawn_requests(), **options)

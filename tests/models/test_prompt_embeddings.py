@@ -94,6 +94,7 @@ def expected(model, request):
     ],
     ids=str,
 )
+@pytest.mark.every(2)
 def test_tokens_are_those_of_transformers(family, options):
     model = random_model(CONFIGS[family])
     host = serve(model, requests(), **options)

@@ -68,6 +68,7 @@ def assert_equal(given, tensor, pipeline, new_kernels=Kernels, tolerance=1e-5, *
 
 
 @pytest.mark.parametrize(("family", "tensor", "pipeline"), EVERY)
+@pytest.mark.every(2)
 def test_a_model_gives_the_logits_of_one_rank(family, tensor, pipeline):
     assert_equal(source(family), tensor, pipeline)
 

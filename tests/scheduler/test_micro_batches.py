@@ -207,6 +207,7 @@ def check(driver, planned, seen):
 
 
 @pytest.mark.parametrize("part", range(4))
+@pytest.mark.every(2)
 def test_each_generates_what_it_generates_alone(part):
     seen = Counter()
     for seed in range(part, 200, 4):

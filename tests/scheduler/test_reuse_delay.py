@@ -210,6 +210,7 @@ def test_a_victims_blocks_that_a_scheduled_context_shares_do_not_become_free() -
 
 @BOTH
 @pytest.mark.parametrize("seed", range(20))
+@pytest.mark.every(3)
 def test_what_is_scheduled_always_has_its_blocks(policy, seed) -> None:
     """`step` raises if it has not. Few different beginnings, a pool that is tight."""
     chance = random.Random(seed)

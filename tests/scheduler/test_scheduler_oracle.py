@@ -16,7 +16,7 @@ SEEDS = 60
 
 @pytest.mark.parametrize("reuse", [False, True])
 @pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.every(2)
+@pytest.mark.every(4)
 def test_every_decision_is_the_oracles(policy: str, reuse: bool) -> None:
     totals = total([run_trace(seed, policy, reuse) for seed in range(SEEDS)])
 

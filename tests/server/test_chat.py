@@ -256,6 +256,7 @@ def test_calls_of_llama_3(llama3):
 
 @pytest.mark.parametrize("form", ["qwen", "hermes", "llama3"])
 @pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.every(2)
 def test_a_required_call_is_right_whatever_the_model_says(request, form, stream):
     ask = request.getfixturevalue(form)
     named = {"type": "function", "function": {"name": "stop"}}

@@ -144,6 +144,7 @@ def test_what_scoring_generates_does_not_count(client):
     ],
     ids=str,
 )
+@pytest.mark.every(3)
 def test_generated_tokens_are_those_of_usage(server, client, more, stream):
     stream = stream and "use_beam_search" not in more  # which has no streams
     before = scrape(client)
