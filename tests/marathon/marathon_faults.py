@@ -46,7 +46,7 @@ from gptmanager.journal.segments import JournalFolder
 from gptmanager.lifecycle.state import ManagerState
 
 NUM_REQUESTS = 9
-_PATIENCE_S = 60.0
+_PATIENCE_S = 300.0
 
 
 class Traps:

@@ -195,7 +195,7 @@ def learn(found: list[Canary]) -> None:
     """What each answers alone, in a manager with room."""
     run = Run(max_tokens=4096, max_batch_size=8)
     for number, canary in enumerate(found):
-        canary.expected = run.submit(canary, number + 1).result(60).output_ids
+        canary.expected = run.submit(canary, number + 1).result(600).output_ids
     if run.counts["pauses"]:
         raise AssertionError("a lone request was paused")
     run.end()
