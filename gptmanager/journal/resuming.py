@@ -75,11 +75,13 @@ def _delivered(restore: Callable[[int], Any] | None, request_id: int) -> Deliver
         answer = restore(request_id)
     except Exception as error:
         raise CallbackError(f"restore_cb raised {response_text(error)}") from error
-    is_count = isinstance(answer, Delivered) and type(answer.num_tokens) is int
-    if answer is not None and not (is_count and answer.num_tokens >= 0):
+    is_valid = isinstance(answer, Delivered) and (
+        (type(answer.num_tokens), type(answer.final)) == (int, bool) and answer.num_tokens >= 0
+    )
+    if answer is not None and not is_valid:
         raise CallbackError(
             f"restore_cb returned {quoted(answer)}, expected None, or a Delivered with at least 0 "
-            "tokens"
+            "tokens and final True or False"
         )
     return answer  # type: ignore[no-any-return]
 

@@ -168,9 +168,15 @@ class ActiveRequest(LlmRequest):
 
         Beams start anew: their tokens are computed again, but tokens that were sent before are not
         sent again.
-        Raises CapacityError if the output is as long as it may be already.
+        Raises CapacityError if the output is as long as it may be already, or if the host has more
+        tokens than it may have.
         """
         tokens, times = progress.tokens, self.times
+        if progress.num_sent > self.max_new_tokens:
+            raise CapacityError(
+                f"restore_cb says that the host has {progress.num_sent} tokens of the request, "
+                f"which may have {self.max_new_tokens}"
+            )
         times.arrival -= progress.age_s
         if tokens:  # it has had its first computation, and the outputs of its prompt
             times.queue_deadline, times.first_scheduled, times.first_token = None, now, now

@@ -15,9 +15,10 @@ from shorthand import request
 
 from gptmanager import InferenceRequest
 from gptmanager.config import Delivered
-from gptmanager.errors import JournalError
+from gptmanager.errors import CallbackError, JournalError
 from gptmanager.journal.entries import Entries, Entry, Sent
 from gptmanager.journal.records import Kind
+from gptmanager.journal.segments import JournalFolder
 
 PROMPTS = [[1, 2, 3], [7], [4, 4, 9, 1, 2, 8, 3], [5, 6]]
 
@@ -290,3 +291,19 @@ def test_the_columns_of_sent_tokens_are_checked_when_they_are_read():
             Entries({number: Entry(b"") for number in entries}).apply(Kind.SENT, payload)
     with pytest.raises(JournalError, match="request 2 is not in the journal"):
         Entries({1: Entry(b"")}).apply(Kind.SENT, whole)
+
+
+def test_an_answer_of_restore_cb_that_makes_no_sense_is_refused(tmp_path):
+    folder = tmp_path / "journal"
+    first = JournaledRun(folder, [request(1, [1, 2], 6, is_streaming=True)], record={})
+    first.journaled.fetch(None, 0)
+    first.journal.close()
+    for answer in ("x", True, Delivered(-1), Delivered(1.0), Delivered(0, "no")):
+        copy = die_at(folder, first.size())
+        with pytest.raises(CallbackError, match="restore_cb returned .*, expected None, or a"):
+            JournaledRun(copy, [], record={1: answer})
+        assert JournalFolder(copy).read().entries[1].num_starts == 0
+    life = JournaledRun(folder, [], record={1: Delivered(7)})
+    life.run()
+    [(_, _, _, is_final, error)] = life.host.got
+    assert is_final and "the host has 7 tokens of the request, which may have 6" in error

@@ -116,7 +116,11 @@ class JournaledRun:
             restore_cb=restores,
             restore_processor_cb=restore_processor,
         )
-        self.resumption: Resumption = resume(self.journal, accepted, params)
+        try:
+            self.resumption: Resumption = resume(self.journal, accepted, params)
+        except Exception:
+            self.journal.close()
+            raise
         self.journal.commit(None, [(request_id, b"") for request_id in self.resumption.ended])
         first = self.resumption.requests[:max_batch_size]
         self.journal.note_resumed([request.request_id for request in first])
