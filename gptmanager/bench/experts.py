@@ -1,8 +1,8 @@
 """`gptmanager bench experts`: the experts of a layer on the CPU, next to a dense matmul.
 
 The layer is one of Qwen3-30B-A3B. The dense matmul has the same number of tokens, and reads as many
-bytes as the experts that these tokens choose. Both are timed in alternation, on weights that are
-not in the processor's cache.
+bytes as the experts that these tokens choose. Both are captured, as in generation steps, and timed
+in alternation, on weights that are not in the processor's cache.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -83,11 +84,12 @@ class _Layer:
         dense = self._dense(round(touched * 3 * WIDTH))
         dense_bytes = len(dense[0]) * row_bytes
         best = [math.inf, math.inf]
+        mix = self._captured(lambda own: self._kernels.experts(*own, None, _ROUTING, self._experts))
+        multiply = [self._captured(partial(self._linear, it)) for it in dense]
         for number in range(rounds * _NUM_SETS):
             one, other = number % _NUM_SETS, number % len(dense)
-            given = x[one], logits[one], None, _ROUTING, self._experts
-            best[0] = min(best[0], _seconds(self._kernels.experts, *given) / of_one[one])
-            best[1] = min(best[1], _seconds(self._kernels.linear, x[one], dense[other]))
+            best[0] = min(best[0], _seconds(mix, x[one], logits[one]) / of_one[one])
+            best[1] = min(best[1], _seconds(multiply[other], x[one]))
         rates = 1 / best[0], dense_bytes / best[1]
         return {
             "tokens": num_tokens,
@@ -96,6 +98,15 @@ class _Layer:
             "dense_per_second": rates[1],
             "ratio": rates[0] / rates[1],
         }
+
+    def _linear(self, matrix: Matrix, inputs: Sequence[Tensor]) -> Tensor:
+        return self._kernels.linear(*inputs, matrix)
+
+    def _captured(self, compute: Callable[[Sequence[Tensor]], Tensor]) -> Callable[..., Tensor]:
+        """Return a function of the inputs of `compute`, which replays it from its third call on."""
+        capture = self._kernels.new_step_capture()
+        assert capture is not None
+        return lambda *inputs: capture.run(inputs, None, compute)
 
     def _dense(self, num_rows: int) -> Sequence[Matrix]:
         """Return the up matrix in equal parts of about `num_rows` rows."""
