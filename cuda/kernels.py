@@ -315,7 +315,8 @@ class CudaKernels(Kernels):
         queries = qkv.new_empty(len(qkv), qkv.shape[1] // head_dim - 2 * num_kv_heads, head_dim)
         cache_write.rope_and_write(
             self._launcher,
-            *(queries, qkv, positions, rows.plan.cells, pages),
+            # a layer with gated outputs passes a part of each row
+            *(queries, qkv.contiguous(), positions, rows.plan.cells, pages),
             cos_sin=cos_sin,
             q_norm=q_norm,
             k_norm=k_norm,
