@@ -33,6 +33,7 @@ from gptmanager.server.arguments import add_command as add_serve
 from gptmanager.simulator.arguments import add_command as add_simulate
 from gptmanager.terminal.early_signals import leave_at_once, leaving_signals
 from gptmanager.terminal.parser import Parser
+from gptmanager.terminal.printable import printable
 from gptmanager.terminal.redrawn_lines import RedrawnLines
 from gptmanager.terminal.streams import flush_streams, open_closed_streams, print_message
 
@@ -99,6 +100,8 @@ def _call(arguments: Sequence[str] | None) -> int:
     try:
         with contextlib.ExitStack() as stack:
             stack.callback(options.region.clear)  # before anything is printed
+            if options.announces_model and options.region.can_draw:  # the import takes a second
+                options.region.draw(printable(f"loading {options.model.name}"))
             command = _imported(options.command, is_program=arguments is None)
             if options.threads is not None:  # the command has already imported torch
                 importlib.import_module("torch").set_num_threads(options.threads)
@@ -157,6 +160,7 @@ def command_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"gptmanager {__version__}")
     parser.set_defaults(command=None, parser=parser, json=False, threads=None, verbose=False)
+    parser.set_defaults(announces_model=False)
     commands = parser.add_subparsers(title="commands", metavar="COMMAND")
     running = add_chat, add_run, add_serve, add_models, add_convert
     reports = add_replay, add_simulate, add_picture, add_env, add_journal

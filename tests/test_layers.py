@@ -542,7 +542,6 @@ run/                          `gptmanager run`: a file of requests
         terminal_view         a chat on a terminal
         piped_view            a chat through pipes
         session               asks and answers until the end
-        main                  runs `gptmanager chat` (no torch)
         arguments             arguments of `gptmanager chat` (no torch)
     models_main               runs `gptmanager models` (no torch)
     models_arguments          arguments of `gptmanager models` (no torch)

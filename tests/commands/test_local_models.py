@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -55,13 +54,10 @@ def test_models_of_packages_are_found(tmp_path: Path, monkeypatch: pytest.Monkey
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: llm-x\nVersion: 1.2\n")
     (info / "RECORD").write_text("llm_x/My-Model.Q4_0.gguf,sha256=abc,7\nllm_x/__init__.py,,\n")
-    monkeypatch.setattr(
-        metadata,
-        "distributions",
-        lambda: metadata.MetadataPathFinder.find_distributions(
-            metadata.DistributionFinder.Context(path=[str(tmp_path)])
-        ),
-    )
+    other = tmp_path / "llm_y-1.0.dist-info"
+    other.mkdir()
+    (other / "RECORD").write_text("llm_y/__init__.py,,\n")  # and no METADATA: it is not read
+    monkeypatch.syspath_prepend(tmp_path)
     (model,) = (model for model in local_models() if model.name.startswith("My-"))
 
     assert model.origin == "package llm-x 1.2"

@@ -17,7 +17,10 @@ from gptmanager import cli
 from gptmanager.environment.lazy_names import lazy_names, named
 
 ROOT = Path(__file__).resolve().parents[2]
-PACKAGES = ["gptmanager", *(f"gptmanager.{it}" for it in "bench picture replay simulator".split())]
+PACKAGES = [
+    "gptmanager",
+    *(f"gptmanager.{it}" for it in "bench callbacks picture replay simulator".split()),
+]
 HEAVY = ("torch", "numba", "numpy", "tokenizers", "rich")
 
 

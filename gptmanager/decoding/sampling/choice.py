@@ -15,6 +15,7 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+from numba.extending import register_jitable
 
 from gptmanager.decoding.sampling.random_numbers import uniform
 from gptmanager.kernels.simd.lanes import (
@@ -47,7 +48,7 @@ LOG2_E = np.float32(1.4426950408889634)
 NEGLIGIBLE = np.float32(-87.0)  # e to that power is the smallest weight that is not 0
 
 
-@loop
+@register_jitable
 def padded(size: int) -> int:
     """Return `size` rounded up to whole blocks: the number of weights that are stored for a row."""
     return (size + BLOCK - 1) // BLOCK * BLOCK

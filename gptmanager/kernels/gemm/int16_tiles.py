@@ -8,6 +8,7 @@ exact. An element of the result does not depend on the number of rows.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -39,6 +40,7 @@ _TWO_SHORTS = ir.VectorType(ir.IntType(16), 2 * LANES)
 _TWO_BYTES = ir.VectorType(ir.IntType(8), 2 * LANES)
 
 
+@functools.cache  # LLVM takes 0.1 ms, and each plan of a matmul asks
 def has_int16_dots() -> bool:
     """Return whether the processor has 512-bit dot products of int16 pairs."""
     return bool(binding.get_host_cpu_features().get("avx512bw"))

@@ -9,6 +9,7 @@ result does not depend on the number of rows.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -42,11 +43,13 @@ _STEPS = GROUP // 8  # loads per group
 _SHIFTED = 0x43000000  # the float 128 + n has n in bits 16 to 19
 
 
+@functools.cache  # LLVM takes 0.1 ms, and each plan of a matmul asks
 def has_wide_dots() -> bool:
     """Return whether the processor has 512-bit dot products of four bytes (AVX-512 VNNI)."""
     return bool(binding.get_host_cpu_features().get("avx512vnni"))
 
 
+@functools.cache  # LLVM takes 0.1 ms, and each plan of a matmul asks
 def has_byte_dots() -> bool:
     """Return whether the processor has dot products of four bytes, with 512 or 256 bits (VNNI)."""
     return has_wide_dots() or bool(binding.get_host_cpu_features().get("avxvnni"))

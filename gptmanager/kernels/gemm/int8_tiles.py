@@ -42,6 +42,7 @@ FOUR = 4  # positions in a step
 _SHORTS = ir.VectorType(ir.IntType(16), 2 * LANES)
 
 
+@functools.cache  # LLVM takes 0.1 ms, and each plan of a matmul asks
 def has_int8_dots() -> bool:
     """Return whether the processor has 512-bit dot products of four int8 (VNNI)."""
     return bool(binding.get_host_cpu_features().get("avx512vnni"))

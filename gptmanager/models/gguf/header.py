@@ -8,6 +8,7 @@ string, and needs seconds instead of 0.1 s for a vocabulary of 49,152 tokens.
 from __future__ import annotations
 
 import functools
+import math
 import mmap
 import struct
 from collections.abc import Mapping
@@ -59,7 +60,7 @@ class StoredTensor(NamedTuple):
 
     @property
     def num_rows(self) -> int:
-        return int(np.prod(self.shape[:-1], dtype=object))
+        return math.prod(self.shape[:-1])
 
 
 class Header(NamedTuple):

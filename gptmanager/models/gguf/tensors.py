@@ -77,12 +77,13 @@ class GgufTensors:
             is_further = layer and num_layers is not None and int(layer[1]) >= num_layers
             if name not in _FROM_CONFIG and not is_further:
                 self._tensors.update(self._place(name, stored))
-
-    def describe(self) -> Mapping[str, TensorInfo]:
-        return {
+        self._found = {
             name: TensorInfo(named.shape, named.stored.type.dtype, named.in_groups)
             for name, named in self._tensors.items()
         }
+
+    def describe(self) -> Mapping[str, TensorInfo]:
+        return self._found
 
     def pieces(
         self, name: str, max_bytes: int, region: Sequence[range] | None = None

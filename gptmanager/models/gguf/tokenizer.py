@@ -6,6 +6,7 @@ It returns the same token ids as llama.cpp.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, pre_tokenizers
 from tokenizers.models import BPE
@@ -63,9 +64,7 @@ def _byte_level(metadata: Metadata, vocabulary: Vocabulary) -> tuple[Tokenizer, 
             f"supported: {', '.join(PRE_TOKENIZERS)}"
         )
     own = PRE_TOKENIZERS[name]
-    by_text = _by_text(vocabulary)
-    merges = _given_merges(metadata, by_text)
-    tokenizer = Tokenizer(BPE(by_text, merges, ignore_merges=own.ignore_merges))
+    tokenizer = Tokenizer(_merging(metadata, vocabulary, ignore_merges=own.ignore_merges))
     splits = [pre_tokenizers.Split(Regex(one), "isolated") for one in own.patterns]
     alphabet = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*splits, alphabet])
@@ -75,22 +74,21 @@ def _byte_level(metadata: Metadata, vocabulary: Vocabulary) -> tuple[Tokenizer, 
     return tokenizer, own.add_bos
 
 
-def _given_merges(metadata: Metadata, by_text: Mapping[str, int]) -> list[tuple[str, str]]:
-    merges = []
-    for merge in metadata.texts(f"{_GGML}merges"):
-        cut = merge.find(" ", 1)
-        left, right = merge[: max(cut, 0)], merge[cut + 1 :]
-        if left in by_text and right in by_text and left + right in by_text:
-            merges.append((left, right))
-    return merges
+def _merging(metadata: Metadata, vocabulary: Vocabulary, **options: Any) -> BPE:
+    """Return a BPE model with the merges of the file."""
+    by_text, merges = _by_text(vocabulary), metadata.texts(f"{_GGML}merges")
+    pairs = [(it[:cut], it[cut + 1 :]) for it in merges if (cut := it.find(" ", 1)) > 0]
+    try:
+        return BPE(by_text, pairs, **options)
+    except Exception:  # it takes merges of tokens only
+        known = by_text.keys()
+        return BPE(by_text, [pair for pair in pairs if {*pair, "".join(pair)} <= known], **options)
 
 
 def _gemma4(metadata: Metadata, vocabulary: Vocabulary) -> tuple[Tokenizer, bool]:
     """Return a BPE tokenizer over lines, with byte fallback. Its merges are in the file."""
-    by_text = _by_text(vocabulary)
-    merges = _given_merges(metadata, by_text)
     own = {"unk_token": vocabulary.text("unknown"), "fuse_unk": True, "byte_fallback": True}
-    tokenizer = Tokenizer(BPE(by_text, merges, **own))
+    tokenizer = Tokenizer(_merging(metadata, vocabulary, **own))
     tokenizer.normalizer = normalizers.Replace(" ", _SPACE)
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[^\n]+|[\n]+"), "isolated")
     tokenizer.decoder = decoders.Sequence(

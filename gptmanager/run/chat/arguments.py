@@ -37,7 +37,7 @@ def add_command(commands: Any) -> None:
     parser = add_parser(
         commands,
         "chat",
-        "gptmanager.run.chat.main:main",
+        "gptmanager.run.chat.session:converse",
         help="talk to a model",
         usage="gptmanager chat --model PATH [options]",
         description=_HELP,
@@ -60,4 +60,4 @@ def add_command(commands: Any) -> None:
     add("--min-p", type=number, metavar="X", help=text)
     add("--repetition-penalty", type=number, metavar="X", help="above 1: fewer repetitions")
     add_manager_options(parser)
-    parser.set_defaults(max_batch_size=_MOST_ANSWERS)
+    parser.set_defaults(max_batch_size=_MOST_ANSWERS, announces_model=True)
