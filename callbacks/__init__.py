@@ -69,10 +69,17 @@ __getattr__, __dir__ = lazy_names(
         "gptmanager.callbacks.processors.forced_prefix": ("ForcedPrefix",),
         "gptmanager.callbacks.processors.guided_decoding": ("load_guided_decoding",),
         "gptmanager.callbacks.processors.temperature_schedule": ("TemperatureSchedule",),
-        "gptmanager.callbacks.processors.token_rules": ("AllowedTokens", "BannedTokens", "TokenBias",),
+        "gptmanager.callbacks.processors.token_rules": (
+            "AllowedTokens",
+            "BannedTokens",
+            "TokenBias",
+        ),
         "gptmanager.callbacks.processors.watermark": ("Watermark",),
         "gptmanager.callbacks.queue.async_request_queue": ("AsyncRequestQueue",),
-        "gptmanager.callbacks.queue.generation": ("Generation", "GenerationPart",),
+        "gptmanager.callbacks.queue.generation": (
+            "Generation",
+            "GenerationPart",
+        ),
         "gptmanager.callbacks.queue.request_queue": ("RequestQueue",),
         "gptmanager.callbacks.queue.result": ("GenerationResult",),
         "gptmanager.callbacks.ranks.broadcast": ("broadcast",),
@@ -82,7 +89,10 @@ __getattr__, __dir__ = lazy_names(
         "gptmanager.callbacks.sinks.prometheus": ("PrometheusSink",),
         "gptmanager.callbacks.start": ("generate",),
         "gptmanager.callbacks.text.chat_template": ("ChatTemplate",),
-        "gptmanager.callbacks.text.checkpoint": ("TokenDefaults", "load_tokenizer",),
+        "gptmanager.callbacks.text.checkpoint": (
+            "TokenDefaults",
+            "load_tokenizer",
+        ),
         "gptmanager.callbacks.text.text_stream": ("TextStream",),
     },
 )

@@ -63,6 +63,14 @@ def test_a_body_is_kept_and_read_again(tmp_path, compilations, caplog):
     assert not caplog.records
 
 
+def test_a_body_that_is_read_declares_none_of_numbas_functions(monkeypatch, compilations):
+    assert answer() == 42
+    monkeypatch.delattr("numba.core.cpu.CPUContext.refresh", raising=False)
+    monkeypatch.delattr("numba.core.base.BaseContext.refresh")
+    assert answer() == 42
+    assert len(compilations) == 1
+
+
 def flipped(content: bytes) -> bytes:
     """One bit of the machine code is another: it would still be loaded."""
     place = len(content) // 2

@@ -117,7 +117,9 @@ class _CacheImpl(CompileResultCacheImpl):
     def rebuild(self, context: Any, kept: tuple[Any, str]) -> Any:
         code, name = kept
         library = context.codegen().unserialize_library(code)
-        return SimpleNamespace(library=library, fndesc=SimpleNamespace(llvm_cfunc_wrapper_name=name))
+        return SimpleNamespace(
+            library=library, fndesc=SimpleNamespace(llvm_cfunc_wrapper_name=name)
+        )
 
 
 class _SealedFile(IndexDataCacheFile):

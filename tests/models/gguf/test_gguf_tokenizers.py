@@ -44,6 +44,15 @@ def test_every_pre_tokenizer_cuts_any_text_without_a_loss(tmp_path: Path) -> Non
         ] == TEXTS
 
 
+def test_merges_of_other_texts_than_tokens_are_left_out(tmp_path: Path) -> None:
+    merges = metadata_of("llama-bpe")["tokenizer.ggml.merges"]
+    plain = load_tokenizer(saved(tmp_path))
+    changed = load_tokenizer(saved(tmp_path, merges=["no-token t", "nothing", *merges]))
+    assert [changed.encode(text).ids for text in TEXTS] == [
+        plain.encode(text).ids for text in TEXTS
+    ]
+
+
 def test_a_text_may_begin_and_end_with_special_tokens(tmp_path: Path) -> None:
     def ids(**changes: Any) -> list[int]:
         found: list[int] = load_tokenizer(saved(tmp_path, **changes)).encode("Hi").ids
