@@ -60,7 +60,7 @@ __device__ inline void normalize(float (&to)[KEY], const float* from, int size, 
 // read. Grid: (rows, heads); a warp has COLUMNS columns of the memory, in registers. KEY: the least
 // multiple of 32 that the dimension of a key does not exceed.
 template <class T, int KEY>
-__global__ void __launch_bounds__(32 * MAX_VALUES / COLUMNS) advance(
+__global__ void __launch_bounds__(32 * MAX_VALUES / COLUMNS, 1) advance(
     T* out,              // [tokens, heads, value_dim]
     float* memory,       // [slots, heads, key_dim, value_dim], changed
     const float* mixed,  // [tokens, channels]: queries, keys, values
@@ -105,19 +105,17 @@ __global__ void __launch_bounds__(32 * MAX_VALUES / COLUMNS) advance(
             decays[threadIdx.x] = expf(-expf(decay[head]) * softplus);
         }
         __syncthreads();
+#pragma unroll 1
         for (int i = 0; i < count; i++) {
-            float seen = 0, read = 0, key[ROWS];
+            float seen = 0, read = 0;
 #pragma unroll
-            for (int j = 0; j < ROWS; j++) {
-                key[j] = keys[i][j * LANES + part];
-                seen += key[j] * state[j];
-            }
+            for (int j = 0; j < ROWS; j++) seen += keys[i][j * LANES + part] * state[j];
             seen = warp_sum<LANES>(seen) * decays[i];
             size_t at = size_t(start + i) * channels + 2 * all_keys + head * value_dim + column;
             float change = column < value_dim ? (mixed[at] - seen) * rates[i] : 0.0f;
 #pragma unroll
             for (int j = 0; j < ROWS; j++) {
-                state[j] = state[j] * decays[i] + key[j] * change;
+                state[j] = state[j] * decays[i] + keys[i][j * LANES + part] * change;
                 read += queries[i][j * LANES + part] * state[j];
             }
             read = warp_sum<LANES>(read);
