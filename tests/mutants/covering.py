@@ -48,6 +48,7 @@ _LAUNCHES = {
     "context_attention.py": f"test_context_attention test_attention_borders {_CHOICES}",
     "dependent_launch.py": "test_launch test_dependent_kernels",
     "device.py": "test_device",
+    "device_matrices.py": "test_quantized_weights test_gemv",
     "downloads.py": "test_device_chooser test_device_executor",
     "float_attention.py": f"test_generation_attention test_context_attention {_CHOICES}",
     "generation_attention.py": f"test_generation_plan test_generation_attention {_CHOICES}",
