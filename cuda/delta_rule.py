@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gptmanager.cuda.device.launch import NAMES, Launcher, Program, check_tensors, ints
+from gptmanager.cuda.device.launch import NAMES, Argument, Launcher, Program, check_tensors, ints
 from gptmanager.kernels.attention.attention_arguments import RowSpans
 from gptmanager.kernels.recurrent.delta_formulas import DeltaShape, DeltaState, DeltaTensors
 
@@ -67,7 +67,7 @@ def gated_delta(
     name, spans = NAMES[dtype], (rows.row_starts, rows.slots)
     width = next(it for it in _WIDTHS if shape.width <= it)
     sizes = ints(shape.channels, shape.width, stride)
-    arguments = mixed, state.inputs, projected, tensors.conv, *spans, *sizes
+    arguments: tuple[Argument, ...] = mixed, state.inputs, projected, tensors.conv, *spans, *sizes
     grid = num_rows, -(-shape.channels // _THREADS)
     launcher.kernel(PROGRAM, f"convolve<{name}, {width}>")(grid, (_THREADS,), arguments)
     key = next(it for it in _KEYS if shape.key_dim <= it)

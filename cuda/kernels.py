@@ -210,8 +210,9 @@ class CudaKernels(Kernels):
         if not self._launcher.has_matmuls:
             return False
         if self.deterministic:
-            is_int4 = isinstance(matrix, Int4Matrix)
-            return gemv_int4.covers(x, matrix) if is_int4 else gemv.covers(x, matrix)
+            if isinstance(matrix, Int4Matrix):
+                return gemv_int4.covers(x, matrix)
+            return gemv.covers(x, matrix)
         covered = self._own_matmuls.covers(x, matrix, silu=silu)
         return covered and self._choice.is_ours(len(x), matrix)
 

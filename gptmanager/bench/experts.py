@@ -84,7 +84,7 @@ class _Layer:
         dense = self._dense(round(touched * 3 * WIDTH))
         dense_bytes = len(dense[0]) * row_bytes
         best = [math.inf, math.inf]
-        mix = self._captured(lambda own: self._kernels.experts(*own, None, _ROUTING, self._experts))
+        mix = self._captured(self._mix)
         multiply = [self._captured(partial(self._linear, it)) for it in dense]
         for number in range(rounds * _NUM_SETS):
             one, other = number % _NUM_SETS, number % len(dense)
@@ -99,8 +99,13 @@ class _Layer:
             "ratio": rates[0] / rates[1],
         }
 
+    def _mix(self, inputs: Sequence[Tensor]) -> Tensor:
+        x, logits = inputs
+        return self._kernels.experts(x, logits, None, _ROUTING, self._experts)
+
     def _linear(self, matrix: Matrix, inputs: Sequence[Tensor]) -> Tensor:
-        return self._kernels.linear(*inputs, matrix)
+        (x,) = inputs
+        return self._kernels.linear(x, matrix)
 
     def _captured(self, compute: Callable[[Sequence[Tensor]], Tensor]) -> Callable[..., Tensor]:
         """Return a function of the inputs of `compute`, which replays it from its third call on."""

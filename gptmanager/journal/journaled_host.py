@@ -192,7 +192,7 @@ class JournaledHost(HostTap):
         if not (tokens and request.output.config.log_probs):
             return tokens, []
         extras, length = self.table.extras[request.request_id], request.orig_prompt_len
-        found: list[float] = extras.log_probs(start - length, request.num_sent - length)[0, 0]
+        found = extras.log_probs(start - length, request.num_sent - length)[0, 0]
         return tokens, found.tolist()
 
     def note_ends(self, request_ids: Sequence[int], error: str) -> None:

@@ -77,7 +77,7 @@ class _Routed(NamedTuple):
     lists: int
     counters: int
     copies: int
-    count: int
+    count: int  # type: ignore[assignment]  # not the method of tuples
 
 
 class CpuExperts(CpuDelta):

@@ -335,7 +335,9 @@ def _check_experts(spec: ModelSpec, weights_dtype: str | None, kernels: Kernels)
 
 def _kinds(weights_dtype: str | None) -> set[str]:
     """Return the formats in which matrices may be stored."""
-    return {"int8", "int4"} if weights_dtype == "file" else {weights_dtype} - {None}
+    if weights_dtype is None:
+        return set()
+    return {"int8", "int4"} if weights_dtype == "file" else {weights_dtype}
 
 
 def _cpu_kernels(device: torch.device | str) -> Kernels:

@@ -111,6 +111,7 @@ def _prepare(
 
 
 def _rounded(weight: Tensor) -> Int8Rows:
-    found = Int8Rows(*weight.shape, weight.dtype, weight.device)
+    rows, columns = weight.shape
+    found = Int8Rows(rows, columns, weight.dtype, weight.device)
     found.copy_(weight)
     return found

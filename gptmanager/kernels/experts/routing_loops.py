@@ -198,7 +198,7 @@ def _choose(t: Any, token: int, scores: int) -> None:
 @loop
 def _own(t: Any, choice: int) -> int:
     """Return the number of a choice's expert on this rank, or `count` for one of another rank."""
-    number = get_long(t.choices, choice) - t.first
+    number: int = get_long(t.choices, choice) - t.first
     return number if 0 <= number < t.count else t.count
 
 

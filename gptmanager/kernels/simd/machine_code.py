@@ -32,7 +32,7 @@ from numba.core.caching import (
     UserWideCacheLocator,
 )
 from numba.core.ccallback import CFunc
-from numba.core.runtime import rtsys
+from numba.core.runtime.nrt import rtsys
 
 logger = logging.getLogger("gptmanager")
 

@@ -90,7 +90,8 @@ def scaled(
     """
     count, columns = codes.shape
     if isinstance(zeros, Tensor) and zeros.shape != scales.shape:
-        scales, zeros = torch.broadcast_tensors(scales, zeros)
+        given = scales, zeros
+        scales, zeros = torch.broadcast_tensors(*given)  # type: ignore[no-untyped-call]
     num_blocks = scales.shape[1]
     if num_blocks == 1:
         index, block = None, -(-columns // LANES) * LANES
