@@ -71,7 +71,7 @@ __global__ void __launch_bounds__(32 * MAX_VALUES / COLUMNS, 1) advance(
     const T* norm,       // [value_dim]
     const int* row_starts, const int* slots, int key_heads, int key_dim, int value_dim, int stride,
     float eps) {
-    constexpr int ROWS = KEY / LANES;
+    constexpr int ROWS = KEY / LANES, AT_ONCE = 8;  // rows that are loaded ahead, limited by registers
     __shared__ float queries[TOKENS][KEY], keys[TOKENS][KEY], found[TOKENS][MAX_VALUES];
     __shared__ float rates[TOKENS], decays[TOKENS];
     ptx::wait_for_previous();
@@ -82,11 +82,11 @@ __global__ void __launch_bounds__(32 * MAX_VALUES / COLUMNS, 1) advance(
     int warp = threadIdx.x / 32, lane = threadIdx.x % 32, warps = blockDim.x / 32;
     int column = warp * COLUMNS + lane / LANES, part = lane % LANES;
     float* own = memory + (size_t(slots[blockIdx.x]) * heads + head) * key_dim * value_dim + column;
-    float state[ROWS];
+    float state[ROWS / 4][4];
 #pragma unroll
     for (int i = 0; i < ROWS; i++) {
         int row = i * LANES + part;
-        state[i] = row < key_dim && column < value_dim ? own[row * value_dim] : 0.0f;
+        state[i / 4][i % 4] = row < key_dim && column < value_dim ? own[row * value_dim] : 0.0f;
     }
     for (int start = first; start < stop; start += TOKENS) {
         int count = min(TOKENS, stop - start);
@@ -109,14 +109,19 @@ __global__ void __launch_bounds__(32 * MAX_VALUES / COLUMNS, 1) advance(
         for (int i = 0; i < count; i++) {
             float seen = 0, read = 0;
 #pragma unroll
-            for (int j = 0; j < ROWS; j++) seen += keys[i][j * LANES + part] * state[j];
+            for (int j = 0; j < ROWS; j++) {
+                seen += keys[i][j * LANES + part] * state[j / 4][j % 4];
+                if (j % AT_ONCE == AT_ONCE - 1) ptx::settle(state);
+            }
             seen = warp_sum<LANES>(seen) * decays[i];
             size_t at = size_t(start + i) * channels + 2 * all_keys + head * value_dim + column;
             float change = column < value_dim ? (mixed[at] - seen) * rates[i] : 0.0f;
 #pragma unroll
             for (int j = 0; j < ROWS; j++) {
-                state[j] = state[j] * decays[i] + keys[i][j * LANES + part] * change;
-                read += queries[i][j * LANES + part] * state[j];
+                float& own = state[j / 4][j % 4];
+                own = own * decays[i] + keys[i][j * LANES + part] * change;
+                read += queries[i][j * LANES + part] * own;
+                if (j % AT_ONCE == AT_ONCE - 1) ptx::settle(state);
             }
             read = warp_sum<LANES>(read);
             if (part == 0 && column < value_dim) found[i][column] = read;
@@ -138,6 +143,6 @@ __global__ void __launch_bounds__(32 * MAX_VALUES / COLUMNS, 1) advance(
 #pragma unroll
     for (int i = 0; i < ROWS; i++) {
         int row = i * LANES + part;
-        if (row < key_dim && column < value_dim) own[row * value_dim] = state[i];
+        if (row < key_dim && column < value_dim) own[row * value_dim] = state[i / 4][i % 4];
     }
 }

@@ -71,7 +71,12 @@ _FLOAT_KINDS = (  # all stages fit in the shared memory of GPUs: 99, 163 or 227 
     _Kind(4, 8, 3, 1),
     _Kind(8, 4, 3, 1),
 )
-_KINDS = _FLOAT_KINDS + tuple(kind._replace(is_int8=True) for kind in _FLOAT_KINDS)
+# Of 8 bits, one block of the fourth kind needs more than half of the registers.
+_INT8_KINDS = tuple(
+    kind._replace(is_int8=True, resident=1 if kind.m == 4 else kind.resident)
+    for kind in _FLOAT_KINDS
+)
+_KINDS = _FLOAT_KINDS + _INT8_KINDS
 PROGRAM = Program(
     "gemm/gemm.cu",
     tuple(kind.name(dtype, silu) for dtype in _DTYPES for kind in _KINDS for silu in (False, True)),

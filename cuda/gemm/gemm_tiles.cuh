@@ -123,15 +123,13 @@ template <class K> struct TileSums {
         const T* rows = stage + (warp_row * 16 + g) * DEPTH;
         const uint4* weights = reinterpret_cast<const uint4*>(stage + K::ROWS * DEPTH) +
             (warp_column * 8 * K::N + g) * K::WEIGHT_VECTORS + t;
-        uint4 bytes[K::N];
-#pragma unroll
-        for (int n = 0; n < K::N; n++) bytes[n] = weights[n * 8 * K::WEIGHT_VECTORS];
 #pragma unroll 1  // to need fewer registers
         for (int part = 0; part < PARTS<T, typename K::W>; part++) {
             int own = swizzled(g, 2 * t + part);
             uint4 b[K::N];
 #pragma unroll
-            for (int n = 0; n < K::N; n++) b[n] = widened<T, typename K::W>(bytes[n], part);
+            for (int n = 0; n < K::N; n++)
+                b[n] = widened<T, typename K::W>(weights[n * 8 * K::WEIGHT_VECTORS], part);
 #pragma unroll
             for (int m = 0; m < K::M; m++) {
                 const T* from = rows + m * WARP_ROWS * 16 * DEPTH + own;

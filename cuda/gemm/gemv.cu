@@ -10,7 +10,8 @@
 constexpr int WARPS = 16;
 constexpr int STEP = WARPS * LANES;  // vectors from one chunk of a warp to its next
 // Chunks of each warp that are in flight, 4 or 6 KiB, limited by registers.
-template <int TILES, bool IS_INT8> constexpr int CHUNKS_AHEAD = TILES == 4 ? (IS_INT8 ? 2 : 3) : 4;
+template <int TILES, int PARTS>
+constexpr int CHUNKS_AHEAD = TILES < 4 ? 4 : PARTS == 1 ? 3 : PARTS == 2 ? 2 : 1;
 
 // Grid: any number of blocks, which take items round-robin. An item is 8 * TILES weight rows (with SILU,
 // half of them rows of the gate and half the same rows of up) and up to ROWS rows of x. Items with the same
@@ -25,7 +26,7 @@ __global__ void __launch_bounds__(WARPS * 32, 1) gemv(
     const T* bias,        // [width], with SILU [2 * width]; or null
     int num_rows, int width, int depth) {  // depth: a multiple of 16 bytes, also of the weight
     constexpr int COLUMNS = 8 * TILES / (SILU ? 2 : 1);  // columns of the result, of an item
-    constexpr int DEPTH = CHUNKS_AHEAD<TILES, sizeof(W) == 1>;
+    constexpr int DEPTH = CHUNKS_AHEAD<TILES, PARTS<T, W>>;
     __shared__ float sums[WARPS][ROWS<T>][8 * TILES + 8];  // padded against bank conflicts
     int warp = threadIdx.x / 32, g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
     int vectors = depth / WIDE<W>, first_vector = warp * LANES + t;  // 16-byte vectors of a weight row

@@ -17,7 +17,7 @@ template <class T> __device__ inline unsigned widened_pair(unsigned bytes, int h
 // A byte below the upper byte 0x64 is the float16 1024 + byte. With its highest bit inverted, the byte is
 // the integer plus 128.
 template <> __device__ inline unsigned widened_pair<__half>(unsigned bytes, int half) {
-    unsigned both = __byte_perm(bytes ^ 0x80808080u, 0x64, half ? 0x4342 : 0x4140);
+    unsigned both = __byte_perm(bytes, 0x64, half ? 0x4342 : 0x4140) ^ 0x00800080u;
     return ptx::add_pair(both, 0xE480E480u, __half());  // -1152
 }
 
