@@ -1,7 +1,7 @@
 """Reads checkpoints that `convert` has written, with matrices in 8 or 4 bits packed for matmuls.
 
 A matrix is stored as the `Panels` of a `PackedMatrix` or an `Int4Matrix`. Its values have its name:
-int8 `[panels, depth / 2, 16, 2]` or uint8 `[panels, groups, 4, 16, 4]`. Its scales are
+int8 `[panels, depth / 4, 16, 4]` or uint8 `[panels, groups, 4, 16, 4]`. Its scales are
 `<name>_scale`, its minima, if any, `<name>_minimum`, and its shape `<name>_shape`. Panels with
 another number of rows or another depth can be read, but not mapped.
 """
@@ -22,7 +22,7 @@ from gptmanager.memory.safetensors_reader import SafetensorsFolder
 from gptmanager.memory.tensor_sources import TensorInfo, tensor_name
 
 FIELD = "quantization_config"
-LAYOUT_VERSION = 3
+LAYOUT_VERSION = 4
 SCALE, MINIMUM, SHAPE = "_scale", "_minimum", "_shape"  # the last parts of names
 _KINDS: Mapping[str, Quantized] = {"int8": "int8", "uint8": "int4"}  # by the dtype of values
 _SCALES = {"int8": "float32", "int4": "float16"}
@@ -82,8 +82,8 @@ class ConvertedTensors:
         is_right = len(stored) == (5 if in_groups else 4) and 0 < rows and 0 < columns
         if is_right:
             panels, depth, lanes = stored[0], stored[1], stored[3 if in_groups else 2]
-            rest = (4, lanes, 4) if in_groups else (lanes, 2)
-            fits = depth == -(-columns // GROUP) if in_groups else 2 * depth >= columns
+            rest = (4, lanes, 4) if in_groups else (lanes, 4)
+            fits = depth == -(-columns // GROUP) if in_groups else 4 * depth >= columns
             is_right = stored[2:] == rest and fits and panels == -(-rows // max(1, lanes))
             own = (panels, depth, lanes) if in_groups else (panels * lanes,)
             is_right &= all(it is not None and it[:2] == (own, _SCALES[kind]) for it in scales)

@@ -17,8 +17,9 @@ from gptmanager.kernels.gemm import int4_matmul, int4_tiles, matmul_plan
 from gptmanager.kernels.gemm.int4_groups import GROUP, Groups
 from gptmanager.kernels.gemm.int4_matrix import Int4Matrix
 from gptmanager.kernels.gemm.matmul_task import MATMUL_TASK
-from gptmanager.kernels.gemm.matrix_tiles import has_matrix_unit
 from gptmanager.kernels.gemm.packed_matrix import PackedMatrix, Quantized
+from gptmanager.kernels.gemm.unit import unit_matmul
+from gptmanager.kernels.gemm.unit.int8_unit_tiles import has_int8_unit
 from gptmanager.kernels.simd.lanes import task_at
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
@@ -35,7 +36,9 @@ WIDE = pytest.param(
 )
 UNIT = pytest.param(
     "unit",
-    marks=pytest.mark.skipif(not has_matrix_unit(), reason="this processor has no matrix unit"),
+    marks=pytest.mark.skipif(
+        not has_int8_unit(), reason="this processor has no matrix unit for bytes"
+    ),
 )
 if int4_tiles.has_byte_dots():
     _narrow_few, _narrow_many = (int4_matmul._share_by_dots(n, False) for n in (2, 1))
@@ -52,29 +55,43 @@ def narrow_many(address: int) -> None:
 
 
 needs_both = pytest.mark.skipif(
-    not (int4_tiles.has_byte_dots() and has_matrix_unit()),
-    reason="this processor has no matrix unit or dots",
+    not (int4_tiles.has_byte_dots() and has_int8_unit()),
+    reason="this processor has no matrix unit for bytes, or no dots",
 )
 
 
 @needs_both
-@pytest.mark.parametrize("kind", ["int8", "int4"])
-def test_a_processor_with_both_takes_dots_for_fewer_rows_than_its_unit(kind: Quantized) -> None:
+@pytest.mark.parametrize(("kind", "bodies"), [("int8", 2), ("int4", 3)])
+def test_a_processor_with_both_takes_dots_for_fewer_rows_than_its_unit(
+    kind: Quantized, bodies: int
+) -> None:
     products = CpuKernels()
     matrix = products.new_matrix(64, 64, torch.float32, kind)
     assert isinstance(matrix, PackedMatrix)
     plan, _ = products._plan(matrix)
-    few, several, many = plan.instructions
-    assert few.most_rows < several.most_rows < many.most_rows
-    assert several.quantize is not None and many.quantize is None
-    for rows in (1, few.most_rows, several.most_rows, several.most_rows + 1, 200):
+    assert len({it.body for it in plan.instructions}) == bodies
+    few, unit = plan.instructions[:2]
+    assert few.most_rows < unit.most_rows and few.quantize is None and unit.quantize is not None
+    for rows in (1, few.most_rows, few.most_rows + 1, unit_matmul.SEVERAL_ROWS + 1, 200):
         assert plan.for_rows(rows).most_rows >= rows
+
+
+@needs_both
+@pytest.mark.parametrize("minima", [False, True], ids=["symmetric", "minima"])
+def test_the_unit_has_the_bits_of_the_dots(monkeypatch: pytest.MonkeyPatch, minima: bool) -> None:
+    for (outs, depth), num_rows in itertools.product(SHAPES, (9, 11, 15, 16)):
+        matrix, x = packed(any_groups(outs, depth, minima)), randn(num_rows, depth, seed=2)
+        by_unit = CpuKernels().linear(x, matrix)
+        with monkeypatch.context() as patched:
+            patched.setattr(matmul_plan, "has_int8_unit", lambda: False)
+            matrix.plans.clear()
+            assert torch.equal(CpuKernels().linear(x, matrix), by_unit), (outs, depth, num_rows)
 
 
 @pytest.fixture(params=["lanes", UNIT, WIDE, pytest.param("narrow", marks=needs_dots)])
 def kind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     kind: str = request.param
-    monkeypatch.setattr(matmul_plan, "has_matrix_unit", lambda: kind == "unit")
+    monkeypatch.setattr(matmul_plan, "has_int8_unit", lambda: kind == "unit")
     monkeypatch.setattr(matmul_plan, "has_byte_dots", lambda: kind in ("wide", "narrow"))
     if kind == "narrow":
         monkeypatch.setattr(int4_matmul, "multiply_int4_by_int16", narrow_few)
@@ -105,7 +122,7 @@ def tolerance(kind: str, num_rows: int) -> float:
     if kind == "lanes":
         return 2e-6
     if kind == "unit":
-        return 6e-3
+        return 1e-2 if num_rows <= unit_matmul.SEVERAL_ROWS else 6e-3
     return 1e-4 if num_rows <= int4_matmul.FEW_ROWS else 1e-2
 
 
@@ -157,18 +174,16 @@ def test_few_rows_lose_nothing_next_to_an_outlier(dtype: torch.dtype, minima: bo
 def test_a_row_is_the_same_bits_in_any_company(
     kind: str, dtype: torch.dtype, deterministic: bool
 ) -> None:
-    """Only few rows are other bits than many, if not deterministic."""
+    """Only other instructions have other bits, and deterministic ones are the same for all rows."""
     ops, matrix = CpuKernels(deterministic), packed(any_groups(100, 330, True), dtype)
-    x = randn(200, 330, seed=1).to(dtype)
-    together = ops.linear(x, matrix)
-    few = ops.linear(x[:2], matrix)
-    for count, start in itertools.product((1, 3, 4, 5, 6, 16, 33, 193), (0, 1, 7)):
+    x, (plan, _) = randn(200, 330, seed=1).to(dtype), ops._plan(matrix)
+    assert len(plan.instructions) == 1 or not deterministic
+    known = [ops.linear(x[: it.most_rows], matrix) for it in plan.instructions]
+    for count, start in itertools.product((1, 3, 4, 5, 6, 16, 33, 65, 193), (0, 1, 7)):
         alone = ops.linear(x[start : start + count], matrix)
-        if deterministic or count > int4_matmul.FEW_ROWS:
-            assert torch.equal(alone, together[start : start + count])
-        elif start == 0:
-            shared = min(2, count)
-            assert torch.equal(alone[:shared], few[:shared])
+        together = known[plan.instructions.index(plan.for_rows(count))]
+        shared = min(start + count, len(together)) - start
+        assert torch.equal(alone[:shared], together[start : start + shared])
 
 
 @pytest.mark.parametrize("number", [torch.nan, torch.inf, -torch.inf])

@@ -23,6 +23,7 @@ from gptmanager.kernels.gemm import (
     quantized_activations,
 )
 from gptmanager.kernels.gemm.matrix_tiles import has_matrix_unit
+from gptmanager.kernels.gemm.unit.int8_unit_tiles import has_int8_unit
 from gptmanager.kernels.simd import pairs
 from gptmanager.kernels.simd.lanes import loop_named
 from gptmanager.kernels.simd.pairs import has_fast_pairs
@@ -61,7 +62,9 @@ def packed(values: Tensor, quantized: bool = False) -> PackedMatrix:
 @pytest.fixture(params=["lanes", PAIRS, UNIT, BYTES])
 def products(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> CpuKernels:
     """Of what is not quantized, bytes are as lanes; of what is, pairs are as lanes."""
-    monkeypatch.setattr(matmul_plan, "has_matrix_unit", lambda: request.param == "unit")
+    in_unit = request.param == "unit"
+    monkeypatch.setattr(matmul_plan, "has_matrix_unit", lambda: in_unit)
+    monkeypatch.setattr(matmul_plan, "has_int8_unit", lambda: in_unit and has_int8_unit())
     monkeypatch.setattr(matmul_plan, "has_fast_pairs", lambda: request.param == "pairs")
     monkeypatch.setattr(matmul_plan, "has_int8_dots", lambda: request.param == "bytes")
     return CpuKernels()
@@ -112,8 +115,8 @@ def test_a_quantized_matrix_multiplies_as_what_it_holds(
         weight, x = randn(outs, depth).to(dtype), randn(num_rows, depth, seed=2).to(dtype)
         matrix = packed(weight, quantized=True)
         held = held_by(matrix)
-        exact = x.bfloat16() if matmul_plan.has_matrix_unit() else x
-        if num_rows <= int16_tiles.FEW_ROWS:
+        exact = x
+        if num_rows <= int16_tiles.FEW_ROWS or matmul_plan.has_int8_unit():
             exact = as_int16(x) if int16_tiles.has_int16_dots() else x
         elif matmul_plan.has_int8_dots():
             exact = as_int8(x)
@@ -135,8 +138,10 @@ def rounded(x: Tensor, positions: int, most: int, outlier: float = torch.inf) ->
 
 
 def as_int16(x: Tensor) -> Tensor:
-    """What few rows are as whole numbers of 16 bits, each stretch times its own factor."""
-    return rounded(x, quantized_activations.MAX_POSITIONS, 32767)
+    """What few rows are as whole numbers of 16 bits, each stretch times its own factor; and what
+    all rows are for a matrix unit.
+    """
+    return rounded(x, quantized_activations.MAX_POSITIONS, 127 * 256)
 
 
 def as_int8(x: Tensor) -> Tensor:
@@ -155,14 +160,14 @@ def held_by(matrix: PackedMatrix) -> Tensor:
     not int16_tiles.has_int16_dots(), reason="this processor has no int16 dot products (AVX-512)"
 )
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
-@pytest.mark.parametrize("depth", [32, 256, 257, 544, 1500])
+@pytest.mark.parametrize("depth", [32, 512, 513, 800, 1500])
 def test_few_rows_with_a_quantized_matrix_are_rounded_to_16_bits(
     dtype: torch.dtype, depth: int
 ) -> None:
     """Each stretch by its own largest number: a small one is not lost beside a large one."""
     matrix = packed(randn(70, depth).to(dtype), quantized=True)
-    sizes = torch.logspace(-3, 3, -(-depth // 256)).repeat_interleave(256)[:depth]
-    for num_rows in (1, 2, 3, 4):
+    sizes = torch.logspace(-3, 2, -(-depth // 512)).repeat_interleave(512)[:depth]
+    for num_rows in (1, 2, 3, 4, *((5, 33) if has_int8_unit() else ())):
         x = (randn(num_rows, depth, seed=2) * sizes).to(dtype)
         wanted = as_int16(x) @ held_by(matrix).T
         # of what lies between two numbers one or two go the other way
@@ -197,7 +202,7 @@ def test_many_rows_with_a_quantized_matrix_are_rounded_to_8_bits(
     monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, depth: int
 ) -> None:
     """Each stretch by its own largest number: a small one is not lost beside a large one."""
-    monkeypatch.setattr(matmul_plan, "has_matrix_unit", lambda: False)
+    monkeypatch.setattr(matmul_plan, "has_int8_unit", lambda: False)
     matrix = packed(randn(70, depth).to(dtype), quantized=True)
     sizes = torch.logspace(-3, 3, -(-depth // 64)).repeat_interleave(64)[:depth]
     for num_rows in (5, 6, 7, 12):
@@ -219,7 +224,7 @@ def test_nothing_is_lost_beside_an_outlier(
     monkeypatch: pytest.MonkeyPatch, num_rows: int, factor: float
 ) -> None:
     """Three channels are so many times as large in all tokens but one, and have no weight."""
-    monkeypatch.setattr(matmul_plan, "has_matrix_unit", lambda: False)
+    monkeypatch.setattr(matmul_plan, "has_int8_unit", lambda: False)
     channels = [3, 70, 299]
     weight, x = randn(70, 300), randn(num_rows, 300, seed=2)
     weight[:, channels] = 0
@@ -247,14 +252,14 @@ def test_a_matrix_without_rows_has_an_empty_product(products: CpuKernels) -> Non
 @pytest.mark.parametrize("kind", ["floats", "int8", "deterministic int8"])
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 def test_a_row_is_the_same_bits_in_any_company(dtype: torch.dtype, kind: str) -> None:
-    """Only with int8, unless deterministic, do a few rows take other instructions than many."""
+    """With int8, unless deterministic, only a matrix unit has for many rows the bits of few."""
     products = CpuKernels(deterministic=kind.startswith("deterministic"))
     matrix = packed(randn(100, 330).to(dtype), kind.endswith("int8"))
     x = randn(230, 330, seed=1).to(dtype)
     together, (plan, _) = products.linear(x, matrix, None), products._plan(matrix)
     for count, start in itertools.product((1, 2, 4, 5, 6, 7, 16, 17, 33, 192, 193), (0, 3, 33)):
-        if plan.for_rows(count) != plan.for_rows(len(x)):
-            assert kind == "int8" and count <= matmul_plan.SEVERAL_ROWS
+        if plan.for_rows(count) != plan.for_rows(len(x)) and not has_int8_unit():
+            assert kind == "int8" and count <= int16_tiles.FEW_ROWS
             continue
         alone = products.linear(x[start : start + count], matrix, None)
         assert torch.equal(alone, together[start : start + count]), (count, start)
@@ -330,7 +335,7 @@ def test_what_is_written_is_read_back(
 
 
 def test_rows_of_a_quantized_matrix_are_within_half_a_step() -> None:
-    values = randn(50, 30) * torch.logspace(-20, 10, 50).unsqueeze(1)
+    values = randn(50, 60) * torch.logspace(-20, 10, 50).unsqueeze(1)
     values[7] = 0
     matrix = packed(values, quantized=True)
     step = values.abs().amax(dim=1, keepdim=True) / 127

@@ -322,7 +322,7 @@ def test_another_version_is_refused(folder: Path, tmp_path: Path) -> None:
     target = convert_checkpoint(folder, tmp_path / "copy", weights_dtype="int8")
     config = json.loads((target / "config.json").read_text())
 
-    config[FIELD]["gptmanager_layout"] = 2
+    config[FIELD]["gptmanager_layout"] = 3
     (target / "config.json").write_text(json.dumps(config))
     with pytest.raises(ConfigError, match="not a layout of this version"):
         load_model(target)

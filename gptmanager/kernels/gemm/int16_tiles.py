@@ -37,7 +37,6 @@ from gptmanager.kernels.simd.lanes import (
 FEW_ROWS = 4  # up to here an int8 matmul is limited by memory bandwidth
 INT16_DEPTH = 4  # positions in a step
 _TWO_SHORTS = ir.VectorType(ir.IntType(16), 2 * LANES)
-_TWO_BYTES = ir.VectorType(ir.IntType(8), 2 * LANES)
 
 
 @functools.cache  # LLVM takes 0.1 ms, and each plan of a matmul asks
@@ -61,7 +60,8 @@ def int16_tile(rows: int) -> Any:
 
     Its arguments: `(c, a, a_stride, factors, factors_stride, b0, b1, b2, b3, steps, add)`. `c` is
     float32 with stride 64; `a` is int16, with strides in bytes; `b0` to `b3` are the addresses of
-    four int8 panels. Sums are int32, exact for up to `MAX_POSITIONS`, times the row's factor.
+    four int8 panels. Sums are int32, exact for up to `MAX_POSITIONS`, times the row's factor. Of
+    each four positions, the even ones are multiplied as a pair, then the odd ones.
     """
 
     @intrinsic(nothing, *[long] * 10, types.boolean)
@@ -74,17 +74,15 @@ def int16_tile(rows: int) -> Any:
             starts = [builder.add(panel, offset) for panel in (b0, b1, b2, b3)]
             for start in starts:
                 fetch_line(builder, builder.add(start, ir.Constant(LONG, AHEAD)))
+            pointers = [builder.inttoptr(start, _TWO_SHORTS.as_pointer()) for start in starts]
+            values = [builder.load(it, align=1) for it in pointers]
             for pair in range(INT16_DEPTH // 2):
                 place = builder.add(
                     builder.mul(index, ir.Constant(LONG, INT16_DEPTH // 2)),
                     ir.Constant(LONG, pair),
                 )
-                behind = ir.Constant(LONG, 2 * LANES * pair)
-                pointers = [
-                    builder.inttoptr(builder.add(start, behind), _TWO_BYTES.as_pointer())
-                    for start in starts
-                ]
-                read = [builder.sext(builder.load(it, align=1), _TWO_SHORTS) for it in pointers]
+                upper = values if pair else [builder.shl(it, eight) for it in values]
+                read = [builder.ashr(it, eight) for it in upper]
                 both = [spread(builder, builder.load(at(builder, it, place, INT))) for it in lefts]
                 sums = [
                     _add_dots(builder, both[n // PANELS], read[n % PANELS], total)
@@ -93,6 +91,7 @@ def int16_tile(rows: int) -> Any:
             return sums
 
         lefts = _rows(builder, a, a_stride, rows)
+        eight = ir.Constant(_TWO_SHORTS, [8] * 2 * LANES)
         zero, none = ir.Constant(INDICES, None), ir.Constant(VECTOR, None)
         places = _rows(builder, factors, factors_stride, rows)
         sums = repeat(builder, steps, [zero] * (rows * PANELS), step)

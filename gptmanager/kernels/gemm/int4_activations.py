@@ -15,14 +15,21 @@ import numpy as np
 from llvmlite import ir  # type: ignore[import-untyped]
 
 from gptmanager.kernels.gemm.int4_groups import GROUP, MIDDLE
-from gptmanager.kernels.gemm.quantized_activations import inverse, measured, sum_ints
+from gptmanager.kernels.gemm.quantized_activations import (
+    MAX_INT8,
+    MAX_INT16,
+    inverse,
+    measured,
+    rounded,
+    sum_ints,
+    upper_and_lower,
+)
 from gptmanager.kernels.per_token_kernels import CONVERSION_TASK, ZERO, share_of
 from gptmanager.kernels.simd.dtypes import load_as
 from gptmanager.kernels.simd.lanes import (
     INDICES,
     LANES,
     LONG,
-    ROUND,
     VECTOR,
     claim,
     intrinsic,
@@ -37,8 +44,6 @@ from gptmanager.kernels.simd.lanes import (
 from gptmanager.kernels.simd.threads import NEXT_PART
 
 FACTOR, BEGIN, SUM, BLOCK_HEAD = 0, 4, 8, 16  # offsets in a block, in bytes; elements follow
-# The largest element with one byte and with two. The upper byte, which is rounded, is at most 127.
-_MOST = (np.float32(127.0), np.float32(127.0 * 256.0))
 _BYTES = ir.VectorType(ir.IntType(8), LANES)
 
 
@@ -47,25 +52,15 @@ def block_bytes(levels: int) -> int:
     return BLOCK_HEAD + GROUP * levels
 
 
-def _all(value: int) -> Any:
-    return ir.Constant(INDICES, [value] * LANES)
-
-
 def _store(builder: Any, address: Any, value: Any) -> None:
     pointer = builder.inttoptr(address, _BYTES.as_pointer())
     builder.store(builder.trunc(value, _BYTES), pointer, align=1)
 
 
-def _rounded(builder: Any, value: Any) -> Any:
-    """Round to the nearest integer, ties to even, as int32; magnitudes are below 2^22."""
-    bits = builder.bitcast(builder.fadd(value, ir.Constant(VECTOR, [ROUND] * LANES)), INDICES)
-    return builder.sub(bits, _all(0x4B400000))
-
-
 @intrinsic(vector, long, vector, vector)
 def _store_one_level(builder: Any, address: Any, value: Any, total: Any) -> Any:
     """Store sixteen numbers as int8; return their sum with the int32 in `total`."""
-    whole = _rounded(builder, value)
+    whole = rounded(builder, value)
     _store(builder, address, whole)
     return builder.bitcast(builder.add(builder.bitcast(total, INDICES), whole), VECTOR)
 
@@ -73,10 +68,9 @@ def _store_one_level(builder: Any, address: Any, value: Any, total: Any) -> Any:
 @intrinsic(vector, long, vector, vector)
 def _store_two_levels(builder: Any, address: Any, value: Any, total: Any) -> Any:
     """Store sixteen numbers as upper bytes, with the rests 32 bytes after them; return the sum."""
-    whole = _rounded(builder, value)
-    upper = builder.ashr(builder.add(whole, _all(128)), _all(8))
+    whole = rounded(builder, value)
+    upper, rest = upper_and_lower(builder, whole)
     _store(builder, address, upper)
-    rest = builder.sub(whole, builder.shl(upper, _all(8)))
     _store(builder, builder.add(address, ir.Constant(LONG, GROUP)), rest)
     return builder.bitcast(builder.add(builder.bitcast(total, INDICES), whole), VECTOR)
 
@@ -90,7 +84,7 @@ def quantize_groups(
     A block with a NaN has the factor NaN.
     """
     size = BLOCK_HEAD + GROUP * levels
-    most = _MOST[1] if levels == 2 else _MOST[0]
+    most = MAX_INT16 if levels == 2 else MAX_INT8
     for number in range(depth // GROUP):
         first, block = GROUP * number, to + size * number
         start, count = row * given + first, given - first
@@ -108,12 +102,53 @@ def quantize_groups(
         put(block + SUM, 0, factor * np.float32(whole))
 
 
-def quantize_rows_in_groups(address: int) -> None:
-    """Quantize tokens to blocks with one byte per element. The task's `dtype` is ignored."""
-    t = task_at(address, CONVERSION_TASK)
-    size = t.width // GROUP * (BLOCK_HEAD + GROUP)
+def planes_bytes(depth: int) -> int:
+    """Return the bytes of a row for a matrix unit, whole cache lines.
+
+    They are its elements of one byte, the factors of its groups, and their factors times sums.
+    """
+    return (depth + 8 * (depth // GROUP) + 63) // 64 * 64
+
+
+planes_size = loop(planes_bytes)  # for compiled callers
+
+
+@loop
+def _quantize_in_planes(dtype: int, x: int, row: int, given: int, depth: int, to: int) -> None:
+    """Quantize a row as `quantize_groups` does with one level, but to `planes_bytes`."""
+    count = depth // GROUP
+    for number in range(count):
+        first = GROUP * number
+        start, behind = row * given + first, given - first
+        largest, _, nan = measured(dtype, x, start, GROUP, behind)
+        by, total = splat(inverse(MAX_INT8, largest)), splat(ZERO)
+        for k in range(0, GROUP, LANES):
+            value = load_as(dtype, x, start + k, behind - k) * by
+            total = _store_one_level(to + first + k, value, total)
+        factor = largest / MAX_INT8 + nan
+        put(to + depth, number, factor)
+        put(to + depth, count + number, factor * np.float32(sum_ints(total)))
+
+
+@loop
+def _quantize(t: Any, address: int, in_planes: bool) -> None:
+    size = planes_size(t.width) if in_planes else t.width // GROUP * (BLOCK_HEAD + GROUP)
     part = claim(address, NEXT_PART)
     while part < t.num_parts:
         for token in share_of(t, part):
-            quantize_groups(t.x_dtype, t.x, token, t.given, t.width, t.result + token * size, 1)
+            to = t.result + token * size
+            if in_planes:
+                _quantize_in_planes(t.x_dtype, t.x, token, t.given, t.width, to)
+            else:
+                quantize_groups(t.x_dtype, t.x, token, t.given, t.width, to, 1)
         part = claim(address, NEXT_PART)
+
+
+def quantize_rows_in_groups(address: int) -> None:
+    """Quantize tokens to blocks with one byte per element. The task's `dtype` is ignored."""
+    _quantize(task_at(address, CONVERSION_TASK), address, False)
+
+
+def quantize_rows_in_planes(address: int) -> None:
+    """Quantize tokens in groups for a matrix unit. The task's `dtype` is ignored."""
+    _quantize(task_at(address, CONVERSION_TASK), address, True)

@@ -39,7 +39,7 @@ def few_scratch_bytes(depth: int) -> int:
 
 
 @loop
-def _scales(t: Any, panel: int) -> int:
+def scales_of(t: Any, panel: int) -> int:
     """Return the address of a panel's scales; `panel` is the address of its values."""
     return int(t.groups + (panel - t.matrix) // GROUP_BYTES * SCALE_BYTES)
 
@@ -47,7 +47,7 @@ def _scales(t: Any, panel: int) -> int:
 @loop
 def _widen(t: Any, target: int, panel: int, first: int, count: int) -> None:
     """Widen `count` positions of a panel to float32 at `target`."""
-    values, scales = panel + first // GROUP * GROUP_BYTES, _scales(t, panel)
+    values, scales = panel + first // GROUP * GROUP_BYTES, scales_of(t, panel)
     scales += first // GROUP * SCALE_BYTES
     for n in range(count // GROUP):
         at, own = target + 4 * GROUP * LANES * n, scales + SCALE_BYTES * n
@@ -57,7 +57,7 @@ def _widen(t: Any, target: int, panel: int, first: int, count: int) -> None:
 @loop
 def _widen_to_pairs(t: Any, target: int, panel: int) -> None:
     """Widen a panel to bfloat16 at `target`."""
-    scales, minima = _scales(t, panel), t.minima
+    scales, minima = scales_of(t, panel), t.minima
     for n in range(t.depth // GROUP):
         at, own = target + 2 * GROUP * LANES * n, scales + SCALE_BYTES * n
         widen_group_to_pairs(at, panel + GROUP_BYTES * n, own, minima)
@@ -115,7 +115,12 @@ def _share_by_dots(levels: int, is_wide: bool) -> Any:
             groups, first, rows = part_of(t, part)
             for group in groups:
                 b0, b1, b2, b3 = panels(t, group)
-                s0, s1, s2, s3 = _scales(t, b0), _scales(t, b1), _scales(t, b2), _scales(t, b3)
+                s0, s1, s2, s3 = (
+                    scales_of(t, b0),
+                    scales_of(t, b1),
+                    scales_of(t, b2),
+                    scales_of(t, b3),
+                )
                 row = 0
                 while row < rows:
                     c, a, rest = scratch + 256 * row, x + (first + row) * stride, rows - row

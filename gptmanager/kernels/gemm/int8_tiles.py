@@ -39,7 +39,6 @@ from gptmanager.kernels.simd.lanes import (
 SPAN = 256  # positions of four panels that stay in the L1 cache for all rows
 SPAN_BYTES = PANELS * LANES * SPAN
 FOUR = 4  # positions in a step
-_SHORTS = ir.VectorType(ir.IntType(16), 2 * LANES)
 
 
 @functools.cache  # LLVM takes 0.1 ms, and each plan of a matmul asks
@@ -144,21 +143,16 @@ def int8_tile(rows: int) -> Any:
 
 @intrinsic(nothing, long, long, long)
 def lay_out(builder: Any, target: Any, source: Any, fours: Any) -> None:
-    """Write a panel's elements plus 128 as uint8 `[fours, 16, 4]`, and prefetch the next ones."""
-    kind = ir.VectorType(ir.IntType(8), 4 * LANES)
-    order = [n // 2 + n % 2 * LANES for n in range(2 * LANES)]
-    mask = ir.Constant(ir.VectorType(INT, 2 * LANES), order)
-    signs = ir.Constant(_SHORTS, [0x8080] * (2 * LANES))
+    """Write a panel's elements plus 128 as uint8, and prefetch the next ones."""
+    signs = ir.Constant(INDICES, [-0x7F7F7F80] * LANES)  # 0x80808080, as a signed number
 
     def step(index: Any, _: Sequence[Any]) -> Sequence[Any]:
         offset = builder.mul(index, ir.Constant(LONG, FOUR * LANES))
         start = builder.add(source, offset)
         fetch_line(builder, builder.add(start, ir.Constant(LONG, LANES * SPAN)))
-        read = builder.load(builder.inttoptr(start, _SHORTS.as_pointer()), align=1)
-        value = builder.shuffle_vector(read, ir.Constant(_SHORTS, ir.Undefined), mask)
-        value = builder.bitcast(builder.xor(value, signs), kind)
-        to = builder.inttoptr(builder.add(target, offset), kind.as_pointer())
-        builder.store(value, to, align=1)
+        read = builder.load(builder.inttoptr(start, INDICES.as_pointer()), align=1)
+        to = builder.inttoptr(builder.add(target, offset), INDICES.as_pointer())
+        builder.store(builder.xor(read, signs), to, align=1)
         return []
 
     repeat(builder, fours, [], step)

@@ -24,7 +24,6 @@ from gptmanager.kernels.gemm.matrix_tiles import (
     over_rows,
     release,
     unit_tile,
-    widen_bytes,
     widen_panel,
 )
 from gptmanager.kernels.gemm.quantized_activations import (
@@ -43,24 +42,6 @@ STREAMED_ROWS = 6  # up to this number of rows the matrix is read once, in long 
 WIDEN_FROM = 32  # rows: with fewer, widening costs more time than it saves
 
 _thirty_two, _sixteen = unit_tile(2), unit_tile(1)
-
-
-@loop
-def _widen(t: Any, target: int, source: int) -> None:
-    """Widen an int8 panel to bfloat16 at `target`."""
-    for k in range(0, t.depth, 2):
-        widen_bytes(target + 2 * LANES * k, source + LANES * k)
-
-
-@loop
-def _widened(t: Any, scratch: int, group: int, held: int) -> Any:
-    """Return a group's int8 panels as bfloat16. Scratch already has them if `held` is the group."""
-    first, size = scratch + SCRATCH_BYTES, 2 * LANES * t.depth
-    wide = first, first + size, first + 2 * size, first + 3 * size
-    if held != group:
-        for target, source in zip(wide, panels(t, group)):  # noqa: B905 - Numba has no strict
-            _widen(t, target, source)
-    return wide
 
 
 def _share_by_lanes(dtype: str) -> Any:
@@ -154,7 +135,7 @@ def _share_by_int16() -> Any:
         factors = x + FEW_ROWS * stride
         for row in range(t.rows):  # in every thread, which is faster than waiting for one thread
             to = factors + row * factors_stride
-            quantize_to_int16(t.dtype, t.x, row, depth, x + row * stride, to)
+            quantize_to_int16(t.dtype, t.x, row, depth, depth, x + row * stride, to, False)
         part = claim(counter, NEXT_PART)
         while part < t.num_parts:
             groups, _, rows = part_of(t, part)
@@ -238,19 +219,14 @@ def multiply_by_tiles(
 
 
 @loop
-def _share_by_unit(t: Any, address: int, is_quantized: bool) -> None:
-    """Compute a thread's share with the matrix unit. Quantized panels are first widened."""
+def _share_by_unit(t: Any, address: int) -> None:
+    """Compute a thread's share with the matrix unit."""
     scratch, counter = begin(t, address)
-    held = -1  # the group of the widened panels
     part = claim(counter, NEXT_PART)
     while part < t.num_parts:
         groups, first, rows = part_of(t, part)
         for group in groups:
-            if is_quantized:
-                b0, b1, b2, b3 = _widened(t, scratch, group, held)
-                held = group
-            else:
-                b0, b1, b2, b3 = panels(t, group)
+            b0, b1, b2, b3 = panels(t, group)
             multiply_by_tiles(t, scratch, b0, b1, b2, b3, first, rows)
             finish(t, scratch, group, first, rows)
         part = claim(counter, NEXT_PART)
@@ -259,9 +235,4 @@ def _share_by_unit(t: Any, address: int, is_quantized: bool) -> None:
 
 def multiply_by_unit(address: int) -> None:
     """Multiply with a bfloat16 matrix, with the matrix unit."""
-    _share_by_unit(task_at(address, MATMUL_TASK), address, False)
-
-
-def multiply_int8_by_unit(address: int) -> None:
-    """Multiply with an int8 matrix, with the matrix unit."""
-    _share_by_unit(task_at(address, MATMUL_TASK), address, True)
+    _share_by_unit(task_at(address, MATMUL_TASK), address)

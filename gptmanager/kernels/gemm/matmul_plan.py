@@ -15,7 +15,12 @@ from llvmlite import binding  # type: ignore[import-untyped]
 
 from gptmanager.kernels.gemm import int4_matmul
 from gptmanager.kernels.gemm import matmul as bodies
-from gptmanager.kernels.gemm.int4_activations import block_bytes, quantize_rows_in_groups
+from gptmanager.kernels.gemm.int4_activations import (
+    block_bytes,
+    planes_bytes,
+    quantize_rows_in_groups,
+    quantize_rows_in_planes,
+)
 from gptmanager.kernels.gemm.int4_groups import GROUP
 from gptmanager.kernels.gemm.int4_matrix import INT4, Int4Matrix
 from gptmanager.kernels.gemm.int4_tiles import has_byte_dots
@@ -24,7 +29,15 @@ from gptmanager.kernels.gemm.int16_tiles import FEW_ROWS, has_int16_dots, int16_
 from gptmanager.kernels.gemm.matmul_task import SCRATCH_BYTES, MatmulTask
 from gptmanager.kernels.gemm.matrix_tiles import PANELS, has_matrix_unit
 from gptmanager.kernels.gemm.packed_matrix import PANEL_ROWS, PackedMatrix, Quantized
-from gptmanager.kernels.gemm.quantized_activations import quantize_rows, row_bytes
+from gptmanager.kernels.gemm.quantized_activations import (
+    quantize_rows,
+    quantize_rows_to_bytes,
+    row_bytes,
+    split_row_bytes,
+)
+from gptmanager.kernels.gemm.unit import unit_matmul
+from gptmanager.kernels.gemm.unit.int8_unit_tiles import SPAN_BYTES as UNPACKED_SPAN_BYTES
+from gptmanager.kernels.gemm.unit.int8_unit_tiles import STRETCH_BYTES, has_int8_unit
 from gptmanager.kernels.simd.dtypes import DTYPES, HAS_FLOAT16
 from gptmanager.kernels.simd.machine_code import compiled
 from gptmanager.kernels.simd.pairs import has_fast_pairs
@@ -38,9 +51,6 @@ _BY_LANES: dict[torch.dtype, Callable[[int], None]] = {
     INT4: int4_matmul.multiply_int4,
 }
 ANY_ROWS = 1 << 62
-# With a matrix unit, int8 dot products are faster up to this number of rows: for the unit, the
-# matrix is widened to bfloat16 first.
-SEVERAL_ROWS = 8
 _kept: list[Any] = []  # keeps memory alive to which addresses refer
 
 
@@ -131,8 +141,8 @@ def _variants(stored: torch.dtype, deterministic: bool) -> list[_Variant]:
         body = bodies.multiply_by_unit if has_matrix_unit() else bodies.multiply_pairs
         return [_Variant(ANY_ROWS, body, _read_pairs)]
     found = []
-    if stored is torch.int8 and not deterministic:
-        found = _for_int8()
+    if stored is torch.int8 and (has_int8_unit() or not deterministic):
+        found = _for_int8()  # with this unit, any number of rows has the same bits
     if stored is INT4 and not deterministic:
         found = _for_int4()
     if not found or found[-1].most_rows < ANY_ROWS:
@@ -144,22 +154,26 @@ def _for_int8() -> list[_Variant]:
     found = []
     if has_int16_dots():
         found.append(_Variant(FEW_ROWS, bodies.multiply_int8_by_int16, _read_few))
-    if has_int8_dots():
-        most, body = SEVERAL_ROWS if has_matrix_unit() else ANY_ROWS, bodies.multiply_int8_by_int8
-        found.append(_Variant(most, body, _read_bytes, quantize_rows))
-    if has_matrix_unit():
-        found.append(_Variant(ANY_ROWS, bodies.multiply_int8_by_unit, _read_for_unit))
+    if has_int8_unit():
+        body = unit_matmul.multiply_int8_in_unit
+        found.append(_Variant(ANY_ROWS, body, _read_split, quantize_rows_to_bytes))
+    elif has_int8_dots():
+        body = bodies.multiply_int8_by_int8
+        found.append(_Variant(ANY_ROWS, body, _read_bytes, quantize_rows))
     return found
 
 
 def _for_int4() -> list[_Variant]:
     found = []
     if has_byte_dots():
-        few, several = int4_matmul.FEW_ROWS, int4_matmul.SEVERAL_ROWS
-        found.append(_Variant(few, int4_matmul.multiply_int4_by_int16, _read_few_in_groups))
-        most, body = several if has_matrix_unit() else ANY_ROWS, int4_matmul.multiply_int4_by_int8
-        found.append(_Variant(most, body, _read_bytes_in_groups, quantize_rows_in_groups))
-    if has_matrix_unit():
+        few, body = int4_matmul.FEW_ROWS, int4_matmul.multiply_int4_by_int16
+        found.append(_Variant(few, body, _read_few_in_groups))
+        if not has_int8_unit():
+            body = int4_matmul.multiply_int4_by_int8
+            found.append(_Variant(ANY_ROWS, body, _read_bytes_in_groups, quantize_rows_in_groups))
+    if has_int8_unit():
+        several, body = unit_matmul.SEVERAL_ROWS, unit_matmul.multiply_int4_in_unit
+        found.append(_Variant(several, body, _read_planes, quantize_rows_in_planes))
         found.append(_Variant(ANY_ROWS, int4_matmul.multiply_int4_by_unit, _read_for_unit))
     return found
 
@@ -189,6 +203,14 @@ def _read_bytes(matrix: PackedMatrix) -> _Rows:
     return _Rows(torch.int8, SCRATCH_BYTES + SPAN_BYTES, row_bytes(matrix.depth))
 
 
+def _read_split(matrix: PackedMatrix) -> _Rows:
+    return _Rows(torch.int8, SCRATCH_BYTES + STRETCH_BYTES, split_row_bytes(matrix.depth))
+
+
+def _read_planes(matrix: PackedMatrix) -> _Rows:
+    return _Rows(torch.int8, SCRATCH_BYTES + UNPACKED_SPAN_BYTES, planes_bytes(matrix.depth))
+
+
 def _read_bytes_in_groups(matrix: PackedMatrix) -> _Rows:
     return _Rows(torch.int8, SCRATCH_BYTES, matrix.depth // GROUP * block_bytes(1))
 
@@ -211,10 +233,18 @@ def can_be_packed(dtype: torch.dtype, quantized: Quantized | None = None) -> boo
 
 @functools.cache
 def registers(rows: int) -> int:
-    """Return the address of the matrix unit's configuration for `rows` rows of x."""
-    palette, line, lines = b"\1", (64).to_bytes(2, "little"), bytes([rows] * 5 + [16] * 3)
-    table = palette.ljust(16, b"\0") + (8 * line).ljust(32, b"\0") + lines.ljust(16, b"\0")
-    _kept.append(ctypes.create_string_buffer(table, 64))
+    """Return the address of the matrix unit's configurations for `rows` rows of x.
+
+    The first one is that of `unit_tile`, the second that of `stretch_tile`, and the third that of
+    `groups_tile`.
+    """
+    tables = b""
+    for num_rows, x_bytes, matrix_rows in ((5, 64, 16), (6, 64, 16), (5, 32, 8)):
+        sizes = [64] * 4 + [x_bytes] * (num_rows - 4) + [64] * (8 - num_rows)
+        lines = bytes([rows] * num_rows + [matrix_rows] * (8 - num_rows))
+        widths = b"".join(size.to_bytes(2, "little") for size in sizes)
+        tables += b"\1".ljust(16, b"\0") + widths.ljust(32, b"\0") + lines.ljust(16, b"\0")
+    _kept.append(ctypes.create_string_buffer(tables, len(tables)))
     return ctypes.addressof(_kept[-1])
 
 

@@ -43,26 +43,26 @@ AHEAD, _NEAR = (1024, 2) if is_amd() else (2048, 3)
 # By the rows of a tile, the number of panels with sums that fit into registers: 32 of 512 bits, or
 # 16 of 256, of which a vector takes two.
 _ACROSS = dict.fromkeys((1, 2, 4, 6), PANELS) if WIDE > 1 else {1: 4, 2: 2, 4: 1, 6: 1}
-_BYTE, _SHORT = ir.IntType(8), ir.IntType(16)
-_HALVES, _SHORTS = ir.VectorType(ir.HalfType(), LANES), ir.VectorType(_SHORT, LANES)
+_HALVES = ir.VectorType(ir.HalfType(), LANES)
 
 
 class Format(NamedTuple):
     """The instructions that read and multiply a stored dtype.
 
-    `kind`: the type of one load from a panel. `widen` converts it to factors, one for each position
-    of the depth or for each pair. `left`: the type of one load from a row. `add`: `(left, right,
-    total)` -> total, each a vector.
+    `kind`: the type of one load from a panel, with `count` positions of the depth or pairs of them.
+    `widen` converts one of these to factors. `left`: the type of one load from a row. `add`:
+    `(left, right, total)` -> total, each a vector.
     """
 
     kind: Any
-    widen: Callable[[Any, Any], tuple[Any, ...]]
+    count: int
+    widen: Callable[[Any, Any, int], Any]
     left: Any = FLOAT
     add: Callable[[Any, Any, Any, Any], Any] = multiply_add
 
     @property
     def bytes_read(self) -> int:
-        return LANES * {VECTOR: 4, INDICES: 4, _HALVES: 2, _SHORTS: 2}[self.kind]
+        return LANES * (2 if self.kind is _HALVES else 4)
 
 
 def fetch_line(builder: Any, address: Any) -> None:
@@ -76,27 +76,25 @@ def _all(value: int) -> Any:
     return ir.Constant(INDICES, [value] * LANES)
 
 
-def _pairs(builder: Any, value: Any) -> tuple[Any, ...]:
-    """Widen the bfloat16 values of two positions; the even one is in the lower half of a lane."""
-    even = builder.shl(value, _all(16))
-    odd = builder.and_(value, _all(0xFFFF0000))
-    return builder.bitcast(even, VECTOR), builder.bitcast(odd, VECTOR)
+def _of_pair(builder: Any, value: Any, position: int) -> Any:
+    """Widen one of two bfloat16 positions; the even one is in the lower half of a lane."""
+    if position:
+        return builder.bitcast(builder.and_(value, _all(0xFFFF0000)), VECTOR)
+    return builder.bitcast(builder.shl(value, _all(16)), VECTOR)
 
 
-def _bytes(builder: Any, value: Any) -> tuple[Any, ...]:
-    """Widen the int8 values of two positions; the even one is in the lower byte of a lane."""
-    eight = ir.Constant(_SHORTS, [8] * LANES)
-    even = builder.ashr(builder.shl(value, eight), eight)
-    odd = builder.ashr(value, eight)
-    return tuple(builder.sitofp(builder.sext(it, INDICES), VECTOR) for it in (even, odd))
+def _of_four(builder: Any, value: Any, position: int) -> Any:
+    """Widen one of four int8 positions; the first one is in the lowest byte of a lane."""
+    upper = builder.shl(value, _all(24 - 8 * position)) if position < 3 else value
+    return builder.sitofp(builder.ashr(upper, _all(24)), VECTOR)
 
 
 _FORMATS = {
-    "float32": Format(VECTOR, lambda builder, value: (value,)),
-    "bfloat16": Format(INDICES, _pairs),
-    "bfloat16 pairs": Format(INDICES, lambda builder, value: (value,), INT, add_pairs),
-    "float16": Format(_HALVES, lambda builder, value: (builder.fpext(value, VECTOR),)),
-    "int8": Format(_SHORTS, _bytes),
+    "float32": Format(VECTOR, 1, lambda builder, value, _: value),
+    "bfloat16": Format(INDICES, 2, _of_pair),
+    "bfloat16 pairs": Format(INDICES, 1, lambda builder, value, _: value, INT, add_pairs),
+    "float16": Format(_HALVES, 1, lambda builder, value, _: builder.fpext(value, VECTOR)),
+    "int8": Format(INDICES, 4, _of_four),
 }
 
 
@@ -106,7 +104,7 @@ def tile(rows: int, dtype: str, across: int) -> Any:
     The sums of `across` panels are in registers at a time. Arguments of the intrinsic: `(c, a,
     a_stride, b0, b1, b2, b3, steps, add)`. `c` is float32 with stride 64; `a` is float32, or
     bfloat16 for pairs, with `a_stride` in bytes; `b0` to `b3` are the addresses of four panels. A
-    step reads two positions of each panel for bfloat16 and int8, one for other dtypes.
+    step reads four positions of each panel for int8, two for bfloat16, and one for other dtypes.
     """
     own = _FORMATS[dtype]
 
@@ -126,18 +124,18 @@ def tile(rows: int, dtype: str, across: int) -> Any:
                 for start in starts:
                     fetch_line(builder, builder.add(start, ir.Constant(LONG, AHEAD)))
                 pointers = [builder.inttoptr(start, own.kind.as_pointer()) for start in starts]
-                read = [own.widen(builder, builder.load(pointer, align=1)) for pointer in pointers]
-                depth = len(read[0])
-                for inner in range(depth):
+                read = [builder.load(pointer, align=1) for pointer in pointers]
+                for inner in range(own.count):
                     position = builder.add(
-                        builder.mul(index, ir.Constant(LONG, depth)), ir.Constant(LONG, inner)
+                        builder.mul(index, ir.Constant(LONG, own.count)), ir.Constant(LONG, inner)
                     )
+                    right = [own.widen(builder, value, inner) for value in read]
                     factors = [
                         spread(builder, builder.load(at(builder, left, position, own.left)))
                         for left in lefts
                     ]
                     sums = [
-                        own.add(builder, factors[n // across], read[n % across][inner], total)
+                        own.add(builder, factors[n // across], right[n % across], total)
                         for n, total in enumerate(sums)
                     ]
                 return sums
@@ -165,18 +163,17 @@ def widen_panel(dtype: str) -> Any:
 
     @intrinsic(nothing, long, long, long)
     def widened(builder: Any, target: Any, source: Any, positions: Any) -> None:
-        depth = 2 if dtype in ("bfloat16", "int8") else 1
-
         def step(index: Any, _: Sequence[Any]) -> Sequence[Any]:
             start = builder.add(source, builder.mul(index, ir.Constant(LONG, own.bytes_read)))
             read = builder.load(builder.inttoptr(start, own.kind.as_pointer()), align=1)
-            first = builder.mul(index, ir.Constant(LONG, depth * LANES))
-            for n, value in enumerate(own.widen(builder, read)):
+            first = builder.mul(index, ir.Constant(LONG, own.count * LANES))
+            for n in range(own.count):
                 place = builder.add(first, ir.Constant(LONG, n * LANES))
+                value = own.widen(builder, read, n)
                 builder.store(value, at(builder, target, place, VECTOR), align=4)
             return []
 
-        repeat(builder, builder.sdiv(positions, ir.Constant(LONG, depth)), [], step)
+        repeat(builder, builder.sdiv(positions, ir.Constant(LONG, own.count)), [], step)
 
     return widened
 
@@ -211,7 +208,10 @@ def over_rows(dtype: str) -> Any:
     return matmul
 
 
-# The matrix unit of some processors (Intel's AMX): eight registers of 16 rows of 64 bytes.
+# The matrix unit of some processors (Intel's AMX): eight registers of 16 rows of 64 bytes. A
+# configuration says how many rows and bytes each of them has.
+CONFIGURATION_BYTES = 64
+_BYTE = ir.IntType(8)
 
 
 @functools.cache
@@ -223,28 +223,28 @@ def has_matrix_unit() -> bool:
     return bool(ctypes.CDLL(None).syscall(arch_prctl, request_permission, tile_data) == 0)
 
 
-def _unit(builder: Any, name: str, *values: Any) -> None:
-    call(builder, f"llvm.x86.{name}", ir.VoidType(), *values)
+def unit(builder: Any, name: str, *registers: int) -> None:
+    """Emit an instruction on registers, given by their numbers."""
+    call(builder, f"llvm.x86.{name}", ir.VoidType(), *(ir.Constant(_BYTE, n) for n in registers))
 
 
-def _register(number: int) -> Any:
-    return ir.Constant(_BYTE, number)
-
-
-def _byte(builder: Any, address: Any) -> Any:
-    return builder.inttoptr(address, _BYTE.as_pointer())
+def move(builder: Any, name: str, register: int, address: Any, stride: Any) -> None:
+    """Emit a load ("tileloadd64") or store ("tilestored64") of rows `stride` bytes apart."""
+    number, start = ir.Constant(_BYTE, register), builder.inttoptr(address, _BYTE.as_pointer())
+    call(builder, f"llvm.x86.{name}", ir.VoidType(), number, start, stride)
 
 
 @intrinsic(nothing, long)
 def configure(builder: Any, address: Any) -> None:
     """Load the tile configuration, the 64 bytes at `address`."""
-    _unit(builder, "ldtilecfg", _byte(builder, address))
+    pointer = builder.inttoptr(address, _BYTE.as_pointer())
+    call(builder, "llvm.x86.ldtilecfg", ir.VoidType(), pointer)
 
 
 @intrinsic(nothing)
 def release(builder: Any) -> None:
     """Release the tile registers, which are otherwise saved at each context switch."""
-    _unit(builder, "tilerelease")
+    unit(builder, "tilerelease")
 
 
 def unit_tile(down: int) -> Any:
@@ -255,8 +255,7 @@ def unit_tile(down: int) -> Any:
     last ones b.
     """
     across = PANELS // down
-    lefts = [_register(down * across + n) for n in range(down)]
-    rights = [_register(n) for n in range(down * across + down, 8)]
+    lefts, rights = range(PANELS, PANELS + down), range(PANELS + down, 8)
 
     @intrinsic(nothing, long, long, long, long, long, long, long, long, types.boolean)
     def matmul(
@@ -268,7 +267,7 @@ def unit_tile(down: int) -> Any:
                 column, block = (builder.mul(index, ir.Constant(LONG, n)) for n in (64, 1024))
                 for left, row in zip(lefts, rows, strict=True):
                     start = builder.add(row, column)
-                    _unit(builder, "tileloadd64", left, _byte(builder, start), row_bytes)
+                    move(builder, "tileloadd64", left, start, row_bytes)
                 for n, panel in enumerate(panels):
                     right, start = rights[n % len(rights)], builder.add(panel, block)
                     if down == 1:  # with more rows the unit is the bottleneck
@@ -276,9 +275,9 @@ def unit_tile(down: int) -> Any:
                             fetch_line(
                                 builder, builder.add(start, ir.Constant(LONG, offset + AHEAD))
                             )
-                    _unit(builder, "tileloadd64", right, _byte(builder, start), line)
+                    move(builder, "tileloadd64", right, start, line)
                     for m, left in enumerate(lefts):
-                        _unit(builder, "tdpbf16ps", _register(m * across + n), left, right)
+                        unit(builder, "tdpbf16ps", m * across + n, left, right)
                 return []
 
             places = [
@@ -289,13 +288,13 @@ def unit_tile(down: int) -> Any:
             with builder.if_else(add) as (more, first):
                 with more:
                     for n, to in enumerate(places):
-                        _unit(builder, "tileloadd64", _register(n), _byte(builder, to), c_bytes)
+                        move(builder, "tileloadd64", n, to, c_bytes)
                 with first:
                     for n in range(len(places)):
-                        _unit(builder, "tilezero", _register(n))
+                        unit(builder, "tilezero", n)
             repeat(builder, steps, [], step)
             for n, to in enumerate(places):
-                _unit(builder, "tilestored64", _register(n), _byte(builder, to), c_bytes)
+                move(builder, "tilestored64", n, to, c_bytes)
 
         row_bytes = builder.mul(a_stride, ir.Constant(LONG, 2))
         line, c_bytes = ir.Constant(LONG, 64), ir.Constant(LONG, 256)
@@ -306,13 +305,3 @@ def unit_tile(down: int) -> Any:
             multiply(start, (b0, b1, b2, b3)[n : n + across])
 
     return matmul
-
-
-@intrinsic(nothing, long, long)
-def widen_bytes(builder: Any, target: Any, source: Any) -> None:
-    """Widen sixteen lanes of two int8 positions to bfloat16 pairs, which is exact."""
-
-    read = builder.load(builder.inttoptr(source, _SHORTS.as_pointer()), align=1)
-    even, odd = (builder.bitcast(it, INDICES) for it in _bytes(builder, read))
-    both = builder.or_(builder.lshr(even, _all(16)), odd)
-    builder.store(both, builder.inttoptr(target, INDICES.as_pointer()), align=4)

@@ -1,8 +1,9 @@
 """`PackedMatrix`: a weight of the network in the order in which matmuls read it.
 
-Sixteen rows make a panel: `values` is `[panels, depth, 16]`, for bfloat16 and int8
-`[panels, depth / 2, 16, 2]`, so that a matmul streams through each panel. Rows and positions that
-pad the last panel and the depth are zero.
+Sixteen rows make a panel: `values` is `[panels, depth, 16, 1]`, for bfloat16
+`[panels, depth / 2, 16, 2]`, and for int8 `[panels, depth / 4, 16, 4]`, so that a matmul streams
+through each panel, and an instruction reads 32 bits of each row. Rows and positions that pad the
+last panel and the depth are zero.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from torch import Tensor
 from gptmanager.kernels.gemm.weight_quantization import round_to_int8, write_int8
 
 PANEL_ROWS = 16  # the lanes of a SIMD register, see `lanes`
-UNIT_DEPTH = 32  # bfloat16 positions that the matrix unit reads at a time
+UNIT_BYTES = 64  # of bfloat16 or int8 positions, which the matrix unit reads at a time
 _ALL = slice(None)
 
 Quantized = Literal["int8", "int4"]  # how a matrix is stored in fewer bits than its dtype has
@@ -42,12 +43,12 @@ class PackedMatrix:
     ) -> None:
         self.shape, self.dtype = torch.Size((rows, columns)), dtype
         stored = torch.int8 if quantized else dtype
-        pair = 2 if stored in (torch.bfloat16, torch.int8) else 1
-        self.depth = columns
-        if stored in (torch.bfloat16, torch.int8):
-            self.depth = -(-columns // UNIT_DEPTH) * UNIT_DEPTH
+        self.depth, group = columns, {torch.bfloat16: 2, torch.int8: 4}.get(stored, 1)
+        if group > 1:
+            unit_depth = UNIT_BYTES // stored.itemsize
+            self.depth = -(-columns // unit_depth) * unit_depth
         panels = -(-rows // PANEL_ROWS)
-        self.values = torch.zeros(panels, self.depth // pair, PANEL_ROWS, pair, dtype=stored)
+        self.values = torch.zeros(panels, self.depth // group, PANEL_ROWS, group, dtype=stored)
         self.plans: dict[Any, Any] = {}  # derived by `CpuKernels` from its shape and address
         self._parts: tuple[Matrix, ...] = ()
         self.scales = torch.zeros(panels * PANEL_ROWS, dtype=torch.float32) if quantized else None
@@ -133,11 +134,11 @@ class PackedMatrix:
             write_int8(values, columns, self.values, self.scales, first_row)
             return
         values = values[:, columns]
-        pair = self.values.shape[3]
-        for part in range(pair):
-            skipped = (part - first_column) % pair
-            start = (first_column + skipped) // pair
-            of_part = values[:, skipped::pair]
+        group = self.values.shape[3]
+        for part in range(group):
+            skipped = (part - first_column) % group
+            start = (first_column + skipped) // group
+            of_part = values[:, skipped::group]
             positions = self.values[..., part].transpose(1, 2)[..., start:][..., : of_part.shape[1]]
             copy_rows(positions, first_row, of_part)
 

@@ -1,9 +1,10 @@
 """Quantizes rows of activations, for matmuls with int8 matrices.
 
 A row is divided into stretches, each of which has a factor from its largest magnitude. Few rows
-become int16, many become int8. In int8, a stretch with an outlier would lose its other elements, so
-the remainders of the rounding are also stored. Activations of language models have such outliers,
-in the same few channels of all tokens (Dettmers et al., "LLM.int8()", 2022).
+become int16, as do many for a matrix unit, which reads upper and lower bytes; otherwise many become
+int8. In int8, a stretch with an outlier would lose its other elements, so the remainders of the
+rounding are also stored. Activations of language models have such outliers, in the same few
+channels of all tokens (Dettmers et al., "LLM.int8()", 2022).
 """
 
 # mypy: allow-untyped-calls
@@ -42,12 +43,13 @@ from gptmanager.kernels.simd.lanes import (
 )
 from gptmanager.kernels.simd.threads import NEXT_PART
 
-MAX_POSITIONS = 256  # positions of an int16 stretch: int32 can sum twice as many 127 x 32,767
+MAX_POSITIONS = 512  # positions of an int16 stretch: int32 can sum so many 127 x 32,512
 STRETCH = 64  # positions of an int8 stretch
 # A stretch's mark has its factor and the start of its sums, and the same two for its remainders.
 MARK_BYTES = 16
 OUTLIER = 16.0  # a magnitude of this many means of its stretch causes remainders to be stored
-MAX_INT16, MAX_INT8 = np.float32(32767.0), np.float32(127.0)
+# The upper byte of an int16, which is rounded, is at most 127, too.
+MAX_INT16, MAX_INT8 = np.float32(127.0 * 256.0), np.float32(127.0)
 FINER = np.float32(254.0)  # half a quantization step is 127 steps of the remainder
 LEAST = 1e-30  # a stretch with a smaller largest magnitude counts as zero
 
@@ -57,13 +59,32 @@ def row_bytes(depth: int) -> int:
     return 2 * depth + MARK_BYTES * ((depth - 1) // STRETCH + 1)
 
 
-row_size = loop(row_bytes)  # for compiled callers
+def split_row_bytes(depth: int) -> int:
+    """Return the bytes of an int16 row: its upper bytes, its lower bytes, and the factors.
+
+    They are whole cache lines: a tile of rows that cross lines loads five times as slowly.
+    """
+    return (2 * depth + 4 * ((depth - 1) // MAX_POSITIONS + 1) + 63) // 64 * 64
 
 
-def _rounded(builder: Any, value: Any, bits: int) -> Any:
-    """Round sixteen numbers to integers, to the nearest, ties to even."""
-    shifted = builder.fadd(value, ir.Constant(VECTOR, [ROUND] * LANES))
-    return builder.trunc(builder.bitcast(shifted, INDICES), ir.VectorType(ir.IntType(bits), LANES))
+row_size, split_row_size = loop(row_bytes), loop(split_row_bytes)  # for compiled callers
+
+
+def rounded(builder: Any, value: Any) -> Any:
+    """Round to the nearest integer, ties to even, as int32; magnitudes are below 2^22."""
+    bits = builder.bitcast(builder.fadd(value, ir.Constant(VECTOR, [ROUND] * LANES)), INDICES)
+    return builder.sub(bits, ir.Constant(INDICES, [0x4B400000] * LANES))
+
+
+def upper_and_lower(builder: Any, whole: Any) -> tuple[Any, Any]:
+    """Return int32 of at most `MAX_INT16` as 256 times a signed byte, and a signed byte."""
+    eight, half = (ir.Constant(INDICES, [n] * LANES) for n in (8, 128))
+    upper = builder.ashr(builder.add(whole, half), eight)
+    return upper, builder.sub(whole, builder.shl(upper, eight))
+
+
+def _narrowed(builder: Any, value: Any, bits: int) -> Any:
+    return builder.trunc(value, ir.VectorType(ir.IntType(bits), LANES))
 
 
 def _store(builder: Any, address: Any, index: Any, value: Any) -> None:
@@ -74,17 +95,28 @@ def _store(builder: Any, address: Any, index: Any, value: Any) -> None:
 
 @intrinsic(nothing, long, long, vector)
 def _store_int16(builder: Any, address: Any, index: Any, value: Any) -> None:
-    """Store sixteen numbers of at most 2^15 as int16."""
-    _store(builder, address, index, _rounded(builder, value, 16))
+    """Store sixteen numbers as int16; of each four, the second and the third are exchanged."""
+    order = ir.Constant(INDICES, [n // 4 * 4 + (0, 2, 1, 3)[n % 4] for n in range(LANES)])
+    whole = rounded(builder, value)
+    _store(
+        builder, address, index, _narrowed(builder, builder.shuffle_vector(whole, whole, order), 16)
+    )
+
+
+@intrinsic(nothing, long, long, long, vector)
+def _store_bytes(builder: Any, upper: Any, lower: Any, index: Any, value: Any) -> None:
+    """Store sixteen numbers of at most `MAX_INT16` as upper and lower bytes."""
+    parts = upper_and_lower(builder, rounded(builder, value))
+    for address, part in zip((upper, lower), parts, strict=True):
+        _store(builder, address, index, _narrowed(builder, part, 8))
 
 
 @intrinsic(vector, long, long, vector, vector)
 def _store_int8(builder: Any, address: Any, index: Any, value: Any, total: Any) -> Any:
     """Store sixteen numbers of at most 127 as int8; return their sum with the int32 in `total`."""
-    lower = _rounded(builder, value, 8)
-    _store(builder, address, index, lower)
-    added = builder.add(builder.bitcast(total, INDICES), builder.sext(lower, INDICES))
-    return builder.bitcast(added, VECTOR)
+    whole = rounded(builder, value)
+    _store(builder, address, index, _narrowed(builder, whole, 8))
+    return builder.bitcast(builder.add(builder.bitcast(total, INDICES), whole), VECTOR)
 
 
 @intrinsic(long, vector)
@@ -118,19 +150,25 @@ def inverse(most: Any, largest: Any) -> Any:
 
 
 @loop
-def quantize_to_int16(dtype: int, x: int, row: int, depth: int, to: int, factors: int) -> None:
-    """Quantize a row of x to int16 at `to`, with the factors of its stretches.
+def quantize_to_int16(
+    dtype: int, x: int, row: int, given: int, depth: int, to: int, factors: int, splits: bool
+) -> None:
+    """Quantize a row of x, which has `given` elements, padded with zeros to `depth`.
 
-    A stretch with a NaN has the factor NaN.
+    `to`: int16 `[depth]`, of each four elements the second and the third exchanged; or with
+    `splits` the upper bytes, then the lower bytes. A stretch with a NaN has the factor NaN.
     """
     for number, first in enumerate(range(0, depth, MAX_POSITIONS)):
-        positions, start = min(MAX_POSITIONS, depth - first), row * depth + first
-        largest, _, nan = measured(dtype, x, start, positions, depth - first)
+        positions, start = min(MAX_POSITIONS, depth - first), row * given + first
+        largest, _, nan = measured(dtype, x, start, positions, given - first)
         put(factors, number, largest / MAX_INT16 + nan)
         by = splat(inverse(MAX_INT16, largest))
         for k in range(0, positions, LANES):
-            value = load_as(dtype, x, start + k, depth - first - k)
-            _store_int16(to, first + k, value * by)
+            value = load_as(dtype, x, start + k, given - first - k) * by
+            if splits:
+                _store_bytes(to, to + depth, first + k, value)
+            else:
+                _store_int16(to, first + k, value)
 
 
 @loop
@@ -162,12 +200,26 @@ def _quantize_to_int8(dtype: int, x: int, row: int, given: int, depth: int, to: 
         put_int(marks, 3, -128 * sum_ints(total))
 
 
-def quantize_rows(address: int) -> None:
-    """Quantize tokens to int8 rows. The task's `dtype` is ignored."""
-    t = task_at(address, CONVERSION_TASK)
-    size = row_size(t.width)
+@loop
+def _quantize(t: Any, address: int, splits: bool) -> None:
+    size = split_row_size(t.width) if splits else row_size(t.width)
     part = claim(address, NEXT_PART)
     while part < t.num_parts:
         for token in share_of(t, part):
-            _quantize_to_int8(t.x_dtype, t.x, token, t.given, t.width, t.result + token * size)
+            to = t.result + token * size
+            if splits:
+                factors = to + 2 * t.width
+                quantize_to_int16(t.x_dtype, t.x, token, t.given, t.width, to, factors, True)
+            else:
+                _quantize_to_int8(t.x_dtype, t.x, token, t.given, t.width, to)
         part = claim(address, NEXT_PART)
+
+
+def quantize_rows(address: int) -> None:
+    """Quantize tokens to int8 rows. The task's `dtype` is ignored."""
+    _quantize(task_at(address, CONVERSION_TASK), address, False)
+
+
+def quantize_rows_to_bytes(address: int) -> None:
+    """Quantize tokens to int16 rows, as upper and lower bytes. The task's `dtype` is ignored."""
+    _quantize(task_at(address, CONVERSION_TASK), address, True)

@@ -1,0 +1,1 @@
+"""Matmuls in the matrix unit, with products of bytes."""

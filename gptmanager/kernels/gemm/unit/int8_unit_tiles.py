@@ -1,0 +1,233 @@
+"""Register tiles of matmuls with matrices in 8 or 4 bits, by the matrix unit's products of bytes.
+
+The sums have the same bits as those of `int16_tiles` (8 bits) and of `int4_tiles` (4 bits): sums
+over a stretch or a group are exact, and are added in the same order.
+"""
+
+# mypy: allow-untyped-calls
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from llvmlite import binding, ir  # type: ignore[import-untyped]
+from numba import types
+
+from gptmanager.kernels.gemm.int4_groups import GROUP, MIDDLE
+from gptmanager.kernels.gemm.int4_tiles import GROUP_BYTES, SCALE_BYTES
+from gptmanager.kernels.gemm.matrix_tiles import PANELS, fetch_line, has_matrix_unit, move, unit
+from gptmanager.kernels.gemm.small_matmul import repeat
+from gptmanager.kernels.simd.lanes import (
+    FLOAT,
+    INDICES,
+    LANES,
+    LONG,
+    VECTOR,
+    intrinsic,
+    long,
+    multiply_add,
+    nothing,
+    spread,
+)
+
+UNIT_ROWS = 16  # of a register
+STEP = 64  # int8 positions that the unit reads at a time
+SPAN_GROUPS = 16  # groups of a panel that are unpacked together, to stay in the L1 cache
+TILE_BYTES = 4 * UNIT_ROWS * LANES  # int32 sums of a register
+STRETCH_BYTES = 4 * TILE_BYTES  # sums of two panels with upper and with lower bytes
+UNPACKED_BYTES = GROUP * LANES  # of a group of a panel
+# Unpacked groups, their scales and minima as float32, and the sums of two groups.
+_SCALES = SPAN_GROUPS * UNPACKED_BYTES
+_MINIMA = _SCALES + SPAN_GROUPS * 4 * LANES
+_SUMS = _MINIMA + SPAN_GROUPS * 4 * LANES
+SPAN_BYTES = _SUMS + 2 * TILE_BYTES
+_LINE = ir.Constant(LONG, 64)
+_BYTES = ir.VectorType(ir.IntType(8), 4 * LANES)
+
+
+def has_int8_unit() -> bool:
+    """Return whether the matrix unit multiplies bytes, and this process may use it."""
+    return has_matrix_unit() and bool(binding.get_host_cpu_features().get("amx-int8"))
+
+
+def _load(builder: Any, address: Any, kind: Any, align: int = 1) -> Any:
+    return builder.load(builder.inttoptr(address, kind.as_pointer()), align=align)
+
+
+def _store(builder: Any, value: Any, address: Any) -> None:
+    builder.store(value, builder.inttoptr(address, value.type.as_pointer()), align=4)
+
+
+def _plus(builder: Any, address: Any, offset: int) -> Any:
+    return builder.add(address, ir.Constant(LONG, offset))
+
+
+def _times(builder: Any, index: Any, size: int) -> Any:
+    return builder.mul(index, ir.Constant(LONG, size))
+
+
+def _fetch(builder: Any, address: Any, num_bytes: int) -> None:
+    for line in range(0, num_bytes, 64):
+        fetch_line(builder, _plus(builder, address, line))
+
+
+def stretch_tile(fetches: bool) -> Any:
+    """Return an intrinsic that computes 16 x 32 elements of a stretch, or adds to them.
+
+    Its arguments: `(c, a, a_stride, low, factors, b0, b1, next0, next1, steps, rows, sums, add)`.
+    `c` is float32 with stride 64. `a` has the upper bytes of up to sixteen rows, `low` bytes before
+    their lower bytes; `factors` those of the rows; `a_stride` is the distance in bytes between
+    rows, and of their factors. `b0` and `b1` are the addresses of two int8 panels, `next0` and
+    `next1` those of the next two, which are prefetched with `fetches`. A step is 64 positions.
+    `sums` is memory of `STRETCH_BYTES`.
+    """
+
+    @intrinsic(nothing, *[long] * 12, types.boolean)
+    def matmul(
+        builder: Any, c: Any, a: Any, a_stride: Any, low: Any, factors: Any, b0: Any, b1: Any,
+        next0: Any, next1: Any, steps: Any, rows: Any, sums: Any, add: Any,
+    ) -> None:  # fmt: skip
+        lower, panels, following = builder.add(a, low), (b0, b1), (next0, next1)
+
+        def step(index: Any, _: Sequence[Any]) -> Sequence[Any]:
+            """Registers 0 to 3 have sums, 4 and 5 bytes of a, 6 and 7 the panels."""
+            column, block = (_times(builder, index, STEP * n) for n in (1, LANES))
+            for n, left in enumerate((a, lower)):
+                move(builder, "tileloadd64", 4 + n, builder.add(left, column), a_stride)
+            for n in range(2):
+                if fetches:
+                    _fetch(builder, builder.add(following[n], block), STEP * LANES)
+                move(builder, "tileloadd64", 6 + n, builder.add(panels[n], block), _LINE)
+                for level in range(2):
+                    unit(builder, "tdpbssd", 2 * n + level, 4 + level, 6 + n)
+            return []
+
+        def finish(row: Any, _: Sequence[Any]) -> Sequence[Any]:
+            own = builder.add(sums, _times(builder, row, 4 * LANES))
+            by = _load(builder, builder.add(factors, builder.mul(row, a_stride)), FLOAT)
+            factor, to = spread(builder, by), builder.add(c, _times(builder, row, 256))
+            for n in range(2):
+                upper = _load(builder, _plus(builder, own, TILE_BYTES * 2 * n), INDICES)
+                rest = _load(builder, _plus(builder, own, TILE_BYTES * (2 * n + 1)), INDICES)
+                whole = builder.add(builder.shl(upper, ir.Constant(INDICES, [8] * LANES)), rest)
+                place, none = _plus(builder, to, 4 * LANES * n), ir.Constant(VECTOR, None)
+                before = builder.select(add, _load(builder, place, VECTOR), none)
+                value = multiply_add(builder, factor, builder.sitofp(whole, VECTOR), before)
+                _store(builder, value, place)
+            return []
+
+        for n in range(4):
+            unit(builder, "tilezero", n)
+        repeat(builder, steps, [], step)
+        for n in range(4):
+            move(builder, "tilestored64", n, _plus(builder, sums, TILE_BYTES * n), _LINE)
+        repeat(builder, rows, [], finish)
+
+    return matmul
+
+
+@intrinsic(nothing, *[long] * 5)
+def unpack_groups(
+    builder: Any, span: Any, values: Any, scales: Any, minima: Any, count: Any
+) -> None:
+    """Unpack `count` groups of a panel to `span`, and prefetch the next scales.
+
+    A value becomes int8, less 8 if there are no minima; scales and minima become float32. `minima`
+    is the distance from scales to minima, or 0.
+    """
+    none, low = ir.Constant(LONG, 0), ir.Constant(_BYTES, [15] * 4 * LANES)
+    shifts = ir.Constant(_BYTES, [4] * 4 * LANES)
+    has_minima = builder.icmp_signed("!=", minima, none)
+    middle = ir.Constant(_BYTES, [MIDDLE] * 4 * LANES)
+    less = builder.select(has_minima, ir.Constant(_BYTES, None), middle)
+    halves = ir.VectorType(ir.HalfType(), LANES)
+
+    def step(index: Any, _: Sequence[Any]) -> Sequence[Any]:
+        source = builder.add(values, _times(builder, index, GROUP_BYTES))
+        scale = builder.add(scales, _times(builder, index, SCALE_BYTES))
+        fetch_line(builder, _plus(builder, scale, SPAN_GROUPS * SCALE_BYTES))
+        to = builder.add(span, _times(builder, index, UNPACKED_BYTES))
+        for n in range(0, GROUP_BYTES, 64):
+            both = _load(builder, _plus(builder, source, n), _BYTES)
+            lower = builder.sub(builder.and_(both, low), less)
+            upper = builder.sub(builder.lshr(both, shifts), less)
+            _store(builder, lower, _plus(builder, to, n))
+            _store(builder, upper, _plus(builder, to, GROUP_BYTES + n))
+        floats = builder.add(span, _times(builder, index, 4 * LANES))
+        for start, at in ((scale, _SCALES), (builder.add(scale, minima), _MINIMA)):
+            wide = builder.fpext(_load(builder, start, halves), VECTOR)
+            _store(builder, wide, _plus(builder, floats, at))
+        return []
+
+    repeat(builder, count, [], step)
+
+
+def groups_tile(rows: int) -> Any:
+    """Return an intrinsic that computes `rows` x 16 elements of some groups, or adds to them.
+
+    Its arguments: `(c, a, factors, apart, a_stride, span, count, given, minima, following, add)`.
+    `c` is float32 with stride 64. `a` has the bytes of `given` rows, `factors` those of their
+    groups, and their sums are `apart` bytes after these; rows are `a_stride` bytes apart. `span`
+    has `count` unpacked groups. `minima` is 0 without minima. As many groups at `following` are
+    prefetched. Rows of `c` from `given` on become undefined.
+    """
+
+    @intrinsic(nothing, *[long] * 10, types.boolean)
+    def matmul(
+        builder: Any, c: Any, a: Any, factors: Any, apart: Any, a_stride: Any, span: Any,
+        count: Any, given: Any, minima: Any, following: Any, add: Any,
+    ) -> None:  # fmt: skip
+        last = builder.sub(given, ir.Constant(LONG, 1))
+        lefts = []
+        for row in (ir.Constant(LONG, n) for n in range(rows)):
+            own = builder.select(builder.icmp_signed("<", row, last), row, last)
+            lefts.append(builder.add(factors, builder.mul(own, a_stride)))
+
+        def multiply(has_minima: bool) -> None:
+            """Register 0 has the sums of a group, 4 bytes of a, and 5 the panel."""
+
+            def group(index: Any, totals: Sequence[Any]) -> Sequence[Any]:
+                _fetch(
+                    builder,
+                    builder.add(following, _times(builder, index, GROUP_BYTES)),
+                    GROUP_BYTES,
+                )
+                left = builder.add(a, _times(builder, index, GROUP))
+                move(builder, "tileloadd64", 4, left, a_stride)
+                right = builder.add(span, _times(builder, index, UNPACKED_BYTES))
+                move(builder, "tileloadd64", 5, right, _LINE)
+                unit(builder, "tilezero", 0)
+                unit(builder, "tdpbssd", 0, 4, 5)
+                slot = builder.and_(index, ir.Constant(LONG, 1))  # while the last one is read
+                sums = _plus(builder, builder.add(span, _times(builder, slot, TILE_BYTES)), _SUMS)
+                move(builder, "tilestored64", 0, sums, _LINE)
+                floats = builder.add(span, _times(builder, index, 4 * LANES))
+                scale = _load(builder, _plus(builder, floats, _SCALES), VECTOR)
+                least = _load(builder, _plus(builder, floats, _MINIMA), VECTOR)
+                found = []
+                for row, total in enumerate(totals):
+                    at = builder.add(lefts[row], _times(builder, index, 4))
+                    factor = spread(builder, _load(builder, at, FLOAT))
+                    exact = _load(builder, _plus(builder, sums, 4 * LANES * row), INDICES)
+                    value = builder.fmul(builder.sitofp(exact, VECTOR), factor)
+                    total = multiply_add(builder, value, scale, total)
+                    if has_minima:
+                        whole = spread(builder, _load(builder, builder.add(at, apart), FLOAT))
+                        total = multiply_add(builder, whole, least, total)
+                    found.append(total)
+                return found
+
+            places = [_plus(builder, c, 4 * LANES * PANELS * n) for n in range(rows)]
+            none = ir.Constant(VECTOR, None)
+            initial = [builder.select(add, _load(builder, it, VECTOR), none) for it in places]
+            for place, total in zip(places, repeat(builder, count, initial, group), strict=True):
+                _store(builder, total, place)
+
+        some_minima = builder.icmp_signed("!=", minima, ir.Constant(LONG, 0))
+        with builder.if_else(some_minima) as (some, none):
+            for branch, has_minima in ((some, True), (none, False)):
+                with branch:
+                    multiply(has_minima)
+
+    return matmul
