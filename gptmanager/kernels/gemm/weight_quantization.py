@@ -60,8 +60,8 @@ _PARTS_PER_THREAD = 8
 _TINY = np.finfo(np.float32).tiny
 _MOST_INT8 = np.float32(127.0)
 _STEPS_OF_HALF = 4  # steps of four positions in the lower halves of a group's bytes
-_PAIR_BYTES = 2 * LANES  # two int8 positions of a panel
-_BYTES, _PAIRS = ir.VectorType(ir.IntType(8), LANES), ir.VectorType(ir.IntType(16), LANES // 2)
+_FOUR_BYTES = 4 * LANES  # four int8 positions of a panel
+_BYTES, _FOURS = ir.VectorType(ir.IntType(8), LANES), ir.VectorType(INT, LANES // 4)
 _MASK = ir.IntType(LANES)
 
 
@@ -302,14 +302,14 @@ def round_groups(address: int) -> None:
 
 
 @intrinsic(nothing, long, vector)
-def _store_pairs(builder: Any, address: Any, value: Any) -> None:
-    """Round sixteen positions of a row to int8, and store each two of them in their places."""
+def _store_fours(builder: Any, address: Any, value: Any) -> None:
+    """Round sixteen positions of a row to int8, and store each four of them in their places."""
     shifted = builder.fadd(value, _floats(ROUND))
-    pairs = builder.bitcast(builder.trunc(builder.bitcast(shifted, INDICES), _BYTES), _PAIRS)
-    for number in range(LANES // 2):
-        place = builder.add(address, ir.Constant(LONG, number * _PAIR_BYTES))
-        pair = builder.extract_element(pairs, ir.Constant(INT, number))
-        builder.store(pair, builder.inttoptr(place, ir.IntType(16).as_pointer()))
+    fours = builder.bitcast(builder.trunc(builder.bitcast(shifted, INDICES), _BYTES), _FOURS)
+    for number in range(LANES // 4):
+        place = builder.add(address, ir.Constant(LONG, number * _FOUR_BYTES))
+        four = builder.extract_element(fours, ir.Constant(INT, number))
+        builder.store(four, builder.inttoptr(place, INT.as_pointer()))
 
 
 @loop
@@ -331,13 +331,13 @@ def int8_rows(address: int) -> None:
             start, own = row * t.stride, t.first_row + row
             scale = _int8_scale(t, start)
             put(t.scales, own, scale)
-            to = t.values + own // LANES * LANES * t.depth + own % LANES * 2
+            to = t.values + own // LANES * LANES * t.depth + own % LANES * 4
             # NaN, which leaves zeros, stays NaN
             step = splat(_TINY if scale < _TINY else scale)
             start += t.first_column
             for i in range(0, t.num_columns, LANES):
                 value = load_as(t.x_dtype, t.x, start + i, t.num_columns - i) / step
-                _store_pairs(to + i * LANES, value)
+                _store_fours(to + i * LANES, value)
         part = claim(address, NEXT_PART)
 
 
