@@ -163,6 +163,22 @@ def unpack_groups(
     repeat(builder, count, [], step)
 
 
+def _sum_group(builder: Any, a: Any, a_stride: Any, span: Any, index: Any) -> Any:
+    """Store the sums of a group of all rows, and return their address.
+
+    Register 0 has the sums, 4 bytes of a, and 5 the panel.
+    """
+    move(builder, "tileloadd64", 4, builder.add(a, _times(builder, index, GROUP)), a_stride)
+    right = builder.add(span, _times(builder, index, UNPACKED_BYTES))
+    move(builder, "tileloadd64", 5, right, _LINE)
+    unit(builder, "tilezero", 0)
+    unit(builder, "tdpbssd", 0, 4, 5)
+    slot = builder.and_(index, ir.Constant(LONG, 1))  # while the last one is read
+    sums = _plus(builder, builder.add(span, _times(builder, slot, TILE_BYTES)), _SUMS)
+    move(builder, "tilestored64", 0, sums, _LINE)
+    return sums
+
+
 def groups_tile(rows: int) -> Any:
     """Return an intrinsic that computes `rows` x 16 elements of some groups, or adds to them.
 
@@ -185,23 +201,10 @@ def groups_tile(rows: int) -> Any:
             lefts.append(builder.add(factors, builder.mul(own, a_stride)))
 
         def multiply(has_minima: bool) -> None:
-            """Register 0 has the sums of a group, 4 bytes of a, and 5 the panel."""
-
             def group(index: Any, totals: Sequence[Any]) -> Sequence[Any]:
-                _fetch(
-                    builder,
-                    builder.add(following, _times(builder, index, GROUP_BYTES)),
-                    GROUP_BYTES,
-                )
-                left = builder.add(a, _times(builder, index, GROUP))
-                move(builder, "tileloadd64", 4, left, a_stride)
-                right = builder.add(span, _times(builder, index, UNPACKED_BYTES))
-                move(builder, "tileloadd64", 5, right, _LINE)
-                unit(builder, "tilezero", 0)
-                unit(builder, "tdpbssd", 0, 4, 5)
-                slot = builder.and_(index, ir.Constant(LONG, 1))  # while the last one is read
-                sums = _plus(builder, builder.add(span, _times(builder, slot, TILE_BYTES)), _SUMS)
-                move(builder, "tilestored64", 0, sums, _LINE)
+                ahead = builder.add(following, _times(builder, index, GROUP_BYTES))
+                _fetch(builder, ahead, GROUP_BYTES)
+                sums = _sum_group(builder, a, a_stride, span, index)
                 floats = builder.add(span, _times(builder, index, 4 * LANES))
                 scale = _load(builder, _plus(builder, floats, _SCALES), VECTOR)
                 least = _load(builder, _plus(builder, floats, _MINIMA), VECTOR)
