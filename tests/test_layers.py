@@ -113,7 +113,7 @@ kernels/                      all operations of a model in torch, and compiled o
         matmul_task           a matmul with packed weights: its parts, and how each ends
         matmul                the matmul of activations with packed weights
         int4_matmul           the matmul of activations with weights in 4 bits
-        unit/                 matmuls in the matrix unit, with products of bytes
+        unit/                 matmuls of bytes in the matrix unit
             int8_unit_tiles   int8 or int4 weights times rows, in register tiles
             unit_matmul       matmuls with weights in 8 or 4 bits
         grouped_matmul        many matmuls as one task

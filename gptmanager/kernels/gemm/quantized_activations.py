@@ -43,7 +43,7 @@ from gptmanager.kernels.simd.lanes import (
 )
 from gptmanager.kernels.simd.threads import NEXT_PART
 
-MAX_POSITIONS = 512  # positions of an int16 stretch: int32 can sum so many 127 x 32,512
+MAX_POSITIONS = 512  # positions of an int16 stretch: the limit of int32 sums of 127 x 32,512
 STRETCH = 64  # positions of an int8 stretch
 # A stretch's mark has its factor and the start of its sums, and the same two for its remainders.
 MARK_BYTES = 16

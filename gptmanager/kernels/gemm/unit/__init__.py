@@ -1,1 +1,1 @@
-"""Matmuls in the matrix unit, with products of bytes."""
+"""Matmuls of bytes in the matrix unit."""

@@ -1,4 +1,4 @@
-"""Register tiles of matmuls with matrices in 8 or 4 bits, by the matrix unit's products of bytes.
+"""Register tiles of matmuls with matrices in 8 or 4 bits, of bytes in the matrix unit.
 
 The sums have the same bits as those of `int16_tiles` (8 bits) and of `int4_tiles` (4 bits): sums
 over a stretch or a group are exact, and are added in the same order.

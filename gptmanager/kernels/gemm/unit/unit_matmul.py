@@ -1,4 +1,4 @@
-"""Matmuls of tokens with a matrix in 8 or 4 bits, by the matrix unit's products of bytes."""
+"""Matmuls of tokens with a matrix in 8 or 4 bits, of bytes in the matrix unit."""
 
 from __future__ import annotations
 
