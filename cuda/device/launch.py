@@ -27,6 +27,8 @@ from gptmanager.lifecycle.log import logger
 NAMES = {torch.float32: "float", torch.float16: "__half", torch.bfloat16: "__nv_bfloat16"}
 Argument = Tensor | np.generic | None
 Expected = tuple[Tensor | None, tuple[int | None, ...], torch.dtype]
+# g++ compiles a few kernels of a file almost as fast as one, but all of them slowly.
+_COMPILED_AT_ONCE = 16
 _MAX_SHARED_OF_BLOCK = 97  # cudaDevAttrMaxSharedMemoryPerBlockOptin
 _MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 _CARVEOUT = 9  # CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT, in percent
@@ -188,7 +190,7 @@ def _plain(argument: Argument) -> Any:
 @functools.cache  # for all managers of a process: looking for compiled libraries takes time
 def _emulated(
     path: Path,
-    name: str,
+    names: tuple[str, ...],
     check: bool,
     order: str | int,
     toolchain: emulator.Toolchain,
@@ -196,7 +198,7 @@ def _emulated(
 ) -> emulator.Module:
     return emulator.Module(
         path=path,
-        name_expressions=(name,),
+        name_expressions=names,
         options=(*options, f"-I{compiler.FOLDER}"),
         check=check,
         order=order,
@@ -233,10 +235,11 @@ class EmulatorLauncher:
         self._order = order
 
     def kernel(self, program: Program, name: str, shared_mem: int = 0) -> Kernel:
-        if name not in program.kernels:
-            raise ValueError(f"{name} is not in the list of kernels of {program.file}")
+        index = program.kernels.index(name)
+        names = program.kernels[index - index % _COMPILED_AT_ONCE :][:_COMPILED_AT_ONCE]
         how = self._check, self._order, self._toolchain, self.features.compiler_options
-        kernel = _emulated(program.path, name, *how).get_function(name)
+        module = _emulated(program.path, names, *how)
+        kernel = module.get_function(name)
         kernel.max_dynamic_shared_size_bytes = max(shared_mem, 48 << 10)
         kernel.dependent = program.dependent and self.features.early
 
