@@ -49,13 +49,13 @@ _HALVES = ir.VectorType(ir.HalfType(), LANES)
 class Format(NamedTuple):
     """The instructions that read and multiply a stored dtype.
 
-    `kind`: the type of one load from a panel, with `count` positions of the depth or pairs of them.
+    `kind`: the type of one load from a panel, with `positions` of the depth, or pairs of them.
     `widen` converts one of these to factors. `left`: the type of one load from a row. `add`:
     `(left, right, total)` -> total, each a vector.
     """
 
     kind: Any
-    count: int
+    positions: int
     widen: Callable[[Any, Any, int], Any]
     left: Any = FLOAT
     add: Callable[[Any, Any, Any, Any], Any] = multiply_add
@@ -125,9 +125,10 @@ def tile(rows: int, dtype: str, across: int) -> Any:
                     fetch_line(builder, builder.add(start, ir.Constant(LONG, AHEAD)))
                 pointers = [builder.inttoptr(start, own.kind.as_pointer()) for start in starts]
                 read = [builder.load(pointer, align=1) for pointer in pointers]
-                for inner in range(own.count):
+                for inner in range(own.positions):
                     position = builder.add(
-                        builder.mul(index, ir.Constant(LONG, own.count)), ir.Constant(LONG, inner)
+                        builder.mul(index, ir.Constant(LONG, own.positions)),
+                        ir.Constant(LONG, inner),
                     )
                     right = [own.widen(builder, value, inner) for value in read]
                     factors = [
@@ -166,14 +167,14 @@ def widen_panel(dtype: str) -> Any:
         def step(index: Any, _: Sequence[Any]) -> Sequence[Any]:
             start = builder.add(source, builder.mul(index, ir.Constant(LONG, own.bytes_read)))
             read = builder.load(builder.inttoptr(start, own.kind.as_pointer()), align=1)
-            first = builder.mul(index, ir.Constant(LONG, own.count * LANES))
-            for n in range(own.count):
+            first = builder.mul(index, ir.Constant(LONG, own.positions * LANES))
+            for n in range(own.positions):
                 place = builder.add(first, ir.Constant(LONG, n * LANES))
                 value = own.widen(builder, read, n)
                 builder.store(value, at(builder, target, place, VECTOR), align=4)
             return []
 
-        repeat(builder, builder.sdiv(positions, ir.Constant(LONG, own.count)), [], step)
+        repeat(builder, builder.sdiv(positions, ir.Constant(LONG, own.positions)), [], step)
 
     return widened
 
