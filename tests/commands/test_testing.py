@@ -462,7 +462,7 @@ def test_a_script_that_leaves_the_vocabulary_is_told(token):
     )
     assert f"next_token([1, 2]) = {token}" in host.final(1).error
     manager.wait(10)
-    assert "vocab_size=1000" in str(manager.exception)
+    assert "must be from 0 to 999" in str(manager.exception)
     with pytest.raises(ManagerDeadError):
         manager.notify()
 

@@ -282,7 +282,7 @@ def test_the_page_lists_the_keywords_of_the_code():
     listed = [(set(re.findall(r"`([^`]+)`", row[1])), row[2].strip()) for row in rows]
     found = {kind: set() for kind in ("yes", "sometimes", "no")}
     for names, kind in listed:
-        found[kind.partition(":")[0]] |= names
+        found[re.split("[:;,]", kind)[0]] |= names
     assert found == {"yes": ENFORCED, "sometimes": SOMETIMES, "no": DROPPED}
     assert all(f"`{name}`" in table for name in FORMATS)
 

@@ -38,6 +38,7 @@ from gptmanager.models.rope_scaling import rope_table
 from gptmanager.testing import RecordingCallbacks
 
 TOLERANCE = 1e-4  # of logits whose standard deviation is about 1
+INT16_TOLERANCE = 2e-3  # the same, where a matrix unit multiplies activations of 16 bits
 both_kernels = pytest.mark.parametrize("new_kernels", [Kernels, CpuKernels])
 
 
@@ -250,7 +251,7 @@ def test_weights_in_8_bits_are_those_rounded_by_row(name: str) -> None:
     expected = load_model((config, rounded), kernels=Kernels())
     rows = list(enumerate(random_tokens(9, 40, 1)))
     logits, wanted = (PagedDriver(model, 3).forward(rows) for model in (held, expected))
-    torch.testing.assert_close(logits, wanted, atol=TOLERANCE, rtol=0)
+    torch.testing.assert_close(logits, wanted, atol=INT16_TOLERANCE, rtol=0)
     assert held.weights.nbytes < expected.weights.nbytes
     held.weights.load(tensors)  # twins are compared as they are held
     assert torch.equal(PagedDriver(held, 3).forward(rows), logits)
@@ -276,7 +277,7 @@ def test_weights_in_4_bits_are_those_rounded_in_groups(name: str, head_dtype: An
         floats.copy_(own.unpacked())
     rows = list(enumerate(random_tokens(9, 40, 1)))
     logits, wanted = (PagedDriver(model, 3).forward(rows) for model in (held, plain_model))
-    torch.testing.assert_close(logits, wanted, atol=TOLERANCE, rtol=0)
+    torch.testing.assert_close(logits, wanted, atol=INT16_TOLERANCE, rtol=0)
     held.weights.load(tensors)  # twins are compared as they are held
     assert torch.equal(PagedDriver(held, 3).forward(rows), logits)
 

@@ -79,8 +79,9 @@ def test_a_model_gives_the_logits_of_one_rank(family, tensor, pipeline):
         ("qwen3", {}, 1e-5),
         ("qwen3", {"dtype": "float64"}, 1e-12),
         ("qwen3", {"dtype": "bfloat16"}, 0.1),
-        ("qwen3", {"weights_dtype": "int8"}, 1e-5),
-        ("gpt2_odd", {"weights_dtype": "int8"}, 1e-5),  # of transposed matrices
+        # a matrix unit rounds activations to 16 bits, and each rank its own part of them
+        ("qwen3", {"weights_dtype": "int8"}, 2e-3),
+        ("gpt2_odd", {"weights_dtype": "int8"}, 2e-3),  # of transposed matrices
     ],
 )
 def test_compiled_kernels_do_so_too(family, options, tolerance):
@@ -179,8 +180,9 @@ def test_weights_are_replaced_in_place_out_of_whole_tensors(family, quantized):
 
     kernels = CpuKernels(deterministic=quantized)  # else few rows are rounded, as above
     expected = run(load_model((config, new), kernels=kernels, **options))
+    tolerance = 2e-3 if quantized else 1e-5  # a matrix unit rounds activations to 16 bits
     for own, right in zip(World(2, 2).run(body)[0], expected, strict=True):
-        torch.testing.assert_close(own, right, atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(own, right, atol=tolerance, rtol=tolerance)
 
 
 def test_groups_of_4_bits_are_replaced_in_place_on_each_rank():
@@ -204,7 +206,7 @@ def test_groups_of_4_bits_are_replaced_in_place_on_each_rank():
     for of_rank, tensors in zip(World(2, 2).run(body)[0], (old, new), strict=True):
         expected = run(load_model((config, tensors), kernels=kernels(), weights_dtype="int4"))
         for own, right in zip(of_rank, expected, strict=True):
-            torch.testing.assert_close(own, right, atol=1e-5, rtol=1e-5)
+            torch.testing.assert_close(own, right, atol=2e-3, rtol=2e-3)
 
 
 class Reader:
