@@ -29,8 +29,10 @@ from torch import Tensor
 from gptmanager import GptManager, ModelType, OptionalParams
 from gptmanager.errors import ConfigError
 from gptmanager.kernels import CpuKernels, Kernels, PackedMatrix
+from gptmanager.kernels.gemm import matmul_plan
 from gptmanager.kernels.gemm.int4_matrix import Int4Matrix
 from gptmanager.kernels.gemm.matmul_plan import packing_pays
+from gptmanager.kernels.gemm.unit.int8_unit_tiles import has_int8_unit
 from gptmanager.kernels.gemm.weight_quantization import round_to_groups
 from gptmanager.models import load_model
 from gptmanager.models.read_spec import read_spec
@@ -39,6 +41,15 @@ from gptmanager.testing import RecordingCallbacks
 
 TOLERANCE = 1e-4  # of logits whose standard deviation is about 1
 INT16_TOLERANCE = 2e-3  # the same, where a matrix unit multiplies activations of 16 bits
+UNITS = [
+    False,
+    pytest.param(
+        True,
+        marks=pytest.mark.skipif(
+            not has_int8_unit(), reason="this processor has no matrix unit for bytes"
+        ),
+    ),
+]
 both_kernels = pytest.mark.parametrize("new_kernels", [Kernels, CpuKernels])
 
 
@@ -238,8 +249,12 @@ def rounded_to_8_bits(name: str, tensor: Tensor, config: Mapping[str, Any]) -> T
     return (tensor / scale).round() * scale
 
 
+@pytest.mark.parametrize("unit", UNITS, ids=["floats", "unit"])
 @pytest.mark.parametrize("name", CONFIGS)
-def test_weights_in_8_bits_are_those_rounded_by_row(name: str) -> None:
+def test_weights_in_8_bits_are_those_rounded_by_row(
+    name: str, unit: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(matmul_plan, "has_int8_unit", lambda: unit)
     config, tensors = checkpoint(reference(name))
     config = {"tie_word_embeddings": False} | {**config}
     held = load_model((config, tensors), kernels=CpuKernels(True), weights_dtype="int8")
@@ -251,15 +266,19 @@ def test_weights_in_8_bits_are_those_rounded_by_row(name: str) -> None:
     expected = load_model((config, rounded), kernels=Kernels())
     rows = list(enumerate(random_tokens(9, 40, 1)))
     logits, wanted = (PagedDriver(model, 3).forward(rows) for model in (held, expected))
-    torch.testing.assert_close(logits, wanted, atol=INT16_TOLERANCE, rtol=0)
+    torch.testing.assert_close(logits, wanted, atol=INT16_TOLERANCE if unit else TOLERANCE, rtol=0)
     assert held.weights.nbytes < expected.weights.nbytes
     held.weights.load(tensors)  # twins are compared as they are held
     assert torch.equal(PagedDriver(held, 3).forward(rows), logits)
 
 
 @pytest.mark.parametrize("head_dtype", [None, "int4"])
+@pytest.mark.parametrize("unit", UNITS, ids=["floats", "unit"])
 @pytest.mark.parametrize("name", CONFIGS)
-def test_weights_in_4_bits_are_those_rounded_in_groups(name: str, head_dtype: Any) -> None:
+def test_weights_in_4_bits_are_those_rounded_in_groups(
+    name: str, head_dtype: Any, unit: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(matmul_plan, "has_int8_unit", lambda: unit)
     config, tensors = checkpoint(reference(name))
     options = {"weights_dtype": "int4", "head_dtype": head_dtype}
     held = load_model((config, tensors), kernels=CpuKernels(True), **options)
@@ -277,7 +296,7 @@ def test_weights_in_4_bits_are_those_rounded_in_groups(name: str, head_dtype: An
         floats.copy_(own.unpacked())
     rows = list(enumerate(random_tokens(9, 40, 1)))
     logits, wanted = (PagedDriver(model, 3).forward(rows) for model in (held, plain_model))
-    torch.testing.assert_close(logits, wanted, atol=INT16_TOLERANCE, rtol=0)
+    torch.testing.assert_close(logits, wanted, atol=INT16_TOLERANCE if unit else TOLERANCE, rtol=0)
     held.weights.load(tensors)  # twins are compared as they are held
     assert torch.equal(PagedDriver(held, 3).forward(rows), logits)
 

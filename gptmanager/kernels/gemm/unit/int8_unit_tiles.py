@@ -133,8 +133,8 @@ def unpack_groups(
 ) -> None:
     """Unpack `count` groups of a panel to `span`, and prefetch the next scales.
 
-    A value becomes int8, less 8 if there are no minima; scales and minima become float32. `minima`
-    is the distance from scales to minima, or 0.
+    Values are written as int8, and scales and minima as float32. `minima` is the distance from
+    scales to minima. It is 0 for groups without minima, of which 8 is subtracted from each value.
     """
     none, low = ir.Constant(LONG, 0), ir.Constant(_BYTES, [15] * 4 * LANES)
     shifts = ir.Constant(_BYTES, [4] * 4 * LANES)
