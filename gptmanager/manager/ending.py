@@ -7,7 +7,6 @@ does nothing more, even if the call that hung returns.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
 
 from gptmanager.config import OptionalParams
 from gptmanager.environment.memory import give_back
@@ -24,7 +23,7 @@ _SEND_S = 0.3  # how long an abandoned loop's SendResponse may take to return
 
 
 class Ending:
-    """Ends a loop. `timer` times its iterations. `on_end` is called once, by `close`.
+    """Ends a loop. `timer` times its iterations.
 
     `stand_in`: the thread that sends responses in place of the loop's thread, if it hangs.
     """
@@ -36,7 +35,6 @@ class Ending:
         inbox: Inbox,
         recorder: Recorder,
         timer: CallbackTimer,
-        on_end: Callable[[], None],
     ) -> None:
         self.stand_in: threading.Thread | None = None
         self._params = params
@@ -45,7 +43,6 @@ class Ending:
         self._inbox = inbox
         self._recorder = recorder
         self._timer = timer
-        self._on_end = on_end
 
     # On the loop's thread, or on the one in its place ---------------------------------------
 
@@ -81,8 +78,6 @@ class Ending:
         self._timer.abandon()
         self._host.lifecycle.ended.set()
         self._inbox.close()
-        on_end, self._on_end = self._on_end, lambda: None  # do not keep its owner alive
-        on_end()
 
     # A hang ------------------------------------------------------------------------------------
 

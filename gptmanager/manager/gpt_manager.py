@@ -42,6 +42,7 @@ from gptmanager.request.inference_request import (
 
 _T = TypeVar("_T")
 
+_EXIT_S = 5.0  # how long the end of the interpreter waits for a loop
 _HANG_S = 0.3  # after an abort, `shutdown` does not wait for a callback that runs longer than this
 _STEP_GRACE_S = 5.0  # longer than a step takes
 
@@ -100,9 +101,7 @@ class GptManager(GenerationControl):
                 max_bytes=params.black_box_bytes,
                 black_box_path=params.black_box_path,
             )
-            at_exit = functools.partial(_end_at_exit, weakref.ref(self))
-            forget = functools.partial(atexit.unregister, at_exit)
-            self._worker = Worker(params, self._host, self._inbox, self._recorder, forget)
+            self._worker = Worker(params, self._host, self._inbox, self._recorder)
         own = world, params, alike(*callbacks), self._inbox.wake
         assembling = functools.partial(
             assemble,
@@ -112,7 +111,9 @@ class GptManager(GenerationControl):
         booted: Future[None] = Future()
         run, name = functools.partial(self._worker.run, assembling, booted), "gptmanager-loop"
         self._thread = threading.Thread(target=run, name=name, daemon=True)
-        atexit.register(at_exit)
+        own_thread, process = weakref.ref(self._thread), self._process
+        self._at_exit = functools.partial(_end_at_exit, weakref.ref(self), own_thread, process)
+        atexit.register(self._at_exit)
         try:
             self._thread.start()
             booted.result()
@@ -167,11 +168,12 @@ class GptManager(GenerationControl):
             return True
         if self._is_elsewhere or not self._lifecycle.ended.wait(bounded(timeout)):
             return False
-        if self._lifecycle.is_abandoned or self._thread.ident is None:
-            return True  # the thread hangs, or was never started
-        # The thread is on its last line. `join` alone would not suffice, because an interrupted
-        # join marks a thread that still runs as ended.
-        self._thread.join(_HANG_S)
+        if not (self._lifecycle.is_abandoned or self._thread.ident is None):
+            # The thread is on its last line. `join` alone would not suffice, because an interrupted
+            # join marks a thread that still runs as ended.
+            self._thread.join(_HANG_S)
+        # else the thread hangs, or was never started
+        atexit.unregister(self._at_exit)
         return True
 
     def wait_idle(self, timeout: float | None = None) -> bool:
@@ -218,7 +220,11 @@ class GptManager(GenerationControl):
     def __del__(self) -> None:
         """End the loop, with an error for each request: the manager can no longer be used."""
         is_made = hasattr(self, "_thread")  # False if the constructor has raised
-        if not is_made or self._is_forked or self._lifecycle.ended.is_set:
+        if not is_made or self._is_forked:
+            return
+        if self._lifecycle.ended.is_set:
+            if not self._thread.is_alive():
+                atexit.unregister(self._at_exit)
             return
         self._inbox.ask_to_end(aborts=True)  # without waiting, because this may run in any thread
         warnings.warn(
@@ -235,10 +241,20 @@ class GptManager(GenerationControl):
         self.shutdown(drain=exc_type is None)
 
 
-def _end_at_exit(manager: weakref.ref[GptManager]) -> None:
-    running = manager()
-    if running is not None and not running._is_forked:
-        running.shutdown(drain=False, timeout=5.0)
+def _end_at_exit(
+    manager: weakref.ref[GptManager], thread: weakref.ref[threading.Thread], process: int
+) -> None:
+    """End the manager, or wait for the thread of one that was dropped.
+
+    A thread that frees a tensor while the interpreter ends would abort the process.
+    """
+    if os.getpid() != process:
+        return
+    running, own_thread = manager(), thread()
+    if running is not None:
+        running.shutdown(drain=False, timeout=_EXIT_S)
+    elif own_thread is not None and own_thread is not threading.current_thread():
+        own_thread.join(_EXIT_S)
 
 
 @contextmanager

@@ -35,7 +35,7 @@ _PAUSE_S = 0.1  # how long a paused loop sleeps before it checks the other ranks
 
 
 class Worker:
-    """Runs a loop. `on_end` is called once, after the last response."""
+    """Runs a loop."""
 
     def __init__(
         self,
@@ -43,7 +43,6 @@ class Worker:
         host: CallbackHost,
         inbox: Inbox,
         recorder: Recorder,
-        on_end: Callable[[], None],
     ) -> None:
         self._params = params
         self._host = host
@@ -54,7 +53,7 @@ class Worker:
         most = params.max_step_failures if params.parallel_config is None else 1
         self._recovery = Recovery(host, recorder, most)
         self._timer = CallbackTimer("iteration")  # stopped while the loop sleeps
-        self._ending = Ending(params, host, inbox, recorder, self._timer, on_end)
+        self._ending = Ending(params, host, inbox, recorder, self._timer)
         self._calls = RankCalls(inbox, self._timer)
         self.updates = WeightUpdates(host.cached, self._calls)
         self._thread: threading.Thread | None = None

@@ -15,7 +15,6 @@ import sys
 import threading
 import time
 import warnings
-import weakref
 from itertools import count
 
 import pytest
@@ -26,7 +25,6 @@ from shorthand import request, start
 import gptmanager
 from gptmanager.errors import ManagerDeadError
 from gptmanager.lifecycle.state import ManagerState
-from gptmanager.manager.gpt_manager import _end_at_exit
 from gptmanager.testing import RecordingCallbacks
 
 PATH = os.path.dirname(gptmanager.__file__)
@@ -151,7 +149,7 @@ def in_the_fork(manager):
         pass
     manager.shutdown()
     manager.shutdown(drain=False, timeout=0.1)
-    _end_at_exit(weakref.ref(manager))
+    manager._at_exit()
 
 
 def fork(manager):

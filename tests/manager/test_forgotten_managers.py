@@ -1,5 +1,6 @@
 """A manager whose last reference goes away: it warns, answers its requests and ends its threads."""
 
+import atexit
 import copy
 import gc
 import os
@@ -90,6 +91,42 @@ def test_one_that_has_ended_or_never_began_says_nothing():
         with pytest.raises(ConfigError):
             GptManager("/nowhere", ModelType.V1, **RecordingCallbacks().keywords())
         gc.collect()
+
+
+def test_one_that_has_ended_leaves_nothing_for_the_end_of_the_interpreter(monkeypatch):
+    left = []
+
+    def unregister(function):
+        left[:] = [one for one in left if one != function]
+
+    monkeypatch.setattr(atexit, "register", left.append)
+    monkeypatch.setattr(atexit, "unregister", unregister)
+    start().shutdown()
+    with pytest.raises(ConfigError):
+        GptManager("/nowhere", ModelType.V1, **RecordingCallbacks().keywords())
+    assert not left
+    with start():
+        assert len(left) == 1
+    assert not left
+
+
+def test_the_end_of_the_interpreter_waits_for_the_thread_of_a_dropped_one(monkeypatch):
+    left, wakes = [], threading.Event()
+
+    def get(room):
+        wakes.wait(TIMEOUT)
+        return ()
+
+    monkeypatch.setattr(atexit, "register", left.append)
+    manager = start(get_inference_requests_cb=get)
+    thread = manager._thread
+    with pytest.warns(ResourceWarning):
+        del manager
+    threading.Timer(0.05, wakes.set).start()
+    (at_exit,) = left
+    at_exit()
+    assert not thread.is_alive()
+    at_exit()  # for one that has ended, it does nothing
 
 
 def test_one_that_its_callbacks_refer_to_lives_until_shutdown():
