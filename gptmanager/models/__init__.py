@@ -1,4 +1,4 @@
-"""The network: packed inputs, decoder families as a table, and checkpoints."""
+"""Models: read checkpoints, map their families to a `ModelSpec`, and run the forward pass."""
 
 from gptmanager.models.batch import Batch
 from gptmanager.models.decoder.network import CheckpointModel

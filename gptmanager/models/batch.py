@@ -11,20 +11,21 @@ from gptmanager.kernels.lora.adapter_arguments import StepAdapters
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Batch:
-    """T tokens of R sequences ("rows"). S of the tokens get logits. Context rows come first.
+    """T tokens of R sequences ("rows"). S of the tokens get logits.
 
     `token_ids` int64 `[T]`; `positions` int64 `[T]`, absolute. `row_starts` int32 `[R + 1]`: row r
-    owns the packed tokens `row_starts[r]:row_starts[r + 1]`. `kv_lengths` int32 `[R]`: number of
-    positions in the KV cache, including those of this step. `slots` int32 `[R]`: the row's line in
-    `block_tables` int32 `[slots, blocks]` and in `token_table` int32 `[slots, max_seq_len]` (all
-    known tokens, including those of this step). `sample_index` int64 `[S]`: the packed tokens that
-    need logits: one per sampling row, then the prompt tokens for which a host asked for logits.
-    `sample_rows` int64 `[S]`: their rows. `all_sampled`: `sample_index` is 0 to T - 1, so no tokens
-    have to be selected. `prompt_embeddings` float32 `[n, hidden]` replace the embeddings of the
-    packed tokens `prompt_index` int64 `[n]`, and the `token_ids` of these are ignored. Both are
-    None without prompt embeddings. `adapters`: the adapters of the packed tokens, with `rows`
-    `[T]`, or None. `plan`: int32 tensors that the model has planned for these rows (see
-    `PlanningModel`).
+    has the packed tokens `row_starts[r]:row_starts[r + 1]`. `kv_lengths` int32 `[R]`: number of
+    positions in the KV cache, including those of this step. `slots` int32 `[R]`: the index of each
+    row in the first dimension of `block_tables` int32 `[slots, blocks]` and of `token_table` int32
+    `[slots, max_seq_len]`, which has all known tokens, including those of this step.
+    `sample_index` int64 `[S]`: indices of the packed tokens that need logits, first one per
+    sampling row, then the prompt tokens for which a host asked for logits. `sample_rows` int64
+    `[S]`: the rows of these tokens. `num_context_rows`: how many rows are in the context phase;
+    they are the first rows. `prompt_embeddings` float32 `[n, hidden]` replace the embeddings of the
+    packed tokens with the indices `prompt_index` int64 `[n]`; the `token_ids` of these tokens are
+    ignored. Both are None without prompt embeddings. `adapters`: the adapters of the packed tokens,
+    with `rows` `[T]`, or None. `plan`: the tensors that `PlanningModel.plan` returned for these
+    rows. `all_sampled`: `sample_index` is 0 to T - 1, so no tokens have to be selected.
     """
 
     token_ids: Tensor

@@ -1,7 +1,7 @@
-"""The parts of a checkpoint, from the files of a folder or the keys of a GGUF file.
+"""Reads configs and tensors of a checkpoint: a Hugging Face folder or a GGUF file.
 
-A path refers to a Hugging Face folder, a GGUF file (of a split model the first one), or a folder
-with one GGUF file, or all files of a split model, and no `config.json`.
+A path refers to a Hugging Face folder, to a GGUF file (the first file of a split model), or to a
+folder without `config.json` that has one GGUF file or all files of one split model.
 """
 
 from __future__ import annotations
@@ -75,7 +75,10 @@ def open_tensors(path: str | os.PathLike[str]) -> TensorSource:
 
 
 def as_floats(config: Mapping[str, Any], tensors: TensorSource) -> TensorSource:
-    """Return a source of the same tensors as floats, as the config says that they are quantized."""
+    """Return a source that dequantizes `tensors` as the config.json `config` describes.
+
+    Returns `tensors` itself if the config describes no quantization.
+    """
     scheme = read_scheme(config)
     return tensors if scheme is None else QuantizedSource(tensors, scheme)
 

@@ -1,6 +1,7 @@
 """`convert_checkpoint`: writes any checkpoint as a Hugging Face folder that loads fast.
 
-Tensor names, config and tokenizer are those of Hugging Face, and the weights are safetensors.
+The folder has the tensor names, config.json and tokenizer files of Hugging Face, and the weights as
+safetensors.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from gptmanager.models.read_spec import read_spec
 from gptmanager.models.spec import ModelSpec
 
 _PIECE_BYTES = 16 << 20
-_ENDS = ("", SCALE)  # ends of the names of a matrix's values and scales
+_ENDS = ("", SCALE)  # suffixes of the tensor names of a matrix's values and scales
 _TEXT_FILES = ("*.jinja", "additional_chat_templates/*.jinja", "tokenizer*", "*_config.json")
 _PARTS = ("generation_config.json", "tokenizer_config.json")
 
@@ -54,11 +55,11 @@ def convert_checkpoint(
 
     `dtype` is by default that of the checkpoint. `weights_dtype` "int8" writes the matrices of
     matmuls as int8, with one scale per row. "int4" writes them in groups of 32 numbers of 4 bits
-    with a float16 scale each, except the output matrix, which is written as `head_dtype`, by
-    default "int8". If the checkpoint has such groups already, they are copied exactly. Loading maps
-    quantized matrices instead of copying them. The folder appears once it is complete. Raises
-    ConfigError if the checkpoint cannot be read, if `target` exists, or if a matrix to quantize is
-    stored as `[in, out]`.
+    with one float16 scale per group, except the output matrix, which is written as `head_dtype`, by
+    default "int8". Groups that the checkpoint already has in this format are copied exactly.
+    Loading maps quantized matrices into memory instead of copying them. `target` does not exist
+    until all its files are written. Raises ConfigError if the checkpoint cannot be read, if
+    `target` exists or cannot be written, or if a matrix to quantize is stored as `[in, out]`.
     """
     folder = Path(target).absolute()
     if os.path.lexists(folder):
@@ -141,11 +142,11 @@ def _write_tensors(
 def _layout(
     source: TensorSource, spec: ModelSpec, quantized: Mapping[str, Quantized]
 ) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-    """Return the shapes and dtypes of the tensors to write, in their order.
+    """Return name -> shape and dtype of the tensors to write, in the order of the file.
 
-    A model concatenates some matrices to one, such as those of queries, keys and values. Their
-    values are next to each other in the file, and so are their scales, so the model can map them as
-    one matrix. Quantized values begin at multiples of 64 bytes, a line of the processor's cache.
+    A model concatenates some matrices, such as those of queries, keys and values. The values of
+    such matrices are contiguous in the file, and so are their scales, so the model can map them as
+    one matrix. Quantized values begin at multiples of 64 bytes, the size of a CPU cache line.
     """
     given = source.describe()
     places = place_tensors(spec, given)
@@ -159,7 +160,7 @@ def _layout(
     for name in order:
         if quantized[name] == "int4" and _has_minima(source, name):
             found[name + MINIMUM] = found[name + SCALE]
-    # Each tensor above has a multiple of 8 bytes, so these int64 tensors are aligned.
+    # The size of each tensor above is a multiple of 8 bytes, so these int64 tensors are aligned.
     found |= {name + SHAPE: ((2,), torch.int64) for name in order}
     rest = given.keys() - quantized.keys()
     return found | {name: (given[name].shape, spec.dtype) for name in given if name in rest}
@@ -190,7 +191,7 @@ def _quantized_matrix(source: TensorSource, name: str, kind: Quantized) -> Packe
 
 
 def _write_texts(source: Path, folder: Path) -> None:
-    """Write the tokenizer, chat templates, and the configs of special tokens."""
+    """Write the tokenizer, the chat templates, and the configs of tokenizer and generation."""
     gguf = gguf_checkpoint(source)
     if gguf is None:
         for pattern in _TEXT_FILES:

@@ -1,9 +1,10 @@
 """Reads checkpoints that `convert` has written, with matrices in 8 or 4 bits packed for matmuls.
 
-A matrix is stored as the `Panels` of a `PackedMatrix` or an `Int4Matrix`. Its values have its name:
-int8 `[panels, depth / 4, 16, 4]` or uint8 `[panels, groups, 4, 16, 4]`. Its scales are
-`<name>_scale`, its minima, if any, `<name>_minimum`, and its shape `<name>_shape`. Panels with
-another number of rows or another depth can be read, but not mapped.
+A matrix is stored as the `Panels` of a `PackedMatrix` or an `Int4Matrix`. The tensor with the
+matrix's name has its values, int8 `[panels, depth / 4, 16, 4]` or uint8 `[panels, groups, 4, 16,
+4]`. `<name>_scale` has the scales, `<name>_minimum` the minima, if any, and `<name>_shape` the
+shape `[rows, columns]`. Panels of another number of rows than 16, or of another depth than this
+machine packs, are read but not mapped.
 """
 
 from __future__ import annotations
@@ -23,20 +24,23 @@ from gptmanager.memory.tensor_sources import TensorInfo, tensor_name
 
 FIELD = "quantization_config"
 LAYOUT_VERSION = 4
-SCALE, MINIMUM, SHAPE = "_scale", "_minimum", "_shape"  # the last parts of names
+SCALE, MINIMUM, SHAPE = "_scale", "_minimum", "_shape"  # suffixes of tensor names
 _KINDS: Mapping[str, Quantized] = {"int8": "int8", "uint8": "int4"}  # by the dtype of values
 _SCALES = {"int8": "float32", "int4": "float16"}
-_TEMPORARIES = 2
+_TEMPORARIES = 2  # arrays of a piece's size that exist at once while it is converted
 _ANY_SIZE = 1 << 62
 
 
 def quantization_config() -> dict[str, Any]:
-    """Return the value of `quantization_config` in a config.json."""
+    """Return the field `quantization_config` of the config.json that `convert` writes."""
     return {"quant_method": "gptmanager", "gptmanager_layout": LAYOUT_VERSION, "group_size": GROUP}
 
 
 def is_own_layout(config: Mapping[str, Any]) -> bool:
-    """Return whether a checkpoint has this layout. Raises ConfigError for another version of it."""
+    """Return whether the config.json `config` declares this layout.
+
+    Raises ConfigError for another version of the layout.
+    """
     own = config.get(FIELD)
     if not isinstance(own, dict) or "gptmanager_layout" not in own:
         return False
@@ -49,9 +53,10 @@ def is_own_layout(config: Mapping[str, Any]) -> bool:
 
 
 class ConvertedTensors:
-    """A `PanelSource` over the quantized matrices, which it also returns as floats.
+    """A `PanelSource` of a converted checkpoint. `pieces` dequantizes its matrices to float32.
 
-    Raises ConfigError if a tensor of a matrix is missing or has another shape.
+    The constructor raises ConfigError if the scales or the shape of a matrix are missing, or if
+    their shapes or dtypes do not fit the values.
     """
 
     def __init__(self, source: SafetensorsFolder) -> None:
@@ -110,7 +115,7 @@ class ConvertedTensors:
                 yield start, groups.floats()[:, columns.start : columns.stop]
             return
         scales = self._whole(name + SCALE).clone()  # copied, because later reads may unmap it
-        # each int8 byte becomes a float32, and conversion needs temporary arrays
+        # each int8 value becomes a float32, and conversion needs temporary arrays
         for first, panels in self._read(name, name, max_bytes // (4 * _TEMPORARIES), rows):
             whole = panels.transpose(1, 2).flatten(0, 1).flatten(1)
             skipped, count = max(0, rows.start - first), min(rows.stop - first, len(whole))
@@ -120,7 +125,7 @@ class ConvertedTensors:
     def groups(self, name: str, max_bytes: int, rows: range) -> Iterator[tuple[int, Groups]]:
         columns = self._found[name].shape[1]
         ends = [SCALE, *([MINIMUM] if name + MINIMUM in self._given else [])]
-        # eight floats of 4 bytes for each four bytes
+        # Each byte has two values, which become two floats of 4 bytes.
         pieces = self._read(name, name, max_bytes // 8, rows)
         for first, panels in pieces:
             halves = panels.permute(0, 3, 1, 2, 4).flatten(0, 1)
@@ -141,7 +146,7 @@ class ConvertedTensors:
     def _read(
         self, name: str, part: str, max_bytes: int, rows: range
     ) -> Iterator[tuple[int, Tensor]]:
-        """Yield the panels of `part` that have these rows, in pieces with their first row."""
+        """Yield (index of the first row, panels) for the panels of tensor `part` with `rows`."""
         shape = self._given[name].shape
         lanes = shape[-2]
         panels = range(rows.start // lanes, -(-rows.stop // lanes))

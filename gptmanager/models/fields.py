@@ -11,7 +11,7 @@ from typing import Any, TypeVar, cast
 from gptmanager.errors import ConfigError, quoted
 
 MAX_SIZE = 2**31 - 1  # positions, tokens and rows are int32 in kernels
-LEAST_NUMBER, MAX_NUMBER = 1.2e-38, 3.4e38  # of float32
+LEAST_NUMBER, MAX_NUMBER = 1.2e-38, 3.4e38  # the range of normal float32 numbers
 _LONG_NAME = 100
 RANGE = f"from {LEAST_NUMBER} to {MAX_NUMBER}"
 
@@ -21,9 +21,9 @@ T = TypeVar("T")
 class Fields:
     """A config, read by our names of its fields. Errors use the config's own spelling.
 
-    `spellings`: our name -> the config's name, if they differ. An absent field has its default; a
-    null field has none. Error texts begin with `label` and the field's name. `unread` returns the
-    fields that no code has read.
+    `spellings`: our name -> the config's name, if they differ. `defaults`: values of absent fields;
+    a field that is null stays None. Error texts begin with `label` and the field's name. Methods
+    that check a value raise ConfigError.
     """
 
     def __init__(
@@ -40,6 +40,7 @@ class Fields:
         self._results: dict[str, Any] = {}
 
     def get(self, field: str) -> Any:
+        """Return a field's value, or its default if it is absent. Marks the field as read."""
         names = self._spellings.get(field, field), field
         self._read.update(names)
         for name in names:
@@ -68,16 +69,17 @@ class Fields:
 
     @property
     def layer_types(self) -> list[str]:
-        """The kind of attention of each layer, for families with different kinds."""
+        """The kind of attention of each layer, for families with several kinds; otherwise empty."""
         return self._layer_types
 
     def error(self, field: str, need: str) -> ConfigError:
+        """Return an error that names the field and its value. `need`: what the value must be."""
         name, value = self._spellings.get(field, field), quoted(self.get(field))
         name = name if len(name) < _LONG_NAME and name.isprintable() else quoted(name)
         return ConfigError(f"{self._label}{name} = {value}: {need}")
 
     def size(self, field: str, if_null: int | None = None, limit: int = MAX_SIZE) -> int:
-        """Return a positive integer, at most `limit`."""
+        """Return a positive integer of at most `limit`; `if_null` if it is absent or null."""
         value = if_null if self.get(field) is None else self.get(field)
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise self.error(field, "must be a positive integer")
@@ -86,12 +88,12 @@ class Fields:
         return value
 
     def count(self, field: str) -> int:
-        """Return an integer of at least 0."""
+        """Return an integer from 0 to `MAX_SIZE`."""
         value = self.get(field)
         return 0 if value == 0 and type(value) is int else self.size(field)
 
     def number(self, field: str, if_null: float | None = None) -> float:
-        """Return a positive number within the range of float32."""
+        """Return a positive float32 number; `if_null` if the field is absent or null."""
         value: Any = if_null if self.get(field) is None else self.get(field)
         if not is_positive(value):
             raise self.error(field, f"must be a positive number {RANGE}")
@@ -114,13 +116,14 @@ class Fields:
         self._layer_types = types
 
     def flag(self, field: str, if_null: bool = False) -> bool:
+        """Return a boolean; `if_null` if the field is absent or null."""
         value = if_null if self.get(field) is None else self.get(field)
         if not isinstance(value, bool):
             raise self.error(field, "must be true or false")
         return value
 
     def layers(self, field: str) -> frozenset[int]:
-        """Return the numbers in a list of layers, none if the field is absent or null."""
+        """Return the numbers in a list of layers; empty if the field is absent or null."""
 
         def read() -> frozenset[int]:
             given = [] if self.get(field) is None else self.get(field)
@@ -131,7 +134,7 @@ class Fields:
         return self.once(field, read)
 
     def once(self, name: str, compute: Callable[[], T]) -> T:
-        """Return `compute()`, which is called once for each name and not for every layer."""
+        """Return the result of `compute`, which is called only once for each `name`."""
         if name not in self._results:
             self._results[name] = compute()
         return cast(T, self._results[name])

@@ -1,4 +1,4 @@
-"""Inputs of attention in special layers: queries with a temperature, and pages without heads."""
+"""Changes to the inputs of attention in some layers: scaled queries, and pages without heads."""
 
 from __future__ import annotations
 
@@ -10,13 +10,19 @@ from gptmanager.models.spec import QueryTemperature
 
 
 def without_heads(pages: Pages) -> Pages:
-    """Return the pages without KV heads, for a layer that has no keys and values of its own."""
+    """Return `pages` with zero KV heads, for a layer that reads the keys and values of another.
+
+    Such a layer writes no keys and values.
+    """
     scales = None if pages.cache_scales is None else pages.cache_scales[:, :0].contiguous()
     return Pages(pages.keys[:, :0], pages.values[:, :0], scales)
 
 
 def warmed(queries: Tensor, positions: Tensor, temperature: QueryTemperature) -> Tensor:
-    """Return the queries `[T, H, D]`, scaled by the temperature of their positions."""
+    """Return the queries `[T, H, D]`, scaled by the temperature of their positions `[T]`.
+
+    The factor is `1 + beta * log(1 + (position + offset) // length)`.
+    """
     wide = torch.float64 if queries.dtype is torch.float64 else torch.float32
     steps = ((positions + temperature.offset) // temperature.length).to(wide)
     factors = 1 + temperature.beta * torch.log1p(steps)

@@ -1,4 +1,4 @@
-"""`CosSinTables`: the cosines and sines of all positions, for each rotation of a network."""
+"""`CosSinTables`: the cosines and sines of all positions, for each `Rope` of a network."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ from gptmanager.models.rope_scaling import Rope, rope_table
 
 
 class CosSinTables:
-    """The tables of all rotations of a network. `by_rope`: rotation -> its table.
+    """The tables of all distinct `Rope`s of a network; see `rope_table`.
 
-    `all` has the same tables; it is None before `reserve`.
+    `by_rope`: `Rope` -> its table. `all`: the same tables. Before `reserve`, `by_rope` is empty and
+    `all` is None.
     """
 
     def __init__(self, ropes: Iterable[Rope | None], device: torch.device | str) -> None:
@@ -30,7 +31,7 @@ class CosSinTables:
         """
         if self.all is not None and all(len(it) == num_positions for it in self.all):
             return
-        self.by_rope, self.all = {}, None  # freed first, so that only one table is in memory
+        self.by_rope, self.all = {}, None  # frees the old tables before the new ones are made
         try:
             for rope in self._ropes:
                 self.by_rope[rope] = rope_table(rope, num_positions, self._device)

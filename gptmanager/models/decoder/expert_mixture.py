@@ -13,7 +13,11 @@ from gptmanager.models.decoder.layer_tensors import ExpertLayer, ExpertNorms
 def mix_experts(
     kernels: Kernels, own: ExpertLayer, hidden: Tensor, shared: Tensor | None
 ) -> Tensor:
-    """Return the outputs `[T, C]` of the experts for `hidden [T, C]`, plus those in `shared`."""
+    """Return the outputs `[T, C]` of the experts for `hidden [T, C]`, plus `shared`.
+
+    `shared [T, C]`: the output of the layer's shared MLP, or None. It is multiplied by the sigmoid
+    of its gate if the layer has one.
+    """
     logits = kernels.linear(hidden, *own.router)
     mixed = kernels.experts(hidden, logits, own.correction, own.routing, own.experts)
     if shared is None:
@@ -32,9 +36,10 @@ def mix_apart(
     eps: float,
     sum_of_ranks: Callable[[Tensor], Tensor],
 ) -> Tensor:
-    """Return the outputs of experts that read the residual, plus the outputs `shared`.
+    """Return the outputs `[T, C]` of experts that read the residual `[T, C]`, plus `shared`.
 
-    Each of the two is normalized before the addition. See `Experts.apart`.
+    `shared [T, C]`: the output of the layer's shared MLP. Both outputs are normalized before the
+    addition. `sum_of_ranks` sums the experts' outputs over the ranks. See `Experts.apart`.
     """
     logits = kernels.linear(kernels.rms_norm(residual, norms.router, eps), *own.router)
     logits = kernels.scaled(logits, residual.shape[1] ** -0.5)

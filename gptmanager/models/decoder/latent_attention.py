@@ -22,9 +22,11 @@ _EPS = 1e-6  # for norms of latents, independent of the config, as in transforme
 
 
 class LatentTensors(NamedTuple):
-    """The projections of a layer. `query_latent` is None if queries have no latent.
+    """The projections of a layer. `query_latent` and `query_norm` are None if queries have no
+    latent.
 
-    `key_up` `[H, key_dim, rank]` and `value_up` `[H, value_dim, rank]`: from latents to each head.
+    `key_up` `[H, key_dim, rank]` and `value_up` `[H, value_dim, rank]` project latents to the keys
+    and values of each head.
     """
 
     latent: Latent
@@ -70,9 +72,9 @@ def attend_to_latents(
     pages: Pages,
     rows: RowSpans,
 ) -> Tensor:
-    """Run attention on normalized `[T, C]`; return `[T, H * value_dim]`.
+    """Run attention on `hidden`, the normalized residual `[T, C]`; return `[T, H * value_dim]`.
 
-    A key of the pages is the rotated part that all heads share, then the latent.
+    A key in the pages is the rotated part, which all heads share, followed by the latent.
     """
     latent, rope_dim, num_heads = own.latent, own.rope_dim, layer.attention.num_heads
     source = hidden
@@ -95,11 +97,11 @@ def attend_to_latents(
 
 
 def _by_head(kernels: Kernels, x: Tensor, weight: Tensor) -> Tensor:
-    """Return `x [T, H, I]` times `weight [H, I, O]` for each head, `[T, H, O]`."""
+    """Return the matmuls of `x [T, H, I]` with `weight [H, I, O]` for each head, `[T, H, O]`."""
     by_head = x.transpose(0, 1)
     if not kernels.deterministic:
         return torch.bmm(by_head, weight).transpose(0, 1)
     each = [
         torch.bmm(own, weight) for own in torch.split(by_head, 1, dim=1)
-    ]  # the same for any batch
+    ]  # one token at a time, so that a token's result does not depend on the batch
     return torch.cat(each, dim=1).transpose(0, 1)

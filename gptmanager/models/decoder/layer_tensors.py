@@ -19,17 +19,21 @@ from gptmanager.models.spec import Mlp, ModelSpec, QueryTemperature
 
 
 class Affine(NamedTuple):
+    """The weight of a linear layer, and its bias or None."""
+
     weight: Matrix
     bias: Tensor | None
 
 
 class Norm(NamedTuple):
+    """The weight `[C]` of a norm, and its bias `[C]` or None."""
+
     weight: Tensor
     bias: Tensor | None
 
 
 class HeadNorm(NamedTuple):
-    """A norm over groups of `width` columns of the queries, keys and values."""
+    """A norm over groups of `width` columns, in the `columns` of queries, keys and values."""
 
     columns: range
     width: int
@@ -37,7 +41,9 @@ class HeadNorm(NamedTuple):
 
 
 class TokenInput(NamedTuple):
-    """How a layer adds its token input to the residual; see `spec.TokenInputs`."""
+    """The tensors with which a layer adds its token input to the residual; see
+    `spec.TokenInputs`.
+    """
 
     gate: Matrix
     out: Matrix
@@ -45,16 +51,20 @@ class TokenInput(NamedTuple):
 
 
 class LayerEnd(NamedTuple):
-    """The end of a layer after its MLP: an addition for the token, and a factor of the residual."""
+    """What a layer does after its MLP: it adds its token input to the residual, and multiplies the
+    residual by `scale`. None if the layer has no such step.
+    """
 
     token_input: TokenInput | None
     scale: Tensor | None
 
 
 class LayerPages(NamedTuple):
-    """The pages that a layer reads: their index in the pool, and their scales.
+    """Which pages of the KV pool a layer reads.
 
-    `is_own`: the layer writes them. `keys_as_values`: see `Attention`. `is_once`: see `Pages`.
+    `number`: their index in `KvPool.layers`. `scales` `[2, KV heads]`: the scales of keys and
+    values in float8, None for other dtypes. `is_own`: the layer also writes these pages.
+    `keys_as_values`: see `Attention`. `is_once`: see `Pages`.
     """
 
     number: int
@@ -64,11 +74,16 @@ class LayerPages(NamedTuple):
     is_once: bool
 
     def of(self, kv_pool: KvPool) -> Pages:
+        """Return these pages of `kv_pool`."""
         return Pages(*kv_pool.layers[self.number], self.scales, self.is_once)
 
 
 class ExpertNorms(NamedTuple):
-    """The norms of `Experts.apart`: of the inputs of router and experts, and of both outputs."""
+    """The weights of norms if experts read the residual (`Experts.apart`).
+
+    `router` and `experts` are for the inputs of router and experts, `experts_out` and `shared_out`
+    for the outputs of the experts and of the shared MLP.
+    """
 
     router: Tensor
     experts: Tensor
@@ -77,9 +92,9 @@ class ExpertNorms(NamedTuple):
 
 
 class ExpertLayer(NamedTuple):
-    """The router of a layer, its experts, and the shared MLP that all tokens use.
+    """The router of a layer, its experts, and the shared MLP that all tokens use, if any.
 
-    `norms` is None if experts read and add what the MLP of other layers does.
+    `norms` is None if the experts read the same input as the shared MLP (not `Experts.apart`).
     """
 
     router: Affine
@@ -104,7 +119,8 @@ class DenseLayer(NamedTuple):
 class LayerTensors(NamedTuple):
     """The tensors of a layer. `number`: index of the layer among the layers of this rank.
 
-    `qkv` is None in a layer with latents or a state. `qkv_name` and `out_name`: see `matrix_names`.
+    `qkv` is None in a layer with latent or linear attention. `qkv_name` and `out_name`: see
+    `matrix_names`.
     `q_norm` and `k_norm` are applied with the rotation, `head_norms` before it. A norm is None if
     the layer does not have it. `next_norm`: the first norm of the next layer, or the final norm.
     """
@@ -178,7 +194,10 @@ def layer_tensors(
 def find_norm(
     spec: ModelSpec, weights: Weights, module: str, device: torch.device | str
 ) -> Norm | None:
-    """Return a norm of the network, or None if it does not exist. Missing weights become ones."""
+    """Return the norm `module`, or None if the network does not have it.
+
+    The weight is ones if the norms of the network have no weights.
+    """
     norms, name = spec.norms, module.rpartition(".")[2]
     present = {
         "attention_norm": norms.before_attention,

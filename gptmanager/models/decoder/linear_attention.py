@@ -1,4 +1,4 @@
-"""Linear attention with a state: the tensors of a layer with a gated delta rule."""
+"""`DeltaLayer`: the tensors of a layer with linear attention (the gated delta rule)."""
 
 from __future__ import annotations
 
@@ -17,9 +17,10 @@ from gptmanager.models.spec import ModelSpec
 
 
 class DeltaLayer(NamedTuple):
-    """The parameters of a layer. `state`: the number of its first state in the pool.
+    """The tensors of a layer with the gated delta rule.
 
     `matrices`: the projections to `projected` and to `gates`, with their names in `matrix_names`.
+    `state`: the index of the first of the layer's two tensors in `KvPool.states`.
     """
 
     shape: DeltaShape
@@ -31,14 +32,14 @@ class DeltaLayer(NamedTuple):
     def attend(
         self, kernels: Kernels, projected: Tensor, gates: Tensor, kv_pool: KvPool, rows: RowSpans
     ) -> Tensor:
-        """Update the states of the rows. Return the output projection's input, `[T, H * V]`."""
+        """Update the states of the rows; return the input `[T, H * V]` of the output projection."""
         inputs, memory = kv_pool.states.tensors[self.state : self.state + 2]
         own = self.shape, self.tensors, self.eps, DeltaState(inputs, memory)
         return kernels.gated_delta(projected, gates, *own, rows)
 
 
 def delta_layer(spec: ModelSpec, weights: Weights, index: int) -> DeltaLayer | None:
-    """Return the parameters of layer `index`; None if it has no delta rule."""
+    """Return the tensors of layer `index`, or None if it does not use the gated delta rule."""
     shape, prefix = spec.layers[index].attention.delta, f"layers.{index}"
     if shape is None:
         return None

@@ -41,7 +41,7 @@ def lora_modules(spec: ModelSpec) -> dict[int, LoraModule]:
 
 
 def adapter_share(spec: ModelSpec, layout: RankLayout) -> AdapterShare:
-    """Return a rank's share of adapters, which corresponds to its share of each matrix."""
+    """Return which part of each adapter a rank keeps: the part for its share of each matrix."""
     shares = layer_shares(spec, layout)
     cuts = {
         (layer, module_id): _cut(own, shares[layer])
@@ -56,7 +56,7 @@ def adapter_share(spec: ModelSpec, layout: RankLayout) -> AdapterShare:
 
 
 def _in_layer(spec: ModelSpec, index: int) -> Iterator[tuple[str, LoraVariant]]:
-    """Yield the modules of a layer; their `layers` are empty."""
+    """Yield the names and variants of a layer's modules; `layers` of each variant is empty."""
     hidden, own, mlp = spec.hidden_size, spec.layers[index].attention, spec.layers[index].mlp
     names, orders = matrix_names(spec, index), row_orders(spec, index)
 
@@ -91,9 +91,9 @@ def _in_layer(spec: ModelSpec, index: int) -> Iterator[tuple[str, LoraVariant]]:
 
 
 def _of_delta(own: DeltaShape, is_joined: bool) -> Iterator[tuple[str, str, range]]:
-    """Yield the modules of linear attention, their matrices and rows.
+    """Yield the modules of linear attention as (name, matrix, rows of the matrix).
 
-    `is_joined`: one module of the checkpoint has all rows of a matrix.
+    `is_joined`: each matrix is one module in the checkpoint.
     """
     heads, channels = own.value_heads, own.channels
     everything = range(channels + own.values)

@@ -1,7 +1,7 @@
-"""`CheckpointModel`: the network that a `ModelSpec` describes, on weights and kernels.
+"""`CheckpointModel`: the forward pass of the decoder that a `ModelSpec` describes.
 
-It is a decoder with a residual stream, and the spec defines its variant. This module does not know
-families, config files or tensor names of checkpoints.
+This module does not know families, config files or tensor names of checkpoints: the spec has all
+that differs between decoders.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ class CheckpointModel:
 
     @property
     def adapter_share(self) -> AdapterShare | None:
-        """Return the part of adapters that this rank keeps; None for all of them."""
+        """Return which part of each adapter this rank keeps; None without other ranks."""
         if self._collectives is None:
             return None
         return adapter_share(self.whole_spec, self._collectives.layout)
@@ -175,10 +175,10 @@ class CheckpointModel:
 
     @torch.inference_mode()
     def forward_captured(self, batch: Batch, kv_pool: KvPool, capture: StepCapture) -> Tensor:
-        """Run `forward` on rows of one token each, all sampled, without prompt embeddings, adapters
-        and plan.
+        """Run `forward` as a captured step. Each row must have one token, which is sampled. Prompt
+        embeddings, adapters and a plan are not supported.
 
-        `capture`: created by this model, for this pool and the batch's block tables.
+        `capture`: from `new_step_capture`, for this pool and the batch's block tables.
         """
         inputs = [getattr(batch, name) for name in _CAPTURED]
 
@@ -200,7 +200,7 @@ class CheckpointModel:
         return self._collectives.receive(residual)
 
     def _end(self, hidden: Tensor, residual: Tensor, num_sampled: int) -> Tensor:
-        """Return logits of the last stage's `hidden`, or send the residual to the next stage."""
+        """Return the logits of `hidden`, or send the residual to the next stage if any."""
         if self._lm_head is None:
             assert self._collectives is not None
             self._collectives.send(residual)
@@ -231,7 +231,7 @@ class CheckpointModel:
         return embedded
 
     def _look_up(self, ids: Tensor, table: Matrix) -> Tensor:
-        """Return rows of the embedding `table`, and zeros for tokens of other ranks."""
+        """Return embeddings `[T, C]` of `ids [T]`; zeros for tokens in the share of other ranks."""
         own = self._tokens
         if len(own) == self.spec.vocab_size:
             return self._kernels.embedding(ids, table)
@@ -247,7 +247,7 @@ class CheckpointModel:
         matrix: str,
         adapters: StepAdapters | None,
     ) -> Tensor:
-        """Return the matmul with a layer's `matrix`, including the outputs of adapters."""
+        """Return `hidden` projected by a layer's `matrix`, including the outputs of adapters."""
         result = self._kernels.linear(hidden, *affine)
         if adapters is not None:
             self._kernels.add_adapters(result, hidden, adapters, layer.number, matrix)
@@ -262,7 +262,7 @@ class CheckpointModel:
         rows: RowSpans,
         adapters: StepAdapters | None,
     ) -> Tensor:
-        """Run attention on normalized `[T, C]`; return the input of the output projection."""
+        """Run attention on the normalized residual; return the input of the output projection."""
         norms, delta, gates = self.spec.norms, self._deltas[layer.number], None
         if delta is not None:
             projected, own_gates = (
@@ -321,11 +321,10 @@ class CheckpointModel:
         adapters: StepAdapters | None,
         inputs: Tensor | None,
     ) -> Tensor:
-        """Apply the output projection to `[T, H * D]` and run the MLP; add both to the residual in
-        place.
+        """Apply the output projection to `attended` and run the MLP; add both to the residual.
 
-        Returns the normalized residual `[T, C]` for the next layer. `hidden`: the input of
-        attention.
+        The addition is in place. Returns the normalized residual `[T, C]` for the next layer.
+        `attended` `[T, H * D]`: the output of attention. `hidden` `[T, C]`: the input of attention.
         """
         out = self._project(attended, layer.out, layer, layer.out_name, adapters)
         if self.spec.parallel:

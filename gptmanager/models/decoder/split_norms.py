@@ -21,13 +21,14 @@ def norm_over_ranks(
     whole: Attention,
     collectives: Collectives,
 ) -> None:
-    """Normalize this rank's queries and keys in `qkv [T, N]` in place, as parts of all heads.
+    """Normalize this rank's queries and keys in `qkv [T, N]` in place.
 
-    `norms`: the norm of queries and the norm of keys. `whole`: the attention of all ranks together.
+    The mean square is over the heads of all ranks. `norms`: the norm of queries and the norm of
+    keys. `whole`: the attention of all ranks together.
     """
     parts = [qkv[:, it.columns.start : it.columns.stop] for it in norms]
     squares = torch.stack([widened(part).square().sum(-1) for part in parts], 1)
-    # where there are more ranks than KV heads, several have the same ones
+    # With more ranks than KV heads, the sum counts a head once for each rank that has it.
     squares[:, 1] /= max(1, collectives.layout.tensor_parallel_size // whole.num_kv_heads)
     squares = collectives.all_reduce(squares)
     for number, (part, norm) in enumerate(zip(parts, norms, strict=True)):

@@ -1,4 +1,4 @@
-"""Parts that rows of the table share: norms, spellings, and families that others derive from."""
+"""Values that families share: norms, spellings of fields, and families that others derive from."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _LLAMA_FIELDS = {
 
 
 def llama_fields(**changes: object) -> dict[str, object]:
-    """Return the defaults of Llama's fields with these changes."""
+    """Return the defaults of Llama's config fields, with `changes` added or replaced."""
     return {**_LLAMA_FIELDS, **changes}
 
 

@@ -1,7 +1,6 @@
-"""Config fields that are ignored, and the check that no other field is left unread.
+"""`refuse_unread`: rejects config fields that no reader has read and that may have an effect.
 
-A field that no reader has read and that is not listed here is rejected, unless its value means that
-a feature is absent. Otherwise a config with a feature that its family lacks would lead to wrong
+Without this check, a config with a feature that its family does not implement would lead to wrong
 tokens.
 """
 
@@ -31,7 +30,7 @@ _NEUTRAL: Mapping[str, Any] = {
     "quantization_config": None,
     "residual_multiplier": 1.0,
 }
-# Fields of training, generation, bookkeeping and task heads, and of the order of the arithmetic.
+# Ignored: fields of training, generation, bookkeeping, task heads, and the order of arithmetic.
 _IGNORED = re.compile(
     r"_.*|.*(dropout|drop_rate|layerdrop|pdrop|dropout_p|jitter_noise)|.*(initializer|init_std).*"
     r"|.*_token_id|.*_token_ids|.*_token_index|.*loss.*|aux_.*|summary_.*|output_.*|transformers.*"
@@ -55,7 +54,7 @@ _IGNORED = re.compile(
 def refuse_unread(fields: Fields, neutral: Mapping[str, Any]) -> None:
     """Raise ConfigError for an unread field that may change what the network computes.
 
-    `neutral`: fields of the family that must have the given value.
+    `neutral`: unread fields of the family -> the only value, besides None, that is accepted.
     """
     known = {**_NEUTRAL, **neutral}
     for field, value in fields.unread().items():

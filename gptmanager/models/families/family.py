@@ -22,26 +22,30 @@ def _nothing(*_: Any) -> Mapping[str, Any]:
 
 @dataclass(frozen=True)
 class Family:
-    """A row of the table: the names of a family's config fields and tensors, and their meaning.
+    """A model family: the names of its config fields and tensors, and their meaning.
 
-    `title`: the name for users. `tensors`: see `names`; in a checkpoint, `prefix` may be missing.
-    `other_tensors`: other names for the same parameters, in GGUF files or of stacked experts.
-    `ignored`: tensors that are not used. `spellings`: our name of a config field -> the family's.
-    `defaults`: values of absent fields, by our names. A property that may be a string can name the
-    config field that has its value. `norms`: their epsilon is read from the config; `qk_norm`:
-    whether `norms.query_key` applies. `interleaved`: rotated pairs are neighbors in a checkpoint.
-    `position_offset`: of learned positions. `activation`: overrides `hidden_act`.
+    `title`: the name for users. `tensors`: tensor names, see `names`. `prefix`: the start of these
+    names that a checkpoint may omit. `other_tensors`: further names of the same parameters, in GGUF
+    files or for stacked experts. `ignored`: names of tensors that are not used. `spellings`: our
+    name of a config field -> the family's. `defaults`: values of absent fields, by our names. A
+    `bool | str` property is either the value or the name of the config field that has the value.
+    `norms`: their epsilon is read from the config instead. `qk_norm`: whether `norms.query_key`
+    applies. `interleaved`: the checkpoint stores the two rows of a RoPE pair next to each other.
+    `position_offset`: added to a position to index the learned position embeddings; None without
+    them. `activation`: overrides `hidden_act`. `one_norm`: attention and MLP read the output of the
+    same norm. `neutral`: config field -> the only value that it may have. `transposed`: layers
+    store their matrices as [in, out]. `scaled`: see `Layer`.
 
-    `windows`: which layers have a sliding window: none, all, "some" (from `max_window_layers` on),
-    or those that `layer_types` names. With a number n, if that field is absent, the last of every n
-    layers has no window; with -n the first; with 0 every layer has one. With "chunks" windows begin
-    at multiples of their size. With "linear" no layer has one, and some have linear attention.
-    `one_norm`: attention and MLP read the output of the same norm. `neutral`: fields that must have
-    a certain value. `transposed`: layers store their matrices as [in, out].
+    `windows`: which layers have a sliding window. "none" and "all": no layer or each layer. "some":
+    the layers from `max_window_layers` on. A number: the layers that `layer_types` names, or if
+    that field is absent, n: all but the last of every n layers, -n: all but the first of every n
+    layers, 0: all. "chunks": attention in chunks, with windows that begin at multiples of their
+    size. "linear": no layer has a window, and some have linear attention.
 
-    `network` returns further fields of the `ModelSpec`, `attention` further fields of a layer's
-    `Attention` (and `rope_dim`, if less than a head rotates), `mlp` of its `Mlp`, and `experts` a
-    layer's mixture of experts and the width of an expert. `scaled`: see `Layer`.
+    `network` returns further fields of the `ModelSpec`. For a layer, `attention` returns further
+    fields of its `Attention` (and `rope_dim`, if RoPE rotates only a part of each head), `mlp`
+    further fields of its `Mlp`, and `experts` its mixture of experts and the width of an expert, or
+    None.
     """
 
     title: str

@@ -1,7 +1,8 @@
-"""The families of Gemma: norms that store weights minus 1, and scaled embeddings.
+"""The families Gemma 1 to 4, which scale their embeddings.
 
-In Gemma 4 heads differ by layer, values may be keys, layers share keys, and experts run in parallel
-with an MLP.
+Checkpoints of Gemma 1 to 3 store the weights of norms minus 1. In Gemma 4, the number and size of
+KV heads differ between layers, keys may be used as values, the last layers may read the keys and
+values of earlier layers, and experts run in parallel with an MLP.
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ def _attention(fields: Fields, layer: int) -> Mapping[str, Any]:
 
 
 def _heads(fields: Fields, layer: int) -> Mapping[str, int]:
-    """Return the KV heads of a layer and their size, where they differ from other layers."""
+    """Return `num_kv_heads` and `head_dim` of a layer, without those that no field overrides."""
     given, is_full = fields.get("per_layer_config"), fields.layer_type(layer) == FULL
     fields.note_read("global_head_dim", "num_global_key_value_heads", "attention_k_eq_v")
     if given is None and not is_full:
@@ -100,7 +101,9 @@ def _by_layer(fields: Fields) -> Mapping[int, Any]:
 
 
 def _mlp(fields: Fields, layer: int) -> Mapping[str, Any]:
-    """Return the doubled MLP width of layers that share keys, if the config sets it."""
+    """Return twice the MLP width if `use_double_wide_mlp` is set and the layer reads the keys of
+    another layer, otherwise no fields.
+    """
     is_wide = fields.flag("use_double_wide_mlp") and layer >= _first_shared(fields)
     return {"width": 2 * fields.size("intermediate_size")} if is_wide else {}
 
@@ -122,7 +125,7 @@ _ROUTED = experts_of("num_experts", per_token="top_k_experts", renormalize=True)
 
 
 def _first_shared(fields: Fields) -> int:
-    """Return the first layer that reads the keys and values of another one."""
+    """Return the index of the first layer that reads the keys and values of another layer."""
     num_layers = fields.size("num_hidden_layers")
     shared = fields.count("num_kv_shared_layers")
     if shared >= num_layers:

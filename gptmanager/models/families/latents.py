@@ -85,7 +85,7 @@ _GREEDY = experts_of(
 
 
 def _v2_experts(fields: Fields, layer: int) -> tuple[Experts, int] | None:
-    """Return the experts of DeepSeek V2, which may be chosen without regard to their groups."""
+    """Return the experts of DeepSeek V2. With `topk_method` "greedy", experts have no groups."""
     method, found = fields.get("topk_method"), _GREEDY(fields, layer)
     if method not in ("greedy", "group_limited_greedy"):
         raise fields.error("topk_method", "must be 'greedy' or 'group_limited_greedy'")

@@ -1,4 +1,4 @@
-"""Families with LayerNorms."""
+"""Families with LayerNorm instead of RMS norms."""
 
 from __future__ import annotations
 

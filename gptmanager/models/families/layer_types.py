@@ -1,4 +1,4 @@
-"""Reads which layers have a window or rotary positions, from the fields of a config."""
+"""Reads from the fields of a config which layers have a window, RoPE, or linear attention."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ Concerned = Literal["none", "all", "some", "chunks", "linear"] | int
 def read_windows(
     fields: Fields, concerned: Concerned, num_layers: int, max_seq_len: int
 ) -> tuple[tuple[int | None, ...], list[str]]:
-    """Return the window and the type of each layer. A window that covers all positions becomes
-    None.
+    """Return the window of each layer, and the type of each layer, such as "full_attention".
 
+    A window is its number of positions, or None if the layer has none or if it covers all of
+    `max_seq_len`. The list of types is empty if `concerned` is "none", "all" or "some".
     `concerned`: see `Family.windows`.
     """
     if concerned == "chunks":
@@ -80,7 +81,10 @@ def _by_type(
 def _in_chunks(
     fields: Fields, num_layers: int, max_seq_len: int
 ) -> tuple[tuple[int | None, ...], list[str]]:
-    """Return windows that begin at multiples of their size, for the layers with rotation."""
+    """Return the windows and types of layers with attention in chunks.
+
+    Unless `layer_types` says otherwise, the layers with RoPE have chunks.
+    """
     types = [CHUNKED if is_rotated(fields, layer) else FULL for layer in range(num_layers)]
     if fields.get("layer_types") is not None:
         types = _checked(fields, num_layers, [FULL, CHUNKED])
@@ -93,7 +97,10 @@ def _in_chunks(
 
 
 def _checked(fields: Fields, num_layers: int, possible: list[str]) -> list[str]:
-    """Return `layer_types`, which must be one of these for each layer."""
+    """Return the field `layer_types`.
+
+    Raises ConfigError unless it has one of the `possible` types for each layer.
+    """
     given = fields.get("layer_types")
     is_list = isinstance(given, list) and len(given) == num_layers
     if not is_list or not all(kind in possible for kind in given):
@@ -102,9 +109,9 @@ def _checked(fields: Fields, num_layers: int, possible: list[str]) -> list[str]:
 
 
 def is_rotated(fields: Fields, layer: int) -> bool:
-    """Return whether a layer has a 1 in `no_rope_layers`.
+    """Return whether a layer uses RoPE, which means that it has a 1 in `no_rope_layers`.
 
-    Without that list each `no_rope_layer_interval`-th layer has a 0.
+    Without that list, every layer uses RoPE except each `no_rope_layer_interval`-th.
     """
     given, interval = fields.get("no_rope_layers"), fields.size("no_rope_layer_interval")
     if given is None or given == []:
@@ -117,7 +124,11 @@ def is_rotated(fields: Fields, layer: int) -> bool:
 
 
 def _linear_types(fields: Fields, num_layers: int) -> list[str]:
-    """Return the types of layers: the last of every `full_attention_interval` has attention."""
+    """Return the type of each layer, from `layer_types` or `full_attention_interval`.
+
+    The last of every `full_attention_interval` layers has full attention, the others have linear
+    attention.
+    """
     interval = fields.size("full_attention_interval")
     if fields.get("layer_types") is None:
         return [LINEAR if (layer + 1) % interval else FULL for layer in range(num_layers)]

@@ -1,4 +1,4 @@
-"""Llama 4: attention in chunks, layers without positions, experts with scaled inputs."""
+"""Llama 4: attention in chunks, layers without RoPE, experts with scaled inputs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,10 @@ from gptmanager.models.spec import Norms, QueryTemperature
 
 
 def _attention(fields: Fields, layer: int) -> Mapping[str, Any]:
-    """Return the fields of a layer without positions, with the growing scale of its queries."""
+    """Return the fields of a layer without RoPE, with the temperature of its queries if any.
+
+    Returns no fields for a layer with RoPE.
+    """
     found = readers.unrotated_layers(fields, layer)
     tuning = fields.get("attn_temperature_tuning")
     fields.note_read("attn_scale", "floor_scale")

@@ -154,7 +154,7 @@ LLAMAS: Mapping[str, Family] = {
         defaults=llama_fields(
             norm_eps=1e-5,
             rope_theta=500000.0,
-            rope_local_base_freq=500000.0,  # a scaling is that of layers without a window
+            rope_local_base_freq=500000.0,  # `rope_scaling` applies to layers without a window
             sliding_window=4096,
         ),
         windows=4,

@@ -1,8 +1,8 @@
 """The names of tensors in each family of checkpoints.
 
 A table maps the name of a module in a checkpoint, with {} for the layer's and the expert's number,
-to our name of a parameter and the part of it that the module fills. Of names like "up|shared_up" a
-layer has one.
+to our name of a parameter and the part of it that the module fills. "up|shared_up" means the one of
+these two parameters that the layer has.
 """
 
 from __future__ import annotations
@@ -137,13 +137,13 @@ def llama_names(**changes: str | None) -> Tensors:
 
 
 LLAMA = llama_names()
-# norms before and after attention and MLP (Gemma 2, 3)
+# norms before and after attention and MLP (Gemma 2 to 4)
 SANDWICH = {
     "attention_out_norm": "post_attention_layernorm",
     "mlp_norm": "pre_feedforward_layernorm",
     "mlp_out_norm": "post_feedforward_layernorm",
 }
-# norms after attention and MLP alone (OLMo 2, EXAONE 4)
+# norms only after attention and MLP (OLMo 2, EXAONE 4)
 NORMS_AFTER = {
     "attention_norm": None,
     "attention_out_norm": "post_attention_layernorm",

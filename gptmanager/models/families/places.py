@@ -1,4 +1,4 @@
-"""`place_tensors`: the destination of each tensor of a checkpoint, in our parameters."""
+"""`place_tensors`: finds the place of each tensor of a checkpoint in the network's parameters."""
 
 from __future__ import annotations
 
@@ -24,9 +24,10 @@ _NUMBER = re.compile(r"\.\d+(?=\.)")
 
 
 def place_tensors(spec: ModelSpec, given: Collection[str] = ()) -> dict[str, Place]:
-    """Return each tensor of a checkpoint of this network -> its place in `parameter_shapes`.
+    """Return tensor name -> its place in the parameters (see `parameter_shapes`).
 
-    `given`: the names in the checkpoint, which select between `Family.tensors` and `other_tensors`.
+    The result has all tensors that a checkpoint of this network may have. `given`: the names in the
+    checkpoint, which select between `Family.tensors` and `other_tensors`.
     """
     family = FAMILIES[spec.family]
     shapes = parameter_shapes(spec)
@@ -53,7 +54,8 @@ def place_tensors(spec: ModelSpec, given: Collection[str] = ()) -> dict[str, Pla
 def _tensors(family: Family, given: Collection[str]) -> Tensors:
     others = family.other_tensors
     used = (name for name in given if others and not family.ignored.search(name))
-    # a wrapper of the model has another prefix, and stacked tensors have no `.weight`
+    # Names are compared without the prefix before "layers.", which differs in a wrapper of the
+    # model, and with or without their last part, because stacked tensors have no `.weight`.
     names = {_NUMBER.sub(".{}", name[max(0, name.find("layers.")) :]) for name in used}
     modules = names | {name.rpartition(".")[0] for name in names}
     own = {theirs: theirs[max(0, theirs.find("layers.")) :] for theirs in others}
@@ -63,9 +65,10 @@ def _tensors(family: Family, given: Collection[str]) -> Tensors:
 
 
 def row_orders(spec: ModelSpec, index: int) -> dict[str, Order]:
-    """Return the order in which loading stores the rows of queries and keys of layer `index`.
+    """Return LoRA module -> the order in which loading stores its rows, for layer `index`.
 
-    The keys are names of LoRA modules. Modules with unchanged rows are left out.
+    An order is a sequence of (start, stop, step), ranges of rows in the checkpoint. Modules that
+    keep the order of the checkpoint are left out.
     """
     own, family = spec.layers[index].attention, FAMILIES[spec.family]
     parts = {part for ours, part in family.tensors.values() if ours == "qkv"}
@@ -120,7 +123,7 @@ def _in_layer(
     parameter: str,
     shape: Shape,
 ) -> Iterator[tuple[str, Place]]:
-    """Yield the tensors of a layer's module, with {} for the layer, and their places."""
+    """Yield (tensor name with {} for the layer, place) for the tensors of a layer's module."""
     num_rows, experts, family = shape[0], layer.mlp.experts, FAMILIES[spec.family]
     is_matrix = len(shape) == 2 and "norm" not in parameter
     transposed = family.transposed and is_matrix
@@ -169,10 +172,11 @@ def _in_layer(
 
 
 def _pairs(spec: ModelSpec) -> Rope | None:
-    """Return a rope with pairs that are neighbors in a checkpoint; None if there is none.
+    """Return the first interleaved `Rope` of the network, or None if it has none.
 
-    Its row order is used in all layers, even in those without rotation: there it reorders queries
-    and keys in the same way, so the scores do not change.
+    Interleaved means that a checkpoint stores the two rows of a RoPE pair next to each other.
+    Loading reorders the rows of all layers. In layers without RoPE, the order of queries and of
+    keys changes in the same way, so the scores do not change.
     """
     return next((rope for rope in spec.ropes if rope is not None and rope.interleaved), None)
 
@@ -180,7 +184,10 @@ def _pairs(spec: ModelSpec) -> Rope | None:
 def _heads(
     parameter: str, own: Attention, first: int, count: int, rope: Rope | None, transposed: bool
 ) -> Place:
-    """Return the place of `count` heads from head `first` on, in the order of `rope` (`_pairs`)."""
+    """Return the place of `count` heads from head `first` of the parameter on.
+
+    `rope`: see `_pairs`; if it is not None, rows are reordered as by `_head_runs`.
+    """
     if rope is None:
         dim = own.head_dim
         return Place(parameter, first * dim, count * dim, transposed=transposed)
@@ -188,9 +195,10 @@ def _heads(
 
 
 def _head_runs(own: Attention, rope: Rope, first: int, count: int) -> tuple[Run, ...]:
-    """Return the rows of heads with rotated pairs that are neighbors in a checkpoint.
+    """Return the runs that reorder the rows of `count` heads with interleaved RoPE pairs.
 
-    They are reordered: first elements of the pairs, second ones, and those that are not rotated.
+    A head gets the first rows of all pairs, then the second rows, then the rows that RoPE does not
+    rotate.
     """
     dim, half, runs = own.head_dim, rope.dim // 2, []
     for head in range(count):
@@ -203,9 +211,9 @@ def _head_runs(own: Attention, rope: Rope, first: int, count: int) -> tuple[Run,
 
 
 def _latent_runs(spec: ModelSpec, own: Attention, latent: Latent, of_keys: bool) -> tuple[Run, ...]:
-    """Return the rows of queries, or of the latent and the key that all heads share.
+    """Return the runs of the query matrix, or of the matrix of the latent and the shared key.
 
-    Rows of pairs that are neighbors in a checkpoint are reordered; see `_head_runs`.
+    All heads share one rotated key. Interleaved RoPE pairs are reordered; see `_head_runs`.
     """
     heads, plain = (1, latent.rank) if of_keys else (own.num_heads, latent.key_dim)
     rope_dim, is_reordered = own.head_dim - latent.rank, _pairs(spec) is not None
@@ -222,7 +230,7 @@ def _latent_runs(spec: ModelSpec, own: Attention, latent: Latent, of_keys: bool)
 
 
 def _fused_in_order(spec: ModelSpec, own: Attention) -> tuple[Run, ...]:
-    """Return the rows of all queries, then all keys, then all values."""
+    """Return the runs of a matrix that has all queries, then all keys, then all values."""
     rope, (heads, kv_heads) = _pairs(spec), (own.num_heads, own.num_kv_heads)
     values = (heads + kv_heads) * own.head_dim
     end = values + kv_heads * own.head_dim
@@ -239,8 +247,9 @@ def _fused_in_order(spec: ModelSpec, own: Attention) -> tuple[Run, ...]:
 def _latent_heads(
     own: Attention, theirs: str, of_keys: bool, parameter: str
 ) -> Iterator[tuple[str, Place]]:
-    """Yield the matrix of each head that expands the latent: [in, out] to a key, or [out, in] to a
-    value.
+    """Yield (tensor name, place) of each head's matrix from the latent to a key or to a value.
+
+    The matrices of keys are stored as [in, out], those of values as [out, in].
     """
     assert own.latent is not None
     rows, after = own.latent.key_dim, own.latent.value_dim
@@ -253,9 +262,9 @@ def _latent_heads(
 
 
 def _gated_runs(own: Attention) -> tuple[Run, ...]:
-    """Return the rows of queries that are each followed by the gates of their head.
+    """Return the runs of a matrix in which each head has its queries, followed by its gates.
 
-    Gates come first in the parameter, then the queries.
+    The parameter has the gates of all heads, followed by the queries of all heads.
     """
     dim, heads = own.head_dim, own.num_heads
     runs = []
@@ -271,7 +280,7 @@ def _delta_place(own: Attention, part: str | None, parameter: str) -> Place | No
     delta = own.delta
     if delta is None or ".delta_" not in parameter or part is None:
         return None
-    if part == "channels":  # [channel, 1, token], and one row for each token here
+    if part == "channels":  # [channel, 1, token] becomes [token, channel]
         return Place(parameter, transposed=True, squeezed=True)
     if part == "by_key":
         return Place(parameter, runs=_delta_runs(delta, "delta_in" in parameter))
@@ -281,14 +290,15 @@ def _delta_place(own: Attention, part: str | None, parameter: str) -> Place | No
 
 
 def _delta_runs(own: DeltaShape, with_heads: bool) -> tuple[Run, ...]:
-    """Return the rows of projections that are interleaved by key head (Qwen3-Next).
+    """Return the runs of a projection of linear attention in the order of key heads (Qwen3-Next).
 
-    A key head has its query, its key, its values and their gates; or, without `with_heads`, the
-    rates of its value heads and the arguments of their decays.
+    `with_heads`: each key head has its query, its key, its values and their gates. Otherwise each
+    key head has the rates of its value heads, and the arguments of their decays.
     """
     group = own.value_heads // own.key_heads
     values, heads = group * own.value_dim, own.key_heads
-    parts = [(group, 0), (group, own.value_heads)]  # (rows of a key head, first row of all)
+    # (number of rows for each key head, first row of the parameter)
+    parts = [(group, 0), (group, own.value_heads)]
     if with_heads:
         parts = [(own.key_dim, 0), (own.key_dim, own.keys), (values, 2 * own.keys)]
         parts += [(values, own.channels)]
@@ -301,10 +311,10 @@ def _delta_runs(own: DeltaShape, with_heads: bool) -> tuple[Run, ...]:
 
 
 def _fused_by_group(own: Attention, by_head: bool) -> tuple[Run, ...]:
-    """Return the rows of queries, keys and values that are interleaved by KV head (GPT-NeoX,
-    Falcon).
+    """Return the runs of a matrix of queries, keys and values in the order of KV heads.
 
-    A group has the query heads of a KV head, its key and its value; `by_head`: one query head.
+    Each KV head has its query heads, its key and its value. `by_head`: each has one query head
+    (GPT-NeoX).
     """
     dim, heads, kv_heads = own.head_dim, own.num_heads, own.num_kv_heads
     group = 1 if by_head else heads // kv_heads
@@ -323,7 +333,7 @@ def _fused_by_group(own: Attention, by_head: bool) -> tuple[Run, ...]:
 def _experts(
     layer: Layer, theirs: str, part: str | None, parameter: str, shape: Shape
 ) -> Iterator[tuple[str, Place]]:
-    """Yield the tensors of a layer's experts: one per expert, or all experts stacked."""
+    """Yield (tensor name, place) for a layer's experts: one tensor per expert, or one for all."""
     experts = layer.mlp.experts
     assert experts is not None
     count = experts.count
@@ -352,9 +362,12 @@ def _numbered(theirs: str, number: int) -> str:
 
 
 def _place_scales(spec: ModelSpec, family: Family) -> dict[str, Place]:
-    """Return the scales of an 8-bit KV cache, by the names that quantizers give them."""
+    """Return tensor name -> place of the scales of an 8-bit KV cache.
+
+    The result has all names that quantizers give to these tensors.
+    """
     modules = [theirs for theirs, (ours, _) in family.tensors.items() if ours == "qkv"]
-    if not modules:  # latents have no scales
+    if not modules:  # latent attention has no scales
         return {}
     attention = modules[0].rpartition(".")[0]
     places = {}

@@ -1,4 +1,7 @@
-"""Readers of config fields for one or several families: mixtures of experts, layers, scales."""
+"""Readers of config fields that families use: mixtures of experts, layers, scales.
+
+A reader returns fields of the spec, or raises ConfigError for a variant that is not supported.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ ReadExperts = Callable[[Fields, int], tuple[Experts, int] | None]
 
 
 def granite_scales(fields: Fields) -> Mapping[str, Any]:
-    """Return two of Granite's multipliers, and the reciprocal of its `logits_scaling`."""
+    """Return Granite's factors of embeddings, of additions to the residual, and of logits."""
     return {
         "embedding_scale": fields.number("embedding_multiplier"),
         "residual_scale": fields.number("residual_multiplier"),
@@ -23,6 +26,7 @@ def granite_scales(fields: Fields) -> Mapping[str, Any]:
 
 
 def granite_attention(fields: Fields, _: int) -> Mapping[str, Any]:
+    """Return Granite's scale of attention scores."""
     return {"scale": fields.number("attention_multiplier")}
 
 
@@ -38,6 +42,7 @@ def granite4_network(fields: Fields) -> Mapping[str, Any]:
 
 
 def granite4_attention(fields: Fields, layer: int) -> Mapping[str, Any]:
+    """Return the scale of attention scores; turn off RoPE unless the config asks for it."""
     found = granite_attention(fields, layer)
     given = fields.get("position_embedding_type")
     if given not in (None, "nope", "rope"):
@@ -82,6 +87,7 @@ def opt_network(fields: Fields) -> Mapping[str, Any]:
 
 
 def gemma_attention(fields: Fields, _: int) -> Mapping[str, Any]:
+    """Return Gemma's scale and softcap of attention scores."""
     return {
         "scale": fields.number("query_pre_attn_scalar") ** -0.5,
         "softcap": fields.optional_number("attn_logit_softcapping"),
@@ -96,12 +102,12 @@ def unrotated_full_layers(fields: Fields, layer: int) -> Mapping[str, Any]:
 
 
 def unrotated_layers(fields: Fields, layer: int) -> Mapping[str, Any]:
-    """Turn off RoPE in the layers that `no_rope_layers` names (SmolLM 3)."""
+    """Turn off RoPE in the layers that have a 0 in `no_rope_layers` (SmolLM 3, Llama 4)."""
     return {} if is_rotated(fields, layer) else {"rope": None}
 
 
 def query_temperature(fields: Fields, _: int) -> Mapping[str, Any]:
-    """Return the query temperature, which Ministral 3 stores with the rotary parameters."""
+    """Return the query temperature, which Ministral 3 stores in the RoPE parameters."""
     rope = fields.get("rope_scaling") or fields.get("rope_parameters") or {}
     beta = rope.get("llama_4_scaling_beta") if isinstance(rope, dict) else None
     if not beta:
@@ -185,11 +191,12 @@ def _groups(fields: Fields, count: int) -> tuple[int, int]:
 
 
 def first_layers_dense(fields: Fields, layer: int) -> bool:
+    """Return whether a layer is one of the first `first_k_dense_replace`, which have no experts."""
     return layer < fields.count("first_k_dense_replace")
 
 
 def sparse_steps_dense(fields: Fields, layer: int) -> bool:
-    """Return whether a layer of Qwen's mixtures is dense."""
+    """Return whether a layer of Qwen's mixtures is dense, which means that it has no experts."""
     is_only = layer in fields.layers("mlp_only_layers")
     return is_only or (layer + 1) % fields.size("decoder_sparse_step") != 0
 
@@ -197,7 +204,8 @@ def sparse_steps_dense(fields: Fields, layer: int) -> bool:
 def ernie_dense(fields: Fields, layer: int) -> bool:
     """Return whether a layer of ERNIE is dense.
 
-    It is outside the range of MoE layers, or not at a multiple of `moe_layer_interval`.
+    A layer is dense if it is outside the range of MoE layers, or if its number, from 1, is not a
+    multiple of `moe_layer_interval`.
     """
     start, interval = fields.count("moe_layer_start_index"), fields.size("moe_layer_interval")
     end = fields.get("moe_layer_end_index")

@@ -1,1 +1,1 @@
-"""Reads GGUF files, the format of llama.cpp, as the parts of a Hugging Face checkpoint."""
+"""Reads GGUF files, the format of llama.cpp, as if they were Hugging Face checkpoints."""

@@ -1,4 +1,4 @@
-"""`Architecture`: a row of the table in `architectures`, and the names that several rows share."""
+"""`Architecture`: an entry of the table in `architectures`; names that several entries share."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ SSM = [
 ]
 UNSCALED = {"rope_type": "default"}  # for families with a scaled rope by default
 ATTENTION_BIAS = {"attention_bias": "blk.0.attn_q.bias"}
-# The values of fields if a file does not have their keys. The defaults of a config differ.
+# Values of fields if a file does not have their keys. They differ from the defaults of a config.
 ROUTED_DEFAULTS: Mapping[str, Any] = {
     "n_group": 1,
     "topk_group": 1,
@@ -135,22 +135,23 @@ GPT2: Mapping[str, str] = {
 class Architecture:
     """Maps one `general.architecture` to the `model_type` and the names of a checkpoint.
 
-    `fields`: config field -> key. `constants`: config fields without a key, and the values of
-    fields if the file does not have their key. `further`: returns more fields, from the metadata,
-    the architecture's prefix, the names of tensors and the config so far.
+    `fields`: config field -> key in the file. `constants`: values of config fields that have no
+    key, or if the file does not have the key. `further`: returns more fields, from the metadata,
+    the prefix of its keys, the names of tensors and the config so far.
 
-    `layer`: the prefix of a layer's modules. `modules`: name in a file -> name in a checkpoint, of
-    modules in a layer, or of single tensors with the ending "weight" or "bias". `outside`: the same
-    for modules outside the layers. `experts`: modules with the matrices of all experts of a layer,
-    or of all heads; {} in the names in a checkpoint is the number of the expert. `single_rows`:
-    matrices of one row, which may be stored as vectors. `permuted`: rows of queries and keys are
-    stored as neighboring pairs. `plus_one`: norm weights are stored with 1 added. `transposed`: a
-    checkpoint stores a layer's matrices as [in, out].
+    `layer`: the prefix of a layer's modules in a Hugging Face checkpoint. `modules`: name in a file
+    -> name in a checkpoint, for modules in a layer, or for single tensors with the ending "weight"
+    or "bias". `outside`: the same for modules outside the layers. `experts`: the same for modules
+    with the matrices of all experts of a layer, or of all heads; {} in the name in a checkpoint is
+    the number of the expert or head. `single_rows`: matrices of one row, which may be stored as
+    vectors. `permuted`: the file stores the two rows of a RoPE pair next to each other, in queries
+    and keys. `plus_one`: the file stores norm weights with 1 added. `transposed`: a checkpoint
+    stores a layer's matrices as [in, out].
 
-    `ignored`: keys that change nothing, or that `further` reads. `required`: keys that must have a
-    certain value if a file has them. `biases`: config field -> tensor; the field is true if the
-    file has the tensor. `scaled_by_size`: models with this number of layers scale attention scores
-    by hidden size / heads instead of the head size.
+    `ignored`: keys that change nothing, or that `further` reads. `required`: key -> the only value
+    that a file may have. `biases`: config field -> tensor; the field is true if the file has the
+    tensor. `scaled_by_size`: models with this number of layers scale attention scores by
+    (hidden size / heads) ** -0.5, not by head size ** -0.5.
     """
 
     model_type: str

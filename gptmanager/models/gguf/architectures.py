@@ -1,7 +1,7 @@
 """A table of the architectures of GGUF files: their family, metadata keys and tensor names.
 
-`config` and `tensors` read files with this table. It does not describe what a family computes: the
-metadata of a file is converted to a `config.json`, which defines the network.
+The modules `config` and `tensors` use it to read files. The table does not describe what a family
+computes: a file's metadata is converted to a `config.json`, which defines the network.
 """
 
 from __future__ import annotations
@@ -228,7 +228,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     ),
     "chatglm": Architecture(
         "glm",
-        constants={"head_dim": None},  # None is hidden size / heads
+        constants={"head_dim": None},  # None means hidden size / heads
         modules={**LLAMA, "ffn_up": "mlp.gate_up_proj", "attn_qkv": "self_attn.query_key_value"},
         biases={"attention_bias": "blk.0.attn_v.bias"},
     ),
@@ -262,7 +262,10 @@ ARCHITECTURES: Mapping[str, Architecture] = {
 
 
 class Variant(NamedTuple):
-    """The row for files with this `value` of a key; None is any value except 0 and false."""
+    """The architecture of files with this `value` of `key`.
+
+    A `value` of None accepts any value except 0 and false.
+    """
 
     key: str
     architecture: Architecture

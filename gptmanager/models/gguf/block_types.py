@@ -1,4 +1,4 @@
-"""The block types of GGUF: how a block of quantized elements is converted to float32.
+"""`BLOCK_TYPES`: the tensor types of GGUF, and the dequantization of their blocks to float32.
 
 A block has `size` elements of a row in `num_bytes` bytes. The operations are those of llama.cpp's
 reference, in the same order, so the values are bitwise the same.
@@ -22,7 +22,8 @@ class BlockType:
     """The type of a tensor. `dtype`: torch's name of the element type after unpacking.
 
     `unpack` converts uint8 `[blocks, num_bytes]` to `[blocks, size]` of that dtype. `groups`
-    converts each block to a row with one group of 4-bit values. It is None for other types.
+    converts each block to a row with one group of 4-bit values, without loss. It is None for types
+    without such groups.
     """
 
     name: str
@@ -38,7 +39,7 @@ class BlockType:
 
 
 def _stored_halves(blocks: Tensor, start: int, count: int = 1) -> Tensor:
-    """Return `count` float16 numbers, from byte `start` on, `[blocks, count]`."""
+    """Return `count` float16 numbers of each block, from byte `start` on, `[blocks, count]`."""
     return blocks[:, start : start + 2 * count].contiguous().view(torch.float16)
 
 
@@ -53,7 +54,7 @@ def _nibbles(packed: Tensor) -> Tensor:
 
 
 def _fifth_bits(blocks: Tensor, start: int) -> Tensor:
-    """Return 32 bits from byte `start` on in order, as the values 0 and 16."""
+    """Return the 32 bits from byte `start` on, lowest bit of each byte first, each as 0 or 16."""
     shifts = torch.arange(8, dtype=torch.uint8)
     bits = (blocks[:, start : start + 4].unsqueeze(-1) >> shifts) & 1
     return bits.flatten(1) << 4
@@ -90,7 +91,7 @@ def _q8_0(blocks: Tensor) -> Tensor:
 
 
 def _scales_and_minima(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the scale and the minimum of each of a block's 8 parts, `[blocks, 8, 1]` each."""
+    """Return the scales and the minima of the 8 parts of each block, `[blocks, 8, 1]` each."""
     packed = blocks[:, 4:16]
     first, second, last = packed[:, :4], packed[:, 4:8], packed[:, 8:]
     scales = torch.cat((first & 63, (last & 15) | (first >> 6 << 4)), -1)
@@ -102,7 +103,10 @@ def _scales_and_minima(blocks: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _quarters(packed: Tensor) -> Tensor:
-    """Return the four two-bit numbers of all bytes: the lowest of 32 bytes, then the next ones."""
+    """Return the 2-bit numbers of all bytes.
+
+    Each 32 bytes result in 128 numbers: first the lowest two bits of each byte, then the next two.
+    """
     shifts = torch.arange(0, 8, 2, dtype=torch.uint8).unsqueeze(-1)
     return ((packed.reshape(-1, packed.shape[1] // 32, 1, 32) >> shifts) & 3).flatten(1)
 
@@ -116,7 +120,7 @@ def _q2_k(blocks: Tensor) -> Tensor:
 
 def _q3_k(blocks: Tensor) -> Tensor:
     shifts = torch.arange(8, dtype=torch.uint8).unsqueeze(-1)
-    high = ((blocks[:, :32].unsqueeze(1) >> shifts) & 1).flatten(1)  # without it, 4 is subtracted
+    high = ((blocks[:, :32].unsqueeze(1) >> shifts) & 1).flatten(1)  # if 0, the value is 4 less
     values = (_quarters(blocks[:, 32:96]) | (high << 2)).float() - 4
     packed = blocks[:, 96:108]
     last = (packed[:, 8:].unsqueeze(1) >> (shifts[:4] * 2)) & 3
@@ -149,9 +153,9 @@ def _q6_k(blocks: Tensor) -> Tensor:
 
 
 def _mxfp4(blocks: Tensor) -> Tensor:
-    """Return E2M1 numbers times a power of two, the exponent of which is the first byte.
+    """Return the E2M1 numbers of each block times 2 ** (first byte - 127).
 
-    The table has twice the E2M1 numbers, so they are multiplied by half of the power.
+    The table has twice the E2M1 numbers, so they are multiplied by half of this factor.
     """
     halves = torch.exp2(blocks[:, :1].float() - 128)  # a subnormal number for the byte 0
     return _DOUBLED_E2M1[_nibbles(blocks[:, 1:]).int()] * halves

@@ -1,4 +1,4 @@
-"""`GgufCheckpoint`: a GGUF file as the parts of a Hugging Face checkpoint."""
+"""`GgufCheckpoint`: the configs, tensors and tokenizer of a GGUF file."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ from gptmanager.models.gguf.tokens import generation_config_of, tokenizer_config
 
 
 class GgufCheckpoint:
-    """Reads the header at once, and the other parts on demand.
+    """A GGUF file, or all files of a split model, as a Hugging Face checkpoint.
 
-    Raises ConfigError for a file that cannot be used.
+    The constructor reads the header; other parts are read on demand. `path` is the first file of a
+    split model. All methods raise ConfigError for a file that cannot be used.
     """
 
     def __init__(self, path: Path) -> None:
@@ -29,8 +30,10 @@ class GgufCheckpoint:
         }
 
     def part(self, name: str) -> dict[str, Any] | None:
-        """Return what the file `name` of a Hugging Face folder would contain, or None if the folder
-        would not have this file.
+        """Return the JSON object that a Hugging Face folder would have in the file `name`.
+
+        Returns None for names other than those of the config, the generation config and the
+        tokenizer config.
         """
         return self._parts[name](self._header) if name in self._parts else None
 
@@ -39,6 +42,7 @@ class GgufCheckpoint:
         return any(tensor.type.is_quantized for tensor in self._header.tensors.values())
 
     def tensors(self) -> GgufTensors:
+        """Return the tensors, by the names that they have in a Hugging Face checkpoint."""
         config = config_of(self._header)
         heads = config.get("num_attention_heads")
         kv_heads = config.get("num_key_value_heads", heads)
@@ -50,4 +54,5 @@ class GgufCheckpoint:
         return "tokenizer.ggml.tokens" in self._header.metadata
 
     def tokenizer(self) -> Tokenizer:
+        """Create the tokenizer that the metadata describes."""
         return load_gguf_tokenizer(self._header)

@@ -1,7 +1,7 @@
 """Converts the metadata of a GGUF file to the `config.json` of its checkpoint.
 
-Unknown keys of the architecture are refused, because they may change what the network computes. The
-values are checked where the config is read.
+Unknown keys of the architecture are rejected, because they may change what the network computes.
+Most values are checked by the code that reads the config.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from gptmanager.models.gguf.architectures import ARCHITECTURES, VARIANTS
 from gptmanager.models.gguf.header import Header
 from gptmanager.models.gguf.metadata import Metadata
 
-# Keys that are ignored, because other keys or tensors define the value, or it is always the same.
+# Keys that are ignored, because other keys or tensors define the value, or it never differs.
 _IGNORED = frozenset(
     """
     vocab_size tensor_data_layout rope.scaling.finetuned attention.key_length
@@ -35,11 +35,11 @@ _ROPE = frozenset(
 )
 _ONE_VALUE: Mapping[str, Any] = {"expert_count": 0, "attention.causal": True}
 _ZERO_IS_NONE = {"sliding_window", "attn_logit_softcapping", "final_logit_softcapping"}
-_MAX_FACTORS = 1 << 16  # rotated pairs: half the size of a head
+_MAX_FACTORS = 1 << 16  # limit of RoPE pairs, which are half the size of a head
 
 
 def architecture_of(header: Header) -> Architecture:
-    """Return the table row of a file's architecture. Raises ConfigError if it is not supported."""
+    """Return the `Architecture` of a file. Raises ConfigError if it is not supported."""
     metadata = Metadata(header.path, header.metadata)
     name = metadata.text("general.architecture")
     if name is None or name not in ARCHITECTURES:
@@ -59,7 +59,7 @@ def architecture_of(header: Header) -> Architecture:
 def config_of(header: Header) -> dict[str, Any]:
     """Return the content of the checkpoint's `config.json`.
 
-    Raises ConfigError, which names the invalid key.
+    Raises ConfigError that names the key or tensor if one is not supported or is missing.
     """
     own, metadata = architecture_of(header), Metadata(header.path, header.metadata)
     prefix = f"{header.metadata['general.architecture']}."
@@ -93,7 +93,7 @@ def config_of(header: Header) -> dict[str, Any]:
 
 
 def _layer_types(pattern: Any) -> dict[str, Any]:
-    """Return the config field that says which layers have a sliding window.
+    """Return the config field that defines which layers have a sliding window.
 
     `pattern` is a flag for each layer, or a number n if all layers except every n-th have one.
     """
@@ -124,7 +124,7 @@ def _refuse_unknown(metadata: Metadata, own: Architecture, prefix: str) -> None:
 
 
 def _dtype(header: Header) -> str:
-    """Return the dtype that most bytes have. Quantized bytes count as float32."""
+    """Return the dtype of most bytes of tensors. Bytes of quantized tensors count as float32."""
     num_bytes: dict[str, int] = {}
     for tensor in header.tensors.values():
         own = tensor.num_rows * tensor.row_bytes
@@ -142,7 +142,7 @@ def _score_scalar(config: Mapping[str, Any], num_layers: int) -> Any:
 def _rope(
     header: Header, metadata: Metadata, prefix: str, config: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return the fields of scaled rotary embeddings, or no fields if they are not scaled."""
+    """Return the config fields of RoPE scaling, or no fields without scaling."""
 
     def get(key: str) -> Any:
         return metadata.plain(f"{prefix}rope.scaling.{key}")
@@ -194,7 +194,10 @@ def _partial(metadata: Metadata, prefix: str, config: Mapping[str, Any]) -> dict
 
 
 def _factors(header: Header) -> tuple[list[float], list[float]] | None:
-    """Return the divisors of the rotation frequencies, for short and for long sequences."""
+    """Return the divisors of the RoPE frequencies, for short and for long sequences.
+
+    Returns None if the file has no such tensors.
+    """
     names = ("rope_factors_short.weight", "rope_factors_long.weight")
     if "rope_freqs.weight" in header.tensors:  # Llama 3: the same for every length
         names = ("rope_freqs.weight",) * 2

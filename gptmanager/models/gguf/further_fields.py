@@ -1,4 +1,4 @@
-"""Computes config fields that depend on several keys of a GGUF file: `Architecture.further`."""
+"""Functions for `Architecture.further`: config fields that depend on several keys of a file."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Names = Collection[str]
 
 
 def without_further_layers(metadata: Metadata, prefix: str, _: Names, config: Config) -> Config:
-    """Return the number of layers without those that predict further tokens (as in GLM 4.5)."""
+    """Return the number of layers without those for multi-token prediction (as in GLM 4.5)."""
     num_further = metadata.integer(f"{prefix}nextn_predict_layers") or 0
     layers = config.get("num_hidden_layers")
     if not num_further or not isinstance(layers, int):
@@ -26,13 +26,13 @@ def without_further_layers(metadata: Metadata, prefix: str, _: Names, config: Co
 
 
 def gpt_oss_rope(_: Metadata, __: str, ___: Names, config: Config) -> Config:
-    """Return a yarn scaling with unrounded bounds, with which the models were trained."""
+    """Return the yarn scaling with `truncate` false, because gpt-oss was trained so."""
     scaling = config.get("rope_scaling")
     return {} if scaling is None else {"rope_scaling": {**scaling, "truncate": False}}
 
 
 def ministral_rope(metadata: Metadata, prefix: str, _: Names, config: Config) -> Config:
-    """Return a yarn scaling with the factor by which queries grow with their position."""
+    """Return the yarn scaling with its factor of attention scores, and the query temperature."""
     scaling = config.get("rope_scaling")
     if scaling is None:
         return {}
@@ -43,10 +43,11 @@ def ministral_rope(metadata: Metadata, prefix: str, _: Names, config: Config) ->
 
 
 def deepseek_fields(metadata: Metadata, prefix: str, names: Names, config: Config) -> Config:
-    """Return the sizes of a head, and a yarn scaling with its factor of attention scores.
+    """Return the sizes of a head, the routing method, and the yarn scaling with its `mscale`.
 
     In files from before April 2025, `attention.key_length` and `attention.value_length` are the
-    sizes of the expanded heads. In others they are the sizes of the latent.
+    sizes of the heads that the latent expands to. In later files they are the sizes of the latent,
+    and the same keys with `_mla` are the sizes of the heads.
     """
 
     def size(key: str) -> Any:
@@ -71,7 +72,7 @@ def deepseek_fields(metadata: Metadata, prefix: str, names: Names, config: Confi
 
 
 def gemma4_fields(metadata: Metadata, prefix: str, names: Names, config: Config) -> Config:
-    """Return the heads, widths and rotations of the two kinds of layers."""
+    """Return the KV heads, MLP widths and RoPE parameters of the two kinds of layers."""
     types, shared = config.get("layer_types"), config.get("num_kv_shared_layers")
     if not isinstance(types, list) or "full_attention" not in types or not isinstance(shared, int):
         raise metadata.error(f"{prefix}attention.sliding_window_pattern", "must have both kinds")
@@ -82,7 +83,7 @@ def gemma4_fields(metadata: Metadata, prefix: str, names: Names, config: Config)
     if wide not in (width, 2 * width):
         raise metadata.error(f"{prefix}feed_forward_length", "must be equal or twice as large")
     factors = (config.get("rope_scaling") or {}).get("long_factor", [1.0])
-    rotated = sum(factor == 1 for factor in factors) / len(factors)  # the others are 1e30
+    rotated = sum(factor == 1 for factor in factors) / len(factors)  # others, 1e30, do not rotate
     theta = config.get("rope_theta")
     return {
         "num_key_value_heads": windowed,
@@ -108,7 +109,10 @@ def gemma4_fields(metadata: Metadata, prefix: str, names: Names, config: Config)
 
 
 def _two(metadata: Metadata, key: str, is_second: Sequence[bool]) -> tuple[Any, Any]:
-    """Return the numbers of two kinds of layers."""
+    """Return the value of `key` for the layers with `is_second` false, and for those with true.
+
+    Raises ConfigError if the values of one kind of layers differ.
+    """
     given = metadata.plain(key)
     values = given if isinstance(given, list) else [given] * len(is_second)
     if len(values) == len(is_second) and all(isinstance(value, int) for value in values):

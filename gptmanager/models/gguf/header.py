@@ -1,4 +1,4 @@
-"""`read_header`: the metadata of a GGUF file, and the positions of its tensors.
+"""`read_header`: reads the metadata of a GGUF file, and the positions of its tensors.
 
 The file is not trusted, so each count, size and offset is compared with the file's size before it
 is used. The reader of the package `gguf` trusts the counts. It also creates an array for each
@@ -46,7 +46,10 @@ _STRING, _ARRAY = 8, 9
 
 
 class StoredTensor(NamedTuple):
-    """A tensor in the file `path`. `shape`: in torch's order. `offset`: from the file's start."""
+    """A tensor in the file `path`.
+
+    `shape`: in torch's order of dimensions. `offset`: in bytes from the file's start.
+    """
 
     path: Path
     shape: tuple[int, ...]
@@ -64,7 +67,7 @@ class StoredTensor(NamedTuple):
 
 
 class Header(NamedTuple):
-    """The part of a file before its data.
+    """The part of a file before its data. `metadata`: by key. `tensors`: by name.
 
     An array in `metadata` is a list of str, or a NumPy array of numbers.
     """
@@ -147,7 +150,10 @@ class _Reader:
         return ConfigError(f"{quoted_path(self._path)} {what}")
 
     def _take(self, num_bytes: int, what: str) -> int:
-        """Return the position of the next bytes, and advance beyond them."""
+        """Return the position of the next bytes, and advance beyond them.
+
+        Raises ConfigError, with `what` they are, if they do not end within the header.
+        """
         start = self._at
         if num_bytes > self._end - start:
             if self._end < len(self._data):
@@ -208,7 +214,7 @@ class _Reader:
             length = unpack(data, at)[0] if stop <= end else end
             if length > end - stop:
                 self._at = end
-                self._take(1, f"the array {quoted(key)}")
+                self._take(1, f"the array {quoted(key)}")  # raises, because it is at the end
             at = stop + length
             found.append(data[stop:at].decode())
         self._at = at
@@ -249,7 +255,10 @@ class _Reader:
         return int(alignment)
 
     def _check_places(self, tensors: Mapping[str, StoredTensor], start: int) -> None:
-        """Refuse overlapping tensors, with which a small file could fill the memory."""
+        """Raise ConfigError for tensors that overlap or do not end within the file.
+
+        With overlapping tensors, a small file could fill the memory.
+        """
         end = start
         for name, tensor in sorted(tensors.items(), key=lambda item: item[1].offset):
             if tensor.offset < end:

@@ -1,4 +1,4 @@
-"""`Metadata`: the keys and values of a GGUF file, with checks of the types."""
+"""`Metadata`: the keys and values of a GGUF file, with checks of their types."""
 
 from __future__ import annotations
 
@@ -12,7 +12,10 @@ from gptmanager.errors import ConfigError, quoted, quoted_path
 
 
 class Metadata:
-    """The values of a file by key. Errors name the key and say what its value must be."""
+    """The values of a file by key.
+
+    Methods that check a type raise ConfigError that names the key and what its value must be.
+    """
 
     def __init__(self, path: Path, values: Mapping[str, Any]) -> None:
         self.path, self._values = path, values
@@ -28,23 +31,26 @@ class Metadata:
         return self._values.get(key)
 
     def plain(self, key: str) -> Any:
-        """Return the value with an array of numbers as a list, so that it can be compared."""
+        """Return the value, with an array of numbers as a list; None if the key is absent."""
         value = self.get(key)
         return value.tolist() if isinstance(value, np.ndarray) else value
 
     def error(self, key: str, need: str) -> ConfigError:
+        """Return an error that names a key and its value. `need`: what the value must be."""
         value = self._values.get(key)
         shown = "not there" if value is None else f"= {quoted(value)}"
         text = f"{quoted_path(self.path)}: {key} {shown}: {need}"
         return ConfigError(text.replace(" not there:", " is not there:"))
 
     def text(self, key: str) -> str | None:
+        """Return a string, or None if the key is absent."""
         value = self.get(key)
         if value is not None and not isinstance(value, str):
             raise self.error(key, "must be a string")
         return value
 
     def flag(self, key: str, if_absent: bool) -> bool:
+        """Return a boolean, or `if_absent`."""
         value = self.get(key)
         if value is None:
             return if_absent
@@ -53,18 +59,21 @@ class Metadata:
         return value
 
     def integer(self, key: str) -> int | None:
+        """Return an integer, or None if the key is absent."""
         value = self.get(key)
         if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
             raise self.error(key, "must be an integer")
         return value
 
     def texts(self, key: str) -> list[str]:
+        """Return a list of strings. The key must be present."""
         value = self.get(key)
         if not isinstance(value, list):
             raise self.error(key, "must be an array of strings")
         return value
 
     def numbers(self, key: str, count: int) -> list[Any]:
+        """Return a list of `count` numbers. The key must be present."""
         value = self.get(key)
         if not isinstance(value, np.ndarray) or len(value) != count:
             raise self.error(key, f"must be an array of {count} numbers")

@@ -1,4 +1,4 @@
-"""Rows of the table of architectures for mixtures of experts; see `architectures`."""
+"""The entries of the table in `architectures` for mixtures of experts."""
 
 from __future__ import annotations
 

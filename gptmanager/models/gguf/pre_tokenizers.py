@@ -26,8 +26,8 @@ _EAST_ASIAN = "[一-龥ࠀ-一가-퟿]+"
 class PreTokenizer:
     """The regular expressions of a pre-tokenizer, and options of the tokenizers that use it.
 
-    `ignore_merges`: a piece that is itself a token becomes that token. `add_bos`: whether a BOS
-    token is added if the file does not say so.
+    `ignore_merges`: a piece that is itself a token becomes that token without merges. `add_bos`:
+    whether a BOS token is added if the file does not define it.
     """
 
     patterns: Sequence[str]
@@ -39,7 +39,7 @@ def _alternatives(*patterns: str) -> tuple[str, ...]:
     return ("|".join(patterns),)
 
 
-_FALLING_SPACES = (  # the longest of these lengths
+_FALLING_SPACES = (  # runs of white space, with the longest of these lengths that matches
     *(rf"\s{{{1 << power}}}(?!\S)" for power in range(9, 1, -1)),
     r"\s{1,2}(?!\S)",
     r"\s{1}",

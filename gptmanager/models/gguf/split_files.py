@@ -1,7 +1,6 @@
-"""`read_model`: the header of a model in one GGUF file, or in the files that llama.cpp splits it
-into.
+"""`read_model`: reads the header of a model in one GGUF file, or split into files by llama.cpp.
 
-The files of a split model are called NAME-00001-of-00003.gguf and so on. The first one has the
+The files of a split model are called NAME-00001-of-00003.gguf and so on. The first file has the
 metadata of the model. Each file has a part of the tensors.
 """
 
@@ -59,7 +58,10 @@ def read_model(path: Path) -> Header:
 
 
 def first_of_split(files: Sequence[Path]) -> Path | None:
-    """Return the first file if these are all files of one split model, by their names."""
+    """Return the first of the sorted `files` if their names are all names of one split model.
+
+    Otherwise returns None.
+    """
     match = _NAME.fullmatch(files[0].name)
     if match is None or len(files) != int(match[4]):
         return None

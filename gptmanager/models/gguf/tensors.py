@@ -1,4 +1,4 @@
-"""`GgufTensors`: the tensors of a GGUF file, by their names in a checkpoint.
+"""`GgufTensors`: the tensors of a GGUF file, by their names in a Hugging Face checkpoint.
 
 Rows are unpacked on demand, so a file is never in memory as a whole, neither packed nor as floats.
 """
@@ -24,7 +24,7 @@ from gptmanager.models.gguf.header import Header, StoredTensor
 _LAYER = re.compile(r"blk\.(\d{1,9})\.")
 _IN_LAYER = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")
 _OUTSIDE = re.compile(r"(\w+)\.(weight|bias)")
-# computed from the config instead
+# not tensors of a checkpoint: `config_of` reads them as fields of the RoPE scaling
 _FROM_CONFIG = {"rope_freqs.weight", "rope_factors_short.weight", "rope_factors_long.weight"}
 _TEMPORARIES = 4  # memory for unpacking, in multiples of the result
 _FLOAT_BYTES = 4
@@ -35,8 +35,9 @@ class _Named(NamedTuple):
     """How a tensor of a checkpoint is stored.
 
     `shape`: the shape in a checkpoint. `first_row`: the stored row at which the tensor begins.
-    `head_dim`: the head size if rows are stored as neighboring pairs, or None if they are stored in
-    the order of a checkpoint.
+    `transposed`: a matrix is stored as [out, in], but is [in, out] in a checkpoint. `head_dim`: the
+    head size if the two rows of each RoPE pair are stored next to each other, or None if rows are
+    stored in the order of a checkpoint. `plus_one`: values are stored with 1 added.
     """
 
     stored: StoredTensor
@@ -48,15 +49,16 @@ class _Named(NamedTuple):
 
     @property
     def in_groups(self) -> bool:
-        """Whether it is a matrix in 4 bits, which `groups` reads."""
+        """Whether the tensor is a 4-bit matrix that `GgufTensors.groups` can read."""
         return self.stored.type.groups is not None and len(self.stored.shape) == 2
 
 
 class GgufTensors:
-    """The `GroupedSource` of a GGUF file. `num_heads`, `num_kv_heads`: heads of queries and keys.
+    """The `GroupedSource` of a GGUF file.
 
-    If `num_layers` is given, tensors of further layers are left out. Raises ConfigError if the file
-    has a tensor that its architecture does not have.
+    `num_heads`, `num_kv_heads`: number of heads of queries and of keys. If `num_layers` is given,
+    tensors of further layers are left out. The constructor raises ConfigError if the file has a
+    tensor that its architecture does not have.
     """
 
     def __init__(
@@ -109,7 +111,7 @@ class GgufTensors:
             yield start - rows.start, self._rows(named, own)[:, columns.start : columns.stop]
 
     def groups(self, name: str, max_bytes: int, rows: range) -> Iterator[tuple[int, Groups]]:
-        """Yield these rows of a matrix `[outputs, inputs]` in slices, as groups of 4-bit values."""
+        """Yield `rows` of a matrix `[outputs, inputs]` in order, as (first index, 4-bit groups)."""
         named = self._tensors[name]
         block = named.stored.type
         assert block.groups is not None
@@ -208,7 +210,7 @@ class GgufTensors:
         return values[elements.start : elements.stop]
 
     def _rows(self, named: _Named, rows: range) -> Tensor:
-        """Return rows `[rows, stored columns]` as floats."""
+        """Return `rows` of a matrix as floats, `[rows, columns]`, in the order of a checkpoint."""
         values = self._unpacked(named, self._packed(named, rows))
         self._forget_pages()
         return values.view(len(rows), -1)
@@ -224,7 +226,7 @@ class GgufTensors:
         return block.unpack(packed.reshape(-1, block.num_bytes)).flatten()
 
     def _bytes(self, stored: StoredTensor) -> Tensor:
-        """Return the mapped bytes `[rows, bytes per row]`."""
+        """Return the mapped bytes of a tensor, uint8 `[rows, bytes per row]`."""
         if stored.path not in self._mappings:
             with stored.path.open("rb") as file:
                 # a private mapping, because torch has no read-only tensors
@@ -245,10 +247,10 @@ class GgufTensors:
 
 
 def _pairs_to_halves(rows: range, head_dim: int) -> Tensor:
-    """Map rows of a checkpoint to stored rows.
+    """Return the stored rows, int64 `[rows]`, of these rows of a checkpoint.
 
-    The stored rows of a head are the pairs that are rotated together, one pair after another. In a
-    checkpoint, the first elements of all pairs come before the second ones.
+    The file stores the two rows of each RoPE pair of a head next to each other. In a checkpoint, a
+    head has the first rows of all its pairs, then the second rows.
     """
     wanted = np.arange(rows.start, rows.stop)
     head, row = np.divmod(wanted, head_dim)

@@ -1,6 +1,6 @@
 """Creates the tokenizer of a GGUF file: byte-level BPE, or SentencePiece with byte fallback.
 
-It returns the same token ids as llama.cpp.
+The tokenizer returns the same token ids as llama.cpp.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ def load_gguf_tokenizer(header: Header) -> Tokenizer:
 
 
 def _byte_level(metadata: Metadata, vocabulary: Vocabulary) -> tuple[Tokenizer, bool]:
-    """Return a byte-level BPE tokenizer, and whether a BOS token is added if the file
-    does not say.
+    """Return a byte-level BPE tokenizer, and whether to add a BOS token if the file does not
+    define it.
     """
     name = metadata.text(f"{_GGML}pre") or "default"
     if name not in PRE_TOKENIZERS:
@@ -80,13 +80,15 @@ def _merging(metadata: Metadata, vocabulary: Vocabulary, **options: Any) -> BPE:
     pairs = [(it[:cut], it[cut + 1 :]) for it in merges if (cut := it.find(" ", 1)) > 0]
     try:
         return BPE(by_text, pairs, **options)
-    except Exception:  # it takes merges of tokens only
+    except Exception:  # BPE rejects merges with strings that are not tokens
         known = by_text.keys()
         return BPE(by_text, [pair for pair in pairs if {*pair, "".join(pair)} <= known], **options)
 
 
 def _gemma4(metadata: Metadata, vocabulary: Vocabulary) -> tuple[Tokenizer, bool]:
-    """Return a BPE tokenizer over lines, with byte fallback. Its merges are in the file."""
+    """Return a BPE tokenizer that splits a text into lines, with byte fallback and the file's
+    merges. The second value is as for `_byte_level`.
+    """
     own = {"unk_token": vocabulary.text("unknown"), "fuse_unk": True, "byte_fallback": True}
     tokenizer = Tokenizer(_merging(metadata, vocabulary, **own))
     tokenizer.normalizer = normalizers.Replace(" ", _SPACE)
@@ -98,8 +100,8 @@ def _gemma4(metadata: Metadata, vocabulary: Vocabulary) -> tuple[Tokenizer, bool
 
 
 def _sentence_piece(metadata: Metadata, vocabulary: Vocabulary) -> tuple[Tokenizer, bool]:
-    """Return a BPE tokenizer over whole texts. Its merges are sorted by the merged
-    token's score.
+    """Return a BPE tokenizer of whole texts. Its merges are sorted by the merged token's score.
+    The second value is as for `_byte_level`.
     """
     scores = metadata.numbers(f"{_GGML}scores", len(vocabulary.texts))
     by_text = _by_text(vocabulary)
@@ -124,7 +126,7 @@ def _sentence_piece(metadata: Metadata, vocabulary: Vocabulary) -> tuple[Tokeniz
 def _merges(
     metadata: Metadata, vocabulary: Vocabulary, by_text: Mapping[str, int], scores: list[float]
 ) -> list[tuple[str, str]]:
-    """Return all pairs of tokens that merge to another token, sorted by score, the best first."""
+    """Return all pairs of tokens that merge to another token, highest score first."""
     kinds = zip(vocabulary.texts, vocabulary.types, scores, strict=True)
     made = [(text, score) for text, kind, score in kinds if kind in (NORMAL, USER_DEFINED)]
     if sum(len(text) ** 2 for text, _ in made) > _MAX_SPLITS:
@@ -163,7 +165,10 @@ def _added_tokens(metadata: Metadata, vocabulary: Vocabulary) -> list[AddedToken
 
 
 def _frame(tokenizer: Tokenizer, metadata: Metadata, vocabulary: Vocabulary, add_bos: bool) -> None:
-    """Make encoding add the tokens before and after a text that the file requires."""
+    """Make the tokenizer add BOS and EOS tokens as the file defines.
+
+    `add_bos`: whether to add a BOS token if the file does not define it.
+    """
     begins = metadata.flag(f"{_GGML}add_bos_token", add_bos)
     ends = metadata.flag(f"{_GGML}add_eos_token", False)
     wanted = [("bos", begins), ("eos", ends)]

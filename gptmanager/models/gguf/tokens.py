@@ -1,4 +1,4 @@
-"""Reads the vocabulary of a GGUF file: tokens and types, end tokens, chat templates."""
+"""Reads the vocabulary of a GGUF file: tokens and their types, end tokens, chat templates."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Vocabulary:
     ends: tuple[int, ...]
 
     def text(self, role: str) -> str | None:
-        """Return the text of the token with this role."""
+        """Return the text of the token with this role, or None if no token has it."""
         number = self.ids.get(role)
         return None if number is None else self.texts[number]
 

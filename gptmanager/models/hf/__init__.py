@@ -1,1 +1,1 @@
-"""Models of any architecture in transformers that uses its attention interface."""
+"""Runs models through transformers, for architectures that use its attention interface."""

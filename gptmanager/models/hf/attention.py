@@ -1,7 +1,6 @@
-"""The attention that transformers calls. It reads and writes keys and values in the KV cache's
-pages.
+"""`attend`: the attention function that transformers calls, over the pages of the KV cache.
 
-Each layer has the current step in its attribute `paged_step`: see `StepHolder`.
+It finds the current step in the layer's attribute `paged_step`; see `StepHolder`.
 """
 
 from __future__ import annotations
@@ -18,8 +17,8 @@ from gptmanager.errors import ConfigError
 from gptmanager.kernels.attention.attention_arguments import AttentionShape, Pages, RowSpans
 from gptmanager.kernels.reference import Kernels
 
-HOLDER = "paged_step"  # the attribute of a network's modules that has the `StepHolder`
-# Arguments of the interface that do not change the result of attention here.
+HOLDER = "paged_step"  # the attribute of a network's modules that refers to the `StepHolder`
+# Arguments of the attention interface that do not change the result of `attend`.
 _KNOWN = frozenset(
     "position_ids output_attentions output_hidden_states use_cache output_router_logits "
     "return_dict cu_seq_lens_q cu_seq_lens_k max_length_q max_length_k cache_position "
@@ -28,7 +27,10 @@ _KNOWN = frozenset(
 
 
 class Call(NamedTuple):
-    """A layer's call of attention. `refused`: arguments that attention over pages rejects."""
+    """A layer's call of attention. `refused`: arguments that attention over pages rejects.
+
+    `layer`: index of the layer. `mask`: the attention mask, or None.
+    """
 
     layer: int
     shape: AttentionShape
@@ -38,7 +40,7 @@ class Call(NamedTuple):
 
 @dataclass
 class PagedStep:
-    """The current step. `layers`: the pages of keys and values of each layer."""
+    """The current step. `positions` `[T]`. `layers`: each layer's pages of keys and values."""
 
     kernels: Kernels
     rows: RowSpans
@@ -55,7 +57,7 @@ class StepHolder:
 
 
 def hold(network: nn.Module, holder: StepHolder) -> None:
-    """Set the holder of all layers of a network."""
+    """Let all modules of a network refer to the same `holder`."""
     for module in network.modules():
         setattr(module, HOLDER, holder)
 
@@ -94,13 +96,16 @@ def attend(
     s_aux: Tensor | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """Write keys and values `[1, K, T, D]` to the pages; return attention `[1, T, H, D]`."""
+    """Write keys and values to the pages; return the output of attention `[1, T, H, D]`, and None.
+
+    `query` `[1, H, T, D]`; `key` and `value` `[1, KV heads, T, D]`. The mask is ignored.
+    """
     step: PagedStep = getattr(module, HOLDER).step
     given = scaling, sliding_window, softcap, s_aux is not None
     shape = _shape(module, query, key, value, *given)
     q, k, v = (it[0].transpose(0, 1) for it in (query, key, value))
     width = v.shape[2]
-    # heads of values may be smaller than those of keys, as transformers expands latent attention
+    # Value heads may be smaller than key heads: transformers expands latent attention to such.
     q, k, v = (F.pad(it, (0, shape.head_dim - it.shape[2])) for it in (q, k, v))
     layer: Any = module.layer_idx
     pages = Pages(*step.layers[layer])
@@ -127,7 +132,7 @@ def note_call(
     is_causal: bool | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """Record a layer's call instead of computing its attention."""
+    """Record a layer's call instead of computing attention; return zeros `[1, T, H, D]` and None."""
     refused = [name for name, it in others.items() if it is not None and name not in _KNOWN]
     if is_causal is False or getattr(module, "is_causal", True) is False:
         refused.append("is_causal = False")
@@ -145,7 +150,7 @@ def note_call(
 
 
 def describe_mask(mask_function: Any, **_: Any) -> Tensor:
-    """Return a mask that has its mask function as an attribute, for the probe."""
+    """Return a mask with the mask function as its attribute `shows`, for the probe."""
     mask = torch.zeros(1, 1, 1, 1)
     mask.shows = mask_function  # type: ignore[attr-defined]
     return mask

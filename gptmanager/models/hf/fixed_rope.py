@@ -1,4 +1,4 @@
-"""Sets the rotary frequencies of a transformers network once, for the longest sequence.
+"""Sets the RoPE frequencies of a transformers network once, for the longest sequence.
 
 transformers itself chooses them in each forward pass, by the longest sequence in the batch. Then
 requests would change each other's tokens, and cached keys would not fit later queries.
@@ -15,8 +15,9 @@ _CHANGING = ("longrope", "dynamic")
 
 
 def fix_rotations(network: nn.Module, max_seq_len: int) -> list[str]:
-    """Set the frequencies for sequences of `max_seq_len` tokens; return the rope types that would
-    have changed them.
+    """Set the frequencies for sequences of `max_seq_len` tokens.
+
+    Returns the RoPE types of the modules that this has changed.
     """
     utilities = importlib.import_module("transformers.modeling_rope_utils")
     found = []
@@ -27,7 +28,7 @@ def fix_rotations(network: nn.Module, max_seq_len: int) -> list[str]:
             init = utilities.ROPE_INIT_FUNCTIONS[kinds]
             frequencies, own.attention_scaling = init(own.config, None, seq_len=max_seq_len)
             own.register_buffer("inv_freq", frequencies, persistent=False)
-            own.rope_type = "default"  # its forward pass does not choose any more
+            own.rope_type = "default"  # so the forward pass keeps these frequencies
             found.append(kinds)
         elif isinstance(kinds, dict):
             for layer_type, kind in kinds.items():

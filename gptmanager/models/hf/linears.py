@@ -35,10 +35,10 @@ def replace_linears(
     kind_of: Callable[[str], Quantized | None],
     on_progress: Callable[[int, int], None],
 ) -> list[PackedMatrix]:
-    """Replace all linear layers except routers; return their matrices.
+    """Replace all linear layers that the kernels pack, except routers; return their matrices.
 
-    `kind_of` maps the name of a module to the quantization of its matrix. `on_progress` is called
-    with the number of finished matrices and the number of all.
+    `kind_of` maps the name of a module to the quantization of its matrix, None for no quantization.
+    `on_progress` is called with the number of finished layers and the number of all.
     """
     named = [(name, it) for name, it in network.named_modules() if _is_linear(name, it)]
     matrices = []
@@ -58,7 +58,7 @@ def _is_linear(name: str, module: nn.Module) -> bool:
 
 
 def _packed(module: Any, kernels: Kernels, kind: Quantized | None) -> PackedLinear | None:
-    """Return a layer with the packed matrix, or None if the kernels do not pack it."""
+    """Return a layer with the matrix of `module`, packed; None if the kernels do not pack it."""
     weight = module.weight.detach()
     weight = weight if type(module) is nn.Linear else weight.t()
     rows, columns = weight.shape

@@ -37,8 +37,9 @@ def load_with_transformers(
 ) -> TransformersModel:
     """Load a folder with safetensors and an architecture of transformers.
 
-    Raises ConfigError for any other folder, and for an architecture that attention over pages
-    cannot compute. Code of the folder is never run.
+    `prepare` is called before the weights are loaded, with the dtype of the network and the
+    quantizations of its matrices. Raises ConfigError for any other folder, and for an architecture
+    that attention over pages cannot compute. Code of the folder is never run.
     """
     library = load_transformers_library()
     _check_folder(folder)
@@ -58,10 +59,10 @@ def load_with_transformers(
         )
     except ConfigError:
         raise
-    except Exception as error:  # whatever its many parts raise
+    except Exception as error:  # transformers raises errors of many types
         why = error_summary(error)
         raise ConfigError(f"transformers cannot load {quoted(str(folder))}: {why}") from error
-    # transformers would leave random numbers in them
+    # transformers would leave random numbers in missing tensors
     refuse_tensors("tensors are missing", found["missing_keys"])
     head = network.get_output_embeddings()
     names = {name for name, module in network.named_modules() if module is head}
@@ -79,7 +80,7 @@ def load_with_transformers(
 
 
 def _head(weights_dtype: Quantized | None, head_dtype: Quantized | None) -> Quantized | None:
-    """Return the quantization of the output matrix."""
+    """Return the quantization of the output matrix, or None."""
     return (head_dtype or "int8") if weights_dtype == "int4" else weights_dtype
 
 
@@ -115,7 +116,7 @@ def _check_folder(folder: Path) -> None:
             f"{given}: config.json: quantization_config: only 'native' reads quantized folders"
         )
     num_tensors = len(SafetensorsFolder(folder).describe())
-    # before transformers makes lists with an item for each layer
+    # checked before transformers creates lists with an item for each layer
     for own in (config, config.get("text_config")):
         if not isinstance(own, dict):
             continue

@@ -31,7 +31,10 @@ from gptmanager.models.hf.probe import probe
 
 @dataclass(frozen=True, slots=True)
 class TransformersSpec:
-    """The sizes of a network for a manager. `pages`: the shape of each layer's pages."""
+    """The sizes of a network for a manager. `pages`: the shape of each layer's pages.
+
+    `num_kv_heads` and `head_dim` are those of the layer with the largest pages.
+    """
 
     vocab_size: int
     max_position_embeddings: int
@@ -48,9 +51,9 @@ class TransformersModel:
     """A causal language model of transformers.
 
     `network` is changed: its attention and its linear layers are replaced with ours. `kind_of` maps
-    the name of a linear layer to its quantization, or None. `max_seq_len` is by default the longest
-    sequence of the config. Raises ConfigError with the feature that attention over pages cannot
-    compute.
+    the name of a linear layer to its quantization, or None. `max_seq_len` is by default the
+    config's `max_position_embeddings`. The constructor raises ConfigError that names a feature that
+    attention over pages cannot compute.
     """
 
     def __init__(
@@ -112,12 +115,12 @@ class TransformersModel:
                 **options,
             )
         finally:
-            self._holder.step = None  # the step refers to the pool
+            self._holder.step = None  # the step would keep the pool alive
         logits: Tensor = found.logits[0]
         return logits if self._selects else logits.index_select(0, batch.sample_index)
 
     def _inputs(self, batch: Batch) -> dict[str, Tensor]:
-        """Return the step's tokens, or embeddings of all tokens if a request has its own."""
+        """Return the step's tokens, or their embeddings if a request has prompt embeddings."""
         if batch.prompt_index is None or batch.prompt_embeddings is None:
             return {"input_ids": batch.token_ids[None]}
         network: Any = self.network

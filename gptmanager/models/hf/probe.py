@@ -1,4 +1,4 @@
-"""The probe: runs a network on a few tokens, and rejects features that pages lack."""
+"""`probe`: runs a network on a few tokens, and rejects what attention over pages cannot compute."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from gptmanager.models.hf.library import ATTENTION, PROBE, use_attention
 _LAYER_TYPES = {"full_attention", "sliding_attention"}
 _TOKENS = 3
 _TOLERANCE = 1e-2  # for 16-bit floats, relative to the largest logit
-# Distances at which masks are compared with causal ones, around powers of two and windows.
+# Positions at which masks are compared with causal masks, next to powers of two.
 _POSITIONS = sorted({max(0, (1 << n) + d) for n in range(0, 18) for d in (-1, 0, 1)})
 
 
@@ -24,7 +24,7 @@ _POSITIONS = sorted({max(0, (1 << n) + d) for n in range(0, 18) for d in (-1, 0,
 def probe(network: nn.Module, holder: StepHolder, num_layers: int) -> list[Call]:
     """Return the call of attention of each layer.
 
-    Raises ConfigError with the feature that attention over pages cannot compute.
+    Raises ConfigError that names a feature that attention over pages cannot compute.
     """
     _check_arguments(network)
     use_attention(network, PROBE)
@@ -32,7 +32,7 @@ def probe(network: nn.Module, holder: StepHolder, num_layers: int) -> list[Call]
         logits = [_run(network, holder, first) for first in (1, 0)]
     except ConfigError as error:
         raise _refusal(network, str(error)) from None
-    except Exception as error:  # whatever the code of the architecture raises
+    except Exception as error:  # the code of an architecture may raise any error
         why = f"its forward fails with our attention: {error_summary(error)}"
         raise _refusal(network, why) from error
     finally:
@@ -41,6 +41,7 @@ def probe(network: nn.Module, holder: StepHolder, num_layers: int) -> list[Call]
     _check_layers(network, calls, num_layers)
     for call in calls:
         _check_call(network, call)
+    # While attention returns zeros, the first token must not change the logits of the others.
     others, same = (it[0, 1:].float() for it in logits)
     if (others - same).abs().max() > _TOLERANCE * same.abs().max():
         why = "tokens change each other outside of attention: a layer has a state or a convolution"
@@ -49,7 +50,10 @@ def probe(network: nn.Module, holder: StepHolder, num_layers: int) -> list[Call]
 
 
 def _run(network: nn.Module, holder: StepHolder, first: int) -> Tensor:
-    """Return the logits of a few tokens, with 0 as the result of attention; record its calls."""
+    """Return the logits `[1, T, vocab]` of the token `first` and some zeros.
+
+    Attention returns zeros, and its calls are recorded in `holder`.
+    """
     holder.calls = []
     found = network(
         input_ids=torch.tensor([[first, *[0] * (_TOKENS - 1)]]),
