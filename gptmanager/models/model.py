@@ -73,7 +73,7 @@ def page_shapes(spec: Dimensions) -> Sequence[PageShape]:
 
 
 def state_shapes(spec: Dimensions) -> Sequence[StateShape]:
-    """Return the states that a model keeps for each sequence: the spec's `states`, or none."""
+    """Return the shapes of a model's states of each sequence: the spec's `states`, or none."""
     return getattr(spec, "states", ())
 
 
@@ -99,9 +99,10 @@ class Model(Protocol):
 
 @runtime_checkable
 class PlanningModel(Model, Protocol):
-    """A model with steps that can be captured on a device and run again for another batch.
+    """A model with steps that can be captured, for example as CUDA graphs, and replayed.
 
-    Its `forward` never waits for the device. Of the batch it reads only tensors and `all_sampled`.
+    Its `forward` never waits for the device, and reads only the tensors and `all_sampled` of the
+    batch, so that a captured step computes another batch from new values in the same tensors.
     """
 
     def plan(
@@ -116,9 +117,9 @@ class PlanningModel(Model, Protocol):
 
 @runtime_checkable
 class CapturableModel(Model, Protocol):
-    """A model with generation steps that can be replayed on the CPU for as many other rows.
+    """A model with generation steps that can be captured on the CPU; see `StepCapture`.
 
-    See `StepCapture`.
+    A captured step is replayed for other batches with the same number of rows.
     """
 
     def new_step_capture(self) -> StepCapture | None:
@@ -131,7 +132,7 @@ class CapturableModel(Model, Protocol):
 
 
 def capturable(model: Model) -> CapturableModel | None:
-    """Return the model if its class itself has `forward_captured`, else None.
+    """Return the model if its class itself defines or inherits `forward_captured`, else None.
 
     A wrapper that forwards attributes with `__getattr__` may have a different `forward`.
     """
@@ -161,16 +162,16 @@ def load_model(
     the config's, or float32; float64 is only for the CPU. `max_seq_len` is by default
     `max_position_embeddings`. `attention_window`: the largest number of positions that a token sees
     in any layer, including its own; the first `sink` positions are always visible.
-    `kv_cache_dtype`: float8_e4m3fn for pages of that dtype, None for any other. `weights_dtype` is
-    for matrices of matmuls except routers: "int8" with one scale per row, or "int4" in groups of 32
-    with a float16 scale each and the output matrix as `head_dtype` (by default "int8"). "file" is
-    "int4" for matrices with 4 bits in the checkpoint, and "int8" for others. 4-bit groups of the
-    checkpoint are not quantized again. `on_progress`: as in `OptionalParams`. `collectives`: for
-    one of several ranks, which reads only its share. `prepare` is called before weights are read,
-    with the spec and the kinds of quantized matrices.
+    `kv_cache_dtype`: float8_e4m3fn for pages of that dtype, None for any other. `weights_dtype`
+    quantizes the matrices of matmuls except routers: "int8" with one scale per row, or "int4" in
+    groups of 32 with one float16 scale per group, and the output matrix as `head_dtype` (by default
+    "int8"). "file" is "int4" for matrices with 4 bits in the checkpoint, and "int8" for others.
+    4-bit groups of the checkpoint are not quantized again. `on_progress`: as in `OptionalParams`.
+    `collectives`: communication of one of several ranks, which reads only its share. `prepare` is
+    called before weights are read, with the spec and the formats of quantized matrices.
 
-    Raises ConfigError, which names the argument, config field or tensor that cannot be used. Peak
-    memory: the final weights plus a sixteenth, or plus a matrix that must be read whole.
+    Raises ConfigError that names the argument, config field or tensor that cannot be used. The peak
+    memory is the final weights plus a sixteenth of them, or plus a matrix that must be read whole.
     """
     kernels = kernels or _cpu_kernels(device)
     _check_weights_dtype(weights_dtype, head_dtype, kernels, device)
@@ -214,7 +215,7 @@ def _naming(spec: ModelSpec, config: Mapping[str, Any]) -> dict[str, Any]:
     family, wraps = FAMILIES[spec.family], is_wrapper(config)
     ignored = _either(family.ignored, MEDIA) if wraps else family.ignored
     num_further = text_config(config).get("num_nextn_predict_layers")
-    if isinstance(num_further, int) and num_further > 0:  # layers that predict further tokens
+    if isinstance(num_further, int) and num_further > 0:  # layers for multi-token prediction
         first = len(spec.layers)
         numbers = "|".join(map(str, range(first, first + min(num_further, 8))))
         ignored = _either(ignored, re.compile(rf"(^|\.)layers\.({numbers})\."))
@@ -222,7 +223,7 @@ def _naming(spec: ModelSpec, config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _parts(spec: ModelSpec, layout: RankLayout, given: Collection[str]) -> dict[str, Any]:
-    """Return the arguments of `Weights` about parameters: shapes, places, dtypes, a rank's shares.
+    """Return the arguments of `Weights` for parameters: shapes, places, dtypes, a rank's cuts.
 
     `given`: the names of the checkpoint's tensors.
     """

@@ -1,4 +1,4 @@
-"""Describes folders without a usable checkpoint, and suggests what to pass instead."""
+"""Describes folders and configs that are not usable checkpoints, for error messages."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _ENCODERS = frozenset(
 
 
 def describe_other(path: Path) -> str:
-    """Describe a `path` without config.json; "" for an unknown kind."""
+    """Return what a folder without config.json is, and what to pass instead; "" if unknown."""
     try:
         names = sorted(entry.name for entry in os.scandir(path))
     except OSError:
@@ -32,7 +32,7 @@ def describe_other(path: Path) -> str:
 
 
 def describe_other_type(config: Mapping[str, Any]) -> str:
-    """Describe a config of an unknown family; "" if it is not recognized."""
+    """Return what a config of an unsupported family describes; "" if that is unknown."""
     name = config.get("model_type")
     if isinstance(name, str) and name in _ENCODERS:
         return "; this is an encoder, which does not generate text"

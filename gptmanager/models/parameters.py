@@ -17,7 +17,7 @@ _HEADS = {"embedding.weight", "lm_head.weight"}
 
 
 def parameter_shapes(spec: ModelSpec) -> dict[str, Shape]:
-    """Return every parameter of the network. Those of layer i are `layers.{i}.<module>.<part>`."""
+    """Return name -> shape of every parameter. Names in layer i begin with `layers.{i}.`."""
     hidden, norms = spec.hidden_size, spec.norms
     shapes: dict[str, Shape] = {"embedding.weight": (spec.vocab_size, hidden)}
     if spec.position_offset is not None:
@@ -49,7 +49,7 @@ def parameter_shapes(spec: ModelSpec) -> dict[str, Shape]:
 
 
 def matmul_matrices(spec: ModelSpec) -> list[str]:
-    """Return the parameters that are weights of `Kernels.linear` and `Kernels.experts`."""
+    """Return the names of the parameters that are weights of matmuls."""
     looked_up = _LOOKED_UP[:2] if spec.tied_embeddings else _LOOKED_UP
     shapes = parameter_shapes(spec)
     return [
@@ -62,10 +62,10 @@ def matmul_matrices(spec: ModelSpec) -> list[str]:
 
 
 def wide_parameters(spec: ModelSpec) -> list[str]:
-    """Return the parameters that are kept in float32.
+    """Return the names of the parameters that are kept in float32.
 
-    With lower precision routers could choose other experts, and errors of a decay add up over all
-    tokens of a sequence.
+    With lower precision, routers could choose other experts, and errors of a decay would add up
+    over all tokens of a sequence.
     """
     routers = "router.weight", "router.bias", "correction", "expert_factors"
     names = *routers, "delta_gates.weight", "delta_decay", "delta_step"
@@ -73,9 +73,10 @@ def wide_parameters(spec: ModelSpec) -> list[str]:
 
 
 def matrix_names(spec: ModelSpec, index: int) -> Mapping[str, str]:
-    """Return our names of layer `index`'s matrices -> the names that adapters know them by.
+    """Return name of a matrix -> its name for adapters, for the matrices of layer `index`.
 
-    A name means one shape in all layers: the second shape of `up` is `up/1`.
+    Matrices with the same name for adapters have the same shape in all layers: if `up` has a second
+    shape in some layers, its name there is `up/1`.
     """
     known: dict[str, list[tuple[int, ...]]] = {}
     for layer in dict.fromkeys(spec.layers):
@@ -105,10 +106,12 @@ def quantized_parameters(
     weights_dtype: Quantized | Literal["file"] | None,
     head_dtype: Quantized | None = None,
 ) -> dict[str, Quantized]:
-    """Return the matrices that are stored in fewer bits, and how. "file": in 8, if not in groups.
+    """Return name -> format of the matrices that are quantized.
 
-    With "int4" the output matrix, and an embedding that is one, is stored as `head_dtype`, None:
-    "int8": it decides alone between tokens that are near to each other, and is read once a step.
+    "file" means "int8" here, because loading keeps 4-bit groups of the checkpoint. With "int4", the
+    output matrix (or the embedding that is used as one) has the format `head_dtype`, by default
+    "int8": its errors directly change which of two tokens with close logits is chosen, and it is
+    read only once per step.
     """
     if weights_dtype is None:
         return {}

@@ -1,8 +1,8 @@
 """`read_spec`: converts a `config.json` to the `ModelSpec` of its network.
 
-A field that changes the mathematics is either applied, or refused with a `ConfigError` that names
-it. An absent field has transformers' default; sizes are required. `config_fields` lists the fields
-that are ignored.
+A field that changes the mathematics is either applied, or rejected with a `ConfigError` that names
+it. Absent fields have transformers' defaults, but sizes are required. `config_fields` lists the
+fields that are ignored.
 """
 
 from __future__ import annotations
@@ -57,6 +57,7 @@ def read_spec(
     `dtype` is by default the config's, or float32. `max_seq_len`, by default the config's
     `max_position_embeddings`, bounds the positions, and selects longrope's short or long factors
     once. `num_tensors`: the number of tensors in the checkpoint, which bounds the number of layers.
+    Raises ConfigError for a value that is not supported.
     """
     check_depth("config.json", config)
     config = text_config(config)
@@ -204,7 +205,7 @@ def _read_max_seq_len(fields: Fields, rotary: bool, max_seq_len: int | None) -> 
 
 
 def read_dtype(config: Mapping[str, Any], dtype: str | torch.dtype | None) -> torch.dtype:
-    """Return `dtype`, or the dtype of the weights that a `config.json` names; else float32."""
+    """Return `dtype`, or if it is None, the dtype that a `config.json` names, or float32."""
     return _read_dtype(Fields(config, {}, {}), dtype)
 
 

@@ -1,5 +1,4 @@
-"""Rotary position embeddings: from the config fields of each variant to the table of cosines and
-sines.
+"""RoPE: `read_rope` reads its variant from a config, `rope_table` computes cosines and sines.
 
 This module defines which scalings exist and what they compute, not how a table is applied.
 """
@@ -36,12 +35,14 @@ _KINDS: Mapping[str, frozenset[str]] = {
 
 @dataclass(frozen=True, slots=True)
 class Rope:
-    """Rotary position embeddings: the first `dim` dimensions of a head rotate, in pairs.
+    """Rotary position embeddings (RoPE): the first `dim` dimensions of a head rotate, in pairs.
 
-    `kind`: default, linear, llama3, yarn, or longrope, with the selected `divisors` `[dim / 2]`, or
-    proportional: of the pairs only the first `share` rotate.
-    Cosines and sines are multiplied by `attention_factor`. `interleaved`: pairs are neighbors in a
-    checkpoint, and loading reorders its rows.
+    `kind`: "default", or the kind of scaling: "linear", "llama3", "yarn", "longrope" or
+    "proportional". `theta`: the base of the frequencies. `divisors`: for longrope, the divisors of
+    the `dim / 2` frequencies. `share`: for proportional, only this share of the pairs, the first
+    ones, rotates. Cosines and sines are multiplied by `attention_factor`. `interleaved`: a
+    checkpoint stores the two rows of a pair next to each other, and loading reorders them. Other
+    fields are parameters of the scalings, as in transformers.
     """
 
     kind: str = "default"
@@ -68,10 +69,11 @@ def read_rope(
     layer_type: str = "full_attention",
     interleaved: bool = False,
 ) -> Rope:
-    """Return the rotary embeddings of the layers of one type, as a config describes them.
+    """Return the RoPE of the layers of one type, as a config describes it.
 
     The config has `rope_parameters`, possibly with an object per layer type, or `rope_scaling` and
-    `rope_theta`. `max_seq_len` selects longrope's short or long factors once.
+    `rope_theta`. `max_seq_len` selects longrope's short or long factors once. Raises ConfigError
+    for a value that is not supported.
     """
     values, label, theta = _rope_values(fields, layer_type)
     original = fields.get("original_max_position_embeddings")
@@ -102,7 +104,7 @@ def read_rope(
 
 
 def _with_alpha(rope: Fields, head_dim: int) -> Rope:
-    """Return HunYuan's rotation: a base that `alpha` has raised once, for any length."""
+    """Return HunYuan's RoPE, with a base that `alpha` raises by the same factor for any length."""
     if head_dim < 4:
         raise rope.error("alpha", "needs heads of more than 2 dimensions")
     theta = rope.number("rope_theta") * rope.number("alpha") ** (head_dim / (head_dim - 2))
@@ -112,7 +114,7 @@ def _with_alpha(rope: Fields, head_dim: int) -> Rope:
 
 
 def _rope_values(fields: Fields, layer_type: str) -> tuple[Mapping[str, Any], str, Any]:
-    """Return the fields that describe the rotation, their name in errors, and the base."""
+    """Return the fields that describe a layer type's RoPE, their name in errors, and the base."""
     scaling, parameters = fields.get("rope_scaling"), fields.get("rope_parameters")
     if scaling and not fields.is_given("rope_parameters"):
         parameters = None
@@ -128,7 +130,7 @@ def _rope_values(fields: Fields, layer_type: str) -> tuple[Mapping[str, Any], st
         if not isinstance(values, Mapping):
             raise ConfigError(f"config.json: {label} = {quoted(values)}: must be an object")
     elif layer_type == "sliding_attention" and local is not None:
-        values = {}  # the scaling applies only to the other layers
+        values = {}  # the scaling applies only to layers without a window
     if layer_type == "sliding_attention" and local is not None:
         theta = local
     return values, label, theta
@@ -284,8 +286,9 @@ def _llama3(rope: Rope, frequencies: Tensor) -> Tensor:
 
 
 def _yarn(rope: Rope, head_dim: int, powers: Tensor) -> Tensor:
-    """Keep the dimensions that rotate often within the original length, and slow down
-    the others.
+    """Keep the frequencies that rotate often within the original length, and reduce the others.
+
+    This is the method of YaRN (arXiv:2309.00071).
     """
 
     def dimension(rotations: float) -> float:

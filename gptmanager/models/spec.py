@@ -28,9 +28,9 @@ class Norms:
     and `bias`: whether norms have these parameters. `before_*` and `after_*`: which norms a layer
     has on the inputs of attention and MLP, and on their outputs before the residual addition.
     `query_key`: the norm of queries and keys: "head" has one weight `[head_dim]` for all heads,
-    "rotated_head" is the same but applied after the rotation, "rotated" is that without weights and
-    only in layers with a rotation, "own_head" has separate weights per head, and "all_heads"
-    normalizes all heads together. `query_key_kind`: the `kind` of these.
+    "rotated_head" is the same but applied after RoPE, "rotated" is like "rotated_head" but without
+    weights and only in layers with RoPE, "own_head" has separate weights per head, and "all_heads"
+    normalizes all heads together. `query_key_kind`: the `kind` of the norm of queries and keys.
     `value`: heads of values have an RMS norm without weights.
     """
 
@@ -61,10 +61,11 @@ class QueryTemperature:
 class Latent:
     """Multi-head latent attention (DeepSeek V2): a token's keys and values come from one latent.
 
-    `rank`: its elements. `query_rank`: elements of the latent of the queries; 0: they come from the
-    hidden state. `key_dim`: elements of a head's query and key that do not rotate; `value_dim`: of
-    a head's value. `bias`: the projections to the latents have biases. The layer's `head_dim` is
-    that of the pages: the rotated elements, which all heads share, and the latent.
+    `rank`: the size of the latent. `query_rank`: the size of the latent of the queries, or 0 if
+    queries are projected from the hidden state. `key_dim`: the number of elements of a head's query
+    and key that RoPE does not rotate. `value_dim`: the size of a head's value. `bias`: the
+    projections to the latents have biases. `Attention.head_dim` is then the size of a key in the
+    pages: the rotated elements, which all heads share, and the latent.
     """
 
     rank: int
@@ -80,14 +81,15 @@ class Attention:
 
     `scale` multiplies the scores. `softcap` then limits them to softcap * tanh(score / softcap); 0
     for no limit. `window`: the number of positions that a token sees, including its own; None for
-    all. `chunked`: a window begins at a multiple of its size instead. `sinks`: each head has a
-    learned score that only takes part in the sum of the softmax.
-    `rope`: the rotation of queries and keys, or None if they are not rotated. `kv_layer`: the layer
-    with the keys and values that this layer reads, or None if it computes its own.
-    `keys_as_values`: values are the keys before their norm and rotation. `latent`: a latent is
-    stored instead of keys and values. `delta`: the layer has linear attention with a state, and the
-    other fields have no effect. `gated`: the result of a token is multiplied by the sigmoid of its
-    gates, which are projected with its queries.
+    all. `chunked`: a token sees the positions from the last multiple of `window` on instead.
+    `sinks`: each head has a learned score that only takes part in the sum of the softmax. `rope`:
+    the RoPE of queries and keys, or None without RoPE. `temperature`: a factor of the queries, or
+    None. `kv_layer`: the layer with the keys and values that this layer reads, or None if it
+    computes its own. `keys_as_values`: values are the keys before their norm and RoPE. `latent`:
+    the layer has multi-head latent attention, and stores a latent instead of keys and values.
+    `delta`: the layer has linear attention with a state, and the other fields have no effect.
+    `gated`: the result of a token is multiplied by the sigmoid of its gates, which are projected
+    with its queries.
     """
 
     num_heads: int
@@ -118,7 +120,7 @@ class Attention:
 
     @property
     def gate_width(self) -> int:
-        """The number of gates of a token, which come first in the projection of queries."""
+        """The number of gates of a token, which precede the queries in the result of `qkv`."""
         return self.num_heads * self.head_dim if self.gated else 0
 
     @property
@@ -175,7 +177,7 @@ class Experts:
 class Mlp:
     """The MLP of a layer: `activation(gate) * up` if `gated`, else `activation(up)`, then down.
 
-    `width`: of the hidden activations; with `experts`, of each expert's.
+    `width`: the number of hidden activations; with `experts`, that of each expert.
     """
 
     width: int
@@ -186,7 +188,10 @@ class Mlp:
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """A layer's attention and MLP. `scaled`: a learned number multiplies the residual after it."""
+    """A layer's attention and MLP.
+
+    `scaled`: at the end of the layer, the residual is multiplied by a learned number.
+    """
 
     attention: Attention
     mlp: Mlp
@@ -197,9 +202,10 @@ class Layer:
 class TokenInputs:
     """A further input of each layer for each token, of `width` elements (Gemma 4's E models).
 
-    It is the mean of an embedding of the token and of a normed projection of its first residual,
-    times the root of 2. A layer multiplies it by a gate, and adds the projected and normed result
-    to the residual. `padding_id`: the token in the place of a prompt embedding.
+    It is the mean of a second embedding of the token and of a normed projection of its first
+    residual, times the root of 2. A layer multiplies it by a gate with this `activation`, and adds
+    the projected and normed result to the residual. `vocab_size`: the number of tokens with a
+    second embedding. `padding_id`: the token that is used in the place of a prompt embedding.
     """
 
     width: int
@@ -217,10 +223,10 @@ class ModelSpec:
     `parallel`: attention and MLP of a layer read the same residual, and both are added to it.
     `embedding_scale` multiplies embeddings, `residual_scale` each addition to the residual, and
     `logit_scale` the logits, which `logit_softcap` then limits (0 for no limit). `position_offset`:
-    row of the learned position 0; None without learned positions. `sink`: the number of first
-    positions that are always visible. `kv_cache_dtype` float8_e4m3fn: pages store keys and values
-    divided by the scale of their layer and head; None: unscaled. `token_inputs`: further inputs of
-    the layers; None for none.
+    the row of position 0 in the table of learned positions; None without such a table. `sink`: the
+    number of first positions that are always visible. `kv_cache_dtype`: float8_e4m3fn if pages
+    store keys and values divided by the scale of their layer and head, None if they are not scaled.
+    `token_inputs`: further inputs of the layers, or None.
     """
 
     family: str
@@ -269,13 +275,13 @@ class ModelSpec:
 
     @property
     def pages(self) -> tuple[PageShape, ...]:
-        """The shapes of the pages of this rank, of each of its layers with keys of its own."""
+        """The shape of pages for each layer of this rank that stores keys of its own."""
         own = self.layers[self.first_layer : self.first_layer + self.num_layers]
         found = (layer.attention for layer in own if layer.attention.has_pages)
         return tuple(PageShape(it.num_kv_heads, it.head_dim, it.latent is None) for it in found)
 
     def page_number(self, layer: int) -> int:
-        """Return which of `pages` a layer of the network reads."""
+        """Return the index in `pages` of the pages that a layer of the network reads."""
         source = self.layers[layer].attention.kv_layer
         last = layer if source is None else source
         own = self.layers[self.first_layer : last]
@@ -283,7 +289,10 @@ class ModelSpec:
 
     @property
     def states(self) -> tuple[StateShape, ...]:
-        """The states of each layer with linear attention: inputs of its convolution, its memory."""
+        """The shapes of two states for each layer with linear attention.
+
+        The first has the last inputs of the convolution, the second the memory of the heads.
+        """
         wide = torch.float64 if self.dtype is torch.float64 else torch.float32
         found: list[StateShape] = []
         for layer in self.layers:
@@ -294,7 +303,7 @@ class ModelSpec:
 
     @property
     def windows(self) -> tuple[int | None, ...]:
-        """The number of positions that a token sees in each layer; None in layers with all."""
+        """The `window` of each layer of the network; None for a layer without a window."""
         return tuple(layer.attention.window for layer in self.layers)
 
     @property
@@ -313,7 +322,7 @@ class ModelSpec:
 
     @property
     def ropes(self) -> tuple[Rope | None, ...]:
-        """The rotation of each layer of the network."""
+        """The RoPE of each layer of the network; None for a layer without RoPE."""
         return tuple(layer.attention.rope for layer in self.layers)
 
     @property
@@ -323,12 +332,12 @@ class ModelSpec:
 
     @property
     def num_kv_heads(self) -> int:
-        """The number of KV heads in a page."""
+        """The number of KV heads in the largest page."""
         return self.page_shape[0]
 
     @property
     def head_dim(self) -> int:
-        """The head size in a page."""
+        """The head size in the largest page."""
         return self.page_shape[1]
 
     @property

@@ -1,4 +1,4 @@
-"""A table of how a network is split over ranks: which part of each parameter a rank keeps.
+"""`SPLITS`: how each parameter is split over ranks. `rank_cuts`: which part of it a rank keeps.
 
 In a layer, the first matmul of attention and of the MLP is split by outputs, and the second by
 inputs. A rank can then compute the second one from its own part of the first, and a layer needs
@@ -20,11 +20,12 @@ from gptmanager.ranks.layout import RankLayout
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """How a module's weight is split over the parts, the tensor-parallel ranks of a stage.
+    """How a module's weight is split over the tensor-parallel ranks of a stage, called parts.
 
-    `rows`: the kinds of rows in their order, each of which is split; without kinds, every part has
-    all rows. `columns`: the kind of columns if these are split. Results are then partial sums, and
-    only the first part adds the bias.
+    A kind is a name of rows or columns that `Shares` knows, such as "queries". `rows`: the kinds of
+    rows in the order of the weight. Each kind is split; without kinds, every part has all rows.
+    `columns`: the kind of columns if these are split. Results are then partial sums, and only the
+    first part adds the bias.
     """
 
     rows: tuple[str, ...] = ()
@@ -49,15 +50,16 @@ SPLITS = {
     "lm_head": Split(rows=("tokens",)),
 }
 
-# where norms of queries and keys have weights for each head
+# for models in which norms of queries and keys have separate weights for each head
 _NORMS = {"q_norm": Split(rows=("queries",)), "k_norm": Split(rows=("keys",))}
 _OF_ONE_HEAD = ("none", "head", "rotated_head", "rotated")
 
 
 class Shares:
-    """The sizes of the kinds of rows and columns in `SPLITS`, and a rank's range of each.
+    """A rank's ranges of each kind of rows and columns in `SPLITS`, for one layer.
 
-    They are those of one layer.
+    `layers` is the range of the rank's layers. `heads`, `kv_heads`, `width`, `experts`, `shared`
+    (elements of the shared MLP) and `tokens` are ranges, too.
     """
 
     def __init__(self, spec: ModelSpec, layout: RankLayout, layer: Layer) -> None:
@@ -116,6 +118,7 @@ class Shares:
         return tuple(filter(None, found))
 
     def columns(self, split: Split) -> range:
+        """Return the range of a weight's columns that this rank has."""
         return self._by_word[split.columns][1]
 
 
@@ -129,7 +132,10 @@ def layer_shares(spec: ModelSpec, layout: RankLayout) -> list[Shares]:
 
 
 def evenly(count: int, parts: int, part: int) -> range:
-    """Return the range of `part`; the first parts have one more if `count` is not divisible."""
+    """Return the range of `part` if `count` items are divided into `parts` ranges.
+
+    The first ranges have one more item if `count` is not divisible.
+    """
     each, left = divmod(count, parts)
     first = part * each + min(part, left)
     return range(first, first + each + (part < left))
@@ -210,14 +216,16 @@ def _rank_layer(layer: Layer, shares: Shares) -> Layer:
 
 
 def vocabulary_shares(spec: ModelSpec, layout: RankLayout) -> tuple[range, list[int]]:
-    """Return the tokens with embedding and head rows on this rank, and the number on each part."""
+    """Return the range of tokens with embedding and head rows on this rank, and the number of
+    tokens on each part.
+    """
     size = layout.tensor_parallel_size
     shares = [evenly(spec.vocab_size, size, part) for part in range(size)]
     return shares[layout.part], [len(share) for share in shares]
 
 
 def rank_cuts(spec: ModelSpec, layout: RankLayout) -> dict[str, Cut]:
-    """Return the part of each parameter that a rank keeps. Raises the errors of `check`."""
+    """Return parameter name -> the part of it that a rank keeps. Raises the errors of `check`."""
     by_layer = layer_shares(spec, layout)
     modules = _modules(spec, layout, by_layer[0].layers)
     splits = SPLITS if spec.norms.query_key in _OF_ONE_HEAD else {**SPLITS, **_NORMS}

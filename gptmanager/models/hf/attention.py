@@ -132,7 +132,7 @@ def note_call(
     is_causal: bool | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """Record a layer's call instead of computing attention; return zeros `[1, T, H, D]` and None."""
+    """Record a layer's call instead of computing attention; return zeros of the same shape."""
     refused = [name for name, it in others.items() if it is not None and name not in _KNOWN]
     if is_causal is False or getattr(module, "is_causal", True) is False:
         refused.append("is_causal = False")

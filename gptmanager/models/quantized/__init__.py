@@ -1,1 +1,1 @@
-"""Quantized checkpoints in safetensors: their matrices as floats, or as 4 bits in groups."""
+"""Reads quantized safetensors checkpoints: matrices as floats, or as groups of 4-bit values."""

@@ -22,10 +22,11 @@ Take = Callable[..., TensorInfo]
 def codebook_matrix(
     name: str, info: TensorInfo, given: Mapping[str, TensorInfo], take: Take, read: Read
 ) -> CodebookMatrix:
-    """Describe the matrix with the packed elements in the tensor `name`.
+    """Return the description of the matrix with the packed elements in the tensor `name`.
 
-    `take` returns a tensor of the given dtype and shape. Raises ConfigError if a tensor of the
-    matrix is missing or does not fit.
+    `take` checks that a tensor exists and has the given dtype and shape, and returns its
+    `TensorInfo`. `read` returns its values. Raises ConfigError if a tensor of the matrix is missing
+    or does not fit.
     """
     state_name = name + next((it for it in _STATES if name + it in given), _STATES[0])
     state = _State(state_name, take, read)
@@ -66,7 +67,7 @@ class _Plain:
 
 
 class _State:
-    """The JSON object that bitsandbytes stores as bytes next to a matrix."""
+    """The JSON object that bitsandbytes stores as bytes next to a matrix. Its reads are checked."""
 
     def __init__(self, name: str, take: Take, read: Read) -> None:
         info = take(name, "uint8")

@@ -1,7 +1,7 @@
-"""Finds the quantized matrices among the tensors of a checkpoint, by the endings of their names.
+"""`MatrixFinder`: finds the quantized matrices of a checkpoint by the endings of tensor names.
 
-The names of a module's tensors show whether it is quantized, so the config's list of exceptions is
-not needed. All shapes are compared before a tensor is read.
+The names of a module's tensors show whether it is quantized, so the config's list of modules that
+are not quantized is not needed. All shapes are checked before a tensor is read.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ from gptmanager.models.quantized.scheme import Block, Scheme
 
 _FLOAT8, _INTEGERS = "float8_e4m3fn", "compressed-tensors"
 _SCALES = {*FLOATS.values(), _FLOAT8, "float8_e8m0fnu", "uint8"}
-# Scales and zeros of activations. They are ignored, because activations are quantized otherwise.
+# Ignored: scales and zeros of activations, which are quantized differently here, if at all, and
+# the `weight_format` of bitsandbytes.
 _OF_ACTIVATIONS = (
     ".input_scale",
     ".input_zero_point",
@@ -50,10 +51,11 @@ _Describe = Callable[[str, TensorInfo], StoredMatrix | ExpertBlocks | None]
 
 
 class MatrixFinder:
-    """Describes the quantized matrices of a checkpoint. `used`: the names of all their tensors.
+    """Describes the quantized matrices of a checkpoint.
 
-    Raises ConfigError if a tensor is missing, or does not have the shape or dtype that its matrix
-    needs.
+    `matrices`: name of the weight -> its description. `used`: the names of all tensors of these
+    matrices, and of ignored tensors. The constructor raises ConfigError if a tensor is missing, or
+    does not have the shape or dtype that its matrix needs.
     """
 
     def __init__(self, scheme: Scheme, given: Mapping[str, TensorInfo], read: Read) -> None:
@@ -77,7 +79,10 @@ class MatrixFinder:
                     self.used.add(name)
 
     def _take(self, name: str, dtypes: str | set[str], *shapes: tuple[int, ...]) -> TensorInfo:
-        """Return a tensor of a matrix, which must have one of these dtypes and shapes."""
+        """Return the info of a tensor, and add its name to `used`.
+
+        Raises ConfigError if the tensor is missing or has none of these dtypes and shapes.
+        """
         info = self._given.get(name)
         if info is None:
             raise ConfigError(f"tensor {tensor_name(name)} is missing: a quantized matrix needs it")
@@ -92,7 +97,7 @@ class MatrixFinder:
         return info
 
     def _matrix_shape(self, name: str, info: TensorInfo, dtype: str = "") -> tuple[int, int]:
-        """Return the shape of a tensor that must be a matrix."""
+        """Return the shape of a tensor. Raises ConfigError if it is not a matrix of `dtype`."""
         if len(info.shape) != 2 or 0 in info.shape or (dtype and info.dtype != dtype):
             raise ConfigError(
                 f"tensor {tensor_name(name)} is {info.dtype} {list(info.shape)}: it must be "
@@ -106,7 +111,9 @@ class MatrixFinder:
     ) -> Grid:
         """Return the grid of a tensor `[blocks of rows, blocks of columns]` over a matrix.
 
-        `bits`: the size of integers that are packed along the rows, or 0 if nothing is packed.
+        `shape`: of the matrix. `blocks`: the block sizes that the tensor may have, in addition to
+        whole rows and the whole matrix. `bits`: the size of integers that are packed along the
+        rows, or 0 if nothing is packed.
         """
         info = self._take(name, "int32" if bits else {*_SCALES, "int8"})
         rows, columns = shape
@@ -126,7 +133,10 @@ class MatrixFinder:
         return Grid(name, info.shape, height, width, bits=bits)
 
     def _scaled(self, name: str, info: TensorInfo) -> StoredMatrix | None:
-        """Describe a matrix in an 8-bit format of compressed-tensors, or in fine-grained fp8."""
+        """Describe a matrix in an 8-bit format of compressed-tensors, or in fine-grained fp8.
+
+        Returns None for a matrix of floats.
+        """
         if info.dtype != _FLOAT8 and (info.dtype, self._scheme.method) != ("int8", _INTEGERS):
             return None
         shape = self._matrix_shape(name, info)
@@ -218,12 +228,12 @@ class MatrixFinder:
         )
 
     def _columns(self, name: str, count: int, width: int) -> Tensor | None:
-        """Return the group of each column; None if columns are in order."""
+        """Return the group of each column, int32 `[count]`; None if the groups are in order."""
         if name not in self._given:
             return None
         self._take(name, {"int32", "int64"}, (count,))
         found = self._read(name).int()
-        if (found == -1).any():  # compressed-tensors: not used
+        if (found == -1).any():  # compressed-tensors: the index is not used
             return None
         if not ((found >= 0) & (found < _ceil(count, width))).all():
             raise ConfigError(
@@ -248,7 +258,7 @@ class MatrixFinder:
         return replace(matrix, in_groups=True)
 
     def _experts(self, name: str, info: TensorInfo) -> ExpertBlocks:
-        """Describe the experts of gpt-oss."""
+        """Describe the experts of a layer of gpt-oss."""
         module = name.removesuffix("_blocks")
         if info.dtype != "uint8" or len(info.shape) != 4 or info.shape[3] != _MXFP4 // 2:
             raise ConfigError(

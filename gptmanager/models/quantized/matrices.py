@@ -1,7 +1,7 @@
-"""Quantized matrices of checkpoints, which return their rows as floats.
+"""Descriptions of quantized matrices of checkpoints, which dequantize rows to float32.
 
-A matrix knows the names and shapes of its tensors, and reads only the parts that it needs. The
-arithmetic is that of the library that defines the format, in float32.
+A description has the names and shapes of a matrix's tensors, and reads only the parts that it
+needs. The arithmetic is that of the library that defines the format, in float32.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from gptmanager.models.quantized.unpacking import (
     unpack_columns,
 )
 
-# A function that returns the given ranges of a tensor.
+# A function (name, *ranges) that returns these ranges of a tensor, or all of it without ranges.
 Read = Callable[..., Tensor]
 
 
 @dataclass(frozen=True, slots=True)
 class Grid:
-    """A tensor with a number for each block of `height` rows and `width` columns of a matrix.
+    """A tensor of scales or zeros, one for each block of `height` rows and `width` columns.
 
-    `transposed`: the tensor has a row for each block of columns. `bits`: the size of integers that
-    are packed along the rows of the matrix, or 0 if nothing is packed. `order`: see
-    `unpack_columns`.
+    `shape`: of the tensor. `transposed`: the tensor has a row for each block of columns. `bits`:
+    the size of integers that are packed along the rows of the matrix, or 0 if nothing is packed.
+    `order`: see `unpack_columns`.
     """
 
     name: str
@@ -67,14 +67,17 @@ class Grid:
 
 
 class StoredMatrix(ABC):
-    """A quantized matrix of `shape` `[rows, columns]`. If `in_groups`, it is an `IntegerMatrix`."""
+    """A quantized matrix of `shape` `[rows, columns]`.
+
+    `in_groups` is only true for an `IntegerMatrix`, if its method `groups` can be called.
+    """
 
     shape: tuple[int, ...]
     in_groups = False
 
     @abstractmethod
     def floats(self, read: Read, rows: range) -> Tensor:
-        """Return rows in float32, `[n, columns]`."""
+        """Return `rows` in float32, `[n, columns]`."""
 
 
 @dataclass(frozen=True)
@@ -126,11 +129,12 @@ class Float4Matrix(StoredMatrix):
 class IntegerMatrix(StoredMatrix):
     """Packed integers in groups of columns. An element is (integer - zero) * scale.
 
-    `transposed`: the tensor is `[columns, rows]`, packed along its columns if `order` is given,
-    otherwise along its rows. `offset` is added to the stored zeros, modulo their bits. Without
-    `zeros`, the middle of the range is zero. `middle`: the stored zeros must be the middle.
-    `columns`: the block of each column; None: columns are in order. `in_groups`: whether `groups`
-    can return the matrix.
+    `bits`: 2, 4 or 8. `transposed`: the tensor is `[columns, rows]`, packed along its second
+    dimension if `order` is given, otherwise along its first. `order`: see `unpack_columns`.
+    `offset` is added to the stored zeros, modulo 2 ** bits. Without `zeros`, all zeros are the
+    middle of the range, 2 ** (bits - 1). `middle`: the stored zeros must be the middle. `columns`:
+    the block of each column, or None if blocks are in order. `in_groups`: whether `groups` can
+    return the matrix.
     """
 
     name: str
@@ -155,7 +159,7 @@ class IntegerMatrix(StoredMatrix):
         )
 
     def groups(self, read: Read, rows: range) -> Groups:
-        """Return rows as groups of 4 bits."""
+        """Return `rows` as groups of 4-bit values; only for a matrix with `in_groups`."""
         scales = self._in_our_groups(self.scales, self.scales.rows(read, rows).half())
         zeros, minima = self._zeros(read, rows), None
         if isinstance(zeros, Tensor) and not self.middle:
@@ -164,7 +168,7 @@ class IntegerMatrix(StoredMatrix):
         return Groups(self._integers(read, rows), scales, minima)
 
     def _integers(self, read: Read, rows: range) -> Tensor:
-        """Return the stored integers of rows, uint8 `[n, columns]`."""
+        """Return the stored integers of `rows`, uint8 `[n, columns]`."""
         if not self.transposed:
             words = read(self.name, rows, range(-(-self.shape[1] * self.bits // 32)))
             return unpack(words, self.bits)[:, : self.shape[1]]
@@ -175,7 +179,7 @@ class IntegerMatrix(StoredMatrix):
         return unpack_columns(words, self.bits, self.order)[start : start + len(rows)]
 
     def words_of(self, rows: range) -> tuple[range, range]:
-        """Return the rows and columns of a transposed tensor that have these rows."""
+        """Return the ranges of both dimensions of the transposed tensor that have these rows."""
         per_word, count = 32 // self.bits, self.shape[1]
         if not self.order:
             return range(count // per_word), rows
@@ -205,8 +209,8 @@ class IntegerMatrix(StoredMatrix):
 class CodebookMatrix(StoredMatrix):
     """4-bit indices into a table of sixteen values, with a scale for each `block` of elements.
 
-    The elements of all rows follow one another, two in a byte, the first one in its upper half.
-    `table`: the values. `scales`: a float32 for each block.
+    The elements of all rows are contiguous, two in a byte, the first one in its upper half.
+    `table`: the values, float32 `[16]`. `scales` returns the float32 scales of a range of blocks.
     """
 
     name: str
@@ -232,7 +236,8 @@ class CodebookMatrix(StoredMatrix):
 class NestedScales:
     """Scales that are quantized to bytes. A scale is values[byte] * outer + offset.
 
-    `outer` has a number for each `block` of scales.
+    `name`: the tensor of bytes. `values`: float32 `[256]`. `outer`: a float32 number for each
+    `block` of scales.
     """
 
     name: str
@@ -242,15 +247,17 @@ class NestedScales:
     offset: float
 
     def __call__(self, read: Read, blocks: range) -> Tensor:
+        """Return the scales of these blocks in float32."""
         places = torch.arange(blocks.start, blocks.stop) // self.block
         return self.values[read(self.name, blocks).int()] * self.outer[places] + self.offset
 
 
 @dataclass(frozen=True)
 class ExpertBlocks:
-    """The experts of a layer of gpt-oss, `[experts, columns, rows]`, in groups of 32 columns.
+    """The experts of a layer of gpt-oss, with 4-bit floats in groups of 32 columns.
 
-    `stored`: the shape of the tensor, `[experts, rows, groups, bytes]`.
+    `shape`: as floats, `[experts, columns, rows]`. `stored`: the shape of the tensor,
+    `[experts, rows, groups, bytes]`.
     """
 
     name: str
@@ -264,7 +271,7 @@ class ExpertBlocks:
         return experts, groups * size * 2, rows
 
     def floats(self, read: Read, expert: int, rows: range) -> Tensor:
-        """Return rows of an expert in float32, `[columns, n]`."""
+        """Return `rows` of an expert in float32, `[columns, n]`."""
         own, groups = range(expert, expert + 1), range(self.stored[2])
         packed = read(self.name, own, rows, groups, range(self.stored[3]))[0]
         scales = numbers(read(self.scales, own, rows, groups)[0])

@@ -32,8 +32,8 @@ class Scheme(NamedTuple):
 
     `method`: `quant_method` of the config. `bits`: the allowed sizes of an integer. `blocks`: the
     allowed numbers of rows and columns that share a scale, in addition to whole rows and the whole
-    matrix. `symmetric`: integers are signed, without zero points. `offset`: a number that is added
-    to stored zero points.
+    matrix. `symmetric`: stored zero points must be the middle of the range. `offset`: a number that
+    is added to stored zero points.
     """
 
     method: str
@@ -44,7 +44,7 @@ class Scheme(NamedTuple):
 
 
 def without_quantization(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the config without its quantization, like that of a checkpoint of floats."""
+    """Return the config without the field that describes its quantization."""
     found = _find(config)
     return {field: value for field, value in config.items() if field != found}
 
@@ -99,7 +99,10 @@ def _compressed_tensors(own: Mapping[str, Any]) -> Scheme:
 
 
 def _ct_weights(name: str, weights: Any) -> tuple[int, Block | None]:
-    """Return the bits of a group of modules, and the block of weights that share a scale."""
+    """Return the bits of a group of modules, and the block of weights that share a scale.
+
+    The block is None if a scale is shared by a whole row or matrix.
+    """
     field = f"config_groups.{name}.weights"
     if not isinstance(weights, dict):
         raise _error(field, weights, "must be an object, because only weights can be quantized")

@@ -1,4 +1,4 @@
-"""`QuantizedSource`: reads the tensors of a quantized checkpoint as if they were floats."""
+"""`QuantizedSource`: reads the tensors of a quantized checkpoint, and dequantizes its matrices."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from gptmanager.models.quantized.matrices import (
 )
 from gptmanager.models.quantized.scheme import Scheme
 
-_FLOAT_BYTES = 6  # memory per element that becomes a float32, with its bits
-_GROUP_BYTES = 2  # memory per element that stays in 4 bits, with its bits
+_FLOAT_BYTES = 6  # memory per element that becomes a float32: the float and its stored bits
+_GROUP_BYTES = 2  # memory per element that stays in 4 bits: a byte and its stored bits
 _PIECE_BYTES = 4 << 20  # memory of a piece, which should fit into the processor's cache
 _STEP = 8  # rows that share a word in some formats
 _SMALL = 8 << 20  # bytes that are read at a time
@@ -29,7 +29,7 @@ _SMALL = 8 << 20  # bytes that are read at a time
 class QuantizedSource:
     """A `GroupedSource` over the tensors of a quantized checkpoint.
 
-    Raises ConfigError if the tensors of a matrix are missing or do not fit the scheme.
+    The constructor raises ConfigError if tensors of a matrix are missing or do not fit the scheme.
     """
 
     def __init__(self, source: TensorSource, scheme: Scheme) -> None:
@@ -77,10 +77,10 @@ class QuantizedSource:
     def _slices(
         self, matrix: StoredMatrix, rows: range, max_bytes: int, element_bytes: int
     ) -> Iterator[tuple[range, Read]]:
-        """Split rows into pieces that fit into the cache; yield the function that reads for them.
+        """Yield pieces of `rows` that fit into the cache, each with the function that reads it.
 
-        Rows of a transposed tensor are in all of its pages, so more of them are read at once.
-        Without a limit (`sys.maxsize`), all rows are one piece.
+        Each row of a transposed tensor has elements in all of its memory pages, so more rows are
+        read at once. Without a limit (`max_bytes` is `sys.maxsize`), all rows are one piece.
         """
         columns = matrix.shape[1]
         size = max_bytes if max_bytes == sys.maxsize else min(max_bytes, _PIECE_BYTES)
@@ -93,7 +93,7 @@ class QuantizedSource:
             yield from ((own, read) for own in _split(many, size))
 
     def _held(self, name: str, rows: range, columns: range) -> Read:
-        """Return a function that reads as `_read` does, from a copy of this part of a matrix."""
+        """Return a function like `_read` that reads the tensor `name` from a copy of this part."""
         part = self._read(name, rows, columns)
 
         def read(asked: str, *ranges: range) -> Tensor:
@@ -114,7 +114,7 @@ class QuantizedSource:
 
 
 def _split(rows: range, count: int) -> Iterator[range]:
-    """Split a range at multiples of `_STEP`, into parts of about `count`."""
+    """Yield parts of a range of about `count` rows, which end at multiples of `_STEP`."""
     step = max(_STEP, count // _STEP * _STEP)
     start = rows.start
     while start < rows.stop:

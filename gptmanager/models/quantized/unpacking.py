@@ -52,8 +52,8 @@ def unpack(words: Tensor, bits: int, *, high_first: bool = False) -> Tensor:
 def unpack_columns(words: Tensor, bits: int, order: tuple[int, ...] = ()) -> Tensor:
     """Unpack int32 `[n, words]` and transpose it to uint8 `[elements, n]`.
 
-    `order`: the place of each element in its word, from the lowest bits on, unless they are in
-    order.
+    `order`: for each element of a word, its place in the word, counted from the lowest bits. Empty
+    if elements are in order.
     """
     count, per_word = len(words), 32 // bits
     width = -(-count // LANES) * LANES
@@ -85,8 +85,9 @@ def scaled(
 ) -> Tensor:
     """Return (number - zero) * scale * factor for each number, in float32 `[n, columns]`.
 
-    `codes`: int8 or uint8, numbers, or places in `table`. `scales` and, unless it is a number,
-    `zeros`: `[n, blocks]`. A block has `block` columns, or those where `index` has its number.
+    `codes`: int8 or uint8 `[n, columns]`, numbers or indices into `table`. `scales`: `[n, blocks]`.
+    `zeros`: `[n, blocks]`, or one number. A block has `block` consecutive columns, unless `index`
+    `[columns]` has the block of each column.
     """
     count, columns = codes.shape
     if isinstance(zeros, Tensor) and zeros.shape != scales.shape:
@@ -121,12 +122,15 @@ def scaled(
 
 
 def float4(packed: Tensor, scales: Tensor, block: int) -> Tensor:
-    """Convert bytes `[n, columns / 2]` of two E2M1 numbers each, with scales, to float32."""
+    """Convert bytes `[n, columns / 2]` of two E2M1 numbers each to scaled float32 `[n, columns]`.
+
+    `scales`: `[n, blocks]`, for blocks of `block` columns.
+    """
     return scaled(unpack(packed, 4), scales, block, table=E2M1)
 
 
 def e4m3_values() -> Tensor:
-    """Return the values of the 256 bytes of float8 (e4m3)."""
+    """Return the values of all 256 bytes as float8 (e4m3), in float32."""
     return torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
 
 
@@ -136,7 +140,7 @@ def powers_of_two(exponents: Tensor) -> Tensor:
 
 
 def numbers(given: Tensor) -> Tensor:
-    """Convert stored scales to float32; bytes are exponents (E8M0)."""
+    """Convert stored scales to float32. Bytes in uint8 or E8M0 are exponents of 2."""
     return powers_of_two(given) if given.element_size() == 1 and _is_e8m0(given) else given.float()
 
 

@@ -44,11 +44,12 @@ _BYTES = ir.VectorType(_BYTE, LANES)
 
 
 class UnpackTask(ctypes.Structure):
-    """`words` are `row_stride` and `word_stride` elements apart; `result` is uint8.
+    """The arguments of `unpack_rows` and `unpack_columns`.
 
-    `num_tokens` rows have `width` words each, of numbers with `bits`. `swapped`: of each byte the
-    upper four bits have the first number. `order`: for `unpack_columns`, the place of each number
-    in its word, four bits each.
+    `words`: int32 `[num_tokens, width]` with the strides `row_stride` and `word_stride`, in
+    elements. `result`: uint8. `bits`: the size of a number. `swapped`: the upper four bits of each
+    byte have its first number. `order`: for `unpack_columns`, the place of each number in its word,
+    in four bits each.
     """
 
     _fields_ = task_fields(
@@ -57,11 +58,13 @@ class UnpackTask(ctypes.Structure):
 
 
 class ScaleTask(ctypes.Structure):
-    """Numbers `codes`, `stride` bytes apart from row to row, and float32 `result`.
+    """The arguments of `scale_rows`.
 
-    A number is an index into `table` if there is one, else an integer, which may be `signed`.
-    `scales` and `zeros` (0: `zero` for all) have `num_blocks` for each row. Column c is in block
-    `index[c]`, without an index in block `c / block`, where `block` is a multiple of 16.
+    `codes`: bytes `[num_tokens, width]`, with rows `stride` bytes apart. `result`: float32. A code
+    is an index into `table` if the table is not 0, otherwise an integer, which may be `signed`.
+    `scales` and `zeros`: float32 `[num_tokens, num_blocks]`; if `zeros` is 0, `zero` is used for
+    all. Column c is in block `index[c]`, or without an index in block `c // block`, where `block`
+    is a multiple of 16.
     """
 
     _fields_ = task_fields(
@@ -96,7 +99,7 @@ def _put_word(bits: int, swapped: int, word: int, to: int) -> None:
 def unpack_rows(address: int) -> None:
     """Unpack words to rows of bytes.
 
-    Sixteen rows are unpacked together, because their words can be in one line of the cache.
+    Sixteen rows are unpacked together, because their words may be in the same cache line.
     """
     t = task_at(address, UNPACK_TASK)
     per_word = 32 // t.bits
@@ -116,7 +119,7 @@ def unpack_rows(address: int) -> None:
 
 @intrinsic(nothing, long, long, long, long)
 def _put_numbers(builder: Any, source: Any, shift: Any, mask: Any, to: Any) -> None:
-    """Store a number of each of sixteen words as bytes."""
+    """Store one number of each of sixteen words, as sixteen bytes."""
     words = builder.load(builder.inttoptr(source, INDICES.as_pointer()), align=4)
     own = builder.lshr(words, spread(builder, builder.trunc(shift, INT)))
     own = builder.and_(own, spread(builder, builder.trunc(mask, INT)))
@@ -125,9 +128,10 @@ def _put_numbers(builder: Any, source: Any, shift: Any, mask: Any, to: Any) -> N
 
 
 def unpack_columns(address: int) -> None:
-    """Unpack words to bytes: of each row, all first numbers, then all second numbers.
+    """Unpack words to bytes `[num_tokens * numbers per word, width]`.
 
-    Rows are a multiple of sixteen words apart, and next to each other.
+    Each row of words becomes a row of the first numbers of all words, a row of the second numbers,
+    and so on. Rows are contiguous, and `width` is a multiple of sixteen.
     """
     t = task_at(address, UNPACK_TASK)
     per_word, mask = 32 // t.bits, (1 << t.bits) - 1
@@ -167,7 +171,7 @@ def _unsigned(builder: Any, address: Any, count: Any) -> Any:
 
 @intrinsic(vector, vector, long)
 def _looked_up(builder: Any, numbers: Any, table: Any) -> Any:
-    """Return the elements of a table at sixteen places."""
+    """Return the elements of a float32 table at sixteen indices."""
     places = builder.fptoui(numbers, INDICES)
     found = ir.Constant(VECTOR, None)
     for lane in range(LANES):
