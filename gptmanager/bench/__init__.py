@@ -1,4 +1,4 @@
-"""Benchmarks: a load compared with other engines, CUDA kernels, and a whole model on one GPU."""
+"""Benchmarks of a load next to other engines, of CUDA kernels, and of a whole model on one GPU."""
 
 from typing import TYPE_CHECKING
 

@@ -17,9 +17,10 @@ _DEVIATION = 0.01
 
 
 class AdapterLoad(NamedTuple):
-    """Adapters and their use: lora_weights and lora_config by task id, and a task id per request.
+    """Adapters, and the requests that use them.
 
-    The task id of a request without an adapter is None.
+    `adapters`: (lora_weights, lora_config) by task id. `tasks`: the task id of each request, None
+    for a request without an adapter.
     """
 
     adapters: Sequence[tuple[Tensor, Tensor]]
@@ -36,7 +37,7 @@ class AdapterLoad(NamedTuple):
 def adapter_load(
     config: Mapping[str, Any], num_adapters: int, size: int, num_requests: int, seed: int
 ) -> AdapterLoad:
-    """Draw `num_adapters` of rank `size` for the queries, keys, values and output of each layer.
+    """Draw random adapters of rank `size` for the queries, keys, values and output of each layer.
 
     Request i has adapter i modulo `num_adapters`.
     """

@@ -75,6 +75,7 @@ exit status: 0 success, 1 the processor has no packed matmuls, 2 the call was wr
 
 
 def add_command(commands: Any) -> None:
+    """Add `bench` and its sub-commands to the sub-parsers `commands`."""
     parser = add_parser(
         commands,
         "bench",

@@ -26,7 +26,11 @@ WARM_UP = [0] * 16  # a prompt before the first timed one
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """The result of one run of one engine."""
+    """The result of one run of one engine.
+
+    `seconds`: from the first submit to the last result. `outputs`: the generated token ids of each
+    request. `latencies`: fields for the report, empty for an engine that does not measure them.
+    """
 
     seconds: float
     outputs: tuple[tuple[int, ...], ...]
@@ -38,7 +42,7 @@ class Figures:
 
 
 class IterationLog:
-    """A ReturnBatchManagerStats callback that keeps each record and the time of its arrival."""
+    """A ReturnBatchManagerStats callback that keeps each record and the time of the call."""
 
     def __init__(self) -> None:
         self._records: list[tuple[float, str]] = []
@@ -50,6 +54,7 @@ class IterationLog:
         return len(self._records)
 
     def restart(self) -> None:
+        """Delete all records."""
         self._records = []
 
     def last(self) -> Mapping[str, Any] | None:
@@ -60,7 +65,7 @@ class IterationLog:
         return found
 
     def since(self, start: int = 0) -> list[tuple[float, Mapping[str, Any]]]:
-        """Return (seconds, statistics record) of each iteration from the `start`-th on."""
+        """Return (time of the call in seconds, statistics record) from record `start` on."""
         return [(at, orjson.loads(record)) for at, record in self._records[start:]]
 
     def step_seconds(self, batch_size: int, start: int = 0) -> list[float]:
@@ -96,8 +101,8 @@ class IterationLog:
 class Session:
     """A manager with a queue in front of it, for one load after another.
 
-    `log` receives every iteration's statistics; without it none are made. `send` returns the
-    SendResponse callback for a queue, which must call the queue's own `send_response`.
+    `log` receives every iteration's statistics; without a log, the manager computes none. `send`
+    returns the SendResponse callback for a queue, which must call the queue's `send_response`.
     """
 
     def __init__(
@@ -155,7 +160,10 @@ class Session:
     def start(
         self, requests: Sequence[Request], adapters: AdapterLoad | None = None, **options: Any
     ) -> list[Generation]:
-        """Submit all requests at once, greedy and without an end id, with their adapters."""
+        """Submit all requests at once, greedy and without an end id, with their adapters.
+
+        Returns one `Generation` per request. `options`: further arguments of `RequestQueue.submit`.
+        """
         tasks = [None] * len(requests) if adapters is None else adapters.tasks
         return [
             self.queue.submit(prompt, new_tokens, lora_task_id=task, **options)
@@ -163,9 +171,9 @@ class Session:
         ]
 
     def results(self, requests: Sequence[Request], **options: Any) -> list[GenerationResult]:
-        """Submit all requests and wait for them.
+        """Submit all requests as `start` does, and wait for their results.
 
-        Raises ConfigError if they do not fit the model.
+        Raises ConfigError if a request fails or ends before it has all its tokens.
         """
         try:
             results = [generation.result() for generation in self.start(requests, **options)]
@@ -198,7 +206,10 @@ def run_manager(
     model_type: ModelType = ModelType.INFLIGHT_FUSED_BATCHING,
     adapters: AdapterLoad | None = None,
 ) -> Figures:
-    """Run all requests at once through a new manager."""
+    """Run all requests at once through a new manager, after a warm-up that is not timed.
+
+    Raises ConfigError if the requests do not fit the model.
+    """
     with Session(source, params, scheduler, model_type) as session:
         try:
             session.warm_up(adapters)

@@ -21,6 +21,7 @@ exit status: 0
 
 
 def add_command(commands: Any) -> None:
+    """Add `env` to the sub-parsers `commands`."""
     parser = add_parser(
         commands,
         "env",

@@ -1,4 +1,4 @@
-"""`gptmanager env`, after its arguments are parsed: what a bug report needs."""
+"""`gptmanager env`: prints what a bug report needs."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from gptmanager.kernels.simd.machine_code import folder_of
 from gptmanager.kernels.simd.pairs import has_fast_pairs
 from gptmanager.terminal.tables import print_report, table
 
-# variables that are shown with their values; a variable of `serve` may contain a key
+# Variables that are printed with their values. Those of `serve` are not, because they may be keys.
 _VARIABLES = ("OMP_NUM_THREADS", "OMP_WAIT_POLICY", "NUMBA_CACHE_DIR", "XDG_CACHE_HOME", "HF_HOME")
 _SWITCHES = ("GPTMANAGER_CUDA", "NUMBA_CPU_NAME", "NUMBA_CPU_FEATURES", "CUDA_VISIBLE_DEVICES")
 _KERNELS: dict[str, Callable[[], bool]] = {
@@ -51,7 +51,7 @@ def main(options: argparse.Namespace) -> int:
 
 
 def _rows(found: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yield a name and a value for each line; an object has a line for each of its values."""
+    """Yield (name, value) for each line of the table. An object has one line per value."""
     for name, value in found.items():
         if not isinstance(value, Mapping):
             yield name, str(value)
@@ -99,14 +99,16 @@ def _gpu() -> Any:
 
 
 def _environment() -> dict[str, str]:
-    """Return the variables that matter. For those of `serve`, only return that they are set."""
+    """Return the environment variables of this module that are set, and "set" for those of
+    `serve`.
+    """
     found = {name: os.environ[name] for name in (*_VARIABLES, *_SWITCHES) if name in os.environ}
     found |= {name: "set" for name in sorted(os.environ) if name.startswith("GPTMANAGER_SERVE_")}
     return found
 
 
 def _extras() -> dict[str, str]:
-    """Return for each extra whether it is installed, or which packages are missing."""
+    """Return extra -> "installed", or a text that names the missing packages."""
     try:
         requirements = metadata.requires(DISTRIBUTION) or []
     except metadata.PackageNotFoundError:

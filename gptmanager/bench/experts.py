@@ -1,8 +1,8 @@
 """`gptmanager bench experts`: the experts of a layer on the CPU, next to a dense matmul.
 
-The layer is one of Qwen3-30B-A3B. The dense matmul has the same number of tokens, and reads as many
-bytes as the experts that these tokens choose. Both are captured, as in generation steps, and timed
-in alternation, on weights that are not in the processor's cache.
+The layer is one of Qwen3-30B-A3B. The dense matmul has the same number of tokens, and reads about
+as many bytes as the experts that these tokens choose. Both are captured, as in generation steps,
+and timed in alternation, on weights that are not in the processor's cache.
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ def bench_experts(
 ) -> dict[str, Any]:
     """Run the benchmark and return its report.
 
-    `on_case` is called with the numbers of finished cases and of all cases.
+    `tokens`: the number of tokens of each case. `rounds`: how often each set of inputs is timed;
+    the best time counts. `on_case` is called with the numbers of finished cases and of all cases.
     """
     kernels = CpuKernels()
     layer = _Layer(kernels, getattr(torch, dtype), weights_dtype)
@@ -51,7 +52,7 @@ def bench_experts(
 
 
 def expert_rows(report: dict[str, Any]) -> Iterator[Sequence[str]]:
-    """Yield the rows of the report's table, the head first."""
+    """Yield the rows of the report's table, first the titles."""
     yield "tokens", "experts read", "experts GB/s", "dense GB/s", "of dense"
     for it in report["cases"]:
         figures = it["experts_per_second"] / _GIGA, it["dense_per_second"] / _GIGA
@@ -60,7 +61,7 @@ def expert_rows(report: dict[str, Any]) -> Iterator[Sequence[str]]:
 
 
 class _Layer:
-    """Random experts of a layer."""
+    """The experts of a layer, with random weights."""
 
     def __init__(
         self, kernels: CpuKernels, dtype: torch.dtype, quantized: Quantized | None
@@ -71,6 +72,7 @@ class _Layer:
         self._experts = ExpertMatrices(self._up, None, down, None, "silu", True, 0, COUNT)
 
     def measure(self, num_tokens: int, rounds: int) -> dict[str, Any]:
+        """Return the report's fields for a case of `num_tokens`. Rates are in bytes per second."""
         generator = torch.Generator().manual_seed(num_tokens)
 
         def drawn(width: int) -> Tensor:
@@ -108,7 +110,7 @@ class _Layer:
         return self._kernels.linear(x, matrix)
 
     def _captured(self, compute: Callable[[Sequence[Tensor]], Tensor]) -> Callable[..., Tensor]:
-        """Return a function of the inputs of `compute`, which replays it from its third call on."""
+        """Return a function like `compute` that replays a captured step from its third call on."""
         capture = self._kernels.new_step_capture()
         assert capture is not None
         return lambda *inputs: capture.run(inputs, None, compute)

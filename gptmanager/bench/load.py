@@ -1,4 +1,4 @@
-"""Loads for engines: requests of random tokens, models of random weights."""
+"""Loads for engines: requests of random tokens, and models with random weights."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ Source = Path | tuple[Mapping[str, Any], Mapping[str, Tensor]]
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Requests with lengths that are drawn uniformly from ranges, both ends included."""
+    """Requests of random tokens. Lengths are drawn uniformly from ranges, both ends included."""
 
     num_requests: int = 64
     prompt_len: tuple[int, int] = (16, 256)
@@ -85,6 +85,7 @@ class Load:
     seed: int = 7
 
     def requests(self, vocab_size: int) -> list[Request]:
+        """Draw the requests, the same ones in each call."""
         draw = np.random.default_rng(self.seed).integers
         return [
             (
@@ -148,9 +149,10 @@ def random_llama(
 
 
 class RandomLlama(Mapping[str, Tensor]):
-    """The tensors of `random_llama`, drawn when they are read, with the same values each time.
+    """A state dict as that of `random_llama`, but with tensors that are drawn when they are read.
 
-    They are not kept here, so a manager's copy of the weights is the only one on the device.
+    A tensor has the same values each time (not those of `random_llama`). The tensors are not kept
+    here, so a manager's copy of the weights is the only one on the device.
     """
 
     def __init__(

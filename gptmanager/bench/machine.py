@@ -1,4 +1,4 @@
-"""The machine, GPU and library versions that figures were measured with."""
+"""Describes the machine, GPU and library versions that figures were measured with."""
 
 from __future__ import annotations
 
@@ -57,6 +57,7 @@ def _switches() -> dict[str, list[str]]:
 
 
 def machine() -> str:
+    """Return the machine's architecture, number of cores and load."""
     return f"{platform.machine()}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}"
 
 
@@ -74,6 +75,7 @@ def processor() -> str:
 
 
 def card() -> dict[str, Any]:
+    """Return the properties of torch's current GPU, and the CUDA versions."""
     properties: Any = torch.cuda.get_device_properties()
     runtime = find_cupy().cuda.runtime
     return {
@@ -108,12 +110,13 @@ def cache_bytes() -> int:
 
 
 def free_bytes() -> int:
-    """Return the free bytes of the device, including those that torch keeps for later."""
+    """Return the free bytes of the device. Memory that torch caches is released first."""
     torch.cuda.empty_cache()
     return int(torch.cuda.mem_get_info()[0])
 
 
 def versions() -> Mapping[str, str]:
+    """Return the versions of Python and of the installed packages that change figures."""
     found = {"python": platform.python_version()}
     for name in _PACKAGES:
         with contextlib.suppress(PackageNotFoundError):

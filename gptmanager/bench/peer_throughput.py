@@ -1,7 +1,7 @@
-"""`gptmanager bench`: a synthetic load through the public interface, and through a peer.
+"""`gptmanager bench`: runs a synthetic load through the public interface, and through a peer.
 
 A run is timed from the first submit to the last final response. Engines alternate, so that other
-load on the machine affects all of them. The best of the repeats counts; ratios only compare figures
+load on the machine affects all of them. The best of the repeats counts. Ratios compare only figures
 of the same call.
 """
 
@@ -73,7 +73,7 @@ def bench(
 ) -> dict[str, Any]:
     """Run the load on each engine and return the report.
 
-    Raises ConfigError if it does not fit the model.
+    Raises ConfigError if the load does not fit the model or an option is not valid.
 
     `on_start` is called before each run with the engine's name, the number of the run from 0, and
     the number of runs; `on_run` after it with the name and the figures. Ranks other than 0 take
@@ -201,7 +201,7 @@ def _report(
     if options.adapters:
         report["adapters"] = f"{options.adapters} of rank {options.adapter_size}"
     for name in _WITH_ADAPTERS & runs.keys():
-        # runs of one round have the load of the machine in common
+        # other load on the machine affects all runs of a round in the same way
         rounds = zip(runs[name], runs["gptmanager"], strict=True)
         ratio = statistics.median(speed(own) / speed(without) for own, without in rounds)
         report[f"{name.replace(' ', '_')}_to_without"] = round(ratio, 2)

@@ -1,7 +1,8 @@
 """Peak rates of a device, measured by a copy and a matmul, and lower bounds (floors) on times.
 
-It is independent of kernels and engines. Floors are those of a Llama: a step reads every weight
-except the embeddings once, and the KV cache of its sequences; matmuls and attention do not overlap.
+This module is independent of kernels and engines. Floors are those of a Llama: a step reads every
+weight except the embeddings once, and the KV cache of its sequences. Matmuls and attention do not
+overlap.
 """
 
 from __future__ import annotations
@@ -20,13 +21,17 @@ _ROUNDS = 5
 
 @dataclass(frozen=True)
 class Ceilings:
-    """The measured rates: bytes per second of a copy, read and written, and FLOPs of a matmul."""
+    """The measured rates of a copy (bytes read and written per second) and of a matmul.
+
+    `dtype`: the dtype of the matmul.
+    """
 
     copy_bytes_per_s: float
     matmul_flops_per_s: float
     dtype: str
 
     def floor_s(self, num_bytes: float, flops: float = 0) -> float:
+        """Return the least seconds for moving `num_bytes` and computing `flops`, in parallel."""
         return max(num_bytes / self.copy_bytes_per_s, flops / self.matmul_flops_per_s)
 
     def report(self) -> dict[str, Any]:
@@ -61,7 +66,10 @@ def measure_ceilings(
 
 @dataclass(frozen=True)
 class ModelShape:
-    """The sizes of a Llama that its floors depend on. `kv_itemsize` is that of the KV cache."""
+    """The sizes of a Llama that its floors depend on.
+
+    `itemsize`, `kv_itemsize`: bytes per element of the weights and of the KV cache.
+    """
 
     num_layers: int
     hidden: int
@@ -93,7 +101,7 @@ class ModelShape:
 
     @property
     def layer_params(self) -> int:
-        """Return the number of parameters in all layers' matrices."""
+        """The number of parameters in the matrices of all layers."""
         attention = self.hidden * self.head_dim * 2 * (self.num_heads + self.num_kv_heads)
         return self.num_layers * (attention + 3 * self.hidden * self.ffn)
 
@@ -102,15 +110,18 @@ class ModelShape:
         return 2 * self.num_layers * self.num_kv_heads * self.head_dim * self.kv_itemsize
 
     def step_s(self, ceilings: Ceilings, batch_size: float, context: float) -> float:
-        """Return the floor of a generation step of `batch_size` sequences of `context` tokens."""
+        """Return the floor of a generation step of `batch_size` sequences of `context` tokens.
+
+        The result is in seconds.
+        """
         params = self.layer_params + self.hidden * self.vocab_size
         matmuls = ceilings.floor_s(params * self.itemsize, 2 * params * batch_size)
         return matmuls + ceilings.floor_s(batch_size * context * self.kv_bytes_per_token)
 
     def context_s(self, ceilings: Ceilings, num_tokens: float) -> float:
-        """Return the floor of one sequence's context phase in a large batch.
+        """Return the floor of one sequence's context phase in a large batch, in seconds.
 
-        The weights are read for the whole batch, so only FLOPs count.
+        The weights are read once for the whole batch, so only FLOPs count.
         """
         head = 2 * self.hidden * self.vocab_size
         attention = 2 * num_tokens**2 * self.num_heads * self.head_dim * self.num_layers
@@ -119,10 +130,11 @@ class ModelShape:
     def load_s(
         self, ceilings: Ceilings, lengths: list[tuple[int, int]], max_batch_size: int
     ) -> float:
-        """Return the floor of requests of (prompt, new tokens) that are all submitted at the start.
+        """Return the floor of a load in seconds.
 
-        A context costs the same in a batch of any size. A request generates as soon as one of
-        `max_batch_size` slots is free, in order of arrival.
+        `lengths`: (prompt tokens, new tokens) of requests that are all submitted at the start. A
+        context takes the same time in a batch of any size. Requests generate in order of arrival,
+        `max_batch_size` of them at a time.
         """
         seconds = sum(self.context_s(ceilings, prompt) for prompt, _ in lengths)
         waiting = list(reversed(lengths))
@@ -130,7 +142,7 @@ class ModelShape:
         while waiting or running:
             while waiting and len(running) < max_batch_size:
                 prompt, new_tokens = waiting.pop()
-                running.append([prompt, new_tokens - 1])  # the context samples the first
+                running.append([prompt, new_tokens - 1])  # the context phase samples the first one
             running = [own for own in running if own[1] > 0]
             if not running:
                 continue

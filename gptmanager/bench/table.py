@@ -1,4 +1,4 @@
-"""Format the reports of `bench kernels` and `bench e2e` as tables."""
+"""Formats the reports of `bench kernels` and `bench e2e` as tables."""
 
 from __future__ import annotations
 

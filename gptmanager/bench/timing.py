@@ -1,4 +1,4 @@
-"""Time calls, on the host or on a device, within the time budget of a benchmark.
+"""Times calls, on the host or on a device, within the time budget of a benchmark.
 
 On a device, calls are captured in a CUDA graph if possible, so that launches are not measured.
 Consecutive calls use different sets of inputs, so that no call finds its inputs in the cache.
@@ -29,8 +29,10 @@ class Stopwatch:
 
 
 class Timer(Protocol):
+    """Prepares the measurement of calls."""
+
     def prepare(self, run: Run, num_sets: int) -> Stopwatch:
-        """Call `run` on each set of inputs, so that all code is compiled. Return its stopwatch."""
+        """Call `run` on each set of inputs, so that all code is compiled; return its stopwatch."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +74,7 @@ class DeviceTimer:
 
 
 def _capture(run: Callable[[], object]) -> torch.cuda.CUDAGraph | None:
-    """Capture calls in a CUDA graph; None if they wait for the device or allocate its memory."""
+    """Capture calls in a CUDA graph. Returns None if they cannot be captured."""
     before, graph = torch.cuda.current_stream(), torch.cuda.CUDAGraph()
     try:
         with torch.cuda.graph(graph):
@@ -85,7 +87,7 @@ def _capture(run: Callable[[], object]) -> torch.cuda.CUDAGraph | None:
 
 
 class ClockTimer:
-    """Times calls with the CPU's clock. They must return only when their work is done."""
+    """Times calls with the CPU's clock. The calls must return only when their work is done."""
 
     def prepare(self, run: Run, num_sets: int) -> Stopwatch:
         for number in range(num_sets):
@@ -101,7 +103,10 @@ class ClockTimer:
 
 
 def host_seconds(work: Callable[[], object], device: torch.device, calls: int = 1) -> float:
-    """Return the median host time per call, over `calls` in a row that begin on an idle device."""
+    """Return the median host time per call, in seconds.
+
+    Each measurement has `calls` calls in a row, and begins when the device is idle.
+    """
     costs = []
     for _ in range(_HOST_ROUNDS):
         if device.type == "cuda":
@@ -124,6 +129,7 @@ class Spread:
 
     @classmethod
     def of(cls, seconds: Sequence[float]) -> Spread:
+        """Return the spread of these times. Raises ValueError without any."""
         if not seconds:
             raise ValueError("nothing was measured")
         if len(seconds) == 1:
@@ -144,10 +150,12 @@ class Budget:
 
     @property
     def used(self) -> float:
+        """The seconds since the start."""
         return self._clock() - self._started
 
     @property
     def left(self) -> float:
+        """The seconds until the limit, negative after it."""
         return self.seconds - self.used
 
     @property
@@ -162,7 +170,7 @@ class Budget:
 def measure_all(
     watches: dict[str, Stopwatch], rounds: int, budget: Budget
 ) -> dict[str, list[float]]:
-    """Measure all watches in alternation for `rounds` rounds.
+    """Measure with all stopwatches in alternation for `rounds` rounds; return their seconds.
 
     If the budget is spent earlier, the measurement ends after at least three rounds.
     """

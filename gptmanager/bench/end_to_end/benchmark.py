@@ -1,7 +1,7 @@
 """`gptmanager bench e2e`: a whole model behind a manager, part by part, next to transformers.
 
-It decides which parts run, in which order and with which goals, what is skipped when time is short,
-and how a failed part is reported.
+This module decides which parts run, in which order and with which goals, what is skipped when time
+is short, and how a failed part is reported.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ from gptmanager.config import OptionalParams, ProgressCallback
 from gptmanager.errors import ConfigError
 
 _LONG = ("saturated", "pressure")
-# changes of a manager's parameters; run on request only
+# Name -> changes of a manager's parameters. Ablations run only on request.
 ABLATIONS: Mapping[str, Mapping[str, Any]] = {
     "deterministic": {"deterministic": True},
     "no graphs": {"cuda_graphs": False},
     "int8": {"weights_dtype": "int8"},
 }
 _PEER_LIMIT_S = 60.0
-_STEP_GOAL, _LOAD_GOAL = 1.25, 1.43  # multiples of the floor
-_PEER_GOAL = 3.0
+_STEP_GOAL, _LOAD_GOAL = 1.25, 1.43  # allowed multiples of the floor
+_PEER_GOAL = 3.0  # least multiple of the tokens per second of transformers
 
 
 def bench_end_to_end(
@@ -89,7 +89,10 @@ def bench_end_to_end(
 
 
 def _current_device(device: torch.device) -> AbstractContextManager[Any]:
-    """Make `device` torch's current one, which timers, traces and queries of the GPU use."""
+    """Return a context in which `device` is torch's current one.
+
+    Timers, traces and queries of the GPU use the current device.
+    """
     if device.type != "cuda":
         return nullcontext()
     count = torch.cuda.device_count()
@@ -134,6 +137,7 @@ class Parts:
             return {"status": "failed", "note": f"{type(error).__name__}: {text}"}
 
     def check(self) -> dict[str, Any]:
+        """Compare a manager's logits with those of the dense reference."""
         reason = unsupported_reason(self.bench.config)
         if reason or self.bench.weights is None:
             return {"status": "skipped", "note": reason or "the weights are not loaded"}
@@ -146,6 +150,7 @@ class Parts:
         return compare_logits(session, self.bench.config, self.bench.weights, requests)
 
     def steps(self) -> list[dict[str, Any]]:
+        """Time generation steps for batch sizes and contexts, and trace some of them on a GPU."""
         target, rows = self.bench.target(), []
         quick = self.bench.options.quick
         steps = self.bench.scale.steps // 4 if quick else self.bench.scale.steps
@@ -165,6 +170,7 @@ class Parts:
         return rows
 
     def load(self) -> list[dict[str, Any]]:
+        """Time all requests of the load, without and with streaming."""
         target, goal = self.bench.target(), _LOAD_GOAL if self.bench.is_goal_shape else None
         rows = [time_load(target, self.bench.requests, goal=goal)]
         if not self.bench.options.quick and not self.budget.is_spent:
@@ -174,7 +180,7 @@ class Parts:
     def ablations(self) -> list[dict[str, Any]]:
         """Time the load, and steps of the smallest and the largest batch, for each ablation.
 
-        The first row, "plain", has none.
+        The first row, "plain", is without an ablation.
         """
         rows = [self._ablated("plain", {})]
         rows += [self._ablated(name, ABLATIONS[name]) for name in self.bench.options.ablations]

@@ -43,9 +43,9 @@ def trace_device(seconds: float) -> list[DeviceEvent]:
 
 
 def split(events: Sequence[DeviceEvent]) -> dict[str, float]:
-    """Return the times of attention, matmuls and the rest, as shares of the whole trace.
+    """Return the times of "attention", "gemm" and the "rest", as shares of the time of the trace.
 
-    Kernels are assigned by their names. Kernels that run at the same time all count in full.
+    Kernels are assigned by their names. The times of kernels that run in parallel are added up.
     """
     shares = dict.fromkeys((*_KINDS, "rest"), 0.0)
     total = max(it.end for it in events) - min(it.begin for it in events)
@@ -58,7 +58,8 @@ def split(events: Sequence[DeviceEvent]) -> dict[str, float]:
 def idle_share(intervals: Sequence[Interval], gap_s: float = _GAP_S) -> tuple[float, float]:
     """Return (idle share, waiting share) of the time from the first interval to the last.
 
-    The device is idle while nothing runs; it waits for the host in gaps longer than `gap_s`.
+    The device is idle while nothing runs; it waits for the host in gaps longer than `gap_s`. Raises
+    ValueError without intervals.
     """
     idle = waited = 0.0
     ordered = sorted(intervals)

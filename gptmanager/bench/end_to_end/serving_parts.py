@@ -1,7 +1,7 @@
 """The parts of the end-to-end benchmark: generation steps, loads, policies under pressure.
 
-Managers are used through their public interface only. Figures are compared with floors, which
-follow from the measured ceilings, if the model is of a family with known floors.
+Managers are used only through their public interface. Times are compared with floors, which follow
+from the measured ceilings (see `roofline`), if the floors of the model's family are known.
 """
 
 from __future__ import annotations
@@ -27,16 +27,17 @@ from gptmanager.request.inference_request import NamedTensor, SendResponseCallba
 
 _SETTLING = 4  # first steps of a batch, which are not counted
 _TRACE_S = 0.25
-_START_S = 60.0  # limit until a batch generates
+_START_S = 60.0  # limit of the time until a batch generates
 _PRESSURE_GOAL = 0.95
 _POLICIES = (CapacitySchedulerPolicy.GUARANTEED_NO_EVICT, CapacitySchedulerPolicy.MAX_UTILIZATION)
 
 
 @dataclass(frozen=True, eq=False)
 class Target:
-    """A started manager, its limits, and the rates with which its figures are compared.
+    """A started manager, its limits, and the ceilings with which its figures are compared.
 
-    `trace(seconds)` traces the GPU; it is None without a GPU.
+    `shape` is None if the floors of the model are not known. `trace(seconds)` traces the GPU; it is
+    None without a GPU.
     """
 
     session: Session
@@ -51,10 +52,11 @@ class Target:
 
 @dataclass(frozen=True, slots=True)
 class Pressure:
-    """A load that ends early: `requests` of `prompt_len` tokens over `kv_cache_tokens` of KV cache.
+    """A load of requests that end before their limit, with a small KV cache.
 
-    Each may generate `max_new_tokens`, but is cancelled after a number drawn from `ends`, both ends
-    included.
+    Each of the `requests` has `prompt_len` tokens and may generate `max_new_tokens`, but is
+    cancelled after a number of tokens drawn from the range `ends`, both ends included. The KV cache
+    has `kv_cache_tokens`.
     """
 
     requests: int
@@ -69,8 +71,8 @@ def time_steps(
 ) -> dict[str, Any]:
     """Time generation steps of a batch with about `context` tokens per sequence.
 
-    The times are those between the statistics of two iterations. `goal` is the allowed multiple of
-    the floor. A batch that the KV cache cannot hold is skipped.
+    The time of a step is that from the statistics of one iteration to those of the next. `goal` is
+    the allowed multiple of the floor. A batch that the KV cache cannot hold is skipped.
     """
     requests = _equal_requests(target, batch_size, context, num_steps)
     reason = _reason_not_to_fit(target, requests)
@@ -118,9 +120,9 @@ def _reason_not_to_fit(target: Target, requests: Sequence[Request]) -> str:
 
 
 def trace_steps(target: Target, batch_size: int, context: int, num_steps: int) -> dict[str, Any]:
-    """Measure for which share of a step the device waits for the host.
+    """Measure with a trace of the GPU how long it waits for the host in each step.
 
-    The traced steps are not the timed ones, because the profiler slows them down.
+    The traced steps are not those of `time_steps`, because the profiler slows them down.
     """
     if target.trace is None:
         return {"status": "skipped", "note": "no GPU to trace"}
@@ -211,8 +213,9 @@ def compare_policies(
 ) -> dict[str, Any]:
     """Return output tokens per second under both policies, each in a new manager, and the ratio.
 
-    Requests end before their limit, as in real traffic: GUARANTEED_NO_EVICT reserves memory for
-    tokens that are never generated, MAX_UTILIZATION runs more requests at once and pauses some.
+    Requests end before their limit, as in real traffic. Then GUARANTEED_NO_EVICT reserves memory
+    for tokens that are never generated, and MAX_UTILIZATION runs more requests at once and pauses
+    some.
     """
     lengths = (pressure.prompt_len,) * 2
     requests = uniform_requests(
@@ -265,8 +268,8 @@ def _run_policy(
 
 
 def _ending_early(queue: RequestQueue, lengths: Sequence[int]) -> SendResponseCallback:
-    """Return a SendResponse callback that passes responses to `queue` and cancels each request
-    once it has generated its number of tokens.
+    """Return a SendResponse callback that passes responses to `queue`, and cancels request i once
+    it has generated `lengths[i]` tokens.
     """
     left = dict(enumerate(lengths))
 

@@ -1,7 +1,7 @@
 """`Workbench`: the device, the model and the running manager of the end-to-end benchmark.
 
-It chooses the model, its dtype, the managers' parameters, and the scale of the benchmark, which is
-smaller on a CPU than on a GPU.
+The workbench chooses the model, its dtype, the managers' parameters, and the scale of the
+benchmark, which is smaller on a CPU than on a GPU.
 """
 
 from __future__ import annotations
@@ -35,15 +35,19 @@ from gptmanager.config import KvCacheConfig, OptionalParams, ProgressCallback
 
 ON_CPU = ("cpu", "emulator")
 _MODEL_FIELDS = ("model_type", "hidden_size", "num_hidden_layers", "vocab_size")
-SATURATED = ((128, 128, 4096), (1000, 1000, 512), (2048, 128, 768))  # in, out, requests
+# (prompt tokens, output tokens, requests)
+SATURATED = ((128, 128, 4096), (1000, 1000, 512), (2048, 128, 768))
 
 
 @dataclass(frozen=True, slots=True)
 class Scale:
     """The size of the benchmark. Lengths are in tokens.
 
-    Steps are timed at all `batches` with the first of `contexts`, and at all `batches` except the
-    largest with the other ones.
+    `steps`: generation steps that are timed per case. They are timed at all `batches` with the
+    first of `contexts`, and at all `batches` except the largest with the other contexts.
+    `peer_requests`: how many requests also run through transformers. `copy_bytes`, `matmul_width`:
+    see `measure_ceilings`. `saturated`: loads that fill the KV cache, as in `SATURATED`.
+    `kv_cache_tokens`: the size of the KV cache, or None for the default of managers.
     """
 
     requests: int
@@ -91,7 +95,7 @@ class EndToEndOptions:
 
 
 class Workbench:
-    """Loads a model once and starts managers for it. Call `load` first.
+    """Loads a model once, and starts managers for it, one at a time. Call `load` first.
 
     Each manager calls `on_progress` while it loads.
     """
@@ -162,6 +166,7 @@ class Workbench:
         )
 
     def close(self) -> None:
+        """Shut down the running manager, if any, and release its memory."""
         session, self._session = self._session, None
         if session is not None:
             session.close()
@@ -170,6 +175,7 @@ class Workbench:
             torch.cuda.empty_cache()
 
     def params(self, max_batch_size: int) -> OptionalParams:
+        """Return the parameters of a manager, with the current `changes`."""
         limit = self.config.get("max_position_embeddings") or self.scale.max_seq_len
         return OptionalParams(
             kv_cache_config=KvCacheConfig(max_tokens=self.scale.kv_cache_tokens),
@@ -186,16 +192,19 @@ class Workbench:
 
     @property
     def dtype(self) -> str | None:
+        """The dtype of the weights; None for that of the checkpoint."""
         if self.options.dtype is not None or self.options.model is not None:
             return self.options.dtype
         return "float32" if self.device.type == "cpu" else "bfloat16"
 
     @property
     def is_goal_shape(self) -> bool:
+        """Whether the model and the scale are those for which the goals are set."""
         return self.config is LLAMA_8B and self.scale is GPU_SCALE
 
     @property
     def requests(self) -> Sequence[Request]:
+        """The requests of the load."""
         lengths = self.scale.lengths
         return uniform_requests(self.scale.requests, lengths, lengths, self.config["vocab_size"])
 

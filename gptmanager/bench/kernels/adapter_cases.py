@@ -24,10 +24,11 @@ from gptmanager.cuda.gemm.lora import add_adapters
 from gptmanager.kernels.lora.adapter_arguments import AdapterModule, StepAdapters
 
 _TIMES_ROOFLINE = 1.3
-_MODULES = {"Q, K, V": 3, "output": 1}  # each as wide as the model
+_MODULES = {"Q, K, V": 3, "output": 1}  # name -> number of modules, each as wide as the model
 
 
 def adapter_cases(sizes: Sizes) -> list[Case]:
+    """Return a case for each kind of modules and each rank."""
     return [
         _case(sizes, name, number, rank)
         for name, number in _MODULES.items()

@@ -32,7 +32,7 @@ from gptmanager.cuda.attention.generation_attention import (
 from gptmanager.cuda.attention.generation_plan import WHOLE, plan_generation
 from gptmanager.cuda.attention.warpgroup_attention import takes
 
-Rows = Sequence[tuple[int, int]]  # new tokens, length
+Rows = Sequence[tuple[int, int]]  # (new tokens, length) of each row
 _FP8 = torch.float8_e4m3fn
 Run = Callable[[], Tensor]
 Peers = Mapping[str, Callable[[Sequence[PagedRows]], Contender]]  # name -> maker of a contender
@@ -44,7 +44,10 @@ _TORCH: Peers = {  # not for pages of 8-bit floats
 
 @dataclass(frozen=True, eq=False)
 class _Phase:
-    """A phase of attention. The goal of its cases is the time of the first of `peers`."""
+    """A phase of attention. The goal of its cases is the time of the first of `peers`.
+
+    `start` returns a function that runs our kernel. `plan` makes the plan of a step, on the host.
+    """
 
     part: str
     start: Callable[[Rig, PagedRows], Run]
@@ -53,6 +56,7 @@ class _Phase:
 
 
 def attention_cases(sizes: Sizes) -> list[Case]:
+    """Return the cases for the generation and the context phase."""
     return [*_generation_cases(sizes), *_context_cases(sizes)]
 
 
@@ -121,7 +125,7 @@ def _case(
     num_bytes = kv_bytes * sum(length for _, length in rows)
     num_tokens = sum(new for new, _ in rows)
     written = 2 * num_tokens * sizes.num_heads * sizes.head_dim * sizes.dtype.itemsize
-    return Case(  # queries and results of a generation step are negligible
+    return Case(  # the bytes of queries and results are negligible in a generation step
         phase.part,
         name,
         num_bytes + (written if phase.start is _context else 0),

@@ -22,7 +22,7 @@ _WORKSPACE = 128 << 20
 
 
 def flashinfer() -> Any:
-    """Return the module; Absent if it is not installed."""
+    """Return the module `flashinfer`. Raises Absent if it is not installed."""
     try:
         import flashinfer
     except ImportError as error:
@@ -31,7 +31,7 @@ def flashinfer() -> Any:
 
 
 def flashinfer_generation(sets: Sequence[PagedRows]) -> Contender:
-    """Return FlashInfer's paged decode kernel, on tensor cores."""
+    """Return FlashInfer's paged decode kernel, with tensor cores."""
     wrap, workspace = flashinfer().BatchDecodeWithPagedKVCacheWrapper, _workspace(sets)
     wrappers = [wrap(workspace, kv_layout="HND", use_tensor_cores=True) for _ in sets]
     return _planned(sets, wrappers, [_page_lists(rows) for rows in sets])
@@ -48,7 +48,10 @@ def flashinfer_context(sets: Sequence[PagedRows], backend: str) -> Contender:
 def _planned(
     sets: Sequence[PagedRows], wrappers: Sequence[Any], lists: Sequence[Any], **options: Any
 ) -> Planned:
-    """Plan each wrapper with its page lists. The first plan compiles the kernel."""
+    """Plan each wrapper with its page lists, and return them as one contender.
+
+    The first plan compiles the kernel.
+    """
     plans = []
     for rows, wrapper, own in zip(sets, wrappers, lists, strict=True):
         options |= {"q_data_type": rows.queries.dtype, "kv_data_type": rows.pages.keys.dtype}
@@ -64,7 +67,10 @@ def _planned(
 
 
 def torch_sdpa(sets: Sequence[PagedRows]) -> Contender:
-    """Return `scaled_dot_product_attention` over dense keys and values, for rows of one shape."""
+    """Return `scaled_dot_product_attention` over dense keys and values.
+
+    Raises Absent unless all rows have the same lengths, and one new token or only new tokens.
+    """
     first = sets[0]
     new, length = int(first.num_new[0]), int(first.lengths[0])
     alike = (first.num_new == new).all() and (first.lengths == length).all()
@@ -89,7 +95,10 @@ def torch_sdpa(sets: Sequence[PagedRows]) -> Contender:
 
 
 def torch_varlen(sets: Sequence[PagedRows]) -> Contender:
-    """Return `varlen_attn` over packed keys and values: torch's FlashAttention, for any lengths."""
+    """Return `varlen_attn` over packed keys and values: torch's FlashAttention, for any lengths.
+
+    Raises Absent if this version of torch does not have it.
+    """
     attend = _find_varlen()
     names = inspect.signature(attend).parameters
     missing = {"scale", "window_size"} - names.keys()
@@ -103,7 +112,7 @@ def torch_varlen(sets: Sequence[PagedRows]) -> Contender:
         longest = (int(rows.num_new.max()), int(rows.lengths.max()))
         packed.append((rows.queries, keys, values, rows.spans.row_starts, starts, *longest))
 
-    # grouped queries are always on without the parameter
+    # a version without this parameter always supports grouped queries
     grouped = {"enable_gqa": True} if "enable_gqa" in names else {}
 
     def run(number: int) -> Any:
@@ -129,8 +138,8 @@ def _workspace(sets: Sequence[PagedRows]) -> Tensor:
 def _page_lists(rows: PagedRows) -> tuple[Tensor, Tensor, Tensor]:
     """Return each row's start in the list of pages, that list, and the tokens in each last page.
 
-    The first and the third are in CPU memory: FlashInfer plans there, and a server has them there.
-    On the device, each plan would have to wait for a copy.
+    The first and the third tensor are in CPU memory, because FlashInfer plans on the host, and a
+    server knows them there. If they were on the device, each plan would wait for a copy.
     """
     lengths, tables = rows.spans.kv_lengths, rows.spans.block_tables
     counts = -(-lengths // rows.tokens_per_block)

@@ -1,4 +1,4 @@
-"""`gptmanager bench kernels`: selects the cases, runs them and makes the report."""
+"""`gptmanager bench kernels`: selects the cases, runs them and returns the report."""
 
 from __future__ import annotations
 
@@ -47,7 +47,11 @@ class KernelOptions:
 
 @dataclass(frozen=True, eq=False)
 class BenchSetup:
-    """The device, timer and sizes of a run; by default those of torch's current device."""
+    """The device, timer and sizes of a run.
+
+    `copy_bytes`, `matmul_width`: see `measure_ceilings`. `launch_us` measures launches; see
+    `launch_costs`. `clock` returns seconds.
+    """
 
     rig: Rig
     timer: Timer
@@ -66,10 +70,11 @@ def bench_kernels(
 ) -> dict[str, Any]:
     """Run the cases and return the report.
 
-    Raises ConfigError without a GPU, and for a word of `only` that matches no case. After Ctrl-C
-    the report has the cases so far and `interrupted`. `on_report` is called with the report after
-    each case, so that a killed benchmark leaves one. `on_start` is called before each case with
-    its name, its number from 0, and the number of cases.
+    `setup` is by default for torch's current GPU. Raises ConfigError without a GPU, and for a word
+    of `only` that matches no case. After Ctrl-C the report has the cases so far and `interrupted`.
+    `on_report` is called with the report after each case, so that the report of a killed benchmark
+    is not lost. `on_start` is called before each case with its name, its number from 0, and the
+    number of cases.
     """
     cases = select_cases(all_cases(setup.rig.sizes if setup else Sizes()), options)
     if setup is None:
@@ -111,6 +116,7 @@ def bench_kernels(
 
 
 def all_cases(sizes: Sizes) -> list[Case]:
+    """Return the cases of all kernels, in the order in which they run."""
     return [
         *attention_cases(sizes),
         *matmul_cases(sizes),
@@ -122,6 +128,10 @@ def all_cases(sizes: Sizes) -> list[Case]:
 
 
 def select_cases(cases: Sequence[Case], options: KernelOptions) -> list[Case]:
+    """Return the cases that `only` and `quick` select.
+
+    Raises ConfigError for a word of `only` that matches no case.
+    """
     chosen = [case for case in cases if case.quick or not options.quick]
     for word in options.only:
         if not any(_matches(case, word) for case in cases):
@@ -155,7 +165,7 @@ def _matches(case: Case, word: str) -> bool:
 
 
 def _skipped(results: Sequence[CaseResult], options: KernelOptions) -> list[str]:
-    """Return a line for each reason why cases were skipped."""
+    """Return a note for each reason why cases were skipped."""
     counts = Counter(it.ours.note for it in results if it.ours.status == "skipped")
     late = counts.pop(NO_TIME, 0)
     notes = [f"time limit of {options.minutes:g} minutes: {late} cases skipped"] if late else []
@@ -163,7 +173,7 @@ def _skipped(results: Sequence[CaseResult], options: KernelOptions) -> list[str]
 
 
 def _missing_peers(results: Sequence[CaseResult]) -> list[str]:
-    """Return a line for each peer that ran in no case."""
+    """Return a note for each peer that ran in no case."""
     found: dict[str, list[str]] = {}
     for result in results:
         for name, entry in result.entries.items():

@@ -1,6 +1,6 @@
-"""The parts of a kernel benchmark case: minimal work, contenders, goals, correct result.
+"""`Case`: a case of the kernel benchmark, with its minimal work, contenders, goals and result.
 
-The module is independent of kernels. Preparing a case on a `Rig` makes several sets of inputs,
+This module is independent of kernels. Preparing a case on a `Rig` creates several sets of inputs,
 which together are larger than the cache, and for each contender a function that runs on one set.
 """
 
@@ -19,7 +19,7 @@ from gptmanager.bench.timing import Spread
 from gptmanager.cuda.device.launch import Launcher
 
 OURS = "gptmanager"
-Contender = Callable[[int], Tensor]
+Contender = Callable[[int], Tensor]  # number of the set -> result
 _MAX_SETS = 64
 
 
@@ -49,7 +49,7 @@ class Decoder(NamedTuple):
 
 
 class Adapters(NamedTuple):
-    """The number of adapters in a step, the model's width, and the ranks, one case each."""
+    """The number of adapters in a step, the model's width, and the ranks that are timed."""
 
     number: int = 64
     hidden: int = 1024
@@ -90,7 +90,7 @@ class Sizes:
 class Rig:
     """The device, launcher and sizes that cases run with.
 
-    `cache_bytes` is the size of the cache, which may hold inputs of the previous call.
+    `cache_bytes` is the size of the device's cache, which may contain inputs of the previous call.
     """
 
     device: torch.device
@@ -100,7 +100,10 @@ class Rig:
     free_bytes: Callable[[], int] | None = None  # returns the free memory of the device
 
     def num_sets(self, set_bytes: int) -> int:
-        """Return the number of input sets that successive calls alternate between."""
+        """Return the number of input sets that successive calls alternate between.
+
+        `set_bytes`: the bytes that a call accesses.
+        """
         if self.cache_bytes == 0:
             return 1
         return max(2, min(_MAX_SETS, -(-3 * self.cache_bytes // max(1, set_bytes))))
@@ -125,6 +128,7 @@ class Rig:
         return torch.from_numpy(table).to(self.device)
 
     def ints(self, values: object) -> Tensor:
+        """Return the values on the device, as int32."""
         return torch.as_tensor(values, dtype=torch.int32).to(self.device)
 
 
@@ -152,6 +156,10 @@ class Goal:
         }[self.kind]
 
     def is_met(self, case: Case, spread: Spread, ceilings: Ceilings, other_s: float | None) -> bool:
+        """Return whether a median meets the goal. `other_s`: the median of the case or peer `of`.
+
+        A goal relative to a case or peer without a time is not met.
+        """
         if self.kind == "copy":
             return case.num_bytes / spread.median >= self.value * ceilings.copy_bytes_per_s
         if self.kind == "matmul":
@@ -165,8 +173,8 @@ class Goal:
 class Prepared:
     """A case with its inputs. A contender that writes to its inputs has its own copy of them.
 
-    `error` rates a result for set 0: 0 is exact, above `tolerance` is wrong. `peers` are made one
-    after the other; a peer that raises does not take part.
+    `error` rates a result for set 0: 0 is exact, more than `tolerance` is wrong. `peers`: name -> a
+    function that creates the contender; a peer for which it raises does not take part.
     """
 
     num_sets: int

@@ -45,6 +45,8 @@ class Entry:
 
 @dataclass(frozen=True, eq=False)
 class CaseResult:
+    """The results of all contenders in one case. `tolerance` is None if the case did not run."""
+
     case: Case
     tolerance: float | None
     entries: Mapping[str, Entry] = field(default_factory=dict)
@@ -68,7 +70,10 @@ def run_case(
     budget: Budget,
     peers: Sequence[str] | None = None,
 ) -> CaseResult:
-    """Run a case, or skip it if the budget is spent. `peers` are prefixes of names, None is all."""
+    """Run a case, or skip it if time or memory do not suffice.
+
+    `peers`: prefixes of the names of peers that take part; None for all.
+    """
     if budget.is_spent:
         return CaseResult(case, None, {OURS: Entry("skipped", NO_TIME)})
     reason = _reason_not_to_fit(case, rig)
@@ -109,10 +114,10 @@ def _reason_not_to_fit(case: Case, rig: Rig) -> str:
 def _try_contender(
     maker: Callable[[], Contender], prepared: Prepared, timer: Timer, device: torch.device
 ) -> tuple[Entry, Stopwatch]:
-    """Make a contender, check its first result, and prepare its watch."""
+    """Create a contender, check its first result, and prepare its stopwatch."""
     started = time.perf_counter()
     run = maker()
-    error = prepared.error(run(0))  # in the first call inputs are unchanged
+    error = prepared.error(run(0))  # only the first call has the original inputs
     first_use_s = time.perf_counter() - started
     plan_s = host_seconds(run.plan, device) if isinstance(run, Planned) else None
     watch = timer.prepare(run, prepared.num_sets)
@@ -173,7 +178,7 @@ def _row(
 def _judged_goals(
     result: CaseResult, ceilings: Ceilings, medians: Mapping[tuple[str, str], float]
 ) -> Iterator[dict[str, Any]]:
-    """Yield the goals that can be judged: ours, and the case or peer it is compared with, ran."""
+    """Yield the goals for which our kernel, and the case or peer to compare with, have times."""
     case, ours = result.case, result.ours
     peers = {name: entry.correct_s for name, entry in result.entries.items()}
     for goal in case.goals:

@@ -36,6 +36,7 @@ _BEAMS = 4
 
 
 def logits_cases(sizes: Sizes) -> list[Case]:
+    """Return one case for each kernel."""
     vocab_size = sizes.vocab_size
     history, biases = min(sizes.context // 4, vocab_size), min(_NUM_BIASES, vocab_size)
     allowed, most = min(_ALLOWED, vocab_size // 2), min(2 * _BEAMS, vocab_size)
@@ -148,8 +149,8 @@ def _prepare_log_probs(rig: Rig) -> Prepared:
 def _prepare_beams(most: int, rig: Rig) -> Prepared:
     """Prepare beam steps.
 
-    The log probabilities of the found tokens are compared instead of the tokens, because ties may
-    order tokens differently.
+    The log probabilities of the tokens are compared, not the tokens, because tokens with equal
+    logits may be in any order.
     """
     rows, vocab_size = rig.sizes.rows, rig.sizes.vocab_size
     sets = _logits(rig, rows * vocab_size * 4)
@@ -177,7 +178,7 @@ def _prepare_beams(most: int, rig: Rig) -> Prepared:
 
 
 def _on_copies(sets: list[Tensor], work: Callable[[Tensor], Tensor]) -> Contender:
-    """Return a contender that modifies its own copies of the logits."""
+    """Return a contender that runs `work` on its own copies of the logits, which it modifies."""
     own = [logits.clone() for logits in sets]
     return lambda number: work(own[number])
 

@@ -1,7 +1,8 @@
 """Kernel benchmark cases for the matmuls of a generation step, of a small and a large model.
 
-They run as in a manager that has chosen our kernel for them, with weights in the dtype of the
-activations. The large ones also run with weights in 8 bits, next to torch's matmul in that dtype.
+The matmuls run as in a manager that has chosen our kernel for them, with weights in the dtype of
+the activations. The large ones also run with weights in 8 bits, next to torch's matmul in the dtype
+of the activations.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ _TIMES_FLOATS = 0.65  # goal of the time with 8 bits, as a multiple of torch's w
 
 
 def matmul_cases(sizes: Sizes) -> list[Case]:
+    """Return the cases for all matrices of `sizes.decoders` and all `sizes.matmul_rows`."""
     return [
         case
         for model in sizes.decoders
@@ -46,7 +48,7 @@ def matmul_cases(sizes: Sizes) -> list[Case]:
 
 
 def _weights(model: Decoder) -> dict[str, tuple[int, int]]:
-    """Return the width and depth of a layer's four matrices, and of the head."""
+    """Return name -> (width, depth) of a layer's four matrices and of the head."""
     return {
         "QKV": (model.qkv, model.hidden),
         "output": (model.hidden, model.hidden),
@@ -82,7 +84,10 @@ def _case(
 def _prepare(
     rows: int, width: int, depth: int, has_silu: bool, is_int8: bool, rig: Rig
 ) -> Prepared:
-    """Prepare sets of weights, because a step reads each weight once, and one set of input rows."""
+    """Prepare several sets of weights, and one set of input rows.
+
+    A step reads each weight only once, so a weight is never in the cache when a step needs it.
+    """
     x = rig.randn(rows, depth)
     num_bytes = width * depth * (1 if is_int8 else x.itemsize)
     floats = rig.sets(num_bytes, width, depth, scale=depth**-0.5)

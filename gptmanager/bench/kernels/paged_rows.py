@@ -1,4 +1,4 @@
-"""Sequences over pages of random keys and values for attention cases, and the expected results.
+"""`PagedRows`: sequences with pages of random keys and values, for attention cases.
 
 This module does not depend on kernels. Pages have the layout of a device's pool, `[P, K, B, D]`.
 The pages of a sequence are in random order.
@@ -22,10 +22,10 @@ _QUERIES = 512  # per call of the reference
 
 @dataclass(frozen=True, eq=False)
 class PagedRows:
-    """Rows of a step over one layer's pages: the last `num_new[r]` of `lengths[r]` tokens are new.
+    """The rows of a step, and one layer's pages.
 
-    `queries` is `[T, H, D]`. Row r uses row r of the block tables. Pages of float8_e4m3fn have the
-    scale 1.
+    Row r has `lengths[r]` tokens, the last `num_new[r]` of which are new. `queries` is `[T, H, D]`.
+    Row r uses row r of the block tables. Pages of float8_e4m3fn have the scale 1.
     """
 
     num_new: np.ndarray
@@ -62,7 +62,7 @@ class PagedRows:
         return keys, values
 
     def expected(self) -> Tensor:
-        """Return the attention of all rows in float32, `[T, H, D]`."""
+        """Return the correct result of attention for all rows in float32, `[T, H, D]`."""
         result = torch.empty(self.queries.shape, dtype=torch.float32, device=self.queries.device)
         start = 0
         for row, (new, length) in enumerate(zip(self.num_new, self.lengths, strict=True)):
@@ -95,7 +95,10 @@ def paged_rows(
     number: int,
     dtype: torch.dtype | None = None,
 ) -> PagedRows:
-    """Return rows of (new tokens, length) over pages of `dtype`, in an order set by `number`."""
+    """Return `rows` of (new tokens, length) with random pages of `dtype`.
+
+    `number` is the seed of the order of pages. `dtype` is by default that of `rig.sizes`.
+    """
     sizes = rig.sizes
     is_fp8 = dtype is torch.float8_e4m3fn
     num_new, lengths = (np.array(column, dtype=np.int32) for column in zip(*rows, strict=True))

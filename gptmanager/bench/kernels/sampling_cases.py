@@ -1,7 +1,7 @@
 """Kernel benchmark cases for sampling. A token is correct if top-k and top-p allow it.
 
-Random weights produce flat logits, of which top-p keeps most, which is the worst case. Trained
-models produce peaked logits, of which top-p keeps few.
+Random weights produce flat logits, and top-p keeps most tokens, which is the worst case. Trained
+models produce peaked logits, and top-p keeps few tokens.
 """
 
 from __future__ import annotations
@@ -22,10 +22,11 @@ from gptmanager.request.sampling_params import SamplingParams
 _TOP_K, _TOP_P, _TEMPERATURE = 50, 0.9, 0.8
 _WIDE = 1000  # more than the threads of a block
 _PEAKED = 6.0  # factor on flat logits
-_SLACK = 1e-4  # tolerance of the mass: rounding may decide whether a token is inside
+_SLACK = 1e-4  # tolerance of top-p: rounding may decide whether it excludes a token
 
 
 def sampling_cases(sizes: Sizes) -> list[Case]:
+    """Return the cases for several sampling parameters, with flat and with peaked logits."""
     drawn = SamplingParams(greedy=False, temperature=_TEMPERATURE, seed=1)
     nucleus, wide = replace(drawn, top_p=_TOP_P), replace(drawn, top_k=_WIDE)
     limited = replace(nucleus, top_k=_TOP_K)
@@ -100,7 +101,7 @@ def _flashinfer(sets: list[Tensor], params: SamplingParams) -> Contender:
 
     def run(number: int) -> Any:
         probs = torch.softmax(sets[number] / params.temperature, dim=-1)
-        place = {"seed": params.seed, "offset": number}  # without these it waits for the generator
+        place = {"seed": params.seed, "offset": number}  # else it would wait for the generator
         if params.top_k:
             return sampling.top_k_top_p_sampling_from_probs(
                 probs, params.top_k, params.top_p, filter_apply_order="top_k_first", **place

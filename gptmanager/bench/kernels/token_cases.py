@@ -30,6 +30,7 @@ _THETA = 500000.0
 
 
 def token_cases(sizes: Sizes) -> list[Case]:
+    """Return the cases for `sizes.rows` and `sizes.tokens` tokens, and one for block copies."""
     cases = (_norm_case, _activation_case, _write_case)
     counts = (sizes.rows, sizes.tokens)
     return [*(case(sizes, count) for case in cases for count in counts), _copy_case(sizes)]
@@ -57,7 +58,7 @@ def _prepare_norm(num_tokens: int, num_bytes: int, rig: Rig) -> Prepared:
         library = flashinfer()
         inputs, sums = ([it.clone() for it in given] for given in (sets, residuals))
 
-        def run(number: int) -> Tensor:  # it overwrites both
+        def run(number: int) -> Tensor:  # the kernel overwrites both tensors
             library.norm.fused_add_rmsnorm(inputs[number], sums[number], weight, _EPS)
             return inputs[number]
 
@@ -113,8 +114,10 @@ def _write_case(sizes: Sizes, num_tokens: int) -> Case:
 
 
 def _prepare_write(num_tokens: int, num_bytes: int, rig: Rig) -> Prepared:
-    """Prepare one row of all tokens. Their cells are located before the clock starts, because a
-    step does this once for all layers.
+    """Prepare one row that has all tokens.
+
+    Their cells are located before the clock starts, because a step locates them once for all
+    layers.
     """
     sizes = rig.sizes
     heads, kv_heads, head_dim = sizes.num_heads, sizes.num_kv_heads, sizes.head_dim

@@ -1,4 +1,4 @@
-"""Write a Llama or Qwen2 as a GGUF file of bfloat16, for llama.cpp."""
+"""`write_gguf`: writes a Llama or Qwen2 as a GGUF file in bfloat16, for llama.cpp."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from gptmanager.errors import ConfigError
 from gptmanager.models.gguf.architecture import Architecture
 from gptmanager.models.gguf.architectures import ARCHITECTURES
 
-_F32, _BF16 = 0, 30  # numbers of types
+_F32, _BF16 = 0, 30  # numbers of GGUF's tensor types
 _ALIGNMENT = 32
 _FAMILIES = ("llama", "qwen2")
 
@@ -27,7 +27,7 @@ def write_gguf(
 ) -> None:
     """Write matrices as bfloat16 and vectors as float32. Raises ConfigError for another family.
 
-    `tokenizer`: the file's keys `tokenizer.ggml.*`. Without them, it has no tokenizer.
+    `tokenizer`: the file's keys `tokenizer.ggml.*`. Without them, the file has no tokenizer.
     """
     name = config["model_type"]
     if name not in _FAMILIES:
@@ -91,7 +91,10 @@ def _gguf_name(name: str, own: Architecture) -> str:
 
 
 def _stored(name: str, tensor: Tensor, own: Architecture, config: Mapping[str, Any]) -> Tensor:
-    """Return a tensor in the order of a file: a Llama's queries and keys by neighboring pairs."""
+    """Return a tensor as a GGUF file stores it.
+
+    In a Llama's queries and keys, the two rows of each RoPE pair are next to each other.
+    """
     heads = {"q_proj": "num_attention_heads", "k_proj": "num_key_value_heads"}
     field = heads.get(name.split(".")[-2])
     if own.permuted and field is not None:

@@ -1,7 +1,7 @@
-"""llama.cpp's own benchmarks, next to this library on the same weights.
+"""Runs llama.cpp's benchmark programs, and this library, on the same weights.
 
-Each engine runs alone, in a process of its own; engines alternate, and the best of the rounds
-counts. A prompt and one request are `llama-bench`'s tests, a batch is `llama-batched-bench`'s.
+Each engine runs alone, in a process of its own. Engines alternate, and the best of the rounds
+counts. `llama-bench` times a prompt and one request, `llama-batched-bench` times a batch.
 """
 
 from __future__ import annotations
@@ -20,7 +20,9 @@ from gptmanager.bench.peers.gguf_writer import write_gguf
 from gptmanager.errors import ConfigError, GptManagerError, error_summary, quoted
 from gptmanager.models.checkpoint_parts import gguf_checkpoint
 
-PROMPT, ALONE, BATCH = 512, 128, (16, 128, 48)  # tokens; requests, their prompt and output
+# tokens of the prompt; output tokens of one request; requests of a batch, with their prompt tokens
+# and output tokens
+PROMPT, ALONE, BATCH = 512, 128, (16, 128, 48)
 TYPES = ("BF16", "Q8_0", "Q4_0", "Q4_K_M")  # types of files that `llama-quantize` writes
 _OWN: Mapping[str, Mapping[str, Any]] = {
     "bfloat16": {},
@@ -33,12 +35,12 @@ _PERPLEXITY = re.compile(rb"Final estimate: PPL = ([0-9.]+)")
 _LIMIT_S = 1800.0
 _TRIES = 5  # of `llama-batched-bench`: some runs end before the last line is written
 _OWN_SCRIPT = (sys.executable, "-m", "gptmanager.bench.peers.own_script")
-_NOTE = 300  # characters of an error's end that are shown
+_NOTE = 300  # characters that are shown, from the end of a program's output
 Run = Callable[[], Mapping[str, float]]
 
 
 def missing(folder: Path | None, text: Path | None = None) -> str | None:
-    """Return a sentence if the programs are not there, else None. `text`: as for `compare`."""
+    """Return a sentence about missing programs, or None if all exist. `text`: as for `compare`."""
     if folder is None:
         return "llama.cpp is skipped: pass the folder of its programs as --peer-binary"
     needed = [*_PROGRAMS, *([] if text is None else ["llama-perplexity"])]
@@ -56,11 +58,13 @@ def compare(
     text: Path | None = None,
     on_start: Callable[[str, int, int], None] = lambda name, number, count: None,
 ) -> dict[str, Any]:
-    """Return the report's fields: tokens/s of each engine, and ratios to its types.
+    """Return the report's fields: tokens/s of each engine, and ratios of ours to llama.cpp's.
 
-    `folder`: an empty folder for the files. Random weights are written in bfloat16 and quantized by
-    llama.cpp; a GGUF file is used as it is. `text`: a file of which the report has the perplexity,
-    for a GGUF file only.
+    `programs`: the folder of llama.cpp's programs; without them, only this library runs. `folder`:
+    an empty folder for the files. Random weights are written in bfloat16 and quantized by
+    llama.cpp; a GGUF file is used as it is. `text`: a file; the report then has its perplexity.
+    This needs a GGUF file. Raises ConfigError for options that do not fit, GptManagerError if a
+    program fails.
     """
     why = missing(programs, text)
     if text is not None and isinstance(source, tuple):
@@ -129,7 +133,7 @@ def _loads() -> dict[str, str]:
 def _files(
     source: Source, programs: Path | None, folder: Path
 ) -> tuple[dict[str, tuple[Path, Mapping[str, Any]]], dict[str, Path]]:
-    """Return the files of our engines with their options, and those of llama.cpp's types."""
+    """Return name -> (file, options) for this library, and type -> file for llama.cpp."""
     if not isinstance(source, tuple):
         if gguf_checkpoint(source) is None:
             raise ConfigError("--peer llama-cpp needs a GGUF file as --model, or a --shape")
@@ -202,7 +206,7 @@ def _figures(output: bytes) -> list[dict[str, Any]]:
 
 
 def _call(command: Sequence[Any], given: bytes = b"") -> bytes:
-    """Run a program to its end and return what it prints. Raises GptManagerError if it fails."""
+    """Run a program and return its output. Raises GptManagerError if it fails or takes too long."""
     words = [str(word) for word in command]
     try:
         done = subprocess.run(
@@ -213,4 +217,4 @@ def _call(command: Sequence[Any], given: bytes = b"") -> bytes:
     if done.returncode:
         end = done.stderr[-_NOTE:].decode(errors="replace").strip()
         raise GptManagerError(f"{words[0]} failed with exit status {done.returncode}: {end}")
-    return done.stdout + done.stderr  # `llama-batched-bench` prints figures as a log does
+    return done.stdout + done.stderr  # `llama-batched-bench` may print its figures to either

@@ -1,7 +1,8 @@
-"""Time this library in a process of its own, as llama.cpp's benchmarks time theirs.
+"""A program that times this library, for the comparison with llama.cpp's benchmark programs.
 
-Reads a JSON object from standard input, and prints one with tokens/s: of a prompt, of one request,
-and of a batch of requests. With a `text` the printed object has the perplexity of that file.
+It reads a JSON object from standard input, and prints one with the tokens/s of a prompt, of one
+request, and of a batch of requests. If the input has a `text`, the printed object has the
+perplexity of that file instead.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ def measure(given: Mapping[str, Any]) -> dict[str, float]:
     best = dict.fromkeys(loads, 0.0)
     with Session(model, params) as session:
         session.warm_up()
-        for _ in range(given["rounds"] + 1):  # the first one touches memory
+        for _ in range(given["rounds"] + 1):  # one more, because the first one touches memory
             for name, (number, requests) in loads.items():
                 made_requests = requests()
                 start = time.perf_counter()
@@ -61,10 +62,11 @@ def measure(given: Mapping[str, Any]) -> dict[str, float]:
 
 
 def perplexity(given: Mapping[str, Any]) -> dict[str, float]:
-    """Count the perplexity of a text as `llama-perplexity` does.
+    """Compute the perplexity of a text as `llama-perplexity` does.
 
     The text is cut into chunks of `context` tokens, and the tokens after the middle of each chunk
-    are counted. At most `chunks` are used. If the model has a first token, chunks begin with it.
+    are counted. At most `chunks` are used. If the tokenizer adds a first token, each chunk begins
+    with it. Raises ConfigError if the text is shorter than a chunk.
     """
     model, context = Path(given["model"]), given["context"]
     tokenizer, text = load_tokenizer(model), Path(given["text"]).read_text("utf-8")
@@ -85,7 +87,7 @@ def perplexity(given: Mapping[str, Any]) -> dict[str, float]:
     chunks = [[*firsts, *tokens[at + len(firsts) : at + context]] for at in starts]
     with Session(model, params) as session:
         found = session.results([(chunk, 1) for chunk in chunks], num_prompt_log_probs=0)
-    # the first number is that of the second token
+    # the first log probability is that of the second token
     counted = [it.tensors["prompt_log_probs"][0, context // 2 :].double() for it in found]
     return {"perplexity": math.exp(-torch.cat(counted).mean().item())}
 

@@ -1,4 +1,4 @@
-"""Run a load through transformers' continuous batching, on the same weights as a manager."""
+"""Runs a load through transformers' continuous batching, on the same weights as a manager."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from gptmanager.config import OptionalParams
 from gptmanager.errors import ConfigError, GptManagerError
 
 _BLOCK = 256  # tokens per KV cache block: transformers' default
-_BATCH_TOKENS = 512  # most tokens per iteration; the dense mask grows with them
+_BATCH_TOKENS = 512  # most tokens per iteration; the memory of the dense mask grows with them
 
 
 class TooSlow(GptManagerError):
@@ -56,7 +56,7 @@ class TransformersPeer:
         )
 
     def run(self, requests: Sequence[Request], limit_s: float | None = None) -> Figures:
-        """Run all requests at once; TooSlow if they take longer than `limit_s`."""
+        """Run all requests at once. Raises TooSlow if they take longer than `limit_s`."""
         needed = sum(-(-(len(prompt) + new_tokens) // _BLOCK) for prompt, new_tokens in requests)
         batching = self._configure(
             block_size=_BLOCK, num_blocks=2 * needed + 2, max_batch_tokens=_BATCH_TOKENS
@@ -84,7 +84,10 @@ class TransformersPeer:
 def _collect(
     engine: Any, requests: Sequence[Request], limit_s: float | None = None
 ) -> tuple[tuple[int, ...], ...]:
-    """Run requests through transformers' manager and return their outputs in the same order."""
+    """Run requests through transformers' manager and return their outputs in the same order.
+
+    Raises TooSlow if they take longer than `limit_s`.
+    """
     started = time.monotonic()
     for index, (prompt, new_tokens) in enumerate(requests):
         engine.add_request(prompt, request_id=str(index), max_new_tokens=new_tokens)

@@ -18,6 +18,7 @@ from typing import Any
 
 
 def main() -> None:
+    """Print the result as JSON; see the module."""
     answer = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)  # vLLM and its processes also print; the answer must be alone on its stream
     # Modules in this file's folder could shadow packages of the same name.

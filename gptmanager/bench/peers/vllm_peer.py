@@ -1,4 +1,4 @@
-"""Run a load through vLLM's CPU build in another interpreter, on the same weights."""
+"""Runs a load through vLLM's CPU build in another interpreter, on the same weights."""
 
 from __future__ import annotations
 
@@ -39,7 +39,8 @@ _ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
 class VllmPeer:
     """vLLM with its default settings, except that compilation and prefix caching are off.
 
-    `folder`: an empty folder for the weights and the load. `python`: an interpreter with vLLM.
+    `folder`: an empty folder for the weights and the load. `python`: an interpreter with vLLM. The
+    constructor raises ConfigError if that interpreter has no vLLM for the CPU.
     """
 
     def __init__(
@@ -67,7 +68,10 @@ class VllmPeer:
         return {"vllm_version": self._version} | ({"vllm_settings": given} if given else {})
 
     def run(self, requests: Sequence[Request], limit_s: float) -> Figures:
-        """Run all requests at once in a new process; TooSlow if it takes longer than `limit_s`."""
+        """Run all requests at once in a new process.
+
+        Raises TooSlow if the process takes longer than `limit_s`, GptManagerError if it fails.
+        """
         path = self._folder / "load.json"
         warm_up = (WARM_UP, 2)
         engine = {
@@ -129,8 +133,8 @@ class VllmPeer:
 def _call(command: Sequence[str | Path], limit_s: float) -> tuple[int, bytes, Sequence[str]]:
     """Run a process; return (exit status, last line of output, last lines of error output).
 
-    The process and all its children have ended when this returns or raises. Raises OSError if it
-    cannot be started.
+    The process and all its children have ended when this returns or raises. Raises OSError if the
+    process cannot be started, and TooSlow if it takes longer than `limit_s`.
     """
     with TemporaryFile() as output, _lifeline() as stdin:
         process = subprocess.Popen(
@@ -159,7 +163,7 @@ def _call(command: Sequence[str | Path], limit_s: float) -> tuple[int, bytes, Se
 
 @contextlib.contextmanager
 def _lifeline() -> Iterator[int]:
-    """Yield a standard input for a child; it closes when this process ends, even if killed."""
+    """Yield a standard input for a child. It closes when this process ends, even if killed."""
     reading, writing = os.pipe()
     try:
         yield reading
@@ -172,7 +176,7 @@ def _end(process: subprocess.Popen[Any], reader: threading.Thread) -> None:
     with contextlib.suppress(ProcessLookupError, PermissionError):  # all have ended
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
-    reader.join(_END_S)  # every process of the group holds the other end of the pipe
+    reader.join(_END_S)  # until the last process of the group has closed its end of the pipe
     if reader.is_alive():
         raise GptManagerError(f"processes that vLLM started did not end within {_END_S:g} s")
     assert process.stderr is not None
