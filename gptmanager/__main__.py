@@ -1,4 +1,4 @@
-"""`gptmanager`, also as `python -m gptmanager`: handles signals from the first moment on."""
+"""The program `gptmanager`, also as `python -m gptmanager`."""
 
 import signal
 import sys
@@ -8,7 +8,10 @@ from gptmanager.terminal.early_signals import leave_at_once, leaving_signals
 
 
 def main() -> int:
-    """Run the command line. A server handles signals before the modules of its command load."""
+    """Run the command line and return its exit status.
+
+    A server handles signals before the modules of its command are imported.
+    """
     if sys.argv[1:2] == ["serve"]:
         for number in leaving_signals():
             signal.signal(number, leave_at_once)

@@ -56,7 +56,10 @@ def flag(name: str, value: Any) -> bool:
 
 
 def able(name: str, value: _T, method: str, expected: str) -> _T:
-    """Return `value`. Raises ConfigError unless it has `method`, which an `expected` object has."""
+    """Return `value`. Raises ConfigError unless it has the method `method`.
+
+    `expected`: the kind of object that the message asks for.
+    """
     if not callable(getattr(value, method, None)):
         raise ConfigError(f"{name} = {value!r} must be a {expected}: it has no method {method}()")
     return value

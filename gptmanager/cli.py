@@ -1,7 +1,7 @@
 """The command line: `gptmanager COMMAND`, also as `python -m gptmanager`.
 
-Lists the commands, and maps errors and signals to exit statuses. A command's code is imported after
-its arguments are parsed, so `--help` and `--version` do not load torch.
+This module lists the commands, and maps errors and signals to exit statuses. A command's code is
+imported after its arguments are parsed, so `--help` and `--version` do not load torch.
 """
 
 from __future__ import annotations
@@ -70,10 +70,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _imported(command: str, *, is_program: bool) -> Callable[[Any], int]:
-    """Import the function of a command.
+    """Import and return the function of a command, without garbage collection.
 
-    Imports create hundreds of thousands of objects and no garbage: without the search for it they
-    take a fifth less time. A program never searches these objects for garbage.
+    Imports create hundreds of thousands of objects and no garbage, and take a fifth less time
+    without garbage collection. `is_program`: these objects are never searched for garbage.
     """
     was_enabled = gc.isenabled()
     gc.disable()
@@ -121,11 +121,14 @@ def _call(arguments: Sequence[str] | None) -> int:
 
 
 class _Terminated(KeyboardInterrupt):
-    """SIGTERM has arrived. Launchers of ranks send it to all others when one has died."""
+    """SIGTERM has arrived. Launchers of ranks send it to all other ranks when one has died."""
 
 
 def _terminable() -> contextlib.AbstractContextManager[None]:
-    """Handle SIGTERM like Ctrl-C: requests get their final responses, files are complete."""
+    """Return a context that handles SIGTERM like Ctrl-C.
+
+    Requests then get their final responses, and files are complete.
+    """
 
     def terminate(*_: Any) -> None:
         raise _Terminated
@@ -134,7 +137,10 @@ def _terminable() -> contextlib.AbstractContextManager[None]:
 
 
 def _exit_at_once() -> contextlib.AbstractContextManager[None]:
-    """A server handles signals itself while it serves; before and after that it exits at once."""
+    """Return a context in which signals end the process at once.
+
+    It is for the time before and after a server handles signals itself.
+    """
     return _handled(leave_at_once, *leaving_signals())
 
 
@@ -152,6 +158,7 @@ def _handled(handler: Callable[..., None], *numbers: signal.Signals) -> Iterator
 
 
 def command_parser() -> argparse.ArgumentParser:
+    """Return the parser of the command line, with a sub-parser for each command."""
     parser = Parser(
         prog="gptmanager",
         description=_HELP,
@@ -171,7 +178,7 @@ def command_parser() -> argparse.ArgumentParser:
 
 def _start_log(region: RedrawnLines, is_verbose: bool) -> None:
     handler = logging.StreamHandler(region)
-    if not is_verbose:  # the error of a refused request is shown anyway
+    if not is_verbose:  # commands show the error of a rejected request themselves
         handler.addFilter(lambda record: not record.msg.startswith("Cannot process new request"))
     handler.setFormatter(logging.Formatter("%(levelname)s %(message)s"))
     logging.basicConfig(level=logging.INFO if is_verbose else logging.WARNING, handlers=[handler])

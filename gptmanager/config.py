@@ -19,7 +19,12 @@ ProgressCallback = Callable[[str, int, int], None]  # kind of work, amount done,
 
 
 class ModelType(IntEnum):
-    """The batching scheme."""
+    """The batching scheme.
+
+    V1: a batch runs in lock-step until its last request has ended. INFLIGHT_BATCHING: requests join
+    and leave between iterations; context rows and generation rows run in two passes of the network.
+    INFLIGHT_FUSED_BATCHING: the same, in one pass.
+    """
 
     V1 = 0
     INFLIGHT_BATCHING = 1
@@ -27,7 +32,12 @@ class ModelType(IntEnum):
 
 
 class CapacitySchedulerPolicy(IntEnum):
-    """The policy by which active requests get memory in an iteration."""
+    """The policy by which active requests get memory in an iteration.
+
+    MAX_UTILIZATION: as many requests as fit run; running ones may be paused. GUARANTEED_NO_EVICT: a
+    request starts if the memory for its longest output is free, and is never paused. STATIC_BATCH:
+    the same, but requests start only when no request runs.
+    """
 
     MAX_UTILIZATION = 0
     GUARANTEED_NO_EVICT = 1
@@ -35,7 +45,11 @@ class CapacitySchedulerPolicy(IntEnum):
 
 
 class ContextChunkingPolicy(IntEnum):
-    """The policy by which long contexts are cut into chunks when they do not all fit."""
+    """The policy by which contexts are cut into chunks when they do not all fit in an iteration.
+
+    FIRST_COME_FIRST_SERVED: each context in order gets as much as possible. EQUAL_PROGRESS: all
+    contexts get chunks of about the same size. FORCE_CHUNK: each context gets one chunk unit.
+    """
 
     FIRST_COME_FIRST_SERVED = 0
     EQUAL_PROGRESS = 1
@@ -70,13 +84,13 @@ class SchedulerConfig:
 class KvCacheConfig:
     """The size and the features of the paged KV cache. Lengths are in tokens, sizes in bytes.
 
-    `host_swap`: whether evicted blocks move to `host_cache_size` bytes of CPU memory. With "always"
-    they do. With "auto" they do if two copies of a block, at `host_bytes_per_s`, take less time
-    than computing its tokens again, at `recompute_tokens_per_s`.
+    `host_swap`: when evicted blocks move to CPU memory, which has `host_cache_size` bytes for them.
+    "always", or with "auto" if two copies of a block, at `host_bytes_per_s`, take less time than
+    computing its tokens again, at `recompute_tokens_per_s`.
 
     `enable_block_reuse`: None means True, unless the batching is V1 or the model keeps a state for
     each sequence. `dtype`: the dtype of keys and values, by default the model's. "fp8" stores 8-bit
-    floats (e4m3), which are multiplied by the checkpoint's scales. It is refused on the CPU.
+    floats (e4m3), which are multiplied by the checkpoint's scales. "fp8" is rejected on the CPU.
     """
 
     max_tokens: int | None = None
@@ -139,9 +153,9 @@ class ParallelConfig:
 class PromptLookup:
     """Draft tokens by prompt lookup (Saxena 2023), for outputs that copy, such as edits and code.
 
-    The last tokens of the text, from `max_ngram` down to `min_ngram` of them, are searched for
-    earlier in the text. The tokens after their last occurrence, at most `max_draft_tokens`, are the
-    draft.
+    The last `max_ngram` tokens of the text are searched for earlier in the text, then fewer of
+    them, down to `min_ngram`. The tokens after the latest match, at most `max_draft_tokens`, are
+    the draft.
     """
 
     max_draft_tokens: int = 10

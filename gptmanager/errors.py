@@ -1,9 +1,9 @@
-"""Every error the library raises or sends, in one tree.
+"""The tree of all errors that the library raises or sends.
 
-The class names the cause: the configuration, one request, a scheduler, a callback, or a manager
-that has ended. An error response begins with the class's name, so that a host can distinguish
-causes without parsing the text. The functions at the end quote values, paths and errors of other
-libraries in messages.
+The class names the cause, such as the configuration, one request, a scheduler, a callback, or a
+manager that has ended. An error response begins with the class's name, so that a host can
+distinguish causes without parsing the text. The functions at the end quote values, paths and errors
+of other libraries in messages.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _MAX_WRITTEN = 100_000  # characters of a value that is written out before it is
 
 
 class GptManagerError(Exception):
-    """The root of the tree."""
+    """The base class of all errors of this library."""
 
 
 class ConfigError(GptManagerError, ValueError):
@@ -92,14 +92,14 @@ def response_text(error: BaseException) -> str:
 
 
 class _Short(reprlib.Repr):
-    """Write only the first items of a long value."""
+    """Writes only the first items of a long value."""
 
     def __init__(self) -> None:
         super().__init__()
         self.maxlevel = 3
 
     def repr_dict(self, given: dict[Any, Any], level: int) -> str:
-        """Show a dict like the base class, which would sort all keys first."""
+        """Write a dict as the base class does, but without sorting all its keys first."""
         some = dict(itertools.islice(given.items(), self.maxdict + 1))
         return super().repr_dict(some, level)
 
@@ -129,7 +129,7 @@ def _written(value: Any) -> str:
 
 
 def _size(value: Any, limit: int) -> int:
-    """Return how many letters and items a value has, counted until they are more than `limit`."""
+    """Return how many characters and items a value has; the count ends once it exceeds `limit`."""
     size, left = 0, [value]
     while left and size <= limit:
         one = left.pop()

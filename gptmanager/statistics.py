@@ -38,6 +38,7 @@ class DraftCounts(NamedTuple):
     accepted: int = 0
 
     def plus(self, drafted: int, accepted: int) -> DraftCounts:
+        """Return the sums with these numbers."""
         return DraftCounts(self.drafted + drafted, self.accepted + accepted)
 
 
@@ -72,12 +73,18 @@ class Counts:
 
 @functools.lru_cache(maxsize=1)
 def _timestamp(second: int) -> str:
-    """Return a second as local time. The cache avoids formatting the same second twice."""
+    """Return a time in seconds as local time, for the key "Timestamp".
+
+    The cache avoids formatting the same second twice.
+    """
     return local_time("%m-%d-%Y %H:%M:%S", second)
 
 
 class StatisticsReport:
-    """Makes the records of one manager. `timers`: the timers of all calls into the host's code."""
+    """Creates the records of one manager.
+
+    `timers`: the timers of all calls into the host's code.
+    """
 
     def __init__(self, timers: Sequence[CallbackTimer]) -> None:
         self._timers = timers
@@ -92,8 +99,8 @@ class StatisticsReport:
     ) -> None:
         """Connect an executor.
 
-        `is_lock_step`: it runs V1 batches. `take_gil_wait_us`: returns the microseconds that the
-        last step waited for the GIL.
+        `is_lock_step`: it runs V1 batches. `take_gil_wait_us`: returns the microseconds that steps
+        have waited for the GIL since its last call.
         """
         self._memory = memory
         self._is_lock_step = is_lock_step
@@ -104,7 +111,7 @@ class StatisticsReport:
         self._take_gil_wait_us = int
 
     def note(self, counts: Counts) -> None:
-        """Record the counts of an iteration that ends."""
+        """Keep the counts of an iteration that ends, for `so_far` and for V1's slots."""
         self._last_counts = counts
         if counts.context:  # all contexts of a V1 batch run in its first step
             self._num_slots = counts.context + counts.generation
@@ -116,7 +123,7 @@ class StatisticsReport:
     def so_far(self) -> str:
         """Return the last iteration's record, with the callbacks' times until now.
 
-        Any thread may call it.
+        Any thread may call this method. Before the first iteration it returns a sentence.
         """
         counts = self._last_counts
         return "no step has ended yet" if counts is None else self._record(counts, {}, 0)
@@ -175,7 +182,10 @@ class StatisticsReport:
 
 
 class PhaseTimes:
-    """The time of an iteration by phase. `clock_ns`: the clock; in a replay it returns 0."""
+    """The time of an iteration by phase.
+
+    `clock_ns`: the clock, in nanoseconds; in a replay it returns 0.
+    """
 
     def __init__(self, clock_ns: Callable[[], int]) -> None:
         self.clock_ns = clock_ns
@@ -183,10 +193,12 @@ class PhaseTimes:
         self._started = clock_ns()
 
     def restart(self) -> None:
+        """Start the times of another iteration."""
         self.nanoseconds.clear()
         self._started = self.clock_ns()
 
     def microseconds(self) -> dict[str, int]:
+        """Return phase -> microseconds, and "total", the time since `restart`."""
         total = self.clock_ns() - self._started
         split = {name: taken // 1000 for name, taken in self.nanoseconds.items()}
         split["total"] = total // 1000

@@ -36,8 +36,8 @@ class Failure(NamedTuple):
 class Progress(NamedTuple):
     """The progress of a request that continues after its process has died.
 
-    `tokens`: the first tokens of its output, with their `log_probs` if it asks for them.
-    `num_sent`: how many tokens its host has. `age_s`: seconds since it was accepted.
+    `tokens`: the output tokens so far, with their `log_probs` if the request asks for them.
+    `num_sent`: how many of them its host has. `age_s`: seconds since the request was accepted.
     """
 
     request_id: int
@@ -51,11 +51,12 @@ class Progress(NamedTuple):
 class Intake:
     """All input of one iteration. `now` is in seconds of a monotonic clock.
 
-    `ready`: ids of requests with a logits post-processor that has become ready. `failures`: of
-    callbacks and preparations since the last intake. `clears_cache`: the weights were replaced, so
-    cached blocks are dropped. `adapters`: finished jobs. `forgotten_adapters`: task ids of adapters
-    to forget. `resumed`: the progress of all `requests`, if they are from a journal.
-    `recomputes`: running requests compute their contexts again, with the new weights.
+    `requests`: new requests. `stops`: ids of requests to stop. `ready`: ids of requests with a
+    logits post-processor that has become ready. `failures`: failures of callbacks and preparations
+    since the last intake. `clears_cache`: the weights were replaced, so cached blocks are dropped.
+    `adapters`: finished work on adapters. `forgotten_adapters`: task ids of adapters to remove from
+    the cache. `resumed`: the progress of all `requests`, if they are from a journal. `recomputes`:
+    running requests compute their contexts again, with the new weights.
     """
 
     now: float
@@ -73,9 +74,9 @@ class Intake:
 class Row(NamedTuple):
     """One sequence in one step, which computes `num_tokens` positions from `position` on.
 
-    `samples`: whether it yields a token, which a context chunk before the last one does not.
-    `epoch` distinguishes the starts of a request, so that a result is never used for a later start.
-    In the context phase all beams of a request are one sequence, in generation `beam_width`
+    `samples`: whether a token is chosen for the row; for a context chunk before the last one, none
+    is. `epoch` distinguishes the starts of a request, so that a result is never used for a later
+    start. In the context phase all beams of a request are one sequence, in generation `beam_width`
     sequences. The last `num_drafts` tokens are drafts; such a row yields up to `num_drafts` + 1
     tokens.
     """
@@ -96,8 +97,8 @@ class SequenceStart(NamedTuple):
     `tokens`: the prompt, and tokens generated before a pause; the first `orig_prompt_len` of them
     are the host's prompt. `processor`: the request's own logits post-processor. `sampled`: beams
     are sampled in parallel, not searched. `num_candidates`: candidates per beam; fewer if the
-    vocabulary is smaller. `adapter_slot`: index of its adapter in the kernels' table; -1 without
-    an adapter.
+    vocabulary is smaller. `adapter_slot`: index of the sequence's adapter in the kernels' table; -1
+    without an adapter.
     """
 
     slot: int
@@ -116,7 +117,7 @@ class SequenceStart(NamedTuple):
 
 
 class BlockAppend(NamedTuple):
-    """Blocks appended to a beam of the sequence in `slot`, from entry `first` of its table on."""
+    """Blocks appended to a beam of the sequence in `slot`, from index `first` of its blocks on."""
 
     slot: int
     first: int
@@ -151,8 +152,8 @@ class BeamCandidates(NamedTuple):
     it is smaller; after the context the prompt has the only list. If beams are sampled, each list
     has the sampled token, also after the context. `log_probs` have single precision.
 
-    A NaN or +inf logit of a searched beam makes NOT_FINITE the only candidate of the request. Of
-    sampled beams any may have NOT_FINITE or NO_TOKEN in place of its token.
+    A NaN or +inf logit of a searched beam makes NOT_FINITE the only candidate of the request. Each
+    sampled beam may have NOT_FINITE or NO_TOKEN in place of its token.
     """
 
     tokens: tuple[tuple[int, ...], ...]
@@ -163,8 +164,9 @@ class BeamCandidates(NamedTuple):
 class Schedule:
     """The decisions of one iteration, including memory; context rows precede generation rows.
 
-    `block_copies` run first, in order, before the rows write to any block. The first row of a
-    sequence may have a position above 0, if its blocks already hold the positions before.
+    `block_copies` run first, in order, before the rows write to any block. `paused`: ids of paused
+    requests. The first row of a sequence may have a position above 0, if its blocks already have
+    the keys and values of the positions before.
     """
 
     iteration: int
@@ -180,15 +182,17 @@ class Schedule:
 
     @property
     def num_context_tokens(self) -> int:
+        """The number of tokens in all context rows."""
         return sum(row.num_tokens for row in self.context_rows)
 
     @property
     def num_sampling_rows(self) -> int:
+        """The number of `sampling_rows`."""
         return sum(row.samples for row in self.context_rows) + len(self.generation_rows)
 
     @property
     def sampling_rows(self) -> tuple[Row, ...]:
-        """Return the rows that yield tokens, in the order of a result's rows."""
+        """The rows for which tokens are chosen, in the order of a result's rows."""
         return (*(row for row in self.context_rows if row.samples), *self.generation_rows)
 
 
@@ -202,7 +206,10 @@ class ContextLogits(NamedTuple):
 
 
 class TopLogProbs(NamedTuple):
-    """The k best tokens at each sampled token of a row, best first, float32 and int32 `[n, k]`."""
+    """The k most probable tokens at each of the n tokens chosen for a row, best first.
+
+    `row`: index of the row. `log_probs` float32 and `ids` int32 `[n, k]`.
+    """
 
     row: int
     log_probs: np.ndarray
@@ -212,8 +219,8 @@ class TopLogProbs(NamedTuple):
 class PromptLogProbs(NamedTuple):
     """Log probabilities of the n prompt tokens after `position`, float32 `[n]`.
 
-    `top_log_probs` float32 and `top_ids` int32 `[n, k]`: the k best tokens in place of each of
-    them, best first.
+    `top_log_probs` float32 and `top_ids` int32 `[n, k]`: the k most probable tokens at each of
+    these positions, best first.
     """
 
     request_id: int
@@ -228,8 +235,8 @@ class PromptLogProbs(NamedTuple):
 class Extras:
     """The outputs of a step besides tokens, on the CPU.
 
-    `log_probs` float32 `[rows, n]`: of `StepResult.tokens`, only valid for rows that ask for them.
-    `generation_logits`: (index of a row, float32 `[n, vocab]`).
+    `log_probs` float32 `[rows, n]`: those of `StepResult.tokens`, only valid for rows that ask for
+    them. `generation_logits`: (index of a row, float32 `[n, vocab]`).
     """
 
     log_probs: np.ndarray | None = None
@@ -264,24 +271,28 @@ class Host(Protocol):
     """The interface of a host to the loop. Its methods do not raise, even if a callback does."""
 
     def fetch(self, room: int | None, num_active: int) -> Intake:
-        """Return the input of an iteration. Get may return at most `room` requests, if not None."""
+        """Return the input of an iteration.
+
+        `room`: the number of requests that Get may return at most, or None for no limit.
+        `num_active`: the number of active requests.
+        """
 
     def respond(
         self, request_id: int, tensors: list[NamedTensor], is_final: bool, error: str
     ) -> None:
-        """Send a response. A failure is in the next intake."""
+        """Send a response. If the callback fails, the next intake has the failure."""
 
     def prepare(self, request_id: int, processor: RequestProcessor) -> None:
         """Begin to prepare `processor`. A later intake has the id as ready, or the failure."""
 
     def load(self, work: AdapterWork) -> None:
-        """Begin the work on another thread. A later intake has its result or failure."""
+        """Begin work on an adapter in another thread. A later intake has its result or failure."""
 
     def fail(self, failure: Failure) -> None:
         """Add a failure to the next intake."""
 
     def poll(self) -> None:
-        """Call PollStopSignals, and add the stopped requests to the next intake."""
+        """Call PollStopSignal, and add the stopped requests to the next intake."""
 
     def report(self, counts: Counts, phase_times: PhaseTimes) -> None:
         """Send the statistics of an iteration that ran a forward pass."""

@@ -1,7 +1,7 @@
 """`DeviceRunner`: launches packed rows on a device.
 
-It replays a captured step, which is a CUDA graph, if one has enough rows. It decides which arrays
-of a batch are copied to the device, and which the device has already.
+This module decides when a captured step (a CUDA graph) is replayed, and which arrays of a batch are
+copied to the device.
 """
 
 from __future__ import annotations
@@ -45,9 +45,10 @@ class DeviceRunner(Runner):
 
     Generation steps of a `PlanningModel` are captured in advance for each number of rows in
     `graph_sizes`. With an `adapter_pool` they are captured a second time, for rows with adapters. A
-    step replays the smallest capture with enough rows. `has_beams`: lines may belong to beams.
-    `chooser`: chooses the tokens at the end of a captured step if all lines are plain; if it is
-    None, captured steps end with the logits. `on_progress`: see `GenerationGraphs.record`.
+    step replays the smallest capture with enough rows. `has_beams`: whether sequences may have
+    several beams. `chooser`: chooses the tokens at the end of a captured step, if its `is_plain` is
+    true for the lines of the step; if it is None, captured steps end with the logits.
+    `on_progress`: see `GenerationGraphs.record`.
     """
 
     stream: Stream
@@ -74,7 +75,7 @@ class DeviceRunner(Runner):
         self._uploads = uploads
         self._downloads = downloads
         self._has_beams = has_beams
-        # with beams, tokens are also chosen for lines that are not in the batch
+        # with beams, tokens are also chosen for lines that are not rows of the batch
         self._chooser = None if has_beams else chooser
         self._planning = model if isinstance(model, PlanningModel) else None
         self._graph_sizes, self._on_progress = graph_sizes, on_progress
@@ -136,7 +137,7 @@ class DeviceRunner(Runner):
     def release(self) -> None:
         with self.stream:
             self.stream.synchronize()
-            self._forget_graphs()  # they contain addresses in the memory that is released
+            self._forget_graphs()  # graphs contain addresses in the memory that is released
             super().release()
             self.stream.relieve()
 
@@ -157,7 +158,10 @@ class DeviceRunner(Runner):
         )
 
     def run_largest(self, num_tokens: int, num_sampled: int) -> None:
-        """Run prompts of `num_tokens` tokens in total, which access block 0 only."""
+        """Run prompts of `num_tokens` tokens in total, with logits for `num_sampled` of them.
+
+        The prompts access only block 0 of the KV cache.
+        """
         longest = self.tables.tokens.shape[1]
         counts = np.full(-(-num_tokens // longest), longest, dtype=np.int64)
         counts[-1] = num_tokens - counts[:-1].sum()
@@ -174,10 +178,10 @@ class DeviceRunner(Runner):
             num_context_rows=len(counts),
         )
         with self.stream, torch.inference_mode():
-            self._launch(rows).float()  # requests that change their logits need this copy
+            self._launch(rows).float()  # some steps need this copy; see `DeviceChooser.choose`
 
     def run_captured(self, num_rows: int) -> None:
-        """Run the step that is captured for `num_rows` rows; it reads and writes no block."""
+        """Run the step that is captured for `num_rows` rows, without access to any block."""
         if self._plan(_idle_rows(1), fixed=True):
             with self.stream, torch.inference_mode():
                 self._step(self._uploads.upload(self._fixed_arrays(_idle_rows(num_rows))))
@@ -191,7 +195,7 @@ class DeviceRunner(Runner):
         else:
             logits, tensors = self._adapter_graphs.run(size, (slots, *arrays))
             tensors = tensors[1:]
-        if self._has_beams:  # tokens are also chosen for lines that are not in the batch
+        if self._has_beams:  # tokens are also chosen for lines that are not rows of the batch
             return Computed(logits[:num_rows])
         _, positions, cells, _, lines = (tensor[:num_rows] for tensor in tensors[:5])
         inputs = ChoiceInputs(lines, positions, cells)
@@ -203,9 +207,9 @@ class DeviceRunner(Runner):
         """Run the part of a generation step that is captured.
 
         All captured steps share one logits buffer and one token buffer. The first capture, which
-        has the most rows, allocates them in its trial run.
+        has the most rows, allocates the buffers in its trial run.
 
-        The capture contains the sampling that most steps need. Other sampling is launched
+        The captured step contains the sampling that most steps need. Other sampling is launched
         separately, because its kernels, its copy of the logits and its downloads depend on the
         requests of a step. Then all lines of the captured sampling are -1, so it does nothing.
         """
@@ -228,14 +232,14 @@ class DeviceRunner(Runner):
     def _fixed_arrays(self, rows: PackedRows, chooses: bool = False) -> tuple[Array, ...]:
         """Return the inputs of a captured step, which are uploaded in one copy.
 
-        They are the lines to choose for, the positions and cells of the chosen tokens, and the
-        arrays of the batch.
+        They are the lines to choose tokens for, the positions and cells (indices into
+        `DeviceTables.token_cells`) of these tokens, and the arrays of the batch.
         """
         positions = rows.positions + 1
         cells = self.tables.cells(rows.token_lines, positions)
         chosen = rows.token_lines.astype(np.int32)
         num_chosen = rows.row_starts[-1] if chooses else 0
-        chosen[num_chosen:] = -1  # the rows without a captured choice
+        chosen[num_chosen:] = -1  # rows for which the captured step chooses no token
         arrays = super()._arrays(rows)
         return (chosen, positions, cells, *arrays, *self._plan(rows, fixed=True))
 
@@ -243,7 +247,7 @@ class DeviceRunner(Runner):
         return (*super()._arrays(rows), *self._plan(rows))
 
     def _inputs(self, rows: PackedRows) -> Array:
-        """Return the indices of the tokens' cells, because the CPU may not know the tokens yet."""
+        """Return the cells of the tokens, int64 `[T]`; the CPU may not know the tokens yet."""
         cells = self.tables.cells(rows.token_lines, rows.positions)
         # padding reads the spare last cell: another cell may hold a virtual token, which has no
         # row in the embedding
@@ -265,7 +269,7 @@ class DeviceRunner(Runner):
 
 
 def _for_kernels(logits: Tensor) -> Tensor:
-    """Return the logits in a dtype that the kernels support: their own, otherwise float32."""
+    """Return the logits unchanged if the kernels support their dtype, otherwise as float32."""
     return logits if logits.dtype in NAMES else logits.float()
 
 

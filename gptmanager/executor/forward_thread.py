@@ -17,14 +17,15 @@ _Queue = SimpleQueue[tuple[Schedule, Future[StepInFlight]] | threading.Event | N
 
 
 class ForwardThread:
-    """Calls `forward`, which may wait for other ranks, in the order of `submit`.
+    """A thread that calls `forward` for each schedule, in the order of `submit`.
 
-    The thread ends when this object is closed or garbage-collected. If a call hangs, the thread
-    never ends, but it does not keep the process alive.
+    `forward` may wait for other ranks. The thread ends when this object is closed or
+    garbage-collected. If a call hangs, the thread never ends, but it does not keep the process
+    alive.
     """
 
     def __init__(self, forward: Forward) -> None:
-        # the forward thread gets all cores; the caller, which is the loop's thread, needs only one
+        # the forward thread gets all cores, because the caller, the loop's thread, needs only one
         end_threads_of_caller()
         compute_alone()
         self._queue: _Queue = SimpleQueue()
@@ -34,19 +35,22 @@ class ForwardThread:
         weakref.finalize(self, self._queue.put, None)
 
     def submit(self, schedule: Schedule) -> Callable[[], StepInFlight]:
-        """Return a function that waits for the step, and raises what `forward` raised."""
+        """Enqueue a call of `forward`.
+
+        Returns a function that waits for its result, and raises the error that `forward` raised.
+        """
         future: Future[StepInFlight] = Future()
         self._queue.put((schedule, future))
         return future.result
 
     def mark(self) -> threading.Event:
-        """Return an event that is set when everything submitted before has run."""
+        """Return an event that is set when all calls that were submitted before have ended."""
         mark = threading.Event()
         self._queue.put(mark)
         return mark
 
     def close(self, timeout_s: float) -> bool:
-        """End the thread after everything submitted has run. Return False if it takes too long."""
+        """End the thread after all submitted calls. Return False if that takes too long."""
         self._queue.put(None)
         self._thread.join(timeout_s)
         return not self._thread.is_alive()

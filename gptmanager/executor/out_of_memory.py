@@ -16,9 +16,10 @@ from gptmanager.step import Failure, Schedule
 
 
 class BatchSplitter:
-    """Splits batches in two. Logs a warning for the 1st, 2nd, 4th, 8th ... batch.
+    """Runs a batch that does not fit into memory as two halves.
 
-    `vocab_size`: the number of logits per token. `device`: where the logits are.
+    It logs a warning for the 1st, 2nd, 4th, 8th ... batch that is split. `vocab_size`: the number
+    of logits per token. `device`: the device of the logits.
     """
 
     def __init__(self, vocab_size: int, device: torch.device) -> None:
@@ -27,9 +28,10 @@ class BatchSplitter:
         self._count = 0
 
     def run(self, rows: PackedRows, reason: str, run: Callable[[PackedRows], Computed]) -> Computed:
-        """Run the rows in parts after the whole batch failed for `reason`, and join the results.
+        """Run the rows in parts with `run`, and join the results.
 
-        A single token that does not fit has NaN logits, because it cannot be split.
+        `reason`: the error of the whole batch. A single token cannot be split, so its logits are
+        NaN, and its line and `reason` are in `Computed.lost`.
         """
         parts = halves(rows)
         if not parts:
@@ -46,7 +48,7 @@ class BatchSplitter:
         results = []
         for part, _ in parts:
             computed = run(part)
-            # a copy: captured steps write their logits to the same memory
+            # copied, because captured steps write their logits to the same memory
             results.append(computed._replace(logits=computed.logits.clone()))
         whole = joined(results)
         order = np.argsort(np.concatenate([samples for _, samples in parts]))
@@ -54,7 +56,7 @@ class BatchSplitter:
 
 
 def joined(results: Sequence[Computed]) -> Computed:
-    """Join the results of batches that ran one after the other."""
+    """Concatenate the results of batches that ran one after the other."""
     lost = tuple(line for computed in results for line in computed.lost)
     return Computed(torch.cat([computed.logits for computed in results]), lost=lost)
 

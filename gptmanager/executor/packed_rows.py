@@ -1,6 +1,6 @@
 """`PackedRows`: a batch as CPU arrays, and how it is padded or split.
 
-Pure arithmetic of rows and positions. This module knows nothing of tensors and schedules.
+This module has only arithmetic of rows and positions. It does not know tensors and schedules.
 """
 
 from __future__ import annotations
@@ -14,8 +14,9 @@ class PackedRows(NamedTuple):
     """A batch as CPU arrays: R sequences with T tokens in total, S of which get logits.
 
     `row_starts` `[R + 1]` and `kv_lengths` `[R]` are int32. `lines` `[R]`, `positions` and
-    `token_lines` `[T]`, `sample_index` and `sample_rows` `[S]` are int64. See `models.batch.Batch`
-    for their meaning. A line is a row of the executor's tables.
+    `token_lines` `[T]`, `sample_index` and `sample_rows` `[S]` are int64. `lines` and `token_lines`
+    are the lines of the executor's tables (see `Lines`) for each sequence and for each token. The
+    other fields are those of `models.batch.Batch`.
     """
 
     lines: np.ndarray
@@ -29,14 +30,17 @@ class PackedRows(NamedTuple):
 
 
 def offsets(counts: np.ndarray) -> np.ndarray:
-    """Return the concatenation of range(count) for each of these counts."""
+    """Return the concatenation of `range(count)` for each of these counts, int64."""
     ends = np.cumsum(counts)
     found: np.ndarray = np.arange(counts.sum()) - np.repeat(ends - counts, counts)
     return found
 
 
 def padded(rows: PackedRows, num_rows: int) -> PackedRows:
-    """Pad to `num_rows` rows. The added rows have no tokens, and their logits mean nothing."""
+    """Pad a batch of rows with one token each to `num_rows` rows.
+
+    The added rows have no tokens, and their logits mean nothing.
+    """
     missing = num_rows - len(rows.lines)
 
     def pad(array: np.ndarray, value: int = 0) -> np.ndarray:
@@ -56,9 +60,10 @@ def padded(rows: PackedRows, num_rows: int) -> PackedRows:
 
 
 def halves(rows: PackedRows) -> tuple[tuple[PackedRows, np.ndarray], ...]:
-    """Split into two batches to run in sequence, each with the indices of its samples.
+    """Split a batch into two, to run one after the other.
 
-    A batch of one row is split between its tokens. Returns () for a single token.
+    Each half has the indices of its samples in the `sample_index` of `rows`. A batch of one row is
+    split between its tokens. Returns () for a single token.
     """
     num_rows, num_tokens = len(rows.lines), int(rows.row_starts[-1])
     if num_rows > 1:

@@ -1,7 +1,7 @@
 """The executor of a rank. Every rank runs each schedule, and rank 0 chooses the tokens for all.
 
 This module decides when a result is sent, and which of its tokens are written to the tables. A
-`ResultLink` sends the result. Within a step the model itself exchanges tensors between ranks.
+`ResultLink` sends the result. Within a step, the model exchanges tensors between ranks.
 
 | stages | device | rank 0 chooses | other ranks get the tokens |
 | --- | --- | --- | --- |
@@ -39,27 +39,27 @@ Broadcast = Callable[[Tensor], None]
 
 
 class ResultLink(Protocol):
-    """Sends messages from rank 0 to each other rank, in order."""
+    """Sends messages from rank 0 to all other ranks, in order."""
 
     def send(self, message: bytes) -> None:
-        """Rank 0: send a message to all. Raises RankError if a rank has failed."""
+        """Send a message to all other ranks; only on rank 0. Raises RankError if a rank failed."""
 
     def receive(self) -> bytes:
-        """Other ranks: return the next message. Raises RankError if a rank has failed."""
+        """Wait for the next message; not on rank 0. Raises RankError if a rank failed."""
 
 
 class LaunchedStep(Protocol):
     """A step of an `InnerExecutor`."""
 
     def computed(self) -> StepInFlight:
-        """Return the computed step; wait if another thread runs the forward pass."""
+        """Return the step after its forward pass, for which this call may wait."""
 
 
 class InnerExecutor(Protocol):
-    """The executor that a rank's executor runs its schedules on.
+    """The executor of a single rank, which a `RankExecutor` connects to the other ranks.
 
     `settles_in_sample`: tokens are known on the CPU when `sample` returns. `writes_tokens`:
-    `sample` writes them as the next inputs of their sequences.
+    `sample` writes the tokens as the next inputs of their sequences.
     """
 
     settles_in_sample: bool
@@ -98,7 +98,11 @@ class SharedChoice:
         self._has_beams = runner.tables.tokens.shape[0] > num_slots
 
     def exchange(self, step: StepInFlight, *, writes: bool) -> None:
-        """Send the tokens that the next forward pass may read, or receive them and write them."""
+        """Broadcast the tokens that the next forward pass may read.
+
+        `writes`: this rank receives the tokens and writes them to its tables; otherwise it sends
+        the tokens that it has chosen.
+        """
         with self._runner.stream, torch.inference_mode():
             cells = self._cells(step)
             if cells is None:
@@ -207,9 +211,9 @@ class RankExecutor(ABC):
     def _write(self, step: RankStep, result: StepResult) -> None:
         """Write the tokens of a result as the next inputs of their sequences.
 
-        A sequence is skipped if another one has started in its slot since. Sequences with several
-        beams are skipped, too: the next schedule writes their tokens with its forks. Tokens after a
-        wrong draft are overwritten before they are read.
+        A sequence is skipped if another one has started in its slot since, or if it has several
+        beams, because the next schedule writes their tokens with its forks. Tokens after a wrong
+        draft are overwritten before they are read.
         """
         rows = step.inner.computed().rows
         is_current = step.num_starts == self._starts[rows.slots]
@@ -226,7 +230,7 @@ class RankExecutor(ABC):
 
 
 def _cells(rows: SamplingRows, result: StepResult) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return all tokens of a result, with their lines and positions (int64) before them."""
+    """Return the lines, the positions (both int64) and the tokens of a result, all `[n]`."""
     heads, width = rows.firsts[:-1], result.tokens.shape[1]
     positions = (rows.positions[heads][:, None] + np.arange(width)).ravel()
     return rows.lines[heads].repeat(width), positions, result.tokens.ravel()
@@ -235,7 +239,8 @@ def _cells(rows: SamplingRows, result: StepResult) -> tuple[np.ndarray, np.ndarr
 class LeadingExecutor(RankExecutor):
     """The executor of rank 0: chooses tokens and sends them.
 
-    `sends_extras`: also send log probabilities and logits, for ranks that answer their own hosts.
+    `sends_extras`: log probabilities and logits are also sent, for ranks that respond to their own
+    hosts.
     """
 
     def __init__(
@@ -261,7 +266,7 @@ class LeadingExecutor(RankExecutor):
 class FollowingExecutor(RankExecutor):
     """The executor of every other rank: runs the same schedules and receives the tokens.
 
-    `chooses`: it also chooses tokens itself, which must equal those of rank 0.
+    `chooses`: it also chooses tokens itself. They must equal those of rank 0.
     """
 
     _receives = True
@@ -300,9 +305,9 @@ def _valid_tokens(result: StepResult) -> list[list[int]]:
 class RankPlace:
     """The place of an executor among the ranks.
 
-    `broadcast`: the broadcast of its stage, if ranks are on devices. `sends_extras`: rank 0 also
-    sends log probabilities and logits. `replicates`: each rank that has logits calls the logits
-    post-processors of its own host, and samples.
+    `broadcast`: copies tensors to the devices of its stage, or None if ranks are on CPUs.
+    `sends_extras`: rank 0 also sends log probabilities and logits. `replicates`: each rank that has
+    logits calls the logits post-processors of its own host, and samples.
     """
 
     layout: RankLayout
@@ -313,6 +318,7 @@ class RankPlace:
 
     @property
     def chooses(self) -> bool:
+        """Whether this rank chooses tokens."""
         return self.layout.rank == 0 or (self.replicates and self.layout.is_last_stage)
 
     def executor(self, executor: InnerExecutor) -> RankExecutor:

@@ -1,4 +1,4 @@
-"""A `StepResult` as bytes, which the rank that chooses tokens sends to the others.
+"""`pack` and `unpack`: a `StepResult` as bytes, which rank 0 sends to the other ranks.
 
 The bytes are a header of fixed size, JSON for the parts that few steps have, and the raw arrays.
 They are plain data, so reading them runs no code.
@@ -38,7 +38,10 @@ _CLASSES = {
 
 
 def pack(iteration: int, result: StepResult, *, with_extras: bool = False) -> bytes:
-    """Pack the result of a schedule, with log probabilities and logits if `with_extras`."""
+    """Return the result of the schedule of `iteration` as bytes.
+
+    `with_extras`: log probabilities and logits are included.
+    """
     rows, columns = result.tokens.shape
     flags = _STALE if result.stale else 0
     arrays = [_bytes(result.tokens, _INT32)]
@@ -55,9 +58,9 @@ def pack(iteration: int, result: StepResult, *, with_extras: bool = False) -> by
 
 
 def unpack(message: bytes, iteration: int, num_rows: int) -> StepResult:
-    """Unpack a message.
+    """Return the result in a message. It must be that of `iteration`, with `num_rows` rows.
 
-    Raises RankError if it is malformed, or is the result of another schedule.
+    Raises RankError if the message is malformed, or is the result of another schedule.
     """
     try:
         number, now, rows, columns, flags, num_bytes = _HEADER.unpack_from(message)
@@ -112,6 +115,7 @@ class _Reader:
         return found
 
     def end(self) -> None:
+        """Raise ValueError if the message has further bytes."""
         if self._at != len(self._message):
             raise ValueError(f"{len(self._message) - self._at} bytes too many")
 

@@ -28,8 +28,8 @@ from gptmanager.statistics import Memory
 class Computed(NamedTuple):
     """The result of a batch: `logits` `[S, vocab]`, float32, or the model's dtype on a device.
 
-    `inputs`: the places of the S choices in the device's tables, if they are uploaded already.
-    `lost`: (line, reason) of sequences that ran out of memory; their logits are NaN.
+    `inputs`: where the chosen tokens are written in the device's tables, if that is uploaded
+    already. `lost`: (line, reason) of sequences that ran out of memory; their logits are NaN.
     """
 
     logits: Tensor
@@ -38,11 +38,11 @@ class Computed(NamedTuple):
 
 
 class Runner:
-    """Runs a model on the CPU; every call has finished when it returns.
+    """Runs a model on the CPU; the work of a call is done when it returns.
 
-    A caller must enter `stream` around the whole step. Token id `vocab_size` + i of a sequence
-    stands for row i of the prompt table of its line. `adapter_pool`: None if no sequence uses an
-    adapter.
+    A caller must enter `stream` around the whole step. Token id `vocab_size` + i of a sequence is a
+    virtual token: its embedding is row i of the prompt table of its line. `adapter_pool`: None if
+    no sequence uses an adapter.
     """
 
     stream: AbstractContextManager[Any] = nullcontext()
@@ -74,9 +74,8 @@ class Runner:
     ) -> None:
         """Load a sequence that starts in `line`, with its virtual tokens if it has any.
 
-        The states of the line are cleared. A model with states has no beams.
-
-        `adapter_slot`: the slot of the adapter that all its beams use; -1: no adapter.
+        The states of the line are cleared; a model with states has no beams. `adapter_slot`: the
+        slot of the adapter that all beams of the sequence use; -1 without an adapter.
         """
         self.kv_pool.states.clear(line)
         self._adapter_slots[line : line + beam_width] = adapter_slot
@@ -112,7 +111,7 @@ class Runner:
         self._released = ReleasedMemory(self.kv_pool.memory)
 
     def restore(self) -> None:
-        """Take the memory that `release` has returned; the KV cache has lost its contents."""
+        """Allocate the memory that `release` returned. The KV cache has lost its contents."""
         if self._released is not None:
             self._released.restore()
             self._released = None
@@ -164,10 +163,11 @@ class Runner:
         return token_ids
 
     def upload(self, arrays: Sequence[Array]) -> Sequence[Tensor]:
+        """Return the arrays as tensors on the model's device."""
         return [torch.from_numpy(array) for array in arrays]
 
     def _batch(self, tensors: Sequence[Tensor], num_context_rows: int, **given: Any) -> Batch:
-        """Make a batch of the tensors of `_arrays` and the model's plan.
+        """Return a batch with the tensors of `_arrays`, followed by the model's plan.
 
         `given`: the other fields of the batch.
         """
@@ -181,7 +181,7 @@ class Runner:
         )
 
     def _embed(self, batch: Batch, rows: PackedRows) -> Batch:
-        """Add the embeddings of virtual tokens, which only contexts have, to the batch."""
+        """Return the batch with the embeddings of virtual tokens, which only contexts have."""
         context = slice(0, int(rows.row_starts[rows.num_context_rows]))
         lines, positions = rows.token_lines[context], rows.positions[context]
         numbers = self.tables.tokens[lines, positions] - self.model.spec.vocab_size
@@ -199,6 +199,6 @@ class Runner:
 
 
 def has_one_token_each(rows: PackedRows) -> bool:
-    """Return whether all rows are generation rows and all their tokens are sampled: S = T = R."""
+    """Return whether all rows are generation rows of one token, which is sampled: S = T = R."""
     num_rows, ends = len(rows.lines), rows.row_starts[-1]
     return rows.num_context_rows == 0 and len(rows.sample_index) == ends == num_rows

@@ -1,7 +1,7 @@
-"""`SequenceTables`: the tokens and the blocks of each started sequence, one line per beam.
+"""`SequenceTables`: the tokens and the blocks of each started sequence.
 
-The tables are arrays on the CPU, with copies on a device. This module knows nothing of schedules
-and models.
+A line is a row of these tables; each beam of a sequence has one (see `Lines`). The tables are
+arrays on the CPU, with copies on a device. This module does not know schedules and models.
 """
 
 from __future__ import annotations
@@ -20,8 +20,9 @@ Written = tuple[Ints, npt.NDArray[Any]]  # cells, and the values written to them
 
 
 class SequenceTables:
-    """`tokens` int32 `[lines, max_seq_len]`, `blocks` int32 `[lines, blocks_per_sequence]`.
+    """The tables of tokens and of block ids on the CPU.
 
+    `tokens` is int32 `[lines, max_seq_len]`, `blocks` int32 `[lines, blocks_per_sequence]`.
     `token_tensor` and `block_tensor` are the tables as tensors. On the CPU they share the arrays'
     memory; `DeviceTables` has copies on its device.
     """
@@ -33,17 +34,22 @@ class SequenceTables:
         self.block_tensor = torch.from_numpy(self.blocks)
 
     def write_tokens(self, line: int, first: int, tokens: Sequence[int]) -> None:
+        """Write tokens to a line, from position `first` on."""
         self.tokens[line, first : first + len(tokens)] = tokens
 
     def write_cells(self, lines: Ints, positions: Ints, tokens: npt.NDArray[Any]) -> None:
-        """Write one token to each of these cells; `tokens` is int32."""
+        """Write `tokens` `[n]`, int32, to the cells at these lines and positions `[n]`."""
         self.tokens[lines, positions] = tokens
 
     def write_blocks(self, line: int, first: int, block_ids: Sequence[int]) -> None:
+        """Write block ids to a line, from index `first` on."""
         self.blocks[line, first : first + len(block_ids)] = block_ids
 
     def fork(self, first_line: int, parents: Sequence[int], position: int) -> None:
-        """Copy to each beam i the tokens before `position` of its parent, beam `parents[i]`."""
+        """Copy the tokens before `position` of beam `parents[i]` to beam i, for all beams.
+
+        `first_line`: the line of beam 0.
+        """
         sources = first_line + np.array(parents)
         lines = slice(first_line, first_line + len(parents))
         self.tokens[lines, :position] = self.tokens[sources, :position]
@@ -55,11 +61,11 @@ class SequenceTables:
 
 
 class DeviceTables(SequenceTables):
-    """Tables with a copy on a device, which `flush` updates with everything written.
+    """Tables with a copy on a device, which `flush` updates with all that was written.
 
     Tokens chosen on the device are written to its copy first, and later to the CPU's arrays.
-    `token_cells`: the token table of the device as a vector, with one unused element at the end, to
-    which padding points.
+    `token_cells`: the token table of the device as a vector, with one unused element at the end,
+    which padding reads and writes. A cell is an index into this vector.
     """
 
     def __init__(
@@ -120,7 +126,7 @@ class DeviceTables(SequenceTables):
             self.token_cells.index_copy_(0, sent[2], sent[3])
         if len(blocks):
             self.block_tensor.view(-1).index_copy_(0, sent[4], sent[5])
-        # only now, because a step that runs out of memory above is run again in parts
+        # cleared only now, because a step that runs out of memory above runs again in parts
         self._forks, self._written_tokens, self._written_blocks = [], [], []
         self._may_repeat = False
 

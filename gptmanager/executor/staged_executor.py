@@ -1,8 +1,8 @@
 """`StagedExecutor`: runs a pipeline stage on the CPU, in parallel with the loop.
 
 The loop submits micro batches while earlier ones are computed. When it chooses the tokens of a
-step, the forward passes of later steps may have run already. So the chooser reads tables of its
-own, which are updated with each result, in the order of the steps.
+step, the forward passes of later steps may have run already. Therefore the chooser has separate
+tables, which are updated with each result, in the order of the steps.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ class NoChooser:
         """Do nothing: this chooser needs no sampling parameters."""
 
     def choose(self, step: StepInFlight) -> PendingTokens:
+        """Raise RuntimeError, because this rank does not choose tokens."""
         raise RuntimeError("this rank receives its tokens")
 
 
@@ -48,8 +49,9 @@ class StagedStep:
 class StagedExecutor:
     """Runs the forward passes of `executor`, which has a `NoChooser`, in a thread.
 
-    `chooser` reads and writes `histories`, its own tables; it is None if this rank receives its
-    tokens. The `RankExecutor` writes the tokens to the tables of `executor`.
+    `chooser`: chooses the tokens; None if this rank receives its tokens. `histories`: the tables
+    that the chooser reads and writes. The `RankExecutor` writes the tokens to the tables of
+    `executor`.
     """
 
     settles_in_sample = writes_tokens = False
@@ -66,7 +68,7 @@ class StagedExecutor:
         self._forwards = ForwardThread(executor.forward)
 
     def forward(self, schedule: Schedule) -> StagedStep:
-        """Enqueue a forward pass after those that were submitted before."""
+        """Enqueue a forward pass, which runs after those that were submitted before."""
         return StagedStep(schedule, self._forwards.submit(schedule))
 
     def sample(self, step: StagedStep) -> None:
@@ -84,7 +86,7 @@ class StagedExecutor:
         return self._forwards.close(timeout_s)
 
     def mark(self) -> threading.Event:
-        """Return an event that is set when all submitted forwards have run."""
+        """Return an event that is set when all submitted forward passes have run."""
         return self._forwards.mark()
 
     @property

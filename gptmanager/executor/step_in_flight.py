@@ -1,7 +1,8 @@
 """`StepInFlight`: a step that is being computed, from its rows to the tokens chosen for them.
 
-It maps each of the S choices of a step to its row: a row has one choice, or one for each beam, or
-one for each draft and one after the drafts. It does not make the choices.
+A choice is one token that is chosen from one row of logits. A row of a step has one choice, or one
+for each beam, or one for each draft and one after the drafts. This module maps choices to rows; it
+does not choose tokens.
 """
 
 from __future__ import annotations
@@ -30,11 +31,11 @@ from gptmanager.step import (
 
 
 class SamplingRows(NamedTuple):
-    """The rows that yield a token, and the S choices that are made for them.
+    """The rows for which tokens are chosen, and their S choices.
 
     Row r is in slot `slots[r]`. Its choices, one per beam or per position, are `firsts[r]` to
-    `firsts[r + 1]` (excluded). Choice s is the token at `positions[s]` of the sequence in line
-    `lines[s]`. All arrays are int64. `drafts`: the draft tokens that the rows verify.
+    `firsts[r + 1]` (excluded). Choice s is the token at `positions[s]` in line `lines[s]` of the
+    tables (see `Lines`). All arrays are int64. `drafts`: the draft tokens that the rows verify.
     """
 
     rows: tuple[Row, ...]
@@ -46,11 +47,11 @@ class SamplingRows(NamedTuple):
 
 
 class ChoiceInputs(NamedTuple):
-    """The positions of S choices in a device's tables, as tensors `[S]`.
+    """Where S chosen tokens are written in a device's tables, as tensors `[S]`.
 
     `lines` is int32, `positions` and `cells` are int64; `cells` are indices into
     `DeviceTables.token_cells`. `counts` int32: number of candidates per beam; None without beams.
-    `tokens` int32: the choices, if the forward pass has made them already, otherwise None.
+    `tokens` int32: the chosen tokens, if the forward pass has chosen them already, otherwise None.
     """
 
     lines: Tensor
@@ -64,8 +65,9 @@ class ChosenTokens(NamedTuple):
     """The tokens chosen for the rows of a step.
 
     `tokens` int32 and `log_probs` float32 `[rows, n]`. `counts` int32 `[rows]`: number of valid
-    tokens per row, or None if all n are. `failed`: the error of the logits post-processor, by row.
-    `generation_logits`: (row, float32 `[n, vocab]`) for the rows that ask for them.
+    tokens per row, or None if all n are valid. `beams`: the candidates of rows with several beams.
+    `failed`: index of a row -> error of its logits post-processor. `generation_logits`: (index of a
+    row, float32 `[n, vocab]`) for the rows that ask for them.
     """
 
     tokens: np.ndarray
@@ -84,8 +86,8 @@ PendingTokens = Callable[[], ChosenTokens]  # waits for the tokens; called once
 class StepInFlight:
     """A step being computed. `logits` `[S, vocab]`: float32, or the model's dtype on a device.
 
-    `inputs`: the places of the S choices in the device's tables, if they are uploaded already.
-    `out_of_memory`: requests with a row that could not be computed.
+    `inputs`: as in `Computed`. `out_of_memory`: a failure for each request with a row that could
+    not be computed. `pending`: waits for the chosen tokens; None until the step is sampled.
     """
 
     schedule: Schedule
@@ -95,7 +97,7 @@ class StepInFlight:
     inputs: ChoiceInputs | None
     out_of_memory: tuple[Failure, ...]
     prompt_log_probs: tuple[PromptLogProbs, ...] = ()
-    pending: PendingTokens | None = None  # once the step is sampled
+    pending: PendingTokens | None = None
 
     def computed(self) -> StepInFlight:
         """Return this step, because its forward pass has run or is enqueued."""
@@ -119,9 +121,10 @@ def num_right_drafts(rows: SamplingRows, tokens: np.ndarray) -> np.ndarray:
 def accepted(
     rows: SamplingRows, tokens: np.ndarray, log_probs: np.ndarray | None
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
-    """Return the tokens, counts and log probabilities of `ChosenTokens`, from choices `[S]`.
+    """Return the `tokens`, `counts` and `log_probs` of `ChosenTokens`.
 
-    A row with drafts has its right drafts, and the choice after them.
+    `tokens`, `log_probs`: those of all S choices. A row with drafts gets its right drafts, and the
+    token chosen after them.
     """
     counts = 1 + num_right_drafts(rows, tokens)
     choices = rows.firsts[:-1].repeat(counts) + offsets(counts)
@@ -146,10 +149,10 @@ def candidates(
 ) -> tuple[BeamCandidates, ...]:
     """Return the candidates of each row with several beams.
 
-    For a sampled row they are its sampled `tokens` and `log_probs` `[S]`, for a searched row its
-    `best_tokens` and `best_log_probs` `[S, n]`. `counts` `[rows]`: number of best tokens per beam;
-    0 for a sampled row. If `log_probs` is None, 0 is used. If a searched beam has the token
-    NOT_FINITE, the row's only candidate is NOT_FINITE.
+    The candidates of a row with sampled beams are its `tokens` and `log_probs` `[S]`, those of a
+    row with searched beams its `best_tokens` and `best_log_probs` `[S, n]`. `counts` `[rows]`:
+    number of best tokens per beam; 0 for a row with sampled beams. If `log_probs` is None, 0 is
+    used. If a searched beam has the token NOT_FINITE, the row's only candidate is NOT_FINITE.
     """
     found = []
     if log_probs is None:

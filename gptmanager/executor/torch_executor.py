@@ -1,7 +1,8 @@
-"""`TorchExecutor`: one step of a model over the paged KV cache, on any device.
+"""`TorchExecutor`: runs the steps of a model over the paged KV cache, on any device.
 
-Preallocated tables hold the tokens and blocks of each started sequence. A step writes the changes
-to them, packs its rows, computes them and chooses tokens. Does not decide which requests run.
+Preallocated tables have the tokens and blocks of each started sequence. A step writes the changes
+to these tables, packs its rows, computes their logits and chooses tokens. This module does not
+decide which requests run.
 """
 
 from __future__ import annotations
@@ -43,8 +44,8 @@ class TorchExecutor:
 
     `fused`: context and generation rows run in one pass of the model, otherwise in two.
     `splits_batches`: a batch that does not fit into memory runs in parts, otherwise the error is
-    raised. On the CPU every call has finished when it returns. On a device no call before `result`
-    waits, except where the chooser's documentation says so.
+    raised. On the CPU, the work of a call is done when it returns. On a device, `forward` and
+    `sample` do not wait for the device, except if `DeviceChooser` chooses tokens on the CPU.
     """
 
     writes_tokens = True
@@ -121,11 +122,14 @@ class TorchExecutor:
         )
 
     def close(self, timeout_s: float) -> bool:
-        """Return True: no thread runs next to the loop."""
+        """Return True, because there are no threads to end."""
         return True
 
     def mark(self) -> None:
-        """Return None: forward passes have run, or a stream orders them (`RankExecutor.mark`)."""
+        """Return None, because forward passes have run or a stream orders them.
+
+        See `RankExecutor.mark`.
+        """
 
     def take_gil_wait_us(self) -> int:
         """Return for how many microseconds the loop's thread waited in steps since the last call.
@@ -211,7 +215,7 @@ class TorchExecutor:
             yield PromptLogProbs(*name, *scores)
 
     def _batches(self, schedule: Schedule) -> Iterator[tuple[Rows, Rows]]:
-        """Yield the context and generation rows of each pass of the model."""
+        """Yield (context rows, generation rows) of each pass of the model."""
         most = self._most_scored
         context, generation = schedule.context_rows, schedule.generation_rows
         if self._window is not None:
@@ -236,12 +240,12 @@ class TorchExecutor:
             if self._splitter is None:
                 raise
             reason = response_text(error)
-        # after the except clause the error no longer keeps its frames' tensors alive
+        # only after the except clause, in which the error keeps the tensors of its frames alive
         self.runner.relieve()
         return self._splitter.run(rows, reason, self._run)
 
     def _pack(self, context: Rows, generation: Rows) -> PackedRows:
-        """Pack the rows. A context row is one sequence, a generation row one for each beam."""
+        """Pack the rows. A context row is one sequence, a generation row one per beam."""
         rows = (*context, *generation)
         lines = np.array([row.slot for row in rows], dtype=np.int64)
         starts = np.array([row.position for row in rows], dtype=np.int64)
@@ -272,7 +276,7 @@ class TorchExecutor:
 
 
 def load_tokens(schedule: Schedule, lines: Lines, tables: SequenceTables) -> None:
-    """Write the tokens of a schedule to the tables."""
+    """Write the tokens of a schedule's starts, beam forks and drafts to the tables."""
     for start in schedule.starts:
         tables.write_tokens(lines.of(start.slot), 0, start.tokens)
     for fork in schedule.beam_forks:
@@ -284,7 +288,7 @@ def load_tokens(schedule: Schedule, lines: Lines, tables: SequenceTables) -> Non
 
 
 def _sampling_rows(schedule: Schedule, lines: np.ndarray, positions: np.ndarray) -> SamplingRows:
-    """Return the rows that sample. `lines` and `positions` `[S]`: the places of the choices."""
+    """Return the rows for which tokens are chosen, with the `lines` and `positions` of choices."""
     rows, num_generating = schedule.sampling_rows, len(schedule.generation_rows)
     firsts = np.arange(len(rows) + 1)
     if len(lines) > len(rows):  # a context has one choice for all its beams
@@ -297,10 +301,10 @@ def _sampling_rows(schedule: Schedule, lines: np.ndarray, positions: np.ndarray)
 
 
 def _pieces(row: Row, window: AttentionWindow) -> Iterator[tuple[Row, bool]]:
-    """Yield the pieces of a context that can run at once, and whether each ends the row.
+    """Yield (piece, whether it ends the row) for the pieces of a context that run one by one.
 
-    No piece overwrites keys that its own tokens still attend to. Only the last piece runs together
-    with other rows.
+    With an attention window the cache is cyclic, and no piece overwrites keys that its own tokens
+    still attend to. Only the last piece runs together with other rows.
     """
     *early, last = window.pieces(row.position, row.position + row.num_tokens)
     for first, end in early:

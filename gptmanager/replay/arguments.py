@@ -17,6 +17,7 @@ and clock readings, and the recorded tokens. Stops at the first difference and p
 
 
 def add_command(commands: Any) -> None:
+    """Add `replay` to the sub-parsers `commands`."""
     parser = add_parser(
         commands,
         "replay",

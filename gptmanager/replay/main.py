@@ -1,4 +1,4 @@
-"""`gptmanager replay`, after its arguments are parsed."""
+"""Runs `gptmanager replay` with parsed arguments."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Replay: run a recorded run again without the model, and find where it differs.
+"""`replay`: runs a recorded run again without the model, and finds where it differs.
 
-The loop, its scheduler and its block accounting are the real ones; the host answers as recorded,
-and the executor returns the recorded tokens.
+The loop, its scheduler and its block accounting are the real ones. The host returns the recorded
+input, and the executor the recorded tokens.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ from gptmanager.step import Failure, Intake, Schedule, StepResult
 class Divergence:
     """The first difference between a recording and its replay.
 
-    `index`: the number of the recorded iteration. `field`: a field of its schedule, `ends`,
-    `result`, or `error`.
+    `index`: the number of the recorded iteration. `field`: "schedule" or a field of it, "ends",
+    "result" or "error". `recorded`, `replayed`: the values that differ.
     """
 
     index: int
@@ -69,9 +69,9 @@ class Divergence:
 class ReplayReport:
     """The result of a replay.
 
-    `compared`: number of iterations with a compared schedule; iterations that raised have none.
-    `broke_off`: the error of the last recorded iteration, and whether the replay also failed; "" if
-    the recorded run did not fail.
+    `iterations`: number of iterations that ran. `compared`: how many of them had a recorded
+    schedule to compare. `broke_off`: the error of the last recorded iteration, and whether the
+    replay also failed; "" if the recorded run did not fail.
     """
 
     iterations: int
@@ -89,7 +89,8 @@ def replay(
     """Run the recording again up to the first divergence.
 
     `create_scheduler`: the option of the recorded run, if it was set. `track` wraps the iterations,
-    for example to show progress.
+    for example to show progress. Raises RecordingError if the recording contradicts itself, or
+    needs `create_scheduler`.
     """
     run = _Replay(recording, create_scheduler)
     iterations = compared = 0
@@ -108,10 +109,11 @@ def completed(
     create_scheduler: Callable[..., Any] | None = None,
     wrap: Callable[[RequestScheduler], RequestScheduler] | None = None,
 ) -> Iterator[tuple[Iteration, TokenLoop]]:
-    """Yield each iteration with its schedule and ends, and the loop after it, even if not recorded.
+    """Yield (iteration, loop after it) for each iteration of a recording.
 
-    The caller must only read the loop. `wrap` returns a scheduler that replaces the loop's and
-    makes the same decisions. Raises RecordingError at a divergence.
+    The iteration has its schedule and its ends, even if they were not recorded. The caller must
+    only read the loop. `wrap` returns a scheduler that replaces the loop's and makes the same
+    decisions. Raises RecordingError at a divergence.
     """
     run = _Replay(recording, create_scheduler, wrap)
     for iteration in recording.iterations:
@@ -161,10 +163,11 @@ class _Replay:
         return loop
 
     def step(self, iteration: Iteration) -> Divergence | None:
+        """Run one iteration; return its divergence, or None."""
         world, number = self.world, self._num_steps
         self._num_steps += 1
         world.begin(iteration)
-        if iteration.recovered is not None:  # the recording does not say where it raised
+        if iteration.recovered is not None:  # it failed, at a place that is not recorded
             where = self._recording.where(number)
             with located(f"{where}: the state after iteration {iteration.index}"):
                 self.loop = self._new_loop(iteration.recovered)
@@ -211,7 +214,7 @@ def recorded_blueprint(
 ) -> Blueprint:
     """Return the blueprint of the recorded loop.
 
-    Raises RecordingError without a scheduler it needs.
+    Raises RecordingError if the run had a custom scheduler and `create_scheduler` is None.
     """
     blueprint = recording.header.blueprint
     if create_scheduler is not None:
@@ -250,13 +253,14 @@ class _RecordedWorld:
         self.begin(None)
 
     def begin(self, iteration: Iteration | None) -> None:
+        """Return the values of this iteration from now on."""
         self._iteration = iteration
         self.schedule: Schedule | None = None
         self.ends: list[End] = []
         self.num_taken = 0  # number of results returned
 
     def fetch(self, room: int | None, num_active: int) -> Intake:
-        assert self._iteration is not None  # begin() came first
+        assert self._iteration is not None  # `begin` was called
         return self._iteration.intake
 
     def respond(
@@ -269,7 +273,7 @@ class _RecordedWorld:
         self.ends.append(End(request_id, reason, _class(error)))
 
     def prepare(self, request_id: int, processor: RequestProcessor) -> None:
-        """Do nothing: the recorded intakes contain the time at which it was ready."""
+        """Do nothing: the recorded intakes contain the id of each request that became ready."""
 
     def load(self, work: AdapterWork) -> None:
         """Do nothing: the recorded intakes contain the results."""
@@ -316,5 +320,8 @@ def _schedule_difference(
 
 
 def _class(text: str) -> str:
-    """Return the class in an error's text; the rest may differ if a value was not recorded."""
+    """Return the class name in an error's text.
+
+    The rest of the text may differ if a value was not recorded.
+    """
     return text.removeprefix("RecordedError: ").partition(":")[0]

@@ -35,7 +35,8 @@ class DeviceChooser(TokenChooser):
     The tokens are written to the inputs of the next step without leaving the device. Tokens are
     chosen on the CPU if a beam needs more than MAX_CONTINUATIONS candidates, or if drafts must be
     verified one after the other: drafts of a request with a logits post-processor, and drafts that
-    the host sampled from the logits of its own draft model.
+    the host sampled from the logits of its own draft model. A line is the index of a sequence, or
+    of one of its beams, in the tables; see `Lines`.
     """
 
     _tables: DeviceTables
@@ -63,9 +64,9 @@ class DeviceChooser(TokenChooser):
     def is_plain(self, lines: np.ndarray) -> bool:
         """Return whether `choose_captured` can choose the tokens of these lines.
 
-        None of the lines may belong to several beams, so each line is also a slot. Unless a logits
-        post-processor or requested logits rule it out, the sampling parameters that the captured
-        step reads are uploaded.
+        There must be no beams, so that each line is also a slot. Sampling parameters that have
+        changed are uploaded, because the captured step reads them, unless a request has a logits
+        post-processor or asks for logits.
         """
         slots = lines
         if self._processing.serves(slots) or self.gathered.wants_logits(slots):
@@ -74,7 +75,10 @@ class DeviceChooser(TokenChooser):
         return self._sampler.is_plain(lines)
 
     def choose_captured(self, tokens: Tensor, logits: Tensor, inputs: ChoiceInputs) -> None:
-        """Choose the next tokens of lines without beams; a line of -1 is skipped."""
+        """Enqueue the choice of one token for each of `inputs.lines`, without beams.
+
+        The tokens are written to `tokens` and to `inputs.cells`. A line of -1 is skipped.
+        """
         places = inputs.lines, inputs.positions, inputs.cells
         self._sampler.sample_there(tokens, self._tables.token_cells, logits, *places)
 
@@ -106,7 +110,7 @@ class DeviceChooser(TokenChooser):
 
         def receive() -> ChosenTokens:
             download.copied.synchronize()
-            tokens, log_probs, *best = (  # None if not requested
+            tokens, log_probs, *best = (  # None for those that were not requested
                 None if tensor is None else tensor.numpy() for tensor in download.tensors
             )
             assert tokens is not None
@@ -117,7 +121,7 @@ class DeviceChooser(TokenChooser):
             beams: tuple[BeamCandidates, ...] = ()
             if not is_single.all():
                 beams = candidates(rows, counts, tokens, log_probs, *best)
-            # Another sequence may have started in a line since.
+            # A line is skipped if another sequence has started in it since.
             self._write(rows, tokens, is_single & (starts == self._num_starts[rows.lines]))
             pieces = tuple((row, pinned.clone()) for row, pinned in raw)
             found = self._by_row(rows, tokens, log_probs)
@@ -152,9 +156,9 @@ class DeviceChooser(TokenChooser):
         counts: np.ndarray,
         top: TopTokens | None,
     ) -> tuple[Choice, np.ndarray]:
-        """Enqueue S choices, with `counts[row]` candidates for each beam of a row.
+        """Enqueue the choice of S tokens, with `counts[row]` candidates for each beam of a row.
 
-        Returns the choices, and a mask `[S]` of those for rows with a single beam.
+        Returns the results on the device, and a mask `[S]` of the tokens of rows with one beam.
         """
         most_top = most = 0
         if top is not None or self.lines.max_beam_width > 1:
@@ -171,7 +175,7 @@ class DeviceChooser(TokenChooser):
             if self.lines.max_beam_width > 1:
                 widths = np.array([row.beam_width for row in rows.rows], dtype=np.int64)
                 is_single = widths.repeat(np.diff(rows.firsts)) == 1
-                # the unused last cell: the next beam fork writes the tokens of several beams
+                # written to the unused last cell, because the next beam fork writes these tokens
                 cells[~is_single] = tables.tokens.size
             if most:
                 arrays.append(each)
@@ -207,9 +211,10 @@ def _put(
     best_tokens: np.ndarray | None,
     best_log_probs: np.ndarray | None,
 ) -> None:
-    """Store the top tokens and their log probabilities.
+    """Store the top tokens and their log probabilities in `top`.
 
-    For beams of a search, the log probabilities are the scores that the search ranks by.
+    For searched beams (`is_searched` `[S]`), the log probabilities are the scores by which the
+    search ranks tokens.
     """
     assert best_tokens is not None and best_log_probs is not None
     ids = best_tokens[:, : top.most]

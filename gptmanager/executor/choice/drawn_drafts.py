@@ -1,6 +1,6 @@
 """`DrawnDrafts`: accepts or replaces drafts that a host has sampled from its own draft logits.
 
-Keeps these logits for each slot. Does not choose any other token.
+This module keeps these logits for each slot. It does not choose any other token.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ class DrawnDrafts:
             self.by_slot.pop(start.slot, None)
 
     def forget(self, rows: SamplingRows) -> None:
-        """Drop the rows' draft logits: a host's drafts follow the prompt only."""
+        """Delete the rows' draft logits, because a host's drafts only follow the prompt."""
         for row in rows.rows:
             self.by_slot.pop(row.slot, None)
 
     def at(self, offset: int, rows: SamplingRows, logits: Tensor) -> dict[int, np.ndarray]:
         """Return index of a row -> log probabilities `[vocab]` to compare its draft with.
 
-        Only rows with a host's draft at `offset` are included. Each row has one choice, at this
-        offset. `logits` `[S, vocab]` are already post-processed, and are not changed.
+        Only rows with a host's draft at `offset` are included. `rows` has one choice per row, for
+        this offset. `logits` `[S, vocab]` are already post-processed, and are not changed.
         """
         own = [
             index
@@ -66,8 +66,8 @@ class DrawnDrafts:
     ) -> None:
         """Accept or replace the drafts at `offset` of the rows in `compared`, the result of `at`.
 
-        The token is written to `tokens` `[S]` and to its line of `histories`. A row without a valid
-        token is skipped.
+        The token is written to `tokens` `[S]` and to `histories` `[lines, positions]`. A row
+        without a valid token is skipped.
         """
         drafts = {drafts.slot: drafts.tokens for drafts in rows.drafts}
         for index, scores in compared.items():

@@ -1,7 +1,7 @@
 """`GatheredLogits`: which logits and log probabilities the sequence in each slot asks for.
 
-It decides which rows of a step's logits are copied to the CPU, before any processing. It knows
-slots and rows of schedules, nothing of requests and responses, nor of how logits are copied.
+This module decides which rows of a step's logits are copied to the CPU, before any processing. It
+does not know requests and responses, or how logits are copied.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ CopyToCpu = Callable[[Tensor], Tensor]  # returns a copy, which may be complete 
 class ContextPart(NamedTuple):
     """A context row, and for how many of its first tokens logits are needed.
 
-    `num_logits`: the logits of this many tokens are returned to the host. `num_scored`: the logits
-    of this many tokens score the tokens that follow them.
+    `num_logits`: for how many tokens logits are returned to the host. `num_scored`: for how many
+    tokens logits are needed to score the token that follows.
     """
 
     number: int  # the row's number in the batch
@@ -34,6 +34,7 @@ class ContextPart(NamedTuple):
 
     @property
     def num_tokens(self) -> int:
+        """The number of tokens for which logits are needed."""
         return max(self.num_logits, self.num_scored)
 
 
@@ -56,6 +57,7 @@ class GatheredLogits:
         self.any_context = self.any_generation = self.any_log_probs = self.any_top = False
 
     def load(self, starts: Sequence[SequenceStart]) -> None:
+        """Set what the sequences that start ask for, and update the `any_` flags."""
         for start in starts:
             config, slot, prompt_len = start.output_config, start.slot, start.orig_prompt_len
             self._configs[slot] = config
@@ -86,7 +88,7 @@ class GatheredLogits:
     def batches(self, context_rows: Sequence[Row], most: int) -> Iterator[tuple[Row, ...]]:
         """Yield batches of the rows, in order, with at most `most` tokens to score in each.
 
-        A row with more of them is split.
+        A row with more tokens to score is split.
         """
         batch: list[Row] = []
         room = most
@@ -133,12 +135,12 @@ class GatheredLogits:
 
 
 def _within(row: Row, ends: np.ndarray) -> int:
-    """Return how many tokens of the row are before the end of its slot in `ends`."""
+    """Return how many tokens of a row are before the position `ends[row.slot]`."""
     return max(0, min(row.num_tokens, int(ends[row.slot]) - row.position))
 
 
 def with_context(rows: PackedRows, parts: Sequence[ContextPart]) -> PackedRows:
-    """Add the logits of these parts, after the logits that are sampled from."""
+    """Return `rows` with the tokens of these parts added at the end of `sample_index`."""
     index, numbers = [rows.sample_index], [rows.sample_rows]
     for part in parts:
         index.append(np.arange(part.num_tokens) + rows.row_starts[part.number])

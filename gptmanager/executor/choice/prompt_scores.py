@@ -1,4 +1,4 @@
-"""`PromptScorer`: log probabilities of prompt tokens, from the logits before them.
+"""`PromptScorer`: computes log probabilities of prompt tokens, from the logits before them.
 
 Scores are the log-softmax of the model's raw logits, or these logits themselves, independent of the
 request's sampling. A step passes a few rows of logits at a time, and none are kept.
@@ -19,7 +19,7 @@ from gptmanager.decoding.sampling.sampling import Ints, Sampler
 from gptmanager.request.output_options import OutputConfig
 from gptmanager.request.sampling_params import SamplingParams
 
-MOST_LOGITS = 1 << 25  # computed for scores at a time: 128 MB in single precision
+MOST_LOGITS = 1 << 25  # limit of logits that are computed for scores at a time: 128 MB in float32
 
 # the scores of n tokens [n]; the scores and the ids of the k best tokens [n, k]
 Scores = tuple[Tensor, Tensor, Tensor]

@@ -1,7 +1,8 @@
 """`TokenChooser`: chooses a step's tokens from its logits, and computes the requested outputs.
 
-It decides the order in which a step's logits are post-processed, searched, sampled and compared
-with drafts. `decoding` implements each of these. It knows nothing of models and KV caches.
+This module decides the order in which a step's logits are post-processed, searched, sampled and
+compared with drafts. `decoding` implements each of these. This module does not know models and KV
+caches. One choice is one token that is chosen from one row of logits; see `SamplingRows`.
 """
 
 from __future__ import annotations
@@ -56,7 +57,10 @@ class _Picked(NamedTuple):
 
 
 class Chooser(Protocol):
-    """Chooses an executor's tokens. `gathered`: the logits that sequences ask for."""
+    """The interface by which an executor chooses tokens.
+
+    `gathered`: the logits and log probabilities that sequences ask for.
+    """
 
     lines: Lines
     gathered: GatheredLogits
@@ -69,9 +73,10 @@ class Chooser(Protocol):
 
 
 class TokenChooser:
-    """Chooses tokens on the CPU. Reads the histories in `tables`, and writes the tokens there.
+    """Chooses tokens on the CPU.
 
-    Logits post-processors get the logits on the device where they were computed.
+    The chooser reads the histories of sequences in `tables`, and writes the tokens there. Logits
+    post-processors get the logits on the device where they were computed.
     """
 
     def __init__(
@@ -83,8 +88,8 @@ class TokenChooser:
         self.gathered = GatheredLogits(lines.num_slots)
         self._processing = processing
         self._drawn = DrawnDrafts(sampler)
-        self._sampled: set[int] = set()  # slots of beams that are sampled
-        # by slot; 0: the slot's beams are not searched
+        self._sampled: set[int] = set()  # slots with beams that are sampled, not searched
+        # candidates for each beam of a search, by slot; 0 for a slot without a search
         self._num_candidates = np.zeros(lines.num_slots, dtype=np.int32)
 
     def load(self, start: SequenceStart) -> None:
@@ -124,6 +129,7 @@ class TokenChooser:
         return lambda: chosen
 
     def _pick(self, rows: SamplingRows, logits: Tensor) -> _Picked:
+        """Choose all S tokens from `logits` `[S, vocab]`, and write them to the tables."""
         log_probs, top = None, None
         if self.gathered.any_log_probs and self.gathered.wants_log_probs(rows.slots):
             log_probs = np.zeros(len(rows.lines), dtype=np.float32)
@@ -155,9 +161,9 @@ class TokenChooser:
         tokens: np.ndarray,
         log_probs: np.ndarray,
     ) -> None:
-        """Store the top tokens of the `choices` that ask for them.
+        """Store in `top` the top tokens of those `choices` that ask for them.
 
-        `logits` are those that the `tokens` were sampled from.
+        `logits` `[n, vocab]`: the logits from which the `tokens` `[n]` were sampled.
         """
         own = np.flatnonzero(top.wanted[choices])
         if own.size:
@@ -167,12 +173,13 @@ class TokenChooser:
             top.put(choices[own], self._sampler.log_probs_of(ids, *sampled), ids)
 
     def _write(self, rows: SamplingRows, tokens: np.ndarray, own: np.ndarray | None = None) -> None:
-        """Write tokens `[S]` as the next inputs. `own`: a mask `[S]` of the tokens to write.
+        """Write tokens `[S]` to the tables, as the next inputs of their sequences.
 
-        A choice without a token writes 0. Tokens after a wrong draft are overwritten later.
+        `own`: a mask `[S]` of the tokens to write. In place of NO_TOKEN and NOT_FINITE, 0 is
+        written. Tokens after a wrong draft are overwritten later.
         """
         table = self._tables.tokens
-        # the last position of a sequence needs no input after it
+        # a token beyond the longest sequence is never an input
         fits = rows.positions < table.shape[1]
         if own is not None:
             fits &= own
@@ -181,9 +188,9 @@ class TokenChooser:
     def _prepare(
         self, rows: SamplingRows, logits: Tensor
     ) -> tuple[SamplingRows, Tensor, Mapping[int, BaseException]]:
-        """Run the logits post-processors; then repeat a context's logits for its sampled beams.
+        """Run the logits post-processors, then repeat the logits of contexts for sampled beams.
 
-        Returns the rows, their logits and the post-processors' errors by row.
+        Returns the rows, their logits, and index of a row -> error of its post-processor.
         """
         failed: Mapping[int, BaseException] = {}
         if self._processing.sequences:
@@ -244,7 +251,7 @@ class TokenChooser:
     ) -> tuple[np.ndarray, _Beams]:
         """Return the tokens of all choices, and the candidates of rows with several beams.
 
-        The token of a searched beam is 0, or NOT_FINITE.
+        The token of a searched beam is 0, or NOT_FINITE if one of its logits is NaN or +inf.
         """
         counts = self._num_candidates[rows.slots]
         searched = counts.repeat(np.diff(rows.firsts)) > 0
@@ -287,7 +294,7 @@ class TokenChooser:
     def _verify_in_order(self, rows: SamplingRows, logits: Tensor) -> ChosenTokens:
         """Choose the tokens of each row one after the other, until one differs from its draft.
 
-        So each token is chosen once, with the same history as without drafts.
+        Each token is thus chosen once, with the same history as without drafts.
         """
         tokens, log_probs = np.zeros(len(rows.lines), dtype=np.int32), None
         beams: _Beams = ()

@@ -29,7 +29,7 @@ class TopTokens:
         self._log_probs[choices], self._ids[choices] = log_probs, ids
 
     def by_row(self) -> tuple[TopLogProbs, ...]:
-        """Return the top tokens of each row that asks for any."""
+        """Return the top tokens of each row that asks for them."""
         found = []
         for row in np.flatnonzero(self._counts).tolist():
             own, count = slice(self._firsts[row], self._firsts[row + 1]), self._counts[row]
