@@ -139,7 +139,7 @@ def _terminable() -> contextlib.AbstractContextManager[None]:
 def _exit_at_once() -> contextlib.AbstractContextManager[None]:
     """Return a context in which signals end the process at once.
 
-    It is for the time before and after a server handles signals itself.
+    This is for the time before and after a server handles signals itself.
     """
     return _handled(leave_at_once, *leaving_signals())
 

@@ -84,9 +84,9 @@ class SchedulerConfig:
 class KvCacheConfig:
     """The size and the features of the paged KV cache. Lengths are in tokens, sizes in bytes.
 
-    `host_swap`: when evicted blocks move to CPU memory, which has `host_cache_size` bytes for them.
-    "always", or with "auto" if two copies of a block, at `host_bytes_per_s`, take less time than
-    computing its tokens again, at `recompute_tokens_per_s`.
+    `host_swap`: whether evicted blocks move to `host_cache_size` bytes of CPU memory. "always"
+    moves them. "auto" moves them if two copies of a block, at `host_bytes_per_s`, take less time
+    than computing its tokens again, at `recompute_tokens_per_s`.
 
     `enable_block_reuse`: None means True, unless the batching is V1 or the model keeps a state for
     each sequence. `dtype`: the dtype of keys and values, by default the model's. "fp8" stores 8-bit
@@ -188,12 +188,12 @@ class OptionalParams:
     The step. `device`: None means the CPU. `run_ahead`: None means 0 on the CPU, with
     `enable_trt_overlap` and with pipeline stages, otherwise 1. `cuda_graphs`: generation steps on a
     device are captured at the start and then replayed. `weights_dtype`: "int8" quantizes the
-    network's matrices to 8 bits, "int4" to 4 bits (on a device not of a model with experts), with
-    the output matrix in `head_dtype` (None: 8 bits). "none" means `dtype`. None means the same, but
-    on the CPU a quantized checkpoint with `dtype` None stays in 8 bits, or in 4 bits where its
-    matrices have 4 bits.
-    `model_backend`: "native" computes the network here, "transformers" through that library, and
-    "auto" natively if the architecture is in the table of families.
+    network's matrices to 8 bits, "int4" to 4 bits, with the output matrix in `head_dtype` (None: 8
+    bits). On a device, "int4" is not for models with experts. "none" means `dtype`. None means the
+    same, but on the CPU a quantized checkpoint with `dtype` None stays in 8 bits, or in 4 bits
+    where its matrices have 4 bits. `model_backend`: "native" computes the network here,
+    "transformers" through that library, and "auto" natively if the architecture is in the table of
+    families.
     `speculative_decoding_config`: draft tokens for requests with one beam; None means no drafts.
 
     The host. `idle_poll_s`: the time between two calls of Get while the manager is idle; with None
@@ -225,8 +225,8 @@ class OptionalParams:
     the background, "never". `journal_on_full`, while the disk is full: "refuse" new requests, or
     "continue" without a journal. `journal_max_resumes`: how many managers in a row may resume a
     request without sending a token of it. `restore_cb(request_id)`: returns what the host has of a
-    request, a `Delivered`, or None. `restore_processor_cb(request_id, client_id)`: returns its
-    logits post-processor.
+    request, a `Delivered`, or None. `restore_processor_cb(request_id, client_id)`: returns the
+    logits post-processor of a request that continues.
     """
 
     kv_cache_config: KvCacheConfig = field(default_factory=KvCacheConfig)

@@ -23,7 +23,7 @@ class GptManagerError(Exception):
 
 
 class ConfigError(GptManagerError, ValueError):
-    """A checkpoint or an option cannot work: raised by the constructor of the manager."""
+    """A checkpoint or an option cannot be used. The constructor of the manager raises it."""
 
 
 class RequestError(GptManagerError):

@@ -36,8 +36,8 @@ class Failure(NamedTuple):
 class Progress(NamedTuple):
     """The progress of a request that continues after its process has died.
 
-    `tokens`: the output tokens so far, with their `log_probs` if the request asks for them.
-    `num_sent`: how many of them its host has. `age_s`: seconds since the request was accepted.
+    `tokens`: the output tokens that are kept, with their `log_probs` if the request asks for them.
+    `num_sent`: how many output tokens its host has. `age_s`: seconds since it was accepted.
     """
 
     request_id: int
@@ -74,11 +74,11 @@ class Intake:
 class Row(NamedTuple):
     """One sequence in one step, which computes `num_tokens` positions from `position` on.
 
-    `samples`: whether a token is chosen for the row; for a context chunk before the last one, none
-    is. `epoch` distinguishes the starts of a request, so that a result is never used for a later
+    `samples`: whether a token is chosen for the row. It is False for all context chunks but the
+    last. `epoch` distinguishes the starts of a request, so that a result is never used for a later
     start. In the context phase all beams of a request are one sequence, in generation `beam_width`
-    sequences. The last `num_drafts` tokens are drafts; such a row yields up to `num_drafts` + 1
-    tokens.
+    sequences. The last `num_drafts` tokens are drafts; up to `num_drafts` + 1 tokens are chosen for
+    such a row.
     """
 
     request_id: int
@@ -149,8 +149,9 @@ class BeamCandidates(NamedTuple):
     """The best continuations of each beam of a request: one list per beam, in descending order.
 
     In a beam search each list has `SequenceStart.num_candidates` tokens, or the whole vocabulary if
-    it is smaller; after the context the prompt has the only list. If beams are sampled, each list
-    has the sampled token, also after the context. `log_probs` have single precision.
+    it is smaller. After the context there is only one list, that of the prompt. If beams are
+    sampled, each beam has a list with its sampled token, even after the context. `log_probs` have
+    single precision.
 
     A NaN or +inf logit of a searched beam makes NOT_FINITE the only candidate of the request. Each
     sampled beam may have NOT_FINITE or NO_TOKEN in place of its token.
@@ -251,11 +252,11 @@ class StepResult:
     """The result of a step, with a row for each of `Schedule.sampling_rows`.
 
     `tokens` int32 `[rows, n]`. `num_tokens` int32 `[rows]`: the number of valid tokens of each row,
-    or None if all are valid. The last one may be NO_TOKEN or NOT_FINITE. `now`: the time of the
-    result, by the clock of `Intake.now`. `beams`: one entry for each row with several beams; the
-    token of such a row is ignored. `failures`: requests with a logits post-processor that failed,
-    or with rows that could not run; the tokens of their rows are ignored. `stale`: some blocks that
-    count as computed were not computed. `extras` is not recorded, so a replay has none.
+    or None if all are valid. The last valid token may be NO_TOKEN or NOT_FINITE. `now`: the time of
+    the result, by the clock of `Intake.now`. `beams`: one entry for each row with several beams;
+    the token of such a row is ignored. `failures`: requests with a logits post-processor that
+    failed, or with rows that could not run; the tokens of their rows are ignored. `stale`: some
+    blocks that count as computed were not computed. `extras` is not recorded, so a replay has none.
     """
 
     tokens: np.ndarray

@@ -29,7 +29,7 @@ class AdapterLoad(NamedTuple):
     def only_first(self) -> AdapterLoad:
         """Return a load in which only the first request has an adapter.
 
-        It measures what one adapter costs the requests without one.
+        Its run measures how one adapter slows down the requests without an adapter.
         """
         return self._replace(tasks=[self.tasks[0], *[None] * (len(self.tasks) - 1)])
 

@@ -99,8 +99,9 @@ def _gpu() -> Any:
 
 
 def _environment() -> dict[str, str]:
-    """Return the environment variables of this module that are set, and "set" for those of
-    `serve`.
+    """Return name -> value of the variables that are set in `_VARIABLES` and `_SWITCHES`.
+
+    For each variable of `serve`, the value is "set".
     """
     found = {name: os.environ[name] for name in (*_VARIABLES, *_SWITCHES) if name in os.environ}
     found |= {name: "set" for name in sorted(os.environ) if name.startswith("GPTMANAGER_SERVE_")}

@@ -142,7 +142,7 @@ class RankExecutor(ABC):
     """The base of the executors of all ranks.
 
     `shared`: copies tokens between devices, so that the next forward pass can be enqueued before
-    the tokens are known on the CPU; None: tokens are sent by messages only.
+    the tokens are known on the CPU, or None if tokens are sent only by messages.
     """
 
     _receives = False  # whether the tokens come from rank 0

@@ -28,8 +28,8 @@ from gptmanager.statistics import Memory
 class Computed(NamedTuple):
     """The result of a batch: `logits` `[S, vocab]`, float32, or the model's dtype on a device.
 
-    `inputs`: where the chosen tokens are written in the device's tables, if that is uploaded
-    already. `lost`: (line, reason) of sequences that ran out of memory; their logits are NaN.
+    `inputs`: the places of the S choices in the device's tables, if they are on the device already.
+    `lost`: (line, reason) of sequences that ran out of memory; their logits are NaN.
     """
 
     logits: Tensor

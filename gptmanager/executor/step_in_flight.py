@@ -47,7 +47,7 @@ class SamplingRows(NamedTuple):
 
 
 class ChoiceInputs(NamedTuple):
-    """Where S chosen tokens are written in a device's tables, as tensors `[S]`.
+    """The places in a device's tables for S chosen tokens, as tensors `[S]`.
 
     `lines` is int32, `positions` and `cells` are int64; `cells` are indices into
     `DeviceTables.token_cells`. `counts` int32: number of candidates per beam; None without beams.

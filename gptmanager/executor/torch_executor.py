@@ -240,7 +240,7 @@ class TorchExecutor:
             if self._splitter is None:
                 raise
             reason = response_text(error)
-        # only after the except clause, in which the error keeps the tensors of its frames alive
+        # Within the except clause, the error would keep the tensors of its frames alive.
         self.runner.relieve()
         return self._splitter.run(rows, reason, self._run)
 

@@ -64,8 +64,8 @@ def matmul_matrices(spec: ModelSpec) -> list[str]:
 def wide_parameters(spec: ModelSpec) -> list[str]:
     """Return the names of the parameters that are kept in float32.
 
-    With lower precision, routers could choose other experts, and errors of a decay would add up
-    over all tokens of a sequence.
+    With lower precision, routers could choose other experts, and errors of the decay in linear
+    attention would add up over all tokens of a sequence.
     """
     routers = "router.weight", "router.bias", "correction", "expert_factors"
     names = *routers, "delta_gates.weight", "delta_decay", "delta_step"
@@ -133,7 +133,7 @@ def _norm(norms: Norms, name: str, width: int) -> dict[str, Shape]:
 
 
 def _norms(norms: Norms, hidden: int) -> dict[str, Shape]:
-    """Return the norms of a layer that are applied on or next to its residual."""
+    """Return the parameters of the norms before and after a layer's attention and MLP."""
     present = {
         "attention_norm": norms.before_attention,
         "attention_out_norm": norms.after_attention,

@@ -25,8 +25,8 @@ Status = Literal["ok", "wrong", "failed", "absent", "skipped"]
 class Entry:
     """The result of one contender in one case. `note` says why it has no figure or is wrong.
 
-    `first_use_s` is the time to its first result, including compilation; `plan_s` is the CPU time
-    of the plan for one step. Neither is part of `spread`.
+    `first_use_s` is the time to its first result, including compilation; `plan_s` is the host's
+    time for the plan of one step. Neither is part of `spread`.
     """
 
     status: Status

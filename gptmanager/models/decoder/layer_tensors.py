@@ -51,8 +51,10 @@ class TokenInput(NamedTuple):
 
 
 class LayerEnd(NamedTuple):
-    """What a layer does after its MLP: it adds its token input to the residual, and multiplies the
-    residual by `scale`. None if the layer has no such step.
+    """The steps at the end of a layer, after its MLP.
+
+    The layer adds its token input to the residual, then multiplies the residual by `scale`. Each of
+    the two is None if the layer does not have this step.
     """
 
     token_input: TokenInput | None
@@ -60,7 +62,7 @@ class LayerEnd(NamedTuple):
 
 
 class LayerPages(NamedTuple):
-    """Which pages of the KV pool a layer reads.
+    """The pages of the KV pool that a layer reads.
 
     `number`: their index in `KvPool.layers`. `scales` `[2, KV heads]`: the scales of keys and
     values in float8, None for other dtypes. `is_own`: the layer also writes these pages.
@@ -120,9 +122,9 @@ class LayerTensors(NamedTuple):
     """The tensors of a layer. `number`: index of the layer among the layers of this rank.
 
     `qkv` is None in a layer with latent or linear attention. `qkv_name` and `out_name`: see
-    `matrix_names`.
-    `q_norm` and `k_norm` are applied with the rotation, `head_norms` before it. A norm is None if
-    the layer does not have it. `next_norm`: the first norm of the next layer, or the final norm.
+    `matrix_names`. `q_norm` and `k_norm` are applied together with RoPE, `head_norms` before RoPE.
+    A norm is None if the layer does not have it. `next_norm`: the first norm of the next layer, or
+    the final norm.
     """
 
     number: int

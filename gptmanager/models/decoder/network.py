@@ -214,7 +214,7 @@ class CheckpointModel:
         return self._collectives.gather(logits, self._widths)
 
     def _sum(self, partial: Tensor) -> Tensor:
-        """Return the sum over the ranks that share this layer."""
+        """Return the sum of `partial` over the ranks that share this layer."""
         return partial if self._collectives is None else self._collectives.all_reduce(partial)
 
     def _embed(self, batch: Batch, table: Matrix) -> Tensor:

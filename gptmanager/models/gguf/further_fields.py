@@ -26,7 +26,7 @@ def without_further_layers(metadata: Metadata, prefix: str, _: Names, config: Co
 
 
 def gpt_oss_rope(_: Metadata, __: str, ___: Names, config: Config) -> Config:
-    """Return the yarn scaling with `truncate` false, because gpt-oss was trained so."""
+    """Return the yarn scaling with `truncate` false, as in the training of gpt-oss."""
     scaling = config.get("rope_scaling")
     return {} if scaling is None else {"rope_scaling": {**scaling, "truncate": False}}
 

@@ -105,7 +105,7 @@ def attend(
     shape = _shape(module, query, key, value, *given)
     q, k, v = (it[0].transpose(0, 1) for it in (query, key, value))
     width = v.shape[2]
-    # Value heads may be smaller than key heads: transformers expands latent attention to such.
+    # Value heads are smaller than key heads if transformers expands latent attention.
     q, k, v = (F.pad(it, (0, shape.head_dim - it.shape[2])) for it in (q, k, v))
     layer: Any = module.layer_idx
     pages = Pages(*step.layers[layer])

@@ -67,7 +67,10 @@ class _Plain:
 
 
 class _State:
-    """The JSON object that bitsandbytes stores as bytes next to a matrix. Its reads are checked."""
+    """The JSON object that bitsandbytes stores as bytes next to a matrix.
+
+    Methods raise ConfigError for an invalid value.
+    """
 
     def __init__(self, name: str, take: Take, read: Read) -> None:
         info = take(name, "uint8")

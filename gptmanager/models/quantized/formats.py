@@ -109,11 +109,11 @@ class MatrixFinder:
     def _grid(
         self, name: str, shape: tuple[int, int], blocks: Sequence[Block], bits: int = 0
     ) -> Grid:
-        """Return the grid of a tensor `[blocks of rows, blocks of columns]` over a matrix.
+        """Return the tensor `name`, `[blocks of rows, blocks of columns]`, as a grid over a matrix.
 
-        `shape`: of the matrix. `blocks`: the block sizes that the tensor may have, in addition to
+        `shape`: of the matrix. `blocks`: the allowed block sizes (rows, columns), in addition to
         whole rows and the whole matrix. `bits`: the size of integers that are packed along the
-        rows, or 0 if nothing is packed.
+        rows, or 0 if nothing is packed. Raises ConfigError for a tensor that does not fit.
         """
         info = self._take(name, "int32" if bits else {*_SCALES, "int8"})
         rows, columns = shape
