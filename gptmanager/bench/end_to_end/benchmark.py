@@ -170,7 +170,7 @@ class Parts:
         return rows
 
     def load(self) -> list[dict[str, Any]]:
-        """Time all requests of the load, without and with streaming."""
+        """Time all requests of the load, without and (unless `quick`) with streaming."""
         target, goal = self.bench.target(), _LOAD_GOAL if self.bench.is_goal_shape else None
         rows = [time_load(target, self.bench.requests, goal=goal)]
         if not self.bench.options.quick and not self.budget.is_spent:

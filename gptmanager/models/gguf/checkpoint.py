@@ -18,7 +18,7 @@ class GgufCheckpoint:
     """A GGUF file, or all files of a split model, as a Hugging Face checkpoint.
 
     The constructor reads the header; other parts are read on demand. `path` is the first file of a
-    split model. All methods raise ConfigError for a file that cannot be used.
+    split model. ConfigError is raised for a file that cannot be used.
     """
 
     def __init__(self, path: Path) -> None:
