@@ -137,8 +137,6 @@ def experts_of(
 
     `count`, `width`, `per_token`, `shared` (the width of the shared MLP), `num_shared` (shared
     experts, each as wide as the others) and a string `renormalize` are names of config fields.
-    `is_dense` returns whether a layer has no experts. The other arguments are fields of `Routing`
-    and `Experts`.
     """
 
     def read(fields: Fields, layer: int) -> tuple[Experts, int] | None:
