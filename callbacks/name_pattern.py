@@ -49,14 +49,14 @@ class Steps:
 
 @dataclass(slots=True)
 class _Name:
-    """The text that is matched. Bit i of a set of places is the place before character i."""
+    """The text to match. In a set of its places, bit i is the place before character i."""
 
     text: str
     steps: Steps
     _letters: dict[re.Pattern[str], int] = field(default_factory=dict)
 
     def letters(self, one: re.Pattern[str]) -> int:
-        """Return the places before each character that `one` matches."""
+        """Return the set of places before the characters that `one` matches."""
         found = self._letters.get(one)
         if found is None:
             found = sum(1 << at for at, letter in enumerate(self.text) if one.fullmatch(letter))
@@ -214,7 +214,7 @@ def _repeated(inner: _Step, low: int, high: int) -> _Step:
 
 
 def _ahead(inner: _Step, *, is_wanted: bool) -> _Step:
-    """Return a look-ahead, which keeps places where `inner` matches, or where it does not."""
+    """Return a look-ahead, a step that keeps the places where `inner` matches, or does not match."""
 
     def step(name: _Name, places: int) -> int:
         found = 0

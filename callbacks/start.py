@@ -89,7 +89,8 @@ def generate(
 
     `sampling` accepts the names of `InferenceRequest`, the same values for all prompts:
     `temperature`, `runtime_top_p`, `stop_words_list`, ... The defaults of `end_id` and `pad_id` are
-    in the checkpoint's generation_config.json. With beams the best one is returned.
+    read from the checkpoint's generation_config.json, or else config.json. Beam search returns the
+    best beam.
 
     `stop` has strings that end a completion, as for `RequestQueue.submit`; they need a tokenizer.
     Text ends before the stop string, token ids include the token that completes it.
@@ -100,8 +101,9 @@ def generate(
     `progress`: None shows a progress bar on standard error after one second, if it is a terminal.
     True also writes one line at the end if it is not a terminal. False shows nothing.
 
-    An interrupt (Ctrl-C) aborts the manager and leaves no thread running. Raise ConfigError as
-    `GptManager` does, and the first error response to a prompt.
+    An interrupt (Ctrl-C) aborts the manager and leaves no thread running. Raise ConfigError as the
+    constructor of `GptManager` does. If prompts get error responses, raise the first one, with the
+    index of its prompt.
 
         from gptmanager.callbacks import generate
         print(generate("examples/tiny_llama", "Once upon a time", 40))
@@ -142,7 +144,7 @@ def _run(
     if params.on_progress is None:
         params = replace(params, on_progress=bars.update)
     defaults = _token_defaults(model)
-    # leaving on an exception, an interrupt included, aborts the manager
+    # an exception in this block, such as an interrupt, aborts the manager
     with (
         RequestQueue(
             max_pending=None,

@@ -73,7 +73,7 @@ def _module_ids(name: str | None) -> dict[str, tuple[int, ...]]:
     families = [*FAMILIES.values()][::-1] if name is None else [FAMILIES[name]]
     for family in families:
         for theirs, (ours, part) in family.tensors.items():
-            own = ours.partition("|")[0], part  # the others have the same ids
+            own = ours.partition("|")[0], part  # parameters joined by "|" have the same ids
             if own in _IDS:
                 found[theirs] = found[theirs.removeprefix(family.prefix)] = _IDS[own]
     return found

@@ -113,7 +113,10 @@ class LiveFeed:
             thread.join()
 
     def frames_from(self, number: int) -> tuple[bytes, int]:
-        """Return the frames from `number` on for a viewer, and its next number."""
+        """Return the frames from `number` on for a viewer, and its next number.
+
+        A viewer that is new, or too far behind, gets a snapshot instead.
+        """
         with self._lock:
             behind = self._num_frames - number
             if number >= 0 and behind <= len(self._frames):
@@ -261,8 +264,8 @@ class _Picture:
     def take(self, rows: LiveRows, tap: LiveTap, now: float) -> dict[str, Any]:
         """Return the values that have changed, by name, with the current numbers as "p".
 
-        "p" is omitted if no iteration has ended since the last point, unless a point is due, one
-        each second. "g" has the numbers of tokens that rows have generated, also once a second.
+        "p" is sent when an iteration has ended since the last "p", and at least once a second. "g"
+        has the numbers of tokens that rows have generated, once a second.
         """
         if rows.outcomes:
             self.put("ended", dict(rows.outcomes))
@@ -279,6 +282,11 @@ class _Picture:
         return news
 
     def _point(self, rows: LiveRows, tap: LiveTap, now: float) -> list[int]:
+        """Return the current numbers.
+
+        They are the next iteration, milliseconds since the start, requests that run, generate,
+        wait, and are paused, used and cached blocks, context tokens and generated tokens.
+        """
         counts, kinds = tap.latest, rows.kinds
         cached = 0 if counts is None else counts.block_reuse.cached_blocks
         used = 0

@@ -126,7 +126,7 @@ class LiveRows:
         return changes
 
     def take_progress(self, last: Iterable[Ran]) -> list[list[Any]]:
-        """Return how many tokens rows have generated since the last call: [tokens, rows as ranges].
+        """Return [number of tokens, rows as ranges] of rows that have generated since the last call.
 
         `last` has the last iteration of each micro batch.
         """

@@ -36,7 +36,7 @@ class Step(NamedTuple):
     paused: tuple[int, ...]
 
 
-Change = tuple[int, Beginning | Arrival | Step | Ending]  # with the number of the next iteration
+Change = tuple[int, Beginning | Arrival | Step | Ending]  # (number of the next iteration, event)
 
 
 class LiveTap:

@@ -207,7 +207,7 @@ class _IdCache:
         self._found: OrderedDict[Any, Tensor] = OrderedDict()
         self._num_ids = 0
         self._lock = threading.Lock()
-        self.serials = itertools.count()  # of the lists
+        self.serials = itertools.count()  # numbers that identify the lists
 
     def get(self, key: Any) -> Tensor | None:
         with self._lock:
@@ -268,7 +268,7 @@ class _States:
         return node
 
     def state(self, history: Sequence[int]) -> int:
-        """Return the state of a text in tokens; ids beyond the vocabulary have no bytes."""
+        """Return the state of the text of `history`; ids beyond the vocabulary have no bytes."""
         of_id, length, longest = self._vocabulary.of_id, 0, self._longest
         pieces: list[bytes] = []  # the last one first
         for token in reversed(history):

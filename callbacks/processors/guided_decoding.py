@@ -9,8 +9,8 @@ from gptmanager.callbacks.text.checkpoint import TokenDefaults, load_tokenizer
 
 
 def load_guided_decoding(folder: str | os.PathLike[str]) -> GuidedDecoding:
-    """Return guided decoding for a checkpoint.
+    """Return a `GuidedDecoding` for the tokenizer and the end tokens of a checkpoint folder.
 
-    Raises ConfigError without a tokenizer or llguidance.
+    Raise ConfigError if the folder has no tokenizer, or if llguidance is not installed.
     """
     return GuidedDecoding(load_tokenizer(folder), TokenDefaults.of_folder(folder).end_ids)

@@ -59,7 +59,10 @@ def _parts(decoder: dict[str, Any] | None) -> Iterator[dict[str, Any]]:
 
 
 def _letters() -> dict[str, bytes]:
-    """Return GPT-2's characters for bytes: a printable byte is itself, others are 256 and above."""
+    """Return GPT-2's map from characters to bytes.
+
+    The character of a printable byte has the same code point; other bytes use 256 and above.
+    """
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     letters = {chr(byte): bytes([byte]) for byte in printable}

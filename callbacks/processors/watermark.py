@@ -45,7 +45,7 @@ extern "C" __global__ void watermark(
 
 
 class Watermark(RawKernelLogitsPostProcessor):
-    """Adds `delta` to the logits of a share `gamma` of the vocabulary, chosen anew for each token.
+    """Adds `delta` to the logits of a fraction `gamma` of the vocabulary, chosen for each token.
 
     `key` is a secret of 32 bits. The mark is weaker in greedy text than in sampled text: `delta`
     rarely changes which token is the likeliest.

@@ -71,7 +71,7 @@ class AsyncRequestQueue(RequestQueue):
         max_new_tokens: int | None = None,
         **by_name: Any,
     ) -> Generation:
-        """Submit a request as `submit` does; await a full queue, in the order of arrival."""
+        """Submit a request as `submit` does. Tasks wait for a full queue in the order of arrival."""
         stop, request_id = by_name.pop("stop", None), by_name.pop("request_id", None)
         if stop is not None:  # reading the tokenizer's file takes long
             await asyncio.to_thread(self._texts.load)
@@ -115,7 +115,7 @@ class AsyncRequestQueue(RequestQueue):
 
     def close(self, error: BaseException | None = None) -> None:
         super().close(error)
-        self._wake_first()  # its `submit_async` then raises, and wakes the next task
+        self._wake_first()  # the task's `submit_async` then raises, and wakes the next task
 
     def get_inference_requests(self, max_num_requests: int) -> list[InferenceRequest]:
         """Return the next requests: the GetInferenceRequests callback."""

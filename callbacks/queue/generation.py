@@ -58,28 +58,28 @@ class ReadPosition:
 class Generation(concurrent.futures.Future[GenerationResult]):
     """The handle of a request, returned by `RequestQueue.submit`.
 
-    As a `concurrent.futures.Future`: `result(timeout)` returns a `GenerationResult`, or raises the
-    error of the response, a class of `gptmanager.errors`. `concurrent.futures.wait` and
+    It is a `concurrent.futures.Future`: `result(timeout)` returns a `GenerationResult`, or raises
+    the error of the response, a class of `gptmanager.errors`. `concurrent.futures.wait` and
     `as_completed` work. A done callback must be quick: it runs on the thread that ends the request,
     which is mostly the manager's, but may be one that calls `cancel` or closes the queue.
 
-    As an iterable: the new tokens of the first beam, as ints. A request with `is_streaming=True`
-    yields each token as it is generated, any other request yields all of them at its end. Any
-    number of threads and event loops may iterate; each gets every token. An error is raised after
-    the tokens that precede it.
+    Iterating over it yields the new tokens of the first beam, as ints. A request with
+    `is_streaming=True` yields each token as it is generated, any other request yields all of them
+    at its end. Any number of threads and event loops may iterate; each gets every token. An error
+    is raised after the tokens that precede it.
 
     If the request was submitted with `stop`, the text can also be read, by `text` and in `parts`.
     The tokens end with the one that completes a stop string, the text ends before the stop string.
 
-    In asyncio: `async for token in generation` and `await generation`, in any event loop. If a task
+    `async for token in generation` and `await generation` work in any asyncio event loop. If a task
     is cancelled while it waits for the handle, the request is cancelled, as is usual in asyncio.
     Use `asyncio.shield` if several tasks share the request.
 
-    As a context manager: the end of the block cancels the request if it has not ended, so a stream
+    At the end of a `with` block, the handle cancels the request if it has not ended. So a stream
     stops using the manager when its reader leaves early.
 
-    A cancelled request ends without an error: with the tokens generated so far, and finish reason
-    CANCELLED. So `cancelled()` is always False.
+    A cancelled request ends without an error: its result has the tokens generated so far, and the
+    finish reason CANCELLED. So `cancelled()` is always False.
     """
 
     def __init__(
@@ -94,7 +94,7 @@ class Generation(concurrent.futures.Future[GenerationResult]):
         super().__init__()
         self.request = request
         self.request_id: int = request.request_id
-        self.sent_request = request  # for the manager
+        self.sent_request = request  # what the manager fetches
         if new_text is not None and not request.is_streaming and _has_one_output(request):
             # so that a stop string is found while the request runs
             self.sent_request = copy.copy(request)
@@ -107,7 +107,7 @@ class Generation(concurrent.futures.Future[GenerationResult]):
             self.sent_request, exclude_input=exclude_input, new_text=new_text
         )
         self._tokens: list[int] = []
-        self._pieces: list[str] = []  # of the text
+        self._pieces: list[str] = []  # of the text, as released
         self._lock = threading.Lock()  # guards the fields below
         self._news = threading.Condition(self._lock)
         self._async_waiters: list[AsyncWaiter] = []
@@ -161,9 +161,9 @@ class Generation(concurrent.futures.Future[GenerationResult]):
     def text(self, timeout: float | None = None) -> Iterator[str]:
         """Yield the text of the first beam in pieces, which end before a stop string.
 
-        Text that may begin a stop string is held back until this is decided, and so is a character
-        that is incomplete. Raise TimeoutError as `tokens` does, and ValueError for a request that
-        was submitted without `stop`.
+        Text is held back while it may begin a stop string, and a character while it is incomplete.
+        Raise TimeoutError as `tokens` does, and ValueError for a request that was submitted without
+        `stop`.
         """
         if not self._has_text:
             raise ValueError(f"request {self.request_id} was submitted without `stop`: no text")
@@ -198,8 +198,9 @@ class Generation(concurrent.futures.Future[GenerationResult]):
             raise
 
     def waiter(self) -> AsyncWaiter:
-        """Return a waiter of the running event loop for `next_part`; generations of a queue may
-        share it.
+        """Return a waiter of the running event loop for `next_part`.
+
+        Several generations of a queue may share a waiter.
         """
         return self._wakeups.waiter()
 
@@ -299,7 +300,7 @@ class Generation(concurrent.futures.Future[GenerationResult]):
     def fail(self, error: BaseException) -> None:
         """End with `error`, which `result` and the iterators raise.
 
-        If a stop string has ended the output, end with the result: only its metrics are missing.
+        If a stop string has ended the output, end with the result, which lacks only metrics.
         """
         with self._lock:
             is_complete = self._responses.is_stopped

@@ -16,7 +16,7 @@ from gptmanager.errors import ConfigError
 
 
 class OutputTexts:
-    """Creates a `StoppedText` for each output of such requests.
+    """Creates a `StoppedText` for each output of requests that are submitted with `stop`.
 
     `tokenizer` is an object, or a checkpoint folder that has one; with None, `stop` is refused.
     """
@@ -27,7 +27,7 @@ class OutputTexts:
     def load(self) -> Tokenizer:
         """Return the tokenizer, which is read at the first call.
 
-        Raises ConfigError if there is none.
+        Raise ConfigError if it is None, or cannot be read.
         """
         if self._tokenizer is None:
             raise ConfigError("`stop` needs a tokenizer: create the queue with `tokenizer`")

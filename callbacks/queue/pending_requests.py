@@ -1,7 +1,7 @@
 """`PendingRequests`: requests that wait for the manager, in the order of their priority.
 
-Requests of equal priority are in the order of their arrival. The class also checks whether another
-request fits. It is not thread-safe.
+Requests of equal priority are in the order of their arrival. The class also checks the limits of
+the queue. It is not thread-safe.
 """
 
 from __future__ import annotations

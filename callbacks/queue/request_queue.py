@@ -132,8 +132,10 @@ class RequestQueue:
         timeout: float | None = None,
         **by_name: Any,
     ) -> Generation:
-        """Queue a request: token ids with the keywords of `InferenceRequest.from_tokens`, or a
-        whole `InferenceRequest`, on which the queue's defaults are set.
+        """Queue a request, and return its handle.
+
+        `prompt` is a list of token ids, with the keywords of `InferenceRequest.from_tokens`, or a
+        whole `InferenceRequest`. The queue's defaults are set on the request.
 
         A full queue blocks for up to `timeout` seconds (None: forever), then raises `queue.Full`.
         It never blocks on the manager's own thread, on which done callbacks run. In asyncio use
@@ -201,7 +203,7 @@ class RequestQueue:
         return True
 
     def attach(self, manager: GptManager) -> None:
-        """Wake `manager` at each submit, and close the queue when it has ended.
+        """Wake `manager` at each submit, and close the queue when the manager has ended.
 
         Raise TypeError for an object without `notify` and `wait`, ValueError for a second manager.
         """
@@ -342,7 +344,7 @@ class RequestQueue:
                 self._open.pop(request_id, None)
 
     def _enqueue(self, generations: Sequence[Generation], timeout: float | None) -> None:
-        """Queue all of them, or none; in that case release their ids."""
+        """Queue all generations, or raise an error, queue none of them, and release their ids."""
         try:
             self._push(generations, timeout)
         except BaseException:
@@ -372,7 +374,7 @@ class RequestQueue:
         try:
             generation.deliver(tensors, is_final, error)
         except Exception as malformed:
-            # the manager would end the request after an exception; this also ends its handle
+            # with this exception the manager would end only the request; the handle must end, too
             with self._changed:
                 was_open = self._open.pop(generation.request_id, None) is not None
                 if was_open:

@@ -51,6 +51,7 @@ class GenerationResult:
 
     @cached_property
     def prompt_ids(self) -> tuple[int, ...]:
+        """The tokens of the prompt."""
         return tuple(self._prompt.tolist())
 
     @cached_property

@@ -51,10 +51,11 @@ class AsyncWaiter:
         self._is_woken = False
 
     def wake(self) -> None:
+        """Let `wait` return soon. Any thread may call it."""
         self._mailbox.post(self._loop, self)
 
     def open(self) -> None:
-        """Let `wait` return. Called in the event loop."""
+        """Let `wait` return. Only the mailbox calls it, in the event loop."""
         self._is_woken = True
         if self._waiting is not None and not self._waiting.done():
             self._waiting.set_result(None)

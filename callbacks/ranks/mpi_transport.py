@@ -21,7 +21,10 @@ _PAUSE_STEP_S, _LONGEST_PAUSE_S = 20e-6, 5e-3
 
 
 class MpiTransport:
-    """Callbacks over a communicator of mpi4py, by default all ranks of mpirun."""
+    """Returns the answers of rank 0's callbacks on all ranks of a communicator of mpi4py.
+
+    The default communicator has all ranks that mpirun started.
+    """
 
     def __init__(self, communicator: Any = None) -> None:
         self._communicator = _world() if communicator is None else communicator

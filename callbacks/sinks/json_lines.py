@@ -22,8 +22,8 @@ class JsonLinesSink:
     file, as logrotate does, the next record is still written to `path`.
 
     A call never raises: a record that cannot be written is counted in `num_dropped`, and the first
-    of a series is logged. The constructor raises OSError. A sink is thread-safe, so several
-    managers may share it.
+    of a series is logged. The constructor raises OSError if the file cannot be opened. A sink is
+    thread-safe, so several managers may share it.
     """
 
     def __init__(

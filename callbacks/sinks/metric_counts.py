@@ -28,8 +28,8 @@ _FINISH_REASONS = {
     FinishReason.TIMED_OUT: "timeout",
     FinishReason.CANCELLED: "cancelled",
 }
-# With `is_ended_by_caller`, the last streamed tokens are not counted yet: the application may end
-# the request before them.
+# The number of streamed tokens that are not counted yet if the request is `is_ended_by_caller`,
+# because the application may end the request before them.
 _LAG = 32
 Totals = dict[tuple[str, tuple[str, ...]], float]
 
@@ -178,17 +178,20 @@ class RequestCounts:
 
     @property
     def num_open(self) -> int:
+        """Number of open requests."""
         return len(self._open)
 
     def arrive(
         self, request_id: int, *, is_scoring: bool = False, is_ended_by_caller: bool = False
     ) -> None:
+        """Open a request that begins to wait, with the arguments of `PrometheusSink.arrived`."""
         request = self._of(request_id)
         request.is_scoring, request.is_ended_by_caller = is_scoring, is_ended_by_caller
         if request.arrival is None:
             request.arrival = self._clock()
 
     def fetch(self, request_ids: Sequence[int]) -> None:
+        """Record that GetInferenceRequests returns these requests."""
         now = self._clock()
         for request_id in request_ids:
             request = self._of(request_id)
@@ -198,6 +201,7 @@ class RequestCounts:
     def end_as(
         self, request_id: int, finish_reason: str | None, num_tokens: int | None = None
     ) -> None:
+        """Record that the application ends a request, with the arguments of `ends_as`."""
         with self._lock:
             request = self._open.get(request_id)
             if request is None:
@@ -212,6 +216,7 @@ class RequestCounts:
                 self._end(request, request.final)
 
     def withdraw(self, request_id: int, finish_reason: str | None) -> None:
+        """Close a request that is never fetched; with None as `finish_reason`, do not count it."""
         with self._lock:
             if self._open.pop(request_id, None) is not None and finish_reason is not None:
                 self._finish(finish_reason)
@@ -219,6 +224,7 @@ class RequestCounts:
     def respond(
         self, request_id: int, tensors: list[NamedTensor], is_final: bool, error: str
     ) -> None:
+        """Count a response, with the arguments of SendResponse."""
         with self._lock:
             request = self._of(request_id)
             if not is_final:

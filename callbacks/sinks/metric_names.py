@@ -36,9 +36,10 @@ Kind = Literal["gauge", "counter", "histogram", "info"]
 class Metric(NamedTuple):
     """The description of one metric.
 
-    `name` has no prefix, and no suffix `_total` of a counter or `_info` of an info. `labels` are in
-    addition to model_name and rank. `vllm` has vLLM's names of the metric, the current name first;
-    it is empty if vLLM does not have the metric. `buckets` are the upper bounds of a histogram.
+    `name` has neither the prefix nor the suffix of the exported name (`_total` for a counter,
+    `_info` for an info). `labels` are in addition to model_name and rank. `vllm` has vLLM's names
+    of the metric, the current name first; it is empty if vLLM does not have the metric. `buckets`
+    are the upper bounds of a histogram.
     """
 
     name: str
@@ -49,7 +50,7 @@ class Metric(NamedTuple):
     buckets: tuple[float, ...] = ()
 
     def names(self, prefix: str) -> tuple[str, ...]:
-        """Return the names under a prefix; a metric that vLLM does not have keeps our prefix."""
+        """Return the names with a prefix; with "vllm", a metric that vLLM lacks keeps our prefix."""
         if prefix == VLLM:
             return tuple(f"vllm:{name}" for name in self.vllm) or (f"{OWN}_{self.name}",)
         return (f"{prefix}_{self.name}",)

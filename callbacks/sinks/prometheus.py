@@ -134,7 +134,10 @@ class PrometheusSink:
         self._audit_failures += not is_ok
 
     def attach(self, manager: GptManager) -> None:
-        """Ask `manager` for its current numbers at each scrape: it writes no records when idle."""
+        """Ask `manager` for its current numbers at each scrape.
+
+        Without this, the numbers are those of the last record, and an idle manager writes none.
+        """
         self._manager = manager
 
     def close(self) -> None:
@@ -150,7 +153,7 @@ class PrometheusSink:
     # At a scrape ----------------------------------------------------------------------------
 
     def values(self) -> Iterator[tuple[str, Labels, float | Histogram]]:
-        """Yield (name in METRICS, values of the metric's own labels, number)."""
+        """Yield (name in METRICS, values of the metric's own labels, number or histogram)."""
         iterations, requests = self.iterations, self.requests
         record = self.record()
         running, waiting = self._running_and_waiting(record)

@@ -1,6 +1,7 @@
 """The end tokens and the tokenizer of a checkpoint folder.
 
-The manager does not read them: the application decides. This module makes the usual choice.
+The manager does not read them, because the application decides which tokens end an output. This
+module makes the usual choice.
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ class StopStrings:
     """Searches for several stop strings in one output."""
 
     def __init__(self, stops: Sequence[str]) -> None:
-        # each with its failure function, as far as it has been needed
+        # stop strings, each with the values of its failure function that were needed so far
         self._stops: list[tuple[str, list[int]]] = [(stop, []) for stop in stops]
         self._states = [0] * len(stops)
         self._num_seen = 0  # characters
@@ -39,8 +39,9 @@ class StopStrings:
         return max(self._states, default=0)
 
     def push(self, text: str, *, may_end: bool = True) -> Found | None:
-        """Read more text; return the first complete stop string, the longest of several at once.
+        """Read more text; return the first stop string that is complete.
 
+        If several end at the same character, return the longest.
         With `may_end=False`, stop strings that are complete in this text are ignored.
         """
         for character in text:
@@ -64,7 +65,10 @@ class StopStrings:
 
 
 def _next_failure(stop: str, failures: Sequence[int]) -> int:
-    """Return the next value of the failure function of `stop`."""
+    """Return the next value of the failure function of `stop`.
+
+    Value i is the length of the longest proper prefix of `stop[: i + 1]` that is also its suffix.
+    """
     index = len(failures)
     state = failures[-1] if index else 0
     while state and stop[state] != stop[index]:

@@ -137,7 +137,10 @@ class TemplateProcess:
         self._thread.submit(self._child.stop).result()
 
     def ask(self, given: Mapping[str, Any]) -> str:
-        """Do the same as `fill_in`, with its arguments in `given`. For one thread at a time."""
+        """Do the same as `fill_in`, with its arguments in `given`.
+
+        Only one thread at a time may call it.
+        """
         try:
             return str(self._child.ask(orjson.dumps(given), self._max_seconds))
         except TypeError as error:

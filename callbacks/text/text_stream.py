@@ -36,7 +36,7 @@ class TextStream:
         # the tokens returned last, then the held-back tokens; all are decoded together
         self._window = list(prompt_ids[-_CONTEXT:])
         self._num_returned = len(self._window)
-        self._num_characters = 0  # characters of the held-back tokens' text that were returned
+        self._num_characters = 0  # characters of the held-back tokens that `push` has returned
 
     def push(self, tokens: int | Iterable[int]) -> str:
         """Add tokens; return the text that is now complete, which may be ""."""
