@@ -214,7 +214,7 @@ def _repeated(inner: _Step, low: int, high: int) -> _Step:
 
 
 def _ahead(inner: _Step, *, is_wanted: bool) -> _Step:
-    """Return a look-ahead, a step that keeps the places where `inner` matches, or does not match."""
+    """Return a look-ahead, which keeps the places where `inner` matches, or does not match."""
 
     def step(name: _Name, places: int) -> int:
         found = 0

@@ -126,7 +126,7 @@ class LiveRows:
         return changes
 
     def take_progress(self, last: Iterable[Ran]) -> list[list[Any]]:
-        """Return [number of tokens, rows as ranges] of rows that have generated since the last call.
+        """Return [number of new tokens, rows as ranges] of rows that grew since the last call.
 
         `last` has the last iteration of each micro batch.
         """

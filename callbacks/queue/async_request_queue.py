@@ -71,7 +71,7 @@ class AsyncRequestQueue(RequestQueue):
         max_new_tokens: int | None = None,
         **by_name: Any,
     ) -> Generation:
-        """Submit a request as `submit` does. Tasks wait for a full queue in the order of arrival."""
+        """Submit a request as `submit` does. If the queue is full, wait in the order of arrival."""
         stop, request_id = by_name.pop("stop", None), by_name.pop("request_id", None)
         if stop is not None:  # reading the tokenizer's file takes long
             await asyncio.to_thread(self._texts.load)

@@ -50,7 +50,7 @@ class Metric(NamedTuple):
     buckets: tuple[float, ...] = ()
 
     def names(self, prefix: str) -> tuple[str, ...]:
-        """Return the names with a prefix; with "vllm", a metric that vLLM lacks keeps our prefix."""
+        """Return the names with a prefix. With "vllm", a metric that vLLM lacks has our prefix."""
         if prefix == VLLM:
             return tuple(f"vllm:{name}" for name in self.vllm) or (f"{OWN}_{self.name}",)
         return (f"{prefix}_{self.name}",)

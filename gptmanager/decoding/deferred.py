@@ -12,7 +12,7 @@ from typing import Any
 class Deferred:
     """A value that `make()` returns. All calls of `make` return the same value.
 
-    `num_values`: approximate number of values that stay in memory until `make` is called.
+    `num_values` is the approximate number of values that stay in memory until `make` is called.
     """
 
     __slots__ = ("make", "num_values")
@@ -23,6 +23,6 @@ class Deferred:
 
 
 def beginning(items: list[Any]) -> Any:
-    """Return the current items of a list, deferred; the list may only be appended to afterwards."""
+    """Return the current items of a list as a `Deferred`. Only append to the list afterwards."""
     length = len(items)
     return Deferred(lambda: items[:length], length)

@@ -1,4 +1,4 @@
-"""`EndRule`: where an output ends, for a single sequence and for each beam of a search."""
+"""`EndRule`: decides where an output ends, for a single sequence and each beam of a search."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ End = tuple[FinishReason, int]  # the reason, and the number of generated tokens
 
 
 class EndRuleState(NamedTuple):
-    """The parameters of an `EndRule` to store, with its stop words as `words`.
+    """The parameters of an `EndRule` that are stored in recordings, with its stop words as `words`.
 
     The end ids are missing, because they are stored with the `SamplingParams`.
     """
@@ -27,8 +27,9 @@ class EndRuleState(NamedTuple):
 class EndRule:
     """An output ends with one of `end_ids`, with a stop word, or when it is `max_new_tokens` long.
 
-    `include_stop`: the end id or stop word is part of the output. Lengths count generated tokens,
-    including those that are cut off. A stop state is a result of `StopWords.advance`, 0 at first.
+    With `include_stop`, the end id or stop word is part of the output. Lengths count generated
+    tokens, including those that are cut off. A stop state is a result of `StopWords.advance`, 0 at
+    first.
     """
 
     max_new_tokens: int
@@ -60,7 +61,7 @@ class EndRule:
 
     @property
     def num_last_tokens(self) -> int:
-        """Number of distinct tokens that can end an output before its length does."""
+        """Number of distinct tokens that can end an output before `max_new_tokens`."""
         last = set() if self.stop_words is None else set(self.stop_words.last_tokens)
         return len(last | self.end_ids)
 

@@ -14,10 +14,10 @@ Numbers = TypeVar("Numbers", int, Ints)
 
 @dataclass(frozen=True, slots=True)
 class Lines:
-    """Tables with space for `max_beam_width` beams in each of `num_slots` slots.
+    """The lines of tables with space for `max_beam_width` beams in each of `num_slots` slots.
 
-    A table of tokens, blocks or parameters has `count` lines. A sequence without beams uses the
-    line of beam 0.
+    A line is a row of such a table, which has the tokens, blocks or parameters of one beam. A table
+    has `count` lines. A sequence without beams uses the line of beam 0.
     """
 
     num_slots: int
@@ -32,4 +32,5 @@ class Lines:
         return slot * self.max_beam_width + beam
 
     def slot_of(self, line: Numbers) -> Numbers:
+        """Return the slot of a line; takes an int or an int64 array."""
         return line // self.max_beam_width

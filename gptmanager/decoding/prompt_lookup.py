@@ -1,8 +1,8 @@
 """Proposes draft tokens, so that one step computes several positions of a sequence.
 
-Which tokens to propose follows from the request's own tokens. How many to propose follows from the
-results of earlier drafts, which the caller reports. A wrong draft costs computation, but never
-changes the output.
+The proposed tokens are copied from the request's own tokens. Their number depends on the results of
+earlier drafts, which the caller reports. A wrong draft costs computation, but never changes the
+output.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Drafter:
     After a draft that was fully accepted, the next one is twice as long; otherwise it has one token
     more than were accepted. After a fully rejected draft, some steps run without drafts; each
     further rejection doubles their number. So text without repeats costs little. Virtual tokens
-    (ids from `vocab_size` on) are looked up but never proposed, because they are never chosen.
+    (ids from `vocab_size` on) are looked up but never proposed, because they are never sampled.
     """
 
     __slots__ = ("_config", "_length", "_found", "_rest", "_seen", "_vocab_size", "_wrong")
@@ -68,7 +68,7 @@ class Drafter:
         return DrafterState(self._length, self._wrong, self._rest)
 
     def restore(self, state: DrafterState) -> None:
-        """Restore a state. Raises ValueError if a value is out of range."""
+        """Restore a state. Raise ValueError if a value is out of range."""
         longest = self._config.max_draft_tokens
         if (
             not 0 <= state.length <= longest
@@ -79,7 +79,7 @@ class Drafter:
         self._length, self._wrong, self._rest = state
 
     def learn_result(self, num_drafts: int, num_accepted: int) -> None:
-        """Adapt to the last draft, in which `num_accepted` of `num_drafts` tokens were right."""
+        """Adapt to the last draft, of which `num_accepted` of `num_drafts` tokens were accepted."""
         if num_accepted:
             self._wrong = 0
             grown = 2 * num_drafts if num_accepted == num_drafts else num_accepted + 1
@@ -108,9 +108,10 @@ class DraftsState(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class RequestDrafts:
-    """The drafts of one request: from its host, for the first step, or from a drafter.
+    """The draft tokens of one request.
 
-    `tokens`: the drafts to run next. `logits`: the logits that the host's drafts were sampled from.
+    `tokens` run in the next step. They are from the host, for the first step only, or from
+    `drafter`. `logits` are the logits from which the host's drafts were sampled.
     """
 
     tokens: tuple[int, ...] = ()

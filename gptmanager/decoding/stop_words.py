@@ -1,7 +1,7 @@
 """`StopWords`: finds the first of several token sequences in a growing text, token by token.
 
-An Aho-Corasick automaton, compiled once per request. It decides where a word has ended and how many
-tokens may still become part of one. It knows nothing of requests and responses.
+It is an Aho-Corasick automaton, compiled once per request. It decides where a word has ended, and
+how many tokens may still become part of one. It knows nothing of requests and responses.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ class StopWords:
     A state is an int, 0 before the first token. It depends on the tokens only, so replaying a
     history restores it. The match that ends first is reported, because a request stops there. If
     several words end at the same token, the longest is reported, so that cutting it off removes all
-    of them. `last_tokens`: the last token of each word.
+    of them. `last_tokens` has the last token of each word.
     """
 
     __slots__ = ("words", "_depth", "_least", "_matched", "_next", "_suffix", "last_tokens")
@@ -70,7 +70,7 @@ class StopWords:
         self._matched[state] = len(word)
 
     def _link(self) -> None:
-        """Find each state's suffix, breadth first, so that shorter suffixes are complete before."""
+        """Find each state's suffix, breadth first, so that shorter suffixes are found before."""
         queue = deque(self._next[0].values())
         while queue:
             state = queue.popleft()

@@ -22,16 +22,17 @@ FOR_PROCESSOR, FOR_ADAPTER = 1, 2
 class ActiveRequest(LlmRequest):
     """A request as schedulers see it, with the values that its responses need.
 
-    `num_sent`: the history position up to which tokens have been sent, at first the length of the
-    prompt; pauses do not change it.
-    `stop_state`: the state of `end_rule` after the tokens so far. `cached_tokens`: the prompt
-    tokens that the first start found in the KV cache. `search`: the beam search, if the request has
-    several beams; the length of `tokens` then is only the number of generated tokens. `is_serial`:
-    the next step depends on the values of the last tokens. `adapter_digest`: the digest of the
-    adapter's content, "" until it is known. `adapter_slot`: the adapter's index in the tables of
-    the kernels, -1 while the adapter is not on the device. `adapter_tensors`: the adapter's
-    weights, None once a job reads them. `weights_versions`: the versions of the first and of the
-    newest weights that may have computed its tokens.
+    `num_sent` is the history position up to which tokens have been sent, at first the length of the
+    prompt; pauses do not change it. `stop_state` is the state of `end_rule` after the tokens so
+    far. `cached_tokens` is the number of prompt tokens that the first start found in the KV cache.
+    `search` is the beam search of a request with several beams, else None; with beams, `tokens`
+    only counts the generated tokens. `is_serial` means that the next step depends on the values of
+    the last tokens. `has_extras` means that responses may have other tensors than tokens.
+
+    `adapter_digest` is the digest of the adapter's content, "" until it is known. `adapter_slot` is
+    the adapter's index in the tables of the kernels, -1 while the adapter is not on the device.
+    `adapter_tensors` are the adapter's weights, None once a job reads them. `weights_versions` are
+    the versions of the first and of the newest weights that may have computed its tokens.
     """
 
     __slots__ = (
@@ -114,7 +115,7 @@ class ActiveRequest(LlmRequest):
         self.weights_versions = 0, 0
 
     def wait_for(self, what: int) -> None:
-        """Keep the request from starting until `clear_wait(what)`."""
+        """Keep the request from starting until `clear_wait(what)`; `what` is one of FOR_..."""
         self.awaited |= what
         if self.state is LlmRequestState.CONTEXT_INIT:
             self.move_to(LlmRequestState.PREPARING)
@@ -127,15 +128,14 @@ class ActiveRequest(LlmRequest):
 
     @property
     def adapter_key(self) -> str | None:
-        """Identity of the adapter in the KV cache: the digest of its content, because ids may be
-        reused.
+        """Identity of the adapter in the KV cache.
+
+        It is the digest of the adapter's content, because adapter ids may be reused.
         """
         return self.adapter_digest or None
 
     def propose_drafts(self) -> None:
-        """Draft the next tokens. No draft is made after the last token that the request may
-        generate.
-        """
+        """Draft the next tokens, but none beyond the last token that the request may generate."""
         drafts = self.drafts
         if drafts.drafter is not None:
             limit = self.max_new_tokens - self.num_generated - 1
@@ -167,9 +167,8 @@ class ActiveRequest(LlmRequest):
         """Continue a new request after the progress that it made in another process.
 
         Beams start anew: their tokens are computed again, but tokens that were sent before are not
-        sent again.
-        Raises CapacityError if the output is as long as it may be already, or if the host has more
-        tokens than it may have.
+        sent again. Raise CapacityError if the request has as many tokens as it may generate, or if
+        more than this number were sent.
         """
         tokens, times = progress.tokens, self.times
         if progress.num_sent > self.max_new_tokens:
@@ -178,7 +177,7 @@ class ActiveRequest(LlmRequest):
                 f"which may have {self.max_new_tokens}"
             )
         times.arrival -= progress.age_s
-        if tokens:  # it has had its first computation, and the outputs of its prompt
+        if tokens:  # the prompt was computed, and its outputs were sent
             times.queue_deadline, times.first_scheduled, times.first_token = None, now, now
         self.num_sent = self.orig_prompt_len + progress.num_sent
         if self.search is not None or not tokens:
@@ -205,8 +204,9 @@ class ActiveRequest(LlmRequest):
 
     @property
     def streamable_end(self) -> int:
-        """History position up to which tokens may be sent. Later tokens may still be cut by a stop
-        word.
+        """History position up to which tokens may be sent.
+
+        Later tokens may still be cut by a stop word, or replaced by the beam search.
         """
         if self.search is not None:
             return self.orig_prompt_len + self.search.stable_length()
@@ -216,15 +216,17 @@ class ActiveRequest(LlmRequest):
 
     @property
     def wanted_from_start(self) -> OutputConfig:
-        """The outputs that the next start must compute. Outputs for the prompt are omitted once
-        computed.
+        """The outputs that the next start must compute.
+
+        Outputs for the prompt are omitted once the first token is known.
         """
         config = self.output.config
         return config if self.times.first_token is None else config.without_prompt
 
     @property
     def reads_cache(self) -> bool:
-        """Whether prompt blocks may be read from the KV cache. False if an output needs them
-        computed.
+        """Whether prompt blocks may be read from the KV cache.
+
+        False if the request asks for outputs of the prompt, such as its logits.
         """
         return not self.wanted_from_start.asks_of_prompt

@@ -124,9 +124,7 @@ def restored_request(state: RequestState, limits: Limits) -> ActiveRequest:
 
 
 def _check(state: RequestState, limits: Limits) -> None:
-    """Check the values that later steps rely on, and those that determine how much
-    memory is used.
-    """
+    """Check the values that later steps rely on, or that determine how much memory is used."""
     length, width = len(state.tokens), 1 if state.beams is None else state.beams.width
     longest, progress, ends = limits.max_seq_len, state.progress, state.end_rule
     ordered = (

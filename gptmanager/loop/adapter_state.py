@@ -1,6 +1,4 @@
-"""The state of `Adapters` as data, its restoration, and a copy for decisions that
-change nothing.
-"""
+"""The state of `Adapters` as data, its restoration, and copies of `Adapters` for previews."""
 
 from __future__ import annotations
 
@@ -33,7 +31,7 @@ class ReadState(NamedTuple):
 
 
 class MoveState(NamedTuple):
-    """The state of a copy to the device. `adapter`: index of the adapter in the cache."""
+    """The state of a copy to the host or the device. `adapter` is its index in the cache."""
 
     job: int
     adapter: int
@@ -53,6 +51,7 @@ class AdaptersState(NamedTuple):
 
 
 def adapters_state(adapters: Adapters) -> AdaptersState:
+    """Return the state as data. Call it between two iterations."""
     number = {adapter: index for index, adapter in enumerate(adapters.cache.adapters)}
     return AdaptersState(
         peft_cache_state(adapters.cache),
@@ -89,9 +88,7 @@ def restore_adapters(
 
 
 def copied_adapters(adapters: Adapters, requests: Mapping[int, ActiveRequest]) -> Adapters:
-    """Return a copy that loads nothing, and that refers to `requests`, copies of the active
-    requests.
-    """
+    """Return a copy that starts no work. It refers to `requests`, copies of the active requests."""
     cache, copies = copied_peft_cache(adapters.cache)
     found = Adapters(cache, lambda work: None, adapters._patience)
     found.waiting = {*adapters.waiting}

@@ -37,8 +37,8 @@ def no_adapters() -> Adapters:
 class Read:
     """An adapter that was sent with a request and is not cached; `digest` is "" until it is read.
 
-    `wanted_by`: the request that sent the adapter, if still active, and later requests that name
-    only its id. `is_forgotten`: the host has replaced the adapter; no new request may use it.
+    `brought_by` is the request that sent the adapter. `wanted_by` are this request, if still
+    active, and later ones with only the id. No new request may use the adapter if `is_forgotten`.
     """
 
     task_id: int
@@ -56,9 +56,9 @@ class Adapters:
 
     Started requests get device pages first, then the others in the order of the active requests. A
     request is passed over if its adapter needs more pages than are free, and later requests may
-    overtake it. After `patience` overtakes of the first such request, later requests wait too.
+    overtake it. After `patience` overtakes of the first such request, later requests wait, too.
 
-    `waiting`: requests that must not start yet. They are in PREPARING.
+    `waiting` has the ids of requests that must not start yet. They are in PREPARING.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class Adapters:
     # Input ---------------------------------------------------------------------------------
 
     def note(self, forgotten: Iterable[int], done: Iterable[AdapterDone]) -> None:
-        """Note an intake's results: ids of forgotten tasks, and ended adapter work."""
+        """Note ids of forgotten tasks, and ended adapter work, which `take_in` applies."""
         self._forgotten.extend(forgotten)
         self._done.extend(done)
         self.has_changed = True
@@ -101,7 +101,7 @@ class Adapters:
         return self._take_failures()
 
     def add(self, request: ActiveRequest) -> None:
-        """Add an admitted request. A request without an adapter is accepted too."""
+        """Add an admitted request. Do nothing for a request without an adapter."""
         task_id, tensors = request.lora_task_id, request.adapter_tensors
         if task_id is None:
             return
@@ -139,7 +139,7 @@ class Adapters:
         return failures
 
     def count(self) -> None:
-        """Update `counts` for the statistics. This is slow, so it is done only for a report."""
+        """Update `counts` for the statistics. This is slow, so it is done only after changes."""
         self.counts = self.cache.counts()
 
     # Changes of requests -------------------------------------------------------------------
@@ -152,7 +152,7 @@ class Adapters:
             self.has_changed = True
 
     def release(self, request_id: int) -> None:
-        """Remove a request that has ended. A request without an adapter is accepted too."""
+        """Remove a request that has ended. Do nothing for a request without an adapter."""
         if self.requests.pop(request_id, None) is None:
             return
         self.has_changed = True
@@ -164,7 +164,7 @@ class Adapters:
                 if not read.wanted_by:
                     self._drop(job)
 
-    # From the request to the host ----------------------------------------------------------
+    # From the request to host pages --------------------------------------------------------
 
     def _next_job(self) -> int:
         self.num_jobs += 1
@@ -274,7 +274,7 @@ class Adapters:
             self._load(FreeHostPages(freed))
         self._load(WriteAdapter(write, job, pages, adapter.rows, adapter.packing))
 
-    # From the host to the device -----------------------------------------------------------
+    # From host pages to device pages -------------------------------------------------------
 
     def _give_pages(self, active: Iterable[ActiveRequest]) -> None:
         with_adapter = [(r, a) for r in active if (a := self.cache.find(r.request_id)) is not None]
@@ -317,7 +317,7 @@ class Adapters:
         request.wait_for(FOR_ADAPTER)
 
     def _ensure(self, request: ActiveRequest, adapter: CachedAdapter) -> bool:
-        """Reserve device pages, and copy if necessary. Return whether none were reserved before."""
+        """Reserve device pages, and copy if necessary. Return whether the request had none."""
         request_id = request.request_id
         is_new = request_id not in adapter.running
         copies = self.cache.ensure(request_id)
@@ -339,9 +339,7 @@ class Adapters:
     # Questions -----------------------------------------------------------------------------
 
     def require_known(self, request: ActiveRequest) -> None:
-        """Raise AdapterError for a new request that names the id of an unknown adapter without
-        weights.
-        """
+        """Raise AdapterError if a new request has no weights, and its adapter is unknown."""
         task_id = request.lora_task_id
         if task_id is None or request.adapter_tensors is not None:
             return
@@ -349,9 +347,7 @@ class Adapters:
             self.cache.determine_num_pages(task_id)
 
     def why_waiting(self, request: ActiveRequest) -> str:
-        """Return why a request in `waiting` waits, as the rest of a sentence such as "request 7
-        waits".
-        """
+        """Return why a request in `waiting` waits, to complete the sentence "request 7 waits"."""
         name, cache = f"its adapter {request.lora_task_id}", self.cache
         adapter = cache.find(request.request_id)
         if adapter is None:
@@ -369,7 +365,7 @@ class Adapters:
         )
 
     def lacks_pages(self, request_id: int) -> bool:
-        """Whether a request waits only for device pages: its adapter is already on the host."""
+        """Return whether a request waits only for device pages, with its adapter on the host."""
         adapter = self.cache.find(request_id)
         is_there = adapter is not None and not (adapter.is_loading or adapter.is_copying)
         return request_id in self.waiting and is_there

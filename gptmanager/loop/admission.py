@@ -1,7 +1,7 @@
-"""Admission: check a request of the host and make an `ActiveRequest`, or raise RequestError.
+"""Admission: checks a request of the host, and creates an `ActiveRequest` from it.
 
-Checks a request only against limits that are fixed when the manager starts, not against the other
-active requests.
+A request is checked only against limits that are fixed when the manager starts, not against the
+other active requests. An invalid request raises RequestError.
 """
 
 from __future__ import annotations
@@ -50,7 +50,10 @@ _SAMPLING_TENSORS = ("runtime_top_k", "runtime_top_p", "runtime_min_p", "tempera
 
 
 def admit(request: InferenceRequest, limits: Limits, now: float) -> ActiveRequest:
-    """Check a request as a whole. Raises RequestError for the first invalid value."""
+    """Return the active request; raise RequestError for the first invalid value.
+
+    `now` is the time of its arrival, in seconds of the clock of `Intake.now`.
+    """
     tensors = _tensors_of(request)
     prompt_table, num_virtual = _read_prompt_table(tensors, limits)
     prompt = read_token_ids("input_ids", tensors["input_ids"], limits.vocab_size + num_virtual)
@@ -114,7 +117,7 @@ def _tensors_of(request: InferenceRequest) -> dict[str, Any]:
 def _read_drafts(
     tensors: dict[str, Any], prompt_len: int, limits: Limits
 ) -> tuple[tuple[int, ...], HostRows | None]:
-    """Tokens that may follow the prompt, and the logits that they were drawn from."""
+    """Return the draft tokens after the prompt, and the logits from which they were sampled."""
     if "draft_input_ids" not in tensors:
         if "draft_logits" in tensors:
             raise InvalidRequestError(
@@ -136,7 +139,7 @@ def _read_drafts(
 
 
 def read_draft_logits(value: Any, drafts: Sequence[int], vocab_size: int) -> HostRows:
-    """Read the logits from which `drafts` were sampled."""
+    """Read the logits from which `drafts` were sampled; raise InvalidRequestError."""
     rows = read_rows("draft_logits", value, vocab_size, bans=True)
     if rows.count != len(drafts):
         raise InvalidRequestError(
@@ -164,8 +167,9 @@ def _read_sampling(request_id: int, tensors: dict[str, Any], limits: Limits) -> 
 def _read_sampling_params(
     request_id: int, tensors: dict[str, Any], limits: Limits, end_ids: tuple[int, ...]
 ) -> SamplingParams:
-    """Read the numbers. Temperatures and penalties that overflow or underflow float32
-    are invalid.
+    """Read the sampling parameters.
+
+    Temperatures and penalties that overflow or underflow float32 are invalid.
     """
 
     def count(name: str) -> int:
@@ -284,9 +288,7 @@ def _read_beams(
 def _read_end_rule(
     tensors: dict[str, Any], limits: Limits, max_new_tokens: int, end_ids: tuple[int, ...]
 ) -> EndRule:
-    """Build the end rule. Stop words that contain an end id are left out: the end id
-    matches first.
-    """
+    """Build the end rule. Omit stop words that contain an end id, because the id matches first."""
     words, ends = [], frozenset(end_ids)
     if "stop_words_list" in tensors:
         words = read_word_list("stop_words_list", tensors["stop_words_list"], limits.vocab_size)
@@ -296,9 +298,7 @@ def _read_end_rule(
 
 
 def _read_prompt_table(tensors: dict[str, Any], limits: Limits) -> tuple[HostRows | None, int]:
-    """Read the request's own embeddings, and the number of token ids that they add to the
-    vocabulary.
-    """
+    """Return the request's embeddings, and the number of token ids that they add."""
     if "prompt_embedding_table" not in tensors:
         if "prompt_vocab_size" in tensors:
             raise InvalidRequestError(
@@ -317,7 +317,7 @@ def _read_prompt_table(tensors: dict[str, Any], limits: Limits) -> tuple[HostRow
 
 
 def _read_adapter(tensors: dict[str, Any], limits: Limits) -> LoraInputs | None:
-    """Return a request's adapter. Its weights are not read yet."""
+    """Return a request's adapter, without reading its weights; None without an adapter."""
     given = [name for name in _LORA_TENSORS if name in tensors]
     if limits.adapters is not None:
         return read_lora(tensors, limits.adapters)

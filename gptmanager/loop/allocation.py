@@ -22,7 +22,7 @@ _CONTEXT_INIT = LlmRequestState.CONTEXT_INIT
 
 
 class AllocatorState(NamedTuple):
-    """The state of an `Allocator`. `paused`: requests paused since the last schedule."""
+    """The state of an `Allocator`. `paused` are the requests paused since the last schedule."""
 
     kv_cache: KvCacheState
     free_slots: tuple[int, ...]
@@ -32,9 +32,10 @@ class AllocatorState(NamedTuple):
 
 
 class Allocator:
-    """Slots and blocks of started sequences.
+    """The slots and blocks of started sequences.
 
-    `num_slots`: the number of sequences that may be started at the same time.
+    A slot is the index of a sequence in the tables of the executor. At most `num_slots` sequences
+    may be started at the same time. `window` is None without sliding-window attention.
     """
 
     def __init__(
@@ -51,10 +52,10 @@ class Allocator:
     def allocate(
         self, output: SchedulerOutput, now: float, max_input_len: int, micro_batch_id: int = 0
     ) -> Schedule | None:
-        """Allocate memory for a checked decision. Returns None if no request runs.
+        """Allocate memory for a checked decision; return None if no request runs.
 
-        Raises SchedulerError if too little memory is free. Its text starts with a verb, because
-        `blamed` puts the scheduler's name before it.
+        Raise SchedulerError if too little memory is free. The text of the error starts with a verb,
+        because `blamed` puts the scheduler's name before it.
         """
         for request in output.paused_requests:
             self.pause(request, max_input_len)
@@ -115,8 +116,9 @@ class Allocator:
         self._paused.append(request.request_id)
 
     def release(self, request: LlmRequest) -> None:
-        """Free what a request holds. Steps run in order, so a later step may reuse the memory at
-        once.
+        """Free what a request holds.
+
+        Steps run in order, so a later step may reuse the memory at once.
         """
         if request.slot >= 0:
             self.kv_cache.remove(request.request_id)
@@ -135,7 +137,7 @@ class Allocator:
         return list(range(self.num_slots))[::-1]
 
     def check(self) -> None:
-        """Raise GptManagerError unless every block and slot has the right owners."""
+        """Raise GptManagerError if a block has wrong owners, or a slot is free twice."""
         self.kv_cache.check()
         if len(set(self._free_slots)) != len(self._free_slots):
             raise GptManagerError(f"a slot is free twice: {sorted(self._free_slots)}")
@@ -233,8 +235,9 @@ class Allocator:
         return row._replace(num_tokens=num_tokens, num_drafts=len(tokens))
 
     def _close_ring(self, request: LlmRequest, num_blocks: int, parts: _Parts) -> None:
-        """Make the block table a ring once the window is full: later positions overwrite the
-        oldest.
+        """Once the window is full, repeat its blocks in the request's block table.
+
+        So later positions overwrite the oldest ones.
         """
         tokens_per_block = self.kv_cache.tokens_per_block
         total = -(-(request.prompt_len + request.max_new_tokens) // tokens_per_block)

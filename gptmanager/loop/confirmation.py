@@ -1,7 +1,7 @@
 """`Confirmation`: applies the result of a step to the requests that ran in it.
 
-Confirms tokens and detects finished requests. It ends no request: the caller gets the finished and
-failed requests.
+It confirms tokens, and detects finished requests. It ends no request: it returns finished requests
+to the caller, and passes failures on to the next intake.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ Finished = tuple[ActiveRequest, FinishReason, int]
 class Confirmation:
     """Applies the results of steps to the requests of a loop.
 
-    `failing`: ids of requests that failed in a result; they end with the next intake. `drafts` and
-    `num_logits_errors` count since the start.
+    `failing` has the ids of requests that failed in a result; they end with the next intake.
+    `drafts` and `num_logits_errors` count since the start.
     """
 
     def __init__(self, table: RequestTable, allocator: Allocator) -> None:
@@ -41,7 +41,8 @@ class Confirmation:
     ) -> tuple[list[ActiveRequest], list[Finished]]:
         """Confirm tokens and detect ends. Return the requests to stream, and those that finished.
 
-        A row is ignored if its request has ended or restarted since the launch: its epoch differs.
+        A row is ignored if its request has ended or restarted since the launch. A restarted request
+        has another epoch than the row.
         """
         streaming: list[ActiveRequest] = []
         finished: list[Finished] = []
@@ -88,8 +89,9 @@ class Confirmation:
     def _confirm_several(
         self, request: ActiveRequest, row: Row, tokens: Sequence[int]
     ) -> tuple[int, End | None]:
-        """Confirm the accepted drafts and the token after them. Return a fault or an
-        end, if any.
+        """Confirm the accepted drafts and the token after them.
+
+        Return (fault, end): a negative token or 0, and the end of the output or None.
         """
         if row.num_drafts:
             self._allocator.settle_drafts(request, row.num_drafts, len(tokens) - 1)
@@ -106,9 +108,7 @@ class Confirmation:
         return 0, None
 
     def _hand_on(self, failures: Collection[Failure], schedule: Schedule) -> None:
-        """Pass a step's failures on to the next intake, except those of ended or restarted
-        requests.
-        """
+        """Pass failures on to the next intake, except those of ended or restarted requests."""
         rows = (*schedule.context_rows, *schedule.generation_rows)
         epochs = {row.request_id: row.epoch for row in rows}
         for failure in failures:
@@ -131,7 +131,10 @@ class Confirmation:
 def _advance_beams(
     request: ActiveRequest, token: int, candidates: BeamCandidates
 ) -> tuple[int, End | None]:
-    """Append one token to every beam. With several beams, `tokens` only counts the tokens."""
+    """Append one token to every beam; return (fault, end) as `_confirm_several` does.
+
+    With several beams, `request.tokens` only counts the tokens.
+    """
     if request.search is None:
         raise TypeError(f"request {request.request_id} has rows of beams but no search")
     request.confirm_token(token)

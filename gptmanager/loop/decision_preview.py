@@ -1,7 +1,7 @@
 """`NextDecision`: what the next iteration of a loop would decide if nothing else happened before.
 
-Runs the decision on copies: assigns adapter pages, proposes drafts and asks the scheduler. The loop
-itself does not change.
+It assigns adapter pages, proposes drafts and asks the scheduler, all on copies. The loop itself
+does not change.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ _IN_PROGRESS = LlmRequestState.GENERATION_IN_PROGRESS
 
 
 class NextDecision:
-    """The decision over the active requests of `loop`, and optionally over a `newcomer`, which
-    comes after the active requests of the same priority.
+    """The decision over the active requests of `loop`, and optionally over a `newcomer`.
 
-    `adapters`: their state after the iteration has assigned pages. `active`: the requests in the
-    scheduler's order. A request that the iteration would change is a copy, and a request that it
+    The newcomer is placed after the active requests of the same priority. `adapters` have the state
+    after the iteration has assigned pages. `active` has the requests in the order in which the
+    scheduler gets them. A request that the iteration would change is a copy, and a request that it
     would end with an error is missing.
     """
 
@@ -61,7 +61,7 @@ class NextDecision:
 
     @functools.cached_property
     def waits(self) -> Mapping[int, Wait] | None:
-        """Why the scheduler would leave requests out; None if it does not report reasons."""
+        """Why requests would not run, by request id; None if the scheduler does not report it."""
         loop, in_flight = self._loop, self._loop.in_flight()
         ready = [request for request in self.active if request.state is not _PREPARING]
         if loop.table.num_serial:

@@ -21,8 +21,9 @@ from gptmanager.step import Extras, Progress, PromptLogProbs, Row
 
 
 class LogProbsByRank(NamedTuple):
-    """The best k tokens at n positions: log probabilities, float32 `[n, k]`, and ids, int32 `[n,
-    k]`.
+    """The best k tokens at n positions.
+
+    `log_probs` are float32 `[n, k]`, `ids` int32 `[n, k]`.
     """
 
     log_probs: Tensor
@@ -30,8 +31,9 @@ class LogProbsByRank(NamedTuple):
 
 
 class _PromptScores(NamedTuple):
-    """Scores of the prompt tokens after the first: log probabilities `[n]`, top ones and ids `[n,
-    k]`.
+    """Scores of the n prompt tokens after the first.
+
+    `log_probs` are `[n]`, the best k log probabilities and ids at each position `[n, k]`.
     """
 
     log_probs: Tensor
@@ -59,8 +61,9 @@ class RequestExtras:
         self.prompt_is_sent = False
 
     def add_context(self, prompt_len: int, position: int, logits: Tensor) -> None:
-        """Store logits `[n, vocab]` of the prompt from `position` on. A restart stores
-        them again.
+        """Store logits `[n, vocab]` of the prompt from `position` on.
+
+        A restarted request stores them again.
         """
         if self._context is None:
             self._context = torch.empty(prompt_len, self._vocab_size)
@@ -69,7 +72,7 @@ class RequestExtras:
         self._context_end = end
 
     def add_prompt(self, prompt_len: int, found: PromptLogProbs) -> None:
-        """Store log probabilities of a part of the prompt. A restart stores them again."""
+        """Store log probabilities of a part of the prompt. A restarted request stores them again."""
         if self._prompt is None:
             shape = prompt_len - 1, found.top_ids.shape[1]
             self._prompt = _PromptScores(
@@ -89,14 +92,16 @@ class RequestExtras:
         self._generation.update(enumerate(logits, index))
 
     def beam_generation(self, nodes: Sequence[BeamNode]) -> Tensor:
-        """Return the logits `[n, vocab]` from which the tokens of `nodes` were chosen. A replay has
-        none.
+        """Return the logits `[n, vocab]` from which the tokens of `nodes` were chosen.
+
+        The result is empty in a replay, which does not compute logits.
         """
         known = self._generation
         rows = [known[n.length - 1][n.beam] for n in nodes if n.length - 1 in known]
         return torch.stack(rows) if rows else torch.empty(0, self._vocab_size)
 
     def add_log_probs(self, index: int, log_probs: list[float]) -> None:
+        """Store the log probabilities of the generated tokens from `index` on."""
         self._log_probs[index:] = log_probs
 
     def take_context(self) -> Tensor:
@@ -108,11 +113,10 @@ class RequestExtras:
         return context[None, :end]
 
     def take_prompt(self, count: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the prompt's log probabilities `[1, n]`, and the log probabilities and ids of the
-        best `count` tokens, `[1, n, count]` each. They cover the computed tokens after the first
-        one.
+        """Remove and return the scores of the prompt, for the computed tokens after the first one.
 
-        They are removed: a second call returns empty tensors.
+        They are the log probabilities `[1, n]` of the tokens, and the log probabilities and ids
+        `[1, n, count]` of the best `count` tokens. A second call returns empty tensors.
         """
         found, end = self._prompt, self._prompt_end
         self._prompt, self._prompt_end, self.prompt_is_sent = None, 0, True
@@ -133,7 +137,7 @@ class RequestExtras:
         return _stacked([self._top.pop(i) for i in range(start, end) if i in self._top], count)
 
     def beam_top(self, nodes: Sequence[BeamNode], count: int) -> LogProbsByRank:
-        """Return the top log probabilities at the token of each node. A replay has none."""
+        """Return the top log probabilities at the token of each node; nothing in a replay."""
         known = self._top
         found = [
             tuple(array[node.beam, None] for array in known[node.length - 1])
@@ -143,9 +147,7 @@ class RequestExtras:
         return _stacked(found, count)
 
     def take_generation(self, start: int, end: int) -> Tensor:
-        """Remove and return the logits `[1, 1, n, vocab]` of generated tokens `start <= index <
-        end`.
-        """
+        """Remove and return logits `[1, 1, n, vocab]` of generated tokens start <= index < end."""
         found = [self._generation.pop(index, None) for index in range(start, end)]
         rows = [row for row in found if row is not None]
         if not rows:
@@ -153,9 +155,7 @@ class RequestExtras:
         return torch.cat(rows)[None, None]
 
     def log_probs(self, start: int, end: int) -> Tensor:
-        """Return the log probabilities `[1, 1, n]` of the generated tokens `start <=
-        index < end`.
-        """
+        """Return the log probabilities `[1, 1, n]` of generated tokens `start <= index < end`."""
         return torch.tensor([[self._log_probs[start:end]]], dtype=torch.float32)
 
     def cum_log_probs(self, end: int) -> Tensor:
@@ -219,7 +219,7 @@ def _find(by_id: Mapping[int, ActiveRequest], request_id: int, epoch: int) -> Ac
 
 
 def _stacked(found: Sequence[tuple[np.ndarray, ...]], count: int) -> LogProbsByRank:
-    """Concatenate the values of n tokens, `[1, count]` each."""
+    """Concatenate log probabilities and ids of n tokens, each `[1, count]`."""
     if not found:
         return LogProbsByRank(torch.empty(0, count), torch.empty(0, count, dtype=torch.int32))
     log_probs, ids = (torch.from_numpy(np.concatenate(own)) for own in zip(*found, strict=True))

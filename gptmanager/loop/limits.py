@@ -1,6 +1,4 @@
-"""`Limits`: the limits of a request, fixed when the manager starts, and the check of
-its lengths.
-"""
+"""`Limits`: the limits of a request, fixed when the manager starts, and checks of its lengths."""
 
 from __future__ import annotations
 
@@ -16,12 +14,12 @@ from gptmanager.request.adapter import AdapterLimits
 class Limits:
     """The limits of one request, and of the number of waiting requests. Lengths are in tokens.
 
-    `pool_limited`: `max_seq_len` is bounded by the KV cache. `max_run_len`: the limit of prompt +
-    new tokens - 1 if a request may have to run its whole history as one context again (a policy
-    that evicts, without chunked context). `max_num_requests`: the number of requests that may run
-    at once. `max_waiting`: how many more may wait, None for any number. `hidden_size` 0: the model
-    does not accept prompt embeddings. `drafts_refused`: why drafts are refused; "" if they are not.
-    `adapters` None: adapters are refused.
+    `pool_limited` means that the KV cache bounds `max_seq_len`. `max_run_len` limits prompt + new
+    tokens - 1 if a request may have to run its whole history as one context again (a policy that
+    evicts, without chunked context). `max_num_requests` requests may run at once, and `max_waiting`
+    more may wait, or any number if it is None. With `hidden_size` 0, the model does not accept
+    prompt embeddings. `drafts_refused` says why drafts are refused; it is "" if they are not. With
+    `adapters` None, adapters are refused.
     """
 
     vocab_size: int
@@ -87,7 +85,10 @@ def fit_length(request_id: int, prompt_len: int, max_new_tokens: int, limits: Li
 
 
 def check_pool(prompt_len: int, max_new_tokens: int, beam_width: int, limits: Limits) -> None:
-    """Check that the cache holds all beams. Beams share only the full blocks of the prompt."""
+    """Raise CapacityError if the cache cannot hold all beams at their full length.
+
+    Beams share only the full blocks of the prompt.
+    """
     size = limits.tokens_per_block
     shared = prompt_len // size
     needed = shared + (-(-(prompt_len + max_new_tokens) // size) - shared) * beam_width

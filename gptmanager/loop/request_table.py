@@ -1,7 +1,7 @@
 """`RequestTable`: the active requests, from their admission to their end.
 
-Admits the requests of an intake, and ends requests because of stop signals, time limits and
-failures. `TokenLoop`, which owns a request table, decides which requests run.
+It admits the requests of an intake, and ends requests because of stop signals, time limits and
+failures. The `TokenLoop` that it belongs to decides which requests run.
 """
 
 from __future__ import annotations
@@ -38,8 +38,10 @@ _COMPLETE = LlmRequestState.GENERATION_COMPLETE
 
 
 class RequestTableState(NamedTuple):
-    """State of a `RequestTable`. `active` is in order. `timed`, `preparing`: ids of active
-    requests. `arriving`: requests that are not admitted yet.
+    """The state of a `RequestTable`.
+
+    `active` is sorted as in the table. `timed` and `preparing` are ids of active requests.
+    `arriving` are requests that are not admitted yet.
     """
 
     active: tuple[RequestState, ...]
@@ -53,10 +55,10 @@ class RequestTableState(NamedTuple):
 class RequestTable:
     """The requests between their admission and their final response.
 
-    `active` is sorted by priority, then arrival; `by_id` holds the same requests. `preparing`: the
-    requests that wait for their logits post-processor; `adapters` knows those that wait for an
-    adapter. `weights_version`: the number of updates of the weights so far. `num_serial`: the
-    number of requests with a next step that depends on the last result. `final` creates the tensors
+    `active` is sorted by priority, then arrival; `by_id` has the same requests. `preparing` has the
+    ids of requests that wait for their logits post-processor; `adapters` knows those that wait for
+    an adapter. `weights_version` is the number of updates of the weights so far. `num_serial` is
+    the number of requests whose next step depends on the last result. `final` creates the tensors
     of final responses from `extras`.
     """
 
@@ -81,7 +83,7 @@ class RequestTable:
         self._final = final
         self._timed: dict[int, ActiveRequest] = {}  # those with a deadline
         self._arriving: deque[InferenceRequest] = deque()  # fetched, not admitted yet
-        self._intake: Intake | None = None  # that is being applied
+        self._intake: Intake | None = None  # the intake that is being applied
         self._stopping: deque[int] = deque()  # stop signals of `_intake` not applied yet
         # a request being freed, before its final response
         self._ending: ActiveRequest | None = None
@@ -89,11 +91,10 @@ class RequestTable:
     # Intake --------------------------------------------------------------------------------
 
     def take_in(self, intake: Intake) -> None:
-        """End requests because of failures, stop signals and time limits; then admit the new
-        requests.
+        """End requests because of failures, stop signals and time limits, then admit new requests.
 
-        A new request may reuse an id only if that id's final response was sent before Get was
-        called.
+        A new request may reuse the id of an earlier one only if the earlier one's final response
+        was sent before Get was called.
         """
         self._arriving.extend(intake.requests)
         self._intake = intake
@@ -165,9 +166,7 @@ class RequestTable:
         return bool(self.preparing or self.adapters.waiting)
 
     def most_active(self) -> float:
-        """Return how many requests may be active: one full batch plus the requests that
-        may wait.
-        """
+        """Return how many requests may be active: one full batch, and those that may wait."""
         if self.limits.max_waiting is None:
             return math.inf
         started = sum(request.times.first_scheduled is not None for request in self.active)
@@ -302,7 +301,7 @@ class RequestTable:
 
     @property
     def holds_requests(self) -> bool:
-        """Whether any request, admitted or not, has had no final response."""
+        """Whether any request, admitted or not, has not got its final response."""
         return bool(self.active or self._arriving)
 
     @property
@@ -341,8 +340,9 @@ class RequestTable:
     # As data -------------------------------------------------------------------------------
 
     def state(self) -> RequestTableState:
-        """Return the state between two iterations. After a failed iteration, requests may be
-        arriving.
+        """Return the state as data. Call it between two iterations.
+
+        `arriving` is empty unless an iteration has failed.
         """
         return RequestTableState(
             tuple(map(request_state, self.active)),

@@ -25,9 +25,9 @@ _read = attrgetter(*TimesState._fields)
 class RequestTimes:
     """The times of a request, in seconds of the clock of `Intake.now`.
 
-    `deadline`: when the request must be finished. `queue_deadline`: when its first computation must
-    have started. Both are None without a limit. `first_scheduled`, `first_token` and `last_token`
-    are None until their event.
+    The request must be finished by `deadline`, and its first computation must have started by
+    `queue_deadline`. Both are None without a limit. `first_scheduled`, `first_token` and
+    `last_token` are None until their event.
     """
 
     arrival: float
@@ -39,9 +39,11 @@ class RequestTimes:
 
     @property
     def is_limited(self) -> bool:
+        """Whether the request has a deadline of either kind."""
         return self.deadline is not None or self.queue_deadline is not None
 
     def is_overdue(self, now: float) -> bool:
+        """Return whether a deadline has passed."""
         return (self.deadline is not None and now > self.deadline) or (
             self.queue_deadline is not None
             and self.first_scheduled is None

@@ -56,8 +56,8 @@ _NO_LOGITS = (
 def stream_one_token(requests: Sequence[ActiveRequest]) -> list[list[NamedTensor]]:
     """Return one response per request: its last token, the only one that is not sent yet.
 
-    The tensors are views of one tensor per step: a separate tensor per value would cost 2.6 us
-    each.
+    The tensors are views of one tensor per step, because a separate tensor for each value would
+    cost 2.6 us each.
     """
     rows = len(requests)
     values = np.empty((3, rows), dtype=np.int32)
@@ -164,10 +164,10 @@ def _top(
 
 
 def _tokens(request: ActiveRequest, start: int, end: int, beams: Beams | None) -> list[NamedTensor]:
-    """Return tokens and lengths, one row per beam, and for streaming the position of the first
-    token.
+    """Return the tokens and lengths, one row per beam.
 
-    Without streaming, the tokens start with the prompt.
+    A streaming response has only new tokens, and `output_offset`, the position of the first one.
+    Without streaming, the tokens start with the prompt, unless the input is excluded.
     """
     rows = [request.tokens[start:end]] if beams is None else beams.tokens
     is_streaming, prompt_len = request.output.is_streaming, request.orig_prompt_len
@@ -209,7 +209,7 @@ def _metrics(request: ActiveRequest) -> Tensor:
 class Beams(NamedTuple):
     """The beams of a response.
 
-    `cum_log_probs`: sums over all output so far, without tokens that were cut off.
+    `cum_log_probs` are sums over all output so far, without tokens that were cut off.
     """
 
     nodes: list[list[BeamNode]]
@@ -222,9 +222,7 @@ class Beams(NamedTuple):
 
 
 def stable_beams(request: ActiveRequest, search: BeamSearch, end: int) -> Beams:
-    """Return the output up to history position `end`, which is equal in all beams and
-    thus final.
-    """
+    """Return the output up to history position `end`, which is final: all beams share it."""
     start = request.num_sent - request.orig_prompt_len
     path = search.stable_path()[: end - request.orig_prompt_len]
     total, nodes = _sum(path), path[start:]
@@ -232,8 +230,9 @@ def stable_beams(request: ActiveRequest, search: BeamSearch, end: int) -> Beams:
 
 
 def final_beams(request: ActiveRequest, search: BeamSearch, reason: FinishReason) -> Beams:
-    """Return the unsent output of all beams. `reason`: the finish reason, if the search is not
-    over.
+    """Return the unsent output of all beams.
+
+    `reason` is the finish reason of beams if the search is not over.
     """
     found = search.hypotheses(None if search.is_over else reason)
     missing = search.num_results - len(found)  # a small vocabulary permits fewer

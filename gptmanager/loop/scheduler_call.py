@@ -28,10 +28,11 @@ def decide(
     max_batch_size: int,
     max_num_tokens: int,
 ) -> SchedulerOutput:
-    """Return the checked answer of `scheduler`. `timer` times the call. `by_id`: the requests that
-    the scheduler may return.
+    """Return the checked answer of `scheduler`.
 
-    Raises SchedulerError. A MemoryError is passed on unchanged: it is not the scheduler's fault.
+    `timer` times the call. `by_id` has the requests that the scheduler may return. Raise
+    SchedulerError if the scheduler raises an exception, or returns an invalid answer. A MemoryError
+    is passed on unchanged, because it is not the scheduler's fault.
     """
     timer.start()
     try:
@@ -58,7 +59,7 @@ def decide(
 
 
 def blamed(scheduler: RequestScheduler, what: object) -> SchedulerError:
-    """Return an error that starts with the scheduler's class name. `what`: the rest, verb first."""
+    """Return an error that starts with the scheduler's class name and continues with `what`."""
     return SchedulerError(f"{type(scheduler).__name__} {what}")
 
 

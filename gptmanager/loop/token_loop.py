@@ -34,9 +34,9 @@ _TO_COMPLETE = LlmRequestState.GENERATION_TO_COMPLETE
 class LoopState(NamedTuple):
     """The state of a token loop between two iterations. A recording may start from it.
 
-    Black boxes store only these fields. `pending`: the schedules with results that are not applied
-    yet, oldest first. `failing`: ids of active requests that failed in a result. `drafts`,
-    `num_logits_errors`: counts since the start.
+    Black boxes store only these fields. `pending` has the schedules whose results are not applied
+    yet, oldest first. `failing` has the ids of active requests that failed in a result. `drafts`
+    and `num_logits_errors` count since the start.
     """
 
     request_table: RequestTableState
@@ -49,11 +49,10 @@ class LoopState(NamedTuple):
 class TokenLoop:
     """In-flight batching of requests on one executor and one KV cache.
 
-    `max_active`: None for no limit. `run_ahead` 1: a request is scheduled again before its last
-    token is known. `num_micro_batches`: the number of micro batches of different requests in
-    flight, if there are enough requests; the next one is launched before the result of the oldest
-    is read. `adapters`: None if no request has an adapter. `final` creates the tensors of final
-    responses.
+    `max_active` is None for no limit. With `run_ahead` 1, a request is scheduled again before its
+    last token is known. Up to `num_micro_batches` micro batches of different requests are in
+    flight; the next one is launched before the result of the oldest is read. `adapters` is None if
+    no request has an adapter. `final` creates the tensors of final responses.
     """
 
     def __init__(
@@ -85,7 +84,7 @@ class TokenLoop:
         self.num_micro_batches = num_micro_batches
         self.phase_times = phase_times
         self.scheduler_timer = CallbackTimer("Scheduler")
-        # run-ahead, micro batches: the steps with results that are not applied yet, oldest first
+        # steps of run-ahead or of micro batches whose results are not applied yet, oldest first
         self.pending: tuple[Any, ...] = ()
 
     @property
@@ -100,7 +99,7 @@ class TokenLoop:
 
     @property
     def holds_requests(self) -> bool:
-        """Whether any request, admitted or not, has had no final response."""
+        """Whether any request, admitted or not, has not got its final response."""
         return self.table.holds_requests
 
     # The loop: names and order are those of docs/loop.md -----------------------------------
@@ -136,12 +135,14 @@ class TokenLoop:
 
     @timed_phase
     def fetch(self) -> Intake:
+        """Return new requests, stop signals and other input from the host."""
         num_active = len(self.table.active)
         room = None if self.max_active is None else max(0, self.max_active - num_active)
         return self.table.host.fetch(room, num_active)
 
     @timed_phase
     def take_in(self, intake: Intake) -> None:
+        """Apply the intake: end requests, and admit new ones."""
         self.confirmation.failing.clear()
         self.table.take_in(intake)
 
@@ -200,8 +201,9 @@ class TokenLoop:
     def allocate(
         self, decision: SchedulerOutput | None, now: float, pending: tuple[Any, ...]
     ) -> Schedule | None:
-        """Allocate memory; None if no request runs. `pending`: the steps in flight at
-        the decision.
+        """Allocate memory, and return the schedule; None if no request runs.
+
+        `pending` are the steps that were in flight at the decision.
         """
         if decision is None:
             return None
@@ -224,10 +226,12 @@ class TokenLoop:
 
     @timed_phase
     def forward(self, schedule: Schedule) -> Any:
+        """Launch the model's step for `schedule`, and return the step."""
         return self.executor.forward(schedule)
 
     @timed_phase
     def sample(self, step: Any) -> None:
+        """Launch the sampling of the step's tokens."""
         self.executor.sample(step)
 
     def finish_pending(self) -> None:
@@ -238,17 +242,17 @@ class TokenLoop:
             self.finish(oldest)
 
     def finish(self, step: Any) -> None:
+        """Wait for the step's result, apply it, and send responses."""
         self.respond(*self.apply(step, self.result(step)))
 
     @timed_phase
     def result(self, step: Any) -> StepResult:
+        """Wait for the step's result, and return it."""
         return self.executor.result(step)
 
     @timed_phase
     def apply(self, step: Any, result: StepResult) -> tuple[list[ActiveRequest], list[Finished]]:
-        """Confirm tokens and detect ends. Return the requests to stream, and those that
-        finished.
-        """
+        """Confirm tokens and detect ends; return the requests to stream, and the finished ones."""
         return self.confirmation.apply(step.schedule, result)
 
     @timed_phase
@@ -264,6 +268,7 @@ class TokenLoop:
         self.table.host.poll()
 
     def report(self, schedule: Schedule, num_active: int, num_recomputed: int) -> None:
+        """Report the counts of the iteration to the host."""
         if self.table.adapters.has_changed:
             self.table.adapters.count()
         kv_cache = self.allocator.kv_cache
@@ -292,8 +297,9 @@ class TokenLoop:
     # As data -------------------------------------------------------------------------------
 
     def state(self) -> LoopState:
-        """Return the state between two iterations. Its lists are shared with the loop: copy to keep
-        them.
+        """Return the state as data. Call it between two iterations.
+
+        Lists in the state are shared with the loop; copy them to keep them.
         """
         pending = tuple(step.schedule for step in self.pending)
         confirmed = self.confirmation
@@ -301,9 +307,7 @@ class TokenLoop:
         return LoopState(self.table.state(), pending, failing, confirmed.drafts, errors)
 
     def restore(self, state: LoopState, pending: Iterable[Any]) -> None:
-        """Restore `state` into a new loop. `pending`: the steps that belong to its pending
-        schedules.
-        """
+        """Restore `state` into a new loop. `pending` are the steps of its pending schedules."""
         self.pending = tuple(pending)
         if len(self.pending) > self.max_pending:
             text = f"{len(self.pending)} steps are pending, the limit is {self.max_pending}"
@@ -336,8 +340,6 @@ class TokenLoop:
 
 
 def _num_recomputed(schedule: Schedule, by_id: Mapping[int, ActiveRequest]) -> int:
-    """Return the number of context tokens that are recomputed because their requests
-    were paused.
-    """
+    """Return the number of context tokens of requests that were paused before."""
     rows = schedule.context_rows
     return sum(row.num_tokens for row in rows if by_id[row.request_id].pause_count)

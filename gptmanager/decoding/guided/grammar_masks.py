@@ -1,8 +1,8 @@
 """`Grammar` is a request's guided decoding; `GuidedSession` makes the token masks of a step.
 
-It decides which tokens may follow, and applies the masks to the logits. It knows nothing of how a
-grammar is compiled, nor of sampling. A sampled token is checked in the next step, as part of the
-history.
+The session decides which tokens may follow, and applies the masks to the logits. It knows nothing
+of how a grammar is compiled, nor of sampling. A sampled token is checked in the next step, as part
+of the history.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ class Grammar(BoundProcessor):
         return Grammar(self.owner, self.kind, self.compiled, bans, self.start)
 
     def after(self, start: GrammarStart) -> Grammar:
-        """Return this grammar for the text after a thought, in which the output may not end."""
+        """Return this grammar for the text after a thought; within it the output may not end."""
         return Grammar(self.owner, self.kind, self.compiled, self.bans, start)
 
     def prepare(self, device: str) -> Future[Any]:
@@ -113,10 +113,10 @@ class Grammar(BoundProcessor):
 class _Progress:
     """The position of a sequence in its grammar.
 
-    Numbers of tokens are counted from the start of the output. `num_tokens`: number up to the last
-    token that the matcher has consumed. `ended_at`: number up to the token that ended the grammar's
-    text, or None if it has not ended. `start`: where that text begins, or None if it begins with
-    the output. `num_before`: number of tokens before that text, or None if it has not begun.
+    All numbers count tokens from the start of the output. `num_tokens` counts up to the last token
+    that the matcher has consumed, and `ended_at` up to the token that ended the grammar's text; it
+    is None if the text has not ended. `start` finds where the text begins; it is None if the text
+    begins with the output. `num_before` counts the tokens before the text, None if it has not begun.
     """
 
     matcher: Any
@@ -136,7 +136,8 @@ class _Progress:
     def follow(self, generated: npt.NDArray[np.int32], end_ids: frozenset[int]) -> None:
         """Consume the new tokens of the output, or roll back if it became shorter by a pause.
 
-        Raises InvalidRequestError for a token that the grammar does not permit at its position.
+        Raise InvalidRequestError for a token that the grammar does not permit at its position, and
+        LogitsError if no text can follow.
         """
         count = len(generated)
         if self.ended_at is not None and count < self.ended_at:
@@ -185,7 +186,7 @@ class _Beams:
     def follow(
         self, bound: Grammar, generated: npt.NDArray[np.int32], end_ids: frozenset[int]
     ) -> _Progress:
-        """Return the position of a text. Raises InvalidRequestError if the grammar forbids it."""
+        """Return the position of a text. Raise InvalidRequestError if the grammar forbids it."""
         if len(generated) != self._length:
             self._length = len(generated)
             self._last, self._now = self._now, {}

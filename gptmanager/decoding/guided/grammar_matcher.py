@@ -18,10 +18,11 @@ _FUEL = {"initial_lexer_fuel": 200_000, "step_lexer_fuel": 50_000}
 
 
 class GrammarSource(NamedTuple):
-    """The source of a grammar. `schemas`: (rule, JSON schema) pairs of a Lark grammar.
+    """The source of a grammar.
 
-    `lenient`: names of the rules with lenient schemas, in which keywords that cannot be enforced
-    are left out. If the whole grammar is one JSON schema, its name is "".
+    `schemas` are the (rule, JSON schema) pairs of a Lark grammar. `lenient` has the names of the
+    rules with lenient schemas, in which keywords that cannot be enforced are left out. If the whole
+    grammar is one JSON schema, its name is "".
     """
 
     kind: str
@@ -36,9 +37,9 @@ class GrammarSource(NamedTuple):
 
 
 def new_matcher(llguidance: Any, tokenizer: Any, kind: str, text: str) -> Any:
-    """Return a matcher in its initial state, of which callers only advance copies.
+    """Return a matcher in its initial state. Callers advance only copies of it.
 
-    `text`: the text that `read_source` returns. Raises ValueError if the grammar is invalid or
+    `text` is the text that `read_source` returns. Raise ValueError if the grammar is invalid or
     permits no text.
     """
     make = llguidance.LLMatcher
@@ -120,6 +121,7 @@ def read_source(
 
 
 def new_tokenizer(llguidance: Any, text: str, end_ids: list[int]) -> Any:
+    """Return llguidance's form of a tokenizer, which is given as JSON text."""
     return llguidance.LLTokenizer(text, eos_token=end_ids or None)
 
 

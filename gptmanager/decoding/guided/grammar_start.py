@@ -11,10 +11,10 @@ import numpy.typing as npt
 class GrammarStart(NamedTuple):
     """How to find the end of a model's thought. The grammar restricts only the text after it.
 
-    `closes`: the consecutive tokens that close the thought. The grammar's text begins right after
-    them or, if `then` is not None, after the next token with the id `then`. `opens`: the token that
-    opens a thought. An output that begins with another token has no thought. `opens` is None if the
-    prompt has already opened the thought.
+    `closes` are the consecutive tokens that close the thought. The grammar's text begins right
+    after them or, if `then` is not None, after the next token with the id `then`. `opens` is the
+    token that opens a thought; an output that begins with another token has no thought. `opens` is
+    None if the prompt has already opened the thought.
     """
 
     closes: tuple[int, ...]

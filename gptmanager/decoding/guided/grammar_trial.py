@@ -24,7 +24,7 @@ _IDLE_S = 10.0  # seconds after which an idle process may be ended
 class GrammarTrials:
     """A pool of child processes that compile grammars; each concurrent `run` uses one of them.
 
-    `tokenizer`: the tokenizer as JSON text. A grammar may take `timeout_s` seconds and, on Linux,
+    `tokenizer` is a tokenizer as JSON text. A grammar may take `timeout_s` seconds and, on Linux,
     `max_bytes` of memory. When a trial ends, processes that have been idle for more than ten
     seconds are stopped, so the processes of a burst do not remain while other grammars follow.
     """
@@ -44,8 +44,8 @@ class GrammarTrials:
     ) -> tuple[str, list[str]]:
         """Compile a grammar in a child process; return what `grammar_matcher.read_source` returns.
 
-        Raises RefusedError for an invalid grammar, NoAnswerError for one that exceeds time or
-        memory or is not wanted any more, and NotStartedError if no process can be started.
+        Raise RefusedError for an invalid grammar, NoAnswerError for one that exceeds time or memory
+        or is not wanted any more, and NotStartedError if no process can be started.
         """
         with self._lock:
             child = self._idle.pop()[1] if self._idle else None

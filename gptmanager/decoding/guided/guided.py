@@ -51,12 +51,12 @@ logger = logging.getLogger("gptmanager")
 class GuidedDecoding(RowProcessor):
     """Grammars for one tokenizer; each method returns a request's post-processor.
 
-    `tokenizer`: a `tokenizers.Tokenizer`. `end_ids`: tokens that end a text; if empty, they are
-    found by the names of the tokenizer's special tokens. These and a request's own end ids are
-    permitted only where the output is complete. Equal grammars are compiled once. The last
+    `tokenizer` is a `tokenizers.Tokenizer`. `end_ids` are the tokens that end a text; if empty,
+    they are found by the names of the tokenizer's special tokens. These and a request's own end ids
+    are permitted only where the output is complete. Equal grammars are compiled once. The last
     `max_grammars` are kept, or fewer if their texts exceed 4 MiB. A grammar that does not compile
     within `compile_timeout_s` seconds ends its request. A waiting grammar is dropped with the last
-    reference to it. Raises ConfigError if llguidance is not installed.
+    reference to it. Raise ConfigError if llguidance is not installed, or cannot use the tokenizer.
 
     A grammar has at most 1 MiB, and a choice 10,000 texts: the methods raise ValueError for more.
     """
@@ -83,7 +83,7 @@ class GuidedDecoding(RowProcessor):
             self._tokenizer = new_tokenizer(self._llguidance, *given)
         except Exception as error:  # llguidance documents no exception types
             raise ConfigError(f"llguidance cannot use the tokenizer: {error}") from error
-        self.given = given  # from which an equal object can be made
+        self.given = given  # the arguments from which an equal object can be created
         self.vocab_size: int = self._tokenizer.vocab_size
         self.end_ids = frozenset(end_ids) or frozenset(self._tokenizer.eos_tokens)
         self._max_grammars = max_grammars
@@ -97,7 +97,7 @@ class GuidedDecoding(RowProcessor):
 
     def _start(self) -> None:
         """Start the threads. A forked process calls this again, because threads are not forked."""
-        # Only waiting requests refer to these, so grammars of closed connections are dropped.
+        # Only waiting requests refer to these grammars, so those of closed connections are dropped.
         self._waiting: weakref.WeakValueDictionary[GrammarSource, CompiledGrammar]
         self._waiting = weakref.WeakValueDictionary()
         num_trials = max(2, min(num_cores(), _MAX_TRIALS))
@@ -113,9 +113,9 @@ class GuidedDecoding(RowProcessor):
     ) -> Grammar:
         """Guide by a JSON schema (an object, or its text); properties follow the schema's order.
 
-        `whitespace_flexible`: permit any white space between JSON tokens; a model may then produce
-        long runs of it. `lenient`: keywords that cannot be enforced are left out, and the grammar's
-        `unenforced` lists them. Raises ValueError for an object that is nested too deeply.
+        `whitespace_flexible` permits any white space between JSON tokens; a model may then produce
+        long runs of it. With `lenient`, keywords that cannot be enforced are left out, and the
+        grammar's `unenforced` lists them. Raise ValueError for an object that is nested too deeply.
         """
         kind = "json_schema" if not whitespace_flexible else "json_schema with white space"
         return self._grammar(GrammarSource(kind, text_of(schema), lenient=("",) if lenient else ()))
@@ -125,7 +125,7 @@ class GuidedDecoding(RowProcessor):
         return self._grammar(GrammarSource("regex", pattern))
 
     def choice(self, options: Sequence[str]) -> Grammar:
-        """Guide to one of at most 10,000 texts, which may have any characters."""
+        """Guide to one of the texts `options`, at most 10,000, which may have any characters."""
         if isinstance(options, str):
             raise TypeError(f"options must be a list of texts, got the text {options!r}")
         if not options:
@@ -145,10 +145,10 @@ class GuidedDecoding(RowProcessor):
     ) -> Grammar:
         """Guide by a grammar in llguidance's variant of Lark syntax; its start rule is `start`.
 
-        `schemas`: rule -> JSON schema, for rules that the grammar uses but does not define. Their
-        JSON has a space after commas and colons, as `json.dumps` writes it. `lenient`: the names of
-        those of `schemas` in which keywords that cannot be enforced are left out. Raises ValueError
-        for an object that is nested too deeply.
+        `schemas` maps rules that the grammar uses but does not define to JSON schemas. Their JSON
+        has a space after commas and colons, as `json.dumps` writes it. `lenient` has the names of
+        the `schemas` in which keywords that cannot be enforced are left out. Raise ValueError for
+        an object that is nested too deeply.
         """
         rules = tuple((name, text_of(schema)) for name, schema in (schemas or {}).items())
         return self._grammar(GrammarSource("lark", grammar, rules, tuple(sorted(lenient))))

@@ -62,7 +62,7 @@ HOW = (
 
 
 class SchemaReader:
-    """Reads one schema. `unenforced`: pointers to the keywords that were left out, in order.
+    """Reads one schema. `unenforced` has the pointers to the keywords that were left out, in order.
 
     `regex_fault` returns the error of a regular expression, or "" if it is valid. With `expands`,
     keywords are replaced by equivalent schemas where possible. These may become large.
@@ -141,7 +141,7 @@ class SchemaReader:
     # Keywords -----------------------------------------------------------------------------------
 
     def _read(self, schema: Any, at: str, around: Mapping[str, Any] = _NOTHING) -> Any:
-        """Rewrite a schema. `around`: the schema with this one in its `allOf`; both must fit."""
+        """Rewrite a schema. If it is in the `allOf` of `around`, values must fit both schemas."""
         if not isinstance(schema, dict):
             return schema
         schema, own = self._joined(around, schema), schema
@@ -182,7 +182,7 @@ class SchemaReader:
         return True
 
     def _joined(self, around: Mapping[str, Any], schema: dict[str, Any]) -> dict[str, Any]:
-        """Return a schema with the properties of both, for a value that fits both."""
+        """Return a schema with the keywords and properties of both, for a value that fits both."""
         properties = {**(around.get("properties") or {}), **(schema.get("properties") or {})}
         return {**around, **schema, **({"properties": properties} if properties else {})}
 
@@ -386,7 +386,7 @@ class SchemaReader:
 
 
 def _add(found: dict[str, Any], schema: dict[str, Any]) -> None:
-    """Add a schema that must fit as well."""
+    """Add a schema to `found`, so that values must fit both."""
     if "anyOf" in found:
         found["allOf"] = [*found.get("allOf", ()), schema]
     else:

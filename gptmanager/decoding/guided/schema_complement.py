@@ -1,7 +1,7 @@
 """Complements of JSON schemas, as schemas: for `not`, `if`, and branches of `oneOf`.
 
-It decides which complements can be written. The complement of a schema depends on the schema around
-it, because values that this one excludes do not matter.
+The complement of a schema permits the values that do not fit the schema. It depends on the schema
+around it: values that the schema around it excludes do not matter.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ def _of_values(values: Any, around: Any, resolve: Resolve, depth: int) -> Altern
 
 
 def _other_text(texts: Sequence[str]) -> str:
-    """Return a regular expression for every text except these, without look-ahead."""
+    """Return a regular expression, without look-ahead, for every text except `texts`."""
     firsts = sorted({text[0] for text in texts if text})
     if not firsts:
         return _SOME if texts else f"(?:{_SOME})?"
@@ -122,7 +122,7 @@ def _of_properties(value: Any, around: Any, resolve: Resolve, depth: int) -> Alt
 
 
 def _of_items(value: Any, around: Any, resolve: Resolve, depth: int) -> Alternatives | None:
-    """Return arrays in which no item fits; those in which only some items fit are left out."""
+    """Permit arrays in which no item fits `value`; arrays in which some items fit are left out."""
     given = around.get("items", True) if isinstance(around, Mapping) else True
     own = complement(value, given, resolve, depth)
     if own is None or isinstance(value, list) or isinstance(given, list):

@@ -17,7 +17,10 @@ _EXACT = 2**53
 
 
 def narrowed(name: str, bound: float) -> float:
-    """Return the bound, or the nearest stricter one that is both a double and a 64-bit integer."""
+    """Return the bound, or the nearest stricter one that is both a double and a 64-bit integer.
+
+    `name` is the keyword. Raise ValueError if there is no such bound.
+    """
     up = UP[name]
     if abs(bound) <= _EXACT:
         return bound
@@ -30,6 +33,7 @@ def narrowed(name: str, bound: float) -> float:
 
 
 def check_value(name: str, value: Any) -> None:
+    """Raise ValueError if a constant has a number beyond 2**53, which may be rounded."""
     parts = value.values() if isinstance(value, dict) else value
     if isinstance(value, dict | list):
         for part in parts:

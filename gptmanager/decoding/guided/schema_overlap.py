@@ -26,7 +26,7 @@ Resolve = Callable[[Any], Any]  # follows the references of a schema
 def excluding_property(one: Any, other: Any, resolve: Resolve) -> str | None:
     """Return a property that can never fit both schemas, such as the tag of a tagged union.
 
-    Returns None if no such property is found, or if a schema permits values other than objects.
+    Return None if no such property is found, or if a schema permits values other than objects.
     """
     one, other = resolve(one), resolve(other)
     if not all(types_of(it) == {"object"} for it in (one, other)):
@@ -85,7 +85,7 @@ def _excludes_of(
 
 
 def _misses(value: Any, schema: Mapping[str, Any]) -> bool:
-    """Return whether a value does not have a type that a schema permits, or not its pattern."""
+    """Return whether the type of a value, or the pattern for strings, does not fit a schema."""
     if not set(_types_of_value(value)) & types_of(schema):
         return True
     pattern = schema.get("pattern")

@@ -19,7 +19,7 @@ class SchemaReferences:
         self._find_anchors(schema, "", "#")
 
     def _find_anchors(self, part: Any, base: str, at: str) -> None:
-        """Record the address and the anchor that the schema gives to each of its parts."""
+        """Record the address and the anchor of each part of the schema that has them."""
         if isinstance(part, list):
             for index, one in enumerate(part):
                 self._find_anchors(one, base, f"{at}/{index}")
@@ -63,7 +63,7 @@ class SchemaReferences:
     def resolve(self, schema: Any) -> Any:
         """Return the schema that `schema` refers to, or `schema` if it is not a reference.
 
-        Returns True, which permits any value, if the reference cannot be followed, or if keywords
+        Return True, which permits any value, if the reference cannot be followed, or if keywords
         next to it have an effect.
         """
         for _ in range(10):

@@ -1,7 +1,7 @@
-"""The parameters of a kernel over rows of logits, checked by the compiler.
+"""A check, by the compiler, that a kernel over rows of logits has the parameters it is passed.
 
-A launch passes bytes. A kernel with a missing parameter, or with one of another type, would read
-arbitrary memory. The check only needs a compiler that reports which `static_assert` failed.
+A launch passes only bytes, so a kernel with a missing parameter, or with one of another type, would
+read arbitrary memory. The compiler must report which `static_assert` failed.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def with_signature(source: str, kernel_name: str) -> str:
 def difference(log: str, source: str, kernel_name: str) -> str:
     """Return how the kernel's parameters differ from `PARAMETERS`; '' if `log` reports nothing.
 
-    `log`: the compiler's output for the source with the check.
+    `log` is the compiler's output for the source with the check.
     """
     failed = [int(number) for number in _FAILED.findall(log)]
     if not failed:

@@ -1,7 +1,8 @@
 """Logits post-processors: hosts' functions that change a step's logits before tokens are chosen.
 
-It decides which processor gets which rows and arguments. If one fails, its own rows end and all
-others continue. It knows nothing of the loop, nor of how processors change logits.
+The module decides which processor gets which rows and arguments. If a processor fails, the requests
+of its rows end, and all others continue. The module knows nothing of the loop, nor of how
+processors change logits.
 
 A processor has one of three forms. A *callable* is called for each row. An object with
 `process_batch` is called once per step with all rows that share it. A `RowProcessor` is also called
@@ -47,9 +48,9 @@ class PostProcessing:
 
     `batched` serves sequences without a processor of their own. Calls that take longer than
     `budget_s` seconds are counted for each processor, and the 1st, 2nd, 4th, 8th ... is logged.
-    `stream`: the stream that computes the logits, or None on the CPU. `watches_streams`: fail the
-    requests of a processor that works on another stream than the model's. This check waits for the
-    device. `sequences`, by slot, is empty if no sequence has a processor.
+    `stream` is the stream that computes the logits, or None on the CPU. With `watches_streams`, the
+    requests of a processor that works on another stream fail; this check waits for the device.
+    `sequences` has the sequences with a processor, by slot.
     """
 
     def __init__(
@@ -111,10 +112,11 @@ class PostProcessing:
     ) -> dict[int, BaseException]:
         """Call the processors of a step's rows; return the errors by row.
 
-        `logits` float32 `[S, vocab]` are changed in place. `lengths` `[S]`: number of tokens in
-        each history. `tokens` int32 `[num_lines, max_seq_len]`: the histories, in `lines` `[S]`.
-        `firsts` `[rows + 1]`: index of each row's first beam among the S, or None if each row has
-        one beam. `token_tensor`: `tokens` on the logits' device, unless that is the CPU.
+        `logits` float32 `[S, vocab]` are changed in place. The history of each of the S beams is in
+        its line of `tokens` int32 `[num_lines, max_seq_len]`; `lines` `[S]` has the lines, and
+        `lengths` `[S]` the numbers of tokens. `firsts` `[rows + 1]` has the index of each row's
+        first beam among the S, or is None if each row has one beam. `token_tensor` is `tokens` on
+        the logits' device, or None on the CPU.
         """
         groups: dict[int, list[int]] = {}
         bounds = range(logits.shape[0] + 1) if firsts is None else firsts.tolist()
@@ -258,7 +260,10 @@ class PostProcessing:
 
 @dataclass(slots=True, eq=False)
 class _Guard:
-    """Times a call and catches its errors. A generator would be too slow for every row."""
+    """Times a call and catches its errors.
+
+    `contextlib.contextmanager` would be too slow, because there may be one call for each row.
+    """
 
     processing: PostProcessing
     sequences: Sequence[ProcessedSequence]
@@ -285,7 +290,7 @@ class _Misuse(Exception):
 
 @dataclass(slots=True, eq=False)
 class _Step:
-    """The arguments of a step's processors. `sequences` has an entry for each row."""
+    """The arguments of a step's processors. `sequences` has the rows with a processor, by row."""
 
     logits: Tensor
     bounds: Sequence[int]  # row r has the beams bounds[r] to bounds[r + 1]
@@ -313,7 +318,7 @@ class _Step:
         return Rows(self.logits, index, sequences, lines, lengths, self.tokens, histories)
 
     def beams_of(self, row: int) -> range:
-        """Return the indices of a row's beams among the S. The beams of a context share one."""
+        """Return the indices of a row's beams among the S. In the context phase there is one."""
         return range(self.bounds[row], self.bounds[row + 1])
 
     def view(self, row: int) -> Tensor:

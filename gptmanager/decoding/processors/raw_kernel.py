@@ -1,7 +1,8 @@
 """A logits post-processor given as CUDA C++ source.
 
-It decides when the kernel is compiled, and launches it once per step for all its rows. CuPy runs it
-on a CUDA device. On the CPU the emulator runs it, or a Python function (a twin) runs in its place.
+The module decides when the kernel is compiled, and launches the kernel once per step for all its
+rows. CuPy runs the kernel on a CUDA device. On the CPU the emulator runs it, or a Python function
+(a twin) runs in its place.
 """
 
 from __future__ import annotations
@@ -38,8 +39,8 @@ Launch = Callable[[tuple[int], tuple[int], tuple[Any, ...]], None]
 class RawKernelLogitsPostProcessor(RowProcessor):
     """A kernel over rows of logits; requests pass `processor.bind(...)`.
 
-    `source`: CUDA C++ with a kernel of this signature, launched with one block of `block` threads
-    for each row, so that `blockIdx.x` is the row's index:
+    `source` is CUDA C++ with a kernel of this signature. It is launched with one block of `block`
+    threads for each row, so that `blockIdx.x` is the row's index:
 
         extern "C" __global__ void kernel_name(
             float* logits,              // [.., vocab_size], of the whole step; changed in place
@@ -52,14 +53,15 @@ class RawKernelLogitsPostProcessor(RowProcessor):
             int max_seq_len,
             int vocab_size)
 
-    `params_dtype`: the fields of Params, a structured dtype with `align=True`; the macro
-    PARAMS_SIZE is its size in bytes. `options`: macros, such as `-DNAME=1`. `twin`: a callable that
-    takes the same arguments as NumPy arrays and ints, which a manager on the CPU calls instead of
+    `params_dtype` has the fields of Params. It is a structured dtype with `align=True`; the macro
+    PARAMS_SIZE is its size in bytes. `options` are macros, such as `-DNAME=1`. `twin` is a callable
+    that takes the same arguments as NumPy arrays and ints. A manager on the CPU calls it instead of
     emulating the kernel.
 
-    The kernel is compiled once per device, in a thread of its own, and requests wait for it. If it
-    cannot be compiled, they end with the compiler's log or with the first wrong parameter.
-    `compile` compiles it before requests need it. Raises ConfigError for invalid arguments.
+    The kernel is compiled once per device, on a separate thread, and requests wait for it. If it
+    cannot be compiled, they end with an error that quotes the compiler's log, or the first wrong
+    parameter. `compile` compiles it before requests need it. Raise ConfigError for invalid
+    arguments.
     """
 
     def __init__(
@@ -86,7 +88,10 @@ class RawKernelLogitsPostProcessor(RowProcessor):
         self._compiled: dict[str, Future[Launch]] = {}  # by device
 
     def bind(self, **params: Any) -> BoundKernel:
-        """Bind a request's values, one for each field. Raises TypeError or ValueError."""
+        """Return the processor of a request, with a value for each field of `params_dtype`.
+
+        Raise TypeError for missing or unknown fields, ValueError for a value that does not fit.
+        """
         fields = self.params_dtype.names or ()
         if params.keys() != set(fields):
             given = ", ".join(params) or "nothing"
@@ -94,7 +99,7 @@ class RawKernelLogitsPostProcessor(RowProcessor):
         return BoundKernel(self, params)
 
     def compile(self, device: str = "cpu") -> None:
-        """Compile the kernel now. Raises ConfigError with the compiler's log if that fails."""
+        """Compile the kernel now. Raise ConfigError with the compiler's log if that fails."""
         if not DEVICE.fullmatch(device):
             raise ConfigError(
                 f"device = {device!r} must be 'cpu', 'emulator', or 'cuda:N' with a number N"
@@ -173,7 +178,7 @@ class _Session(RowSession):
     def __init__(
         self, launch: Launch, block: int, shape: tuple[int, int], stream: Stream | None
     ) -> None:
-        """`shape`: number of lines, and bytes of parameters per line."""
+        """`shape` is the number of lines, and the bytes of parameters per line."""
         self._launch = launch
         self._block = block
         device = torch.device("cpu") if stream is None else stream.device

@@ -70,7 +70,7 @@ class ProcessedSequence:
     """A sequence with a logits post-processor.
 
     `shared` is the object to call. It is the request's own callable, or a processor that several
-    requests share.
+    requests share. `error` ends the request if it is not None.
     """
 
     __slots__ = (
@@ -109,10 +109,10 @@ class ProcessedSequence:
 class Rows:
     """The rows of one step that share a processor; each beam has a row.
 
-    `logits` float32 `[S, vocab]`: the logits of the whole step. The processor changes the rows
-    `index` `[n]` in place. `tokens` int32 `[num_lines, max_seq_len]`: the histories. `lines` `[n]`:
-    the line of each row's history. `lengths` `[n]`: number of tokens in each history.
-    `token_tensor`: `tokens` on the device of the logits.
+    `logits` float32 `[S, vocab]` are the logits of the whole step. The processor changes the rows
+    `index` `[n]` in place. Each row's history is in its line of `tokens` int32 `[num_lines,
+    max_seq_len]`; `lines` `[n]` has the lines, and `lengths` `[n]` the numbers of tokens.
+    `token_tensor` is `tokens` on the device of the logits.
     """
 
     logits: Tensor

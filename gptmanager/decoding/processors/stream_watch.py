@@ -1,7 +1,7 @@
 """`watched`: finds logits post-processors that work on another stream than the model's.
 
-For debugging. Work on another stream may read logits before they are computed, or write to them
-after tokens were sampled, but in most runs neither happens.
+It is for debugging. Work on another stream may read logits before they are computed, or write to
+them after tokens were sampled, but in most runs neither happens.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 The order is fixed: embedding bias, repetition, frequency and presence, bad words, n-grams,
 min_length. A row's arithmetic depends only on its own logits, parameters and history, and a row
-that uses none of these is not changed. Works on addresses and records; knows nothing of requests.
+that uses none of these is not changed. The code works on addresses and records.
 
     repetition  l > 0: l / r, else l * r         for every token of prompt and output
     frequency   l - f * (times it was generated)  for every generated token
@@ -31,9 +31,11 @@ BANNED = np.float32(-np.inf)
 @loop
 def _penalize(
     x: int, size: int, p: Any, history: int, length: int, seen: int
-) -> None:  # `seen` int32 `[size]`: zero before and after
-    """Apply the penalties. `seen[token]`: bit 0 is set if the history has the token, the other bits
-    count how often it was generated.
+) -> None:
+    """Apply the penalties. `seen` int32 `[size]` is scratch memory, zero before and after.
+
+    In `seen[token]`, bit 0 is set if the history has the token, and the other bits count how often
+    the token was generated.
     """
     start = 0 if p.repetition != ONE else min(p.prompt_len, length)
     for i in range(start, length):
@@ -98,9 +100,11 @@ def _ban_ends(x: int, size: int, p: Any) -> None:
 
 @loop
 def adjust(x: int, size: int, p: Any, history: int, length: int, position: int, seen: int) -> None:
-    """Adjust one row in place. `history` int32 `[length]`.
+    """Adjust one row in place, for the token at `position`.
 
-    `p`: a record of `cuda.adjustments.PARAMS`; its `lists` is the address of the row's lists.
+    `x`, `history` and `seen` are addresses of float32 `[size]` logits, int32 `[length]` tokens, and
+    int32 `[size]` zeros. `p` is a record of `cuda.adjustments.PARAMS`; its `lists` is the address
+    of the row's lists.
     """
     for i in range(p.num_biases):
         token = get_int(p.lists, i)

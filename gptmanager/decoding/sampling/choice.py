@@ -1,8 +1,8 @@
 """Chooses one token of a row of logits: the best, or one sampled after temperature and truncation.
 
 This compiled code decides which tokens top-k, top-p and min-p keep, and which of them is sampled.
-The result for a row depends only on its own logits and parameters: the order of every sum depends
-only on the row's length.
+The result for a row depends only on its own logits and parameters, because the order of every sum
+depends only on the row's length.
 
 No logits are sorted. Top-k finds the k-th best logit by bisection, counting the logits above a
 bound. Sampling inverts the cumulative weights in the order of ids. Top-p accepts a sampled token if
@@ -45,7 +45,7 @@ FEW = 16  # bisection stops when this many logits are left, which are then compa
 ZERO, ONE, HALF_OF = np.float32(0.0), np.float32(1.0), np.float32(0.5)
 NOTHING, LOWEST = np.float32(-np.inf), np.finfo(np.float32).min
 LOG2_E = np.float32(1.4426950408889634)
-NEGLIGIBLE = np.float32(-87.0)  # e to that power is the smallest weight that is not 0
+NEGLIGIBLE = np.float32(-87.0)  # a weight of e to this power, or less, is 0
 
 
 @register_jitable
@@ -67,7 +67,7 @@ def _load_or_nothing(x: int, i: int, size: int) -> Any:
 def find_best(x: int, size: int) -> tuple[int, Single]:
     """Return the best token, the lowest id on a tie, and its logit.
 
-    Returns NOT_FINITE as the token if a logit is NaN or +inf, NO_TOKEN if all are -inf.
+    Return NOT_FINITE as the token if a logit is NaN or +inf, NO_TOKEN if all are -inf.
     """
     top, start, marks = NOTHING, 0, splat(ZERO)
     for block in range(0, size, BLOCK):
@@ -144,7 +144,7 @@ def _largest(values: int, count: int, rank: int) -> Single:
 def find_kth(x: int, size: int, k: int, top: Single, scratch: int) -> Single:
     """Return the k-th best logit, k >= 1; -inf if fewer than k logits are above -inf.
 
-    `top` is the best logit; `scratch` has space for FEW.
+    `top` is the best logit; `scratch` is the address of space for FEW floats.
     """
     low = high = top
     num_low = num_high = _count_from(x, size, top)
@@ -180,7 +180,7 @@ def weigh(
 ) -> float:
     """Compute the weights e^((l - top) / temperature) of all logits l >= `kth`; return their sum.
 
-    `weights` holds `padded(size)` floats, `sums` the sum of each block.
+    `weights` is the address of `padded(size)` floats, `sums` that of the sum of each block.
     """
     divisor, scale = splat(temperature), splat(LOG2_E)
     highest, lowest, least = splat(top / temperature), splat(kth / temperature), splat(NEGLIGIBLE)
@@ -201,7 +201,7 @@ def weigh(
 
 @loop
 def _drop_below(weights: int, sums: int, size: int, floor: Single) -> None:
-    """Min-p: set weights below `floor` to 0."""
+    """Set weights below `floor` to 0, for min-p."""
     limit = splat(floor)
     for block in range(0, size, BLOCK):
         mass = splat(ZERO)
@@ -247,8 +247,9 @@ def _sum_above(weights: int, sums: int, size: int, token: int) -> float:
 def _pick(weights: int, sums: int, size: int, own: Single, token: int, fraction: Single) -> int:
     """Return the token where the cumulative weight exceeds `fraction` of the sum.
 
-    Only tokens ranked above `token`, which has the weight `own`, count; with 0 for both all tokens
-    count. `sums`: their sum in each block. Never returns a token of weight 0.
+    Only tokens ranked above `token`, which has the weight `own`, count; with 0 for both, all tokens
+    count. `sums` has the sum of these tokens' weights in each block. A token of weight 0 is never
+    returned.
     """
     spot = 0.0
     for block in range(padded(size) // BLOCK):

@@ -1,6 +1,6 @@
 """`DeviceSampler`: a `Sampler` that can also choose on a device, without waiting for it.
 
-Keeps the parameters of sampling and adjustments on the device. It knows nothing of steps.
+It keeps the parameters of sampling and adjustments on the device, and knows nothing of steps.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ _ADJUSTED_AT_ONCE = 128
 class Choice(NamedTuple):
     """The tokens chosen for S rows, on the device.
 
-    `tokens` int32 `[S]`. `log_probs` float32: None if no line asks for them, otherwise `[S]` or
-    `[S, 1 + n]`, where columns 1 to n belong to the first n `best_tokens`. Rows of lines that do
-    not ask have 0. `best_tokens` int32 and `best_log_probs` float32 `[S, most]`: the best tokens of
-    beams, and of rows that ask for the top tokens; None if no row needs them.
+    `tokens` are int32 `[S]`. `log_probs` are float32 `[S]`, or `[S, 1 + n]`, where columns 1 to n
+    belong to the first n `best_tokens`. They are 0 in rows of lines that do not ask for them, and
+    None if no line asks. `best_tokens` int32 and `best_log_probs` float32, both `[S, most]`, are
+    the best tokens of beams, and of rows that ask for the top tokens; None if no row needs them.
     """
 
     tokens: Tensor
@@ -58,7 +58,7 @@ class DeviceSampler(Sampler):
         device: torch.device,
         dtype: torch.dtype = torch.float32,
     ) -> None:
-        """`dtype`: the usual dtype of the logits."""
+        """`dtype` is the usual dtype of the logits, for which the kernels are compiled."""
         super().__init__(num_lines, vocab_size, histories)
         self._launcher = launcher
         self._choice_table = _table(self._choices, device)
@@ -94,7 +94,7 @@ class DeviceSampler(Sampler):
     def is_plain(self, cpu_lines: Ints) -> bool:
         """Return whether none of these lines changes its logits or asks for log probabilities.
 
-        Then `sample_there` alone chooses their tokens.
+        If so, `sample_there` alone can choose their tokens.
         """
         return not (self.adjusts(cpu_lines) or self._wanted[cpu_lines].any())
 
@@ -134,12 +134,12 @@ class DeviceSampler(Sampler):
     ) -> Choice:
         """Choose the next tokens of S rows, and for some rows up to `most` best continuations.
 
-        `logits` `[S, vocab_size]`, float32, bfloat16 or float16, may be changed. `cpu_lines`: the
-        lines as an array on the CPU. The device has the tensors `[S]` `lines` int32, `positions`
-        int64, `cells` int64, and `counts` int32, the number of continuations of each row, which is
-        only used if `most` > 0. `Choice.log_probs` covers the first `most_scored` continuations.
-        `histories` int32 `[num_lines, length]` and `inputs` int32 are on the device. The token of a
-        row is also written to its cell of `inputs`; 0 is written if no token could be chosen.
+        `logits` `[S, vocab_size]`, float32, bfloat16 or float16, may be changed. `cpu_lines` are
+        the lines as an array on the CPU. All tensors are on the device: `lines` int32, `positions`
+        int64 and `cells` int64, each `[S]`, `histories` int32 `[num_lines, length]`, and `inputs`
+        int32. `counts` int32 `[S]` is the number of continuations of each row, which is only used
+        if `most` > 0. `Choice.log_probs` covers the first `most_scored` continuations. The token of
+        a row is also written to its cell of `inputs`; 0 is written if no token could be chosen.
         `upload` copies everything that has changed since the last call.
         """
         self.flush(upload)
@@ -207,7 +207,7 @@ class DeviceSampler(Sampler):
 
 
 def _table(records: npt.NDArray[np.void], device: torch.device) -> Tensor:
-    """Return a table of bytes for these records, `[lines, itemsize]`."""
+    """Return a zeroed table of bytes for these records, `[lines, itemsize]`."""
     return torch.zeros((len(records), records.itemsize), dtype=torch.uint8, device=device)
 
 

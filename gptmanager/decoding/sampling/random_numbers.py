@@ -1,7 +1,7 @@
 """Random numbers that depend on (seed, position, draw), never on slot, batch or time.
 
-Philox4x32-10 (Salmon et al. 2011): key = seed, counter = (position, draw, 0). Converts the 32-bit
-words to numbers in [0, 1). It knows nothing of how the numbers are used.
+The generator is Philox4x32-10 (Salmon et al. 2011) with key = seed, counter = (position, draw, 0).
+Its 32-bit words are converted to numbers in [0, 1).
 """
 
 from __future__ import annotations

@@ -44,7 +44,8 @@ def truncated(log_probs: npt.NDArray[np.float32], params: SamplingParams) -> Flo
 def verify_draft(p: Floats, q: Floats, draft: int, accept: float, replace: float) -> int:
     """Return `draft` if it is accepted, otherwise a token sampled from max(p - q, 0).
 
-    `accept` and `replace`: random numbers in [0, 1).
+    `p` and `q` `[vocab]` are the distributions of the model and of the draft. `accept` and
+    `replace` are random numbers in [0, 1).
     """
     if accept * q[draft] < p[draft]:
         return draft

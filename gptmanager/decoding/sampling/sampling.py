@@ -2,11 +2,11 @@
 
 The order of operations is fixed: embedding bias, penalties, bad words, n-grams and min_length
 (`adjustments`), then temperature, top-k, top-p and min-p (`choice`). This module keeps the
-parameters by line and distributes rows to threads. Logits post-processors have run before. Knows
-nothing of requests, stop words and models.
+parameters by line, and distributes rows to threads. Logits post-processors have run before. The
+module knows nothing of requests, stop words and models.
 
-A row's token depends bit for bit only on its own logits, parameters, history, seed and position:
-one thread computes the whole row, as one block does on a GPU.
+A row's token depends bit for bit only on its own logits, parameters, history, seed and position,
+because one thread computes the whole row, as one block does on a GPU.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ _SMALL = 1 << 15  # for this many logits, waking a second thread costs about as 
 
 
 class SampleTask(ctypes.Structure):
-    """The addresses and sizes for one run. `seen` and `weights` have one part for each thread.
+    """The addresses and sizes for one run. `seen` and `weights` have space for each thread.
 
     If `tokens` is 0, rows are adjusted but no tokens are chosen.
     """
@@ -141,8 +141,8 @@ class Sampler:
     Invalid logits affect their own row only. The token of a row is NOT_FINITE if a logit is NaN or
     +inf, and NO_TOKEN if all are -inf.
 
-    `histories` int32 `[num_lines, length]`: the tokens of each line. Penalties, bad words and
-    n-grams read the tokens before the position that is chosen.
+    `histories` int32 `[num_lines, length]` has the tokens of each line. Penalties, bad words and
+    n-grams read the tokens before the position for which a token is chosen.
     """
 
     def __init__(
@@ -176,7 +176,7 @@ class Sampler:
     ) -> None:
         """Set the sampling parameters of the sequence that starts in `line`; they must be valid.
 
-        `orig_prompt_len`: number of prompt tokens that the host passed; min_length and the
+        `orig_prompt_len` is the number of prompt tokens that the host passed; min_length and the
         penalties of generated tokens count from there.
         """
         lists = self._lists[line] = adjustments.pack_lists(params)
@@ -197,10 +197,10 @@ class Sampler:
     ) -> npt.NDArray[np.int32]:
         """Return the next token of each of S rows, int32 `[S]`.
 
-        `logits` float32 `[S, vocab_size]` on the CPU, may be changed; `lines` int64 `[S]`;
-        `positions` int64 `[S]`: the absolute position of the token to be chosen. `log_probs`
-        float32 `[S]` is written in rows of lines that ask for it. Raises ValueError for other
-        logits.
+        `logits` float32 `[S, vocab_size]` are on the CPU, and may be changed. `lines` int64 `[S]`
+        are the rows' lines, and `positions` int64 `[S]` the absolute positions of the tokens to be
+        chosen. `log_probs` float32 `[S]` is written in rows of lines that ask for it. Raise
+        ValueError for logits of another dtype, shape or device.
         """
         tokens = np.empty(len(lines), dtype=np.int32)
         if log_probs is None:
@@ -237,8 +237,8 @@ class Sampler:
     ) -> npt.NDArray[np.float32]:
         """Return the log probabilities of the tokens `ids` `[S, k]`, float32 `[S, k]`.
 
-        `logits`: as `sample` has changed them. `tokens` and `log_probs` `[S]`: the results of
-        `sample`. A row without a token has NaN.
+        `logits` are as `sample` has changed them. `tokens` and `log_probs` `[S]` are the results of
+        `sample`. The result is NaN in rows without a token.
         """
         temperatures = self._choices["temperature"][lines][:, None]
         chosen = np.maximum(tokens, 0).astype(np.int64)[:, None]

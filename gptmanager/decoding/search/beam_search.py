@@ -1,7 +1,7 @@
 """`BeamSearch`: which beams of a request stay live, which have ended, and when the search is over.
 
-It decides from candidates, which the executor computes: the best continuations of each live beam,
-with their log probabilities. It knows nothing of tensors, blocks and logits.
+It decides from the best continuations of each live beam and their log probabilities (the
+candidates), which the executor computes. It knows nothing of tensors, blocks and logits.
 
 The search is that of transformers' `generate(num_beams=W, do_sample=False)`. In each step all
 continuations of live beams are ranked. A continuation that ends and is among the best W becomes an
@@ -32,11 +32,11 @@ _MOST = math.log(1e30)
 class BeamParams:
     """The options of a request's beam search.
 
-    `early_stopping` decides when the search is over, once W beams have ended. 1: at once. 0: when
-    no live beam can score better than the worst ended one at its present length. Any other value:
-    when no live beam can do so at any length that it may reach. `num_results`: how many of the W
-    beams are returned, by default all. `sampled`: each beam is sampled independently, without a
-    search.
+    `early_stopping` decides when the search is over, once W beams have ended. With 1, it is over at
+    once. With 0, it is over when no live beam can score better than the worst ended one at its
+    present length. With any other value, it is over when no live beam can do so at any length that
+    it may reach. `num_results` of the W beams are returned, by default all. With `sampled`, each
+    beam is sampled independently, without a search.
     """
 
     width: int
@@ -50,7 +50,7 @@ class BeamParams:
 class BeamNode:
     """The last token of a beam, linked to the node before it and thus to the whole beam.
 
-    `beam`: index of the beam that provided the logits for choosing the token.
+    `beam` is the index of the beam from whose logits the token was chosen.
     """
 
     parent: BeamNode | None
@@ -72,7 +72,7 @@ class BeamNode:
 
 
 class Hypothesis(NamedTuple):
-    """A beam that has ended or was cut off. `end`: number of generated tokens to output."""
+    """A beam that has ended or was cut off. `end` is the number of generated tokens to output."""
 
     node: BeamNode
     cum_log_prob: float
@@ -91,9 +91,9 @@ class _Continuation(NamedTuple):
 class BeamSearch:
     """The beams of one request, from the first generated token to the last.
 
-    After `advance`, `parents[i]` is the beam that beam i continues (its KV cache), and `tokens[i]`
-    the newest token. `end_rule`: where each beam ends. `fault`: NOT_FINITE, or NO_TOKEN if no beam
-    can continue and none has ended; otherwise 0. With a fault the search is over.
+    After `advance`, beam i has the newest token `tokens[i]`, and continues the KV cache of beam
+    `parents[i]`. `end_rule` decides where each beam ends. `fault` is NOT_FINITE, or NO_TOKEN if no
+    beam can continue and none has ended; otherwise 0. With a fault the search is over.
     """
 
     def __init__(self, params: BeamParams, end_rule: EndRule) -> None:

@@ -21,7 +21,7 @@ _NODE_VALUES = 15  # a node takes as much memory as this many numbers
 
 
 class BeamNodeState(NamedTuple):
-    """`parent`: number of the parent node, which precedes this one; -1: none."""
+    """The state of a `BeamNode`. `parent` is the number of an earlier node, or -1 for none."""
 
     parent: int
     beam: int
@@ -30,7 +30,7 @@ class BeamNodeState(NamedTuple):
 
 
 class BeamEndState(NamedTuple):
-    """The state of a beam that has ended. `beam`: its index if each beam is a text, else -1."""
+    """The state of a beam that has ended. `beam` is its index in a `ParallelSampling`, else -1."""
 
     node: int
     reason: FinishReason
@@ -93,7 +93,7 @@ def beam_state(search: BeamSearch) -> Any:
 
 
 def restore_beams(search: BeamSearch, state: BeamState) -> None:
-    """Restore a new search to `state`. Raises ValueError if it contradicts itself."""
+    """Restore a new search to `state`. Raise ValueError if the state contradicts itself."""
     nodes: list[BeamNode] = []
     for (parent, beam, token, stop_state), log_prob in zip(
         state.nodes, state.log_probs, strict=True
