@@ -22,9 +22,9 @@ _DEFAULT = PeftCacheManagerConfig()
 class AdapterSizes(NamedTuple):
     """The sizes of the adapter cache, and of the adapters that it can hold.
 
-    `modules`: (id, module) in ascending order. `dtype`: the name of the pages' dtype. `widths`: if
-    ranks share modules, (id, width of this rank's part). `layer_widths`: (layer, id, width) in
-    layers where the width differs.
+    `modules` has (id, module) in ascending order. `dtype` is the name of the pages' dtype. If ranks
+    share modules, `widths` has (id, width of this rank's part), and `layer_widths` has (layer, id,
+    width) for layers with another width.
     """
 
     cache: CacheSizes
@@ -50,6 +50,7 @@ class AdapterSizes(NamedTuple):
 
     @property
     def device_bytes(self) -> int:
+        """Number of bytes of all device pages."""
         return self.cache.num_device_pages * self.cache.page_size * self.cache.itemsize
 
 
@@ -58,9 +59,9 @@ def adapter_sizes(
 ) -> AdapterSizes | None:
     """Return the sizes for a model, or None if it has no `adapter_modules` or if no page fits.
 
-    With None, requests with adapters are refused. Raises ConfigError if a configured size is too
-    small for one page. `free_bytes`: free memory of the device. Ranks that share a model must pass
-    the same number, and then get the same sizes.
+    With None, requests with adapters are refused. `free_bytes` is the free memory of the device.
+    Ranks that share a model must pass the same number, and then get the same sizes. Raise
+    ConfigError if a configured size is too small for one page.
     """
     modules: Mapping[int, LoraModule] | None = getattr(model, "adapter_modules", None)
     if not modules:

@@ -33,10 +33,11 @@ ConnectRanks = Callable[[Any, SchedulerConfig, ModelType, int], Ranks | None]
 
 @dataclass(frozen=True, slots=True)
 class Assembly:
-    """The parts that a loop is built from. `device`: the name of the device that runs the steps.
+    """The parts that a loop is built from.
 
-    `weights_version` returns a number that changes with the weights. `checkpoint`: the digest of
-    the checkpoint, for a journal; "" without one.
+    `device` is the name of the device that runs the steps. `weights_version` returns a number that
+    changes with the weights. `checkpoint` is the digest of the checkpoint for a journal, "" without
+    a journal.
     """
 
     blueprint: Blueprint
@@ -58,10 +59,9 @@ def assemble(
 ) -> Assembly:
     """Load the model, then size and allocate the KV cache.
 
-    `processor_timer` times logits post-processors. `connect_ranks`: `ranks.connect`, with the
-    arguments before `source` bound.
-
-    Raises ConfigError with the sizes if memory is short, and RankError if another rank has failed.
+    `processor_timer` times logits post-processors. `connect_ranks` is `ranks.connect`, with the
+    arguments before `source` bound. Raise ConfigError, which quotes the sizes, if memory is short,
+    and RankError if another rank has failed.
     """
     ranks = connect_ranks(source, scheduler_config, model_type, max_beam_width)
     arguments = source, params, scheduler_config, model_type, max_beam_width, processor_timer

@@ -49,10 +49,8 @@ from gptmanager.ranks.collectives import Collectives
 def place(params: OptionalParams, local_rank: int | None = None) -> Backend:
     """Return the backend for `OptionalParams.device`.
 
-    Raises ConfigError if the device does not exist.
-
-    `local_rank`: the number of this rank on this machine, if there are several ranks. It selects
-    the CUDA device unless the option names one.
+    If there are several ranks, `local_rank` is the number of this rank on this machine. It selects
+    the CUDA device unless the option names one. Raise ConfigError if the device does not exist.
     """
     kind = (params.device or "cpu").partition(":")[0]
     if kind == "cpu":
@@ -66,10 +64,10 @@ def place(params: OptionalParams, local_rank: int | None = None) -> Backend:
 
 @dataclass(frozen=True, slots=True)
 class StepOptions:
-    """Options of the executor. `fused`: see `TorchExecutor`.
+    """Options of the executor.
 
-    `processing` is None without logits post-processors, `adapters` without adapters, and `rank`
-    for a single rank.
+    `fused` is explained at `TorchExecutor`. `processing` is None without logits post-processors,
+    `adapters` without adapters, and `rank` for a single rank.
     """
 
     lines: Lines
@@ -95,10 +93,10 @@ class Backend(ABC):
         collectives: Collectives | None = None,
         check: Check = lambda spec: None,
     ) -> Model:
-        """Load a checkpoint, or return the host's model. Raises ConfigError if `source` is neither.
+        """Load a checkpoint, or return the host's model. Raise ConfigError if `source` is neither.
 
-        `collectives`: given if this is one of several ranks, which loads a part of the checkpoint.
-        `check`: see `assembly.loading.load`.
+        One of several ranks passes its `collectives`, and loads a part of the checkpoint. `check`
+        is explained at `assembly.loading.load`.
         """
         return load(source, params, self.kernels, self.device, self.bodies, collectives, check)
 

@@ -1,7 +1,7 @@
 """`Blueprint`: all settings of a loop, and `build_loop`, which builds the loop from them.
 
 A recording contains the blueprint, so a replay can build the same loop again without its model and
-host. A blueprint has no open defaults.
+host. The options in a blueprint have no defaults that depend on the machine or the model.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ _START_HEADROOM_STEPS = 16
 class Blueprint:
     """All settings that decide how a loop schedules.
 
-    `custom_scheduler`: in a recording, the name of `SchedulerConfig.create_scheduler`, because a
+    In a recording, `custom_scheduler` is the name of `SchedulerConfig.create_scheduler`, because a
     file cannot contain the function itself.
     """
 
@@ -75,7 +75,7 @@ class Blueprint:
 
     @property
     def max_num_requests(self) -> int:
-        """The highest number of started requests."""
+        """The highest number of requests that may be started at the same time."""
         return self.params.max_batch_size * self.num_micro_batches
 
     @property
@@ -116,9 +116,9 @@ def build_loop(
     allocator: Allocator | None = None,
     final: MakeFinal = final_tensors,
 ) -> TokenLoop:
-    """Build a loop. `allocator`: an allocator to continue with, by default an empty one.
+    """Build a loop with `allocator`, by default an empty one.
 
-    `final` makes the tensors of final responses.
+    `final` creates the tensors of final responses.
     """
     params = blueprint.params
     allocator = allocator or blueprint.allocator()

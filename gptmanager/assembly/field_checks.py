@@ -105,7 +105,7 @@ _RANGES: dict[type, dict[str, tuple[float, float]]] = {
 }
 
 _OPEN = ("enable_block_reuse",)  # flags that may be None
-_UNBOUNDED = (
+_UNBOUNDED = (  # numbers that may be None
     "max_active_requests", "idle_poll_s", "callback_budget_s", "logits_post_processor_budget_s",
 )  # fmt: skip
 
@@ -113,7 +113,7 @@ _UNBOUNDED = (
 def checked_fields(config: Any, cls: type, where: str) -> Any:
     """Return a private copy of `config`, which must be a `cls`; `where` names it in errors.
 
-    Raises ConfigError, which names the first invalid field.
+    Raise ConfigError, which names the first invalid field.
     """
     if not isinstance(config, cls):
         raise ConfigError(f"{where} = {config!r}, expected {cls.__name__}")
@@ -133,6 +133,7 @@ def checked_fields(config: Any, cls: type, where: str) -> Any:
 
 
 def require_member(config: Any, name: str, enum: type[IntEnum]) -> None:
+    """Raise ConfigError unless the field `name` of `config` is a member of `enum`."""
     value = getattr(config, name)
     if not isinstance(value, enum):
         raise ConfigError(
@@ -143,12 +144,16 @@ def require_member(config: Any, name: str, enum: type[IntEnum]) -> None:
 def require_range(
     where: str, value: Any, default: Any, low: float, high: float, may_lack: bool
 ) -> None:
+    """Raise ConfigError unless `value` is the default, or a number from `low` to `high`.
+
+    With `may_lack`, None is permitted. If `low` is an int, the number must be an integer.
+    """
     # a default may be None or "auto"
     if (not isinstance(default, Real) and _equal(value, default)) or (value is None and may_lack):
         return
     kind, noun = (Real, "a number") if isinstance(low, float) else (Integral, "an integer")
     number = isinstance(value, kind) and not isinstance(value, bool)
-    if not number or not low <= value <= high:  # NaN is not
+    if not number or not low <= value <= high:  # also true for NaN
         raise ConfigError(f"{where} = {value!r} must be {noun} from {low} to {high}")
 
 

@@ -37,11 +37,11 @@ def load(
     collectives: Collectives | None = None,
     check: Check = lambda spec: None,
 ) -> Model:
-    """Load a checkpoint, or return the host's model. Raises ConfigError if `source` is neither.
+    """Load a checkpoint, or return the host's model. Raise ConfigError if `source` is neither.
 
-    `bodies`: functions to compile, in addition to those of the kernels. `collectives`: given if
-    this is one of several ranks, which loads a part of the checkpoint. `check` is called with the
-    spec, before the weights are read, and may raise ConfigError.
+    `bodies` are functions to compile, in addition to those of the kernels. One of several ranks
+    passes its `collectives`, and loads a part of the checkpoint. `check` is called with the spec,
+    before the weights are read, and may raise ConfigError.
     """
     if not isinstance(source, (str, os.PathLike, tuple)):
         model = _own_model(source, params)
@@ -125,7 +125,7 @@ def _uses_transformers(source: Any, params: OptionalParams) -> bool:
 def _weights_dtype(
     params: OptionalParams, kernels: Kernels, quantized: bool
 ) -> WeightsDtype | None:
-    """The option, or "file" if it is not set and the CPU reads a quantized file.
+    """Return the option, or "file" if no dtype is set and the CPU reads a quantized file.
 
     Floats would be larger and slower, and no more exact than the file is.
     """

@@ -38,7 +38,7 @@ _CHOICES = {
 def checked_scheduler_config(config: SchedulerConfig) -> SchedulerConfig:
     """Return a private copy of `config`.
 
-    Raises ConfigError, which names the first invalid field.
+    Raise ConfigError, which names the first invalid field.
     """
     config = checked_fields(config, SchedulerConfig, "scheduler_config")
     require_member(config, "capacity_scheduler_policy", CapacitySchedulerPolicy)
@@ -50,9 +50,9 @@ def checked_scheduler_config(config: SchedulerConfig) -> SchedulerConfig:
 
 
 def checked_optional_params(params: OptionalParams) -> OptionalParams:
-    """Return a private copy of `params`.
+    """Return a private copy of `params`, with the defaults that depend on the device.
 
-    Raises ConfigError, which names the first invalid field.
+    Raise ConfigError, which names the first invalid field.
     """
     params = checked_fields(params, OptionalParams, "optional_params")
     params.kv_cache_config = checked_fields(
@@ -229,7 +229,10 @@ def _settle_dtypes(params: OptionalParams) -> None:
 def check_arguments(
     model_type: Any, max_beam_width: Any, params: OptionalParams, scheduler_config: SchedulerConfig
 ) -> None:
-    """Check the constructor's arguments as far as possible before a model is loaded."""
+    """Check the constructor's arguments as far as possible before a model is loaded.
+
+    Raise ConfigError for the first invalid one.
+    """
     if not isinstance(model_type, ModelType):
         raise ConfigError(f"model_type must be a ModelType, got {model_type!r}")
     if model_type is ModelType.V1:
@@ -252,7 +255,10 @@ def check_arguments(
 
 
 def _check_lock_step(params: OptionalParams, scheduler_config: SchedulerConfig) -> None:
-    """Raise ConfigError for options that V1, STATIC_BATCH with contiguous caches, excludes."""
+    """Raise ConfigError for options that do not apply to V1.
+
+    V1 runs static batches with a contiguous KV cache.
+    """
     contradictions = {
         "SchedulerConfig.capacity_scheduler_policy = MAX_UTILIZATION": (
             scheduler_config.capacity_scheduler_policy is CapacitySchedulerPolicy.MAX_UTILIZATION

@@ -1,4 +1,4 @@
-"""Connects a rank to the others, and checks that all have equal options and fitting sizes."""
+"""Connects a rank to the others, and checks that all have equal options and sizes."""
 
 from __future__ import annotations
 
@@ -48,8 +48,8 @@ _MAY_DIFFER = (
 class Ranks(NamedTuple):
     """The connections of this rank to the others.
 
-    `num_local`: how many ranks run on this machine and share its memory, each with its own device.
-    `local_rank`: the number of this one among them.
+    `num_local` ranks run on this machine and share its memory, each with its own device.
+    `local_rank` is the number of this rank among them.
     """
 
     links: Links
@@ -124,9 +124,9 @@ def connect(
     model_type: ModelType,
     max_beam_width: int,
 ) -> Ranks | None:
-    """Connect to the other ranks and compare the options of all. Returns None for a single rank.
+    """Connect to the other ranks and compare the options of all; return None for a single rank.
 
-    RankError, with the same text on each rank, says which rank differs from rank 0, and how.
+    Raise RankError, with the same text on each rank, for a rank that differs from rank 0.
     """
     config, layout = params.parallel_config, world.layout
     if config is None or layout.size == 1:
@@ -219,7 +219,7 @@ class ResultChannel:
 
 
 class _ProcessGroups:
-    """Makes new process groups of torch, which are independent of the host's groups."""
+    """Creates process groups of torch, which are independent of the host's groups."""
 
     def __init__(self, store: Any, links: Links, timeout_s: float, backend: str) -> None:
         self._store, self._links = store, links
@@ -285,7 +285,7 @@ class _JoiningGroup:
         return self._made.done()
 
     def wait(self, timeout: timedelta) -> None:
-        """Wait for the group. Raises RuntimeError if it is not joined yet, or if joining failed."""
+        """Wait for the group. Raise RuntimeError if it is not joined yet, or if joining failed."""
         try:
             self.group = self._made.result(timeout.total_seconds())
         except TimeoutError as error:

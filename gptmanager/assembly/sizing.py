@@ -18,18 +18,18 @@ from gptmanager.models.model import Dimensions, page_shapes, state_shapes
 logger = logging.getLogger("gptmanager")
 
 _GIB = 1 << 30
-_CPU_FRACTION = 0.25  # share of free memory, if neither max_tokens nor a fraction is given
+_CPU_FRACTION = 0.25  # of free CPU memory, if neither max_tokens nor a fraction is given
 _DEFAULT_FRACTION = 0.9
 _WINDOWED_CHUNK = 256  # the fewest tokens in a chunk with an attention window
 _UNBOUNDED = 1 << 62
 
 
 class MemoryBudget(NamedTuple):
-    """The memory for the KV cache. `dtype`: the dtype of its pages.
+    """The memory for the KV cache.
 
-    `shared`: other programs use this memory, too. By default the KV cache then gets a small part of
-    the free bytes, and not more than a full batch can fill. `most_blocks` and `most_host_blocks`:
-    limits that other ranks set.
+    `dtype` is the dtype of its pages. If other programs use the memory, too, it is `shared`; by
+    default the KV cache then gets a small part of the free bytes, and not more than a full batch
+    can fill. `most_blocks` and `most_host_blocks` are limits that other ranks set.
     """
 
     free_bytes: float
@@ -43,8 +43,9 @@ class MemoryBudget(NamedTuple):
 class Sizes:
     """The sizes of the KV cache and of sequences; lengths are in tokens.
 
-    `pool_limited`: the pool, not the model, limits the length of a sequence. `contiguous`: a block
-    holds a whole sequence. `has_states`: the model keeps a state for each sequence.
+    `pool_limited` means that the pool, not the model, limits the length of a sequence, `contiguous`
+    that a block holds a whole sequence, and `has_states` that the model keeps a recurrent state for
+    each sequence.
     """
 
     num_blocks: int
@@ -94,10 +95,9 @@ def size(
 ) -> Sizes:
     """Return the sizes for a model.
 
-    Raises ConfigError, which names the option that is too small or too large.
-
-    `budget`: by default the free memory of the CPU. V1 has a contiguous KV cache, with one block of
-    max_seq_len tokens for each sequence of a batch, or fewer if max_tokens or the memory limit it.
+    The default `budget` is the free memory of the CPU. V1 has a contiguous KV cache, with one block
+    of max_seq_len tokens for each sequence of a batch, or with fewer blocks if max_tokens or the
+    memory limits them. Raise ConfigError, which names the option that is too small or too large.
     """
     max_seq_len = wanted_seq_len(params, spec)
     contiguous = model_type is ModelType.V1
@@ -139,6 +139,7 @@ def size(
 
 
 def num_micro_batches(params: OptionalParams) -> int:
+    """Return how many micro batches may be in flight: at least one for each pipeline stage."""
     ranks = params.parallel_config
     num_stages = 1 if ranks is None else ranks.pipeline_parallel_size
     return max(2 if params.enable_trt_overlap else 1, num_stages)
@@ -152,7 +153,10 @@ def num_slots(params: OptionalParams) -> int:
 
 
 def wanted_seq_len(params: OptionalParams, spec: Dimensions) -> int:
-    """Return the longest sequence that options and model allow, before the KV cache is sized."""
+    """Return the longest sequence that options and model allow, before the KV cache is sized.
+
+    Raise ConfigError if the option exceeds the model's length.
+    """
     longest = spec.max_position_embeddings
     if params.max_seq_len is None:
         return longest
@@ -188,7 +192,7 @@ def _num_blocks(
     max_beam_width: int,
     budget: MemoryBudget,
 ) -> int:
-    """Return the number of blocks. `longest`: the most tokens that a sequence keeps."""
+    """Return the number of blocks. `longest` is the most tokens that a sequence keeps."""
     config, free = params.kv_cache_config, budget.free_bytes
     logger.info("free memory before sizing the KV cache: %.2f GiB", free / _GIB)
     max_tokens, default_fraction = config.max_tokens, _DEFAULT_FRACTION

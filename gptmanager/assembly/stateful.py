@@ -36,7 +36,7 @@ def settle_reuse(params: OptionalParams, spec: Dimensions, model_type: ModelType
 def without_states(budget: MemoryBudget, spec: Dimensions, params: OptionalParams) -> MemoryBudget:
     """Return the memory that the states of all slots leave for blocks.
 
-    Raises ConfigError if nothing is left.
+    Raise ConfigError if nothing is left.
     """
     shapes = state_shapes(spec)
     if not shapes:

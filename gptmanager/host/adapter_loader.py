@@ -74,7 +74,7 @@ class AdapterLoader:
         """Connect to the loop; called once, before it iterates.
 
         `mark()` returns an event that is set when all launched steps have run, or None if they
-        have. `loop_helps`: the loop's thread may do pieces of jobs between steps.
+        have. With `loop_helps`, the loop's thread may do pieces of jobs between steps.
         """
         self._pool, self._config, self._mark = pool, config, mark
         # the loop's thread does no copies that wait for a device
@@ -82,9 +82,7 @@ class AdapterLoader:
         self.jobs.loop_helps = loop_helps and is_cpu
 
     def forget(self, task_id: int) -> None:
-        """Report in the next intake that this task's adapter was replaced. Any thread may call
-        this.
-        """
+        """Report in the next intake that a task's adapter was replaced. Any thread may call it."""
         self.forgotten.append(task_id)
 
     def release(self) -> None:
@@ -171,8 +169,9 @@ class AdapterLoader:
     def _copy_adapter(
         self, work: CopyAdapter, pool: AdapterPool, begun: threading.Event | None
     ) -> str:
-        """Copy an adapter to the device. `begun`: set once no launched step reads the pages any
-        more.
+        """Copy an adapter to the device, when `begun` is set.
+
+        It is set when no launched step reads the pages any more; None means that none reads them.
         """
         while begun is not None and not begun.wait(_LOOK_UP_S):
             self.jobs.check()

@@ -36,10 +36,10 @@ _LONGEST_WAIT_NS = 10_000_000  # if a piece waits longer, e.g. for a disk, a thr
 
 
 class Job(Generic[Result]):
-    """A job that is done in pieces. Any thread may do a piece, the loop's thread only with
-    `by_loop`.
+    """A job that is done in pieces.
 
-    `woken` is set when the job has ended, and when the loop has no step to run.
+    Any thread may do a piece, the loop's thread only with `by_loop`. `woken` is set when the job
+    has ended, and when the loop has no step to run.
     """
 
     def __init__(self, pieces: Pieces[Result], *, by_loop: bool) -> None:
@@ -52,7 +52,7 @@ class Job(Generic[Result]):
         self._lock = threading.Lock()
 
     def advance(self, *, waits: bool) -> bool:
-        """Do one piece. Returns False if the job has ended, or if another thread does a piece.
+        """Do one piece. Return False if the job has ended, or if another thread does a piece.
 
         With `waits`, the call waits for the other thread.
         """
@@ -77,7 +77,7 @@ class Job(Generic[Result]):
         self.woken.set()
 
     def advance_for(self, seconds: float) -> float:
-        """Do pieces for about `seconds`. Returns the time used."""
+        """Do pieces for about `seconds`; return the seconds used."""
         began = now = perf_counter_ns()
         is_left = True
         while is_left and self.by_loop and now - began < 1e9 * seconds:
@@ -91,9 +91,9 @@ class Job(Generic[Result]):
 class BackgroundJobs:
     """The jobs of one loop and the rules for sharing the cores with its steps.
 
-    `loop_helps`: whether the loop's thread may do pieces. `pending`: jobs that have started and not
-    ended. `last_step`: when the last step ended, on the monotonic clock; -inf before the first step
-    and after the loop had no step to run, so that idle time does not count as a step.
+    With `loop_helps`, the loop's thread may do pieces. `pending` has the jobs that have started and
+    not ended. `last_step` is when the last step ended, on the monotonic clock; -inf before the
+    first step, and after the loop had no step to run, so that idle time does not count as a step.
     """
 
     def __init__(self) -> None:
@@ -114,8 +114,8 @@ class BackgroundJobs:
     def finish(self, pieces: Pieces[Result], *, by_loop: bool = True) -> Result:
         """Do a whole job on the calling thread, except for the pieces that the loop's thread does.
 
-        `by_loop`: the loop's thread may do pieces, because none of them blocks. Raises RuntimeError
-        after `release`.
+        With `by_loop`, the loop's thread may do pieces, because none of them blocks. Raise the
+        error of the job, and RuntimeError after `is_released` was set.
         """
         job, since_ns = Job(pieces, by_loop=by_loop), thread_time_ns()
         self.pending.append(job)
@@ -137,9 +137,9 @@ class BackgroundJobs:
         return cast("Result", job.result)
 
     def _is_left_to_loop(self, job: Job[Any]) -> bool:
-        """Whether the loop's thread does the next piece of a job.
+        """Return whether the loop's thread does the next piece of a job.
 
-        Until it is known whether steps use all cores, this is assumed.
+        It does if steps are running and use all cores, which is assumed until it is known.
         """
         may_be = self.loop_helps and self._is_crowded is not False
         return may_be and job.by_loop and self.is_busy
@@ -152,7 +152,7 @@ class BackgroundJobs:
     def rest(self, since_ns: int) -> int:
         """Sleep after a piece if steps are running, so that a thread works only part of the time.
 
-        `since_ns`: the thread's CPU time after its last rest. Returns the value for the next call.
+        `since_ns` is the thread's CPU time after its last rest. Return the value for the next call.
         """
         worked_ns = thread_time_ns() - since_ns
         if worked_ns < _PIECE_NS:
@@ -182,9 +182,7 @@ class BackgroundJobs:
         self.last_step = now
 
     def _work_after_step(self, step_s: float) -> None:
-        """Do pieces for a share of the step's time. If one takes longer, the next share
-        is shorter.
-        """
+        """Do pieces for a fraction of the step's time, for less if earlier pieces took longer."""
         self._steps_s.append(step_s)
         if step_s > _SLOW * statistics.median(self._steps_s):
             return

@@ -9,9 +9,9 @@ from collections.abc import Callable
 class CachedBlocks:
     """Collects the reasons to clear cached blocks, or to compute contexts again.
 
-    `clears` and `recomputes`: the reasons that the next intake must contain. `version()`: the
-    version of the weights, which was `last_version` when `settle` was called. A host reads these
-    attributes in each step, so they are not methods.
+    `clears` and `recomputes` are the reasons that the next intake must contain. `version()` returns
+    the version of the weights, which was `last_version` when `settle` was called. A host reads
+    these attributes in each step, so they are not methods.
     """
 
     def __init__(self) -> None:

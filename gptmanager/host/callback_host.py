@@ -51,7 +51,7 @@ _STALL_S = 0.01  # pause after an iteration that scheduled no active request
 
 
 class Fetched(NamedTuple):
-    """The result of the last fetch. `is_empty`: the host has no requests at the moment."""
+    """The result of the last fetch. `is_empty` means that the host has no requests now."""
 
     num_requests: int
     is_empty: bool
@@ -61,9 +61,9 @@ class Fetched(NamedTuple):
 class CallbackHost:
     """Calls the host's callbacks on the loop thread. No lock is held during a call.
 
-    `max_get_failures`: how many calls of Get in a row may fail; the pauses between them grow. One
-    more failure sets `get_failures.fatal`. `wake` ends the pause of an idle loop; any thread may
-    call it.
+    `max_get_failures` calls of Get in a row may fail, with growing pauses between them. One more
+    failure sets `get_failures.fatal`. `wake` ends the pause of an idle loop; any thread may call
+    it.
     """
 
     def __init__(
@@ -145,7 +145,7 @@ class CallbackHost:
         self.cached.follow_weights(int)
 
     def peek(self, room: int | None) -> bool:
-        """Call Get outside an iteration, for an idle manager. Returns whether there are requests.
+        """Call Get outside an iteration, for an idle manager. Return whether there are requests.
 
         If so, the caller must call `fetch`, which passes them to the loop.
         """
@@ -163,7 +163,7 @@ class CallbackHost:
     def answer_lost(self, known: Iterable[int], error: BaseException) -> None:
         """Send an error response to each request that Get has returned and the loop does not know.
 
-        `known`: the ids of the requests that the loop will answer.
+        `known` are the ids of the requests that the loop will answer.
         """
         self.journal.flush()
         waiting = [request.request_id for request in self.receiver.received]
@@ -183,7 +183,7 @@ class CallbackHost:
     def answer_abandoned(self, error: BaseException, timeout: float | None = None) -> bool:
         """Answer all requests like `answer_all`, on another thread, after the loop was abandoned.
 
-        With a `timeout`, SendResponse is the only host code that is called. Returns False if a
+        With a `timeout`, SendResponse is the only host code that is called. Return False if a
         SendResponse call that is in progress does not return within `timeout` seconds.
         """
         waited_s = 0.0
@@ -205,7 +205,7 @@ class CallbackHost:
         return True
 
     def stop_all(self, loop: TokenLoop) -> int:
-        """Stop all active requests with the next intake. Returns their number."""
+        """Stop all active requests with the next intake; return their number."""
         self._stops.update(loop.table.by_id)
         return len(loop.table.by_id)
 
@@ -217,7 +217,7 @@ class CallbackHost:
         return self.take_intake()
 
     def begin_fetch(self, room: int | None, num_active: int) -> bool:
-        """Receive what Get has already returned. Returns whether Get should be called now."""
+        """Receive what Get has already returned. Return whether Get should be called now."""
         failures = self.get_failures
         if self.receiver.returned:
             self._receive()
@@ -337,7 +337,7 @@ class CallbackHost:
             answer = self._get(-1 if room is None else room)
             if type(answer) not in _READY:
                 check_answer("GetInferenceRequests", answer, may_yield=True)
-            try:  # no code that may fail between the answer and the queue
+            try:  # nothing here may fail, or requests that Get has returned would be lost
                 items = iter(answer)
             except TypeError:
                 raise not_iterable(answer) from None
@@ -355,7 +355,7 @@ class CallbackHost:
         )
 
     def _receive(self) -> CallbackError | None:
-        """Read the items that Get has returned. Returns an error if some are not requests."""
+        """Read the items that Get has returned. Return an error if some are not requests."""
         foreign = self.receiver.receive(self._refuse)
         if foreign is not None:
             self.timers.get.errors += 1
@@ -386,7 +386,7 @@ def _taken(queue: deque[_T]) -> tuple[_T, ...]:
 
 
 def _collect_ids(stops: Any, into: set[int]) -> None:
-    """Add the ids that PollStopSignal returned. Raises CallbackError for other values."""
+    """Add the ids that PollStopSignal returned. Raise CallbackError for other values."""
     foreign = []
     try:
         for stop in stops:

@@ -1,4 +1,4 @@
-"""`JournalSeam`: what a journal does with the responses of a host; `NoJournal` does nothing."""
+"""`JournalSeam`: the functions of a journal that a host calls. `NoJournal` does nothing."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ class JournalSeam(Protocol):
         """Write the responses that are held back, and then send them."""
 
     def note_ends(self, request_ids: Sequence[int], error: str) -> None:
-        """Write that requests end with the text `error`, which does not come from the loop. Any
-        thread may call this, before it sends these responses.
+        """Write that requests end with the text `error`, in responses that the loop does not send.
+
+        Any thread may call this, before it sends these responses.
         """
 
     def close(self) -> None:

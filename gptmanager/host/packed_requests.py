@@ -1,8 +1,8 @@
 """Converts requests to bytes and back, for messages between ranks.
 
 The bytes are a head as JSON, and then the raw data of the tensors. The head also contains values
-that admission will refuse, in the form that recordings use, so that the other ranks refuse them
-too. Of a logits post-processor only the name is sent.
+that admission will refuse, in the form that recordings use, so that the other ranks refuse them,
+too. Only the name of a logits post-processor is sent.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ _DEFAULTS = _keywords(InferenceRequest(0))
 class PackedRequests:
     """Requests packed as `entries` and `arrays`.
 
-    `entries`: the head, a list per request: its id; name, dtype and shape of each tensor; its other
-    fields. `arrays`: the bytes of the arrays, one after another.
+    `entries`, the head, has a list for each request, with its id, the name, dtype and shape of each
+    tensor, and its other fields. `arrays` has the bytes of the arrays, one after another.
     """
 
     def __init__(self, requests: Iterable[InferenceRequest], with_processors: bool = True) -> None:
@@ -83,8 +83,9 @@ class PackedRequests:
 
 
 def read_requests(entries: Iterable[Any], arrays: memoryview) -> list[InferenceRequest]:
-    """Read requests from the two parts of `PackedRequests`. Malformed data may raise
-    any exception.
+    """Read requests from the two parts of `PackedRequests`.
+
+    Malformed data may raise any exception.
     """
     is_short = len(arrays) <= _SHARED_BYTES
     memory = bytearray(arrays) if is_short else arrays
@@ -146,7 +147,7 @@ def _dense(name: str, value: Any) -> tuple[str, list[int], np.ndarray] | None:
 
 
 def _claims_too_much(name: str, value: Any) -> bool:
-    """Whether admission refuses a value because of its size. Such a value must not be copied."""
+    """Return whether admission refuses a value because of its size, so it must not be copied."""
     if name == "lora_weights":
         strides = value.stride() if isinstance(value, torch.Tensor) else value.strides
         return 0 in strides and value.nbytes > _MOST_VIEW_BYTES

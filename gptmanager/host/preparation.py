@@ -1,7 +1,7 @@
 """`Preparation`: prepares logits post-processors before their requests start.
 
-It decides when a request need not wait for its processor any more. A processor's `prepare` and the
-future that it returns are code of the host, so an error in them ends only that request.
+It decides when a request stops waiting for its processor. A processor's `prepare` and the future
+that it returns are code of the host, so an error in them ends only that request.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ _MOST_KEPT = 64  # above this number, entries of ended requests are removed
 
 
 class Preparation:
-    """Prepares the processors of waiting requests. `wake` ends the pause of an idle loop; any
-    thread may call it.
+    """Prepares the processors of waiting requests.
 
-    `prepared`: results that `collect` has not read yet. For the next intake: `ready`, the requests
-    with a ready processor, and `failures`, for processors that cannot be prepared.
+    `wake` ends the pause of an idle loop; any thread may call it. `prepared` has the results that
+    `collect` has not read yet. The next intake gets `ready`, the requests with a ready processor,
+    and `failures`, for processors that cannot be prepared.
     """
 
     def __init__(self, wake: Callable[[], None], timer: CallbackTimer) -> None:
@@ -44,6 +44,7 @@ class Preparation:
         self._timer = timer
 
     def begin(self, request_id: int, processor: RequestProcessor) -> None:
+        """Begin to prepare the processor of a request; `collect` later reads the result."""
         if len(self._preparing) >= self._most_kept:
             self._forget_ended()
         self._preparing[request_id] = processor
@@ -61,7 +62,7 @@ class Preparation:
         self._preparing, self._most_kept = waiting, max(_MOST_KEPT, 2 * len(waiting))
 
     def release(self) -> None:
-        """Release the loop: no request waits for a processor any more."""
+        """Stop waking the loop, because it has ended."""
         self._wake = lambda: None
 
     def _wake_with(self, request_id: int, processor: RequestProcessor, done: Future[Any]) -> None:
@@ -70,8 +71,9 @@ class Preparation:
             self._wake()
 
     def collect(self, received: Sequence[InferenceRequest]) -> None:
-        """Update `ready` and `failures`. `received`: new requests; their processors may be ready
-        already.
+        """Update `ready` and `failures`.
+
+        `received` are new requests, with processors that may be ready already.
         """
         if received:
             self.ready += self._ready_on_arrival(received)
@@ -107,8 +109,9 @@ class Preparation:
         logger.error(text, name, request_id, exc_info=error)
 
     def _is_ready(self, processor: Any) -> bool:
-        """Whether a processor needs no preparation. Errors count as False: they occur again in
-        `prepare`.
+        """Return whether a processor is ready now.
+
+        After an error the result is False, because `prepare` is called again later.
         """
         try:
             prepare = getattr(processor, "prepare", None)
@@ -138,8 +141,9 @@ def _error_of(done: Future[Any]) -> BaseException | None:
 
 
 class _OnReady:
-    """Reports a processor as ready, once. Drops its arguments then, because futures
-    keep callbacks.
+    """Reports a processor as ready, once.
+
+    It then drops its arguments, because futures keep their callbacks alive.
     """
 
     def __init__(self, report: Callable[..., None], *arguments: Any) -> None:

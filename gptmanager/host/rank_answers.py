@@ -20,8 +20,10 @@ _LONGEST = 80  # characters quoted of any other value
 
 
 class Answers(NamedTuple):
-    """`requests`: answers of GetInferenceRequests: the id of each request and, per field, a text
-    and a checksum. `stops`: answers of PollStopSignal.
+    """The answers of one rank's callbacks.
+
+    `requests`, from GetInferenceRequests, has the id of each request and, for each of its fields, a
+    text and a checksum. `stops` are the ids from PollStopSignal.
     """
 
     requests: list[tuple[int, dict[str, tuple[str, int]]]]
@@ -29,6 +31,7 @@ class Answers(NamedTuple):
 
 
 def answers_of(requests: Iterable[InferenceRequest], stops: Iterable[int]) -> Answers:
+    """Return the answers of this rank's callbacks in a form to compare."""
     return Answers([(it.request_id, _fields(it)) for it in requests], sorted(stops))
 
 
@@ -73,9 +76,7 @@ def _fields(request: InferenceRequest) -> dict[str, tuple[str, int]]:
 
 
 def _values(data: bytes, dtype: str) -> str:
-    """Quote the values of a tensor. Only NumPy's own dtypes: NumPy may not know torch's other
-    dtypes.
-    """
+    """Quote the values of a tensor. torch reads its dtypes, which NumPy may not know."""
     if not data:
         return "[]"
     name = dtype.removeprefix("torch.")

@@ -1,6 +1,7 @@
-"""Converts an intake of rank 0 to a message for the other ranks, and back. Messages are only data.
+"""Converts an intake of rank 0 to a message for the other ranks, and back.
 
-Most intakes have only a time, or a time and requests. Other fields are JSON, as in a recording.
+Messages contain only data, no pickled objects. Most intakes have only a time, or a time and
+requests. Other fields are JSON, as in a recording.
 """
 
 from __future__ import annotations
@@ -29,8 +30,9 @@ _HEAD = struct.Struct("<IdII??2x")
 class IntakeMessage(NamedTuple):
     """The message that rank 0 sends to the others at the start of an iteration.
 
-    `requests` and `stops` are digests if each rank's own host provides requests and stop signals,
-    and then the intake contains none; otherwise 0. `is_empty`: Get returned no requests.
+    If each rank's own host provides requests and stop signals, the intake contains none, and
+    `requests` and `stops` are their digests; otherwise these are 0. `is_empty` means that Get
+    returned no requests.
     """
 
     intake: Intake
@@ -56,7 +58,7 @@ def pack(message: IntakeMessage) -> bytes:
 
 
 class Unpacker:
-    """Creates an `IntakeMessage` from bytes. Raises RankError if they are malformed."""
+    """Creates an `IntakeMessage` from bytes; raises RankError if they are malformed."""
 
     def __init__(self) -> None:
         self._decoder = Decoder(field_names(Intake))
@@ -77,9 +79,7 @@ class Unpacker:
             raise RankError(f"a message of rank 0 cannot be read: {text}") from error
 
     def _others(self, plain: Any) -> Intake:
-        """Read the fields of an intake other than requests. Errors are restored from
-        their texts.
-        """
+        """Read the fields of an intake other than requests; restore errors from their texts."""
         intake: Intake = self._decoder.decode(Intake, plain)
         failures = tuple(Failure(it.request_id, _error(it.error)) for it in intake.failures)
         done = tuple(
@@ -97,7 +97,7 @@ def pack_requests(requests: Iterable[InferenceRequest]) -> bytes:
 
 
 def unpack_requests(data: bytes) -> list[InferenceRequest]:
-    """Read the bytes of `pack_requests`. Raises RankError if they are malformed."""
+    """Read the bytes of `pack_requests`. Raise RankError if they are malformed."""
     try:
         (size,) = _LENGTH.unpack_from(data)
         start = _LENGTH.size + size
@@ -119,12 +119,14 @@ def _aligned(start: int, head: bytes) -> bytes:
 
 
 def stops_digest(stops: Iterable[int]) -> int:
+    """Return a digest that is equal on all ranks if the stop signals are equal."""
     return zlib.crc32(to_json(sorted(stops)))
 
 
 def schedule_digest(schedule: Schedule) -> int:
-    """Return a digest of a decision. It hashes only integers: their hashes are equal in all
-    processes.
+    """Return a digest of a schedule.
+
+    It hashes only integers, because their hashes are equal in all processes.
     """
     starts = tuple(
         (it.slot, len(it.tokens), it.beam_width, it.adapter_slot) for it in schedule.starts

@@ -50,14 +50,14 @@ _POLL_S = 0.002  # interval of checking this rank's own threads for results
 
 
 class LeadingHost:
-    """The host of rank 0: sends the intakes of `host`, its callbacks, to all other ranks."""
+    """The host of rank 0, which sends the intakes of its callbacks, `host`, to all other ranks."""
 
     def __init__(self, host: CallbackHost, assembly: Assembly, ranks: Ranks) -> None:
         self._host, self._ranks, self._links = host, ranks, ranks.links
         self._executor = _rank_executor(assembly, self._decide)
         self._schedules: deque[Schedule] = deque(maxlen=_KEPT)
         self._num_iterations = 0
-        # only of iterations that have answers
+        # (iteration, answers), only for iterations with answers
         self._answers: deque[tuple[int, Answers]] = deque(maxlen=_KEPT)
         self.respond, self.prepare, self.load = host.respond, host.prepare, host.load
         self.fail, self.poll, self.report = host.fail, host.poll, host.report
@@ -132,10 +132,10 @@ class LeadingHost:
 
 
 class FollowingHost:
-    """The host of every rank except 0: iterates when rank 0 does, with the intakes of rank 0.
+    """The host of a rank other than 0, which iterates when rank 0 does, with rank 0's intakes.
 
-    `host`: the callbacks of this rank. `bells`: functions to call in order to wake the loop.
-    `timer`: times iterations; it is stopped while this rank waits for rank 0.
+    `host` has the callbacks of this rank. `bells` are functions to call in order to wake the loop.
+    `timer` times iterations; it is stopped while this rank waits for rank 0.
     """
 
     def __init__(
@@ -174,10 +174,10 @@ class FollowingHost:
         self._links.wake()
 
     def await_turn(self, *, ends: bool, aborts: bool, is_active: bool) -> Turn:
-        """Wait until rank 0 iterates (`peek` is then true) or ends. Without active requests, a bell
-        ends the wait as well.
+        """Wait until rank 0 iterates (`peek` is then true) or ends.
 
-        A rank ends when rank 0 does. If it is shut down earlier, the other ranks fail.
+        Without active requests, a bell ends the wait as well. A rank ends when rank 0 does. If it
+        is shut down earlier, the other ranks fail.
         """
         if aborts:
             raise RankError(f"rank {self._links.rank} was shut down")
@@ -267,9 +267,7 @@ class FollowingHost:
             self._links.report_difference(text, to_json(schedule))
 
     def _check_alone(self) -> None:
-        """Fail if Get has returned requests here: rank 0 does not iterate, so its Get returned
-        none.
-        """
+        """Fail if Get has returned requests here, because Get on rank 0 has returned none."""
         if self._host.receiver.received:
             self._tell_answers(self._host.receiver.received, (), 0)
 
@@ -283,16 +281,15 @@ class FollowingHost:
     def _tell_answers(
         self, requests: Iterable[InferenceRequest], stops: Iterable[int], iteration: int
     ) -> NoReturn:
-        """Fail because the answers differ from rank 0's in `iteration`; 0: rank 0 got no
-        requests.
+        """Fail because the answers differ from rank 0's in `iteration`.
+
+        If `iteration` is 0, rank 0 got no requests outside an iteration.
         """
         plain = {"iteration": iteration, "answers": answers_of(requests, stops)}
         self._links.report_difference("differs from rank 0", to_json(plain))
 
     def _await_own(self, intake: Intake) -> None:
-        """Wait until the adapters and processors that are ready on rank 0 are ready on
-        this rank.
-        """
+        """Wait until adapters and processors that are ready on rank 0 are ready on this rank."""
         jobs = {done.job for done in intake.adapters if done.error is None}
         ready = set(intake.ready) if self._calls_processors else set()
         for request in intake.requests:
@@ -352,7 +349,7 @@ def _with_answers(
 
 
 def alike(get: Any, send: Any, poll: Any, stats: Any) -> dict[str, bool]:
-    """Return, by name, the properties of the four callbacks that must be equal on all ranks."""
+    """Return name -> value of the properties of callbacks that must be equal on all ranks."""
     found = {"callbacks.broadcast is used": isinstance(get, Broadcast)}
     return (
         found
@@ -364,8 +361,9 @@ def alike(get: Any, send: Any, poll: Any, stats: Any) -> dict[str, bool]:
 def loop_host(
     host: CallbackHost, assembly: Assembly, bells: list[Callable[[], None]], timer: CallbackTimer
 ) -> LoopHost:
-    """Return the host of the loop on `assembly`: the callbacks, or the host of a rank. See
-    `FollowingHost` for `bells` and `timer`.
+    """Return the host of the loop on `assembly`: `host` itself, or the host of a rank.
+
+    `FollowingHost` explains `bells` and `timer`.
     """
     ranks = assembly.ranks
     if ranks is None:

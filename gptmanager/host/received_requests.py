@@ -25,7 +25,8 @@ from gptmanager.step import Progress
 class OwedFinals:
     """The ids of requests that are owed a final response. Any thread may call the methods.
 
-    An id counts once for each time that Get returned it: each request gets its own final response.
+    An id counts once for each time that Get returned it, because each request gets a final
+    response.
     """
 
     def __init__(self) -> None:
@@ -39,7 +40,7 @@ class OwedFinals:
     def settle(self, request_id: int) -> bool:
         """Note that a final response is about to be sent.
 
-        Returns False if none is owed; then the response must not be sent.
+        Return False if none is owed; then the response must not be sent.
         """
         with self._lock:
             count = self._counts.get(request_id, 0)
@@ -58,8 +59,10 @@ class OwedFinals:
 
 
 class Receiver:
-    """Reads what Get returned. `returned`: items not read yet. `received`: requests for the next
-    intake; `resumed`: their progress, if they are from a journal.
+    """Reads what Get returned.
+
+    `returned` has the items that are not read yet, and `received` the requests for the next intake.
+    `resumed` has the progress of those that a journal has restored.
     """
 
     def __init__(self, lifecycle: Lifecycle) -> None:
@@ -71,7 +74,7 @@ class Receiver:
         self._lock = threading.Lock()  # held while an item becomes an owed request
 
     def receive(self, refuse: Callable[[int, InvalidRequestError], None]) -> CallbackError | None:
-        """Read what Get has returned. Returns an error if some items were not requests.
+        """Read what Get has returned. Return an error if some items were not requests.
 
         `refuse` answers a request that cannot be read.
         """
@@ -106,8 +109,8 @@ class Receiver:
     def owe_returned(self, *, only_plain: bool) -> None:
         """Note that each returned item is owed a final response, because it will not be received.
 
-        `only_plain`: items of a host's subclass are not read; they stay in `returned`. Any thread
-        may call this.
+        With `only_plain`, items of a host's subclass are not read, and stay in `returned`. Any
+        thread may call this.
         """
         with self._lock:
             for item in [self.returned.popleft() for _ in range(len(self.returned))]:
@@ -121,7 +124,7 @@ class Receiver:
 def _read_id(item: Any) -> int:
     """Return the id of an item that Get returned.
 
-    Raises CallbackError, which names the item's type, if it is not a request with a valid id.
+    Raise CallbackError, which names the item's type, if it is not a request with a valid id.
     """
     name = type(item).__name__
     try:
@@ -147,7 +150,7 @@ def _read_id(item: Any) -> int:
 def _read_request(item: InferenceRequest, request_id: int) -> InferenceRequest:
     """Return a plain `InferenceRequest` with the fields of `item`, which may be of a subclass.
 
-    Raises InvalidRequestError if a field cannot be read.
+    Raise InvalidRequestError if a field cannot be read.
     """
     try:
         tensors = item.tensors

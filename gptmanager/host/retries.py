@@ -12,8 +12,9 @@ _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.01, 1.0
 
 
 class GetFailures:
-    """Counts failures of Get. `in_a_row`: failures since the last success; more than `most` set
-    `fatal`.
+    """Counts failures of Get.
+
+    `in_a_row` counts the failures since the last success; more than `most` of them set `fatal`.
     """
 
     def __init__(self, most: int) -> None:

@@ -12,7 +12,7 @@ from gptmanager.lifecycle.watchdog import CallbackTimer
 class HostTimers:
     """The timers of all calls into the host's code.
 
-    `all`: in the order of the statistics, with the loop's scheduler last.
+    `all` has them in the order of the statistics. The timer of the loop's scheduler is appended.
     """
 
     def __init__(self) -> None:
@@ -26,12 +26,12 @@ class HostTimers:
 
 
 def required(callback: Any, name: str, *, may_yield: bool = False) -> Any:
-    """Return a mandatory callback after checking it."""
+    """Return a mandatory callback; raise ConfigError if it is None or cannot be called."""
     if callback is None:
         raise ConfigError(f"{name} is mandatory")
     return ordinary(name, callback, may_yield=may_yield)
 
 
 def optional(callback: Any, name: str, *, may_yield: bool = False) -> Any:
-    """Return an optional callback after checking it, or None."""
+    """Return an optional callback, or None; raise ConfigError if it cannot be called."""
     return None if callback is None else ordinary(name, callback, may_yield=may_yield)

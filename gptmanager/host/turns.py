@@ -13,7 +13,7 @@ class Turn(Enum):
 
     ITERATE = "iterate"
     DRAIN = "drain"  # iterate without new requests
-    END = "end"  # every request has had its final response
+    END = "end"  # every request has got its final response
     ABORT = "abort"  # end all requests with an error
 
 
@@ -23,8 +23,8 @@ class LoopHost(Host, Protocol):
     def await_turn(self, *, ends: bool, aborts: bool, is_active: bool) -> Turn:
         """Return what the loop does next. Ranks other than 0 wait for rank 0 first.
 
-        `ends`, `aborts`: whether this manager was asked to end or abort. `is_active`: the loop has
-        requests. Raises RankError when a rank has failed.
+        `ends` and `aborts` say whether this manager was asked to end or abort, and `is_active`
+        whether the loop has requests. Raise RankError when a rank has failed.
         """
 
     def pause_s(self, idle_poll_s: float | None, *, is_active: bool) -> float | None:
@@ -34,8 +34,9 @@ class LoopHost(Host, Protocol):
         """Return whether an idle loop has something to fetch."""
 
     def stop(self, error: BaseException) -> None:
-        """Accept no more requests, because the loop has failed with `error`. Other ranks fail as
-        well.
+        """Accept no more requests, because the loop has failed with `error`.
+
+        Other ranks fail as well.
         """
 
     def release(self) -> None:
