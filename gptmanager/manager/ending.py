@@ -25,7 +25,7 @@ _SEND_S = 0.3  # how long an abandoned loop's SendResponse may take to return
 class Ending:
     """Ends a loop. `timer` times its iterations.
 
-    `stand_in`: the thread that sends responses in place of the loop's thread, if it hangs.
+    `stand_in` is the thread that sends responses in place of a loop's thread that hangs, or None.
     """
 
     def __init__(
@@ -39,12 +39,12 @@ class Ending:
         self.stand_in: threading.Thread | None = None
         self._params = params
         self._host = host
-        self.loop_host: LoopHost = host  # a rank's, once the ranks are connected
+        self.loop_host: LoopHost = host  # the host of a rank, once the ranks are connected
         self._inbox = inbox
         self._recorder = recorder
         self._timer = timer
 
-    # On the loop's thread, or on the one in its place ---------------------------------------
+    # On the loop's thread, or on `stand_in` -------------------------------------------------
 
     def end_requests(self, loop: TokenLoop, error: GptManagerError) -> None:
         """Send a final error for each request, including those that the loop has lost."""

@@ -26,15 +26,15 @@ class GenerationControl(LoopQuestions):
     ) -> int:
         """Replace weights between two iterations, in place; return the new `weights_version`.
 
-        `tensors`: a mapping or an iterator of (name, tensor), by the checkpoint's names. Missing
+        `tensors` is a mapping or an iterator of (name, tensor), by the checkpoint's names. Missing
         tensors are unchanged. Running requests keep their keys and values, or compute them again
         with `recompute`. Later requests do not reuse blocks that were cached before. A manager that
         is asleep allocates the memory of its weights, and stays asleep.
 
-        Raises ConfigError for unknown names and wrong shapes; for a mapping this happens before
+        Raise ConfigError for unknown names and wrong shapes; for a mapping this happens before
         anything is copied. If an iterator fails half-way, no step runs until an update with all
-        tensors is complete. Raises CallbackError in a callback, and TimeoutError and
-        ManagerDeadError like `explain`.
+        tensors is complete. Raise CallbackError in a callback, and TimeoutError and
+        ManagerDeadError as `explain` does.
         """
         update = self._worker.updates.update
         return self._call(
@@ -55,7 +55,7 @@ class GenerationControl(LoopQuestions):
         dropped, and no step runs until `update_weights` has passed all tensors, before or after
         `wake`. If the host has passed a `Model` object, its weights stay in memory.
 
-        Raises SleepError if the manager is asleep, ConfigError if the file cannot be written, and
+        Raise SleepError if the manager is asleep, ConfigError if the file cannot be written, and
         the other errors of `update_weights`.
         """
         sleep = self._worker.updates.sleep
@@ -64,7 +64,7 @@ class GenerationControl(LoopQuestions):
     def wake(self, timeout: float | None = None) -> None:
         """Allocate the memory that `sleep` has released, and iterate again.
 
-        Raises SleepError if the manager is not asleep, an out-of-memory error if it must stay
+        Raise SleepError if the manager is not asleep, an out-of-memory error if it must stay
         asleep, and the other errors of `update_weights`.
         """
         self._call("wake", self._worker.updates.wake, timeout)
@@ -75,8 +75,9 @@ class GenerationControl(LoopQuestions):
         return self._worker.updates.is_asleep
 
     def pause_generation(self, timeout: float | None = ANSWER_S) -> None:
-        """Stop iterating until `resume_generation`; return when no step runs. Requests keep their
-        memory. `shutdown` also ends the pause.
+        """Stop iterating until `resume_generation`; return when no step runs.
+
+        Requests keep their memory. `shutdown` also ends the pause.
         """
         self._raise_if_failed()
         self._inbox.is_paused = not self._inbox.defers_calls
@@ -90,8 +91,9 @@ class GenerationControl(LoopQuestions):
     def abort_all(self, timeout: float | None = ANSWER_S) -> int:
         """End all active requests before the next step, like stop signals; return their number.
 
-        Each gets a final response with its tokens so far and the finish reason CANCELLED; during a
-        pause or sleep, it gets this once that ends. Raises the errors of `update_weights`.
+        Each request gets a final response with its tokens so far and the finish reason CANCELLED.
+        During a pause or a sleep, the responses are sent when it ends. Raise the errors of
+        `update_weights`.
         """
         return self._call("abort_all", self._worker.stop_all, timeout)
 

@@ -44,15 +44,15 @@ _T = TypeVar("_T")
 
 _EXIT_S = 5.0  # how long the end of the interpreter waits for a loop
 _HANG_S = 0.3  # after an abort, `shutdown` does not wait for a callback that runs longer than this
-_STEP_GRACE_S = 5.0  # longer than a step takes
+_STEP_GRACE_S = 5.0  # after an abort, `shutdown` waits this long for a step
 
 
 class GptManager(GenerationControl):
     """Serves requests through four callbacks, from a worker thread that runs the token loop.
 
-    `model_path`: a Hugging Face checkpoint folder, a GGUF file, an object that implements `Model`,
-    or a pair (config dict, state dict). The constructor returns when the model is loaded and the
-    loop runs. It raises ConfigError for a checkpoint or an option that cannot work.
+    `model_path` is a Hugging Face checkpoint folder, a GGUF file, an object that implements
+    `Model`, or a pair (config dict, state dict). The constructor returns when the model is loaded
+    and the loop runs. It raises ConfigError for an invalid checkpoint or option.
 
     The callbacks run on the worker thread only, outside any lock, possibly before the constructor
     has returned. If the loop hangs, the watchdog's thread sends its last responses.
@@ -146,9 +146,9 @@ class GptManager(GenerationControl):
         """End the loop; Get is not called any more. Idempotent.
 
         With `drain` the accepted requests run to their end. Without it, or after `timeout` seconds,
-        each request gets one final error. Returns when the loop has ended, but with a timeout it
-        does not wait for a callback that hangs, and waits at most five more seconds for a step.
-        Returns at once in a callback, and does nothing in a forked process.
+        each request gets one final error. The call returns when the loop has ended, but with a
+        timeout it does not wait for a callback that hangs, and waits at most five more seconds for
+        a step. It returns at once in a callback, and does nothing in a forked process.
         """
         self._inbox.ask_to_end(aborts=not drain)
         if self._is_elsewhere or self.wait(timeout):
@@ -162,7 +162,7 @@ class GptManager(GenerationControl):
     def wait(self, timeout: float | None = None) -> bool:
         """Wait until the loop has ended. Return False if it has not after `timeout` seconds.
 
-        Returns False at once in a callback, and True at once in a forked process.
+        Return False at once in a callback, and True at once in a forked process.
         """
         if self._is_forked:
             return True
@@ -179,8 +179,8 @@ class GptManager(GenerationControl):
     def wait_idle(self, timeout: float | None = None) -> bool:
         """Wait until no request is active and a Get made after this call has returned nothing.
 
-        Returns False after `timeout` seconds, or when called from a callback. Raises
-        ManagerDeadError when the loop fails.
+        Return False after `timeout` seconds, or when called from a callback. Raise ManagerDeadError
+        when the loop fails.
         """
         self._raise_if_forked()
         if self._is_elsewhere:
@@ -194,8 +194,8 @@ class GptManager(GenerationControl):
         """Clear the cached blocks, before the next step.
 
         Requests that Get returns from now on do not reuse blocks that were computed before, or that
-        running requests compute. Call it after weights were replaced in place; a load into the
-        model's own `weights` does the same. Raises ManagerDeadError after the end.
+        running requests compute. Call this after you have replaced weights in place. A load into
+        the model's own `weights` clears them, too. Raise ManagerDeadError as `notify` does.
         """
         self._raise_if_forked()
         self._host.cached.clear()
@@ -205,8 +205,8 @@ class GptManager(GenerationControl):
         """Forget the LoRA adapter of `lora_task_id` = `task_id`, for example to replace it.
 
         Requests that Get returns from now on must pass its weights again, and their content may
-        differ. Requests that use the adapter continue with it. An id that is not cached is
-        ignored. Raises ValueError for an invalid id, and ManagerDeadError after the end.
+        differ. Requests that use the adapter continue with it. An id that is not cached is ignored.
+        Raise ValueError for an invalid id, and ManagerDeadError as `notify` does.
         """
         if isinstance(task_id, bool) or not isinstance(task_id, int) or not 0 <= task_id < 2**64:
             raise ValueError(f"task_id = {quoted(task_id)} must be an integer in 0..2**64-1")
@@ -259,7 +259,7 @@ def _end_at_exit(
 
 @contextmanager
 def _telling_ranks(params: OptionalParams | None) -> Iterator[None]:
-    """Report an error raised inside to the other ranks, which would wait for this one."""
+    """Report an error raised in the block to the other ranks, which would wait for this one."""
     try:
         yield
     except Exception as error:

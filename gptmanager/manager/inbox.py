@@ -1,4 +1,4 @@
-"""`Inbox`: through it other threads wake the loop, ask it questions, and wait until it is idle.
+"""`Inbox`: lets other threads wake the loop, ask it questions, and wait until it is idle.
 
 Any thread may call a method at any time, and a signal handler even in the middle of another call.
 So no lock is held between two lines of Python: each step is one operation of a built-in container.
@@ -30,7 +30,7 @@ class Question(Generic[_T]):
         """Compute the answer. Only the thread that took the question out may call this."""
         try:
             self._answer = self._function(loop)
-        except BaseException as error:  # noqa: B036 - raised in the asker's line
+        except BaseException as error:  # noqa: B036 - `answer` raises it in the asking thread
             self._error = error
         self._answered.set()
 
@@ -43,6 +43,7 @@ class Question(Generic[_T]):
         return self._answered.wait(timeout)
 
     def answer(self) -> _T:
+        """Return the answer, or raise its error. Call it after `wait` has returned True."""
         if self._error is not None:
             raise self._error
         return self._answer
@@ -51,11 +52,11 @@ class Question(Generic[_T]):
 class Inbox:
     """The questions and wake-up calls of other threads to one loop.
 
-    `iteration`: number of iterations that have begun. `idle_iteration`: the last one without work.
-    `bells`: other functions to call when the loop is to wake. `is_to_end`: the loop must finish the
-    requests that it has, and end. `is_to_abort`: it must end now. Neither is reset. `is_paused`:
-    the loop must not iterate until this is reset. `defers_calls`: calls that all ranks make wait
-    for `take_call`, because rank 0 decides when they run.
+    `iteration` is the number of iterations that have begun, and `idle_iteration` the number of the
+    last one without work. `bells` are other functions to call in order to wake the loop. With
+    `is_to_end`, the loop must finish its requests and end; with `is_to_abort`, it must end now.
+    Neither is reset. While `is_paused`, the loop must not iterate. With `defers_calls`, calls that
+    all ranks make wait for `take_call`, because rank 0 decides when they run.
     """
 
     def __init__(self) -> None:
@@ -81,13 +82,14 @@ class Inbox:
             ring()
 
     def ask_to_end(self, *, aborts: bool) -> None:
+        """Make the loop end after its requests, or now if it `aborts`."""
         if aborts:
             self.is_to_abort = True
         self.is_to_end = True
         self.wake()
 
     def wait_idle(self, timeout: float | None) -> bool:
-        """Wait for an iteration without work that begins after this call. False if none did."""
+        """Wait for a later iteration without work; return whether one ran."""
         idle, wanted = Latch(), self.iteration + 1
         self._idle_waits[idle] = wanted
         self.wake()
@@ -97,7 +99,7 @@ class Inbox:
         return self.idle_iteration >= wanted
 
     def ask(self, function: Callable[[Any], _T], call: str = "") -> Question[_T]:
-        """Ask the loop. `call`: the name of a call that all ranks make."""
+        """Ask the loop. `call` is the name of a call that all ranks make, or ""."""
         question = Question(function)
         if call and self.defers_calls:
             self._calls.append((call, question))
@@ -121,6 +123,7 @@ class Inbox:
     # On the loop's thread --------------------------------------------------------------------
 
     def begin_iteration(self) -> None:
+        """Count an iteration, which serves all wake-up calls so far."""
         while not self._bell.empty():
             with suppress(Empty):
                 self._bell.get_nowait()
@@ -128,10 +131,12 @@ class Inbox:
         self.iteration += 1
 
     def answer(self, loop: Any) -> None:
+        """Answer all questions."""
         for question in self._take_questions():
             question.settle(loop)
 
     def refuse(self, error: BaseException) -> None:
+        """Answer all questions with an error."""
         for question in self._take_questions():
             question.refuse(error)
 

@@ -1,7 +1,7 @@
 """Answers questions about a loop, such as which requests hold a block and why a request waits.
 
-The loop must be between two iterations. Nothing is changed, and every number comes from the objects
-that make the decisions.
+The loop must be between two iterations. Nothing is changed, and every number is read from the
+objects that make the decisions.
 """
 
 from __future__ import annotations
@@ -29,10 +29,11 @@ from gptmanager.scheduler.wait_reasons import Wait, WaitReason, unreported_wait
 
 @dataclass(frozen=True, slots=True)
 class AuditReport:
-    """The accounts of the KV cache. `problems` lists what is wrong with them; `ok` if nothing is.
+    """The counts of the KV cache and of the LoRA cache, after a check for inconsistencies.
 
-    `owners`: the ids of the requests that hold each used block. `host_*_blocks` are in host memory,
-    where the used ones have cached content of earlier requests. `adapters`: the pages of the LoRA
+    `problems` describes the inconsistencies; `ok` means that there are none. `owners` maps each
+    used block to the ids of the requests that hold it. `host_*_blocks` are in host memory, where
+    the used ones have cached content of earlier requests. `adapters` has the pages of the LoRA
     cache, and the task id of each used page.
     """
 
@@ -54,13 +55,14 @@ class Explanation:
 
     `reason` is a `scheduler.wait_reasons.WaitReason`, or "unknown", "preparing", "running",
     "starting" (with the next iteration), or "not_chosen" (by a scheduler that reports no reasons).
-    docs/scheduling.md lists them all. `ahead`: number of waiting requests before it. `running`:
-    number of other requests that run. `needed_blocks`: number of blocks that the request still
-    needs until its end, or for its next step if the policy is MAX_UTILIZATION. `reserved_blocks` of
-    the `free_blocks` are kept for the `num_running` and `num_starting` requests that are scheduled
-    before it; only the running ones hold blocks already. With "token_budget", `needed_tokens` are
-    the tokens that it needs in a step, and `free_tokens` those that are left. With "behind",
-    `behind` is the id of the request that it waits for, and all numbers are those of that request.
+    docs/scheduling.md lists them all. `ahead` waiting requests are before it, and `running` other
+    requests run. `needed_blocks` is the number of blocks that the request still needs until its
+    end, or for its next step if the policy is MAX_UTILIZATION. `reserved_blocks` of the
+    `free_blocks` are kept for the `num_running` and `num_starting` requests that are scheduled
+    before it; only the running ones hold blocks already. With "token_budget", `needed_tokens` is
+    the number of tokens that it needs in a step, and `free_tokens` the number that is left. With
+    "behind", `behind` is the id of the request that it waits for, and all numbers are those of that
+    request.
     """
 
     request_id: int
@@ -83,11 +85,11 @@ class Explanation:
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """Whether a request would be accepted and could start now. `text`: the rejection, if any.
+    """Whether a request would be accepted, and could start now.
 
-    `starts_now`: it would start with the next iteration, behind all active requests. If not, `wait`
-    has the reason, in the words of `explain`. `needed_blocks`: number of blocks that it needs until
-    its end.
+    `text` is the text of the error if it would not be accepted. `starts_now` means that it would
+    start with the next iteration, after all active requests. Otherwise `wait` has the reason, in
+    the words of `explain`. `needed_blocks` is the number of blocks that it needs until its end.
     """
 
     accepted: bool
@@ -100,7 +102,7 @@ class Fit:
 
 
 def audit(loop: TokenLoop) -> AuditReport:
-    """Check the accounts of blocks and adapter pages, and that only active requests hold blocks."""
+    """Check the counts of blocks and adapter pages, and that only active requests hold blocks."""
     kv_cache = loop.allocator.kv_cache
     problems = []
     try:

@@ -44,7 +44,7 @@ class LoopQuestions:
     # Questions, from any thread ------------------------------------------------------------
 
     def health(self) -> Health:
-        """Return the health of the manager. Returns at once, even while a callback hangs."""
+        """Return the health of the manager at once, even while a callback hangs."""
         loop, progress = self._worker.loop, self._worker.progress
         num_active = 0 if loop is None else len(loop.active)
         alive = not (self._lifecycle.ended.is_set or self._is_forked)
@@ -60,17 +60,18 @@ class LoopQuestions:
         )
 
     def audit(self, timeout: float | None = ANSWER_S) -> AuditReport:
-        """Check the accounts of the KV cache and return them, also after the end.
+        """Check the counts of the KV cache and return them, also after the end.
 
-        The loop answers between two iterations. If it does not answer within `timeout` seconds,
-        TimeoutError is raised, which says what the loop is doing. None waits without a limit.
+        The loop answers between two iterations. With `timeout` None, wait without a limit. Raise
+        TimeoutError, which says what the loop is doing, if it does not answer within `timeout`
+        seconds, and ManagerDeadError if it cannot answer.
         """
         return self._ask("audit", audit, timeout)
 
     def explain(self, request_id: int, timeout: float | None = ANSWER_S) -> Explanation:
         """Return why a request waits, in numbers. The loop answers as for `audit`.
 
-        Raises ManagerDeadError if the loop has failed.
+        Raise ManagerDeadError if the loop has failed.
         """
         self._raise_if_failed()
         return self._ask("explain", lambda loop: explain(loop, request_id), timeout)
@@ -91,15 +92,15 @@ class LoopQuestions:
         `see` is called on the loop's thread, first with a `Beginning` and an `Arrival` for each
         active request, then with each `Event` of `gptmanager.manager.watching`. The `append` of a
         bounded deque is a good choice. If `see` raises, the error is logged and `see` is not called
-        again. Raises the same errors as `explain`.
+        again. Raise the same errors as `explain`.
         """
         self._raise_if_failed()
         self._ask("watch", lambda loop: self._watchers.add(loop, see), timeout)
 
     def unwatch(self, see: WatchCallback, timeout: float | None = ANSWER_S) -> None:
-        """Stop calling `see`. Does nothing if it is not a watcher, or if the loop has ended.
+        """Stop calling `see`. Do nothing if it is not a watcher, or if the loop has ended.
 
-        Raises TimeoutError as `audit` does.
+        Raise TimeoutError as `audit` does.
         """
         with contextlib.suppress(ManagerDeadError):
             self._ask("unwatch", lambda loop: self._watchers.remove(loop, see), timeout)
@@ -112,7 +113,10 @@ class LoopQuestions:
         return self._ask("would_fit", lambda loop: would_fit(loop, request), timeout)
 
     def notify(self) -> None:
-        """Wake an idle loop, so that it calls Get. Raises ManagerDeadError after the end."""
+        """Wake an idle loop, so that it calls Get.
+
+        Raise ManagerDeadError if the manager has failed, or in a forked process.
+        """
         self._raise_if_forked()
         self._raise_if_failed()
         self._inbox.wake()
@@ -125,7 +129,7 @@ class LoopQuestions:
         *,
         is_call: bool = False,
     ) -> _T:
-        """Return the loop's answer. `is_call`: to a call that all ranks make together."""
+        """Return the loop's answer. With `is_call`, all ranks make this call together."""
         self._raise_if_forked()
         if self._is_elsewhere and self._worker.loop is not None:
             return function(self._asked(name))

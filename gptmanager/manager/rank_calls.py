@@ -1,4 +1,4 @@
-"""`RankCalls`: runs a call that the hosts of all ranks make, at the same time on all ranks."""
+"""`RankCalls`: runs a call that the hosts of all ranks make, such as `sleep`, on all ranks."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ _POLL_S = 0.002  # interval of checking whether this rank's host has made its ca
 
 
 class RankCalls:
-    """Runs a call between the same two iterations of all ranks. Its methods run on the loop's
-    thread. `timer`: times iterations; it is stopped during a call.
+    """Runs a call between the same two iterations of all ranks.
 
     Rank 0 announces its call. The other ranks then wait until their hosts make the same call. A
-    step of the call (`agree`) succeeds on all ranks or raises on all of them.
+    step of the call (`agree`) succeeds on all ranks or raises on all of them. The methods run on
+    the loop's thread. `timer` times iterations; it is stopped during a call.
     """
 
     def __init__(self, inbox: Inbox, timer: CallbackTimer) -> None:
@@ -45,7 +45,7 @@ class RankCalls:
     def run(self, name: str, loop: TokenLoop, call: Callable[[], _T]) -> _T:
         """Announce the call `name` to the other ranks, finish pending steps, and return `call()`.
 
-        `call` must pass every step that may fail to `agree`. Raises ManagerDeadError after the end.
+        `call` must pass every step that may fail to `agree`. Raise ManagerDeadError after the end.
         """
         if not hasattr(loop, "executor"):
             raise ManagerDeadError(f"{name}: the loop has ended")
@@ -62,7 +62,7 @@ class RankCalls:
                 self._timer.start()
 
     def agree(self, name: str, step: Callable[[], _T]) -> _T:
-        """Return `step()`. Raises its error, or RankError if it fails only on another rank."""
+        """Return `step()`. Raise its error, or RankError if it fails only on another rank."""
         if self._ranks is None:
             return step()
         error: Exception | None = None
@@ -81,7 +81,7 @@ class RankCalls:
     def note_pause(self) -> None:
         """Tell the other ranks to wait longer, because no iteration may begin yet.
 
-        Raises RankError if a rank has failed.
+        Raise RankError if a rank has failed.
         """
         if self._ranks is not None and not self._inbox.defers_calls:
             self._ranks.links.send(Message.PAUSED)

@@ -1,7 +1,7 @@
-"""`Recovery`: whether a loop continues after an iteration that raised.
+"""`Recovery`: decides whether a loop continues after an iteration that raised an exception.
 
-The requests that ran end with an error. Then the accounts of memory are checked. The loop ends only
-if they contain a contradiction, or if too many iterations fail in a row.
+The requests that ran end with an error. Then the counts of blocks and pages are checked. The loop
+ends only if these are inconsistent, or if too many iterations fail in a row.
 """
 
 from __future__ import annotations

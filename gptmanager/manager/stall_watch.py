@@ -1,6 +1,6 @@
-"""`Progress`: when a step last ended, and whether active requests wait while none runs.
+"""`Progress`: records when a step last ended, and whether active requests wait while none runs.
 
-The loop thread writes it, and any thread reads it. This module decides only when a manager counts
+The loop's thread writes it, and any thread reads it. This module decides only when a manager counts
 as stuck.
 """
 
@@ -16,7 +16,7 @@ _STUCK_S = 10.0  # without a step for this time, a loop with active requests is 
 
 
 class Progress:
-    """The progress of a loop. `last_step`: when a step last ended, by the monotonic clock."""
+    """The progress of a loop. `last_step` is when a step last ended, by the monotonic clock."""
 
     __slots__ = ("last_step", "_last", "_has_warned")
 
@@ -26,16 +26,18 @@ class Progress:
         self._has_warned = False
 
     def note(self, *, worked: bool, is_active: bool) -> None:
-        """Record that an iteration has ended. `worked`: it ran a step."""
+        """Record that an iteration has ended. `worked` means that it ran a step."""
         if worked:
             self.last_step = self._last = monotonic()
         elif not is_active:
             self._last = monotonic()
 
     def is_progressing(self, num_active: int) -> bool:
+        """Return False if requests are active, but no step has ended for ten seconds."""
         return num_active == 0 or monotonic() - self._last < _STUCK_S
 
     def last_step_age_s(self) -> float | None:
+        """Return the seconds since a step last ended; None if none has."""
         last_step = self.last_step
         return None if last_step is None else monotonic() - last_step
 

@@ -1,7 +1,7 @@
 """Events of a running loop: which requests arrived, ran and ended.
 
-Events come from taps: objects in front of the loop's host and executor that pass every call on
-unchanged. They are put there between two iterations, and removed after the last watcher.
+Taps report the events. A tap is an object in front of the loop's host or executor, which passes
+every call on unchanged. Taps are placed between two iterations, and removed with the last watcher.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ class Beginning(NamedTuple):
 class Arrival(NamedTuple):
     """A request that was accepted, or that was active when the watch began.
 
-    In the second case `num_generated` and `pause_count` are its progress. `holds_memory`: it has
-    started and is not paused.
+    In the second case `num_generated` and `pause_count` are its progress. `holds_memory` means that
+    it has started and is not paused.
     """
 
     time_s: float
@@ -56,7 +56,10 @@ class Arrival(NamedTuple):
 
 
 class Ran(NamedTuple):
-    """One iteration, decided at `time_s`: rows as in a `Schedule`, and ids of paused requests."""
+    """One iteration, decided at `time_s`.
+
+    The rows are those of its `Schedule`. `paused` has the ids of paused requests.
+    """
 
     time_s: float
     iteration: int
@@ -69,8 +72,8 @@ class Ran(NamedTuple):
 class Ending(NamedTuple):
     """The final response of a request.
 
-    `outcome`: the name of a `FinishReason`, or the class of the error. `metrics`: the values of
-    `REQUEST_METRICS`; empty with an error.
+    `outcome` is the name of a `FinishReason`, or the class of the error. `metrics` has the values
+    of `REQUEST_METRICS`; it is empty with an error.
     """
 
     request_id: int
@@ -91,7 +94,7 @@ class Watchers:
     def add(self, loop: TokenLoop, see: WatchCallback) -> None:
         """Call `see` with a `Beginning`, then with events as they happen.
 
-        Raises ManagerDeadError if the loop has ended.
+        Raise ManagerDeadError if the loop has ended.
         """
         if not hasattr(loop, "executor"):
             raise ManagerDeadError("watch: the loop has ended")
@@ -114,12 +117,14 @@ class Watchers:
         self._sees += (see,)
 
     def remove(self, loop: TokenLoop, see: WatchCallback) -> None:
+        """Stop calling `see`; do nothing if it is not a watcher."""
         left = tuple(other for other in self._sees if other != see)
         if self._sees and not left and hasattr(loop, "executor"):
             _take_taps_away(loop)
         self._sees = left
 
     def report_event(self, event: Event) -> None:
+        """Call all watchers; drop a watcher that raises an exception."""
         for see in self._sees:
             try:
                 check_answer("it", see(event))
@@ -130,7 +135,7 @@ class Watchers:
 
 
 class _WatchedHost(HostTap):
-    """A tap in front of a host, `behind`."""
+    """A tap in front of the host `behind`."""
 
     def __init__(self, host: Host) -> None:
         super().__init__(host)
@@ -138,7 +143,7 @@ class _WatchedHost(HostTap):
 
 
 class _WatchedExecutor(ExecutorTap):
-    """A tap in front of an executor, `behind`."""
+    """A tap in front of the executor `behind`."""
 
     def __init__(self, executor: Executor) -> None:
         super().__init__(executor)

@@ -25,8 +25,9 @@ NewWeights = Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]
 class WeightUpdates:
     """The weights of one manager. `version` counts the complete updates.
 
-    `is_incomplete`: an update has failed half-way, or `sleep` has dropped the weights, so that no
-    step may run until an update with all tensors is complete. `is_asleep`: the memory is released.
+    `is_incomplete` means that an update has failed half-way, or that `sleep` has dropped the
+    weights. No step may run then until an update with all tensors is complete. `is_asleep` means
+    that the memory is released.
     """
 
     def __init__(self, cached: CachedBlocks, calls: RankCalls) -> None:
@@ -38,7 +39,7 @@ class WeightUpdates:
         self._cached, self._calls = cached, calls
 
     def attach(self, runner: Any) -> None:
-        """Connect to the runner of a loop. Only a checkpoint's model has weights of its own."""
+        """Connect to the runner of a loop. Only a checkpoint's model has `Weights`."""
         weights = getattr(runner.model, "weights", None)
         self._runner, self._weights = runner, weights if isinstance(weights, Weights) else None
 

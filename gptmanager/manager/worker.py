@@ -35,7 +35,7 @@ _PAUSE_S = 0.1  # how long a paused loop sleeps before it checks the other ranks
 
 
 class Worker:
-    """Runs a loop."""
+    """Builds, runs and ends the loop of one manager."""
 
     def __init__(
         self,
@@ -148,7 +148,7 @@ class Worker:
             self._lifecycle.leave(ManagerState.FAILED)
 
     def _serve(self, loop: TokenLoop) -> None:
-        """Iterate until the end. These may interrupt the iterations, in this order:
+        """Iterate until the end. These events may interrupt the iterations, in this order:
 
         | interruption | where it is found | effect |
         | --- | --- | --- |
@@ -161,7 +161,7 @@ class Worker:
         | `pause_generation`, `sleep`, or incomplete weights | `_serve` | wait |
         | nothing to do | `_iterate` | sleep until woken |
         """
-        self._host.journal.flush()  # what another process could not deliver
+        self._host.journal.flush()  # send the responses that an earlier process could not send
         while (turn := self._next_turn(loop)) not in (Turn.ABORT, Turn.END):
             if turn is Turn.DRAIN:
                 self._lifecycle.move_to(ManagerState.DRAINING)

@@ -1,8 +1,7 @@
-"""`Adapter`: the checked low-rank matrices (LoRA) of one task, from `lora_weights` and
-`lora_config`.
+"""`Adapter`: the low-rank matrices (LoRA, Hu et al. 2021, arXiv:2106.09685) of one task.
 
-It decides whether these tensors are an adapter that fits a model. It knows nothing of where
-adapters are cached, nor of how a model uses them. (Hu et al. 2021, arXiv:2106.09685.)
+The module decides whether `lora_weights` and `lora_config` are an adapter that fits a model. It
+knows nothing of where adapters are cached, nor of how a model uses them.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from gptmanager.errors import AdapterError, InvalidRequestError
 from gptmanager.request.pieces import PIECE, Pieces, whole
 from gptmanager.request.read_tensors import as_float_rows, read_int, read_int_rows, read_start
 
-# by module id
+# the names of modules, by module id
 LORA_MODULE_NAMES = (
     *("attn_qkv", "attn_q", "attn_k", "attn_v", "attn_dense"),
     *("mlp_h_to_4h", "mlp_4h_to_h", "mlp_gate"),
@@ -51,10 +50,10 @@ class LoraModule(NamedTuple):
     """A part of a model's layer that adapters may change.
 
     It has the same input as the network's matrix `matrix`, with `input_width` elements. It adds to
-    `num_columns` of that matrix's outputs, from `first_column` on. `order`: which rows of the
-    adapter's B belong to these columns, as (start, stop, step) of ranges; empty: all rows, in their
-    order. `layers`: the layers with these sizes; empty: all. `variants`: the module in the other
-    layers.
+    `num_columns` of that matrix's outputs, from `first_column` on. `order` has the rows of the
+    adapter's B for these columns, as (start, stop, step) of ranges; if it is empty, all rows are
+    used in their order. `layers` are the layers with these sizes; if it is empty, all layers have
+    them. `variants` describe the module in the other layers.
     """
 
     matrix: str
@@ -90,8 +89,9 @@ class LoraModule(NamedTuple):
 
 
 class LoraCut(NamedTuple):
-    """The part of a module that one of several processes keeps: a range of its inputs, and ranges
-    of its columns, concatenated.
+    """The part of a module that one of several processes keeps.
+
+    It is a range of the module's inputs, and ranges of its columns, which are concatenated.
     """
 
     inputs: range
@@ -112,9 +112,9 @@ class LoraCut(NamedTuple):
 class AdapterShare(NamedTuple):
     """The part of a model, and of its adapters, that one of several processes has.
 
-    `modules`: the modules as this process computes them, by id. `cuts`: which part of each whole
-    module that is, by layer and id. `layers`: its layers of the whole model. `first_layers`: the
-    first layer of each pipeline stage except the first stage.
+    `modules` has the modules as this process computes them, by id, and `cuts` the part of each
+    whole module that this is, by layer and id. `layers` are its layers of the whole model.
+    `first_layers` has the first layer of each pipeline stage except the first stage.
     """
 
     modules: Mapping[int, LoraModule]
@@ -127,9 +127,9 @@ class AdapterShare(NamedTuple):
 class AdapterLimits(NamedTuple):
     """The limits of the adapters that a model accepts.
 
-    `modules`: the modules that adapters may change, by id. `max_adapter_size`: the largest LoRA
-    rank. `widths`: the kept width of each module that this process keeps only in part, by id.
-    `layer_widths`: the kept width in layers where it differs, by layer and id.
+    `modules` has the modules that adapters may change, by id. `max_adapter_size` is the largest
+    LoRA rank. `widths` has the kept width of each module of which this process keeps only a part,
+    by id, and `layer_widths` the kept width in layers where it differs, by layer and id.
     """
 
     modules: Mapping[int, LoraModule]
@@ -152,7 +152,7 @@ class AdapterLimits(NamedTuple):
 
 
 class AdapterRow(NamedTuple):
-    """An adapter's matrices for one module of one layer; `values` holds A and then B, flattened."""
+    """An adapter's matrices for one module of one layer; `values` has A and then B, flattened."""
 
     layer: int
     module_id: int
@@ -179,8 +179,8 @@ class Adapter:
     """The rows of an adapter, by (layer, module id) in ascending order.
 
     Their values are contiguous CPU tensors of the model's dtype, which are never changed.
-    `digest`: blake2b of the values and their layout. It is the same for the same content,
-    independent of the order of rows and of padding. `num_elements`: total of all rows.
+    `digest` is the blake2b hash of the values and their layout. It does not depend on the order of
+    rows and on padding. `num_elements` is the total of all rows.
     """
 
     __slots__ = ("digest", "num_elements", "rows")
@@ -249,7 +249,7 @@ class AdapterTensors:
     def read_in_pieces(self) -> Pieces[Adapter]:
         """Copy the adapter to the model's dtype, with rounding, and return it after the last piece.
 
-        Raises InvalidRequestError for a number that is not finite, before or after rounding.
+        Raise InvalidRequestError for a number that is not finite, before or after rounding.
         """
         rows = []
         for row, (module_id, layer, rank) in enumerate(self._rows):
@@ -265,7 +265,7 @@ class AdapterTensors:
 
 
 class LoraInputs(NamedTuple):
-    """A request's adapter. `tensors`: None if the request has only the id of a cached adapter."""
+    """A request's adapter. `tensors` is None if the request has only the id of an adapter."""
 
     task_id: int
     tensors: AdapterTensors | None
@@ -274,10 +274,11 @@ class LoraInputs(NamedTuple):
 def read_lora(tensors: Mapping[str, Any], limits: AdapterLimits) -> LoraInputs | None:
     """Read `lora_task_id [1]`, `lora_weights` and `lora_config`; None without an adapter.
 
-    `lora_weights [n, width]` or `[1, n, width]`, of any float dtype: row i is A `[D, Hi]` and then
-    B `[Ho, D]`, flattened, with the scale in B, followed by padding. `lora_config [n, 3]` or
-    `[1, n, 3]`, of any integer dtype: module id, layer, and D. Weights and config must be passed
-    together and with an id; an id may be passed alone. Errors are those of `AdapterTensors`.
+    `lora_weights` is `[n, width]` or `[1, n, width]`, of any float dtype. Row i is A `[D, Hi]` and
+    then B `[Ho, D]`, flattened, with the scale in B, followed by padding. `lora_config` is `[n, 3]`
+    or `[1, n, 3]`, of any integer dtype, and has the module id, the layer and D of each row.
+    Weights and config must be passed together and with an id; an id may be passed alone. Raise the
+    errors of `AdapterTensors`.
     """
     given = [name for name in ("lora_weights", "lora_config") if name in tensors]
     if len(given) == 1:

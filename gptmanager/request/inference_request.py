@@ -63,7 +63,7 @@ TENSORS = (
     *("include_stop_in_output", "prompt_embedding_table", "prompt_vocab_size"),
     *("lora_task_id", "lora_weights", "lora_config", "draft_input_ids", "draft_logits"),
 )
-# Python properties, and spellings in public sources, that differ from the tensor's name
+# names of Python properties, and spellings in public sources -> the tensor's name
 TENSOR_ALIASES: dict[str, str] = {
     "max_new_tokens": "request_output_len",
     "length_penalty": "len_penalty",
@@ -80,15 +80,15 @@ class InferenceRequest:
     raises AttributeError ("Undefined tensor: ..."). Tensors are torch tensors or NumPy arrays;
     shapes `[n]` and `[1, n]`, and scalars and `[1]`, are equivalent.
 
-    `is_streaming`: one response per new token instead of one at the end. `priority`: requests with
-    a higher one run first; equal ones keep their order. `deadline_s` limits the whole life of the
-    request, and `queue_timeout_s` the time until its first computation, both from the moment Get
-    returns it. None and infinity mean no limit. `client_id` is passed to the logits post-processor.
-    Requests share cached blocks only with requests of an equal `cache_salt`. `retention_priority`
-    is from 0 to 100: cached blocks of a lower priority are evicted first. With None, the blocks
-    keep their priority.
+    With `is_streaming`, each new token gets a response, otherwise there is one response at the end.
+    Requests with a higher `priority` run first; equal ones keep their order. `deadline_s` limits
+    the whole life of the request, and `queue_timeout_s` the time until its first computation, both
+    in seconds from the moment Get returns it. None and infinity mean no limit. `client_id` is
+    passed to the logits post-processor. Requests share cached blocks only with requests of an equal
+    `cache_salt`. `retention_priority` is from 0 to 100: cached blocks of a lower priority are
+    evicted first. With None, the blocks keep their priority.
 
-    Raises ValueError for an id outside 0..2**64-1, TypeError for an id of another type.
+    Raise ValueError for an id outside 0..2**64-1, TypeError for an id of another type.
     """
 
     is_streaming: bool
@@ -137,8 +137,9 @@ class InferenceRequest:
     ) -> InferenceRequest:
         """Create a request from plain Python values.
 
-        `by_name`: tensors by name, as scalars or lists (a word list is a list of lists of token
-        ids), and keywords of the constructor. None means "not given".
+        `by_name` has tensors by name, as scalars or lists (a word list is a list of lists of token
+        ids), and keywords of the constructor. None means "not given". Raise AttributeError for an
+        unknown name.
         """
         keywords = {key: by_name.pop(key) for key in KEYWORDS if key in by_name}
         request = cls(request_id, **{k: v for k, v in keywords.items() if v is not None})
@@ -201,7 +202,7 @@ def word_list(words: Iterable[Sequence[int]]) -> np.ndarray:
     """Return token words as a tensor `[1, 2, L]` int32: concatenated ids, then their end offsets.
 
     `[[5, 7, 3], [9, 2]]` becomes `[[[5, 7, 3, 9, 2], [3, 5, -1, -1, -1]]]`. Ids that exceed int32
-    get a wider dtype, and are refused when the request is checked. Raises TypeError for words that
+    get a wider dtype, and are refused when the request is checked. Raise TypeError for words that
     are not sequences of integers.
     """
     found = [_word(index, word) for index, word in enumerate(words)]

@@ -21,8 +21,8 @@ TOKEN_BIAS = np.dtype([("token", np.int32), ("bias", np.float32)])
 class HostRows:
     """Rows of `numbers`, float32 `[n, width]` or TOKEN_BIAS `[n]`.
 
-    Rows that are read from a recording have `numbers` None. `count`: n, if known. Two are equal if
-    their numbers are.
+    Rows that are read from a recording have `numbers` None. `count` is n, or 0 if it is unknown.
+    Two objects are equal if their digests are equal.
     """
 
     __slots__ = ("count", "digest", "numbers")

@@ -266,7 +266,7 @@ class LlmRequest:
         `max_input_len`, and `max_new_tokens` shrinks by the tokens that became prompt. A launched
         token that is not confirmed yet is dropped: it will be computed again.
         """
-        # a new list: a copied state may refer to the old one by its length only
+        # a new list, because a copied state may refer to the old one, and would see changes of it
         if self.beam_width > 1:
             self.tokens = self.tokens[: self.prompt_len]
         else:

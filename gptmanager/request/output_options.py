@@ -1,4 +1,4 @@
-"""`OutputOptions`: how a request's output is sent; `OutputConfig`: its outputs besides tokens."""
+"""`OutputOptions`: how a request's output is sent. `OutputConfig`: which outputs it has."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ from typing import NamedTuple
 class OutputConfig(NamedTuple):
     """The outputs of a request besides its tokens.
 
-    `normalized`: return log probabilities, otherwise logits. `num_top_log_probs`: number of best
-    tokens at each output position. `num_prompt_log_probs`: number of best tokens at each prompt
-    position, in addition to the prompt token itself; -1: no prompt log probabilities.
+    If not `normalized`, logits are returned in place of log probabilities. `num_top_log_probs` is
+    the number of best tokens at each output position, and `num_prompt_log_probs` that at each
+    prompt position, in addition to the prompt token itself; -1 means no log probabilities of the
+    prompt.
     """
 
     log_probs: bool = False
@@ -41,9 +42,10 @@ NO_EXTRAS = OutputConfig()
 
 
 class OutputOptions(NamedTuple):
-    """How a request's output is sent. `pad_id` fills `output_ids` after the end of the output.
+    """How a request's output is sent.
 
-    `exclude_input`: `output_ids` begin after the prompt. `config`: the outputs besides tokens.
+    `pad_id` fills `output_ids` after the end of the output. With `exclude_input`, `output_ids`
+    begin after the prompt. `config` has the outputs besides tokens.
     """
 
     is_streaming: bool = False

@@ -1,6 +1,6 @@
 """A request's logits post-processor, from admission to the executor, which calls it.
 
-It decides which objects are valid, and how messages name them. It knows nothing of logits.
+The module decides which objects are valid, and how messages name them. It knows nothing of logits.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from gptmanager.lifecycle.callables import kind_of_deferred
 class BoundProcessor:
     """A request's parameters for a processor that serves all its rows of a step in one call.
 
-    `owner`: that processor, a `decoding.processors.rows.RowProcessor`. Subclasses add the data of
+    `owner` is that processor, a `decoding.processors.rows.RowProcessor`. Subclasses add the data of
     the request that it needs.
     """
 
@@ -30,9 +30,9 @@ class RequestProcessor:
     """A request's logits post-processor, which only the executor looks into.
 
     Every start of the request passes the same object, so `kept`, the processor's state, survives
-    pauses. `prepares`: the request waits until the processor is ready. `post_processor` is None
-    after the request has ended. Two objects are equal if their names are, because a recording has
-    only the names.
+    pauses. If it `prepares`, the request waits until it is ready. `post_processor` is None after
+    the request has ended. Two objects are equal if their names are, because a recording has only
+    the names.
     """
 
     __slots__ = ("kept", "name", "post_processor", "prepares")
@@ -58,7 +58,7 @@ class RequestProcessor:
 
 
 def read_post_processor(value: Any) -> RequestProcessor | None:
-    """Return a request's post-processor. Raises InvalidRequestError if it cannot be called."""
+    """Return a request's post-processor. Raise InvalidRequestError if it cannot be called."""
     if value is None:
         return None
     if problem := problem_of(
@@ -71,7 +71,7 @@ def read_post_processor(value: Any) -> RequestProcessor | None:
 def problem_of(value: Any, expected: str = "") -> str:
     """Return why a value is not a valid processor, or "" if it is.
 
-    `expected`: names valid values other than an object with `process_batch`, for the message.
+    `expected` names valid values other than an object with `process_batch`, for the message.
     """
     if isinstance(value, BoundProcessor):
         return ""
@@ -84,6 +84,7 @@ def problem_of(value: Any, expected: str = "") -> str:
 
 
 def is_post_processor(value: Any) -> bool:
+    """Return whether a value is a valid processor."""
     return not problem_of(value)
 
 

@@ -30,7 +30,7 @@ class AdapterPages:
     def __init__(
         self, peft_cache_manager: PeftCacheManager | None, running: Iterable[LlmRequest] = ()
     ) -> None:
-        """`running`: requests that already hold the pages of their adapters."""
+        """`running` are the requests that already hold the pages of their adapters."""
         self._peft_cache_manager = peft_cache_manager
         self._task_ids: set[int] = set()
         self._free = 0

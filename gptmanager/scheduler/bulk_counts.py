@@ -17,8 +17,8 @@ _UNKNOWN = 1 << 62  # blocks: more than is ever free
 class BulkCounts(Protocol):
     """Counts of blocks over many requests. `KvCacheManager` has all four methods.
 
-    A host's own KV cache manager may lack any of them. Without a sum the requests are added up one
-    by one, without a bound a shortcut is not taken. Decisions are the same without them.
+    A host's own KV cache manager may lack any of them. Schedulers then add up requests one by one
+    in place of a sum, and do not take the shortcut that needs a bound. Decisions are the same.
     """
 
     def sum_remaining_blocks_to_completion(self, requests: Iterable[LlmRequest]) -> int:

@@ -52,7 +52,7 @@ class CapacityScheduler(ABC):
     def why_waiting(self, active_requests: RequestList) -> Mapping[int, Wait] | None:
         """Return, by id, why `schedule_request` would now leave requests out.
 
-        Returns None if the policy does not support it. Changes nothing that a decision depends on.
+        Return None if the policy does not support it. Change nothing that a decision depends on.
         """
         return None
 
@@ -129,9 +129,10 @@ class GuaranteedNoEvictScheduler(KvCapacityScheduler):
     admission, if its adapter does not fit, or if another request is about to compute blocks that it
     can reuse. A whole life covers any number of steps, so `two_step_lookahead` has no effect.
 
-    `started_contexts_first`, off by default: contexts that have run some chunks are taken before
-    those that have not started. Otherwise a new request of higher rank may stop admission before a
-    partly computed context that holds blocks, and both wait for each other forever.
+    With `started_contexts_first`, which is off by default, contexts that have run some chunks are
+    taken before those that have not started. Otherwise a new request of higher rank may stop
+    admission before a partly computed context that holds blocks, and both wait for each other
+    forever.
     """
 
     _: KW_ONLY

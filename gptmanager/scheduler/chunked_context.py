@@ -1,8 +1,9 @@
-"""How contexts share the tokens of a step: `context_chunk_size`, then the drafts at their ends.
+"""Distributes the tokens of a step over contexts, and then over the drafts at their ends.
 
-Each function writes its decision to the requests. `room`: number of tokens that are left. `unit`:
-chunk sizes are multiples of it. `longest`: the most tokens of one context. `prefix`: reusable
-tokens make the beginning of a context free; otherwise they move the start of its chunk.
+Each function writes its decision to the requests, as `context_chunk_size` or `num_draft_tokens`.
+`room` is the number of tokens that are left. Chunk sizes are multiples of `unit`. `longest` is the
+most tokens of one context. With `prefix`, reusable tokens make the beginning of a context free;
+otherwise they move the start of its chunk.
 """
 
 from __future__ import annotations
@@ -72,7 +73,7 @@ def share_units(requests: RequestList, room: int, unit: int) -> None:
 def trim_drafts(requests: RequestList, room: int, unit: int, longest: int, reserves: bool) -> None:
     """Trim the drafts after a last chunk, so that they fit into its last unit and into the limits.
 
-    `reserves`: charge all the space that the drafts could take, not only the drafts that are kept.
+    With `reserves`, all the space that the drafts could take is charged, not only the kept drafts.
     """
     if not any(request.num_draft_tokens for request in requests):
         return
@@ -103,6 +104,7 @@ def credit_of(request: LlmRequest) -> int:
 
 
 def check_policy(policy: ContextChunkingPolicy, unit: int, longest: int | None) -> None:
+    """Raise ConfigError for an invalid policy, unit, or combination with `longest`."""
     if not isinstance(policy, ContextChunkingPolicy):
         raise ConfigError(
             f"context_chunking_policy must be a ContextChunkingPolicy, got {policy!r}"

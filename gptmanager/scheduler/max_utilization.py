@@ -1,7 +1,7 @@
-"""MAX_UTILIZATION: which requests get memory if requests may be paused for others.
+"""MAX_UTILIZATION: decides which requests get memory, and may pause requests for others.
 
-It decides only by the blocks that the next step needs, and allocates nothing. It knows nothing of
-token budgets, of chunks to run, or of batches in flight.
+The policy decides only by the blocks that the next step needs, and allocates nothing. It knows
+nothing of token budgets, of chunks to run, or of batches in flight.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ class MaxUtilizationScheduler(KvCapacityScheduler):
     skips a context that is tried again after a pause, because its own prefix is recorded already.
     `cross_kv_cache_manager` is not used.
 
-    Three guards against thrashing are off by default. `max_pauses`: a request that was paused this
-    often is paused again only if a started request could not continue otherwise and no other victim
-    is left. `resume_headroom_blocks`: while others run, a paused request starts again only if this
-    number of blocks stays free, and no request is paused for them. `start_headroom_steps`: while
-    others run, a request starts, again or for the first time, only if all requests taken could run
-    this number of steps, or to their ends, with the free blocks; but a first start may still pause
-    requests of lower rank. With the guards, started requests after a victim or a misfit are still
+    Three guards against thrashing are off by default. A request that was paused `max_pauses` times
+    is paused again only if a started request could not continue otherwise and no other victim is
+    left. While others run, a paused request starts again only if `resume_headroom_blocks` blocks
+    stay free, and no request is paused for them. While others run, a request starts, again or for
+    the first time, only if all requests taken could run `start_headroom_steps` steps, or to their
+    ends, with the free blocks; but a first start may still pause requests of lower rank. With the
+    guards, started requests after a victim, or after a request that does not fit, are still
     considered, but no request starts there.
     """
 
@@ -86,8 +86,8 @@ class MaxUtilizationScheduler(KvCapacityScheduler):
     def _rest_fits(self, walk: RequestList, num_taken: int, blocks: int) -> bool:
         """Return whether an upper bound of the needs of all after the first `num_taken` fits.
 
-        `blocks`: the blocks that the first ones need. If all fit, the walk over single requests
-        would take them all, but more slowly.
+        `blocks` is the number of blocks that the first ones need. If all fit, the walk over single
+        requests would take them all, but more slowly.
         """
         manager, lookahead = self.kv_cache_manager, self.two_step_lookahead
         bound = bulk_counts(manager).most_blocks_one_step
@@ -110,8 +110,8 @@ class MaxUtilizationScheduler(KvCapacityScheduler):
 class _PausingWalk:
     """Walks down `walk`, and truncates it when a request is paused.
 
-    `fitting`: the head of the walk, which is taken already and needs `blocks`. `waits`: records why
-    requests are left out, unless it is None.
+    `fitting` is the head of the walk, which is taken already and needs `blocks`. `waits` records
+    why requests are left out, unless it is None.
     """
 
     policy: MaxUtilizationScheduler
@@ -267,7 +267,7 @@ class _PausingWalk:
     def _lacking(self, needed: int, headroom: int = 0) -> Wait:
         """Return the wait for a place in the batch if `fitting` fill it, otherwise for blocks.
 
-        `headroom`: number of blocks that must stay free in addition.
+        `headroom` is the number of blocks that must stay free in addition.
         """
         policy, taken = self.policy, self.fitting
         if len(taken) >= policy.max_num_requests:

@@ -1,6 +1,6 @@
-"""`MicroBatchScheduler`: which of the fitting requests run in the next step, with which chunks.
+"""`MicroBatchScheduler`: decides which of the fitting requests run in a step, with which chunks.
 
-It decides within the limits of one step: requests, tokens, context length. Memory is left to
+It observes the limits of one step on requests, tokens and context length. Memory is left to
 `capacity`. It writes only `context_chunk_size` and, if drafts are trimmed, `num_draft_tokens`.
 """
 
@@ -33,7 +33,7 @@ _TO_COMPLETE = LlmRequestState.GENERATION_TO_COMPLETE
 
 
 class _Scan(NamedTuple):
-    """The requests of a step. `chunked`: contexts that may be cut; `num_tokens` excludes them."""
+    """The requests of a step. `chunked` contexts may be cut; `num_tokens` excludes them."""
 
     whole: RequestList
     chunked: RequestList
@@ -50,12 +50,12 @@ class MicroBatchScheduler:
     not fit are cut into chunks of multiples of `chunk_unit` tokens (default 1; unused without a
     policy). Without one, a context longer than `max_context_length` raises SchedulerError.
 
-    `draft_rule`: for drafts at the end of a context, "reserve" charges all the space that they
-    might take, "kept" the number of drafts that are kept. `reuse_credit_rule`: with "prefix" the
-    `estimated_reusable_tokens` of a first chunk make its beginning free; with "shift" they move the
-    start of the chunk, so that only a chunk that ends the context costs less. `mixed_beam_widths`
-    permits generating requests of several beam widths in one step. `num_shares`: number of steps
-    that run at the same time, on the stages of a pipeline; each takes at most its share of the
+    For drafts at the end of a context, the `draft_rule` "reserve" charges all the space that they
+    might take, "kept" the number of drafts that are kept. With the `reuse_credit_rule` "prefix",
+    the `estimated_reusable_tokens` of a first chunk make its beginning free; with "shift" they move
+    the start of the chunk, so that only a chunk that ends the context costs less.
+    `mixed_beam_widths` permits generating requests of several beam widths in one step. `num_shares`
+    steps run at the same time, on the stages of a pipeline; each takes at most an equal part of the
     requests, so that every step has some.
     """
 
@@ -126,8 +126,8 @@ class MicroBatchScheduler:
     ) -> Mapping[int, Wait] | None:
         """Return, by id, why `schedule` would now leave requests out.
 
-        Returns None in subclasses that override a decision, which do not support it. Like
-        `schedule`, this writes chunk sizes and trimmed drafts.
+        Return None in a subclass that overrides a decision. Like `schedule`, this writes chunk
+        sizes and trimmed drafts.
         """
         own = MicroBatchScheduler
         if (type(self).schedule, type(self).set_chunk_sizes) != (own.schedule, own.set_chunk_sizes):
@@ -204,7 +204,7 @@ class MicroBatchScheduler:
         trim_drafts(requests, room, unit, longest, self.draft_rule == "reserve")
 
     def _most(self, fitting_requests: RequestList) -> int:
-        """Return how many requests a step may have. Shares also count requests in flight."""
+        """Return how many requests a step may have, given all requests, also those in flight."""
         return min(self.max_batch_size, -(-len(fitting_requests) // self.num_shares))
 
     def _scan(self, requests: RequestList, most: int) -> _Scan:

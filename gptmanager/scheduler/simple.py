@@ -1,7 +1,7 @@
-"""`RequestScheduler`, which the loop calls for a decision, and `SimpleScheduler`, in two steps.
+"""`RequestScheduler` decides an iteration of the loop. `SimpleScheduler` does so in two steps.
 
-It knows nothing of how either step decides. A policy without two steps implements
-`RequestScheduler`.
+The steps are a capacity scheduler and a micro-batch scheduler. A policy without these two steps
+implements `RequestScheduler`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from gptmanager.scheduler.wait_reasons import Wait, reported_waits, traced
 
 
 class SchedulerOutput(NamedTuple):
-    """The requests of one iteration: the contexts and generating requests to run, and to pause."""
+    """The context and generation requests to run in one iteration, and the requests to pause."""
 
     context_requests: RequestList
     generation_requests: RequestList
@@ -43,7 +43,7 @@ class RequestScheduler(ABC):
     ) -> Mapping[int, Wait] | None:
         """Return, by id, why the decision that would be made now leaves requests out.
 
-        Changes nothing. Returns None, the default, if the policy does not support it.
+        Change nothing. Return None, the default, if the policy does not support it.
         """
         return None
 

@@ -32,9 +32,9 @@ class Wait:
     """Why a request waits. In most cases `needed` > `free` - `reserved`.
 
     These are numbers of blocks, tokens of a step, adapter pages or requests, depending on `reason`.
-    `running` and `starting`: numbers of requests taken before it, with memory already and without;
-    `reserved` is kept for them. `behind`: id of the request that it waits for. With BEHIND, `cause`
-    and the numbers are those of that request's wait.
+    `running` requests that hold memory, and `starting` requests that do not, are taken before it;
+    `reserved` is kept for them. `behind` is the id of the request that it waits for. With BEHIND,
+    `cause` and the numbers are those of that request's wait.
     """
 
     reason: WaitReason
@@ -85,6 +85,7 @@ class Waits(dict[int, Wait]):
     """The waits of one decision, by request id, filled in while it walks down its list."""
 
     def put(self, request: LlmRequest, wait: Wait) -> None:
+        """Record `wait`, unless another wait of the request is recorded."""
         self.setdefault(request.request_id, wait)
 
     def all_but(self, taken: RequestList, requests: RequestList, wait: Wait) -> None:
@@ -124,7 +125,7 @@ def traced(waits: Mapping[int, Wait]) -> dict[int, Wait]:
 def reported_waits(policy: Any, *decision: Any) -> Mapping[int, Wait] | None:
     """Return what `policy.why_waiting` reports about a decision.
 
-    Returns None if the policy has no such method, because a host's policy may be of any class.
+    Return None if the policy has no such method, because a host's policy may be of any class.
     """
     report = getattr(policy, "why_waiting", None)
     return None if report is None else report(*decision)
