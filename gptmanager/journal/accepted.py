@@ -1,7 +1,7 @@
-"""Converts accepted requests to bytes and back. A post-processor is stored as its name, or, if it
-is a grammar, as data.
+"""Converts accepted requests to bytes and back.
 
-Adapters and tokenizers, which several requests share, are stored once, as objects of the folder.
+Adapters and tokenizers, which several requests share, are stored once, as objects of the folder. A
+post-processor is stored as its name, or, if it is a grammar, as data.
 """
 
 from __future__ import annotations
@@ -44,7 +44,8 @@ _IsSame = Callable[[Mapping[str, Any]], bool]
 class Accepted(NamedTuple):
     """A request as it was accepted, at the wall-clock time `time`.
 
-    `objects`: the kinds of its objects -> their digests. `grammar`: its grammar as data.
+    `objects` maps the kinds of its objects ("adapter", "tokenizer") to their digests. `grammar` is
+    its grammar as data, or None.
     """
 
     request: InferenceRequest
@@ -56,20 +57,25 @@ class Accepted(NamedTuple):
 class AcceptedRequests:
     """Converts requests to bytes and back, and stores their objects in `folder`.
 
-    `seed`: the manager's seed, from which requests without a seed derive theirs.
+    `seed` is the manager's seed, from which requests without a seed derive theirs.
     """
 
     def __init__(self, folder: JournalFolder, seed: int, *, syncs: bool) -> None:
         self._folder, self._seed, self._syncs = folder, seed, syncs
         self._tasks: OrderedDict[int, str] = OrderedDict()  # task id -> digest of the adapter
-        self._given: dict[int, _IsSame] = {}  # task id -> whether these are its tensors, unchanged
-        self._replaced: dict[int, tuple[int, str]] = {}  # request id -> task id, the digest before
+        self._given: dict[int, _IsSame] = {}  # task id -> tells whether tensors are those stored
+        # request id -> task id, and the digest of the adapter that the request's adapter replaces
+        self._replaced: dict[int, tuple[int, str]] = {}
         self._guides: dict[str, GuidedDecoding] = {}  # by the digest of their tokenizer
         self._guide_digests: dict[int, tuple[Any, str]] = {}  # by the identity of the guide
         self._used: dict[int, list[str]] = {}  # request id -> digests of its objects
 
     def pack(self, request: InferenceRequest, now: float) -> bytes:
-        """Return a request as bytes. `now`: the wall-clock time of its acceptance."""
+        """Return a request as bytes, and store its objects.
+
+        `now` is the wall-clock time of its acceptance. Raise JournalError for a request that is too
+        large, and OSError if the disk is full.
+        """
         bare, objects = copy.copy(request), {}
         digest = self._adapter_of(bare)
         if digest:
@@ -91,7 +97,7 @@ class AcceptedRequests:
         return data
 
     def _adapter_of(self, request: InferenceRequest) -> str:
-        """Store the adapter of a request, and remove its tensors. Returns its digest, or ''."""
+        """Store the adapter of a request, and remove its tensors. Return its digest, or ''."""
         tensors = request.tensors
         if "lora_task_id" not in tensors:
             return ""
@@ -132,7 +138,7 @@ class AcceptedRequests:
         return known[1]
 
     def forget_tasks(self, task_ids: Iterable[int]) -> None:
-        """Forget replaced adapters. Later requests with these task ids have their adapter again."""
+        """Forget replaced adapters. Later requests with these task ids pass the weights again."""
         for task_id in task_ids:
             self._tasks.pop(task_id, None)
 
@@ -147,6 +153,7 @@ class AcceptedRequests:
             self.remove_unused()
 
     def remove_unused(self) -> None:
+        """Remove all objects that no unfinished or later request can use."""
         self._folder.keep_only(self._kept())
 
     def _kept(self) -> set[str]:
@@ -156,18 +163,18 @@ class AcceptedRequests:
     # Back ------------------------------------------------------------------------------------
 
     def read(self, data: bytes) -> Accepted:
-        """Return the request from which `pack` made `data`. Raises JournalError for other bytes."""
+        """Return the request from which `pack` made `data`. Raise JournalError for other bytes."""
         try:
             (size,) = _LENGTH.unpack_from(data)
             head = orjson.loads(data[_LENGTH.size : _LENGTH.size + size])
             [request] = unpack_requests(data[_LENGTH.size + size :])
             objects = {str(kind): str(digest) for kind, digest in head["objects"].items()}
             return Accepted(request, float(head["time"]), objects, head["grammar"])
-        except Exception as error:  # bytes with a right checksum, of another program
+        except Exception as error:  # bytes of another program, with a correct checksum
             raise JournalError(f"an accepted request cannot be read: {error}") from error
 
     def restore(self, accepted: Accepted) -> InferenceRequest:
-        """Return the request with its objects. Raises JournalError if they cannot be read."""
+        """Return the request with its objects. Raise JournalError if they cannot be read."""
         request, objects = accepted.request, accepted.objects
         if objects:
             self._used[request.request_id] = [*objects.values()]
@@ -200,10 +207,10 @@ def _never_same(given: Mapping[str, Any]) -> bool:
 
 
 def _same_as(tensors: Mapping[str, Any]) -> _IsSame:
-    """Return a function that tells whether the weights of an adapter are these, unchanged.
+    """Return a function that tells whether an adapter's tensors are `tensors`, unchanged.
 
-    Most hosts pass the same tensor with each request: it need not be read and hashed each time.
-    Only torch tells of changes in place.
+    Most hosts pass the same torch tensor with each request, which then need not be read and hashed
+    again. For other types the function returns False, because only torch counts changes in place.
     """
     weights = tensors.get("lora_weights")
     if type(weights) is not torch.Tensor or weights.is_inference():
@@ -238,12 +245,12 @@ def pack_response(request_id: int, tensors: Iterable[NamedTensor], error: str) -
 
 
 def read_response(data: bytes) -> tuple[list[NamedTensor], str]:
-    """Return the tensors and the error text of a response. Raises JournalError for other bytes."""
+    """Return the tensors and the error text of a response. Raise JournalError for other bytes."""
     try:
         (size,) = _LENGTH.unpack_from(data)
         [found] = unpack_requests(data[_LENGTH.size + size :])
         tensors: Any = found.tensors
         error = data[_LENGTH.size : _LENGTH.size + size].decode()
         return [NamedTensor(name, tensor) for name, tensor in tensors.items()], error
-    except Exception as error_:  # bytes with a right checksum, of another program
+    except Exception as error_:  # bytes of another program, with a correct checksum
         raise JournalError(f"a final response cannot be read: {error_}") from error_

@@ -23,10 +23,11 @@ _UNFINISHED = struct.Struct("<QIIIII")  # id, `num_starts`, and the lengths of t
 
 
 class Sent:
-    """Tokens of responses that are about to be sent, in columns: one value per response in `ids`
-    (of requests), `starts` (the index of the first token in the output) and `counts` (of tokens).
+    """The tokens of responses that are about to be sent, as columns.
 
-    The loop adds a value at a time to the columns, since an iteration sends to many requests.
+    The columns `ids` (of requests), `starts` (the index of the first token in the output) and
+    `counts` (of tokens) have a value for each response. The loop adds values one by one, because an
+    iteration sends responses to many requests.
     """
 
     __slots__ = ("counts", "ids", "log_probs", "starts", "tokens")
@@ -39,8 +40,9 @@ class Sent:
         self.log_probs: list[float] = []
 
     def add(self, request_id: int, entry: Entry, tokens: list[int], log_probs: list[float]) -> None:
-        """Add a response to the columns, and to the request's `entry`. `log_probs` has a value per
-        token, or none.
+        """Add a response to the columns, and to the request's `entry`.
+
+        `log_probs` has a value for each token, or is empty.
         """
         if not tokens:
             return
@@ -66,9 +68,9 @@ class Sent:
 class Entry:
     """A request without a delivered final response.
 
-    `accepted`: its inputs as bytes. `tokens`, `log_probs`: the sent output. `last`: the final
-    response as bytes, from the time when it was about to be sent; stored only if the host may not
-    have recorded it. `num_starts`: how many managers have resumed it since a token of it was
+    `accepted` has its inputs as bytes, `tokens` and `log_probs` the sent output. `last` is the
+    final response as bytes; it is b"" before the response is about to be sent, and if the journal
+    does not keep responses. `num_starts` managers have resumed the request since a token of it was
     sent.
     """
 
@@ -80,6 +82,7 @@ class Entry:
 
 
 def ids_payload(ids: Iterable[int]) -> bytes:
+    """Return the payload of a record that has only ids: RESUMED, FINAL or DELIVERED."""
     return b"".join(map(_ID.pack, ids))
 
 
@@ -103,7 +106,7 @@ class Entries(dict[int, Entry]):
     """The unfinished requests by id, in the order of their acceptance."""
 
     def apply(self, kind: Kind, payload: bytes) -> None:
-        """Apply a record. Raises JournalError if it contradicts earlier records."""
+        """Apply a record. Raise JournalError if it contradicts earlier records."""
         try:
             if kind is Kind.ACCEPTED:
                 self._accept(_ID.unpack_from(payload)[0], payload[_ID.size :])

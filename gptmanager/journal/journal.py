@@ -36,13 +36,14 @@ OnFull = Literal["refuse", "continue"]
 class Journal:
     """The journal in `folder`, for a checkpoint with the digest `checkpoint`.
 
-    `sync`: "always" forces each iteration's records to the disk before its responses are sent; a
-    number of milliseconds does so in the background; "never" leaves it to the system. `on_full`:
-    "refuse" accepts no requests while the disk is full; "continue" serves without a journal.
-    `keeps_responses`: final responses are stored until they are delivered. `entries`: the requests
-    without a delivered final response. All methods are called on one thread.
+    With the `sync` "always", each iteration's records are forced to the disk before its responses
+    are sent. A number is the interval in milliseconds at which a thread does so in the background.
+    "never" leaves it to the system. While the disk is full, the `on_full` "refuse" accepts no
+    requests, and "continue" serves them without a journal. With `keeps_responses`, final responses
+    are stored until they are delivered. `entries` has the requests without a delivered final
+    response. Calls of the methods must not overlap.
 
-    Raises ConfigError if the journal belongs to another checkpoint or is in use by another manager,
+    Raise ConfigError if the journal belongs to another checkpoint or is in use by another manager,
     and JournalError if it is damaged.
     """
 
@@ -112,8 +113,9 @@ class Journal:
     # Records ---------------------------------------------------------------------------------
 
     def accept(self, requests: Sequence[tuple[int, bytes]]) -> bool:
-        """Write accepted requests, as ids and bytes. Return False if the disk is full: then the
-        requests must be refused.
+        """Write accepted requests, as ids and bytes.
+
+        Return False if the disk is full, so that the requests must be refused.
         """
         data = b"".join(record(Kind.ACCEPTED, named_payload(*request)) for request in requests)
         found = {request_id: Entry(accepted) for request_id, accepted in requests}
@@ -122,12 +124,12 @@ class Journal:
                 return False
             self.entries.update(found)
         else:
-            self.entries.update(found)  # first: a new segment has them
+            self.entries.update(found)  # before `_write`, because a new segment contains them
             self._write(data)
         return True
 
     def note_resumed(self, request_ids: Sequence[int]) -> None:
-        """Write that these requests may run now. Raises JournalError like `commit`."""
+        """Write that these requests may run now. Raise JournalError as `commit` does."""
         for request_id in request_ids:
             self.entries[request_id].num_starts += 1
         if request_ids:
@@ -141,9 +143,10 @@ class Journal:
     ) -> None:
         """Write the data that is about to be sent.
 
-        `sent`: tokens, which the entries have already. `ends`: the ids of requests that end, with
-        the final response or b"". `delivered`: ids of requests with a final response that has been
-        delivered since. Raises JournalError if the disk and the reserve are full.
+        `sent` has tokens, which the entries contain already. `ends` has the ids of requests that
+        end, each with the final response or b"". `delivered` are ids of requests with a stored
+        final response that has been delivered since. Raise JournalError if the disk and the reserve
+        are full.
         """
         parts = []
         if delivered:
@@ -181,7 +184,10 @@ class Journal:
             )
 
     def _rewrite(self) -> bool:
-        """After a sync that failed: what was written before may be lost, so write it once more."""
+        """If a sync has failed, write all unfinished requests again, because data may be lost.
+
+        Return whether a new segment was written.
+        """
         if self._syncing is None or self._syncing.error is None:
             return False
         try:
@@ -277,15 +283,15 @@ class Journal:
 class SyncThread:
     """Forces a file's data to the disk every `interval_s` seconds while the file grows.
 
-    `error`: the latest failure. The thread wakes as seldom as it can: each time it takes the GIL
-    from the loop.
+    `error` is the latest failure. The thread wakes as seldom as it can, because it takes the GIL
+    from the loop each time.
     """
 
     def __init__(self, interval_s: float) -> None:
         self.error: OSError | None = None
         self._interval_s = interval_s
         self._lock = threading.Lock()  # held while the file must stay open
-        self._file = -1  # with new data, or -1
+        self._file = -1  # the file descriptor of a file with new data, or -1
         self._rests, self._ends = threading.Event(), threading.Event()
         self._wakes = threading.Event()
         self._thread = threading.Thread(target=self._run, name="gptmanager-journal", daemon=True)
@@ -299,7 +305,7 @@ class SyncThread:
             self._wakes.set()
 
     def forget(self) -> None:
-        """Stop syncing the file, before it is closed: a newer segment replaces its data."""
+        """Stop syncing the file before it is closed, because a newer segment replaces it."""
         with self._lock:
             self._file = -1
 

@@ -1,7 +1,7 @@
 """`JournaledHost`: records the requests and responses of a host in a journal.
 
 It is between a loop and its host, and is the only place where a running manager uses its journal.
-Responses are held back until the end of the iteration, when their records are written.
+It holds responses back until their records are written, at the end of the iteration.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ Response = tuple[int, list[NamedTensor], bool, str]
 
 
 class JournaledHost(HostTap):
-    """A `Host` in front of `host`, with a journal; also a `JournalSeam`.
+    """A `Host` and `JournalSeam`, which passes calls to `host` and writes a journal.
 
-    `table`: the loop's table of requests, set before the loop iterates. `held`: the responses that
-    are not in the journal yet.
+    `table` is the loop's table of requests, which is set before the loop iterates. `held` has the
+    responses that are not in the journal yet.
     """
 
     def __init__(self, host: Host, journal: Journal, accepted: AcceptedRequests) -> None:
@@ -180,9 +180,7 @@ class JournaledHost(HostTap):
     def _with_extras(
         self, request: ActiveRequest, start: int, tensors: list[NamedTensor]
     ) -> tuple[list[int], list[float]]:
-        """Return the tokens from `start` on that are in a response or were sent before it, and
-        their log probabilities.
-        """
+        """Return the tokens from `start` to the end of a response, and their log probabilities."""
         assert self.table is not None
         if request.search is not None:
             ids = dict(tensors)["output_ids"]

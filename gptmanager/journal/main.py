@@ -17,6 +17,7 @@ from gptmanager.terminal.printable import printable_lines
 
 
 def main(options: argparse.Namespace) -> int:
+    """Run the command, and return its exit status. Raise JournalError as `report_of` does."""
     folder = JournalFolder(options.folder)
     found = folder.read()
     if found is None:
@@ -30,7 +31,7 @@ def main(options: argparse.Namespace) -> int:
 
 
 def report_of(folder: JournalFolder, segment: Segment) -> dict[str, Any]:
-    """Return the content of a journal as JSON values. Raises JournalError if it is damaged."""
+    """Return the content of a journal as JSON values. Raise JournalError if it is damaged."""
     accepted = AcceptedRequests(folder, 0, syncs=False)
     requests = [_request(accepted, folder, *it) for it in segment.entries.items()]
     return {

@@ -17,8 +17,8 @@ def open_journal(
 ) -> JournaledHost:
     """Return a host that passes calls to `host` and records them in the journal of `params`.
 
-    `callbacks`: the callbacks that `host` calls. `checkpoint`: the digest of the checkpoint. Raises
-    the errors of `Journal`.
+    `callbacks` has the callbacks that `host` calls. `checkpoint` is the digest of the checkpoint.
+    Raise the errors of `Journal`, and CallbackError if `restore_cb` fails.
     """
     assert params.journal_path is not None
     journal = Journal(

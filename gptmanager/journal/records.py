@@ -1,4 +1,4 @@
-"""Writes and reads the records of a segment: each has a head with checksums, and a payload.
+"""Writes and reads the records of a segment, which have a head with checksums, and a payload.
 
 A segment is a file of records, one after another. An incomplete record at the end is cut off; other
 damage is an error. This module does not know the meaning of payloads.
@@ -43,7 +43,7 @@ class Record(NamedTuple):
 
 
 def record(kind: Kind, payload: bytes) -> bytes:
-    """Return a record as bytes. Raises JournalError for a payload over `MAX_RECORD_BYTES`."""
+    """Return a record as bytes. Raise JournalError for a payload over `MAX_RECORD_BYTES`."""
     if len(payload) > MAX_RECORD_BYTES:
         raise JournalError(
             f"a record of {len(payload)} bytes is too large for the journal: the limit is "
@@ -66,7 +66,7 @@ class RecordReader:
         self._file, self._size, self._name = file, size, name
 
     def __iter__(self) -> Iterator[Record]:
-        """Yield the records. Raises JournalError with the offset of a damaged one."""
+        """Yield the records. Raise JournalError with the offset of a damaged one."""
         while self.end < self._size:
             found = self._read(self.end)
             if found is None:

@@ -28,10 +28,10 @@ _NOT_KEPT = ("return_generation_logits", "num_top_log_probs")
 
 
 class Resumption(NamedTuple):
-    """The first work of a new manager: to continue `requests`, and to send `responses`.
+    """The requests that a new manager continues, and the responses that it sends at first.
 
     `requests` are in the order of their acceptance, and `progress` has the progress of each.
-    `ended`: ids of requests with a final response that the host has.
+    `ended` has the ids of requests with a final response that the host has.
     """
 
     requests: list[InferenceRequest]
@@ -43,7 +43,7 @@ class Resumption(NamedTuple):
 def resume(journal: Journal, accepted: AcceptedRequests, params: OptionalParams) -> Resumption:
     """Decide how each request of the journal continues.
 
-    Raises CallbackError if `restore_cb` fails.
+    Raise CallbackError if `restore_cb` fails.
     """
     found = Resumption([], [], [], [])
     for request_id, entry in journal.entries.items():
@@ -112,7 +112,7 @@ def _resumed(
 
 
 def _restore_processor(request: InferenceRequest, params: OptionalParams) -> None:
-    """Set a request's Python post-processor. Raises JournalError if the host does not return it."""
+    """Set a request's Python post-processor. Raise JournalError if the host does not return it."""
     processor = request.logits_post_processor
     if not isinstance(processor, RecordedProcessor):
         return

@@ -28,7 +28,7 @@ _MODE = 0o600
 
 
 class Segment(NamedTuple):
-    """The content of a segment. `torn`: bytes after the last complete record, at offset `end`."""
+    """The content of a segment. `torn` bytes follow the last complete record, at offset `end`."""
 
     path: Path
     checkpoint: str
@@ -39,7 +39,7 @@ class Segment(NamedTuple):
 
 
 class JournalFolder:
-    """The folder of a journal. Raises JournalError if it cannot be made or read."""
+    """The folder of a journal. Its methods raise JournalError if it cannot be created or read."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
@@ -47,6 +47,7 @@ class JournalFolder:
         self._reserve = self.path / "reserve"
 
     def create(self) -> None:
+        """Create the folder and its subfolder of objects, unless they exist."""
         try:
             self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._objects.mkdir(mode=0o700, exist_ok=True)
@@ -56,7 +57,7 @@ class JournalFolder:
     def lock(self) -> IO[Any]:
         """Return the lock of the folder, held until it is closed or the process ends.
 
-        Raises ConfigError with the other process's id if another manager has it.
+        Raise ConfigError with the other process's id if another manager has the lock.
         """
         lock = os.fdopen(_open(self.path / "lock", os.O_RDWR | os.O_CREAT), "r+")
         try:
@@ -85,7 +86,7 @@ class JournalFolder:
     def read(self) -> Segment | None:
         """Return the content of the newest segment, or None without a segment.
 
-        Raises JournalError for another version, and for a damaged record, with its offset.
+        Raise JournalError for another version, and for a damaged record, with its offset.
         """
         numbers = self._numbers()
         if not numbers:
@@ -130,8 +131,9 @@ class JournalFolder:
     # Objects: what several requests share ----------------------------------------------------
 
     def put(self, data: bytes, *, syncs: bool) -> str:
-        """Write an object, unless the folder has it, and return its digest. Raises OSError if the
-        disk is full.
+        """Write an object, unless the folder has it, and return its digest.
+
+        Raise OSError if the disk is full.
         """
         digest = hashlib.blake2b(data, digest_size=32).hexdigest()
         path = self._objects / digest
@@ -155,7 +157,7 @@ class JournalFolder:
         return digest
 
     def get(self, digest: str) -> bytes:
-        """Return an object. Raises JournalError if it is missing or damaged."""
+        """Return an object. Raise JournalError if it is missing or damaged."""
         name = quoted_path(self._objects / digest) if _DIGEST.fullmatch(digest) else quoted(digest)
         try:
             if not _DIGEST.fullmatch(digest):
@@ -178,7 +180,7 @@ class JournalFolder:
     # The reserve: space for the requests that run when the disk is full ----------------------
 
     def take_reserve(self) -> None:
-        """Allocate the reserve. Raises OSError if the disk is full."""
+        """Allocate the reserve. Raise OSError if the disk is full."""
         file = _open(self._reserve, os.O_RDWR | os.O_CREAT)
         try:
             if hasattr(os, "posix_fallocate"):
@@ -192,6 +194,7 @@ class JournalFolder:
             os.close(file)
 
     def free_reserve(self) -> None:
+        """Free the disk space of the reserve. Idempotent."""
         with suppress(FileNotFoundError):
             self._reserve.unlink()
 

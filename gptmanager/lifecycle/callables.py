@@ -28,7 +28,7 @@ class UnfinishedAnswer(CallbackError):
 def ordinary(name: str, function: _T, *, may_yield: bool = False) -> _T:
     """Return `function` if a call of it does its work.
 
-    Raises ConfigError, which calls it `name`, if it is not callable, or if a call only returns a
+    Raise ConfigError, which calls it `name`, if it is not callable, or if a call only returns a
     coroutine, an async generator or, unless it `may_yield`, a generator.
     """
     if not callable(function):

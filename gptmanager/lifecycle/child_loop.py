@@ -42,8 +42,8 @@ def _bound_memory(max_bytes: int) -> None:
 def _memory_returner() -> Callable[[], object]:
     """Return a function that returns freed memory to the system.
 
-    glibc keeps free pages between allocations that are still in use: without this, the process
-    would grow with the number of questions.
+    glibc keeps free pages between allocations that are still in use. Without this function, the
+    process would grow with the number of questions.
     """
     try:
         trim = ctypes.CDLL(None).malloc_trim

@@ -1,8 +1,7 @@
-"""`ChildProcess`: runs a module of this package in a separate process, with limited time and
-memory.
+"""`ChildProcess`: runs a module in a separate process, with limited time and memory.
 
-Code that takes too much time or memory, or crashes, does so there and not in the server. Every wait
-has a time limit, even if the process is stopped, reads nothing, or cannot be started.
+Code that takes too much time or memory, or crashes, affects only that process. Every wait has a
+time limit, even if the process is stopped, reads nothing, or cannot be started.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from gptmanager.lifecycle import child_loop
 
 _START_S = 30.0  # time limit for the interpreter to start and import libraries
 _LOOK_S = 0.1  # interval of calls of `is_wanted`
-_MOST_KEPT_BYTES = 8 << 20  # that a process may hold between two questions, beyond its start
+_MOST_KEPT_BYTES = 8 << 20  # that a process may hold between two questions, beyond `_first_size`
 _PACKAGE = __name__.split(".")[0]  # the package, which has two folders in a checkout
 
 
@@ -47,9 +46,9 @@ class RefusedError(Exception):
 class ChildProcess:
     """Asks the function `answerer(**given)` of `module`. Use it from one thread.
 
-    The process starts with the first question, and again after it has ended. `max_bytes`: memory
-    that it may use beyond what it uses after its start (only on Linux). A process that still holds
-    much of it after an answer is ended, so that no question affects later ones.
+    The process starts with the first question, and again after it has ended. It may use `max_bytes`
+    of memory beyond what it uses after its start (only on Linux). A process that still holds more
+    than 8 MiB of it after an answer is ended, so that no question affects later ones.
     """
 
     def __init__(self, module: str, given: Mapping[str, Any], max_bytes: int) -> None:
@@ -72,9 +71,9 @@ class ChildProcess:
     ) -> Any:
         """Return the answer to a question, which is a line of JSON.
 
-        `is_wanted` is called about ten times a second. Raises RefusedError if the module raised an
-        error, NotStartedError, and NoAnswerError if the answer takes too much time or memory or is
-        no longer wanted; the process is then ended.
+        `is_wanted` is called about ten times a second. Raise RefusedError if the module raised an
+        error, and NotStartedError if no process can be started. Raise NoAnswerError if the answer
+        takes too much time or memory or is no longer wanted; the process is then ended.
         """
         try:
             answer = self._exchange(self._running(), question, max_seconds, is_wanted)

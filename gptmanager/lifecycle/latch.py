@@ -11,7 +11,7 @@ import threading
 
 
 class Latch:
-    """Any thread may set it and wait for it, also in signal handlers."""
+    """An event that any thread may set and wait for, also in signal handlers."""
 
     __slots__ = ("_gates", "is_set")
 
@@ -20,7 +20,7 @@ class Latch:
         self._gates: dict[threading.Lock, None] = {}  # one held lock per waiting thread
 
     def set(self) -> None:
-        """Idempotent."""
+        """Set it, and wake all waiting threads. Idempotent."""
         self.is_set = True
         for gate in list(self._gates):
             if self._gates.pop(gate, gate) is None:  # no other thread has released it

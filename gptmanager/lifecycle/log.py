@@ -1,6 +1,6 @@
-"""The library's logger for code that must continue: logging never raises here.
+"""The library's logger, which never raises, so that the code that logs continues.
 
-Handlers, filters and `time.time`, which every record calls, may be the host's.
+Handlers, filters and `time.time`, which every record calls, may be code of the host.
 """
 
 from __future__ import annotations
@@ -41,8 +41,9 @@ class SteadyLogger:
 
 
 class RareWarnings:
-    """Logs what clients may cause as often as they like: at most a line each ten seconds. The next
-    line tells how many there were that have none.
+    """Logs at most one warning in ten seconds, for events that clients may cause at will.
+
+    The next warning has the number of those that were not logged.
     """
 
     def __init__(self, logger: logging.Logger, clock: Callable[[], float] = time.monotonic) -> None:

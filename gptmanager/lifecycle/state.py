@@ -52,15 +52,18 @@ class Lifecycle:
     # On the loop's thread: each raises LoopAbandoned if the watchdog has ended the manager ----
 
     def check(self) -> None:
+        """Raise LoopAbandoned if the watchdog has ended the manager."""
         if self.is_abandoned:
             raise LoopAbandoned
 
     def move_to(self, state: ManagerState) -> None:
+        """Change the state. Raise RuntimeError for a change not in NEXT_MANAGER_STATES."""
         with self._lock:
             self.check()
             self._move_to(state)
 
     def fail(self, error: BaseException) -> None:
+        """Set the state to FAILED because of `error`."""
         with self._lock:
             self.check()
             self.exception = error
@@ -76,7 +79,7 @@ class Lifecycle:
     # On the watchdog's thread -----------------------------------------------------------------
 
     def abandon(self, error: BaseException) -> bool:
-        """Take over from the loop's thread. Return False if that has already left."""
+        """Take over from the loop's thread. Return False if this thread has already left."""
         with self._lock:
             if self._is_left or self.is_abandoned:
                 return False
@@ -95,10 +98,12 @@ class Lifecycle:
 
 @dataclass(frozen=True, slots=True)
 class Health:
-    """`alive`: the loop thread runs. `progressing`: nothing is active, or the last step is less
-        than ten seconds old. `last_step_age_s`: seconds since the last step ended, or None.
-    `accepting`: Get is called. `callbacks`: latency by callback name. `total_blocks` and
-        `free_blocks`: free blocks of the KV cache.
+    """The health of a manager.
+
+    `alive` means that the loop's thread runs, `progressing` that nothing is active, or that the
+    last step is less than ten seconds old, and `accepting` that Get is called. `last_step_age_s` is
+    the number of seconds since the last step ended, None if none has. `callbacks` has latencies by
+    the name of the callback. `free_blocks` of the `total_blocks` of the KV cache are free.
     """
 
     alive: bool

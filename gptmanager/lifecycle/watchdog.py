@@ -23,7 +23,7 @@ class CallbackLatency:
     """The cost of one callback so far.
 
     `histogram[i]` counts the calls that took less than 2**i microseconds (and at least half of
-    that); the last bucket is open. `overstays`: calls that the watchdog reported.
+    that); the last bucket is open. `overstays` counts the calls that the watchdog reported.
     """
 
     calls: int
@@ -35,7 +35,7 @@ class CallbackLatency:
 
 
 class CallbackTimer:
-    """Times the calls of one callback. Written by the loop thread, read by any thread."""
+    """Times the calls of one callback. The loop's thread writes it, and any thread may read it."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -71,6 +71,7 @@ class CallbackTimer:
         return (perf_counter_ns() - started) / 1e9 if started else 0.0
 
     def snapshot(self) -> CallbackLatency:
+        """Return the numbers so far."""
         return CallbackLatency(
             self.calls,
             self.errors,
@@ -88,6 +89,7 @@ class Hang(NamedTuple):
     stacks: str
 
     def tell(self, more: str) -> None:
+        """Log the text, followed by `more`, and the stacks."""
         logger.error("%s%s\nAll threads:\n%s", self.text, more, self.stacks)
 
 

@@ -30,7 +30,10 @@ _OF_CACHE = ("max_tokens", "tokens_per_block")
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Machine:
-    """Options of a simulated manager, with lengths in tokens. None: as recorded, or the default."""
+    """Options of a simulated manager, with lengths in tokens.
+
+    None means the recorded value, or the default without a recording.
+    """
 
     max_batch_size: int | None = None
     max_num_tokens: int | None = None
@@ -59,7 +62,7 @@ def variant(
 ) -> Blueprint:
     """Return the blueprint with another policy and options, and with the resulting sizes.
 
-    Raises RecordingError if the options lead to sizes that exceed the limits of recordings.
+    Raise RecordingError if the options lead to sizes that exceed the limits of recordings.
     """
     scheduler = dataclasses.replace(
         blueprint.scheduler, capacity_scheduler_policy=policy, create_scheduler=create_scheduler

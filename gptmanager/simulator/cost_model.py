@@ -27,7 +27,7 @@ class CostModel:
 
     The units are a token of a context (`context_token`), a pair of a context token and a token that
     it attends to (`context_pair`), a sequence in generation (`generation_row`), and a cached token
-    that generation reads (`kv_token`). `transfer`: the time from one pipeline stage to the next.
+    that generation reads (`kv_token`). `transfer` is the time from one pipeline stage to the next.
     The defaults do not describe a particular machine.
     """
 
@@ -72,6 +72,7 @@ class CostModel:
 
     @classmethod
     def from_plain(cls, values: Mapping[str, Any]) -> CostModel:
+        """Return the model with these costs, by name. Raise ConfigError for an unknown name."""
         names = [field.name for field in dataclasses.fields(cls)]
         unknown = sorted(set(values) - set(names))
         if unknown:
@@ -80,6 +81,7 @@ class CostModel:
 
 
 def num_passes(schedule: Schedule, fused: bool) -> int:
+    """Return the number of forward passes of a step: 2 for a mixed step that is not fused."""
     return 1 if fused or not (schedule.context_rows and schedule.generation_rows) else 2
 
 
@@ -100,7 +102,7 @@ def fit(recording: Recording) -> CostModel:
 
     A step's time is from its intake to the next one, so it includes the loop and the callbacks. If
     no intake follows, or the loop was idle in between, it is from the intake to the step's result.
-    Raises RecordingError if the recording has no step with a time.
+    Raise RecordingError if the recording has no step with a time.
     """
     measured = list(_timed_steps(recording))
     if not measured:

@@ -22,7 +22,7 @@ class Percentiles(NamedTuple):
 
 
 class KvUse(NamedTuple):
-    """Shares of the KV cache blocks in use, from 0 to 1, over the iterations."""
+    """The fraction of the KV cache blocks in use, from 0 to 1, over the iterations."""
 
     mean: float
     peak: float
@@ -32,9 +32,10 @@ class KvUse(NamedTuple):
 class Figures:
     """Figures of a simulated run. Times are virtual seconds; latencies cover finished requests.
 
-    `ttft_s`: from arrival to first token. `per_token_s`: each request's mean time between tokens.
-    `recomputed_tokens`: context tokens of requests that had been paused. `request_steps`: number of
-    rows in all schedules. `first_error`: the error of the first request that failed, or "".
+    `ttft_s` is the time from arrival to first token, and `per_token_s` each request's mean time
+    between tokens. `recomputed_tokens` are context tokens of requests that had been paused.
+    `request_steps` is the number of rows in all schedules. `first_error` is the error of the first
+    request that failed, or "".
     """
 
     requests: int
@@ -96,7 +97,7 @@ class Tally:
         self._total_blocks = counts.total_blocks
 
     def failed(self, request_id: int, error: str, *, was_duplicate: bool) -> None:
-        """Count a failed request. `was_duplicate`: another request with its id continues."""
+        """Count a failed request. If it `was_duplicate`, another request with its id continues."""
         self.num_ended += 1
         self._failed += 1
         self._first_error = self._first_error or error

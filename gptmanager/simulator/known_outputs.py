@@ -20,7 +20,7 @@ _NO_TOKEN = 2**31 - 1  # follows a known output: never an end_id or a part of a 
 
 
 class KnownOutputs:
-    """Returns the tokens of each step. `max_rows`: the usual largest number of rows in a step."""
+    """Returns the tokens of each step. `max_rows` is the usual largest number of rows in a step."""
 
     def __init__(self, load: Load, max_rows: int) -> None:
         self._load = load

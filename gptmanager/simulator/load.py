@@ -37,9 +37,9 @@ Stop = tuple[float, frozenset[int]]  # time, ids of the stopped requests
 class Load(Protocol):
     """Requests by number, in the order of their arrival.
 
-    `arrivals` float64 `[n]`, ascending: seconds since the start, or, with `by_turns`, iterations
-    of the loop. The other events have times in the same unit: `stops` of requests, `clears` of the
-    KV cache, and `forgets`, which drop the adapter with a `lora_task_id`.
+    `arrivals` float64 `[n]` are ascending, in seconds since the start, or, with `by_turns`, in
+    iterations of the loop. The other events have times in the same unit. They are `stops` of
+    requests, `clears` of the KV cache, and `forgets`, which drop the adapter with a `lora_task_id`.
     """
 
     arrivals: np.ndarray
@@ -111,14 +111,15 @@ class SyntheticLoad:
 class HostQueue:
     """The times when recorded requests arrived in their host's queue, as far as they are known.
 
-    `arrivals`: seconds since the start for each request, in the order in which Get returned them.
+    `arrivals` has the seconds since the start for each request, in the order in which Get returned
+    them. `num_held` requests arrived before the Get that returned them, and `longest_s` is the
+    longest of their waits.
+
     Get is never asked for more requests than the loop can accept, so a request may have waited in
     the host's queue. If the previous Get returned fewer requests than it was asked for, the queue
     was empty after it, and the request arrived when its own Get returned it. If the previous Get
     was full (returned all that it was asked for), the request may have waited. Then its arrival is
     the time of the first of the consecutive full Gets, because before it the queue was empty.
-    `num_held`: number of requests that arrived before the Get that returned them. `longest_s`: the
-    longest of their waits.
     """
 
     arrivals: tuple[float, ...]
@@ -127,6 +128,7 @@ class HostQueue:
 
 
 def host_queue(recording: Recording) -> HostQueue:
+    """Return the times when the requests of a recording arrived in their host's queue."""
     max_active = recording.header.blueprint.max_active  # None means no limit, so no Get is full
     first = recording.iterations[0].intake.now
     arrivals: list[float] = []
@@ -159,7 +161,7 @@ def host_queue(recording: Recording) -> HostQueue:
 def _is_full(iteration: Iteration, max_active: int | None) -> bool:
     """Return whether Get returned all requests that it was asked for.
 
-    Also True if the loop could accept none, so that Get was not called.
+    The result is also True if the loop could accept none, so that Get was not called.
     """
     return (
         max_active is not None
@@ -174,12 +176,12 @@ class RecordedLoad:
     early here. With the `arrivals` "time" a request arrives when it arrived at its host (see
     `HostQueue`), with "turns" in the iteration in which Get returned it, with "at_once" at the
     start. Stop signals, clearing of the KV cache and dropped adapters keep their times, but with
-    "at_once" they are left out. Errors of the recorded host's calls are always left out. `queue`:
-    the arrivals in the host's queue; None unless `arrivals` is "time". `max_request_steps`: a
-    simulation that takes more is given up; far more than the recorded run took. `name`: the name of
-    the recording.
+    "at_once" they are left out. Errors of the recorded host's calls are always left out. `queue`
+    has the arrivals in the host's queue; it is None unless `arrivals` is "time". A simulation that
+    takes more than `max_request_steps`, which is far more than the recorded run took, is given up.
+    `name` is the name of the recording.
 
-    Raises RecordingError for a recording without iterations, and for a black box (the last
+    Raise RecordingError for a recording without iterations, and for a black box (the last
     iterations before a failure), because it lacks the beginnings of requests.
     """
 

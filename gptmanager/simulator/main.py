@@ -32,7 +32,7 @@ _SYNTHETIC = ("num_requests", "prompt_len", "output_len", "rate", "seed")  # fie
 
 
 def main(options: argparse.Namespace) -> int:
-    """Return the exit status."""
+    """Run the command, and return its exit status."""
     for name in ("recording", "fit"):
         check_distinct({f"--{name}": getattr(options, name), "--record": options.record})
     recording = None if options.recording is None else read_recording(options.recording)
@@ -69,7 +69,7 @@ def main(options: argparse.Namespace) -> int:
 
 
 def _record_path(record: Path | None, name: str) -> Path | None:
-    """Return the file for the run of one column: each column has its own."""
+    """Return the file for the run of one column, which has the column's name in its own name."""
     if record is None:
         return None
     return record.with_name(f"{record.stem}.{name.rpartition(':')[2]}{record.suffix}")

@@ -20,8 +20,8 @@ from gptmanager.terminal.tables import table as table_of
 class Comparison:
     """Figures of several policies on one load.
 
-    `wall_s`: real seconds that the simulation took. `recording` and `queue` belong to a recorded
-    load, and are None for others.
+    `wall_s` is the number of real seconds that the simulation took. `recording` and `queue` belong
+    to a recorded load, and are None for others.
     """
 
     figures: Mapping[str, Figures]  # by the name of its column

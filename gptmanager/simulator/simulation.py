@@ -52,8 +52,8 @@ def simulate(
     """Run `load` to its end and return its figures.
 
     `work` is filled with the steps of each stage. `on_progress` is passed the number of requests
-    that ended since its last call. Raises SchedulerError if the scheduler stops running requests
-    for good, and RecordingError if a recorded load takes far more steps than were recorded.
+    that ended since its last call. Raise SchedulerError if the scheduler stops running requests for
+    good, and RecordingError if a recorded load takes far more steps than were recorded.
     """
     fused = blueprint.model_type is not ModelType.INFLIGHT_BATCHING
     most = load.max_request_steps if isinstance(load, RecordedLoad) else None
@@ -92,7 +92,7 @@ def _take_due(events: deque[tuple[float, _T]], now: float) -> list[_T]:
 
 
 class _Step(NamedTuple):
-    """A step in flight. `end`: when it will be done, in virtual seconds."""
+    """A step in flight. `end` is when it will be done, in virtual seconds."""
 
     schedule: Schedule
     end: float
@@ -135,6 +135,7 @@ class World:
 
     @property
     def has_more(self) -> bool:
+        """Whether requests of the load have not arrived yet."""
         return self._next < len(self._arrivals)
 
     # The host ------------------------------------------------------------------------------

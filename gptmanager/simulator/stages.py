@@ -20,7 +20,8 @@ class Work(NamedTuple):
 class Stages:
     """Pipeline stages with equal parts of the layers; each runs one step at a time, in order.
 
-    `transfer`: seconds from one stage to the next. `work`: a list that gets the steps that ran.
+    A step takes `transfer` seconds from one stage to the next. The steps that ran are appended to
+    the list `work`.
     """
 
     def __init__(self, count: int, transfer: float, work: list[Work] | None = None) -> None:
