@@ -58,8 +58,8 @@ class RequestTable:
     `active` is sorted by priority, then arrival; `by_id` has the same requests. `preparing` has the
     ids of requests that wait for their logits post-processor; `adapters` knows those that wait for
     an adapter. `weights_version` is the number of updates of the weights so far. `num_serial` is
-    the number of requests whose next step depends on the last result. `final` creates the tensors
-    of final responses from `extras`.
+    the number of requests with a next step that depends on the last result. `final` creates the
+    tensors of final responses from `extras`.
     """
 
     def __init__(

@@ -34,9 +34,9 @@ _TO_COMPLETE = LlmRequestState.GENERATION_TO_COMPLETE
 class LoopState(NamedTuple):
     """The state of a token loop between two iterations. A recording may start from it.
 
-    Black boxes store only these fields. `pending` has the schedules whose results are not applied
-    yet, oldest first. `failing` has the ids of active requests that failed in a result. `drafts`
-    and `num_logits_errors` count since the start.
+    Black boxes store only these fields. `pending` has the schedules of steps that have no applied
+    result yet, oldest first. `failing` has the ids of active requests that failed in a result.
+    `drafts` and `num_logits_errors` count since the start.
     """
 
     request_table: RequestTableState
@@ -84,7 +84,7 @@ class TokenLoop:
         self.num_micro_batches = num_micro_batches
         self.phase_times = phase_times
         self.scheduler_timer = CallbackTimer("Scheduler")
-        # steps of run-ahead or of micro batches whose results are not applied yet, oldest first
+        # launched steps without an applied result, oldest first; empty without overlap
         self.pending: tuple[Any, ...] = ()
 
     @property

@@ -22,8 +22,8 @@ from gptmanager.step import BlockAppend, Row, Schedule
 class _Request:
     """The data of a request up to the last column.
 
-    `slot`: -1 while it waits, which it has done since the column `waiting_since`. `first_wait`: the
-    reason reported in the first column of the wait, if any.
+    `slot` is -1 while it waits, which it has done since the column `waiting_since`. `first_wait` is
+    the reason reported in the first column of the wait, or None.
     """
 
     request_id: int
@@ -60,8 +60,8 @@ class _Request:
 class _Wait(NamedTuple):
     """The reasons why requests wait in the column `begin`.
 
-    `head`: the first of these requests. `wait`: its reason. `waits`: the reasons of all, kept only
-    if the reason of the head has changed.
+    `head` is the first of these requests, and `wait` its reason. `waits` has the reasons of all,
+    but is kept only if the reason of the head has changed.
     """
 
     begin: int
@@ -85,7 +85,8 @@ class _Wait(NamedTuple):
 class TraceBuilder:
     """Builds a `Trace`. Call `arrive` before a request's first `step`, and `end` after its last.
 
-    `max_work`: the most updates for requests that do not run, or None; ValueError after more.
+    `max_work` limits the number of updates for requests that do not run, unless it is None. Beyond
+    it, methods raise ValueError.
     """
 
     def __init__(self, bounds: Bounds) -> None:
@@ -110,6 +111,7 @@ class TraceBuilder:
     def arrive(
         self, request_id: int, prompt_len: int, max_new_tokens: int, priority: float = 0.5
     ) -> None:
+        """Add a request that waits from the next column on."""
         column = len(self._columns)
         request = _Request(request_id, prompt_len, max_new_tokens, priority, column, column)
         self._all.append(request)
@@ -122,7 +124,7 @@ class TraceBuilder:
     ) -> None:
         """Add the iteration that was scheduled at `time_s`.
 
-        `waits`: the scheduler's reasons for leaving requests out, by id; None if not reported.
+        `waits` has the scheduler's reasons for leaving requests out, by id; None if not reported.
         """
         column = len(self._columns)
         for request_id in schedule.paused:
@@ -160,6 +162,7 @@ class TraceBuilder:
             request.end, request.outcome = len(self._columns), outcome
 
     def build(self) -> Trace:
+        """Return the trace up to the last column."""
         for request in self._active:
             self._end_wait(request, len(self._columns))
         rows = tuple(

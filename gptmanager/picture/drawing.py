@@ -1,6 +1,7 @@
-"""`draw`: draws a schedule as one SVG; rows are requests, columns are iterations.
+"""`draw`: draws a schedule as one SVG, in which rows are requests and columns are iterations.
 
-Selects which parts of a `Trace` are drawn. `zoom_page` makes a zoomable page of the SVG.
+The module selects which parts of a `Trace` are drawn. `zoom_page` creates a zoomable page from the
+SVG.
 """
 
 from __future__ import annotations
@@ -54,6 +55,7 @@ def shorten(trace: Trace) -> Trace:
 
 
 def layout_of(trace: Trace) -> Layout:
+    """Return the layout of the drawing of a trace."""
     return lay_out(shorten(trace), top=MARGIN + 84)
 
 

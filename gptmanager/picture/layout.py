@@ -1,6 +1,7 @@
 """Positions in the picture of a schedule, and its level of detail.
 
-A small picture has a square per token, a larger one a short label per cell, the largest has bars.
+A small picture has a square for each token, a larger one a short label in each cell (a request in
+an iteration), and the largest has bars.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ SQUARE = 20  # side of one token
 PANEL = 58
 PANEL_STEP = PANEL + 34
 _MAX_CELLS = 28 * 60  # cells with a mark each
-_TALL = 720  # if the rows take more, they are below the panels, which are then visible at once
+_TALL = 720  # rows that take more are drawn below the panels, so that the panels are visible
 
 
 class Look(Enum):
@@ -84,6 +85,7 @@ class Layout:
 
 
 def lay_out(trace: Trace, top: float) -> Layout:
+    """Return the layout of a picture of all rows and columns, from `top` on."""
     num_columns, num_rows = max(1, len(trace.columns)), len(trace.rows)
     chunks = [
         span.num_tokens for row in trace.rows for span in row.spans if span.phase is Phase.CONTEXT

@@ -12,7 +12,7 @@ from gptmanager.picture.trace import Trace
 
 
 class Panel(NamedTuple):
-    """A panel of stacked areas. `series`: (CSS class, one value per column) of each area."""
+    """A panel of stacked areas. `series` has (CSS class, one value per column) of each area."""
 
     caption: str
     limit: int
@@ -21,6 +21,7 @@ class Panel(NamedTuple):
 
 
 def panels(trace: Trace) -> tuple[Panel, ...]:
+    """Return the panels of a trace: requests, tokens and blocks."""
     bounds, columns = trace.bounds, trace.columns
     generation = [column.num_generation for column in columns]
     return (
@@ -46,6 +47,7 @@ def panels(trace: Trace) -> tuple[Panel, ...]:
 
 
 def draw_panel(panel: Panel, index: int, layout: Layout) -> Iterator[str]:
+    """Yield the SVG elements of a panel, which is the `index`-th from the top."""
     top = layout.panels_top + index * PANEL_STEP + 18
     totals = [sum(values) for values in zip(*(values for _, values in panel.series), strict=True)]
     peak = max(totals, default=0)

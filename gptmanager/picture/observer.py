@@ -1,6 +1,6 @@
 """`observe`: traces a running `TokenLoop`.
 
-Wraps the loop's scheduler, executor and host, and passes every call on unchanged.
+It wraps the loop's scheduler, executor and host, and passes every call on unchanged.
 """
 
 from __future__ import annotations

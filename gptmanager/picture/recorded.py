@@ -1,6 +1,6 @@
-"""`trace_of`: makes a `Trace` of a recorded run.
+"""`trace_of`: creates a `Trace` of a recorded run.
 
-Recordings lack the reasons why requests waited. The scheduler reports them in a replay, which
+Recordings lack the reasons why requests waited. A scheduler reports them in a replay, which
 advances together with the reading of the recording.
 """
 
@@ -89,7 +89,7 @@ def _waits_of(recording: Recording, max_asked: int) -> Iterator[Mapping[int, Wai
 
 @dataclass(frozen=True, slots=True)
 class _Parameters:
-    """The parameters of a request that its trace depends on; lengths in tokens."""
+    """The parameters of a request that its trace depends on. Lengths are in tokens."""
 
     prompt_len: int
     max_new_tokens: int
@@ -99,6 +99,8 @@ class _Parameters:
 
 @dataclass(frozen=True, slots=True)
 class _Reader:
+    """Passes a recording's iterations to `builder`. `asked` has the parameters of requests."""
+
     builder: TraceBuilder
     vocab_size: int
     max_seq_len: int

@@ -23,7 +23,7 @@ DASHES = {
 
 
 def draw_row(trace: Trace, row: RequestRow, index: int, layout: Layout) -> Iterator[str]:
-    """Yield the marks of a row, in pixels. The x of bars is in columns: bars are stretched."""
+    """Yield the marks of a row, in pixels; the x of bars is in columns, because they are scaled."""
     y = layout.row_y(index)
     if layout.look is Look.BARS:
         for span in _joined(row.spans):

@@ -83,6 +83,7 @@ def label(x: float, y: float, words: str, class_: str = "") -> str:
 def rect(
     x: float, y: float, width: float, height: float, class_: str, tip: str = "", round_: float = 0
 ) -> str:
+    """Return a rectangle, with the tooltip `tip` and corners of the radius `round_`."""
     corner: dict[str, str | float] = {"rx": round_} if round_ else {}
     return element(
         "rect", *_tip(tip), x=x, y=y, width=width, height=height, class_=class_, **corner
@@ -90,6 +91,7 @@ def rect(
 
 
 def path(commands: str, class_: str, tip: str = "") -> str:
+    """Return a path, with the tooltip `tip`."""
     return element("path", *_tip(tip), d=commands, class_=class_)
 
 

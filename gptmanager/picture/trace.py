@@ -52,8 +52,8 @@ class Span(NamedTuple):
 class RequestRow:
     """One request. Lengths are in tokens, `arrival` and `end` are columns.
 
-    `prompt_len`: length of the prompt that the host sent. `end`: None if it is not known.
-    `num_generated` counts computed tokens: with run-ahead, a request that stops early computes one
+    `prompt_len` is the length of the prompt that the host sent. `end` is None if it is not known.
+    `num_generated` counts computed tokens; with run-ahead, a request that stops early computes one
     more than it returns.
     """
 
@@ -70,7 +70,10 @@ class RequestRow:
 
 
 class Column(NamedTuple):
-    """One iteration. `time_s`: when it was scheduled. `used_blocks`: blocks in use while it ran."""
+    """One iteration.
+
+    `time_s` is when it was scheduled, in seconds. `used_blocks` are the blocks in use while it ran.
+    """
 
     iteration: int
     time_s: float
@@ -92,9 +95,10 @@ class Column(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """The limits of the scheduler. `chunk_unit`: None if contexts are not chunked.
+    """The limits of the scheduler.
 
-    `policy`: a name of `CapacitySchedulerPolicy`, or the name of the host's scheduler.
+    `policy` is a name of `CapacitySchedulerPolicy`, or the name of the host's scheduler.
+    `chunk_unit` is None if contexts are not chunked.
     """
 
     max_batch_size: int
@@ -107,7 +111,10 @@ class Bounds:
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """Rows in order of arrival. Spans refer to indices of `columns`, not to iteration numbers."""
+    """The requests of a run as `rows`, in order of arrival, and its iterations as `columns`.
+
+    Spans refer to indices of `columns`, not to iteration numbers.
+    """
 
     bounds: Bounds
     rows: tuple[RequestRow, ...]
@@ -118,7 +125,7 @@ class Trace:
         return self.columns[0].iteration if self.columns else 0
 
     def row(self, request_id: int) -> RequestRow:
-        """Return the last request with an id. Raises KeyError for an unknown id."""
+        """Return the last request with an id. Raise KeyError for an unknown id."""
         for row in reversed(self.rows):
             if row.request_id == request_id:
                 return row

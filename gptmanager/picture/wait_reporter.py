@@ -1,4 +1,4 @@
-"""The reasons why requests wait, as reported by the scheduler for each decision."""
+"""`WaitReporter`: asks a scheduler for the reasons why requests wait."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def reason_of(wait: Wait) -> Reason:
 class WaitReporter(RequestScheduler):
     """Asks a scheduler before each decision why it leaves requests out; `take` returns the answer.
 
-    `num_asked`: the number of requests in all these questions, a measure of the time they take.
+    `num_asked` is the number of requests in all these questions, a measure of the time they take.
     """
 
     def __init__(self, scheduler: RequestScheduler) -> None:
@@ -48,7 +48,7 @@ class WaitReporter(RequestScheduler):
     def take(self) -> Mapping[int, Wait]:
         """Return the last decision's waits by request id.
 
-        Empty if the scheduler reports none, or if they have been taken already.
+        The result is empty if the scheduler reports none, or if they have been taken already.
         """
         waits, self._waits = self._waits, None
         return waits or {}

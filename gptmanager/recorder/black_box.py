@@ -1,4 +1,4 @@
-"""The black box keeps the last iterations of a loop in memory, to be written when the loop fails.
+"""`BlackBox`: keeps the last iterations of a loop in memory, to be written when the loop fails.
 
 A recording can start in the middle of a run only where the state of the loop is known, so the box
 copies the state from time to time. It keeps all intakes and results since the second newest copy.
@@ -31,8 +31,8 @@ class BlackBox:
 
     A quarter of `max_bytes` is for schedules; fewer are kept if they need more. The rest is for at
     most two segments, each with a state and the iterations after it; the older one is dropped
-    first. If a state alone needs more, nothing is kept until a later state needs less. `is_new`:
-    the loop has not iterated yet.
+    first. If a state alone needs more, nothing is kept until a later state needs less. `is_new`
+    means that the loop has not iterated yet.
     """
 
     def __init__(
@@ -74,9 +74,9 @@ class BlackBox:
             self._begin_segment()
 
     def lines(self, last: Iteration | None) -> list[bytes]:
-        """Return all lines of the recording except the end line. Empty if no state fits.
+        """Return all lines of the recording except the end line; nothing if no state fits.
 
-        `last`: the iteration that failed.
+        `last` is the iteration that failed, or None.
         """
         if not self._segments:
             return []
@@ -137,7 +137,7 @@ class BlackBox:
 class _Segment:
     """Consecutive iterations, and the state of the loop before the first one.
 
-    `state`: None for a new loop. `max_bytes`: for two segments, or for one with a large state.
+    `state` is None for a new loop. `max_bytes` limits two segments, or one with a large state.
     """
 
     def __init__(self, state: LoopState | None, max_bytes: int) -> None:
@@ -174,4 +174,5 @@ def schedule_bytes(schedule: Schedule) -> int:
 
 
 def state_bytes(state: LoopState) -> int:
+    """Estimate the bytes of a state."""
     return value_bytes(state)

@@ -1,4 +1,4 @@
-"""The file of a black box: the path that the host names, or a file in the temporary folder.
+"""`BlackBoxFile`: writes a black box to the path that the host names, or to the temporary folder.
 
 The file contains prompts. So in the temporary folder only its owner can read it, at most 16 files
 are kept, and when a new one is written, those older than a week are deleted.

@@ -2,7 +2,7 @@
 
 Requests are copied, because a host may overwrite its arrays later, or pass a part of a larger
 array. Numbers that only the executor reads are kept as a digest, processors as a name, and errors
-as a text. Otherwise the objects that they refer to would stay in memory with the black box.
+as a text. Otherwise the black box would keep the objects that they refer to in memory.
 """
 
 from __future__ import annotations
@@ -36,13 +36,14 @@ _Effect = TypeVar("_Effect", Failure, AdapterDone)
 
 
 class Keeper:
-    """Copies intakes. Reads rows of numbers as admission does, so it needs their widths."""
+    """Copies intakes. It reads rows of numbers as admission does, so it needs their widths."""
 
     def __init__(self, vocab_size: int, hidden_size: int) -> None:
         self._vocab_size = vocab_size
         self._hidden_size = hidden_size
 
     def intake(self, intake: Intake) -> Intake:
+        """Return a copy of an intake, with the data that a replay reads."""
         return replace(
             intake,
             requests=tuple(map(self._request, intake.requests)),
@@ -96,10 +97,12 @@ class Keeper:
 
 
 def kept_schedule(schedule: Schedule) -> Schedule:
+    """Return a schedule without the numbers that only the executor reads."""
     return replace(schedule, starts=tuple(map(_without_numbers, schedule.starts)))
 
 
 def kept_result(result: StepResult) -> StepResult:
+    """Return a result without logits and log probabilities, and with errors as text."""
     return replace(result, extras=None, failures=tuple(map(_without_error, result.failures)))
 
 

@@ -55,9 +55,9 @@ def without_code(params: OptionalParams) -> OptionalParams:
 
 
 def checked_blueprint(blueprint: Blueprint) -> Blueprint:
-    """Check every number of a blueprint and return it without file names and functions.
+    """Check every number of a blueprint, and return it without file names and functions.
 
-    Raises RecordingError for the first field that is out of range or contradicts another one.
+    Raise RecordingError for the first field that is out of range or contradicts another one.
     """
     params = without_code(blueprint.params)
     checked_optional_params(params)

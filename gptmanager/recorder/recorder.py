@@ -70,7 +70,7 @@ class Recorder:
     def start(self, loop: Any, blueprint: Blueprint) -> None:
         """Begin to record `loop`, which is new and uses the host and executor of this recorder.
 
-        Raises ConfigError if the file cannot be written.
+        Raise ConfigError if the file cannot be written.
         """
         if self._keep:
             self._black_box = BlackBox(loop, blueprint, self._keep, self._max_bytes)
@@ -84,7 +84,7 @@ class Recorder:
         self._write(to_json(make_header(blueprint)))
 
     def close(self, reason: str = "drained", error: str = "") -> None:
-        """End the recording: nothing is recorded from now on."""
+        """End the recording. Nothing is recorded from now on."""
         self.end_iteration()
         self._black_box = None
         if self._file is not None:
@@ -140,6 +140,7 @@ class Recorder:
             self._give_up(error)
 
     def begin_iteration(self, num_active: int, intake: Intake) -> None:
+        """Begin to record an iteration, with `num_active` active requests before its intake."""
         if self._black_box is not None and (intake.requests or intake.failures or intake.adapters):
             try:
                 intake = self._black_box.keeper.intake(intake)
@@ -149,10 +150,12 @@ class Recorder:
         iteration.ends, iteration.idle_turns = None if self._file is None else (), self._num_idle
 
     def record_schedule(self, schedule: Schedule) -> None:
+        """Record the schedule of the current iteration."""
         if self._iteration is not None:
             self._iteration.schedule = schedule
 
     def record_result(self, iteration: int, result: StepResult) -> None:
+        """Record the result of the schedule with the number `iteration`."""
         current = self._iteration
         if current is not None:
             if current.result is not None:
@@ -162,6 +165,7 @@ class Recorder:
             current.result = result if is_plain else kept_result(result)
 
     def record_end(self, request_id: int, tensors: list[NamedTensor], error: str) -> None:
+        """Record a final response, without its tensors."""
         iteration = self._iteration
         if iteration is not None and iteration.ends is not None:
             value = dict(tensors).get("finish_reasons")
@@ -267,7 +271,7 @@ def build_recorded_loop(
     phase_times: PhaseTimes,
     final: MakeFinal = final_tensors,
 ) -> TokenLoop:
-    """Build a loop as `build_loop` does, observed by `recorder` if that is on."""
+    """Build a loop as `build_loop` does, and observe it if `recorder` is on."""
     if not recorder.is_on:
         return build_loop(blueprint, host, executor, phase_times=phase_times, final=final)
     loop = build_loop(

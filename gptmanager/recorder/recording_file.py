@@ -38,7 +38,7 @@ _UNFOLDED_PER_BYTE = 16
 
 
 class End(NamedTuple):
-    """A final response. `reason`: a name of FinishReason, or "ERROR" with the text `error`."""
+    """A final response. `reason` is a name of FinishReason, or "ERROR" with the text `error`."""
 
     request_id: int
     reason: str
@@ -47,7 +47,7 @@ class End(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class RunEnd:
-    """The end of the run. `reason`: "drained", "aborted", or "failed" with the text `error`."""
+    """The end of the run. `reason` is "drained", "aborted", or "failed" with the text `error`."""
 
     reason: str
     error: str = ""
@@ -57,9 +57,9 @@ class RunEnd:
 class Header:
     """The first line of a recording, which describes the recorded loop.
 
-    `blueprint`: options, sizes and policy, but only the name of a host's own scheduler. `fields`:
-    the fields of the named tuples in the file. `state`: the state of the loop before the first
-    recorded iteration; None if it was idle and had never allocated memory.
+    `blueprint` has options, sizes and policy, but only the name of a host's own scheduler. `fields`
+    has the fields of the named tuples in the file. `state` is the state of the loop before the
+    first recorded iteration; None if it was idle and had never allocated memory.
     """
 
     blueprint: Blueprint
@@ -73,13 +73,13 @@ class Header:
 class Iteration:
     """One iteration of the loop that had work. It changes only while it is being recorded.
 
-    `index` counts from the start of the run. `num_active`: active requests before the intake.
-    `schedule`: None if no request ran, or if the schedule was dropped; then `kept` is False.
+    `index` counts from the start of the run. `num_active` requests were active before the intake.
+    `schedule` is None if no request ran, or if the schedule was dropped; then `kept` is False.
     `result` belongs to the schedule with the iteration number `result_of`, which is an earlier
-    iteration with run-ahead. `recalled`: if the iteration took several results, the others, each
-    with the number of its schedule. `ends`: None if not recorded, as in a black box. `idle_turns`:
-    iterations without work since the previous one; None if not recorded. `recovered`: the state
-    after an iteration that raised, otherwise None.
+    iteration with run-ahead. If the iteration took several results, `recalled` has the others, each
+    with the number of its schedule. `ends` is None if it is not recorded, as in a black box.
+    `idle_turns` is the number of iterations without work since the previous one; None if it is not
+    recorded. `recovered` is the state after an iteration that raised, otherwise None.
     """
 
     index: int
@@ -111,6 +111,7 @@ class Iteration:
         return not (has_input or has_adapters) and results == (None, None, None)
 
     def line(self) -> bytes:
+        """Return the line of the file."""
         values = {name: getattr(self, name) for name in self.__slots__}
         return to_json({"kind": "iteration", **values})
 
@@ -119,7 +120,7 @@ class Iteration:
 class Recording:
     """A whole recorded run, or the last part of one.
 
-    `name`: the name of its file. `lines`: the line numbers of the iterations, counted from 1.
+    `name` is the name of its file. `lines` has the line numbers of the iterations, from 1.
     """
 
     header: Header
@@ -165,7 +166,7 @@ def make_header(blueprint: Blueprint, state: LoopState | None = None) -> dict[st
 
 
 def read_recording(path: str | os.PathLike[str]) -> Recording:
-    """Read a whole recording. Raises RecordingError with the number of the wrong line.
+    """Read a whole recording. Raise RecordingError with the number of the wrong line.
 
     A last line that a crash has cut off is dropped with a warning. The file may come from a
     stranger, so its values are never run as code, and its names are never imported.

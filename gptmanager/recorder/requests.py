@@ -1,7 +1,7 @@
 """Converts requests to JSON and back, with their tensors exactly as the host passed them.
 
 A host may pass any object; if JSON cannot represent it, only its type is written. A recording may
-come from a stranger, so reading it makes only numbers, strings, lists of these, and tensors of
+be from a stranger, so reading it creates only numbers, strings, lists of these, and tensors of
 known dtypes.
 """
 
@@ -80,6 +80,7 @@ class Allowance:
         self.left = left
 
     def take(self, name: str, count: int) -> None:
+        """Count `count` values of the tensor `name`; raise RecordingError beyond the limit."""
         if name in ("lora_weights", "lora_config"):
             return  # weights are not expanded, and the rows of a config are limited
         self.left -= count // _CHEAP if name in ROW_INPUTS else count
@@ -131,7 +132,7 @@ def plain_keywords(request: InferenceRequest) -> dict[str, Any]:
 def request_from_plain(plain: Any, allowance: Allowance) -> InferenceRequest:
     """Return the request that the JSON values `plain` describe.
 
-    Raises RecordingError if it is invalid.
+    Raise RecordingError if it is invalid.
     """
     if not isinstance(plain, dict) or not isinstance(plain.get("tensors"), dict):
         raise RecordingError("a request must be an object with tensors")
@@ -149,6 +150,7 @@ def request_from_plain(plain: Any, allowance: Allowance) -> InferenceRequest:
 
 
 def plain_or_opaque(name: str, value: Any) -> Any:
+    """Return the tensor `name` as JSON values, or only its type if it cannot be represented."""
     try:
         if name == "lora_weights":
             return _plain_weights(without_weights(value))
@@ -202,6 +204,7 @@ def plain_tensor(value: Any) -> Any:
 
 
 def tensor_from_plain(name: str, plain: Any, allowance: Allowance) -> Any:
+    """Return the value that `plain_tensor` converted; raise RecordingError for other values."""
     if isinstance(plain, dict) and "rows" in plain:
         count = plain.get("count")
         if name not in ROW_INPUTS or type(count) is not int or not 0 <= count < 1 << 31:

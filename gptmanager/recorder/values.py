@@ -2,8 +2,8 @@
 
 The code depends on types, not on their meaning, so a new field of `Schedule` or `Row` needs no
 change here. A dataclass becomes an object with its field names, a named tuple a list in the order
-that the recording's header states, a set a sorted list. A recording may come from a stranger, so
-the requested type alone decides which value is made, and data of any other type is refused.
+that the recording's header states, a set a sorted list. A recording may be from a stranger, so the
+requested type alone decides which value is created, and data of any other type is refused.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def to_json(value: Any) -> bytes:
 
 
 def legible(value: Any, plain: Callable[[Any], Any] = str) -> Any:
-    """Return a value as JSON values: enums by name, lone surrogates in texts as `\\ud800`.
+    """Return a value as JSON values, with enums by name, and lone surrogates as `\\ud800`.
 
     `plain` converts values that JSON cannot represent.
     """
@@ -116,12 +116,12 @@ def field_names(*classes: Any) -> dict[str, list[str]]:
 
 
 class Decoder:
-    """Makes values of given types from JSON values; raises RecordingError for anything else.
+    """Creates values of given types from JSON values; raises RecordingError for anything else.
 
-    `names`: the fields of each named tuple when the file was written. A field that is missing in
-    the file gets its default; a field that no longer exists is dropped. `allowance`: see
-    `Allowance`. `upgrades`: functions that convert the fields of some dataclasses from an older
-    format.
+    `names` has the fields of each named tuple when the file was written. A field that is missing in
+    the file gets its default; a field that no longer exists is dropped. `allowance` limits how many
+    values are created. `upgrades` has functions that convert the fields of some dataclasses from an
+    older format.
     """
 
     def __init__(
@@ -250,7 +250,7 @@ def _at(where: str | int, reader: _Read, data: Any) -> Any:
 
 
 def _fits(data: Any, columns: list[type]) -> bool:
-    """Return whether `data` is a list of rows with these column types. Much faster than reading."""
+    """Return whether `data` is a list of rows with these column types, without reading each row."""
     if not isinstance(data, list) or set(map(type, data)) != {list}:
         return False
     if set(map(len, data)) != {len(columns)}:

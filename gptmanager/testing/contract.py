@@ -57,16 +57,20 @@ class _Taken:
 class ContractChecker:
     """Wraps a host's callbacks and checks that the manager and the host keep their contract.
 
-    The manager: every request that Get returns has exactly one final response; streamed offsets
-    are contiguous; log probabilities match the tokens, and a prompt's are sent once; nothing
-    follows a final response. The host: Get returns an iterable of InferenceRequests, each once, and
-    does not raise; their ids are not in use (`tolerates_duplicates` permits ids in use, which a
-    manager answers with an error), and they do not change afterwards; SendResponse does not raise
-    for a final response; Poll returns request ids and does not raise; no callback returns a
-    coroutine, which would never be awaited, or takes longer than `callback_budget_s`, because that
-    blocks the loop. `check` raises ContractViolation with a sentence for each violation and each
-    missing response. `notes` lists calls of Get that returned more requests than were asked for:
-    this is allowed, but may be unintended.
+    It checks that the manager sends exactly one final response for every request that Get returns,
+    and nothing after it; that streamed offsets are contiguous; and that log probabilities match the
+    tokens, and those of a prompt are sent once.
+
+    It checks that the host's Get returns an iterable of InferenceRequests, each once, and does not
+    raise; that their ids are not in use (`tolerates_duplicates` permits ids in use, which a manager
+    answers with an error), and that they do not change afterwards; that SendResponse does not raise
+    for a final response; that Poll returns request ids and does not raise; and that no callback
+    returns a coroutine, which would never be awaited, or takes longer than `callback_budget_s`,
+    because that blocks the loop.
+
+    `check` raises ContractViolation with a sentence for each violation and each missing response.
+    `notes` lists calls of Get that returned more requests than were asked for, which is allowed,
+    but may be unintended.
     """
 
     def __init__(
@@ -125,6 +129,7 @@ class ContractChecker:
     def send_response(
         self, request_id: int, tensors: list[NamedTensor], is_final: bool, error: str
     ) -> None:
+        """Check a response, and pass it to the host's SendResponse."""
         self._inspect(request_id, dict(tensors), is_final, error)
         begin = self._clock()
         try:
@@ -157,7 +162,7 @@ class ContractChecker:
         """Raise ContractViolation with all violations, if there are any.
 
         Call this when the manager is idle or has ended. If `manager` is passed, its KV cache blocks
-        are audited too.
+        are audited, too.
         """
         violations = [f"{text} ({times} times)" if times > 1 else text
                       for text, times in self._complaints.items()]  # fmt: skip

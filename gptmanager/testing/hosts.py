@@ -91,12 +91,14 @@ class RecordingCallbacks:
         self._stops: set[int] = set()
 
     def submit(self, *requests: InferenceRequest) -> None:
+        """Queue requests, which Get returns."""
         with self._condition:
             self._waiting.extend(requests)
         if self.manager is not None:
             self.manager.notify()
 
     def stop(self, *request_ids: int) -> None:
+        """Stop requests, by their ids, until their final responses."""
         with self._condition:
             self._stops.update(request_ids)
 
@@ -140,7 +142,7 @@ class RecordingCallbacks:
     def final(self, request_id: int, timeout: float = 10.0) -> Response:
         """Wait for the final response to a request, and return it.
 
-        Raises TimeoutError if it does not arrive within `timeout` seconds.
+        Raise TimeoutError if it does not arrive within `timeout` seconds.
         """
         with self._condition:
             finals = self._condition.wait_for(

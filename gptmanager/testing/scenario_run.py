@@ -118,7 +118,7 @@ class _ScenarioHost:
         """Do nothing: no planned request has an adapter."""
 
     def fail(self, failure: Failure) -> None:
-        """Do nothing: no effect fails."""
+        """Do nothing: neither a step nor a preparation of a scenario fails."""
 
     def poll(self) -> None:
         self._stops = self.callbacks.poll_stop_signal()

@@ -22,7 +22,7 @@ _SIZES = 40  # this many seeds have ever larger scenarios; the next seed has a s
 
 
 def next_token(history: list[int]) -> int:
-    """Return a hash of the whole history: a lost or repeated token changes all later ones."""
+    """Return a hash of the history, so that a lost or repeated token changes all later ones."""
     weighted = sum((index + 1) * token for index, token in enumerate(history))
     return (weighted * 31 + len(history)) % VOCAB_SIZE
 
@@ -58,6 +58,7 @@ class PlannedRequest:
         return ", ".join(said)
 
     def inference_request(self) -> InferenceRequest:
+        """Return the request to submit to a manager."""
         return InferenceRequest.from_tokens(
             self.request_id,
             self.prompt,
@@ -126,6 +127,7 @@ class Scenario:
         )
 
     def blueprint(self, create_scheduler: Callable[..., Any]) -> Blueprint:
+        """Return the settings of a loop with these limits and a user's scheduler."""
         params = OptionalParams(
             kv_cache_config=KvCacheConfig(
                 max_tokens=self.num_blocks * self.tokens_per_block,

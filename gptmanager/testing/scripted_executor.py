@@ -67,6 +67,8 @@ class _Sequence:
 
 @dataclass(slots=True)
 class ScriptedStep:
+    """A step that has run, with the new tokens of each row and the candidates of its beams."""
+
     schedule: Schedule
     tokens: list[list[int]] = field(default_factory=list)
     beams: list[BeamCandidates] = field(default_factory=list)
@@ -75,11 +77,11 @@ class ScriptedStep:
 class ScriptedExecutor:
     """An `Executor` that takes its tokens from a function of the history.
 
-    It refuses a schedule that an executor could not run: a position that does not continue its
-    sequence, a token that is not known yet, a position without a block. It tracks the content of
-    each block, and refuses a row that would read the values of other tokens: shared or copied
-    blocks must hold exactly what the sequence would have computed. The candidates of a beam are the
-    scripted token and the token ids that follow it.
+    It raises ValueError for a schedule that an executor could not run, because a position does not
+    continue its sequence or has no block, or because a token is not known yet. It tracks the
+    content of each block, and raises ValueError for a row that would read the values of other
+    tokens. Shared or copied blocks must have exactly the content that the sequence would have
+    computed. The candidates of a beam are the scripted token and the token ids that follow it.
     """
 
     def __init__(self, next_token: NextToken, tokens_per_block: int) -> None:

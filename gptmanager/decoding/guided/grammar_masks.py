@@ -116,7 +116,8 @@ class _Progress:
     All numbers count tokens from the start of the output. `num_tokens` counts up to the last token
     that the matcher has consumed, and `ended_at` up to the token that ended the grammar's text; it
     is None if the text has not ended. `start` finds where the text begins; it is None if the text
-    begins with the output. `num_before` counts the tokens before the text, None if it has not begun.
+    begins with the output. `num_before` counts the tokens before the text; it is None if the text
+    has not begun.
     """
 
     matcher: Any

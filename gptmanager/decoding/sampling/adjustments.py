@@ -29,9 +29,7 @@ BANNED = np.float32(-np.inf)
 
 
 @loop
-def _penalize(
-    x: int, size: int, p: Any, history: int, length: int, seen: int
-) -> None:
+def _penalize(x: int, size: int, p: Any, history: int, length: int, seen: int) -> None:
     """Apply the penalties. `seen` int32 `[size]` is scratch memory, zero before and after.
 
     In `seen[token]`, bit 0 is set if the history has the token, and the other bits count how often

@@ -50,7 +50,7 @@ class BeamParams:
 class BeamNode:
     """The last token of a beam, linked to the node before it and thus to the whole beam.
 
-    `beam` is the index of the beam from whose logits the token was chosen.
+    `beam` is the index of the beam that provided the logits for choosing the token.
     """
 
     parent: BeamNode | None
