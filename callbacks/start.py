@@ -98,8 +98,9 @@ def generate(
     With `num_return_sequences`, the result has a list of this many completions for each prompt,
     which are sampled independently, or are the best beams.
 
-    `progress`: None shows a progress bar on standard error after one second, if it is a terminal.
-    True also writes one line at the end if it is not a terminal. False shows nothing.
+    With `progress` None, a progress bar is shown on standard error after one second, if that is a
+    terminal. With True, one line is written at the end if it is not a terminal. With False, nothing
+    is shown.
 
     An interrupt (Ctrl-C) aborts the manager and leaves no thread running. Raise ConfigError as the
     constructor of `GptManager` does. If prompts get error responses, raise the first one, with the

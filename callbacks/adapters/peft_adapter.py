@@ -27,8 +27,8 @@ from gptmanager.request.adapter import LORA_MODULE_IDS
 _CONFIG, _TENSORS = "adapter_config.json", "adapter_model.safetensors"
 _PIECE_BYTES = 64 << 20
 _PREFIX = "base_model.model."  # which PEFT adds to the names of modules
-# (the library's name of a parameter, the part of the parameter that a checkpoint's module holds) ->
-# module ids of `lora_config`; with two ids, each has half of the rows of B
+# (this library's name of a parameter, the part of it that a checkpoint's module fills) -> module
+# ids of `lora_config`; if there are two ids, each gets half of the rows of B
 _IDS: Mapping[tuple[str, str | None], tuple[int, ...]] = {
     ours: tuple(LORA_MODULE_IDS[name] for name in names.split())
     for ours, names in {
@@ -64,12 +64,12 @@ _IDS: Mapping[tuple[str, str | None], tuple[int, ...]] = {
 
 
 def _module_ids(name: str | None) -> dict[str, tuple[int, ...]]:
-    """Return name of a module -> module ids, for the family `name`; None means all families.
+    """Return a map from names of modules to module ids, for one family, or for all if None.
 
     The names have {} in place of the layer, and are listed with and without the family's prefix.
     """
     found = {}
-    # Llama is first in FAMILIES and last here: its meaning of a name replaces those of others
+    # Llama is first in FAMILIES and last here, so its meaning of a name replaces that of others
     families = [*FAMILIES.values()][::-1] if name is None else [FAMILIES[name]]
     for family in families:
         for theirs, (ours, part) in family.tensors.items():
@@ -157,7 +157,7 @@ def _find_pairs(
     config: PeftConfig,
     known: Mapping[str, tuple[int, ...]],
 ) -> dict[tuple[int, int], _Pair]:
-    """Return (layer, module id) -> its tensors, with checked names, shapes and dtypes."""
+    """Return a map from (layer, module id) to its tensors; check names, shapes and dtypes."""
     modules: dict[tuple[int, int], str] = {}
     keys: dict[str, list[tuple[int, int]]] = {}
     for name, info in tensors.items():

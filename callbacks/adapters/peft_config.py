@@ -36,7 +36,7 @@ _REASONS = {
     "target_parameters": "not supported: the tensors in an adapter of expert parameters do not say "
     "which parameter they belong to"
 }
-# These initializations do not change the base model; others subtract the first A and B from it.
+# These initializations do not change the base model; others subtract the initial B A from it.
 _PLAIN_INITS = ("gaussian", "eva", "orthogonal")
 # limit for all matches of a file together: a few seconds; usually 500 names take 250,000 steps
 _MAX_STEPS = 5_000_000

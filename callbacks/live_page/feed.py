@@ -44,7 +44,7 @@ class Viewer:
 
     def __init__(self, feed: LiveFeed) -> None:
         self._feed = feed
-        self._next = -1  # number of the next frame; -1: a snapshot
+        self._next = -1  # number of the next frame, or -1 if a snapshot is next
 
     def take(self) -> bytes:
         """Return the events since the last call, for a browser's EventSource; never wait."""

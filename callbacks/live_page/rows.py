@@ -14,15 +14,15 @@ from typing import Any
 from gptmanager.callbacks.live_page.tap import Change, Step
 from gptmanager.manager.watching import Arrival, Beginning, Ending, Ran
 
-# the kinds of spans: the state of a request from an iteration on; HELD: the request keeps its
-# memory, but does not run
+# the kinds of spans, which are states of a request; a HELD request keeps its memory, but does not
+# run
 WAITING, CONTEXT, GENERATION, PAUSED, HELD = "w", "c", "g", "p", "h"
 
 _NO_IDS: frozenset[int] = frozenset()
 _MAX_SPANS = 256  # spans of a row; the oldest are dropped
 _MAX_ENDED = 256  # ended rows in a snapshot, in addition to the active ones
 _MAX_NEW = 64  # ended rows in one change
-_request_id = itemgetter(0)  # of a row
+_request_id = itemgetter(0)  # of a `Row`
 
 
 class LiveRow:

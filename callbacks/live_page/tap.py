@@ -20,7 +20,7 @@ from gptmanager.step import Row
 
 _MAX_EVENTS = 1 << 14  # between two calls of `take`
 _ANSWER_S = 0.5  # the longest wait for the end of an iteration
-_request_id = itemgetter(0)  # of a row
+_request_id = itemgetter(0)  # of a `Row`
 
 
 class Step(NamedTuple):

@@ -126,7 +126,8 @@ class _Used:
 
     def __init__(self) -> None:
         self.size = 0
-        self._lock = threading.RLock()  # the garbage collector may end a list while it is held
+        # reentrant, because the garbage collector may free a list while the lock is held
+        self._lock = threading.RLock()
 
     def add(self, size: int) -> None:
         with self._lock:
@@ -180,7 +181,7 @@ class _Vocabulary:
         self._texts = [of_id[token] for token in ids]
         self._joined = b"".join(self._texts)
         self._starts = np.cumsum([0, *map(len, self._texts)])
-        self.longest = max(map(len, self._texts), default=0)  # bytes of a token
+        self.longest = max(map(len, self._texts), default=0)  # the most bytes of a token
 
     def beginning_with(self, text: bytes) -> Ints:
         """Return the ids of the tokens that begin with `text`, which are adjacent in the order."""
@@ -246,7 +247,7 @@ class _States:
                 self._suffix[node] = self._after(self._suffix[key >> 8], bytes([key & 255]))
         self._longest = max(self._depth)
         found = np.unique(np.concatenate([vocabulary.containing(word) for word in words]))
-        self._always_banned = found.astype(np.int32)  # they contain a whole word
+        self._always_banned = found.astype(np.int32)  # tokens that contain a whole word
 
     def _add(self, index: int, word: bytes) -> None:
         node = 0

@@ -1,6 +1,6 @@
 """`ForcedPrefix`: makes an output begin with given tokens.
 
-A CUDA kernel does it on a GPU, and a NumPy function, its twin, on the CPU.
+A CUDA kernel does this on a GPU, and a NumPy function, its twin, on the CPU.
 """
 
 from __future__ import annotations

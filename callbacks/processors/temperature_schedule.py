@@ -1,6 +1,6 @@
 """`TemperatureSchedule`: changes the temperature during a request.
 
-A CUDA kernel does it on a GPU, and a NumPy function, its twin, on the CPU.
+A CUDA kernel does this on a GPU, and a NumPy function, its twin, on the CPU.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ extern "C" __global__ void temperature_schedule(
 class TemperatureSchedule(RawKernelLogitsPostProcessor):
     """Changes the temperature over the first tokens in equal steps, and then keeps it constant.
 
-    A request without sampling parameters is greedy, and dividing its logits changes nothing: set
-    `temperature=1.0` on it, so that it samples.
+    A request without sampling parameters is greedy, so dividing its logits changes nothing. Set
+    `temperature=1.0` on the request, so that it samples.
     """
 
     def __init__(self) -> None:

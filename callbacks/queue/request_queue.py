@@ -80,7 +80,7 @@ class RequestQueue:
         # guards all fields below; a signal handler may take it again in the same thread
         self._changed = threading.Condition(threading.RLock())
         self._pending = PendingRequests(limits)
-        self._open: dict[int, Generation | None] = {}  # None: the id is taken by a waiting submit
+        self._open: dict[int, Generation | None] = {}  # None while a `submit` waits with this id
         self._stops: set[int] = set()
         self._ids = itertools.count(1)
         self._process = os.getpid()
@@ -301,7 +301,7 @@ class RequestQueue:
         by_name: dict[str, Any],
         stop: Sequence[str] | None = None,
     ) -> Generation:
-        """Return the handle of a request that has its id, but is not queued yet."""
+        """Return the handle of a new request. Its id is reserved, but it is not queued yet."""
         if isinstance(prompt, InferenceRequest):
             if max_new_tokens is not None or request_id is not None or by_name:
                 raise TypeError("submit() of an InferenceRequest accepts only `stop` and `timeout`")

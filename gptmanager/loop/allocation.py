@@ -1,4 +1,4 @@
-"""Allocation: makes a scheduler's decision a frozen `Schedule`, with memory and slots.
+"""Allocation: converts a scheduler's decision to a frozen `Schedule`, with memory and slots.
 
 This is the only module that allocates and frees blocks of running requests. It makes no decisions:
 it checks that memory suffices, allocates, and records the result.

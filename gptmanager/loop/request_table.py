@@ -81,7 +81,7 @@ class RequestTable:
         self.weights_version = 0
         self._allocator = allocator
         self._final = final
-        self._timed: dict[int, ActiveRequest] = {}  # those with a deadline
+        self._timed: dict[int, ActiveRequest] = {}  # requests with a deadline
         self._arriving: deque[InferenceRequest] = deque()  # fetched, not admitted yet
         self._intake: Intake | None = None  # the intake that is being applied
         self._stopping: deque[int] = deque()  # stop signals of `_intake` not applied yet
