@@ -286,7 +286,7 @@ class DeviceBackend(Backend):
 
     def _reserve(self, model: Model, num_positions: int) -> None:
         _reserve(model, num_positions)
-        self.stream.catch_up()  # as after loading
+        self.stream.catch_up()  # as after a load of the model
 
     def _peak_bytes(self, model: Model, params: OptionalParams, rows: int) -> int:
         """Return the peak bytes of steps with `rows` sampled rows, including their CUDA graphs.
@@ -330,6 +330,6 @@ def _shape(spec: Dimensions, sizes: Sizes) -> tuple[Sequence[PageShape], int, in
 
 
 def _reserve(model: Model, num_positions: int) -> None:
-    reserve = getattr(model, "reserve_positions", None)  # a host's wrapper of a model may have it
+    reserve = getattr(model, "reserve_positions", None)  # a host's own model may lack it
     if reserve is not None:
         reserve(num_positions)

@@ -60,8 +60,8 @@ class Blueprint:
     custom_scheduler: str = ""
     model_type: ModelType = ModelType.INFLIGHT_FUSED_BATCHING
     max_beam_width: int = 1
-    hidden_size: int = 0  # the width of embeddings in requests; 0: embeddings are refused
-    adapters: AdapterSizes | None = None  # None: requests with adapters are refused
+    hidden_size: int = 0  # the width of embeddings in requests; if 0, they are refused
+    adapters: AdapterSizes | None = None  # if None, requests with adapters are refused
 
     @property
     def num_stages(self) -> int:

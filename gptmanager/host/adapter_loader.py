@@ -162,7 +162,7 @@ class AdapterLoader:
     def _write_adapter(self, work: WriteAdapter, pool: AdapterPool) -> str:
         with self._lock:
             weights = self._read.pop(work.source)
-        assert weights is not None  # the read ended: the loop has its digest
+        assert weights is not None  # because the loop has its digest
         self.jobs.finish(pool.put_in_pieces(work.host_pages, work.rows, work.packing, weights))
         return ""
 

@@ -173,7 +173,7 @@ class CallbackHost:
             self.respond(request_id, [], True, response_text(error))
 
     def answer_all(self, error: BaseException) -> None:
-        """Send an error response to each request that has had no final response."""
+        """Send an error response to each request that got no final response."""
         try:
             self._receive()
         finally:

@@ -100,7 +100,7 @@ def request_state(request: ActiveRequest) -> RequestState:
 
 
 def restored_request(state: RequestState, limits: Limits) -> ActiveRequest:
-    """Restore a request. Raises RequestError or ValueError if `limits` do not permit the state."""
+    """Restore a request. Raise RequestError or ValueError if `limits` do not permit the state."""
     _check(state, limits)
     drafter = None
     if state.drafts.drafter is not None and limits.lookup is not None:

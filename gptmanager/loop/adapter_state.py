@@ -68,7 +68,7 @@ def adapters_state(adapters: Adapters) -> AdaptersState:
 def restore_adapters(
     adapters: Adapters, state: AdaptersState, requests: Mapping[int, ActiveRequest]
 ) -> None:
-    """Restore `state` into empty `adapters`. Raises LedgerError if it is inconsistent."""
+    """Restore `state` into empty `adapters`. Raise LedgerError if it is inconsistent."""
     restore_peft_cache(adapters.cache, state.cache)
     cached = adapters.cache.adapters
     for it in state.reads:

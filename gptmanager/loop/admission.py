@@ -99,7 +99,7 @@ def admit(request: InferenceRequest, limits: Limits, now: float) -> ActiveReques
 
 
 def _tensors_of(request: InferenceRequest) -> dict[str, Any]:
-    """Return the request's tensors by name. Raises for missing, unknown and unsupported tensors."""
+    """Return the tensors by name. Raise an error for missing, unknown and unsupported ones."""
     tensors = {TENSOR_ALIASES.get(name, name): value for name, value in request.tensors.items()}
     for name, value in tensors.items():
         if name not in TENSORS:
@@ -139,7 +139,7 @@ def _read_drafts(
 
 
 def read_draft_logits(value: Any, drafts: Sequence[int], vocab_size: int) -> HostRows:
-    """Read the logits from which `drafts` were sampled; raise InvalidRequestError."""
+    """Read the logits from which `drafts` were sampled. Raise InvalidRequestError if invalid."""
     rows = read_rows("draft_logits", value, vocab_size, bans=True)
     if rows.count != len(drafts):
         raise InvalidRequestError(
@@ -156,7 +156,7 @@ def read_draft_logits(value: Any, drafts: Sequence[int], vocab_size: int) -> Hos
 
 
 def _read_sampling(request_id: int, tensors: dict[str, Any], limits: Limits) -> SamplingParams:
-    """Read the sampling parameters. Raises InvalidRequestError for the first invalid one."""
+    """Read the sampling parameters. Raise InvalidRequestError for the first invalid one."""
     end_ids = read_end_ids(tensors.get("end_id", -1), limits.vocab_size - 1)
     try:
         return _read_sampling_params(request_id, tensors, limits, end_ids)

@@ -93,7 +93,7 @@ class Allocator:
         )
 
     def restore(self, state: AllocatorState, requests: Mapping[int, ActiveRequest]) -> None:
-        """Restore `state` into an empty allocator. Raises LedgerError if it is inconsistent."""
+        """Restore `state` into an empty allocator. Raise LedgerError if it is inconsistent."""
         started = {id_: request for id_, request in requests.items() if request.slot >= 0}
         restore_kv_cache(self.kv_cache, state.kv_cache, started)
         self._free_slots = list(state.free_slots)

@@ -354,7 +354,7 @@ class RequestTable:
         )
 
     def restore(self, state: RequestTableState) -> None:
-        """Restore `state` into an empty table. Raises an error if the state is inconsistent."""
+        """Restore `state` into an empty table. Raise an error if the state is inconsistent."""
         self.active = [restored_request(request, self.limits) for request in state.active]
         self.by_id = {request.request_id: request for request in self.active}
         if len(self.by_id) != len(self.active):

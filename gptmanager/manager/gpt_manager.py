@@ -58,8 +58,8 @@ class GptManager(GenerationControl):
     has returned. If the loop hangs, the watchdog's thread sends its last responses.
     `get_inference_requests_cb(max_num_requests)` must not block.
 
-    Use a `with` block or call `shutdown`. Leaving the block normally drains the manager, leaving it
-    by an exception aborts it. A manager that is garbage-collected without either aborts with a
+    Use a `with` block or call `shutdown`. After the block the manager is drained, or, if the
+    block raises, aborted. A manager that is garbage-collected without either aborts with a
     ResourceWarning. One that its own callbacks refer to is never collected.
     """
 

@@ -95,7 +95,7 @@ def _areas(panel: Panel, height: float, layout: Layout) -> Iterator[str]:
 
 
 def _area(floor: Sequence[int], roof: Sequence[int], height: float) -> str:
-    """Return the path of the area between two step curves, a block per run of equal values."""
+    """Return the path of the area between two step curves: a block for each run of equal values."""
 
     def y(value: int) -> str:
         return number(PANEL * (1 - value / height))

@@ -197,7 +197,7 @@ class LlmRequest:
     # Steps ----------------------------------------------------------------------------------
 
     def move_to(self, state: LlmRequestState) -> None:
-        """Change the state; raises ValueError for a change that is not in NEXT_STATES."""
+        """Change the state; raise ValueError for a change that is not in NEXT_STATES."""
         if state not in NEXT_STATES[self.state]:
             raise ValueError(
                 f"request {self.request_id}: {self.state.name} cannot become {state.name}"

@@ -1,4 +1,4 @@
-"""A model without weights, and recording callbacks.
+"""A model without weights, and callbacks that record their calls.
 
 Everything here uses only the public contract, so a host can test its callbacks in milliseconds,
 without a checkpoint and without a GPU.

@@ -80,7 +80,7 @@ def fault_of(matcher: Any) -> str:
 
 
 def text_of(schema: Any) -> str:
-    """Return a schema as JSON text. Raises ValueError if it is nested too deeply."""
+    """Return a schema as JSON text. Raise ValueError if it is nested too deeply."""
     if isinstance(schema, str):
         return schema
     try:
@@ -95,7 +95,7 @@ def read_source(
     """Return the grammar as text that the parser can enforce, and the keywords left out of it.
 
     Each keyword is the name of its rule and a JSON pointer, such as "x#/items/uniqueItems".
-    Raises ValueError for a schema that is invalid or cannot be enforced.
+    Raise ValueError for a schema that is invalid or cannot be enforced.
     """
     make = llguidance.LLMatcher
     unenforced: list[str] = []

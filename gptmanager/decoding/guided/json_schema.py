@@ -86,7 +86,7 @@ class SchemaReader:
     def read(self, text: str) -> str:
         """Return the rewritten schema `text`. Text that is not JSON is returned unchanged.
 
-        Raises ValueError for an invalid schema, or one that cannot be enforced.
+        Raise ValueError for an invalid schema, or one that cannot be enforced.
         """
         try:
             schema = json.loads(text)

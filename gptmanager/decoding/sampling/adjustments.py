@@ -58,7 +58,7 @@ def _penalize(x: int, size: int, p: Any, history: int, length: int, seen: int) -
 def _ends_with(history: int, length: int, tokens: int, start: int, count: int) -> bool:
     """Return whether the history ends with the `count` tokens from `tokens[start]` on.
 
-    Compares from the last token back, because most mismatches are found there.
+    It compares from the last token back, because most mismatches are found there.
     """
     if count > length:
         return False

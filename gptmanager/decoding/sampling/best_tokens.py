@@ -1,6 +1,6 @@
 """The best tokens of rows of scores, and their log probabilities.
 
-It knows nothing of how tokens are chosen, nor of how the results are used.
+The module knows nothing of how tokens are chosen, nor of how the results are used.
 """
 
 from __future__ import annotations

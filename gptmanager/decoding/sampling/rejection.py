@@ -1,8 +1,8 @@
 """Rejection sampling: accepts or replaces a sampled draft, with the distribution unchanged.
 
-Speculative sampling (Leviathan et al. 2023; Chen et al. 2023): a draft sampled from q is accepted
-with probability min(1, p / q); otherwise the token is sampled from max(p - q, 0), normalized.
-It works on distributions, and knows nothing of rows and requests.
+In speculative sampling (Leviathan et al. 2023; Chen et al. 2023) a draft, sampled from q, is kept
+with probability min(1, p / q); otherwise the token is sampled from max(p - q, 0), normalized. The
+module works on distributions, and knows nothing of rows and requests.
 """
 
 from __future__ import annotations

@@ -73,7 +73,7 @@ _TASK = np.dtype(SampleTask)
 def _log_prob(p: Any, wanted: int, x: int, token: int, top: Any, total: float) -> Any:
     """Return a token's log probability or logit, after the temperature.
 
-    A logit of +inf takes all probability mass.
+    If a logit is +inf, its token has probability 1.
     """
     scaled, highest = get(x, token) / p.temperature, top / p.temperature
     if wanted == LOGIT:
