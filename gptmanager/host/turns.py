@@ -31,7 +31,7 @@ class LoopHost(Host, Protocol):
         """Return how many seconds an idle loop sleeps before it calls `await_turn` again."""
 
     def peek(self, room: int | None) -> bool:
-        """Return whether an idle loop has something to fetch."""
+        """Return whether an idle loop, which can accept `room` requests, has something to fetch."""
 
     def stop(self, error: BaseException) -> None:
         """Accept no more requests, because the loop has failed with `error`.
