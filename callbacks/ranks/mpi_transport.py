@@ -33,7 +33,7 @@ class MpiTransport:
     def get(
         self, callback: Callable[[int], Iterable[InferenceRequest]] | None, room: int
     ) -> list[InferenceRequest]:
-        """Return the answer of rank 0's GetInferenceRequests, which is asked for `room` requests."""
+        """Return the answer of GetInferenceRequests of rank 0, asked for `room` requests."""
         own: list[InferenceRequest] = []
 
         def answer() -> bytes:
