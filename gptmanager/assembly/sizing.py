@@ -28,8 +28,8 @@ class MemoryBudget(NamedTuple):
     """The memory for the KV cache.
 
     `dtype` is the dtype of its pages. If other programs use the memory, too, it is `shared`; by
-    default the KV cache then gets a small part of the free bytes, and not more than a full batch
-    can fill. `most_blocks` and `most_host_blocks` are limits that other ranks set.
+    default the KV cache then gets at most a quarter of the free bytes, and no more than a full
+    batch can fill. `most_blocks` and `most_host_blocks` are limits that other ranks set.
     """
 
     free_bytes: float
@@ -169,7 +169,11 @@ def wanted_seq_len(params: OptionalParams, spec: Dimensions) -> int:
 
 
 def _cut_seq_len(max_seq_len: int, num_blocks: int, tokens_per_block: int) -> int:
-    """Return the length of the longest sequence that fits in the pool."""
+    """Return the reduced `max_seq_len` for a pool that is too small for one such sequence.
+
+    It is the length of the shortest sequence that needs all blocks. The contract fixes it, although
+    longer sequences would fit.
+    """
     in_pool = (num_blocks - 1) * tokens_per_block + 1
     if in_pool < 2:
         raise ConfigError(
