@@ -88,9 +88,8 @@ def generate(
     has one).
 
     `sampling` accepts the names of `InferenceRequest`, the same values for all prompts:
-    `temperature`, `runtime_top_p`, `stop_words_list`, ... The defaults of `end_id` and `pad_id` are
-    read from the checkpoint's generation_config.json, or else config.json. Beam search returns the
-    best beam.
+    `temperature`, `runtime_top_p`, `stop_words_list`, ... By default `end_id` and `pad_id` are from
+    generation_config.json, or else config.json. Beam search returns the best beam.
 
     `stop` has strings that end a completion, as for `RequestQueue.submit`; they need a tokenizer.
     Text ends before the stop string, token ids include the token that completes it.
@@ -98,13 +97,11 @@ def generate(
     With `num_return_sequences`, the result has a list of this many completions for each prompt,
     which are sampled independently, or are the best beams.
 
-    With `progress` None, a progress bar is shown on standard error after one second, if that is a
-    terminal. With True, one line is written at the end if it is not a terminal. With False, nothing
-    is shown.
+    With `progress` None, a progress bar is shown after one second if standard error is a terminal.
+    With True, one line is also written at the end if it is none. With False, nothing is shown.
 
     An interrupt (Ctrl-C) aborts the manager and leaves no thread running. Raise ConfigError as the
-    constructor of `GptManager` does. If prompts get error responses, raise the first one, with the
-    index of its prompt.
+    constructor of `GptManager` does, or the first error response, with its prompt's index.
 
         from gptmanager.callbacks import generate
         print(generate("examples/tiny_llama", "Once upon a time", 40))
