@@ -309,9 +309,9 @@ class Step(Protocol):
 class Executor(Protocol):
     """Runs schedules, with torch, from a script, from a recording, or by a cost model.
 
-    `forward` enqueues the network over the rows, `sample` samples the tokens, `result` waits for
-    them. With run-ahead, `forward` of the next step precedes `result` of this one, so a sampled
-    token is the input of its sequence's next row before the loop knows it.
+    `forward` enqueues the network over the rows, `sample` chooses the tokens, `result` waits for
+    the tokens. With run-ahead, `forward` of the next step precedes `result` of this one, so a
+    chosen token is the input of its sequence's next row before the loop knows the token.
     """
 
     def forward(self, schedule: Schedule) -> Step: ...

@@ -38,6 +38,7 @@ class Figures:
 
     @property
     def tokens_per_second(self) -> float:
+        """The output tokens per second."""
         return sum(map(len, self.outputs)) / self.seconds
 
 

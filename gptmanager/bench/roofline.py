@@ -35,6 +35,7 @@ class Ceilings:
         return max(num_bytes / self.copy_bytes_per_s, flops / self.matmul_flops_per_s)
 
     def report(self) -> dict[str, Any]:
+        """Return the rates as fields of a report."""
         return {
             "copy_tb_per_s": round(self.copy_bytes_per_s / 1e12, 4),
             "matmul_tflop_per_s": round(self.matmul_flops_per_s / 1e12, 3),
@@ -107,6 +108,7 @@ class ModelShape:
 
     @property
     def kv_bytes_per_token(self) -> int:
+        """The bytes of a token's keys and values in all layers."""
         return 2 * self.num_layers * self.num_kv_heads * self.head_dim * self.kv_itemsize
 
     def step_s(self, ceilings: Ceilings, batch_size: float, context: float) -> float:

@@ -59,7 +59,8 @@ class InnerExecutor(Protocol):
     """The executor of a single rank, which a `RankExecutor` connects to the other ranks.
 
     `settles_in_sample`: tokens are known on the CPU when `sample` returns. `writes_tokens`:
-    `sample` writes the tokens as the next inputs of their sequences.
+    `sample` writes the tokens as the next inputs of their sequences. The methods are those of
+    `TorchExecutor` and `StagedExecutor`.
     """
 
     settles_in_sample: bool
@@ -187,6 +188,7 @@ class RankExecutor(ABC):
         return self._executor.mark()
 
     def forward(self, schedule: Schedule) -> RankStep:
+        """Run or enqueue the forward pass of a schedule."""
         self.on_decision(schedule)  # before ranks with different schedules exchange tensors
         for start in schedule.starts:
             self._starts[start.slot] += 1
@@ -194,6 +196,7 @@ class RankExecutor(ABC):
         return RankStep(schedule, self._executor.forward(schedule), self._starts[slots])
 
     def sample(self, step: RankStep) -> None:
+        """Choose or receive the tokens of a step, as far as this need not wait; see the module."""
         if self._chooses:
             self._executor.sample(step.inner)
         if self._shared is not None:
@@ -202,6 +205,7 @@ class RankExecutor(ABC):
             self._settle(step)
 
     def result(self, step: RankStep) -> StepResult:
+        """Return the result of a step. Its tokens are the same on all ranks."""
         return step.result or self._settle(step)
 
     @abstractmethod

@@ -62,7 +62,7 @@ def compare_logits(
     """Compare a manager's logits with the reference's, token by token.
 
     Logits decide whether the result is correct. The share of equal tokens is only reported, because
-    rounding may decide between near-ties.
+    rounding may decide between tokens with nearly equal logits.
     """
     worst, same, total = 0.0, 0, 0
     results = session.results(requests, return_generation_logits=True)

@@ -25,7 +25,7 @@ _MAX_SETS = 64
 
 @dataclass(frozen=True, eq=False)
 class Planned:
-    """A contender with a plan that the host makes once per step, which is timed separately."""
+    """A contender with a plan that the host makes once per step. The plan is timed separately."""
 
     run: Contender
     plan: Callable[[], object]

@@ -36,6 +36,7 @@ class PagedRows:
 
     @property
     def shape(self) -> AttentionShape:
+        """The shape of attention over these pages."""
         _, num_heads, head_dim = self.queries.shape
         fp8 = self.pages.cache_scales is not None
         return AttentionShape(

@@ -41,10 +41,10 @@ class ContextPart(NamedTuple):
 class GatheredLogits:
     """The logits and log probabilities that each slot's sequence asks for, set at its start.
 
-    `any_context`, `any_generation`, `any_log_probs`, `any_top`: whether at least one sequence asks
-    for context logits or prompt log probabilities, generation logits, log probabilities, or top log
-    probabilities. If none does, callers need not look up slots. A sequence that asks for top log
-    probabilities also gets those of the chosen tokens.
+    `any_context`: whether at least one sequence asks for context logits or prompt log
+    probabilities. `any_generation`, `any_log_probs`, `any_top`: the same for generation logits, for
+    log probabilities, and for top log probabilities. If a flag is False, callers need not look up
+    slots. A sequence that asks for top log probabilities also gets those of the chosen tokens.
     """
 
     def __init__(self, num_slots: int) -> None:

@@ -56,7 +56,7 @@ GRANITE: Mapping[str, str] = {
 SSM = [
     f"ssm.{key}" for key in "conv_kernel state_size group_count inner_size time_step_rank".split()
 ]
-UNSCALED = {"rope_type": "default"}  # for families with a scaled rope by default
+UNSCALED = {"rope_type": "default"}  # for families with RoPE scaling by default
 ATTENTION_BIAS = {"attention_bias": "blk.0.attn_q.bias"}
 # Values of fields if a file does not have their keys. They differ from the defaults of a config.
 ROUTED_DEFAULTS: Mapping[str, Any] = {

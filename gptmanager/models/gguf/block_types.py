@@ -35,6 +35,7 @@ class BlockType:
 
     @property
     def is_quantized(self) -> bool:
+        """Whether a block has several elements, which share a scale."""
         return self.size > 1
 
 

@@ -39,6 +39,7 @@ class GgufCheckpoint:
 
     @property
     def is_quantized(self) -> bool:
+        """Whether at least one tensor is quantized."""
         return any(tensor.type.is_quantized for tensor in self._header.tensors.values())
 
     def tensors(self) -> GgufTensors:
@@ -51,6 +52,7 @@ class GgufCheckpoint:
         return GgufTensors(self._header, architecture_of(self._header), *counts, num_layers=last)
 
     def has_tokenizer(self) -> bool:
+        """Return whether the metadata has a vocabulary."""
         return "tokenizer.ggml.tokens" in self._header.metadata
 
     def tokenizer(self) -> Tokenizer:
