@@ -88,7 +88,8 @@ def add_command(commands: Any) -> None:
     add = parser.add_argument
     weights = parser.add_mutually_exclusive_group()
     add_model(weights)
-    weights.add_argument("--shape", choices=SHAPE_NAMES, help="of random weights (default small)")
+    text = "the model that random weights are for (default small)"
+    weights.add_argument("--shape", choices=SHAPE_NAMES, help=text)
     add("--num-requests", type=positive, default=64, metavar="N", help="(default %(default)s)")
     lengths: dict[str, Any] = {"type": span, "metavar": "A:B"}
     add("--prompt-len", default=(16, 256), help="tokens, from A to B (default 16:256)", **lengths)
@@ -104,7 +105,8 @@ def add_command(commands: Any) -> None:
     add("--text", type=Path, metavar="FILE", help=text)
     text = "also run the load with N LoRA adapters, and with an adapter in one request only"
     add("--adapters", type=positive, default=0, metavar="N", help=text)
-    add("--adapter-size", type=positive, default=8, metavar="D", help="their rank (default 8)")
+    text = "rank of these adapters (default 8)"
+    add("--adapter-size", type=positive, default=8, metavar="D", help=text)
     add_json(parser)
     add_manager_options(parser)
     subcommands = parser.add_subparsers(
@@ -147,11 +149,13 @@ def _add_end_to_end(commands: Any) -> None:
     add_device(parser, type=device, default="cuda")
     add_model(parser)
     add("--only", type=words, default=(), metavar="A,B", help=f"parts: {', '.join(PARTS)}")
-    add("--requests", type=positive, metavar="N", help="in the load (default 256, on a CPU 16)")
+    add("--requests", type=positive, metavar="N", help="(default 256, on a CPU 16)")
     text = "tokens per prompt and output (default 100:1024, on a CPU 16:128)"
     add("--lengths", type=span, metavar="A:B", help=text)
-    add("--batches", type=numbers, metavar="N,N", help="of timed steps (default 1,32,128,256)")
-    add("--contexts", type=numbers, metavar="N,N", help="of timed steps (default 1024,4096)")
+    text = "batch sizes of timed steps (default 1,32,128,256)"
+    add("--batches", type=numbers, metavar="N,N", help=text)
+    text = "tokens per sequence in timed steps (default 1024,4096)"
+    add("--contexts", type=numbers, metavar="N,N", help=text)
     add_dtype(parser, "bfloat16, on a CPU float32")
     ablation: dict[str, Any] = {"dest": "ablations", "action": "append_const"}
     text = "run the load with and without deterministic kernels"
@@ -178,7 +182,7 @@ def _add_experts(commands: Any) -> None:
     add("--tokens", type=numbers, default=(1, 16, 64), metavar="N,N", help="(default 1,16,64)")
     add("--rounds", type=positive, default=20, metavar="N", help="the best counts (default 20)")
     add_dtype(parser, "bfloat16")
-    text = "of the matrices (default: that of --dtype)"
+    text = "dtype of the matrices (default: that of --dtype)"
     add("--weights-dtype", choices=("int8", "int4"), help=text)
     add_json(parser)
 
