@@ -69,8 +69,8 @@ _FRONTS: Sequence[Routes] = (
 class _App(Starlette):
     """The application, which is also served below `root_path`.
 
-    Only the head of a response passes the middleware. Streams write their frames directly to the
-    server.
+    Only the head of a streamed response passes through the middleware. Streams send their events
+    directly to the HTTP server, because each wrapper costs time per token.
 
     A response that is sent before the request has arrived completely closes the connection: a
     client without a key cannot make the server read the rest.
@@ -158,8 +158,8 @@ def _refuse_http(request: Request, error: Exception) -> Response:
 
 
 def _hint(request: Request) -> str:
-    """Return a hint at the option that would enable the requested path, or at a path that was
-    probably meant, or ''.
+    """Return the end of a 404's message: the option that would enable the requested path, or a path
+    that was probably meant, or ''.
     """
     path, settings = request.url.path, request.app.state.settings
     option = _ASKED_FOR.get("/v2" if path.startswith("/v2/") else path)
@@ -168,7 +168,7 @@ def _hint(request: Request) -> str:
         return f": the server was started without {option}"
     known = {getattr(route, "path", "") for route in request.app.routes}
     parts = [part for part in path.split("/") if part]
-    for meant in (parts, ["v1", *parts], parts[1:]):  # a slash, or a part, too many or missing
+    for meant in (parts, ["v1", *parts], parts[1:]):  # /v1 missing, or a part too many
         found = "/" + "/".join(meant)
         if meant and found in known:
             return f": {found} was probably meant; check the base URL of the client"

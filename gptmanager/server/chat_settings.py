@@ -12,9 +12,9 @@ class ChatSettings:
 
     `chat_template`: a file that replaces the checkpoint's template. `trust_request_chat_template`:
     requests may contain a template. `reasoning_parser` and `tool_call_parser`: the names of the
-    formats of thoughts and of calls in answers; "auto": as the chat template has them.
-    `no_special_tokens_in_text`: texts of clients never become special tokens. `no_store`: responses
-    are not kept for later requests.
+    formats of reasoning and of tool calls in answers; "auto" chooses the format that the chat
+    template uses. `no_special_tokens_in_text`: texts of clients never become special tokens.
+    `no_store`: responses are not kept for later requests.
     """
 
     chat_template: Path | None = None

@@ -11,9 +11,9 @@ from gptmanager.server.http.warning_header import Warnings
 
 
 class ContextLength:
-    """The maximum number of tokens in prompt and output together.
+    """Checks requests against `most`, the maximum number of tokens in prompt and output together.
 
-    `clamps`: outputs that do not fit are shortened instead of refused.
+    `clamps`: if an output does not fit, it is shortened instead of refused.
     """
 
     def __init__(self, most: int, *, clamps: bool = False) -> None:
@@ -23,7 +23,7 @@ class ContextLength:
     def clamped(self, length: int, max_new_tokens: int, name: str, warnings: Warnings) -> int:
         """Return the maximum number of new tokens: `max_new_tokens`, or less if it does not fit.
 
-        Less means a warning about the field `name`, and happens only with `clamps`.
+        The number is lowered only with `clamps`, and with a warning about the field `name`.
         """
         left = max(1, self._most - length)
         if not self._clamps or max_new_tokens <= left:
@@ -36,7 +36,8 @@ class ContextLength:
     ) -> None:
         """Check that prompt and output fit, because the manager would silently shorten the output.
 
-        Raises ApiError (400). `prompt` and `most` are the names of the two fields in its text.
+        Raises ApiError (400). `prompt` and `most` are the names of the two fields in the error's
+        message.
         """
         if not length:
             raise ApiError(400, "the prompt is empty, at least 1 token is needed", param=prompt)
@@ -61,6 +62,7 @@ class ContextLength:
             )
 
     def exceeded(self, param: str, details: str) -> ApiError:
-        """Return the error for the field `param`."""
+        """Return the error (400) for the field `param`. Its message is the limit, then `details`.
+        """
         start = f"This model's maximum context length is {self._most} tokens."
         return ApiError(400, f"{start} {details}", param=param, code="context_length_exceeded")

@@ -59,6 +59,7 @@ def read_fields(
 
 
 def by_name(*groups: Sequence[Field]) -> dict[str, Field]:
+    """Return the fields of all `groups` by name."""
     return {field.name: field for group in groups for field in group}
 
 
@@ -90,6 +91,7 @@ def field_error(where: str, what: str) -> ApiError:
 
 
 def must_be(where: str, expected: str, value: Any) -> ApiError:
+    """Return the error (400) for the field `where`, which must be `expected` but is `value`."""
     return bad_request(where, f"{where} must be {expected}, got {quoted(value)}")
 
 
@@ -126,7 +128,7 @@ class Number(NamedTuple):
 
 
 class Integer(NamedTuple):
-    """An integer from `low` to `high`; 5.0 counts as one."""
+    """An integer from `low` to `high`. A float without a fraction, such as 5.0, is converted."""
 
     low: float = -math.inf
     high: float = math.inf
@@ -150,6 +152,7 @@ class Integer(NamedTuple):
 
 
 class Flag(NamedTuple):
+    """True or false."""
     def read(self, where: str, value: Any) -> bool:
         if not isinstance(value, bool):
             raise must_be(where, "true or false", value)
@@ -233,7 +236,7 @@ class TokenIds(NamedTuple):
 
 
 class TextOrTexts(NamedTuple):
-    """A string, or a list of at most `longest` strings. The value is a list.
+    """A string, or a list of at most `longest` strings. `read` returns a list for both.
 
     A string must have at least 1 and at most `longest_text` characters.
     """
@@ -258,7 +261,8 @@ class TextOrTexts(NamedTuple):
 
 
 class Object(NamedTuple):
-    """An object. Only the keys in `fields` are kept; if `fields` is None, all are, unchecked."""
+    """An object. Only keys in `fields` are kept. If `fields` is None, all keys are kept unchecked.
+    """
 
     fields: Mapping[str, Field] | None = None
 
@@ -278,7 +282,9 @@ class Object(NamedTuple):
 
 
 class AsItIs(NamedTuple):
-    """Any JSON value, which is checked elsewhere or has no effect. `described`: its JSON schema."""
+    """Any JSON value. It is checked elsewhere or has no effect. `described`: the value's JSON
+    schema.
+    """
 
     described: Mapping[str, Any] | None = None
 

@@ -38,7 +38,8 @@ class _Queued(QueueHandler):
 
 
 class _Writer(QueueListener):
-    """Writes in a thread. If the reader of the stream is stuck, `stop` gives up after a second."""
+    """Writes in a thread. If the reader of the stream is stuck, `stop` gives up after two seconds.
+    """
 
     def __init__(self, waiting: queue.Queue[Any], handler: logging.Handler) -> None:
         super().__init__(waiting, handler)
@@ -54,10 +55,11 @@ class _Writer(QueueListener):
 
 @contextlib.contextmanager
 def logging_to(stream: Any, log_format: str) -> Iterator[None]:
-    """Write the library's log to `stream` in this block, by a thread, one line per record."""
+    """Write the library's log to `stream` while the block runs. A thread writes a line per record.
+    """
     logger = logging.getLogger("gptmanager")
     waiting: queue.Queue[Any] = queue.Queue(MAX_WAITING_LINES)
-    # The line of a refused request already has the error.
+    # The manager's message about a refused request is omitted: the request's own log line has it.
     handler, writer = _Queued(waiting), logging.StreamHandler(stream)
     writer.setFormatter(_Formatter(is_json=log_format == "json"))
     handler.addFilter(lambda it: not str(it.msg).startswith("Cannot process new request"))

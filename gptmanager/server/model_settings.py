@@ -16,11 +16,13 @@ class ModelSettings:
 
     `served_model_name`: the model's names for clients, by default the name of its folder.
     `adapters`: names and folders of adapters that are loaded at the start. `adapter_dir`: the
-    folder from which clients may load adapters; without it they cannot. `max_adapters`: limit for
-    all adapters together. `block_reuse` is by default on, unless the batching is V1.
-    `host_tier_bytes`: memory for evicted blocks. `prompt_lookup`: the most draft tokens of a step;
-    without it requests have no drafts. `record`: the file of a recording. `journal`,
-    `journal_sync`, `journal_on_full`: as `journal_path` and so on in `OptionalParams`.
+    folder from which clients may load adapters; if it is None, they cannot load any.
+    `max_adapters`: the maximum number of adapters that are loaded at once. `block_reuse`: whether
+    prompts reuse blocks of the KV cache; by default they do, unless the batching is V1.
+    `host_tier_bytes`: CPU memory for evicted blocks, in bytes. `prompt_lookup`: the maximum number
+    of draft tokens per step; None means no drafts. `record`: the file to which the run is recorded.
+    `journal`, `journal_sync`, `journal_on_full`: `journal_path`, `journal_sync` and
+    `journal_on_full` of `OptionalParams`.
     """
 
     model: Path

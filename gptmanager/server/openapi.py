@@ -133,6 +133,7 @@ ENDPOINTS = (
 
 
 def routes(engine: Engine, settings: ServerSettings) -> list[BaseRoute]:
+    """Return the route of /openapi.json."""
     found = document(
         has_key=settings.has_key,
         lenient=settings.lenient,

@@ -41,9 +41,10 @@ _LAST_WRITES_S = 1  # limit on how long a client that does not read can delay th
 def serve(settings: ServerSettings, tell: Callable[[str], None]) -> None:
     """Serve until SIGTERM, SIGINT or SIGHUP. With a key file, SIGHUP reloads it instead.
 
-    When the server is ready, `tell` is called with a welcome text. Its first line ends with the
-    address. Raises ConfigError for a model or a port that cannot be used. If the manager fails,
-    raises ManagerDeadError after its requests have been answered.
+    When the server is ready, `tell` is called with a welcome text whose first line ends with the
+    address. Raises ConfigError for a model or a port that cannot be used, ManagerDeadError if the
+    manager fails (after all requests have been answered), and KeyboardInterrupt after a second
+    signal, which ends the server at once.
     """
     with listening(settings.host, settings.port, settings.uds) as listener:
         if settings.grpc_port is not None:
@@ -57,7 +58,9 @@ def serve(settings: ServerSettings, tell: Callable[[str], None]) -> None:
 
 @contextlib.contextmanager
 def open_engine(settings: ServerSettings) -> Iterator[Engine]:
-    """Start a manager and yield its engine. Raises the manager's ConfigError."""
+    """Start a manager and yield its engine. Raises ConfigError if the settings or the model are
+    wrong.
+    """
     given = settings.manager
     params = settings.params
     card = ModelCard.of_folder(
@@ -123,7 +126,8 @@ def _frozen() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _signals_restored() -> Iterator[None]:
-    """Restore the signal handlers at the end: the event loop removes its own without doing so."""
+    """Restore the earlier signal handlers at the end, because the event loop only removes its own.
+    """
     before = {number: signal.getsignal(number) for number in _SIGNALS}
     try:
         yield
@@ -220,8 +224,8 @@ def welcome(
 
 
 class Server(uvicorn.Server):
-    """uvicorn's server without its signal handlers, because it must answer while requests finish.
-    `on_start` is called when it listens.
+    """uvicorn's server without signal handlers: after a signal it must answer until requests
+    finish. `on_start` is called when it listens.
     """
 
     on_start: Callable[[], None] = staticmethod(lambda: None)
@@ -236,7 +240,9 @@ class Server(uvicorn.Server):
 
 
 def http_protocol(settings: ServerSettings, count: Callable[[int, str], None]) -> Any:
-    """Return a factory of connections that share the server's limits."""
+    """Return a factory of connections that share the server's limits. `count` is called with the
+    status and the code of each refused connection.
+    """
     limits = Connections(
         settings.max_connections or default_max_connections(),
         settings.max_connections_per_address,

@@ -26,7 +26,7 @@ class Content:
 
 @dataclass(frozen=True, slots=True)
 class CallBegins:
-    """A call of the tool `name`; `index` counts the calls of an answer."""
+    """The beginning of a call of the tool `name`, the call number `index` (from 0) of an answer."""
 
     index: int
     name: str
@@ -34,7 +34,7 @@ class CallBegins:
 
 @dataclass(frozen=True, slots=True)
 class Arguments:
-    """The next piece of a call's arguments, JSON exactly as the model writes it."""
+    """The next piece of the arguments of call `index`: JSON as the model writes it."""
 
     index: int
     text: str

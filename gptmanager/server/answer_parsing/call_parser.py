@@ -207,7 +207,7 @@ def read_header(text: str, header: Sequence[str | re.Pattern[str]]) -> tuple[str
     """Return the name in a header at the beginning of `text`, and the index after the header.
 
     The index is 0 if the text ends within the header. The result is None if the text cannot be this
-    header; an empty `NAME` cannot.
+    header, for instance because `NAME` is empty.
     """
     at, name = 0, ""
     for part in header:

@@ -33,7 +33,7 @@ _THOUGHTS = ("thinking", "redacted_thinking")
 def messages_of(
     given: list[Any], system: Any = None
 ) -> tuple[list[dict[str, Any]], dict[int, Place]]:
-    """Return the messages of a chat, and the index of a message -> its place in the body.
+    """Return the messages of a chat, and a mapping from a message's index to its place in the body.
 
     Raises ApiError (400) for a message or a block of an unknown kind.
     """

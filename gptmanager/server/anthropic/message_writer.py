@@ -17,7 +17,7 @@ _EMPTY: Mapping[str, dict[str, Any]] = {
 
 
 class MessageWriter:
-    """Writes blocks in the order in which the model writes them.
+    """Writes content blocks in the order in which the model generates them.
 
     `usage` returns the usage so far, as a chat reports it.
     """

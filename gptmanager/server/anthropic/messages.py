@@ -67,6 +67,7 @@ COUNT_FIELDS = by_name(_PROMPT, _IGNORED, _NOT_SUPPORTED) | {
 
 
 def routes(calls: ChatCalls) -> list[BaseRoute]:
+    """Return the routes of Anthropic's API."""
     own = _Messages(calls)
     return [
         Route("/v1/messages", own.create, methods=["POST"]),

@@ -1,6 +1,6 @@
 """`ChatAnswer`: converts the text of one answer to a chat message, or to the deltas of a stream.
 
-A parser separates thoughts, content and tool calls. This module knows no protocols.
+A parser separates thoughts, content and tool calls. Other protocols convert these deltas.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ class ChatAnswer:
     """Receives text in pieces, and returns deltas, which together are the message.
 
     Without a `parser`, all text is content. With `is_alone`, only the first call is kept. With
-    `is_deprecated`, it is written as the deprecated `function_call`. `new_id` returns the id of a
-    call.
+    `is_deprecated`, that call is written as the deprecated `function_call`. `new_id` returns the id
+    of a new call.
     """
 
     def __init__(
@@ -53,8 +53,8 @@ class ChatAnswer:
     def push(self, text: str, log_probs: Sequence[TokenLogProb] = ()) -> list[dict[str, Any]]:
         """Add new text to the answer; return the deltas that can be sent now.
 
-        `log_probs` are those of the tokens that begin in the new text. With them, a delta of
-        content has those of its own tokens as `log_probs`.
+        `log_probs` are those of the tokens that begin in the new text. If they are given, a delta
+        of content has the log probabilities of its tokens under the key `log_probs`.
         """
         self._tokens.push(log_probs)
         begin, self._num_pushed = self._num_pushed, self._num_pushed + len(text)
@@ -84,8 +84,8 @@ class ChatAnswer:
     def finish_reason(self, reason: str) -> str:
         """Return the finish reason for the client; `reason` is the reason why the text ended.
 
-        An answer with calls has the reason `tool_calls`, unless the last call was cut off: a client
-        that reads `tool_calls` runs the calls.
+        An answer with calls has the reason `tool_calls` (or the deprecated `function_call`), with
+        which a client runs the calls. If the last call was cut off, `reason` is returned instead.
         """
         is_call = bool(self._calls) and reason == "stop" and not self._is_cut
         called = "function_call" if self._is_deprecated else "tool_calls"

@@ -30,7 +30,8 @@ from gptmanager.server.tool_formats.tool_format import random_id
 from gptmanager.server.tool_formats.tools import Tools, read_tools
 
 logger = logging.getLogger("gptmanager")
-# where a message is in the body; with the index there of the first part of its content, if not 0
+# The place of a message in the body, such as "messages[2]". If the message has only the later parts
+# of the content there, the index of its first part is added.
 Place = str | tuple[str, int]
 
 
@@ -67,7 +68,10 @@ class ChatCalls:
         self._prompts = ChatPrompts(engine, settings)
 
     def log_formats(self) -> None:
-        """Log the formats of thoughts and calls, and what set them, if there is a chat template."""
+        """Log the formats of thoughts and calls, and which option or template sets each format.
+
+        Nothing is logged without a chat template.
+        """
         found, form = self._prompts.reasoning, self._prompts.tool_format
         if found is None:
             return

@@ -144,8 +144,8 @@ class ChatPrompts:
     ) -> ChatPrompt:
         """Return the prompt; add to `warnings` the variables that the template does not use.
 
-        Raises ApiError (400) for wrong messages, without a template, and if the template rejects
-        the messages.
+        Raises ApiError: 400 for wrong messages, without a template, and if the template rejects the
+        messages, 503 if the process that renders templates does not start.
         """
         given = body.get("messages")
         limit = self._engine.card.max_model_len
@@ -165,7 +165,7 @@ class ChatPrompts:
         warnings.add_ignored(_unknown_variables(body, template), "unknown to the chat template")
         reasoning = self._reasoning(template)
         form = None if tools is None else self._known_format(template, reasoning)
-        if "developer" not in template:  # the newer name of the same role
+        if "developer" not in template:  # the newer name of "system"
             messages = [
                 {**one, "role": "system"} if one["role"] == "developer" else one for one in messages
             ]
@@ -176,7 +176,7 @@ class ChatPrompts:
         if reasoning is Reasoning.HARMONY:
             messages = with_thinking(messages)
         text = await self._render(template, process, messages, body, tools)
-        special = body.get("add_special_tokens", False)  # the template writes them
+        special = body.get("add_special_tokens", False)  # the template writes its own
         tokens: list[int] = []
         for piece in parts.pieces(text):
             if isinstance(piece, str):
@@ -215,7 +215,7 @@ class ChatPrompts:
         key = hashlib.sha256(template.encode()).digest()  # a template may be long
         if key not in self._one_call:
             if not await self._accepts(template, process, 1):
-                return False  # a failure with two calls would prove nothing
+                return False  # then a failure with two calls proves nothing
             accepts_two = await self._accepts(template, process, 2)
             if len(self._one_call) >= _MOST_TRIED:
                 self._one_call.clear()

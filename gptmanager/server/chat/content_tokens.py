@@ -12,14 +12,16 @@ class ContentTokens:
     """Receives the log probabilities of all tokens in order, and returns those of content."""
 
     def __init__(self) -> None:
-        self._waiting: list[TokenLogProb] = []  # tokens of text that has not been passed yet
+        self._waiting: list[TokenLogProb] = []  # neither returned nor dropped yet
 
     def push(self, listed: Sequence[TokenLogProb]) -> None:
+        """Add the log probabilities of the next tokens."""
         self._waiting += listed
 
     def take(self, begin: int, end: int) -> list[TokenLogProb]:
-        """Return those of tokens with text from the character `begin` up to `end`; drop earlier
-        ones. A token is returned once, with the first text that it is in.
+        """Return the log probabilities of the tokens whose text is from the character `begin` up to
+        `end`, and drop those of earlier tokens. A token is returned once, with the first text that
+        contains a part of it.
         """
         waiting = self._waiting
         count = sum(1 for _ in takewhile(lambda one: one.start < end, waiting))

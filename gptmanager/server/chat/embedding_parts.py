@@ -24,7 +24,10 @@ _MARK_BYTES = 16
 
 
 class EmbeddingParts:
-    """Reads the embeddings in a request's messages. `table`: all rows, or None without any."""
+    """Reads the embeddings in a request's messages.
+
+    `table`: all rows as float32, `[rows, hidden_size]`, or None if the messages have none.
+    """
 
     def __init__(self, card: ModelCard) -> None:
         self._card = card

@@ -23,7 +23,7 @@ class EventWriter(Protocol):
 
     @property
     def keep_alive(self) -> bytes:
-        """Return the frame for a stream that waits."""
+        """The frame that a stream repeats while it waits for its first event."""
 
     def begin(self) -> list[dict[str, Any]]:
         """Return the events before the first text."""
@@ -74,11 +74,13 @@ class EventAnswer:
         return {**head, **self._chat.answer.log_fields()}
 
     async def whole(self) -> dict[str, Any]:
+        """Wait for the end of the answer, and return the whole answer."""
         async for _ in self._events():
             pass
         return self._writer.whole()
 
     async def frames(self) -> AsyncIterator[bytes]:
+        """Yield the events of the answer, encoded for a stream. Raises ApiError if it fails."""
         async for event in self._events():
             yield named_event(event)
 

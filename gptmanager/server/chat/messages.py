@@ -111,7 +111,8 @@ def one_call_each(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 def arguments_as_objects(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]] | None:
     """Return the messages with objects as arguments, for templates that accept nothing else.
 
-    Arguments that are a string become `{"arguments": string}`. Returns None if there are none.
+    Arguments that are a string become `{"arguments": string}`. Returns None if no arguments are a
+    string.
     """
 
     def replaced(call: dict[str, Any]) -> dict[str, Any]:

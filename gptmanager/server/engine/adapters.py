@@ -16,14 +16,14 @@ from gptmanager.errors import ConfigError, quoted
 from gptmanager.server.errors import ApiError
 
 # Task ids from here on are reserved for the server. Clients of Triton's protocol choose lower ids,
-# so that a client's weights are never used for the name of an adapter that the operator allows.
-# The range is small, because clients make ids by hashing names.
+# so that a client's weights are never used for the name of an adapter that the operator allows. The
+# range is small: clients hash names to ids, and a hash is rarely in a small range.
 FIRST_OWN_TASK = 2**64 - 2**32
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Adapter:
-    """A loaded adapter. `tensors` has `lora_weights` and `lora_config` for a request.
+    """A loaded adapter. `tensors` has `lora_weights` and `lora_config`, as in a request.
 
     `created` is in seconds since the epoch.
     """
@@ -38,9 +38,9 @@ class Adapter:
 class Adapters:
     """The loaded adapters of the model in the folder `model`, by name.
 
-    `root` is the folder that must contain the adapters; if it is None, none can be loaded. At most
-    `most` may be loaded at once, each with its weights. `has_journal`: the manager may have
-    adapters of an earlier process, so the first task id is a random one.
+    `root` is the folder that must contain the adapters; if it is None, clients cannot load any. At
+    most `most` adapters may be loaded at once; their weights stay in memory. `has_journal`:
+    requests of an earlier process may still use its adapters, so the first task id is random.
     """
 
     def __init__(
@@ -72,8 +72,8 @@ class Adapters:
     def room(self, name: str) -> Iterator[None]:
         """Reserve a place for one more adapter while the block reads and adds it.
 
-        Raises ApiError (400) if the name is taken, or if no place is free. Adapters that are being
-        read also have a place.
+        Raises ApiError (400) if the name is taken, or if the maximum number of adapters is loaded
+        or being read.
         """
         self._check_free(name)
         if len(self._by_name) + self._num_loading >= self._most:

@@ -1,7 +1,7 @@
 """`Call`: the engine requests of one client's call, which end together with the call.
 
 A call ends its requests at their timeouts, and resends the weights of an adapter that the cache has
-evicted. This module does not know protocols.
+evicted. This module is independent of the clients' protocols.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ class EngineRequest:
     `by_name` has the keyword arguments of `InferenceRequest.from_tokens`, without the request id.
     `adapter` is the name of a loaded adapter. With `is_scoring`, only the prompt's log
     probabilities are needed, and generated tokens do not count. With `is_ended_by_caller`, the
-    caller also looks for ends that the engine does not know, and calls `Call.stop` at each.
+    caller may end the request for a reason that the engine does not know, such as a stop string, by
+    a call of `Call.stop`.
     """
 
     def __init__(
@@ -69,7 +70,7 @@ class _Submitted:
 
 @dataclass(slots=True)
 class _Reading:
-    """How much of a request a call has read. `generation`: the one that `position` is in."""
+    """How much of a request a call has read: `generation` up to `position`."""
 
     request: _Submitted
     generation: Generation
@@ -103,7 +104,7 @@ class Call:
             for generation, again in zip(generations, send_again, strict=True)
         ]
         self._is_kept = is_kept
-        self._cancel = cancel  # for a finish reason, after some tokens: `ServerMetrics.cancel`
+        self._cancel = cancel  # `ServerMetrics.cancel`
         self._on_end = on_end
         self._num_prompt_tokens = num_prompt_tokens
         self._begin_reading()
@@ -130,7 +131,7 @@ class Call:
         return all(it.generation.done() for it in self._submitted)
 
     def on_last_end(self, end: Callable[[], None]) -> None:
-        """Let the event loop call `end` when no request runs any more."""
+        """Let the event loop call `end` once, when all requests have ended."""
         loop, is_over = asyncio.get_running_loop(), [False]
 
         def check() -> None:

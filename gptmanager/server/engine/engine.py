@@ -1,6 +1,6 @@
 """`Engine`: runs the requests of every protocol on a manager, within the server's limits.
 
-It accepts all requests of a call, or none. Its methods are called on the event loop.
+It accepts all requests of a call or none of them. Call its methods on the event loop.
 """
 
 from __future__ import annotations
@@ -82,7 +82,8 @@ class Engine:
         self.restored = metrics.restored
         self._calls: set[Call] = set()
         self._num_preparing = 0
-        # with a journal, not the ids of requests of an earlier process
+        # With a journal, ids begin at random, so that none is the id of an earlier process's
+        # request.
         first = 0 if not has_journal else int.from_bytes(os.urandom(5), "big") << 20
         self._request_ids = itertools.count(first + 1)
 
@@ -106,8 +107,12 @@ class Engine:
     def submit(self, requests: Sequence[EngineRequest]) -> Call:
         """Queue all requests, or none.
 
+        If a call with the same Idempotency-Key is kept, a new reader of that call is returned
+        instead.
+
         Raises ApiError: 404 for an adapter that is not loaded, 400 for a request that can never
-        run, 429 with Retry-After if too many wait, 503 if the server shuts down or has failed.
+        run, 422 for an Idempotency-Key of another body, 429 with Retry-After if too many requests
+        wait, 503 if the server shuts down or has failed.
         """
         self._check_open()
         call_key = self.kept.current.get()
@@ -225,7 +230,9 @@ class Engine:
             )
 
     def _check_number_waiting(self, number: int) -> int:
-        """Return how many requests would wait with `number` more. Raises ApiError (429)."""
+        """Return how many requests would wait with `number` more; at most 0 if all would run.
+        Raises ApiError: 400 if `number` alone exceeds the limits, else 429.
+        """
         settings = self._settings
         running = self.queue.num_open + self._num_preparing
         waiting = running + number - settings.concurrency
@@ -287,7 +294,8 @@ class Engine:
     def encode_now(self, name: str, text: str, *, special: bool = True) -> list[int]:
         """Return the token ids of a text, which is the value of the field `name`.
 
-        `special`: with the special tokens that the tokenizer adds. Raises ApiError (400).
+        `special`: add the tokenizer's special tokens, such as the begin token. Raises ApiError
+        (400).
         """
         try:
             return self._encoder.encode(name, text, special=special)

@@ -24,10 +24,10 @@ class _Kept:
 
 
 class KeptCalls:
-    """The calls by key. `current` is the key of the call that the running task answers.
+    """The kept calls by key. `current` has the key of the call that the running task answers.
 
-    At most MAX_KEYS calls of MAX_BYTES together are kept, each for KEEP_S seconds after its end.
-    Ended ones make room for new ones, the oldest first.
+    At most MAX_KEYS calls of MAX_BYTES together are kept, each for KEEP_S seconds after its end. If
+    a new call does not fit, ended calls are removed, the oldest first.
     """
 
     def __init__(self) -> None:
@@ -45,8 +45,8 @@ class KeptCalls:
         return kept.call.joined()
 
     def require_room(self, requests: Sequence[EngineRequest]) -> int:
-        """Remove ended calls until one with `requests` fits, and return its bytes. ApiError 429 if
-        it cannot fit.
+        """Remove ended calls until a call with `requests` fits, and return its estimated bytes.
+        Raises ApiError (429) if it cannot fit.
         """
         num_bytes = sum(map(_bytes_of, requests))
         for name, kept in list(self._kept.items()):
@@ -86,7 +86,7 @@ class KeptCalls:
 
 
 def _bytes_of(request: EngineRequest) -> int:
-    """Return about how many bytes the output of a request takes at most."""
+    """Estimate the bytes that the prompt and the longest output of a request take."""
     listed: int = request.by_name.get("num_top_log_probs", 0)
     outputs: int = request.by_name.get("beam_width", 1)
     return (len(request.tokens) + outputs * request.max_new_tokens) * (_TOKEN_BYTES + 8 * listed)

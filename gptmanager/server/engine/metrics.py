@@ -52,7 +52,9 @@ class ServerMetrics(PrometheusSink):
     def respond(
         self, request_id: int, tensors: list[NamedTensor], is_final: bool, error: str
     ) -> None:
-        """Count a response, and then pass it to the queue: all answered requests are counted."""
+        """Count a response, and then pass it to the queue, so that all answered requests are
+        counted. A response to a restored request that no client has joined is held instead.
+        """
         if self.restored.hold(request_id, tensors, is_final, error):
             return
         if is_final and self._ends_try(request_id, error):
@@ -74,7 +76,7 @@ class ServerMetrics(PrometheusSink):
 
         With `is_try`, the request names an adapter that the cache may have evicted. If it has, the
         request does not count, because it is resubmitted with the weights. `is_scoring` and
-        `is_ended_by_caller` are as in `arrived`.
+        `is_ended_by_caller` are those of `PrometheusSink.arrived`.
         """
         self.arrived(request_id, is_scoring=is_scoring, is_ended_by_caller=is_ended_by_caller)
         if is_try:
@@ -93,8 +95,8 @@ class ServerMetrics(PrometheusSink):
     ) -> None:
         """End a request if it still runs.
 
-        It counts with `finish_reason`, by default the manager's, and with `num_tokens` generated
-        tokens, by default all.
+        The metrics count it with `finish_reason` (None: the manager's) and with `num_tokens`
+        generated tokens (None: all).
         """
         self.ends_as(generation.request_id, finish_reason, num_tokens)
         if generation.done():
@@ -113,7 +115,7 @@ class ServerMetrics(PrometheusSink):
 
 
 class _Refusals(Collector):
-    """Counts refused requests by status and code. The prefix does not change the metric's name."""
+    """Counts refused requests by status and code. `--metrics-prefix` does not change its name."""
 
     def __init__(self, log: RequestLog, labels: Mapping[str, str]) -> None:
         self._log = log
@@ -142,9 +144,9 @@ def routes(engine: Any, settings: ServerSettings) -> list[BaseRoute]:
     registry = engine.metrics.registry
 
     def metrics(request: Request) -> Response:
-        # Not a coroutine: Starlette runs it on a worker thread. Always the plain format, which all
-        # scrapers read: prometheus_client's OpenMetrics has underscores where vLLM's names have
-        # colons.
+        # This is not a coroutine, so Starlette runs it on a worker thread. It always answers in the
+        # plain format, which all scrapers read. In prometheus_client's OpenMetrics format, names
+        # that have colons in vLLM have underscores.
         return Response(
             generate_latest(registry), headers={"content-type": CONTENT_TYPE_PLAIN_0_0_4}
         )

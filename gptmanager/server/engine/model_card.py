@@ -24,11 +24,12 @@ class ModelCard:
     """The properties of a model. Clients may use any of its `names`.
 
     Lengths are in tokens, and `created` is in seconds since the epoch. `max_model_len` is the limit
-    of prompt and output together. An adapter may change `adapter_rows` modules; the largest has
-    `adapter_width` values for each unit of the adapter's rank. `sampling_defaults` are from
-    generation_config.json. `special_tokens` maps names in tokenizer_config.json (`bos_token`,
-    `eos_token`, ...) to texts. `tokenizer` is None if the folder has none. Prompts are then token
-    ids. `keeps_state`: the model keeps a state for each sequence, so its blocks are not reused.
+    of prompt and output together. `adapter_rows` is the number of modules that an adapter may
+    change, in all layers together. `adapter_width` is the number of the largest module's LoRA
+    weights per rank. `sampling_defaults` are from generation_config.json. `special_tokens` maps
+    names in tokenizer_config.json (`bos_token`, `eos_token`, ...) to texts. `tokenizer` is None if
+    the folder has none; then prompts must be token ids. `keeps_state`: the model keeps a state for
+    each sequence, so its blocks are not reused.
     """
 
     names: tuple[str, ...]

@@ -26,10 +26,11 @@ class _Restored:
 
 
 class RestoredResponses:
-    """Holds the responses to restored requests with a key. Any thread may call its methods.
+    """Holds the responses to restored requests that have an Idempotency-Key. Thread-safe.
 
-    Those of an ended request are dropped after KEEP_S seconds, with the next response; earlier if
-    all responses exceed MAX_BYTES, the oldest first.
+    The responses to an ended request are dropped KEEP_S seconds after its end. While all responses
+    exceed MAX_BYTES, those of the request that ended first are dropped earlier. Both happen only
+    when another method is called.
     """
 
     def __init__(self) -> None:
@@ -39,14 +40,17 @@ class RestoredResponses:
         self._lock = threading.RLock()
 
     def restore(self, request_id: int) -> Delivered | None:
-        """Answer `restore_cb`: the client of a request with a key has none of its tokens."""
+        """Return the answer of `restore_cb`. For a request with a key, no token has been delivered.
+        """
         if not is_keyed(request_id):
-            return None  # its client has disconnected, and the journal alone decides
+            return None  # its client has disconnected: the manager uses what the journal says
         self._held[request_id] = _Restored()
         return Delivered(0, False)
 
     def hold(self, request_id: int, tensors: list[NamedTensor], is_final: bool, error: str) -> bool:
-        """Hold a response, if it is one to a restored request that no client has joined."""
+        """Hold a response to a restored request that no client has joined. Return whether it is
+        held.
+        """
         if not self._held:
             return False
         with self._lock:
@@ -73,7 +77,7 @@ class RestoredResponses:
         return held
 
     def check(self, key: CallKey, num_requests: int) -> None:
-        """Raise ApiError (422) if the restored requests with this key had another body."""
+        """Raise ApiError (422) if a restored request has this key but another body."""
         own = {key.request_id(index) for index in range(num_requests)}
         with self._lock:
             self._drop_ended()
@@ -83,7 +87,8 @@ class RestoredResponses:
     def join(
         self, request_id: int, expect: Callable[[], Generation], deliver: Deliver
     ) -> Generation | None:
-        """Return the handle that `expect` makes of a restored request, with its responses so far.
+        """Return the handle that `expect` makes for a restored request, and deliver the held
+        responses.
 
         Returns None if no restored request has this id.
         """

@@ -15,7 +15,7 @@ _logger = logging.getLogger("gptmanager.throughput")
 
 
 class Throughput:
-    """Computes the fields of a line from the counters of an engine now and at the last line."""
+    """Computes the fields of a log line from an engine's counters now and at the last log line."""
 
     def __init__(self, engine: Engine, now: float) -> None:
         self._engine = engine
@@ -23,7 +23,8 @@ class Throughput:
         self._then = now
 
     def fields(self, now: float) -> dict[str, Any] | None:
-        """Return the fields of a line, or None if no token was computed and no request waits."""
+        """Return the fields of a log line, or None if no token was computed and no request is open.
+        """
         metrics, counts = self._engine.metrics, self._counts()
         prompt, generated, queries, hits = (
             after - before for before, after in zip(self._last, counts, strict=True)
@@ -51,7 +52,7 @@ class Throughput:
 
 
 async def log_throughput(engine: Engine, every_s: float = _EVERY_S) -> None:
-    """Write the lines until cancelled."""
+    """Write a log line every `every_s` seconds until cancelled, except while the server is idle."""
     throughput = Throughput(engine, time.monotonic())
     while True:
         await asyncio.sleep(every_s)

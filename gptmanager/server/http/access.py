@@ -27,16 +27,18 @@ class AccessSettings:
     keys; SIGHUP reloads it. `allowed_hosts`: host names that clients may use in addition to the
     names of the server's machine. If it is empty, every name is accepted, except on loopback
     without a key. `cors_origins`: web pages of these origins may call the server; "*" allows all.
-    `root_path`: the prefix of all paths at a proxy. `uds`: the path of a Unix socket to listen at
-    instead of a port. `tls_cert`, `tls_key`: PEM files for HTTPS. `max_body_bytes`: limit for a
-    request's body, by default `TEXT_BYTES`, or `TENSOR_BYTES` for a route that accepts tensors.
+    `root_path`: the prefix of all paths at a proxy. `uds`: the path of a Unix socket at which the
+    server listens instead of a port. `tls_cert`, `tls_key`: PEM files for HTTPS. `max_body_bytes`:
+    limit for a request's body, by default `TEXT_BYTES`, or `TENSOR_BYTES` for a route that accepts
+    tensors.
 
     `max_connections`: limit of open connections, by default three quarters of the descriptor limit.
-    `max_connections_per_address`: limit for one client, by default none; for a client behind a
-    proxy it limits the requests that run at once. `forwarded_allow_ips`: addresses or networks of
-    trusted proxies. `keep_alive_timeout`: seconds that an idle connection stays open.
-    `read_timeout`: seconds within which a request must arrive completely. `sse_keep_alive`: seconds
-    between the comments in a stream before its first token; None: no comments.
+    `max_connections_per_address`: limit of one client's open connections, by default none. For a
+    client behind a trusted proxy, it limits the requests that run at once instead.
+    `forwarded_allow_ips`: addresses or networks of trusted proxies. `keep_alive_timeout`: seconds
+    that an idle connection stays open. `read_timeout`: seconds within which a request must arrive
+    completely. `sse_keep_alive`: seconds between the comments that a stream sends before its first
+    token; None means no comments.
     """
 
     api_key: str | None = field(default=None, repr=False)

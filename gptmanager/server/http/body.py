@@ -56,7 +56,9 @@ class BodyBudget:
 
 @contextlib.asynccontextmanager
 async def body_of(request: Request, *, carries_tensors: bool = False) -> AsyncIterator[bytes]:
-    """Yield a request's body. It counts in the server's `BodyBudget` until the block ends."""
+    """Yield a request's body, which counts in the server's `BodyBudget` until the block ends.
+    Raises ApiError: 413 if the body is too large, 429 if the budget is exhausted.
+    """
     budget, held = request.app.state.body_budget, [0]
 
     def take(size: int) -> None:
@@ -70,7 +72,9 @@ async def body_of(request: Request, *, carries_tensors: bool = False) -> AsyncIt
 
 
 async def _read_body(request: Request, take: Callable[[int], None], carries_tensors: bool) -> bytes:
-    """Return the body. Raises ApiError (413) as soon as it exceeds `--max-body-bytes`."""
+    """Return the body. Raises ApiError (413) as soon as it exceeds `--max-body-bytes`. `take` is
+    called with the size of each chunk.
+    """
     settings: AccessSettings = request.app.state.settings
     limit = settings.body_limit(carries_tensors=carries_tensors)
     length = request.headers.get("content-length", "")
@@ -158,7 +162,7 @@ async def until_disconnected(request: Request, work: Awaitable[_T]) -> _T:
 
 
 class StartedStream:
-    """An iterator over frames, of which the first has already been read.
+    """An iterator over the frames (encoded events) of a stream, of which the first has been read.
 
     It is a class, because a generator around `frames` would cost time for every frame.
     """
@@ -234,8 +238,8 @@ async def start_stream(
     frame is raised here, in the endpoint.
 
     With `keep_alive_s`, the iterator is returned at once and repeats `comment` before the first
-    frame. Then only an error of the start is raised here, for instance because too many requests
-    wait.
+    frame. Then only an error of the submission is raised here, for instance because too many
+    requests wait.
 
     Use: `EventStream(await until_disconnected(request, start_stream(frames)))`.
     """

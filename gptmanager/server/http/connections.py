@@ -44,11 +44,11 @@ class Proxies:
 
 
 class Connections:
-    """Counts open connections.
+    """Counts open connections, and limits them.
 
     `most`: the limit in total. `most_per_address`: the limit for one address, or None. It does not
     apply to connections from `proxies`, which carry the requests of many clients: `AddressLimit`
-    counts those requests instead.
+    counts those requests instead. `count` is called with the status and the code of each refusal.
     """
 
     def __init__(
@@ -85,10 +85,12 @@ class Connections:
         return None
 
     def log_refusal(self, host: str, error: ApiError) -> None:
+        """Count a connection that is refused with `error`, and log it, at most now and then."""
         self._count(error.status, str(error.code or error.type))
         self._log.warning("a connection from %s was refused: %s", host, error.message)
 
     def leave(self, host: str) -> None:
+        """Subtract a connection that has been closed."""
         self._num_open -= 1
         self._by_address[host] -= 1
         if not self._by_address[host]:

@@ -1,8 +1,8 @@
 """`HostGuard`: keeps foreign web pages away from a server on loopback that has no key.
 
-A page can resolve its own host name to this machine (DNS rebinding). `Host` is then that name. A
-page can also post text to a local address. `Origin` is then the page's own. So both headers must
-name this machine or a host of `--allowed-host`.
+A page can resolve its own host name to this machine (DNS rebinding). The header `Host` of its
+requests is then that name. A page can also post text to a local address. The header `Origin` is
+then the page's own. So both headers must name this machine or a host of `--allowed-host`.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ class HostGuard:
     """ASGI middleware that answers 403 to requests with a foreign `Host` or `Origin`.
 
     Both may name this machine or a host in `allowed`. `Origin` may also be in `origins`, where "*"
-    allows all. A request without `Host` passes, because every browser sends that header.
+    allows all. A cross-site request without `Origin` is refused unless it follows a link. A request
+    without `Host` is accepted, because it is not from a browser.
     """
 
     def __init__(self, app: ASGIApp, allowed: Sequence[str], origins: Sequence[str] = ()) -> None:

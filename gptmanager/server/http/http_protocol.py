@@ -1,7 +1,7 @@
 """`HttpProtocol`: uvicorn's HTTP/1.1 connection with limits and with this server's error objects.
 
-It limits the head and the trailers of a request and the time in which a request must arrive, and
-decides when and how a connection is closed.
+The class limits the size of a request's head and trailers and the time in which a request must
+arrive, and decides when and how a connection is closed.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from gptmanager.server.errors import ApiError
 from gptmanager.server.http.connections import PEER, Connections
 from gptmanager.server.http.responses import IS_WHOLE, error_response
 
-MAX_HEAD_BYTES = 1 << 16  # limit for request line and headers, and a separate one for trailers
+MAX_HEAD_BYTES = 1 << 16  # limit for request line and headers together, and for trailers
 MAX_PIPELINED = 64  # requests of a connection that wait for an earlier answer
 _THIS_MACHINE = ("127.0.0.1", 0)
-_LINGER_S = 2.0  # a refused client may go on writing for this time
+_LINGER_S = 2.0  # how long a refused client may go on writing
 # Java's client sends this header with each request to offer HTTP/2; the parser would then drop the
 # body.
 _UPGRADE = re.compile(rb"\r\nupgrade:[^\r\n]*", re.IGNORECASE)
@@ -31,11 +31,11 @@ _UPGRADE = re.compile(rb"\r\nupgrade:[^\r\n]*", re.IGNORECASE)
 class HttpProtocol(HttpToolsProtocol):
     """One connection of a client.
 
-    These get an error object, and the connection is closed: bytes that are not HTTP/1.1 (400), a
-    head or trailers above MAX_HEAD_BYTES (431), and a request that needs longer than
-    `read_timeout_s` to arrive (408). The connection is also closed if it is idle, or if the client
-    does not read, for the keep-alive timeout, and after an answer to a request that has not arrived
-    completely.
+    The server answers with an error object and closes the connection after bytes that are not
+    HTTP/1.1 (400), more than MAX_PIPELINED waiting requests (400), a head or trailers above
+    MAX_HEAD_BYTES (431), and a request that takes longer than `read_timeout_s` to arrive (408). It
+    also closes a connection that is idle for the keep-alive timeout, or whose client does not read
+    for that time, and a connection whose request was answered before it had arrived completely.
     """
 
     def __init__(
@@ -244,7 +244,7 @@ class HttpProtocol(HttpToolsProtocol):
         self.transport.write(b"".join([line, *headers, b"\r\n", bytes(response.body)]))
 
     def _end(self) -> None:
-        """Close the connection, after a time in which input of the client is dropped.
+        """Close the connection, or drop the client's input for _LINGER_S seconds first.
 
         If the client is still writing, an immediate close would reset the connection before the
         client has read the answer.
@@ -261,8 +261,8 @@ class HttpProtocol(HttpToolsProtocol):
 class _ResponseTransport:
     """The transport that a response writes to. Its `close` calls `end`.
 
-    Writes to a closed connection are dropped. Only the last of several pipelined requests is
-    notified of a disconnect, so the others may still write.
+    Writes to a closed connection are dropped. An endpoint may still write after the client has
+    disconnected, until it is notified.
     """
 
     def __init__(self, transport: asyncio.Transport, end: Callable[[], None]) -> None:

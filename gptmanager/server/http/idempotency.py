@@ -1,4 +1,4 @@
-"""`Idempotency-Key`: a header with which a client can send a call again and join the first one.
+"""`Idempotency-Key`: a header with which a client can repeat a call and receive the same answer.
 
 The key is bound to the client's API key and to the bytes of the body.
 """
@@ -25,9 +25,9 @@ _LOW = (1 << 32) - 1
 
 
 class CallKey:
-    """The key of one call: digests of the client's key and of the body, with the API key as secret.
+    """The key of one call: `name` is a digest of the header's value, and `body` one of the body.
 
-    Without the API key no other client can find a key with the same digests.
+    Both digests use the API key as secret, so a client with another API key cannot join the call.
     """
 
     def __init__(self, api_key: str, given: bytes) -> None:
@@ -45,17 +45,17 @@ class CallKey:
         return self._body.digest()
 
     def request_id(self, index: int) -> int:
-        """Return the id of the call's request `index`, the same one in each process."""
+        """Return the id of the call's request `index`, which is the same in each process."""
         name = int.from_bytes(self.name[:4], "big") >> 1
         return _KEYED | name << 32 | (int.from_bytes(self.body[:4], "big") + index) & _LOW
 
     def has_name_of(self, request_id: int) -> bool:
-        """Return whether a request has this key, with this body or another one."""
+        """Return whether a request has this key, whether with this body or with another one."""
         return request_id >> 32 == self.request_id(0) >> 32
 
 
 def is_keyed(request_id: int) -> bool:
-    """Return whether a request has a key."""
+    """Return whether the id is that of a request with an Idempotency-Key."""
     return request_id >= _KEYED
 
 
@@ -66,7 +66,7 @@ def reused() -> ApiError:
 
 
 class IdempotencyGuard:
-    """ASGI middleware that reads the header, and sets `current` for the task of a call."""
+    """ASGI middleware that sets `current` to the key of a call with the header Idempotency-Key."""
 
     def __init__(self, app: ASGIApp, keys: ServerKeys, current: ContextVar[CallKey | None]) -> None:
         self._app, self._keys, self._current = app, keys, current

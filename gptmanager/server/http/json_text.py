@@ -1,4 +1,4 @@
-"""Parses a client's JSON, after an estimate of the memory that its values will need."""
+"""Parses a client's JSON, but first estimates the memory that its values need."""
 
 from __future__ import annotations
 
@@ -74,12 +74,13 @@ def _problem_of(counts: _Counts, size: int) -> str | None:
 
 
 def _all_counts(text: bytes) -> _Counts:
-    """Count all characters, including those inside strings: fast, and never too low."""
+    """Count brackets, quotes and commas everywhere, also inside strings. Fast, but may be too high.
+    """
     return _Counts(text.count(b"[") + text.count(b"{"), text.count(b'"'), text.count(b","))
 
 
 def _counts_outside_texts(text: bytes) -> _Counts:
-    """Count only the characters outside strings.
+    """Count brackets and commas outside strings, and the quotes that begin or end a string.
 
     Escapes are removed first, so that each remaining quote begins or ends a string. NumPy releases
     the interpreter lock while it counts; a regular expression would hold it for 0.25 s.

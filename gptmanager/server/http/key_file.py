@@ -17,8 +17,8 @@ _NAME = re.compile(r"[\w.@-]{1,64}", re.ASCII)
 class ApiKey:
     """A key that clients may send.
 
-    `name`: its name in the log, empty for the only key of a server. `max_requests`: how many of its
-    requests may run and wait at once, or None.
+    `name`: the key's name in the log, empty for a server's only key. `max_requests`: how many
+    requests with this key may run and wait at once; None means no limit.
     """
 
     value: str = field(repr=False)

@@ -36,7 +36,7 @@ _COOKIE = "gptmanager_key"
 
 
 class ServerKeys:
-    """The keys that clients may send, and the number of requests of each that run and wait.
+    """The keys that clients may send, and for each key the number of requests that run and wait.
 
     Keys are found by digests with a secret of this process, so the time of a look-up reveals
     nothing about a key. `current` is the key of the request that the running task answers, or None

@@ -30,7 +30,7 @@ def listening(host: str, port: int, uds: Path | None) -> Iterator[socket.socket]
 
 
 def bind(host: str, port: int, option: str = "--port") -> socket.socket:
-    """Return a bound socket that does not listen yet. Raises ConfigError if the port is in use."""
+    """Return a bound socket that does not listen yet. Raises ConfigError if it cannot be bound."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -60,7 +60,8 @@ def bind_path(path: Path) -> socket.socket:
 
 
 def _remove_stale(path: Path) -> None:
-    """Remove the socket of a server that has ended. Raises OSError for anything else there."""
+    """Remove the socket of a server that has ended. Raises OSError if anything else is at `path`.
+    """
     try:
         if not stat.S_ISSOCK(path.lstat().st_mode):
             raise OSError(0, "there is something else at this path")

@@ -16,7 +16,7 @@ logger = logging.getLogger("gptmanager.requests")
 RECORD = "gptmanager.record"  # in a request's scope: its `RequestRecord`
 CLIENT_GONE = 499  # the status in the log if the client has disconnected
 MAX_ID_LETTERS = 128
-MAX_LOGGED_LETTERS = 4096  # letters of a prompt or an output
+MAX_LOGGED_LETTERS = 4096  # characters of a prompt or an output
 MAX_PATH_LETTERS = 200
 
 _HEADER = b"x-request-id"
@@ -30,8 +30,9 @@ class RequestRecord:
     """The facts about a request that the log reports.
 
     `id`: the header `X-Request-Id` if that is 1 to 128 letters, digits or `._:/+=@~-`, otherwise
-    random. `key`: the name of the client's key. `code`: set by refusals. `details`: set by
-    endpoints; called at the end of the request, and returns further fields.
+    random. `key`: the name of the client's key. `code`: the error's code if the request was
+    refused. `details`: a function that endpoints set; it is called at the end of the request, and
+    returns further fields.
     """
 
     __slots__ = ("began", "code", "details", "id", "key", "method", "path", "status")
@@ -53,7 +54,7 @@ class RequestRecord:
         return {**message, "headers": headers}
 
     def fields(self) -> dict[str, Any]:
-        """Return the fields of the line; times are in seconds."""
+        """Return the fields of the log line; times are in seconds."""
         path = self.path[:MAX_PATH_LETTERS]
         fields = {"id": self.id, "method": self.method, "route": path, "status": self.status}
         fields |= {name: getattr(self, name) for name in ("key", "code") if getattr(self, name)}
@@ -62,16 +63,17 @@ class RequestRecord:
 
 
 class RequestLog:
-    """Writes the lines of requests, and counts refusals by status and code."""
+    """Writes a log line for each request, and counts refusals by status and code."""
 
     def __init__(self) -> None:
         self.refusals: Counter[tuple[str, str]] = Counter()
 
     def count(self, status: int, code: str) -> None:
-        """Count a refusal without writing a line."""
+        """Count a refusal without writing a log line."""
         self.refusals[str(status), code] += 1
 
     def end(self, record: RequestRecord) -> None:
+        """Count and log a request that has ended."""
         if record.status >= 400 and record.status != CLIENT_GONE:
             self.count(record.status, record.code or "none")
         is_quiet = record.status < 400 and _QUIET.fullmatch(record.path)

@@ -17,7 +17,7 @@ from gptmanager.server.http.request_log import RECORD
 
 _logger = logging.getLogger(__name__)
 DONE = b"data: [DONE]\n\n"
-COMMENT = b": keep-alive\n\n"  # clients of server-sent events pass over it
+COMMENT = b": keep-alive\n\n"  # clients of server-sent events ignore it
 # Key in a request's scope: the server's own `send`. Each wrapper around it costs time per token.
 DIRECT_SEND = "gptmanager.send"
 # Key in a request's scope: a function that returns whether the whole body has arrived.
@@ -28,6 +28,7 @@ _STREAM_HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
 def json_response(
     content: Any, status: int = 200, headers: Mapping[str, str] | None = None
 ) -> Response:
+    """Return a response with `content` as JSON."""
     return Response(orjson.dumps(content), status, headers, "application/json")
 
 
@@ -48,7 +49,7 @@ def event(content: Any) -> bytes:
 
 
 def named_event(content: Mapping[str, Any]) -> bytes:
-    """Return `content` as a server-sent event, which is named by its field `type`."""
+    """Return `content` as a server-sent event whose name is the value of the field `type`."""
     name = str(content["type"]).encode()
     return b"event: " + name + b"\ndata: " + orjson.dumps(content) + b"\n\n"
 
@@ -74,12 +75,12 @@ class _Refusal(Response):
 
 
 class EventStream(Response):
-    """A response that writes each frame of `frames` as a server-sent event.
+    """A response that sends `frames`, which are encoded server-sent events.
 
     Pass frames that `start_stream` has started, so that an error before the first frame becomes an
-    error response. A later error becomes the frame that `last_frame` returns. When the client
-    disconnects, `frames` is cancelled. While the client does not read, `frames` is not advanced, so
-    nothing is buffered.
+    error response. After a later error, the stream ends with the frame that `last_frame` returns.
+    When the client disconnects, `frames` is cancelled. While the client does not read, `frames` is
+    not advanced, so nothing is buffered.
     """
 
     media_type = "text/event-stream"

@@ -1,7 +1,7 @@
 """`Warnings`: collects warnings about an answer for the response header `Warning`.
 
-It limits their number and length, and replaces characters that a header cannot contain. A request
-that cannot be answered raises `ApiError` instead.
+The header has a limited number of warnings, each of limited length. Characters that a header cannot
+contain are replaced. A request that cannot be answered raises `ApiError` instead.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""Reads the fields for generation, and makes answers of texts, for the front of each protocol."""
+"""Reads the generation fields of requests, and builds answers from generated text."""

@@ -28,11 +28,12 @@ MANY_LISTED = 1024  # tokens; formatting their log probabilities takes some tens
 
 
 class Answer:
-    """Prompts and their outputs: with n choices, output p x n + k is choice k of prompt p.
+    """The outputs of one or more prompts. With n choices, output p * n + k is choice k of prompt p.
 
-    `prompts` are token ids. `max_new_tokens` has one limit per prompt, `offsets` the number of
-    characters before its outputs. `lists_end` and `special_texts` are as in `Output`. With
-    `is_silent`, no text is generated: the request asks only for log probabilities of its prompts.
+    `prompts` are token ids. For each prompt, `max_new_tokens` has the limit of new tokens and
+    `offsets` the number of characters that the answer has before an output (an echo of the prompt).
+    `lists_end` and `special_texts` are those of `Output`. With `is_silent`, no text is generated:
+    the request asks only for log probabilities of its prompts.
     """
 
     def __init__(
@@ -85,8 +86,8 @@ class Answer:
         """Submit the requests; yield (index of the output, its next delta) until all have ended.
 
         Empty deltas are skipped. Closing the generator cancels the requests that still run.
-        `prompt_log_probs` is set before the first delta of a prompt. Raises ApiError as
-        `Engine.submit` does; no request runs then.
+        `prompt_log_probs` is set before the first delta of a prompt. Raises ApiError if the
+        requests cannot be queued (then none of them is) or if one fails.
         """
         if self._is_silent and self._options.num_prompt_top is None:
             for index, output in enumerate(self.outputs):  # there is nothing to generate

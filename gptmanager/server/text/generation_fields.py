@@ -1,4 +1,4 @@
-"""The fields that completions and chats share: generation, and what an answer contains."""
+"""The fields that completions and chats share: sampling, ends, streams and log probabilities."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class TokenBias:
 
 
 class EarlyStopping:
-    """A boolean, or "never"; read as 0, 1 or 2."""
+    """False, true or "never", which `read` converts to 0, 1 or 2."""
 
     def read(self, where: str, value: Any) -> int:
         if value == "never":
@@ -143,7 +143,7 @@ IGNORED = tuple(
         *("keep_alive", "spaces_between_special_tokens", "guided_decoding_backend"),
     )
 )
-# fields that change answers on other servers, with the values that request nothing
+# fields that change answers on other servers, with the values that have no effect there
 _NOT_SUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "audio": (),
     "include_reasoning": (),

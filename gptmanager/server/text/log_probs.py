@@ -35,7 +35,10 @@ class TokenLogProb(NamedTuple):
 def output_log_probs(
     tokens: Sequence[int], tensors: Mapping[str, torch.Tensor], beam: int = 0
 ) -> list[TokenLogProb]:
-    """Return the log probabilities of one beam's new tokens from a part's tensors."""
+    """Return the log probabilities of a beam's new tokens, or [] if `tensors` has none.
+
+    `tensors` are those of a `GenerationPart`, for the same tokens.
+    """
     if "output_log_probs" not in tensors:
         return []
     chosen = _numbers(tensors["output_log_probs"][0, beam])
@@ -102,10 +105,11 @@ class TokenTexts:
         return known or (self._tokenizer.id_to_token(token) or "").encode()
 
     def text_of(self, token: int) -> str:
+        """Return the text of a token; invalid UTF-8 is replaced by U+FFFD."""
         return self.bytes_of(token).decode(errors="replace")
 
     def placed(self, listed: Sequence[TokenLogProb], text: str) -> list[TokenLogProb]:
-        """Return a prompt's log probabilities with `start` set to each token's place in `text`.
+        """Return a prompt's log probabilities with `start` set to each token's index in `text`.
 
         A special token that the tokenizer has added covers no characters.
         """

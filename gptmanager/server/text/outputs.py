@@ -1,6 +1,6 @@
 """`Output`: decodes the tokens of one generated text, and detects its end.
 
-It decides which text may be sent and why the output ended. It knows neither requests nor protocols.
+It decides which text may be sent and why the output ended, independently of requests and protocols.
 """
 
 from __future__ import annotations
@@ -44,8 +44,9 @@ class Ends:
 class Delta(NamedTuple):
     """The next piece of an output; the joined deltas are the whole output.
 
-    `token_ids` are the new tokens, including those that ended the output. `log_probs` are those of
-    the tokens that begin in the text sent so far. `finish_reason` is None before the last delta.
+    `token_ids` are the new tokens, including those that ended the output. `log_probs` are those not
+    yet sent of tokens whose text begins in the text sent so far. `finish_reason` is None before the
+    last delta.
     """
 
     text: str
@@ -65,11 +66,11 @@ class Delta(NamedTuple):
 
 
 class Output:
-    """Decodes tokens into text. The result does not depend on how the tokens are split into pieces.
+    """Decodes tokens into text. The text does not depend on how calls of `push` split the tokens.
 
     `offset` is the number of characters of the answer before this text (an echo of the prompt).
     With `lists_end`, the log probability of the token that ended the output is also listed.
-    `special_texts` maps the ids of special tokens that are not left out to their texts. Without a
+    `special_texts` has the texts, by id, of special tokens that stay in the text. Without a
     tokenizer, texts are empty.
     """
 
@@ -156,7 +157,7 @@ class Output:
         return self._log_probs[index].start - self._offset < end
 
     def _text_of(self, token: int) -> str:
-        """Return the text that is complete with this token."""
+        """Decode a token, and return the text that is complete after it."""
         if self._stream is None:
             return ""
         special = self._special_texts.get(token)

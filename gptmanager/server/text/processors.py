@@ -51,10 +51,11 @@ class Processors:
     ) -> Any:
         """Return the post-processor of a request, or None if its output is unconstrained.
 
-        `tools` are the tools that the model may call, in the format `form`. `start` returns where a
-        rule begins, or raises ValueError with a reason why it begins at the first token. Rules that
-        are not enforced are added to `warnings`. Raises ApiError (400) for a rule that cannot be
-        compiled.
+        `tools` are the tools that the model may call, in the format `form`. `start` returns the
+        `GrammarStart` of a rule, or None if the rule applies from the first token. If it raises
+        ValueError, the rule applies from the first token, and `warnings` gets the reason. Rules
+        that are not enforced are added to `warnings`. Raises ApiError (400) for a rule that cannot
+        be compiled.
         """
         rule, words = read_output_rule(given), given.get("bad_words")
         is_guided = rule is not None or (tools is not None and form is not None)
@@ -93,7 +94,8 @@ class Processors:
 
 
 def _started(grammar: Any, start: Callable[[], GrammarStart | None], warnings: Warnings) -> Any:
-    """Return the grammar for the text after a thought, if the model can think."""
+    """Return the grammar for the text after a thought, or `grammar` itself if there is no thought.
+    """
     try:
         found = start()
     except ValueError as error:

@@ -1,7 +1,7 @@
 """Converts the fields of a request into requests for the engine.
 
 This module decides defaults, limits that depend on the model, seeds of choices, and the ends of
-outputs. It knows neither prompt texts nor answers.
+outputs. It is independent of prompt texts and of answers.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ class GenerationOptions:
 
     `given` has the fields of the request. `num_top` and `num_prompt_top` are the numbers of top log
     probabilities for each token of the output and of the prompt; None means no log probabilities.
-    `processor` is a logits post-processor. `prompt_table` has the embeddings of tokens beyond the
-    vocabulary.
+    `processor` is a logits post-processor. `prompt_table` has the embeddings of prompt tokens with
+    ids beyond the vocabulary.
     """
 
     given: Mapping[str, Any]
@@ -118,6 +118,7 @@ def _check_beams(options: GenerationOptions, card: ModelCard) -> None:
 
 
 def ends_of(options: GenerationOptions, card: ModelCard) -> Ends:
+    """Return the tokens and texts that end the outputs of a request."""
     given = options.given
     return Ends(
         end_ids=frozenset(() if given.get("ignore_eos") else card.token_defaults.end_ids),
@@ -207,7 +208,7 @@ def _common(options: GenerationOptions, card: ModelCard) -> dict[str, Any]:
         if name in given and options.beam_width > 1:
             by_name[ours] = given[name]
     by_name.update(_engine_ends(options, card))
-    # stop strings are searched for while the output is generated
+    # streaming, because the server searches for stop strings while the output is generated
     by_name["is_streaming"] = options.beam_width == 1 and (options.streams or "stop" in given)
     return by_name
 

@@ -127,7 +127,8 @@ def _check(rule: OutputRule) -> None:
 class StructuredOutputs:
     """Compiles the rules of requests, with one `GuidedDecoding` for the model's tokenizer.
 
-    The first request that needs it creates the `GuidedDecoding`: 150,000 tokens take a second.
+    The first request with a rule creates the `GuidedDecoding`. For 150,000 tokens that takes a
+    second.
     """
 
     _of_engines: ClassVar[WeakKeyDictionary[Engine, StructuredOutputs]] = WeakKeyDictionary()
@@ -147,7 +148,8 @@ class StructuredOutputs:
         self._lock = threading.Lock()
 
     async def processor(self, rule: OutputRule, warnings: Warnings) -> Any:
-        """Return the logits post-processor for a rule. Raises ApiError (400) if that fails.
+        """Return the logits post-processor for a rule. Raises ApiError (400) if it cannot be
+        compiled.
 
         Adds to `warnings` the keywords of a lenient schema that are not enforced.
         """

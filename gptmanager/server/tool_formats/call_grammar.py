@@ -1,4 +1,4 @@
-"""Builds the grammar, in Lark's form, of answers with calls from the texts that surround calls."""
+"""Builds grammars in Lark's syntax for answers with tool calls."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from gptmanager.server.tool_formats.tools import Tools
 
 MAX_CALLS = 16  # calls of one guided answer: a model not trained for tools would never stop
 _ANY = "(?s:.*)"
-# From the name of a rule and the JSON schema of arguments: the grammar lines of this rule, and the
-# JSON schemas of further rules.
+# A function of the name of a rule and the JSON schema of a tool's arguments. It returns the rule's
+# lines in the grammar, and JSON schemas by the names of the rules that they define.
 Body = Callable[[str, Any], tuple[list[str], dict[str, Any]]]
 
 
 def json_body(rule: str, schema: Any) -> tuple[list[str], dict[str, Any]]:
-    """Return the grammar of arguments that are a JSON object."""
+    """Return no grammar lines, and `schema` for the rule: the arguments are a JSON object."""
     return [], {rule: schema}
 
 
 @dataclass(frozen=True, slots=True)
 class CallShape:
-    """The texts of a format that surround calls.
+    """The texts with which a format surrounds the names and the arguments of calls.
 
     A call is `before` name `between` arguments `behind`. Calls are `begin` call `joint` call ...
     `end`. `body` returns the grammar of the arguments. `tag` begins calls within text; if it is
@@ -94,7 +94,7 @@ class CallShape:
     def _text_with_calls(self, tag: str, marks: Mapping[str, int], most: int) -> list[str]:
         """Return grammar lines for text with up to `most` groups of calls.
 
-        Each group begins with `tag`; if that is empty, the tag is a mark in the rule of calls.
+        Each group begins with `tag`. If `tag` is empty, the rule of calls includes it.
         """
         text, others = f"TEXT: /{_ANY}/", self._others(marks)
         if not tag:
@@ -130,7 +130,7 @@ def marks_of(tokenizer: Tokenizer, end_ids: Collection[int]) -> dict[str, int]:
 
 
 def grammar_text(text: str, marks: Mapping[str, int]) -> str:
-    """Return a text as a grammar has it: in quotes, except for marks, which become their ids."""
+    """Return the grammar that matches `text`: quoted strings, and the ids of the marks in it."""
     longest_first = sorted((re.escape(mark) for mark in marks if mark in text), key=len)[::-1]
     parts = re.split(f"({'|'.join(longest_first)})", text) if longest_first else [text]
     return " ".join(

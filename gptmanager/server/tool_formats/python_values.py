@@ -9,7 +9,7 @@ import warnings
 
 from gptmanager.server.tool_formats.schema_types import as_json
 
-_LONGEST = 1 << 16  # letters of a value that Python's own parser reads
+_LONGEST = 1 << 16  # characters; longer values are not parsed as Python
 _BREAKS = re.compile(r"""["'()\[\]{},]""")
 _QUOTES = {quote: re.compile(rf"[{quote}\\]") for quote in "\"'"}
 

@@ -110,7 +110,7 @@ class Pythonic(ToolFormat):
 def _body(rule: str, schema: Any) -> tuple[list[str], dict[str, Any]]:
     """Return the grammar of named arguments: required ones first, each group in the schema's order.
 
-    Values are JSON, which the parser also reads, except for booleans: True and False.
+    Values are written as JSON, which the parser also accepts, but booleans as True and False.
     """
     properties, required = properties_of(schema), required_of(schema)
     ordered = sorted(properties, key=lambda name: name not in required)

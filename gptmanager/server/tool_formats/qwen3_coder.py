@@ -1,4 +1,4 @@
-"""The format of Qwen3-Coder: tags, around values that are plain strings, or JSON of other types.
+"""The format of Qwen3-Coder: values in tags. Strings are written as they are, others as JSON.
 
 <tool_call>
 <function=get_weather>
@@ -152,7 +152,7 @@ class Qwen3Coder(ToolFormat):
 
 
 def _body(rule: str, schema: Any) -> tuple[list[str], dict[str, Any]]:
-    """Return the grammar of the schema's parameters in its order, or of any if it lists none."""
+    """Return the grammar of the schema's parameters in their order; if it has none, of any."""
     properties, required = properties_of(schema), required_of(schema)
     ends = grammar_text(f"\n{_END_PARAMETER}\n", {})
     if not properties:

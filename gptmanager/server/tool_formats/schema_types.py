@@ -14,7 +14,8 @@ _KINDS = {
 
 
 def properties_of(schema: Any) -> dict[str, Any]:
-    """Return the schemas of an object's properties, each with the definitions that it refers to."""
+    """Return the schemas of an object's properties by name, each with the definitions of `schema`.
+    """
     own = schema.get("properties") if isinstance(schema, Mapping) else None
     if not isinstance(own, Mapping):
         return {}
@@ -83,5 +84,5 @@ def _resolved(schema: Any, root: Any) -> Any:
 
 
 def as_json(value: Any) -> str:
-    """Return a value as JSON for a call. Raises ValueError or TypeError if JSON lacks it."""
+    """Return a value as JSON. Raises ValueError or TypeError if JSON cannot represent the value."""
     return json.dumps(value, ensure_ascii=False, allow_nan=False)

@@ -22,7 +22,8 @@ class Tools:
 
     `listed` has the tools as the client sent them. `parameters` maps the name of each tool that may
     be called to the JSON schema of its arguments. If `required`, the answer must be a call of one
-    of these. With `lenient`, schema keywords that cannot be enforced are ignored.
+    of these. With `parallel`, an answer may have several calls. With `lenient`, schema keywords
+    that cannot be enforced are ignored.
     """
 
     listed: Sequence[Mapping[str, Any]]
