@@ -1,4 +1,4 @@
-"""The names of `tensorrt_llm.bindings`, for a host of that module. Only its import changes:
+"""The names of `tensorrt_llm.bindings`. A host of that module changes only its import:
 
     import gptmanager.bindings as tb
 

@@ -127,6 +127,7 @@ class _Ending:
     def fetching(
         self, get: Callable[[int], Iterable[InferenceRequest]]
     ) -> Callable[[int], Iterable[InferenceRequest]]:
+        """Return a Get callback that calls `get`, and ends the manager at `terminate_id`."""
         def fetch(max_num_requests: int) -> Iterable[InferenceRequest]:
             requests = () if self.has_begun else get(max_num_requests)
             check_answer("GetInferenceRequests", requests, may_yield=True)
@@ -152,7 +153,9 @@ def _sending(send: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _by_name(args: tuple[Any, ...], keywords: dict[str, Any]) -> dict[str, Any]:
-    """Return all arguments by name. They have the newer order if the third one is a callback."""
+    """Return all arguments by name. Raises TypeError for wrong ones. Positional arguments are in
+    the newer order if the third one is a callback.
+    """
     names = _NEWER if len(args) > 2 and callable(args[2]) else _OLDER
     if len(args) > len(names):
         raise TypeError(f"GptManager() takes {len(names)} arguments, got {len(args)}")

@@ -26,26 +26,32 @@ class MemoryCounters:
 
     @staticmethod
     def instance() -> MemoryCounters:
+        """Return the only instance."""
         return _instance
 
     @staticmethod
     def begin(last: LastRecord) -> None:
+        """Include a manager that has started."""
         _running.add(last)
 
     @staticmethod
     def end(last: LastRecord) -> None:
+        """Leave out a manager that has ended."""
         _running.discard(last)
 
     @property
     def gpu(self) -> int:
+        """Bytes of GPU memory."""
         return _total("Runtime GPU Memory Usage")
 
     @property
     def cpu(self) -> int:
+        """Bytes of CPU memory."""
         return _total("Runtime CPU Memory Usage")
 
     @property
     def pinned(self) -> int:
+        """Bytes of pinned CPU memory."""
         return _total("Runtime Pinned Memory Usage")
 
     @property

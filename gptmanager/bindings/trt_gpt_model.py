@@ -35,7 +35,7 @@ class SchedulerPolicy(IntEnum):
 
 @dataclass(slots=True)
 class KvCacheConfig(gptmanager.KvCacheConfig):
-    """A `gptmanager.KvCacheConfig`; `max_attention_window` may also be a list of equal lengths."""
+    """A `gptmanager.KvCacheConfig`. `max_attention_window` may be a list, of equal values only."""
 
     max_attention_window: Any = None
 
@@ -69,7 +69,7 @@ class TrtGptModelOptionalParams(OptionalParams):
 def translated(params: OptionalParams) -> tuple[int, SchedulerConfig, OptionalParams]:
     """Return the beam width, the scheduler and the other options, for `gptmanager.GptManager`.
 
-    Raises ConfigError if layers have different attention windows.
+    Raises ConfigError if `params` has another type, or if layers have different attention windows.
     """
     if not isinstance(params, OptionalParams):
         raise ConfigError(

@@ -1,6 +1,6 @@
 """Reads the limits of Linux control groups (v1 and v2), which containers and systemd set.
 
-The limits of all parent groups apply too. This module does not know how the limits are used.
+A process is limited by its own group and by all parent groups.
 """
 
 from __future__ import annotations
@@ -46,7 +46,9 @@ def _quota(quota: float = math.inf, period: float = 0, *_: float) -> float:
 
 
 def _left(group: Path, limit: str, used: str, prefix: str) -> float:
-    """Return the bytes left in one group. `prefix`: begins the counters that include children."""
+    """Return the bytes left in one group. `prefix`: the prefix of the counters in memory.stat that
+    include child groups.
+    """
     try:
         (most, *_), (taken, *_) = _numbers(group / limit), _numbers(group / used)
         if most >= _UNLIMITED:

@@ -1,4 +1,4 @@
-"""`AdapterFolders`: adapters that request lines name by folder. Each folder is read once."""
+"""`AdapterFolders`: reads the adapters that lines of a request file name by folder, each once."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ class AdapterFolders:
         self._read: dict[Path, tuple[int, tuple[Any, Any]] | InvalidRequestError] = {}
 
     def take(self, fields: dict[str, Any]) -> None:
-        """Replace "lora" by the tensors in its folder. Raises InvalidRequestError if they are
-        invalid.
+        """Replace the field "lora" by the adapter's tensors, and set `lora_task_id` if it is
+        absent. Raises InvalidRequestError for an invalid adapter.
         """
         if "lora" not in fields:
             return

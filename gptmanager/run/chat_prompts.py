@@ -19,7 +19,7 @@ class ChatPrompts:
         self._model = model
 
     def render(self, messages: Any) -> list[int]:
-        """Return token ids.
+        """Return the token ids of the rendered messages.
 
         Raises InvalidRequestError with the wrong field, or with the reason why the template fails.
         """

@@ -1,5 +1,5 @@
-"""A command on a rank other than 0. Rank 0 runs the command; the others run their part of the
-model.
+"""Run a command on a rank other than 0. Only rank 0 takes requests and prints results; the other
+ranks compute their part of the model.
 """
 
 from __future__ import annotations
@@ -15,7 +15,9 @@ from gptmanager.request.inference_request import NamedTensor
 
 
 def is_follower(params: OptionalParams) -> bool:
-    """Return whether this is a rank other than 0. Warn if launched processes are not ranks."""
+    """Return whether this process is a rank other than 0. Warn if launched processes are not ranks
+    of one model.
+    """
     size = launched_size()
     if params.parallel_config is None and size > 1:
         logger.warning(
@@ -33,7 +35,7 @@ def follow(
     model_type: ModelType,
     max_beam_width: int = 1,
 ) -> None:
-    """Run this rank until rank 0's manager ends. Raise the error if this rank failed."""
+    """Run this rank until rank 0's manager ends. Raises the error of this rank if it failed."""
     get, poll = broadcast()
     params.on_progress = None
     given = source, model_type, max_beam_width, scheduler

@@ -67,7 +67,9 @@ _KINDS: tuple[tuple[tuple[str, ...], Callable[[Any], bool], str], ...] = (
 
 
 def read_fields(text: bytes) -> dict[str, Any]:
-    """Return the fields of a line, by the name of the tensor or keyword."""
+    """Return the fields of a line, by the name of the tensor or keyword. Raises
+    InvalidRequestError.
+    """
     try:
         given = orjson.loads(text)
     except orjson.JSONDecodeError as error:

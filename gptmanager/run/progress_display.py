@@ -32,7 +32,7 @@ _HEADER = [Text(name, "dim", no_wrap=True) for name in ("request", "tokens", "st
 
 @dataclass(slots=True)
 class RunningRow:
-    """One running request. `decode` runs on the reader's thread, when `text` is read."""
+    """One running request. `decode` converts new tokens to text, when `text` is read."""
 
     name: str
     prompt: str
@@ -92,6 +92,7 @@ class ProgressDisplay:
     # Events --------------------------------------------------------------------------------
 
     def note(self, text: str) -> None:
+        """Write a line, except with `quiet`."""
         if not self.quiet:
             self._region.write(text + "\n")
 
@@ -158,8 +159,8 @@ class ProgressDisplay:
         self.note(f"{when - progress.started:8.2f} s  {text}")
 
     def _above(self, width: int) -> list[RenderableType]:
-        """Return rows of requests that ended since the last drawing; the first time
-        with a header.
+        """Return the rows of requests that have ended since the last drawing. The first call adds a
+        header.
         """
         rows, self._ended = self._ended, []
         if not self._has_header:

@@ -52,7 +52,8 @@ def read_requests(
     chats: ChatPrompts | None = None,
     model: Path | None = None,
 ) -> Iterator[RequestLine]:
-    """Yield every line that is not empty. A line without `request_id` uses its line number.
+    """Yield a `RequestLine` for every line that is not blank. The default of `request_id` is the
+    line's number.
 
     `max_new_tokens`: the default for lines without it. `folder`: where relative adapter paths
     start. `max_tokens`: the limit of any request; a text that cannot fit is not encoded. A long

@@ -1,6 +1,6 @@
 """`TextEncoder`: encodes the texts of a request as token ids, and rejects texts that are too long.
 
-It decides how a text is encoded. It does not know lines and fields.
+It decides how a text is encoded, independently of where the text is from.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _NFC = 9  # a text has at most 9 times the bytes of its NFC form
 class TextTooLongError(InvalidRequestError):
     """The text has more bytes than the tokens of any request can hold. It was not encoded.
 
-    `num_tokens`: a lower bound of its tokens.
+    `num_tokens`: a lower bound of the number of its tokens.
     """
 
     num_tokens = 0
@@ -53,8 +53,8 @@ class TextEncoder:
         self._max_tokens = max_tokens
 
     def encode(self, name: str, text: Any, *, special: bool) -> list[int]:
-        """Return token ids. Raises InvalidRequestError, which names the field, for an
-        invalid text.
+        """Return the token ids of `text`, with the tokenizer's special tokens if `special`. Raises
+        InvalidRequestError, which names the field `name`, for an invalid text.
         """
         if not isinstance(text, str):
             raise InvalidRequestError(f"{name} = {quoted(text)} is not a text")

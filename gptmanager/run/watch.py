@@ -45,7 +45,8 @@ class Recorder:
     """Records what the callbacks of a run see, for the terminal's thread.
 
     It needs no lock, because deques are thread-safe. If not `is_watched`, only the ends of requests
-    are recorded in `news`.
+    are recorded in `news`. `kv_use` is the fraction of the KV cache blocks in use, and `max_kv_use`
+    its maximum.
     """
 
     def __init__(self, queue: RequestQueue, *, is_watched: bool) -> None:

@@ -62,7 +62,6 @@ class ContextLength:
             )
 
     def exceeded(self, param: str, details: str) -> ApiError:
-        """Return the error (400) for the field `param`. Its message is the limit, then `details`.
-        """
+        """Return the error (400) for the field `param`. Its message is the limit and `details`."""
         start = f"This model's maximum context length is {self._most} tokens."
         return ApiError(400, f"{start} {details}", param=param, code="context_length_exceeded")

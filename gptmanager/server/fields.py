@@ -261,8 +261,7 @@ class TextOrTexts(NamedTuple):
 
 
 class Object(NamedTuple):
-    """An object. Only keys in `fields` are kept. If `fields` is None, all keys are kept unchecked.
-    """
+    """An object. Only keys in `fields` are kept. If `fields` is None, all are kept unchecked."""
 
     fields: Mapping[str, Field] | None = None
 

@@ -38,8 +38,7 @@ class _Queued(QueueHandler):
 
 
 class _Writer(QueueListener):
-    """Writes in a thread. If the reader of the stream is stuck, `stop` gives up after two seconds.
-    """
+    """Writes in a thread. If the stream's reader is stuck, `stop` gives up after two seconds."""
 
     def __init__(self, waiting: queue.Queue[Any], handler: logging.Handler) -> None:
         super().__init__(waiting, handler)
@@ -55,8 +54,7 @@ class _Writer(QueueListener):
 
 @contextlib.contextmanager
 def logging_to(stream: Any, log_format: str) -> Iterator[None]:
-    """Write the library's log to `stream` while the block runs. A thread writes a line per record.
-    """
+    """Write the library's log to `stream` during the block. A thread writes a line per record."""
     logger = logging.getLogger("gptmanager")
     waiting: queue.Queue[Any] = queue.Queue(MAX_WAITING_LINES)
     # The manager's message about a refused request is omitted: the request's own log line has it.

@@ -41,10 +41,10 @@ _LAST_WRITES_S = 1  # limit on how long a client that does not read can delay th
 def serve(settings: ServerSettings, tell: Callable[[str], None]) -> None:
     """Serve until SIGTERM, SIGINT or SIGHUP. With a key file, SIGHUP reloads it instead.
 
-    When the server is ready, `tell` is called with a welcome text whose first line ends with the
-    address. Raises ConfigError for a model or a port that cannot be used, ManagerDeadError if the
-    manager fails (after all requests have been answered), and KeyboardInterrupt after a second
-    signal, which ends the server at once.
+    When the server is ready, `tell` is called with a welcome text. The first line of this text ends
+    with the address. Raises ConfigError for a model or a port that cannot be used, ManagerDeadError
+    if the manager fails (after all requests have been answered), and KeyboardInterrupt after a
+    second signal, which ends the server at once.
     """
     with listening(settings.host, settings.port, settings.uds) as listener:
         if settings.grpc_port is not None:
@@ -126,8 +126,7 @@ def _frozen() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _signals_restored() -> Iterator[None]:
-    """Restore the earlier signal handlers at the end, because the event loop only removes its own.
-    """
+    """Restore the earlier signal handlers at the end; the event loop only removes its own."""
     before = {number: signal.getsignal(number) for number in _SIGNALS}
     try:
         yield

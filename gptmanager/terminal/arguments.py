@@ -1,4 +1,4 @@
-"""Types for command-line arguments. argparse shows the errors that they raise."""
+"""Convert and check the texts of command-line arguments. argparse shows the errors."""
 
 from __future__ import annotations
 
@@ -26,12 +26,14 @@ def positive(text: str) -> int:
 
 
 def natural(text: str) -> int:
+    """Read an integer of at least 0."""
     if not text.isdecimal():
         raise ArgumentTypeError(f"{text!r} is not an integer of at least 0")
     return int(text)
 
 
 def threads(text: str) -> int:
+    """Read a number of threads."""
     if positive(text) > _MAX_THREADS:
         raise ArgumentTypeError(f"{text!r} threads are more than {_MAX_THREADS}")
     return int(text)
@@ -47,24 +49,29 @@ def span(text: str) -> tuple[int, int]:
 
 
 def seconds(text: str) -> float:
+    """Read a time in seconds, from 0 to less than 3600."""
     return _number(text, "is not a time in seconds below 3600", lambda value: 0 <= value < 3600)
 
 
 def journal_sync(text: str) -> float | str:
+    """Read "always", "never", or a time in milliseconds."""
     if text in ("always", "never"):
         return text
     return _number(text, "is not always, never, or milliseconds", lambda value: 1 <= value <= 60e3)
 
 
 def minutes(text: str) -> float:
+    """Read a time in minutes, above 0."""
     return _number(text, "is not a time in minutes above 0", lambda value: 0 < value < 10000)
 
 
 def rate(text: str) -> float:
+    """Read a finite number above 0."""
     return _number(text, "is not a number above 0", lambda value: 0 < value < math.inf)
 
 
 def number(text: str) -> float:
+    """Read a finite number of at least 0."""
     return _number(text, "is not a number of at least 0", lambda value: 0 <= value < math.inf)
 
 
@@ -92,19 +99,21 @@ def numbers(text: str) -> tuple[int, ...]:
 
 
 def device(text: str) -> str:
+    """Read the name of a device."""
     if not DEVICE.fullmatch(text):
         raise ArgumentTypeError(f"{text!r} is not cpu, cuda, cuda:N or emulator")
     return text
 
 
 def folder(text: str) -> Path:
+    """Read the path of an existing folder."""
     if not Path(text).is_dir():
         raise ArgumentTypeError(f"{text!r} is not a folder")
     return Path(text)
 
 
 def named_folder(text: str) -> tuple[str, Path]:
-    """Read NAME=DIR."""
+    """Read NAME=DIR, where DIR is an existing folder. Return the name and the folder."""
     name, equals, path = text.partition("=")
     if not (name and equals and name.isprintable()):
         raise ArgumentTypeError(f"{text!r} is not NAME=DIR")
@@ -112,9 +121,9 @@ def named_folder(text: str) -> tuple[str, Path]:
 
 
 def checkpoint(text: str) -> Path:
-    """Return the path of a checkpoint from its path, or from its name on this machine.
+    """Return the path of a checkpoint, given its path or a name that `gptmanager models` lists.
 
-    Its content is not checked.
+    The files of the checkpoint are not checked.
     """
     if Path(text).is_dir() or Path(text).is_file():
         return Path(text)

@@ -23,6 +23,6 @@ def leave_at_once(number: int, _: Any) -> None:
 
 
 def leaving_signals() -> list[signal.Signals]:
-    """Return the signals that end a server; nohup ignores SIGHUP."""
+    """Return the signals that end a server: without SIGHUP if it is ignored, as under nohup."""
     is_ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
     return [signal.SIGINT, signal.SIGTERM, *(() if is_ignored else (signal.SIGHUP,))]

@@ -48,7 +48,7 @@ class FoundOptions:
     unknown: list[str] = field(default_factory=list)
 
     def add(self, action: argparse.Action, value: Any, origin: str) -> None:
-        """Check and add a value. Raises ConfigError that begins with the origin."""
+        """Check and add a value. Raises ConfigError with a message that begins with `origin`."""
         try:
             self.values[action.dest] = _checked(action, value)
         except (argparse.ArgumentTypeError, TypeError, ValueError) as error:
@@ -87,7 +87,7 @@ def find_options(
 
 
 def with_origin(error: ConfigError, origins: Mapping[str, str]) -> ConfigError:
-    """Return the error with the origins of the options that its text names."""
+    """Return `error`, with the origins of the options that it names added to its message."""
     text = str(error)
     named = [
         origin
@@ -134,7 +134,7 @@ def _is_list(action: argparse.Action) -> bool:
 
 
 def _from_text(action: argparse.Action, name: str, text: str) -> Any:
-    """Return the value of a variable as a file would have it. Raises ConfigError."""
+    """Convert a variable's text to the value that a TOML file would have. Raises ConfigError."""
     if _is_switch(action):
         if text.lower() not in _SWITCH:
             raise ConfigError(f"{name}: {quoted(text)} must be true or false")

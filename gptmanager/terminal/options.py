@@ -112,6 +112,7 @@ class ManagerOptions(NamedTuple):
 
 
 def manager_options(options: argparse.Namespace) -> ManagerOptions:
+    """Return the parameters that the parsed options of `add_manager_options` set."""
     parts, stages = options.tensor_parallel_size, options.pipeline_parallel_size
     params = OptionalParams(
         parallel_config=ParallelConfig(parts or 1, stages or 1) if parts or stages else None,

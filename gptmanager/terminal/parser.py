@@ -13,7 +13,7 @@ from gptmanager.terminal.printable import printable_lines
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser with printable errors: they quote arguments, which may contain any character.
+    """A parser with printable errors: control characters in quoted arguments are replaced.
 
     Options can also be set by environment variables with the prefix `variables`, and by a file that
     the option `--config` names. The command line has precedence, then the environment, then the

@@ -1,4 +1,4 @@
-"""`ProgressBars`: the progress of slow work, on terminals."""
+"""`ProgressBars`: shows the progress of slow work on terminals."""
 
 from __future__ import annotations
 
@@ -24,9 +24,10 @@ class ProgressBars:
     """Draws a bar in `region` for each kind of work that lasts at least `patience_s` seconds.
 
     It draws only in `update` and `close`, on the caller's thread, so that measurements are not
-    disturbed. If `wanted` is True, streams that are not terminals get a line when the work is done;
-    if it is False, neither bars nor these lines are written. `notes` has a line for some kinds of
-    work. It is written to any stream when the work begins.
+    disturbed. By default, bars are drawn on terminals, and other streams get nothing. If `wanted`
+    is True, other streams get a line when the work is done. If it is False, neither bars nor these
+    lines are written. `notes` has a line for some kinds of work, which is written to any stream
+    when the work begins.
     """
 
     def __init__(

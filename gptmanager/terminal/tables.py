@@ -22,7 +22,7 @@ from gptmanager.terminal.redrawn_lines import can_draw
 Piece = str | Table
 _HIGHLIGHTED = ("WRONG", "FAILED", "MISSED")
 _UNLIMITED = 1 << 20  # columns
-_NAMES = 26  # minimum width of the column of names: the values of all reports line up
+_NAMES = 26  # minimum width of the column of names, to align the values of all reports
 
 
 def table(

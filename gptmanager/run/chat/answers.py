@@ -12,7 +12,7 @@ _INTERVAL_S = 0.02
 
 
 class Answers:
-    """The answers to one message. `texts`: what has been generated of each."""
+    """The answers to one message. `texts`: the text of each answer so far."""
 
     def __init__(self, generations: Sequence[Generation]) -> None:
         self.texts = [""] * len(generations)
@@ -22,7 +22,7 @@ class Answers:
     def __iter__(self) -> Iterator[list[str]]:
         """Yield the new text of each answer, at short intervals, until all of them have ended.
 
-        Raise the error of an answer.
+        Raises the error of an answer that fails.
         """
         while not all(position.is_at_end for position in self._positions):
             time.sleep(_INTERVAL_S)

@@ -1,6 +1,6 @@
 """`ChatModel`: answers the messages of a chat with a manager of its own.
 
-It decides the sampling and the length of an answer. It knows neither terminals nor commands.
+It decides the sampling and the length of an answer. It is independent of terminals and commands.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _SAMPLING = {
 
 
 class ChatModel:
-    """A model with its chat template. `context_size`: the most tokens of prompt and answer."""
+    """A model with its chat template. `context_size`: the maximum tokens of prompt and answer."""
 
     def __init__(
         self,

@@ -1,6 +1,6 @@
 """`Conversation`: the messages of a chat, and the answers to choose from.
 
-Knows neither tokens nor terminals.
+The module is independent of tokens and terminals.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ class Conversation:
         return self._messages[-2]["content"] if self._messages else None
 
     def asking(self, question: str, *, again: bool = False) -> list[Message]:
-        """Return the messages that end with a question, which does not become part of the chat.
+        """Return the messages followed by a question, without adding the question to the chat.
 
-        `again`: it replaces the last question.
+        `again`: the question replaces the last one and its answer.
         """
         messages = self.messages[:-2] if again else self.messages
         return [*messages, _message("user", question)]
@@ -51,9 +51,9 @@ class Conversation:
         self._messages += [_message("user", question), _message("assistant", answers[0])]
 
     def pick(self, number: int) -> None:
-        """Continue with this answer to the last question, from 1.
+        """Continue with the answer `number`, from 1, to the last question.
 
-        Raises ConfigError if it is missing.
+        Raises ConfigError if there is no such answer.
         """
         if not 1 <= number <= len(self._answers):
             count = len(self._answers)

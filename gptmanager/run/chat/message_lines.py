@@ -9,7 +9,7 @@ _QUOTES = '"""'
 
 
 class Entry(NamedTuple):
-    """A message, or a command with its argument as one text. Only a first line is a command."""
+    """A message, or a command with its argument. A command begins with a slash."""
 
     text: str
     is_command: bool = False
@@ -19,8 +19,8 @@ def read_message(read_line: Callable[[bool], str]) -> Entry:
     """Read lines until a message is complete.
 
     `read_line` returns one line; its argument is whether the line continues a message. At the end
-    of the input it raises EOFError. An unfinished message is then complete; without one,
-    `read_message` raises EOFError, too.
+    of the input it raises EOFError, which completes an unfinished message. If no message has begun,
+    `read_message` raises EOFError.
 
     A backslash at the end of a line continues the message on the next line. Three quotation marks
     begin and end a message that may have any lines; it is never a command.

@@ -21,13 +21,13 @@ from gptmanager.terminal.redrawn_lines import RedrawnLines, console
 with contextlib.suppress(ImportError):  # `input` can then edit lines, and recall earlier ones
     import readline  # noqa: F401
 
-_PATIENCE_S = 0.5  # before a line says that the message is being read
+_PATIENCE_S = 0.5  # then a line says that the message is being read
 _REFRESH_S = 0.1
 _GAP = 3  # columns between two answers
 
 
 class TerminalView:
-    """Reads with `input`. Drawings that are removed later, as of two answers, are in `region`."""
+    """Reads messages with `input`. `region` has drawings that are removed later."""
 
     exit_status = 0  # a person has seen the errors
 

@@ -19,7 +19,7 @@ class ContentTokens:
         self._waiting += listed
 
     def take(self, begin: int, end: int) -> list[TokenLogProb]:
-        """Return the log probabilities of the tokens whose text is from the character `begin` up to
+        """Return the log probabilities of the tokens with text from the character `begin` up to
         `end`, and drop those of earlier tokens. A token is returned once, with the first text that
         contains a part of it.
         """

@@ -40,8 +40,7 @@ class RestoredResponses:
         self._lock = threading.RLock()
 
     def restore(self, request_id: int) -> Delivered | None:
-        """Return the answer of `restore_cb`. For a request with a key, no token has been delivered.
-        """
+        """Return the answer of `restore_cb`: nothing is delivered yet if the request has a key."""
         if not is_keyed(request_id):
             return None  # its client has disconnected: the manager uses what the journal says
         self._held[request_id] = _Restored()

@@ -23,7 +23,7 @@ class Throughput:
         self._then = now
 
     def fields(self, now: float) -> dict[str, Any] | None:
-        """Return the fields of a log line, or None if no token was computed and no request is open.
+        """Return the fields of a log line, or None if nothing was computed and no request is open.
         """
         metrics, counts = self._engine.metrics, self._counts()
         prompt, generated, queries, hits = (

@@ -34,8 +34,8 @@ class HttpProtocol(HttpToolsProtocol):
     The server answers with an error object and closes the connection after bytes that are not
     HTTP/1.1 (400), more than MAX_PIPELINED waiting requests (400), a head or trailers above
     MAX_HEAD_BYTES (431), and a request that takes longer than `read_timeout_s` to arrive (408). It
-    also closes a connection that is idle for the keep-alive timeout, or whose client does not read
-    for that time, and a connection whose request was answered before it had arrived completely.
+    also closes a connection if no request arrives, or if the client does not read, for the
+    keep-alive timeout, and if a request is answered before it has arrived completely.
     """
 
     def __init__(

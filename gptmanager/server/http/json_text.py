@@ -74,8 +74,7 @@ def _problem_of(counts: _Counts, size: int) -> str | None:
 
 
 def _all_counts(text: bytes) -> _Counts:
-    """Count brackets, quotes and commas everywhere, also inside strings. Fast, but may be too high.
-    """
+    """Count brackets, quotes and commas, also inside strings: fast, but possibly too high."""
     return _Counts(text.count(b"[") + text.count(b"{"), text.count(b'"'), text.count(b","))
 
 

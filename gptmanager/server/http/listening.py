@@ -60,8 +60,7 @@ def bind_path(path: Path) -> socket.socket:
 
 
 def _remove_stale(path: Path) -> None:
-    """Remove the socket of a server that has ended. Raises OSError if anything else is at `path`.
-    """
+    """Remove the socket of a server that has ended. Raises OSError if `path` is anything else."""
     try:
         if not stat.S_ISSOCK(path.lstat().st_mode):
             raise OSError(0, "there is something else at this path")

@@ -49,7 +49,8 @@ def event(content: Any) -> bytes:
 
 
 def named_event(content: Mapping[str, Any]) -> bytes:
-    """Return `content` as a server-sent event whose name is the value of the field `type`."""
+    """Return `content` as a server-sent event. The value of its field `type` is the event's name.
+    """
     name = str(content["type"]).encode()
     return b"event: " + name + b"\ndata: " + orjson.dumps(content) + b"\n\n"
 

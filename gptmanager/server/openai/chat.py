@@ -65,11 +65,12 @@ FIELDS = by_name(
 
 
 def routes(calls: ChatCalls) -> list[BaseRoute]:
+    """Return the route of /v1/chat/completions."""
     return [Route("/v1/chat/completions", _Chats(calls).handle, methods=["POST"])]
 
 
 class _Chats:
-    """The endpoint."""
+    """The endpoint /v1/chat/completions."""
 
     def __init__(self, calls: ChatCalls) -> None:
         self._calls = calls
@@ -99,7 +100,7 @@ class _Chats:
 
 
 class _ChatFormat:
-    """Writes the choices of a chat."""
+    """Writes the choices of a chat; see `AnswerFormat`."""
 
     def __init__(self, given: Mapping[str, Any], chat: PreparedChat, texts: TokenTexts) -> None:
         self._given = given

@@ -52,7 +52,7 @@ _MAX_TOKENS = 16  # if a request does not set max_tokens
 
 
 class Prompts:
-    """The field `prompt`: a string, token ids, or a list of either. The value is a list of prompts.
+    """The field `prompt`: a string, token ids, or a list of either. `read` returns a list.
 
     Token ids are checked later, against the model's limits.
     """
@@ -112,6 +112,7 @@ class _Prompt(NamedTuple):
 
 
 def routes(engine: Engine, settings: ServerSettings) -> list[BaseRoute]:
+    """Return the route of /v1/completions."""
     completions = Completions(engine, settings)
     return [Route("/v1/completions", completions.handle, methods=["POST"])]
 
@@ -212,7 +213,7 @@ def _check(given: Mapping[str, Any], engine: Engine) -> None:
 
 
 class _CompletionFormat:
-    """Writes the choices of a completion."""
+    """Writes the choices of a completion; see `AnswerFormat`."""
 
     def __init__(
         self,

@@ -17,8 +17,9 @@ from gptmanager.server.openai.response_writer import response_of_item
 def resolved(items: Sequence[Any], store: ResponseStore | None, owner: str) -> list[Any]:
     """Return the items of a request, with each reference replaced by the stored output item.
 
-    Each stored item can be referred to once: so an input has at most the size of the store. Raises
-    ApiError (400) for an id that is not stored for `owner`, and for a second reference.
+    Each stored item can be referred to only once, so that the result is never larger than the
+    request and the store together. Raises ApiError (400) for an id that is not stored for `owner`,
+    and for a second reference.
     """
     outputs: dict[str, dict[Any, Any]] = {}  # id of a response -> its items by id
     found = []

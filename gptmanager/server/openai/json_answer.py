@@ -45,7 +45,7 @@ class AnswerFormat(Protocol):
 
 
 class JsonAnswer:
-    """Adds the common fields to the fields that `form` writes.
+    """The answer of a completion or a chat: the fields that `form` writes, and the common ones.
 
     `head`: the first fields of the answer and of each chunk.
     """
@@ -118,7 +118,7 @@ def answer_head(
 
 class HttpAnswer(Protocol):
     """An answer that can be returned in one piece, or as the frames of a stream. `keep_alive`: the
-    frame for a stream that waits.
+    frame that a stream repeats while it waits for its first event.
     """
 
     @property

@@ -87,6 +87,7 @@ def check_model(engine: Engine, name: str | None) -> None:
 
 
 def unknown_model(name: str) -> ApiError:
+    """Return the error (404) for a name that neither the model nor an adapter has."""
     return ApiError(
         404, f"the model {quoted(name)} does not exist", param="model", code="model_not_found"
     )

@@ -27,7 +27,7 @@ SAME = (
 )
 _ROLES = ("system", "developer", "user", "assistant")
 _KINDS = ("message", "function_call", "function_call_output", "reasoning")
-_ALLOWED = ", ".join((*_KINDS, "item_reference"))  # of which the latter has been replaced
+_ALLOWED = ", ".join((*_KINDS, "item_reference"))  # `resolved` replaces the last kind
 
 
 def items_of(given: Any) -> list[Any]:
@@ -38,7 +38,7 @@ def items_of(given: Any) -> list[Any]:
 def messages_of(
     items: Sequence[Any], earlier: Sequence[Any] = (), instructions: str | None = None
 ) -> tuple[list[dict[str, Any]], dict[int, str]]:
-    """Return the messages of a chat, and the index of a message -> its place in `input`.
+    """Return the messages of a chat, and a mapping from a message's index to its place in `input`.
 
     `earlier`: the items of the response that this one continues. A thought, a text and calls that
     follow each other become one message. Raises ApiError (400) for an item of an unknown kind.

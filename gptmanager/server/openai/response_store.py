@@ -15,7 +15,11 @@ MAX_AGE_S = 3600.0
 
 
 class StoredResponse(NamedTuple):
-    """A response and its input items, as JSON. `owner`: the name of the API key that reads it."""
+    """A response and its input items, as JSON.
+
+    `owner`: the name of the API key that may read the response. `expires`: the clock's time, in
+    seconds, at which it is removed.
+    """
 
     owner: str
     response: bytes
@@ -28,7 +32,8 @@ class StoredResponse(NamedTuple):
 
 
 class ResponseStore:
-    """Keeps responses in memory, up to limits of age, number and bytes. The oldest leave first."""
+    """Keeps responses in memory within limits of age, number and bytes. Removes the oldest first.
+    """
 
     def __init__(
         self,

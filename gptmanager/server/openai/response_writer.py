@@ -21,7 +21,7 @@ def response_of_item(item_id: str) -> str:
 
 
 class ResponseWriter:
-    """Writes items in the order in which the model writes them.
+    """Writes items in the order in which the model generates them.
 
     `head`: the fields of the response that depend only on the request. `usage` returns the usage so
     far, as a chat reports it.

@@ -60,7 +60,7 @@ from gptmanager.server.tool_formats.tools import MAX_TOOLS
 
 _TEXT = {"type": "string"}
 _ITEMS = {"type": "array", "items": {"type": "object"}, "minItems": 1}
-# Fields that clients expect in a response, although they are always null here.
+# Fields that clients expect in a response. They are null, but `completed_at` is set at the end.
 _NULL = ("completed_at", "conversation", "moderation", "prompt", "prompt_cache_diagnostics")
 _ECHOED = ("user", "safety_identifier", "max_tool_calls", "prompt_cache_key")
 # Fields with nested values, which are returned in a response or in the list of its input items.
@@ -124,6 +124,7 @@ FIELDS = _BODY | {
 
 
 def routes(calls: ChatCalls) -> list[BaseRoute]:
+    """Return the routes of /v1/responses and of the stored responses."""
     own = _Responses(calls)
     path = "/v1/responses/{response_id}"
     return [

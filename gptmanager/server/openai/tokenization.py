@@ -51,6 +51,7 @@ DETOKENIZE = by_name([_MODEL, Field("tokens", TokenIds(), "token ids", required=
 
 
 def routes(engine: Engine, settings: ServerSettings) -> list[BaseRoute]:
+    """Return the routes /tokenize and /detokenize."""
     chats = ChatPrompts(engine, settings)
 
     async def tokens(given: dict[str, Any], warnings: Warnings) -> list[int]:

@@ -44,9 +44,9 @@ class Ends:
 class Delta(NamedTuple):
     """The next piece of an output; the joined deltas are the whole output.
 
-    `token_ids` are the new tokens, including those that ended the output. `log_probs` are those not
-    yet sent of tokens whose text begins in the text sent so far. `finish_reason` is None before the
-    last delta.
+    `token_ids` are the new tokens, including those that ended the output. `log_probs` are the new
+    log probabilities: those of tokens that begin in the text sent so far. `finish_reason` is None
+    before the last delta.
     """
 
     text: str

@@ -107,9 +107,9 @@ def _limits(dtype: np.dtype) -> tuple[int, int]:
 
 
 def _flat(name: str, values: Any, most: int) -> list[Any]:
-    """Return the elements of nested lists. Raises ApiError if a level has more than `most` items.
+    """Return the elements of nested lists.
 
-    Such items are not read.
+    Raises ApiError if a level has more than `most` items, before it reads that level.
     """
     found = values if isinstance(values, list) else [values]
     for _ in range(_MAX_DIMS):

@@ -216,6 +216,7 @@ def _ends_with_status(
 
 
 def status_of(refused: ApiError) -> grpc.StatusCode:
+    """Return the gRPC status of an error; INTERNAL if its HTTP status has no counterpart."""
     return _CODES.get(refused.status, grpc.StatusCode.INTERNAL)
 
 

@@ -135,7 +135,7 @@ class HttpFront:
     async def infer(self, request: Request) -> Response:
         """Answer a call with one response, in JSON or as bytes."""
         model = self._model(request)
-        async with body_of(request, carries_tensors=True) as body:  # its tensors are views of it
+        async with body_of(request, carries_tensors=True) as body:  # the tensors are views of it
             return await self._infer(request, model, body)
 
     async def _infer(self, request: Request, model: Model, body: bytes) -> Response:
@@ -226,7 +226,7 @@ def _read_generate(body: Mapping[str, Any], model: Model) -> InferRequest:
 
 
 def _as_json(response: InferResponse, model: Model) -> dict[str, Any]:
-    """Return the tensors of a response by name, as lists; one with one element as that element."""
+    """Return the tensors of a response by name, as lists. A tensor with one element has no list."""
     found: dict[str, Any] = {"model_name": model.name, "model_version": VERSION}
     if response.request.id:
         found["id"] = response.request.id

@@ -126,7 +126,7 @@ def _check_parameters(name: str, parameters: Mapping[str, Any]) -> None:
 
 
 class _Rest:
-    """The bytes after the JSON, of which each tensor takes its part in order."""
+    """The bytes after the JSON, from which each tensor in order takes its own."""
 
     def __init__(self, raw: memoryview) -> None:
         self._raw = raw

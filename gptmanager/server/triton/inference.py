@@ -30,10 +30,11 @@ VERSION = "1"  # the only version of each model
 
 
 class Reply(Protocol):
-    """The reply to a row of a call, or one of several replies if the row asks for several outputs.
+    """The reply to a row of a call; a row that asks for several sequences has a reply for each.
 
-    `request` is what the engine runs. `take` converts a part of its output into tensors, one dict
-    for each response. Once `is_complete` is True, the request can be stopped.
+    `request` is the request that the engine runs. `take` converts a part of its output into
+    responses, each of which is a dict of tensors by name. Once `is_complete` is True, the request
+    can be stopped.
     """
 
     @property
@@ -75,9 +76,11 @@ class Model(Protocol):
 
 
 class Inference:
-    """Runs calls. It has `models` and their `statistics` by name; a call has at most `max_rows`."""
+    """Runs calls of `models`. `statistics`: those of each model by name. `max_rows`: the maximum
+    number of rows in a call.
+    """
 
-    # A weak reference: it refers to the engine, so a strong one would keep the engine alive.
+    # The references are weak: an instance refers to its engine, and would keep the engine alive.
     _of_engines: ClassVar[WeakKeyDictionary[Engine, ref[Inference]]] = WeakKeyDictionary()
 
     @classmethod
@@ -170,7 +173,7 @@ class Inference:
                             yield InferResponse(request, _chosen(outputs, request), is_final)
 
     def _stop(self, request_id: str) -> None:
-        """Stop all calls with this id. The call may also have ended already."""
+        """Stop all calls with this id, if any still run. Raises ApiError (400) for an empty id."""
         if not request_id:
             raise invalid("id", "Cannot send stop request without specifying a request_id")
         for running in self._running.get(request_id, ()):

@@ -20,10 +20,12 @@ EXTENSIONS = (
 
 
 def server_metadata() -> dict[str, Any]:
+    """Return the name, the version and the extensions of the server."""
     return {"name": "gptmanager", "version": __version__, "extensions": list(EXTENSIONS)}
 
 
 def model_metadata(model: Model) -> dict[str, Any]:
+    """Return the versions of a model, and its tensors with shapes that include the batch (-1)."""
     return {
         "name": model.name,
         "versions": [VERSION],
@@ -93,6 +95,7 @@ def _parameters(inference: Inference, settings: ServerSettings) -> Mapping[str, 
 
 
 def index(inference: Inference) -> list[dict[str, Any]]:
+    """Return the name, the version and the state of each model."""
     state = "READY" if inference.is_ready else "UNAVAILABLE"
     return [
         {"name": name, "version": VERSION, "state": state, "reason": ""}

@@ -164,7 +164,7 @@ class TextModel:
             raise invalid("bad_words", f"bad_words: {error}") from None
 
     def _bias(self, row: Mapping[str, Any]) -> np.ndarray:
-        """Return the bias of each token of the vocabulary.
+        """Return the bias of each token of the vocabulary, float32 `[vocab_size]`.
 
         A word's weight is added to the bias of its tokens. These include both the tokens that it
         has at the start of a text and those that it has after a space.

@@ -1,6 +1,6 @@
 """The model `tensorrt_llm`: token ids in, token ids out, with the tensors of the C++ backend.
 
-It converts the inputs of a call into requests for the engine, and their parts into tensors.
+It converts the inputs of a call into requests for the engine, and their outputs into tensors.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ _SAME_NAMES = (
     *("lora_task_id", "lora_weights", "lora_config"),
 )
 MAX_LOGITS_BYTES = 256 << 20  # limit for a row of a call, prompt and outputs together
-# inputs that this engine does not support, with the values that have no effect
+# inputs that this engine does not support, with the values that are accepted
 _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "decoder_input_ids": (),
     "decoder_input_lengths": (),
@@ -271,7 +271,8 @@ class TokenReply:
         return found
 
     def take(self, part: GenerationPart) -> list[Tensors]:
-        """Return the tensors of the responses for this part, at least of one for the last part.
+        """Return the tensors of each response to this part; the last part has at least one
+        response.
 
         Raises ApiError (504) if the request has exceeded its deadline.
         """
