@@ -50,7 +50,7 @@ def latencies(
 
 
 def _percentiles(seconds: Sequence[float]) -> dict[str, float]:
-    """Return percentiles in milliseconds. NaN values are left out; without values, it is empty."""
+    """Return percentiles in milliseconds, without NaN values; {} if no value is left."""
     values = [value * 1e3 for value in seconds if not np.isnan(value)]
     if not values:
         return {}

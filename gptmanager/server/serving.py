@@ -252,7 +252,7 @@ def http_protocol(settings: ServerSettings, count: Callable[[int, str], None]) -
 
 
 def new_server(engine: Engine, settings: ServerSettings) -> Server:
-    """Return a server that `await server.serve(sockets=[...])` runs until `server.should_exit`."""
+    """Return a server. `await server.serve(sockets=[...])` runs it until `server.should_exit`."""
     config = uvicorn.Config(
         create_app(engine, settings),
         loop="none",

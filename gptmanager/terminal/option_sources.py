@@ -148,7 +148,7 @@ def _from_text(action: argparse.Action, name: str, text: str) -> Any:
 
 
 def _checked(action: argparse.Action, value: Any) -> Any:
-    """Return the value that `action` would have stored for its text."""
+    """Check a value of a TOML file, and convert it as argparse converts text for `action`."""
     if _is_switch(action):
         if not isinstance(value, bool):
             raise TypeError(f"must be true or false, not {_kind(value)}")

@@ -85,7 +85,9 @@ class CallParser(StepwiseParser):
         return False
 
     def _read_content(self, found: list[Found]) -> bool:
-        """Return the text before a tag and its spaces; hold back what may begin a tag."""
+        """Add the text before a tag to `found`, without spaces at its end; hold back what may begin
+        a tag.
+        """
         at, opener = min(
             ((self._text.find(tag), tag) for tag in self.openers if tag in self._text),
             default=(-1, ""),
@@ -125,7 +127,7 @@ class CallParser(StepwiseParser):
         """Read a call up to its arguments."""
 
     def _read_arguments(self, found: list[Found]) -> bool:
-        """Return the arguments, a JSON object, unchanged."""
+        """Add the next part of the arguments, which are a JSON object, to `found`."""
         if not self._text:
             return False
         end = self._arguments.take(self._text, depth=self._depth)
@@ -167,7 +169,7 @@ class CallParser(StepwiseParser):
         return True
 
     def _add_content(self, text: str, found: list[Found]) -> None:
-        """Return content that precedes the text which has not been returned yet."""
+        """Add `text` to `found` as content. The text has just been taken."""
         end = self._num_taken
         if text:
             found.append(Content(text, end - len(text), end))

@@ -55,13 +55,13 @@ class HarmonyParser(StepwiseParser):
         self.num_calls = 0
         self._names: frozenset[str] = frozenset()
         self._state = _State.HEADER
-        self._is_first = True  # the first message
+        self._is_first = True  # the message is the answer's first
         # the kind of the message, or None if it is a call
         self._kind: type[Thought] | type[Content] | None = None
         self._arguments = ObjectScan()  # scans the last call
         self._has_all_arguments = True
         self._said: set[type] = set()  # kinds that have text
-        self._needs_break = False  # before the next text
+        self._needs_break = False  # a line break must precede the next text
         self._continue(prompt)
         self._names = frozenset(names)
 

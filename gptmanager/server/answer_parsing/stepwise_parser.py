@@ -8,7 +8,8 @@ from gptmanager.server.answer_parsing.answer_parts import Found, ThoughtSpan
 
 
 class StepwiseParser(ABC):
-    """Receives the text of one answer in pieces. A subclass has the state table, in `_step`."""
+    """Receives the text of an answer in pieces. A subclass implements the state table in `_step`.
+    """
 
     def __init__(self) -> None:
         self.num_pushed = 0
@@ -39,5 +40,5 @@ class StepwiseParser(ABC):
 
     @property
     def _num_taken(self) -> int:
-        """Return the number of characters before the text that has not been returned yet."""
+        """The number of pushed characters before `_text`."""
         return self.num_pushed - len(self._text)

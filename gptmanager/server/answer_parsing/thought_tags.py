@@ -41,7 +41,7 @@ class ThoughtTags(StepwiseParser):
         self._calls = calls
         self._is_open = is_open
         self._state = _State.BEGIN
-        self._has_thought = False  # its first letter has been returned
+        self._has_thought = False  # whether text of the thought has been returned
 
     @property
     def is_in_arguments(self) -> bool:

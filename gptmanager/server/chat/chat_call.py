@@ -31,7 +31,7 @@ from gptmanager.server.tool_formats.tools import Tools, read_tools
 
 logger = logging.getLogger("gptmanager")
 # The place of a message in the body, such as "messages[2]". If the message has only the later parts
-# of the content there, the index of its first part is added.
+# of the content at that place, a tuple of the place and the index of the first of these parts.
 Place = str | tuple[str, int]
 
 

@@ -78,7 +78,7 @@ UNKNOWN_FORMAT = (
 
 @dataclass(frozen=True, slots=True)
 class ChatPrompt:
-    """The tokens of a prompt, and what it decides about the answer.
+    """The tokens of a prompt, and the properties of the answer that follow from the prompt.
 
     `tool_format`: how the model writes calls; None without tools. `one_call`: the template rejects
     messages with two calls, so an answer must have at most one. `start`: how the answer begins.

@@ -100,7 +100,7 @@ def one_call_each(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
             moved.setdefault(rest[-1].get("tool_call_id"), []).append(rest.pop())
         for call in calls:
             found.append({**message, "tool_calls": [call]})
-            # Only the first of them keeps the content.
+            # Only the first of these messages keeps the content.
             message = {"role": message["role"], "content": ""}
             found += moved.pop(call.get("id"), ())
         found += [result for results in moved.values() for result in results]

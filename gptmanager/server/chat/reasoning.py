@@ -49,8 +49,9 @@ def reasoning_of(parser: str, template: str) -> Reasoning:
 class AnswerStart:
     """How an answer begins, as its prompt decides.
 
-    `is_open`: within a thought. `is_closed`: after the thought. Both are for thoughts in tags. For
-    harmony, `prompt` is the header of the last message in the prompt.
+    `is_open`: the answer begins within a thought. `is_closed`: the prompt has closed the thought.
+    Both are for thoughts in tags. For harmony, `prompt` is the header of the last message in the
+    prompt.
     """
 
     reasoning: Reasoning = Reasoning.NONE

@@ -127,7 +127,7 @@ class Call:
 
     @property
     def has_ended(self) -> bool:
-        """Whether no request runs."""
+        """Whether all requests have ended."""
         return all(it.generation.done() for it in self._submitted)
 
     def on_last_end(self, end: Callable[[], None]) -> None:
@@ -147,7 +147,7 @@ class Call:
             it.generation.add_done_callback(tell)
 
     def end(self) -> None:
-        """Cancel what still runs, and free what the call holds."""
+        """Cancel the requests that still run, stop the timers, and report the end of the call."""
         for it in self._submitted:
             if it.timer is not None:
                 it.timer.cancel()

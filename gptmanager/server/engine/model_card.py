@@ -25,11 +25,11 @@ class ModelCard:
 
     Lengths are in tokens, and `created` is in seconds since the epoch. `max_model_len` is the limit
     of prompt and output together. `adapter_rows` is the number of modules that an adapter may
-    change, in all layers together. `adapter_width` is the number of the largest module's LoRA
-    weights per rank. `sampling_defaults` are from generation_config.json. `special_tokens` maps
-    names in tokenizer_config.json (`bos_token`, `eos_token`, ...) to texts. `tokenizer` is None if
-    the folder has none; then prompts must be token ids. `keeps_state`: the model keeps a state for
-    each sequence, so its blocks are not reused.
+    change, in all layers together. `adapter_width` is the number of LoRA weights of the largest
+    module for an adapter of rank 1. `sampling_defaults` are from generation_config.json.
+    `special_tokens` maps names in tokenizer_config.json (`bos_token`, `eos_token`, ...) to texts.
+    `tokenizer` is None if the folder has none; then prompts must be token ids. `keeps_state`: the
+    model keeps a state for each sequence, so its blocks are not reused.
     """
 
     names: tuple[str, ...]

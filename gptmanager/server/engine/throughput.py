@@ -23,8 +23,7 @@ class Throughput:
         self._then = now
 
     def fields(self, now: float) -> dict[str, Any] | None:
-        """Return the fields of a log line, or None if nothing was computed and no request is open.
-        """
+        """Return the fields of a log line, or None if the server was idle since the last one."""
         metrics, counts = self._engine.metrics, self._counts()
         prompt, generated, queries, hits = (
             after - before for before, after in zip(self._last, counts, strict=True)

@@ -85,7 +85,7 @@ class Connections:
         return None
 
     def log_refusal(self, host: str, error: ApiError) -> None:
-        """Count a connection that is refused with `error`, and log it, at most now and then."""
+        """Count a connection that is refused with `error`. At most every ten seconds, log one."""
         self._count(error.status, str(error.code or error.type))
         self._log.warning("a connection from %s was refused: %s", host, error.message)
 

@@ -127,7 +127,7 @@ class HttpProtocol(HttpToolsProtocol):
 
     def on_header(self, name: bytes, value: bytes) -> None:
         self._count(len(name) + len(value) + 4)
-        if self._is_in_head:  # the server reads no trailer
+        if self._is_in_head:  # trailers are ignored
             super().on_header(name, value)
 
     def on_headers_complete(self) -> None:

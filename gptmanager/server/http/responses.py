@@ -49,8 +49,7 @@ def event(content: Any) -> bytes:
 
 
 def named_event(content: Mapping[str, Any]) -> bytes:
-    """Return `content` as a server-sent event. The value of its field `type` is the event's name.
-    """
+    """Return `content` as a server-sent event. Its field `type` is the name of the event."""
     name = str(content["type"]).encode()
     return b"event: " + name + b"\ndata: " + orjson.dumps(content) + b"\n\n"
 

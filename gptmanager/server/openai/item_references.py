@@ -1,4 +1,4 @@
-"""Items of type `item_reference` in the input of /v1/responses: the stored items they refer to."""
+"""Replaces items of type `item_reference` in the input of /v1/responses by stored items."""
 
 from __future__ import annotations
 

@@ -32,8 +32,7 @@ class StoredResponse(NamedTuple):
 
 
 class ResponseStore:
-    """Keeps responses in memory within limits of age, number and bytes. Removes the oldest first.
-    """
+    """Keeps the latest responses in memory, up to limits of their age, number and bytes."""
 
     def __init__(
         self,

@@ -167,7 +167,7 @@ class Answer:
         self.prompt_log_probs[prompt], self._knows[prompt] = found, True
 
     def _take(self, request: int, part: GenerationPart) -> range:
-        """Update the prompt's figures from a part; return the indices of the part's outputs."""
+        """Update cached tokens and times from a part; return the indices of the part's outputs."""
         prompt, choice = divmod(request, self._num_requests)
         if part.result is not None:
             for name in ("queue_s", "first_token_s"):

@@ -1,4 +1,4 @@
-"""The harmony format of gpt-oss. Its grammar allows a thought and then one call."""
+"""The harmony format of gpt-oss. Its grammar allows a thought, then a call or the final answer."""
 
 from __future__ import annotations
 

@@ -152,7 +152,7 @@ class Qwen3Coder(ToolFormat):
 
 
 def _body(rule: str, schema: Any) -> tuple[list[str], dict[str, Any]]:
-    """Return the grammar of the schema's parameters in their order; if it has none, of any."""
+    """Return the grammar of a schema's parameters, in order; of any parameters if it lists none."""
     properties, required = properties_of(schema), required_of(schema)
     ends = grammar_text(f"\n{_END_PARAMETER}\n", {})
     if not properties:

@@ -70,7 +70,7 @@ def _types(schema: Any, root: Any, depth: int) -> frozenset[str]:
 
 
 def _resolved(schema: Any, root: Any) -> Any:
-    """Follow references within `root`."""
+    """Return the schema in `root` that `schema` refers to with `$ref`, or else `schema`."""
     for _ in range(_MAX_DEPTH):
         place = schema.get("$ref") if isinstance(schema, Mapping) else None
         if not isinstance(place, str) or not place.startswith("#/"):

@@ -226,7 +226,7 @@ def _read_generate(body: Mapping[str, Any], model: Model) -> InferRequest:
 
 
 def _as_json(response: InferResponse, model: Model) -> dict[str, Any]:
-    """Return the tensors of a response by name, as lists. A tensor with one element has no list."""
+    """Return a response's tensors by name, as lists; a tensor with one element as that element."""
     found: dict[str, Any] = {"model_name": model.name, "model_version": VERSION}
     if response.request.id:
         found["id"] = response.request.id

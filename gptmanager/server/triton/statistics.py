@@ -14,7 +14,7 @@ _NOT_MEASURED = (
 
 
 class CallRecord:
-    """One call, with `num_rows` in its batch. It `succeeded` if all rows were answered in full."""
+    """One call, with `num_rows` rows. It has `succeeded` if all rows were answered in full."""
 
     num_rows = 0
     succeeded = False

@@ -24,10 +24,10 @@ _FLOATS = ("FP16", "FP32", "BF16")
 class Sizes(NamedTuple):
     """The maximum sizes of dimensions for one server.
 
-    `rows` limits the rows of a batch, `prompt` the tokens of a prompt, `vocabulary` the tokens with
-    a bias or logits, `hidden` the values of an embedding, `adapter_rows` the modules of an adapter,
-    `adapter_width` the weights of a module, and `word_ids` the token ids of all words in a list.
-    `stop_words`, `bad_words` and `bias_words` limit the strings of these inputs.
+    `rows` limits the rows of a batch, `prompt` the tokens of a prompt, `vocabulary` the tokens that
+    have a bias or draft logits, `hidden` the values of an embedding, `adapter_rows` the modules of
+    an adapter, `adapter_width` the weights of a module, and `word_ids` the token ids of all words
+    in a list. `stop_words`, `bad_words` and `bias_words` limit the strings of these inputs.
     """
 
     rows: int

@@ -260,7 +260,7 @@ def _text(name: str, raw: bytes) -> str:
 def _words(
     name: str, row: Mapping[str, Any], most_letters: int, *, keeps_empty: bool = False
 ) -> tuple[str, ...]:
-    """Return the strings of an input, the number of which `InputReader` has limited.
+    """Return the strings of an input. `InputReader` has already limited their number.
 
     Clients that want to pass no strings send an empty one, so empty strings are dropped unless
     `keeps_empty`. Raises ApiError for a string that is too long.

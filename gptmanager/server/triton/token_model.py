@@ -308,7 +308,7 @@ class TokenReply:
     def _tensors(
         self, beams: Sequence[Sequence[int]], part: GenerationPart, begin: int, end: int
     ) -> Tensors:
-        """Return the tensors of the tokens `begin` to `end` of a part; zeros if not asked for."""
+        """Return the tensors of the tokens `begin` to `end` of a part; zeros if not requested."""
         lengths = [len(tokens) for tokens in beams]
         most = max(lengths)
         ids = [[*tokens, *[PAD] * (most - len(tokens))] for tokens in beams]
