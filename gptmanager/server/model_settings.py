@@ -60,7 +60,7 @@ class ModelSettings:
                     f"served_model_name = {name!r} must be printable and must not be blank"
                 )
             if names.count(name) > 1:
-                raise ConfigError(f"served_model_name and adapters: {name!r} is there twice")
+                raise ConfigError(f"served_model_name and adapters: {name!r} is used twice")
         if len(self.adapters) > self.max_adapters:
             raise ConfigError(
                 f"max_adapters = {self.max_adapters} must be at least the number of adapters, "

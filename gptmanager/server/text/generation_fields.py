@@ -98,7 +98,7 @@ SAMPLING = (
     Field("temperature", TEMPERATURE, "0: greedy; absent: the checkpoint's, else 1"),
     Field("top_p", Number(0, 1), "absent: the checkpoint's, else 1"),
     Field("top_k", Integer(-1, 2**31 - 1), "0 or -1: unlimited; absent: the checkpoint's"),
-    Field("min_p", Number(0, 1), "least share of the best token's probability"),
+    Field("min_p", Number(0, 1), "minimum probability, relative to the likeliest token"),
     Field("seed", Integer(*_INT64), "the same seed gives the same choices"),
     Field("n", Integer(1, MAX_CHOICES), "choices for each prompt"),
     Field("presence_penalty", Number(-2, 2), "subtracted once from logits of generated tokens"),
