@@ -128,6 +128,7 @@ class _Ending:
         self, get: Callable[[int], Iterable[InferenceRequest]]
     ) -> Callable[[int], Iterable[InferenceRequest]]:
         """Return a Get callback that calls `get`, and ends the manager at `terminate_id`."""
+
         def fetch(max_num_requests: int) -> Iterable[InferenceRequest]:
             requests = () if self.has_begun else get(max_num_requests)
             check_answer("GetInferenceRequests", requests, may_yield=True)

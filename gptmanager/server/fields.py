@@ -153,6 +153,7 @@ class Integer(NamedTuple):
 
 class Flag(NamedTuple):
     """True or false."""
+
     def read(self, where: str, value: Any) -> bool:
         if not isinstance(value, bool):
             raise must_be(where, "true or false", value)
