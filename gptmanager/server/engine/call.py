@@ -36,8 +36,8 @@ class EngineRequest:
     `by_name` has the keyword arguments of `InferenceRequest.from_tokens`, without the request id.
     `adapter` is the name of a loaded adapter. With `is_scoring`, only the prompt's log
     probabilities are needed, and generated tokens do not count. With `is_ended_by_caller`, the
-    caller may end the request for a reason that the engine does not know, such as a stop string, by
-    a call of `Call.stop`.
+    caller looks for ends that the engine does not know, such as stop strings, and calls `Call.stop`
+    at every end, so that the metrics count the right reason.
     """
 
     def __init__(
