@@ -8,7 +8,7 @@ from gptmanager.server.answer_parsing.answer_parts import Found, ThoughtSpan
 
 
 class StepwiseParser(ABC):
-    """Receives the text of an answer in pieces. A subclass implements the state table in `_step`."""
+    """Receives the text of an answer in pieces. A subclass implements the state table, `_step`."""
 
     def __init__(self) -> None:
         self.num_pushed = 0
