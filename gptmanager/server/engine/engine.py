@@ -105,7 +105,7 @@ class Engine:
     # Requests ---------------------------------------------------------------------------------
 
     def submit(self, requests: Sequence[EngineRequest]) -> Call:
-        """Queue all requests, or none. If a call with this Idempotency-Key is kept, join it instead.
+        """Queue all requests or none. If a call with this Idempotency-Key is kept, join it instead.
 
         Raises ApiError: 404 for an adapter that is not loaded, 400 for a request that can never
         run, 422 for an Idempotency-Key of another body, 429 with Retry-After if too many requests
