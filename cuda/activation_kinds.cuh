@@ -3,7 +3,7 @@
 
 #include "numerics.cuh"
 
-// Their divisions are fast ones: a divisor above 2^126 gives 0 in place of a number below 1e-36.
+// They divide by __fdividef: with a divisor above 2^126 it returns 0 instead of a number below 1e-36.
 enum Activation { SILU, GELU, GELU_TANH, RELU, RELU2, CLAMPED_SWIGLU };
 
 template <Activation KIND> __device__ inline float activated(float x) {

@@ -1,4 +1,4 @@
-"""Launchers of activation functions: of each element, and of a gate times an up projection."""
+"""Launchers of activation kernels: elementwise, and for gated MLPs (`activation(gate) * up`)."""
 
 from __future__ import annotations
 
@@ -35,8 +35,9 @@ def activate_gated(
 ) -> None:
     """Compute `out = activation(gate) * up`; `activation_kinds` defines "clamped_swiglu".
 
-    `gate_up` `[T, 2F]` has the gate, then up. `out` `[T, F]` must not overlap it. Both have one
-    dtype: float32, float16 or bfloat16. Raises ValueError for other tensors.
+    `gate_up` `[T, 2F]` has the columns of the gate, then those of up. `out` `[T, F]` must not
+    overlap `gate_up`. Both have the same dtype: float32, float16 or bfloat16. Raises ValueError for
+    other tensors.
     """
     num_tokens, width = out.shape
     check_tensors(
@@ -53,10 +54,10 @@ def activate_gated(
 
 
 def activate(launcher: Launcher, out: Tensor, x: Tensor, activation: Activation) -> None:
-    """Compute `out = activation(x)`, except for "clamped_swiglu", which needs a gate.
+    """Compute `out = activation(x)` elementwise. "clamped_swiglu" is not allowed: it needs a gate.
 
-    `out` may be `x`. Both have the same shape and one dtype, as in `activate_gated`. ValueError for
-    other tensors.
+    `out` may be `x`. Both have the same shape and dtype: float32, float16 or bfloat16. Raises
+    ValueError for other tensors.
     """
     shape = tuple(x.shape)
     check_tensors(x=(x, shape, x.dtype), out=(out, shape, x.dtype))

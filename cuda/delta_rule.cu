@@ -2,13 +2,13 @@
 // gptmanager/kernels/recurrent/delta_formulas.py has the formulas. All sums are float32.
 #include "activation_kinds.cuh"
 
-constexpr int TOKENS = 8;        // tokens of a row with queries and keys in shared memory
+constexpr int TOKENS = 8;        // tokens whose queries and keys are in shared memory at a time
 constexpr int MAX_VALUES = 128;  // the largest dimension of a value
-constexpr int LANES = 4;         // lanes that share a column of a memory
+constexpr int LANES = 4;         // lanes that share a column of a head's memory
 constexpr int COLUMNS = 32 / LANES;
 
-// Convolves a channel of a row, and keeps its last inputs. W: the least power of two that the width of
-// the convolution does not exceed. Grid: (rows, channels / threads). Rows without tokens have no slot.
+// Convolves a channel of a row, and keeps its last inputs. W: 4 or 8, at least the width of the
+// convolution. Grid: (rows, channels / threads). Rows without tokens have no slot.
 template <class T, int W>
 __global__ void __launch_bounds__(128) convolve(
     float* mixed,        // [tokens, channels]
@@ -26,7 +26,7 @@ __global__ void __launch_bounds__(128) convolve(
     for (int i = 0; i < W; i++) {
         int own = i - (W - width);
         taps[i] = own >= 0 ? to_float(conv[own * channels + channel]) : 0.0f;
-        // the first token moves the window by one
+        // the first token shifts the window by one
         window[i] = own >= 1 ? to_float(kept[(own - 1) * channels]) : 0.0f;
     }
     for (int token = first; token < stop; token++) {
@@ -45,8 +45,8 @@ __global__ void __launch_bounds__(128) convolve(
     }
 }
 
-// Writes a vector of `size` elements, with the norm `scale`, to `to`, which is padded with zeros. One
-// warp calls this.
+// Scales the `size` elements of `from` to a vector of norm `scale`, and writes it to `to`, padded with
+// zeros. One warp calls this.
 template <int KEY>
 __device__ inline void normalize(float (&to)[KEY], const float* from, int size, float scale) {
     int lane = threadIdx.x % 32;
@@ -56,9 +56,9 @@ __device__ inline void normalize(float (&to)[KEY], const float* from, int size, 
     for (int i = lane; i < KEY; i += 32) to[i] = i < size ? from[i] * scale : 0.0f;
 }
 
-// Runs the tokens of a row through the memory of a head, one after the other, and writes what they
-// read. Grid: (rows, heads); a warp has COLUMNS columns of the memory, in registers. KEY: the least
-// multiple of 32 that the dimension of a key does not exceed.
+// Updates the memory of a head with the tokens of a row, one after another, and writes what each query
+// reads from it, normalized and gated. Grid: (rows, heads). A warp holds COLUMNS columns of the memory in
+// registers. KEY: 32, 64 or 128, at least the dimension of a key.
 template <class T, int KEY>
 __global__ void __launch_bounds__(32 * MAX_VALUES / COLUMNS, 1) advance(
     T* out,              // [tokens, heads, value_dim]

@@ -1,4 +1,4 @@
-"""Launchers of the gated delta rule: the convolution of a layer, and the memories of its heads."""
+"""Launcher of the gated delta rule: the convolution of a layer, then the memories of its heads."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from gptmanager.cuda.device.launch import NAMES, Argument, Launcher, Program, ch
 from gptmanager.kernels.attention.attention_arguments import RowSpans
 from gptmanager.kernels.recurrent.delta_formulas import DeltaShape, DeltaState, DeltaTensors
 
-_THREADS = 128  # of a convolution
+_THREADS = 128  # threads in a block of the convolution
 _WIDTHS, _KEYS, _MAX_VALUES = (4, 8), (32, 64, 128), 128
-_COLUMNS = 8  # of a memory that a warp has
+_COLUMNS = 8  # columns of a head's memory that a warp updates
 PROGRAM = Program(
     "delta_rule.cu",
     (
@@ -40,11 +40,11 @@ def gated_delta(
     state: DeltaState,
     rows: RowSpans,
 ) -> None:
-    """Compute `DeltaOps.gated_delta`: write `out [T, H * V]`, and change the state.
+    """Compute `DeltaOps.gated_delta`: write `out` `[T, H * V]`, and update `state` in place.
 
-    `gates`, `state.memory`, and the decay and step of `tensors` are float32. All others have one
-    dtype of float32, float16, bfloat16. A token has the same bits in any chunk of its row. Raises
-    ValueError for other tensors.
+    `gates`, `state.memory`, and the decay and step of `tensors` are float32. All others have the
+    same dtype: float32, float16 or bfloat16. A token's result has the same bits however the tokens
+    of its row are divided among calls. Raises ValueError for other tensors.
     """
     num_tokens, num_rows, dtype, heads = len(out), len(rows.slots), out.dtype, shape.value_heads
     stride, wide = shape.channels + shape.values, torch.float32

@@ -63,7 +63,7 @@ class Features:
 
 
 def _words() -> dict[str, tuple[str, bool]]:
-    """Map each word to the field that it sets and the value."""
+    """Return a dict from each word to the field that it sets and the field's value."""
     return {
         ("no-" if one.default else "") + one.name.replace("_", "-"): (one.name, not one.default)
         for one in fields(Features)

@@ -185,7 +185,7 @@ __device__ inline void mma_m16n8k16(
 
 // Matmuls of a warpgroup (Hopper) ------------------------------------------------------------------
 //
-// Four warps, the first one a multiple of four, issue a matmul together; it runs asynchronously. Its
+// Four warps, from a multiple of four on, issue a matmul together; it runs asynchronously. Its
 // operands in shared memory are written by ordinary stores or cp.async; then the thread that wrote
 // them calls `fence_proxy_async`, and a barrier follows. The registers of a matmul must not be
 // accessed between the `warpgroup_fence` before it and the `warpgroup_wait` after it.

@@ -1,7 +1,7 @@
 """`CudaKernels`: the ops of the network as CUDA kernels, large matmuls by torch.
 
-It chooses the kernel for each call; calls that no kernel covers fall back to the reference. The
-launcher decides where the kernels run: on a GPU, or on the CPU in the emulator.
+The class chooses the kernel for each call; calls that no kernel covers fall back to the reference.
+The launcher decides where the kernels run: on a GPU, or on the CPU in the emulator.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _Kind = tuple[int, int, int, int | None, bool]  # heads, KV heads, head size, wi
 
 
 class _Work(NamedTuple):
-    """The work of both attention kernels in the layers of the same kind."""
+    """The work of both attention kernels, shared by all layers of one `_Kind`."""
 
     context_items: Tensor
     generation: GenerationWork
@@ -62,9 +62,9 @@ class StepPlan(NamedTuple):
 class CudaKernels(Kernels):
     """Ops on tensors of the launcher's device. They are enqueued on its current stream.
 
-    Pages are token-major in memory: `keys [P, K, D, B]` is a transposed view. `deterministic`:
-    context attention serves all rows, since generation attention splits a row depending on the
-    other rows, and one kernel computes all matmuls, for any number of rows.
+    Pages are token-major in memory: `keys [P, K, D, B]` is a transposed view. If `deterministic`,
+    context attention serves all rows, because generation attention splits a row depending on the
+    other rows, and a matmul uses the same kernel for any number of rows.
     """
 
     has_float64, plans_experts = False, True
@@ -108,10 +108,12 @@ class CudaKernels(Kernels):
         num_context_rows: int,
         fixed: bool = False,
     ) -> tuple[Ints, ...]:
-        """Return the plans of both attention kernels: four arrays for each kind of layers.
+        """Return the plans of both attention kernels: four arrays for each `_Kind` of layers.
 
         These are the items of context attention, then the items, block starts and partial starts of
-        generation attention. Empty if the reference computes attention.
+        generation attention. If `fixed`, rows have at most one token, and the arrays are padded to
+        sizes that depend only on the number of rows. The result is empty if the reference computes
+        attention.
         """
         if not self._covers(shapes):
             return ()
@@ -129,7 +131,7 @@ class CudaKernels(Kernels):
             generation = plan_generation(
                 single, *size, window=window, sink=sink, chunked=shape.chunked, stretch=stretch
             )
-            if fixed:  # a token's queries are one item
+            if fixed:  # a context row has at most one token, and therefore at most one item
                 num_single = len(num_new) - middle
                 most = max_num_items(num_single, *size, window=window, sink=sink)
                 generation = generation.padded(most, num_single)
@@ -316,7 +318,7 @@ class CudaKernels(Kernels):
         queries = qkv.new_empty(len(qkv), qkv.shape[1] // head_dim - 2 * num_kv_heads, head_dim)
         cache_write.rope_and_write(
             self._launcher,
-            # a layer with gated outputs passes a part of each row
+            # a layer with gated outputs passes a view of some columns
             *(queries, qkv.contiguous(), positions, rows.plan.cells, pages),
             cos_sin=cos_sin,
             q_norm=q_norm,
@@ -349,7 +351,7 @@ class CudaKernels(Kernels):
 
 
 def _kind(shape: AttentionShape) -> _Kind:
-    """Return the kind of a layer: all that its plan depends on."""
+    """Return the kind of a layer. Layers of one kind share a plan."""
     return (*shape[:3], shape.window, shape.chunked)
 
 

@@ -117,7 +117,7 @@ def _compile_one(choice: Choice) -> Row:
 def whole_matrix(arch: str = "", word: str = "") -> Iterator[Choice]:
     """Yield every kernel for every architecture, or only for `arch`.
 
-    If `word` is given, only kernels with it in their name, and those for all dtypes.
+    With `word`, yield only kernels with it in their name, and kernels without a dtype in it.
     """
     for program in PROGRAMS:
         for own in _architectures(program, arch):
@@ -135,7 +135,10 @@ def _architectures(program: Program, arch: str) -> tuple[str, ...]:
 
 
 def table(rows: Iterable[Row]) -> str:
-    """Return a table with a line per kind of kernel: the most that any instantiation uses."""
+    """Return a Markdown table of the resources of all instantiations, by kernel and element type.
+
+    It has the range of registers for each architecture, and the largest shared memory.
+    """
     most: dict[tuple[str, str, str], dict[str, list[Row]]] = {}
     for row in rows:
         name, _, arguments = row.kernel.rstrip(">").partition("<")

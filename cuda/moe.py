@@ -1,6 +1,6 @@
-"""Launchers of a mixture of experts: the choice, the sort by expert, grouped matmuls, the sum.
+"""Launchers of a mixture of experts: routing, sorting by expert, grouped matmuls, weighted sums.
 
-The grids depend on the number of tokens only, so a captured step may choose other experts.
+The grids depend on the number of tokens only, so a replayed CUDA graph may choose other experts.
 """
 
 from __future__ import annotations
@@ -58,8 +58,8 @@ PROGRAM = Program(
 class SortedSlots(NamedTuple):
     """Slots sorted by expert, int32 `[N]`, and their tiles, int32 `[n, 3]`: expert, first, last.
 
-    Slot `t * per_token + i` is choice i of token t. A tile has up to `rows` slots. A tile of expert
-    -1 has no work.
+    Slot `t * per_token + i` is the i-th expert of token t. A tile has the sorted slots from `first`
+    to `last` (excluded), at most `rows`. A tile of expert -1 has no work.
     """
 
     sorted: Tensor
@@ -107,7 +107,7 @@ def choose_experts(
 def sort_slots(launcher: Launcher, chosen: Tensor, first: int, count: int) -> SortedSlots:
     """Sort the slots of `chosen` int32 `[T, k]` by expert, for experts `first` to `first + count`.
 
-    Slots of other experts have no tile, and no place among the sorted ones.
+    Slots of other experts are not in the result. Raises ValueError for other tensors.
     """
     check_tensors(chosen=(chosen, (None, None), torch.int32))
     num_slots = chosen.numel()
@@ -137,11 +137,11 @@ def multiply(
 ) -> Tensor:
     """Return `x[slot // n] @ weight[expert]^T + bias[expert]` for each slot, `[N, O]`.
 
-    `x` `[N / n, I]`; `weight` `[count * O, I]` and `bias` `[count * O]`, one expert after the
-    other; one dtype of float32, float16, bfloat16, or `weight` in 8 bits. With an `activation`, one
-    of silu, gelu_tanh and clamped_swiglu, an expert has 2 O rows, a gate and an up projection,
-    which are not rounded before it. Rows of slots without a tile have no value. Raises ValueError
-    for other tensors.
+    `x` is `[N / n, I]`. `weight` `[count * O, I]` and `bias` `[count * O]` have one expert after
+    another. All have the same dtype: float32, float16 or bfloat16; `weight` may have 8 bits. With
+    an `activation` (silu, gelu_tanh or clamped_swiglu), an expert has 2 O rows, those of the gate,
+    then those of up, and neither is rounded before the activation. The result is undefined for
+    slots without a tile. Raises ValueError for other tensors.
     """
     num_slots, (num_rows, depth), dtype = len(slots.sorted), x.shape, x.dtype
     num_weights, values, scales = weight.shape[0], values_of(weight), scales_of(weight)
@@ -183,7 +183,8 @@ def mix_outputs(
 ) -> Tensor:
     """Return the weighted sums `[T, C]` of the `outputs` `[T * k, C]` of each token's slots.
 
-    Experts other than `first` to `first + count` add nothing.
+    Only experts `first` to `first + count` (excluded) are summed. Raises ValueError for other
+    tensors.
     """
     num_tokens, per_token = chosen.shape
     width = outputs.shape[1]

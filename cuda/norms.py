@@ -18,7 +18,7 @@ _FLAGS = ("false", "true")
 
 
 def _kernels() -> Iterator[str]:
-    """Yield the norms of rows, those of heads, and those with weights that are stored minus 1."""
+    """Yield the names of the kernels: of rows, of heads, and with weights stored minus 1."""
     kinds = [
         [
             f"{name}, {16 // dtype.itemsize if wide else 1}, {count}, {centered}"
@@ -52,10 +52,10 @@ def norm(
 
     The RMSNorm is `out = y / sqrt(mean(y^2) + eps) * weight + bias`. For a LayerNorm, the mean of y
     is first subtracted from y. y is `x`; with a `residual`, y is the rounded sum of both, which is
-    also written to `residual`. `out`, `x`, `residual` `[T, C]`; `weight`, `bias` `[C]`; one dtype
-    of float32, float16, bfloat16. `out` may be `x`. Raises ValueError for other tensors, and for
-    rows of more than 64 KiB, or of more than 8192 elements if a row is not a multiple of 16 bytes.
-    With `plus_one`, weights are stored minus 1.
+    also written to `residual`. With `plus_one`, weights are stored minus 1. `out`, `x` and
+    `residual` are `[T, C]`, `weight` and `bias` `[C]`. All have the same dtype: float32, float16 or
+    bfloat16. `out` may be `x`. Raises ValueError for other tensors, and for rows of more than
+    64 KiB, or of more than 8192 elements if a row is not a multiple of 16 bytes.
     """
     num_tokens, width = x.shape
     row = (num_tokens, width)
@@ -85,10 +85,10 @@ def norm_heads(
     *,
     centered: bool = False,
 ) -> None:
-    """Normalize each group of `width` of these columns of `x [T, N]` in place.
+    """Normalize each head, a group of `width` columns, of the `columns` of `x [T, N]` in place.
 
-    The norm is an RMSNorm, or a LayerNorm if `centered`. `weight` has an element for each column.
-    Dtypes and widths are those of `norm`. Raises ValueError for other tensors.
+    The norm is an RMSNorm, or a LayerNorm if `centered`. `weight` `[len(columns)]` has an element
+    for each column. Dtypes and widths are those of `norm`. Raises ValueError for other tensors.
     """
     num_tokens, stride = x.shape
     check_tensors(x=(x, (num_tokens, stride), x.dtype), weight=(weight, (len(columns),), x.dtype))
@@ -105,7 +105,7 @@ def norm_heads(
 
 
 def _are_wide(itemsize: int, *sizes: int) -> bool:
-    """Return whether all are multiples of 16 bytes."""
+    """Return whether all `sizes`, in elements, are multiples of 16 bytes."""
     return not any(size * itemsize % 16 for size in sizes)
 
 

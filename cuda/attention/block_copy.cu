@@ -1,5 +1,5 @@
 // For each copy (from, to, n): destination[:, to, :, :n] = source[:, from, :, :n], the first n tokens of
-// a block. A token of a KV head is a number of `vectors` of 16 bytes.
+// a block. One token of a KV head has `vectors` vectors of 16 bytes.
 #include "numerics.cuh"
 
 // Grid: (copies, layers * kv heads). Either pool may be in pinned CPU memory.

@@ -1,4 +1,4 @@
-"""Copy the first tokens of blocks, within a pool or between two; one may be in CPU memory."""
+"""Copy the first tokens of KV blocks within a pool, or between a GPU pool and one in CPU memory."""
 
 from __future__ import annotations
 
@@ -36,9 +36,10 @@ def rounds(copies: Iterable[Copy]) -> list[list[Copy]]:
 def copy_blocks(launcher: Launcher, destination: Tensor, source: Tensor, copies: Tensor) -> None:
     """Copy the first n tokens of block a of `source` to block b of `destination`, in every layer.
 
-    `destination` and `source` `[L, P, K, B, D]` have one dtype, and may be the same pool. `copies`
-    `[N, 3]` int32 has a, b and n of each copy; no copy may write a block that another one uses (see
-    `rounds`). D elements are a multiple of 16 bytes. Raises ValueError for other tensors.
+    `destination` and `source` `[L, P, K, B, D]` (layers, blocks, KV heads, tokens of a block, head
+    dimension) have the same dtype, and may be the same pool. `copies` int32 `[N, 3]` has a, b and n
+    of each copy; no copy may write a block that another one uses (see `rounds`). D elements must be
+    a multiple of 16 bytes. Raises ValueError for other tensors.
     """
     num_layers, num_blocks, num_kv_heads, tokens_per_block, head_dim = source.shape
     if head_dim * source.itemsize % 16:

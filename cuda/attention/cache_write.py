@@ -44,7 +44,8 @@ PROGRAM = Program(
 def locate_tokens(launcher: Launcher, cells: Tensor, rows: RowSpans, tokens_per_block: int) -> None:
     """Write `cells[t] = block * tokens_per_block + offset` of token t, once a step for all layers.
 
-    Tokens after the last row (padding of a CUDA graph) get -1. `cells` int32 `[T]`.
+    Tokens after the last row (padding of a CUDA graph) get -1. `cells` is int32 `[T]`. Raises
+    ValueError for other tensors.
     """
     num_tokens, num_rows = len(cells), len(rows.kv_lengths)
     check_tensors(
@@ -77,7 +78,7 @@ def rope_and_write(
     late: bool = False,
     plus_one: bool = False,
 ) -> None:
-    """Write rotated queries to `queries`; rotated keys and the unchanged values to their cells.
+    """Write rotated queries to `queries`, and rotated keys and unchanged values to `pages`.
 
     `queries` is `[T, H, D]`. `qkv` `[T, (H + 2K) * D]` has query heads, key heads and value heads.
     `q_norm` and `k_norm` `[D]` are the weights of a per-head RMSNorm with `eps`, before the
@@ -88,8 +89,8 @@ def rope_and_write(
     float32, which has the cosines of N / 2 frequencies, then their sines. Dimensions i < N / 2 and
     i + N / 2 of a head are rotated together, those from N on are unchanged. `cells` `[T]` int32 is
     from `locate_tokens`; tokens with a negative cell are not written to pages. D is one of
-    HEAD_DIMS. Ties round to even, and NaN stays NaN; float8_e4m3fn saturates. Raises ValueError for
-    other tensors.
+    HEAD_DIMS. Values are rounded to nearest, ties to even; NaN stays NaN; float8_e4m3fn saturates.
+    Raises ValueError for other tensors.
     """
     num_tokens, num_heads, head_dim = queries.shape
     num_blocks, num_kv_heads, tokens_per_block, _ = pages.values.shape

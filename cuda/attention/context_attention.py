@@ -63,11 +63,12 @@ PROGRAM = Program(
 
 
 def plan_context(num_new: Ints, kv_lengths: Ints, shape: AttentionShape) -> Ints:
-    """Return items int32 `[N, 4]`, longest first: row, first packed query, first and last key.
+    """Return the work items for `context_attention`, int32 `[N, 4]`, those with most keys first.
 
-    The last key is excluded. `num_new` `[R]`: tokens of each row, the last of its `kv_lengths[r]`
-    positions; packed query m belongs to token m / group. Rows without tokens have no items. Called
-    once a step for all layers with the same window.
+    An item has a row, the first of its packed queries, its first key, and its last key (excluded).
+    Row r has `num_new[r]` new tokens, the last of its `kv_lengths[r]` positions. The query heads of
+    a KV head are packed token by token: packed query m belongs to new token m // group. Rows
+    without new tokens have no items. Called once a step for all layers with the same window.
     """
     if not num_new.size:  # most steps have no context rows
         return np.zeros((0, 4), dtype=np.int32)
@@ -96,11 +97,12 @@ def context_attention(
 ) -> None:
     """Compute `out[t] = softmax(scores of queries[t] and the keys) @ values` over visible keys.
 
-    Pages without a visible key may already be freed. `queries`, `out` `[T, H, D]` of one dtype of
-    float32, float16, bfloat16; D one of HEAD_DIMS; H / K at most MAX_GROUP. Pages are of the same
-    dtype, or float8_e4m3fn. `items` `[N, 4]` int32: from `plan_context`, for the same shape.
-    `sinks` `[H]`, of the queries' dtype: scores without a value, if `shape` has them. ValueError
-    for other tensors.
+    Pages without a visible key are not read, and may already be freed. `queries` and `out`
+    `[T, H, D]` have the same dtype: float32, float16 or bfloat16. D is one of HEAD_DIMS, and H / K
+    at most MAX_GROUP. Pages have the same dtype, or float8_e4m3fn. `items` int32 `[N, 4]` is from
+    `plan_context`, for the same `shape`. `sinks` `[H]`, of the queries' dtype, has a score without
+    a value for each head; pass it if and only if `shape.sinks`. Raises ValueError for other
+    tensors.
     """
     cache = check_attention(
         *(out, queries, pages, rows, shape, sinks),

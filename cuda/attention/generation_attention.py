@@ -24,8 +24,8 @@ from gptmanager.cuda.device.launch import NAMES, Argument, Launcher, Program, in
 from gptmanager.kernels.attention.attention_arguments import AttentionShape, Pages, RowSpans
 
 _WARPS, _TILE = 4, 16  # as in the .cu
-_BLOCKS = {5: 32, 4: 64, 3: 160, 2: 512}  # by the launch bounds in the .cu: blocks -> largest width
-_STATIC_BYTES, _RESERVED_BYTES = 1024, 1024  # shared memory of the kernel, and of CUDA
+_BLOCKS = {5: 32, 4: 64, 3: 160, 2: 512}  # resident blocks -> largest width, as in the .cu
+_STATIC_BYTES, _RESERVED_BYTES = 1024, 1024  # shared memory per block: of static arrays; of CUDA
 
 
 def _name(dtype: torch.dtype, head_dim: int, tiles: int, cache: str, sinks: bool) -> str:
@@ -53,7 +53,7 @@ class GenerationWork(NamedTuple):
     The plan consists of `items` int32 `[N, 4]`, `block_starts` int32 `[B + 1]` and `partial_starts`
     int32 `[R + 1]`. The working memory is `partial` `[n, H, D]` and `partial_log` `[n, H]` float32,
     with n of at least the plan's `num_partials`, and `arrived` int32 `[R, K]`, which is zero before
-    and after.
+    and after each launch.
     """
 
     items: Tensor
@@ -77,10 +77,10 @@ def generation_attention(
     """Compute `out[t] = softmax(scores of queries[t] and the keys) @ values` for rows of one token.
 
     A row sees the positions of its items, which were planned with the window and the sink of
-    `shape`. `queries`, `out` `[T, H, D]` of one dtype of float32, float16, bfloat16; D one of
-    HEAD_DIMS; H / K at most MAX_GROUP. Pages are of the same dtype, or float8_e4m3fn. `sinks`
-    `[H]`, of the queries' dtype: scores without a value, if `shape` has them. Raises ValueError for
-    other tensors.
+    `shape`. `queries` and `out` `[T, H, D]` have the same dtype: float32, float16 or bfloat16. D is
+    one of HEAD_DIMS, and H / K at most MAX_GROUP. Pages have the same dtype, or float8_e4m3fn.
+    `sinks` `[H]`, of the queries' dtype, has a score without a value for each head; pass it if and
+    only if `shape.sinks`. Raises ValueError for other tensors.
     """
     items, block_starts, partial_starts, partial, partial_log, arrived = work
     num_heads, num_kv_heads, head_dim = shape[:3]
@@ -119,7 +119,7 @@ def generation_attention(
 
 
 def find_places(launcher: Launcher, shape: AttentionShape) -> Places:
-    """Return the number of blocks that run at a time, for the plan of `generation_attention`."""
+    """Return how many blocks of `generation_attention` run at a time, for `plan_generation`."""
     resident = resident_blocks(shape, launcher.max_shared_mem)
     return Places(launcher.num_multiprocessors, resident)
 
@@ -127,8 +127,8 @@ def find_places(launcher: Launcher, shape: AttentionShape) -> Places:
 def resident_blocks(shape: AttentionShape, max_shared_mem: int) -> int:
     """Return the number of blocks that a multiprocessor runs at a time.
 
-    Its registers and its shared memory limit it; the latter is a KiB larger than the
-    `max_shared_mem` bytes that a block can have.
+    Registers and shared memory limit this number. A multiprocessor has 1 KiB more shared memory
+    than the `max_shared_mem` bytes that one block can have.
     """
     width = shape.head_dim * (1 if shape.group <= 8 else 2)
     by_registers = next(count for count, widest in _BLOCKS.items() if width <= widest)

@@ -17,12 +17,12 @@ Ints = npt.NDArray[np.int32]
 Numbers = npt.NDArray[np.int64]
 
 PASS = 64  # tokens that a block's warps process at a time; also the unit of work
-WHOLE = 1 << 30  # a stretch longer than any row
+WHOLE = 1 << 30  # a `stretch` longer than any row: rows are not cut
 # from docs/benchmarks/model_of_generation_attention.md:
 _START = 1  # passes that a block could do while it finds the pages of an item
 _MERGE = 0.09  # passes that a block could do while it merges one more partial result
-_SNAP = 1  # passes: a cut this close to a row's begin or end moves there
-_SHORTEST = 3  # passes of a share, starts included
+_SNAP = 1  # passes: a cut this close to a row's start or end moves there
+_SHORTEST = 3  # fewest passes of a block's share of the work, with `_START` for each span
 
 
 class Places(NamedTuple):
@@ -55,7 +55,10 @@ class GenerationPlan:
         return int(self.partial_starts[-1])
 
     def padded(self, num_items: int, num_rows: int) -> GenerationPlan:
-        """Return the plan, padded with items and rows that do nothing: graphs have fixed sizes."""
+        """Return the plan, padded with items and rows that do nothing: graphs have fixed sizes.
+
+        Raises ValueError if the plan has more items or rows.
+        """
         if num_items < len(self.items) or num_rows < len(self.partial_starts) - 1:
             raise ValueError(
                 f"{len(self.items)} items of {len(self.partial_starts) - 1} rows do not fit into "
@@ -87,7 +90,11 @@ class _Spans(NamedTuple):
         return -(-self.last // stretch) - self.first // stretch
 
     def cut(self, own: Numbers, at: Numbers) -> _Spans:
-        """Return pieces in order: piece n is of span `own[n]`, from `at[n]` or the span's begin."""
+        """Return pieces of the spans: piece n begins at position `at[n]` of span `own[n]`.
+
+        A position before the span means its start. A piece ends where the next piece of the same
+        span begins, or with the span. `own` is in ascending order.
+        """
         begins, ends = np.maximum(self.first[own], at), self.last[own]
         follows = own[1:] == own[:-1]
         ends[:-1][follows] = begins[1:][follows]
@@ -107,11 +114,11 @@ def plan_generation(
     """Plan the items of rows with one token each, the last of `kv_lengths[r]` >= 1 positions.
 
     With a `window`, only the last `window` positions and the first `sink` positions are visible.
-    If `chunked`, the positions from the last multiple of `window` on take the place of the last
-    `window` ones. An item has at most `stretch` tokens, a multiple of PASS. By default each block
-    has one item, unless an item would be much longer than the others; then all blocks have equal
-    shares of the work, across rows. Because of rounding, the result of a row depends on where the
-    row is cut; with a fixed stretch this does not depend on the other rows.
+    If `chunked`, the window begins at the last multiple of `window` instead. An item has at most
+    `stretch` tokens; other stretches than positive multiples of PASS raise ValueError. By default
+    each block has one item, unless an item would be much longer than the others; then all blocks
+    have equal shares of the work, across rows. Because of rounding, the result of a row depends on
+    where the row is cut. With a fixed stretch, the cuts of a row do not depend on other rows.
     """
     spans = _spans(kv_lengths.astype(np.int64), window, sink, chunked)
     num_blocks = places.blocks(num_kv_heads)
@@ -159,11 +166,12 @@ def _spans(last: Numbers, window: int | None, sink: int, chunked: bool) -> _Span
 def _stretch_of_one_item_each(
     spans: _Spans, num_kv_heads: int, num_blocks: int, places: Places
 ) -> int | None:
-    """Return the shortest stretch that results in at most one item per block.
+    """Return the shortest stretch that results in at most one item per block, or None.
 
-    It is long enough that a row takes no longer to merge than to read: n items of p / n passes do
-    if n > sqrt(p / _MERGE). The result is None if an item would be longer than a multiprocessor's
-    share of all work, because too few blocks would remain at the end to keep the memory busy.
+    Merging a row must not take longer than reading it. A row of p passes in n items is read in
+    p / n passes and merged in n * _MERGE passes, so an item has at least sqrt(p * _MERGE) passes.
+    The result is None if an item would be longer than a multiprocessor's share of all work, because
+    too few blocks would remain at the end to keep the memory busy.
     """
     if len(spans.rows) > num_blocks or not len(spans.rows):
         return None
@@ -185,8 +193,8 @@ def _stretch_of_one_item_each(
 def _equal_shares(spans: _Spans, num_blocks: int) -> tuple[_Spans, Numbers]:
     """Cut the concatenated work of all spans evenly; return pieces and each block's first one.
 
-    The work of a span is its passes and a start. A block that continues a row has another start;
-    since nearly all blocks do, it is not counted.
+    The work of a span is its passes plus `_START`. A block that continues a span has another start,
+    which is not counted because nearly all blocks have one.
     """
     ends = np.cumsum(spans.passes + _START)
     begins = ends - spans.passes - _START

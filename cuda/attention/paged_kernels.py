@@ -30,9 +30,9 @@ class Cache(NamedTuple):
 
 
 def check_cache(dtype: torch.dtype, pages: Pages) -> Cache:
-    """Return the cache for a call on tensors of `dtype`.
+    """Return the keys of `pages` and the dtype that they must have for tensors of `dtype`.
 
-    Raises ValueError if pages do not match it.
+    Raises ValueError for float8_e4m3fn without `cache_scales`, and for scales with another dtype.
     """
     keys, _, scales = pages[:3]
     if (keys.dtype is FP8) != (scales is not None):
@@ -119,6 +119,9 @@ def sinks_arguments(dtype: torch.dtype, cache: str, *others: str) -> str:
 
 
 def row_bytes(head_dim: int, dtype: torch.dtype) -> int:
-    """Return the bytes of a token's head in shared memory, as ROW in the .cu: 16 x odd."""
+    """Return the stride in bytes of token rows in shared memory: an odd multiple of 16.
+
+    It equals ROW in the .cu files.
+    """
     size = head_dim * dtype.itemsize
     return size if size // 16 % 2 else size + 16

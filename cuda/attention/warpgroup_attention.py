@@ -10,7 +10,7 @@ from gptmanager.kernels.attention.attention_arguments import AttentionShape
 
 _HEAD_DIMS = (64, 128)
 _TOKENS = 128  # tokens in a tile of keys and values, as in the .cu
-_ALIGNMENT = 1024  # alignment of tiles in shared memory
+_ALIGNMENT = 1024  # bytes; of tiles in shared memory
 
 
 def warpgroup_kernel(kind: str, dtype: torch.dtype, sinks: bool) -> str:
@@ -41,6 +41,9 @@ def takes(launcher: Launcher, shape: AttentionShape, dtype: torch.dtype) -> bool
 
 
 def shared_memory(num_queries: int, head_dim: int) -> int:
-    """Return the bytes for a block: its queries, and two tiles each of keys and of values."""
+    """Return a block's bytes of shared memory: its queries, and two tiles each of keys and values.
+
+    `num_queries` is the number of packed queries of an item.
+    """
     rows = num_queries + 4 * _TOKENS
-    return rows * head_dim * 2 + _ALIGNMENT - 16  # its address is aligned to 16 at least
+    return rows * head_dim * 2 + _ALIGNMENT - 16  # the memory is aligned to 16 bytes at least

@@ -1,7 +1,8 @@
-"""Compile CUDA C++ by NVRTC (through CuPy) to a cubin with the figures of its kernels.
+"""Compile CUDA C++ with NVRTC (through CuPy) to a cubin, with the resources of its kernels.
 
 No device is needed. Cubins are kept in the user's cache folder, under a hash of all their inputs:
-the text with its own headers, the options, and the compiler's version.
+the text and those headers of this package that it includes, the options, the kernels' names, and
+the compiler's version.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from gptmanager.errors import ConfigError, GptManagerError
 
 FOLDER = Path(__file__).resolve().parents[1]  # includes are relative to it
 ARCHITECTURES = ("sm_80", "sm_90a", "sm_100", "sm_120")
-_WHEELS = {  # with CUDA's headers, and the folder in each wheel
+_WHEELS = {  # wheels with CUDA's headers -> the folder in the wheel
     "nvidia-cuda-runtime": "nvidia/cu13/include",
     "nvidia-cuda-runtime-cu12": "nvidia/cuda_runtime/include",
 }
@@ -47,7 +48,10 @@ class CompilationError(GptManagerError):
 
 @dataclass(frozen=True)
 class Figures:
-    """The resources of one kernel: registers per thread, bytes of static shared memory, spills."""
+    """The resources of one kernel: registers per thread; the others in bytes.
+
+    `shared_memory` is the static shared memory of a block; spills and the stack are per thread.
+    """
 
     registers: int = 0
     shared_memory: int = 0
@@ -91,10 +95,11 @@ def compile(
     *,
     cache: Path | None = None,
 ) -> Cubin:
-    """Compile the kernels `names` (as `decode<128, 4>`) for `arch` (as `sm_90a`).
+    """Compile the kernels `names` (such as `decode<128, 4>`) for `arch` (such as `sm_90a`).
 
     `source` is a file, or text that may include the headers of this package. `options` are NVRTC's.
-    Raise `CompilationError` with the log if that fails, and `ConfigError` without a compiler.
+    `cache` is the folder for cubins, by default one in the user's cache. Raises `CompilationError`
+    with the log if NVRTC fails, and `ConfigError` if NVRTC or CUDA's headers are missing.
     """
     nvrtc = find_nvrtc()
     file = source.name if isinstance(source, Path) else "kernel.cu"
@@ -166,7 +171,7 @@ def _figures_of(section: str) -> Figures:
 
 
 def _texts(text: str, folder: Path) -> list[str]:
-    """Return `text` and the texts of all our headers that it includes: a change recompiles."""
+    """Return `text` and the texts of all our headers that it includes, directly or indirectly."""
     texts, pending, seen = [text], _INCLUDE.findall(text), set()
     while pending:
         name = pending.pop()
@@ -202,7 +207,10 @@ def _header_folders() -> Iterator[Path]:
 
 
 def _keep(folder: Path, cubin: Cubin) -> None:
-    """Write the files, then rename their folder: other processes may do the same at this time."""
+    """Store `cubin` in `folder`: write a temporary folder, then rename it.
+
+    Other processes may store the same cubin at the same time.
+    """
     folder.parent.mkdir(parents=True, exist_ok=True)
     figures = {name: asdict(values) for name, values in cubin.figures.items()}
     described = {"lowered": dict(cubin.lowered), "figures": figures, "log": cubin.log}

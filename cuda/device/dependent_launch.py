@@ -1,8 +1,8 @@
 """`DependentLaunch`: launches that let a kernel begin before the previous one has ended.
 
-CuPy does not support them. They call the driver through cuda-bindings, with programmatic stream
-serialization (CUDA programming guide, "Programmatic Dependent Launch"). `wait_for_previous` in
-intrinsics.cuh explains why this is correct.
+CuPy does not support such launches. Therefore the driver is called through cuda-bindings, with
+programmatic stream serialization (CUDA programming guide, "Programmatic Dependent Launch").
+`wait_for_previous` in intrinsics.cuh explains why this is correct.
 """
 
 from __future__ import annotations
@@ -23,8 +23,9 @@ _CODES = {"i": "i4x", "u": "I4x", "f": "f4x"}  # 4 bytes, padded to 8
 
 
 def find_driver(major: int) -> Any:
-    """Return `cuda.bindings.driver`; None if it, the device or the driver is unsuitable (logged).
+    """Return `cuda.bindings.driver`, or None if the device does not support such launches.
 
+    Also None, with a log line, if cuda-bindings cannot be imported or the driver is too old.
     `major` is the first number of the device's compute capability.
     """
     if major < _OLDEST_DEVICE:
@@ -84,7 +85,7 @@ class DependentLaunch:
             raise RuntimeError(f"{self._name} was not launched: {error.name}")
 
     def _lay_out(self, values: Sequence[int | np.generic]) -> None:
-        """Allocate 8 bytes per value, and an array of their addresses. The driver copies them."""
+        """Allocate 8 bytes per value, and an array of the addresses of all values."""
         self._format = "=" + "".join(map(_code, values))
         self._values = ctypes.create_string_buffer(struct.calcsize(self._format))
         first = ctypes.addressof(self._values)

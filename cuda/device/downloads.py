@@ -21,7 +21,10 @@ class Download(NamedTuple):
 
 
 class Downloads:
-    """Copies through a ring of pinned buffers of `num_bytes` each, the usual size of a step's."""
+    """Copies tensors through a ring of pinned buffers of `num_bytes` each, enough for most steps.
+
+    A step with more bytes gets a new buffer.
+    """
 
     def __init__(self, stream: Stream, num_bytes: int) -> None:
         self._stream = stream
@@ -50,7 +53,10 @@ class Downloads:
         return Download(tuple(copies), copied)
 
     def fetch(self, tensor: Tensor) -> Tensor:
-        """Return a copy in new memory, complete with the next `send`; a huge one immediately."""
+        """Return a copy in new pinned memory, complete after the event `copied` of the next `send`.
+
+        A tensor of more than `MOST_BYTES` is copied to pageable memory before this method returns.
+        """
         if tensor.nbytes > MOST_BYTES:
             return tensor.to("cpu", copy=True)
         return _copied(tensor, self._stream.staging(tensor.nbytes))

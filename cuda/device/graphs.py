@@ -1,7 +1,6 @@
 """`GenerationGraphs`: generation steps captured as CUDA graphs for a ladder of batch sizes.
 
-It chooses the graph for a number of rows. A step is any function of tensors; the tensors of a graph
-keep their addresses.
+A step is any function of tensors. The tensors of a graph keep their addresses.
 """
 
 from __future__ import annotations
@@ -47,7 +46,7 @@ class GenerationGraphs:
         on_progress: ProgressCallback | None = None,
         what: str = "CUDA graphs",
     ) -> None:
-        """Capture `step` for each size. `inputs(size)` returns arrays of a step without effect.
+        """Capture `step` for each size. `inputs(size)` returns arrays with which it has no effect.
 
         `on_progress` is called with `what`, the number of captured graphs, and their total.
         """
@@ -64,7 +63,10 @@ class GenerationGraphs:
                 on_progress(what, number, len(sizes))
 
     def size_for(self, num_rows: int) -> int | None:
-        """Return the smallest captured size of at least `num_rows`; None if there is none."""
+        """Return the smallest of `sizes` that is at least `num_rows`.
+
+        The result is None if all sizes are smaller, or if nothing is captured.
+        """
         index = bisect_left(self._sizes, num_rows)
         size = self._sizes[index] if index < len(self._sizes) else None
         return size if size in self._graphs else None

@@ -141,7 +141,10 @@ class DeviceKernel:
         self._dependent: DependentLaunch | None = None
 
     def begin_early(self, driver: Any) -> None:
-        """Let the kernel begin before the previous one has ended; its code must wait for that."""
+        """Let the kernel begin before the previous one has ended.
+
+        Its code must call `ptx::wait_for_previous`.
+        """
         self._dependent = DependentLaunch(driver, self._name, self._function.ptr)
 
     def allow(self, shared_mem: int, has_carveout: bool = False) -> None:
@@ -187,7 +190,7 @@ def _plain(argument: Argument) -> Any:
     return 0 if argument is None else argument
 
 
-@functools.cache  # for all managers of a process: looking for compiled libraries takes time
+@functools.cache  # shared by all managers of a process: finding compiled libraries takes time
 def _emulated(
     path: Path,
     names: tuple[str, ...],
@@ -256,7 +259,7 @@ class EmulatorLauncher:
 
 
 def architecture(major: int, minor: int) -> str:
-    """Return the architecture to compile for, with architecture-specific features if any."""
+    """Return the architecture to compile for: `sm_90a` for 9.0, which has wgmma, else `sm_XY`."""
     return f"sm_{major}{minor}a" if (major, minor) == (9, 0) else f"sm_{major}{minor}"
 
 

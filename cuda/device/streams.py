@@ -58,13 +58,16 @@ class Stream(Protocol):
         """Wait for work that this thread has enqueued on the surrounding current stream."""
 
     def relieve(self) -> None:
-        """Release memory of the device that is cached for later use."""
+        """Return the allocator's unused cached memory to the device."""
 
     def free_bytes(self) -> int:
-        """Return the free memory of the device."""
+        """Return the free memory of the device in bytes, after `relieve`."""
 
     def peak_bytes(self, run: Callable[[], object]) -> int:
-        """Return the peak memory of `run`, in addition to the memory in use before."""
+        """Call `run`, and return its peak memory in bytes without the memory in use before.
+
+        The emulator returns 0 and does not call `run`.
+        """
 
 
 class DeviceStream:
@@ -118,7 +121,7 @@ class DeviceStream:
         return graph.replay, result
 
     def seconds(self, run: Callable[[], Tensor]) -> float:
-        """Return the median time of `run`, captured so that launches cost nothing. Waits for it."""
+        """Return the median time of `run` in seconds, captured so that launches cost nothing."""
         graph, _ = self._capture(run, None)  # a private pool, which is freed with the graph
         events: Any = torch.cuda.Event
         begin, end = events(enable_timing=True), events(enable_timing=True)

@@ -19,7 +19,7 @@ class ThreadContexts:
         self._threads = threading.local()
 
     def ensure(self) -> None:
-        """Make the context current in this thread at its first call; later calls cost nothing.
+        """Make the context current in this thread at its first call; later calls cost little.
 
         This never happens during CUDA graph capture: the work is always run once before it is
         captured.

@@ -25,7 +25,7 @@ _DTYPES = {
 
 
 class Layout:
-    """Offsets of arrays with these dtypes and shapes in one piece of memory."""
+    """The offsets at which arrays of these dtypes and shapes are packed into one uint8 tensor."""
 
     def __init__(self, arrays: Sequence[Array]) -> None:
         self.spans: list[tuple[int, int]] = []  # first byte and size of each array
@@ -60,7 +60,7 @@ class Uploads:
         return layout.views(memory)
 
     def fill(self, memory: Tensor, layout: Layout, arrays: Sequence[Array]) -> None:
-        """Enqueue a copy of the arrays to `memory` of the device, at the offsets of `layout`."""
+        """Enqueue a copy of the arrays to `memory` on the device, at the offsets of `layout`."""
         buffer = self._buffers[self._next]
         self._next = (self._next + 1) % len(self._buffers)
         bytes_of = buffer.reserve(layout.num_bytes)

@@ -1,4 +1,4 @@
-"""Run CUDA C++ kernels on a CPU: g++ compiles them, threads run one after the other, checked.
+"""Run CUDA C++ kernels on a CPU: g++ compiles them, and their threads run one after another.
 
 module = emulator.Module(source=text, name_expressions=["scale"], check=True)
 x = emulator.asarray(np.ones(100, np.float32))

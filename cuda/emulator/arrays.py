@@ -1,6 +1,6 @@
-"""Arrays for kernels: memory outside of them is protected, and new elements are NaN, not 0.
+"""NumPy arrays for kernels, between guard pages; new elements are NaN, not 0.
 
-They are NumPy arrays. The functions have the names of CuPy's, so that a test can use either module.
+The functions have the names of CuPy's, so that a test can use either module.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Array = npt.NDArray[Any]
 def empty(shape: int | Sequence[int], dtype: npt.DTypeLike = np.float32) -> Array:
     """Return a C-contiguous array of NaN (-1 for integers).
 
-    It ends, except for alignment to 16 bytes, at a page that cannot be read.
+    The array, padded to a multiple of 16 bytes, ends at a page that cannot be read.
     """
     shape = (shape,) if isinstance(shape, int) else tuple(shape)
     dtype = np.dtype(dtype)

@@ -44,8 +44,8 @@ struct Shadow {
     bool shared;
 };
 
-using Stamps = std::shared_ptr<std::vector<Stamp>>;  // for each thread, up to when it is ordered
-using Known = std::map<unsigned, Stamps>;            // for each block
+using Stamps = std::shared_ptr<std::vector<Stamp>>;  // for each thread, up to which stamp it is ordered
+using Known = std::map<unsigned, Stamps>;            // the stamps of each block
 
 static std::vector<Shadow> shadows;
 static Stamp epoch;

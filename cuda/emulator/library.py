@@ -58,7 +58,10 @@ class _Launch(ctypes.Structure):  # state.h
 
 @dataclass(frozen=True)
 class Parameter:
-    """A kernel's parameter. Its kind is p (pointer), i (signed), u (unsigned), f, b (bool) or V."""
+    """A kernel's parameter; sizes are in bytes.
+
+    Its kind is p (pointer), i (signed), u (unsigned), f (float), b (bool) or V (struct).
+    """
 
     size: int
     kind: str
@@ -88,7 +91,10 @@ def _encoding(function: str) -> str:
 
 
 class Library:
-    """A loaded library. `order` of blocks, warps and lanes: 0 forward, -1 reverse, else a seed."""
+    """A loaded library. It runs blocks, warps and lanes in an `order`.
+
+    The order is 0 for forward, -1 for reverse, otherwise the seed of a shuffle.
+    """
 
     def __init__(self, path: Path, checked: bool, order: int) -> None:
         self._path = path

@@ -113,12 +113,12 @@ class Kernel:
 
 
 class Module:
-    """The kernels `name_expressions` (as `decode<128, 4>`) of CUDA C++ in a file or a string.
+    """The kernels `name_expressions` (such as `decode<128, 4>`) of CUDA C++ in a file or a string.
 
     `options` has macros and folders as for NVRTC; options that only concern GPUs are ignored. With
     `check`, every access is checked, and races and uninitialized shared memory are reported, which
     is slow. The `order` of blocks, warps and lanes is "forward", "reverse", or the seed of a
-    shuffle. Raise `EmulatorError` with g++'s messages if the source does not compile, and
+    shuffle. Raises `EmulatorError` with g++'s messages if the source does not compile, and
     `ConfigError` without g++.
     """
 

@@ -1,8 +1,8 @@
 """Convert a kernel from CUDA C++ to C++ that g++ compiles.
 
 Two things in the kernel are replaced: arrays of dynamic shared memory, which have no definition on
-a CPU, and `__noinline__`, which cannot be a macro, because g++ knows the word in attributes. Line
-numbers do not change.
+a CPU, and `__noinline__`. The latter cannot be a macro, because system headers use the word inside
+`__attribute__`. Line numbers do not change.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Find g++ and NVIDIA's headers, and build libraries with them.
 
 Built libraries are kept in the cache folder, under a hash of all their inputs. Two processes may
-build the same one at the same time: each writes its own file and renames it.
+build the same library at the same time: each writes a temporary file and renames it.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from gptmanager.errors import ConfigError
 
 FOLDER = Path(__file__).resolve().parent
 _RUNTIME = ("machine.cpp", "memory.cpp", "check.cpp", "warpgroup.cpp")
-# Kernels reinterpret memory; longjmp abandons stacks; a template's shared variables must not be the
-# same object in all loaded libraries (as GNU unique symbols would be); and the processor must not
-# fuse __fmul_rn with an addition.
+# Reasons for these flags: kernels reinterpret memory; longjmp abandons stacks; a template's shared
+# variables must not be the same object in all loaded libraries (as GNU unique symbols would be);
+# and g++ must not fuse __fmul_rn with an addition.
 _FLAGS = (
     "-std=c++17 -g1 -fPIC -fvisibility=hidden -fno-strict-aliasing -fno-gnu-unique "
     "-fno-threadsafe-statics -fwrapv -ffp-contract=off -U_FORTIFY_SOURCE -w"
 ).split()
-# Operations that fail on a GPU, or have another result than on a CPU, are always checked: it costs
-# little. Jump threading would duplicate a warp operation, one copy for each path to it.
+# Operations that fail on a GPU, or have another result than on a CPU, are always checked, which
+# costs little. Jump threading would duplicate a warp operation, one copy for each path to it.
 FAST = (
     *("-O1", "-fsanitize=alignment,shift-exponent,float-cast-overflow"),
     *("-fno-sanitize-recover=all", "-fno-thread-jumps"),

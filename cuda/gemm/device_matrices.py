@@ -18,7 +18,7 @@ def on_device(matrix: Matrix) -> DeviceMatrix:
 
 
 def values_of(weight: DeviceMatrix) -> Tensor:
-    """Return what kernels read of a weight besides its scales."""
+    """Return the stored values of a weight, without its scales."""
     return weight if isinstance(weight, Tensor) else weight.values
 
 

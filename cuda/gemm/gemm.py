@@ -21,14 +21,19 @@ MOST_ROWS = 256
 _DTYPES = (torch.float16, torch.bfloat16)
 _THREADS, _DEPTH = 256, 64  # as in the .cu
 _RESERVED_BYTES = 1024  # shared memory that CUDA reserves for each block
-# Rates of the cost model, per byte that a multiprocessor reads while all others read, too.
-_FROM_L2 = 1.3  # bytes from L2
-_ALONE = 3.3  # the same, while the others do not read
+# Rates of the cost model: bytes from L2 that a multiprocessor reads in the time of one byte from
+# memory, which it reads while all others read, too.
+_FROM_L2 = 1.3  # while all others read from L2
+_ALONE = 3.3  # while the others do not read
 _MEETING = 400 * 128  # bytes of memory that could be read while blocks find out which one is last
 
 
 class _Kind(NamedTuple):
-    """The template arguments of an instantiation, in the kernel's order."""
+    """The template arguments of an instantiation, in the kernel's order.
+
+    A tile of the result has 32 * `m` rows of x and 32 * `n` rows of the weight. A round multiplies
+    `_DEPTH` columns of both. Shared memory has space for `stages` rounds.
+    """
 
     m: int
     n: int
@@ -51,7 +56,7 @@ class _Kind(NamedTuple):
 
     @property
     def weight_bytes(self) -> int:
-        """Return the bytes of the weight in a round."""
+        """Return the bytes of the weight that a round reads."""
         return self.weights * _DEPTH * (1 if self.is_int8 else 2)
 
     @property
@@ -71,7 +76,7 @@ _FLOAT_KINDS = (  # all stages fit in the shared memory of GPUs: 99, 163 or 227 
     _Kind(4, 8, 3, 1),
     _Kind(8, 4, 3, 1),
 )
-# Of 8 bits, one block of the fourth kind needs more than half of the registers.
+# With int8 weights, a block of the fourth kind needs more than half of the registers.
 _INT8_KINDS = tuple(
     kind._replace(is_int8=True, resident=1 if kind.m == 4 else kind.resident)
     for kind in _FLOAT_KINDS
@@ -87,8 +92,8 @@ PROGRAM = Program(
 class MatmulPlan(NamedTuple):
     """How a matmul is divided among blocks, all of which run at the same time.
 
-    All rounds of all tiles, `rounds` per tile, are numbered; block b computes `share` of them, from
-    `b * share` on.
+    Each tile of the result takes `rounds` rounds (see `_Kind`). The rounds of all tiles are
+    numbered, and block b computes `share` of them, from round `b * share` on.
     """
 
     kind: _Kind
@@ -110,8 +115,10 @@ class MatmulPlan(NamedTuple):
 
 
 def covers(launcher: Launcher, x: Tensor, weight: Tensor | Int8Rows) -> bool:
-    """Return whether `gemm` supports the tensors: 16-bit elements, rows of aligned 16-byte pieces,
-    and not too many rows.
+    """Return whether `gemm` supports the tensors.
+
+    `x` must have 16-bit elements and not too many rows, and the rows of both must be multiples of
+    16 bytes, aligned to 16 bytes.
     """
     fits = weight.dtype in _DTYPES and gemv.covers(x, weight)
     return fits and len(x) <= _most_rows(launcher.max_shared_mem, isinstance(weight, Int8Rows))
@@ -135,13 +142,13 @@ def gemm(
 ) -> None:
     """Compute `out [T, O] = x [T, I] @ weight [O, I]^T + bias [O]`, in float16 or bfloat16.
 
-    Integers of `Int8Rows` are multiplied as they are, and each sum with the scale of its row.
-    With `silu`, `weight [2O, I]` contains the rows of the gate, then those of the up
-    projection, and `out [T, O] = silu(gate) * up`. Sums are float32, and rounded once, at the
-    end. A row of `out` is bitwise independent of the other rows; it depends on their number
-    only by the ranges 1 to 32, 33 to 64, 65 to 128, 129 to 256 (the most). Rows of `weight` are a
-    multiple of 16 bytes. `arrived` is from `new_counters`, zero before and after. ValueError
-    for other tensors.
+    For `Int8Rows`, the int8 values are multiplied, and each sum is then multiplied by the scale of
+    its weight row. With `silu`, `weight [2O, I]` contains the rows of the gate, then those of the
+    up projection, and `out [T, O] = silu(gate) * up`. Sums are float32, and rounded once, at the
+    end. A row of `out` is bitwise independent of the other rows. It depends on T only by its range:
+    1 to 32, 33 to 64, 65 to 128, or 129 to 256 (the most). Rows of `weight` must be a multiple of
+    16 bytes. `arrived` is from `new_counters`, and zero before and after each launch. Raises
+    ValueError for other tensors.
     """
     num_rows, width = out.shape
     depth, dtype, num_weights = x.shape[1], out.dtype, (1 + silu) * width
@@ -209,8 +216,10 @@ def _plan(
 def _plans(
     kind: _Kind, width: int, depth: int, silu: bool, multiprocessors: int, max_shared_mem: int
 ) -> Iterator[MatmulPlan]:
-    """Yield plans with a share per resident block, with a share per multiprocessor, and, if there
-    are fewer tiles than resident blocks, with each tile in equal parts.
+    """Yield plans with one share for each multiprocessor, or for each resident block.
+
+    If there are no more tiles than resident blocks, also yield plans that cut each tile into equal
+    parts.
     """
     of_block = kind.shared_bytes + _RESERVED_BYTES
     resident = min(kind.resident, (max_shared_mem + _RESERVED_BYTES) // of_block)
@@ -225,7 +234,7 @@ def _plans(
 
 
 def _cost(plan: MatmulPlan, multiprocessors: int) -> float:
-    """Estimate the time of a block, in bytes of memory that its multiprocessor could read."""
+    """Estimate a plan's time, in bytes that a multiprocessor could read from memory meanwhile."""
     kind, meeting = plan.kind, 0.0
     of_round = max(kind.weight_bytes, kind.round_bytes / _FROM_L2)
     if plan.blocks_of_a_tile > 1:  # each block writes its sums, and the last one reads all of them

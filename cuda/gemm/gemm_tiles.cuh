@@ -44,7 +44,7 @@ struct Kind {
 __device__ inline int swizzled(unsigned row, int vector) { return (vector ^ row % 8) * 8; }
 
 // Copies round `round` of the weight rows of tile `tile` to shared memory. Rows of int8 are half as long, and
-// need no swizzle: two of them have all banks.
+// need no swizzle: two of them cover all banks.
 template <class K, class T = typename K::T, class W = typename K::W>
 __device__ inline void copy_weights(
     T* region, const W* weight, int round, int tile, int width, int depth) {
@@ -67,7 +67,7 @@ __device__ inline void copy_weights(
 template <class K> struct TileSums {
     float values[K::M][K::N][4] = {};
     int warp_row = threadIdx.x / 32 % WARP_ROWS, warp_column = threadIdx.x / 32 / WARP_ROWS;
-    int matrices;  // the number of them that have rows
+    int matrices;  // the number of this warp's matrices that have rows
 
     __device__ explicit TileSums(int num_rows)
         : matrices((num_rows - warp_row * 16 + WARP_ROWS * 16 - 1) / (WARP_ROWS * 16)) {}

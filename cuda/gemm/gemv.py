@@ -54,14 +54,15 @@ def multiply(
 ) -> None:
     """Compute `out [T, O] = x [T, I] @ weight [O, I]^T + bias [O]`; float32, float16 or bfloat16.
 
-    Integers of `Int8Rows` are multiplied as they are, and each sum with the scale of its row.
+    For `Int8Rows`, the int8 values are multiplied, and each sum is then multiplied by the scale of
+    its weight row.
 
     With `silu`, `weight [2O, I]` contains the rows of the gate, then those of the up projection,
     and `out [T, O] = silu(gate) * up`; gate and up are not rounded before the activation.
     Accumulates in float32 and rounds once. Batch-invariant: a row of `out` is bitwise the same
-    whatever the other rows and their number are. The weight is read once per tile of 16 rows
-    (`FEW_ROWS`), in float32 of 8. The row size of `weight` must be a multiple of 16 bytes. Raises
-    ValueError for other tensors.
+    whatever the other rows and their number are. The weight is read once for each 16 rows
+    (`FEW_ROWS`) of `x`, or for each 8 rows in float32. The row size of `weight` must be a multiple
+    of 16 bytes. Raises ValueError for other tensors.
     """
     num_rows, width = out.shape
     depth, dtype, num_weights = x.shape[1], out.dtype, (1 + silu) * width

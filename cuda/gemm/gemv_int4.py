@@ -1,4 +1,4 @@
-"""GEMV with a weight in 4 bits: matmul of few rows with an `Int4Matrix`, as it is stored."""
+"""GEMV with a 4-bit weight: matmul of few rows with an `Int4Matrix`, without dequantizing it."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ def multiply(
 ) -> None:
     """Compute `out [T, O] = x [T, I] @ weight [O, I]^T + bias [O]`, in float16 or bfloat16.
 
-    Values of 4 bits are multiplied as they are; the sum of each group of 32 is multiplied with its
-    scale in float32, and rounded once at the end. Batch-invariant: a row of `out` is bitwise the
-    same whatever the other rows and their number are. `x` has rows of a multiple of 8 bytes.
+    The 4-bit values are multiplied, and the sum of each group of 32 columns is then multiplied by
+    its scale in float32. The result is rounded once. Batch-invariant: a row of `out` is bitwise the
+    same whatever the other rows and their number are. Rows of `x` must be a multiple of 8 bytes.
     Raises ValueError for other tensors.
     """
     (num_rows, width), depth, dtype = out.shape, x.shape[1], out.dtype

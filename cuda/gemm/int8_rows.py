@@ -15,7 +15,7 @@ class Int8Rows(PackedMatrix):
     """A matrix `[rows, columns]` of float32, bfloat16 or float16 as int8, on any device.
 
     `values` is int8 `[rows, columns]`, `scales` float32 `[rows]`. The largest magnitude of a row
-    becomes 127, so rows must be written whole.
+    becomes 127, so `copy_` needs whole rows, even to write only some of their columns.
     """
 
     scales: Tensor
@@ -29,7 +29,7 @@ class Int8Rows(PackedMatrix):
         self.plans, self._parts = {}, ()
 
     def adopt(self, panels: Panels) -> bool:
-        return False  # files have the order of the CPU
+        return False  # packed files have the order of the CPU kernels
 
     def unpacked(self, rows: slice = _ALL) -> Tensor:
         return (self.values[rows] * self.scales[rows].unsqueeze(1)).to(self.dtype)

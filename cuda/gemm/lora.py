@@ -1,8 +1,8 @@
 """LoRA matmuls on packed tokens: any mix of adapters and ranks in one call.
 
-`shrink` computes A x for each token and module, `expand` adds B times that. Adapters are data on
-the device, so a CUDA graph can be replayed with other ones. Consecutive tokens of one adapter share
-the reads of its weights.
+`shrink` computes A x for each token and module; `expand` multiplies it by B and adds the product to
+the result. Adapters are data on the device, so a CUDA graph can be replayed with other adapters.
+Consecutive tokens of one adapter share the reads of its weights.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def add_adapters(
 ) -> None:
     """Add `B (A x[t])` to `result[t, columns]` for each of `modules` that token t's adapter has.
 
-    `result [T, O]` is changed in place; `x [T, I]`; the rest as in `StepAdapters`. Sums are
+    `result` is `[T, O]`, `x` `[T, I]`; `StepAdapters` describes the other arguments. Sums are
     float32, and an element is rounded once. A row is bitwise independent of the other rows and of
     their number. Raises ValueError for tensors that do not fit together or that `covers` rejects.
     """

@@ -1,8 +1,9 @@
 """`MatmulChoice`: chooses between our matmul kernels and torch, by the number of rows.
 
-Without measurements, our kernels are used for up to 16 rows, and for weights in 8 or 4 bits for as
-many as they support. When a model is loaded, our kernels and torch's are timed on its weights; of
-weights in fewer bits torch needs a copy in the model's dtype for each matmul.
+Without measurements, our kernels are used for up to 16 rows, or with 8-bit and 4-bit weights for
+as many rows as they support. When a model is loaded, our kernels and torch's are timed on its
+weights. For 8-bit and 4-bit weights, torch's time includes dequantizing the weight, which each of
+its matmuls has to repeat.
 """
 
 from __future__ import annotations
@@ -49,8 +50,8 @@ class MatmulChoice:
     ) -> None:
         """Time our kernels and torch's on `weights`, and log the results.
 
-        Results are cached by the name `device`. `seconds` times a run. If memory runs out, the
-        default rule applies.
+        Results are cached for all devices of the name `device`. `seconds` returns the time of a
+        run. If memory runs out, the remaining weights keep the rule without measurements.
         """
         groups: dict[Key, list[DeviceMatrix]] = {}
         for weight in weights:

@@ -35,7 +35,7 @@ class OwnMatmuls:
         *,
         silu: bool = False,
     ) -> None:
-        """Compute `gemv.multiply` of tensors that `covers` accepts."""
+        """Compute a matmul, as `gemv.multiply` does, of tensors that `covers` accepts."""
         if isinstance(weight, Int4Matrix):
             gemv_int4.multiply(self._launcher, out, x, weight, bias)
             return

@@ -1,4 +1,4 @@
-// Weights that are stored as int8, as elements of the dtype of x: each integer is exact in all of them.
+// Converts int8 and 4-bit weights to elements of the dtype of x, which represents each integer exactly.
 #pragma once
 
 #include "numerics.cuh"
@@ -28,7 +28,7 @@ template <> __device__ inline unsigned widened_pair<__nv_bfloat16>(unsigned byte
     return ptx::add_pair(both & 0xFF7FFF7Fu, (both & 0xFF80FF80u) | 0x80008000u, __nv_bfloat16());
 }
 
-// Returns two values of 4 bits as elements: bytes 0 and 1 of `bytes` if `half` is 0, or 2 and 3. CENTERED: less 8.
+// Returns two 4-bit values as elements: bytes 0 and 1 of `bytes` if `half` is 0, or 2 and 3. CENTERED: minus 8.
 template <class T, bool CENTERED> __device__ inline unsigned nibble_pair(unsigned bytes, int half) {
     constexpr unsigned UPPER = is_half<T> ? 0x64 : 0x43;  // as in `widened_pair`
     constexpr unsigned CONSTANT = 0x8000 | UPPER << 8 | (CENTERED ? 8 : 0);

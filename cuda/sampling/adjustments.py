@@ -2,7 +2,7 @@
 
 The rules are those of `gptmanager.decoding.sampling.adjustments`, which does the same on the CPU.
 Penalties and bans of n-grams read the whole history of a row. For a row without adjustments only
-its value of PARAMS is read.
+its record of PARAMS is read.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def pack_lists(params: SamplingParams) -> npt.NDArray[np.int32]:
 def pack(
     params: SamplingParams, orig_prompt_len: int, vocab_size: int, lists: int
 ) -> tuple[object, ...]:
-    """Return a value of dtype PARAMS for a sequence with `orig_prompt_len` prompt tokens.
+    """Return a record of dtype PARAMS for a sequence with `orig_prompt_len` prompt tokens.
 
     `lists` is where the result of `pack_lists(params)` begins: an index in the device's tensor of
     all lists, or a memory address on the CPU.

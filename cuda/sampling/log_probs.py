@@ -28,9 +28,10 @@ def log_probs(
 
     `logits` `[S, V]`, bfloat16, float16 or float32, are already adjusted.
     `params` `[slots, sampling.PARAMS.itemsize]` uint8 is an array of PARAMS, as bytes, and `slots`
-    `[S]` int32 has the index in it of each row. By `wanted` `[slots]` uint8, LOGIT is the token's
-    logit divided by the temperature, LOG_PROB is logit - log(sum(exp(logits))) of such logits, and
-    with NOTHING, or the slot -1, the row's values are not changed. The row is read once.
+    `[S]` int32 has the index of each row in that array. `wanted` `[slots]` uint8 selects the value:
+    for LOGIT, it is the token's logit divided by the temperature; for LOG_PROB, it is
+    logit - log(sum(exp(logits))) of such logits. With NOTHING, or the slot -1, the row's values are
+    not changed. The row is read once.
 
     A temperature of 0 counts as 1, NaN as -inf. If a logit is +inf, or all are -inf, the values are
     0 or -inf. If the temperature makes all logits -inf, the value of a finite logit is 0.

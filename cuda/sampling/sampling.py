@@ -53,7 +53,7 @@ PROGRAM = Program("sampling/sampling.cu", instantiations("sample"), dependent=Tr
 
 
 def pack(params: SamplingParams, vocab_size: int) -> tuple[object, ...]:
-    """Return a value of dtype PARAMS."""
+    """Return a record of dtype PARAMS for one request."""
     only_best = params.temperature <= 0 or params.top_k == 1 or params.top_p <= 0
     return (
         params.seed & (2**64 - 1),
@@ -99,19 +99,20 @@ def sample(
 ) -> None:
     """Choose a token for each row of `logits` `[S, V]`, bfloat16, float16 or float32.
 
-    The tokens are written to `tokens` `[S]` int32, and to `inputs` int32 `[S]`, with 0 if no token
-    can be chosen. With `cells` int64 `[S]`, row i is written to `inputs[cells[i]]`.
+    The tokens are written to `tokens` `[S]` int32, and to `inputs` int32 `[S]`, which gets 0 if no
+    token can be chosen. With `cells` int64 `[S]`, row i is written to `inputs[cells[i]]`.
 
     `params` `[slots, PARAMS.itemsize]` uint8 is an array of PARAMS, as bytes, and `slots` `[S]`
-    int32 has the index in it of each row; for -1 nothing is chosen or written. `positions` `[S]`
-    int64 has the positions of the tokens to be chosen. A row's token does not depend on other rows.
+    int32 has the index of each row in that array; for -1 nothing is chosen or written. `positions`
+    `[S]` int64 has the positions of the tokens to be chosen. A row's token does not depend on other
+    rows.
     The logits are not changed. With a `workspace`, several blocks share each row if there are few;
     the result has the same bits. Raises ValueError for other tensors.
 
-    top_k keeps all tokens that tie with the k-th best. top_p keeps the shortest ranking with a mass
-    of at least p, in single precision. min_p is relative to the best token's probability. Equal
-    logits rank by ascending id. The token is NOT_FINITE if the row contains NaN or +inf, NO_TOKEN
-    if all its logits are -inf.
+    top_k keeps all tokens that tie with the k-th best. top_p keeps the fewest best tokens whose
+    probabilities sum to at least p, in single precision. min_p is relative to the best token's
+    probability. Equal logits rank by ascending id. The token is NOT_FINITE if the row contains NaN
+    or +inf, NO_TOKEN if all its logits are -inf.
     """
     num_rows, vocab_size = logits.shape
     check_tensors(

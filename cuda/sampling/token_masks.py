@@ -17,8 +17,8 @@ def mask_logits(launcher: Launcher, logits: Tensor, rows: Tensor, masks: Tensor)
 
     `logits` `[S, vocab]` float32 are changed in place. `rows` `[n]` int32 has a distinct row for
     each mask; a mask with -1 is not used. In `masks` `[n, words]` int32, the lowest bit of word 0
-    is for token 0, and tokens after the last word count as 0. No logit is read. ValueError for
-    other tensors.
+    is for token 0, and tokens after the last word count as 0. No logit is read. Raises ValueError
+    for other tensors.
     """
     num_masks, num_words = masks.shape
     vocab_size = logits.shape[1]
