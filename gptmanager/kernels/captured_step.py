@@ -64,7 +64,7 @@ class _Memory:
 
 
 class _Capture(TorchOperations):  # type: ignore[no-untyped-call]
-    """Captures the tasks that run inside it. `is_whole` is False once torch computes something."""
+    """Captures the tasks that run while it is active. `is_whole` is False once torch computes."""
 
     def __init__(self, memory: _Memory) -> None:
         super().__init__()
@@ -84,9 +84,9 @@ class _Capture(TorchOperations):  # type: ignore[no-untyped-call]
 
 
 class _CapturedStep:
-    """Tasks in one piece of memory, with the tensors that they read and write.
+    """The tasks of a step in one block of memory, with the tensors that they read and write.
 
-    The last task writes the step's result, to a new tensor each time.
+    The last task writes the step's result, to a new tensor in each run.
     """
 
     def __init__(
@@ -124,10 +124,10 @@ class _CapturedStep:
 
 
 class StepCapture:
-    """Captured steps by number of rows. A number of rows is captured when it occurs again.
+    """Captured steps by number of rows. A step is captured when its number of rows occurs again.
 
     A step in which torch itself computes something is never captured. All steps are of one model
-    over one KV cache, and one runs at a time. The least recently used one is evicted.
+    over one KV cache, and one runs at a time. The least recently used step is evicted.
     """
 
     def __init__(self, team: Team) -> None:

@@ -1,7 +1,7 @@
-"""Compile bodies on all cores: the first start on a machine needs a dozen of them.
+"""Compile bodies, the functions that threads run, in several processes.
 
-Numba compiles one body at a time in a process, even with several threads. So other processes help
-to fill the cache on disk.
+The first start on a machine needs about a dozen bodies. Numba compiles one body at a time in a
+process, even with several threads. So other processes help to fill the cache on disk.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ Progress = Callable[[str, int, int], None]
 WORK = "kernels"  # the name under which progress is reported
 _MOST_PROCESSES = 4  # the longest body takes a third of the time of all
 _BYTES_OF_PROCESS = 600 << 20
-# how long this process waits for the others without a report: a multiple of the time of its own
-# longest body, since the longest are compiled first
+# how long this process waits for a report of the others: at least a multiple of the compile time of
+# its own longest body, since the longest bodies are compiled first
 _PATIENCE_S, _PATIENCE = 10.0, 3
 _PROGRAM = (
     "import json, sys; sys.path[:] = json.loads(sys.stdin.readline());"
@@ -79,7 +79,7 @@ def _compile(missing: Sequence[Body], tell: Progress) -> None:
 
 
 def _give_up(processes: Sequence[subprocess.Popen[str]], seconds: float) -> None:
-    """End processes that do not answer; their bodies count as ended and are compiled here."""
+    """End processes that do not answer. This process compiles their bodies."""
     logger.warning(
         "processes that compile kernels have not answered for %.0f s: this process compiles the "
         "rest alone",
@@ -132,7 +132,7 @@ def _processes(count: int) -> Iterator[list[subprocess.Popen[str]]]:
 
 
 def _feed(process: subprocess.Popen[str], waiting: deque[Body], ended: threading.Semaphore) -> None:
-    """Send bodies to `process`; one that fails counts as ended and is compiled here later."""
+    """Send bodies to `process`, one at a time. This process later compiles one that fails."""
     assert process.stdin is not None and process.stdout is not None
     with suppress(OSError, ValueError), process.stdin, process.stdout:
         process.stdin.write(json.dumps(sys.path) + "\n")

@@ -58,7 +58,10 @@ class CpuKernels(CpuExperts):
         others: Sequence[Callable[[int], None]] = (),
         on_progress: Callable[[str, int, int], None] | None = None,
     ) -> None:
-        """Compile bodies that are not on disk, on all cores: 13 s of CPU time once on a machine."""
+        """Compile or load the bodies that a model needs, and `others`.
+
+        Bodies that are not on disk take 13 s of CPU time once on a machine, in several processes.
+        """
         bodies = bodies_of_model(dtype, quantized, self.deterministic)
         compile_all([*bodies[:1], *others, *bodies[1:]], on_progress)
 
@@ -66,7 +69,7 @@ class CpuKernels(CpuExperts):
         compile_for_adapters()
 
     def new_step_capture(self) -> StepCapture | None:
-        """Return a new capture, but None in a subclass: its ops may do more than run tasks."""
+        """Return a new capture; None in a subclass, because its ops may do more than run tasks."""
         return StepCapture(self._team) if type(self) is CpuKernels else None
 
     def begin_adapters(self, adapters: StepAdapters | None) -> StepAdapters | None:

@@ -1,6 +1,6 @@
-"""`CpuDelta`: linear attention with a state on the CPU, compiled.
+"""`CpuDelta`: the gated delta rule (linear attention with a state) on the CPU, compiled.
 
-The memories are float32. float64 uses the reference.
+The heads' memories are float32. float64 uses the reference.
 """
 
 from __future__ import annotations

@@ -41,13 +41,13 @@ from gptmanager.kernels.simd.dtypes import DTYPES
 from gptmanager.kernels.simd.machine_code import compiled
 from gptmanager.kernels.simd.threads import address_of, alike, with_first
 
-_PARTS_PER_THREAD = 8  # of all matmuls that read their matrices once
+_PARTS_PER_THREAD = 8  # parts into which all matmuls of a group are divided, for each thread
 _LONG_BYTES = 8
-_kept: list[Any] = []  # keeps memory alive to which addresses refer
+_kept: list[Any] = []  # owns memory that tasks refer to by address
 
 
 class _GroupPlan(NamedTuple):
-    """The plan of the first expert's matmul. `task` has the distances to the other experts."""
+    """The plan of the first expert's matmul. `task` has the strides to the other experts."""
 
     plan: MatmulPlan
     task: GroupTask
@@ -55,18 +55,20 @@ class _GroupPlan(NamedTuple):
     dtype: torch.dtype  # of the result
 
     def bounds(self, num_tokens: int) -> list[tuple[int, int]]:
-        """Return the numbers of rows of an expert for each of the instructions: more than the
-        first number, up to the second one. An expert has at most `num_tokens` rows.
+        """Return two numbers of rows for each of the plan's instructions, as far as needed.
+
+        The instructions are for experts that have more rows than the first number and at most the
+        second. An expert has at most `num_tokens` rows.
         """
         most = [it.most_rows for it in self.plan.instructions]
         return [it for it in zip([0, *most], most, strict=False) if it[0] < num_tokens]
 
 
 class _Routed(NamedTuple):
-    """The inputs of experts by row, and the addresses of a `RoutingTask` in `memory`.
+    """The inputs of experts, one row for each choice, and addresses of arrays in `memory`.
 
-    `weights` is 0 if each weight is 1. `counters` and `copies`: see `GroupTask`. `count`: of
-    experts.
+    `RoutingTask` describes `choices`, `places`, `weights` and `lists`, `GroupTask` describes
+    `counters` and `copies`. `weights` is 0 if each weight is 1. `count` is the number of experts.
     """
 
     rows: Tensor
@@ -122,7 +124,7 @@ class CpuExperts(CpuDelta):
     def _grouped(self, matrix: Matrix, count: int, silu: bool) -> _GroupPlan | None:
         """Return the plan for a matrix of `count` experts; None if it is not supported.
 
-        Supported are packed matrices with whole panels for each expert.
+        The matrix must be packed, and each expert must have a multiple of 2 * PANEL_ROWS rows.
         """
         if not isinstance(matrix, PackedMatrix) or len(matrix) // count % (2 * PANEL_ROWS):
             return None
@@ -156,7 +158,7 @@ class CpuExperts(CpuDelta):
         experts: ExpertMatrices,
         bounds: tuple[tuple[int, int], ...],
     ) -> _Routed:
-        """Choose the experts of `x`, and gather their inputs. `bounds`: those of the lists."""
+        """Choose the experts of `x`, and gather their inputs. `bounds` has those of each list."""
         (num_tokens, num_experts), count = logits.shape, experts.count
         num_choices, size = num_tokens * routing.per_token, self._team.max_size
         counters = len(bounds) * count
@@ -194,7 +196,7 @@ class CpuExperts(CpuDelta):
         experts: ExpertMatrices,
         bounds: tuple[tuple[int, int], ...],
     ) -> RoutingTask:
-        """Return the fields of a task that are the same in other steps; they are kept."""
+        """Return a task with the fields that are the same in each step. It is cached."""
         vectors = correction, experts.factors
         addresses = tuple(address_of(it, torch.float32) for it in vectors)
         kinds = x.shape[1], x.dtype, logits.dtype
@@ -229,7 +231,7 @@ class CpuExperts(CpuDelta):
     def _multiply_group(
         self, x: Tensor, group: _GroupPlan, routed: _Routed, lists: range, bias: Tensor | None
     ) -> Tensor:
-        """Multiply the rows of all experts. `lists`: those for the instructions of the plan."""
+        """Multiply the rows of all experts. `lists` has the list for each of the instructions."""
         result = torch.empty(len(x), group.plan.columns, dtype=group.dtype)
         for number, instructions in zip(lists, group.plan.instructions, strict=False):
             self._run_group(x, group, routed, number, bias, instructions, result)

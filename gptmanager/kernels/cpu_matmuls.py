@@ -115,7 +115,7 @@ class CpuMatmuls(Kernels):
     def _converted(self, x: Tensor, own: Instructions, width: int) -> Tensor:
         """Return x as the contiguous rows of `width` elements that these instructions read.
 
-        They are padded with zeros, and perhaps quantized.
+        Rows are padded with zeros, and quantized if the instructions need it.
         """
         (x,) = alike(x)
         size = own.row_bytes or width

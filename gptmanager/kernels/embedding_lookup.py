@@ -96,7 +96,7 @@ def _embed_token(t: Any, token: int, wide: int) -> None:
 
 
 def embed(address: int) -> None:
-    """Look up rows of an embedding table by token id; NaN for an id out of range."""
+    """Write the embedding of each token id to the result, or NaN if the id is out of range."""
     t = task_at(address, EMBEDDING_TASK)
     wide = t.wide + claim(address, NEXT_THREAD) * 4 * t.width
     part = claim(address, NEXT_PART)

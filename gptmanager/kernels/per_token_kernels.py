@@ -1,7 +1,7 @@
 """The ops that work token by token: rotation and KV write, norms, activations.
 
-Each body computes the share of one thread. The parts of a task are equal ranges of its tokens, and
-a token's arithmetic depends only on the token.
+Each body computes the parts of a task that a thread claims. Parts are equal ranges of tokens, and a
+token's arithmetic depends only on the token.
 """
 
 from __future__ import annotations
@@ -56,7 +56,8 @@ class RopeTask(ctypes.Structure):
 
     `dtype` is that of `qkv` and the norms, `page_dtype` that of the pages and `q`. `rotated` is
     memory for one head of each token, float32 `[num_tokens, head_dim]`. With `token_major`, keys
-    have the layout of values in a page. With `values` 0 they are the keys, and `qkv` has none.
+    have the layout of values in a page. If `values` is 0, the keys are also the values, and `qkv`
+    has no values.
     """
 
     _fields_ = task_fields(
@@ -80,9 +81,10 @@ class NormTask(ctypes.Structure):
 
 
 class ActivationTask(ctypes.Structure):
-    """Tokens of `x` and `factor` are `stride` elements apart, those of `result` `width`.
+    """Addresses and sizes. `factor` is multiplied by the activation; 0 means it is not gated.
 
-    If `factor` is 0, the activation is not gated. `scale` and `cap` are for the kind SCALE.
+    Tokens of `x` and `factor` are `stride` elements apart, those of `result` are `width` apart.
+    `scale` and `cap` are for the kind SCALE.
     """
 
     _fields_ = task_fields("x factor result num_tokens width stride kind dtype", "scale cap")
@@ -164,7 +166,7 @@ def _write_token(t: Any, token: int, block: int, offset: int) -> None:
         to, keys = page + offset * dim, t.keys
         _rotate_head(t, key, rotated, t.k_norm, cos_sin)
         if not t.token_major:
-            to, keys = 0, rotated  # rounded where it is
+            to, keys = 0, rotated  # rounded in place
         for d in range(0, dim, LANES):
             store_as(t.page_dtype, keys, to + d, load_part(rotated, d, dim - d), dim - d)
             if t.values:
@@ -219,7 +221,10 @@ def _normalize_token(t: Any, x: int, start: int, first: int) -> None:
 
 
 def normalize(address: int) -> None:
-    """Compute an RMS norm, or a layer norm if `centered`, of `x`, or of `residual` + x in place."""
+    """Compute an RMS norm, or a layer norm if `centered`, of `x`.
+
+    With `residual`, x is first added to it in place, and the sum is normalized.
+    """
     t = task_at(address, NORM_TASK)
     width = t.width
     part = claim(address, NEXT_PART)
@@ -302,7 +307,7 @@ def _clamped_swiglu(gate: Any, up: Any) -> Any:
 
 @loop
 def soft_capped(x: Any, cap: float) -> Any:
-    """Return `cap * tanh(x / cap)`, exact also where x is far smaller than the cap.
+    """Return `cap * tanh(x / cap)`, accurate even where x is far smaller than the cap.
 
     The exponent is clamped: tanh(15) is 1 in float32.
     """

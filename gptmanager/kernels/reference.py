@@ -112,7 +112,10 @@ class Kernels(DeltaOps):
         num_tokens: int,
         tokens_per_block: int,
     ) -> RowSpans:
-        """Return the rows for the ops of all layers; called once a step, `plan` on the device."""
+        """Return the rows for the ops of all layers. Called once a step, before the first layer.
+
+        `plan` has the arrays that `Kernels.plan` returned, as tensors on the device.
+        """
         return rows
 
     def new_matrix(
@@ -158,7 +161,7 @@ class Kernels(DeltaOps):
         routing: Routing,
         experts: ExpertMatrices,
     ) -> Tensor:
-        """Mix the outputs `[T, C]` of the experts that `logits [T, E]` choose for `x [T, C]`."""
+        """Choose experts by `logits [T, E]`; return their weighted outputs for `x [T, C]`."""
         return mix_experts(self, *experts.choose(x, logits, routing, correction), experts)
 
     def begin_adapters(self, adapters: StepAdapters | None) -> StepAdapters | None:
@@ -265,7 +268,7 @@ class Kernels(DeltaOps):
         centered: bool,
         plus_one: bool,
     ) -> None:
-        """Normalize each group of `head_dim` of these columns of `qkv [T, N]`, in place.
+        """Normalize each group of `head_dim` of the `columns` of `qkv [T, N]`, in place.
 
         The norm is an RMS norm, or a LayerNorm if `centered`; `weight` has an element per column.
         """
@@ -278,7 +281,7 @@ class Kernels(DeltaOps):
         own.copy_(normed)
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
-        """`silu(gate) * up` of `gate_up [T, 2F]` = gate, then up -> `[T, F]`."""
+        """`silu(gate) * up` -> `[T, F]`, where `gate_up [T, 2F]` has the gate, then up."""
         return self.activate(gate_up, "silu", gated=True)
 
     def gelu(self, x: Tensor, approximate: Literal["none", "tanh"] = "none") -> Tensor:
@@ -286,7 +289,7 @@ class Kernels(DeltaOps):
         return self.activate(x, "gelu_tanh" if approximate == "tanh" else "gelu", gated=False)
 
     def activate(self, x: Tensor, activation: Activation, gated: bool) -> Tensor:
-        """`activation(x)`; if gated, of the first half of each row, times the second half."""
+        """`activation(x)`; if `gated`, `activation(gate) * up` of rows with the gate, then up."""
 
         def activated(own: Tensor) -> Tensor:
             if gated:
@@ -318,14 +321,14 @@ class Kernels(DeltaOps):
     ) -> Tensor:
         """Rotate queries and keys, write keys and values to their pages, return the queries.
 
-        `qkv [T, (H + 2K) * D]`: all query heads, then key heads, then value heads. The last are
-        missing if pages store values and keys once.
-        `cos_sin [max_pos, N]` float32, N <= D and even: cosines of the N / 2 frequencies, then
-        their sines. Dimension i < N / 2 of a head rotates with i + N / 2 (the "NeoX" form of HF's
-        Llama); dimensions from N on stay. None: nothing rotates. `positions [T]` int64 index it.
-        `q_norm [D]`, `k_norm [D]`: weights of an `rms_norm` of each head before rotation (Qwen3),
-        or after it if `norm_last` (HunYuan).
-        Returns `[T, H, D]` in the pages' dtype, for float8 pages in qkv's (on the CPU: float32).
+        `qkv [T, (H + 2K) * D]` has all query heads, then key heads, then value heads; if pages are
+        `is_once`, it has no value heads. `cos_sin [max_pos, N]` float32, with N <= D and even, has
+        the cosines of N / 2 frequencies, then their sines. Dimension i < N / 2 of a head rotates
+        with i + N / 2 (the "NeoX" form of HF's Llama); dimensions from N on stay. `positions [T]`
+        int64 are rows of `cos_sin`; without `cos_sin` nothing rotates. `q_norm [D]` and
+        `k_norm [D]` are the weights of an `rms_norm` of each head before the rotation (Qwen3), or
+        after it if `norm_last` (HunYuan). Returns `[T, H, D]` in the pages' dtype, or in that of
+        `qkv` for float8 pages.
         """
         num_kv_heads, head_dim, tokens_per_block = pages.keys.shape[1:]
         heads = widened(qkv).reshape(qkv.shape[0], qkv.shape[1] // head_dim, head_dim)
@@ -333,7 +336,7 @@ class Kernels(DeltaOps):
         q, k, v = heads.tensor_split((num_heads, num_heads + num_kv_heads), dim=1)
         angles = None if cos_sin is None else cos_sin[positions].unsqueeze(1)
 
-        def normed(x: Tensor, weight: Tensor) -> Tensor:  # a subclass may accept rows only
+        def normed(x: Tensor, weight: Tensor) -> Tensor:  # a subclass may accept only rows
             return Kernels._normalize(self, x, None, weight, None, eps, plus_one, centered=False)
 
         def rotated(heads: Tensor, weight: Tensor | None) -> Tensor:

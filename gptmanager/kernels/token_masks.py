@@ -1,7 +1,7 @@
-"""Token masks applied to logits: one operation over any rows.
+"""Apply token masks to any rows of logits in one operation.
 
-A mask holds a bit for each allowed token, the lowest bit of the first word for token 0, as in
-llguidance.
+A mask has a bit for each token, set if the token is allowed. The lowest bit of the first word is
+for token 0, as in llguidance.
 """
 
 # mypy: allow-untyped-calls
@@ -37,9 +37,9 @@ TASK = np.dtype(MaskTask)
 def mask_logits(logits: Tensor, rows: Ints, masks: Words) -> int:
     """Set logits of tokens without a bit to -inf; return the number of masks without any bit.
 
-    `logits` float32 `[S, vocab]`, changed in the rows `rows` `[n]`; `masks` int32 `[n, words]`.
-    Tokens beyond the last word have no bit. On the CPU the first call compiles it or loads it from
-    Numba's cache.
+    `logits` is float32 `[S, vocab]`; its rows `rows` `[n]` are changed by `masks`, int32
+    `[n, words]`. Tokens beyond the last word have no bit. On the CPU, the first call compiles the
+    loop or loads it from Numba's cache.
     """
     if logits.device.type != "cpu" or not logits.is_contiguous():
         return mask_logits_reference(logits, rows, masks)
@@ -89,7 +89,7 @@ def mask_rows(address: int) -> None:
                 for bit in range(32):
                     row[word * 32 + bit] = _NOTHING
             elif bits != -1:
-                for bit in range(32):  # a choice without a branch, so that it becomes SIMD
+                for bit in range(32):  # selects without a branch, so that LLVM vectorizes it
                     old = row[word * 32 + bit]
                     row[word * 32 + bit] = old if bits >> np.int32(bit) & np.int32(1) else _NOTHING
         for token in range(whole * 32, vocab_size):

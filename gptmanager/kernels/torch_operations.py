@@ -1,4 +1,4 @@
-"""`TorchOperations`: sees each operation of torch that the calling thread runs inside it."""
+"""`TorchOperations`: a context manager that sees each torch operation of the calling thread."""
 
 from __future__ import annotations
 

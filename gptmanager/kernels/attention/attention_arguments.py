@@ -19,7 +19,7 @@ class Pages(NamedTuple):
 
     They may be float8_e4m3fn, with `cache_scales [2, K]` float32 (of keys, then of values): a value
     is element * scale. A written element is value / scale, rounded to nearest and clamped to 448.
-    `is_once`: values are the keys, in the same memory.
+    If `is_once`, the values are the keys (latents), in the same memory.
     """
 
     keys: Tensor
@@ -46,13 +46,13 @@ class RowSpans(NamedTuple):
 class AttentionShape(NamedTuple):
     """The attention that one layer computes.
 
-    Token i of a row with n new tokens and KV length m is at position m - n + i and sees the
-    positions 0 to there. With `window` it sees only the last `window` of them, its own included,
-    and the first `sink`. If `chunked`, it sees those from the last multiple of `window` on instead.
+    Token i of a row with n new tokens and KV length m is at position p = m - n + i, and sees the
+    positions 0 to p. With `window` it sees only the last `window` of them, including p, and the
+    first `sink`. If `chunked`, its window begins at the last multiple of `window` instead.
     A score is a dot product times `scale`; with `softcap` it becomes
     softcap * tanh(score / softcap). With `fp8`, pages have 8-bit floats. With `sinks`, each head
     has a score without a value. With `late_norm`, heads are normalized after their rotation. With
-    `plus_one`, the weights of these norms are stored minus 1. `is_once`: see `Pages`.
+    `plus_one`, the weights of these norms are stored minus 1. `is_once` is as in `Pages`.
     """
 
     num_heads: int
@@ -75,7 +75,7 @@ class AttentionShape(NamedTuple):
         return self.num_heads // self.num_kv_heads
 
     def first_seen(self, position: Positions) -> Positions:
-        """Return the first position of the window of these positions; below 0 if all are in it."""
+        """Return the first position in the window of a token at `position`; it may be negative."""
         if self.window is None:
             return position * 0
         return position // self.window * self.window if self.chunked else position + 1 - self.window

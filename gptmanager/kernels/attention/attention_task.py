@@ -53,19 +53,22 @@ def padded(size: int) -> int:
 
 @register_jitable(error_model="numpy")
 def tile_tokens(group: int) -> int:
-    """Tokens of a tile, with `group` query heads to a KV head."""
+    """The number of tokens in a tile, with `group` query heads for each KV head."""
     return max(1, TILE_ROWS // group)
 
 
 def page_of(tokens_per_block: int, token_major: bool, blocks_per_sequence: int) -> int:
-    """Return how many positions are read as one page: a block, or less if keys can be divided."""
+    """Return how many positions are read as one page.
+
+    This is a block, or at most SPAN positions of one if its keys are token-major.
+    """
     fits = blocks_per_sequence == 1 or tokens_per_block % SPAN == 0
     return min(SPAN, tokens_per_block) if token_major and fits else tokens_per_block
 
 
 @register_jitable(error_model="numpy")
 def span_of(page_tokens: int) -> int:
-    """Positions of a span: whole pages."""
+    """The number of positions in a span, a multiple of `page_tokens`."""
     return page_tokens * max(1, SPAN // page_tokens)
 
 
@@ -80,7 +83,8 @@ def scratch_floats(group: int, head_dim: int, page_tokens: int, token_major: boo
 def areas_at(t: Any, scratch: int) -> tuple[int, ...]:
     """Return the addresses of a thread's scratch areas.
 
-    Queries, outputs and lane sums by row; three numbers for each row; scores; transposed keys.
+    They hold, for each row, queries, outputs, sums by lane, the highest score, the next highest
+    score, the factor for earlier sums, and scores; the last area holds transposed keys.
     """
     group = t.num_heads // t.num_kv_heads
     room, wide = padded(tile_tokens(group) * group), padded(t.head_dim)
@@ -97,7 +101,10 @@ Task = TypeVar("Task", RopeTask, AttentionTask)
 
 
 def on_pages(kind: type[Task], pages: Pages) -> Task:
-    """Return a task with the fields of its pages, cached: a layer's pages never change."""
+    """Return a task with the fields that describe `pages`.
+
+    The fields are cached, because a layer's pages never change.
+    """
     keys, values = pages[:2]
     layout = keys.shape, keys.stride(), values.stride(), keys.dtype, values.dtype
     known = _page_fields(kind, keys.data_ptr(), values.data_ptr(), *layout)
@@ -115,10 +122,10 @@ def _page_fields(
     key_dtype: torch.dtype,
     dtype: torch.dtype,
 ) -> Task:
-    """Return a task with the fields that describe pages. TypeError for an unsupported layout.
+    """Return a task with the fields that describe pages.
 
     Each block must be contiguous; its keys may be `[K, B, D]`. There may be gaps between blocks, if
-    the stride is the same for keys and values.
+    the stride is the same for keys and values. Raises TypeError for other layouts.
     """
     num_blocks, num_kv_heads, head_dim, tokens_per_block = shape
     block = torch.empty_strided((1, *shape[1:]), key_strides, dtype=key_dtype, device="meta")

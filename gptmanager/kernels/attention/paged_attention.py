@@ -1,10 +1,10 @@
-"""Paged attention on the CPU: the share of one thread.
+"""Paged attention on the CPU: the loops that each thread runs.
 
 Context, chunks and generation use the same code: a tile of up to `TILE_ROWS` (token, query head)
 rows of one sequence that share a KV head reads each of that head's pages once. Every query reads
-the positions from 0 in spans of at least `SPAN`, each span with its own maximum (online softmax),
-and masked positions have a weight of exactly zero. So the arithmetic of a query does not depend on
-the rest of the tile, the chunk or the batch.
+positions in spans of at least `SPAN`, which begin at multiples of their size. Each span has its own
+maximum (online softmax), and masked positions have a weight of exactly zero. So the arithmetic of a
+query does not depend on the rest of the tile, the chunk or the batch.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def _first_seen(t: Any, position: int) -> int:
 
 @loop
 def _seen(t: Any, position: int, at: int, until: int) -> tuple[int, int]:
-    """Return the columns of the span from position `at` that a query sees: low <= column < high.
+    """Return low and high: a query sees the columns low <= column < high of the span at `at`.
 
     `until` is the end of the sink while the sink is read, and 0 for later positions.
     """
@@ -78,7 +78,7 @@ def _maximum(scores: int, low: int, high: int) -> Any:
 
 @loop
 def _weigh(scores: int, columns: int, low: int, high: int, maximum: float) -> Any:
-    """Turn scores into weights, zero where masked; return their sum, lane by lane."""
+    """Replace scores by weights, zero where masked; return the sums of the weights by lane."""
     total = splat(ZERO)
     for column in range(0, columns, LANES):
         weight = splat(ZERO)
@@ -95,7 +95,7 @@ def _weigh(scores: int, columns: int, low: int, high: int, maximum: float) -> An
 def _softmax(
     t: Any, areas: tuple[int, ...], rows: int, position: int, at: int, columns: int, until: int
 ) -> None:
-    """Turn the scores of a span into weights; rescale sums and outputs so far to the new maxima."""
+    """Replace a span's scores by weights; rescale earlier sums and outputs to the new maxima."""
     compact()
     _, mixed, sums, highest, risen, shrink, scores, _ = areas
     group, wide = t.num_heads // t.num_kv_heads, padded(t.head_dim)
@@ -228,9 +228,9 @@ def _mix(
     kv_head: int,
     until: int,
 ) -> None:
-    """Add the attention of rows from `position` on to the positions `seen_from` to `end`.
+    """Add the attention over positions `seen_from` to `end` to the outputs of a tile's rows.
 
-    `until` is as in `_seen`.
+    The first row is at `position`. `until` is as in `_seen`.
     """
     compact()
     queries, mixed, scores, transposed = areas[0], areas[1], areas[6], areas[7]
@@ -240,8 +240,8 @@ def _mix(
     first = seen_from // size * size
     for at in range(seen_from // span * span, end, span):
         start, stop = max(at, first), min(at + span, end)
-        # Pages are fetched one matmul ahead of their use: the values while the scores are
-        # computed, the next keys (or the next head's first) while the values are mixed.
+        # Pages are prefetched one matmul ahead of their use: the values while the scores are
+        # computed, the next keys (or the first keys of the next head) while the values are added.
         _prefetch_values(t, table, start, stop, kv_head)
         for here in range(start, stop, size):
             keys = t.keys + t.item_bytes * _page(t, table, here, kv_head)
@@ -311,7 +311,10 @@ def _total_cost(t: Any, tokens: int) -> int:
 
 
 def attention(address: int) -> None:
-    """Compute attention; parts are equal shares of the cost of all (tile, KV head) pairs."""
+    """Compute the parts of an `AttentionTask` that this thread claims.
+
+    A part is an equal share of the cost of all (tile, KV head) pairs.
+    """
     t = task_at(address, TASK)
     tokens = tile_tokens(t.num_heads // t.num_kv_heads)
     total = _total_cost(t, tokens)

@@ -12,12 +12,12 @@ from gptmanager.kernels.attention.attention_arguments import AttentionShape, Pag
 
 
 def widened(x: Tensor) -> Tensor:
-    """Widen to the dtype of arithmetic: float64 stays, all others become float32."""
+    """Return `x` in the dtype of arithmetic: float64 stays, all others become float32."""
     return x if x.dtype is torch.float64 else x.float()
 
 
 def cells(rows: RowSpans, num_tokens: int, tokens_per_block: int) -> tuple[Tensor, Tensor]:
-    """Return block and offset within it of each new token, int64 `[T]`."""
+    """Return the block of each new token and its offset in that block, both int64 `[T]`."""
     num_new = rows.row_starts.diff().long()
     token = torch.arange(num_tokens, device=num_new.device)
     first = rows.kv_lengths.long() - num_new - rows.row_starts[:-1]
@@ -28,7 +28,7 @@ def cells(rows: RowSpans, num_tokens: int, tokens_per_block: int) -> tuple[Tenso
 
 
 def write_heads(pages: Pages, block: Tensor, offset: Tensor, k: Tensor, v: Tensor) -> None:
-    """Write keys and values `[T, K, D]` of the tokens at these `cells`."""
+    """Write the keys and values `[T, K, D]` of tokens to their `cells`, `block` and `offset`."""
     keys, values, scales, is_once = pages
     if scales is not None:
         k, v = (to_fp8(it, own) for it, own in zip((k, v), scales, strict=True))
@@ -80,7 +80,10 @@ def attend(
 
 
 def take(pages: Tensor, block: Tensor, offset: Tensor) -> Tensor:
-    """Return `[N, K, D]` of `pages [P, K, B, D]`; torch can only index the bytes of float8."""
+    """Return the heads `[N, K, D]` at `offset [N]` of `block [N]` in `pages [P, K, B, D]`.
+
+    Pages of float8 are indexed as bytes, because torch cannot index float8.
+    """
     if pages.dtype is not torch.float8_e4m3fn:
         return pages[block, :, offset]
     return pages.view(torch.uint8)[block, :, offset].view(pages.dtype)
@@ -97,7 +100,7 @@ def to_fp8(heads: Tensor, scales: Tensor) -> Tensor:
 
 
 def rotate(heads: Tensor, cos_sin: Tensor) -> Tensor:
-    """Return the half-rotation of `heads [T, *, D]` by `cos_sin [T, 1, N]`."""
+    """Return `heads [T, *, D]` rotated by `cos_sin [T, 1, N]`, dimension i with i + N / 2."""
     half = cos_sin.shape[-1] // 2
     cos, sin = cos_sin[..., :half], cos_sin[..., half:]
     a, b, rest = heads.tensor_split((half, 2 * half), dim=-1)

@@ -19,7 +19,7 @@ from gptmanager.kernels.gemm.packed_matrix import Matrix, PackedMatrix
 
 
 class ExpertOps(Protocol):
-    """The ops of kernels that experts are computed with; see `Kernels`."""
+    """The ops of `Kernels` with which experts are computed."""
 
     def linear(self, x: Tensor, weight: Matrix, bias: Tensor | None = None) -> Tensor: ...
 
@@ -29,11 +29,12 @@ class ExpertOps(Protocol):
 
 
 class ExpertMatrices(NamedTuple):
-    """The experts of this rank: `count` from number `first` on, one after the other in a matrix.
+    """The experts of this rank: `count` from number `first` on, one after another in each matrix.
 
-    `up [E * U, C]` and `down [E * C, F]`; if `gated`, U is 2F: an expert's gate, then its up.
-    `up_bias [E * U]`, `down_bias [E * C]`: None if experts have no biases. `factors`: of the weight
-    of each expert, also of other ranks; None without factors.
+    `up` is `[E * U, C]` and `down` is `[E * C, F]`, where E is `count`. U is F, or 2F if `gated`:
+    the rows of an expert's gate, then those of its up projection. `up_bias [E * U]` and
+    `down_bias [E * C]` are None if experts have no biases. `factors` multiply the weights of the
+    experts of all ranks; None means no factors.
     """
 
     up: Matrix
@@ -49,9 +50,10 @@ class ExpertMatrices(NamedTuple):
     def choose(
         self, x: Tensor, logits: Tensor, routing: Routing, correction: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the inputs of the experts that `logits [T, E]` choose, the choices, their weights.
+        """Choose experts by `logits [T, E]`; return their inputs, numbers and weights.
 
-        `x` is `[T, C]`. There are as many inputs, or one for each choice; see `mix_experts`.
+        Numbers and weights are `[T, k]`. The inputs are `x [T, C]`, or `[T * k, C]` if
+        `routing.scales_inputs`.
         """
         bias = None if correction is None else widened(correction)
         return self.prepared(x, routing, *choose_experts(widened(logits), routing, bias))
@@ -59,7 +61,7 @@ class ExpertMatrices(NamedTuple):
     def prepared(
         self, x: Tensor, routing: Routing, chosen: Tensor, weights: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return inputs, choices and weights as `choose` does, for the choices of the router."""
+        """Return the same as `choose`, for the numbers and weights that the router has chosen."""
         if self.factors is not None:
             weights = weights * self.factors[chosen]
         if routing.scales_inputs:
@@ -74,8 +76,8 @@ def mix_experts(
     """Return the weighted sums `[T, C]` of the outputs of each token's experts for `x [T, C]`.
 
     `chosen [T, k]` are numbers of experts, `weights [T, k]` their weights; experts of other ranks
-    add nothing. `x [T * k, C]` has an input for each of a token's experts. Sums are in the dtype of
-    the weights.
+    add nothing. `x` may also be `[T * k, C]`, with an input for each of a token's experts. Sums are
+    in the dtype of the weights, and the result is in that of `x`.
     """
     if not len(x):
         return x

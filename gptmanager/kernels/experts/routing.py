@@ -15,7 +15,7 @@ class Routing(NamedTuple):
     """The choice of `per_token` experts for each token, by a score of the router's logits.
 
     With the score "softmax_of_best" or "sigmoid_of_best", experts are chosen by their logits, and
-    the softmax or sigmoid is that of the chosen ones.
+    the softmax or sigmoid is computed from the logits of the chosen experts only.
     With `renormalize`, the weights of a token's experts add up to 1. `factor` multiplies the
     weights, which multiply the outputs of experts; with `scales_inputs`, they multiply their inputs
     (Llama 4). Of `groups` groups of experts only the best `top_groups` are considered; a group is

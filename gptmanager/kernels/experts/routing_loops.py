@@ -2,7 +2,7 @@
 the outputs.
 
 A choice is one of a token's experts; choices are numbered token by token. The row of a choice is
-the one that its expert reads: rows are sorted by expert.
+the index of the input that its expert reads; inputs are sorted by expert.
 """
 
 # mypy: allow-untyped-calls
@@ -46,17 +46,21 @@ SCRATCH_ROWS = 3  # per thread: scores, ranked scores, and the quality of groups
 
 
 class RoutingTask(ctypes.Structure):
-    """Addresses (0: none), sizes, and the fields of `Routing`. Those up to `scratch` depend on the
-    call.
+    """Addresses (0: none), sizes, and the fields of `Routing`.
 
-    `logits` `[num_tokens, num_experts]`; `correction` and `factors` are float32 `[num_experts]`.
-    The experts of this rank are `count` from number `first` on. `x` `[num_tokens, width]`.
-    Results: `weights` float32 and `choices` int64 `[num_tokens, per_token]`, `places` int64 of the
-    same shape: the row of each choice, -1 for experts of other ranks; and `rows`, the inputs
-    `[num_tokens * per_token, width]`. `starts` is int64 scratch `[count + 1]`.
-    `lists` int64 `[num_lists, 1 + 3 * count]`: the number of experts with more rows than the first
-    number of a pair in `bounds` and at most as many as the second one; then each one's number
-    (without `first`), its number of rows, and its first row. `zeros`: int64 memory that is cleared.
+    The fields up to `scratch` depend on the call. Inputs are `logits` `[num_tokens, num_experts]`,
+    `x` `[num_tokens, width]`, and `correction` and `factors`, float32 `[num_experts]`. The experts
+    of this rank are `count` from number `first` on.
+
+    Results are `weights` float32 and `choices` int64, both `[num_tokens, per_token]`; `places`
+    int64 of the same shape, the row of each choice, or -1 for experts of other ranks; and `rows`
+    `[num_tokens * per_token, width]`, the inputs of experts. `starts` is int64 scratch
+    `[count + 1]`, and `zeros` int64 memory `[num_zeros]` that is set to 0.
+
+    `lists` int64 `[num_lists, 1 + 3 * count]` has a list of experts for each pair in `bounds`:
+    those with more rows than the first number of the pair and at most as many as the second. A list
+    begins with its number of experts. Each expert has its number minus `first`, its number of rows,
+    and its first row.
     """
 
     _fields_ = task_fields(
@@ -68,7 +72,10 @@ class RoutingTask(ctypes.Structure):
 
 
 class MixingTask(ctypes.Structure):
-    """`outputs` of experts by row, and the `places` of choices; `weights` 0: each weight is 1."""
+    """Addresses of the experts' `outputs` by row, and of the `places` and `weights` of choices.
+
+    `weights` is 0 if each weight is 1.
+    """
 
     _fields_ = task_fields("num_tokens outputs result places weights per_token width dtype")
 
@@ -121,7 +128,7 @@ def _quality(t: Any, scores: int, group: int) -> Any:
 
 @loop
 def _keep_best_groups(t: Any, scores: int, qualities: int) -> None:
-    """Write -inf over the scores of all groups except the best ones; of equals, earlier first."""
+    """Set the scores of all groups to -inf except the best; of equal groups, keep the earlier."""
     size = t.num_experts // t.groups
     for group in range(t.groups):
         put(qualities, group, _quality(t, scores, group))
@@ -137,7 +144,7 @@ def _keep_best_groups(t: Any, scores: int, qualities: int) -> None:
 
 @loop
 def _choose_best(t: Any, scores: int, choices: int) -> None:
-    """Choose experts in descending order of their scores; of equals, earlier first."""
+    """Write the best experts to `choices`, by descending score; equal ones by ascending number."""
     last, last_expert = _INFINITY, -1
     for number in range(t.per_token):
         best, found = -_INFINITY, -1
@@ -218,7 +225,7 @@ def _list(t: Any, expert: int, rows: int, first: int) -> None:
 
 @loop
 def _sort(t: Any) -> None:
-    """Give each choice a row, sorted by expert, and list the experts that have rows."""
+    """Assign rows to choices, sorted by expert, and write the lists of experts that have rows."""
     num_choices, row = t.num_tokens * t.per_token, 0
     for number in range(t.num_zeros):
         put_long(t.zeros, number, 0)
@@ -269,7 +276,7 @@ def choose_and_gather(address: int) -> None:
 
 
 def choose(address: int) -> None:
-    """Choose experts of a share of the tokens."""
+    """Choose the experts of the tokens in the parts that this thread claims."""
     t = task_at(address, ROUTING_TASK)
     own = t.scratch + claim(address, NEXT_THREAD) * 4 * SCRATCH_ROWS * t.num_experts
     part = claim(address, NEXT_PART)
@@ -285,7 +292,7 @@ def sort(address: int) -> None:
 
 
 def gather(address: int) -> None:
-    """Gather the inputs of a share of the tokens."""
+    """Gather the experts' inputs for the tokens in the parts that this thread claims."""
     t = task_at(address, ROUTING_TASK)
     part = claim(address, NEXT_PART)
     while part < t.num_parts:

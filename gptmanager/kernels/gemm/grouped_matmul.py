@@ -21,13 +21,13 @@ from gptmanager.kernels.simd.threads import NEXT_PART, NEXT_THREAD, task_fields
 class GroupTask(ctypes.Structure):
     """Matmuls by `body`, each with consecutive rows of `x` and one of several matrices.
 
-    `given`: the address of int64 numbers: how many matmuls there are, and for each of them the
-    number of its matrix, the number of its rows, and its first row. `counters`: of int64 zeros, one
-    for each matmul. `copies`: of memory for one task for each thread. The fields that end in
-    `_bytes` are the distances from a row or matrix to the next; `scratch_bytes` is the size for
-    each thread. Up to `streamed_rows` rows the matrices are divided into about `streamed_parts`
-    parts in all, else each group is one. `tails`: of the 16 values of `MatmulTask.tail`. The fields
-    up to `bias_bytes` depend on the call.
+    `given` is the address of int64 numbers: the number of matmuls, then for each of them the number
+    of its matrix, its number of rows, and its first row. `counters` is the address of int64 zeros,
+    one for each matmul. `copies` is that of memory for one `MatmulTask` per thread. `tails` is that
+    of the 16 values of `MatmulTask.tail`. The fields that end in `_bytes` are the distances from
+    one row or matrix to the next; `scratch_bytes` is the size for each thread. For matmuls of up to
+    `streamed_rows` rows, the matrices are divided into about `streamed_parts` parts in all; for
+    others, each group of panels is a part. The fields up to `bias_bytes` depend on the call.
     """
 
     _fields_ = task_fields(

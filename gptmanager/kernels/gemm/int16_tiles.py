@@ -39,7 +39,7 @@ INT16_DEPTH = 4  # positions in a step
 _TWO_SHORTS = ir.VectorType(ir.IntType(16), 2 * LANES)
 
 
-@functools.cache  # LLVM takes 0.1 ms, and each plan of a matmul asks
+@functools.cache  # LLVM needs 0.1 ms to answer, and each plan of a matmul asks
 def has_int16_dots() -> bool:
     """Return whether the processor has 512-bit dot products of int16 pairs."""
     return bool(binding.get_host_cpu_features().get("avx512bw"))
@@ -58,10 +58,11 @@ def _add_dots(builder: Any, left: Any, right: Any, total: Any) -> Any:
 def int16_tile(rows: int) -> Any:
     """Return an intrinsic that computes `rows` x 64 elements of a matmul, or adds to them.
 
-    Its arguments: `(c, a, a_stride, factors, factors_stride, b0, b1, b2, b3, steps, add)`. `c` is
-    float32 with stride 64; `a` is int16, with strides in bytes; `b0` to `b3` are the addresses of
-    four int8 panels. Sums are int32, exact for up to `MAX_POSITIONS`, times the row's factor. Of
-    each four positions, the even ones are multiplied as a pair, then the odd ones.
+    Its arguments are `(c, a, a_stride, factors, factors_stride, b0, b1, b2, b3, steps, add)`. `c`
+    is float32 with stride 64; `a` is int16, with strides in bytes; `b0` to `b3` are the addresses
+    of four int8 panels. `steps` is the number of positions divided by 4. Sums are int32, exact for
+    up to `MAX_POSITIONS` positions, and are multiplied by the row's factor. Of each four positions,
+    the even ones are multiplied as a pair, then the odd ones.
     """
 
     @intrinsic(nothing, *[long] * 10, types.boolean)

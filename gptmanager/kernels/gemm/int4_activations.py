@@ -1,7 +1,7 @@
-"""Quantizes rows of activations in blocks of 32 elements, for matmuls with matrices in 4 bits.
+"""Quantizes rows of activations in blocks of 32 elements, for matmuls with 4-bit matrices.
 
 Each block has a factor of its own, so that a large element costs precision only within its block.
-An element has one byte (level), or two if rows are few: an int16 as a signed upper byte and a
+An element has one level (a byte), or two if rows are few: the signed upper byte of an int16, and a
 signed rest.
 """
 
@@ -43,7 +43,9 @@ from gptmanager.kernels.simd.lanes import (
 )
 from gptmanager.kernels.simd.threads import NEXT_PART
 
-FACTOR, BEGIN, SUM, BLOCK_HEAD = 0, 4, 8, 16  # offsets in a block, in bytes; elements follow
+# Byte offsets in a block: its factor, the int32 at which dot products begin, its factor times the
+# sum of its elements, and the elements.
+FACTOR, BEGIN, SUM, BLOCK_HEAD = 0, 4, 8, 16
 _BYTES = ir.VectorType(ir.IntType(8), LANES)
 
 
@@ -79,7 +81,7 @@ def _store_two_levels(builder: Any, address: Any, value: Any, total: Any) -> Any
 def quantize_groups(
     dtype: int, x: int, row: int, given: int, depth: int, to: int, levels: int
 ) -> None:
-    """Quantize a row of x, which has `given` elements, padded with zeros to `depth`.
+    """Quantize a row of x, which has `given` elements and is padded with zeros to `depth`.
 
     A block with a NaN has the factor NaN.
     """
@@ -103,9 +105,10 @@ def quantize_groups(
 
 
 def planes_bytes(depth: int) -> int:
-    """Return the bytes of a row for a matrix unit, whole cache lines.
+    """Return the bytes of a quantized row for a matrix unit, a multiple of a cache line.
 
-    They are its elements of one byte, the factors of its groups, and their factors times sums.
+    A row has its elements of one byte, then the factor of each group, then each group's factor
+    times the sum of its elements.
     """
     return (depth + 8 * (depth // GROUP) + 63) // 64 * 64
 
@@ -150,5 +153,5 @@ def quantize_rows_in_groups(address: int) -> None:
 
 
 def quantize_rows_in_planes(address: int) -> None:
-    """Quantize tokens in groups for a matrix unit. The task's `dtype` is ignored."""
+    """Quantize tokens to rows of `planes_bytes`, for a matrix unit. `dtype` is ignored."""
     _quantize(task_at(address, CONVERSION_TASK), address, True)

@@ -1,4 +1,4 @@
-"""`Groups`: rows of a matrix in 4 bits, in groups of 32 positions with a scale each.
+"""`Groups`: rows of a 4-bit matrix, in groups of 32 positions with a scale each.
 
 An element is `scale * (value - 8)`, or `scale * value + minimum` if groups have minima. Scales and
 minima are float16, so groups have exactly the numbers of GGUF's blocks Q4_0 and Q4_1.
@@ -19,10 +19,10 @@ MIDDLE, MOST = 8, 15  # the value that represents zero without a minimum, and th
 
 @dataclass(frozen=True, slots=True)
 class Groups:
-    """`values` is uint8 `[n, columns]`; `scales` and `minima`, which may be None, are float16
-    `[n, groups]`.
+    """Rows of 4-bit values with a scale for each group of 32 columns.
 
-    The last group of a row may have fewer than 32 positions.
+    `values` is uint8 `[n, columns]`, from 0 to 15. `scales` and `minima`, which may be None, are
+    float16 `[n, groups]`. The last group of a row may have fewer than 32 positions.
     """
 
     values: Tensor
@@ -59,7 +59,7 @@ class Groups:
 
 
 def joined(parts: Sequence[Groups]) -> Groups:
-    """Concatenate rows. Either all parts have minima or none has."""
+    """Return the rows of all `parts`. Either all parts have minima or none has."""
     minima = [part.minima for part in parts if part.minima is not None]
     return Groups(
         torch.cat([part.values for part in parts]),

@@ -1,4 +1,4 @@
-"""Matmuls of tokens with a matrix in 4 bits, one function for each kind of instructions."""
+"""Matmuls of tokens with a 4-bit matrix, one function for each kind of instructions."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def _widen_to_pairs(t: Any, target: int, panel: int) -> None:
 
 @loop
 def _share_by_lanes(t: Any, address: int) -> None:
-    """Compute a thread's share in SIMD lanes. Panels are first widened, for any number of rows."""
+    """Compute the parts that a thread claims, in SIMD lanes, from panels widened to float32."""
     scratch, counter = begin(t, address)
     w0 = scratch + SCRATCH_BYTES
     w1, w2, w3 = w0 + WIDE_BYTES, w0 + 2 * WIDE_BYTES, w0 + 3 * WIDE_BYTES
@@ -88,7 +88,7 @@ def _share_by_lanes(t: Any, address: int) -> None:
 
 
 def _share_by_dots(levels: int, is_wide: bool) -> Any:
-    """Return a function that computes a thread's share by dot products of bytes.
+    """Return a function that computes the parts that a thread claims, by dot products of bytes.
 
     With one level, `x` is already quantized. With two levels, rows are few and each thread
     quantizes all of them, which is faster than waiting for one thread.
@@ -141,7 +141,7 @@ def _share_by_dots(levels: int, is_wide: bool) -> Any:
 
 @loop
 def _share_by_unit(t: Any, address: int) -> None:
-    """Compute a thread's share with the matrix unit. Panels are first widened to bfloat16."""
+    """Compute the parts that a thread claims, with the matrix unit, from panels in bfloat16."""
     scratch, counter = begin(t, address)
     w0, size, held = scratch + SCRATCH_BYTES, 2 * LANES * t.depth, -1
     w1, w2, w3 = w0 + size, w0 + 2 * size, w0 + 3 * size
@@ -168,20 +168,20 @@ _by_int8 = _share_by_dots(1, _wide) if has_byte_dots() else _share_by_lanes
 
 
 def multiply_int4(address: int) -> None:
-    """Compute `result = x @ matrix.T` for a matrix in 4 bits, in float32."""
+    """Compute `result = x @ matrix.T` for a 4-bit matrix, in float32."""
     _share_by_lanes(task_at(address, MATMUL_TASK), address)
 
 
 def multiply_int4_by_int16(address: int) -> None:
-    """Multiply few rows with a matrix in 4 bits, in int16 arithmetic."""
+    """Multiply few rows with a 4-bit matrix, in int16 arithmetic."""
     _by_int16(task_at(address, MATMUL_TASK), address)
 
 
 def multiply_int4_by_int8(address: int) -> None:
-    """Multiply with a matrix in 4 bits, in int8 arithmetic."""
+    """Multiply with a 4-bit matrix, in int8 arithmetic."""
     _by_int8(task_at(address, MATMUL_TASK), address)
 
 
 def multiply_int4_by_unit(address: int) -> None:
-    """Multiply with a matrix in 4 bits, with the matrix unit."""
+    """Multiply with a 4-bit matrix, with the matrix unit."""
     _share_by_unit(task_at(address, MATMUL_TASK), address)

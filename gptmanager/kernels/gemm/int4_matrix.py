@@ -1,4 +1,4 @@
-"""`Int4Matrix`: a weight of the network in 4 bits, in the order in which matmuls read it.
+"""`Int4Matrix`: a 4-bit weight of the network, in the order in which matmuls read it.
 
 A panel has sixteen rows. The 32 positions of a group are eight steps of four positions. A byte has
 a position of step j in its lower half, and one of step j + 4 in its upper half. `values` is uint8
@@ -20,9 +20,9 @@ _STEPS, _FOUR = 4, 4  # steps in the lower halves of a group's bytes, and positi
 
 
 class Int4Matrix(PackedMatrix):
-    """A matrix `[rows, columns]` of float32, bfloat16 or float16, stored in groups of 4 bits.
+    """A matrix `[rows, columns]` of float32, bfloat16 or float16, stored in groups of 4-bit values.
 
-    Rows must be written whole. `minima` is None until groups with minima are written.
+    `copy_` writes whole rows only. `minima` is None until groups with minima are written.
     """
 
     position_bytes = PANEL_ROWS // 2

@@ -1,7 +1,7 @@
-"""Register tiles of matmuls with a matrix in 4 bits, and functions that widen its panels.
+"""Register tiles of matmuls with a 4-bit matrix, and functions that widen its panels.
 
-The rows are blocks, from `int4_activations`. The instruction multiplies unsigned bytes, here the
-stored values of the matrix, with signed bytes. The sums of a group are exact. An element of the
+The rows consist of blocks, from `int4_activations`. The instruction multiplies unsigned bytes, here
+the stored values of the matrix, with signed bytes. The sums of a group are exact. An element of the
 result does not depend on the number of rows.
 """
 
@@ -43,13 +43,13 @@ _STEPS = GROUP // 8  # loads per group
 _SHIFTED = 0x43000000  # the float 128 + n has n in bits 16 to 19
 
 
-@functools.cache  # LLVM takes 0.1 ms, and each plan of a matmul asks
+@functools.cache  # LLVM needs 0.1 ms to answer, and each plan of a matmul asks
 def has_wide_dots() -> bool:
     """Return whether the processor has 512-bit dot products of four bytes (AVX-512 VNNI)."""
     return bool(binding.get_host_cpu_features().get("avx512vnni"))
 
 
-@functools.cache  # LLVM takes 0.1 ms, and each plan of a matmul asks
+@functools.cache  # LLVM needs 0.1 ms to answer, and each plan of a matmul asks
 def has_byte_dots() -> bool:
     """Return whether the processor has dot products of four bytes, with 512 or 256 bits (VNNI)."""
     return has_wide_dots() or bool(binding.get_host_cpu_features().get("avxvnni"))
@@ -128,7 +128,7 @@ class _Tile:
         self, blocks: Sequence[Any], scales: Sequence[Any], sums: Sequence[Any],
         totals: Sequence[Any],
     ) -> list[Any]:  # fmt: skip
-        """Return the totals plus a group's sums, times factors of rows and scales of the matrix."""
+        """Return the totals plus a group's sums times factors of rows and scales of the matrix."""
         builder = self.builder
         right = [_widened(builder, it) for it in scales]
         factors = [
@@ -166,11 +166,12 @@ class _Tile:
 def int4_tile(rows: int, across: int, levels: int, is_wide: bool) -> Any:
     """Return an intrinsic that computes `rows` x 64 elements of a matmul.
 
-    Its arguments: `(c, a, a_stride, b0, b1, b2, b3, s0, s1, s2, s3, minima, groups)`. `c` is
+    Its arguments are `(c, a, a_stride, b0, b1, b2, b3, s0, s1, s2, s3, minima, groups)`. `c` is
     float32 with stride 64. `a` is the first block of a quantized row, with `levels` bytes per
     position; the next row begins `a_stride` bytes later. `b0` to `b3` are the addresses of four
     panels, `s0` to `s3` the addresses of their scales. `minima` is the distance from a scale to its
-    minimum, or 0 without minima. The sums of `across` panels are in registers at a time.
+    minimum in bytes, or 0 without minima. `groups` is the number of groups of a row. The sums of
+    `across` panels are in registers at a time.
     """
 
     @intrinsic(nothing, *[long] * 13)

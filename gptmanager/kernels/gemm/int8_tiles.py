@@ -41,7 +41,7 @@ SPAN_BYTES = PANELS * LANES * SPAN
 FOUR = 4  # positions in a step
 
 
-@functools.cache  # LLVM takes 0.1 ms, and each plan of a matmul asks
+@functools.cache  # LLVM needs 0.1 ms to answer, and each plan of a matmul asks
 def has_int8_dots() -> bool:
     """Return whether the processor has 512-bit dot products of four int8 (VNNI)."""
     return bool(binding.get_host_cpu_features().get("avx512vnni"))
@@ -66,7 +66,11 @@ class _Stretch(NamedTuple):
     def added(
         self, builder: Any, rows: Sequence[Any], field: int, totals: Sequence[Any]
     ) -> Sequence[Any]:
-        """Return the totals plus dot products with `rows`; `field`: where marks have the factor."""
+        """Return the totals plus dot products with `rows`.
+
+        In marks, the factor of a row is at index `field`, and the value at which its sums begin is
+        at the next index.
+        """
 
         def step(index: Any, sums: Sequence[Any]) -> Sequence[Any]:
             place = builder.add(self.first, index)
@@ -102,7 +106,7 @@ class _Stretch(NamedTuple):
 def int8_tile(rows: int) -> Any:
     """Return an intrinsic that computes `rows` x 64 elements of a matmul, or adds to them.
 
-    Its arguments: `(c, a, left, marks, a_stride, b, fours, add)`. `c` is float32 with stride 64.
+    Its arguments are `(c, a, left, marks, a_stride, b, fours, add)`. `c` is float32 with stride 64.
     `a`, `left` and `marks` are the values, remainders and marks of quantized rows, from the
     beginning of a stretch. `b` has four panels as `lay_out` writes them, `SPAN` positions apart.
     `fours` is the number of positions divided by 4.

@@ -45,10 +45,10 @@ _thirty_two, _sixteen = unit_tile(2), unit_tile(1)
 
 
 def _share_by_lanes(dtype: str) -> Any:
-    """Return a function that computes a thread's share in SIMD lanes, for matrices of `dtype`.
+    """Return a function that computes the parts that a thread claims, in SIMD lanes.
 
-    For many rows, panels are first widened to float32, which is exact, except for pairs of
-    bfloat16.
+    `dtype` is that of matrices. For many rows, panels are first widened to float32, which is exact.
+    Pairs of bfloat16 are not widened.
     """
     is_pairs, name = dtype == "bfloat16 pairs", dtype.replace(" ", "_")
     widens, item = not is_pairs and dtype != "float32", 2 if is_pairs else 4
@@ -87,7 +87,7 @@ def _share_by_lanes(dtype: str) -> Any:
 
 
 def _share_by_int8() -> Any:
-    """Return a function that computes a thread's share in int8, from rows that are quantized."""
+    """Return a function that computes the parts that a thread claims in int8, from int8 rows."""
     three, two, one = (int8_tile(rows) for rows in (3, 2, 1))
 
     @loop_named("share_int8_by_int8")
@@ -124,7 +124,10 @@ def _share_by_int8() -> Any:
 
 
 def _share_by_int16() -> Any:
-    """Return a function for few rows, all of which each thread quantizes to int16 itself."""
+    """Return a function that computes the parts that a thread claims, for few rows in int16.
+
+    Each thread quantizes all rows itself.
+    """
     four, three, two, one = (int16_tile(rows) for rows in (4, 3, 2, 1))
 
     @loop_named("share_int8_by_int16")
@@ -168,7 +171,7 @@ _int8_by_int8 = _share_by_int8() if has_int8_dots() else _int8
 
 
 def multiply_float32(address: int) -> None:
-    """Compute `result = x @ matrix.T` with a float32 matrix. The next functions: other dtypes."""
+    """Compute `result = x @ matrix.T` with a float32 matrix, as the next functions with others."""
     _float32(task_at(address, MATMUL_TASK), address)
 
 
@@ -220,7 +223,7 @@ def multiply_by_tiles(
 
 @loop
 def _share_by_unit(t: Any, address: int) -> None:
-    """Compute a thread's share with the matrix unit."""
+    """Compute the parts that a thread claims, with the matrix unit."""
     scratch, counter = begin(t, address)
     part = claim(counter, NEXT_PART)
     while part < t.num_parts:

@@ -1,6 +1,6 @@
 """`MatmulPlan`: everything in a matmul that depends only on its matrix, decided once.
 
-It selects the instructions, and decides whether packing pays on this machine.
+The functions select the instructions, and decide whether packing pays on this machine.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ _BY_LANES: dict[torch.dtype, Callable[[int], None]] = {
     INT4: int4_matmul.multiply_int4,
 }
 ANY_ROWS = 1 << 62
-_kept: list[Any] = []  # keeps memory alive to which addresses refer
+_kept: list[Any] = []  # owns memory that tasks refer to by address
 
 
 class _Rows(NamedTuple):
@@ -83,7 +83,7 @@ class Instructions(NamedTuple):
 
 
 class MatmulPlan(NamedTuple):
-    """A plan for matmuls with one matrix; with `silu`, see `Kernels.linear_silu_mul`."""
+    """A plan for `Kernels.linear` or `Kernels.linear_silu_mul` with one matrix."""
 
     task: MatmulTask  # without the fields that depend on a call
     columns: int  # columns of the result
@@ -97,7 +97,7 @@ class MatmulPlan(NamedTuple):
 
 
 def plan_matmul(matrix: PackedMatrix, *, silu: bool, deterministic: bool) -> MatmulPlan:
-    """Return the plan. `deterministic`: use the same instructions for any number of rows."""
+    """Return the plan for `matrix`. If `deterministic`, a row has the same bits among any rows."""
     num_rows, num_panels = len(matrix), len(matrix.values)
     columns = num_rows // 2 if silu else num_rows
     num_groups = -(-columns // (PANEL_ROWS * (PANELS // 2 if silu else PANELS)))

@@ -28,13 +28,14 @@ class MatmulTask(ctypes.Structure):
 
     The fields up to `tail` depend on the call. `x` has `depth` elements per row: float32, bfloat16
     for pairs and the matrix unit, or `dtype`, which is the dtype of `result`, for int16; for int8
-    it has quantized rows. `part_groups`: groups per part. `num_groups`: the number of groups. It is
-    also the distance in panels from the first to the second panel of a group, and from the third to
-    the fourth; `second` is the distance from the first to the third. `silu`: the SiLU of the first
-    and second panels' sums is multiplied by the sums of the third and fourth. `full`, `tail`: the
-    matrix unit's configurations for sixteen rows and for the remaining rows. `groups`: the float16
-    scales of a matrix in 4 bits. `minima`: the distance from these to the minima, or 0 without
-    minima. `counter`: the task that has the counter of parts, or 0 if it is this one.
+    it has quantized rows. A part has `part_groups` groups. `num_groups` is the number of all groups
+    and also the distance in panels from the first to the second panel of a group, and from the
+    third to the fourth; `second` is the distance from the first to the third. With `silu`, the SiLU
+    of the first and second panels' sums is multiplied by the sums of the third and fourth. `full`
+    and `tail` are the addresses of the matrix unit's configurations for sixteen rows and for the
+    remaining rows. `groups` is the address of the float16 scales of a 4-bit matrix, and `minima`
+    the distance in bytes from these to the minima, or 0 without minima. `counter` is the address of
+    the task that has the counter of parts, or 0 if it is this task.
     """
 
     _fields_ = task_fields(

@@ -37,11 +37,12 @@ from gptmanager.kernels.simd.lanes import (
 from gptmanager.kernels.simd.pairs import add_pairs, is_amd
 
 PANELS = 4  # panels of a tile: enough sums to hide the latency of additions even with one row
-# Prefetch distance in bytes of a panel: the processor's own is shorter. AMD's processors can have
-# few lines in flight to the L1 cache, but more to L2; on Intel's, L1 was faster.
+# Prefetch distance in bytes of a panel, longer than that of the processor's prefetcher; and the
+# cache level (3: L1, 2: L2). AMD's processors can have few lines in flight to the L1 cache, but
+# more to L2; on Intel's, L1 was faster.
 AHEAD, _NEAR = (1024, 2) if is_amd() else (2048, 3)
-# By the rows of a tile, the number of panels with sums that fit into registers: 32 of 512 bits, or
-# 16 of 256, of which a vector takes two.
+# Rows of a tile -> the number of panels with sums that fit into registers. There are 32 registers
+# of 512 bits, or 16 of 256 bits; in the latter case a vector takes two.
 _ACROSS = dict.fromkeys((1, 2, 4, 6), PANELS) if WIDE > 1 else {1: 4, 2: 2, 4: 1, 6: 1}
 _HALVES = ir.VectorType(ir.HalfType(), LANES)
 
@@ -49,9 +50,9 @@ _HALVES = ir.VectorType(ir.HalfType(), LANES)
 class Format(NamedTuple):
     """The instructions that read and multiply a stored dtype.
 
-    `kind`: the type of one load from a panel, with `positions` of the depth, or pairs of them.
-    `widen` converts one of these to factors. `left`: the type of one load from a row. `add`:
-    `(left, right, total)` -> total, each a vector.
+    `kind` is the type of one load from a panel, which has `positions` positions of the depth, or
+    pairs of positions. `widen` converts one of them to a vector of factors. `left` is the type of
+    one load from a row. `add(builder, left, right, total)` returns the new total; all are vectors.
     """
 
     kind: Any
@@ -101,7 +102,7 @@ _FORMATS = {
 def tile(rows: int, dtype: str, across: int) -> Any:
     """Return an intrinsic that computes `rows` x 64 elements of a matmul, or adds to them.
 
-    The sums of `across` panels are in registers at a time. Arguments of the intrinsic: `(c, a,
+    The sums of `across` panels are in registers at a time. The intrinsic's arguments are `(c, a,
     a_stride, b0, b1, b2, b3, steps, add)`. `c` is float32 with stride 64; `a` is float32, or
     bfloat16 for pairs, with `a_stride` in bytes; `b0` to `b3` are the addresses of four panels. A
     step reads four positions of each panel for int8, two for bfloat16, and one for other dtypes.
@@ -181,7 +182,7 @@ def widen_panel(dtype: str) -> Any:
 
 @functools.cache  # one function for each name
 def over_rows(dtype: str) -> Any:
-    """Return a `tile` for any number of rows, made of tiles of six rows and fewer."""
+    """Return a function as `tile` does, but for any number of rows: it runs tiles of up to six."""
     six, four, two, one = (tile(rows, dtype, _ACROSS[rows]) for rows in (6, 4, 2, 1))
     name = dtype.replace(" ", "_")
 

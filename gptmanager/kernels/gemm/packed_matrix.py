@@ -34,8 +34,9 @@ class PackedMatrix:
     """A matrix `[rows, columns]` of float32, bfloat16 or float16.
 
     It is not a tensor, but can be read and written like one. A `quantized` matrix is stored as int8
-    with one scale per row. The largest magnitude of a row becomes 127, so rows must be written
-    whole. `shape` and `dtype` describe the values; `len` counts rows.
+    with one scale per row. The largest magnitude of a row becomes 127, so `copy_` needs whole rows,
+    even to write only some of their columns. `shape` and `dtype` describe the values; `len` counts
+    rows.
     """
 
     def __init__(
@@ -123,11 +124,10 @@ class PackedMatrix:
         first_column: int = 0,
         columns: slice = _ALL,
     ) -> None:
-        """Convert `columns` of `values [n, m]` and write them, starting at the given row and
-        column, which is 0 if the matrix is quantized.
+        """Convert `columns` of `values [n, m]`, and write them from the given row and column on.
 
-        Scales are computed from all columns of `values`, so that parts of a row have the same
-        scale.
+        The column must be 0 if the matrix is quantized. Scales are computed from all columns of
+        `values`, so that parts of a row have the same scale.
         """
         if self.scales is not None:
             assert first_column == 0

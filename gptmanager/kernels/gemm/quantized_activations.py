@@ -1,9 +1,9 @@
 """Quantizes rows of activations, for matmuls with int8 matrices.
 
-A row is divided into stretches, each of which has a factor from its largest magnitude. Few rows
-become int16, as do many for a matrix unit, which reads upper and lower bytes; otherwise many become
-int8. In int8, a stretch with an outlier would lose its other elements, so the remainders of the
-rounding are also stored. Activations of language models have such outliers, in the same few
+A row is divided into stretches, each of which has a factor derived from its largest magnitude. Few
+rows become int16. Many rows become int16 for a matrix unit, which reads upper and lower bytes, and
+int8 otherwise. In int8, a stretch with an outlier would lose its other elements, so the remainders
+of the rounding are also stored. Activations of language models have such outliers, in the same few
 channels of all tokens (Dettmers et al., "LLM.int8()", 2022).
 """
 
@@ -45,7 +45,8 @@ from gptmanager.kernels.simd.threads import NEXT_PART
 
 MAX_POSITIONS = 512  # positions of an int16 stretch: the limit of int32 sums of 127 x 32,512
 STRETCH = 64  # positions of an int8 stretch
-# A stretch's mark has its factor and the start of its sums, and the same two for its remainders.
+# A stretch's mark has its factor and the value at which its sums begin, and the same two numbers
+# for its remainders.
 MARK_BYTES = 16
 OUTLIER = 16.0  # a magnitude of this many means of its stretch causes remainders to be stored
 # The upper byte of an int16, which is rounded, is at most 127, too.
@@ -62,7 +63,8 @@ def row_bytes(depth: int) -> int:
 def split_row_bytes(depth: int) -> int:
     """Return the bytes of an int16 row: its upper bytes, its lower bytes, and the factors.
 
-    They are whole cache lines: a tile of rows that cross lines loads five times as slowly.
+    The size is a multiple of a cache line: a tile of rows that cross lines loads five times as
+    slowly.
     """
     return (2 * depth + 4 * ((depth - 1) // MAX_POSITIONS + 1) + 63) // 64 * 64
 
@@ -77,7 +79,7 @@ def rounded(builder: Any, value: Any) -> Any:
 
 
 def upper_and_lower(builder: Any, whole: Any) -> tuple[Any, Any]:
-    """Return int32 of at most `MAX_INT16` as 256 times a signed byte, and a signed byte."""
+    """Return signed bytes with `256 * upper + lower == whole`, for at most `MAX_INT16`."""
     eight, half = (ir.Constant(INDICES, [n] * LANES) for n in (8, 128))
     upper = builder.ashr(builder.add(whole, half), eight)
     return upper, builder.sub(whole, builder.shl(upper, eight))
@@ -153,10 +155,11 @@ def inverse(most: Any, largest: Any) -> Any:
 def quantize_to_int16(
     dtype: int, x: int, row: int, given: int, depth: int, to: int, factors: int, splits: bool
 ) -> None:
-    """Quantize a row of x, which has `given` elements, padded with zeros to `depth`.
+    """Quantize a row of x, which has `given` elements and is padded with zeros to `depth`.
 
-    `to`: int16 `[depth]`, of each four elements the second and the third exchanged; or with
-    `splits` the upper bytes, then the lower bytes. A stretch with a NaN has the factor NaN.
+    The result at `to` is int16 `[depth]`, in which the second and third of each four elements are
+    exchanged; with `splits` it is all upper bytes, then all lower bytes. A stretch with a NaN has
+    the factor NaN.
     """
     for number, first in enumerate(range(0, depth, MAX_POSITIONS)):
         positions, start = min(MAX_POSITIONS, depth - first), row * given + first
@@ -173,9 +176,9 @@ def quantize_to_int16(
 
 @loop
 def _quantize_to_int8(dtype: int, x: int, row: int, given: int, depth: int, to: int) -> None:
-    """Quantize a row of x, which has `given` elements, padded with zeros to `depth`.
+    """Quantize a row of x, which has `given` elements and is padded with zeros to `depth`.
 
-    A stretch with a NaN has the factor NaN.
+    The result at `to` has `row_bytes(depth)` bytes. A stretch with a NaN has the factor NaN.
     """
     for number, first in enumerate(range(0, depth, STRETCH)):
         positions, start = min(STRETCH, depth - first), row * given + first

@@ -53,9 +53,9 @@ def repeat(builder: Any, count: Any, initial: Sequence[Any], step: Step) -> Sequ
 def tile(rows: int, vectors: int, dtype: str, *, partial: bool = False) -> Any:
     """Return an intrinsic that computes `rows` x (16 * `vectors`) elements of a matmul.
 
-    Its arguments: `(c, c_stride, a, a_stride, b, b_stride, depth, add, columns)`, see `multiply`.
-    Each element is one chain of fused multiply-adds along `depth`, in any shape of tile. `dtype` is
-    the dtype of b. With `partial`, only the first `columns` of b are read.
+    Its arguments are `(c, c_stride, a, a_stride, b, b_stride, depth, add, columns)`, as in
+    `multiply`. Each element is one chain of fused multiply-adds along `depth`, in any shape of
+    tile. `dtype` is the dtype of b. With `partial`, only the first `columns` of b are read.
     """
 
     @intrinsic(nothing, long, long, long, long, long, long, long, types.boolean, long)
@@ -152,10 +152,10 @@ def multiply(
     dtype: int, c: int, c_stride: int, a: int, a_stride: int, b: int, b_stride: int,
     rows: int, columns: int, depth: int, add: bool,
 ) -> None:  # fmt: skip
-    """Compute `c = a @ b`, or `c += a @ b` if `add`; row-major, strides in elements, depth >= 1.
+    """Compute `c = a @ b`, or `c += a @ b` if `add`; `depth` is at least 1.
 
-    `dtype` is the dtype of b; a and c are float32. a and c have memory for an even number of rows,
-    and c for a multiple of 16 columns.
+    All are row-major, with strides in elements. `dtype` is the dtype of b; a and c are float32. a
+    and c have memory for an even number of rows, and c for a multiple of 16 columns.
     """
     if dtype == FLOAT32:
         _by_float32(c, c_stride, a, a_stride, b, b_stride, rows, columns, depth, add)

@@ -66,8 +66,10 @@ _MASK = ir.IntType(LANES)
 
 
 class RoundingTask(ctypes.Structure):
-    """Addresses of `x` `[num_tokens, width]`, and of the results: bytes `values`
-    `[num_tokens, groups, 32]` and float32 `scales` `[num_tokens, groups]`.
+    """The addresses of rows to round, and of the results.
+
+    `x` is `[num_tokens, width]`. The results are `values`, bytes `[num_tokens, groups, 32]`, and
+    `scales`, float32 `[num_tokens, groups]`.
     """
 
     _fields_ = task_fields("x values scales num_tokens width x_dtype")
@@ -77,7 +79,7 @@ class PanelTask(ctypes.Structure):
     """Rows `x`, `stride` elements apart, and the panels `values` with the `scales` of their rows.
 
     Rows have `width` elements; `num_columns` of them are written, from `first_column` on. They
-    become the matrix's rows from `first_row` on. `depth`: of a panel.
+    become the matrix's rows from `first_row` on. `depth` is that of a panel.
     """
 
     _fields_ = task_fields(
@@ -89,7 +91,10 @@ ROUNDING_TASK, PANEL_TASK = np.dtype(RoundingTask), np.dtype(PanelTask)
 
 
 def round_to_int8(rows: Tensor) -> tuple[Tensor, Tensor]:
-    """Return integers from -127 to 127, as floats, and the scale of each row: 0 if all are zero."""
+    """Return integers from -127 to 127, as floats `[n, columns]`, and scales, float32 `[n]`.
+
+    The scale of a row of zeros is 0.
+    """
     wide = rows.float()
     scales = wide.abs().amax(dim=1) / 127
     return (wide / scales.clamp(min=torch.finfo(torch.float32).tiny).unsqueeze(1)).round(), scales
@@ -98,11 +103,11 @@ def round_to_int8(rows: Tensor) -> tuple[Tensor, Tensor]:
 def round_to_groups(rows: Tensor) -> Groups:
     """Round floats `[n, columns]` to groups without minima.
 
-    Of a few scales for each group, the one with the least squared error is kept. Each makes the
-    largest magnitude another number of steps, and is then replaced by the best scale for the
-    integers that it leads to (least squares), as `make_qx_quants` of llama.cpp's `ggml-quants.c`
-    does. The first one is that of Q4_0: the element with the largest magnitude is -8 steps.
-    A group with an element that is not finite has the scale NaN.
+    Of a few scales for each group, the one with the least squared error is kept. A candidate makes
+    the group's largest magnitude one of the numbers `STEPS`. It is then replaced by the
+    least-squares scale for the integers that it results in, as `make_qx_quants` of llama.cpp's
+    `ggml-quants.c` does. The first candidate is that of Q4_0: the element with the largest
+    magnitude becomes -8. A group with an element that is not finite has the scale NaN.
     """
     (rows,) = alike(rows)
     count, columns = rows.shape
@@ -124,8 +129,8 @@ def round_to_groups(rows: Tensor) -> Groups:
 def write_int8(rows: Tensor, columns: slice, values: Tensor, scales: Tensor, first: int) -> None:
     """Round rows to int8 as `round_to_int8` does, and write `columns` of them to panels.
 
-    `first`: the matrix's row of the first one. A row with an element that is not finite has the
-    scale NaN.
+    The rows become the matrix's rows from `first` on. A row with an element that is not finite has
+    the scale NaN.
     """
     (rows,) = alike(rows)
     start, stop, _ = columns.indices(rows.shape[1])
@@ -161,7 +166,7 @@ def write_int4(rows: Tensor, values: Tensor, first: int) -> None:
 
 
 def run_in_team(body: Callable[[int], None], task: Any, work: int) -> None:
-    """Run a compiled body in torch's threads; on the caller's alone for few elements (`work`)."""
+    """Run a compiled body in torch's threads; for few elements (`work`), only in the caller's."""
     team = _team()
     size = team.max_size if work >= _ALONE else 1
     task.num_parts = _PARTS_PER_THREAD * size
@@ -199,7 +204,7 @@ def _negative_lanes(builder: Any, value: Any) -> Any:
 
 @intrinsic(vector, vector)
 def _whole(builder: Any, value: Any) -> Any:
-    """Return the nearest integers from -8 to 7, ties to even; 0 for what is not finite."""
+    """Return the nearest integers from -8 to 7, ties to even; 0 for infinities and NaN."""
     magnitude = call(builder, "llvm.fabs.v16f32", VECTOR, value)
     is_finite = builder.fcmp_ordered("<", magnitude, _floats(float("inf")))
     value = builder.select(is_finite, value, _floats(0.0))
@@ -221,7 +226,7 @@ def _store_values(builder: Any, address: Any, value: Any) -> None:
 def _as_half(builder: Any, value: Any) -> Any:
     """Round to the precision of float16, ties to even; magnitudes are at most its largest.
 
-    Any processor can do this, also one that cannot convert float16.
+    This needs no instructions for float16, which some processors do not have.
     """
     bits = builder.bitcast(value, INT)
     odd = builder.and_(builder.lshr(bits, ir.Constant(INT, 13)), ir.Constant(INT, 1))
@@ -256,7 +261,7 @@ def _with_scale(first: Any, second: Any, scale: Any) -> Any:
 
 @loop
 def _largest(first: Any, second: Any) -> Any:
-    """Return the element with the largest magnitude, of several the first."""
+    """Return the element with the largest magnitude; the first of several."""
     none = splat(ZERO)
     low, high = larger(first, none - first), larger(second, none - second)
     most = max_lanes(larger(low, high))

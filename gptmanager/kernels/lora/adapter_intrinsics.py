@@ -79,11 +79,11 @@ def _sums(builder: Any, values: Sequence[Any]) -> Any:
 def dots(rows: int, ranks: int, dtype: str) -> Any:
     """Return an intrinsic that stores the dot products of `rows` tokens with `ranks` rows of A.
 
-    Its arguments: `(h, stride, x, a, width, last_row, last_rank, ahead)`. Rows after the last one
-    repeat the last one. As many bytes as are read of A are prefetched from `ahead`. `x` is float32.
-    `width` is the width of x and A, at least LANES. An element is the sum of sixteen chains along
-    the width. With `dtype` "bfloat16 pairs" x is also bfloat16, `width` is at least 2 * LANES, and
-    a chain adds two elements at a time.
+    Its arguments are `(h, stride, x, a, width, last_row, last_rank, ahead)`. Tokens after
+    `last_row` and rows of A after `last_rank` repeat these. As many bytes as are read of A are
+    prefetched from `ahead`. `x` is float32. `width` is the width of x and A, at least LANES. An
+    element is the sum of sixteen chains along the width. With `dtype` "bfloat16 pairs" x is also
+    bfloat16, `width` is at least 2 * LANES, and a chain adds two elements at a time.
     """
     kept = dtype.removesuffix(" pairs")
     by_pairs = kept != dtype
@@ -199,8 +199,8 @@ def _transposed(builder: Any, dtype: str, b: Any, rank: Any) -> list[Any]:
 def expanded(groups: int, dtype: str) -> Any:
     """Return an intrinsic that adds B h for DEPTH elements of h to 16 * `groups` columns of sums.
 
-    Its arguments: `(sums, stride, b, rank, h, h_stride, rows, ahead)`. The 16 * `groups` rows of B
-    begin at `b`, `rank` elements apart. They are transposed in registers and stay there for all
+    Its arguments are `(sums, stride, b, rank, h, h_stride, rows, ahead)`. The 16 * `groups` rows of
+    B begin at `b`, `rank` elements apart. They are transposed in registers and stay there for all
     tokens. As many bytes as are read of B are prefetched from `ahead`.
     """
 

@@ -1,4 +1,4 @@
-"""`AdapterPlan`: the plan of a step's adapters, which `CpuKernels` make once for all layers.
+"""`AdapterPlan`: the plan of a step's adapters, which `CpuKernels` makes once for all layers.
 
 It decides which tokens are computed together, and which matrices of which layers are skipped.
 Compiled code makes the plan, because the code of torch and NumPy leaves the CPU caches between
@@ -27,16 +27,18 @@ from gptmanager.kernels.simd.pairs import has_fast_pairs
 from gptmanager.kernels.simd.threads import Team, address_of, check_layout, task_fields, with_first
 
 RUNS_PER_THREAD = 2
-FEW_RANKS = 8  # assumed of an adapter, to estimate its work
+FEW_RANKS = 8  # the rank that an adapter is assumed to have, to estimate its work
 NUM_TOKENS, NUM_RUNS, LAYERS = 0, 1, 2  # indices into `found`
 MOST_BITS = 62
 
 
 class PlanTask(ctypes.Structure):
-    """Addresses and sizes. `found` is an int64 array that starts with the number of tokens that
-    have an adapter and the number of their runs. Then, per layer, it has a bit mask of the modules
-    that some of their adapters have, and per layer a bit mask of those that all of them have. Then
-    follow `runs` and `order` as in `AdapterTask`, and one element per slot as scratch.
+    """Addresses and sizes. `found` is the result, an int64 array of `size` elements.
+
+    It starts with the number of tokens that have an adapter and the number of their runs. Then it
+    has, for each layer, a bit mask of the modules that at least one of the step's adapters has, and
+    again for each layer, a bit mask of those that all of them have. `runs` and `order` follow, as
+    in `AdapterTask`, and one element per slot as scratch.
     """
 
     _fields_ = task_fields("rows table num_tokens num_slots num_layers num_modules found size")
@@ -110,7 +112,7 @@ class AdapterPlan:
     """The plan of one step. Its tensors must not change before the step has ended."""
 
     def __init__(self, adapters: StepAdapters, team: Team) -> None:
-        """Make the plan. TypeError for an unsupported layout, KeyError for an unsupported dtype."""
+        """Make the plan. Raises TypeError if a tensor has an unsupported layout."""
         pool, rows, table = adapters.pool, adapters.rows, adapters.table
         check_layout(pool, pool.dtype)
         self._adapters = adapters
@@ -134,7 +136,10 @@ class AdapterPlan:
         self.is_empty = not any(self._found[LAYERS : LAYERS + num_layers])
 
     def of(self, matrix: str, layer: int) -> MatrixPlan | None:
-        """Return the plan of a matrix; None if no token has a module of it in that layer."""
+        """Return the plan of a matrix; None if no token has a module of it in that layer.
+
+        Raises KeyError if the dtype of the pool is not in `DTYPES`.
+        """
         if matrix not in self._matrices:
             self._matrices[matrix] = self._plan(matrix)
         own = self._matrices[matrix]
@@ -168,9 +173,9 @@ class AdapterPlan:
         return MatrixPlan(task, num_runs, scratch_bytes, bits, work * num_tokens)
 
     def tokens_of(self, matrix: str, layer: int) -> list[int]:
-        """Return the tokens that have a module of this matrix, in ascending order."""
+        """Return the tokens that have a module of this matrix in this layer, in ascending order."""
         modules, num_layers = self._adapters.layout[matrix], self._adapters.table.shape[1]
-        bits = _fields(modules)[1] & ((1 << MOST_BITS) - 1)  # those of one module each
+        bits = _fields(modules)[1] & ((1 << MOST_BITS) - 1)  # without the bit of several modules
         if bits & self._found[LAYERS + num_layers + layer]:
             return self._tokens
         ranks = self._adapters.table[:, layer, [it.number for it in modules], 1]

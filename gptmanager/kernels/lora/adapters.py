@@ -1,4 +1,4 @@
-"""Low-rank adapters on a step's tokens: one thread's share of `Kernels.add_adapters`.
+"""Low-rank adapters for a step's tokens: the compiled loops of `Kernels.add_adapters`.
 
 A part is a run: tokens of one adapter, adjacent or not. First h = A x is computed for all modules,
 then B h is added to one span of columns after another; B is transposed once for all tokens of the
@@ -89,9 +89,7 @@ def _module(t: Any, slot: int, module: int) -> Any:
 
 @loop
 def _following(t: Any, slot: int, module: int) -> int:
-    """Return the address that is read after A of a module, for prefetching: the next A, or the
-    first B.
-    """
+    """Return the address to prefetch after A of a module: that of the next A, or the first B."""
     size = 4 if t.pool_dtype == FLOAT32 else 2
     if module + 1 < t.num_modules:
         return int(t.pool + size * _module(t, slot, module + 1)[0])
@@ -101,8 +99,9 @@ def _following(t: Any, slot: int, module: int) -> int:
 
 @loop
 def _rows_of(t: Any, to: int, place: int, rows: int, dtype: int) -> int:
-    """Return the address of these tokens' x, contiguous and in `dtype`: in place, or copied to
-    `to`.
+    """Return the address of the x of `rows` tokens, contiguous and in `dtype`.
+
+    It is copied to `to` unless the tokens are adjacent and x has this dtype.
     """
     first, width, size = get_long(t.order, place), t.width, 4 if dtype == FLOAT32 else 2
     if t.x_dtype == dtype and get_long(t.order, place + rows - 1) - first == rows - 1:
@@ -117,7 +116,7 @@ def _rows_of(t: Any, to: int, place: int, rows: int, dtype: int) -> int:
 
 @loop
 def _shrink(t: Any, scratch: int, first: int, stop: int, slot: int) -> None:
-    """Compute `h = A x` of a run, by module."""
+    """Compute `h = A x` for each module and all tokens of a run."""
     xs = scratch + 4 * FIXED
     hs, width, stride = xs + 4 * ROWS * (t.width + LANES), t.width, t.h_stride
     dtype, size, token = t.pool_dtype, 4 if t.pool_dtype == FLOAT32 else 2, first
@@ -125,7 +124,7 @@ def _shrink(t: Any, scratch: int, first: int, stop: int, slot: int) -> None:
     while token < stop:
         rows = min(ROWS, stop - token)
         if rows == 2 and ROWS > 2:
-            rows = 1  # a tile would only repeat so few rows
+            rows = 1  # a larger tile would compute half of its rows twice
         x = _rows_of(t, xs, token, rows, BFLOAT16 if pairs else FLOAT32)
         for module in range(t.num_modules):
             offset, rank = _module(t, slot, module)
@@ -207,7 +206,7 @@ def _add_columns(
 
 @loop
 def _expand(t: Any, scratch: int, first: int, stop: int, slot: int, low: int, high: int) -> None:
-    """Add B h of all modules to these columns of a run."""
+    """Add B h of all modules to the columns `low` to `high` (excluded) of a run's result."""
     sums = scratch + 4 * (SQUARE + TRANSPOSED)
     hs = scratch + 4 * (FIXED + ROWS * (t.width + LANES))
     size, rows, is_read = 4 if t.pool_dtype == FLOAT32 else 2, stop - first, False

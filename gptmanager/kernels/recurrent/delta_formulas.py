@@ -21,7 +21,7 @@ L2_EPS = 1e-6
 class DeltaShape(NamedTuple):
     """The sizes of a layer. Each key head serves `value_heads / key_heads` value heads.
 
-    `width`: the number of tokens that the convolution of a channel reads.
+    `width` is the number of tokens that the convolution of a channel reads.
     """
 
     key_heads: int
@@ -49,8 +49,9 @@ class DeltaShape(NamedTuple):
 class DeltaTensors(NamedTuple):
     """The parameters of a layer apart from its projections.
 
-    `conv` `[width, channels]`; `decay` `[H]`: the logarithm of the decay's factor; `step` `[H]`:
-    added to the decay's argument; `norm` `[V]`: the weight of the output's norm.
+    `conv` `[width, channels]` has the weights of the convolution. `decay` `[H]` is the logarithm of
+    the decay's factor, and `step` `[H]` is added to the decay's argument. `norm` `[V]` is the
+    weight of the output's norm.
     """
 
     conv: Tensor
@@ -99,9 +100,9 @@ def heads_of(x: Tensor, shape: DeltaShape) -> tuple[Tensor, Tensor, Tensor]:
 def step_by_step(
     q: Tensor, k: Tensor, v: Tensor, decay: Tensor, rate: Tensor, memory: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Return what the tokens read `[R, n, H, V]` and the last memory `[R, H, K, V]`.
+    """Return what the tokens read, `[R, n, H, V]`, and the last memory, `[R, H, K, V]`.
 
-    `decay` and `rate` `[R, n, H]`.
+    `q` and `k` are `[R, n, H, K]`, `v` `[R, n, H, V]`, and `decay` and `rate` `[R, n, H]`.
     """
     found = torch.empty_like(v)
     for token in range(q.shape[1]):

@@ -1,8 +1,8 @@
 """Linear attention with a state, compiled: the gates, the convolution and the memories.
 
-`recurrent.delta_formulas` has the formulas. A column of a memory depends on its own column alone.
-So a thread keeps sixteen columns of a head in its cache while it runs all tokens of a row: that
-reads a memory once a row, and gives a token the same bits in any chunk.
+`recurrent.delta_formulas` has the formulas. A column of a memory does not depend on other columns.
+So a thread keeps sixteen columns of a head in its cache while it runs up to SPAN tokens of a row. A
+token's result has the same bits however the tokens of its row are divided among steps.
 """
 
 # mypy: allow-untyped-calls
@@ -47,8 +47,9 @@ class DeltaTask(ctypes.Structure):
 
     `projected` (tokens are `stride` apart), `conv`, `inputs`, `norm` and `result` have `dtype`.
     `gates`, `decay`, `step`, `mixed` and `memory` are float32. `mixed` `[num_tokens, channels]` has
-    the convolved channels, with normalized queries and keys. `gates` has the rates and decays in
-    place of their arguments. `scratch` has sixteen columns of a memory and `SPAN` tokens of a head.
+    the convolved channels, with normalized queries and keys. `activate_gates` replaces the
+    arguments in `gates` by the rates and decays. `scratch` has sixteen columns of a memory and
+    `SPAN` tokens of a head.
     """
 
     _fields_ = task_fields(
@@ -70,7 +71,10 @@ def scratch_bytes(key_dim: int, value_dim: int) -> int:
 
 @loop
 def _softplus(x: Any) -> Any:
-    """Return log(1 + exp(x)), exact also where it is small: log(1 + e) = 2 atanh(e / (2 + e))."""
+    """Return log(1 + exp(x)), accurate even where it is small.
+
+    With e = exp(-|x|), log(1 + e) = 2 atanh(e / (2 + e)).
+    """
     size = larger(x, splat(ZERO) - x)
     e = exp2(size * splat(MINUS_LOG2_E))
     ratio = e / (e + splat(TWO))
@@ -104,7 +108,7 @@ def activate_gates(address: int) -> None:
 
 @loop
 def _input(t: Any, first: int, offset: int, slot: int, channel: int, count: int) -> Any:
-    """Load the inputs of channels of token `offset` of a row; the state has those below 0."""
+    """Load inputs of channels for token `offset` of a row; the state has those below 0."""
     if offset >= 0:
         return load_as(t.dtype, t.projected, (first + offset) * t.stride + channel, count)
     at = (slot * (t.width - 1) + t.width - 1 + offset) * t.channels + channel
@@ -144,7 +148,7 @@ def _convolve_head(t: Any, row: int, channel: int, size: int, scale: float) -> N
 
 
 def convolve(address: int) -> None:
-    """Convolve the channels of all rows, each head on its own, and move the inputs on."""
+    """Convolve the channels of all rows, each head on its own, and keep their last inputs."""
     t = task_at(address, DELTA_TASK)
     keys, num_heads = t.key_heads, 2 * t.key_heads + t.value_heads
     num_items = t.num_rows * num_heads
@@ -165,7 +169,7 @@ def convolve(address: int) -> None:
 
 @loop
 def _dot(tile: int, vector: int, size: int) -> Any:
-    """Return the sum of the rows `[size, 16]` of a tile, each times its element of a vector."""
+    """Return `vector [size] @ tile [size, 16]`."""
     a, b, c, d = splat(ZERO), splat(ZERO), splat(ZERO), splat(ZERO)
     whole = size // 4 * 4
     for i in range(0, whole, 4):
@@ -180,9 +184,7 @@ def _dot(tile: int, vector: int, size: int) -> Any:
 
 @loop
 def _advance(tile: int, key: int, query: int, decay: float, change: Any, size: int) -> Any:
-    """Add `change` to the rows of a tile, each times its element of the key; return what the query
-    reads.
-    """
+    """Multiply a tile by `decay` and add `key [size] x change [16]`; return `query @ tile`."""
     a, b = splat(ZERO), splat(ZERO)
     whole, by = size // 2 * 2, splat(decay)
     for i in range(0, whole, 2):
@@ -219,7 +221,7 @@ def _finish_token(t: Any, token: int, head: int, read: int) -> None:
 
 @loop
 def _run_head(t: Any, row: int, head: int, tile: int) -> None:
-    """Run the tokens of a row through the memory of a head."""
+    """Update the memory of a head with the tokens of a row, and write their results."""
     first, stop = get_int(t.row_starts, row), get_int(t.row_starts, row + 1)
     key_dim, value_dim, heads = t.key_dim, t.value_dim, t.value_heads
     wide = (value_dim + LANES - 1) // LANES * LANES
@@ -252,7 +254,7 @@ def _run_head(t: Any, row: int, head: int, tile: int) -> None:
 
 
 def run_memories(address: int) -> None:
-    """Run the tokens of all rows through the memories, each head on its own."""
+    """Update the memories with the tokens of all rows, each head on its own; write the results."""
     t = task_at(address, DELTA_TASK)
     tile = t.scratch + claim(address, NEXT_THREAD) * t.scratch_bytes
     num_items = t.num_rows * t.value_heads

@@ -24,12 +24,12 @@ from gptmanager.kernels.recurrent.delta_formulas import (
 
 
 class DeltaOps:
-    """The ops. `deterministic`: see `Kernels`."""
+    """The ops of layers with a gated delta rule. `deterministic` is as in `Kernels`."""
 
     deterministic: bool
 
     def captures_delta(self, shape: DeltaShape) -> bool:
-        """Return whether CUDA graphs can contain `gated_delta`: it never waits for the device."""
+        """Return whether CUDA graphs can contain `gated_delta`: only if it never waits for them."""
         return False
 
     def gated(self, x: Tensor, gates: Tensor) -> Tensor:
@@ -46,12 +46,12 @@ class DeltaOps:
         state: DeltaState,
         rows: RowSpans,
     ) -> Tensor:
-        """Run the rows' tokens through a layer, and move its state on -> `[T, H * V]`.
+        """Return a layer's output `[T, H * V]` for the rows' tokens, and update its state.
 
-        `projected` `[T, channels + H * V]`: queries, keys and values before the convolution, then
-        the gate of the output. `gates` `[T, 2 * H]`: rates, then arguments of the decay, before
-        their activations. The output has an RMS norm for each head, which SiLU of the gate
-        multiplies. The state is read and written at the rows' slots.
+        `projected` `[T, channels + H * V]` has queries, keys and values before the convolution,
+        then the gate of the output. `gates` `[T, 2 * H]` has rates, then arguments of the decay,
+        both before their activations. Each head's output is RMS-normalized, then multiplied by the
+        SiLU of its gate. The state is read and written at the rows' slots.
         """
         result = projected.new_empty(len(projected), shape.values)
         wide, weight = widened(projected), widened(tensors.conv)

@@ -53,13 +53,13 @@ def compiled(body: Body) -> int:
 
 
 def is_kept(body: Body) -> bool:
-    """Whether machine code for this processor is on disk, judged by file names."""
+    """Return whether machine code for this processor is on disk, judged by file names."""
     cache = _cache_of(_stamped(body))
     return cache is not None and cache.has(_SIGNATURE)
 
 
 def has_folder(body: Body) -> bool:
-    """Whether compiled code can be cached on disk."""
+    """Return whether compiled code can be cached on disk."""
     return folder_of(body) is not None
 
 
@@ -105,8 +105,9 @@ class _UserCacheLocator(UserWideCacheLocator):
 
 
 class _CacheImpl(CompileResultCacheImpl):
-    """Keeps the machine code and the name of its entry: Numba would also keep the types, and
-    import what defines them.
+    """Stores only the machine code and the name of its entry point.
+
+    Numba would also store types, and import the modules that define them.
     """
 
     _locator_classes = [UserProvidedCacheLocator, InTreeCacheLocator, _UserCacheLocator]
@@ -144,13 +145,13 @@ class _Cache(FunctionCache):
     _impl_class = _CacheImpl
 
     def __init__(self, function: FunctionType) -> None:
-        """Open the cache. RuntimeError or OSError if no folder can be used."""
+        """Open the cache. Raises RuntimeError or OSError if no folder can be used."""
         super().__init__(function)
         stamp = self._impl.locator.get_source_stamp()
         self._cache_file = _SealedFile(self._cache_path, self._impl.filename_base, stamp)
 
     def has(self, signature: Any) -> bool:
-        """Whether there is a file for this processor."""
+        """Return whether there is a file for this processor."""
         try:
             key = self._index_key(signature, registry.cpu_target.target_context.codegen())
             name = self._cache_file._load_index().get(key)
@@ -159,7 +160,7 @@ class _Cache(FunctionCache):
             return False
 
     def load_overload(self, signature: Any, context: Any) -> Any:
-        """Return the compiled function, None if it is not on disk.
+        """Return the compiled function, or None if it is not on disk.
 
         Numba's own method first declares every function that Numba supports, which takes 0.3 s.
         Machine code needs only the symbols of its runtime, and compilation declares all functions.
@@ -167,7 +168,7 @@ class _Cache(FunctionCache):
         try:
             rtsys.initialize(context)
             return self._load_overload(signature, context)
-        except Exception as error:  # unpickling garbage raises anything
+        except Exception as error:  # unpickling damaged data may raise any error
             logger.debug("%s: %s: %s", self._name, type(error).__name__, error)
             _log_damage(self.cache_path)
             with suppress(OSError):

@@ -31,18 +31,18 @@ def add_pairs(builder: Any, left: Any, right: Any, total: Any) -> Any:
 
 
 def has_pairs() -> bool:
-    """Whether this processor has the instruction."""
+    """Return whether this processor has the instruction."""
     return bool(binding.get_host_cpu_features().get("avx512bf16"))
 
 
 def is_amd() -> bool:
-    """Whether the processor is one of AMD's, from Zen on."""
+    """Return whether the processor is one of AMD's, from Zen on."""
     return bool(binding.get_host_cpu_name().startswith("znver"))
 
 
 @functools.cache
 def has_fast_pairs() -> bool:
-    """Whether the pair instruction is faster than multiply-adds of widened values.
+    """Return whether the pair instruction is faster than multiply-adds of widened values.
 
     For 16 and more rows it took half the time on an AMD EPYC (Zen 4). On Intel Xeons, where one
     instruction takes two cycles, it was not faster.

@@ -52,9 +52,10 @@ def with_first(task: Task, *values: int) -> Task:
 
 
 def address_of(tensor: Tensor | None, dtype: torch.dtype) -> int:
-    """Return the address of the first element, 0 for None.
+    """Return the address of the first element, or 0 for None.
 
-    Compiled bodies trust the address, so any other dtype or layout is a TypeError.
+    Raises TypeError if the tensor has another dtype or is not contiguous, because compiled bodies
+    do not check it.
     """
     if tensor is None:
         return 0
@@ -87,9 +88,9 @@ def alike(x: Tensor, *others: Tensor | None) -> tuple[Any, ...]:
 def end_threads_of_caller() -> None:
     """End the OpenMP threads that torch keeps for the calling thread; it makes new ones on demand.
 
-    Each thread that uses torch gets OpenMP threads of its own. If they are more than the cores in
-    all, the GNU runtime lets none of them wait actively, and each parallel region must wake them: a
-    step of a small model took 1.6 times as long after another thread had used torch.
+    Each thread that uses torch gets OpenMP threads of its own. If all of them together are more
+    than the cores, the GNU runtime lets none of them wait actively, and each parallel region must
+    wake them: a step of a small model took 1.6 times as long after another thread had used torch.
     """
     pause = getattr(ctypes.PyDLL(torch._C.__file__), "omp_pause_resource_all", None)
     if pause is not None:
@@ -154,7 +155,7 @@ class Team:
 
     @property
     def max_size(self) -> int:
-        """How many threads `run` may use."""
+        """The number of threads that `run` may use."""
         return 1 if self._parallel is None else torch.get_num_threads()
 
     def scratch(self, num_bytes: int) -> int:

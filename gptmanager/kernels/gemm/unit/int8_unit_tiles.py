@@ -1,4 +1,4 @@
-"""Register tiles of matmuls with matrices in 8 or 4 bits, of bytes in the matrix unit.
+"""Register tiles of matmuls with 8-bit and 4-bit matrices, by a matrix unit that multiplies bytes.
 
 The sums have the same bits as those of `int16_tiles` (8 bits) and of `int4_tiles` (4 bits): sums
 over a stretch or a group are exact, and are added in the same order.
@@ -75,12 +75,12 @@ def _fetch(builder: Any, address: Any, num_bytes: int) -> None:
 def stretch_tile(fetches: bool) -> Any:
     """Return an intrinsic that computes 16 x 32 elements of a stretch, or adds to them.
 
-    Its arguments: `(c, a, a_stride, low, factors, b0, b1, next0, next1, steps, rows, sums, add)`.
-    `c` is float32 with stride 64. `a` has the upper bytes of up to sixteen rows, `low` bytes before
-    their lower bytes; `factors` those of the rows; `a_stride` is the distance in bytes between
-    rows, and of their factors. `b0` and `b1` are the addresses of two int8 panels, `next0` and
-    `next1` those of the next two, which are prefetched with `fetches`. A step is 64 positions.
-    `sums` is memory of `STRETCH_BYTES`.
+    Its arguments are `(c, a, a_stride, low, factors, b0, b1, next0, next1, steps, rows, sums,
+    add)`. `c` is float32 with stride 64. `a` is the address of the upper bytes of up to sixteen
+    rows; the lower bytes are `low` bytes after them. `factors` is the address of the rows' factors.
+    `a_stride` is the distance in bytes from a row, or its factor, to the next. `b0` and `b1` are
+    the addresses of two int8 panels, `next0` and `next1` those of the next two, which are
+    prefetched with `fetches`. A step is 64 positions. `sums` is memory of `STRETCH_BYTES`.
     """
 
     @intrinsic(nothing, *[long] * 12, types.boolean)
@@ -134,7 +134,7 @@ def unpack_groups(
     """Unpack `count` groups of a panel to `span`, and prefetch the next scales.
 
     Values are written as int8, and scales and minima as float32. `minima` is the distance from
-    scales to minima. It is 0 for groups without minima, of which 8 is subtracted from each value.
+    scales to minima. It is 0 for groups without minima, where 8 is subtracted from each value.
     """
     none, low = ir.Constant(LONG, 0), ir.Constant(_BYTES, [15] * 4 * LANES)
     shifts = ir.Constant(_BYTES, [4] * 4 * LANES)
@@ -164,7 +164,7 @@ def unpack_groups(
 
 
 def _sum_group(builder: Any, a: Any, a_stride: Any, span: Any, index: Any) -> Any:
-    """Store the sums of a group of all rows, and return their address.
+    """Store the int32 sums of one group for all rows, and return their address.
 
     Register 0 has the sums, 4 bytes of a, and 5 the panel.
     """
@@ -173,7 +173,7 @@ def _sum_group(builder: Any, a: Any, a_stride: Any, span: Any, index: Any) -> An
     move(builder, "tileloadd64", 5, right, _LINE)
     unit(builder, "tilezero", 0)
     unit(builder, "tdpbssd", 0, 4, 5)
-    slot = builder.and_(index, ir.Constant(LONG, 1))  # while the last one is read
+    slot = builder.and_(index, ir.Constant(LONG, 1))  # the previous sums are still being read
     sums = _plus(builder, builder.add(span, _times(builder, slot, TILE_BYTES)), _SUMS)
     move(builder, "tilestored64", 0, sums, _LINE)
     return sums
@@ -182,11 +182,12 @@ def _sum_group(builder: Any, a: Any, a_stride: Any, span: Any, index: Any) -> An
 def groups_tile(rows: int) -> Any:
     """Return an intrinsic that computes `rows` x 16 elements of some groups, or adds to them.
 
-    Its arguments: `(c, a, factors, apart, a_stride, span, count, given, minima, following, add)`.
-    `c` is float32 with stride 64. `a` has the bytes of `given` rows, `factors` those of their
-    groups, and their sums are `apart` bytes after these; rows are `a_stride` bytes apart. `span`
-    has `count` unpacked groups. `minima` is 0 without minima. As many groups at `following` are
-    prefetched. Rows of `c` from `given` on become undefined.
+    Its arguments are `(c, a, factors, apart, a_stride, span, count, given, minima, following,
+    add)`. `c` is float32 with stride 64. `a` is the address of `given` rows of int8, `a_stride`
+    bytes apart, and `factors` that of the factors of their groups. A group's factor times the sum
+    of its elements is `apart` bytes after its factor. `span` has `count` unpacked groups of a
+    panel, and `following` is the address of the next groups, which are prefetched. `minima` is 0
+    without minima. Rows of `c` from `given` on become undefined.
     """
 
     @intrinsic(nothing, *[long] * 10, types.boolean)

@@ -1,4 +1,4 @@
-"""Matmuls of tokens with a matrix in 8 or 4 bits, of bytes in the matrix unit."""
+"""Matmuls of tokens with an 8-bit or 4-bit matrix, by a matrix unit that multiplies bytes."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from gptmanager.kernels.gemm.unit.int8_unit_tiles import (
 from gptmanager.kernels.simd.lanes import LANES, claim, loop, task_at
 from gptmanager.kernels.simd.threads import NEXT_PART
 
-SEVERAL_ROWS = 16  # up to here, matrices in 4 bits are not widened to bfloat16
+SEVERAL_ROWS = 16  # up to this number of rows, 4-bit matrices are not widened to bfloat16
 _FOR_INT8, _FOR_INT4 = CONFIGURATION_BYTES, 2 * CONFIGURATION_BYTES
 _first_rows, _next_rows = stretch_tile(True), stretch_tile(False)
 _eight_rows, _sixteen_rows = groups_tile(8), groups_tile(16)
@@ -37,7 +37,10 @@ _eight_rows, _sixteen_rows = groups_tile(8), groups_tile(16)
 
 @loop
 def _configured(t: Any, rows: int, kind: int, now: int) -> int:
-    """Configure the unit for up to sixteen rows, unless it is already, and return the address."""
+    """Configure the unit for up to sixteen rows; return the address of the configuration.
+
+    Nothing happens if this is `now`, the address of the current configuration.
+    """
     wanted = (t.full if rows == UNIT_ROWS else t.tail) + kind
     if wanted != now:
         configure(wanted)
@@ -49,7 +52,10 @@ def _multiply_stretch(
     t: Any, c: int, x: int, k: int, b0: int, b1: int, next0: int, next1: int, rows: int, sums: int,
     now: int,
 ) -> int:  # fmt: skip
-    """Add a stretch from position `k` on of two panels to `c`, and return the configuration."""
+    """Add the matmul of one stretch, from position `k` on, with two panels to `c`.
+
+    Returns the configuration, as `_configured` does.
+    """
     depth, stride = t.depth, split_row_size(t.depth)
     steps, factors = min(MAX_POSITIONS, depth - k) // STEP, 2 * depth + 4 * (k // MAX_POSITIONS)
     for row in range(0, rows, UNIT_ROWS):
@@ -65,7 +71,7 @@ def _multiply_stretch(
 
 @loop
 def _share_int8(t: Any, address: int) -> None:
-    """Compute a thread's share; `x` has rows of upper and lower bytes."""
+    """Compute the parts that a thread claims; `x` has rows of `split_row_bytes`."""
     scratch, counter = begin(t, address)
     depth, c, sums, now = t.depth, scratch, scratch + SCRATCH_BYTES, 0
     size = MAX_POSITIONS * LANES
@@ -90,7 +96,10 @@ def _share_int8(t: Any, address: int) -> None:
 def _multiply_groups(
     t: Any, c: int, x: int, k: int, panel: int, rows: int, span: int, now: int
 ) -> int:
-    """Add groups from the `k`-th on of a panel to `c`, and return the configuration."""
+    """Add the matmul of `SPAN_GROUPS` groups, from the `k`-th on, with one panel to `c`.
+
+    Returns the configuration, as `_configured` does.
+    """
     num_groups, minima, stride = t.depth // GROUP, t.minima, planes_size(t.depth)
     count, values = min(SPAN_GROUPS, num_groups - k), panel + k * GROUP_BYTES
     unpack_groups(span, values, scales_of(t, panel) + k * SCALE_BYTES, minima, count)
@@ -108,7 +117,7 @@ def _multiply_groups(
 
 @loop
 def _share_int4(t: Any, address: int) -> None:
-    """Compute a thread's share; `x` has rows in planes."""
+    """Compute the parts that a thread claims; `x` has rows of `planes_bytes`."""
     scratch, counter = begin(t, address)
     span, now, num_groups = scratch + SCRATCH_BYTES, 0, t.depth // GROUP
     part = claim(counter, NEXT_PART)
@@ -126,10 +135,10 @@ def _share_int4(t: Any, address: int) -> None:
 
 
 def multiply_int8_in_unit(address: int) -> None:
-    """Multiply with an int8 matrix in int16 arithmetic."""
+    """Multiply int16 rows, as upper and lower bytes, with an int8 matrix."""
     _share_int8(task_at(address, MATMUL_TASK), address)
 
 
 def multiply_int4_in_unit(address: int) -> None:
-    """Multiply with a matrix in 4 bits, in int8 arithmetic."""
+    """Multiply int8 rows with a 4-bit matrix."""
     _share_int4(task_at(address, MATMUL_TASK), address)
