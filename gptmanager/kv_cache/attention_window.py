@@ -46,9 +46,10 @@ class AttentionWindow:
         return block if block < first else first + (block - first) % self.num_ring_blocks
 
     def pieces(self, position: int, end: int) -> Iterator[tuple[int, int]]:
-        """Yield (position, end) of pieces that can write all their keys before their queries run.
+        """Yield (position, end) of the parts into which a context chunk must be divided.
 
-        A piece does not overwrite a key that one of its own queries attends to.
+        All keys of a part can be written before its queries run: a part overwrites no key that one
+        of its own queries attends to.
         """
         while position < end:
             oldest = max(0, position + 1 - self.size) // self.tokens_per_block

@@ -17,7 +17,7 @@ NEVER = -1  # a number of slots that no sequence reaches
 
 
 class LedgerError(GptManagerError, AssertionError):
-    """Raised if the accounts of a cache contradict each other, which is a bug of the library."""
+    """Raised if a cache's counts and block tables contradict each other: a bug of the library."""
 
 
 class BlockCopy(NamedTuple):
@@ -40,10 +40,10 @@ class BlockTables:
     `num_slots` counts stored positions, including padding of the sink tokens; past the attention
     window it still increases, but the tables do not grow. The next block is taken at `grows_at`
     slots. `peak_slots` is the largest `num_slots` at any rewind so far, 0 before the first.
-    `total_blocks`: the number of blocks of a whole life of `life_tokens` tokens.
-    `remaining_blocks`: how many of them are not held yet. With beams `life_tokens` is NEVER, and
-    both are meaningless. `may_share`: other sequences may hold its full blocks. `num_cached`:
-    number of leading tokens that were found in the cache.
+    `total_blocks` is the number of blocks that the request needs until it has `life_tokens` tokens,
+    and `remaining_blocks` the number of these that it does not hold yet. With beams `life_tokens`
+    is NEVER, and both numbers are meaningless. If `may_share`, other sequences may hold its full
+    blocks. `num_cached` is the number of leading tokens that were found in the cache.
     """
 
     request_id: int
@@ -62,8 +62,8 @@ class BlockPool:
     """The blocks `0..num_blocks-1`, with reference counts.
 
     `ref_counts[block]` is the number of block tables that hold the block; a block that all beams of
-    a sequence share counts once for each beam. `free`: the blocks without a reference, in the order
-    in which they are handed out, the least recently freed first.
+    a sequence share counts once for each beam. `free` has the blocks without a reference, in the
+    order in which they are handed out, the least recently freed first.
     """
 
     __slots__ = ("free", "num_blocks", "ref_counts")
@@ -117,11 +117,11 @@ class BlockPool:
 
 
 def _inherited_tails(parents: Sequence[int]) -> list[int]:
-    """Return, for each beam, the beam that its partial block comes from, with the fewest copies.
+    """Return, for each beam, the old beam that its partial block is taken from.
 
     One child of each parent takes over the parent's block; this is the parent itself if it
-    continues itself. The other beams get the blocks of beams without a child. So no copy reads a
-    block that another one writes.
+    continues itself. The other beams get the blocks of beams without a child. So there are as few
+    copies as possible, and no copy reads a block that another one writes.
     """
     heirs: dict[int, int] = {}
     for beam, parent in enumerate(parents):
@@ -171,10 +171,10 @@ class WhatIf:
 class KvCacheReport:
     """The state of all blocks at one moment.
 
-    `owners`: the ids of the requests that hold each block. `cached` counts the blocks, held or
-    free, with content that lookups can find. `problem` is the first contradiction in the accounts,
-    or None if they are consistent. A host block is either free or used. Used ones have cached
-    content.
+    `owners` maps each held block to the ids of the requests that hold it. `cached` counts the
+    blocks, held or free, with content that lookups can find. `problem` is the first contradiction
+    between counts and block tables, or None if they are consistent. A host block is either free or
+    used. Used ones have cached content.
     """
 
     total: int
@@ -202,8 +202,8 @@ def audit(
 ) -> KvCacheReport:
     """Recount all blocks, and return the report.
 
-    `max_slots`: the slots at which a sequence stops growing. `private_tails`: a partial last block
-    may be in one table only.
+    `max_slots` is the number of slots at which a sequence stops growing. With `private_tails`, a
+    partial last block may be in one table only.
     """
     holders: dict[int, list[int]] = {}
     problem = None

@@ -23,10 +23,11 @@ _CONTEXT_INIT = LlmRequestState.CONTEXT_INIT
 class ReuseCounts(NamedTuple):
     """Counts of block reuse.
 
-    The first three, `offloaded_blocks` and `onboarded_blocks` are counted since the start: prompt
-    blocks that were found and not found, tokens that were found, and blocks that were moved to the
-    host tier (CPU memory) and back. The others are the present numbers of cached blocks in the pool
-    and in the host tier, and the size of the host tier.
+    Counted since the start are `reused_blocks` and `missed_blocks`, the prompt blocks that were
+    found and not found in the cache; `reused_tokens`, the tokens that were found; and
+    `offloaded_blocks` and `onboarded_blocks`, the blocks that were moved to the host tier (CPU
+    memory) and back. `cached_blocks` and `cached_host_blocks` are the present numbers of cached
+    blocks in the pool and in the host tier; `host_blocks` is the size of the host tier.
     """
 
     reused_blocks: int = 0
@@ -47,10 +48,10 @@ class ReuseOptions(NamedTuple):
     cached block itself if no sequence holds it and no block follows it, otherwise a copy, if
     `copies` permits.
 
-    `num_host_blocks`: the size of the host tier. Content evicted from the pool moves there if it
-    has at least `min_offload_tokens` and `min_offload_priority`. With `onboards` lookups find it
-    there: full blocks move back, and the beginning of a block is copied even without `copies`.
-    Without `onboards` lookups do not find it.
+    `num_host_blocks` is the size of the host tier. Content evicted from the pool moves there if it
+    has at least `min_offload_tokens` tokens and the priority `min_offload_priority`. With
+    `onboards` lookups find it there: full blocks move back, and the beginning of a block is copied
+    even without `copies`. Without `onboards` lookups do not find it.
     """
 
     partial: bool
@@ -64,8 +65,8 @@ class ReuseOptions(NamedTuple):
 class BlockReuse:
     """Finds and stores the blocks of prompts, by tokens, adapter and salt.
 
-    The last token of a prompt is always computed. `max_tokens`: requests that may become longer do
-    not reuse blocks.
+    The last token of a prompt is always computed. Requests that may become longer than `max_tokens`
+    do not reuse blocks.
     """
 
     __slots__ = (
@@ -89,7 +90,7 @@ class BlockReuse:
         self._reused_blocks = self._missed_blocks = self._reused_tokens = 0
 
     def anew(self) -> BlockReuse:
-        """Return an empty `BlockReuse` with the same options and counts since the start."""
+        """Return an empty `BlockReuse` with the same options, which continues the counts."""
         host, size = self.pool.host, self.tree.tokens_per_block
         fresh = BlockReuse(self.pool.num_blocks, size, self.lookups.max_tokens, self._options)
         fresh._reused_blocks, fresh._missed_blocks = self._reused_blocks, self._missed_blocks
@@ -203,7 +204,7 @@ class BlockReuse:
     def withdraw(self, sequence: BlockTables, sequences: Iterable[BlockTables]) -> None:
         """Remove the blocks of a sequence from the cache, and all blocks that follow them.
 
-        `sequences`: all live ones.
+        `sequences` are all live sequences.
         """
         held = {block for table in sequence.tables for block in table}
         for block in held:
@@ -213,7 +214,7 @@ class BlockReuse:
                 self._storing.pop(other.request_id, None)
 
     def clear(self) -> None:
-        """Remove all cached content. That of live sequences is stale, so it is not stored later."""
+        """Remove all cached content. Live sequences are not stored for reuse when they end."""
         self.pool.clear()
         self._storing.clear()
 

@@ -290,11 +290,11 @@ class KvCacheManager:
     # What if --------------------------------------------------------------------------------
 
     def start_scheduling(self) -> None:
-        """Start new what-if accounts with the current state."""
+        """Start a new what-if count from the current state."""
         self._what_if = WhatIf(self._sequences.pool)
 
     def scheduling_remove_sequence(self, request_id: int) -> None:
-        """In the what-if accounts, count blocks that only this sequence holds as free.
+        """In the what-if count, count blocks that only this sequence holds as free.
 
         Does nothing for an id without blocks.
         """
@@ -310,7 +310,7 @@ class KvCacheManager:
         return self._what_if.num_free
 
     def scheduling_add_sequence(self, request: LlmRequest) -> None:
-        """In the what-if accounts, count blocks that the request would share as also held by it."""
+        """In the what-if count, count blocks that the request would share as also held by it."""
         if self._lookups is not None:
             self._what_if.share(self._held_prefix(request, self._what_if.is_held))
 

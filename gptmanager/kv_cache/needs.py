@@ -1,7 +1,7 @@
 """The number of blocks that a request takes at its start, in its next step, and in its whole life.
 
-They follow from the request's lengths alone. This module knows nothing of which blocks are free or
-held.
+These numbers follow from the request's lengths alone. This module knows nothing of which blocks are
+free or held.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ UNBOUNDED = 1 << 62
 class BlockNeeds:
     """Needs of self attention. A *slot* is a stored position, including padding of sink tokens.
 
-    `bubble`: number of padding slots. `max_slots`: the number of slots at which a sequence stops
-    growing, because its attention window is full.
+    `bubble` is the number of padding slots. `max_slots` is the number of slots at which a sequence
+    stops growing, because its attention window is full.
     """
 
     __slots__ = ("bubble", "max_slots", "max_table_length", "tokens_per_block", "window")
@@ -61,7 +61,7 @@ class BlockNeeds:
         return shared, request.beam_width if partial else 0
 
     def life(self, request: LlmRequest) -> tuple[int, int]:
-        """Return how many full blocks a beam's context has, and how many blocks its whole life."""
+        """Return the number of full blocks of a beam's context, and of all blocks that it needs."""
         context = min(request.prompt_len, self.window) + self.bubble
         return context // self.tokens_per_block, self._life_length(request)
 
@@ -71,7 +71,7 @@ class BlockNeeds:
         return -(-slots // self.tokens_per_block)
 
     def whole_life(self, request: LlmRequest) -> int:
-        """Return the number of blocks of all beams, from the first token to the last."""
+        """Return the number of blocks that all beams need, from the first token to the last."""
         context, total = self.life(request)
         return (total - context) * request.beam_width + context
 

@@ -32,9 +32,9 @@ class HostCounts(NamedTuple):
 class HostTier:
     """Blocks `first..first + num_blocks - 1`, for cached content evicted from the pool.
 
-    `evictable`: used blocks that are not about to be read, the least recently used first. `queue`
-    decides which of them is evicted first. Content with fewer than `min_tokens` tokens, or with a
-    priority below `min_priority`, is not stored here.
+    `evictable` has the used blocks that are not about to be read, the least recently used first.
+    `queue` decides which of them is evicted first. Content with fewer than `min_tokens` tokens, or
+    with a priority below `min_priority`, is not stored here.
     """
 
     tree: InitVar[PrefixTree]
@@ -85,9 +85,9 @@ class CachingBlockPool(BlockPool):
 
     When a block is handed out, its content moves to the host tier if the tier accepts it. It gets a
     free host block, or replaces the evictable leaf of the lowest priority, the least recently used
-    one of these, if its own priority is not lower. Otherwise it is lost. `copies`: the copies that
-    the device must make, in order, before any block is written. For a host block, `ref_counts` has
-    the number of pending reads.
+    one of these, if its own priority is not lower. Otherwise it is lost. `copies` are the copies
+    that the device must make, in order, before any block is written. For a host block, `ref_counts`
+    has the number of pending reads.
     """
 
     __slots__ = ("copies", "host", "queue", "tree")
@@ -145,7 +145,9 @@ class CachingBlockPool(BlockPool):
                 self.queue.add(gone)
 
     def onboard(self, block: int) -> int:
-        """Move a host block, which the caller shares, and its holders to a pool block; return it.
+        """Move a host block, which the caller holds, to a pool block with the same references.
+
+        Returns the pool block.
 
         At least one pool block must be free.
         """

@@ -20,9 +20,9 @@ _MAX_LOOKUPS = 10_000  # the oldest is dropped, in case ended requests are not r
 class Lookup:
     """The cached full blocks of a prompt, and its first missing block.
 
-    `node`: the node of the last block. `num_stored`: how many children had been stored under it at
-    the time of the search. `missing`: a number for the missing block, which compares fast; it is
-    equal for requests that miss the same block.
+    `node` is the node of the last block, and `num_stored` the number of children that had been
+    stored under it at the time of the search. `missing` is a number for the missing block, which
+    compares fast; it is equal for requests that miss the same block.
     """
 
     __slots__ = (
@@ -68,9 +68,9 @@ class Lookup:
 class Answer(NamedTuple):
     """The lookups of several requests, valid until the tree or one of the requests changes.
 
-    `missing`: for each request the number of its first missing block, None if none is missing.
-    `num_found`: the number of cached blocks before it. None and 0 for a request that does not reuse
-    blocks.
+    For each request, `missing` has the number of its first missing block, or None if none is
+    missing, and `num_found` has the number of cached blocks before it. A request that does not
+    reuse blocks has None and 0.
     """
 
     version: int
@@ -84,7 +84,7 @@ _NOTHING = Answer(-1, [], [], [], [])
 
 
 class Lookups:
-    """Lookups by request id. `max_tokens`: requests that may become longer do not reuse blocks."""
+    """Lookups by request id. Requests that may become longer than `max_tokens` have none."""
 
     __slots__ = ("max_tokens", "_last", "_lookups", "_numbers", "_tree", "_unused", "_users")
 
@@ -108,7 +108,7 @@ class Lookups:
             self._last = _NOTHING  # it may contain the request
 
     def find(self, request: LlmRequest) -> Lookup:
-        """Return which part of the prompt is cached."""
+        """Return the lookup of a request, searching the tree only if the known one is outdated."""
         known = self._lookups.get(request.request_id)
         if known is not None and known.is_valid_for(request, self._tree):
             return known

@@ -38,8 +38,8 @@ UNBOUNDED = 1 << 62  # more than any number of blocks
 class Match(NamedTuple):
     """The cached part of a prefix: full `blocks`, then `num_partial` tokens of one more block.
 
-    `partial`: the block with those tokens, NO_BLOCK if `num_partial` is 0. `end`: the node of the
-    last full block; the root if no full block matches, or None if no root exists.
+    `partial` is the block with those tokens, NO_BLOCK if `num_partial` is 0. `end` is the node of
+    the last full block; the root if no full block matches, or None if no root exists.
     """
 
     blocks: list[int]
@@ -54,10 +54,10 @@ class PrefixTree:
     Each `root_key` has a root of its own, and blocks under different roots are never shared.
     `version` increases with each change, `num_moves` with each move of a cached block. Blocks with
     ids from `num_primary` on are in host memory, and must be moved before they can be read. Lookups
-    skip blocks with ids from `end_findable` on, and all their descendants. `num_prioritized`:
+    skip blocks with ids from `end_findable` on, and all their descendants. `num_prioritized` is the
     number of blocks with a priority other than the default. `priority_era` increases whenever this
-    number rises from 0. While it is above 0, `take_touched` returns the blocks that the order of
-    eviction must consider again.
+    number rises from 0. While the number is above 0, `take_touched` returns the blocks that the
+    order of eviction must consider again.
     """
 
     __slots__ = (
@@ -153,8 +153,8 @@ class PrefixTree:
     ) -> Match:
         """Find the cached part of `tokens[:end]`.
 
-        `may_be_partial` decides which blocks may be the partial one; if it is None, none may.
-        `whole_only`: a partial block matches only with all its tokens.
+        `may_be_partial` decides which blocks may be the partial one; if it is None, none may. With
+        `whole_only`, a partial block matches only with all its tokens.
         """
         blocks, node = self.full_blocks(root_key, tokens, end)
         if may_be_partial is not None and node is not None and node.ordered:

@@ -1,7 +1,7 @@
-"""The accounts of a KV cache as data, and how an empty cache is restored from them.
+"""The state of a KV cache as data, and how an empty cache is restored from it.
 
 The data exclude values that can be computed: reference counts follow from the tables, lookups from
-the tree. Restored accounts are always checked before they are used.
+the tree. A restored cache is always checked before it is used.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _read_sequence = attrgetter(*SequenceState._fields)
 class RootState(NamedTuple):
     """The key of a root, which all blocks below it share.
 
-    `digest`: the digest of the request's prompt embeddings, if it has any.
+    `digest` is the digest of the request's prompt embeddings, if it has any.
     """
 
     adapter_key: int | str | None = None
@@ -50,7 +50,7 @@ class RootState(NamedTuple):
 
 
 class CachedBlockState(NamedTuple):
-    """A cached block. `parent`: index of an earlier node, or the negative ~index of a root."""
+    """A cached block. `parent` is the index of an earlier node, or ~index (negative) of a root."""
 
     parent: int
     block: int
@@ -68,9 +68,10 @@ class HostState(NamedTuple):
 
 
 class ReuseState(NamedTuple):
-    """The state of a `BlockReuse`. `storing`: ids of requests with content that may be stored.
+    """The state of a `BlockReuse`.
 
-    `copies`: the copies that no call has returned yet.
+    `storing` has the ids of requests with content that may be stored. `copies` are the copies that
+    no call has returned yet.
     """
 
     roots: tuple[RootState, ...]
@@ -84,7 +85,7 @@ class ReuseState(NamedTuple):
 
 
 class KvCacheState(NamedTuple):
-    """The state of a `KvCacheManager`. `free`: in the order in which blocks are handed out."""
+    """The state of a `KvCacheManager`. `free` is in the order in which blocks are handed out."""
 
     sequences: tuple[SequenceState, ...]
     free: tuple[int, ...]
@@ -104,9 +105,9 @@ def kv_cache_state(kv_cache: KvCacheManager) -> KvCacheState:
 def restore_kv_cache(
     kv_cache: KvCacheManager, state: KvCacheState, requests: Mapping[int, LlmRequest]
 ) -> None:
-    """Restore an empty cache to `state`. `requests`: the requests that hold blocks, by id.
+    """Restore an empty cache to `state`. `requests` are the requests that hold blocks, by id.
 
-    Raises LedgerError if the restored accounts are inconsistent.
+    Raises LedgerError if the restored state is inconsistent.
     """
     sequences = kv_cache._sequences
     pool, reuse = sequences.pool, sequences.reuse
@@ -231,7 +232,7 @@ def _restore_tree(tree: PrefixTree, state: ReuseState, end: int) -> None:
 
 
 def _root_state(key: Any) -> RootState:
-    """Return the state of a root. `key`: a result of `prefix_lookups.key_of`."""
+    """Return the state of a root. `key` is a result of `prefix_lookups.key_of`."""
     adapter_key, _, salt = key
     return RootState(adapter_key, *(salt if isinstance(salt, tuple) else (salt, None)))
 
