@@ -27,11 +27,12 @@ Layout = dict[str, tuple[AdapterModule, ...]]
 class AdapterPool:
     """Pages of adapters on the device and on the host.
 
-    `pages [num_device_pages * page_size]`: the device's pages in one tensor that never moves,
+    `pages [num_device_pages * page_size]` has the device's pages in one tensor that never moves,
     because captured steps contain its address. On a CPU, the system allocates their memory when
-    they are written. A table for kernels has a slot for each page, so enough for all adapters. The
-    slot of an adapter has the places of its matrices in `pages`. `modules`: the modules of a layer
-    of the model, by id. `share`: the part of an adapter that is kept, or None for all of it.
+    they are written. The kernels' table has as many slots as there are device pages, which is
+    enough for all adapters. The slot of an adapter has the places of its matrices in `pages`.
+    `modules` are the modules of a layer of the model, by id. `share` is the part of an adapter that
+    this rank keeps, or None for all of it.
 
     Host pages are in blocks of `pages_per_block`. A block is allocated when its first page is
     written, and freed when its last page is released. It is pinned unless the device is the CPU.
@@ -105,8 +106,9 @@ class AdapterPool:
     ) -> Pieces[None]:
         """Write an adapter to its host pages.
 
-        `weights[i]`: the `kept` part of `rows[i]`, first A, then B, flattened, in the pool's dtype.
-        Raises AdapterError for weights of other shapes or dtypes, before anything is written.
+        `weights[i]` is the `kept` part of `rows[i]`: first A, then B, flattened, in the pool's
+        dtype. Raises AdapterError for weights of other shapes or dtypes, before anything is
+        written.
         """
         if len(weights) != len(rows):
             raise AdapterError(f"got {len(weights)} tensors for the {len(rows)} rows of an adapter")
@@ -144,10 +146,10 @@ class AdapterPool:
         self._num_placed += 1
 
     def step(self, rows: Tensor, slots: npt.NDArray[np.int32] | None = None) -> StepAdapters:
-        """Return the adapters of a step's tokens. `rows` int32 `[T]`: the slot of each token's
-        adapter, or -1 for a token without an adapter.
+        """Return the adapters of a step's tokens.
 
-        `slots`: a copy of `rows` on the CPU; if it is None, the step may use any module. On a CPU
+        `rows` int32 `[T]` has the slot of each token's adapter, or -1 for a token without one.
+        `slots` is a copy of `rows` on the CPU; if it is None, the step may use any module. On a CPU
         the object of the last step is returned if nothing has changed, because kernels keep their
         plan in it.
         """
@@ -236,7 +238,7 @@ def adapter_table(
     """Return the kernels' table entry of an adapter: int64 `[layers, modules, 2]`, on the CPU.
 
     The two values are the index in `AdapterPool.pages` where A begins, and the rank, which is 0 if
-    the adapter does not have the module. `modules`: the index of each module id.
+    the adapter does not have the module. `modules` maps each module id to its index.
     """
     table = torch.zeros((len(layers), len(modules), 2), dtype=torch.int64)
     found = table.numpy()

@@ -1,4 +1,4 @@
-"""A digest by which a checkpoint is recognized, from samples of its weights.
+"""Compute a digest that identifies a checkpoint, from samples of its weights.
 
 Two checkpoints of one shape differ in almost every tensor, so a few values of each tensor suffice.
 Reading all values would take as long as loading.
@@ -16,16 +16,17 @@ import torch
 
 from gptmanager.errors import ConfigError, quoted_path
 
-_NUM_SAMPLES = 256  # samples of a file
+_NUM_SAMPLES = 256  # samples per file
 _SAMPLE_BYTES = 4096
-_NUM_VALUES = 64  # values of a tensor
+_NUM_VALUES = 64  # values per tensor
 _WEIGHTS = (".safetensors", ".gguf")
 
 
 def checkpoint_digest(source: Any) -> str:
     """Return the digest of a checkpoint: a folder, a file, or a pair (config, tensors by name).
 
-    Another object, which implements `Model`, is recognized by its class only.
+    An object that implements `Model` is identified by its class only. Raises ConfigError if a file
+    cannot be read.
     """
     digest = hashlib.blake2b(digest_size=16)
     if isinstance(source, (str, os.PathLike)):

@@ -58,7 +58,7 @@ class CudaKvPool(KvPool):
             self._copy_together(together)
 
     def _copy_together(self, copies: list[Copy]) -> None:
-        """Enqueue independent copies, with one launch for each kind of source and destination."""
+        """Enqueue independent copies, with separate launches for copies from and to the host."""
         by_ends: dict[tuple[bool, bool], list[Copy]] = {}
         size = self.num_blocks
         for source, destination, num_tokens in copies:

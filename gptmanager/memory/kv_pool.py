@@ -1,4 +1,4 @@
-"""`KvPool`: the keys and values of every layer, in pages ("blocks") of `tokens_per_block`."""
+"""`KvPool`: the keys and values of every layer, in blocks (pages) of `tokens_per_block` tokens."""
 
 from __future__ import annotations
 
@@ -34,8 +34,9 @@ class PageShape(NamedTuple):
 class PageStack(NamedTuple):
     """The pages of all layers of one shape.
 
-    `keys` `[layers, blocks, kv_heads, head_dim, tokens_per_block]`, `values` `[layers, blocks,
-    kv_heads, tokens_per_block, head_dim]`.
+    `keys` is `[layers, blocks, kv_heads, head_dim, tokens_per_block]`, and `values` is `[layers,
+    blocks, kv_heads, tokens_per_block, head_dim]`. Without `has_values`, both are views of the same
+    memory.
     """
 
     keys: Tensor
@@ -55,17 +56,19 @@ class PageStack(NamedTuple):
 class KvPool:
     """The keys and values of all blocks, by block id. Does not know which sequence holds a block.
 
-    `shapes`: the shape of each layer's pages. Layers of one shape are a `PageStack`. `layers`: the
-    keys and values of each layer. Keys are transposed inside a block, so that the scores of one
-    query against a block are computed along contiguous memory. With `dtype` float8_e4m3fn, an
-    element is multiplied by a scale of the model. `token_major`: keys have the memory layout of
-    values, and the keys of a stack are a transposed view, because CUDA kernels read whole tokens.
-    Keys that are also values always have this layout. `contiguous`: in addition, the values of a
-    block follow its keys, so that both are views of one tensor.
+    `shapes` has the shape of each layer's pages. Layers of one shape are a `PageStack`. `layers`
+    has the keys and values of each layer. Keys are transposed inside a block, so that the scores of
+    one query against a block are computed along contiguous memory. With `dtype` float8_e4m3fn, an
+    element is multiplied by a scale of the model.
+
+    With `token_major`, keys have the memory layout of values, and the keys of a stack are a
+    transposed view, because CUDA kernels read whole tokens. Keys that are also values always have
+    this layout. With `contiguous`, the layout is the same and the values of a block follow its
+    keys, so that both are views of one tensor.
 
     `num_host_blocks` more blocks are in CPU memory, with ids from `num_blocks` on. They are copied
-    to and from the device, and steps never use them. `states`: see `SlotStates`; each of
-    `num_lines` lines has the states of `state_shapes`.
+    to and from the device, and steps never use them. `states` are the `SlotStates` of recurrent
+    layers: each of `num_lines` lines has the states of `state_shapes`.
     """
 
     def __init__(
@@ -120,7 +123,7 @@ class KvPool:
 
         The result is a view if the pool was created `contiguous`, otherwise a copy. In V1 a
         sequence has one block, so this is `[sequences, 2, kv_heads, max_seq_len, head_dim]`. The
-        row of a sequence is the only entry of its line in `Batch.block_tables`.
+        index of a sequence is the only entry of its row in `Batch.block_tables`.
         """
         keys, values = self.layers[layer]
         if not self._is_contiguous or not self._shapes[layer].has_values:
@@ -138,9 +141,7 @@ class KvPool:
                 own.values[:, :, :num_tokens] = other.values[:, :, :num_tokens]
 
     def _block(self, block: int) -> list[PageStack]:
-        """Return the keys `[layers, kv_heads, head_dim, tokens]` and values of a block on device or
-        host, of each stack.
-        """
+        """Return a block's keys `[layers, kv_heads, head_dim, tokens]` and values, by stack."""
         on_device = block < self.num_blocks
         stacks = self.stacks if on_device else self.host_stacks
         index = block if on_device else block - self.num_blocks

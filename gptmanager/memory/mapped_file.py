@@ -13,7 +13,9 @@ _LENGTH_BYTES = 8  # a file begins with the length of its header, in this many b
 
 
 class MappedFile:
-    """A mapped safetensors file, which has been checked. Writes to its tensors do not change it.
+    """A mapped safetensors file, which the caller has checked.
+
+    Writes to its tensors do not change the file.
 
     Pages are read when they are first used, and shared with other processes that map the file.
     """

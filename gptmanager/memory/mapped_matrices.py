@@ -26,10 +26,11 @@ def mapped_matrices(
     places: Mapping[str, Place],
     parameters: Collection[str],
 ) -> dict[str, MappedMatrix]:
-    """Return the `parameters` that are complete in the memory of a source.
+    """Return those of `parameters` that a source has in memory whole, in the order of matmuls.
 
-    `places`: the place of each tensor by the library's name for it. `names`: the source's name for
-    each of these. Later writes to the memory change private copies of its pages, not the file.
+    `places` has the place of each tensor, by the library's name for it, and `names` the source's
+    name for each of these. Later writes to the memory change private copies of its pages, not the
+    file.
     """
     if not isinstance(source, PanelSource):
         return {}

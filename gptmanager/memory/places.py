@@ -18,14 +18,14 @@ class Run(NamedTuple):
 class Place:
     """The destination of one tensor of a checkpoint.
 
-    The tensor fills `num_rows` rows of `parameter` from `first_row` on, by default all of them.
-    `transposed`: the checkpoint has the transpose. `twin`: another tensor fills this storage (tied
-    embeddings); this tensor may be missing, otherwise it must be equal to the other one. `scale`:
-    the tensor has one number for all rows, or one per row, kept as float32; a missing scale is 1.
-    `runs`: the order of the tensor's rows, if they are not consecutive from `first_row`. `stacked`:
-    the tensor has this number of matrices (or bias vectors), one per expert; its rows are numbered
-    through all of them. `squeezed`: the tensor is transposed, and has a dimension of size 1 after
-    its first one.
+    The tensor fills `num_rows` rows of `parameter` from `first_row` on, by default all of them. If
+    `transposed`, the checkpoint has the transpose. A `twin` shares its storage with another tensor,
+    which fills it (tied embeddings); the twin may be missing, otherwise it must be equal to the
+    other tensor. A `scale` has one number for all rows, or one per row, kept as float32; a missing
+    scale is 1. `runs` is the order of the tensor's rows, if they are not consecutive from
+    `first_row`. If `stacked` is not 0, the tensor has this number of matrices (or bias vectors),
+    one per expert, and its rows are numbered through all of them. If `squeezed`, the tensor is
+    transposed, and has a dimension of size 1 after its first one.
     """
 
     parameter: str

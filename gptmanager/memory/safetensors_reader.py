@@ -34,7 +34,7 @@ _MAX_TENSORS = 200_000  # enough for 10,000 layers
 class SafetensorsFolder:
     """A Hugging Face checkpoint folder: `model.safetensors`, or the shards that an index names.
 
-    `single`: the name of the file of an unsharded checkpoint. With a name other than the default,
+    `single` is the name of the file of an unsharded checkpoint. With a name other than the default,
     no index is read. Files are memory-mapped. A page that was read stays resident as long as its
     mapping, so the mapping is renewed after `max_bytes` were read through it. Raises ConfigError if
     the folder has no safetensors, if a file is broken, or if a tensor is in two files or not in the
@@ -62,7 +62,7 @@ class SafetensorsFolder:
     def pieces(
         self, name: str, max_bytes: int, region: Sequence[range] | None = None
     ) -> Iterator[tuple[int, Tensor]]:
-        """Yield slices of a tensor, see `TensorSource.pieces`. A slice may be part of the file."""
+        """Yield slices as `TensorSource.pieces` does. A slice may be a view of the mapped file."""
         shape, dtype, _ = self._tensors[name]
         if not shape:
             yield 0, self._map(self._files[name], max_bytes).get_tensor(name)

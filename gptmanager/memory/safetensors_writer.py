@@ -27,11 +27,11 @@ _ALIGNMENT = 64
 
 
 class SafetensorsWriter:
-    """A context manager that writes a file. `tensors`: the shape and dtype of each tensor.
+    """A context manager that writes a file. `tensors` has the shape and dtype of each tensor.
 
-    The tensors are in the file in this order, and the first one begins at a multiple of 64 bytes, a
-    line of the processor's cache. Each is written by one or more calls of `write`, from its first
-    element to its last.
+    The file has the tensors in the order of this mapping. The first one begins at a multiple of 64
+    bytes, a line of the processor's cache. Each is written by one or more calls of `write`, from
+    its first element to its last.
     """
 
     def __init__(

@@ -10,7 +10,7 @@ from gptmanager.memory.tensor_sources import TensorInfo, tensor_name
 
 
 def check_tensor(name: str, found: TensorInfo, *expected: tuple[int, ...]) -> None:
-    """Raise ConfigError unless a tensor of floats has one of the shapes."""
+    """Raise ConfigError unless a tensor has one of the `expected` shapes and a float dtype."""
     if found.shape not in expected:
         wanted = " or ".join(str(list(shape)) for shape in expected)
         raise ConfigError(

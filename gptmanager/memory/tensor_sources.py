@@ -19,7 +19,8 @@ from gptmanager.kernels.gemm.packed_matrix import Panels
 class TensorInfo(NamedTuple):
     """The shape and dtype of a tensor, known before it is read.
 
-    `dtype`: the name of a torch dtype. `in_groups`: it is an int4 matrix of a `GroupedSource`.
+    `dtype` is the name of a torch dtype. `in_groups` is True for an int4 matrix of a
+    `GroupedSource`.
     """
 
     shape: tuple[int, ...]
@@ -39,8 +40,9 @@ class TensorSource(Protocol):
     ) -> Iterator[tuple[int, Tensor]]:
         """Yield slices of a tensor along its first dimension, (first index, slice), in order.
 
-        `region`: the range of each dimension to read; the first index counts from its beginning. A
-        slice has at most about `max_bytes`, and is valid until the next one is requested.
+        `region` is the range of each dimension to read; the first index counts from its beginning.
+        A slice that is read from a file has at most about `max_bytes`, and is valid until the next
+        one is requested.
         """
         ...
 

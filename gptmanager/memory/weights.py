@@ -1,4 +1,4 @@
-"""`Weights`: a model's parameters, in storage of its own that is filled from a checkpoint.
+"""`Weights`: a model's parameters, in storage that is filled from a checkpoint.
 
 It decides how a tensor is copied to its storage: as a whole or as rows of a fused parameter,
 transposed or not, converted to the storage's dtype. The storage never moves, so later loads change
@@ -44,13 +44,15 @@ class _Part(NamedTuple):
 class Weights:
     """Parameters by the library's names, filled from tensors by the checkpoint's names.
 
-    `places`: the destination of each tensor, by name. In the checkpoint a name may lack `prefix`,
-    or have a key of `prefixes` in place of its value. Tensors with names that match `ignored` are
-    skipped; any other tensor without a place is an error. `wide`: parameters that are kept in
-    float32 at least. `quantized`: the matrices that are stored as int8 or int4. `keeps_groups`:
-    those that the first source has as int4 are stored as int4. `cuts`: the part of each parameter
-    that is kept, by default all of it. Names and shapes are always those of whole tensors. The
-    first `load` allocates the storage. For `matrices` it is the result of `new_matrix(rows,
+    `places` has the destination of each tensor, by name. In the checkpoint a name may lack
+    `prefix`, or have a key of `prefixes` in place of its value. Tensors with names that match
+    `ignored` are skipped; any other tensor without a place is an error. The parameters `wide` are
+    kept in float32 at least, and the matrices `quantized` are stored as int8 or int4. With
+    `keeps_groups`, those of them that the first source has as int4 are stored as int4. `cuts` has
+    the part of each parameter that is kept, by default all of it. Names and shapes are always those
+    of whole tensors.
+
+    The first `load` allocates the storage. For `matrices` it is the result of `new_matrix(rows,
     columns, dtype, quantized)` unless that is None, otherwise a tensor. `version` counts the loads,
     so that results of older weights can be recognized.
     """
@@ -116,7 +118,7 @@ class Weights:
     ) -> None:
         """Copy tensors into their storage and convert the dtype. The storage does not move.
 
-        `partial`: after a complete load, tensors may be missing; their storage is not changed.
+        With `partial`, after a complete load, tensors may be missing; their storage is not changed.
         `on_progress` is called with "weights", the bytes copied so far, and all bytes to copy.
 
         Raises ConfigError, with their names, for tensors that are missing, unknown, duplicated, of
@@ -144,8 +146,10 @@ class Weights:
         self.version += 1
 
     def memory(self, *, keeps: bool) -> tuple[list[Tensor], list[Tensor]]:
-        """Return the tensors of all parameters, and those to save before their memory is released:
-        with `keeps`, all that no mapped file has, else the scales, which a complete load may lack.
+        """Return the tensors of all parameters, and those to save before their memory is released.
+
+        With `keeps`, the latter are all tensors that no mapped file has, otherwise the scales,
+        which a complete load may lack.
         """
         of = {name: stored(matrix) for name, matrix in self._storage.items()}
         scales = of.keys() & {it.parameter for it in self._places.values() if it.scale}
