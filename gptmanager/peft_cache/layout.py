@@ -29,7 +29,7 @@ class AdapterRow(NamedTuple):
 
 
 class RowPlace(NamedTuple):
-    """The place of a row. `page`: index among the adapter's pages. `offset`: where A begins."""
+    """The place of a row: an index among the adapter's pages, and the element where A begins."""
 
     page: int
     offset: int
@@ -45,8 +45,9 @@ class Packing(NamedTuple):
 class CacheSizes(NamedTuple):
     """The sizes of an adapter cache.
 
-    `page_size`: elements per page. `itemsize`: bytes per element. `max_adapter_size`: the highest
-    LoRA rank. `first_layers`: the first layer of each pipeline stage except the first stage.
+    `page_size` is the number of elements of a page, and `itemsize` the bytes of an element.
+    `max_adapter_size` is the highest LoRA rank. `first_layers` has the first layer of each pipeline
+    stage except the first stage.
     """
 
     page_size: int
@@ -107,7 +108,7 @@ def pack(rows: Sequence[AdapterRow], page_size: int, first_layers: Sequence[int]
     The longest row is placed first. Each row is put into the first page with enough space. The
     result has at most 11/9 of the fewest possible pages, plus one. Each pipeline stage puts the
     rows of its layers into its own pages. All stages count the pages of the stage that needs the
-    most, so that all make the same decisions.
+    most, so that all make the same decisions. Raises AdapterError if a row is longer than a page.
     """
     places = [RowPlace(0, 0)] * len(rows)
     by_stage: list[list[int]] = [[] for _ in range(len(first_layers) + 1)]

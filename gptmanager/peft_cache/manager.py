@@ -36,7 +36,7 @@ class PeftCacheCounts(NamedTuple):
     """The numbers of pages on both levels now, and counts of events since the start.
 
     When a request starts, or resumes after a pause, it is a hit if its adapter is on the device,
-    and a miss if the adapter must be copied there. `copied_bytes`: the size of all these copies.
+    and a miss if the adapter must be copied there. `copied_bytes` is the size of all these copies.
     """
 
     host_total_pages: int = 0
@@ -56,7 +56,7 @@ class PeftCacheCounts(NamedTuple):
 class PeftCacheReport:
     """The owners of pages at one moment: the task id of the adapter in each used page.
 
-    `problem` is the first contradiction in the accounts, None if they are consistent.
+    `problem` is the first contradiction in the cache's data, or None if they are consistent.
     """
 
     counts: PeftCacheCounts
@@ -144,7 +144,7 @@ class PeftCacheManager:
     def loaded(self, adapter: CachedAdapter) -> None:
         """Record that an adapter's rows are in its host pages.
 
-        Call it also if writing them has failed, after `forget`.
+        If writing them has failed, call `forget` first, then this method.
         """
         adapter.is_loading = False
         self._drop_if_over(adapter)
@@ -254,13 +254,13 @@ class PeftCacheManager:
         )
 
     def audit(self) -> PeftCacheReport:
-        """Return the owner of each used page, and the first contradiction in the accounts."""
+        """Return the owner of each used page, and the first contradiction in the cache's data."""
         problem = self._host.problem() or self._device.problem()
         problem = problem or self._request_problem() or self._adapter_problem()
         return PeftCacheReport(self.counts(), self._host.owners(), self._device.owners(), problem)
 
     def check(self) -> None:
-        """Raise LedgerError unless the accounts are consistent."""
+        """Raise LedgerError unless the cache's data are consistent."""
         problem = self.audit().problem
         if problem is not None:
             raise LedgerError(problem)

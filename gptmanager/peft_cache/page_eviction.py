@@ -17,9 +17,9 @@ from gptmanager.peft_cache.layout import AdapterRow, Packing
 class CachedAdapter:
     """An adapter in the cache. Other content under the same task id is another adapter.
 
-    `requests`: ids of the requests that have it. `running`: those of them that need it on the
-    device. `is_loading`: its rows are being written to its host pages. `is_copying`: its rows are
-    being copied to the device. `is_replaced`: it is not assigned to further requests.
+    `requests` has the ids of the requests that have it, and `running` those that need it on the
+    device. While `is_loading`, its rows are being written to its host pages; while `is_copying`,
+    they are being copied to the device. If `is_replaced`, it is not assigned to further requests.
     """
 
     task_id: int
@@ -38,7 +38,7 @@ class CachedAdapter:
 
     @property
     def stays_on_host(self) -> bool:
-        """Whether a request needs it, or a job reads or writes its pages."""
+        """Whether a request needs the adapter, or a job reads or writes its host pages."""
         return bool(self.requests) or self.is_loading or self.is_copying
 
     @property
@@ -49,8 +49,8 @@ class CachedAdapter:
 class AdapterPages:
     """Pages `0..total - 1`. The lowest free numbers are handed out first.
 
-    `free`: a heap of returned pages. Pages from `fresh` on have never been handed out. `adapters`:
-    the pages of each adapter, the least recently used first.
+    `free` is a heap of returned pages. Pages from `fresh` on have never been handed out. `adapters`
+    has the pages of each adapter, the least recently used first.
     """
 
     __slots__ = ("adapters", "free", "fresh", "total")

@@ -1,7 +1,6 @@
-"""Saves the accounts of a LoRA cache as data, restores an empty cache from them, and copies caches.
+"""Saves the state of a LoRA cache as data, restores an empty cache from it, and copies caches.
 
-Values that can be computed are not saved. Restored accounts are always checked before they are
-used.
+Values that can be computed are not saved. A restored cache is always checked before it is used.
 """
 
 from __future__ import annotations
@@ -36,8 +35,8 @@ class AdapterState(NamedTuple):
 class PeftCacheState(NamedTuple):
     """The state of a `PeftCacheManager`.
 
-    `adapters`: the least recently used first, on both levels. `freed`: the host pages that
-    `take_freed` would return.
+    `adapters` has the least recently used adapter first, on both levels. `freed` are the host pages
+    that `take_freed` would return.
     """
 
     adapters: tuple[AdapterState, ...]
@@ -64,7 +63,7 @@ def peft_cache_state(cache: PeftCacheManager) -> PeftCacheState:
 def restore_peft_cache(cache: PeftCacheManager, state: PeftCacheState) -> None:
     """Restore an empty cache to `state`.
 
-    Raises LedgerError if the restored accounts are inconsistent.
+    Raises LedgerError if the restored state is inconsistent.
     """
     adapters = [_adapter(it, cache.sizes) for it in state.adapters]
     both = [*zip(adapters, state.adapters, strict=True)]

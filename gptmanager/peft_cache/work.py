@@ -16,7 +16,7 @@ from gptmanager.request.adapter import AdapterTensors
 class ReadAdapter(NamedTuple):
     """Read and check the weights that a request passed, and keep them for `WriteAdapter`.
 
-    `job`: an id that no other job of the loop has.
+    `job` is an id that no other job of the loop has.
     """
 
     job: int
