@@ -68,9 +68,9 @@ class GroupCollectives:
     each, the sender first, and are None at the ends of the pipeline.
 
     `wait` is called with each `Work`. It returns when the work is done, or is enqueued on the
-    current CUDA stream, and raises the error that ends the step. `replicates`: `gather` returns its
-    result on each rank of the stage. With `deterministic`, the sum of an element has the same bits
-    for any other content of the tensor; a ring's order of addition depends on the position.
+    current CUDA stream, and raises the error that ends the step. If `replicates`, `gather` returns
+    its result on each rank of the stage. With `deterministic`, the sum of an element has the same
+    bits wherever it is in the tensor; in a ring, the order of addition depends on the position.
     `small_tensors` is a faster exchange of small tensors on a CPU, or None.
     """
 
@@ -147,8 +147,8 @@ class GroupCollectives:
     def close(self) -> None:
         """Release the groups, which ends their threads. No operation may be in progress.
 
-        A thread of a group may still be about to release a tensor. At the exit of the process that
-        would be too late.
+        A thread of a group may still have to release a tensor, which must happen before the process
+        exits.
         """
         self._sent = None
         self._stage = self._from_previous = self._to_next = None

@@ -15,14 +15,14 @@ from typing import NamedTuple
 from gptmanager.errors import RankError
 
 _HEAD = struct.Struct("<QB")  # bytes that follow, kind
-_MOST_BYTES = 1 << 36  # of a message: adapters' weights are large; memory grows as bytes arrive
+_MOST_BYTES = 1 << 36  # of a message with adapters' weights; memory grows only as bytes arrive
 _AT_ONCE = 1 << 16
 _SMALL = 1 << 12
 _LARGE = 1 << 20
 
 
 class Frame(NamedTuple):
-    """One message. `kind`: 0 to 255; sender and receiver agree on its meaning."""
+    """One message. `kind` is from 0 to 255; sender and receiver agree on its meaning."""
 
     kind: int
     payload: bytes
@@ -81,7 +81,7 @@ class Frames:
     def send(self, kind: int, payload: bytes | bytearray | memoryview) -> None:
         """Send a message.
 
-        Raises EOFError if the other end is closed, RankError if it is too long.
+        Raises EOFError if the other end is closed, and RankError if the message is too long.
         """
         if len(payload) > _MOST_BYTES:
             raise RankError(

@@ -148,11 +148,10 @@ class Links:
             self._end()
 
     def receive(self, *, from_rank: int = 0, may_be_woken: bool = False) -> Frame | None:
-        """Return the next message.
+        """Return the next message of a rank.
 
-        Raises RankError with the rank to blame if none arrives in time.
-
-        With `may_be_woken` it waits without a time limit, and returns None after a call of `wake`.
+        Raises RankError with the rank to blame if none arrives in time. With `may_be_woken` it
+        waits without a time limit, and returns None after a call of `wake`.
         """
         self.check()
         self._begin(f"a message of rank {from_rank}", bounded=not may_be_woken)
@@ -220,7 +219,7 @@ class Links:
         self._watch.explain = explain
 
     def blame(self, rank: int, why: str) -> NoReturn:
-        """Raise RankError on this rank: `rank` has failed, and every rank knows it already."""
+        """Raise RankError on this rank, because `rank` has failed. All ranks know that already."""
         self._watch.fail(rank, why)
         self.check()
         raise AssertionError

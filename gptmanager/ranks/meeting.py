@@ -71,9 +71,8 @@ def meet(store: Store, host: str, size: int, boot_s: float) -> tuple[Found, Blam
 def call(store: Store, host: str, rank: int, boot_s: float) -> Found:
     """On another rank, connect to rank 0 and return the connections.
 
-    Raises RankError if that fails.
-
-    If `host` is empty, the host name that rank 0 has published is used.
+    If `host` is empty, the host name that rank 0 has published is used. Raises RankError if rank 0
+    cannot be reached.
     """
     found: Found = {}
     try:

@@ -52,9 +52,10 @@ class SmallTensors:
 def connect_parts(
     store: Any, part: int, size: int, links: Links, boot_s: float, *, prefix: str
 ) -> SmallTensors:
-    """Connect each part of a stage with each other part; the lower one of two listens.
+    """Connect each part of a stage with each other part; of two parts, the lower one listens.
 
     All parts of the stage call this at the same time. Their keys in `store` begin with `prefix`.
+    Raises RankError if a part does not connect within `boot_s` seconds.
     """
     others: dict[int, Frames] = {}
     for first in range(size - 1):

@@ -1,7 +1,7 @@
 """`World`: the rank of this process, the number of ranks, and the address of rank 0.
 
-They come from environment variables that torchrun and other launchers set, or from an existing
-process group.
+These values come from environment variables that torchrun and other launchers set, or from an
+existing process group.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ class World(NamedTuple):
     def store(self, timeout_s: float) -> Any:
         """Return a new `torch.distributed.Store` that one manager of each rank shares.
 
-        The n-th call on one rank returns the store of the n-th call on every other rank. RankError
-        if rank 0 cannot be reached.
+        The n-th call on one rank returns the store of the n-th call on every other rank. Raises
+        RankError if rank 0 cannot be reached.
         """
         rank = self.layout.rank
         try:
