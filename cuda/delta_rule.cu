@@ -2,7 +2,7 @@
 // gptmanager/kernels/recurrent/delta_formulas.py has the formulas. All sums are float32.
 #include "activation_kinds.cuh"
 
-constexpr int TOKENS = 8;        // tokens whose queries and keys are in shared memory at a time
+constexpr int TOKENS = 8;        // tokens that have queries and keys in shared memory at a time
 constexpr int MAX_VALUES = 128;  // the largest dimension of a value
 constexpr int LANES = 4;         // lanes that share a column of a head's memory
 constexpr int COLUMNS = 32 / LANES;

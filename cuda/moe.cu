@@ -139,8 +139,8 @@ __device__ inline int sum_before(int x, int (&sums)[33], int& total) {
     return sums[warp] + sum - x;
 }
 
-// Sorts slots by expert and cuts them into tiles, in one block. Slots of experts that are not among the `num_experts`
-// from `first_expert` on are left out. The order of the slots of an expert varies, but changes no bits of a row.
+// Sorts the slots of the `num_experts` experts from `first_expert` on by expert, and cuts them into tiles, in
+// one block. The order of the slots of an expert varies, but changes no bits of a row.
 __global__ void __launch_bounds__(MAX_EXPERTS, 1) sort_slots(
     int* sorted,        // [slots]
     ExpertTile* tiles,  // [max_tiles]

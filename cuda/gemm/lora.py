@@ -1,8 +1,8 @@
 """LoRA matmuls on packed tokens: any mix of adapters and ranks in one call.
 
-`shrink` computes A x for each token and module; `expand` multiplies it by B and adds the product to
-the result. Adapters are data on the device, so a CUDA graph can be replayed with other adapters.
-Consecutive tokens of one adapter share the reads of its weights.
+`shrink` computes A x for each token and module; `expand` adds B (A x) to the result. Adapters are
+data on the device, so a CUDA graph can be replayed with other adapters. Consecutive tokens of one
+adapter share the reads of its weights.
 """
 
 from __future__ import annotations

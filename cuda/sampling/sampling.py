@@ -109,8 +109,8 @@ def sample(
     The logits are not changed. With a `workspace`, several blocks share each row if there are few;
     the result has the same bits. Raises ValueError for other tensors.
 
-    top_k keeps all tokens that tie with the k-th best. top_p keeps the fewest best tokens whose
-    probabilities sum to at least p, in single precision. min_p is relative to the best token's
+    top_k keeps all tokens that tie with the k-th best. top_p keeps the fewest best tokens that have
+    a total probability of at least p, in single precision. min_p is relative to the best token's
     probability. Equal logits rank by ascending id. The token is NOT_FINITE if the row contains NaN
     or +inf, NO_TOKEN if all its logits are -inf.
     """
