@@ -72,9 +72,9 @@ def choose_experts(
 ) -> tuple[Tensor, Tensor]:
     """Return the experts int32 `[T, k]` of each token and their weights float32 `[T, k]`.
 
-    `logits` `[T, E]` and `correction` `[E]` float32, as for `routing.choose_experts`. Of equal
-    scores the first is chosen. Raises ValueError for other tensors, and for more experts than the
-    kernel has memory for.
+    `logits` `[T, E]` and `correction` `[E]` are float32, as in `routing.choose_experts`. Of equal
+    scores the first is chosen. Raises ValueError for other tensors, and for more than MAX_EXPERTS
+    experts or MAX_PER_TOKEN per token.
     """
     num_tokens, num_experts = logits.shape
     per_token = routing.per_token

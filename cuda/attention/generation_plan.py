@@ -55,7 +55,7 @@ class GenerationPlan:
         return int(self.partial_starts[-1])
 
     def padded(self, num_items: int, num_rows: int) -> GenerationPlan:
-        """Return the plan, padded with items and rows that do nothing: graphs have fixed sizes.
+        """Return the plan, padded with items and rows that do nothing, for CUDA graphs.
 
         Raises ValueError if the plan has more items or rows.
         """

@@ -1,1 +1,1 @@
-"""Devices, compilers, streams and graphs: what every launch needs."""
+"""Devices, the compiler, streams and CUDA graphs, which all launches use."""

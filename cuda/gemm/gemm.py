@@ -21,8 +21,8 @@ MOST_ROWS = 256
 _DTYPES = (torch.float16, torch.bfloat16)
 _THREADS, _DEPTH = 256, 64  # as in the .cu
 _RESERVED_BYTES = 1024  # shared memory that CUDA reserves for each block
-# Rates of the cost model: bytes from L2 that a multiprocessor reads in the time of one byte from
-# memory, which it reads while all others read, too.
+# Rates of the cost model: bytes from L2 that a multiprocessor reads in the time in which it reads
+# one byte from memory while all others read from memory.
 _FROM_L2 = 1.3  # while all others read from L2
 _ALONE = 3.3  # while the others do not read
 _MEETING = 400 * 128  # bytes of memory that could be read while blocks find out which one is last

@@ -105,9 +105,8 @@ def sample(
     `params` `[slots, PARAMS.itemsize]` uint8 is an array of PARAMS, as bytes, and `slots` `[S]`
     int32 has the index of each row in that array; for -1 nothing is chosen or written. `positions`
     `[S]` int64 has the positions of the tokens to be chosen. A row's token does not depend on other
-    rows.
-    The logits are not changed. With a `workspace`, several blocks share each row if there are few;
-    the result has the same bits. Raises ValueError for other tensors.
+    rows. The logits are not changed. With a `workspace`, several blocks share each row if there are
+    few rows; the result has the same bits. Raises ValueError for other tensors.
 
     top_k keeps all tokens that tie with the k-th best. top_p keeps the fewest best tokens that have
     a total probability of at least p, in single precision. min_p is relative to the best token's

@@ -27,8 +27,8 @@ Progress = Callable[[str, int, int], None]
 WORK = "kernels"  # the name under which progress is reported
 _MOST_PROCESSES = 4  # the longest body takes a third of the time of all
 _BYTES_OF_PROCESS = 600 << 20
-# how long this process waits for a report of the others: at least a multiple of the compile time of
-# its own longest body, since the longest bodies are compiled first
+# how long this process waits for a report of the others: 10 s, or if that is longer, a multiple of
+# the compile time of its own longest body, since the longest bodies are compiled first
 _PATIENCE_S, _PATIENCE = 10.0, 3
 _PROGRAM = (
     "import json, sys; sys.path[:] = json.loads(sys.stdin.readline());"

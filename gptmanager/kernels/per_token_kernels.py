@@ -124,7 +124,7 @@ def _norm_head(t: Any, source: int, start: int, dtype: int, to: int, weight: int
 
 @loop
 def _rotate_head(t: Any, start: int, rotated: int, weight: int, cos_sin: int) -> None:
-    """Write the head of `qkv` from element `start` on to `rotated`, as float32.
+    """Write the head of `qkv` that begins at element `start` to `rotated`, as float32.
 
     It is normalized if there is a weight, before or after it is rotated if there are angles.
     """

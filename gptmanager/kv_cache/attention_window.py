@@ -1,7 +1,6 @@
 """`AttentionWindow`: which positions of a sequence are kept, and in which of its blocks.
 
-Pure arithmetic of positions. This module knows nothing of block owners, nor of how attention is
-computed.
+It only computes positions, and knows neither the owners of blocks nor how attention is computed.
 """
 
 from __future__ import annotations

@@ -135,7 +135,7 @@ class BlockNeeds:
         return total
 
     def most_to_completion(self, requests: Iterable[LlmRequest]) -> int:
-        """Return an upper bound of the sum of `remaining`, for any held blocks, in little time."""
+        """Return an upper bound of the sum of `remaining`, fast, whatever blocks are held."""
         size, more = self.tokens_per_block, self.bubble + self.tokens_per_block - 1
         return sum(
             [

@@ -147,9 +147,7 @@ class CachingBlockPool(BlockPool):
     def onboard(self, block: int) -> int:
         """Move a host block, which the caller holds, to a pool block with the same references.
 
-        Returns the pool block.
-
-        At least one pool block must be free.
+        Returns the pool block. At least one pool block must be free.
         """
         assert self.host is not None  # a host block exists
         new = self.take(1)[0]

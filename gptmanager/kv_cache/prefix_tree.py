@@ -151,7 +151,7 @@ class PrefixTree:
         *,
         whole_only: bool = False,
     ) -> Match:
-        """Find the cached part of `tokens[:end]`.
+        """Return the cached part of `tokens[:end]`.
 
         `may_be_partial` decides which blocks may be the partial one; if it is None, none may. With
         `whole_only`, a partial block matches only with all its tokens.

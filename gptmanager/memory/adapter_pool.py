@@ -73,7 +73,7 @@ class AdapterPool:
         self._last: StepAdapters | None = None  # the last step's adapters, including kernels' plans
         self._blocks: dict[int, Tensor] = {}
         self._written: set[int] = set()  # host pages that hold adapters
-        self._lock = Lock()  # guards the two above
+        self._lock = Lock()  # guards `_blocks` and `_written`
 
     def kept(self, adapter: Adapter) -> list[Tensor]:
         """Return the part of each row that `put` writes; it is empty in layers of other ranks."""

@@ -15,9 +15,8 @@ _LENGTH_BYTES = 8  # a file begins with the length of its header, in this many b
 class MappedFile:
     """A mapped safetensors file, which the caller has checked.
 
-    Writes to its tensors do not change the file.
-
     Pages are read when they are first used, and shared with other processes that map the file.
+    Writes to the tensors do not change the file.
     """
 
     def __init__(self, file: Path) -> None:

@@ -187,7 +187,7 @@ class Weights:
     def _in_groups(
         self, names: Mapping[str, str], found: Mapping[str, TensorInfo]
     ) -> dict[str, Quantized]:
-        """Return the quantized matrices that the source has completely as int4."""
+        """Return the quantized matrices that are int4 in the source with all their parts."""
         places = self._places
         others = {places[n].parameter for n, own in names.items() if not found[own].in_groups}
         return dict.fromkeys(self._quantized.keys() - others, "int4")
@@ -364,7 +364,7 @@ class Weights:
         return piece.numel() * itemsize
 
     def _grouped(self, source: TensorSource, given: str, place: Place) -> GroupedSource | None:
-        """Return the source if both it and the storage have the tensor as int4."""
+        """Return the source if the tensor is int4 both in it and in the storage."""
         is_stored_so = isinstance(self._storage[place.parameter], Int4Matrix)
         if place.stacked or not is_stored_so or not source.describe()[given].in_groups:
             return None

@@ -94,7 +94,7 @@ class PeftCacheManager:
         return task_id in self._by_task
 
     def get_max_device_pages(self) -> int:
-        """Return the number of device pages, which all adapters of a step share."""
+        """Return the number of device pages, in which all adapters of a step must fit."""
         return self._device.total
 
     def determine_num_pages(self, lora_task_id: int) -> int:

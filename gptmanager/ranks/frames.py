@@ -15,7 +15,7 @@ from typing import NamedTuple
 from gptmanager.errors import RankError
 
 _HEAD = struct.Struct("<QB")  # bytes that follow, kind
-_MOST_BYTES = 1 << 36  # of a message with adapters' weights; memory grows only as bytes arrive
+_MOST_BYTES = 1 << 36  # enough for adapters' weights; memory grows only as bytes arrive
 _AT_ONCE = 1 << 16
 _SMALL = 1 << 12
 _LARGE = 1 << 20

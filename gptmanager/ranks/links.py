@@ -1,4 +1,4 @@
-"""`Links`: the messages between the managers of all ranks. `Collectives` exchange tensors.
+"""`Links`: the messages between the managers of all ranks. Tensors go through `Collectives`.
 
 Each rank has two connections to rank 0: one carries the messages of the loops, in order, the other
 is for the watch. A wait for a rank that has failed ends with a RankError that names it.
@@ -219,7 +219,7 @@ class Links:
         self._watch.explain = explain
 
     def blame(self, rank: int, why: str) -> NoReturn:
-        """Raise RankError on this rank, because `rank` has failed. All ranks know that already."""
+        """Raise RankError on this rank, because `rank` has failed, which all ranks know already."""
         self._watch.fail(rank, why)
         self.check()
         raise AssertionError

@@ -1,1 +1,1 @@
-"""Attention straight on the pages of the KV cache."""
+"""Attention that reads the pages of the KV cache directly."""

@@ -60,7 +60,8 @@ def tile_tokens(group: int) -> int:
 def page_of(tokens_per_block: int, token_major: bool, blocks_per_sequence: int) -> int:
     """Return how many positions are read as one page.
 
-    This is a block, or at most SPAN positions of one if its keys are token-major.
+    This is a block. With token-major keys it is at most SPAN positions, if blocks are divided
+    evenly or a sequence has only one.
     """
     fits = blocks_per_sequence == 1 or tokens_per_block % SPAN == 0
     return min(SPAN, tokens_per_block) if token_major and fits else tokens_per_block
@@ -83,8 +84,9 @@ def scratch_floats(group: int, head_dim: int, page_tokens: int, token_major: boo
 def areas_at(t: Any, scratch: int) -> tuple[int, ...]:
     """Return the addresses of a thread's scratch areas.
 
-    They hold, for each row, queries, outputs, sums by lane, the highest score, the next highest
-    score, the factor for earlier sums, and scores; the last area holds transposed keys.
+    They hold, for each row, queries, outputs, sums by lane, the highest score so far, the highest
+    score with the current span, the factor for earlier sums, and scores. The last area holds
+    transposed keys.
     """
     group = t.num_heads // t.num_kv_heads
     room, wide = padded(tile_tokens(group) * group), padded(t.head_dim)

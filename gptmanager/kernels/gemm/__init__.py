@@ -1,1 +1,1 @@
-"""Matmuls of activations with packed weights, which are floats, int8 or 4 bits."""
+"""Matmuls of activations with packed weights, which are stored as floats, int8 or 4-bit values."""

@@ -171,7 +171,7 @@ _int8_by_int8 = _share_by_int8() if has_int8_dots() else _int8
 
 
 def multiply_float32(address: int) -> None:
-    """Compute `result = x @ matrix.T` with a float32 matrix, as the next functions with others."""
+    """Compute `result = x @ matrix.T` with a float32 matrix. The next three have other dtypes."""
     _float32(task_at(address, MATMUL_TASK), address)
 
 

@@ -97,7 +97,7 @@ class MatmulPlan(NamedTuple):
 
 
 def plan_matmul(matrix: PackedMatrix, *, silu: bool, deterministic: bool) -> MatmulPlan:
-    """Return the plan for `matrix`. If `deterministic`, a row has the same bits among any rows."""
+    """Return the plan. If `deterministic`, a row's bits do not depend on the number of rows."""
     num_rows, num_panels = len(matrix), len(matrix.values)
     columns = num_rows // 2 if silu else num_rows
     num_groups = -(-columns // (PANEL_ROWS * (PANELS // 2 if silu else PANELS)))

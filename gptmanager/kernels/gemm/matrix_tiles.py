@@ -182,7 +182,7 @@ def widen_panel(dtype: str) -> Any:
 
 @functools.cache  # one function for each name
 def over_rows(dtype: str) -> Any:
-    """Return a function as `tile` does, but for any number of rows: it runs tiles of up to six."""
+    """Return a function like the result of `tile`, but for any number of rows, in tiles of six."""
     six, four, two, one = (tile(rows, dtype, _ACROSS[rows]) for rows in (6, 4, 2, 1))
     name = dtype.replace(" ", "_")
 

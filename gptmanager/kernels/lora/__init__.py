@@ -1,1 +1,1 @@
-"""LoRA adapters on a step's tokens."""
+"""LoRA adapters for a step's tokens."""

@@ -164,7 +164,10 @@ _WIDEN: dict[str, Callable[[Any, Any], list[Any]]] = {"float32": _floats, "bfloa
 
 
 def _transposed(builder: Any, dtype: str, b: Any, rank: Any) -> list[Any]:
-    """Return vectors of element k of sixteen rows of B. Four bytes of a row are a lane."""
+    """Return DEPTH vectors; vector k has element k of sixteen rows of B.
+
+    Four bytes of a row are loaded as one lane.
+    """
     size = itemsize(dtype)
     units = DEPTH * size // 4  # of four bytes, in a row
     part = ir.VectorType(INT, units)

@@ -3,8 +3,8 @@
 A part is a run: tokens of one adapter, adjacent or not. First h = A x is computed for all modules,
 then B h is added to one span of columns after another; B is transposed once for all tokens of the
 run. The order of an element's sum never depends on parts and spans. An element of A x is the sum of
-sixteen chains along x. An element of B h is one chain along h that begins with the result and takes
-one module after another.
+sixteen chains along x. An element of B h is one chain along h that begins with the element of the
+result and adds one module after another.
 """
 
 # mypy: allow-untyped-calls
@@ -124,7 +124,7 @@ def _shrink(t: Any, scratch: int, first: int, stop: int, slot: int) -> None:
     while token < stop:
         rows = min(ROWS, stop - token)
         if rows == 2 and ROWS > 2:
-            rows = 1  # a larger tile would compute half of its rows twice
+            rows = 1  # half of a larger tile would be repeated rows
         x = _rows_of(t, xs, token, rows, BFLOAT16 if pairs else FLOAT32)
         for module in range(t.num_modules):
             offset, rank = _module(t, slot, module)

@@ -29,7 +29,10 @@ class DeltaOps:
     deterministic: bool
 
     def captures_delta(self, shape: DeltaShape) -> bool:
-        """Return whether CUDA graphs can contain `gated_delta`: only if it never waits for them."""
+        """Return whether CUDA graphs can contain `gated_delta`.
+
+        They can if it never waits for the device.
+        """
         return False
 
     def gated(self, x: Tensor, gates: Tensor) -> Tensor:

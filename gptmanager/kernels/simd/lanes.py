@@ -329,7 +329,7 @@ def exp2(builder: Any, x: Any) -> Any:
 
 
 def _across(builder: Any, value: Any, combine: Callable[..., Any]) -> Any:
-    """Reduce all lanes to one float32, halves first: the order never varies."""
+    """Reduce all lanes to one float32, by halves, in an order that never varies."""
     width = LANES
     while width > 1:
         width //= 2

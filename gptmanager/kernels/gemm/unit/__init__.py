@@ -1,1 +1,1 @@
-"""Matmuls of bytes in the matrix unit."""
+"""Matmuls by a matrix unit that multiplies bytes (Intel's AMX)."""
