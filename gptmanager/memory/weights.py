@@ -46,15 +46,13 @@ class Weights:
 
     `places` has the destination of each tensor, by name. In the checkpoint a name may lack
     `prefix`, or have a key of `prefixes` in place of its value. Tensors with names that match
-    `ignored` are skipped; any other tensor without a place is an error. The parameters `wide` are
-    kept in float32 at least, and the matrices `quantized` are stored as int8 or int4. With
-    `keeps_groups`, those of them that the first source has as int4 are stored as int4. `cuts` has
-    the part of each parameter that is kept, by default all of it. Names and shapes are always those
-    of whole tensors.
-
-    The first `load` allocates the storage. For `matrices` it is the result of `new_matrix(rows,
-    columns, dtype, quantized)` unless that is None, otherwise a tensor. `version` counts the loads,
-    so that results of older weights can be recognized.
+    `ignored` are skipped; others without a place are an error. The parameters `wide` are kept in
+    float32 at least, and the matrices `quantized` are stored as int8 or int4. With `keeps_groups`,
+    those that are int4 in the first source are stored so. `cuts` has the kept part of each
+    parameter, by default all. Names and shapes are those of whole tensors. The first `load`
+    allocates the storage. For `matrices` it is the result of `new_matrix(rows, columns, dtype,
+    quantized)`, or a tensor if that is None. `version` counts the loads, so that results of older
+    weights can be recognized.
     """
 
     def __init__(
@@ -148,8 +146,7 @@ class Weights:
     def memory(self, *, keeps: bool) -> tuple[list[Tensor], list[Tensor]]:
         """Return the tensors of all parameters, and those to save before their memory is released.
 
-        With `keeps`, the latter are all tensors that no mapped file has, otherwise the scales,
-        which a complete load may lack.
+        With `keeps`, the latter are all that no mapped file has, otherwise only the scales.
         """
         of = {name: stored(matrix) for name, matrix in self._storage.items()}
         scales = of.keys() & {it.parameter for it in self._places.values() if it.scale}

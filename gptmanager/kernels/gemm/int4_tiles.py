@@ -170,8 +170,7 @@ def int4_tile(rows: int, across: int, levels: int, is_wide: bool) -> Any:
     float32 with stride 64. `a` is the first block of a quantized row, with `levels` bytes per
     position; the next row begins `a_stride` bytes later. `b0` to `b3` are the addresses of four
     panels, `s0` to `s3` the addresses of their scales. `minima` is the distance from a scale to its
-    minimum in bytes, or 0 without minima. `groups` is the number of groups of a row. The sums of
-    `across` panels are in registers at a time.
+    minimum, or 0 without minima. A row has `groups` groups. `across` panels are summed at a time.
     """
 
     @intrinsic(nothing, *[long] * 13)
