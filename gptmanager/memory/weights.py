@@ -46,13 +46,12 @@ class Weights:
 
     `places` has the destination of each tensor, by name. In the checkpoint a name may lack
     `prefix`, or have a key of `prefixes` in place of its value. Tensors with names that match
-    `ignored` are skipped; others without a place are an error. The parameters `wide` are kept in
-    float32 at least, and the matrices `quantized` are stored as int8 or int4. With `keeps_groups`,
-    those that are int4 in the first source are stored so. `cuts` has the kept part of each
-    parameter, by default all. Names and shapes are those of whole tensors. The first `load`
-    allocates the storage. For `matrices` it is the result of `new_matrix(rows, columns, dtype,
-    quantized)`, or a tensor if that is None. `version` counts the loads, so that results of older
-    weights can be recognized.
+    `ignored` are skipped; others without a place are an error. Parameters in `wide` are kept in
+    float32 at least, and matrices in `quantized` as int8 or int4; with `keeps_groups`, those that
+    are int4 in the first source stay so. `cuts` has the kept part of each parameter, by default
+    all. Names and shapes are those of whole tensors. The first `load` allocates the storage. For
+    `matrices` it is the result of `new_matrix(rows, columns, dtype, quantized)`, or a tensor if
+    that is None. `version` counts the loads, so that results of older weights can be recognized.
     """
 
     def __init__(
