@@ -94,6 +94,7 @@ kernels/                      all operations of a model in torch, and compiled o
         threads               compiled functions on torch's threads
         machine_code          compiled functions, cached on disk
     compilation               compiles functions on all cores (no torch)
+    task_list                 a list of tasks as one task
     captured_step             a decode step captured as tasks, and run again
     activation_kinds          activations of MLPs, by name
     per_token_kernels         rotary embedding, KV write, norms and activations

@@ -282,7 +282,7 @@ class Generation(concurrent.futures.Future[GenerationResult]):
                 tokens: Sequence[int] = self._responses.add(tensors)
                 if self.request.is_streaming:
                     self._publish(tokens)
-                    self._wake_readers()
+                    self._wake_readers(may_wait=True)
                 stops_now = self._responses.is_stopped and not was_stopped
             if stops_now:
                 self.cancel()  # the final response follows, with the metrics
@@ -323,13 +323,15 @@ class Generation(concurrent.futures.Future[GenerationResult]):
                 self._has_ended = self.done()
                 self._wake_readers()
 
-    def _wake_readers(self) -> None:
-        """Wake all readers. The caller holds the lock."""
+    def _wake_readers(self, *, may_wait: bool = False) -> None:
+        """Wake all readers. The caller holds the lock. `may_wait`: see `AsyncWaiter.wake`."""
         self._news.notify_all()
         if self._async_waiters:
             for waiter in self._async_waiters:
-                waiter.wake()
+                waiter.wake(may_wait=may_wait)
             self._async_waiters.clear()
+        if not may_wait:
+            self._wakeups.send()  # readers that an earlier token has woken may still wait
 
 
 def _has_one_output(request: InferenceRequest) -> bool:

@@ -25,6 +25,7 @@ from gptmanager.callbacks.queue.result import cancelled_response
 from gptmanager.callbacks.queue.wakeups import AsyncWakeups
 from gptmanager.callbacks.text.checkpoint import TokenDefaults, ids_of
 from gptmanager.errors import CallbackError, DuplicateRequestIdError, ManagerDeadError
+from gptmanager.manager.gpt_manager import before_steps
 
 _logger = logging.getLogger(__name__)
 
@@ -215,6 +216,8 @@ class RequestQueue:
             if self._attachment is not None:
                 raise ValueError("the queue is attached to a manager already")
             self._attachment = Attachment(manager, self.close)
+            if isinstance(manager, GptManager):
+                before_steps(manager, self._wakeups.begin_step)
         self._notify()
 
     def close(self, error: BaseException | None = None) -> None:

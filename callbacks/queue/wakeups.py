@@ -3,6 +3,10 @@
 A call into an event loop needs a system call, and a manager's thread answers many requests in a
 row. So each event loop has a mailbox. The first wake-up that is posted to it schedules one call in
 the loop, and the wake-ups that are posted until this call runs are handled by the same call.
+
+An event loop that is woken competes with the manager's thread for the interpreter lock. So the
+wake-ups for the tokens of a long step wait until the next long step begins, which does not hold the
+lock: then the event loop works while the step computes.
 """
 
 from __future__ import annotations
@@ -10,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections import deque
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, ref
 
 
 class AsyncWakeups:
@@ -18,9 +22,11 @@ class AsyncWakeups:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
+        self._hold = _Hold()
         self._mailboxes: WeakKeyDictionary[asyncio.AbstractEventLoop, _Mailbox] = (
             WeakKeyDictionary()
         )
+        self._all: tuple[tuple[ref[asyncio.AbstractEventLoop], _Mailbox], ...] = ()
 
     def waiter(self) -> AsyncWaiter:
         """Return a new waiter of the running event loop."""
@@ -28,8 +34,32 @@ class AsyncWakeups:
         with self._lock:
             mailbox = self._mailboxes.get(loop)
             if mailbox is None:
-                mailbox = self._mailboxes[loop] = _Mailbox()
+                mailbox = self._mailboxes[loop] = _Mailbox(self._hold)
+                others = (pair for pair in self._all if pair[0]() is not None)
+                self._all = (*others, (ref(loop), mailbox))
         return AsyncWaiter(loop, mailbox)
+
+    def begin_step(self, is_unlocked: bool) -> None:
+        """Send the wake-ups that wait. Later ones wait for the next call if `is_unlocked`.
+
+        A callback of `StepSignal` in the runner, so each call with True is followed by another one.
+        """
+        was_on, self._hold.is_on = self._hold.is_on, is_unlocked
+        if was_on:
+            self.send()
+
+    def send(self) -> None:
+        """Send the wake-ups that wait. Takes no lock: a signal handler may call it at any time."""
+        for reference, mailbox in self._all:
+            loop = reference()
+            if loop is not None:
+                mailbox.send(loop)
+
+
+class _Hold:
+    """`is_on`: wake-ups for tokens wait for the next step."""
+
+    is_on = False
 
 
 class AsyncWaiter:
@@ -50,9 +80,12 @@ class AsyncWaiter:
             await self._waiting
         self._is_woken = False
 
-    def wake(self) -> None:
-        """Let `wait` return soon. Any thread may call it."""
-        self._mailbox.post(self._loop, self)
+    def wake(self, *, may_wait: bool = False) -> None:
+        """Let `wait` return soon. Any thread may call it.
+
+        `may_wait`: if steps are long, let it return when the next step begins.
+        """
+        self._mailbox.post(self._loop, self, may_wait)
 
     def open(self) -> None:
         """Let `wait` return. Only the mailbox calls it, in the event loop."""
@@ -67,13 +100,19 @@ class _Mailbox:
     It holds no reference to the loop, so a closed loop can be garbage-collected.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, hold: _Hold) -> None:
         self._woken: deque[AsyncWaiter] = deque()
         self._is_called = False  # a call of `_open` is scheduled
+        self._hold = hold
 
-    def post(self, loop: asyncio.AbstractEventLoop, waiter: AsyncWaiter) -> None:
+    def post(self, loop: asyncio.AbstractEventLoop, waiter: AsyncWaiter, may_wait: bool) -> None:
         self._woken.append(waiter)
-        if not self._is_called:
+        if not (may_wait and self._hold.is_on):
+            self.send(loop)
+
+    def send(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Schedule a call of `_open` if a waiter is posted and no call is scheduled."""
+        if self._woken and not self._is_called:
             self._is_called = True
             try:
                 loop.call_soon_threadsafe(self._open)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -16,6 +16,7 @@ from gptmanager.executor.choice.prompt_scores import PromptScorer, Scores
 from gptmanager.executor.packed_rows import PackedRows
 from gptmanager.executor.sequence_tables import SequenceTables
 from gptmanager.executor.step_in_flight import ChoiceInputs
+from gptmanager.kernels.captured_step import Begin, ignore
 from gptmanager.memory.adapter_pool import AdapterPool
 from gptmanager.memory.kv_pool import KvPool
 from gptmanager.memory.released_memory import ReleasedMemory
@@ -35,6 +36,38 @@ class Computed(NamedTuple):
     logits: Tensor
     inputs: ChoiceInputs | None = None
     lost: tuple[tuple[int, str], ...] = ()
+
+
+class StepSignal:
+    """Calls each of `callbacks` before each step, on the thread that computes the step.
+
+    The argument is true if the step does not hold the interpreter lock while it computes: then
+    threads that the callback wakes run in parallel with the step. Each callback is also called with
+    False when the loop does something else that may take long. A callback must not raise.
+    """
+
+    def __init__(self) -> None:
+        self.callbacks: list[Callable[[bool], None]] = []
+        self._has_begun = False  # a step of this iteration
+
+    def begin(self, is_unlocked: bool) -> None:
+        """Announce a step."""
+        self._has_begun = True
+        self._call(is_unlocked)
+
+    def end_iteration(self) -> None:
+        """Record the end of an iteration. Nothing may wait for the next step if it had no step."""
+        if not self._has_begun:
+            self._call(False)
+        self._has_begun = False
+
+    def interrupt(self) -> None:
+        """Announce that the loop does something else before the next step."""
+        self._call(False)
+
+    def _call(self, is_unlocked: bool) -> None:
+        for callback in self.callbacks:
+            callback(is_unlocked)
 
 
 class Runner:
@@ -68,6 +101,7 @@ class Runner:
         self._step_capture = (
             None if self._capturable is None else self._capturable.new_step_capture()
         )
+        self.begin_step: Begin = ignore  # called before each step, see `StepCapture.run`
 
     def load(
         self, line: int, prompt_table: HostRows | None, adapter_slot: int = -1, beam_width: int = 1
@@ -142,7 +176,9 @@ class Runner:
             batch = self._embed(batch, rows)
         is_plain = all_sampled and adapters is None and batch.prompt_index is None
         if is_plain and self._capturable is not None and self._step_capture is not None:
-            return self._capturable.forward_captured(batch, self.kv_pool, self._step_capture)
+            own = batch, self.kv_pool, self._step_capture
+            return self._capturable.forward_captured(*own, self.begin_step)
+        self.begin_step(False)
         return self.model.forward(batch, self.kv_pool)
 
     def _arrays(self, rows: PackedRows) -> tuple[Array, ...]:

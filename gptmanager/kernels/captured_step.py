@@ -9,6 +9,8 @@ pool of CUDA graphs: later ops reuse the memory of tensors that are no longer ne
 from __future__ import annotations
 
 import ctypes
+import functools
+import time
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -17,15 +19,25 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gptmanager.kernels.simd.machine_code import compiled
 from gptmanager.kernels.simd.threads import COUNTER_BYTES, Team
+from gptmanager.kernels.task_list import TaskList, run_tasks
 from gptmanager.kernels.torch_operations import TorchOperations
 
 Compute = Callable[[Sequence[Tensor]], Tensor]
+Begin = Callable[[bool], None]
 
 MAX_CAPTURED_STEPS = 64
+# Steps that take longer release the interpreter lock, once: other threads of the host then run
+# while the step computes. Getting the lock back takes up to 5 ms if one of them is still busy.
+LONG_S = 0.005
 TASK_ALIGNMENT = 64
 _aten = torch.ops.aten
 _NEW = {_aten.empty.memory_format, _aten.empty_like.default, _aten.new_empty.default}
+
+
+def ignore(is_unlocked: bool) -> None:
+    """Do nothing: the `begin` of steps that are not announced."""
 
 
 class _Memory:
@@ -101,26 +113,45 @@ class _CapturedStep:
         self._shape, self._dtype = result.shape, result.dtype
         sizes = [-(-ctypes.sizeof(task) // TASK_ALIGNMENT) * TASK_ALIGNMENT for _, task, _ in tasks]
         self._fresh, self._tasks = torch.zeros(2, sum(sizes), dtype=torch.uint8)
-        self._calls = []
+        calls = []
         offset, address, fresh = 0, self._tasks.data_ptr(), self._fresh.data_ptr()
         for (body, task, size), num_bytes in zip(tasks, sizes, strict=True):
             ctypes.memmove(fresh + offset, ctypes.addressof(task), ctypes.sizeof(task))
             ctypes.memset(fresh + offset, 0, COUNTER_BYTES)
-            self._calls.append(team.call(body, address + offset, size))
+            calls.append((body, address + offset, size))
             offset += num_bytes
         kind, start = type(tasks[-1][1]), fresh + offset - sizes[-1]
         self._last: Any = kind.from_address(start)
         self._copy = address, fresh, offset
+        self._calls = torch.tensor(calls, dtype=torch.int64)
+        self._list = TaskList(
+            calls=self._calls.data_ptr(), count=len(calls), parallel=team.parallel
+        )
+        self._seconds = 0.0  # that the last run took
 
-    def run(self, inputs: Sequence[Tensor]) -> Tensor:
+    def run(self, inputs: Sequence[Tensor], begin: Begin) -> Tensor:
         for own, given in zip(self._inputs, inputs, strict=True):
             own.copy_(given)
         result = torch.empty(self._shape, dtype=self._dtype)
         self._last.result = result.data_ptr()
         ctypes.memmove(*self._copy)
-        for function, arguments in self._calls:
-            function(*arguments)
+        is_long = self._seconds > LONG_S
+        run = _run_unlocked if is_long else _run_locked
+        begin(is_long)
+        start = time.perf_counter()
+        run()(ctypes.addressof(self._list))
+        self._seconds = time.perf_counter() - start
         return result
+
+
+@functools.cache
+def _run_locked() -> Callable[[int], None]:
+    return ctypes.PYFUNCTYPE(None, ctypes.c_void_p)(compiled(run_tasks))
+
+
+@functools.cache
+def _run_unlocked() -> Callable[[int], None]:
+    return ctypes.CFUNCTYPE(None, ctypes.c_void_p)(compiled(run_tasks))
 
 
 class StepCapture:
@@ -137,12 +168,19 @@ class StepCapture:
         self._constant: object = None
         self._memory = _Memory()
 
-    def run(self, inputs: Sequence[Tensor], constant: object, compute: Compute) -> Tensor:
+    def run(
+        self,
+        inputs: Sequence[Tensor],
+        constant: object,
+        compute: Compute,
+        begin: Begin = ignore,
+    ) -> Tensor:
         """Return `compute(inputs)`, by replaying a captured step if there is one.
 
         `inputs` are all tensors that differ between steps; their shapes depend only on the length
         of the first one. `constant` holds other tensors that captured steps read; the steps are
-        dropped when another object is passed.
+        dropped when another object is passed. `begin` is called once, right before the computation,
+        with whether it releases the interpreter lock.
         """
         if constant is not self._constant:
             self._known.clear()
@@ -151,7 +189,8 @@ class StepCapture:
         step = self._known.get(key)
         if step is not None:
             self._known.move_to_end(key)
-            return step.run(inputs)
+            return step.run(inputs, begin)
+        begin(False)
         if key in self._known:
             return compute(inputs)
         if key not in self._seen:

@@ -17,6 +17,7 @@ from gptmanager.kernels.gemm.packed_matrix import Quantized
 from gptmanager.kernels.lora.adapter_plan import plan_runs
 from gptmanager.kernels.lora.adapters import add as add_adapters
 from gptmanager.kernels.simd.machine_code import Body
+from gptmanager.kernels.task_list import run_tasks
 
 _STORED = {"int8": torch.int8, "int4": INT4}
 
@@ -45,6 +46,7 @@ def bodies_of_model(
         per_token_kernels.activate,
         embed,
         per_token_kernels.convert,
+        run_tasks,
     ]
 
 

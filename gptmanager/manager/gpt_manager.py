@@ -8,7 +8,7 @@ import os
 import threading
 import warnings
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -239,6 +239,11 @@ class GptManager(GenerationControl):
 
     def __exit__(self, exc_type: type[BaseException] | None, *_: object) -> None:
         self.shutdown(drain=exc_type is None)
+
+
+def before_steps(manager: GptManager, callback: Callable[[bool], None]) -> None:
+    """Add a callback to the manager's `StepSignal`. Only for the ready-made callbacks."""
+    manager._worker.steps.callbacks.append(callback)
 
 
 def _end_at_exit(

@@ -130,9 +130,11 @@ class Inbox:
         # only now, so that the next iteration finds the entry of a thread that reads the new count
         self.iteration += 1
 
-    def answer(self, loop: Any) -> None:
-        """Answer all questions."""
+    def answer(self, loop: Any, before: Callable[[], None] | None = None) -> None:
+        """Answer all questions. `before` is called before each of them."""
         for question in self._take_questions():
+            if before is not None:
+                before()
             question.settle(loop)
 
     def refuse(self, error: BaseException) -> None:

@@ -12,6 +12,7 @@ from concurrent.futures import Future
 from gptmanager.assembly.assemble import Assembly
 from gptmanager.config import OptionalParams
 from gptmanager.errors import ManagerDeadError
+from gptmanager.executor.runner import StepSignal
 from gptmanager.host.callback_host import CallbackHost
 from gptmanager.host.ranked_host import loop_host
 from gptmanager.host.turns import Turn
@@ -58,6 +59,7 @@ class Worker:
         self.updates = WeightUpdates(host.cached, self._calls)
         self._thread: threading.Thread | None = None
         self.progress = Progress()
+        self.steps = StepSignal()
         self.loop: TokenLoop | None = None
         end_threads_of_caller()  # so that the loop's compute threads may spin between operations
 
@@ -105,6 +107,7 @@ class Worker:
     def _build(self, assembly: Assembly) -> TokenLoop:
         self._host.attach(assembly)
         self.updates.attach(assembly.executor.runner)
+        assembly.executor.runner.begin_step = self.steps.begin
         host = loop_host(self._host, assembly, self._inbox.bells, self._timer)
         self._ending.loop_host = host
         is_leader = assembly.ranks is None or assembly.ranks.collectives.layout.rank == 0
@@ -167,12 +170,14 @@ class Worker:
                 self._lifecycle.move_to(ManagerState.DRAINING)
             elif self._inbox.is_paused or not self.updates.can_run:
                 self._calls.note_pause()
+                self.steps.interrupt()
                 self._timer.stop()
                 self._inbox.rest(_PAUSE_S)
                 continue
             try:
                 is_idle = not self._iterate(loop)
             except Exception as error:
+                self.steps.interrupt()
                 self._recovery.recover(loop, error)
                 continue
             if self._host.get_failures.fatal is not None:
@@ -189,7 +194,7 @@ class Worker:
         self._inbox.begin_iteration()
         self._lifecycle.check()
         ends, aborts = self._inbox.is_to_end, self._inbox.is_to_abort
-        self._inbox.answer(loop)
+        self._inbox.answer(loop, self.steps.interrupt)
         if ends and not self.updates.can_run and not self._inbox.defers_calls:
             aborts = True
         is_active = loop.holds_requests
@@ -202,6 +207,7 @@ class Worker:
         # an idle iteration only calls Get, a hundred times a second
         has_work = not is_idle or self._ending.loop_host.peek(loop.max_active)
         worked = has_work and loop.iterate()
+        self.steps.end_iteration()
         self._host.journal.flush()
         self.progress.note(worked=worked, is_active=bool(loop.active))
         if not worked:

@@ -18,7 +18,7 @@ from torch import Tensor
 from gptmanager.config import ProgressCallback
 from gptmanager.errors import ConfigError
 from gptmanager.kernels import CpuKernels
-from gptmanager.kernels.captured_step import StepCapture
+from gptmanager.kernels.captured_step import Begin, StepCapture, ignore
 from gptmanager.kernels.gemm.packed_matrix import Quantized
 from gptmanager.kernels.reference import Ints, Kernels
 from gptmanager.memory.kv_pool import KvPool, PageShape
@@ -126,7 +126,13 @@ class CapturableModel(Model, Protocol):
         """Return a new capture, or None if steps are not captured."""
         ...
 
-    def forward_captured(self, batch: Batch, kv_pool: KvPool, capture: StepCapture) -> Tensor:
+    def forward_captured(
+        self,
+        batch: Batch,
+        kv_pool: KvPool,
+        capture: StepCapture,
+        begin: Begin = ignore,
+    ) -> Tensor:
         """Run `forward` on rows of one token, all sampled; the batch has no optional tensors."""
         ...
 

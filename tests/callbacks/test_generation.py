@@ -29,9 +29,9 @@ def cancellations():
     return Cancellations()
 
 
-def make(cancellations, is_streaming=True):
+def make(cancellations, is_streaming=True, wakeups=None):
     request = InferenceRequest.from_tokens(4, [1, 2], 5, is_streaming=is_streaming)
-    return Generation(request, cancellations, AsyncWakeups())
+    return Generation(request, cancellations, wakeups or AsyncWakeups())
 
 
 def answer(generation, *parts):
@@ -220,3 +220,37 @@ def test_a_shielded_generation_survives_its_reader(cancellations):
         return await generation
 
     assert asyncio.run(converse()).generated_ids == ((9,),)
+
+
+@pytest.mark.parametrize("end", ["final", "error", "fail"])
+def test_tokens_wait_for_a_long_step_but_never_after_the_end(cancellations, end):
+    wakeups = AsyncWakeups()
+    wakeups.begin_step(True)
+    generation = make(cancellations, wakeups=wakeups)
+
+    async def read():
+        seen = []
+
+        async def collect_tokens():
+            async for token in generation:
+                seen.append(token)
+
+        task = asyncio.ensure_future(collect_tokens())
+        await asyncio.sleep(0)
+        generation.deliver(streamed([9]), False, "")
+        for _ in range(5):
+            await asyncio.sleep(0)
+        assert seen == []
+        assert next(generation.tokens(TIMEOUT)) == 9  # a thread does not wait
+        if end == "final":
+            generation.deliver([*streamed([8]), *ending(FinishReason.END_ID)], True, "")
+        elif end == "error":
+            generation.deliver([], True, "boom")
+        else:
+            generation.fail(RuntimeError("boom"))
+        await asyncio.wait([task], timeout=TIMEOUT)
+        return seen, task.exception()
+
+    seen, error = asyncio.run(read())
+    assert seen == ([9, 8] if end == "final" else [9])
+    assert (error is None) == (end == "final")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
@@ -205,7 +206,7 @@ def test_tasks_of_a_recording_share_no_cache_line() -> None:
     for _ in range(2):
         capture.run((torch.ones(1, 16),), None, compute)
     (step,) = capture._known.values()
-    (_, (first,)), (_, (second,)) = step._calls  # of one thread: the task is all
+    (_, first, _), (_, second, _) = step._calls.tolist()
     assert first % 64 == second % 64 == 0 < second - first
 
 
@@ -345,3 +346,35 @@ def test_a_manager_records_its_generation_steps(monkeypatch: pytest.MonkeyPatch)
     assert tokens(True) == tokens(False)
     capture, none = (runner._step_capture for runner in runners)
     assert none is None and 3 in captured(capture)
+
+
+def test_a_step_releases_the_interpreter_lock_if_its_last_run_was_long() -> None:
+    kernels, weight = CpuKernels(), torch.ones(16)
+    capture = kernels.new_step_capture()
+    assert capture is not None
+    begun: list[bool] = []
+
+    def run(seconds: float | None = None) -> Tensor:
+        if seconds is not None:
+            (step,) = capture._known.values()
+            assert step is not None
+            step._seconds = seconds
+        return capture.run(
+            (torch.arange(16.0).view(1, 16),),
+            None,
+            lambda x: kernels.rms_norm(x[0], weight, 1e-5),
+            begun.append,
+        )
+
+    first = run()
+    results = [run(), run(), run(1.0), run(0.0), run(captured_step.LONG_S)]
+    assert all(torch.equal(result, first) for result in results)
+    assert begun == [False, False, False, True, False, False]
+    (step,) = capture._known.values()
+    assert step is not None and 0 < step._seconds != captured_step.LONG_S  # measured anew
+
+
+def test_other_threads_run_while_a_long_step_computes() -> None:
+    keeps_lock = ctypes.pythonapi._FuncPtr._flags_ & ~ctypes.CDLL(None)._FuncPtr._flags_
+    locked, unlocked = captured_step._run_locked(), captured_step._run_unlocked()
+    assert type(locked)._flags_ & keeps_lock and not type(unlocked)._flags_ & keeps_lock

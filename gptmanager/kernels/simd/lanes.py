@@ -244,6 +244,17 @@ def call_body(builder: Any, body: Any, address: Any) -> None:
     builder.call(builder.inttoptr(body, function), [address])
 
 
+@intrinsic(nothing, long, long, long, long)
+def call_in_threads(builder: Any, parallel: Any, body: Any, address: Any, size: Any) -> None:
+    """Call `body` with the address of a task in `size` threads of OpenMP.
+
+    `parallel`: the address of the runtime's `GOMP_parallel`.
+    """
+    kind = ir.FunctionType(ir.VoidType(), [LONG, LONG, INT, INT]).as_pointer()
+    threads, flags = builder.trunc(size, INT), ir.Constant(INT, 0)
+    builder.call(builder.inttoptr(parallel, kind), [body, address, threads, flags])
+
+
 @intrinsic(long, long, long)
 def claim(builder: Any, address: Any, index: Any) -> Any:
     """Atomically add one to an int64; return its old value."""

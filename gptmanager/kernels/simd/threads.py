@@ -154,6 +154,11 @@ class Team:
         self._own = _Own()
 
     @property
+    def parallel(self) -> int:
+        """Return the address of OpenMP's `GOMP_parallel`; 0 if there is none."""
+        return ctypes.cast(self._parallel, ctypes.c_void_p).value or 0 if self._parallel else 0
+
+    @property
     def max_size(self) -> int:
         """The number of threads that `run` may use."""
         return 1 if self._parallel is None else torch.get_num_threads()
@@ -172,14 +177,10 @@ class Team:
         """Call `body(address of task)` in up to `size` threads; return when all have finished."""
         if self._own.capture is not None:
             self._own.capture.add(body, task, size)
-        function, arguments = self.call(body, ctypes.addressof(task), size)
-        function(*arguments)
-
-    def call(self, body: int, address: int, size: int) -> tuple[Callable[..., None], Any]:
-        """Return the function that `run` would call for a task at `address`, and its arguments."""
         if size > 1 and self._parallel is not None:
-            return self._parallel, (body, address, size, 0)
-        return _function(body), (address,)
+            self._parallel(body, ctypes.addressof(task), size, 0)
+        else:
+            run_alone(body, task)
 
     @contextmanager
     def capturing(self, capture: Capture) -> Iterator[None]:

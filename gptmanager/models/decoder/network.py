@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from gptmanager.kernels.attention.attention_arguments import RowSpans
-from gptmanager.kernels.captured_step import StepCapture
+from gptmanager.kernels.captured_step import Begin, StepCapture, ignore
 from gptmanager.kernels.gemm.packed_matrix import Matrix
 from gptmanager.kernels.lora.adapter_arguments import StepAdapters
 from gptmanager.kernels.reference import Ints, Kernels
@@ -174,11 +174,14 @@ class CheckpointModel:
         return self._kernels.new_step_capture() if is_own and self._collectives is None else None
 
     @torch.inference_mode()
-    def forward_captured(self, batch: Batch, kv_pool: KvPool, capture: StepCapture) -> Tensor:
+    def forward_captured(
+        self, batch: Batch, kv_pool: KvPool, capture: StepCapture, begin: Begin = ignore
+    ) -> Tensor:
         """Run `forward` as a captured step. Each row must have one token, which is sampled. Prompt
         embeddings, adapters and a plan are not supported.
 
-        `capture`: from `new_step_capture`, for this pool and the batch's block tables.
+        `capture`: from `new_step_capture`, for this pool and the batch's block tables. `begin`: see
+        `StepCapture.run`.
         """
         inputs = [getattr(batch, name) for name in _CAPTURED]
 
@@ -186,12 +189,10 @@ class CheckpointModel:
             changes: dict[str, Any] = dict(zip(_CAPTURED, own, strict=True))
             return self.forward(replace(batch, **changes), kv_pool)
 
-        return capture.run(inputs, self._rotary.all, compute)
+        return capture.run(inputs, self._rotary.all, compute, begin)
 
     def _begin(self, batch: Batch) -> Tensor:
-        """Return the residual `[T, C]` for the first layer here, received from the previous stage
-        if any.
-        """
+        """Return the first layer's residual `[T, C]`, received from the previous stage if any."""
         if self._embedding is not None:
             return self._embed(batch, self._embedding)
         num_tokens, ids = len(batch.token_ids), batch.token_ids
