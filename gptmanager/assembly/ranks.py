@@ -88,7 +88,10 @@ class Ranks(NamedTuple):
         )
 
     def least_budget(self, budget: MemoryBudget) -> MemoryBudget:
-        """Return the budget with the least free memory of all ranks."""
+        """Return the budget with the least free memory of all ranks.
+
+        Ranks on one machine get equal parts of memory that they share.
+        """
         free = budget.free_bytes / (self.num_local if budget.shared else 1)
         return budget._replace(free_bytes=self._least(int(free))[0])
 

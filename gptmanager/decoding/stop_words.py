@@ -70,7 +70,7 @@ class StopWords:
         self._matched[state] = len(word)
 
     def _link(self) -> None:
-        """Find each state's suffix, breadth first, so that shorter suffixes are found before."""
+        """Find each state's suffix, breadth first, so that shorter suffixes are found first."""
         queue = deque(self._next[0].values())
         while queue:
             state = queue.popleft()

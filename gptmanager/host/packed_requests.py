@@ -49,7 +49,8 @@ class PackedRequests:
     """Requests packed as `entries` and `arrays`.
 
     `entries`, the head, has a list for each request, with its id, the name, dtype and shape of each
-    tensor, and its other fields. `arrays` has the bytes of the arrays, one after another.
+    tensor, and its other fields. `arrays` has the bytes of the arrays, one after another. Without
+    `with_processors`, the names of logits post-processors are left out.
     """
 
     def __init__(self, requests: Iterable[InferenceRequest], with_processors: bool = True) -> None:

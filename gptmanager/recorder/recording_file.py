@@ -144,7 +144,7 @@ class Recording:
 
 
 def make_header(blueprint: Blueprint, state: LoopState | None = None) -> dict[str, Any]:
-    """Return the header line of a new recording."""
+    """Return the values of the first line of a new recording, which begins with `state`."""
     create = blueprint.scheduler.create_scheduler
     name = "" if create is None else getattr(create, "__qualname__", type(create).__name__)
     return {

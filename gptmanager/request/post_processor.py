@@ -58,7 +58,7 @@ class RequestProcessor:
 
 
 def read_post_processor(value: Any) -> RequestProcessor | None:
-    """Return a request's post-processor. Raise InvalidRequestError if it cannot be called."""
+    """Return a request's post-processor, or None. Raise InvalidRequestError if it is invalid."""
     if value is None:
         return None
     if problem := problem_of(

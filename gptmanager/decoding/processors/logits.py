@@ -290,7 +290,7 @@ class _Misuse(Exception):
 
 @dataclass(slots=True, eq=False)
 class _Step:
-    """The arguments of a step's processors. `sequences` has the rows with a processor, by row."""
+    """The arguments of a step's processors. `sequences` has those with a processor, by row."""
 
     logits: Tensor
     bounds: Sequence[int]  # row r has the beams bounds[r] to bounds[r + 1]
@@ -318,7 +318,7 @@ class _Step:
         return Rows(self.logits, index, sequences, lines, lengths, self.tokens, histories)
 
     def beams_of(self, row: int) -> range:
-        """Return the indices of a row's beams among the S. In the context phase there is one."""
+        """Return the indices of a row's beams in `lines`. In the context phase there is one."""
         return range(self.bounds[row], self.bounds[row + 1])
 
     def view(self, row: int) -> Tensor:

@@ -212,7 +212,10 @@ class _Session(RowSession):
         self._write(self._numbers, numbers)
 
     def launch(self, logits: Tensor, tokens: Tensor, num_blocks: int) -> None:
-        """Launch for the rows of the last `update`, with the tensors that it was called for."""
+        """Launch `num_blocks` blocks, at least one for each row of the last `update`.
+
+        `logits` and `tokens` are the tensors of that step.
+        """
         index, lines, lengths, prompt_lengths = self._numbers.unbind()
         arguments = (
             *(logits, index, lines, self._params, lengths, prompt_lengths, tokens),
