@@ -83,9 +83,8 @@ def generate(
     `model` is a checkpoint folder, (config dict, state dict), or a `Model` object, as for
     `GptManager`. `prompts` are texts or lists of token ids. For a single prompt the completion
     itself is returned. Completions contain neither the prompt nor the `end_id` or stop word that
-    ended them.
-    Text needs a tokenizer: the folder's tokenizer.json, or `tokenizer` (an object, or a folder that
-    has one).
+    ended them. Text needs a tokenizer: the folder's tokenizer.json, or `tokenizer` (an object, or a
+    folder that has one).
 
     `sampling` accepts the names of `InferenceRequest`, the same values for all prompts:
     `temperature`, `runtime_top_p`, `stop_words_list`, ... By default `end_id` and `pad_id` are from
@@ -98,7 +97,7 @@ def generate(
     which are sampled independently, or are the best beams.
 
     With `progress` None, a progress bar is shown after one second if standard error is a terminal.
-    With True, one line is also written at the end if it is none. With False, nothing is shown.
+    With True, one line is written at the end if it is not a terminal. With False, nothing is shown.
 
     An interrupt (Ctrl-C) aborts the manager and leaves no thread running. Raise ConfigError as the
     constructor of `GptManager` does, or the first error response, with its prompt's index.

@@ -176,7 +176,7 @@ class TokenLoop:
         )
 
     def in_flight(self) -> frozenset[int]:
-        """Return the active requests that hold memory but cannot be scheduled now."""
+        """Return the ids of active requests that hold memory but cannot be scheduled now."""
         if not self.pending:  # nothing runs; requests that failed end with the next intake
             return frozenset(self.confirmation.failing)
         if self.num_micro_batches == 1:  # run-ahead: only requests about to end are excluded

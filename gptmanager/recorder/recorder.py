@@ -101,8 +101,8 @@ class Recorder:
     def restart(self, loop: Any, error: BaseException) -> None:
         """Continue after a failed iteration; the loop has dropped the requests that ran.
 
-        The recorded iterations do not lead to the loop's new state, so a file gets that state. A
-        black box is written in place of the one of the previous failure, and starts again empty.
+        The recorded iterations do not lead to the loop's new state, so a recording gets that state.
+        A black box overwrites the file of the previous failure, and starts again empty.
         """
         try:
             box = self._black_box
