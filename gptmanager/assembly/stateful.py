@@ -18,7 +18,10 @@ _MIB = 1 << 20
 
 
 def settle_reuse(params: OptionalParams, spec: Dimensions, model_type: ModelType) -> OptionalParams:
-    """Return the params with block reuse True or False, which is off if the model keeps a state."""
+    """Return the params with block reuse True or False.
+
+    By default it is on, except for ModelType.V1 and for a model that keeps a state.
+    """
     has_states = bool(state_shapes(spec))
     cache = params.kv_cache_config
     if cache.enable_block_reuse is not None:

@@ -222,7 +222,7 @@ class Beams(NamedTuple):
 
 
 def stable_beams(request: ActiveRequest, search: BeamSearch, end: int) -> Beams:
-    """Return the output up to history position `end`, which is final: all beams share it."""
+    """Return the unsent output up to history position `end`, which all beams share for good."""
     start = request.num_sent - request.orig_prompt_len
     path = search.stable_path()[: end - request.orig_prompt_len]
     total, nodes = _sum(path), path[start:]

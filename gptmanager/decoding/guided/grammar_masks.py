@@ -187,7 +187,7 @@ class _Beams:
     def follow(
         self, bound: Grammar, generated: npt.NDArray[np.int32], end_ids: frozenset[int]
     ) -> _Progress:
-        """Return the position of a text. Raise InvalidRequestError if the grammar forbids it."""
+        """Return the position of a text. Raise the errors of `_Progress.follow`."""
         if len(generated) != self._length:
             self._length = len(generated)
             self._last, self._now = self._now, {}
@@ -335,7 +335,7 @@ def _dead_end(progress: _Progress, *, has_bans: bool = False) -> LogitsError:
 
 
 def _both(first: Future[Any], second: Future[Any]) -> Future[Any]:
-    """Return a future that is done when both are, or when one has failed."""
+    """Return a future that is done when both are, or when `first` has failed."""
     joined: Future[Any] = Future()
     joined.set_running_or_notify_cancel()  # callers cannot cancel a running future
 
