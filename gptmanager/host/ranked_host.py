@@ -215,7 +215,7 @@ class FollowingHost:
         elif frame.kind == Message.CALL:
             self._links.on_call(frame.payload.decode())
         elif frame.kind == Message.PAUSED:
-            pass  # the next wait has its whole time again
+            pass  # a message restarts the timeout of the wait
         elif frame.kind == Message.DECISION:
             self._links.give_up("rank 0 runs a step, but this rank does not")
         else:

@@ -51,7 +51,7 @@ class OwedFinals:
             return count > 0
 
     def beyond(self, known: Iterable[int]) -> list[int]:
-        """Return the owed ids that are not in `known`, each as often as it is owed."""
+        """Return the owed ids less those in `known`. An id may be in both several times."""
         with self._lock:
             due = Counter(self._counts)
         due.subtract(Counter(known))

@@ -21,7 +21,7 @@ class GetFailures:
         self.in_a_row = 0
         self._most = most
         self._rests_until = 0.0
-        self.fatal: CallbackError | None = None  # set at the end; its cause is the last failure
+        self.fatal: CallbackError | None = None  # set after too many; its cause is the last failure
 
     def add(self, error: BaseException) -> None:
         """Record that a call has failed with `error`."""
