@@ -53,7 +53,8 @@ class GenerationControl(LoopQuestions):
         contexts again afterwards. With `keep_weights`, the weights are written to a temporary file,
         or from a device to CPU memory, and `wake` reads them from there. Without it they are
         dropped, and no step runs until `update_weights` has passed all tensors, before or after
-        `wake`. If the host has passed a `Model` object, its weights stay in memory.
+        `wake`. The weights of a `Model` object, or of a model that transformers computes, stay in
+        memory.
 
         Raise SleepError if the manager is asleep, ConfigError if the file cannot be written, and
         the other errors of `update_weights`.
@@ -77,14 +78,15 @@ class GenerationControl(LoopQuestions):
     def pause_generation(self, timeout: float | None = ANSWER_S) -> None:
         """Stop iterating until `resume_generation`; return when no step runs.
 
-        Requests keep their memory. `shutdown` also ends the pause.
+        Requests keep their memory. `shutdown` also ends the pause. Raise TimeoutError and
+        ManagerDeadError as `explain` does.
         """
         self._raise_if_failed()
         self._inbox.is_paused = not self._inbox.defers_calls
         self._ask("pause_generation", lambda loop: None, timeout)
 
     def resume_generation(self) -> None:
-        """End the pause of `pause_generation`."""
+        """End the pause of `pause_generation`. Raise ManagerDeadError as `notify` does."""
         self._inbox.is_paused = False
         self.notify()
 

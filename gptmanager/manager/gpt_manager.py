@@ -179,8 +179,8 @@ class GptManager(GenerationControl):
     def wait_idle(self, timeout: float | None = None) -> bool:
         """Wait until no request is active and a Get made after this call has returned nothing.
 
-        Return False after `timeout` seconds, or when called from a callback. Raise ManagerDeadError
-        when the loop fails.
+        Return False after `timeout` seconds, or when called from a callback, and True if the
+        manager has stopped. Raise ManagerDeadError if it has failed, or in a forked process.
         """
         self._raise_if_forked()
         if self._is_elsewhere:

@@ -69,7 +69,7 @@ class LoopQuestions:
         return self._ask("audit", audit, timeout)
 
     def explain(self, request_id: int, timeout: float | None = ANSWER_S) -> Explanation:
-        """Return why a request waits, in numbers. The loop answers as for `audit`.
+        """Return why a request runs or waits, in numbers. The loop answers as for `audit`.
 
         Raise ManagerDeadError if the loop has failed.
         """

@@ -37,7 +37,7 @@ class Recovery:
         """End the requests that ran, or raise `error` again if the loop must end.
 
         Must be called in the handler of `error`. A SchedulerError ends the loop at once, because a
-        scheduler that breaks its contract would do so again.
+        scheduler that breaks its contract would do so again, and so does a JournalError.
         """
         self._failures += 1
         if (
