@@ -115,7 +115,7 @@ class Journal:
     def accept(self, requests: Sequence[tuple[int, bytes]]) -> bool:
         """Write accepted requests, as ids and bytes.
 
-        Return False if the disk is full, so that the requests must be refused.
+        Return False if the requests must be refused, because the disk is full.
         """
         data = b"".join(record(Kind.ACCEPTED, named_payload(*request)) for request in requests)
         found = {request_id: Entry(accepted) for request_id, accepted in requests}

@@ -25,7 +25,7 @@ class BulkCounts(Protocol):
         """Return the sum of `get_remaining_blocks_to_completion`."""
 
     def most_blocks_to_completion(self, requests: Iterable[LlmRequest]) -> int:
-        """Return an upper bound of that sum."""
+        """Return an upper bound of the sum of `get_remaining_blocks_to_completion`."""
         return _UNKNOWN
 
     def sum_needed_blocks_one_step(

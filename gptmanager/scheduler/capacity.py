@@ -79,7 +79,12 @@ class MaxRequestsScheduler(CapacityScheduler):
 
 @dataclass(eq=False, repr=False)
 class KvCapacityScheduler(CapacityScheduler):
-    """Base class of policies over a KV cache, with their constructor's arguments."""
+    """Base class of policies over a KV cache, with their constructor's arguments.
+
+    `cross_kv_cache_manager` counts the blocks of cross attention, if the model has an encoder. With
+    `two_step_lookahead`, which is for overlapped steps, a request needs the blocks of its next two
+    steps. Raise ConfigError for invalid arguments.
+    """
 
     max_num_requests: int
     kv_cache_manager: KvCacheManager
