@@ -167,8 +167,9 @@ class RequestQueue:
         request_id: int | None = None,
         **by_name: Any,
     ) -> Generation:
-        """Return the handle of a request that the manager has already, such as one that a journal
-        has restored. The arguments and errors are those of `submit`; nothing is queued.
+        """Return the handle of a request that the manager already has, for example from a journal.
+
+        Nothing is queued. The arguments and errors are those of `submit`, without its timeout.
         """
         generation = self._take(prompt, max_new_tokens, request_id, by_name, stop)
         with self._changed:

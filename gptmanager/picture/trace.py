@@ -21,7 +21,7 @@ class Phase(Enum):
 
 
 class Reason(Enum):
-    """The reason why the first waiting request is left out of an iteration."""
+    """The reason why a request is left out of an iteration; NONE if it runs."""
 
     NONE = ""
     BATCH = "max_batch_size"
