@@ -42,6 +42,7 @@ class RunningRow:
     _undecoded: list[int] = field(default_factory=list)
 
     def add(self, tokens: list[int]) -> None:
+        """Add new tokens, which are decoded later."""
         self.num_tokens += len(tokens)
         self._undecoded += tokens
 
@@ -67,10 +68,12 @@ class Progress:
 
     @property
     def seconds(self) -> float:
+        """The time since the start."""
         return time.monotonic() - self.started
 
     @property
     def counts(self) -> list[str]:
+        """The counts as short texts for a status line."""
         return [
             f"{self.done}/{self.total} requests",
             f"{self.output_tokens / max(self.seconds, 1e-9):,.0f} tokens/s",

@@ -74,6 +74,7 @@ class Results:
     def add(
         self, line: RequestLine, outcome: GenerationResult | BaseException | None
     ) -> dict[str, Any]:
+        """Add the outcome of a line, and return the line's entry of the output file."""
         result = result_line(line, outcome, self.tokenizer)
         self.by_number[line.number] = result
         while self._num_written < len(self.lines):
@@ -84,6 +85,7 @@ class Results:
         return result
 
     def close(self) -> None:
+        """Write the outcomes that wait for an earlier one."""
         for line in self.lines[self._num_written :]:
             if line.number in self.by_number:
                 self._write(self.by_number[line.number])

@@ -60,6 +60,7 @@ class Recorder:
         self._is_watched = is_watched
 
     def get_inference_requests(self, max_num_requests: int) -> Sequence[InferenceRequest]:
+        """Get callback: return the queue's requests, and record that they join."""
         requests = self.fetched_at(max_num_requests)
         if self._is_watched:
             ids = [request.request_id for request in requests]
@@ -69,15 +70,18 @@ class Recorder:
     def see_response(
         self, request_id: int, tensors: list[NamedTensor], is_final: bool, error: str
     ) -> None:
+        """Send callback: record the new tokens of a response, unless it is the final one."""
         if self._is_watched and not is_final:
             tokens = dict(tensors)["output_ids"].reshape(-1).tolist()
             self.news.append(News(time.monotonic(), request_id, tokens))
 
     def see_end(self, generation: Any) -> None:
+        """Record that a request has ended."""
         self.ended_at = time.monotonic()
         self.news.append(News(self.ended_at, generation.request_id, None))
 
     def see_statistics(self, text: str) -> None:
+        """Statistics callback: record the batch size and the use of the KV cache."""
         record = orjson.loads(text)
         self.batch_sizes.append(record["Scheduled Requests"])
         self.kv_use = record["Used KV cache blocks"] / record["Max KV cache blocks"]

@@ -36,6 +36,7 @@ def add_parser(commands: Any, name: str, call: str, **texts: Any) -> argparse.Ar
 
 
 def add_model(parser: Any, *, required: bool = False) -> None:
+    """Add --model, which is converted to the path of a checkpoint."""
     parser.add_argument(
         "--model",
         type=checkpoint,
@@ -46,25 +47,30 @@ def add_model(parser: Any, *, required: bool = False) -> None:
 
 
 def add_json(parser: argparse.ArgumentParser, help: str = "print the report as JSON") -> None:
+    """Add --json, a switch."""
     parser.add_argument("--json", action="store_true", help=help)
 
 
 def add_verbose(parser: Any, log_of: str) -> None:
+    """Add --verbose, a switch that shows the log of `log_of`, such as "manager"."""
     parser.add_argument("--verbose", action="store_true", help=f"show the {log_of}'s log")
 
 
 def add_device(parser: Any, **more: Any) -> None:
+    """Add --device. `more` has further keyword arguments of `add_argument`."""
     default = more.get("default", "cpu")
     text = f"cpu, cuda, cuda:1, or emulator (default {default})"
     parser.add_argument("--device", metavar="NAME", help=text, **more)
 
 
 def add_dtype(parser: Any, default: str, *more: str) -> None:
+    """Add --dtype. `default` describes the default; `more` are further allowed dtypes."""
     dtypes = ("float32", "bfloat16", "float16", *more)
     parser.add_argument("--dtype", choices=dtypes, help=f"(default: {default})")
 
 
 def add_scheduler(parser: argparse.ArgumentParser, help: str) -> None:
+    """Add --scheduler, which names an object as MODULE:NAME."""
     parser.add_argument("--scheduler", metavar="MODULE:NAME", help=help)
 
 

@@ -33,6 +33,7 @@ class Conversation:
 
     @property
     def last_question(self) -> str | None:
+        """The last message of the user, or None before the first."""
         return self._messages[-2]["content"] if self._messages else None
 
     def asking(self, question: str, *, again: bool = False) -> list[Message]:

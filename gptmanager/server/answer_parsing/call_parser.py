@@ -22,6 +22,8 @@ OBJECT = re.compile(r"(?=\{)")
 
 
 class State(Enum):
+    """What a `CallParser` reads next."""
+
     CONTENT = "text, until a tag begins a call"
     START = "spaces before an answer that is calls or text"
     HEADER = "a call, until its arguments begin"

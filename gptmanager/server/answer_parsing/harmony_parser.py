@@ -36,6 +36,8 @@ _FIRST_HEADER = (CHANNEL, MESSAGE, CONSTRAIN, START, "to=")  # what the first he
 
 
 class _State(Enum):
+    """What a `HarmonyParser` reads next."""
+
     HEADER = "a header, until its message begins"
     BODY = "a message, until it ends"
     BETWEEN = "after a message"

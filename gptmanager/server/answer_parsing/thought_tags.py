@@ -22,6 +22,8 @@ OPENER, CLOSER = "<think>", "</think>"
 
 
 class _State(Enum):
+    """What `ThoughtTags` reads next."""
+
     BEGIN = "before the first letter"
     THOUGHT = "a thought, until its tag closes"
     AFTER = "spaces after a thought"

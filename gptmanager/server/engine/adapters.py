@@ -108,6 +108,7 @@ class Adapters:
         self._by_name[adapter.name] = adapter
 
     def remove(self, name: str) -> Adapter:
+        """Remove and return an adapter. Raises ApiError (404) if it is not loaded."""
         adapter = self.find(name)
         del self._by_name[name]
         return adapter

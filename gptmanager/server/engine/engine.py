@@ -89,6 +89,7 @@ class Engine:
 
     @property
     def counts(self) -> Counts:
+        """The numbers of running and waiting requests."""
         return Counts(*counts_of(self.queue))
 
     @property

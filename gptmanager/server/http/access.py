@@ -86,6 +86,7 @@ class AccessSettings:
 
     @property
     def has_key(self) -> bool:
+        """Whether clients must send a key."""
         return self.api_key is not None or self.api_key_file is not None
 
     def read_keys(self) -> tuple[ApiKey, ...]:

@@ -42,6 +42,7 @@ class BodyBudget:
         self._left -= size
 
     def release(self, size: int) -> None:
+        """Subtract `size` bytes that `reserve` has counted."""
         self._left += size
 
     @contextlib.contextmanager

@@ -78,6 +78,7 @@ class ServerKeys:
 
     @property
     def current(self) -> ApiKey | None:
+        """The key of the request that the running task answers, or None without a key."""
         return self._current.get()
 
     def reserve(self, number: int) -> str | None:

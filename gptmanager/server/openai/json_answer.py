@@ -117,8 +117,9 @@ def answer_head(
 
 
 class HttpAnswer(Protocol):
-    """An answer that can be returned in one piece, or as the frames of a stream. `keep_alive`: the
-    frame that a stream repeats while it waits for its first event.
+    """An answer that can be returned in one piece, or as the frames of a stream. `whole` returns
+    the former as JSON values, `frames` yields the latter as encoded events. `keep_alive`: the frame
+    that a stream repeats while it waits for its first event.
     """
 
     @property

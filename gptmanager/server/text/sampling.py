@@ -51,6 +51,7 @@ class GenerationOptions:
 
     @property
     def num_choices(self) -> int:
+        """The number of outputs for each prompt."""
         return int(self.given.get("n", 1))
 
     @property
@@ -67,6 +68,7 @@ class GenerationOptions:
 
     @property
     def streams(self) -> bool:
+        """Whether the client wants a stream."""
         return bool(self.given.get("stream"))
 
     @property

@@ -59,6 +59,7 @@ class TensorSpec(NamedTuple):
 
     @property
     def is_scalar(self) -> bool:
+        """Whether a row has one number or bool."""
         return self.dims == (1,) and self.datatype != "BYTES"
 
     def limits(self, sizes: Sizes) -> tuple[int, ...]:
