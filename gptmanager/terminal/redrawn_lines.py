@@ -48,7 +48,7 @@ class RedrawnLines:
         self._stream.flush()
 
     def size(self) -> tuple[int, int]:
-        """Return the columns and lines of the terminal."""
+        """Return the columns and lines of the terminal, or 80 and 24 if they are unknown."""
         try:
             size = os.get_terminal_size(self._stream.fileno())
         except OSError:

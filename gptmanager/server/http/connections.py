@@ -22,14 +22,16 @@ _logger = logging.getLogger(__name__)
 
 
 def default_max_connections() -> int:
-    """Return three quarters of the process's descriptor limit. Files and pipes need the rest."""
+    """Return three quarters of the process's descriptor limit, from 16 to 65536. Files and pipes
+    need the rest.
+    """
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = _MAX_CONNECTIONS if soft == resource.RLIM_INFINITY else soft * 3 // 4
     return max(_MIN_CONNECTIONS, min(most, _MAX_CONNECTIONS))
 
 
 class Proxies:
-    """Addresses of trusted proxies. Only their requests may have an `X-Forwarded-For`."""
+    """Addresses of trusted proxies. `X-Forwarded-For` is trusted only in their requests."""
 
     def __init__(self, allowed: Sequence[str]) -> None:
         self._networks = networks_of(allowed)

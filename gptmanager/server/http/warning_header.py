@@ -26,7 +26,7 @@ class Warnings:
         self._num_left_out = 0
 
     def add(self, text: str) -> None:
-        """Add `text` to the header. Beyond the 8th warning only the number of warnings is kept."""
+        """Add `text` to the header. After the 8th warning, further ones are only counted."""
         safe = _safe(text)
         if len(self._texts) < _MAX_WARNINGS or safe in self._texts:
             self._texts[safe] = None
