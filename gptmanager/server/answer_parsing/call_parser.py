@@ -22,7 +22,7 @@ OBJECT = re.compile(r"(?=\{)")
 
 
 class State(Enum):
-    """What a `CallParser` reads next."""
+    """The text that a `CallParser` reads next."""
 
     CONTENT = "text, until a tag begins a call"
     START = "spaces before an answer that is calls or text"

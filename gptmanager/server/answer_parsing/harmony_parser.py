@@ -36,7 +36,7 @@ _FIRST_HEADER = (CHANNEL, MESSAGE, CONSTRAIN, START, "to=")  # what the first he
 
 
 class _State(Enum):
-    """What a `HarmonyParser` reads next."""
+    """The text that a `HarmonyParser` reads next."""
 
     HEADER = "a header, until its message begins"
     BODY = "a message, until it ends"

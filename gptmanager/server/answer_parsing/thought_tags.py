@@ -22,7 +22,7 @@ OPENER, CLOSER = "<think>", "</think>"
 
 
 class _State(Enum):
-    """What `ThoughtTags` reads next."""
+    """The text that `ThoughtTags` reads next."""
 
     BEGIN = "before the first letter"
     THOUGHT = "a thought, until its tag closes"
