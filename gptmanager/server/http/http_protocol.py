@@ -261,8 +261,8 @@ class HttpProtocol(HttpToolsProtocol):
 class _ResponseTransport:
     """The transport that a response writes to. Its `close` calls `end`.
 
-    Writes to a closed connection are dropped. An endpoint may still write after the client has
-    disconnected, until it is notified.
+    Once the connection is being closed, writes are dropped: an endpoint may still write until it is
+    notified of the end of the connection.
     """
 
     def __init__(self, transport: asyncio.Transport, end: Callable[[], None]) -> None:

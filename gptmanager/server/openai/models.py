@@ -115,7 +115,9 @@ def _entry(name: str, created: int, engine: Engine) -> dict[str, Any]:
 
 
 def _check_caller(request: Request, settings: ServerSettings) -> None:
-    """Raise ApiError (403) if the server has no key and the caller is on another machine."""
+    """Raise ApiError (403) if the server has no key and the request is from another machine, or
+    from a web page of another host.
+    """
     host = request.client.host if request.client is not None else ""
     origin = request.headers.get("origin", "")
     if not settings.has_key and (not _is_loopback(host) or _is_foreign(origin)):
