@@ -26,7 +26,8 @@ class Features:
     warpgroups: bool = True  # attention by `wgmma`
     products: bool = True  # matmuls by our kernels; without it torch computes all matmuls
     tiled: bool = True  # matmuls of more than 16 rows by our kernels
-    graphs: bool = True  # generation steps are captured as CUDA graphs
+    graphs: bool = True  # steps are captured as CUDA graphs
+    mixed_graphs: bool = True  # also steps with contexts
     split: bool = True  # several blocks share a row of generation attention
     async_copies: bool = True  # `cp.async` copies tiles to shared memory while the kernel computes
     pinned: bool = True  # copies from and to the device use pinned memory

@@ -15,7 +15,11 @@ from torch import Tensor
 
 from gptmanager.cuda import activations, delta_rule, moe, norms
 from gptmanager.cuda.attention import cache_write
-from gptmanager.cuda.attention.context_attention import context_attention, plan_context
+from gptmanager.cuda.attention.context_attention import (
+    context_attention,
+    max_num_context_items,
+    plan_context,
+)
 from gptmanager.cuda.attention.generation_attention import (
     GenerationWork,
     find_places,
@@ -106,13 +110,13 @@ class CudaKernels(Kernels):
         row_starts: Ints,
         kv_lengths: Ints,
         num_context_rows: int,
-        fixed: bool = False,
+        fixed: int = 0,
     ) -> tuple[Ints, ...]:
         """Return the plans of both attention kernels: four arrays for each `_Kind` of layers.
 
         These are the items of context attention, then the items, block starts and partial starts of
-        generation attention. If `fixed`, rows have at most one token, and the arrays are padded to
-        sizes that depend only on the number of rows. The result is empty if the reference computes
+        generation attention. With `fixed`, the arrays are padded to sizes that depend only on it, on
+        `num_context_rows` and on the number of rows. The result is empty if the reference computes
         attention.
         """
         if not self._covers(shapes):
@@ -131,11 +135,11 @@ class CudaKernels(Kernels):
             generation = plan_generation(
                 single, *size, window=window, sink=sink, chunked=shape.chunked, stretch=stretch
             )
-            if fixed:  # a context row has at most one token, and therefore at most one item
+            if fixed:
                 num_single = len(num_new) - middle
                 most = max_num_items(num_single, *size, window=window, sink=sink)
                 generation = generation.padded(most, num_single)
-                context = _padded(context, middle)
+                context = _padded(context, max_num_context_items(middle, fixed, shape))
             arrays += (context, generation.items)
             arrays += (generation.block_starts, generation.partial_starts)
         return tuple(arrays)

@@ -186,14 +186,14 @@ class OptionalParams:
     beyond the batch; more are refused with a CapacityError. None means no limit.
 
     The step. `device`: None means the CPU. `run_ahead`: None means 0 on the CPU, with
-    `enable_trt_overlap` and with pipeline stages, otherwise 1. `cuda_graphs`: generation steps on a
-    device are captured at the start and then replayed. `weights_dtype`: "int8" quantizes the
-    network's matrices to 8 bits, "int4" to 4 bits, with the output matrix in `head_dtype` (None: 8
-    bits). On a device, "int4" is not for models with experts. "none" means `dtype`. None means the
-    same, but on the CPU a quantized checkpoint with `dtype` None stays in 8 bits, or in 4 bits
-    where its matrices have 4 bits. `model_backend`: "native" computes the network here,
-    "transformers" through that library, and "auto" natively if the architecture is in the table of
-    families.
+    `enable_trt_overlap` and with pipeline stages, otherwise 1. `cuda_graphs`: steps on a device are
+    captured at the start and then replayed, those with contexts only for small models.
+    `weights_dtype`: "int8" quantizes the network's matrices to 8 bits, "int4" to 4 bits, with the
+    output matrix in `head_dtype` (None: 8 bits). On a device, "int4" is not for models with
+    experts. "none" means `dtype`. None means the same, but on the CPU a quantized checkpoint with
+    `dtype` None stays in 8 bits, or in 4 bits where its matrices have 4 bits. `model_backend`:
+    "native" computes the network here, "transformers" through that library, and "auto" natively if
+    the architecture is in the table of families.
     `speculative_decoding_config`: draft tokens for requests with one beam; None means no drafts.
 
     The host. `idle_poll_s`: the time between two calls of Get while the manager is idle; with None

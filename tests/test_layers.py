@@ -165,7 +165,7 @@ cuda/                         CUDA kernels with their launchers, and an emulator
         streams               CUDA streams, or the emulator's
         uploads               copies the arrays of a step to the device at once
         downloads             asynchronous copies from the device
-        graphs                CUDA graphs of generation steps
+        graphs                CUDA graphs of steps, and the sizes to capture
     attention/                attention over KV cache pages, and kernels that write them
         paged_kernels         shapes and dtypes that the paged kernels support
         cache_write           rotation, QK norm, and the write of keys and values
@@ -340,6 +340,7 @@ executor/                     runs one step: input arrays, forward pass, choice 
         token_chooser         chooses the tokens of a step on the CPU
         device_chooser        chooses the tokens of a step on a device
     runner                    runs the forward pass on the CPU
+    captured_steps            CUDA graphs of steps, with and without adapters
     device_runner             runs the forward pass on a device
     result_message            results of a step as a message to other ranks
     forward_thread            runs forward passes on a thread of their own

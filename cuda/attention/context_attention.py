@@ -85,6 +85,14 @@ def plan_context(num_new: Ints, kv_lengths: Ints, shape: AttentionShape) -> Ints
     return np.ascontiguousarray(items[np.argsort(first - last, kind="stable")])
 
 
+def max_num_context_items(num_rows: int, num_tokens: int, shape: AttentionShape) -> int:
+    """Return the most items that `plan_context` creates for rows with `num_tokens` tokens in total.
+
+    A token is one item at most, and each row adds one item at most to those that are full.
+    """
+    return min(num_tokens, num_rows + num_tokens * shape.group // _queries(shape))
+
+
 def context_attention(
     launcher: Launcher,
     out: Tensor,

@@ -1,6 +1,7 @@
-"""`GenerationGraphs`: generation steps captured as CUDA graphs for a ladder of batch sizes.
+"""`StepGraphs`: steps captured as CUDA graphs for several sizes.
 
-A step is any function of tensors. The tensors of a graph keep their addresses.
+A step is any function of tensors. The tensors of a graph keep their addresses. `ladder` and
+`token_ladder` return the sizes to capture.
 """
 
 from __future__ import annotations
@@ -20,6 +21,10 @@ from gptmanager.cuda.device.uploads import Array, Layout, Uploads
 Arrays = Sequence[Array]
 Tensors = tuple[Tensor, ...]
 
+# What a fast GPU does in the 3 ms in which the CPU launches a step of some 300 kernels: it reads
+# bytes, and it computes operations in 16 bits.
+_READ, _COMPUTED = 10e9, 1.2e12
+
 
 @dataclass(frozen=True, eq=False)
 class _Graph:
@@ -30,8 +35,8 @@ class _Graph:
     result: Tensor
 
 
-class GenerationGraphs:
-    """A CUDA graph for each of `sizes`, the numbers of rows for which steps are captured."""
+class StepGraphs:
+    """A CUDA graph for each of `sizes`, the numbers of tokens for which steps are captured."""
 
     def __init__(self, stream: Stream, uploads: Uploads, sizes: Sequence[int]) -> None:
         self._stream = stream
@@ -62,12 +67,12 @@ class GenerationGraphs:
             if on_progress is not None:
                 on_progress(what, number, len(sizes))
 
-    def size_for(self, num_rows: int) -> int | None:
-        """Return the smallest of `sizes` that is at least `num_rows`.
+    def size_for(self, num_tokens: int) -> int | None:
+        """Return the smallest of `sizes` that is at least `num_tokens`.
 
         The result is None if all sizes are smaller, or if nothing is captured.
         """
-        index = bisect_left(self._sizes, num_rows)
+        index = bisect_left(self._sizes, num_tokens)
         size = self._sizes[index] if index < len(self._sizes) else None
         return size if size in self._graphs else None
 
@@ -86,3 +91,16 @@ def ladder(most: int) -> tuple[int, ...]:
     """Return the sizes 1, 2, 4, 8, 16, 24, ... up to the first that is at least `most`."""
     sizes = (1, 2, 4, *range(8, most + 8, 8))
     return tuple(size for below, size in zip((0, *sizes), sizes, strict=False) if below < most)
+
+
+def token_ladder(sizes: Sequence[int], most: int, model_bytes: int) -> tuple[int, ...]:
+    """Return those of the ascending `sizes` in tokens for which to capture steps with contexts.
+
+    These are the sizes up to the first that is at least `most`, unless a GPU takes longer for such
+    a step than the CPU takes to launch it, because then the launches cost no time. A GPU is
+    expected to read the model's bytes once, and to need one operation for each byte and token.
+    """
+    needed = (size for below, size in zip((0, *sizes), sizes, strict=False) if below < most)
+    if model_bytes > _READ:
+        return ()
+    return tuple(size for size in needed if size * model_bytes <= _COMPUTED)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import gc
 import statistics
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Protocol
 
@@ -35,6 +35,7 @@ class Stream(Protocol):
     name: str  # the device's name, as in `OptionalParams`
     device: torch.device
     launcher: Launcher
+    token_sizes: Sequence[int]  # numbers of tokens for which steps with contexts may be captured
 
     def __enter__(self) -> Any: ...
 
@@ -73,6 +74,7 @@ class Stream(Protocol):
 class DeviceStream:
     """A new stream of a CUDA device. Raises ConfigError without CuPy, or without a device."""
 
+    token_sizes: Sequence[int] = (64, 128, 256, 512)
     # While a stream captures, no thread may synchronize the whole device (as each capture does at
     # its start) or empty the memory cache: the lock serializes this between managers.
     _device_lock = threading.RLock()
@@ -191,6 +193,8 @@ def _without_collection() -> Iterator[None]:
 
 class EmulatedStream:
     """CUDA kernels on the CPU, each completed when it is launched. For tests."""
+
+    token_sizes: Sequence[int] = ()  # a launch costs nothing here, and padding costs much
 
     def __init__(self, launcher: EmulatorLauncher | None = None) -> None:
         self.name, self.device = "emulator", torch.device("cpu")

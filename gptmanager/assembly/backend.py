@@ -18,7 +18,7 @@ from gptmanager.assembly.loading import Check, load
 from gptmanager.assembly.sizing import MemoryBudget, Sizes, wanted_seq_len
 from gptmanager.config import OptionalParams
 from gptmanager.cuda.device.downloads import Downloads
-from gptmanager.cuda.device.graphs import ladder
+from gptmanager.cuda.device.graphs import ladder, token_ladder
 from gptmanager.cuda.device.streams import DeviceStream, EmulatedStream, Stream
 from gptmanager.cuda.device.uploads import Uploads
 from gptmanager.cuda.kernels import CudaKernels
@@ -27,9 +27,11 @@ from gptmanager.decoding.processors.logits import PostProcessing
 from gptmanager.decoding.sampling.device_sampling import DeviceSampler
 from gptmanager.decoding.sampling.sampling import Sampler, sample_rows
 from gptmanager.environment.memory import free_memory_bytes
+from gptmanager.executor.captured_steps import step_shapes
 from gptmanager.executor.choice.device_chooser import DeviceChooser
 from gptmanager.executor.choice.token_chooser import Chooser, TokenChooser
 from gptmanager.executor.device_runner import DeviceRunner
+from gptmanager.executor.packed_rows import StepShape
 from gptmanager.executor.rank_executor import RankExecutor, RankPlace
 from gptmanager.executor.runner import Runner
 from gptmanager.executor.sequence_tables import DeviceTables, SequenceTables
@@ -196,7 +198,11 @@ class DeviceBackend(Backend):
         self.device = stream.device
         self.kernels = CudaKernels(stream.launcher, deterministic=params.deterministic)
         self.stream = stream
-        self._cuda_graphs = params.cuda_graphs and stream.launcher.features.graphs
+        features = stream.launcher.features
+        self._cuda_graphs = params.cuda_graphs and features.graphs
+        captures_mixed = self._cuda_graphs and features.mixed_graphs
+        self._token_sizes = stream.token_sizes if captures_mixed else ()
+        self._max_num_tokens = params.max_num_tokens
         self._on_progress = params.on_progress
 
     def load(
@@ -207,6 +213,8 @@ class DeviceBackend(Backend):
         check: Check = lambda spec: None,
     ) -> Model:
         model = super().load(source, params, collectives, check)
+        if collectives is not None:
+            self._token_sizes = ()  # the sizes to capture must be the same on all ranks
         self.stream.catch_up()  # the model's tensors were filled on this thread's current stream
         if isinstance(model, CheckpointModel) and isinstance(self.stream, DeviceStream):
             name = torch.cuda.get_device_name(self.device)
@@ -237,7 +245,8 @@ class DeviceBackend(Backend):
         self._reserve(model, sizes.max_seq_len)
         rows = options.max_batch_size * options.lines.max_beam_width
         runner, chooser = self._parts(
-            model, sizes, options, ladder(rows) if self._cuda_graphs else ()
+            *(model, sizes, options, ladder(rows) if self._cuda_graphs else ()),
+            shapes=self._shapes(model, rows),
         )
         rank = options.rank
         if rank is None:
@@ -246,7 +255,12 @@ class DeviceBackend(Backend):
         return rank.executor(_torch_executor(runner, own, sizes, options))
 
     def _parts(
-        self, model: Model, sizes: Sizes, options: StepOptions, graph_sizes: Sequence[int]
+        self,
+        model: Model,
+        sizes: Sizes,
+        options: StepOptions,
+        graph_sizes: Sequence[int],
+        shapes: Sequence[StepShape] = (),
     ) -> tuple[DeviceRunner, DeviceChooser]:
         """Build the parts that run steps, and allocate their memory on the device."""
         lines, stream, vocab_size = options.lines, self.stream, model.spec.vocab_size
@@ -277,6 +291,7 @@ class DeviceBackend(Backend):
                 *(model, pool, tables, stream, uploads, downloads),
                 adapter_pool=self._adapter_pool(model, options),
                 graph_sizes=graph_sizes,
+                shapes=shapes,
                 has_beams=lines.max_beam_width > 1,
                 chooser=chooser if options.rank is None else None,
                 on_progress=self._on_progress,
@@ -303,7 +318,15 @@ class DeviceBackend(Backend):
         largest = self.stream.peak_bytes(lambda: runner().run_largest(params.max_num_tokens, rows))
         if not self._cuda_graphs:
             return largest
-        return largest + self.stream.peak_bytes(lambda: runner().run_captured(ladder(rows)[-1]))
+        shapes = self._shapes(model, rows)[-1:]
+        return largest + self.stream.peak_bytes(
+            lambda: runner().run_captured(ladder(rows)[-1], shapes)
+        )
+
+    def _shapes(self, model: Model, rows: int) -> tuple[StepShape, ...]:
+        """Return the shapes for which steps with contexts are captured."""
+        sizes = token_ladder(self._token_sizes, self._max_num_tokens, model.nbytes)
+        return step_shapes(sizes, rows)
 
     def _dtype(self, model: Model) -> torch.dtype:
         own = getattr(model.spec, "dtype", torch.float32)

@@ -16,12 +16,12 @@ from torch import Tensor
 
 from gptmanager.config import ProgressCallback
 from gptmanager.cuda.device.downloads import Downloads
-from gptmanager.cuda.device.graphs import GenerationGraphs
 from gptmanager.cuda.device.launch import NAMES
 from gptmanager.cuda.device.streams import Stream
 from gptmanager.cuda.device.uploads import Array, Uploads
+from gptmanager.executor.captured_steps import CapturedSteps
 from gptmanager.executor.choice.prompt_scores import DevicePromptScorer, Scores
-from gptmanager.executor.packed_rows import PackedRows, offsets, padded
+from gptmanager.executor.packed_rows import PackedRows, StepShape, fitted, offsets, padded
 from gptmanager.executor.runner import Computed, Runner, has_one_token_each
 from gptmanager.executor.sequence_tables import DeviceTables
 from gptmanager.executor.step_in_flight import ChoiceInputs
@@ -30,6 +30,9 @@ from gptmanager.memory.kv_pool import KvPool
 from gptmanager.models.batch import Batch
 from gptmanager.models.model import Model, PlanningModel
 from gptmanager.statistics import Memory
+
+
+_TOKENS = 4  # the input of a captured step that has an element for each token
 
 
 class CapturedChooser(Protocol):
@@ -44,11 +47,11 @@ class DeviceRunner(Runner):
     """Runs a model on `stream`; calls return before the work is done.
 
     Generation steps of a `PlanningModel` are captured in advance for each number of rows in
-    `graph_sizes`. With an `adapter_pool` they are captured a second time, for rows with adapters. A
-    step replays the smallest capture with enough rows. `has_beams`: whether sequences may have
-    several beams. `chooser`: chooses the tokens at the end of a captured step, if its `is_plain` is
-    true for the lines of the step; if it is None, captured steps end with the logits.
-    `on_progress`: see `GenerationGraphs.record`.
+    `graph_sizes`, and other steps for each of `shapes`. With an `adapter_pool` they are captured a
+    second time, for rows with adapters. A step replays the smallest capture with enough tokens.
+    `has_beams`: whether sequences may have several beams. `chooser`: chooses the tokens at the end
+    of a captured step, if its `is_plain` is true for the lines of the step; if it is None, captured
+    steps end with the logits. `on_progress`: see `StepGraphs.record`.
     """
 
     stream: Stream
@@ -66,6 +69,7 @@ class DeviceRunner(Runner):
         *,
         adapter_pool: AdapterPool | None = None,
         graph_sizes: Sequence[int] = (),
+        shapes: Sequence[StepShape] = (),
         has_beams: bool = False,
         chooser: CapturedChooser | None = None,
         on_progress: ProgressCallback | None = None,
@@ -79,42 +83,47 @@ class DeviceRunner(Runner):
         self._chooser = None if has_beams else chooser
         self._planning = model if isinstance(model, PlanningModel) else None
         self._graph_sizes, self._on_progress = graph_sizes, on_progress
+        self._shapes = {shape.tokens: shape for shape in shapes}
         self._device_scorer: DevicePromptScorer | None = None  # created on first use
         self._forget_graphs()
         self._record_graphs()
 
     def _forget_graphs(self) -> None:
-        arguments = self.stream, self._uploads, self._graph_sizes
-        self._graphs, self._adapter_graphs = (GenerationGraphs(*arguments) for _ in range(2))
+        place = self.stream, self._uploads
+        self._generation_steps = CapturedSteps(*place, self._graph_sizes)
+        self._mixed_steps = CapturedSteps(*place, tuple(self._shapes))
         self._graph_logits: Tensor | None = None
         self._graph_tokens: Tensor | None = None
 
     def _record_graphs(self) -> None:
-        if not self._graph_sizes or not self._plan(_idle_rows(1), fixed=True):
+        if not self._graph_sizes or not self._plan(_idle_rows(1), fixed=1):
             return
+        # the emulator keeps these callbacks: a strong reference would be a cycle
+        own, shapes = weakref.proxy(self), self._shapes
+        rest = self.adapter_pool is not None, self._on_progress
         with torch.inference_mode():
-            # the emulator keeps this callback: a strong reference would be a cycle
-            own = weakref.proxy(self)
-            self._graphs.record(
-                lambda size: own._fixed_arrays(_idle_rows(size)),
-                lambda tensors: own._step(tensors),
-                self._on_progress,
+            # the largest first: the others reuse its memory
+            self._mixed_steps.record(
+                lambda size: own._fixed_arrays(_idle_rows(shapes[size])),
+                lambda tensors, slots: own._step(tensors, slots, shapes[len(tensors[_TOKENS])]),
+                *(*rest, "CUDA graphs of mixed steps"),
             )
-            if self.adapter_pool is not None:
-                no_slots = np.full(max(self._graph_sizes), -1, dtype=np.int32)
-                self._adapter_graphs.record(
-                    lambda size: (no_slots[:size], *own._fixed_arrays(_idle_rows(size))),
-                    lambda tensors: own._step(tensors[1:], tensors[0]),
-                    self._on_progress,
-                    "CUDA graphs with adapters",
-                )
+            self._generation_steps.record(
+                lambda size: own._fixed_arrays(_idle_rows(size)),
+                lambda tensors, slots: own._step(tensors, slots),
+                *(*rest, "CUDA graphs"),
+            )
 
     def run(self, rows: PackedRows) -> Computed:
         self.tables.flush(self._uploads.upload)
+        steps, fixed = self._generation_steps, None
         if has_one_token_each(rows):
-            size = self._graphs.size_for(len(rows.lines))
-            if size is not None:
-                return self._replay(rows, size)
+            size = steps.size_for(len(rows.lines))
+            fixed = None if size is None else padded(rows, size)
+        else:
+            steps, fixed = self._mixed_steps, self._fitted(rows)
+        if fixed is not None:
+            return self._replay(steps, fixed, len(rows.sample_index))
         return Computed(_for_kernels(self._launch(rows)))
 
     def to_cpu(self, logits: Tensor) -> Tensor:
@@ -180,48 +189,65 @@ class DeviceRunner(Runner):
         with self.stream, torch.inference_mode():
             self._launch(rows).float()  # some steps need this copy; see `DeviceChooser.choose`
 
-    def run_captured(self, num_rows: int) -> None:
-        """Run the step that is captured for `num_rows` rows, without access to any block."""
-        if self._plan(_idle_rows(1), fixed=True):
+    def run_captured(self, num_rows: int, shapes: Sequence[StepShape] = ()) -> None:
+        """Run the captured steps of `num_rows` rows and of `shapes`, without access to any block."""
+        if self._plan(_idle_rows(1), fixed=1):
             with self.stream, torch.inference_mode():
                 self._step(self._uploads.upload(self._fixed_arrays(_idle_rows(num_rows))))
+                for shape in shapes:
+                    arrays = self._fixed_arrays(_idle_rows(shape))
+                    self._step(self._uploads.upload(arrays), None, shape)
 
-    def _replay(self, rows: PackedRows, size: int) -> Computed:
-        num_rows, rows = len(rows.lines), padded(rows, size)
-        chooses = self._chooser is not None and self._chooser.is_plain(rows.lines[:num_rows])
-        arrays, slots = self._fixed_arrays(rows, chooses), self._adapters_of(rows)
-        if slots is None:
-            logits, tensors = self._graphs.run(size, arrays)
-        else:
-            logits, tensors = self._adapter_graphs.run(size, (slots, *arrays))
-            tensors = tensors[1:]
-        if self._has_beams:  # tokens are also chosen for lines that are not rows of the batch
-            return Computed(logits[:num_rows])
-        _, positions, cells, _, lines = (tensor[:num_rows] for tensor in tensors[:5])
-        inputs = ChoiceInputs(lines, positions, cells)
+    def _fitted(self, rows: PackedRows) -> PackedRows | None:
+        """Return the rows with the padding of a captured step; None if no step can compute them."""
+        size = self._mixed_steps.size_for(int(rows.row_starts[-1]))
+        if size is None or rows.samples_prompts or self._has_virtual_tokens(rows):
+            return None
+        return fitted(rows, self._shapes[size])
+
+    def _replay(self, steps: CapturedSteps, rows: PackedRows, num_samples: int) -> Computed:
+        """Run rows with padding, of which the first `num_samples` samples are needed."""
+        own = slice(num_samples)
+        # a row with drafts is sampled several times, and the first wrong draft decides what counts
+        is_single = bool((np.diff(rows.sample_rows[own]) > 0).all())
+        lines = rows.token_lines[rows.sample_index[own]]
+        chooses = self._chooser is not None and is_single and self._chooser.is_plain(lines)
+        arrays = self._fixed_arrays(rows, num_samples if chooses else 0)
+        logits, tensors = steps.run(len(rows.positions), arrays, self._adapters_of(rows))
+        if self._has_beams:  # tokens are also chosen for lines that are not in the batch
+            return Computed(logits[own])
+        inputs = ChoiceInputs(*(tensor[own] for tensor in tensors[1:_TOKENS]))
         if chooses and self._graph_tokens is not None:
-            inputs = inputs._replace(tokens=self._graph_tokens[:num_rows])
-        return Computed(logits[:num_rows], inputs)
+            inputs = inputs._replace(tokens=self._graph_tokens[own])
+        return Computed(logits[own], inputs)
 
-    def _step(self, tensors: Sequence[Tensor], adapter_slots: Tensor | None = None) -> Tensor:
-        """Run the part of a generation step that is captured.
+    def _step(
+        self,
+        tensors: Sequence[Tensor],
+        adapter_slots: Tensor | None = None,
+        shape: StepShape | None = None,
+    ) -> Tensor:
+        """Run the part of a step that is captured. `shape`: None for a generation step.
 
-        All captured steps share one logits buffer and one token buffer. The first capture, which
-        has the most rows, allocates the buffers in its trial run.
+        All captured steps share one logits buffer and one token buffer, with rows for the most
+        samples. The first trial run allocates the buffers.
 
         The captured step contains the sampling that most steps need. Other sampling is launched
         separately, because its kernels, its copy of the logits and its downloads depend on the
         requests of a step. Then all lines of the captured sampling are -1, so it does nothing.
         """
-        chosen, positions, cells, *others = tensors
+        chosen, _, positions, cells, *others = tensors
         adapters = None
         if adapter_slots is not None and self.adapter_pool is not None:
             adapters = self.adapter_pool.step(adapter_slots)
-        batch = self._batch(others, 0, adapters=adapters, all_sampled=True)
+        num_long = 0 if shape is None else shape.long_rows
+        batch = self._batch(others, num_long, adapters=adapters, all_sampled=shape is None)
         logits = _for_kernels(self.model.forward(batch, self.kv_pool))
         if self._graph_logits is None or self._graph_tokens is None:
-            self._graph_logits = torch.empty_like(logits)
-            self._graph_tokens = torch.zeros_like(chosen)
+            samples = (shape.samples for shape in self._shapes.values())
+            most = max(len(logits), *self._graph_sizes, *samples)
+            self._graph_logits = logits.new_empty(most, logits.shape[1])
+            self._graph_tokens = chosen.new_zeros(most)
         logits = self._graph_logits[: len(logits)].copy_(logits)
         if self._chooser is not None:
             tokens = self._graph_tokens[: len(logits)]
@@ -229,19 +255,19 @@ class DeviceRunner(Runner):
             self._chooser.choose_captured(tokens, logits, inputs)
         return logits
 
-    def _fixed_arrays(self, rows: PackedRows, chooses: bool = False) -> tuple[Array, ...]:
+    def _fixed_arrays(self, rows: PackedRows, num_chosen: int = 0) -> tuple[Array, ...]:
         """Return the inputs of a captured step, which are uploaded in one copy.
 
-        They are the lines to choose tokens for, the positions and cells (indices into
-        `DeviceTables.token_cells`) of these tokens, and the arrays of the batch.
+        They are the lines to choose tokens for (-1 after the first `num_chosen`), the lines,
+        positions and cells (indices into `DeviceTables.token_cells`) of the tokens that follow the
+        samples, and the arrays of the batch.
         """
-        positions = rows.positions + 1
-        cells = self.tables.cells(rows.token_lines, positions)
-        chosen = rows.token_lines.astype(np.int32)
-        num_chosen = rows.row_starts[-1] if chooses else 0
-        chosen[num_chosen:] = -1  # rows for which the captured step chooses no token
+        lines, positions = (it[rows.sample_index] for it in (rows.token_lines, rows.positions + 1))
+        cells = self.tables.cells(lines, positions)
+        lines = lines.astype(np.int32)
+        chosen = np.where(np.arange(len(lines)) < num_chosen, lines, np.int32(-1))
         arrays = super()._arrays(rows)
-        return (chosen, positions, cells, *arrays, *self._plan(rows, fixed=True))
+        return (chosen, lines, positions, cells, *arrays, *self._plan(rows, len(rows.positions)))
 
     def _arrays(self, rows: PackedRows) -> tuple[Array, ...]:
         return (*super()._arrays(rows), *self._plan(rows))
@@ -262,7 +288,7 @@ class DeviceRunner(Runner):
     def upload(self, arrays: Sequence[Array]) -> Sequence[Tensor]:
         return self._uploads.upload(arrays)
 
-    def _plan(self, rows: PackedRows, fixed: bool = False) -> tuple[Array, ...]:
+    def _plan(self, rows: PackedRows, fixed: int = 0) -> tuple[Array, ...]:
         if self._planning is None:
             return ()
         return self._planning.plan(rows.row_starts, rows.kv_lengths, rows.num_context_rows, fixed)
@@ -273,7 +299,12 @@ def _for_kernels(logits: Tensor) -> Tensor:
     return logits if logits.dtype in NAMES else logits.float()
 
 
-def _idle_rows(size: int) -> PackedRows:
-    """Return a batch of `size` rows without tokens."""
+def _idle_rows(size: int | StepShape) -> PackedRows:
+    """Return a batch of `size` rows, or of that shape, whose rows have no tokens."""
     none, ends = np.zeros(0, dtype=np.int64), np.zeros(1, dtype=np.int32)
-    return padded(PackedRows(none, ends, ends[:0], none, none, none, none, 0), size)
+    rows = PackedRows(none, ends, ends[:0], none, none, none, none, 0)
+    if isinstance(size, int):
+        return padded(rows, size)
+    idle = fitted(rows, size)
+    assert idle is not None
+    return idle

@@ -15,8 +15,9 @@ class PackedRows(NamedTuple):
 
     `row_starts` `[R + 1]` and `kv_lengths` `[R]` are int32. `lines` `[R]`, `positions` and
     `token_lines` `[T]`, `sample_index` and `sample_rows` `[S]` are int64. `lines` and `token_lines`
-    are the lines of the executor's tables (see `Lines`) for each sequence and for each token. The
-    other fields are those of `models.batch.Batch`.
+    are the lines of the executor's tables (see `Lines`) for each sequence and for each token.
+    `samples_prompts`: some samples are for logits of prompt tokens that the host asked for; no
+    token is chosen from these. The other fields are those of `models.batch.Batch`.
     """
 
     lines: np.ndarray
@@ -27,6 +28,20 @@ class PackedRows(NamedTuple):
     sample_index: np.ndarray
     sample_rows: np.ndarray
     num_context_rows: int
+    samples_prompts: bool = False
+
+
+class StepShape(NamedTuple):
+    """The sizes of a captured step that may have contexts.
+
+    It has `tokens` tokens and `samples` samples. The first `long_rows` rows have any number of
+    tokens, the `single_rows` rows after them have one token at most.
+    """
+
+    tokens: int
+    long_rows: int
+    single_rows: int
+    samples: int
 
 
 def offsets(counts: np.ndarray) -> np.ndarray:
@@ -41,22 +56,54 @@ def padded(rows: PackedRows, num_rows: int) -> PackedRows:
 
     The added rows have no tokens, and their logits mean nothing.
     """
-    missing = num_rows - len(rows.lines)
-
-    def pad(array: np.ndarray, value: int = 0) -> np.ndarray:
-        return np.concatenate((array, np.full(missing, value, dtype=array.dtype)))
-
     every = np.arange(num_rows, dtype=np.int64)
     return PackedRows(
-        lines=pad(rows.lines),
-        row_starts=pad(rows.row_starts, int(rows.row_starts[-1])),
-        kv_lengths=pad(rows.kv_lengths),
-        positions=pad(rows.positions),
-        token_lines=pad(rows.token_lines),
+        lines=_lengthened(rows.lines, num_rows),
+        row_starts=_lengthened(rows.row_starts, num_rows + 1, int(rows.row_starts[-1])),
+        kv_lengths=_lengthened(rows.kv_lengths, num_rows),
+        positions=_lengthened(rows.positions, num_rows),
+        token_lines=_lengthened(rows.token_lines, num_rows),
         sample_index=every,
         sample_rows=every,
         num_context_rows=0,
     )
+
+
+def fitted(rows: PackedRows, shape: StepShape) -> PackedRows | None:
+    """Pad to `shape`; return None if the rows do not fit.
+
+    The added rows have no tokens, and they are after the last context and after the last row. The
+    added tokens belong to no row, and the added samples mean nothing.
+    """
+    counts = np.diff(rows.row_starts)
+    several = np.flatnonzero(counts > 1)  # a generation row has several tokens if it has drafts
+    num_long = max(rows.num_context_rows, int(several[-1]) + 1 if several.size else 0)
+    num_single = len(counts) - num_long
+    sizes = rows.row_starts[-1], num_long, num_single, len(rows.sample_index)
+    if any(size > most for size, most in zip(sizes, shape, strict=True)):
+        return None
+    places = np.concatenate((np.arange(num_long), shape.long_rows + np.arange(num_single)))
+
+    def spread(array: np.ndarray) -> np.ndarray:
+        result = np.zeros(shape.long_rows + shape.single_rows, dtype=array.dtype)
+        result[places] = array
+        return result
+
+    return PackedRows(
+        lines=spread(rows.lines),
+        row_starts=np.concatenate(([0], np.cumsum(spread(counts)))).astype(np.int32),
+        kv_lengths=spread(rows.kv_lengths),
+        positions=_lengthened(rows.positions, shape.tokens),
+        token_lines=_lengthened(rows.token_lines, shape.tokens),
+        sample_index=_lengthened(rows.sample_index, shape.samples),
+        sample_rows=_lengthened(places[rows.sample_rows], shape.samples),
+        num_context_rows=shape.long_rows,
+    )
+
+
+def _lengthened(array: np.ndarray, length: int, value: int = 0) -> np.ndarray:
+    """Return the array with `value` appended up to `length`."""
+    return np.concatenate((array, np.full(length - len(array), value, dtype=array.dtype)))
 
 
 def halves(rows: PackedRows) -> tuple[tuple[PackedRows, np.ndarray], ...]:
@@ -94,5 +141,6 @@ def _part(rows: PackedRows, own: slice, first: int, last: int) -> tuple[PackedRo
         sample_index=rows.sample_index[samples] - first,
         sample_rows=rows.sample_rows[samples] - own.start,
         num_context_rows=min(max(rows.num_context_rows - own.start, 0), own.stop - own.start),
+        samples_prompts=rows.samples_prompts,
     )
     return part, samples

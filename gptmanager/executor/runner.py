@@ -172,7 +172,7 @@ class Runner:
         batch = self._batch(
             tensors, rows.num_context_rows, adapters=adapters, all_sampled=all_sampled
         )
-        if self._prompt_tables:
+        if self._has_virtual_tokens(rows):
             batch = self._embed(batch, rows)
         is_plain = all_sampled and adapters is None and batch.prompt_index is None
         if is_plain and self._capturable is not None and self._step_capture is not None:
@@ -215,6 +215,11 @@ class Runner:
             plan=tuple(plan),
             **given,
         )
+
+    def _has_virtual_tokens(self, rows: PackedRows) -> bool:
+        """Return whether a context is of a sequence with virtual tokens."""
+        contexts = rows.lines[: rows.num_context_rows].tolist()
+        return not self._prompt_tables.keys().isdisjoint(contexts)
 
     def _embed(self, batch: Batch, rows: PackedRows) -> Batch:
         """Return the batch with the embeddings of virtual tokens, which only contexts have."""

@@ -173,6 +173,8 @@ class TorchExecutor:
         sampled: list[tuple[np.ndarray, np.ndarray]] = []
         prompt_outputs: list[ContextLogits | PromptLogProbs] = []
         for context, generation in self._batches(schedule):
+            if results:  # a copy: captured steps write their logits to the same memory
+                results[-1] = results[-1]._replace(logits=results[-1].logits.clone())
             rows = self._pack(context, generation)
             index = rows.sample_index
             sampled.append((rows.token_lines[index], rows.positions[index] + 1))

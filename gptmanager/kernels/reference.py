@@ -92,15 +92,16 @@ class Kernels(DeltaOps):
         row_starts: Ints,
         kv_lengths: Ints,
         num_context_rows: int,
-        fixed: bool = False,
+        fixed: int = 0,
     ) -> tuple[Ints, ...]:
         """Return further int32 arrays about a step's rows that `begin` needs.
 
         `shapes` are the distinct attention shapes of all layers. `row_starts` and `kv_lengths` are
         those of the batch, in NumPy, before anything runs. The first `num_context_rows` rows may
-        have several tokens. With `fixed`, each row has at most one token, and the number and sizes
-        of the arrays depend only on the number of rows, so that a step captured for one batch can
-        run for another.
+        have several tokens. `fixed` is 0, or the number of tokens that a captured step has, with
+        padding. Then rows after the contexts have at most one token, and the number and sizes of
+        the arrays depend only on `fixed`, `num_context_rows` and the number of rows, so that a step
+        captured for one batch can run for another.
         """
         return ()
 

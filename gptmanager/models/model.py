@@ -106,7 +106,7 @@ class PlanningModel(Model, Protocol):
     """
 
     def plan(
-        self, row_starts: Ints, kv_lengths: Ints, num_context_rows: int, fixed: bool = False
+        self, row_starts: Ints, kv_lengths: Ints, num_context_rows: int, fixed: int = 0
     ) -> tuple[Ints, ...]:
         """Return `Batch.plan` for these rows: how the attention kernels divide their work.
 

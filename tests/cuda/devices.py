@@ -18,7 +18,7 @@ from gptmanager import (
     SchedulerConfig,
 )
 from gptmanager.cuda import emulator
-from gptmanager.cuda.device.streams import DeviceStream
+from gptmanager.cuda.device.streams import DeviceStream, EmulatedStream
 from gptmanager.errors import ConfigError
 from gptmanager.testing import ContractChecker, RecordingCallbacks
 
@@ -45,6 +45,12 @@ def there_is(device):
     except ConfigError as error:
         skip(str(error))
     return device
+
+
+def set_token_sizes(monkeypatch, *sizes):
+    """Steps with contexts are captured in these sizes, if a manager captures any."""
+    for stream in (DeviceStream, EmulatedStream):
+        monkeypatch.setattr(stream, "token_sizes", sizes)
 
 
 def finals(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from devices import WIDE
+from devices import WIDE, set_token_sizes
 from tuned_models import tuned
 
 from gptmanager import (
@@ -14,7 +14,7 @@ from gptmanager import (
     OptionalParams,
     SchedulerConfig,
 )
-from gptmanager.cuda.device.graphs import GenerationGraphs
+from gptmanager.cuda.device.graphs import StepGraphs
 from gptmanager.testing import ContractChecker, RecordingCallbacks
 
 RANKS = (1, 8, 33)
@@ -23,10 +23,11 @@ TASKS = (None, 0, 1, None, 2, 1)
 
 def test_recorded_steps_mix_adapters_that_come_and_go(device, monkeypatch):
     """Each step finds the adapters of its own rows, in slots that others had; some are paused."""
+    set_token_sizes(monkeypatch, 16)
     made, replayed = tuned("llama", RANKS, **WIDE), []
-    run = GenerationGraphs.run
+    run = StepGraphs.run
     monkeypatch.setattr(
-        GenerationGraphs,
+        StepGraphs,
         "run",
         lambda graphs, size, arrays: replayed.append(id(graphs)) or run(graphs, size, arrays),
     )
@@ -69,4 +70,4 @@ def test_recorded_steps_mix_adapters_that_come_and_go(device, monkeypatch):
         text = final.tensors["output_ids"][0, 0].tolist()
         assert len(text) == lengths[number]
         assert made.is_greedy(task, prompts[number], text), (number, task, text)
-    assert len(set(replayed)) == 2, "steps with adapters are recorded apart from those without"
+    assert len(set(replayed)) == 4, "steps with adapters are recorded apart from those without"

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from checkpoints import CONFIGS
-from devices import LLAMA, WIDE, check_same, checkpoint, finals, prompt
+from devices import LLAMA, WIDE, check_same, checkpoint, finals, prompt, set_token_sizes
 from mixed_schedules import from_tokens, mixed
 
 from gptmanager import (
@@ -24,7 +24,7 @@ from gptmanager.assembly.backend import DeviceBackend
 from gptmanager.callbacks import BannedTokens, TokenBias, Watermark
 from gptmanager.config import PromptLookup
 from gptmanager.cuda.device.downloads import Downloads
-from gptmanager.cuda.device.graphs import GenerationGraphs, ladder
+from gptmanager.cuda.device.graphs import StepGraphs, ladder
 from gptmanager.cuda.device.streams import DeviceStream, EmulatedStream
 from gptmanager.cuda.device.uploads import Uploads
 from gptmanager.cuda.kernels import CudaKernels
@@ -311,8 +311,9 @@ def test_outputs_are_bitwise_the_same_under_any_schedule(device):
 
 
 def test_which_steps_are_recorded_and_which_choose_on_the_device(device, monkeypatch):
+    set_token_sizes(monkeypatch)
     replays, chosen = [], []
-    run, enqueue = GenerationGraphs.run, DeviceChooser._enqueue
+    run, enqueue = StepGraphs.run, DeviceChooser._enqueue
 
     def spy(self, size, arrays):
         replays.append(size)
@@ -322,7 +323,7 @@ def test_which_steps_are_recorded_and_which_choose_on_the_device(device, monkeyp
         chosen.append(len(rows.rows))
         return enqueue(self, rows, *rest)
 
-    monkeypatch.setattr(GenerationGraphs, "run", spy)
+    monkeypatch.setattr(StepGraphs, "run", spy)
     monkeypatch.setattr(DeviceChooser, "_enqueue", spy_on_choice)
     finals([from_tokens(i, prompt(i, 9), 5) for i in range(3)], device)
     assert replays == [4] * 4 and chosen == [3], "of the contexts; recordings choose for the rest"
@@ -452,8 +453,11 @@ class CountedStream(EmulatedStream):
         return self.largest << 20
 
 
-@pytest.mark.parametrize("cuda_graphs", [True, False])
-def test_what_is_recorded_counts_before_the_cache_takes_the_rest(toolchain, cuda_graphs):
+@pytest.mark.parametrize(("cuda_graphs", "sizes"), [(True, ()), (True, (16, 30)), (False, (30,))])
+def test_what_is_recorded_counts_before_the_cache_takes_the_rest(
+    toolchain, cuda_graphs, sizes, monkeypatch
+):
+    set_token_sizes(monkeypatch, *sizes)
     stream = CountedStream()
     params = OptionalParams(max_batch_size=9, max_num_tokens=40, cuda_graphs=cuda_graphs)
     backend = DeviceBackend(stream, params)
@@ -465,7 +469,7 @@ def test_what_is_recorded_counts_before_the_cache_takes_the_rest(toolchain, cuda
 
     model.forward = forward
     marks = 2 * 9 * 96 * 4
-    recorded = 24 if cuda_graphs else 0  # of 18 beams, as the ladder has it
+    recorded = max(24, *sizes[1:], 0) if cuda_graphs else 0  # of 18 beams, as the ladder has it
     free = stream.free_bytes() - marks - (40 + recorded << 20)
     assert backend.memory_budget(model, params, 2).free_bytes == free
 
@@ -482,7 +486,7 @@ def test_without_cuda_graphs_nothing_is_recorded(device, monkeypatch):
     def record(graphs, *rest):
         raise AssertionError("recorded")
 
-    monkeypatch.setattr(GenerationGraphs, "record", record)
+    monkeypatch.setattr(StepGraphs, "record", record)
 
     def requests():
         return [InferenceRequest.from_tokens(i, prompt(i, 12), 6) for i in range(1, 4)]

@@ -11,12 +11,12 @@ from family_configs import WIDE
 from family_runs import family_folder, tokens
 
 from gptmanager.cuda.device.downloads import Downloads
-from gptmanager.cuda.device.graphs import GenerationGraphs
+from gptmanager.cuda.device.graphs import StepGraphs
 from gptmanager.cuda.device.streams import EmulatedStream
 from gptmanager.cuda.device.uploads import Uploads
 from gptmanager.cuda.kernels import CudaKernels
 from gptmanager.executor.device_runner import DeviceRunner
-from gptmanager.executor.packed_rows import PackedRows
+from gptmanager.executor.packed_rows import PackedRows, StepShape
 from gptmanager.executor.sequence_tables import DeviceTables
 from gptmanager.kernels.reference import Kernels
 from gptmanager.memory.kv_pool import KvPool
@@ -54,7 +54,8 @@ def logits_of(name, kernels, stream):
     for pages in chain.from_iterable(it.tokens for it in pool.stacks):
         pages.fill_(torch.nan)
     copies = Uploads(stream), Downloads(stream, 16)
-    runner = DeviceRunner(model, pool, tables, stream, *copies, graph_sizes=(2,))
+    sizes = {"graph_sizes": (2,), "shapes": (StepShape(10, 1, 1, 8),)}
+    runner = DeviceRunner(model, pool, tables, stream, *copies, **sizes)
     for line, text in enumerate(TEXTS):
         tables.write_blocks(line, 0, [5 - line, 2 + line, 7 - line, line])
         tables.write_tokens(line, 0, text)
@@ -65,17 +66,17 @@ def logits_of(name, kernels, stream):
 @pytest.mark.parametrize("name", WIDE)
 @pytest.mark.every(6)
 def test_logits_are_those_of_the_reference(toolchain, name, monkeypatch):
-    run, replayed = GenerationGraphs.run, []
+    run, replayed = StepGraphs.run, []
 
     def spy(self, size, arrays):
         replayed.append(size)
         return run(self, size, arrays)
 
-    monkeypatch.setattr(GenerationGraphs, "run", spy)
+    monkeypatch.setattr(StepGraphs, "run", spy)
     stream = EmulatedStream()
     found = logits_of(name, CudaKernels(stream.launcher), stream)
     # torch computes attention to latents, and no graph has that
-    assert replayed == ([] if "deepseek" in name else [2, 2])
+    assert replayed == ([] if "deepseek" in name else [10, 2, 2])
     expected = logits_of(name, Kernels(), stream)
     assert (found - expected).abs().max() < 2e-4 * expected.std()
 

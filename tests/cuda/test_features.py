@@ -41,7 +41,7 @@ def test_words():
     given = Features.asked({VARIABLE: " no-early, carveout,,no-async-copies"})
     assert given == Features(early=False, async_copies=False, carveout=True)
     assert given.words == ("no-early", "no-async-copies", "carveout")
-    known = "no-early, no-warpgroups, no-products, no-tiled, no-graphs, no-split, no-async-copies,"
+    known = "no-early, no-warpgroups, no-products, no-tiled, no-graphs, no-mixed-graphs, no-split,"
     for word in ("early", "no-carveout", "no-erly", "NO-EARLY"):
         with pytest.raises(
             ConfigError, match=f"unknown word '{word}' in GPTMANAGER_CUDA; .*{known}"

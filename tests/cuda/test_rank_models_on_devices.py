@@ -8,7 +8,7 @@ from devices import LLAMA, checkpoint
 from rank_threads import World
 
 from gptmanager.cuda.device.downloads import Downloads
-from gptmanager.cuda.device.graphs import GenerationGraphs
+from gptmanager.cuda.device.graphs import StepGraphs
 from gptmanager.cuda.device.streams import EmulatedStream
 from gptmanager.cuda.device.uploads import Uploads
 from gptmanager.cuda.kernels import CudaKernels
@@ -62,13 +62,13 @@ def logits_of(collectives):
 
 
 def test_recorded_steps_of_ranks_give_the_logits_of_one(toolchain, monkeypatch):
-    run, replayed = GenerationGraphs.run, []
+    run, replayed = StepGraphs.run, []
 
     def spy(self, size, arrays):
         replayed.append(size)
         return run(self, size, arrays)
 
-    monkeypatch.setattr(GenerationGraphs, "run", spy)
+    monkeypatch.setattr(StepGraphs, "run", spy)
     with torch.inference_mode():
         expected = logits_of(None)
     assert replayed == [2, 2]

@@ -92,7 +92,8 @@ def new_runner(num_layers, has_matmuls=False, chooses=False):
 def recorded_step(num_layers, has_matmuls=False, chooses=False):
     """What a recorded step launches."""
     runner, launches, _ = new_runner(num_layers, has_matmuls, chooses)
-    inputs, logits = runner._graphs._graphs[2].inputs, runner._graphs._graphs[2].result
+    graph = runner._generation_steps._plain._graphs[2]
+    inputs, logits = graph.inputs, graph.result
     assert logits.dtype is torch.bfloat16  # as the kernels that choose read them
     launches.names.clear()
     with torch.inference_mode(), launches:

@@ -45,7 +45,8 @@ _LAUNCHES = {
     "adjustments.py": f"test_adjustments_kernel test_adjustments {_CHOICES}",
     "cache_folder.py": "test_cache_folder",
     "compiler.py": "test_compiler test_cache_folder test_machine_code",
-    "context_attention.py": f"test_context_attention test_attention_borders {_CHOICES}",
+    "context_attention.py": "test_context_attention test_attention_borders test_mixed_steps "
+    f"{_CHOICES}",
     "dependent_launch.py": "test_launch test_dependent_kernels",
     "device.py": "test_device",
     "device_matrices.py": "test_quantized_weights test_gemv",
@@ -53,7 +54,7 @@ _LAUNCHES = {
     "float_attention.py": f"test_generation_attention test_context_attention {_CHOICES}",
     "generation_attention.py": f"test_generation_plan test_generation_attention {_CHOICES}",
     "generation_plan.py": "test_generation_plan test_generation_attention",
-    "graphs.py": "test_device_executor test_step_launches",
+    "graphs.py": "test_device_executor test_step_launches test_mixed_steps",
     "int8_rows.py": "test_quantized_weights",
     "kernels.py": "test_step_launches test_matmul_choice test_lora test_families_on_devices",
     "launch.py": "test_launch test_gemv test_sampling_kernel",

@@ -145,7 +145,11 @@ def with_context(rows: PackedRows, parts: Sequence[ContextPart]) -> PackedRows:
     for part in parts:
         index.append(np.arange(part.num_tokens) + rows.row_starts[part.number])
         numbers.append(np.full(part.num_tokens, part.number))
-    return rows._replace(sample_index=np.concatenate(index), sample_rows=np.concatenate(numbers))
+    return rows._replace(
+        sample_index=np.concatenate(index),
+        sample_rows=np.concatenate(numbers),
+        samples_prompts=True,
+    )
 
 
 def split_context(

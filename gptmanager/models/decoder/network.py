@@ -120,7 +120,7 @@ class CheckpointModel:
         return adapter_share(self.whole_spec, self._collectives.layout)
 
     def plan(
-        self, row_starts: Ints, kv_lengths: Ints, num_context_rows: int, fixed: bool = False
+        self, row_starts: Ints, kv_lengths: Ints, num_context_rows: int, fixed: int = 0
     ) -> tuple[Ints, ...]:
         waits = self._has_experts and not self._kernels.plans_experts
         deltas = (it.shape for it in self._deltas if it is not None)

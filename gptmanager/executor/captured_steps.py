@@ -1,0 +1,66 @@
+"""`CapturedSteps`: the CUDA graphs of one kind of steps, with and without adapters.
+
+`step_shapes` returns the shapes for which steps with contexts are captured.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+from torch import Tensor
+
+from gptmanager.config import ProgressCallback
+from gptmanager.cuda.device.graphs import Arrays, StepGraphs, Tensors
+from gptmanager.cuda.device.streams import Stream
+from gptmanager.cuda.device.uploads import Array, Uploads
+from gptmanager.executor.packed_rows import StepShape
+
+Step = Callable[[Tensors, Tensor | None], Tensor]  # of the inputs and the adapter slots
+# Each row adds a block of context attention for each KV head that may have no work.
+_LONG_ROWS = 16
+
+
+def step_shapes(sizes: Sequence[int], max_rows: int) -> tuple[StepShape, ...]:
+    """Return a shape for each of `sizes`, in tokens. A step has at most `max_rows` rows."""
+    long_rows = min(max_rows, _LONG_ROWS)
+    return tuple(StepShape(it, long_rows, *[min(max_rows, it)] * 2) for it in sizes)
+
+
+class CapturedSteps:
+    """Steps of each of `sizes`, in tokens. With adapters all are captured a second time."""
+
+    def __init__(self, stream: Stream, uploads: Uploads, sizes: Sequence[int]) -> None:
+        self._plain, self._adapted = (StepGraphs(stream, uploads, sizes) for _ in range(2))
+
+    def record(
+        self,
+        arrays: Callable[[int], Arrays],
+        step: Step,
+        has_adapters: bool,
+        on_progress: ProgressCallback | None,
+        what: str,
+    ) -> None:
+        """Capture `step` for each size; see `StepGraphs.record`."""
+        self._plain.record(arrays, lambda tensors: step(tensors, None), on_progress, what)
+        if has_adapters:
+            self._adapted.record(
+                lambda size: (np.full(size, -1, dtype=np.int32), *arrays(size)),
+                lambda tensors: step(tensors[1:], tensors[0]),
+                on_progress,
+                f"{what} with adapters",
+            )
+
+    def size_for(self, num_tokens: int) -> int | None:
+        """Return the smallest captured size of at least `num_tokens`; None if there is none."""
+        return self._plain.size_for(num_tokens)
+
+    def run(self, size: int, arrays: Arrays, slots: Array | None) -> tuple[Tensor, Tensors]:
+        """Replay a step; return its result and the arrays on the device, valid until the next run.
+
+        `slots`: the adapter slot of each token, int32; None if no token has an adapter.
+        """
+        if slots is None:
+            return self._plain.run(size, arrays)
+        result, tensors = self._adapted.run(size, (slots, *arrays))
+        return result, tensors[1:]

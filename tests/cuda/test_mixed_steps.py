@@ -1,0 +1,247 @@
+"""Captured steps with contexts: which steps they are, and that padding changes no result."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from devices import LLAMA, check_same, checkpoint, finals, prompt, set_token_sizes
+from mixed_schedules import from_tokens, mixed
+
+from gptmanager import KvCacheConfig, ModelType, OptionalParams
+from gptmanager.assembly.backend import DeviceBackend
+from gptmanager.config import PromptLookup
+from gptmanager.cuda.attention.context_attention import max_num_context_items, plan_context
+from gptmanager.cuda.device.downloads import Downloads
+from gptmanager.cuda.device.graphs import StepGraphs, token_ladder
+from gptmanager.cuda.device.launch import EmulatorLauncher
+from gptmanager.cuda.device.streams import EmulatedStream
+from gptmanager.cuda.device.uploads import Uploads
+from gptmanager.cuda.features import Features
+from gptmanager.cuda.kernels import CudaKernels
+from gptmanager.executor.captured_steps import step_shapes
+from gptmanager.executor.device_runner import DeviceRunner
+from gptmanager.executor.packed_rows import PackedRows, StepShape, fitted
+from gptmanager.executor.sequence_tables import DeviceTables
+from gptmanager.kernels.attention.attention_arguments import AttentionShape
+from gptmanager.memory.kv_pool import KvPool
+from gptmanager.models.model import load_model
+
+SHAPE = StepShape(tokens=12, long_rows=2, single_rows=3, samples=4)
+
+
+@pytest.fixture
+def replayed(monkeypatch):
+    """The sizes of the steps that are replayed."""
+    run, sizes = StepGraphs.run, []
+
+    def spy(self, size, arrays):
+        sizes.append(size)
+        return run(self, size, arrays)
+
+    monkeypatch.setattr(StepGraphs, "run", spy)
+    return sizes
+
+
+def packed(num_context, *spans, samples=None):
+    """Rows from their first to their last position, excluded; the last token of each is sampled."""
+    starts, ends = np.array(spans, dtype=np.int64).reshape(-1, 2).T
+    counts, lines = ends - starts, np.arange(len(spans))
+    bounds = np.concatenate(([0], np.cumsum(counts)))
+    samples = lines if samples is None else np.array(samples, dtype=np.int64)
+    return PackedRows(
+        lines=lines,
+        row_starts=bounds.astype(np.int32),
+        kv_lengths=ends.astype(np.int32),
+        positions=np.concatenate([np.arange(*span) for span in spans]),
+        token_lines=np.repeat(lines, counts),
+        sample_index=bounds[1:][samples] - 1,
+        sample_rows=samples,
+        num_context_rows=num_context,
+    )
+
+
+def test_rows_are_padded_behind_the_contexts_and_at_the_end():
+    padded = fitted(packed(1, (3, 7), (8, 9), (4, 5), samples=[1, 2]), SHAPE)
+    assert padded.lines.tolist() == [0, 0, 1, 2, 0]
+    assert padded.row_starts.tolist() == [0, 4, 4, 5, 6, 6] and padded.row_starts.dtype == np.int32
+    assert padded.kv_lengths.tolist() == [7, 0, 9, 5, 0] and padded.kv_lengths.dtype == np.int32
+    assert padded.positions.tolist() == [3, 4, 5, 6, 8, 4] + 6 * [0]
+    assert padded.token_lines.tolist() == [0, 0, 0, 0, 1, 2] + 6 * [0]
+    assert padded.sample_index.tolist() == [4, 5, 0, 0] and padded.sample_rows[:2].tolist() == [2, 3]
+    assert padded.num_context_rows == 2
+
+
+def test_which_rows_fit():
+    one = (5, 6)
+    assert fitted(packed(1, (0, 9), one, one, one), SHAPE)
+    assert fitted(packed(2, (0, 9), one, one), SHAPE)  # a context of one token
+    assert fitted(packed(0, (4, 8), one), SHAPE)  # a draft: as a context
+    late = fitted(packed(0, one, (4, 8), one), SHAPE)
+    assert late.row_starts.tolist() == [0, 1, 5, 6, 6, 6], "and so is what is before it"
+    assert not fitted(packed(1, (0, 10), one, one, one), SHAPE)  # tokens
+    assert not fitted(packed(3, one, one, one), SHAPE)  # contexts
+    assert not fitted(packed(0, one, one, (4, 8)), SHAPE)
+    assert not fitted(packed(0, one, one, one, one), SHAPE)  # other rows
+    twice = packed(1, (0, 4), one, one, samples=[0, 1, 1, 2, 2])
+    assert not fitted(twice, SHAPE)
+
+
+def test_items_of_contexts_fit():
+    """For any lengths, and no place is needless: all rows of one tile and a token more."""
+    chance = np.random.default_rng(0)
+    for group in (1, 3, 8, 16):
+        shape = AttentionShape(2 * group, 2, 64, 0.1)
+        most_found = 0
+        for _ in range(200):
+            num_rows, num_tokens = int(chance.integers(1, 5)), int(chance.integers(1, 700))
+            cuts = np.sort(chance.integers(0, num_tokens + 1, num_rows - 1))
+            lengths = np.diff(np.concatenate(([0], cuts, [num_tokens]))).astype(np.int32)
+            items = plan_context(lengths, lengths + 3, shape)
+            most = max_num_context_items(num_rows, num_tokens, shape)
+            assert len(items) <= most
+            most_found = max(most_found, len(items) / most)
+        assert most_found == 1
+
+
+def test_sizes_that_are_captured():
+    """Up to the largest step, and while launches take the CPU longer than a GPU computes."""
+    sizes = 64, 128, 256, 512
+    assert token_ladder(sizes, 8192, 10**9) == sizes
+    assert token_ladder(sizes, 65, 10**9) == (64, 128) and token_ladder(sizes, 64, 1) == (64,)
+    assert token_ladder(sizes, 8192, 6 * 10**9) == (64, 128)
+    assert token_ladder(sizes, 8192, 16 * 10**9) == () == token_ladder((), 8192, 1)
+    assert step_shapes((8, 64), 24) == (StepShape(8, 16, 8, 8), StepShape(64, 16, 24, 24))
+    assert step_shapes((64,), 4) == (StepShape(64, 4, 4, 4),)
+
+
+def test_switches(toolchain, monkeypatch):
+    set_token_sizes(monkeypatch, 8, 16)
+    model = load_model((LLAMA, checkpoint(tuple(sorted(LLAMA.items(), key=str)))))
+
+    def shapes(words="", **params):
+        stream = EmulatedStream(EmulatorLauncher(features=Features.parse(words)))
+        return DeviceBackend(stream, OptionalParams(**params))._shapes(model, 3)
+
+    assert shapes() == step_shapes((8, 16), 3) and shapes(max_num_tokens=8) == shapes()[:1]
+    assert shapes("no-graphs") == shapes("no-mixed-graphs") == shapes(cuda_graphs=False) == ()
+
+
+# A runner: the logits of the same steps, captured and launched -------------------------------------
+
+STEPS = (
+    packed(2, (0, 9), (0, 2), samples=[1]),  # the first context has a chunk only
+    packed(1, (9, 11), (2, 3)),
+    packed(1, (11, 12), (3, 4), samples=[1]),  # of one token
+    packed(0, (12, 15), (4, 5)),  # with drafts
+    packed(1, (15, 23), samples=[]),  # no sample
+    packed(0, (23, 24), (5, 6)),
+)
+
+
+def logits_of(shapes, kernels, **options):
+    stream = EmulatedStream(kernels._launcher)
+    model = load_model(
+        (LLAMA, checkpoint(tuple(sorted(LLAMA.items(), key=str)))),
+        kernels=kernels,
+        device=stream.device,
+        **options,
+    )
+    tables = DeviceTables(2, 32, 4, stream.device)
+    pool = KvPool(model.spec.pages, 8, 8, token_major=True, dtype=model.spec.dtype)
+    for stack in pool.stacks:
+        for pages in stack.tokens:
+            pages.fill_(torch.nan)
+    copies = Uploads(stream), Downloads(stream, 16)
+    sizes = {"graph_sizes": (2,), "shapes": shapes}
+    runner = DeviceRunner(model, pool, tables, stream, *copies, **sizes)
+    for line in range(2):
+        tables.write_blocks(line, 0, [5 - line, 2 + line, 7 - line, line])
+        tables.write_tokens(line, 0, prompt(3 + line, 30))
+    with torch.inference_mode():
+        return torch.cat([runner.run(step).logits.clone() for step in STEPS])
+
+
+@pytest.mark.parametrize(
+    ("deterministic", "options"),
+    [
+        (True, {}),
+        (False, {"attention_window": 6, "sink": 2}),
+        (False, {"dtype": "bfloat16", "weights_dtype": "int8"}),
+    ],
+    ids=["deterministic", "window", "int8"],
+)
+def test_padding_changes_nothing(toolchain, replayed, deterministic, options):
+    has_matmuls = "weights_dtype" in options
+    kernels = CudaKernels(EmulatorLauncher(has_matmuls=has_matmuls), deterministic)
+    launched = logits_of((), kernels, **options)
+    assert replayed == [2]
+    replayed.clear()
+    shapes = StepShape(4, 2, 2, 2), SHAPE
+    captured = logits_of(shapes, kernels, **options)
+    assert replayed == [12, 4, 4, 4, 12, 2]
+    if deterministic:
+        assert torch.equal(captured, launched)
+    else:
+        torch.testing.assert_close(captured, launched, atol=1e-5, rtol=1e-5)
+
+
+# Managers -----------------------------------------------------------------------------------------
+
+
+def test_requests_of_all_kinds(device, replayed, monkeypatch):
+    """Of their steps one is launched: the one whose context has logits that a host asked for."""
+    set_token_sizes(monkeypatch, 16, 40)
+    check_same(device, mixed, run_ahead=1, max_batch_size=3)
+    assert replayed.count(16) > 1 and replayed.count(40) > 1
+
+
+def test_chunks_and_passes_of_one_step(device, replayed, monkeypatch):
+    """Both passes of a step write their logits to the same memory."""
+    set_token_sizes(monkeypatch, 16)
+
+    def requests():
+        return [from_tokens(i, prompt(i, 4 + 7 * i), 4) for i in range(1, 5)]
+
+    options = {"enable_chunked_context": True, "max_num_tokens": 16}
+    check_same(device, requests, model_type=ModelType.INFLIGHT_BATCHING, **options)
+    assert replayed.count(16) > 2
+
+
+def test_drafts(device, replayed, monkeypatch):
+    set_token_sizes(monkeypatch, 16)
+
+    def requests():
+        text = prompt(4, 6)
+        return [from_tokens(i, text * 2 + text[: 1 + i], 6) for i in range(2)]
+
+    lookup = PromptLookup(max_draft_tokens=3)
+    check_same(device, requests, speculative_decoding_config=lookup, max_batch_size=8)
+    assert 16 in replayed
+
+
+def test_virtual_tokens_are_launched(device, replayed, monkeypatch):
+    set_token_sizes(monkeypatch, 16)
+    table = np.random.default_rng(0).standard_normal((2, 64)).astype(np.float32)
+
+    def requests():
+        own = {"prompt_embedding_table": table, "prompt_vocab_size": 2}
+        return [from_tokens(1, [96, 97, 4], 3, **own)]
+
+    check_same(device, requests)
+    assert 16 not in replayed
+
+
+def test_deterministic_outputs_are_the_same_bits(device, replayed, monkeypatch):
+    set_token_sizes(monkeypatch, 16)
+    cache = KvCacheConfig(max_tokens=256, tokens_per_block=16)
+    found = []
+    for options in ({"cuda_graphs": False}, {"enable_chunked_context": True, "max_num_tokens": 16}):
+        requests = [
+            from_tokens(i, prompt(i, 5 + 9 * i), 3, return_log_probs=True) for i in range(3)
+        ]
+        found.append(finals(requests, device, deterministic=True, cache=cache, **options))
+    assert replayed.count(16) > 1
+    for one, other in zip(*found, strict=True):
+        for name in ("output_ids", "output_log_probs"):
+            assert torch.equal(one.tensors[name], other.tensors[name])
