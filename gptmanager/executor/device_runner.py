@@ -31,7 +31,6 @@ from gptmanager.models.batch import Batch
 from gptmanager.models.model import Model, PlanningModel
 from gptmanager.statistics import Memory
 
-
 _TOKENS = 4  # the input of a captured step that has an element for each token
 
 
@@ -245,7 +244,7 @@ class DeviceRunner(Runner):
         logits = _for_kernels(self.model.forward(batch, self.kv_pool))
         if self._graph_logits is None or self._graph_tokens is None:
             samples = (shape.samples for shape in self._shapes.values())
-            most = max(len(logits), *self._graph_sizes, *samples)
+            most = max([len(logits), *self._graph_sizes, *samples])
             self._graph_logits = logits.new_empty(most, logits.shape[1])
             self._graph_tokens = chosen.new_zeros(most)
         logits = self._graph_logits[: len(logits)].copy_(logits)

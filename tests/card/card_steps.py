@@ -33,6 +33,7 @@ FIRST_FILES = (
 )
 BATCHES = "1,32,64,128,256"
 CONTEXT = "1024"
+SMALL = ("--model", "examples/tiny_llama", "--lengths", "32:128")  # launches take longest
 FILE_S = 200.0  # a test file
 
 
@@ -173,6 +174,10 @@ def _fast(setup: Setup) -> list[Step]:
         steps("model-no-early", "steps,load", "1", 90, "no-early"),
         steps("model-no-warpgroups", "load", "1", 90, "no-warpgroups"),
         steps("model-int8", "load", "1", 90, "", "--int8"),
+        *(
+            steps(name, "load", "0.5", 60, switch, *SMALL)
+            for name, switch in (("small", ""), ("small-no-mixed-graphs", "no-mixed-graphs"))
+        ),
     ]
 
 

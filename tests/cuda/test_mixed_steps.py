@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from devices import LLAMA, check_same, checkpoint, finals, prompt, set_token_sizes
-from mixed_schedules import from_tokens, mixed
+from mixed_schedules import from_tokens
 
 from gptmanager import KvCacheConfig, ModelType, OptionalParams
 from gptmanager.assembly.backend import DeviceBackend
@@ -68,7 +68,10 @@ def test_rows_are_padded_behind_the_contexts_and_at_the_end():
     assert padded.kv_lengths.tolist() == [7, 0, 9, 5, 0] and padded.kv_lengths.dtype == np.int32
     assert padded.positions.tolist() == [3, 4, 5, 6, 8, 4] + 6 * [0]
     assert padded.token_lines.tolist() == [0, 0, 0, 0, 1, 2] + 6 * [0]
-    assert padded.sample_index.tolist() == [4, 5, 0, 0] and padded.sample_rows[:2].tolist() == [2, 3]
+    assert padded.sample_index.tolist() == [4, 5, 0, 0] and padded.sample_rows[:2].tolist() == [
+        2,
+        3,
+    ]
     assert padded.num_context_rows == 2
 
 
@@ -190,10 +193,25 @@ def test_padding_changes_nothing(toolchain, replayed, deterministic, options):
 
 
 def test_requests_of_all_kinds(device, replayed, monkeypatch):
-    """Of their steps one is launched: the one whose context has logits that a host asked for."""
-    set_token_sizes(monkeypatch, 16, 40)
-    check_same(device, mixed, run_ahead=1, max_batch_size=3)
-    assert replayed.count(16) > 1 and replayed.count(40) > 1
+    """They start one after the other, beside those that generate."""
+    set_token_sizes(monkeypatch, 24)
+    options = [
+        {"repetition_penalty": 1.4},
+        {"temperature": 0.8, "random_seed": 3},
+        {"return_log_probs": True},
+        {"return_context_logits": True, "min_length": 4, "end_id": 3},
+        {"return_generation_logits": True, "no_repeat_ngram_size": 2},
+        {},
+    ]
+
+    def requests():
+        return [
+            from_tokens(i, prompt(i, 4 + 3 * i), 2 + 2 * (i % 3), **own)
+            for i, own in enumerate(options)
+        ]
+
+    check_same(device, requests, run_ahead=1, max_batch_size=3)
+    assert replayed.count(24) > 2 and {2, 4} <= {*replayed}
 
 
 def test_chunks_and_passes_of_one_step(device, replayed, monkeypatch):

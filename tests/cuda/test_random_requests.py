@@ -10,7 +10,7 @@ import random
 import numpy as np
 import pytest
 import torch
-from devices import GPU, LLAMA, WIDE, finals, there_is
+from devices import GPU, LLAMA, WIDE, finals, set_token_sizes, there_is
 from fuzz import FUZZ
 
 from gptmanager import (
@@ -133,8 +133,10 @@ def random_schedule(chance):
 @pytest.mark.every(2)
 @pytest.mark.parametrize("place", ["emulator", GPU])
 @pytest.mark.parametrize("seed", range(NUM_RUNS))
-def test_a_device_answers_as_the_cpu_does(seed, place, favor):
+def test_a_device_answers_as_the_cpu_does(seed, place, favor, monkeypatch):
     device = there_is(place)
+    if seed % 2:
+        set_token_sizes(monkeypatch, 12, 40)  # for steps with contexts
     chance = random.Random(seed)
     drawn = [random_request(chance, i, favor) for i in range(chance.randint(2, 5))]
 
