@@ -299,7 +299,7 @@ def _for_kernels(logits: Tensor) -> Tensor:
 
 
 def _idle_rows(size: int | StepShape) -> PackedRows:
-    """Return a batch of `size` rows, or of that shape, whose rows have no tokens."""
+    """Return a batch of `size` rows, or of that shape, in which no row has tokens."""
     none, ends = np.zeros(0, dtype=np.int64), np.zeros(1, dtype=np.int32)
     rows = PackedRows(none, ends, ends[:0], none, none, none, none, 0)
     if isinstance(size, int):
