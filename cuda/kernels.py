@@ -115,9 +115,9 @@ class CudaKernels(Kernels):
         """Return the plans of both attention kernels: four arrays for each `_Kind` of layers.
 
         These are the items of context attention, then the items, block starts and partial starts of
-        generation attention. With `fixed`, the arrays are padded to sizes that depend only on it, on
-        `num_context_rows` and on the number of rows. The result is empty if the reference computes
-        attention.
+        generation attention. With `fixed`, the arrays are padded to sizes that depend only on
+        `fixed`, `num_context_rows` and the number of rows. The result is empty if the reference
+        computes attention.
         """
         if not self._covers(shapes):
             return ()

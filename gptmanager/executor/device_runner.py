@@ -189,7 +189,7 @@ class DeviceRunner(Runner):
             self._launch(rows).float()  # some steps need this copy; see `DeviceChooser.choose`
 
     def run_captured(self, num_rows: int, shapes: Sequence[StepShape] = ()) -> None:
-        """Run the captured steps of `num_rows` rows and of `shapes`, without access to any block."""
+        """Run the captured steps of `num_rows` rows and of `shapes`; they access no block."""
         if self._plan(_idle_rows(1), fixed=1):
             with self.stream, torch.inference_mode():
                 self._step(self._uploads.upload(self._fixed_arrays(_idle_rows(num_rows))))

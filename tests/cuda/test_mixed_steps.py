@@ -130,7 +130,7 @@ def test_switches(toolchain, monkeypatch):
     assert shapes("no-graphs") == shapes("no-mixed-graphs") == shapes(cuda_graphs=False) == ()
 
 
-# A runner: the logits of the same steps, captured and launched -------------------------------------
+# A runner: the logits of the same steps, captured and launched ---------------------------------
 
 STEPS = (
     packed(2, (0, 9), (0, 2), samples=[1]),  # the first context has a chunk only
