@@ -27,8 +27,6 @@ from gptmanager.lifecycle.log import logger
 NAMES = {torch.float32: "float", torch.float16: "__half", torch.bfloat16: "__nv_bfloat16"}
 Argument = Tensor | np.generic | None
 Expected = tuple[Tensor | None, tuple[int | None, ...], torch.dtype]
-# g++ compiles a few kernels of a file almost as fast as one, but all of them slowly.
-_COMPILED_AT_ONCE = 16
 _MAX_SHARED_OF_BLOCK = 97  # cudaDevAttrMaxSharedMemoryPerBlockOptin
 _MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 _CARVEOUT = 9  # CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT, in percent
@@ -192,20 +190,21 @@ def _plain(argument: Argument) -> Any:
 
 @functools.cache  # shared by all managers of a process: finding compiled libraries takes time
 def _emulated(
-    path: Path,
-    names: tuple[str, ...],
+    program: Program,
+    name: str,
     check: bool,
     order: str | int,
     toolchain: emulator.Toolchain,
     options: tuple[str, ...],
 ) -> emulator.Module:
     return emulator.Module(
-        path=path,
-        name_expressions=names,
+        path=program.path,
+        name_expressions=program.kernels,
         options=(*options, f"-I{compiler.FOLDER}"),
         check=check,
         order=order,
         toolchain=toolchain,
+        only=name,
     )
 
 
@@ -238,11 +237,8 @@ class EmulatorLauncher:
         self._order = order
 
     def kernel(self, program: Program, name: str, shared_mem: int = 0) -> Kernel:
-        index = program.kernels.index(name)
-        names = program.kernels[index - index % _COMPILED_AT_ONCE :][:_COMPILED_AT_ONCE]
         how = self._check, self._order, self._toolchain, self.features.compiler_options
-        module = _emulated(program.path, names, *how)
-        kernel = module.get_function(name)
+        kernel = _emulated(program, name, *how).get_function(name)
         kernel.max_dynamic_shared_size_bytes = max(shared_mem, 48 << 10)
         kernel.dependent = program.dependent and self.features.early
 

@@ -38,10 +38,20 @@ class _Region(ctypes.Structure):  # state.h
     _fields_ = (("begin", ctypes.c_void_p), ("end", ctypes.c_void_p), ("argument", ctypes.c_int))
 
 
+class _Arena(ctypes.Structure):  # state.h
+    _fields_ = (
+        ("stacks", ctypes.c_void_p),
+        ("num_stacks", ctypes.c_size_t),
+        ("dynamic", ctypes.c_void_p),
+        ("user", ctypes.c_void_p),
+    )
+
+
 class _Launch(ctypes.Structure):  # state.h
     _fields_ = (
         ("body", ctypes.c_void_p),
         ("arguments", ctypes.POINTER(ctypes.c_void_p)),
+        ("arena", ctypes.POINTER(_Arena)),
         ("grid", ctypes.c_uint * 3),
         ("block", ctypes.c_uint * 3),
         ("dynamic_shared", ctypes.c_size_t),
@@ -83,6 +93,11 @@ class _Symbol(NamedTuple):
     kind: str  # nm's letter
     address: int  # in the file
     size: int
+
+
+@functools.cache  # for all libraries of a process
+def _arena() -> _Arena:
+    return _Arena()
 
 
 def _encoding(function: str) -> str:
@@ -176,6 +191,7 @@ class Library:
         launch = _Launch(
             body=self._descriptor(number).body,
             arguments=ctypes.cast(pointers, ctypes.POINTER(ctypes.c_void_p)),
+            arena=ctypes.pointer(_arena()),
             grid=(ctypes.c_uint * 3)(*grid),
             block=(ctypes.c_uint * 3)(*block),
             dynamic_shared=dynamic_shared,

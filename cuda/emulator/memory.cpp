@@ -15,9 +15,6 @@ namespace emulator {
 constexpr size_t PAGE = 4096, DYNAMIC = 256 << 10, ALIGNMENT = 1024;
 constexpr unsigned char POISON = 0xFF;  // as a float: NaN; as an int: -1
 
-static char* stacks;  // each above an unreadable page
-static size_t num_stacks;
-static char* dynamic;  // between two unreadable pages
 static size_t dynamic_size;
 static Span loaded, shared;
 // Thread-local memory is allocated at its first use. The linker places this array after the variables of
@@ -45,46 +42,55 @@ static int find_library(dl_phdr_info* info, size_t, void*) {
             local = {(char*)info->dlpi_tls_data, (char*)info->dlpi_tls_data + part.p_memsz};
         }
     }
-    char* inside = (char*)&stacks;
+    char* inside = (char*)&loaded;
     if (inside < span.begin || inside >= span.end) return 0;
     loaded = {(char*)info->dlpi_addr, span.end};
     shared = local;
     return 1;
 }
 
+static void map_stacks(Arena& arena, size_t count) {
+    if (arena.stacks) munmap(arena.stacks, arena.num_stacks * (STACK + PAGE));
+    arena.num_stacks = 0;
+    arena.stacks = map(count * (STACK + PAGE));
+    arena.num_stacks = count;
+    for (size_t i = 0; i < count; i++) mprotect(arena.stacks + i * (STACK + PAGE), PAGE, PROT_NONE);
+    arena.user = nullptr;
+}
+
 void map_memory(size_t num_threads, size_t size) {
     touched[0] = 1;
     dl_iterate_phdr(find_library, nullptr);
-    if (!dynamic) {
-        dynamic = map(DYNAMIC + 2 * PAGE) + PAGE;
-        mprotect(dynamic - PAGE, PAGE, PROT_NONE);
-        mprotect(dynamic + DYNAMIC, PAGE, PROT_NONE);
+    Arena& arena = *launch->arena;
+    if (!arena.dynamic) {
+        arena.dynamic = map(DYNAMIC + 2 * PAGE) + PAGE;
+        mprotect(arena.dynamic - PAGE, PAGE, PROT_NONE);
+        mprotect(arena.dynamic + DYNAMIC, PAGE, PROT_NONE);
     }
     dynamic_size = size;
-    if (num_threads <= num_stacks) return;
-    if (stacks) munmap(stacks, num_stacks * (STACK + PAGE));
+    if (num_threads > arena.num_stacks) map_stacks(arena, num_threads);
+    if (arena.user == &loaded) return;
+    arena.user = &loaded;
     for (Thread& thread : threads) thread.started = false;
-    stacks = map(num_threads * (STACK + PAGE));
-    num_stacks = num_threads;
-    for (size_t i = 0; i < num_threads; i++) mprotect(stacks + i * (STACK + PAGE), PAGE, PROT_NONE);
 }
 
-char* stack_of(unsigned thread) { return stacks + thread * (STACK + PAGE) + PAGE; }
+char* stack_of(unsigned thread) { return launch->arena->stacks + thread * (STACK + PAGE) + PAGE; }
 
 Span library() { return loaded; }
 Span static_shared() { return shared; }
+
+char* shared_window() { return launch->arena->dynamic; }
 
 // Dynamic shared memory ends at an unreadable page, as closely as the alignment of its contents allows.
 Span dynamic_span() {
     size_t alignment = 16;
     while (alignment < ALIGNMENT && dynamic_size % (2 * alignment) == 0) alignment *= 2;
-    char* begin = dynamic + DYNAMIC - (dynamic_size + alignment - 1) / alignment * alignment;
+    char* begin = shared_window() + DYNAMIC - (dynamic_size + alignment - 1) / alignment * alignment;
     return {begin, begin + dynamic_size};
 }
 
 void* dynamic_shared() { return dynamic_span().begin; }
-char* shared_window() { return dynamic; }
-unsigned shared_address(const void* pointer) { return unsigned((char*)pointer - dynamic); }
+unsigned shared_address(const void* pointer) { return unsigned((char*)pointer - shared_window()); }
 
 static bool inside(Span span, const char* address) {
     return address >= span.begin && address < span.end;
@@ -95,7 +101,8 @@ bool in_shared(const char* address) {
 }
 
 bool in_stacks(const char* address) {
-    return inside({stacks, stacks + num_stacks * (STACK + PAGE)}, address);
+    const Arena& arena = *launch->arena;
+    return inside({arena.stacks, arena.stacks + arena.num_stacks * (STACK + PAGE)}, address);
 }
 
 bool in_library(const char* address) { return inside(loaded, address); }
@@ -146,6 +153,7 @@ void fail_outside(char* address, Site site) {
     Span span = dynamic_span();
     if (in_stacks(address)) fail(site, "stack overflow: more than %zu KiB", STACK >> 10);
     if (address < (char*)(64 << 10)) fail(site, "access through a null pointer (%p)", address);
+    char* dynamic = shared_window();
     if (address >= dynamic - PAGE && address < dynamic + DYNAMIC + PAGE)
         fail(site, "access to byte %td of dynamic shared memory, which has %zu bytes",
              address - span.begin, dynamic_size);

@@ -6,7 +6,7 @@ It does not depend on the kernels of this package: an application's own kernels 
 
 from __future__ import annotations
 
-import itertools
+import functools
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,12 @@ import numpy as np
 from gptmanager.cuda.emulator.arguments import convert
 from gptmanager.cuda.emulator.library import Library
 from gptmanager.cuda.emulator.reports import EmulatorError
-from gptmanager.cuda.emulator.source import compilable, compiler_options, translation_unit
+from gptmanager.cuda.emulator.source import (
+    compilable,
+    compiler_options,
+    only_kernel,
+    translation_unit,
+)
 from gptmanager.cuda.emulator.toolchain import Toolchain
 
 _MAX_THREADS = 1024
@@ -118,8 +123,9 @@ class Module:
     `options` has macros and folders as for NVRTC; options that only concern GPUs are ignored. With
     `check`, every access is checked, and races and uninitialized shared memory are reported, which
     is slow. The `order` of blocks, warps and lanes is "forward", "reverse", or the seed of a
-    shuffle. Raises `EmulatorError` with g++'s messages if the source does not compile, and
-    `ConfigError` without g++.
+    shuffle. With `only`, one of `name_expressions`, no other kernel is built, and the preprocessed
+    source is kept for the next one. Raises `EmulatorError` with g++'s messages if the source does
+    not compile, and `ConfigError` without g++.
     """
 
     def __init__(
@@ -132,6 +138,7 @@ class Module:
         check: bool = False,
         order: str | int = "forward",
         toolchain: Toolchain | None = None,
+        only: str | None = None,
     ) -> None:
         if (path is None) == (source is None):
             raise EmulatorError("pass either `path` or `source`")
@@ -141,17 +148,35 @@ class Module:
         file = Path("kernel.cu" if path is None else path)
         text = file.read_text("utf-8") if source is None else source
         toolchain = toolchain or Toolchain()
-        unit = translation_unit(text, str(file), name_expressions)
-        unit = toolchain.preprocess(unit, file.name, compiler_options(options, file.parent))
-        built = toolchain.build(compilable(unit, file.name), file.name, check)
-        self._library = Library(built, check, _order(order))
-        self._names = dict(zip(name_expressions, itertools.count()))
+        flags = tuple(compiler_options(options, file.parent))
+        preprocess = _preprocess if only is None else _preprocessed
+        unit = preprocess(text, str(file), tuple(name_expressions), flags, toolchain)
+        self._numbers = {name: number for number, name in enumerate(name_expressions)}
+        if only is not None:
+            number = self._number(only)
+            self._numbers = {only: number}
+            unit = only_kernel(unit, number)
+        self._library = Library(toolchain.build(unit, file.name, check), check, _order(order))
 
     def get_function(self, name: str) -> Kernel:
-        if name not in self._names:
-            known = ", ".join(self._names)
+        return Kernel(name, self._library, self._number(name))
+
+    def _number(self, name: str) -> int:
+        if name not in self._numbers:
+            known = ", ".join(self._numbers)
             raise EmulatorError(f"unknown kernel {name!r}; the name expressions are: {known}")
-        return Kernel(name, self._library, self._names[name])
+        return self._numbers[name]
+
+
+def _preprocess(
+    text: str, file: str, names: tuple[str, ...], options: tuple[str, ...], toolchain: Toolchain
+) -> str:
+    name = Path(file).name
+    unit = toolchain.preprocess(translation_unit(text, file, names), name, options)
+    return compilable(unit, name)
+
+
+_preprocessed = functools.lru_cache(32)(_preprocess)
 
 
 def _order(order: str | int) -> int:

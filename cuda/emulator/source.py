@@ -20,6 +20,7 @@ _DYNAMIC = re.compile(
 )
 _NOINLINE = re.compile(r"\b__noinline__\b(?!\s*[,)])")
 _MEANINGFUL = ("-D", "-U", "-I", "-include", "-std=", "--std=")
+_EXPORTS = '"name_expressions"'  # the name of the part with one line per kernel
 _TEXT = re.compile(r'"(?:\\.|[^"\\])*"|\'(?:\\.|[^\'\\])*\'')
 
 
@@ -33,9 +34,14 @@ def translation_unit(source: str, name: str, kernels: Sequence[str]) -> str:
         '#include "intrinsics_cpu.h"\n'
         "#endif\n"
         '#include "export.h"\n'
-        '#line 1 "name_expressions"\n'
-        f"{''.join(exports)}"
+        f"#line 1 {_EXPORTS}\n{''.join(exports)}"
     )
+
+
+def only_kernel(unit: str, number: int) -> str:
+    """Return preprocessed `unit` with the descriptor of no other kernel."""
+    source, mark, exports = unit.partition(f"# 1 {_EXPORTS}\n")
+    return source + mark + exports.splitlines()[number]
 
 
 def compiler_options(options: Sequence[str], folder: Path) -> list[str]:

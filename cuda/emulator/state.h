@@ -44,9 +44,19 @@ struct Region {  // the memory of an argument, [begin, end)
     int argument;
 };
 
+// Memory that all loaded libraries use, one launch at a time. Each guard page is a mapping of its own, and
+// a process has at most vm.max_map_count of them: too few for stacks of each library.
+struct Arena {  // library.py has the same structure
+    char* stacks;  // each above an unreadable page
+    size_t num_stacks;
+    char* dynamic;     // between two unreadable pages
+    const void* user;  // the library whose fibers are on the stacks
+};
+
 struct Launch {  // filled by Python; library.py has the same structure
     void (*body)(void** arguments);
     void** arguments;
+    Arena* arena;
     Index grid, block;
     size_t dynamic_shared;
     Region* regions;

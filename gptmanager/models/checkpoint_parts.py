@@ -31,13 +31,6 @@ def gguf_checkpoint(path: str | os.PathLike[str]) -> GgufCheckpoint | None:
     return None if file is None else GgufCheckpoint(file)
 
 
-def is_checkpoint(path: Path) -> bool:
-    """Return whether the path may be a checkpoint: a folder, or a GGUF file. The content is not
-    read.
-    """
-    return path.is_dir() or _is_gguf(path)
-
-
 def read_part(path: str | os.PathLike[str], name: str) -> dict[str, Any] | None:
     """Return the JSON object in the file `name` of a checkpoint, such as generation_config.json.
 

@@ -45,13 +45,3 @@ class RankLayout:
         """The ranks of this stage, by part."""
         first = self.rank - self.part
         return range(first, first + self.tensor_parallel_size)
-
-    @property
-    def previous_stage_rank(self) -> int:
-        """The rank that sends hidden states to this one. Undefined in the first stage."""
-        return self.rank + self.tensor_parallel_size
-
-    @property
-    def next_stage_rank(self) -> int:
-        """The rank that this one sends hidden states to. Undefined in the last stage."""
-        return self.rank - self.tensor_parallel_size

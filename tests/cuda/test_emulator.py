@@ -88,6 +88,27 @@ def test_a_seed_shuffles_the_blocks(seed):
     assert found not in (list(range(40)), list(range(40))[::-1])
 
 
+def test_libraries_share_their_stacks(module):
+    """A process has at most 65,530 mappings, and each guard page is one."""
+    checked = emulator.Module(source=SCALE, name_expressions=NAMES, check=True)
+    before = len(Path("/proc/self/maps").read_text().splitlines())
+    for threads in (32, 1024, 64):
+        for fill in (module.get_function("fill"), checked.get_function("fill")) * 2:
+            x = emulator.empty(threads, np.uint64)
+            fill((1,), (threads,), (x, np.int64(threads)))
+            assert (x == threads).all()
+    assert len(Path("/proc/self/maps").read_text().splitlines()) - before < 3 * 1024
+
+
+def test_one_kernel_of_several_is_built():
+    only = emulator.Module(source=SCALE, name_expressions=NAMES, only="fill")
+    x = emulator.empty(3, np.uint64)
+    only.get_function("fill")((1,), (3,), (x, np.int64(5)))
+    assert x.tolist() == [5, 5, 5]
+    with pytest.raises(emulator.EmulatorError, match="'scale<float>'; .* are: fill$"):
+        only.get_function("scale<float>")
+
+
 def test_a_kernel_works_on_tensors_of_torch(scale):
     x, sums = torch.arange(64.0), torch.full((1,), torch.nan)
 

@@ -32,7 +32,7 @@ class World:
         from_previous = to_next = None
         # the first stage connects last: each of the others waits for the one before it
         if not layout.is_first_stage:
-            from_previous = self.group(f"from {layout.previous_stage_rank}", 1, 2)
+            from_previous = self.group(f"from {layout.rank + layout.tensor_parallel_size}", 1, 2)
         if not layout.is_last_stage:
             to_next = self.group(f"from {layout.rank}", 0, 2)
         return GroupCollectives(

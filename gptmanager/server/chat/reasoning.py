@@ -33,9 +33,6 @@ class Reasoning(Enum):
         return tags if self is Reasoning.THINK else ()
 
 
-PARSERS = ("auto", *(one.value for one in Reasoning))
-
-
 def reasoning_of(parser: str, template: str) -> Reasoning:
     """Return the format that `--reasoning-parser` names, or for `auto` the chat template's."""
     if parser != "auto":
