@@ -49,11 +49,8 @@ def compiler_options(options: Sequence[str], folder: Path) -> list[str]:
     kept = [
         option.removeprefix("-") if option.startswith("--std") else option for option in options
     ]
-    return ["-DGPTMANAGER_EMULATOR=1", *filter(_is_meaningful, kept), f"-I{folder}"]
-
-
-def _is_meaningful(option: str) -> bool:
-    return option.startswith(_MEANINGFUL)
+    meaningful = (option for option in kept if option.startswith(_MEANINGFUL))
+    return ["-DGPTMANAGER_EMULATOR=1", *meaningful, f"-I{folder}"]
 
 
 def compilable(text: str, name: str) -> str:

@@ -684,87 +684,54 @@ def slow_requests(path):
     )
 
 
-def test_an_interrupt_ends_a_run_and_keeps_its_results(model, tmp_path, environment):
-    # Given a run that takes long, and has one result
+def test_an_interrupt_ends_a_run_keeps_its_results_and_leaves_the_terminal_as_it_was(
+    model, tmp_path, environment
+):
+    # Given a run that takes long, draws on a terminal, and has one result
     out = tmp_path / "out.jsonl"
+    master, slave = pty.openpty()
+    path = slow_requests(tmp_path / "requests.jsonl")
     with subprocess.Popen(
-        command(
-            *("run", "--model", model, "--requests", slow_requests(tmp_path / "requests.jsonl")),
-            *("--output", out, "--pace", 0.3),
-        ),
+        command("run", "--model", model, "--requests", path, "--output", out, "--pace", 0.3),
         stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
+        stderr=slave,
         env=environment,
         text=True,
     ) as process:
-        seen = ""
-        while "request 1 leaves" not in seen:
-            line = process.stderr.readline()
-            assert line, seen
-            seen += line
+        os.close(slave)
+        seen = b""
+        while b" LENGTH " not in seen or b" running " not in seen:
+            seen += os.read(master, 65536)
 
         # When it is interrupted
         interrupted = time.monotonic()
         process.send_signal(signal.SIGINT)
-        printed, told = process.communicate(timeout=20)
-
-    # Then it ends soon, without a traceback, and what is done is done
-    assert process.returncode == 130
-    assert time.monotonic() - interrupted < 10
-    assert "Traceback" not in told and printed == ""
-    assert told.splitlines()[-2:] == ["1 of 4 requests were done", "gptmanager: interrupted"]
-    assert [result["request_id"] for result in read_lines(out)] == [1]
-
-
-def test_an_interrupt_on_a_terminal_leaves_it_as_it_was(model, tmp_path, environment):
-    # Given a run on a terminal, which draws
-    master, slave = pty.openpty()
-    path = slow_requests(tmp_path / "requests.jsonl")
-    with subprocess.Popen(
-        command("run", "--model", model, "--requests", path, "--pace", 0.3),
-        stdout=slave,
-        stderr=slave,
-        env=environment,
-    ) as process:
-        os.close(slave)
-        seen = b""
-        while b" running " not in seen:
-            seen += os.read(master, 65536)
-
-        # When it is interrupted
-        process.send_signal(signal.SIGINT)
         with contextlib.suppress(OSError):
             while piece := os.read(master, 65536):
                 seen += piece
+        printed = process.stdout.read()
     os.close(master)
 
-    # Then nothing that ran stays
+    # Then it ends soon, without a traceback, what is done is done, and nothing that ran stays
     assert process.returncode == 130
+    assert time.monotonic() - interrupted < 10
+    assert b"Traceback" not in seen and printed == ""
     screen = Screen(80)
     screen.feed(seen.decode())
     assert screen.shows_cursor and screen.column == 0
     assert not any(" running " in line for line in screen.lines)
-    assert screen.lines[-2:] == ["gptmanager: interrupted", ""]
+    assert screen.lines[-3:] == ["1 of 4 requests were done", "gptmanager: interrupted", ""]
+    assert [result["request_id"] for result in read_lines(out)] == [1]
 
 
-def test_a_reader_that_leaves_early(model, tmp_path, environment):
-    requests = write_requests(tmp_path / "requests.jsonl", {"prompt": "a", "max_new_tokens": 1})
-    with subprocess.Popen(
-        command("run", "--model", model, "--requests", requests),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        env=environment,
-        text=True,
-    ) as process:
-        process.stdout.close()
-        told = process.stderr.read()
-    assert process.returncode == 1
-    assert "request 1 leaves" in told and "Error" not in told
-
-
-def test_the_library_draws_nothing(environment):
-    code = "import gptmanager.callbacks, sys; sys.exit('rich' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], env=environment).returncode == 0
+def test_a_reader_that_leaves_early(run, monkeypatch):
+    reader, writer = os.pipe()
+    os.close(reader)
+    with os.fdopen(writer, "w") as stream:
+        monkeypatch.setattr(sys, "stdout", stream)
+        outcome = run({"prompt": "a", "max_new_tokens": 1})
+    assert outcome.code == 1
+    assert "request 1 leaves" in outcome.err and "Error" not in outcome.err
 
 
 @pytest.mark.every(3)

@@ -106,6 +106,7 @@ assert not set({HEAVY!r}) & set(sys.modules)
 for name in {sorted(MODULES)!r}:
     assert getattr(gptmanager, name) is sys.modules["gptmanager." + name]
     assert name in vars(gptmanager)
+assert "rich" not in sys.modules, "the library draws nothing"
 """
     subprocess.run([sys.executable, "-c", code], check=True)
 

@@ -86,6 +86,7 @@ def test_a_second_signal_ends_at_once(monkeypatch):
         Outside(act).serve(monkeypatch, shutdown_timeout=3000.0)
 
 
+@pytest.mark.slow
 def test_any_number_of_signals_shows_no_traceback():
     with subprocess.Popen(SERVE, stderr=subprocess.PIPE, text=True) as process:
         process.stderr.readline()
@@ -137,6 +138,7 @@ SERVE = [
         (signal.SIGINT, 130, "gptmanager: interrupted\n"),
     ],
 )
+@pytest.mark.every(3)
 def test_a_signal_before_the_server_serves_ends_it_with_a_line(tmp_path, number, status, text):
     """It is sent while the server reads a part of its model."""
     config = tmp_path / "config.json"
