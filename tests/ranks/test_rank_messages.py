@@ -334,6 +334,7 @@ def test_no_message_asks_for_memory_without_bound(change):
 # Digests ---------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_digests_are_the_same_in_every_process():
     run = subprocess.run(
         [sys.executable, "tests/support/rank_digests.py"],
