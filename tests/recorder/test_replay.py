@@ -32,7 +32,6 @@ from gptmanager.replay.main import imported
 from gptmanager.scheduler import RequestScheduler, SchedulerOutput
 from gptmanager.testing import ScriptedModel
 
-
 # The best of the first 60: each kind of event below happens at least five times.
 SEEDS = (5, 7, 8, 12, 19, 22, 41, 44, 45, 59)
 
