@@ -50,7 +50,7 @@ struct Arena {  // library.py has the same structure
     char* stacks;  // each above an unreadable page
     size_t num_stacks;
     char* dynamic;     // between two unreadable pages
-    const void* user;  // the library whose fibers are on the stacks
+    const void* user;  // the library that has its fibers on the stacks
 };
 
 struct Launch {  // filled by Python; library.py has the same structure
