@@ -1,10 +1,13 @@
-"""How fast quantized folders load, and with how much memory: not a test, since it takes a minute.
+"""How fast quantized folders load, and with how much memory: not a test, since it takes minutes.
 
-OMP_NUM_THREADS=1 python tests/benchmarks/measure_quantized_loading.py [FORMAT...]
+python tests/benchmarks/measure_quantized_loading.py [FORMAT...]
 
-Each folder has random linears in the shape of Qwen2 0.5B. `read`: copying all tensors of the folder
-to memory; `plain`: loading a bfloat16 folder of the same shape as bfloat16. Seconds are those of
-the CPU; the peak is that of the process while it loads, without what it had before.
+Each folder has random weights in the shape of Qwen2 0.5B, with an embedding in bfloat16. LAYERS
+sets the number of layers (24). FOLDERS names a folder in which they are kept for the next run; by
+default they are temporary. `read`: copying all tensors of the folder to memory. Seconds are the
+best of ROUNDS (3) loads, on the clock and of the CPU. All files are in the page cache. `peak`: the
+largest resident memory while the folder is loaded, without what was resident before, next to the
+bytes of the weights.
 """
 
 from __future__ import annotations
@@ -12,6 +15,7 @@ from __future__ import annotations
 import gc
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -27,7 +31,7 @@ from gptmanager.kernels.gemm.int4_matrix import Int4Matrix
 from gptmanager.memory.safetensors_reader import SafetensorsFolder
 from gptmanager.models import load_model
 
-HIDDEN, INNER, KV, VOCAB, GROUP = 896, 4864, 128, 8192, 128
+HIDDEN, INNER, KV, VOCAB, GROUP = 896, 4864, 128, 151_936, 128
 LINEARS = {
     "self_attn.q_proj": (HIDDEN, HIDDEN),
     "self_attn.k_proj": (KV, HIDDEN),
@@ -97,6 +101,13 @@ def nvfp4(rows: int, columns: int) -> dict[str, Tensor]:
     }
 
 
+def mxfp4(rows: int, columns: int) -> dict[str, Tensor]:
+    return {
+        "weight_packed": torch.randint(0, 256, (rows, columns // 2), dtype=torch.uint8),
+        "weight_scale": torch.randint(118, 124, (rows, columns // 32), dtype=torch.uint8),
+    }
+
+
 def nf4(rows: int, columns: int) -> dict[str, Tensor]:
     state = json.dumps({"shape": [rows, columns], "blocksize": 64}).encode()
     return {
@@ -111,6 +122,7 @@ GROUPED = {"strategy": "group", "group_size": GROUP}
 OF_GROUPS = {"bits": 4, "group_size": GROUP}
 FORMATS: Mapping[str, tuple[dict[str, Any] | None, Callable[[int, int], dict[str, Tensor]]]] = {
     "bfloat16": (None, lambda n, m: {"weight": torch.randn(n, m).bfloat16()}),
+    "bfloat16 as int8": (None, lambda n, m: {"weight": torch.randn(n, m).bfloat16()}),
     "ct-int4": (ct("int", 4, **GROUPED), int4),
     "ct-int4 as int8": (ct("int", 4, **GROUPED), lambda n, m: int4(n, m, torch.bfloat16)),
     "ct-int8": (
@@ -125,6 +137,7 @@ FORMATS: Mapping[str, tuple[dict[str, Any] | None, Callable[[int, int], dict[str
         },
     ),
     "nvfp4": (ct("float", 4, strategy="tensor_group", group_size=16), nvfp4),
+    "mxfp4": (ct("float", 4, strategy="group", group_size=32), mxfp4),
     "gptq": ({"quant_method": "gptq", **OF_GROUPS}, lambda n, m: transposed("gptq", n, m)),
     "gptq act-order": ({"quant_method": "gptq", **OF_GROUPS}, reordered),
     "awq": ({"quant_method": "awq", **OF_GROUPS}, lambda n, m: transposed("awq", n, m)),
@@ -167,11 +180,12 @@ def forget_peak() -> int:
     return peak_bytes()
 
 
-def cpu_seconds(action: Callable[[], Any]) -> tuple[float, Any]:
+def seconds(action: Callable[[], Any]) -> tuple[tuple[float, float], Any]:
+    """Return the seconds of the clock and of the CPU that an action takes, and its result."""
     before = os.times()
     result = action()
     after = os.times()
-    return sum(after[:2]) - sum(before[:2]), result
+    return (after.elapsed - before.elapsed, sum(after[:2]) - sum(before[:2])), result
 
 
 def read(folder: Path) -> None:
@@ -186,39 +200,41 @@ def measure(name: str, small: Path, folder: Path) -> None:
     kind = None if name == "bfloat16" else "file"
     load_model(small, weights_dtype=kind)
     read(small)
-    reading = min(cpu_seconds(lambda: read(folder))[0] for _ in range(3))
-    seconds, ratio = [], 0.0
-    for _ in range(3):
+    reads, loads, ratio, text = [], [], 0.0, ""
+    for _ in range(int(os.environ.get("ROUNDS", "3"))):
+        reads.append(seconds(lambda: read(folder))[0])
         resident = forget_peak()
-        own, model = cpu_seconds(lambda: load_model(folder, weights_dtype=kind))
-        seconds.append(own)
+        own, model = seconds(lambda: load_model(folder, weights_dtype=kind))
+        loads.append(own)
         # later loads reuse memory of the first one
         ratio = max(ratio, (peak_bytes() - resident) / model.nbytes)
         grouped = sum(isinstance(it, Int4Matrix) for it in model.weights.matrices)
-        nbytes, count = model.nbytes, len(model.weights.matrices)
+        count = len(model.weights.matrices)
+        text = f"{model.nbytes / 1e6:.0f} MB, {grouped} of {count} matrices in 4 bits"
         del model
-    stored = f"{grouped} of {count} in 4 bits"
+    (wall, cpu), (read_wall, read_cpu) = (map(min, zip(*it, strict=True)) for it in (loads, reads))
+    nbytes = sum(it.stat().st_size for it in folder.iterdir())
     print(
-        f"{name:16} read {reading:5.2f} s, load {min(seconds):5.2f} s, "
-        f"{min(seconds) / reading:.2f} x; "
-        f"peak {ratio:.2f} x of {nbytes / 1e6:.0f} MB, {stored}",
+        f"{name:16} {nbytes / 1e6:5.0f} MB, read {read_wall:.2f} s (CPU {read_cpu:.2f}), "
+        f"load {wall:.2f} s (CPU {cpu:.2f}); peak {ratio:.2f} x of {text}",
         flush=True,
     )
 
 
 def main(names: list[str]) -> None:
     layers = int(os.environ.get("LAYERS", "24"))
-    with tempfile.TemporaryDirectory() as root:
+    with tempfile.TemporaryDirectory() as temporary:
+        root = Path(os.environ.get("FOLDERS", temporary))
         for name in names or [*FORMATS]:
-            small, folder = Path(root) / "small", Path(root) / "folder"
-            make(name, small, 1)
-            make(name, folder, layers)
+            small, folder = root / f"{name} small", root / name
+            for own, count in ((small, 1), (folder, layers)):
+                if not own.exists():
+                    make(name, own, count)
             command = [sys.executable, __file__, "--measure", name, str(small), str(folder)]
             subprocess.run(command, check=True)
-            for own in (small, folder):
-                for file in own.iterdir():
-                    file.unlink()
-                own.rmdir()
+            if "FOLDERS" not in os.environ:
+                shutil.rmtree(small)
+                shutil.rmtree(folder)
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ are not quantized is not needed. All shapes are checked before a tensor is read.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -31,6 +31,7 @@ from gptmanager.models.quantized.scheme import Block, Scheme
 
 _FLOAT8, _INTEGERS = "float8_e4m3fn", "compressed-tensors"
 _SCALES = {*FLOATS.values(), _FLOAT8, "float8_e8m0fnu", "uint8"}
+_ZEROS = {*FLOATS.values(), _FLOAT8, "int8"}
 # Ignored: scales and zeros of activations, which are quantized differently here, if at all, and
 # the `weight_format` of bitsandbytes.
 _OF_ACTIVATIONS = (
@@ -78,7 +79,9 @@ class MatrixFinder:
                     self.matrices[own] = matrix
                     self.used.add(name)
 
-    def _take(self, name: str, dtypes: str | set[str], *shapes: tuple[int, ...]) -> TensorInfo:
+    def _take(
+        self, name: str, dtypes: str | Collection[str], *shapes: tuple[int, ...]
+    ) -> TensorInfo:
         """Return the info of a tensor, and add its name to `used`.
 
         Raises ConfigError if the tensor is missing or has none of these dtypes and shapes.
@@ -107,7 +110,12 @@ class MatrixFinder:
         return rows, columns
 
     def _grid(
-        self, name: str, shape: tuple[int, int], blocks: Sequence[Block], bits: int = 0
+        self,
+        name: str,
+        shape: tuple[int, int],
+        blocks: Sequence[Block],
+        bits: int = 0,
+        dtypes: Collection[str] = _SCALES,
     ) -> Grid:
         """Return the tensor `name`, `[blocks of rows, blocks of columns]`, as a grid over a matrix.
 
@@ -115,7 +123,7 @@ class MatrixFinder:
         whole rows and the whole matrix. `bits`: the size of integers that are packed along the
         rows, or 0 if nothing is packed. Raises ConfigError for a tensor that does not fit.
         """
-        info = self._take(name, "int32" if bits else {*_SCALES, "int8"})
+        info = self._take(name, "int32" if bits else dtypes)
         rows, columns = shape
         given = info.shape if len(info.shape) > 1 else (*info.shape, 1, 1)[:2]
         fitting = {
@@ -147,7 +155,7 @@ class MatrixFinder:
         zeros = None
         if f"{name}_zero_point" in self._given:
             block = scales.height, scales.width
-            zeros = self._grid(f"{name}_zero_point", shape, [block])
+            zeros = self._grid(f"{name}_zero_point", shape, [block], dtypes=_ZEROS)
         return ScaledMatrix(name, shape, scales, zeros)
 
     def _packed(self, name: str, info: TensorInfo) -> StoredMatrix:
@@ -270,7 +278,7 @@ class MatrixFinder:
 
     def _bitsandbytes(self, name: str, info: TensorInfo) -> StoredMatrix | None:
         if info.dtype == "int8":
-            scales, shape = name.removesuffix("weight") + "SCB", self._matrix_shape(name, info)
+            scales, shape = (name.removesuffix("weight") + "SCB", self._matrix_shape(name, info))
             self._take(scales, "float32", shape[:1])
             grid = self._grid(scales, shape, ())
             return ScaledMatrix(name, shape, grid, factor=_INT8_FACTOR)

@@ -16,17 +16,18 @@ from torch import Tensor
 
 from gptmanager.errors import ConfigError
 from gptmanager.kernels.gemm.int4_groups import GROUP, Groups
-from gptmanager.models.quantized.unpacking import (
-    e4m3_values,
-    float4,
-    numbers,
-    scaled,
-    unpack,
-    unpack_columns,
-)
+from gptmanager.memory.tensor_sources import tensor_name
+from gptmanager.models.quantized.unpacking import numbers, scaled, unpack, unpack_columns
+from gptmanager.models.quantized.unpacking_loops import E2M1, FOUR_BITS, NAMED, UNSIGNED
 
 # A function (name, *ranges) that returns these ranges of a tensor, or all of it without ranges.
 Read = Callable[..., Tensor]
+
+
+def check_finite(name: str, scales: Tensor) -> None:
+    """Raise ConfigError unless all scales of the tensor `name` are finite."""
+    if not scales.isfinite().all():
+        raise ConfigError(f"tensor {tensor_name(name)} leads to scales that are not finite numbers")
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +62,7 @@ class Grid:
             found = unpack_columns(words, self.bits, self.order)
         else:
             found = numbers(found.t() if self.transposed else found.reshape(len(own), -1))
+            check_finite(self.name, found)
         if self.height > 1 and not self.bits:
             return found[torch.arange(rows.start, rows.stop) // self.height - first]
         return found[rows.start - first * step :][: len(rows)]
@@ -91,16 +93,12 @@ class ScaledMatrix(StoredMatrix):
     factor: float = 1
 
     def floats(self, read: Read, rows: range) -> Tensor:
-        codes, table = read(self.name, rows, range(self.shape[1])), None
-        if codes.is_floating_point():
-            codes, table = codes.view(torch.uint8), e4m3_values()
         grids = self.scales, self.zeros or self.scales
         return scaled(
-            codes,
+            read(self.name, rows, range(self.shape[1])),
             self.scales.rows(read, rows),
             min(grid.width for grid in grids),
             zeros=0.0 if self.zeros is None else self.zeros.rows(read, rows),
-            table=table,
             factor=self.factor,
         )
 
@@ -121,8 +119,9 @@ class Float4Matrix(StoredMatrix):
         scales = self.scales.rows(read, rows)
         if self.global_scale is not None:
             scales = scales / read(self.global_scale).float()
+            check_finite(self.global_scale, scales)
         packed = read(self.name, rows, range(self.shape[1] // 2))
-        return float4(packed, scales, self.scales.width)
+        return scaled(packed, scales, self.scales.width, kind=E2M1)
 
 
 @dataclass(frozen=True)
@@ -150,10 +149,16 @@ class IntegerMatrix(StoredMatrix):
     in_groups: bool = False
 
     def floats(self, read: Read, rows: range) -> Tensor:
+        if self.bits == 4 and not self.transposed:
+            codes, kind = self._words(read, rows).view(torch.uint8), FOUR_BITS
+        else:
+            codes, kind = self._integers(read, rows), UNSIGNED
         return scaled(
-            self._integers(read, rows),
+            codes,
             self.scales.rows(read, rows),
             self.scales.width,
+            kind=kind,
+            columns=self.shape[1],
             zeros=self._zeros(read, rows),
             index=self.columns,
         )
@@ -165,18 +170,22 @@ class IntegerMatrix(StoredMatrix):
         if isinstance(zeros, Tensor) and not self.middle:
             wide = self._in_our_groups(self.zeros, zeros)
             minima = (scales.float() * -wide).half()
+            check_finite(self.scales.name, minima)
         return Groups(self._integers(read, rows), scales, minima)
 
     def _integers(self, read: Read, rows: range) -> Tensor:
         """Return the stored integers of `rows`, uint8 `[n, columns]`."""
         if not self.transposed:
-            words = read(self.name, rows, range(-(-self.shape[1] * self.bits // 32)))
-            return unpack(words, self.bits)[:, : self.shape[1]]
+            return unpack(self._words(read, rows), self.bits)[:, : self.shape[1]]
         words = read(self.name, *self.words_of(rows))
         if not self.order:
             return unpack(words.t(), self.bits)
         start = rows.start % (32 // self.bits)
         return unpack_columns(words, self.bits, self.order)[start : start + len(rows)]
+
+    def _words(self, read: Read, rows: range) -> Tensor:
+        """Return the words of rows of a tensor that is not transposed."""
+        return read(self.name, rows, range(-(-self.shape[1] * self.bits // 32)))
 
     def words_of(self, rows: range) -> tuple[range, range]:
         """Return the ranges of both dimensions of the transposed tensor that have these rows."""
@@ -227,9 +236,9 @@ class CodebookMatrix(StoredMatrix):
         packed = read(self.name, own, range(1)).flatten()
         packed = F.pad(packed, (0, size // 2 - len(packed))).view(len(blocks), -1)
         scales = self.scales(read, blocks).unsqueeze(1)
-        codes = unpack(packed, 4, high_first=True)
-        found = scaled(codes, scales, self.block, table=self.table).flatten()
-        return found[first - start : last - start].view(len(rows), -1)
+        check_finite(f"{self.name}.absmax", scales)
+        found = scaled(*(packed, scales, self.block), kind=NAMED, table=self.table, high_first=True)
+        return found.flatten()[first - start : last - start].view(len(rows), -1)
 
 
 @dataclass(frozen=True)
@@ -275,4 +284,5 @@ class ExpertBlocks:
         own, groups = range(expert, expert + 1), range(self.stored[2])
         packed = read(self.name, own, rows, groups, range(self.stored[3]))[0]
         scales = numbers(read(self.scales, own, rows, groups)[0])
-        return float4(packed.flatten(1), scales, 2 * self.stored[3]).t()
+        check_finite(self.scales, scales)
+        return scaled(packed.flatten(1), scales, 2 * self.stored[3], kind=E2M1).t()

@@ -9,19 +9,15 @@ import torch
 from torch import Tensor
 
 from gptmanager.kernels.gemm.int4_groups import Groups
+from gptmanager.kernels.gemm.packed_matrix import PANEL_ROWS
 from gptmanager.memory.tensor_sources import TensorInfo, TensorSource
 from gptmanager.models.quantized.formats import MatrixFinder
-from gptmanager.models.quantized.matrices import (
-    ExpertBlocks,
-    IntegerMatrix,
-    Read,
-    StoredMatrix,
-)
+from gptmanager.models.quantized.matrices import ExpertBlocks, IntegerMatrix, Read, StoredMatrix
 from gptmanager.models.quantized.scheme import Scheme
 
 _FLOAT_BYTES = 6  # memory per element that becomes a float32: the float and its stored bits
 _GROUP_BYTES = 2  # memory per element that stays in 4 bits: a byte and its stored bits
-_PIECE_BYTES = 4 << 20  # memory of a piece, which should fit into the processor's cache
+_PIECE_BYTES = 16 << 20  # memory of a piece, which should fit into the last cache
 _STEP = 8  # rows that share a word in some formats
 _SMALL = 8 << 20  # bytes that are read at a time
 
@@ -57,8 +53,8 @@ class QuantizedSource:
         if isinstance(matrix, ExpertBlocks):
             experts, columns, rows = ranges
             for expert in experts:
-                floats = matrix.floats(self._read, expert, rows)
-                yield expert - experts.start, floats[columns.start : columns.stop].unsqueeze(0)
+                floats = matrix.floats(self._view, expert, rows)
+                yield (expert - experts.start, floats[columns.start : columns.stop].unsqueeze(0))
             return
         rows, columns = ranges
         for own, read in self._slices(matrix, rows, max_bytes, _FLOAT_BYTES):
@@ -86,7 +82,7 @@ class QuantizedSource:
         size = max_bytes if max_bytes == sys.maxsize else min(max_bytes, _PIECE_BYTES)
         size //= columns * element_bytes
         if not (isinstance(matrix, IntegerMatrix) and matrix.transposed):
-            yield from ((own, self._read) for own in _split(rows, size))
+            yield from ((own, self._view) for own in _split(rows, size))
             return
         for many in _split(rows, max_bytes * 8 // (columns * matrix.bits)):
             read = self._held(matrix.name, *matrix.words_of(many))
@@ -98,11 +94,22 @@ class QuantizedSource:
 
         def read(asked: str, *ranges: range) -> Tensor:
             if asked != name:
-                return self._read(asked, *ranges)
+                return self._view(asked, *ranges)
             start = columns.start
             return part[:, ranges[1].start - start : ranges[1].stop - start]
 
         return read
+
+    def _view(self, name: str, *ranges: range) -> Tensor:
+        """Return the given ranges of a tensor as `_read` does, but without a copy if possible.
+
+        Pages of a file stay resident as long as a view of them, so do not keep it.
+        """
+        if ranges:
+            _, piece = next(self._source.pieces(name, _SMALL, ranges))
+            if len(piece) == len(ranges[0]):
+                return piece.contiguous()
+        return self._read(name, *ranges)
 
     def _read(self, name: str, *ranges: range) -> Tensor:
         """Return a copy of the given ranges of a tensor, by default of all of it."""
@@ -114,8 +121,8 @@ class QuantizedSource:
 
 
 def _split(rows: range, count: int) -> Iterator[range]:
-    """Yield parts of a range of about `count` rows, which end at multiples of `_STEP`."""
-    step = max(_STEP, count // _STEP * _STEP)
+    """Yield parts of a range of about `count` rows, which end at multiples of 8."""
+    step = max(_STEP, count // PANEL_ROWS * PANEL_ROWS)
     start = rows.start
     while start < rows.stop:
         stop = min(rows.stop, (start // step + 1) * step)

@@ -12,6 +12,12 @@ from torch import Tensor
 from gptmanager.kernels.gemm.weight_quantization import run_in_team
 from gptmanager.kernels.simd.lanes import LANES
 from gptmanager.models.quantized.unpacking_loops import (
+    E2M1,
+    E4M3,
+    FOUR_BITS,
+    NAMED,
+    SIGNED,
+    UNSIGNED,
     ScaleTask,
     UnpackTask,
     scale_rows,
@@ -19,21 +25,13 @@ from gptmanager.models.quantized.unpacking_loops import (
 from gptmanager.models.quantized.unpacking_loops import unpack_columns as unpack_columns_body
 from gptmanager.models.quantized.unpacking_loops import unpack_rows
 
-# The sixteen values of float4 (E2M1), indexed by their bits.
-E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
+_PAIRS = (FOUR_BITS, E2M1, NAMED)
+_READ = LANES // 2  # bytes with two codes that are read at a time
 
 
-def unpack(words: Tensor, bits: int, *, high_first: bool = False) -> Tensor:
-    """Unpack int32 or uint8 `[n, words]` to uint8 `[n, elements]`; `bits` is 2, 4 or 8.
-
-    `high_first`: the upper four bits of a byte have its first number.
-    """
-    per_word, count = 32 // bits, words.shape[1]
-    if words.dtype is torch.uint8:
-        count = count * per_word // 4
-        words = F.pad(words, (0, -words.shape[1] % 4)).contiguous().view(torch.int32)
-    else:
-        count *= per_word
+def unpack(words: Tensor, bits: int) -> Tensor:
+    """Unpack int32 `[n, words]` to uint8 `[n, elements]`; `bits` is 2, 4 or 8."""
+    per_word = 32 // bits
     result = torch.empty(len(words), words.shape[1] * per_word, dtype=torch.uint8)
     task = UnpackTask(
         words=words.data_ptr(),
@@ -43,10 +41,9 @@ def unpack(words: Tensor, bits: int, *, high_first: bool = False) -> Tensor:
         row_stride=words.stride(0),
         word_stride=words.stride(1),
         bits=bits,
-        swapped=high_first,
     )
     run_in_team(unpack_rows, task, result.numel())
-    return result[:, :count]
+    return result
 
 
 def unpack_columns(words: Tensor, bits: int, order: tuple[int, ...] = ()) -> Tensor:
@@ -78,18 +75,26 @@ def scaled(
     scales: Tensor,
     block: int,
     *,
+    kind: int = UNSIGNED,
+    columns: int | None = None,
     zeros: Tensor | float = 0.0,
     table: Tensor | None = None,
     index: Tensor | None = None,
+    high_first: bool = False,
     factor: float = 1.0,
 ) -> Tensor:
-    """Return (number - zero) * scale * factor for each number, in float32 `[n, columns]`.
+    """Return (value - zero) * scale * factor for each code, in float32 `[n, columns]`.
 
-    `codes`: int8 or uint8 `[n, columns]`, numbers or indices into `table`. `scales`: `[n, blocks]`.
-    `zeros`: `[n, blocks]`, or one number. A block has `block` consecutive columns, unless `index`
-    `[columns]` has the block of each column.
+    `codes`: rows of int8, float8, or uint8, for which `kind` says what a byte has. `columns`: the
+    number of codes in a row, by default all. `scales`: `[n, blocks]`. `zeros`: `[n, blocks]`, or
+    one number. A block has `block` consecutive columns, unless `index` `[columns]` has the block of
+    each column. `table`, `high_first`: see `ScaleTask`.
     """
-    count, columns = codes.shape
+    kind = {torch.int8: SIGNED, torch.float8_e4m3fn: E4M3}.get(codes.dtype, kind)
+    count, size = codes.shape
+    columns = columns or size * (2 if kind in _PAIRS else 1)
+    if kind in _PAIRS and size % _READ:
+        codes = F.pad(codes, (0, -size % _READ))
     if isinstance(zeros, Tensor) and zeros.shape != scales.shape:
         given = scales, zeros
         scales, zeros = torch.broadcast_tensors(*given)  # type: ignore[no-untyped-call]
@@ -113,25 +118,13 @@ def scaled(
         stride=codes.stride(0),
         num_blocks=num_blocks,
         block=block,
-        signed=codes.dtype is torch.int8,
+        kind=kind,
+        high_first=high_first,
         zero=0.0 if isinstance(zeros, Tensor) else zeros,
         factor=factor,
     )
     run_in_team(scale_rows, task, result.numel())
     return result
-
-
-def float4(packed: Tensor, scales: Tensor, block: int) -> Tensor:
-    """Convert bytes `[n, columns / 2]` of two E2M1 numbers each to scaled float32 `[n, columns]`.
-
-    `scales`: `[n, blocks]`, for blocks of `block` columns.
-    """
-    return scaled(unpack(packed, 4), scales, block, table=E2M1)
-
-
-def e4m3_values() -> Tensor:
-    """Return the values of all 256 bytes as float8 (e4m3), in float32."""
-    return torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
 
 
 def powers_of_two(exponents: Tensor) -> Tensor:

@@ -25,6 +25,8 @@ from gptmanager.memory.tensor_sources import StateDict
 from gptmanager.models import load_model
 from gptmanager.models.checkpoint_parts import as_floats, is_quantized, open_tensors
 from gptmanager.models.conversion import convert_checkpoint
+from gptmanager.models.quantized.unpacking import scaled
+from gptmanager.models.quantized.unpacking_loops import E2M1, FOUR_BITS, NAMED
 
 HERE = Path(__file__).parent
 EXPECTED = json.loads((HERE / "expected.json").read_text())
@@ -107,7 +109,7 @@ def test_matrices_are_kept_in_4_or_8_bits(name: str) -> None:
 @pytest.mark.parametrize("name", EXPECTED)
 def test_rows_are_read_in_any_slices(name: str) -> None:
     config, tensors = checkpoint(name)
-    source, own = as_floats(config, StateDict(tensors)), f"{LAYER}self_attn.o_proj.weight"
+    source, own = (as_floats(config, StateDict(tensors)), f"{LAYER}self_attn.o_proj.weight")
     whole = floats(name)[own]
 
     pieces = list(source.pieces(own, 1, [range(3, 62), range(5, 30)]))
@@ -118,6 +120,31 @@ def test_rows_are_read_in_any_slices(name: str) -> None:
         parts = [it for _, it in source.groups(own, 1, range(3, 62))]
         found = torch.cat([part.floats() for part in parts])
         assert (found - whole[3:62]).abs().max() <= whole.abs().max() * 2**-11
+
+
+@pytest.mark.parametrize("columns", [16, 46])
+def test_each_code_has_its_value(columns: int) -> None:
+    """Also in columns that do not fill sixteen lanes."""
+    one = torch.ones(256, 1)
+    codes = torch.arange(256, dtype=torch.uint8)[:, None].expand(-1, columns).contiguous()
+    float8 = codes.view(torch.float8_e4m3fn)
+    found = scaled(float8, one, 64)
+    assert torch.equal(found.nan_to_num(999), float8.float().nan_to_num(999))
+    numbers = ~found.isnan()
+    assert torch.equal(found[numbers].signbit(), float8.float()[numbers].signbit())
+    assert torch.equal(scaled(codes, one, 64), codes.float())
+    assert torch.equal(scaled(codes.view(torch.int8), one, 64), codes.view(torch.int8).float())
+
+    pairs = torch.stack((codes & 15, codes >> 4), -1).flatten(1)
+    table = torch.randn(16, generator=torch.Generator().manual_seed(1))
+    assert torch.equal(scaled(codes, one, 64, kind=FOUR_BITS), pairs.float())
+    assert torch.equal(scaled(codes, one, 64, kind=NAMED, table=table), table[pairs.long()])
+    swapped = scaled(codes, one, 64, kind=NAMED, table=table, high_first=True)
+    assert torch.equal(swapped, table[pairs.unflatten(1, (-1, 2)).flip(2).flatten(1).long()])
+    values = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
+    found = scaled(codes, one, 64, kind=E2M1)
+    assert torch.equal(found, values[pairs.long()])
+    assert torch.equal(found.signbit(), pairs > 7)
 
 
 def test_experts_of_gpt_oss_are_those_of_transformers() -> None:
