@@ -40,6 +40,7 @@ from gptmanager.kernels.experts.routing import Routing
 from gptmanager.kernels.gemm.int4_matrix import Int4Matrix
 from gptmanager.kernels.gemm.packed_matrix import Matrix, PackedMatrix, Quantized
 from gptmanager.kernels.lora.adapter_arguments import StepAdapters
+from gptmanager.kernels.provided import ProvidedKernels
 from gptmanager.kernels.recurrent.delta_formulas import DeltaShape, DeltaState, DeltaTensors
 from gptmanager.kernels.reference import Ints, Kernels
 from gptmanager.lifecycle.log import logger
@@ -61,6 +62,12 @@ class StepPlan(NamedTuple):
     context: RowSpans | None
     generation: RowSpans | None
     work: Mapping[_Kind, _Work]
+
+    def part(self, first: int) -> StepPlan:
+        """Return the plan of the context rows, or of the generation rows: those from `first` on."""
+        if self.context is None or self.generation is None:
+            return self
+        return self._replace(context=None) if first else self._replace(generation=None)
 
 
 class CudaKernels(Kernels):
@@ -175,8 +182,8 @@ class CudaKernels(Kernels):
             )
         }
         middle = num_rows - num_single
-        context = _part(rows, 0, middle) if middle else None
-        generation = _part(rows, middle, num_rows) if num_single else None
+        context = rows.part(0, middle) if middle else None
+        generation = rows.part(middle, num_rows) if num_single else None
         return rows._replace(plan=StepPlan(cells, context, generation, work))
 
     def linear(self, x: Tensor, weight: Matrix, bias: Tensor | None = None) -> Tensor:
@@ -354,6 +361,10 @@ class CudaKernels(Kernels):
         return out.flatten(1)
 
 
+class ProvidedCudaKernels(ProvidedKernels, CudaKernels):
+    """CUDA kernels with providers for attention or matmuls."""
+
+
 def _kind(shape: AttentionShape) -> _Kind:
     """Return the kind of a layer. Layers of one kind share a plan."""
     return (*shape[:3], shape.window, shape.chunked)
@@ -362,16 +373,6 @@ def _kind(shape: AttentionShape) -> _Kind:
 def _by_kind(shapes: Sequence[AttentionShape]) -> dict[_Kind, AttentionShape]:
     """Return one shape of each kind, in order of appearance."""
     return {_kind(shape): shape for shape in shapes}
-
-
-def _part(rows: RowSpans, first: int, last: int) -> RowSpans:
-    """Return the rows from `first` to `last` (excluded)."""
-    return RowSpans(
-        rows.row_starts[first : last + 1],
-        rows.kv_lengths[first:last],
-        rows.slots[first:last],
-        rows.block_tables,
-    )
 
 
 def _padded(items: Ints, num_items: int) -> Ints:

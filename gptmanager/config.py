@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Any, Literal, NamedTuple
 
+ATTENTION_PROVIDERS = ("own", "flashinfer", "flash_attn", "auto")
 DEVICE = re.compile(r"cpu|cuda(:\d+)?|emulator")  # names of devices
 ProgressCallback = Callable[[str, int, int], None]  # kind of work, amount done, total amount
 
@@ -196,6 +197,12 @@ class OptionalParams:
     the architecture is in the table of families.
     `speculative_decoding_config`: draft tokens for requests with one beam; None means no drafts.
 
+    Providers. `attention_provider`: "own", or the attention of another library on a GPU,
+    "flashinfer" or "flash_attn"; "auto" times all that are installed at the start. On any device it
+    may be an object of the host's own, a `gptmanager.kernels.AttentionProvider`. `linear_provider`:
+    an object of the host's own for matmuls, a `gptmanager.kernels.LinearProvider`. With
+    `deterministic` our own kernels compute both.
+
     The host. `idle_poll_s`: the time between two calls of Get while the manager is idle; with None
     it calls Get only after `notify()`. `callback_budget_s`: a callback that takes longer is logged.
     `max_get_failures`: the number of times that Get may fail in a row, with growing pauses; one
@@ -251,6 +258,8 @@ class OptionalParams:
     weights_dtype: Literal["int8", "int4", "none"] | None = None
     head_dtype: Literal["int8", "int4"] | None = None
     model_backend: Literal["auto", "native", "transformers"] = "auto"
+    attention_provider: Any = "own"
+    linear_provider: Any = None
     deterministic: bool = False
     cuda_graphs: bool = True
     seed: int = 0

@@ -145,6 +145,8 @@ kernels/                      all operations of a model in torch, and compiled o
     token_masks               sets the logits of forbidden tokens to -inf
     compiled_bodies           which compiled functions a model needs
     cpu                       operations of a model on the CPU, compiled where it is faster
+    providers                 interfaces of attention and matmuls that are not ours
+    provided                  attention and matmuls of providers, over any other kernels
 cuda/                         CUDA kernels with their launchers, and an emulator that runs them
     cache_folder              folder of compiled kernels (no torch)
     emulator/                 runs and checks CUDA kernels on a CPU, thread by thread (no torch)
@@ -175,6 +177,9 @@ cuda/                         CUDA kernels with their launchers, and an emulator
         generation_attention  attention of rows with one token
         warpgroup_attention   context attention with Hopper's wgmma
         context_attention     attention of rows with several tokens
+        flash_attention       attention of the library flash-attn, on our pages
+        flashinfer_attention  attention of the library FlashInfer, on our pages
+        provider_libraries    finds the attention of other libraries
     norms                     residual add, RMSNorm, LayerNorm
     gemm/                     matmuls of few rows, and LoRA
         int8_rows             a weight in 8 bits, in the order in which CUDA kernels read it
@@ -366,12 +371,15 @@ loop/                         the token loop and its active requests
     decision_preview          predicts the next decision on copies
 assembly/                     builds a loop from options and a checkpoint
     field_checks              which values of single options are valid (no torch)
+    provider_options          which providers of attention and matmuls are valid (no torch)
     options                   which combinations of options are valid (no torch)
     sizing                    size of the KV cache and longest sequence
     adapter_sizing            size of the LoRA cache
     stateful                  options of a model that keeps a state for each sequence
     blueprint                 builds schedulers, caches and the loop
     loading                   loads a checkpoint, natively or through transformers
+    attention_trial           times attention of providers, and ours
+    attention_choice          chooses who computes attention in each phase
     backend                   device, kernels and memory of a model
     ranks                     settings that all ranks must agree on
     assemble                  builds a loop from checked options and a model

@@ -122,15 +122,22 @@ class DeviceStream:
         self._graph_memory = graph.pool()  # shared: graphs of one stream run one after another
         return graph.replay, result
 
-    def seconds(self, run: Callable[[], Tensor]) -> float:
-        """Return the median time of `run` in seconds, captured so that launches cost nothing."""
-        graph, _ = self._capture(run, None)  # a private pool, which is freed with the graph
+    def seconds(self, run: Callable[[], Tensor], is_captured: bool = True) -> float:
+        """Return the median time of `run` in seconds, captured so that launches cost nothing.
+
+        If it is not captured, the time includes its launches.
+        """
+        if is_captured:
+            graph, _ = self._capture(run, None)  # a private pool, which is freed with the graph
+        else:
+            run()
+        repeat: Callable[[], object] = graph.replay if is_captured else run
         events: Any = torch.cuda.Event
         begin, end = events(enable_timing=True), events(enable_timing=True)
         times = []
         for _ in range(_REPEATS):
             begin.record()
-            graph.replay()
+            repeat()
             end.record()
             end.synchronize()
             times.append(float(begin.elapsed_time(end)) / 1e3)

@@ -82,13 +82,15 @@ def _assemble(
     processor_timer: CallbackTimer,
     ranks: Ranks | None,
 ) -> Assembly:
+    if model_type is ModelType.V1:  # its blocks are whole sequences; another provider is refused
+        params = replace(params, attention_provider="own")
+        policy = CapacitySchedulerPolicy.STATIC_BATCH
+        scheduler_config = replace(scheduler_config, capacity_scheduler_policy=policy)
     backend = place(params, None if ranks is None else ranks.local_rank)
     check = functools.partial(refuse_for_states, params, max_beam_width)
     model = backend.load(source, params, None if ranks is None else ranks.collectives, check)
-    if model_type is ModelType.V1:
-        policy = CapacitySchedulerPolicy.STATIC_BATCH
-        scheduler_config = replace(scheduler_config, capacity_scheduler_policy=policy)
     params = settle_reuse(params, model.spec, model_type)
+    backend.choose_attention(model, params, *(() if ranks is None else (ranks.agree,)))
     budget = backend.memory_budget(model, params, max_beam_width)
     wanted = params, scheduler_config, model.spec, model_type, max_beam_width
     sizes, adapters = _sizes(wanted, model, budget, ranks)

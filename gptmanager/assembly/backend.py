@@ -8,20 +8,24 @@ from __future__ import annotations
 import gc
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from gptmanager.assembly.adapter_sizing import AdapterSizes
+from gptmanager.assembly.attention_choice import Agree, choose
+from gptmanager.assembly.attention_trial import Seconds, StepLimits
 from gptmanager.assembly.loading import Check, load
 from gptmanager.assembly.sizing import MemoryBudget, Sizes, wanted_seq_len
 from gptmanager.config import OptionalParams
+from gptmanager.cuda.attention.provider_libraries import find_providers
 from gptmanager.cuda.device.downloads import Downloads
 from gptmanager.cuda.device.graphs import ladder, token_ladder
 from gptmanager.cuda.device.streams import DeviceStream, EmulatedStream, Stream
 from gptmanager.cuda.device.uploads import Uploads
-from gptmanager.cuda.kernels import CudaKernels
+from gptmanager.cuda.kernels import CudaKernels, ProvidedCudaKernels
 from gptmanager.decoding.lines import Lines
 from gptmanager.decoding.processors.logits import PostProcessing
 from gptmanager.decoding.sampling.device_sampling import DeviceSampler
@@ -37,7 +41,8 @@ from gptmanager.executor.runner import Runner
 from gptmanager.executor.sequence_tables import DeviceTables, SequenceTables
 from gptmanager.executor.staged_executor import NoChooser, StagedExecutor
 from gptmanager.executor.torch_executor import TorchExecutor
-from gptmanager.kernels import CpuKernels, Kernels
+from gptmanager.kernels import AttentionProvider, CpuKernels, Kernels
+from gptmanager.kernels.provided import ProvidedCpuKernels, ProvidedKernels
 from gptmanager.kernels.simd.dtypes import DTYPES
 from gptmanager.kernels.simd.threads import keep_within_quota
 from gptmanager.memory.adapter_pool import AdapterPool
@@ -56,7 +61,7 @@ def place(params: OptionalParams, local_rank: int | None = None) -> Backend:
     """
     kind = (params.device or "cpu").partition(":")[0]
     if kind == "cpu":
-        return CpuBackend(params.deterministic)
+        return CpuBackend(params)
     name = params.device or ""
     if name == "cuda" and local_rank is not None:
         name = f"cuda:{local_rank}"
@@ -87,6 +92,10 @@ class Backend(ABC):
     kernels: Kernels
     bodies: Sequence[Callable[[int], None]] = ()  # functions to compile, in addition to its kernels
     stream: Stream | None = None  # steps are enqueued on it; if it is None, they run at once
+    providers: Sequence[AttentionProvider] = ()  # of attention, until they are chosen from
+    _cuda_graphs, _max_num_tokens = False, 0
+    _token_sizes: Sequence[int] = ()  # for which steps with contexts are captured
+    _seconds: Seconds | None = None  # times a run, on a GPU
 
     def load(
         self,
@@ -102,6 +111,27 @@ class Backend(ABC):
         """
         return load(source, params, self.kernels, self.device, self.bodies, collectives, check)
 
+    def choose_attention(
+        self, model: Model, params: OptionalParams, agree: Agree = lambda names: names
+    ) -> None:
+        """Let providers compute attention as `attention_provider` says; `agree`: see `choose`."""
+        if not isinstance(self.kernels, ProvidedKernels) or not self.providers:
+            return
+        limits = StepLimits(
+            *(params.max_batch_size, params.max_num_tokens, wanted_seq_len(params, model.spec)),
+            params.kv_cache_config.tokens_per_block,
+            self._cuda_graphs,
+            bool(self._shapes(model, params.max_batch_size)),
+        )
+        dtype = getattr(model.spec, "dtype", torch.float32)
+        seconds = self._seconds if params.attention_provider == "auto" else None
+        given = self.kernels, self.providers, getattr(model, "attention_shapes", ())
+        with self.stream or nullcontext(), torch.inference_mode():
+            choose(*given, dtype, limits, seconds, agree, self.device)
+        self.providers = ()
+        if self.kernels.has_providers:
+            self._token_sizes = ()
+
     def _adapter_pool(self, model: Model, options: StepOptions) -> AdapterPool | None:
         sizes = options.adapters
         if sizes is None:
@@ -113,6 +143,11 @@ class Backend(ABC):
             share=getattr(model, "adapter_share", None),
             warm_up=self.kernels.warm_up_adapters if sizes.torch_dtype in DTYPES else lambda: None,
         )
+
+    def _shapes(self, model: Model, rows: int) -> tuple[StepShape, ...]:
+        """Return the shapes for which steps with contexts are captured."""
+        sizes = token_ladder(self._token_sizes, self._max_num_tokens, model.nbytes)
+        return step_shapes(sizes, rows)
 
     @abstractmethod
     def memory_budget(
@@ -132,9 +167,14 @@ class CpuBackend(Backend):
 
     bodies = (sample_rows,)
 
-    def __init__(self, deterministic: bool) -> None:
+    def __init__(self, params: OptionalParams) -> None:
         self.device = torch.device("cpu")
-        self.kernels = CpuKernels(deterministic=deterministic)
+        self.providers = find_providers(params.attention_provider, self.device)
+        if self.providers or params.linear_provider is not None:
+            self.kernels = provided = ProvidedCpuKernels()
+            provided.use_linear(params.linear_provider)
+        else:
+            self.kernels = CpuKernels(deterministic=params.deterministic)
         keep_within_quota()
 
     def memory_budget(
@@ -196,13 +236,19 @@ class DeviceBackend(Backend):
 
     def __init__(self, stream: Stream, params: OptionalParams) -> None:
         self.device = stream.device
-        self.kernels = CudaKernels(stream.launcher, deterministic=params.deterministic)
+        self.providers = find_providers(params.attention_provider, self.device)
+        if self.providers or params.linear_provider is not None:
+            self.kernels = provided = ProvidedCudaKernels(stream.launcher)
+            provided.use_linear(params.linear_provider)
+        else:
+            self.kernels = CudaKernels(stream.launcher, deterministic=params.deterministic)
         self.stream = stream
         features = stream.launcher.features
         self._cuda_graphs = params.cuda_graphs and features.graphs
         captures_mixed = self._cuda_graphs and features.mixed_graphs
         self._token_sizes = stream.token_sizes if captures_mixed else ()
         self._max_num_tokens = params.max_num_tokens
+        self._seconds = stream.seconds if isinstance(stream, DeviceStream) else None
         self._on_progress = params.on_progress
 
     def load(
@@ -322,11 +368,6 @@ class DeviceBackend(Backend):
         return largest + self.stream.peak_bytes(
             lambda: runner().run_captured(ladder(rows)[-1], shapes)
         )
-
-    def _shapes(self, model: Model, rows: int) -> tuple[StepShape, ...]:
-        """Return the shapes for which steps with contexts are captured."""
-        sizes = token_ladder(self._token_sizes, self._max_num_tokens, model.nbytes)
-        return step_shapes(sizes, rows)
 
     def _dtype(self, model: Model) -> torch.dtype:
         own = getattr(model.spec, "dtype", torch.float32)

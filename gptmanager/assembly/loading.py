@@ -158,6 +158,7 @@ def _refuse_for_transformers(params: OptionalParams, collectives: Collectives | 
         ("deterministic", params.deterministic or None),
         ("kv_cache_config.max_attention_window", cache.max_attention_window),
         ("kv_cache_config.dtype", cache.dtype),
+        ("linear_provider", params.linear_provider),
     ):
         if value is not None:
             raise ConfigError(
@@ -168,16 +169,19 @@ def _refuse_for_transformers(params: OptionalParams, collectives: Collectives | 
 
 def _refuse_for_models(params: OptionalParams) -> None:
     """Raise ConfigError for options that need a model loaded by the manager."""
+    provider = params.attention_provider
     if params.kv_cache_config.max_attention_window is not None:
         raise ConfigError(
             "KvCacheConfig.max_attention_window has no effect on a Model object, which defines its "
             "own attention"
         )
-    for name, dtype in (
+    for name, value in (
         ("OptionalParams.dtype", params.dtype),
         ("OptionalParams.weights_dtype", params.weights_dtype),
         ("OptionalParams.head_dtype", params.head_dtype),
         ("KvCacheConfig.dtype", params.kv_cache_config.dtype),
+        ("OptionalParams.attention_provider", None if provider in ("own", "auto") else provider),
+        ("OptionalParams.linear_provider", params.linear_provider),
     ):
-        if dtype is not None:
-            raise ConfigError(f"{name} = {dtype!r} has no effect on a Model object")
+        if value is not None:
+            raise ConfigError(f"{name} = {value!r} has no effect on a Model object")

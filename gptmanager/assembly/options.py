@@ -10,6 +10,7 @@ import os
 from typing import Any
 
 from gptmanager.assembly.field_checks import checked_fields, require_member, require_range
+from gptmanager.assembly.provider_options import settle_providers
 from gptmanager.config import (
     DEVICE,
     CapacitySchedulerPolicy,
@@ -70,6 +71,7 @@ def checked_optional_params(params: OptionalParams) -> OptionalParams:
     _check_ranks(params)
     _settle_device(params)
     _settle_dtypes(params)
+    settle_providers(params)
     return params
 
 
@@ -271,6 +273,7 @@ def _check_lock_step(params: OptionalParams, scheduler_config: SchedulerConfig) 
         ),
         "KvCacheConfig.enable_block_reuse = True": params.kv_cache_config.enable_block_reuse,
         "KvCacheConfig.max_attention_window": params.kv_cache_config.max_attention_window,
+        "OptionalParams.attention_provider": params.attention_provider not in ("own", "auto"),
     }
     for name, is_set in contradictions.items():
         if is_set:

@@ -11,7 +11,7 @@ import os
 import platform
 import socket
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, TimeoutError
 from contextlib import suppress
 from datetime import timedelta
@@ -102,6 +102,12 @@ class Ranks(NamedTuple):
         """
         blocks, on_host = self._least(sizes.num_blocks, sizes.num_host_blocks)
         return budget._replace(most_blocks=blocks, most_host_blocks=on_host)
+
+    def agree(self, names: Sequence[str]) -> list[str]:
+        """Return each name if it is the same on all ranks, else "own"."""
+        given = [orjson.loads(it) for it in self.links.exchange(orjson.dumps(names))]
+        columns = zip(*given, strict=True)
+        return [column[0] if len({*column}) == 1 else "own" for column in columns]
 
     def check_equal(self, what: str, value: Any) -> None:
         """Raise RankError if the value of a rank differs from that of rank 0."""

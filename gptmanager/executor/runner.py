@@ -16,6 +16,7 @@ from gptmanager.executor.choice.prompt_scores import PromptScorer, Scores
 from gptmanager.executor.packed_rows import PackedRows
 from gptmanager.executor.sequence_tables import SequenceTables
 from gptmanager.executor.step_in_flight import ChoiceInputs
+from gptmanager.kernels.attention.attention_arguments import RowLengths
 from gptmanager.kernels.captured_step import Begin, ignore
 from gptmanager.memory.adapter_pool import AdapterPool
 from gptmanager.memory.kv_pool import KvPool
@@ -169,9 +170,9 @@ class Runner:
         if slots is not None and self.adapter_pool is not None:
             adapters = self.adapter_pool.step(self.upload((slots,))[0], slots)
         all_sampled = has_one_token_each(rows)
-        batch = self._batch(
-            tensors, rows.num_context_rows, adapters=adapters, all_sampled=all_sampled
-        )
+        lengths = RowLengths(rows.row_starts, rows.kv_lengths)
+        given = {"adapters": adapters, "all_sampled": all_sampled, "lengths": lengths}
+        batch = self._batch(tensors, rows.num_context_rows, **given)
         if self._has_virtual_tokens(rows):
             batch = self._embed(batch, rows)
         is_plain = all_sampled and adapters is None and batch.prompt_index is None

@@ -2,8 +2,20 @@
 
 from __future__ import annotations
 
+from gptmanager.kernels.attention.attention_arguments import AttentionShape, Pages
 from gptmanager.kernels.cpu import CpuKernels
 from gptmanager.kernels.gemm.packed_matrix import PackedMatrix, plain
+from gptmanager.kernels.providers import AttentionProvider, AttentionRows, LinearProvider
 from gptmanager.kernels.reference import Kernels
 
-__all__ = ["CpuKernels", "Kernels", "PackedMatrix", "plain"]
+__all__ = [
+    "AttentionProvider",
+    "AttentionRows",
+    "AttentionShape",
+    "CpuKernels",
+    "Kernels",
+    "LinearProvider",
+    "PackedMatrix",
+    "Pages",
+    "plain",
+]

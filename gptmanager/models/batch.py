@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from gptmanager.kernels.attention.attention_arguments import RowLengths, RowSpans
 from gptmanager.kernels.lora.adapter_arguments import StepAdapters
 
 
@@ -26,6 +27,8 @@ class Batch:
     ignored. Both are None without prompt embeddings. `adapters`: the adapters of the packed tokens,
     with `rows` `[T]`, or None. `plan`: the tensors that `PlanningModel.plan` returned for these
     rows. `all_sampled`: `sample_index` is 0 to T - 1, so no tokens have to be selected.
+    `lengths`: `row_starts` and `kv_lengths` as NumPy arrays, for code that plans on the CPU; None
+    in a captured step.
     """
 
     token_ids: Tensor
@@ -43,3 +46,10 @@ class Batch:
     adapters: StepAdapters | None = None
     plan: tuple[Tensor, ...] = ()
     all_sampled: bool = False
+    lengths: RowLengths | None = None
+
+    @property
+    def rows(self) -> RowSpans:
+        """The rows for attention, as `Kernels.begin` accepts them."""
+        tables = self.row_starts, self.kv_lengths, self.slots, self.block_tables
+        return RowSpans(*tables, self.num_context_rows, self.lengths)

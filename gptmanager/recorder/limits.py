@@ -45,8 +45,11 @@ def without_code(params: OptionalParams) -> OptionalParams:
     A recording cannot contain functions, and a reader must not use another machine's file names.
     Neither affects how a loop schedules.
     """
+    provider = params.attention_provider
     return replace(
         params,
+        attention_provider=provider if isinstance(provider, str) else "own",
+        linear_provider=None,
         logits_post_processor_batched=None,
         on_progress=None,
         recording_path=None,

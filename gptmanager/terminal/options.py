@@ -6,6 +6,7 @@ import argparse
 from typing import Any, NamedTuple
 
 from gptmanager.config import (
+    ATTENTION_PROVIDERS,
     CapacitySchedulerPolicy,
     KvCacheConfig,
     ModelType,
@@ -101,6 +102,8 @@ def add_manager_options(parser: argparse.ArgumentParser) -> None:
     add("--head-dtype", choices=bits, help=text)
     text = "what computes the network (default auto: native if its architecture is known)"
     add("--model-backend", choices=("auto", "native", "transformers"), default="auto", help=text)
+    text = "what computes attention; auto: the fastest, timed at the start (default own)"
+    add("--attention-provider", choices=ATTENTION_PROVIDERS, default="own", help=text)
     add("--deterministic", action="store_true", help="bitwise equal results in any batch")
     add("--tensor-parallel-size", help="ranks that share each layer, under torchrun", **number)
     add("--pipeline-parallel-size", help="stages that share the layers, under torchrun", **number)
@@ -137,6 +140,7 @@ def manager_options(options: argparse.Namespace) -> ManagerOptions:
         weights_dtype=options.weights_dtype,
         head_dtype=options.head_dtype,
         model_backend=options.model_backend,
+        attention_provider=options.attention_provider,
         deterministic=options.deterministic,
         seed=options.seed,
     )

@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import gptmanager
+from gptmanager import OptionalParams
 from gptmanager.assembly.backend import CpuBackend, StepOptions
 from gptmanager.assembly.sizing import Sizes
 from gptmanager.decoding.lines import Lines
@@ -44,7 +45,7 @@ class CountingModel:
 
 def executor(num_slots=4, max_beam_width=1):
     options = StepOptions(Lines(num_slots, max_beam_width))
-    return CpuBackend(False).executor(
+    return CpuBackend(OptionalParams()).executor(
         CountingModel(), Sizes(8, 16, 64, 63, False, False, 64), options
     )
 

@@ -92,7 +92,7 @@ class Schedule:
         blueprint = Blueprint(params, self.config, sizes, VOCAB_SIZE, model_type=self.model_type)
         fused = self.model_type is not ModelType.INFLIGHT_BATCHING
         options = StepOptions(Lines(blueprint.num_slots), fused=fused)
-        executor = CpuBackend(deterministic=True).executor(network, sizes, options)
+        executor = CpuBackend(OptionalParams(deterministic=True)).executor(network, sizes, options)
         return build_loop(blueprint, host, executor, phase_times=PhaseTimes(lambda: 0))
 
 

@@ -195,7 +195,7 @@ class Rank:
 
     def __init__(self, layout, host, link, params, config, replicates=False, beams=1, share=None):
         self.host = host
-        kind = CpuBackend(deterministic=True)
+        kind = CpuBackend(OptionalParams(deterministic=True))
         if params.device:
             kind = place(replace(params, parallel_config=None))
         if isinstance(kind, DeviceBackend):

@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
+_FEATURES = ("window", "sink", "softcap", "fp8", "sinks", "is_once", "chunked")
 Positions = TypeVar("Positions", int, npt.NDArray[np.int64], Tensor)
 
 
@@ -28,19 +29,43 @@ class Pages(NamedTuple):
     is_once: bool = False
 
 
+class RowLengths(NamedTuple):
+    """`row_starts` and `kv_lengths` of `RowSpans` on the CPU, in NumPy, for plans made there."""
+
+    row_starts: npt.NDArray[np.int32]
+    kv_lengths: npt.NDArray[np.int32]
+
+
 class RowSpans(NamedTuple):
     """The tokens and pages of each row: int32 tensors, the same for all layers.
 
     Row r owns the packed tokens `row_starts[r]:row_starts[r + 1]` of `row_starts [R + 1]`. They are
     the last of its `kv_lengths[r]` positions (`[R]`). Its blocks are row `slots[r]` (`[R]`) of
-    `block_tables [slots, blocks]`. `plan` is set by `Kernels.begin` of some kernels, else None.
+    `block_tables [slots, blocks]`. The first `num_context_rows` rows may have several tokens.
+    `lengths` is None in a captured step. `plan` and `phases` are set by `Kernels.begin` of some
+    kernels, else None.
     """
 
     row_starts: Tensor
     kv_lengths: Tensor
     slots: Tensor
     block_tables: Tensor
+    num_context_rows: int = 0
+    lengths: RowLengths | None = None
     plan: Any = None
+    phases: Any = None
+
+    def part(self, first: int, last: int) -> RowSpans:
+        """Return the rows `first` to `last` (excluded), for attention to the queries of all rows.
+
+        With a plan, these are all context rows, or all generation rows.
+        """
+        return self._replace(
+            row_starts=self.row_starts[first : last + 1],
+            kv_lengths=self.kv_lengths[first:last],
+            slots=self.slots[first:last],
+            plan=None if self.plan is None else self.plan.part(first),
+        )
 
 
 class AttentionShape(NamedTuple):
@@ -73,6 +98,14 @@ class AttentionShape(NamedTuple):
     def group(self) -> int:
         """Query heads for each KV head."""
         return self.num_heads // self.num_kv_heads
+
+    @property
+    def features(self) -> frozenset[str]:
+        """The names of the fields that make this more than causal attention with a scale.
+
+        They are some of "window", "sink", "softcap", "fp8", "sinks", "is_once" and "chunked".
+        """
+        return frozenset(name for name in _FEATURES if getattr(self, name))
 
     def first_seen(self, position: Positions) -> Positions:
         """Return the first position in the window of a token at `position`; it may be negative."""

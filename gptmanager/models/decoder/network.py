@@ -76,7 +76,7 @@ class CheckpointModel:
         self._gate_widths = [spec.layers[index].attention.gate_width for index in own]
         self._deltas = [delta_layer(spec, weights, index) for index in own]
         shapes = (it.attention for it in self._layers if not self._deltas[it.number])
-        self._shapes = tuple(dict.fromkeys(shapes))
+        self.attention_shapes = tuple(dict.fromkeys(shapes))
         self._has_experts = any(isinstance(layer.mlp, ExpertLayer) for layer in self._layers)
         if spec.dtype is not torch.float64:
             kernels.warm_up_layers(any(self._deltas), self._has_experts)
@@ -126,7 +126,9 @@ class CheckpointModel:
         deltas = (it.shape for it in self._deltas if it is not None)
         if waits or (fixed and not all(map(self._kernels.captures_delta, deltas))):
             return ()  # ops wait for the device, so the step cannot be captured
-        return self._kernels.plan(self._shapes, row_starts, kv_lengths, num_context_rows, fixed)
+        return self._kernels.plan(
+            self.attention_shapes, row_starts, kv_lengths, num_context_rows, fixed
+        )
 
     @torch.inference_mode()
     def forward(self, batch: Batch, kv_pool: KvPool) -> Tensor:
@@ -137,9 +139,7 @@ class CheckpointModel:
         if self._rotary.all is None:
             self._rotary.reserve(self.spec.max_seq_len)
         rows = self._kernels.begin(
-            self._shapes,
-            RowSpans(batch.row_starts, batch.kv_lengths, batch.slots, batch.block_tables),
-            batch.plan,
+            *(self.attention_shapes, batch.rows, batch.plan),
             num_tokens=len(batch.token_ids),
             tokens_per_block=kv_pool.tokens_per_block,
         )

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gptmanager.kernels.attention.attention_arguments import RowSpans
 from gptmanager.kernels.gemm.packed_matrix import Quantized
 from gptmanager.kernels.reference import Kernels
 from gptmanager.memory.kv_pool import KvPool, PageShape
@@ -72,10 +71,10 @@ class TransformersModel:
         register(attend, note_call, describe_mask)
         hold(network, self._holder)
         calls = probe(network, self._holder, config.num_hidden_layers)
-        self._shapes = tuple(dict.fromkeys(call.shape for call in calls))
+        self.attention_shapes = tuple(dict.fromkeys(call.shape for call in calls))
         longest = config.max_position_embeddings
         fix_rotations(network, max_seq_len or longest)
-        largest = max(self._shapes, key=lambda it: it.num_kv_heads * it.head_dim)
+        largest = max(self.attention_shapes, key=lambda it: it.num_kv_heads * it.head_dim)
         self.spec = TransformersSpec(
             vocab_size=config.vocab_size,
             max_position_embeddings=longest,
@@ -99,8 +98,8 @@ class TransformersModel:
     def forward(self, batch: Batch, kv_pool: KvPool) -> Tensor:
         """Write the batch's keys and values; return logits `[S, vocab]`."""
         rows = self._kernels.begin(
-            self._shapes,
-            RowSpans(batch.row_starts, batch.kv_lengths, batch.slots, batch.block_tables),
+            self.attention_shapes,
+            batch.rows,
             batch.plan,
             num_tokens=len(batch.token_ids),
             tokens_per_block=kv_pool.tokens_per_block,

@@ -1,0 +1,224 @@
+"""`ProvidedKernels`: lets a provider compute attention or matmuls of any other kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from gptmanager.kernels.attention.attention_arguments import (
+    AttentionShape,
+    Pages,
+    RowLengths,
+    RowSpans,
+)
+from gptmanager.kernels.cpu import CpuKernels
+from gptmanager.kernels.gemm.packed_matrix import Matrix, PackedMatrix, Quantized
+from gptmanager.kernels.providers import AttentionProvider, AttentionRows, LinearProvider
+from gptmanager.kernels.reference import Ints, Kernels
+
+
+class Served(NamedTuple):
+    """The provider of each phase of attention; None: our own kernels."""
+
+    context: AttentionProvider | None = None
+    generation: AttentionProvider | None = None
+
+    @property
+    def calls(self) -> tuple[Any, Any]:
+        context, generation = self
+        return (
+            None if context is None else context.attend_context,
+            None if generation is None else generation.attend_generation,
+        )
+
+
+class _Phase(NamedTuple):
+    """The rows of a phase: for our own kernels, and for a provider with `tokens` of the queries."""
+
+    own: RowSpans
+    tokens: slice
+    given: AttentionRows
+
+
+_OWN = Served()
+
+
+class ProvidedKernels(Kernels):
+    """A base class, before that of other kernels: `class ProvidedOwn(ProvidedKernels, Own)`.
+
+    Nothing changes until `use_attention` or `use_linear` is called.
+    """
+
+    _served: Mapping[AttentionShape, Served] = MappingProxyType({})
+    _linear: LinearProvider | None = None
+
+    def use_attention(self, served: Mapping[AttentionShape, Served]) -> None:
+        """Let providers compute attention of these shapes; call it before the first step."""
+        self._served = served
+
+    @property
+    def has_providers(self) -> bool:
+        """Whether a provider computes attention of any shape."""
+        return any(map(any, self._served.values()))
+
+    def use_linear(self, provider: LinearProvider | None) -> None:
+        """Let `provider` compute matmuls; call it before weights are loaded."""
+        self._linear = provider
+
+    def plan(
+        self,
+        shapes: Sequence[AttentionShape],
+        row_starts: Ints,
+        kv_lengths: Ints,
+        num_context_rows: int,
+        fixed: int = 0,
+    ) -> tuple[Ints, ...]:
+        """Return the plan of the other kernels, or () for a step that must not be captured.
+
+        In a captured step with contexts the CPU does not know the rows of a phase, so it has no
+        providers of attention.
+        """
+        served = [self._served.get(shape, _OWN) for shape in shapes]
+        used = [self._linear, *(it.generation for it in served)]
+        if fixed and not all(it is None or is_capturable(it) for it in used):
+            return ()
+        if fixed and num_context_rows and any(map(any, served)):
+            return ()
+        return super().plan(shapes, row_starts, kv_lengths, num_context_rows, fixed)
+
+    def begin(
+        self,
+        shapes: Sequence[AttentionShape],
+        rows: RowSpans,
+        plan: Sequence[Tensor],
+        num_tokens: int,
+        tokens_per_block: int,
+    ) -> RowSpans:
+        if rows.lengths is None and not plan:  # not captured: of a batch that a host has made
+            given = rows.row_starts.cpu().numpy(), rows.kv_lengths.cpu().numpy()
+            rows = rows._replace(lengths=RowLengths(*given))
+        rows = super().begin(shapes, rows, plan, num_tokens, tokens_per_block)
+        if not any(any(self._served.get(shape, _OWN)) for shape in shapes):
+            return rows
+        return rows._replace(phases=_phases(rows))
+
+    def attention(
+        self,
+        q: Tensor,
+        pages: Pages,
+        rows: RowSpans,
+        shape: AttentionShape,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        calls = self._served.get(shape, _OWN).calls
+        pairs = list(zip(rows.phases or (), calls, strict=False))
+        parts = [(phase, call) for phase, call in pairs if phase is not None]
+        if all(call is None for _, call in parts):
+            return super().attention(q, pages, rows, shape, sinks)
+        found = []
+        for phase, call in parts:
+            if call is None:
+                own = super().attention(q, pages, phase.own, shape, sinks)[phase.tokens]
+            else:
+                queries = q[phase.tokens]
+                own = call(queries, pages, phase.given, shape, sinks)
+                own = _checked(own, queries.shape, call).flatten(1).to(q.dtype)
+            found.append(own)
+        return found[0] if len(found) == 1 else torch.cat(found)
+
+    def new_matrix(
+        self,
+        rows: int,
+        columns: int,
+        dtype: torch.dtype,
+        quantized: Quantized | None = None,
+        device: torch.device | str = "cpu",
+    ) -> PackedMatrix | None:
+        if quantized is None and self._accepts(rows, columns, dtype):
+            return None
+        return super().new_matrix(rows, columns, dtype, quantized, device)
+
+    def linear(self, x: Tensor, weight: Matrix, bias: Tensor | None = None) -> Tensor:
+        if self._linear is None or not self._is_provided(weight):
+            return super().linear(x, weight, bias)
+        assert isinstance(weight, Tensor)
+        result = self._linear(x.to(weight.dtype), weight, bias)
+        return _checked(result, (len(x), len(weight)), self._linear)
+
+    def linear_silu_mul(self, x: Tensor, weight: Matrix, bias: Tensor | None = None) -> Tensor:
+        if self._is_provided(weight):
+            return self.silu_mul(self.linear(x, weight, bias))
+        return super().linear_silu_mul(x, weight, bias)
+
+    def _is_provided(self, weight: Matrix) -> bool:
+        return isinstance(weight, Tensor) and self._accepts(*weight.shape, weight.dtype)
+
+    def _accepts(self, rows: int, columns: int, dtype: torch.dtype) -> bool:
+        return self._linear is not None and self._linear.accepts(rows, columns, dtype)
+
+
+class ProvidedCpuKernels(ProvidedKernels, CpuKernels):
+    """The kernels of the CPU with a provider. Steps are not captured."""
+
+
+def is_capturable(provider: Any) -> bool:
+    """Return whether a provider says that its steps may be captured."""
+    return bool(getattr(provider, "capturable", False))
+
+
+def name_of(provider: Any) -> str:
+    """Return what the log calls a provider."""
+    return str(getattr(provider, "name", None) or type(provider).__name__)
+
+
+def _phases(rows: RowSpans) -> tuple[_Phase | None, _Phase | None]:
+    """Return the context rows and the generation rows of a step.
+
+    If a generation row has several tokens, which are drafts, all rows are context rows, as in
+    `CudaKernels.plan`.
+    """
+    middle, num_rows = rows.num_context_rows, len(rows.slots)
+    if rows.lengths is None:  # captured: a query for each row, and maybe padding
+        return None, _Phase(rows, slice(None), _rows(rows, 0, num_rows))
+    if (rows.lengths.row_starts[middle + 1 :] - rows.lengths.row_starts[middle:-1] > 1).any():
+        middle = num_rows
+    context, generation = (
+        None if first == last else _phase(rows, rows.lengths, first, last)
+        for first, last in ((0, middle), (middle, num_rows))
+    )
+    return context, generation
+
+
+def _phase(rows: RowSpans, lengths: RowLengths, first: int, last: int) -> _Phase:
+    starts = lengths.row_starts
+    tokens = slice(int(starts[first]), int(starts[last]))
+    own = starts[first : last + 1] - starts[first], lengths.kv_lengths[first:last]
+    given = _rows(rows, first, last, RowLengths(*own), tokens.start)
+    return _Phase(rows.part(first, last), tokens, given)
+
+
+def _rows(
+    rows: RowSpans, first: int, last: int, lengths: RowLengths | None = None, start: int = 0
+) -> AttentionRows:
+    starts = rows.row_starts[first : last + 1]
+    return AttentionRows(
+        starts - start if start else starts,
+        rows.kv_lengths[first:last],
+        rows.block_tables.index_select(0, rows.slots[first:last]),
+        lengths,
+    )
+
+
+def _checked(result: Tensor, shape: Sequence[int], call: Any) -> Tensor:
+    """Return a provider's result. Raises ValueError if it has another shape."""
+    if result.shape != tuple(shape):
+        provider = getattr(call, "__self__", call)
+        raise ValueError(
+            f"the provider {name_of(provider)} returned the shape {tuple(result.shape)}, expected "
+            f"{tuple(shape)}"
+        )
+    return result

@@ -1,0 +1,115 @@
+"""`AttentionProvider` and `LinearProvider`: interfaces of attention and matmuls of others."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from gptmanager.kernels.attention.attention_arguments import AttentionShape, Pages, RowLengths
+
+
+@dataclass(frozen=True, eq=False)
+class AttentionRows:
+    """The R rows of one phase of a step; a row is a sequence, or one beam of it.
+
+    `query_starts` int32 `[R + 1]`: row r has the queries `query_starts[r]:query_starts[r + 1]`,
+    which are at the last of its `kv_lengths[r]` positions (int32 `[R]`). `block_tables` int32
+    `[R, N]`: position p of row r is token `p % B` of the block `block_tables[r, p // B]`, for
+    blocks of B tokens. `lengths`: `query_starts` and `kv_lengths` in NumPy, on the CPU; None in a
+    captured step. `memo`: a dict, empty at the start of a step. The provider may keep in it what
+    the other layers of the step need, too.
+    """
+
+    query_starts: Tensor
+    kv_lengths: Tensor
+    block_tables: Tensor
+    lengths: RowLengths | None
+    memo: dict[Any, Any] = field(default_factory=dict)
+
+
+class AttentionProvider(Protocol):
+    """Computes attention over pages in place of our own kernels (`attention_provider`).
+
+    It runs on the CPU or on a device, wherever the queries are. On a device the manager's CUDA
+    stream is torch's current stream, and all work must be enqueued on it. Our own kernels rotate
+    queries and keys, scale queries that have a temperature, and write keys and values to their
+    pages, before a provider is called.
+
+    `name` is what the log calls it. `capturable`: whether a generation step with it may be captured
+    as a CUDA graph. `attend_generation` then reads nothing but tensors, enqueues the same work for
+    any lengths, and never waits. A captured step may end with rows that are padding: their KV
+    length is 0 and their results are ignored. Steps with contexts, and without `capturable` all
+    steps, run op by op.
+    """
+
+    name: str
+    capturable: bool
+
+    def refusal(
+        self, shape: AttentionShape, dtype: torch.dtype, tokens_per_block: int
+    ) -> str | None:
+        """Return why this attention is not supported, or None if it is.
+
+        Asked once for each shape of the model, at the start. Our own kernels compute what is
+        refused. `shape` has the head size, the numbers of heads, and in `shape.features` the names
+        of everything that a provider may not know: "window", "sink" (the first positions, seen by
+        all), "softcap", "sinks" (scores without a value), "fp8" (pages in 8 bits), "is_once" (keys
+        that are also the values), "chunked". `dtype`: of the queries and of the result.
+        """
+        ...
+
+    def attend_generation(
+        self,
+        queries: Tensor,
+        pages: Pages,
+        rows: AttentionRows,
+        shape: AttentionShape,
+        sinks: Tensor | None,
+    ) -> Tensor:
+        """Return the attention `[R, H, D]` of rows with one query each, `queries [R, H, D]`.
+
+        `pages.keys.mT` and `pages.values` are `[P, K, B, D]`: P blocks of B tokens, with K KV
+        heads. On a device both are contiguous. A query sees the positions from 0 to its own, or
+        those that `shape` says. `sinks [H]`: given if `shape.sinks`. Memory after the end of a row
+        may hold NaN, and block ids after its last block, or before its window, mean nothing.
+        """
+        ...
+
+    def attend_context(
+        self,
+        queries: Tensor,
+        pages: Pages,
+        rows: AttentionRows,
+        shape: AttentionShape,
+        sinks: Tensor | None,
+    ) -> Tensor:
+        """Return the attention `[T, H, D]` of rows with any number of queries, `queries [T, H, D]`.
+
+        These are prompts, chunks of prompts, and rows with draft tokens. Such a step is never
+        captured. The other arguments are those of `attend_generation`.
+        """
+        ...
+
+
+class LinearProvider(Protocol):
+    """Computes matmuls with weights of the network in place of ours (`linear_provider`).
+
+    The weights that it accepts are stored as plain tensors. Those in 8 or 4 bits, and those of
+    experts, stay with our own kernels. Stream and `capturable` are as in `AttentionProvider`.
+    """
+
+    capturable: bool
+
+    def accepts(self, rows: int, columns: int, dtype: torch.dtype) -> bool:
+        """Return whether it multiplies by weights `[rows, columns]` of this dtype."""
+        ...
+
+    def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """Return `x @ weight^T + bias`, `[T, rows]`, for `x [T, columns]`, in the weight's dtype.
+
+        `weight [rows, columns]` must not be changed, and changes when a host loads new weights.
+        """
+        ...
