@@ -382,6 +382,6 @@ def int4_rows(address: int) -> None:
                 source = t.x + row * t.stride + group * GROUP
                 to = (panel * groups + group) * _STEPS_OF_HALF * LANES + lane
                 for step in range(_STEPS_OF_HALF):
-                    low, high = (get_int(source, step), get_int(source, step + _STEPS_OF_HALF))
+                    low, high = get_int(source, step), get_int(source, step + _STEPS_OF_HALF)
                     put_int(t.values, to + step * LANES, low | high << 4)
         part = claim(address, NEXT_PART)

@@ -10,7 +10,12 @@ from torch import Tensor
 from gptmanager.errors import ConfigError, quoted
 from gptmanager.memory.tensor_sources import TensorInfo, tensor_name
 from gptmanager.memory.untrusted_files import parse_object
-from gptmanager.models.quantized.matrices import CodebookMatrix, NestedScales, Read
+from gptmanager.models.quantized.matrices import (
+    CodebookMatrix,
+    NestedScales,
+    Read,
+    check_scales,
+)
 
 _STATES = (".quant_state.bitsandbytes__nf4", ".quant_state.bitsandbytes__fp4")
 _MAX_STATE_BYTES = 1 << 16
@@ -37,6 +42,7 @@ def codebook_matrix(
     block = state.size("blocksize", _BLOCKS)
     blocks = -(-count // block)
     table = read(f"{name}.quant_map")
+    check_scales(f"{name}.quant_map", table)
     nested = _nested(name, state, blocks, take, read)
     if nested is not None:
         return CodebookMatrix(name, (rows, columns), table, block, nested)

@@ -132,7 +132,7 @@ class MatrixFinder:
             if given
             == (_ceil(_ceil(rows * bits, 32) if bits else rows, height), _ceil(columns, width))
         }
-        if len(fitting) != 1:
+        if len(fitting) != 1 or (bits and len(info.shape) != 2):
             raise ConfigError(
                 f"tensor {tensor_name(name)} has shape {list(info.shape)}: it must have a number "
                 f"for each group of a matrix of {list(shape)}; groups: {[*blocks] or 'rows'}"
@@ -278,7 +278,7 @@ class MatrixFinder:
 
     def _bitsandbytes(self, name: str, info: TensorInfo) -> StoredMatrix | None:
         if info.dtype == "int8":
-            scales, shape = (name.removesuffix("weight") + "SCB", self._matrix_shape(name, info))
+            scales, shape = name.removesuffix("weight") + "SCB", self._matrix_shape(name, info)
             self._take(scales, "float32", shape[:1])
             grid = self._grid(scales, shape, ())
             return ScaledMatrix(name, shape, grid, factor=_INT8_FACTOR)

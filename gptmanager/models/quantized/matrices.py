@@ -20,14 +20,17 @@ from gptmanager.memory.tensor_sources import tensor_name
 from gptmanager.models.quantized.unpacking import numbers, scaled, unpack, unpack_columns
 from gptmanager.models.quantized.unpacking_loops import E2M1, FOUR_BITS, NAMED, UNSIGNED
 
+_LIMIT = 2.0**64  # of the magnitude of a scale; a weight is then far from infinity
 # A function (name, *ranges) that returns these ranges of a tensor, or all of it without ranges.
 Read = Callable[..., Tensor]
 
 
-def check_finite(name: str, scales: Tensor) -> None:
-    """Raise ConfigError unless all scales of the tensor `name` are finite."""
-    if not scales.isfinite().all():
-        raise ConfigError(f"tensor {tensor_name(name)} leads to scales that are not finite numbers")
+def check_scales(name: str, scales: Tensor) -> None:
+    """Raise ConfigError if the tensor `name` leads to a scale that is too large, or NaN."""
+    if not (scales.abs() < _LIMIT).all():
+        raise ConfigError(
+            f"tensor {tensor_name(name)} leads to a scale that is NaN, or not less than {_LIMIT:g}"
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +65,7 @@ class Grid:
             found = unpack_columns(words, self.bits, self.order)
         else:
             found = numbers(found.t() if self.transposed else found.reshape(len(own), -1))
-            check_finite(self.name, found)
+            check_scales(self.name, found)
         if self.height > 1 and not self.bits:
             return found[torch.arange(rows.start, rows.stop) // self.height - first]
         return found[rows.start - first * step :][: len(rows)]
@@ -119,7 +122,7 @@ class Float4Matrix(StoredMatrix):
         scales = self.scales.rows(read, rows)
         if self.global_scale is not None:
             scales = scales / read(self.global_scale).float()
-            check_finite(self.global_scale, scales)
+            check_scales(self.global_scale, scales)
         packed = read(self.name, rows, range(self.shape[1] // 2))
         return scaled(packed, scales, self.scales.width, kind=E2M1)
 
@@ -170,7 +173,7 @@ class IntegerMatrix(StoredMatrix):
         if isinstance(zeros, Tensor) and not self.middle:
             wide = self._in_our_groups(self.zeros, zeros)
             minima = (scales.float() * -wide).half()
-            check_finite(self.scales.name, minima)
+            check_scales(self.scales.name, minima)
         return Groups(self._integers(read, rows), scales, minima)
 
     def _integers(self, read: Read, rows: range) -> Tensor:
@@ -236,7 +239,7 @@ class CodebookMatrix(StoredMatrix):
         packed = read(self.name, own, range(1)).flatten()
         packed = F.pad(packed, (0, size // 2 - len(packed))).view(len(blocks), -1)
         scales = self.scales(read, blocks).unsqueeze(1)
-        check_finite(f"{self.name}.absmax", scales)
+        check_scales(f"{self.name}.absmax", scales)
         found = scaled(*(packed, scales, self.block), kind=NAMED, table=self.table, high_first=True)
         return found.flatten()[first - start : last - start].view(len(rows), -1)
 
@@ -284,5 +287,5 @@ class ExpertBlocks:
         own, groups = range(expert, expert + 1), range(self.stored[2])
         packed = read(self.name, own, rows, groups, range(self.stored[3]))[0]
         scales = numbers(read(self.scales, own, rows, groups)[0])
-        check_finite(self.scales, scales)
+        check_scales(self.scales, scales)
         return scaled(packed.flatten(1), scales, 2 * self.stored[3], kind=E2M1).t()

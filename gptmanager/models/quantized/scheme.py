@@ -109,7 +109,8 @@ def _ct_weights(name: str, weights: Any) -> tuple[int, Block | None]:
     kind: Any = weights.get("type", "int") or "int"
     bits: Any = weights.get("num_bits")
     strategy: Any = weights.get("strategy")
-    if (kind, bits) not in _CT_TYPES:
+    is_known = isinstance(kind, str) and type(bits) is int and (kind, bits) in _CT_TYPES
+    if not is_known:
         given = {"type": kind, "num_bits": bits}
         raise _error(field, given, "must be int with 4 or 8 bits, or float with 4 or 8")
     if strategy in _PER_GROUP:

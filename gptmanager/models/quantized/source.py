@@ -54,7 +54,7 @@ class QuantizedSource:
             experts, columns, rows = ranges
             for expert in experts:
                 floats = matrix.floats(self._view, expert, rows)
-                yield (expert - experts.start, floats[columns.start : columns.stop].unsqueeze(0))
+                yield expert - experts.start, floats[columns.start : columns.stop].unsqueeze(0)
             return
         rows, columns = ranges
         for own, read in self._slices(matrix, rows, max_bytes, _FLOAT_BYTES):

@@ -200,6 +200,17 @@ REFUSED = [
         {"config_groups": {GROUP: {"weights": {"type": "int", "num_bits": 3}}}},
         "config_groups.group_0.weights = .*must be int with 4 or 8 bits",
     ),
+    (
+        "ct-int4",
+        {"config_groups": {GROUP: {"weights": {"type": "int", "num_bits": []}}}},
+        "config_groups.group_0.weights = .*must be int with 4 or 8 bits",
+    ),
+    (
+        "ct-int4",
+        {"config_groups": {GROUP: {"weights": {"num_bits": 4, "strategy": "group"}}}},
+        "group_size = None: must be a positive integer",
+    ),
+    ("awq", {"group_size": -32}, "group_size = -32: must be a positive integer"),
 ]
 
 
@@ -258,6 +269,37 @@ def test_numbers_of_a_file_size_nothing_before_they_are_checked() -> None:
     huge = torch.tensor([64, 1 << 50])
     with pytest.raises(ConfigError, match="does not fit a matrix of"):
         load_model((config, {**tensors, f"{LAYER}mlp.down_proj.weight_shape": huge}))
+
+
+@pytest.mark.parametrize(
+    ("name", "part", "number"),
+    [
+        ("ct-int8", "mlp.down_proj.weight_scale", 1e30),
+        ("ct-fp4", "self_attn.o_proj.weight_global_scale", 0.0),
+        ("fp8", "mlp.down_proj.weight_scale_inv", float("nan")),
+        ("ct-int4", "mlp.down_proj.weight_scale", float("nan")),
+        ("gptq", "mlp.down_proj.scales", float("inf")),
+        ("awq", "mlp.down_proj.scales", float("inf")),
+        ("bnb8", "mlp.down_proj.SCB", -1e30),
+        ("bnb4", "self_attn.o_proj.weight.absmax", float("nan")),
+        ("bnb4", "self_attn.o_proj.weight.quant_map", float("nan")),
+    ],
+)
+@pytest.mark.parametrize("kind", [None, "file"])
+def test_a_scale_that_is_no_number_is_named(name: str, part: str, number: float, kind: Any) -> None:
+    config, tensors = checkpoint(name)
+    broken = tensors[LAYER + part].clone()
+    broken.view(-1)[0] = number
+    with pytest.raises(ConfigError, match=f"{part} leads to a scale that is NaN, or not less"):
+        load_model((config, {**tensors, LAYER + part: broken}), weights_dtype=kind, dtype="float32")
+
+
+def test_zero_points_that_are_no_matrix_are_named() -> None:
+    config, tensors = checkpoint("ct-int4-asymmetric")
+    name = f"{LAYER}mlp.down_proj.weight_zero_point"
+    for broken in (tensors[name].flatten(), torch.zeros((), dtype=torch.int32)):
+        with pytest.raises(ConfigError, match="weight_zero_point has shape .* a number for each"):
+            load_model((config, {**tensors, name: broken}))
 
 
 def test_a_quantized_folder_is_converted(tmp_path: Path) -> None:
