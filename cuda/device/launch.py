@@ -44,6 +44,7 @@ class Program:
     kernels: tuple[str, ...]
     dependent: bool = False
     architectures: tuple[str, ...] = compiler.ARCHITECTURES  # to compile for
+    at_once: int = 16  # kernels in a library of the emulator: g++ reads the headers once for them
 
     @property
     def path(self) -> Path:
@@ -191,7 +192,7 @@ def _plain(argument: Argument) -> Any:
 @functools.cache  # shared by all managers of a process: finding compiled libraries takes time
 def _emulated(
     program: Program,
-    name: str,
+    names: tuple[str, ...],
     check: bool,
     order: str | int,
     toolchain: emulator.Toolchain,
@@ -204,7 +205,7 @@ def _emulated(
         check=check,
         order=order,
         toolchain=toolchain,
-        only=name,
+        only=names,
     )
 
 
@@ -238,7 +239,9 @@ class EmulatorLauncher:
 
     def kernel(self, program: Program, name: str, shared_mem: int = 0) -> Kernel:
         how = self._check, self._order, self._toolchain, self.features.compiler_options
-        kernel = _emulated(program, name, *how).get_function(name)
+        index = program.kernels.index(name)
+        names = program.kernels[index - index % program.at_once :][: program.at_once]
+        kernel = _emulated(program, names, *how).get_function(name)
         kernel.max_dynamic_shared_size_bytes = max(shared_mem, 48 << 10)
         kernel.dependent = program.dependent and self.features.early
 

@@ -19,7 +19,7 @@ from gptmanager.cuda.emulator.reports import EmulatorError
 from gptmanager.cuda.emulator.source import (
     compilable,
     compiler_options,
-    only_kernel,
+    only_kernels,
     translation_unit,
 )
 from gptmanager.cuda.emulator.toolchain import Toolchain
@@ -123,8 +123,8 @@ class Module:
     `options` has macros and folders as for NVRTC; options that only concern GPUs are ignored. With
     `check`, every access is checked, and races and uninitialized shared memory are reported, which
     is slow. The `order` of blocks, warps and lanes is "forward", "reverse", or the seed of a
-    shuffle. With `only`, one of `name_expressions`, no other kernel is built, and the preprocessed
-    source is kept for the next one. Raises `EmulatorError` with g++'s messages if the source does
+    shuffle. With `only`, some of `name_expressions`, no others are built, and the preprocessed
+    source is kept for the next ones. Raises `EmulatorError` with g++'s messages if the source does
     not compile, and `ConfigError` without g++.
     """
 
@@ -138,7 +138,7 @@ class Module:
         check: bool = False,
         order: str | int = "forward",
         toolchain: Toolchain | None = None,
-        only: str | None = None,
+        only: Sequence[str] = (),
     ) -> None:
         if (path is None) == (source is None):
             raise EmulatorError("pass either `path` or `source`")
@@ -149,13 +149,12 @@ class Module:
         text = file.read_text("utf-8") if source is None else source
         toolchain = toolchain or Toolchain()
         flags = tuple(compiler_options(options, file.parent))
-        preprocess = _preprocess if only is None else _preprocessed
+        preprocess = _preprocessed if only else _preprocess
         unit = preprocess(text, str(file), tuple(name_expressions), flags, toolchain)
         self._numbers = {name: number for number, name in enumerate(name_expressions)}
-        if only is not None:
-            number = self._number(only)
-            self._numbers = {only: number}
-            unit = only_kernel(unit, number)
+        if only:
+            self._numbers = {name: self._number(name) for name in only}
+            unit = only_kernels(unit, self._numbers.values())
         self._library = Library(toolchain.build(unit, file.name, check), check, _order(order))
 
     def get_function(self, name: str) -> Kernel:

@@ -8,7 +8,7 @@ a CPU, and `__noinline__`. The latter cannot be a macro, because system headers 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from gptmanager.cuda.emulator.reports import EmulatorError
@@ -38,10 +38,11 @@ def translation_unit(source: str, name: str, kernels: Sequence[str]) -> str:
     )
 
 
-def only_kernel(unit: str, number: int) -> str:
-    """Return preprocessed `unit` with the descriptor of no other kernel."""
+def only_kernels(unit: str, numbers: Iterable[int]) -> str:
+    """Return preprocessed `unit` with the descriptors of these kernels only."""
     source, mark, exports = unit.partition(f"# 1 {_EXPORTS}\n")
-    return source + mark + exports.splitlines()[number]
+    lines = exports.splitlines()
+    return source + mark + "\n".join(lines[number] for number in numbers)
 
 
 def compiler_options(options: Sequence[str], folder: Path) -> list[str]:

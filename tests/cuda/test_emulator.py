@@ -101,7 +101,7 @@ def test_libraries_share_their_stacks(module):
 
 
 def test_one_kernel_of_several_is_built():
-    only = emulator.Module(source=SCALE, name_expressions=NAMES, only="fill")
+    only = emulator.Module(source=SCALE, name_expressions=NAMES, only=["fill"])
     x = emulator.empty(3, np.uint64)
     only.get_function("fill")((1,), (3,), (x, np.int64(5)))
     assert x.tolist() == [5, 5, 5]
