@@ -1,7 +1,7 @@
 """Linear attention with a state, compiled: the gates, the convolution and the memories.
 
 `recurrent.delta_formulas` has the formulas. A column of a memory does not depend on other columns.
-So a thread keeps sixteen columns of a head in its cache while it runs up to SPAN tokens of a row. A
+So a thread keeps 32 columns of a head in its cache while it runs up to SPAN tokens of a row. A
 token's result has the same bits however the tokens of its row are divided among steps.
 """
 
@@ -36,6 +36,7 @@ from gptmanager.kernels.simd.lanes import (
 )
 from gptmanager.kernels.simd.threads import NEXT_PART, NEXT_THREAD, task_fields
 
+WIDTH = 2 * LANES  # the number of columns of a memory that a thread runs at a time
 SPAN = 32  # the number of tokens that a thread runs before it writes their outputs
 TWO = np.float32(2.0)
 # The series of atanh(x) / x in x^2, for x up to 1/3.
@@ -48,7 +49,7 @@ class DeltaTask(ctypes.Structure):
     `projected` (tokens are `stride` apart), `conv`, `inputs`, `norm` and `result` have `dtype`.
     `gates`, `decay`, `step`, `mixed` and `memory` are float32. `mixed` `[num_tokens, channels]` has
     the convolved channels, with normalized queries and keys. `activate_gates` replaces the
-    arguments in `gates` by the rates and decays. `scratch` has sixteen columns of a memory and
+    arguments in `gates` by the rates and decays. `scratch` has `WIDTH` columns of a memory and
     `SPAN` tokens of a head.
     """
 
@@ -65,8 +66,8 @@ DELTA_TASK = np.dtype(DeltaTask)
 
 def scratch_bytes(key_dim: int, value_dim: int) -> int:
     """Return the bytes of scratch that a thread needs."""
-    wide = (value_dim + LANES - 1) // LANES * LANES
-    return 4 * (key_dim * LANES + SPAN * wide)
+    wide = (value_dim + WIDTH - 1) // WIDTH * WIDTH
+    return 4 * (key_dim * WIDTH + SPAN * wide)
 
 
 @loop
@@ -116,89 +117,131 @@ def _input(t: Any, first: int, offset: int, slot: int, channel: int, count: int)
 
 
 @loop
-def _convolve_head(t: Any, row: int, channel: int, size: int, scale: float) -> None:
-    """Convolve `size` channels of a row; with a scale, normalize each token and multiply by it."""
-    first, stop = get_int(t.row_starts, row), get_int(t.row_starts, row + 1)
-    slot = get_int(t.slots, row)
-    before = t.width - 1
-    for token in range(stop - first):
-        to = (first + token) * t.channels + channel
-        squares = splat(ZERO)
+def _place(t: Any, head: int) -> Any:
+    """Return the first channel of a head of queries, keys or values, its size, and its scale."""
+    keys = t.key_heads
+    if head < 2 * keys:
+        scale = 1.0 / np.sqrt(float(t.key_dim)) if head < keys else 1.0
+        return head * t.key_dim, t.key_dim, scale
+    return 2 * keys * t.key_dim + (head - 2 * keys) * t.value_dim, t.value_dim, 0.0
+
+
+@loop
+def _convolve_token(t: Any, first: int, offset: int, slot: int, head: int) -> None:
+    """Convolve a head of a row's token; with a scale, normalize it and multiply by the scale."""
+    channel, size, scale = _place(t, head)
+    to = (first + offset) * t.channels + channel
+    squares = splat(ZERO)
+    for i in range(0, size, LANES):
+        count = size - i
+        total = splat(ZERO)
+        for j in range(t.width):
+            weight = load_as(t.dtype, t.conv, j * t.channels + channel + i, count)
+            own = _input(t, first, offset + j - t.width + 1, slot, channel + i, count)
+            total = fma(weight, own, total)
+        value = total * logistic(total)
+        squares = fma(value, value, squares)
+        store_part(t.mixed, to + i, value, count)
+    if scale > 0:
+        by = np.float32(scale) / np.sqrt(sum_lanes(squares) + np.float32(L2_EPS))
         for i in range(0, size, LANES):
-            count = size - i
-            total = splat(ZERO)
-            for j in range(t.width):
-                weight = load_as(t.dtype, t.conv, j * t.channels + channel + i, count)
-                total = fma(
-                    weight, _input(t, first, token + j - before, slot, channel + i, count), total
-                )
-            value = total * logistic(total)
-            squares = fma(value, value, squares)
-            store_part(t.mixed, to + i, value, count)
-        if scale > 0:
-            by = np.float32(scale) / np.sqrt(sum_lanes(squares) + np.float32(L2_EPS))
-            for i in range(0, size, LANES):
-                own = load_part(t.mixed, to + i, size - i) * splat(by)
-                store_part(t.mixed, to + i, own, size - i)
+            value = load_part(t.mixed, to + i, size - i) * splat(by)
+            store_part(t.mixed, to + i, value, size - i)
+
+
+@loop
+def _move_inputs(t: Any, first: int, count: int, slot: int, head: int) -> None:
+    """Keep the last inputs of a head in the state, for the tokens after the row's `count` ones."""
+    channel, size, _ = _place(t, head)
+    before = t.width - 1
     for j in range(before):
         at = (slot * before + j) * t.channels + channel
         for i in range(0, size, LANES):
-            own = _input(t, first, stop - first + j - before, slot, channel + i, size - i)
+            own = _input(t, first, count + j - before, slot, channel + i, size - i)
             store_as(t.dtype, t.inputs, at + i, own, size - i)
 
 
 def convolve(address: int) -> None:
-    """Convolve the channels of all rows, each head on its own, and keep their last inputs."""
+    """Convolve the channels of all rows, and move the inputs on.
+
+    A part has some heads of a row, token by token, so that it reads memory in order.
+    """
     t = task_at(address, DELTA_TASK)
-    keys, num_heads = t.key_heads, 2 * t.key_heads + t.value_heads
+    num_heads = 2 * t.key_heads + t.value_heads
     num_items = t.num_rows * num_heads
-    scale = 1.0 / np.sqrt(float(t.key_dim))
     part = claim(address, NEXT_PART)
     while part < t.num_parts:
-        first, stop = num_items * part // t.num_parts, num_items * (part + 1) // t.num_parts
-        for item in range(first, stop):
-            row, head = item // num_heads, item % num_heads
-            if head < 2 * keys:
-                by = scale if head < keys else 1.0
-                _convolve_head(t, row, head * t.key_dim, t.key_dim, by)
-            else:
-                channel = 2 * keys * t.key_dim + (head - 2 * keys) * t.value_dim
-                _convolve_head(t, row, channel, t.value_dim, 0.0)
+        item, stop = num_items * part // t.num_parts, num_items * (part + 1) // t.num_parts
+        while item < stop:
+            row = item // num_heads
+            heads = range(item - row * num_heads, min(stop - row * num_heads, num_heads))
+            first, slot = get_int(t.row_starts, row), get_int(t.slots, row)
+            count = get_int(t.row_starts, row + 1) - first
+            for offset in range(count):
+                for head in heads:
+                    _convolve_token(t, first, offset, slot, head)
+            for head in heads:
+                _move_inputs(t, first, count, slot, head)
+            item += len(heads)
         part = claim(address, NEXT_PART)
 
 
 @loop
 def _dot(tile: int, vector: int, size: int) -> Any:
-    """Return `vector [size] @ tile [size, 16]`."""
+    """Return the sum of the rows `[size, 32]` of a tile, each times its element of a vector, in two
+    halves.
+
+    Eight sums at a time keep the processor's units busy.
+    """
     a, b, c, d = splat(ZERO), splat(ZERO), splat(ZERO), splat(ZERO)
+    e, f, g, h = splat(ZERO), splat(ZERO), splat(ZERO), splat(ZERO)
     whole = size // 4 * 4
     for i in range(0, whole, 4):
-        a = fma(splat(get(vector, i)), load(tile, i * LANES), a)
-        b = fma(splat(get(vector, i + 1)), load(tile, (i + 1) * LANES), b)
-        c = fma(splat(get(vector, i + 2)), load(tile, (i + 2) * LANES), c)
-        d = fma(splat(get(vector, i + 3)), load(tile, (i + 3) * LANES), d)
+        first, second = splat(get(vector, i)), splat(get(vector, i + 1))
+        third, fourth = splat(get(vector, i + 2)), splat(get(vector, i + 3))
+        at = i * WIDTH
+        a, b = fma(first, load(tile, at), a), fma(first, load(tile, at + LANES), b)
+        at += WIDTH
+        c, d = fma(second, load(tile, at), c), fma(second, load(tile, at + LANES), d)
+        at += WIDTH
+        e, f = fma(third, load(tile, at), e), fma(third, load(tile, at + LANES), f)
+        at += WIDTH
+        g, h = fma(fourth, load(tile, at), g), fma(fourth, load(tile, at + LANES), h)
     for i in range(whole, size):
-        a = fma(splat(get(vector, i)), load(tile, i * LANES), a)
-    return (a + b) + (c + d)
+        own, at = splat(get(vector, i)), i * WIDTH
+        a, b = fma(own, load(tile, at), a), fma(own, load(tile, at + LANES), b)
+    return (a + c) + (e + g), (b + d) + (f + h)
 
 
 @loop
-def _advance(tile: int, key: int, query: int, decay: float, change: Any, size: int) -> Any:
-    """Multiply a tile by `decay` and add `key [size] x change [16]`; return `query @ tile`."""
-    a, b = splat(ZERO), splat(ZERO)
+def _change_row(tile: int, at: int, by: Any, key: Any, change: Any) -> Any:
+    """Change sixteen elements of a tile, and return them."""
+    own = fma(key, change, load(tile, at) * by)
+    store(tile, at, own)
+    return own
+
+
+@loop
+def _advance(
+    tile: int, key: int, query: int, decay: float, left: Any, right: Any, size: int
+) -> Any:
+    """Add the changes of two halves to the rows of a tile, each times its element of the key;
+    return what the query reads, in two halves.
+    """
+    a, b, c, d = splat(ZERO), splat(ZERO), splat(ZERO), splat(ZERO)
     whole, by = size // 2 * 2, splat(decay)
     for i in range(0, whole, 2):
-        own = fma(splat(get(key, i)), change, load(tile, i * LANES) * by)
-        store(tile, i * LANES, own)
-        a = fma(splat(get(query, i)), own, a)
-        own = fma(splat(get(key, i + 1)), change, load(tile, (i + 1) * LANES) * by)
-        store(tile, (i + 1) * LANES, own)
-        b = fma(splat(get(query, i + 1)), own, b)
+        at, k, q = i * WIDTH, splat(get(key, i)), splat(get(query, i))
+        a = fma(q, _change_row(tile, at, by, k, left), a)
+        b = fma(q, _change_row(tile, at + LANES, by, k, right), b)
+        at, k, q = at + WIDTH, splat(get(key, i + 1)), splat(get(query, i + 1))
+        c = fma(q, _change_row(tile, at, by, k, left), c)
+        d = fma(q, _change_row(tile, at + LANES, by, k, right), d)
     for i in range(whole, size):
-        own = fma(splat(get(key, i)), change, load(tile, i * LANES) * by)
-        store(tile, i * LANES, own)
-        a = fma(splat(get(query, i)), own, a)
-    return a + b
+        at, k, q = i * WIDTH, splat(get(key, i)), splat(get(query, i))
+        a = fma(q, _change_row(tile, at, by, k, left), a)
+        b = fma(q, _change_row(tile, at + LANES, by, k, right), b)
+    return a + c, b + d
 
 
 @loop
@@ -224,31 +267,37 @@ def _run_head(t: Any, row: int, head: int, tile: int) -> None:
     """Update the memory of a head with the tokens of a row, and write their results."""
     first, stop = get_int(t.row_starts, row), get_int(t.row_starts, row + 1)
     key_dim, value_dim, heads = t.key_dim, t.value_dim, t.value_heads
-    wide = (value_dim + LANES - 1) // LANES * LANES
+    wide = (value_dim + WIDTH - 1) // WIDTH * WIDTH
     memory = t.memory + 4 * (get_int(t.slots, row) * heads + head) * key_dim * value_dim
-    read = tile + 4 * key_dim * LANES
+    read = tile + 4 * key_dim * WIDTH
     key_head = head // (heads // t.key_heads)
     keys = t.key_heads * key_dim
     for start in range(first, stop, SPAN):
         end = min(stop, start + SPAN)
-        for column in range(0, value_dim, LANES):
+        for column in range(0, value_dim, WIDTH):
             count = value_dim - column
+            more = count - LANES  # may be negative: nothing is left for the second half
             for i in range(key_dim):
-                store(tile, i * LANES, load_part(memory, i * value_dim + column, count))
+                at = i * value_dim + column
+                store(tile, i * WIDTH, load_part(memory, at, count))
+                store(tile, i * WIDTH + LANES, load_part(memory, at + LANES, more))
             for token in range(start, end):
                 at = token * t.channels + key_head * key_dim
                 query, key = t.mixed + 4 * at, t.mixed + 4 * (at + keys)
                 rate = get(t.gates, token * 2 * heads + head)
                 decay = get(t.gates, token * 2 * heads + heads + head)
-                value = load_part(
-                    t.mixed, token * t.channels + 2 * keys + head * value_dim + column, count
-                )
-                seen = _dot(tile, key, key_dim) * splat(decay)
-                change = (value - seen) * splat(rate)
-                own = _advance(tile, key, query, decay, change, key_dim)
-                store(read, (token - start) * wide + column, own)
+                at = token * t.channels + 2 * keys + head * value_dim + column
+                left, right = _dot(tile, key, key_dim)
+                left = (load_part(t.mixed, at, count) - left * splat(decay)) * splat(rate)
+                right = (load_part(t.mixed, at + LANES, more) - right * splat(decay)) * splat(rate)
+                left, right = _advance(tile, key, query, decay, left, right, key_dim)
+                at = (token - start) * wide + column
+                store(read, at, left)
+                store(read, at + LANES, right)
             for i in range(key_dim):
-                store_part(memory, i * value_dim + column, load(tile, i * LANES), count)
+                at = i * value_dim + column
+                store_part(memory, at, load(tile, i * WIDTH), count)
+                store_part(memory, at + LANES, load(tile, i * WIDTH + LANES), more)
         for token in range(start, end):
             _finish_token(t, token, head, read + 4 * (token - start) * wide)
 
