@@ -72,7 +72,7 @@ METRICS = (
     _gauge("num_requests_running", "Requests that run.", "num_requests_running"),
     _gauge("num_requests_waiting", "Requests that wait to run.", "num_requests_waiting"),
     _gauge("num_requests_active", "Requests accepted and not finished, in the last iteration."),
-    _gauge("num_requests_max", "Most requests that may be active; -1: any number."),
+    _gauge("num_requests_max", "Most requests that may be active; -1 means no limit."),
     _gauge("num_requests_context", "Requests in the context phase, in the last iteration."),
     _gauge("num_requests_generation", "Requests in the generation phase, in the last iteration."),
     _gauge("num_requests_paused", "Requests that the last iteration paused."),
@@ -82,7 +82,7 @@ METRICS = (
     ),
     _gauge(
         "kv_cache_blocks",
-        "KV cache blocks. reused: found again since the start; cached: can be found now.",
+        "KV cache blocks. reused were found for prompts since the start; cached can be found now.",
         labels=("state",),
     ),
     _gauge("kv_cache_tokens_per_block", "Tokens of a KV cache block."),
@@ -119,18 +119,20 @@ METRICS = (
     _counter("logits_errors", "Requests ended by a LogitsError."),
     _counter("callback_seconds", "Seconds spent in each callback.", labels=("callback",)),
     _counter("callback_errors", "Failed calls of each callback.", labels=("callback",)),
-    _counter("gil_wait_seconds", "Seconds of steps in which the loop's thread had no core."),
-    _counter("audit_failures", "Audits that found a lost block."),
+    _counter("gil_wait_seconds", "Seconds in which a step waited for Python's lock or a core."),
+    _counter("audit_failures", "Audits that found an error, such as a lost block."),
     _histogram(
         "time_to_first_token_seconds", "Seconds until the first token.",
         FIRST_TOKEN_BUCKETS, "time_to_first_token_seconds",
     ),
     _histogram(
-        "time_per_output_token_seconds", "Seconds between two tokens, the mean of their request.",
+        "time_per_output_token_seconds",
+        "Mean seconds between tokens of a request, counted once per token.",
         *(OUTPUT_TOKEN_BUCKETS, "inter_token_latency_seconds", "time_per_output_token_seconds"),
     ),
     _histogram(
-        "request_time_per_output_token_seconds", "Mean seconds between the tokens of a request.",
+        "request_time_per_output_token_seconds",
+        "Mean seconds between tokens of a request, counted once per request.",
         OUTPUT_TOKEN_BUCKETS, "request_time_per_output_token_seconds",
     ),
     _histogram(

@@ -12,14 +12,14 @@ from gptmanager.cuda.attention.paged_kernels import NARROW
 from gptmanager.kernels.attention.attention_arguments import AttentionShape, Pages
 from gptmanager.kernels.providers import AttentionRows
 
-_BLOCK_TOKENS = 256  # its pages have a multiple of this
+_BLOCK_TOKENS = 256  # flash-attn's pages have a multiple of this number of tokens
 _MAX_HEAD_DIM = 256
 
 
 class FlashAttention:
-    """An `AttentionProvider` of `library`, the imported module `flash_attn`.
+    """An `AttentionProvider` that calls `library`, the imported module `flash_attn`.
 
-    It reads pages as `[P, B, K, D]` with any strides between heads.
+    The library accepts views of our pages as `[P, B, K, D]` (pages, tokens, KV heads, head size).
     """
 
     name, capturable = "flash_attn", True
@@ -36,7 +36,7 @@ class FlashAttention:
                 f"{_BLOCK_TOKENS} for it"
             )
         if shape.head_dim > _MAX_HEAD_DIM or shape.head_dim % 8:
-            return f"heads of {shape.head_dim} must be a multiple of 8, up to {_MAX_HEAD_DIM}"
+            return f"head_dim = {shape.head_dim} must be a multiple of 8, up to {_MAX_HEAD_DIM}"
         return why_special(shape, dtype)
 
     def attend_generation(
@@ -83,7 +83,10 @@ class FlashAttention:
 
 
 def why_special(shape: AttentionShape, dtype: torch.dtype) -> str | None:
-    """Return why a library that knows windows and soft caps only does not support attention."""
+    """Return why a library cannot compute this attention, or None if it can.
+
+    The library supports 16-bit dtypes, and of the special features only windows and soft caps.
+    """
     if dtype not in NARROW:
         return f"{dtype} must be torch.float16 or torch.bfloat16"
     others = shape.features - {"window", "softcap"}

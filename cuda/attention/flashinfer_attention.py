@@ -57,7 +57,7 @@ class _Wrappers:
 
 
 class FlashInferAttention:
-    """An `AttentionProvider` of `library`, the imported module `flashinfer`.
+    """An `AttentionProvider` that calls `library`, the imported module `flashinfer`.
 
     Each step plans once for each shape, on the CPU, so steps are not captured.
     """
@@ -73,7 +73,7 @@ class FlashInferAttention:
         self, shape: AttentionShape, dtype: torch.dtype, tokens_per_block: int
     ) -> str | None:
         if shape.head_dim not in HEAD_DIMS:
-            return f"heads of {shape.head_dim} must be one of {HEAD_DIMS}"
+            return f"head_dim = {shape.head_dim} must be one of {HEAD_DIMS}"
         return why_special(shape, dtype)
 
     def attend_generation(

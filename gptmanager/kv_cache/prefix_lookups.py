@@ -14,7 +14,8 @@ from gptmanager.kv_cache.needs import UNBOUNDED
 from gptmanager.kv_cache.prefix_tree import NO_BLOCK, PrefixTree
 from gptmanager.request.llm_request import LlmRequest
 
-_MAX_LOOKUPS = 10_000  # the oldest is dropped, in case ended requests are not reported
+# Beyond this number the oldest lookup is dropped: a scheduler may never report that requests ended.
+_MAX_LOOKUPS = 10_000
 
 
 class Lookup:

@@ -106,9 +106,11 @@ class KvSequences:
         if len(parents) != len(tables) or not all(0 <= p < len(tables) for p in parents):
             raise ValueError(f"request {request_id} has {len(tables)} beams, not parents {parents}")
         if not needs.grows:
-            return ()  # every beam has the same positions
+            return ()  # all beams read the same encoder output, so there is nothing to copy
         if sequence.num_slots > needs.max_slots:
-            raise ValueError(f"request {request_id} is past its attention window: no fork of beams")
+            raise ValueError(
+                f"request {request_id} is past its attention window: its beams cannot be forked"
+            )
         num_full, num_tail = divmod(sequence.num_slots, self.needs.tokens_per_block)
         sequence.tables, copies = self.pool.fork(tables, parents, num_full, num_tail)
         return self.take_moves() + copies

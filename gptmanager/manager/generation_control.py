@@ -65,8 +65,8 @@ class GenerationControl(LoopQuestions):
     def wake(self, timeout: float | None = None) -> None:
         """Allocate the memory that `sleep` has released, and iterate again.
 
-        Raise SleepError if the manager is not asleep, an out-of-memory error if it must stay
-        asleep, and the other errors of `update_weights`.
+        Raise SleepError if the manager is not asleep, and the other errors of `update_weights`. If
+        the memory cannot be allocated, raise its out-of-memory error; the manager stays asleep.
         """
         self._call("wake", self._worker.updates.wake, timeout)
 

@@ -98,8 +98,9 @@ class PeftCacheManager:
         return self._device.total
 
     def determine_num_pages(self, lora_task_id: int) -> int:
-        """Return how many pages the adapter takes, plus those of replaced ones that are in use.
+        """Return how many pages the adapter takes on each level.
 
+        Adapters that were replaced under this id, and that requests still use, are counted, too.
         Raises AdapterError if no adapter of this id is cached.
         """
         replaced = [a.num_pages for a in self._replaced if a.task_id == lora_task_id]

@@ -68,9 +68,10 @@ class AdapterPages:
     def in_the_way(
         self, num_pages: int, stays: Callable[[CachedAdapter], bool]
     ) -> list[CachedAdapter] | None:
-        """Return the adapters to evict so that `num_pages` are free, or None if too few can be.
+        """Return the adapters to evict so that `num_pages` are free.
 
-        `stays` returns whether an adapter must not be evicted.
+        `stays` returns whether an adapter must not be evicted. The result is None if evicting all
+        others does not free enough pages.
         """
         found, num_free = [], self.num_free
         for adapter, pages in self.adapters.items():

@@ -152,8 +152,8 @@ class Scenario:
 def random_scenario(seed: int, *, evicts: bool = True) -> Scenario:
     """Return the scenario of this seed; small seeds have small scenarios.
 
-    With `evicts`, the scheduler may pause requests. If contexts are not chunked, all tokens of a
-    request except the newest then fit into one context, so that it can run again.
+    With `evicts`, the scheduler may pause requests. A paused request computes all its tokens except
+    the newest again, so without chunks its tokens are so few that they fit into one context.
     """
     generator = random.Random(seed)
     tokens_per_block = generator.choice([2, 4, 4, 8])

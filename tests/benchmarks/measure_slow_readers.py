@@ -1,10 +1,10 @@
-"""Measures what clients cost that do not read their streams.
+"""Measure the cost of clients that do not read their streams.
 
     .venv/bin/python tests/benchmarks/measure_slow_readers.py [--readers 1000]
 
-First some clients find how many requests a second `gptmanager serve` answers. Then `--readers`
-others each ask for a stream of about 1 MB, and read nothing. When their requests have ended, the
-first clients ask again: beside them, and once more when they have gone.
+First, some clients measure how many requests per second `gptmanager serve` answers. Then each of
+`--readers` other clients asks for a stream of about 1 MB, and reads nothing. When these requests
+have ended, the first clients measure again: with the slow readers still connected, then without.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from measure_overload import HEAD, capacity, resident_mib
 
 
 def slow_reader(port: int, num_tokens: int) -> socket.socket:
-    """A connection with a small buffer, which has sent its request."""
+    """Return a connection with a small buffer that has sent its request."""
     body = {"prompt": [5, 6, 7], "max_tokens": num_tokens, "stream": True, "ignore_eos": True}
     body |= {"logprobs": 20, "temperature": 1.0}
     data = json.dumps({"model": "tiny_llama", **body}).encode()
@@ -34,7 +34,7 @@ def slow_reader(port: int, num_tokens: int) -> socket.socket:
 
 
 def num_open(port: int) -> int:
-    """Requests that run or wait."""
+    """Return the number of requests that run or wait."""
     with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics") as answer:
         lines = answer.read().decode().splitlines()
     names = ("gptmanager_num_requests_running", "gptmanager_num_requests_waiting")
@@ -50,15 +50,15 @@ def drive(port: int, pid: int, options: argparse.Namespace) -> None:
     ask("before")
     start = time.perf_counter()
     readers = [slow_reader(port, options.tokens) for _ in range(options.readers)]
-    time.sleep(1.0)  # until all are heard
+    time.sleep(1.0)  # until the server has accepted all connections
     while num_open(port):
         time.sleep(0.2)
     seconds = time.perf_counter() - start
-    print(f"{options.readers} streams that nobody reads have ended after {seconds:.1f} s")
-    ask("beside them")
+    print(f"{options.readers} unread streams have ended after {seconds:.1f} s")
+    ask("with slow readers")
     for reader in readers:
         reader.close()
-    ask("without them")
+    ask("without slow readers")
 
 
 def main() -> None:

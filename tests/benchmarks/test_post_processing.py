@@ -1,7 +1,7 @@
-"""What logits post-processors cost the loop's thread: per step, for so many rows.
+"""The time that logits post-processors take on the loop's thread, per step, by number of rows.
 
-The vocabulary has 32,000 tokens, as random as they come. Goal for guided rows: at most 50 us a
-token a request, as the median on a quiet core. `make test` runs each once; `make bench` times them.
+The vocabulary has 32,000 random tokens. Goal for guided rows: at most 50 us for each token of a
+request, as the median on a quiet core. `make test` runs each once; `make bench` times them.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ SCHEMA = {
 
 
 def large_tokenizer():
-    """Tokens of one byte, and many of random letters."""
+    """Return a tokenizer with a token for each byte, and many tokens of random letters."""
     chance = np.random.default_rng(1)
     vocabulary = dict.fromkeys(sorted(pre_tokenizers.ByteLevel.alphabet()))
     letters = np.array(list("etaoinshrdlucmfwypvbgkjqxzETAOINS0123456789"))
@@ -96,5 +96,5 @@ def test_rows_of_a_function_that_does_nothing(benchmark, num_rows):
 
 
 @pytest.mark.parametrize("num_rows", [64])
-def test_rows_of_a_ready_made_one(benchmark, num_rows):
+def test_rows_of_banned_tokens(benchmark, num_rows):
     time_steps(benchmark, BannedTokens().bind([1, 2, 3]), num_rows)

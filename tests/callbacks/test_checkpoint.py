@@ -18,7 +18,7 @@ def test_generation_config_comes_before_config(checkpoint, tmp_path):
     assert TokenDefaults.of_folder(tmp_path) == TokenDefaults((5,), None)
 
 
-def test_a_folder_that_says_nothing_gives_no_defaults(tmp_path):
+def test_a_folder_without_token_ids_has_no_defaults(tmp_path):
     assert TokenDefaults.of_folder(tmp_path) == TokenDefaults()
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": None}))
     assert TokenDefaults.of_folder(tmp_path) == TokenDefaults()
@@ -38,7 +38,7 @@ def test_an_unreadable_config_is_named(tmp_path, text):
         TokenDefaults.of_folder(tmp_path)
 
 
-def test_a_request_keeps_what_it_brings():
+def test_fields_of_a_request_are_kept():
     filled = request(end_id=-1, pad_id=4)
 
     TokenDefaults((7, 8), 3).fill(filled)

@@ -32,7 +32,7 @@ def test_a_second_run_appends(tmp_path):
     assert lines(tmp_path / "stats.jsonl") == [RECORD, RECORD]
 
 
-def test_a_line_that_a_crash_cut_short_spoils_no_other(tmp_path):
+def test_a_line_that_a_crash_cut_short_does_not_spoil_the_next(tmp_path):
     path = tmp_path / "stats.jsonl"
     path.write_text(RECORD + "\n" + RECORD[:5])
 
@@ -90,7 +90,7 @@ def test_files_are_rotated_by_size(tmp_path):
     assert sorted(os.listdir(tmp_path)) == ["stats.jsonl", "stats.jsonl.1", "stats.jsonl.2"]
 
 
-def test_without_backups_the_old_records_go(tmp_path):
+def test_without_backups_old_records_are_deleted(tmp_path):
     path = tmp_path / "stats.jsonl"
 
     with JsonLinesSink(path, max_bytes=30, backups=0) as sink:
@@ -112,20 +112,20 @@ def test_a_record_over_the_limit_has_a_file_of_its_own(tmp_path):
 
 
 def test_a_record_that_cannot_be_written_is_counted_and_logged_once(tmp_path, caplog):
-    # Given a sink whose rotation fails, since a folder stands where the backup goes
+    # Given a sink whose rotation fails, because a folder has the name of the backup
     path = tmp_path / "stats.jsonl"
     (tmp_path / "stats.jsonl.1" / "in the way").mkdir(parents=True)
     with JsonLinesSink(path, max_bytes=30, backups=1) as sink:
         sink(RECORD)
 
-        # When records come
+        # When records are written
         with caplog.at_level(logging.WARNING):
             sink(RECORD)
             sink(RECORD)
         assert (sink.num_dropped, len(caplog.records)) == (2, 1)
         assert str(path) in caplog.text
 
-        # Then it goes on when the reason is gone
+        # Then the sink continues after the folder is removed
         (tmp_path / "stats.jsonl.1" / "in the way").rmdir()
         (tmp_path / "stats.jsonl.1").rmdir()
         sink(RECORD)

@@ -1,4 +1,4 @@
-"""The live page in a browser: it draws, moves, comes back, reads well, and believes nothing."""
+"""The live page in a browser: drawing, reconnecting, readability, and markup from a host."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def managed(host, batch, active, step_s=0.01):
 
 @pytest.fixture(scope="module")
 def url():
-    """Of a page that shows 256 running requests and 8 that wait."""
+    """Yield the URL of a page that shows 256 running requests and 8 waiting ones."""
     with managed(Endless(264), 256, 264, 0.02) as manager:
         with LivePage() as page:
             page.attach(manager)
@@ -96,7 +96,7 @@ def test_it_draws_and_moves(browser, url):
     before = browser.evaluate(_HASH)
     browser.wait_for(f"view.head > {column} + 2")
     assert browser.evaluate(_HASH) != before
-    # the marks that are to be seen are there, in their colors
+    # the expected marks are visible, in their colors
     for name in ("context", "generation", "faint", "ink"):
         browser.wait_for(_HAS_COLOR.replace("NAME", name))
     assert "for room in the batch" in browser.wait_for(
@@ -225,7 +225,7 @@ def test_it_comes_back(browser):
 
 
 class Hostile(RecordingCallbacks):
-    """Its Get raises markup, and goes on to do so."""
+    """A host with a Get that always raises an error, with markup in its text."""
 
     def get_inference_requests(self, max_num_requests):
         raise RuntimeError(FAILS)
@@ -254,7 +254,7 @@ def test_markup_stays_text(browser):
         assert browser.errors == []
 
 
-# What the script decides, with events made here: one expression, so that no other comes between ---
+# Decisions of the script. One expression makes the events, so the page's own cannot interfere ---
 
 _SHOWN = """(() => {{
   const row = (n, end) => [n, String(n), 4, 9, 0, .5, 1, 0, n, [["g", n, 0]], end];
@@ -269,7 +269,7 @@ _SHOWN = """(() => {{
 }})()"""
 
 
-def test_as_many_ended_rows_are_shown_whatever_runs(browser, url):
+def test_the_number_of_ended_rows_does_not_depend_on_running_ones(browser, url):
     browser.open(url)
     browser.wait_for(RUNS)
     cases = [(0, "false"), (1, "false"), (250, "false"), (1, "true")]
@@ -279,7 +279,7 @@ def test_as_many_ended_rows_are_shown_whatever_runs(browser, url):
     assert shown == [48] * 4
 
 
-def test_a_reason_that_is_not_known_has_its_own_dashes(browser, url):
+def test_an_unknown_reason_has_dashes_of_its_own(browser, url):
     browser.open(url)
     dashes = browser.evaluate("['', 'adapter_pages', 'x'].map(it => DASHES[it] ?? OTHER)")
     known = browser.evaluate("Object.values(DASHES)")
@@ -298,7 +298,7 @@ _FAST = """(() => {
 })()"""
 
 
-def test_at_thousands_of_iterations_a_second_the_axis_is_one_of_time(browser, url):
+def test_at_thousands_of_iterations_a_second_the_axis_shows_time(browser, url):
     browser.open(url)
     browser.wait_for(RUNS)
     column, ticks = browser.evaluate(_FAST)
@@ -309,13 +309,13 @@ def test_at_thousands_of_iterations_a_second_the_axis_is_one_of_time(browser, ur
         assert at == (30000 - 4000 * age if age <= 6 else 1000 * (12 - age))
 
 
-def test_rows_are_never_behind_the_words_for_none(browser, url):
+def test_the_text_for_no_rows_is_hidden_if_there_are_rows(browser, url):
     browser.open(url)
     browser.wait_for("view.shown.length > 0")
     assert browser.evaluate("document.querySelector('#empty').hidden")
 
 
-def test_a_server_that_says_nothing_looks_so(browser, url):
+def test_a_silent_server_is_reported(browser, url):
     browser.open(url)
     browser.wait_for(RUNS)
     said = browser.evaluate("heard -= 2600, stateWords()")

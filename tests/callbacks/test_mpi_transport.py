@@ -1,4 +1,4 @@
-"""Rank 0's answers by MPI: over a communicator of threads, and under mpirun where there is one."""
+"""Rank 0's answers are sent by MPI, between threads, and under mpirun where it is installed."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SIZE = 3
 
 
 class Communicator:
-    """What the transport uses of mpi4py's: of rank `rank`, whose process is a thread."""
+    """The methods of mpi4py's communicator that the transport calls. Each rank is a thread."""
 
     def __init__(self, rank, shared, barrier):
         self._rank, self._shared, self._barrier = rank, shared, barrier
@@ -78,7 +78,7 @@ def test_every_rank_gets_what_rank_0_is_answered():
         )
 
     found = [it.result() for it in on_ranks(body)]
-    assert rooms == [(0, 5)]  # nobody else's host is asked
+    assert rooms == [(0, 5)]  # only rank 0's host is asked
     assert found[0][0] == own  # rank 0's own, with its post-processor
     for answer, stops in found[1:]:
         assert requests_digest(answer) == requests_digest(own)
@@ -109,12 +109,12 @@ def test_what_rank_0_raises_is_raised_everywhere_and_the_next_call_works():
 
 
 @pytest.mark.parametrize("data", [b"", b"\xff\xff\xff\xff", b"\x02\0\0\0[{", b"\x02\0\0\0[1"])
-def test_what_is_no_answer_is_refused(data):
+def test_data_that_is_not_an_answer_is_refused(data):
     with pytest.raises(RankError, match="cannot be read"):
         unpack_requests(data)
 
 
-def test_an_unknown_transport_and_a_missing_mpi_are_told(monkeypatch):
+def test_an_unknown_transport_and_a_missing_mpi_raise(monkeypatch):
     with pytest.raises(ValueError, match="transport = 'zmq' must be None or 'mpi'"):
         broadcast(transport="zmq")  # type: ignore[arg-type]
     monkeypatch.setitem(sys.modules, "mpi4py", None)

@@ -35,7 +35,7 @@ def ask(prompt: str, max_new_tokens: int, **options: Any) -> Any:
 
 
 def answer(prompt: str, max_new_tokens: int, **options: Any) -> tuple[str, str]:
-    """The whole text, and why it ended."""
+    """Return the whole text, and its finish reason."""
     lines = [json.loads(line) for line in ask(prompt, max_new_tokens, **options)]
     return "".join(line["text"] for line in lines), lines[-1]["finish_reason"]
 
@@ -83,7 +83,7 @@ def test_a_text_is_streamed(handle: Any) -> None:
     assert all("finish_reason" not in line for line in lines[:-1])
 
 
-def test_a_mistake_is_told(handle: Any) -> None:
+def test_an_invalid_request_is_reported(handle: Any) -> None:
     with pytest.raises(urllib.error.HTTPError) as refused:
         ask("17", 20, no_such_field=1)
     assert refused.value.code == 400 and "no_such_field" in refused.value.read().decode()
@@ -102,7 +102,7 @@ def test_a_client_that_leaves_cancels_its_request(handle: Any) -> None:
 
 
 def test_replicas_come_with_load_and_go_without_losing_a_request(handle: Any) -> None:
-    """The replica that goes has requests of its own, begun before it was told to."""
+    """The replica that Ray removes first finishes the requests that it has started."""
     assert num_replicas() == 1
     answers: list[tuple[str, str]] = []
     is_over, lock = threading.Event(), threading.Lock()
@@ -118,13 +118,13 @@ def test_replicas_come_with_load_and_go_without_losing_a_request(handle: Any) ->
             if lasts and num_replicas() == 1 and is_over.is_set():
                 return
 
-    # Given more requests than a replica has slots, which bring a second one
+    # Given more requests than a replica has slots, so that Ray starts a second replica
     threads = [threading.Thread(target=client, args=(i < 5,)) for i in range(16)]
     for thread in threads:
         thread.start()
     wait_for(lambda: num_replicas() == 2)
     wait_for(lambda: len(answers) > 40)
-    # When most of the clients end, and five go on until one replica has gone
+    # When most clients end, and five continue until Ray has removed one replica
     is_over.set()
     for thread in threads:
         thread.join(120)

@@ -79,7 +79,7 @@ def test_two_shapes_of_a_step_have_plans_of_their_own():
         ({"sinks": True, "fp8": True}, torch.bfloat16, 256, "no attention with fp8, sinks"),
         ({"is_once": True}, torch.bfloat16, 256, "is_once"),
         ({"chunked": True, "window": 64}, torch.bfloat16, 256, "chunked"),
-        ({"head_dim": 300}, torch.bfloat16, 256, "heads of 300 must be"),
+        ({"head_dim": 300}, torch.bfloat16, 256, "head_dim = 300 must be"),
     ],
 )
 def test_a_library_refuses_what_it_does_not_know(provider, changes, dtype, block, reason):

@@ -38,7 +38,7 @@ def amount(bytes_):
 
 def default(name):
     value = ServerSettings.__dataclass_fields__[name].default
-    return "any number" if value is None else f"{value:,.0f}"
+    return "no limit" if value is None else f"{value:,.0f}"
 
 
 def in_code():
@@ -82,7 +82,7 @@ def in_code():
     return {
         **{what: (f"{value:,}", None) for what, value in fixed.items()},
         **{what: (default(name), name) for what, name in set_by.items()},
-        "requests of a key": ("any number", "api_key_file"),
+        "requests of a key": ("no limit", "api_key_file"),
         "bytes of the key file": (files, None),
         "bytes of a body": (amount(access.TEXT_BYTES), "max_body_bytes"),
         "bytes of a body that may carry": (amount(access.TENSOR_BYTES), "max_body_bytes"),
@@ -95,8 +95,8 @@ def in_code():
         "bytes of all lists in `bad_words`": (amount(banned_texts._MAX_SIZE), None),
         "bytes of the request line": (amount(http_protocol.MAX_HEAD_BYTES), None),
         "connections": ("three quarters of the descriptors", "max_connections"),
-        "requests that run": ("a batch", "max_concurrency"),
-        "tokens of a prompt with its output": ("`max_model_len`", "max_seq_len"),
+        "requests that run": ("as many as fit a batch", "max_concurrency"),
+        "tokens of a prompt and its output": ("`max_model_len`", "max_seq_len"),
         "compiled grammars that are kept": (grammars, None),
         "seconds, and bytes of memory": (template, None),
     }

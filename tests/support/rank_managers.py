@@ -19,7 +19,7 @@ PATIENCE_S = 60.0
 
 
 class ThreadWorld(NamedTuple):
-    """As `World`: of one rank, whose process is a thread."""
+    """Replaces `World`, for one rank that runs on a thread instead of in a process."""
 
     layout: RankLayout
     stores: Any
@@ -41,8 +41,9 @@ def rank_managers(
     stages: int = 1,
     **config: Any,
 ) -> Iterator[list[GptManager]]:
-    """`make(rank, params)` of each rank, whose `params` say the layout. Leaving ends rank 0's, and
-    waits for the others.
+    """Yield the managers that `make(rank, params)` returns; `params` has the layout of the ranks.
+
+    At the end, shut down rank 0's manager, and wait for the others.
     """
     stores = HashStore()
     alone = ThreadWorld(RankLayout(), stores)
@@ -59,12 +60,16 @@ def rank_managers(
     try:
         yield managers
     finally:
-        for manager in managers:  # rank 0's first
+        for manager in managers:  # rank 0's manager is the first
             manager.shutdown(timeout=PATIENCE_S)
 
 
 class Host:
-    """All requests at the first Get; stops by the number of the poll. `finals`, by request id."""
+    """A host that returns all requests at the first Get.
+
+    `stops` maps the number of a poll to the ids that it returns. `finals` has the final responses
+    by request id.
+    """
 
     def __init__(self, requests: Sequence[Any], stops: dict[int, set[int]] | None = None) -> None:
         self._waiting = list(requests)

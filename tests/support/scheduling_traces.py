@@ -1,7 +1,7 @@
 """Random traces that drive the schedulers and their oracle side by side.
 
 A trace is a seed: requests arrive, run in chunks and generate, are paused, stop early and finish.
-`run_trace` raises AssertionError at the first iteration in which the two sides decide otherwise.
+`run_trace` raises AssertionError at the first iteration in which the two decide differently.
 """
 
 from __future__ import annotations
@@ -56,8 +56,11 @@ class AdapterCache:
 
 
 class ObservedMemory(oracle.Memory):
-    """Block reuse: which blocks are cached and who holds them is read from the KV cache manager;
-    what follows from it for a schedule is the oracle's own."""
+    """The oracle's memory with block reuse.
+
+    It reads from the KV cache manager which blocks are cached, and which sequences hold them. The
+    oracle derives the schedule from that by itself.
+    """
 
     def __init__(self, kv: KvCacheManager) -> None:
         super().__init__(kv.num_blocks, kv.tokens_per_block)
@@ -68,7 +71,7 @@ class ObservedMemory(oracle.Memory):
         return self.kv.get_num_free_blocks()
 
     def num_cached(self, request: oracle.Request, tokens: list[int]) -> int:
-        """Full cached blocks from the beginning of `tokens`, the last token not excluded."""
+        """Return the number of full cached blocks at the beginning of all `tokens`."""
         probe = LlmRequest(-1, [*tokens, 0], 1, lora_task_id=request.task, cache_salt=request.salt)
         return self.kv.get_reusable_tokens(probe) // self.block
 
@@ -80,14 +83,17 @@ class ObservedMemory(oracle.Memory):
         return request.task, request.salt, prefix
 
     def cached_prefix(self, request: oracle.Request) -> list[tuple[Hashable, ...]]:
-        """Names of the leading cached full blocks of prompt[:-1]: the prefix that each ends."""
-        # "Beam > 1 has no reuse" was so upstream: here beams share the blocks of their prompt
+        """Return the names of the first cached full blocks of prompt[:-1].
+
+        The name of a block has the tokens of the prefix that ends with it.
+        """
+        # Upstream, beams do not reuse blocks. Here they share the blocks of their prompt.
         cached = self.num_cached(request, request.prompt[:-1])
         ends = range(self.block, (cached + 1) * self.block, self.block)
         return [(request.task, request.salt, *request.prompt[:end]) for end in ends]
 
     def holders(self, name: tuple[Hashable, ...]) -> set[int]:
-        """Live sequences whose tables hold the cached block of that name."""
+        """Return the live sequences that hold the cached block of this name."""
         block = self.block_of(name)
         return {i for i in self.tables if block in self.kv.block_ids(i)[0]}
 
@@ -100,7 +106,7 @@ class ObservedMemory(oracle.Memory):
     def leading_held(
         self, request: oracle.Request, removed: list[oracle.Request]
     ) -> list[tuple[Hashable, ...]]:
-        """ "leading cached full blocks that are held by a live sequence" """
+        """Return the first cached full blocks, up to one that no live sequence holds."""
         if request.request_id in self.tables or request.state != oracle.CONTEXT:
             return []
         gone = {r.request_id for r in removed}
@@ -119,7 +125,7 @@ class ObservedMemory(oracle.Memory):
         self.claimed.clear()
 
     def take(self, request: oracle.Request, removed: list[oracle.Request]) -> None:
-        # A request that starts in this pass holds what it shares, even if the other one is paused.
+        # A request that starts in this pass holds what it shares, even if the other holder pauses.
         self.claimed.update(self.leading_held(request, removed))
 
     def one_step_after(
@@ -139,7 +145,7 @@ class ObservedMemory(oracle.Memory):
 
 
 class Trace:
-    """One random scenario, both sides of it."""
+    """One random scenario, run by the schedulers and by their oracle."""
 
     def __init__(self, seed: int, policy: str | None = None, reuse: bool | None = None) -> None:
         self.rng = rng = random.Random(seed)
@@ -263,8 +269,8 @@ class Trace:
             "estimated_reusable_tokens": rng.randint(0, prompt_len) if self.credits else 0,
         }
         if values["beam_width"] > 1 and self.policy == "max_utilization":
-            # A prompt may end inside a block where it would not with its drafts: beams then take
-            # more blocks than the rule for one step says. Nobody drafts for beams.
+            # The rule for one step counts the block in which the drafts end. If the prompt ends in
+            # another one, beams take more blocks. Requests with beams never have drafts.
             values["num_draft_tokens"] = 0
         salt = rng.choice([None, "salt"]) if self.reuse and rng.random() < 0.2 else None
         ready = rng.random() < 0.95
@@ -419,7 +425,10 @@ class Trace:
         return True
 
     def may_lack_blocks(self) -> bool:
-        """Without a policy that counts blocks, or while a paused request is still in flight."""
+        """Return whether blocks may run out.
+
+        They may if the policy does not count them, or while a paused request is in flight.
+        """
         return self.policy == "max_requests" or bool(self.flagged)
 
     def land(self, batch: list[int]) -> None:

@@ -1,4 +1,4 @@
-"""Linear attention with a state, compiled: the gates, the convolution and the memories.
+"""Compiled linear attention (gated delta rule): gates, convolution, and the memory of each head.
 
 `recurrent.delta_formulas` has the formulas. A column of a memory does not depend on other columns.
 So a thread keeps 32 columns of a head in its cache while it runs up to SPAN tokens of a row. A
@@ -87,7 +87,7 @@ def _softplus(x: Any) -> Any:
 
 
 def activate_gates(address: int) -> None:
-    """Replace the arguments of the rates and decays by the rates, and by the factors of decay."""
+    """Compute the rates and the factors of decay, in place of their arguments in `gates`."""
     t = task_at(address, DELTA_TASK)
     heads = t.value_heads
     part = claim(address, NEXT_PART)
@@ -109,7 +109,7 @@ def activate_gates(address: int) -> None:
 
 @loop
 def _input(t: Any, first: int, offset: int, slot: int, channel: int, count: int) -> Any:
-    """Load inputs of channels for token `offset` of a row; the state has those below 0."""
+    """Load inputs of channels for token `offset` of a row; negative offsets are in `inputs`."""
     if offset >= 0:
         return load_as(t.dtype, t.projected, (first + offset) * t.stride + channel, count)
     at = (slot * (t.width - 1) + t.width - 1 + offset) * t.channels + channel
@@ -246,7 +246,7 @@ def _advance(
 
 @loop
 def _finish_token(t: Any, token: int, head: int, read: int) -> None:
-    """Write the norm of the values that a token has read, times SiLU of its gates."""
+    """Write the normalized values that a token has read, times SiLU of its output gates."""
     size, heads = t.value_dim, t.value_heads
     total = splat(ZERO)
     for i in range(0, size, LANES):

@@ -1,4 +1,4 @@
-"""Types of values that a JSON schema allows, for formats with arguments that are not JSON."""
+"""Find the types that a JSON schema allows, for tool formats with arguments that are not JSON."""
 
 from __future__ import annotations
 
