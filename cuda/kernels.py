@@ -29,9 +29,9 @@ from gptmanager.cuda.attention.generation_plan import WHOLE, max_num_items, plan
 from gptmanager.cuda.attention.paged_kernels import refusal
 from gptmanager.cuda.device.launch import Launcher
 from gptmanager.cuda.gemm import gemv, gemv_int4, lora
+from gptmanager.cuda.gemm.byte_rows import ByteRows, Fp8Rows, Int8Rows
 from gptmanager.cuda.gemm.device_matrices import DeviceMatrix, on_device
-from gptmanager.cuda.gemm.int8_rows import Int8Rows
-from gptmanager.cuda.gemm.matmul_choice import MatmulChoice, Seconds
+from gptmanager.cuda.gemm.matmul_choice import MatmulChoice, Seconds, multiply_by_torch
 from gptmanager.cuda.gemm.own_matmuls import OwnMatmuls
 from gptmanager.kernels.activation_kinds import Activation
 from gptmanager.kernels.attention.attention_arguments import AttentionShape, Pages, RowSpans
@@ -85,6 +85,9 @@ class CudaKernels(Kernels):
     def __init__(self, launcher: Launcher, deterministic: bool = False) -> None:
         super().__init__(deterministic)
         self._launcher = launcher
+        if launcher.has_fp8:
+            self.quantized_kinds = (*self.quantized_kinds, "fp8")
+            self.expert_kinds = (*self.expert_kinds, "fp8")
         self._own_matmuls = OwnMatmuls(launcher)
         self._choice = MatmulChoice()
         self._is_refusal_logged = False
@@ -104,10 +107,12 @@ class CudaKernels(Kernels):
     ) -> PackedMatrix | None:
         if quantized == "int4":
             return Int4Matrix(rows, columns, dtype, device)
+        if quantized == "fp8":
+            return Fp8Rows(rows, columns, dtype, device)
         return Int8Rows(rows, columns, dtype, device) if quantized == "int8" else None
 
     def embedding(self, ids: Tensor, table: Matrix) -> Tensor:
-        if isinstance(table, Int8Rows | Int4Matrix):
+        if isinstance(table, ByteRows | Int4Matrix):
             return table.gathered(ids)
         return super().embedding(ids, table)
 
@@ -189,7 +194,8 @@ class CudaKernels(Kernels):
     def linear(self, x: Tensor, weight: Matrix, bias: Tensor | None = None) -> Tensor:
         x, matrix = x.to(weight.dtype).contiguous(), on_device(weight)
         if not self._multiplies(x, matrix):
-            return super().linear(x, matrix, bias)
+            given = x, matrix, bias
+            return super().linear(*given) if self.deterministic else multiply_by_torch(*given)
         out = x.new_empty(len(x), len(matrix))
         if self.deterministic and not isinstance(matrix, Int4Matrix):
             gemv.multiply(self._launcher, out, x, matrix, bias)  # for any number of rows

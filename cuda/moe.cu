@@ -4,6 +4,7 @@
 // they can be captured in a CUDA graph.
 //
 // The bits of a row of a result depend neither on other rows nor on the size of tiles.
+#include "gemm/float8_weights.cuh"
 #include "gemm/gemm_tiles.cuh"
 
 constexpr int MAX_EXPERTS = 1024;  // as in the .py file
@@ -179,11 +180,11 @@ __global__ void __launch_bounds__(THREADS, 2) expert_gemm(
     T* out,                   // [slots, width]
     const T* x,               // [slots / slots_per_row, depth]
     const W* weight,          // [experts, width, depth], with GATED [experts, 2 * width, depth]
-    const float* scales,      // [experts, width], with GATED [experts, 2 * width]; null unless W is int8
+    const float* scales,      // [experts, width], with GATED [experts, 2 * width]; null unless W has 8 bits
     const T* bias,            // as `scales`; or null
     const int* sorted,        // [slots]
     const ExpertTile* tiles,  // [max_tiles]
-    int slots_per_row, int width, int depth) {  // depth: a multiple of 8, of 16 for int8
+    int slots_per_row, int width, int depth) {  // depth: a multiple of 8, of 16 for 8 bits
     using K = Kind<T, M, 4, STAGES, 2, GATED, KIND, W>;
     ptx::wait_for_previous();
     ExpertTile tile = tiles[blockIdx.x];

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from gptmanager.cuda import activations
 from gptmanager.cuda.device.launch import NAMES, Argument, Launcher, Program, check_tensors, ints
-from gptmanager.cuda.gemm.device_matrices import INT8, scales_of, values_of
-from gptmanager.cuda.gemm.int8_rows import Int8Rows
+from gptmanager.cuda.gemm.byte_rows import ByteRows
+from gptmanager.cuda.gemm.device_matrices import BYTES, scales_of, values_of
 from gptmanager.kernels.activation_kinds import Activation
 from gptmanager.kernels.experts.mixture import ExpertMatrices
 from gptmanager.kernels.experts.routing import Routing
@@ -39,13 +39,13 @@ PROGRAM = Program(
         ),
         *(
             f"expert_columns<{name}, {kind}{weight}>"
-            for weight in ("", INT8)
+            for weight in ("", *BYTES.values())
             for name in NAMES.values()
             for kind in _EPILOGUES
         ),
         *(
             f"expert_gemm<{NAMES[dtype]}, {m}, {stages}, {kind}{weight}>"
-            for weight in ("", INT8)
+            for weight in ("", *BYTES.values())
             for dtype in _NARROW
             for m, stages in _STAGES.items()
             for kind in _EPILOGUES
@@ -129,7 +129,7 @@ def sort_slots(launcher: Launcher, chosen: Tensor, first: int, count: int) -> So
 def multiply(
     launcher: Launcher,
     x: Tensor,
-    weight: Tensor | Int8Rows,
+    weight: Tensor | ByteRows,
     bias: Tensor | None,
     slots: SortedSlots,
     count: int,
@@ -147,7 +147,7 @@ def multiply(
     num_weights, values, scales = weight.shape[0], values_of(weight), scales_of(weight)
     check_tensors(
         x=(x, (num_rows, depth), dtype),
-        weight=(values, (num_weights, depth), dtype if scales is None else torch.int8),
+        weight=(values, (num_weights, depth), dtype if scales is None else values.dtype),
         scales=(scales, (num_weights,), torch.float32),
         bias=(bias, (num_weights,), dtype),
         sorted=(slots.sorted, (num_slots,), torch.int32),
@@ -161,7 +161,7 @@ def multiply(
     if not out.numel():
         return out
     epilogue = "false, SILU" if activation is None else f"true, {activation.upper()}"
-    epilogue += "" if scales is None else INT8
+    epilogue += BYTES.get(values.dtype, "")
     given = (out, x, values, scales, bias, slots.sorted, slots.tiles)
     arguments: tuple[Argument, ...] = (*given, *ints(num_slots // num_rows, width, depth))
     is_aligned = all(own.data_ptr() % 16 == 0 for own in (x, values))
@@ -237,6 +237,6 @@ def experts(
     return mix_outputs(launcher, outputs, chosen, weights, own.first, own.count)
 
 
-def _readable(matrix: Matrix) -> Tensor | Int8Rows:
+def _readable(matrix: Matrix) -> Tensor | ByteRows:
     """Return the matrix in a form that `multiply` reads."""
-    return matrix if isinstance(matrix, Int8Rows) else plain(matrix)
+    return matrix if isinstance(matrix, ByteRows) else plain(matrix)

@@ -189,12 +189,12 @@ class OptionalParams:
     The step. `device`: None means the CPU. `run_ahead`: None means 0 on the CPU, with
     `enable_trt_overlap` and with pipeline stages, otherwise 1. `cuda_graphs`: steps on a device are
     captured at the start and then replayed, those with contexts only for small models.
-    `weights_dtype`: "int8" quantizes the network's matrices to 8 bits, "int4" to 4 bits, with the
-    output matrix in `head_dtype` (None: 8 bits). On a device, "int4" is not for models with
-    experts. "none" means `dtype`. None means the same, but on the CPU a quantized checkpoint with
-    `dtype` None stays in 8 bits, or in 4 bits where its matrices have 4 bits. `model_backend`:
-    "native" computes the network here, "transformers" through that library, and "auto" natively if
-    the architecture is in the table of families.
+    `weights_dtype`: "int8" quantizes the network's matrices to 8 bits, "fp8" to 8-bit floats (only
+    on a GPU), "int4" to 4 bits, with the output matrix in `head_dtype` (None: 8 bits). On a device,
+    "int4" is not for models with experts. "none" means `dtype`. None means the same, but on the CPU
+    a quantized checkpoint with `dtype` None stays in 8 bits, or in 4 bits where its matrices have 4
+    bits. `model_backend`: "native" computes the network here, "transformers" through that library,
+    and "auto" natively if the architecture is in the table of families.
     `speculative_decoding_config`: draft tokens for requests with one beam; None means no drafts.
 
     Providers. `attention_provider`: "own", or the attention of another library on a GPU,
@@ -255,7 +255,7 @@ class OptionalParams:
     normalize_log_probs: bool = True
     device: str | None = None
     dtype: str | None = None
-    weights_dtype: Literal["int8", "int4", "none"] | None = None
+    weights_dtype: Literal["int8", "int4", "fp8", "none"] | None = None
     head_dtype: Literal["int8", "int4"] | None = None
     model_backend: Literal["auto", "native", "transformers"] = "auto"
     attention_provider: Any = "own"

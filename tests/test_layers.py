@@ -182,11 +182,12 @@ cuda/                         CUDA kernels with their launchers, and an emulator
         provider_libraries    finds the attention of other libraries
     norms                     residual add, RMSNorm, LayerNorm
     gemm/                     matmuls of few rows, and LoRA
-        int8_rows             a weight in 8 bits, in the order in which CUDA kernels read it
+        byte_rows             a weight in 8 bits, in the order in which CUDA kernels read it
         device_matrices       the forms in which CUDA kernels read a weight
         gemv                  matrix-vector products of up to a few rows
         gemv_int4             the same with a weight in 4 bits
         gemm                  matmuls of some more rows, and their split over blocks
+        scaled_matmul         torch's matmul of a weight in 8-bit floats, on a GPU
         own_matmuls           selects the kernel for a number of rows
         lora                  LoRA on the tokens of a step
         matmul_choice         measures whether our matmul or torch's is faster

@@ -66,6 +66,7 @@ class Launcher(Protocol):
     max_shared_mem: int  # bytes per block
     has_matmuls: bool  # whether to use our matmul kernels
     has_warpgroups: bool  # whether to choose kernels with warpgroup matmuls (wgmma, sm_90a)
+    has_fp8: bool  # whether the device converts 8-bit floats (sm_89 and later)
     features: Features
 
     def kernel(self, program: Program, name: str, shared_mem: int = 0) -> Kernel:
@@ -93,6 +94,7 @@ class DeviceLauncher:
         has_them = self.arch == "sm_90a" if has_warpgroups is None else has_warpgroups
         self.has_warpgroups = has_them and features.warpgroups
         self.has_matmuls = features.products
+        self.has_fp8 = (properties.major, properties.minor) >= (8, 9)
         self._contexts = ThreadContexts(self._cupy.cuda.runtime, torch.cuda.current_device())
         if features.words:
             logger.info("%s is set: %s", VARIABLE, ", ".join(features.words))
@@ -219,6 +221,7 @@ class EmulatorLauncher:
 
     num_multiprocessors = 4
     max_shared_mem = 227 << 10
+    has_fp8 = True
 
     def __init__(
         self,

@@ -1,12 +1,13 @@
 // out[row, n] = sum over k of x[row, k] * weight[n, k] (+ bias[n]), for more rows than gemv.cu
 // is used for. With SILU the weight holds the rows of a gate, then those of an up projection:
-// out = gate / (1 + e^-gate) * up. An int8 weight has a scale for each row: weight[n, k] * scales[n].
+// out = gate / (1 + e^-gate) * up. A weight in 8 bits has a scale for each row: weight[n, k] * scales[n].
 //
 // A tile covers all rows of x and 32 * N rows of the weight, so that each weight is read once. It is
 // computed in rounds of DEPTH values of k. The rounds of all tiles are concatenated and divided into
 // equal shares, one per block (stream-K). The sum of an element adds its rounds in order; if blocks
 // share a tile, the last one to finish adds their sums, in the order of the blocks. So the result
 // depends on M, N and the length of a share, but neither on other rows nor on which block is last.
+#include "gemm/float8_weights.cuh"
 #include "gemm/gemm_tiles.cuh"
 
 // The copies of a block to shared memory, one round at a time. They run ahead of the sums, also across
@@ -72,9 +73,9 @@ __global__ void __launch_bounds__(THREADS, RESIDENT) gemm(
     unsigned* arrived,    // [blocks]; zeros before and after the launch
     const T* x,           // [rows, depth], at most ROWS rows
     const W* weight,      // [width, depth], with SILU [2 * width, depth]
-    const float* scales,  // [width], with SILU [2 * width]; null unless W is int8
+    const float* scales,  // [width], with SILU [2 * width]; null unless W has 8 bits
     const T* bias,        // [width], with SILU [2 * width]; or null
-    int num_rows, int width, int depth, int share) {  // depth: a multiple of 8, of 16 for int8
+    int num_rows, int width, int depth, int share) {  // depth: a multiple of 8, of 16 for 8 bits
     using K = Kind<T, M, N, STAGES, RESIDENT, SILU, Activation::SILU, W>;
     T* stages = reinterpret_cast<T*>(ptx::dynamic_shared());
     Copies<K> copies(x, weight, num_rows, width, depth, share);

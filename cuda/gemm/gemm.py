@@ -14,8 +14,8 @@ from torch import Tensor
 
 from gptmanager.cuda.device.launch import NAMES, Launcher, Program, check_tensors, ints
 from gptmanager.cuda.gemm import gemv
-from gptmanager.cuda.gemm.device_matrices import INT8, scales_of, values_of
-from gptmanager.cuda.gemm.int8_rows import Int8Rows
+from gptmanager.cuda.gemm.byte_rows import ByteRows
+from gptmanager.cuda.gemm.device_matrices import BYTES, scales_of, values_of
 
 MOST_ROWS = 256
 _DTYPES = (torch.float16, torch.bfloat16)
@@ -39,11 +39,11 @@ class _Kind(NamedTuple):
     n: int
     stages: int
     resident: int  # blocks per multiprocessor for which there are enough registers
-    is_int8: bool = False  # the weight
+    in_bytes: bool = False  # the weight has 8 bits
 
-    def name(self, dtype: torch.dtype, silu: bool) -> str:
+    def name(self, dtype: torch.dtype, silu: bool, weight: str = "") -> str:
+        """`weight`: the argument for a weight in 8 bits, one of BYTES."""
         numbers = ", ".join(map(str, self[:4]))
-        weight = INT8 if self.is_int8 else ""
         return f"gemm<{NAMES[dtype]}, {numbers}, {str(silu).lower()}{weight}>"
 
     @property
@@ -57,7 +57,7 @@ class _Kind(NamedTuple):
     @property
     def weight_bytes(self) -> int:
         """Return the bytes of the weight that a round reads."""
-        return self.weights * _DEPTH * (1 if self.is_int8 else 2)
+        return self.weights * _DEPTH * (1 if self.in_bytes else 2)
 
     @property
     def round_bytes(self) -> int:
@@ -76,15 +76,21 @@ _FLOAT_KINDS = (  # all stages fit in the shared memory of GPUs: 99, 163 or 227 
     _Kind(4, 8, 3, 1),
     _Kind(8, 4, 3, 1),
 )
-# With int8 weights, a block of the fourth kind needs more than half of the registers.
-_INT8_KINDS = tuple(
-    kind._replace(is_int8=True, resident=1 if kind.m == 4 else kind.resident)
+# With weights in 8 bits, a block of the fourth kind needs more than half of the registers.
+_BYTE_KINDS = tuple(
+    kind._replace(in_bytes=True, resident=1 if kind.m == 4 else kind.resident)
     for kind in _FLOAT_KINDS
 )
-_KINDS = _FLOAT_KINDS + _INT8_KINDS
+_KINDS = _FLOAT_KINDS + _BYTE_KINDS
 PROGRAM = Program(
     "gemm/gemm.cu",
-    tuple(kind.name(dtype, silu) for dtype in _DTYPES for kind in _KINDS for silu in (False, True)),
+    tuple(
+        kind.name(dtype, silu, weight)
+        for dtype in _DTYPES
+        for kind in _KINDS
+        for silu in (False, True)
+        for weight in (BYTES.values() if kind.in_bytes else ("",))
+    ),
     dependent=True,
 )
 
@@ -114,14 +120,14 @@ class MatmulPlan(NamedTuple):
         return most if rest == 0 else most + 1 + (rest > 1 and self.num_tiles > 1)
 
 
-def covers(launcher: Launcher, x: Tensor, weight: Tensor | Int8Rows) -> bool:
+def covers(launcher: Launcher, x: Tensor, weight: Tensor | ByteRows) -> bool:
     """Return whether `gemm` supports the tensors.
 
     `x` must have 16-bit elements and not too many rows, and the rows of both must be multiples of
     16 bytes, aligned to 16 bytes.
     """
     fits = weight.dtype in _DTYPES and gemv.covers(x, weight)
-    return fits and len(x) <= _most_rows(launcher.max_shared_mem, isinstance(weight, Int8Rows))
+    return fits and len(x) <= _most_rows(launcher.max_shared_mem, isinstance(weight, ByteRows))
 
 
 def new_counters(launcher: Launcher, device: torch.device) -> Tensor:
@@ -134,7 +140,7 @@ def gemm(
     launcher: Launcher,
     out: Tensor,
     x: Tensor,
-    weight: Tensor | Int8Rows,
+    weight: Tensor | ByteRows,
     bias: Tensor | None = None,
     *,
     arrived: Tensor,
@@ -142,22 +148,22 @@ def gemm(
 ) -> None:
     """Compute `out [T, O] = x [T, I] @ weight [O, I]^T + bias [O]`, in float16 or bfloat16.
 
-    For `Int8Rows`, the int8 values are multiplied, and each sum is then multiplied by the scale of
-    its weight row. With `silu`, `weight [2O, I]` contains the rows of the gate, then those of the
-    up projection, and `out [T, O] = silu(gate) * up`. Sums are float32, and rounded once, at the
-    end. A row of `out` is bitwise independent of the other rows. It depends on T only by its range:
-    1 to 32, 33 to 64, 65 to 128, or 129 to 256 (the most). Rows of `weight` must be a multiple of
-    16 bytes. `arrived` is from `new_counters`, and zero before and after each launch. Raises
-    ValueError for other tensors.
+    For `ByteRows`, the stored values are multiplied, and each sum is then multiplied by the scale
+    of its weight row. With `silu`, `weight [2O, I]` contains the rows of the gate, then those of
+    the up projection, and `out [T, O] = silu(gate) * up`. Sums are float32, and rounded once, at
+    the end. A row of `out` is bitwise independent of the other rows. It depends on T only by its
+    range: 1 to 32, 33 to 64, 65 to 128, or 129 to 256 (the most). Rows of `weight` must be a
+    multiple of 16 bytes. `arrived` is from `new_counters`, and zero before and after each launch.
+    Raises ValueError for other tensors.
     """
     num_rows, width = out.shape
     depth, dtype, num_weights = x.shape[1], out.dtype, (1 + silu) * width
     values, scales = values_of(weight), scales_of(weight)
-    is_int8 = scales is not None
+    in_bytes = scales is not None
     check_tensors(
         out=(out, (num_rows, width), dtype),
         x=(x, (num_rows, depth), dtype),
-        weight=(values, (num_weights, depth), torch.int8 if is_int8 else dtype),
+        weight=(values, (num_weights, depth), values.dtype if in_bytes else dtype),
         scales=(scales, (num_weights,), torch.float32),
         bias=(bias, (num_weights,), dtype),
         arrived=(arrived, (None,), torch.int32),
@@ -166,12 +172,13 @@ def gemm(
         raise ValueError(f"{num_rows} rows of {depth} {dtype} are not covered")
     if out.numel() == 0:
         return
-    plan = plan_matmul(launcher, num_rows, width, depth, silu, is_int8)
+    plan = plan_matmul(launcher, num_rows, width, depth, silu, in_bytes)
     kind, partial = plan.kind, None
     if plan.blocks_of_a_tile > 1:
         num_sums = 2 * plan.num_blocks * kind.rows * kind.weights
         partial = torch.empty(num_sums, dtype=torch.float32, device=x.device)
-    kernel = launcher.kernel(PROGRAM, kind.name(dtype, silu), kind.shared_bytes)
+    name = kind.name(dtype, silu, BYTES.get(values.dtype, ""))
+    kernel = launcher.kernel(PROGRAM, name, kind.shared_bytes)
     arguments = (out, partial, arrived, x, values, scales, bias)
     sizes = ints(num_rows, width, depth, plan.share)
     kernel((plan.num_blocks,), (_THREADS,), (*arguments, *sizes), kind.shared_bytes)
@@ -183,14 +190,14 @@ def plan_matmul(
     width: int,
     depth: int,
     silu: bool = False,
-    is_int8: bool = False,
+    in_bytes: bool = False,
 ) -> MatmulPlan:
     """Return the plan of a matmul with `width` columns.
 
     It depends on the number of rows only through the choice of the tile's height.
     """
     rows = next(kind.rows for kind in _KINDS if num_rows <= kind.rows)
-    sizes = width, depth, silu, is_int8
+    sizes = width, depth, silu, in_bytes
     return _plan(rows, *sizes, launcher.num_multiprocessors, launcher.max_shared_mem)
 
 
@@ -200,14 +207,14 @@ def _plan(
     width: int,
     depth: int,
     silu: bool,
-    is_int8: bool,
+    in_bytes: bool,
     multiprocessors: int,
     max_shared_mem: int,
 ) -> MatmulPlan:
     plans = [
         plan
         for kind in _KINDS
-        if kind.is_int8 is is_int8 and kind.rows == rows and kind.shared_bytes <= max_shared_mem
+        if kind.in_bytes is in_bytes and kind.rows == rows and kind.shared_bytes <= max_shared_mem
         for plan in _plans(kind, width, depth, silu, multiprocessors, max_shared_mem)
     ]
     return min(plans, key=lambda plan: _cost(plan, multiprocessors))
@@ -243,6 +250,6 @@ def _cost(plan: MatmulPlan, multiprocessors: int) -> float:
     return (plan.share * of_round + meeting) * max(1, plan.num_blocks / multiprocessors)
 
 
-def _most_rows(max_shared_mem: int, is_int8: bool) -> int:
-    own = (kind for kind in _KINDS if kind.is_int8 is is_int8)
+def _most_rows(max_shared_mem: int, in_bytes: bool) -> int:
+    own = (kind for kind in _KINDS if kind.in_bytes is in_bytes)
     return max(kind.rows for kind in own if kind.shared_bytes <= max_shared_mem)

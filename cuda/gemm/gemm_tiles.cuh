@@ -43,7 +43,7 @@ struct Kind {
 // rows do not share banks.
 __device__ inline int swizzled(unsigned row, int vector) { return (vector ^ row % 8) * 8; }
 
-// Copies round `round` of the weight rows of tile `tile` to shared memory. Rows of int8 are half as long, and
+// Copies round `round` of the weight rows of tile `tile` to shared memory. Rows of 8 bits are half as long, and
 // need no swizzle: two of them cover all banks.
 template <class K, class T = typename K::T, class W = typename K::W>
 __device__ inline void copy_weights(
@@ -83,7 +83,7 @@ template <class K> struct TileSums {
     // Matrices without rows are multiplied, too: branches around them would cost more instructions, since
     // the compiler cannot know that all lanes of a warp take the same branch.
     template <class T> __device__ void add_round(const T* stage) {
-        if constexpr (sizeof(typename K::W) < sizeof(T)) add_int8_round(stage);
+        if constexpr (sizeof(typename K::W) < sizeof(T)) add_byte_round(stage);
         else add_own_round(stage);
     }
     template <class T> __device__ void add_own_round(const T* stage) {
@@ -118,7 +118,7 @@ template <class K> struct TileSums {
         }
     }
     // As in matmul_sums.cuh, vector t of a weight row and the same elements of x are the k of four matmuls.
-    template <class T> __device__ void add_int8_round(const T* stage) {
+    template <class T> __device__ void add_byte_round(const T* stage) {
         int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
         const T* rows = stage + (warp_row * 16 + g) * DEPTH;
         const uint4* weights = reinterpret_cast<const uint4*>(stage + K::ROWS * DEPTH) +
@@ -167,7 +167,7 @@ template <class K> struct TileSums {
         each([](float(&own)[4], int, int) { own[0] = own[1] = own[2] = own[3] = 0; });
     }
     // Stores the results in the columns of the tile, the first of which is `first`. Row r of the tile is row
-    // `place(r)` of the result. `scales`: of int8 weight rows, as many as `bias` has.
+    // `place(r)` of the result. `scales`: of weight rows in 8 bits, as many as `bias` has.
     template <class T, class Place>
     __device__ void store(
         T* out, const float* scales, const T* bias, int first, int num_rows, int width, Place place) {

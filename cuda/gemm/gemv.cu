@@ -1,10 +1,11 @@
 // out[row, n] = sum over k of x[row, k] * weight[n, k] (+ bias[n]), for few rows: reading the weight once
 // dominates the time. With SILU the weight holds the rows of a gate, then those of an up projection:
-// out = gate / (1 + e^-gate) * up. An int8 weight has a scale for each row: weight[n, k] * scales[n].
+// out = gate / (1 + e^-gate) * up. A weight in 8 bits has a scale for each row: weight[n, k] * scales[n].
 //
 // The terms of an element are always added in the same order. Chunk c, 64 bytes of a row, belongs to warp
 // c % WARPS, which adds its chunks in order; then the sums of the warps are added in order. So the result
 // depends neither on the number of rows nor on how blocks divide the work.
+#include "gemm/float8_weights.cuh"
 #include "gemm/matmul_sums.cuh"
 
 constexpr int WARPS = 16;
@@ -22,7 +23,7 @@ __global__ void __launch_bounds__(WARPS * 32, 1) gemv(
     T* out,               // [rows, width]
     const T* x,           // [rows, depth]
     const W* weight,      // [width, depth], with SILU [2 * width, depth]
-    const float* scales,  // [width], with SILU [2 * width]; null unless W is int8
+    const float* scales,  // [width], with SILU [2 * width]; null unless W has 8 bits
     const T* bias,        // [width], with SILU [2 * width]; or null
     int num_rows, int width, int depth) {  // depth: a multiple of 16 bytes, also of the weight
     constexpr int COLUMNS = 8 * TILES / (SILU ? 2 : 1);  // columns of the result, of an item

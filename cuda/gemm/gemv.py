@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from gptmanager.cuda.device.launch import NAMES, Launcher, Program, check_tensors, ints
-from gptmanager.cuda.gemm.device_matrices import INT8, scales_of, values_of
-from gptmanager.cuda.gemm.int8_rows import Int8Rows
+from gptmanager.cuda.gemm.byte_rows import ByteRows
+from gptmanager.cuda.gemm.device_matrices import BYTES, scales_of, values_of
 
 FEW_ROWS = 16
 _THREADS = 512
@@ -22,7 +22,7 @@ PROGRAM = Program(
     "gemm/gemv.cu",
     tuple(
         f"gemv<{name}, {kind}{weight}>"
-        for weight in ("", INT8)
+        for weight in ("", *BYTES.values())
         for dtype, name in NAMES.items()
         for kind in _KINDS[dtype.itemsize]
     ),
@@ -30,7 +30,7 @@ PROGRAM = Program(
 )
 
 
-def covers(x: Tensor, weight: Tensor | Int8Rows) -> bool:
+def covers(x: Tensor, weight: Tensor | ByteRows) -> bool:
     """Return whether `multiply` supports the tensors: it reads rows in aligned 16-byte pieces."""
     values = values_of(weight)
     return (
@@ -47,15 +47,15 @@ def multiply(
     launcher: Launcher,
     out: Tensor,
     x: Tensor,
-    weight: Tensor | Int8Rows,
+    weight: Tensor | ByteRows,
     bias: Tensor | None = None,
     *,
     silu: bool = False,
 ) -> None:
     """Compute `out [T, O] = x [T, I] @ weight [O, I]^T + bias [O]`; float32, float16 or bfloat16.
 
-    For `Int8Rows`, the int8 values are multiplied, and each sum is then multiplied by the scale of
-    its weight row.
+    For `ByteRows`, the stored values are multiplied, and each sum is then multiplied by the scale
+    of its weight row.
 
     With `silu`, `weight [2O, I]` contains the rows of the gate, then those of the up projection,
     and `out [T, O] = silu(gate) * up`; gate and up are not rounded before the activation.
@@ -70,7 +70,7 @@ def multiply(
     check_tensors(
         out=(out, (num_rows, width), dtype),
         x=(x, (num_rows, depth), dtype),
-        weight=(values, (num_weights, depth), dtype if scales is None else torch.int8),
+        weight=(values, (num_weights, depth), dtype if scales is None else values.dtype),
         scales=(scales, (num_weights,), torch.float32),
         bias=(bias, (num_weights,), dtype),
     )
@@ -82,7 +82,7 @@ def multiply(
     # Four tiles share each read of x, if most multiprocessors still have work.
     tiles = 4 if silu or (dtype.itemsize == 2 and _fill(width // 32, launcher)) else 2
     items = -(-width // (16 if silu else 8 * tiles)) * row_tiles
-    kind = "" if scales is None else INT8
+    kind = BYTES.get(values.dtype, "")
     name = f"gemv<{NAMES[dtype]}, {tiles}, {str(silu).lower()}{kind}>"
     arguments = (out, x, values, scales, bias, *ints(num_rows, width, depth))
     grid = (min(items, launcher.num_multiprocessors),)

@@ -2,8 +2,8 @@
 
 Without measurements, our kernels are used for up to 16 rows, or with 8-bit and 4-bit weights for
 as many rows as they support. When a model is loaded, our kernels and torch's are timed on its
-weights. For 8-bit and 4-bit weights, torch's time includes dequantizing the weight, which each of
-its matmuls has to repeat.
+weights. For int8 and 4-bit weights, torch's time includes dequantizing the weight, which each of
+its matmuls has to repeat. For fp8 weights, it includes rounding the activations to fp8.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from gptmanager.cuda.gemm import scaled_matmul
+from gptmanager.cuda.gemm.byte_rows import Fp8Rows
 from gptmanager.cuda.gemm.device_matrices import DeviceMatrix, values_of
 from gptmanager.cuda.gemm.gemv import FEW_ROWS
 from gptmanager.cuda.gemm.own_matmuls import OwnMatmuls
@@ -72,6 +74,13 @@ class MatmulChoice:
             self._ours[key] = _known[device, key]
 
 
+def multiply_by_torch(x: Tensor, weight: DeviceMatrix, bias: Tensor | None = None) -> Tensor:
+    """Return `x @ weight^T + bias`, by torch's matmul of 8-bit floats if that is possible."""
+    if isinstance(weight, Fp8Rows) and scaled_matmul.covers(x, weight):
+        return scaled_matmul.multiply(x, weight, bias)
+    return F.linear(x, plain(weight), bias)
+
+
 def _key(weight: DeviceMatrix) -> Key:
     return weight.shape, weight.dtype, values_of(weight).dtype
 
@@ -94,7 +103,7 @@ def _compare(own: OwnMatmuls, weights: list[DeviceMatrix], seconds: Seconds) -> 
 
         def by_torch(x: Tensor = x, out: Tensor = out) -> Tensor:
             for weight in weights:
-                out = F.linear(x, plain(weight))
+                out = multiply_by_torch(x, weight)
             return out
 
         numbers.append(number)

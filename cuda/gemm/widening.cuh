@@ -46,18 +46,25 @@ __device__ inline void unpack_halves(float (&to)[8], const uint4& from) {
     }
 }
 
+// Conversions of bytes that hold elements of W, here int8; float8_weights.cuh has those of 8-bit floats.
+// `pair`: as `widened_pair`. `one`: the element in the lowest byte.
+template <class T, class W> struct Stored {
+    __device__ static unsigned pair(unsigned bytes, int half) { return widened_pair<T>(bytes, half); }
+    __device__ static float one(unsigned bytes) { return float(int8(bytes)); }
+};
+
 // Returns part `part` of the elements in `from`, as elements of T.
 template <class T, class W> __device__ inline uint4 widened(const uint4& from, int part) {
     if constexpr (sizeof(T) == sizeof(W)) {
         return from;
     } else if constexpr (sizeof(T) == 4) {
         unsigned bytes = part == 0 ? from.x : part == 1 ? from.y : part == 2 ? from.z : from.w;
-        auto element = [&](int i) { return __float_as_uint(float(int8(bytes >> 8 * i))); };
-        return {element(0), element(1), element(2), element(3)};
+        auto bits = [&](int i) { return __float_as_uint(Stored<T, W>::one(bytes >> 8 * i)); };
+        return {bits(0), bits(1), bits(2), bits(3)};
     } else {
         unsigned low = part ? from.z : from.x, high = part ? from.w : from.y;
         return {
-            widened_pair<T>(low, 0), widened_pair<T>(low, 1),
-            widened_pair<T>(high, 0), widened_pair<T>(high, 1)};
+            Stored<T, W>::pair(low, 0), Stored<T, W>::pair(low, 1),
+            Stored<T, W>::pair(high, 0), Stored<T, W>::pair(high, 1)};
     }
 }

@@ -20,7 +20,7 @@ from gptmanager.models.families import FAMILIES
 from gptmanager.models.families.wrappers import text_config
 from gptmanager.models.hf.library import knows
 from gptmanager.models.hf.loading import Prepare, load_with_transformers
-from gptmanager.models.model import Dimensions, Model, WeightsDtype, load_model
+from gptmanager.models.model import Dimensions, Model, WeightsDtype, check_fp8, load_model
 from gptmanager.models.other_folders import describe_other_type
 from gptmanager.models.spec import ModelSpec
 from gptmanager.ranks.collectives import Collectives
@@ -84,6 +84,7 @@ def load(
 def _through_transformers(
     source: Path, params: OptionalParams, kernels: Kernels, prepare: Prepare
 ) -> Model:
+    check_fp8(params.weights_dtype, kernels)
     found = load_with_transformers(
         source,
         kernels,

@@ -30,7 +30,7 @@ from gptmanager.request.post_processor import problem_of
 _MANY = 2**31 - 1  # int32
 _CHOICES = {
     "dtype": (None, "float32", "bfloat16", "float16", "float64"),
-    "weights_dtype": (None, "int8", "int4", "none"),
+    "weights_dtype": (None, "int8", "int4", "fp8", "none"),
     "head_dtype": (None, "int8", "int4"),
     "model_backend": ("auto", "native", "transformers"),
 }

@@ -31,7 +31,7 @@ from gptmanager.memory.tensor_sources import GroupedSource, StateDict, TensorInf
 _MIN_PIECE_BYTES = 1 << 20
 
 NewMatrix = Callable[[int, int, torch.dtype, Quantized | None], PackedMatrix | None]
-_BYTES = {"int8": 1.0, "int4": 0.5 + 2 / GROUP}  # bytes per element
+_BYTES = {"int8": 1.0, "fp8": 1.0, "int4": 0.5 + 2 / GROUP}  # bytes per element
 
 
 class _Part(NamedTuple):
@@ -47,7 +47,7 @@ class Weights:
     `places` has the destination of each tensor, by name. In the checkpoint a name may lack
     `prefix`, or have a key of `prefixes` in place of its value. Tensors with names that match
     `ignored` are skipped; others without a place are an error. Parameters in `wide` are kept in
-    float32 at least, and matrices in `quantized` as int8 or int4; with `keeps_groups`, those that
+    float32 at least, and matrices in `quantized` in fewer bits; with `keeps_groups`, those that
     are int4 in the first source stay so. `cuts` has the kept part of each parameter, by default
     all. Names and shapes are those of whole tensors. The first `load` allocates the storage. For
     `matrices` it is the result of `new_matrix(rows, columns, dtype, quantized)`, or a tensor if

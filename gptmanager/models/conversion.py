@@ -95,6 +95,11 @@ def _quantized(
     head_dtype: Quantized | None,
 ) -> dict[str, Quantized]:
     """Return which matrices are written in 8 or 4 bits, by their names in the checkpoint."""
+    if weights_dtype == "fp8":
+        raise ConfigError(
+            "weights_dtype = 'fp8' is refused: files hold 'int8' or 'int4'; a GPU rounds to fp8 "
+            "while it loads"
+        )
     kinds = quantized_parameters(spec, weights_dtype, head_dtype)
     given = tensors.describe()
     places = place_tensors(spec, given)

@@ -43,7 +43,7 @@ from gptmanager.models.splits import rank_cuts
 from gptmanager.ranks.collectives import Collectives
 from gptmanager.ranks.layout import RankLayout
 
-WeightsDtype = Literal["int8", "int4", "file"]
+WeightsDtype = Literal["int8", "int4", "fp8", "file"]
 Source = str | PathLike[str] | tuple[Mapping[str, Any], Mapping[str, Tensor]]
 
 
@@ -169,12 +169,13 @@ def load_model(
     `max_position_embeddings`. `attention_window`: the largest number of positions that a token sees
     in any layer, including its own; the first `sink` positions are always visible.
     `kv_cache_dtype`: float8_e4m3fn for pages of that dtype, None for any other. `weights_dtype`
-    quantizes the matrices of matmuls except routers: "int8" with one scale per row, or "int4" in
-    groups of 32 with one float16 scale per group, and the output matrix as `head_dtype` (by default
-    "int8"). "file" is "int4" for matrices with 4 bits in the checkpoint, and "int8" for others.
-    4-bit groups of the checkpoint are not quantized again. `on_progress`: as in `OptionalParams`.
-    `collectives`: communication of one of several ranks, which reads only its share. `prepare` is
-    called before weights are read, with the spec and the formats of quantized matrices.
+    quantizes the matrices of matmuls except routers: "int8" with one scale per row, "fp8" (8-bit
+    floats, e4m3, only on a GPU) likewise, or "int4" in groups of 32 with one float16 scale per
+    group, and the output matrix as `head_dtype` (by default "int8"). "file" is "int4" for matrices
+    with 4 bits in the checkpoint, and "int8" for others. 4-bit groups of the checkpoint are not
+    quantized again. `on_progress`: as in `OptionalParams`. `collectives`: communication of one of
+    several ranks, which reads only its share. `prepare` is called before weights are read, with the
+    spec and the formats of quantized matrices.
 
     Raises ConfigError that names the argument, config field or tensor that cannot be used. The peak
     memory is the final weights plus a sixteenth of them, or plus a matrix that must be read whole.
@@ -270,6 +271,16 @@ def _narrowed(spec: ModelSpec, window: int, sink: int) -> ModelSpec:
     return replace(spec, layers=layers, sink=sink)
 
 
+def check_fp8(weights_dtype: str | None, kernels: Kernels) -> None:
+    """Raise ConfigError for weights in 8-bit floats if the kernels do not support them."""
+    if weights_dtype == "fp8" and "fp8" not in kernels.quantized_kinds:
+        raise ConfigError(
+            f"weights_dtype = 'fp8' is refused with kernels = {type(kernels).__name__}: 8-bit "
+            "floats need a CUDA device of compute capability 8.9 or later; 'int8' is for CPUs and "
+            "for older devices"
+        )
+
+
 def _check_weights_dtype(
     weights_dtype: str | None,
     head_dtype: str | None,
@@ -292,6 +303,7 @@ def _check_weights_dtype(
         raise ConfigError(
             f"{given} is refused with device = {str(device)!r} and kernels = CpuKernels"
         )
+    check_fp8(weights_dtype, kernels)
     if not _kinds(weights_dtype) <= {*kernels.quantized_kinds}:
         have = ", ".join(kernels.quantized_kinds) or "none"
         raise ConfigError(

@@ -95,9 +95,11 @@ def add_manager_options(parser: argparse.ArgumentParser) -> None:
     add_device(group)
     add_dtype(group, "the checkpoint's", "float64")
     bits = ("int8", "int4")
-    text = "8 or 4 bits per weight; none: --dtype for all weights (default: as in the checkpoint, "
-    text += "unless --dtype is given)"
-    add("--weights-dtype", choices=(*bits, "none"), help=text)
+    text = (
+        "8 or 4 bits per weight, fp8 on a GPU; none: --dtype for all weights (default: as in the "
+    )
+    text += "checkpoint, unless --dtype is given)"
+    add("--weights-dtype", choices=(*bits, "fp8", "none"), help=text)
     text = "the type of the output matrix if the weights are int4 (default: int8)"
     add("--head-dtype", choices=bits, help=text)
     text = "what computes the network (default auto: native if its architecture is known)"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from gptmanager.cuda.gemm.int8_rows import Int8Rows
+from gptmanager.cuda.gemm.byte_rows import ByteRows, Int8Rows
 from gptmanager.kernels.gemm.int4_matrix import Int4Matrix
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -25,9 +25,9 @@ def close(got, expected, absolute=1e-4):
     )
 
 
-def rounded(weight):
-    """The weight as int8 with a scale per row."""
-    found = Int8Rows(*weight.shape, weight.dtype)
+def rounded(weight, kind=Int8Rows):
+    """The weight in 8 bits with a scale per row."""
+    found = kind(*weight.shape, weight.dtype)
     found.copy_(weight)
     return found
 
@@ -36,14 +36,14 @@ def exact(weight):
     """The values of a weight in float64."""
     if isinstance(weight, Int4Matrix):
         return weight.groups().floats().double()
-    if isinstance(weight, Int8Rows):
+    if isinstance(weight, ByteRows):
         return weight.values.double() * weight.scales.double().unsqueeze(1)
     return weight.double()
 
 
 def on(machine, weight):
     """A copy of a weight, or of any tensor, on a machine."""
-    if not isinstance(weight, Int8Rows | Int4Matrix):
+    if not isinstance(weight, ByteRows | Int4Matrix):
         return None if weight is None else machine.tensor(weight)
     copy = type(weight)(*weight.shape, weight.dtype)
     if isinstance(weight, Int4Matrix) and weight.minima is not None:

@@ -9,6 +9,7 @@ from kernel_values import close, exact, on, randn, rounded
 
 from gptmanager.cuda.device.launch import EmulatorLauncher
 from gptmanager.cuda.gemm import gemm as tiled_products
+from gptmanager.cuda.gemm.byte_rows import Fp8Rows, Int8Rows
 from gptmanager.cuda.gemm.gemm import covers, gemm, new_counters, plan_matmul
 
 pytestmark = pytest.mark.every(3)
@@ -42,12 +43,10 @@ def expected(x, weight, bias, silu):
     return gate * gate.sigmoid() * up
 
 
-def check(
-    machine, rows, width, depth, dtype=torch.bfloat16, silu=False, has_bias=True, is_int8=False
-):
+def check(machine, rows, width, depth, dtype=torch.bfloat16, silu=False, has_bias=True, kind=None):
     launcher = machine.launcher
     x, weight, bias = tensors(rows, (1 + silu) * width, depth, dtype, 1.0 + silu)
-    weight = rounded(weight) if is_int8 else weight
+    weight = weight if kind is None else rounded(weight, kind)
     bias = bias if has_bias else None
     out = machine.empty((rows, width), dtype)
     arrived = new_counters(launcher, out.device)
@@ -55,7 +54,7 @@ def check(
     gemm(launcher, out, *on_machine, arrived=arrived, silu=silu)
     close(out, expected(x, weight, bias, silu))
     assert not arrived.any()
-    return plan_matmul(launcher, rows, width, depth, silu, is_int8)
+    return plan_matmul(launcher, rows, width, depth, silu, kind is not None)
 
 
 # Rows, columns, elements of the sums, and with an activation or not: each kind of tiles, parts of
@@ -96,8 +95,13 @@ def in_8_bits(shape):
 def test_gemm_of_int8_weights(machine, shape):
     number = [*SHAPES].index(shape)
     rows, width, depth, silu = in_8_bits(shape)
-    given = {"silu": silu, "has_bias": number % 3 > 0, "is_int8": True}
+    given = {"silu": silu, "has_bias": number % 3 > 0, "kind": Int8Rows}
     check(machine, rows, width, depth, dtype=NARROW[1 - number % 2], **given)
+
+
+@pytest.mark.parametrize("dtype", NARROW, ids=str)
+def test_gemm_of_8_bit_floats(machine, dtype):
+    check(machine, 18, 70, 144, dtype=dtype, silu=dtype is torch.float16, kind=Fp8Rows)
 
 
 @pytest.mark.parametrize("is_int8", [False, True], ids=["floats", "int8"])
@@ -105,7 +109,7 @@ def test_the_shapes_are_of_every_kind_and_every_way_to_share(toolchain, is_int8)
     shapes = map(in_8_bits, SHAPES) if is_int8 else SHAPES
     plans = {shape: plan_matmul(EmulatorLauncher(), *shape, is_int8) for shape in shapes}
     kinds = {(plan.kind.m, plan.kind.n, shape[3]) for shape, plan in plans.items()}
-    assert len(kinds) == len(tiled_products.PROGRAM.kernels) / len(NARROW) / 2 == 12
+    assert len(kinds) == len(tiled_products.PROGRAM.kernels) / len(NARROW) / 3 == 12
     shared = {plan.blocks_of_a_tile for plan in plans.values()}
     assert shared >= {1, 2, 3}
     several = [plan for plan in plans.values() if plan.share > plan.rounds]
@@ -114,8 +118,8 @@ def test_the_shapes_are_of_every_kind_and_every_way_to_share(toolchain, is_int8)
 
 @pytest.mark.slow
 def test_products_have_no_race(checked_machine):
-    for depth, is_int8 in ((400, False), (1600, True)):
-        plan = check(checked_machine, 20, 24, depth, silu=True, is_int8=is_int8)
+    for depth, kind in ((400, None), (1600, Int8Rows)):
+        plan = check(checked_machine, 20, 24, depth, silu=True, kind=kind)
         assert plan.blocks_of_a_tile > 1
 
 

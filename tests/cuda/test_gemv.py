@@ -1,12 +1,14 @@
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 from kernel_values import DTYPES, close, exact, on, randn, rounded
 
 from gptmanager.cuda.device.launch import EmulatorLauncher
+from gptmanager.cuda.gemm.byte_rows import FP8, Fp8Rows, Int8Rows
 from gptmanager.cuda.gemm.gemv import FEW_ROWS, covers, multiply
-from gptmanager.cuda.gemm.int8_rows import Int8Rows
 
 pytestmark = pytest.mark.every(2)
 
@@ -70,6 +72,25 @@ def test_every_integer_of_a_weight_is_exact(machine, dtype):
     x, out = torch.eye(16).to(dtype), machine.empty((16, 256), dtype)
     multiply(machine.launcher, out, machine.tensor(x), on(machine, weight))
     assert torch.equal(out.cpu().float(), torch.arange(-128.0, 128).expand(16, 256))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_every_8_bit_float_of_a_weight_is_exact(machine, dtype):
+    weight, every = Fp8Rows(256, 16, dtype), torch.arange(256, dtype=torch.uint8).view(FP8)
+    weight.values.view(torch.uint8).copy_(every.view(torch.uint8).unsqueeze(1))
+    weight.scales.fill_(1)
+    x, out = torch.eye(16).to(dtype), machine.empty((16, 256), dtype)
+    multiply(machine.launcher, out, machine.tensor(x), on(machine, weight))
+    torch.testing.assert_close(
+        out.cpu().float(), every.float().expand(16, 256), rtol=0, atol=0, equal_nan=True
+    )
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_gemv_of_8_bit_floats(machine, dtype):
+    stored = functools.partial(rounded, kind=Fp8Rows)
+    check_multiply(machine, dtype, 9, 70, 48, stored=stored)
+    check_multiply_silu(machine, dtype, 3, 17, 16, stored=stored)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -7,6 +7,7 @@ import torch
 from kernel_values import DTYPES, close, exact, on, randn, rounded
 
 from gptmanager.cuda import moe
+from gptmanager.cuda.gemm.byte_rows import Fp8Rows, Int8Rows
 from gptmanager.cuda.kernels import CudaKernels
 from gptmanager.kernels.activation_kinds import activate, activate_gated
 from gptmanager.kernels.experts import routing as reference
@@ -72,7 +73,7 @@ def test_slots_are_sorted_by_expert(machine, num_tokens, first, count):
     assert slots.rows == (128 if 3 * num_tokens >= 64 * count else 32)
 
 
-def matrices(count, hidden, width, dtype, activation, gated, biases, first=0, is_int8=False):
+def matrices(count, hidden, width, dtype, activation, gated, biases, first=0, kind=None):
     up = width * (2 if gated else 1)
     own = [randn(count * up, hidden, dtype=dtype, seed=1), randn(count * up, dtype=dtype, seed=2)]
     own += [randn(count * hidden, width, dtype=dtype, seed=3)]
@@ -80,8 +81,8 @@ def matrices(count, hidden, width, dtype, activation, gated, biases, first=0, is
     own = [0.3 * it for it in own]
     if not biases:
         own[1] = own[3] = None
-    if is_int8:
-        own[0], own[2] = rounded(own[0]), rounded(own[2])
+    if kind is not None:
+        own[0], own[2] = rounded(own[0], kind), rounded(own[2], kind)
     return ExpertMatrices(*own, activation, gated, first, count)
 
 
@@ -140,13 +141,16 @@ def test_mixtures_in_8_bits(machine, dtype):
     """Tiles of few rows and of many, with and without tensor cores, gated and not."""
     number = DTYPES.index(dtype)
     activation, gated = [("silu", True), ("relu2", False), ("clamped_swiglu", True)][number]
-    experts = matrices(4, 80, 112, dtype, activation, gated, True, is_int8=True)
+    experts = matrices(4, 80, 112, dtype, activation, gated, True, kind=Int8Rows)
     for num_tokens in (5, 150):
         x, logits = randn(num_tokens, 80, dtype=dtype), randn(num_tokens, 4, seed=5)
         check(machine, x, logits, Routing(2, renormalize=True), experts)
-    odd = matrices(3, 72, 40, dtype, activation, gated, True, is_int8=True)
     x, logits = randn(4, 72, dtype=dtype), randn(4, 3, seed=5)
-    check(machine, x, logits, Routing(2), odd)
+    for kind in (Int8Rows, Fp8Rows):
+        odd = matrices(3, 72, 40, dtype, activation, gated, True, kind=kind)
+        check(machine, x, logits, Routing(2), odd)
+    floats = matrices(3, 80, 48, dtype, activation, gated, True, kind=Fp8Rows)
+    check(machine, randn(4, 80, dtype=dtype), logits, Routing(2), floats)
 
 
 @pytest.mark.parametrize(("hidden", "width"), [(70, 33), (64, 36)])
@@ -186,8 +190,8 @@ def test_no_tokens(machine):
 def test_mixtures_have_no_race(checked_machine, dtype):
     x, logits = randn(40, 144, dtype=dtype), randn(40, 4, seed=5)
     routing = Routing(2, "sigmoid", groups=2, top_groups=1)
-    for is_int8 in (False, True):
-        experts = matrices(4, 144, 48, dtype, "silu", True, True, is_int8=is_int8)
+    for kind in (None, Int8Rows):
+        experts = matrices(4, 144, 48, dtype, "silu", True, True, kind=kind)
         check(checked_machine, x, logits, routing, experts)
 
 

@@ -7,15 +7,17 @@ import pytest
 import torch
 from checkpoints import random_state
 from devices import LLAMA, finals, prompt
-from kernel_values import exact, randn
+from kernel_values import exact, randn, rounded
 
 from gptmanager import InferenceRequest
 from gptmanager.cuda.device.launch import EmulatorLauncher
-from gptmanager.cuda.gemm.int8_rows import Int8Rows
+from gptmanager.cuda.gemm import scaled_matmul
+from gptmanager.cuda.gemm.byte_rows import Fp8Rows, Int8Rows
 from gptmanager.cuda.kernels import CudaKernels
 from gptmanager.errors import ConfigError
 from gptmanager.kernels.gemm.int4_matrix import Int4Matrix
 from gptmanager.kernels.gemm.weight_quantization import round_to_groups, round_to_int8
+from gptmanager.models.conversion import convert_checkpoint
 from gptmanager.models.model import load_model
 
 EMBEDDING = "model.embed_tokens.weight"
@@ -43,7 +45,9 @@ def twice_rounded(state, kind):
     found = dict(state)
     for name, tensor in state.items():
         if tensor.dim() == 2 and name != EMBEDDING:
-            if kind == "int8" or name == "lm_head.weight":
+            if kind == "fp8":
+                found[name] = rounded(tensor, Fp8Rows).unpacked()
+            elif kind == "int8" or name == "lm_head.weight":
                 ints, scales = round_to_int8(tensor)
                 found[name] = ints * scales.unsqueeze(1)
             else:
@@ -66,7 +70,7 @@ def test_matrices_are_int8_rows_and_a_load_changes_them_in_place(load, state):
     assert own.nbytes == own.values.numel() + 4 * len(own)
 
 
-@pytest.mark.parametrize("kind", ["int8", "int4"])
+@pytest.mark.parametrize("kind", ["int8", "int4", "fp8"])
 @pytest.mark.parametrize("num_rows", [3, 20, 300], ids=["gemv", "gemm", "torch"])
 def test_matmuls_of_any_number_of_rows(load, num_rows, kind):
     model = load(weights_dtype=kind)
@@ -84,7 +88,7 @@ def test_matmuls_of_any_number_of_rows(load, num_rows, kind):
     )
 
 
-@pytest.mark.parametrize("kind", [Int8Rows, Int4Matrix])
+@pytest.mark.parametrize("kind", [Int8Rows, Fp8Rows, Int4Matrix])
 def test_rows_of_a_quantized_table(toolchain, kind):
     kernels, table = CudaKernels(EmulatorLauncher()), kind(35, 70, torch.bfloat16)
     table.copy_(randn(35, 70))
@@ -93,7 +97,7 @@ def test_rows_of_a_quantized_table(toolchain, kind):
     assert found.dtype is torch.bfloat16
 
 
-@pytest.mark.parametrize("kind", ["int8", "int4"])
+@pytest.mark.parametrize("kind", ["int8", "int4", "fp8"])
 def test_a_manager_answers_as_with_the_rounded_floats(toolchain, state, monkeypatch, kind):
     requests = [
         InferenceRequest.from_tokens(number, prompt(number, 5 + 9 * number), 8)
@@ -105,6 +109,44 @@ def test_a_manager_answers_as_with_the_rounded_floats(toolchain, state, monkeypa
     for one, other in zip(found, expected, strict=True):
         assert not one.error and not other.error, (one.error, other.error)
         assert torch.equal(one.tensors["output_ids"], other.tensors["output_ids"])
+
+
+def test_8_bit_floats_of_a_row(load, state):
+    """The largest magnitude is exact, and others lose at most the bits after the third."""
+    model = load(weights_dtype="fp8")
+    matrices = model.weights.matrices
+    assert matrices and all(isinstance(it, Fp8Rows) for it in matrices)
+    down, own = state["model.layers.0.mlp.down_proj.weight"], model.weights["layers.0.down.weight"]
+    smallest = down.abs().amax(dim=1, keepdim=True) / 448 / 2**10
+    assert ((exact(own) - down.double()).abs() <= (down.abs() / 16 + smallest) * 1.0001).all()
+    assert own.holds(down) and not own.holds(-down)
+    zeros = Fp8Rows(2, 4, torch.float32)
+    zeros.copy_(torch.tensor([[0.0, 0, 0, 0], [-3, 1, 0, 3]]))
+    assert not zeros.unpacked()[0].any() and zeros.unpacked()[1, ::3].tolist() == [-3, 3]
+
+
+def test_8_bit_floats_need_a_device_that_has_them(load, tmp_path):
+    with pytest.raises(ConfigError, match="8.9 or later; 'int8' is for CPUs and for older devices"):
+        load(kernels=None, weights_dtype="fp8")
+
+    class Older(EmulatorLauncher):
+        has_fp8 = False
+
+    with pytest.raises(ConfigError, match="'fp8' is refused with kernels = CudaKernels: 8-bit"):
+        load(kernels=CudaKernels(Older()), weights_dtype="fp8")
+    with pytest.raises(ConfigError, match="files hold 'int8' or 'int4'"):
+        convert_checkpoint("examples/tiny_llama", tmp_path / "made", weights_dtype="fp8")
+
+
+def test_torchs_matmul_of_8_bit_floats():
+    """Its activations lose bits, too."""
+    weight = rounded(randn(48, 64, dtype=torch.bfloat16), Fp8Rows)
+    x, bias = randn(5, 64, seed=1, dtype=torch.bfloat16), randn(48, seed=2, dtype=torch.bfloat16)
+    assert not scaled_matmul.covers(x, weight)  # on a CPU
+    found = scaled_matmul.multiply(x, weight, bias)
+    expected = x.double() @ exact(weight).T + bias.double()
+    assert found.dtype is torch.bfloat16
+    assert (found.double() - expected).std() < 0.04 * expected.std()
 
 
 def test_4_bits_of_experts_are_refused_by_name(load):

@@ -314,9 +314,12 @@ def test_the_network_computes_with_packed_matrices() -> None:
     [
         (
             {"weights_dtype": "int2"},
-            "weights_dtype = 'int2' must be one of ('int8', 'int4', 'file')",
+            "weights_dtype = 'int2' must be one of ('int8', 'int4', 'fp8', 'file')",
         ),
-        ({"weights_dtype": 8}, "weights_dtype = 8 must be one of ('int8', 'int4', 'file') or None"),
+        (
+            {"weights_dtype": 8},
+            "weights_dtype = 8 must be one of ('int8', 'int4', 'fp8', 'file') or None",
+        ),
         (
             {"weights_dtype": "int8", "head_dtype": "int4"},
             "head_dtype = 'int4' is refused with weights_dtype = 'int8': it belongs to 'int4'",

@@ -43,6 +43,7 @@ _CHOICES = "test_launch_choices test_dependent_kernels"  # which kernel is launc
 # What launches kernels, plans for them and brings them what they read.
 _LAUNCHES = {
     "adjustments.py": f"test_adjustments_kernel test_adjustments {_CHOICES}",
+    "byte_rows.py": "test_quantized_weights",
     "cache_folder.py": "test_cache_folder",
     "compiler.py": "test_compiler test_cache_folder test_machine_code",
     "context_attention.py": "test_context_attention test_attention_borders test_mixed_steps "
@@ -55,7 +56,6 @@ _LAUNCHES = {
     "generation_attention.py": f"test_generation_plan test_generation_attention {_CHOICES}",
     "generation_plan.py": "test_generation_plan test_generation_attention",
     "graphs.py": "test_device_executor test_step_launches test_mixed_steps",
-    "int8_rows.py": "test_quantized_weights",
     "kernels.py": "test_step_launches test_matmul_choice test_lora test_families_on_devices",
     "launch.py": "test_launch test_gemv test_sampling_kernel",
     "matrix.py": "test_compiler",

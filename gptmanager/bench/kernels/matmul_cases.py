@@ -23,9 +23,9 @@ from gptmanager.bench.kernels.cases import (
     tolerance,
 )
 from gptmanager.cuda.activations import activate_gated
+from gptmanager.cuda.gemm.byte_rows import Int8Rows
 from gptmanager.cuda.gemm.device_matrices import DeviceMatrix
 from gptmanager.cuda.gemm.gemv import FEW_ROWS
-from gptmanager.cuda.gemm.int8_rows import Int8Rows
 from gptmanager.cuda.gemm.own_matmuls import OwnMatmuls
 from gptmanager.kernels.gemm.packed_matrix import plain
 

@@ -19,7 +19,9 @@ PANEL_ROWS = 16  # the lanes of a SIMD register, see `lanes`
 UNIT_BYTES = 64  # of bfloat16 or int8 positions, which the matrix unit reads at a time
 _ALL = slice(None)
 
-Quantized = Literal["int8", "int4"]  # how a matrix is stored in fewer bits than its dtype has
+Quantized = Literal[
+    "int8", "int4", "fp8"
+]  # how a matrix is stored in fewer bits than its dtype has
 
 
 class Panels(NamedTuple):
@@ -152,11 +154,15 @@ class PackedMatrix:
         """Return whether `copy_` with the same arguments would change nothing."""
         own = self.unpacked(slice(first_row, first_row + len(values)))
         if self.scales is not None:
-            ints, scales = round_to_int8(values)
-            values = ints * scales.unsqueeze(1)
+            values = self._rounded(values)
         values = values[:, columns]
         own = own[:, first_column : first_column + values.shape[1]]
         return torch.equal(own, values.to(own))
+
+    def _rounded(self, values: Tensor) -> Tensor:
+        """Return what a quantized matrix would hold of these rows, as floats."""
+        ints, scales = round_to_int8(values)
+        return ints * scales.unsqueeze(1)
 
 
 Matrix = Tensor | PackedMatrix
