@@ -95,18 +95,19 @@ class DeviceRunner(Runner):
         self._graph_tokens: Tensor | None = None
 
     def _record_graphs(self) -> None:
-        if not self._graph_sizes or not self._plan(_idle_rows(1), fixed=1):
+        if not self._graph_sizes or not self._has_fixed_plan(1):
             return
         # the emulator keeps these callbacks: a strong reference would be a cycle
         own, shapes = weakref.proxy(self), self._shapes
         rest = self.adapter_pool is not None, self._on_progress
         with torch.inference_mode():
             # the largest first: the others reuse its memory
-            self._mixed_steps.record(
-                lambda size: own._fixed_arrays(_idle_rows(shapes[size])),
-                lambda tensors, slots: own._step(tensors, slots, shapes[len(tensors[_TOKENS])]),
-                *(*rest, "CUDA graphs of mixed steps"),
-            )
+            if all(map(self._has_fixed_plan, shapes.values())):
+                self._mixed_steps.record(
+                    lambda size: own._fixed_arrays(_idle_rows(shapes[size])),
+                    lambda tensors, slots: own._step(tensors, slots, shapes[len(tensors[_TOKENS])]),
+                    *(*rest, "CUDA graphs of mixed steps"),
+                )
             self._generation_steps.record(
                 lambda size: own._fixed_arrays(_idle_rows(size)),
                 lambda tensors, slots: own._step(tensors, slots),
@@ -190,10 +191,10 @@ class DeviceRunner(Runner):
 
     def run_captured(self, num_rows: int, shapes: Sequence[StepShape] = ()) -> None:
         """Run the captured steps of `num_rows` rows and of `shapes`; they access no block."""
-        if self._plan(_idle_rows(1), fixed=1):
+        if self._has_fixed_plan(1):
             with self.stream, torch.inference_mode():
                 self._step(self._uploads.upload(self._fixed_arrays(_idle_rows(num_rows))))
-                for shape in shapes:
+                for shape in filter(self._has_fixed_plan, shapes):
                     arrays = self._fixed_arrays(_idle_rows(shape))
                     self._step(self._uploads.upload(arrays), None, shape)
 
@@ -286,6 +287,11 @@ class DeviceRunner(Runner):
 
     def upload(self, arrays: Sequence[Array]) -> Sequence[Tensor]:
         return self._uploads.upload(arrays)
+
+    def _has_fixed_plan(self, size: int | StepShape) -> bool:
+        """Return whether the model plans captured steps of `size` rows, or of that shape."""
+        rows = _idle_rows(size)
+        return bool(self._plan(rows, len(rows.positions)))
 
     def _plan(self, rows: PackedRows, fixed: int = 0) -> tuple[Array, ...]:
         if self._planning is None:
