@@ -169,13 +169,12 @@ def load_model(
     `max_position_embeddings`. `attention_window`: the largest number of positions that a token sees
     in any layer, including its own; the first `sink` positions are always visible.
     `kv_cache_dtype`: float8_e4m3fn for pages of that dtype, None for any other. `weights_dtype`
-    quantizes the matrices of matmuls except routers: "int8" or "fp8" (e4m3, for GPUs) with one
-    scale per row, or "int4" in groups of 32 with one float16 scale per group, and the output matrix
-    as `head_dtype` (by default "int8"). "file" is "int4" for matrices with 4 bits in the
-    checkpoint, else "int8". 4-bit groups of the checkpoint are not quantized again. `on_progress`:
-    as in `OptionalParams`. `collectives`: communication of one of several ranks, which reads only
-    its share. `prepare` is called before weights are read, with the spec and the formats of
-    quantized matrices.
+    quantizes the matrices of matmuls except routers: "int8", on GPUs also "fp8", with one scale per
+    row, or "int4" in groups of 32 with a float16 scale each, and the output matrix as `head_dtype`
+    (by default "int8"). "file" is "int4" for matrices with 4 bits in the checkpoint, else "int8".
+    4-bit groups of the checkpoint are not quantized again. `on_progress`: as in `OptionalParams`.
+    `collectives`: communication of one of several ranks, which reads only its share. `prepare` is
+    called before weights are read, with the spec and the formats of quantized matrices.
 
     Raises ConfigError that names the argument, config field or tensor that cannot be used. The peak
     memory is the final weights plus a sixteenth of them, or plus a matrix that must be read whole.
