@@ -10,7 +10,7 @@ from gptmanager.kernels.gemm.int4_matrix import Int4Matrix
 from gptmanager.kernels.gemm.packed_matrix import Matrix, plain
 
 DeviceMatrix = Tensor | ByteRows | Int4Matrix
-# the last template argument of kernels for weights in 8 bits, by the dtype of what is stored
+# the last template argument of kernels for weights in 8 bits, by the stored dtype
 BYTES = {torch.int8: ", int8", FP8: ", __nv_fp8_e4m3"}
 
 
