@@ -38,9 +38,10 @@ class _Wrappers:
     """
 
     def __init__(self, new_wrapper: Any, device: torch.device) -> None:
+        new_event: Any = torch.cuda.Event
         self._all = [new_wrapper() for _ in range(_NUM_WRAPPERS)]
         self._copied: list[Any] = [
-            torch.cuda.Event() if device.type == "cuda" else None for _ in self._all
+            new_event() if device.type == "cuda" else None for _ in self._all
         ]
         self._number = 0
 

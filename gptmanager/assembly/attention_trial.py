@@ -140,12 +140,14 @@ class AttentionTrial:
         starts = np.arange(rows + 1, dtype=np.int32) * np.int32(new)
         lengths = RowLengths(starts, np.full(rows, length, dtype=np.int32))
         plan = self._kernels.plan((shape,), *lengths, num_context_rows)
-        own = [torch.from_numpy(it).to(self._device) for it in (*lengths, *plan)]
+        on_device = [torch.from_numpy(it).to(self._device) for it in (*lengths, *plan)]
+        own_starts, own_lengths, *own_plan = on_device
         block = self._limits.tokens_per_block
         slots = torch.arange(rows, dtype=torch.int32, device=self._device)
         blocks = torch.arange(rows * -(-length // block), dtype=torch.int32, device=self._device)
-        spans = RowSpans(*own[:2], slots, blocks.view(rows, -1), num_context_rows, lengths)
-        return self._kernels.begin((shape,), spans, own[2:], rows * new, block)
+        tables = blocks.view(rows, -1)
+        spans = RowSpans(own_starts, own_lengths, slots, tables, num_context_rows, lengths)
+        return self._kernels.begin((shape,), spans, own_plan, rows * new, block)
 
     def _pages(self, size: Sequence[int], shape: AttentionShape) -> Pages:
         keys = self._random(*size)

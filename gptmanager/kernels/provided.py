@@ -155,7 +155,8 @@ class ProvidedKernels(Kernels):
         return super().linear_silu_mul(x, weight, bias)
 
     def _is_provided(self, weight: Matrix) -> bool:
-        return isinstance(weight, Tensor) and self._accepts(*weight.shape, weight.dtype)
+        rows, columns = weight.shape
+        return isinstance(weight, Tensor) and self._accepts(rows, columns, weight.dtype)
 
     def _accepts(self, rows: int, columns: int, dtype: torch.dtype) -> bool:
         return self._linear is not None and self._linear.accepts(rows, columns, dtype)

@@ -127,6 +127,10 @@ class HostAttention:
     def attend_generation(self, queries, pages, rows, shape, sinks):
         self.calls["generation"] += 1
         assert len(queries) == len(rows.kv_lengths)
+        if rows.lengths is not None:  # a captured step has none
+            assert rows.lengths.row_starts.tolist() == [*range(len(queries) + 1)]
+            assert rows.lengths.kv_lengths.tolist() == rows.kv_lengths.tolist()
+            assert rows.query_starts.tolist() == [*range(len(queries) + 1)]
         return self._attend(queries, pages, rows, shape, range(len(queries) + 1))
 
     def _attend(self, queries, pages, rows, shape, starts):

@@ -119,7 +119,10 @@ def paged_rows(
             rig.randn(*blocks, dtype=dtype),
             torch.ones(2, blocks[1], device=rig.device) if is_fp8 else None,
         ),
-        spans=RowSpans(*map(rig.ints, (starts, lengths, np.arange(len(rows)), tables))),
+        spans=RowSpans(
+            *(rig.ints(starts), rig.ints(lengths), rig.ints(np.arange(len(rows)))),
+            rig.ints(tables),
+        ),
     )
 
 

@@ -124,7 +124,9 @@ def _prepare_write(num_tokens: int, num_bytes: int, rig: Rig) -> Prepared:
     block, num_blocks = sizes.tokens_per_block, -(-num_tokens // sizes.tokens_per_block)
     order = np.random.default_rng(0).permutation(num_blocks)
     cells = torch.empty(num_tokens, dtype=torch.int32, device=rig.device)
-    rows = RowSpans(*map(rig.ints, ([0, num_tokens], [num_tokens], [0], order[None])))
+    given = [0, num_tokens], [num_tokens], [0], order[None]
+    starts, lengths, slots, tables = map(rig.ints, given)
+    rows = RowSpans(starts, lengths, slots, tables)
     locate_tokens(rig.launcher, cells, rows, block)
     positions = torch.arange(num_tokens, device=rig.device)
     frequencies = _THETA ** -(torch.arange(0, head_dim, 2, device=rig.device) / head_dim)
