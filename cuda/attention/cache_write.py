@@ -38,6 +38,7 @@ PROGRAM = Program(
         ),
     ),
     dependent=True,
+    at_once=1,  # each takes long to compile, and a model needs few of them
 )
 
 

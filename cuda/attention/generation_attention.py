@@ -44,6 +44,7 @@ PROGRAM = Program(
         for cache in CACHES
     ),
     dependent=True,
+    at_once=4,  # they take long to compile
 )
 
 

@@ -31,6 +31,7 @@ PROGRAM = Program(
     ),
     architectures=("sm_90a",),
     dependent=True,
+    at_once=1,  # each takes long to compile, and a model needs few of them
 )
 
 

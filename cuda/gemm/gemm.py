@@ -92,6 +92,7 @@ PROGRAM = Program(
         for weight in (BYTES.values() if kind.in_bytes else ("",))
     ),
     dependent=True,
+    at_once=1,  # each takes long to compile, and a model needs few of them
 )
 
 

@@ -138,7 +138,6 @@ SERVE = [
         (signal.SIGINT, 130, "gptmanager: interrupted\n"),
     ],
 )
-@pytest.mark.every(3)
 def test_a_signal_before_the_server_serves_ends_it_with_a_line(tmp_path, number, status, text):
     """It is sent while the server reads a part of its model."""
     config = tmp_path / "config.json"
