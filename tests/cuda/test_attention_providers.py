@@ -20,7 +20,7 @@ from gptmanager.kernels import Kernels
 from gptmanager.kernels.provided import ProvidedKernels, Served
 
 CPU = SimpleNamespace(tensor=lambda values: values)
-ROWS = [(5, 300), (300, 300), (1, 1), (1, 257), (1, 256)]  # two of a context
+ROWS = [(5, 300), (40, 40), (1, 1), (1, 257), (1, 256)]  # two of a context
 
 
 def flashinfer():
@@ -45,7 +45,7 @@ def test_a_library_gets_our_pages(provider, options):
     kernels.use_attention({shape: Served(own, own)})
     expected = rows.textbook(0.09, **options)
     rows.block_tables.clamp_(min=0)  # as in the tables of an executor
-    for _ in range(3):  # steps reuse what a library keeps
+    for _ in range(2):  # steps reuse what a library keeps
         spans = rows.spans_on(CPU)._replace(num_context_rows=2)
         spans = kernels.begin((shape,), spans, (), len(rows.queries), block)
         for _ in range(2):  # layers share the plan of a step
@@ -92,16 +92,16 @@ def test_flash_attn_refuses_small_blocks():
     assert "tokens_per_block = 64 must be a mult" in flash_attn().refusal(shape, torch.float16, 64)
 
 
-BLOCKS = KvCacheConfig(max_tokens=1024, tokens_per_block=256)
+SMALL = {"cache": KvCacheConfig(max_tokens=1024, tokens_per_block=256), "max_batch_size": 2}
 
 
 def several():
-    return [from_tokens(i, prompt(i, 5 + 9 * i), 2 + i) for i in range(1, 5)]
+    return [from_tokens(i, prompt(i, 5 + 9 * i), 2 + i) for i in range(1, 3)]
 
 
 @pytest.fixture(scope="module")
 def expected():
-    return [it.tensors["output_ids"].tolist() for it in finals(several(), "cpu", cache=BLOCKS)]
+    return [it.tensors["output_ids"].tolist() for it in finals(several(), "cpu", **SMALL)]
 
 
 @pytest.mark.parametrize(
@@ -121,7 +121,7 @@ def test_managers_on_the_emulator(new, captures, expected, monkeypatch, caplog):
     # so that both compute the same numbers, and choose the same tokens
     monkeypatch.setattr(flash_attention, "NARROW", (torch.float32,))
     own = new()
-    found = finals(several(), there_is("emulator"), cache=BLOCKS, attention_provider=own)
+    found = finals(several(), there_is("emulator"), attention_provider=own, **SMALL)
     assert [it.error for it in found] == [""] * len(found)
     assert [it.tensors["output_ids"].tolist() for it in found] == expected
     assert bool(recorded) is captures
