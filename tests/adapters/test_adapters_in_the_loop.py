@@ -1,4 +1,4 @@
-"""Who waits for an adapter, and whose adapters have the pages of the device: the loop alone.
+"""Which requests wait for an adapter, and which adapters have device pages: the loop alone.
 
 Work on adapters ends when the test says so. An adapter of `size` n has n pages.
 """

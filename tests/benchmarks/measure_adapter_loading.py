@@ -37,7 +37,7 @@ def all_modules(config: Any) -> dict[int, LoraModule]:
 
 
 def num_elements(config: Any) -> int:
-    """Of an adapter, without the padding of its rows."""
+    """Return the number of elements of an adapter, without the padding of its rows."""
     return (
         RANK * read_spec(config).num_layers * sum(it.width for it in all_modules(config).values())
     )

@@ -144,7 +144,7 @@ def start(source: Any, host: EndlessHost, **options: Any) -> GptManager:
 
 
 def resident_mb() -> float:
-    """Of this process, after what is garbage has gone."""
+    """Return the resident memory of this process after a garbage collection."""
     gc.collect()
     with open("/proc/self/statm") as file:
         return int(file.read().split()[1]) * 4096 / 1e6

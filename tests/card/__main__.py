@@ -76,7 +76,7 @@ def main(arguments: Sequence[str], root: Path = ROOT) -> int:
 
 
 def environment_of(work: Path, root: Path) -> dict[str, str]:
-    """Of every command. What is compiled is kept below the working folder, for later phases."""
+    """Return the environment of every command. Later phases reuse what is compiled in `work`."""
     path = [str(root), str(work / "site")]
     path += filter(None, [os.environ.get("PYTHONPATH", "")])
     return {
@@ -146,7 +146,7 @@ def reason(probe: dict[str, Any], status: int) -> str:
 
 
 def fingerprint(root: Path) -> str:
-    """Of the source: a step that ran another one is told apart."""
+    """Return a digest of the source, which identifies steps that ran another source."""
     digest = hashlib.sha256()
     for folder in SOURCES:
         for path in sorted((root / folder).rglob("*")):

@@ -332,7 +332,7 @@ def test_an_unknown_shape_has_no_floor(session):
 
 
 def test_goals_are_multiples_of_the_floor(session):
-    """Of the ceilings that the same run has measured."""
+    """The floor follows from the ceilings that the same run has measured."""
     known = replace(session, shape=ModelShape.of(TINY, 4, 4))
     for goal, is_met in ((1e9, True), (1e-9, False)):
         for row in (time_steps(known, 2, 20, 6, goal), time_load(known, [([1, 2], 3)], goal=goal)):

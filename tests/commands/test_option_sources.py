@@ -58,7 +58,7 @@ def test_the_command_line_is_before_the_environment_and_that_before_the_file(par
 
 
 def test_every_option_can_be_in_both(parse, tmp_path):
-    """Of whatever type: the value is what the command line would make of it."""
+    """An option of any type has the value that it would have on the command line."""
     serve = parse("--model", MODEL).parser
     texts = {
         "N": "3",

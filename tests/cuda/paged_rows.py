@@ -17,7 +17,7 @@ def int32(values):
 
 
 def crossings(rows, seed, count):
-    """So many `PagedRows` of these rows, and options, of everything that may be crossed."""
+    """Return `count` random combinations of `PagedRows` of these rows and of their options."""
     draw = np.random.default_rng(seed)
     for _ in range(count):
         kv_heads = int(draw.choice([1, 2]))

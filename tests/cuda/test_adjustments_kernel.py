@@ -128,7 +128,7 @@ def test_there_is_no_race(checked_machine):
 
 
 def test_a_bias_and_a_ban_of_one_token_without_penalties(checked_machine):
-    """Of another thread each, which nothing between them orders but one barrier."""
+    """Two threads apply them, which only one barrier orders."""
     bias = token_bias([3, 5], [1.5, -2.0])
     params = SamplingParams(embedding_bias=bias, bad_words=((7,), (9,), (11,), (5,), (3,)))
     got = check(checked_machine, randn(1, VOCAB), [params], histories(1, 9), np.array([9]))

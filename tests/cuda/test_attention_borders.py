@@ -139,7 +139,7 @@ def test_context_items_that_do_nothing(checked_machine, monkeypatch, dtype):
 @both
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_a_result_between_two_numbers_is_the_even_one(machine, attention, num_new, dtype):
-    """As the mean of neighbours is, whose scores are equal."""
+    """The result is the mean of two neighbors with equal scores."""
     rows = PagedRows([(1, 2)], 2, 1, 64, 16, dtype)
     rows.queries.zero_()
     unit = torch.finfo(dtype).eps

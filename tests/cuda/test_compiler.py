@@ -55,7 +55,7 @@ def test_a_cubin_and_its_figures(tmp_path):
 
 @pytest.mark.parametrize("arch", compiler.ARCHITECTURES)
 def test_a_cubin_is_whole(nvrtc, monkeypatch, tmp_path, arch):
-    """As NVRTC itself gives it, past CuPy's binding, which cuts the last byte off."""
+    """It has all bytes that NVRTC returns; CuPy's binding cuts off the last one."""
     whole = []
 
     def ask(program):
@@ -146,7 +146,7 @@ def test_kernels_compile_without_spilling(program, arch):
 
 
 def test_headers_that_are_not_beside_nvrtc(monkeypatch, tmp_path):
-    """As with wheels of CUDA 12, each of which has a folder of its own."""
+    """In CUDA 12, each wheel has a folder of its own."""
     compiled = compiler.compile(SOURCE, "sm_90a", ["add<32>"], cache=tmp_path / "first")
     monkeypatch.setattr("cupy.cuda.get_cuda_path", lambda: None)
     again = compiler.compile(SOURCE, "sm_90a", ["add<32>"], cache=tmp_path / "second")

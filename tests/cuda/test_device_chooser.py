@@ -200,7 +200,7 @@ def test_nothing_waits_for_many_starts_of_one_processor(device, watched):
 @pytest.mark.every(2)
 @pytest.mark.parametrize("requests", [plain, wanted])
 def test_logits_of_16_bits(device, watched, requests):
-    """As the same logits in single precision: who reads them as floats, and who does not."""
+    """Results equal those of the same logits in float32, whether or not requests read floats."""
     found = finals(requests(), device, dtype="bfloat16", run_ahead=1)
     watched[-1].waits.clear()
     widened = finals(requests(), device, dtype="bfloat16", run_ahead=1, cuda_graphs=False)

@@ -146,7 +146,7 @@ def test_the_smallest_of_negative_numbers(device):
 
 @pytest.mark.parametrize("name", REDUCTIONS)
 def test_reductions_of_a_warp(device, name):
-    """Of all lanes, and of the upper half with numbers below zero."""
+    """Reduce all lanes, and the upper half of them with negative numbers."""
     signed = name in ("add", "min", "max")
     body = f"""
         unsigned lane = threadIdx.x;

@@ -30,7 +30,7 @@ STEPS = ((0, 0), (14, 3)), ((14, 3), (21, 4)), ((21, 4), (22, 5)), ((22, 5), (23
 
 
 def rows_of(starts, ends):
-    """Of each line the tokens from its start to its end; all logits are wanted."""
+    """Return rows with the tokens of each line from start to end; request all logits."""
     counts = np.subtract(ends, starts)
     lines, bounds = np.arange(len(starts)), np.concatenate(([0], np.cumsum(counts)))
     return PackedRows(
@@ -46,7 +46,7 @@ def rows_of(starts, ends):
 
 
 def logits_of(name, kernels, stream):
-    """Of two sequences: prompts, a chunk and a first token, and two steps of generation."""
+    """Return logits of two sequences: prompts, a chunk with a first token, two generation steps."""
     model = load_model(family_folder(name), kernels=kernels, device=stream.device, dtype="float32")
     spec, tables = model.spec, DeviceTables(2, 32, 4, stream.device)
     states = {"state_shapes": spec.states, "num_lines": 2}

@@ -109,7 +109,7 @@ def requests(**by_name):
     ("dtype", "allowed"), [("float32", 1e-3), ("float16", 0.1), ("bfloat16", 0.2)]
 )
 def test_logits_are_those_of_transformers_with_a_rounded_cache(device, dtype, allowed):
-    """Of the largest logit. What was rounded before may land on the next 8-bit float."""
+    """`allowed` is relative to the largest logit. Rounding twice may reach the next 8-bit float."""
     for request, tensors in zip(requests(), serve(device, requests(), dtype=dtype), strict=True):
         length = request.input_ids.size
         tokens = tensors["output_ids"][0, 0].tolist()[: int(tensors["sequence_length"][0, 0])]

@@ -136,7 +136,7 @@ def test_a_row_is_the_same_bits_in_any_company_with_a_fixed_stretch(machine):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_whichever_block_comes_last_the_bits_are_the_same(ordered_machines, dtype):
-    """Of rows that several blocks share, and of blocks with several items."""
+    """Some rows are shared by several blocks, and some blocks have several items."""
     rows = PagedRows(one_token_each(300, 7, 130), 6, 2, 64, 16, dtype)
     plan = plan_generation(rows.kv_lengths.numpy(), 2, PLACES, stretch=64)
     assert plan.block_starts.tolist() == [0, 1, 3, 4, 6, 7, 9]

@@ -143,8 +143,9 @@ def shared_bytes(head_dim, is_fp8):
 
 @pytest.mark.gpu
 def test_the_driver_finds_room_for_them(device_machine):
-    """Of each instantiation. Heads of 32 and 96 may use fewer registers than they are allowed, and
-    then there is room for more.
+    """At least the planned number of blocks of each instantiation fits.
+
+    More may fit for heads of 32 and 96, which may use fewer registers than they are allowed.
     """
     launcher = device_machine.launcher
     occupancy = launcher._cupy.cuda.driver.occupancyMaxActiveBlocksPerMultiprocessor

@@ -68,7 +68,7 @@ def launcher(request):
 
 @pytest.fixture(scope="module")
 def report(launcher):
-    """Of a device of which the host shares nothing."""
+    """Return the report of a device that shares no memory with the host."""
     stream = SeparateStream()
     timer, launch_us = FakeTimer(1e-3, 2e-3, 3e-3), {"graph": 9.0}
     with stream, pytest.MonkeyPatch.context() as monkeypatch:

@@ -24,7 +24,7 @@ DEPENDENT = Program("norms.cu", ("f<1>", "f<2>"), dependent=True)
 
 
 class CUDADriverError(RuntimeError):
-    """As CuPy's."""
+    """Replaces CuPy's class of this name."""
 
 
 class Calls(list):

@@ -73,7 +73,7 @@ TOLD = re.compile(
 
 @functools.cache
 def disassembler() -> str:
-    """Of NVIDIA's wheel, or of a toolkit."""
+    """Return the path of nvdisasm, from NVIDIA's wheel or from a toolkit."""
     try:
         compiler.find_nvrtc()
     except ConfigError as error:

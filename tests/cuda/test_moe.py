@@ -44,7 +44,7 @@ def test_choices_are_those_of_the_reference(machine, routing, corrects):
 
 
 def test_choices_of_logits_that_are_no_numbers_are_different_experts(machine):
-    """Of equal scores the first is chosen, and no expert twice."""
+    """If scores are equal, the first expert is chosen, and no expert is chosen twice."""
     logits = torch.zeros(4, 40)
     logits[1] = torch.nan
     logits[2] = -torch.inf

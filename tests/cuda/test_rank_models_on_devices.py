@@ -22,7 +22,7 @@ PROMPTS = ([1, 2, 3, 70, 90], [4, 95, 6])
 
 
 def rows_of(starts, ends):
-    """Of each line the tokens from its start to its end; the last one's logits are wanted."""
+    """Return rows with the tokens of each line from start to end; request the last one's logits."""
     counts = np.subtract(ends, starts)
     lines, bounds = np.arange(len(starts)), np.concatenate(([0], np.cumsum(counts)))
     return PackedRows(
@@ -38,7 +38,7 @@ def rows_of(starts, ends):
 
 
 def logits_of(collectives):
-    """Of the prompts, and of two steps after them, which are recorded."""
+    """Return the logits of the prompts, and of two captured steps after them."""
     stream = EmulatedStream()
     model = load_model(
         (LLAMA, checkpoint(tuple(sorted(LLAMA.items(), key=str)))),

@@ -70,7 +70,7 @@ def new_chooser(tables, launches, uploads, downloads):
 
 
 def new_runner(num_layers, has_matmuls=False, chooses=False):
-    """Of a narrow Llama, with its launches and its chooser."""
+    """Return the runner of a narrow Llama, with its launches and its chooser."""
     config = {**LLAMA, "num_hidden_layers": num_layers}
     launches = Launches(has_matmuls)
     stream = EmulatedStream(launches)

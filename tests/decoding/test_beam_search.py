@@ -244,7 +244,7 @@ def beams_of(response):
 
 
 def mixed_requests():
-    """Of several widths and of one beam; (prompt, new tokens, width) by id."""
+    """Return requests with one beam and with several, as (prompt, new tokens, width) by id."""
     chance = np.random.default_rng(4)
     return {
         i: (

@@ -89,7 +89,7 @@ def test_an_end_beyond_the_tokenizers_vocabulary(byte_guided):
 
 def test_a_panic_harms_its_own_row(guided, tokenizer):
     class Panic(BaseException):
-        """As a panic in Rust is no Exception."""
+        """Replaces a panic in Rust, which is not an Exception."""
 
     class Broken:
         def deep_copy(self):
@@ -367,7 +367,7 @@ def test_a_recorded_run_replays(guided, tokenizer, tmp_path):
 
 
 def test_a_tokenizer_may_be_any(tmp_path):
-    """As loaded from a file, with special tokens of its own."""
+    """The tokenizer may be loaded from a file, and have special tokens of its own."""
     path = tmp_path / "tokenizer.json"
     byte_tokenizer().save(str(path))
     guided = GuidedDecoding(Tokenizer.from_file(str(path)))

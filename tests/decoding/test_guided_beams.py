@@ -135,7 +135,7 @@ def test_the_best_of_a_choice_are_found(bytes_model, byte_guided, len_penalty):
 
 
 def test_a_search_with_nothing_left_to_find_is_over(guided, tokenizer):
-    """Of one text there is one beam; the others never were."""
+    """A grammar with one text has one beam; the other beams never exist."""
     host = serve([asked(tokenizer, 1, guided.choice(["red"]), 200, beam_width=4)])
     assert texts(tokenizer, host, 1) == ["red"]
     final = host.final(1).tensors
@@ -181,7 +181,7 @@ def test_neither_pauses_nor_neighbors_show_in_sampled_texts(guided, tokenizer):
 
 def test_a_grammar_that_fails_harms_its_own_request(guided, tokenizer):
     class Panic(BaseException):
-        """As a panic in Rust is no Exception."""
+        """Replaces a panic in Rust, which is not an Exception."""
 
     class Broken:
         def deep_copy(self):

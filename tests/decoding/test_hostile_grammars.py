@@ -318,7 +318,7 @@ def test_the_size_of_a_grammar_is_bounded(guided):
 
 
 def test_a_mask_of_a_parser_that_has_failed_is_an_error(guided):
-    """Such a mask permits the end."""
+    """The mask of a failed parser would permit the end."""
 
     class Failed:
         def unsafe_compute_mask_ptr(self, address, size):

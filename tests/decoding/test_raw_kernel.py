@@ -135,7 +135,7 @@ def test_one_launch_a_step_for_all_its_rows():
 
 
 def test_a_recorded_launch_does_the_same_for_other_rows(monkeypatch):
-    """As a CUDA graph does: the very arguments of one step, run again when another is written."""
+    """A CUDA graph repeats the arguments of one step after those of another were written."""
     processor = raise_one()
     launch = processor.prepare("cpu").result()
     recorded = []
@@ -211,7 +211,7 @@ def written(tokens, line, length, factor, prompt_len=2):
 
 
 def test_a_launch_of_one_size_can_be_replayed_with_fewer_rows():
-    """As a CUDA graph would: the same kernel, grid and pointers, whatever they point to."""
+    """A CUDA graph launches the same kernel, grid and pointers, with other data in the memory."""
     captured = []
     kernel = write_history()
     session = kernel.open(4, None)

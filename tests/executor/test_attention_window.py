@@ -27,7 +27,7 @@ SIZE = 8
 
 
 def windowed_logits(model, tokens, window):
-    """Of the last position, every token seeing so many positions back."""
+    """Return the last position's logits, if each token attends to the last `window` positions."""
     count = len(tokens)
     position = torch.arange(count)
     hidden = position[None, :] > position[:, None]

@@ -52,7 +52,7 @@ def no_op_runs(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
 
 
 def twins(name: str, **given: Any) -> tuple[PagedDriver, PagedDriver]:
-    """Of one model, with and without recordings."""
+    """Return two drivers of one model, with captured steps and without."""
     model = load_model(checkpoint(reference(name)), kernels=CpuKernels(), **given)
     dtype = model.spec.dtype
     plain, recorded = (PagedDriver(model, 3, dtype=dtype) for _ in range(2))

@@ -100,7 +100,7 @@ def test_a_sampled_token_is_the_next_input():
 
 @pytest.mark.parametrize("config", [None, OutputConfig(log_probs=True)])
 def test_a_quiet_step_passes_four_files(config):
-    """Who asks for nothing pays nothing for what others may ask for."""
+    """A step without optional outputs runs no code for them."""
     own, files = executor(), set()
     run(own, context(start(0, 3, 4), start(1, 7, 8, config=config)))
 

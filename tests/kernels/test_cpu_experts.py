@@ -17,7 +17,7 @@ ROUTING = Routing(4, renormalize=True)
 def experts_of(
     kernels: CpuKernels, dtype: torch.dtype, quantized: Quantized | None, plain: bool, own: range
 ) -> ExpertMatrices:
-    """Of SiLU without biases if `plain`, else of ReLU^2 without gates and with biases."""
+    """Return experts: SiLU without biases if `plain`, else ReLU^2 with biases and without gates."""
 
     def matrix(rows: int, columns: int):
         made = kernels.new_matrix(rows, columns, dtype, quantized)

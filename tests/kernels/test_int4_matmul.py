@@ -118,7 +118,7 @@ def packed(groups: Groups, dtype: torch.dtype = torch.float32) -> Int4Matrix:
 
 
 def tolerance(kind: str, num_rows: int) -> float:
-    """Of the norm of a result: what the rounding of activations, or of both sides, leaves."""
+    """Return the error, relative to a result's norm, from rounding activations or both factors."""
     if kind == "lanes":
         return 2e-6
     if kind == "unit":

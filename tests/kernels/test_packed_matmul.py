@@ -61,7 +61,10 @@ def packed(values: Tensor, quantized: bool = False) -> PackedMatrix:
 
 @pytest.fixture(params=["lanes", PAIRS, UNIT, BYTES])
 def products(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> CpuKernels:
-    """Of what is not quantized, bytes are as lanes; of what is, pairs are as lanes."""
+    """Return kernels of one kind.
+
+    Without quantization, bytes are computed as lanes; with quantization, pairs are.
+    """
     in_unit = request.param == "unit"
     monkeypatch.setattr(matmul_plan, "has_matrix_unit", lambda: in_unit)
     monkeypatch.setattr(matmul_plan, "has_int8_unit", lambda: in_unit and has_int8_unit())

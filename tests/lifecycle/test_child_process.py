@@ -106,7 +106,7 @@ def test_without_descriptors_there_is_no_process():
 
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 def test_a_forked_host_has_a_process_of_its_own(child):
-    """That of its parent answers the parent alone, and outlives the fork."""
+    """The parent's process answers only the parent, and continues after the fork ends."""
     forked = os.fork()
     if not forked:
         try:

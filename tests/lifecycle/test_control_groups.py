@@ -81,7 +81,7 @@ def test_a_container_with_groups_of_the_second_version(machine):
 
 
 def test_groups_above_count_too(machine):
-    """As systemd nests slices and services: the topmost group has no limits of its own."""
+    """Systemd nests slices and services, and the topmost group has no limits."""
     machine.v2("/user.slice/app.slice/app.service")
     machine.group("/user.slice", cpu__max="400000 100000", **used_v2("max", 9 * GIB))
     machine.group("/user.slice/app.slice", cpu__max="100000 50000", **used_v2(8 * GIB, 7 * GIB))
@@ -130,7 +130,7 @@ def test_a_mount_point_with_a_space(machine):
 
 
 def test_both_versions_at_once(machine):
-    """As systemd mounts them in its hybrid mode: the second version has no controllers."""
+    """In systemd's hybrid mode, the second version has no controllers."""
     machine.write("proc/self/cgroup", "1:name=systemd:/init\n")
     machine.v2("/init", where="/sys/fs/cgroup/unified").v1("cpu,cpuacct", "/init")
     machine.group("/cpu,cpuacct/init", cpu__cfs_quota_us=100000, cpu__cfs_period_us=100000)

@@ -37,7 +37,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 
 def with_jobs(monkeypatch: pytest.MonkeyPatch, *jobs: Job[None], cores: int = 1) -> BackgroundJobs:
-    """Of a loop that helps, whose threads want one core, at the end of a first step."""
+    """Return the jobs of a loop that helps, with threads for one core, after its first step."""
     monkeypatch.setattr(background_jobs, "num_cores", lambda: cores)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
     found = BackgroundJobs()
@@ -84,7 +84,7 @@ def test_the_loop_works_for_a_share_of_its_time(monkeypatch, clock, milliseconds
 
 
 def test_a_slow_step_is_followed_by_no_turn(monkeypatch, clock) -> None:
-    """So what is loaded takes no iteration above 1.2 times the median by its turn."""
+    """The time of a job does not extend an iteration beyond 1.2 times the median."""
     done: list[int] = []
     jobs = with_jobs(monkeypatch, Job(pieces_of(clock, done, 0.2), by_loop=True))
     times, turns = [], []

@@ -147,7 +147,7 @@ def templates():
 
 @cache
 def expected():
-    """Of each template, its output, and the same with the end or stop word that ended it."""
+    """Return each template's output, without and with the end or stop word that ended it."""
     cut, whole = alone(templates()), alone(templates(), include_stop_in_output=True)
     return {number: (cut[number], whole[number]) for number in cut}
 

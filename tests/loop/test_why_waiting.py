@@ -223,7 +223,7 @@ def unchanged(requests):
 
 @contextmanager
 def more_blocks(number):
-    """As if so many more were free."""
+    """Make the KV cache report `number` more free blocks than it has."""
     free, has_free = KvCacheManager.get_num_free_blocks, KvCacheManager.scheduling_has_free_blocks
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(KvCacheManager, "get_num_free_blocks", lambda self: free(self) + number)

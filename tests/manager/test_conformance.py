@@ -32,7 +32,7 @@ GENERATION = LlmRequestState.GENERATION_IN_PROGRESS
 
 
 def built_in(policy, *, credit=True, **options):
-    """As a manager would make it, or with other guards."""
+    """Return a function that creates a scheduler as a manager does, or with other guards."""
 
     def create(max_num_requests, kv_cache_manager, micro_batch_scheduler, **others):
         capacity = policy(max_num_requests, kv_cache_manager, **options)
@@ -57,7 +57,7 @@ class OneAfterTheOther(RequestScheduler):
         self.max_batch_size = max_batch_size
 
     def may_run(self, active_requests):
-        """As many as whole lives fit into the pool, the started ones before the others."""
+        """Return the requests that fit into the pool until they end, started ones first."""
         started = [r for r in active_requests if r.request_id in self.kv]
         others = [r for r in active_requests if r.request_id not in self.kv]
         chosen, left = [], self.kv.get_max_resource_count()
@@ -445,7 +445,7 @@ def test_a_violation_tells_the_smallest_scenario_that_shows_it():
 
 
 def test_the_guard_of_no_evict_is_what_keeps_it_from_stopping_for_ever():
-    """As the class is printed, a newcomer of higher rank strands a context that has begun."""
+    """Without the guard, a new request of higher rank blocks a context that has begun."""
     bare = built_in(GuaranteedNoEvictScheduler)
     report = check_scheduler(bare, seed=0, num_scenarios=20, evicts=False)
     assert [violation.rule for violation in report.violations] == ["progress"]

@@ -35,7 +35,7 @@ def serve(source, requests):
 
 
 def rows_of(host, request_id):
-    """Of each beam all that was sent: its log probabilities, and the last sum."""
+    """Return all that was sent for each beam: its log probabilities, and the last sum."""
     parts = [response.tensors for response in host.of(request_id)]
     assert not host.final(request_id).error
     found = []

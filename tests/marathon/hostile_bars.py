@@ -121,7 +121,7 @@ def _judge_health(record: Record, watched: Watched, bars: Bars) -> list[Mapping[
 def _judge_memory(
     record: Record, name: str, samples: Sequence[Memory], bars: Bars
 ) -> dict[str, Any]:
-    """Of the lowest value in each window: what one request takes goes back to the system."""
+    """Judge the lowest value in each window, because the memory of one request is freed again."""
     if not samples:
         return {}
     first = samples[0].at

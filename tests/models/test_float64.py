@@ -111,7 +111,7 @@ OPS = {
 
 @pytest.mark.parametrize("op", OPS)
 def test_the_bits_of_an_op_are_the_references(op: str) -> None:
-    """Of so many elements that no vector divides them: torch may round the last ones otherwise."""
+    """No vector width divides their number, so torch may round the last elements differently."""
     x = randn(41, 77).double() * 1.1
     exact = OPS[op](CpuKernels(deterministic=True), x)
     assert exact.dtype is torch.float64

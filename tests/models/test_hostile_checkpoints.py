@@ -48,7 +48,7 @@ def folder(sound: Path, tmp_path: Path) -> Path:
 
 
 def start(source: Any, **options: Any) -> None:
-    """As a host does, with what a folder says of tokens."""
+    """Start a manager as a host does, with the folder's token defaults."""
     options.setdefault("kv_cache_config", KvCacheConfig(max_tokens=256))
     with bounded():
         queue = RequestQueue()

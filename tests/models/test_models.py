@@ -240,7 +240,7 @@ def test_kernels_of_the_cpu_are_the_default_there_and_there_alone() -> None:
 
 
 def rounded_to_8_bits(name: str, tensor: Tensor, config: Mapping[str, Any]) -> Tensor:
-    """As a matrix of the network is kept, a scale for each of its outputs."""
+    """Return the values of a matrix that is stored in int8, with a scale for each output."""
     looked_up = ["wpe"] if config["tie_word_embeddings"] else ["wpe", "embed_tokens", "wte"]
     if tensor.dim() < 2 or any(part in name for part in looked_up):
         return tensor

@@ -117,9 +117,10 @@ def files(root: Path) -> list[str]:
 
 
 def covering_tests(root: Path, file: str) -> list[str]:
-    """Of a file in cuda/ without an entry: those of its name, or of the files that include it.
+    """Return the tests of a file.
 
-    ValueError where there are none.
+    A file in cuda/ without an entry has the tests of its name, or of the files that include it.
+    Raise ValueError if there are none.
     """
     folder, _, name = file.rpartition("/")
     if folder == "cuda/emulator":

@@ -142,7 +142,7 @@ def verdict(status: int | None, said: str) -> str:
 
 @contextlib.contextmanager
 def trees(root: Path, count: int, limit_s: float) -> Iterator[list[Tree]]:
-    """So many copies; at the end, whatever ends it, no process runs and no copy is left."""
+    """Yield `count` copies of the tree. At the end, stop all processes and remove the copies."""
     with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
         made: list[Tree] = []
         try:
@@ -161,7 +161,7 @@ def try_all(
     mutants: Sequence[Mutant],
     covering_tests: Callable[[str], list[str]],
 ) -> Iterator[Trial]:
-    """As they end. Closing this generator early ends what runs."""
+    """Yield the trials in the order in which they end. Closing the generator stops the others."""
     free: queue.SimpleQueue[Tree] = queue.SimpleQueue()
     for tree in made:
         free.put(tree)

@@ -30,7 +30,7 @@ def run(*arguments, timeout):
 
 
 def check(record):
-    """Who was not hit has ended as its host would, with the one final response of each request."""
+    """Check that ranks without a fault have ended normally, with one final response per request."""
     blamed, size = str(record["rank"]), record["parts"] * record["stages"]
     others = {str(rank) for rank in range(size)} - {blamed}
     codes, told = record["codes"], record["told"]

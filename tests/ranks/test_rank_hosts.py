@@ -57,7 +57,7 @@ def errors(found):
 
 
 def new_hosts(*requests):
-    """Of two ranks, each with requests of its own."""
+    """Return hosts of two ranks, each with its own requests."""
     given = requests or ((), ())
     return [RecordingCallbacks([request(*it) for it in own]) for own in given]
 

@@ -282,7 +282,7 @@ def test_a_store_that_vanishes_is_a_rank_error():
 
 
 def cut(links):
-    """As the death of a process does: it says nothing more."""
+    """Cut the links as the death of a process does."""
     watch = links._watch
     watch._send = lambda rank, message: None
     for it in (*watch._connections.values(), *links._loops.values()):

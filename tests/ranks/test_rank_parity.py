@@ -47,7 +47,7 @@ def lift(request_id, logits, tokens, stream, client_id):
 
 
 def mixed_request(number, rng):
-    """Of every kind that a manager takes."""
+    """Return a random request of one of all kinds that a manager accepts."""
     prompt = [rng.randrange(VOCAB_SIZE) for _ in range(rng.choice((1, 3, 9, 20, 45)))]
     if rng.random() < 0.3:  # that repeats itself: drafts
         prompt = (prompt[:6] * 6)[:30]

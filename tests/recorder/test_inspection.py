@@ -31,7 +31,7 @@ def explained(
     lengths, config, model_type=FUSED, *, tokens=None, max_batch_size=8, max_seq_len=64,
     reuse=False, prompts=None, **options,
 ):  # fmt: skip
-    """Of requests of (prompt, output) tokens, once the last has been fetched and one has run."""
+    """Return what a manager says of requests of (prompt, output) tokens, after one has run."""
     host = RecordingCallbacks(
         [
             InferenceRequest.from_tokens(i, prompts[i] if prompts else [1] * a, b)

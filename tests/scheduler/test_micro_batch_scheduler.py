@@ -402,7 +402,10 @@ class Model:
         return min(size, self.left(request) - self.credit(request))
 
     def accepted(self, requests: RequestList) -> tuple[RequestList, int]:
-        """Who the pass takes, and the tokens it charges, found anew for every prefix."""
+        """Return the requests that the pass accepts, and the tokens that it charges.
+
+        Both are computed again for every prefix.
+        """
         taken: RequestList = []
         charged = 0
         for request in requests:

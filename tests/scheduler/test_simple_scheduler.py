@@ -180,7 +180,7 @@ def test_no_evict_runs_two_of_four_at_a_time() -> None:
 
 
 class UserScheduler(CapacityScheduler):
-    """As a user would write it: whole needs, of running requests too, against the whole pool."""
+    """A user's scheduler. It compares the whole needs of all requests with the whole pool."""
 
     def __init__(self, max_num_requests: int, kv_cache_manager: KvCacheManager) -> None:
         super().__init__()

@@ -17,7 +17,7 @@ def answer_of(**options):
 
 
 def joined(deltas):
-    """As a client does it."""
+    """Return the content and the calls of deltas, joined as a client joins them."""
     content, calls = "", []
     for delta in deltas:
         content += delta.get("content", "")

@@ -20,7 +20,7 @@ CHAT = {"messages": [{"role": "user", "content": "Tom had a"}], "logprobs": True
 
 @pytest.fixture(scope="module")
 def log_softmax():
-    """Of the logits behind each token of a text, over a temperature, with a bias added."""
+    """Return a function for the log softmax behind each token, with a temperature and a bias."""
     model = LlamaForCausalLM.from_pretrained(MODEL, dtype=torch.float32)
 
     @torch.inference_mode()
@@ -40,7 +40,7 @@ def ask(client, **fields):
 
 
 def shape(token, value):
-    """As a chat tells a token."""
+    """Return a token in the form of a chat's log probabilities."""
     text = TOKENIZER.decode([token], skip_special_tokens=False)
     return {"token": text, "logprob": value.item(), "bytes": list(text.encode())}
 

@@ -217,7 +217,7 @@ def test_top_log_probs_are_those_of_the_logits(client, logits_of):
 
 @pytest.mark.parametrize("most", [0, 1])
 def test_a_prompt_is_scored_by_echo(client, logits_of, most):
-    """As lm-eval asks for it."""
+    """lm-eval scores prompts with such requests."""
     text = "Tom had a red ball. €"
     prompt = TOKENIZER.encode(text).ids
     body = {"prompt": [text, prompt], "max_tokens": most, "temperature": 0, "echo": True, "n": 2}

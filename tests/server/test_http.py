@@ -311,7 +311,7 @@ def test_a_head_has_a_limit_for_each_request_of_a_connection(server, monkeypatch
 
 
 def test_a_client_that_leaves_before_its_answers_is_no_error(server, caplog):
-    """Of its requests the last alone is told; the log would have a traceback for each other."""
+    """The log has no traceback for any of its requests."""
     for _ in range(20):
         with connect(server) as connection:
             connection.sendall(HEALTH * 60)

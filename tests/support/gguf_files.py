@@ -166,7 +166,7 @@ def model_tensors(
 
 
 def _permuted(tensor: Tensor, heads: int) -> Tensor:
-    """As llama.cpp's converter has it."""
+    """Return a tensor with its rows in the order of llama.cpp's converter."""
     split = tensor.reshape(heads, 2, tensor.shape[0] // heads // 2, *tensor.shape[1:])
     return split.swapaxes(1, 2).reshape(tensor.shape)
 

@@ -39,7 +39,7 @@ OTHERS = [
 
 
 def digests() -> list[int]:
-    """Of requests, stops and schedules."""
+    """Return digests of requests, stops and schedules."""
     requests = [
         InferenceRequest.from_tokens(5, list(range(100)), 3, temperature=0.5, cache_salt="ab"),
         InferenceRequest(6, {"embedding_bias": torch.ones(3, 50)}),

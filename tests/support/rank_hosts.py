@@ -41,7 +41,7 @@ class Ranks(NamedTuple):
 
 
 def find_here(config: ParallelConfig) -> ThreadWorld:
-    """As `find_world`."""
+    """Replaces `find_world`."""
     world: ThreadWorld = _here.world
     layout = world.layout
     _check_size(config.tensor_parallel_size, config.pipeline_parallel_size, layout.size, "here")

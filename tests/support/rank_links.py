@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 @contextmanager
 def linked(size: int, timeout_s: float = 20.0, host: str = "127.0.0.1") -> Iterator[list[Links]]:
-    """Of each rank, by rank."""
+    """Yield the links of each rank, by rank."""
     store = HashStore()
 
     def start(rank: int) -> Links:

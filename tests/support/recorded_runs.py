@@ -111,7 +111,7 @@ def serve(
 
 
 def record(path: Path, host: ScheduledHost, *positional: Any, **keywords: Any) -> Recording:
-    """As `serve`, read back; with `black_box_path` in the keywords, that file."""
+    """Call `serve`, and return the recording; with `black_box_path`, read that file instead."""
     serve(host, None if "black_box_path" in keywords else path, *positional, **keywords)
     return read_recording(path)
 

@@ -195,7 +195,7 @@ class Memory:
         return self.one_step(request, lookahead)
 
     def begin_pass(self) -> None:
-        """Who shares blocks has to remember whom the pass has taken."""
+        """Begin a pass. A memory with shared blocks forgets what the last pass took."""
 
     def take(self, request: Request, removed: list[Request]) -> None:
         """The pass takes `request`."""

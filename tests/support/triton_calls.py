@@ -80,7 +80,7 @@ class Response:
 
     @property
     def tokens(self) -> list[int]:
-        """Of the first beam."""
+        """Return the tokens of the first beam."""
         length = self.arrays["sequence_length"][0, 0]
         return self.arrays["output_ids"][0, 0, :length].tolist()
 
@@ -119,7 +119,7 @@ class Stream:
         return found
 
     def stop(self, id: str) -> None:
-        """As the backend's client asks for it."""
+        """Stop a request with the message of the backend's client."""
         stop = {"input_ids": [0], "input_lengths": 0, "request_output_len": 0, "stop": True}
         self.send(id=id, **stop)
 

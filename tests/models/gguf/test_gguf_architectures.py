@@ -72,7 +72,7 @@ def test_tensors_with_other_names_are_converted(
 def test_a_matrix_of_one_row_may_be_stored_as_a_vector(
     expected: dict[str, np.ndarray], tmp_path: Path
 ) -> None:
-    """As llama.cpp's own programs write it, which drop last dimensions of size 1."""
+    """Programs of llama.cpp write such a vector, because they drop last dimensions of size 1."""
     header, tensors = read_header(FOLDER / "ernie4_5-moe.gguf"), {}
     data = header.path.read_bytes()
     for name, (_, shape, block, offset) in header.tensors.items():

@@ -304,7 +304,7 @@ def test_logits_of_other_families_equal_transformers(architecture: str, tmp_path
 
 @pytest.mark.parametrize("architecture", OTHERS)
 def test_config_and_tensors_are_those_of_transformers(architecture: str, tmp_path: Path) -> None:
-    """Of architectures whose networks are tested elsewhere: a model of both has the logits."""
+    """Other tests cover the networks. Models with equal config and tensors have equal logits."""
     transformers = pytest.importorskip("transformers", reason="transformers is not installed")
     model = random_model(OTHERS[architecture])
     path = save_gguf(tmp_path / "a.gguf", architecture, model)

@@ -141,7 +141,7 @@ def test_generate_takes_one_response_alone(post):
 
 
 def events(response):
-    """Of a stream of server-sent events."""
+    """Return the events of a stream of server-sent events."""
     *found, end = response.text.split("\n\n")
     assert end == "" and all(one.startswith("data: {") for one in found)
     return [json.loads(one[6:]) for one in found]

@@ -128,7 +128,7 @@ def test_a_shape_of_many_dimensions_is_not_read(monkeypatch):
 
 
 class Message:
-    """As a ModelInferRequest, whose parts may be anything."""
+    """Replaces a ModelInferRequest. Its fields may have any value."""
 
     model_name, model_version, id = "tensorrt_llm", "", "x"
 
@@ -347,7 +347,7 @@ def test_what_is_too_much_is_refused_by_name(infer, model, given, told):
 
 
 def test_sequences_of_many_rows_are_counted(stream, server):
-    """As many as may run and wait together; nothing is made for those beyond."""
+    """The number of sequences is checked before memory is allocated for them."""
     rows = {
         name: np.repeat([[value]], 32, 0)
         for name, value in prompt(9).items()

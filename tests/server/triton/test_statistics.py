@@ -11,7 +11,7 @@ TOKENS = [9, 30, 71]
 
 @pytest.fixture
 def stats(grpc, http, server):
-    """Of one model; the same over gRPC and over HTTP."""
+    """Return a function for the statistics of one model, which are the same over gRPC and HTTP."""
 
     def stats(name="tensorrt_llm"):
         server.wait_idle()
