@@ -67,10 +67,10 @@ def ct(kind: str, bits: int, **more: Any) -> dict[str, Any]:
     return {"quant_method": "compressed-tensors", "config_groups": {"all": {"weights": weights}}}
 
 
-def int4(rows: int, columns: int, dtype: torch.dtype = torch.float16) -> dict[str, Tensor]:
+def int4(rows: int, columns: int) -> dict[str, Tensor]:
     return {
         "weight_packed": words(rows, columns // 8),
-        "weight_scale": scales(rows, columns // GROUP, dtype=dtype),
+        "weight_scale": scales(rows, columns // GROUP, dtype=torch.float16),
         "weight_shape": torch.tensor([rows, columns]),
     }
 
@@ -124,7 +124,6 @@ FORMATS: Mapping[str, tuple[dict[str, Any] | None, Callable[[int, int], dict[str
     "bfloat16": (None, lambda n, m: {"weight": torch.randn(n, m).bfloat16()}),
     "bfloat16 as int8": (None, lambda n, m: {"weight": torch.randn(n, m).bfloat16()}),
     "ct-int4": (ct("int", 4, **GROUPED), int4),
-    "ct-int4 as int8": (ct("int", 4, **GROUPED), lambda n, m: int4(n, m, torch.bfloat16)),
     "ct-int8": (
         ct("int", 8),
         lambda n, m: {"weight": words(n, m // 4).view(torch.int8), "weight_scale": scales(n, 1)},
