@@ -16,6 +16,8 @@ from gptmanager.cuda.attention import flash_attention
 from gptmanager.cuda.attention.flash_attention import FlashAttention
 from gptmanager.cuda.attention.flashinfer_attention import FlashInferAttention
 from gptmanager.cuda.device.graphs import StepGraphs
+from gptmanager.cuda.device.streams import EmulatedStream
+from gptmanager.cuda.kernels import StepPlan
 from gptmanager.kernels import Kernels
 from gptmanager.kernels.provided import ProvidedKernels, Served
 
@@ -87,9 +89,21 @@ def test_a_library_refuses_what_it_does_not_know(provider, changes, dtype, block
     assert reason in provider().refusal(shape, dtype, block)
 
 
+def test_a_plan_is_divided_between_the_phases():
+    plan = StepPlan(None, "context", "generation", {})
+    assert plan.part(0) == plan._replace(generation=None)
+    assert plan.part(2) == plan._replace(context=None)
+    for one in (plan._replace(context=None), plan._replace(generation=None)):
+        assert one.part(0) is one
+
+
 def test_flash_attn_refuses_small_blocks():
     shape = PagedRows([(1, 1)], 6, 2, 64).shape(0.1)
     assert "tokens_per_block = 64 must be a mult" in flash_attn().refusal(shape, torch.float16, 64)
+
+
+def is_used(provider):
+    return getattr(provider, "refused", None) is None
 
 
 SMALL = {"cache": KvCacheConfig(max_tokens=1024, tokens_per_block=256), "max_batch_size": 2}
@@ -120,6 +134,8 @@ def test_managers_on_the_emulator(new, captures, expected, monkeypatch, caplog):
     monkeypatch.setattr(StepGraphs, "record", lambda *given: recorded.append(record(*given)))
     # so that both compute the same numbers, and choose the same tokens
     monkeypatch.setattr(flash_attention, "NARROW", (torch.float32,))
+    # steps with contexts would be captured, too, if no provider computed attention
+    monkeypatch.setattr(EmulatedStream, "token_sizes", (32,) if is_used(new()) else ())
     own = new()
     found = finals(several(), there_is("emulator"), attention_provider=own, **SMALL)
     assert [it.error for it in found] == [""] * len(found)
