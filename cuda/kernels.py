@@ -45,7 +45,8 @@ from gptmanager.kernels.recurrent.delta_formulas import DeltaShape, DeltaState, 
 from gptmanager.kernels.reference import Ints, Kernels
 from gptmanager.lifecycle.log import logger
 
-_Kind = tuple[int, int, int, int | None, bool]  # heads, KV heads, head size, window, chunked
+# heads, KV heads, head size, window, sink, chunked
+_Kind = tuple[int, int, int, int | None, int, bool]
 
 
 class _Work(NamedTuple):
@@ -373,7 +374,7 @@ class ProvidedCudaKernels(ProvidedKernels, CudaKernels):
 
 def _kind(shape: AttentionShape) -> _Kind:
     """Return the kind of a layer. Layers of one kind share a plan."""
-    return (*shape[:3], shape.window, shape.chunked)
+    return (*shape[:3], shape.window, shape.sink, shape.chunked)
 
 
 def _by_kind(shapes: Sequence[AttentionShape]) -> dict[_Kind, AttentionShape]:

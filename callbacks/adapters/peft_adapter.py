@@ -34,7 +34,6 @@ _IDS: Mapping[tuple[str, str | None], tuple[int, ...]] = {
     for ours, names in {
         ("qkv", None): "attn_qkv",
         ("qkv", "by_head"): "attn_qkv",
-        ("qkv", "by_group"): "attn_qkv",
         ("qkv", "q"): "attn_q",
         ("qkv", "k"): "attn_k",
         ("qkv", "v"): "attn_v",

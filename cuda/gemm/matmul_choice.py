@@ -68,7 +68,8 @@ class MatmulChoice:
                     _known[device, key] = _compare(own, group[:_AT_ONCE], seconds)
                 except torch.OutOfMemoryError:
                     logger.warning(
-                        "not enough memory to time matmuls: our kernels serve up to 16 rows"
+                        "not enough memory to time matmuls: our kernels compute up to 16 rows, "
+                        "and with 8-bit and 4-bit weights as many rows as they support"
                     )
                     return
             self._ours[key] = _known[device, key]

@@ -316,11 +316,6 @@ class ModelSpec:
         return max(widths) if len(widths) == len(self.windows) else None
 
     @property
-    def attention_scales(self) -> tuple[float, ...]:
-        """The factor of the attention scores, for each layer of the network."""
-        return tuple(layer.attention.scale for layer in self.layers)
-
-    @property
     def ropes(self) -> tuple[Rope | None, ...]:
         """The RoPE of each layer of the network; None for a layer without RoPE."""
         return tuple(layer.attention.rope for layer in self.layers)

@@ -36,24 +36,29 @@ _SIZES = {
     "sink_token_length": (0, _TOKENS),
 }
 _ADAPTER_DTYPES = ("float32", "bfloat16", "float16", "float64")
+# options with functions and file names
+_OF_HOST = (
+    *("linear_provider", "logits_post_processor_batched", "on_progress"),
+    *("restore_cb", "restore_processor_cb", "recording_path", "black_box_path", "journal_path"),
+)
 _LOOKUP = {"max_draft_tokens": (1, 1 << 12), "max_ngram": (1, 32), "min_ngram": (1, 32)}
 
 
-def without_code(params: OptionalParams) -> OptionalParams:
-    """Return the options without functions and file names.
+def without_code(blueprint: Blueprint) -> OptionalParams:
+    """Return the options without functions and file names, as a recording contains them.
 
     A recording cannot contain functions, and a reader must not use another machine's file names.
-    Neither affects how a loop schedules.
+    Only the name of the journal affects the schedule: with it contexts are computed in chunks.
     """
-    provider = params.attention_provider
+    params = blueprint.params
+    chunked, provider = params.enable_chunked_context, params.attention_provider
+    if params.journal_path is not None:
+        chunked = blueprint.sizes.chunked or chunked
     return replace(
         params,
+        **dict.fromkeys(_OF_HOST),
+        enable_chunked_context=chunked,
         attention_provider=provider if isinstance(provider, str) else "own",
-        linear_provider=None,
-        logits_post_processor_batched=None,
-        on_progress=None,
-        recording_path=None,
-        black_box_path=None,
     )
 
 
@@ -62,7 +67,7 @@ def checked_blueprint(blueprint: Blueprint) -> Blueprint:
 
     Raise RecordingError for the first field that is out of range or contradicts another one.
     """
-    params = without_code(blueprint.params)
+    params = without_code(blueprint)
     checked_optional_params(params)
     sizes = blueprint.sizes
     for name, bounds in _SIZES.items():

@@ -155,7 +155,7 @@ def make_header(blueprint: Blueprint, state: LoopState | None = None) -> dict[st
         "blueprint": legible(
             replace(
                 blueprint,
-                params=without_code(blueprint.params),
+                params=without_code(blueprint),
                 scheduler=replace(blueprint.scheduler, create_scheduler=None),
                 custom_scheduler=name,
             )

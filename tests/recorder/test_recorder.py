@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import math
 import re
 import threading
+import types
+import typing
+from enum import Enum
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +19,7 @@ import torch
 from loop_driver import LoopDriver
 from recorded_runs import (
     MAX_UTILIZATION,
+    NO_EVICT,
     CrashingModel,
     ScheduledHost,
     random_run,
@@ -30,6 +35,7 @@ from gptmanager import (
     ModelType,
     OptionalParams,
 )
+from gptmanager.assembly.options import checked_optional_params
 from gptmanager.decoding.end_rule import EndRule, EndRuleState
 from gptmanager.decoding.prompt_lookup import RequestDrafts
 from gptmanager.errors import ConfigError, RecordingError
@@ -37,6 +43,7 @@ from gptmanager.kv_cache.block import BlockCopy
 from gptmanager.loop.active_state import ProgressState, RequestState
 from gptmanager.loop.request_times import RequestTimes
 from gptmanager.recorder import black_box
+from gptmanager.recorder.limits import without_code
 from gptmanager.recorder.recording_file import FORMAT, Iteration, make_header, read_recording
 from gptmanager.recorder.requests import (
     Allowance,
@@ -49,7 +56,7 @@ from gptmanager.recorder.values import Decoder, field_names, to_json
 from gptmanager.replay import replay
 from gptmanager.request.read_tensors import read_float, read_token_ids
 from gptmanager.request.sampling_params import SamplingParams
-from gptmanager.simulator.comparison import Machine, hypothetical
+from gptmanager.simulator.comparison import Machine, hypothetical, variant
 from gptmanager.step import (
     BeamCandidates,
     BlockAppend,
@@ -311,6 +318,41 @@ def test_a_last_line_that_is_cut_off_is_left_out(tmp_path, caplog):
     assert "is truncated" in caplog.text
     assert len(cut.iterations) == len(run.iterations) and cut.end is None
     assert replay(cut).divergence is None
+
+
+def holds_only_data(hint):
+    """Whether each value of a field of this type can be written and read back."""
+    if dataclasses.is_dataclass(hint):
+        return all(holds_only_data(other) for other in typing.get_type_hints(hint).values())
+    if typing.get_origin(hint) in (types.UnionType, typing.Union, list):
+        return all(map(holds_only_data, typing.get_args(hint)))
+    plain = (str, int, float, bool, type(None))
+    is_enum = isinstance(hint, type) and issubclass(hint, Enum)
+    return typing.get_origin(hint) is typing.Literal or is_enum or hint in plain
+
+
+def test_options_with_code_or_file_names_are_left_out():
+    """A new option of such a type must be left out, too, or be refused by every manager."""
+    hints = typing.get_type_hints(OptionalParams)
+    names = {name for name, hint in hints.items() if not holds_only_data(hint)}
+    assert {"attention_provider", "restore_cb", "journal_path"} < names
+    blueprint = hypothetical(Machine(), 64)
+    params = dataclasses.replace(blueprint.params, **dict.fromkeys(names, print))
+    left = without_code(dataclasses.replace(blueprint, params=params))
+    for name in names:
+        if getattr(left, name) is print:
+            with pytest.raises(ConfigError, match="no effect|not supported"):
+                checked_optional_params(OptionalParams(**{name: print}))
+
+
+def test_a_manager_with_a_journal_is_recorded_as_one_that_computes_contexts_in_chunks(tmp_path):
+    options = {"journal_path": tmp_path / "journal", "restore_cb": lambda request_id: None}
+    path = tmp_path / "r.jsonl"
+    host = ScheduledHost([[request(i, 20, 4, is_streaming=True) for i in range(3)]])
+    run = record(path, host, **options)
+    assert str(tmp_path) not in path.read_text()
+    assert replay(run).divergence is None and len(run.iterations) > 4
+    assert variant(run.header.blueprint, NO_EVICT, Machine(max_batch_size=2)).sizes.chunked
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")

@@ -29,7 +29,6 @@ from gptmanager.kernels.simd.lanes import LANES, claim, loop, loop_named, task_a
 from gptmanager.kernels.simd.threads import NEXT_PART
 
 FEW_ROWS = 8  # up to this number, each thread quantizes all rows, to 16 bits
-SEVERAL_ROWS = 12  # up to here dot products of bytes are faster than the matrix unit
 _multiply_lanes = over_rows("float32")
 
 

@@ -28,11 +28,14 @@ from gptmanager.kernels.simd.lanes import (
     VECTOR,
     at,
     call,
+    int_lanes,
     intrinsic,
     long,
     multiply_add,
     nothing,
+    plus,
     spread,
+    times,
 )
 
 GROUP_BYTES = GROUP * LANES // 2  # bytes of a group's values in a panel
@@ -55,20 +58,8 @@ def has_byte_dots() -> bool:
     return has_wide_dots() or bool(binding.get_host_cpu_features().get("avxvnni"))
 
 
-def _all(value: int) -> Any:
-    return ir.Constant(INDICES, [value] * LANES)
-
-
 def _load(builder: Any, address: Any, kind: Any) -> Any:
     return builder.load(builder.inttoptr(address, kind.as_pointer()), align=1)
-
-
-def _plus(builder: Any, address: Any, offset: int) -> Any:
-    return builder.add(address, ir.Constant(LONG, offset))
-
-
-def _times(builder: Any, index: Any, size: int) -> Any:
-    return builder.mul(index, ir.Constant(LONG, size))
 
 
 def _widened(builder: Any, address: Any) -> Any:
@@ -101,7 +92,7 @@ class _Tile:
         self, blocks: Sequence[Any], values: Sequence[Any], begins: Sequence[Any]
     ) -> list[Any]:
         """Return the int32 sums of a group, for each row and each panel."""
-        builder, low = self.builder, _all(0x0F0F0F0F)
+        builder, low = self.builder, int_lanes(0x0F0F0F0F)
         none = ir.Constant(INDICES, None)
         sums = [
             [begins[row] if level == self.levels - 1 else none for level in range(self.levels)]
@@ -109,20 +100,20 @@ class _Tile:
             for _ in range(self.across)
         ]
         for step in range(_STEPS):
-            both = [_load(builder, _plus(builder, it, 64 * step), INDICES) for it in values]
+            both = [_load(builder, plus(builder, it, 64 * step), INDICES) for it in values]
             lower = [builder.and_(it, low) for it in both]
-            upper = [builder.and_(builder.lshr(it, _all(4)), low) for it in both]
+            upper = [builder.and_(builder.lshr(it, int_lanes(4)), low) for it in both]
             for right, place in ((lower, 4 * step), (upper, 4 * (step + _STEPS))):
                 for row, block in enumerate(blocks):
                     for level in range(self.levels):
-                        start = _plus(builder, block, BLOCK_HEAD + GROUP * level + place)
+                        start = plus(builder, block, BLOCK_HEAD + GROUP * level + place)
                         left = spread(builder, _load(builder, start, INT))
                         for n in range(self.across):
                             own = sums[row * self.across + n]
                             own[level] = self.add_dots(builder, right[n], left, own[level])
         if self.levels == 1:
             return [own for (own,) in sums]
-        return [builder.add(builder.shl(high, _all(8)), rest) for high, rest in sums]
+        return [builder.add(builder.shl(high, int_lanes(8)), rest) for high, rest in sums]
 
     def scaled(
         self, blocks: Sequence[Any], scales: Sequence[Any], sums: Sequence[Any],
@@ -132,7 +123,7 @@ class _Tile:
         builder = self.builder
         right = [_widened(builder, it) for it in scales]
         factors = [
-            spread(builder, _load(builder, _plus(builder, it, FACTOR), FLOAT)) for it in blocks
+            spread(builder, _load(builder, plus(builder, it, FACTOR), FLOAT)) for it in blocks
         ]
         found = []
         for n, (own, total) in enumerate(zip(sums, totals, strict=True)):
@@ -149,7 +140,7 @@ class _Tile:
         with builder.if_then(has_minima, likely=False):
             right = [_widened(builder, it) for it in minima]
             sums = [
-                spread(builder, _load(builder, _plus(builder, it, SUM), FLOAT)) for it in blocks
+                spread(builder, _load(builder, plus(builder, it, SUM), FLOAT)) for it in blocks
             ]
             more = [
                 multiply_add(builder, sums[n // self.across], right[n % self.across], total)
@@ -179,7 +170,7 @@ def int4_tile(rows: int, across: int, levels: int, is_wide: bool) -> Any:
         s0: Any, s1: Any, s2: Any, s3: Any, minima: Any, groups: Any,
     ) -> None:  # fmt: skip
         own = _Tile(builder, rows, across, levels, is_wide)
-        starts = [builder.add(a, _times(builder, a_stride, row)) for row in range(rows)]
+        starts = [builder.add(a, times(builder, a_stride, row)) for row in range(rows)]
         has_minima = builder.icmp_signed("!=", minima, ir.Constant(LONG, 0))
         keep = builder.select(has_minima, ir.Constant(INT, 0), ir.Constant(INT, -1))
 
@@ -189,19 +180,19 @@ def int4_tile(rows: int, across: int, levels: int, is_wide: bool) -> Any:
 
             def step(index: Any, totals: Sequence[Any]) -> Sequence[Any]:
                 blocks = [
-                    builder.add(it, _times(builder, index, block_bytes(levels))) for it in starts
+                    builder.add(it, times(builder, index, block_bytes(levels))) for it in starts
                 ]
-                values = [builder.add(it, _times(builder, index, GROUP_BYTES)) for it in panels]
-                right = [builder.add(it, _times(builder, index, SCALE_BYTES)) for it in scales]
+                values = [builder.add(it, times(builder, index, GROUP_BYTES)) for it in panels]
+                right = [builder.add(it, times(builder, index, SCALE_BYTES)) for it in scales]
                 for it in values:
                     for line in range(0, GROUP_BYTES, 64):
-                        fetch_line(builder, _plus(builder, it, AHEAD + line))
+                        fetch_line(builder, plus(builder, it, AHEAD + line))
                 for it in right:
-                    fetch_line(builder, _plus(builder, it, AHEAD // 4))
+                    fetch_line(builder, plus(builder, it, AHEAD // 4))
                 begins = [
                     spread(
                         builder,
-                        builder.and_(_load(builder, _plus(builder, it, BEGIN), INT), keep),
+                        builder.and_(_load(builder, plus(builder, it, BEGIN), INT), keep),
                     )
                     for it in blocks
                 ]
@@ -227,13 +218,13 @@ def int4_tile(rows: int, across: int, levels: int, is_wide: bool) -> Any:
 
 def _values_of(builder: Any, source: Any) -> list[Any]:
     """Return a group's values by position, each in bits 16 to 19 of an int32 lane."""
-    both = [_load(builder, _plus(builder, source, 64 * step), INDICES) for step in range(_STEPS)]
-    found, mask = [], _all(0x000F0000)
+    both = [_load(builder, plus(builder, source, 64 * step), INDICES) for step in range(_STEPS)]
+    found, mask = [], int_lanes(0x000F0000)
     for half in (0, 4):
         for value in both:
             for byte in range(4):
                 by = 16 - half - 8 * byte
-                moved = builder.shl(value, _all(by)) if by > 0 else builder.lshr(value, _all(-by))
+                moved = builder.shl(value, int_lanes(by)) if by > 0 else builder.lshr(value, int_lanes(-by))
                 found.append(builder.and_(moved, mask))
     return found
 
@@ -254,7 +245,7 @@ def widen_group(builder: Any, target: Any, values: Any, scales: Any, minima: Any
     """Widen a group of a panel to float32 `[32, 16]`; `minima` as in `int4_tile`."""
     scale, offset = _scale_and_offset(builder, scales, minima, MIDDLE)
     for n, moved in enumerate(_values_of(builder, values)):
-        value = builder.sitofp(builder.lshr(moved, _all(16)), VECTOR)
+        value = builder.sitofp(builder.lshr(moved, int_lanes(16)), VECTOR)
         result = multiply_add(builder, value, scale, offset)
         builder.store(result, at(builder, target, ir.Constant(LONG, LANES * n), VECTOR), align=4)
 
@@ -266,13 +257,13 @@ def widen_group_to_pairs(builder: Any, target: Any, values: Any, scales: Any, mi
     A value n becomes the float 128 + n by setting bits.
     """
     scale, offset = _scale_and_offset(builder, scales, minima, 128 + MIDDLE)
-    rounded, upper = [], _all(0xFFFF0000)
+    rounded, upper = [], int_lanes(0xFFFF0000)
     for moved in _values_of(builder, values):
-        value = builder.bitcast(builder.or_(moved, _all(_SHIFTED)), VECTOR)
+        value = builder.bitcast(builder.or_(moved, int_lanes(_SHIFTED)), VECTOR)
         bits = builder.bitcast(multiply_add(builder, value, scale, offset), INDICES)
-        rounded.append(builder.add(bits, _all(0x8000)))
+        rounded.append(builder.add(bits, int_lanes(0x8000)))
     for n in range(0, len(rounded), 2):
-        even = builder.lshr(rounded[n], _all(16))
+        even = builder.lshr(rounded[n], int_lanes(16))
         both = builder.or_(even, builder.and_(rounded[n + 1], upper))
         place = at(builder, target, ir.Constant(LONG, LANES * n // 2), INDICES)
         builder.store(both, place, align=4)

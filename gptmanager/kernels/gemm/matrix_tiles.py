@@ -27,6 +27,7 @@ from gptmanager.kernels.simd.lanes import (
     VECTOR,
     at,
     call,
+    int_lanes,
     intrinsic,
     long,
     loop_named,
@@ -73,21 +74,17 @@ def fetch_line(builder: Any, address: Any) -> None:
     call(builder, "llvm.prefetch.p0", kind, pointer, to_read, to_stay, data)
 
 
-def _all(value: int) -> Any:
-    return ir.Constant(INDICES, [value] * LANES)
-
-
 def _of_pair(builder: Any, value: Any, position: int) -> Any:
     """Widen one of two bfloat16 positions; the even one is in the lower half of a lane."""
     if position:
-        return builder.bitcast(builder.and_(value, _all(0xFFFF0000)), VECTOR)
-    return builder.bitcast(builder.shl(value, _all(16)), VECTOR)
+        return builder.bitcast(builder.and_(value, int_lanes(0xFFFF0000)), VECTOR)
+    return builder.bitcast(builder.shl(value, int_lanes(16)), VECTOR)
 
 
 def _of_four(builder: Any, value: Any, position: int) -> Any:
     """Widen one of four int8 positions; the first one is in the lowest byte of a lane."""
-    upper = builder.shl(value, _all(24 - 8 * position)) if position < 3 else value
-    return builder.sitofp(builder.ashr(upper, _all(24)), VECTOR)
+    upper = builder.shl(value, int_lanes(24 - 8 * position)) if position < 3 else value
+    return builder.sitofp(builder.ashr(upper, int_lanes(24)), VECTOR)
 
 
 _FORMATS = {

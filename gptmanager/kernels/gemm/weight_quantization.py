@@ -31,8 +31,10 @@ from gptmanager.kernels.simd.lanes import (
     VECTOR,
     call,
     claim,
+    float_lanes,
     fma,
     get_int,
+    int_lanes,
     intrinsic,
     larger,
     long,
@@ -179,14 +181,6 @@ def _team() -> Team:
     return Team()
 
 
-def _all(value: int) -> Any:
-    return ir.Constant(INDICES, [value] * LANES)
-
-
-def _floats(value: float) -> Any:
-    return ir.Constant(VECTOR, [value] * LANES)
-
-
 def _mask_of(builder: Any, lanes: Any) -> Any:
     return builder.zext(builder.bitcast(lanes, _MASK), LONG)
 
@@ -200,25 +194,25 @@ def _equal_lanes(builder: Any, one: Any, other: Any) -> Any:
 @intrinsic(long, vector)
 def _negative_lanes(builder: Any, value: Any) -> Any:
     """Return a bit for each lane below zero."""
-    return _mask_of(builder, builder.fcmp_ordered("<", value, _floats(0.0)))
+    return _mask_of(builder, builder.fcmp_ordered("<", value, float_lanes(0.0)))
 
 
 @intrinsic(vector, vector)
 def _whole(builder: Any, value: Any) -> Any:
     """Return the nearest integers from -8 to 7, ties to even; 0 for infinities and NaN."""
     magnitude = call(builder, "llvm.fabs.v16f32", VECTOR, value)
-    is_finite = builder.fcmp_ordered("<", magnitude, _floats(float("inf")))
-    value = builder.select(is_finite, value, _floats(0.0))
-    least, most = _floats(-float(MIDDLE)), _floats(float(MOST - MIDDLE))
+    is_finite = builder.fcmp_ordered("<", magnitude, float_lanes(float("inf")))
+    value = builder.select(is_finite, value, float_lanes(0.0))
+    least, most = float_lanes(-float(MIDDLE)), float_lanes(float(MOST - MIDDLE))
     value = builder.select(builder.fcmp_ordered("<", value, least), least, value)
     value = builder.select(builder.fcmp_ordered(">", value, most), most, value)
-    return builder.fsub(builder.fadd(value, _floats(ROUND)), _floats(ROUND))
+    return builder.fsub(builder.fadd(value, float_lanes(ROUND)), float_lanes(ROUND))
 
 
 @intrinsic(nothing, long, vector)
 def _store_values(builder: Any, address: Any, value: Any) -> None:
     """Store sixteen integers from -8 to 7 as bytes from 0 to 15."""
-    whole = builder.add(builder.fptosi(value, INDICES), _all(MIDDLE))
+    whole = builder.add(builder.fptosi(value, INDICES), int_lanes(MIDDLE))
     pointer = builder.inttoptr(address, _BYTES.as_pointer())
     builder.store(builder.trunc(whole, _BYTES), pointer, align=1)
 
@@ -310,7 +304,7 @@ def round_groups(address: int) -> None:
 @intrinsic(nothing, long, vector)
 def _store_fours(builder: Any, address: Any, value: Any) -> None:
     """Round sixteen positions of a row to int8, and store each four of them in their places."""
-    shifted = builder.fadd(value, _floats(ROUND))
+    shifted = builder.fadd(value, float_lanes(ROUND))
     fours = builder.bitcast(builder.trunc(builder.bitcast(shifted, INDICES), _BYTES), _FOURS)
     for number in range(LANES // 4):
         place = builder.add(address, ir.Constant(LONG, number * _FOUR_BYTES))

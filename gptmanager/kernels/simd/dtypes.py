@@ -21,6 +21,7 @@ from gptmanager.kernels.simd.lanes import (
     VECTOR,
     call,
     get_int,
+    int_lanes,
     intrinsic,
     lanes_from,
     load_either,
@@ -47,10 +48,6 @@ _SHORT = ir.IntType(16)
 _SHORTS, _HALVES = ir.VectorType(_SHORT, LANES), ir.VectorType(ir.HalfType(), LANES)
 
 
-def _all(value: int) -> Any:
-    return ir.Constant(INDICES, [value] * LANES)
-
-
 _VECTORS = {"float32": VECTOR, "bfloat16": _SHORTS, "float16": _HALVES}
 _NAMES = {VECTOR: "v16f32", _SHORTS: "v16i16", _HALVES: "v16f16"}
 
@@ -70,7 +67,7 @@ def load_at(builder: Any, dtype: str, address: Any, index: Any, count: Any = Non
         name, rest = f"llvm.masked.load.{_NAMES[kind]}.p0", ir.Constant(kind, None)
         value = call(builder, name, kind, pointer, align, mask, rest)
     if dtype == "bfloat16":
-        return builder.bitcast(builder.shl(builder.zext(value, INDICES), _all(16)), VECTOR)
+        return builder.bitcast(builder.shl(builder.zext(value, INDICES), int_lanes(16)), VECTOR)
     return builder.fpext(value, VECTOR) if dtype == "float16" else value
 
 
@@ -104,11 +101,11 @@ def _load_float16(builder: Any, address: Any, index: Any, count: Any) -> Any:
 def _store_bfloat16(builder: Any, address: Any, index: Any, value: Any, count: Any) -> None:
     """Store lanes rounded to nearest, ties to even; NaN stays NaN."""
     bits = builder.bitcast(value, INDICES)
-    odd = builder.and_(builder.lshr(bits, _all(16)), _all(1))
-    rounded = builder.add(bits, builder.add(odd, _all(0x7FFF)))
+    odd = builder.and_(builder.lshr(bits, int_lanes(16)), int_lanes(1))
+    rounded = builder.add(bits, builder.add(odd, int_lanes(0x7FFF)))
     is_nan = builder.fcmp_unordered("uno", value, value)
-    rounded = builder.select(is_nan, _all(0x7FC00000), rounded)
-    upper = builder.trunc(builder.lshr(rounded, _all(16)), _SHORTS)
+    rounded = builder.select(is_nan, int_lanes(0x7FC00000), rounded)
+    upper = builder.trunc(builder.lshr(rounded, int_lanes(16)), _SHORTS)
     _write(builder, address, index, upper, count)
 
 

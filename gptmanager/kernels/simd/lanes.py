@@ -101,6 +101,16 @@ def at(builder: Any, address: Any, index: Any, kind: Any) -> Any:
     return builder.inttoptr(builder.add(address, builder.mul(index, size)), kind.as_pointer())
 
 
+def plus(builder: Any, address: Any, offset: int) -> Any:
+    """Return `address` plus a constant."""
+    return builder.add(address, ir.Constant(LONG, offset))
+
+
+def times(builder: Any, index: Any, size: int) -> Any:
+    """Return `index` times a constant."""
+    return builder.mul(index, ir.Constant(LONG, size))
+
+
 def call(builder: Any, name: str, result: Any, *values: Any) -> Any:
     kind = ir.FunctionType(result, [value.type for value in values])
     return builder.call(cgutils.get_or_insert_function(builder.module, kind, name), values)
@@ -112,8 +122,14 @@ def spread(builder: Any, value: Any) -> Any:
     return builder.shuffle_vector(first, empty, ir.Constant(INDICES, [0] * LANES))
 
 
-def _floats(value: float) -> Any:
+def float_lanes(value: float) -> Any:
+    """Return a constant vector with `value` in each lane."""
     return ir.Constant(VECTOR, [value] * LANES)
+
+
+def int_lanes(value: int) -> Any:
+    """Return a constant vector with `value` in each lane."""
+    return ir.Constant(INDICES, [value] * LANES)
 
 
 def multiply_add(builder: Any, a: Any, b: Any, c: Any) -> Any:
@@ -325,13 +341,13 @@ def keep_lanes(builder: Any, value: Any, low: Any, high: Any, other: Any) -> Any
 @intrinsic(vector, vector)
 def exp2(builder: Any, x: Any) -> Any:
     """2^x to 7e-8 relative; x is clamped to -126..127, NaN stays NaN."""
-    x = builder.select(builder.fcmp_ordered("<", x, _floats(-126.0)), _floats(-126.0), x)
-    x = builder.select(builder.fcmp_ordered(">", x, _floats(127.0)), _floats(127.0), x)
-    shifted = builder.fadd(x, _floats(ROUND))
-    rest = builder.fsub(x, builder.fsub(shifted, _floats(ROUND)))
-    result = _floats(EXP2_TERMS[-1])
+    x = builder.select(builder.fcmp_ordered("<", x, float_lanes(-126.0)), float_lanes(-126.0), x)
+    x = builder.select(builder.fcmp_ordered(">", x, float_lanes(127.0)), float_lanes(127.0), x)
+    shifted = builder.fadd(x, float_lanes(ROUND))
+    rest = builder.fsub(x, builder.fsub(shifted, float_lanes(ROUND)))
+    result = float_lanes(EXP2_TERMS[-1])
     for term in reversed(EXP2_TERMS[:-1]):
-        result = multiply_add(builder, result, rest, _floats(term))
+        result = multiply_add(builder, result, rest, float_lanes(term))
     exponent = builder.shl(builder.bitcast(shifted, INDICES), ir.Constant(INDICES, [23] * LANES))
     power = builder.bitcast(
         builder.add(exponent, ir.Constant(INDICES, [0x3F800000] * LANES)), VECTOR

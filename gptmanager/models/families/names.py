@@ -20,7 +20,6 @@ _MODULES: Mapping[str, tuple[str, str | None]] = {
     "qkv": ("qkv", None),
     "qkv_in_order": ("qkv", "in_order"),
     "qkv_by_head": ("qkv", "by_head"),
-    "qkv_by_group": ("qkv", "by_group"),
     "q_norm": ("q_norm", None),
     "k_norm": ("k_norm", None),
     "query_latent": ("query_latent", None),

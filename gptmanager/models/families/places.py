@@ -72,8 +72,8 @@ def row_orders(spec: ModelSpec, index: int) -> dict[str, Order]:
     """
     own, family = spec.layers[index].attention, FAMILIES[spec.family]
     parts = {part for ours, part in family.tensors.values() if ours == "qkv"}
-    if parts & {"by_head", "by_group"}:
-        return {"attn_qkv": _order(_fused_by_group(own, "by_head" in parts))}
+    if "by_head" in parts:
+        return {"attn_qkv": _order(_fused_by_head(own))}
     rope, keys = _pairs(spec), own.own_kv_heads * own.head_dim
     if own.delta is not None:
         is_joined = ("delta_in", "by_key") in family.tensors.values()
@@ -139,9 +139,8 @@ def _in_layer(
         yield theirs, Place(parameter, runs=_fused_in_order(spec, layer.attention))
     elif part in ("keys_by_head", "values_by_head"):
         yield from _latent_heads(layer.attention, theirs, part == "keys_by_head", parameter)
-    elif part in ("by_head", "by_group"):
-        runs = _fused_by_group(layer.attention, part == "by_head")
-        yield theirs, Place(parameter, runs=runs, transposed=transposed)
+    elif part == "by_head":
+        yield theirs, Place(parameter, runs=_fused_by_head(layer.attention), transposed=transposed)
     elif ours := _delta_place(layer.attention, part, parameter):
         yield theirs, ours
     elif part == "gated_q":
@@ -310,24 +309,15 @@ def _delta_runs(own: DeltaShape, with_heads: bool) -> tuple[Run, ...]:
     return tuple(runs)
 
 
-def _fused_by_group(own: Attention, by_head: bool) -> tuple[Run, ...]:
-    """Return the runs of a matrix of queries, keys and values in the order of KV heads.
-
-    Each KV head has its query heads, its key and its value. `by_head`: each has one query head
-    (GPT-NeoX).
-    """
-    dim, heads, kv_heads = own.head_dim, own.num_heads, own.num_kv_heads
-    group = 1 if by_head else heads // kv_heads
-    runs = []
-    for number in range(kv_heads):
-        start = number * (group + 2) * dim
-        key = start + group * dim
-        runs += [
-            Run(range(start, key), number * group * dim),
-            Run(range(key, key + dim), (heads + number) * dim),
-            Run(range(key + dim, key + 2 * dim), (heads + kv_heads + number) * dim),
-        ]
-    return tuple(runs)
+def _fused_by_head(own: Attention) -> tuple[Run, ...]:
+    """Return the runs of a matrix in which each head has its query, its key and its value."""
+    dim, heads = own.head_dim, own.num_heads
+    return tuple(
+        Run(range(start, start + dim), (part * heads + head) * dim)
+        for head in range(heads)
+        for part in range(3)
+        for start in [(3 * head + part) * dim]
+    )
 
 
 def _experts(

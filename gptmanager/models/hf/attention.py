@@ -63,7 +63,6 @@ def hold(network: nn.Module, holder: StepHolder) -> None:
 
 
 def _shape(
-    module: nn.Module,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -102,7 +101,7 @@ def attend(
     """
     step: PagedStep = getattr(module, HOLDER).step
     given = scaling, sliding_window, softcap, s_aux is not None
-    shape = _shape(module, query, key, value, *given)
+    shape = _shape(query, key, value, *given)
     q, k, v = (it[0].transpose(0, 1) for it in (query, key, value))
     width = v.shape[2]
     # Value heads are smaller than key heads if transformers expands latent attention.
@@ -142,7 +141,7 @@ def note_call(
     if key.shape[2] != query.shape[2]:
         refused.append("keys of other tokens than the step's")
     given = scaling, sliding_window, softcap, s_aux is not None
-    shape = _shape(module, query, key, value, *given)
+    shape = _shape(query, key, value, *given)
     call = Call(layer, shape, attention_mask, tuple(sorted(refused)))
     getattr(module, HOLDER).calls.append(call)
     batch, heads, tokens, _ = query.shape

@@ -13,7 +13,6 @@ from gptmanager.errors import ConfigError, error_summary
 from gptmanager.models.hf.attention import Call, StepHolder
 from gptmanager.models.hf.library import ATTENTION, PROBE, use_attention
 
-_LAYER_TYPES = {"full_attention", "sliding_attention"}
 _TOKENS = 3
 _TOLERANCE = 1e-2  # for 16-bit floats, relative to the largest logit
 # Positions at which masks are compared with causal masks, next to powers of two.

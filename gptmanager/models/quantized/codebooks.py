@@ -25,7 +25,7 @@ Take = Callable[..., TensorInfo]
 
 
 def codebook_matrix(
-    name: str, info: TensorInfo, given: Mapping[str, TensorInfo], take: Take, read: Read
+    name: str, given: Mapping[str, TensorInfo], take: Take, read: Read
 ) -> CodebookMatrix:
     """Return the description of the matrix with the packed elements in the tensor `name`.
 

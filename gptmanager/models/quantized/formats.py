@@ -284,7 +284,7 @@ class MatrixFinder:
             return ScaledMatrix(name, shape, grid, factor=_INT8_FACTOR)
         if info.dtype in FLOATS.values():
             return None
-        return codebook_matrix(name, info, self._given, self._take, self._read)
+        return codebook_matrix(name, self._given, self._take, self._read)
 
 
 def _ceil(count: int, size: int) -> int:

@@ -28,7 +28,9 @@ from gptmanager.kernels.simd.lanes import (
     long,
     multiply_add,
     nothing,
+    plus,
     spread,
+    times,
 )
 
 UNIT_ROWS = 16  # of a register
@@ -59,17 +61,9 @@ def _store(builder: Any, value: Any, address: Any) -> None:
     builder.store(value, builder.inttoptr(address, value.type.as_pointer()), align=4)
 
 
-def _plus(builder: Any, address: Any, offset: int) -> Any:
-    return builder.add(address, ir.Constant(LONG, offset))
-
-
-def _times(builder: Any, index: Any, size: int) -> Any:
-    return builder.mul(index, ir.Constant(LONG, size))
-
-
 def _fetch(builder: Any, address: Any, num_bytes: int) -> None:
     for line in range(0, num_bytes, 64):
-        fetch_line(builder, _plus(builder, address, line))
+        fetch_line(builder, plus(builder, address, line))
 
 
 def stretch_tile(fetches: bool) -> Any:
@@ -92,7 +86,7 @@ def stretch_tile(fetches: bool) -> Any:
 
         def step(index: Any, _: Sequence[Any]) -> Sequence[Any]:
             """Registers 0 to 3 have sums, 4 and 5 bytes of a, 6 and 7 the panels."""
-            column, block = (_times(builder, index, STEP * n) for n in (1, LANES))
+            column, block = (times(builder, index, STEP * n) for n in (1, LANES))
             for n, left in enumerate((a, lower)):
                 move(builder, "tileloadd64", 4 + n, builder.add(left, column), a_stride)
             for n in range(2):
@@ -104,14 +98,14 @@ def stretch_tile(fetches: bool) -> Any:
             return []
 
         def finish(row: Any, _: Sequence[Any]) -> Sequence[Any]:
-            own = builder.add(sums, _times(builder, row, 4 * LANES))
+            own = builder.add(sums, times(builder, row, 4 * LANES))
             by = _load(builder, builder.add(factors, builder.mul(row, a_stride)), FLOAT)
-            factor, to = spread(builder, by), builder.add(c, _times(builder, row, 256))
+            factor, to = spread(builder, by), builder.add(c, times(builder, row, 256))
             for n in range(2):
-                upper = _load(builder, _plus(builder, own, TILE_BYTES * 2 * n), INDICES)
-                rest = _load(builder, _plus(builder, own, TILE_BYTES * (2 * n + 1)), INDICES)
+                upper = _load(builder, plus(builder, own, TILE_BYTES * 2 * n), INDICES)
+                rest = _load(builder, plus(builder, own, TILE_BYTES * (2 * n + 1)), INDICES)
                 whole = builder.add(builder.shl(upper, ir.Constant(INDICES, [8] * LANES)), rest)
-                place, none = _plus(builder, to, 4 * LANES * n), ir.Constant(VECTOR, None)
+                place, none = plus(builder, to, 4 * LANES * n), ir.Constant(VECTOR, None)
                 before = builder.select(add, _load(builder, place, VECTOR), none)
                 value = multiply_add(builder, factor, builder.sitofp(whole, VECTOR), before)
                 _store(builder, value, place)
@@ -121,7 +115,7 @@ def stretch_tile(fetches: bool) -> Any:
             unit(builder, "tilezero", n)
         repeat(builder, steps, [], step)
         for n in range(4):
-            move(builder, "tilestored64", n, _plus(builder, sums, TILE_BYTES * n), _LINE)
+            move(builder, "tilestored64", n, plus(builder, sums, TILE_BYTES * n), _LINE)
         repeat(builder, rows, [], finish)
 
     return matmul
@@ -144,20 +138,20 @@ def unpack_groups(
     halves = ir.VectorType(ir.HalfType(), LANES)
 
     def step(index: Any, _: Sequence[Any]) -> Sequence[Any]:
-        source = builder.add(values, _times(builder, index, GROUP_BYTES))
-        scale = builder.add(scales, _times(builder, index, SCALE_BYTES))
-        fetch_line(builder, _plus(builder, scale, SPAN_GROUPS * SCALE_BYTES))
-        to = builder.add(span, _times(builder, index, UNPACKED_BYTES))
+        source = builder.add(values, times(builder, index, GROUP_BYTES))
+        scale = builder.add(scales, times(builder, index, SCALE_BYTES))
+        fetch_line(builder, plus(builder, scale, SPAN_GROUPS * SCALE_BYTES))
+        to = builder.add(span, times(builder, index, UNPACKED_BYTES))
         for n in range(0, GROUP_BYTES, 64):
-            both = _load(builder, _plus(builder, source, n), _BYTES)
+            both = _load(builder, plus(builder, source, n), _BYTES)
             lower = builder.sub(builder.and_(both, low), less)
             upper = builder.sub(builder.lshr(both, shifts), less)
-            _store(builder, lower, _plus(builder, to, n))
-            _store(builder, upper, _plus(builder, to, GROUP_BYTES + n))
-        floats = builder.add(span, _times(builder, index, 4 * LANES))
+            _store(builder, lower, plus(builder, to, n))
+            _store(builder, upper, plus(builder, to, GROUP_BYTES + n))
+        floats = builder.add(span, times(builder, index, 4 * LANES))
         for start, at in ((scale, _SCALES), (builder.add(scale, minima), _MINIMA)):
             wide = builder.fpext(_load(builder, start, halves), VECTOR)
-            _store(builder, wide, _plus(builder, floats, at))
+            _store(builder, wide, plus(builder, floats, at))
         return []
 
     repeat(builder, count, [], step)
@@ -168,13 +162,13 @@ def _sum_group(builder: Any, a: Any, a_stride: Any, span: Any, index: Any) -> An
 
     Register 0 has the sums, 4 bytes of a, and 5 the panel.
     """
-    move(builder, "tileloadd64", 4, builder.add(a, _times(builder, index, GROUP)), a_stride)
-    right = builder.add(span, _times(builder, index, UNPACKED_BYTES))
+    move(builder, "tileloadd64", 4, builder.add(a, times(builder, index, GROUP)), a_stride)
+    right = builder.add(span, times(builder, index, UNPACKED_BYTES))
     move(builder, "tileloadd64", 5, right, _LINE)
     unit(builder, "tilezero", 0)
     unit(builder, "tdpbssd", 0, 4, 5)
     slot = builder.and_(index, ir.Constant(LONG, 1))  # the previous sums are still being read
-    sums = _plus(builder, builder.add(span, _times(builder, slot, TILE_BYTES)), _SUMS)
+    sums = plus(builder, builder.add(span, times(builder, slot, TILE_BYTES)), _SUMS)
     move(builder, "tilestored64", 0, sums, _LINE)
     return sums
 
@@ -203,17 +197,17 @@ def groups_tile(rows: int) -> Any:
 
         def multiply(has_minima: bool) -> None:
             def group(index: Any, totals: Sequence[Any]) -> Sequence[Any]:
-                ahead = builder.add(following, _times(builder, index, GROUP_BYTES))
+                ahead = builder.add(following, times(builder, index, GROUP_BYTES))
                 _fetch(builder, ahead, GROUP_BYTES)
                 sums = _sum_group(builder, a, a_stride, span, index)
-                floats = builder.add(span, _times(builder, index, 4 * LANES))
-                scale = _load(builder, _plus(builder, floats, _SCALES), VECTOR)
-                least = _load(builder, _plus(builder, floats, _MINIMA), VECTOR)
+                floats = builder.add(span, times(builder, index, 4 * LANES))
+                scale = _load(builder, plus(builder, floats, _SCALES), VECTOR)
+                least = _load(builder, plus(builder, floats, _MINIMA), VECTOR)
                 found = []
                 for row, total in enumerate(totals):
-                    at = builder.add(lefts[row], _times(builder, index, 4))
+                    at = builder.add(lefts[row], times(builder, index, 4))
                     factor = spread(builder, _load(builder, at, FLOAT))
-                    exact = _load(builder, _plus(builder, sums, 4 * LANES * row), INDICES)
+                    exact = _load(builder, plus(builder, sums, 4 * LANES * row), INDICES)
                     value = builder.fmul(builder.sitofp(exact, VECTOR), factor)
                     total = multiply_add(builder, value, scale, total)
                     if has_minima:
@@ -222,7 +216,7 @@ def groups_tile(rows: int) -> Any:
                     found.append(total)
                 return found
 
-            places = [_plus(builder, c, 4 * LANES * PANELS * n) for n in range(rows)]
+            places = [plus(builder, c, 4 * LANES * PANELS * n) for n in range(rows)]
             none = ir.Constant(VECTOR, None)
             initial = [builder.select(add, _load(builder, it, VECTOR), none) for it in places]
             for place, total in zip(places, repeat(builder, count, initial, group), strict=True):
