@@ -16,7 +16,7 @@ from gptmanager.callbacks import RequestQueue, broadcast
 from gptmanager.callbacks.queue.generation import Generation
 from gptmanager.callbacks.queue.result import GenerationResult
 from gptmanager.config import ModelType, OptionalParams, SchedulerConfig
-from gptmanager.errors import ConfigError, RequestError
+from gptmanager.errors import CapacityError, ConfigError, RequestError
 from gptmanager.manager.gpt_manager import GptManager
 from gptmanager.request.inference_request import SendResponseCallback
 from gptmanager.run.latencies import FetchTimes, latencies
@@ -178,12 +178,12 @@ class Session:
         """
         try:
             results = [generation.result() for generation in self.start(requests, **options)]
+            for result, (prompt, new_tokens) in zip(results, requests, strict=True):
+                if len(result.generated_ids[0]) < new_tokens:
+                    total = f"{len(prompt)} + {new_tokens}"
+                    raise CapacityError(f"{total} tokens exceed max_seq_len")
         except RequestError as error:
             raise ConfigError(f"the load does not fit the model: {error}") from error
-        for result, (prompt, new_tokens) in zip(results, requests, strict=True):
-            if len(result.generated_ids[0]) < new_tokens:
-                total = f"{len(prompt)} + {new_tokens} tokens exceed max_seq_len"
-                raise ConfigError(f"the load does not fit the model: {total}")
         return results
 
     def run(self, requests: Sequence[Request], **options: Any) -> Figures:

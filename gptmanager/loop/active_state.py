@@ -147,5 +147,5 @@ def _check(state: RequestState, limits: Limits) -> None:
             raise InvalidRequestError(f"request {state.request_id}: {chain} must increase")
     if (state.search is None) != (state.beams is None):
         raise InvalidRequestError(
-            f"request {state.request_id}: a beam search needs beam_width > 1, and the reverse"
+            f"request {state.request_id}: `search` and `beams` must both be set, or neither"
         )

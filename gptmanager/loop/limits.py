@@ -62,8 +62,8 @@ def fit_length(request_id: int, prompt_len: int, max_new_tokens: int, limits: Li
                     f"{text} It needs {needed} {blocks}, the cache has {limits.num_blocks}."
                 )
             raise CapacityError(
-                f"{text} {limits.num_blocks} {blocks} are taken to hold {limits.max_seq_len} of "
-                "one request: (blocks - 1) x tokens_per_block + 1."
+                f"{text} {limits.num_blocks} {blocks} hold at most {limits.max_seq_len} tokens of "
+                "one request, (blocks - 1) x tokens_per_block + 1."
             )
         raise InvalidRequestError(text)
     room = limits.max_seq_len - prompt_len

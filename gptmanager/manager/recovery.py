@@ -51,7 +51,7 @@ class Recovery:
         report = audit(loop)
         if not report.ok:
             raise ManagerDeadError(
-                f"after {response_text(error)} the accounts of memory are inconsistent: "
+                f"the KV cache's blocks are inconsistent after {response_text(error)}: "
                 f"{'; '.join(report.problems)}"
             ) from error
         logger.error(

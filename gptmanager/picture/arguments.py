@@ -53,5 +53,7 @@ def _range(text: str) -> tuple[int, int]:
     """Read a range of iterations like `100:160`."""
     first, colon, end = text.partition(":")
     if not (colon and first.isdigit() and end.isdigit() and int(first) < int(end)):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a range of iterations like 100:160")
+        raise argparse.ArgumentTypeError(
+            f"must be a range of iterations like 100:160, got {text!r}"
+        )
     return int(first), int(end)

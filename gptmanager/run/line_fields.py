@@ -90,7 +90,7 @@ def read_fields(text: bytes) -> dict[str, Any]:
             fields[name] = value
     for name, value in fields.items():
         if need := _need(name, value):
-            raise InvalidRequestError(f"{names[name]} = {quoted(value)} is not {need}")
+            raise InvalidRequestError(f"{names[name]} must be {need}, got {quoted(value)}")
     return fields
 
 

@@ -191,7 +191,7 @@ def _stop_words(fields: dict[str, Any], encoder: TextEncoder) -> list[list[int]]
     stop = fields.pop("stop", [])
     texts = [stop] if isinstance(stop, str) else stop
     if not isinstance(texts, list):
-        raise InvalidRequestError(f"stop = {quoted(stop)} is neither a text nor a list of texts")
+        raise InvalidRequestError(f"stop must be a string or a list of strings, got {quoted(stop)}")
     return [*words, *(encoder.encode("stop", text, special=False) for text in texts)] or None
 
 

@@ -57,7 +57,7 @@ class TextEncoder:
         InvalidRequestError, which names the field `name`, for an invalid text.
         """
         if not isinstance(text, str):
-            raise InvalidRequestError(f"{name} = {quoted(text)} is not a text")
+            raise InvalidRequestError(f"{name} must be a string, got {quoted(text)}")
         if self._tokenizer is None:
             raise InvalidRequestError(
                 f"{name} is a text, but the model folder has no tokenizer.json"

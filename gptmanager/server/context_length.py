@@ -61,6 +61,11 @@ class ContextLength:
                 "prompt", f"However, your prompt has {length} tokens; at most {most} can be scored."
             )
 
+    def check_parts(self, param: str, num_parts: int) -> None:
+        """Check that messages have at most as many parts as tokens fit. Raises ApiError (400)."""
+        if num_parts > self._most:
+            raise self.exceeded(param, f"However, your {param} has {num_parts} parts and calls.")
+
     def exceeded(self, param: str, details: str) -> ApiError:
         """Return the error (400) for the field `param`. Its message is the limit and `details`."""
         start = f"This model's maximum context length is {self._most} tokens."

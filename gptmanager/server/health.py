@@ -21,9 +21,8 @@ def routes(engine: Engine, settings: ServerSettings) -> list[BaseRoute]:
     """
 
     async def live(request: Request) -> Response:
-        health = engine.manager.health()
-        is_well = health.alive and health.progressing
-        return _status_response("live" if is_well else "dead", is_well)
+        is_live = engine.is_live
+        return _status_response("live" if is_live else "dead", is_live)
 
     async def ready(request: Request) -> Response:
         is_ready = engine.is_ready

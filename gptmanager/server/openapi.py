@@ -215,11 +215,10 @@ def _path(endpoint: Endpoint, *, closed: bool) -> dict[str, Any]:
         operation["parameters"] = [
             {"name": endpoint.parameter, "in": "path", "required": True, "schema": _TEXT}
         ]
-    if endpoint.fields is None:
-        return {endpoint.method or "get": operation}
-    body = object_schema(endpoint.fields, closed=closed)
-    operation["requestBody"] = {"required": True, "content": {"application/json": {"schema": body}}}
-    return {"post": operation}
+    if endpoint.fields is not None:
+        content = {"application/json": {"schema": object_schema(endpoint.fields, closed=closed)}}
+        operation["requestBody"] = {"required": True, "content": content}
+    return {endpoint.method or ("get" if endpoint.fields is None else "post"): operation}
 
 
 def _answer(endpoint: Endpoint) -> dict[str, Any]:

@@ -19,23 +19,23 @@ def positive(text: str) -> int:
     """Read a positive integer."""
     number = int(text[:20]) if text.isdecimal() else 0
     if number < 1:
-        raise ArgumentTypeError(f"{text!r} is not a positive integer")
+        raise ArgumentTypeError(f"must be a positive integer, got {text!r}")
     if number > _MAX_COUNT:
-        raise ArgumentTypeError(f"{text!r} is more than {_MAX_COUNT}")
+        raise ArgumentTypeError(f"must be at most {_MAX_COUNT}, got {text!r}")
     return number
 
 
 def natural(text: str) -> int:
     """Read an integer of at least 0."""
     if not text.isdecimal():
-        raise ArgumentTypeError(f"{text!r} is not an integer of at least 0")
+        raise ArgumentTypeError(f"must be an integer of at least 0, got {text!r}")
     return int(text)
 
 
 def threads(text: str) -> int:
     """Read a number of threads."""
     if positive(text) > _MAX_THREADS:
-        raise ArgumentTypeError(f"{text!r} threads are more than {_MAX_THREADS}")
+        raise ArgumentTypeError(f"must be at most {_MAX_THREADS}, got {text!r}")
     return int(text)
 
 
@@ -44,44 +44,46 @@ def span(text: str) -> tuple[int, int]:
     low, _, high = text.partition(":")
     ends = (positive(low), positive(high or low))
     if ends[0] > ends[1]:
-        raise ArgumentTypeError(f"{text!r} is not a range: {ends[0]} is above {ends[1]}")
+        raise ArgumentTypeError(f"must be LOW:HIGH with LOW at most HIGH, got {text!r}")
     return ends
 
 
 def seconds(text: str) -> float:
     """Read a time in seconds, from 0 to less than 3600."""
-    return _number(text, "is not a time in seconds below 3600", lambda value: 0 <= value < 3600)
+    return _number(text, "a time in seconds below 3600", lambda value: 0 <= value < 3600)
 
 
 def journal_sync(text: str) -> float | str:
     """Read "always", "never", or a time in milliseconds."""
     if text in ("always", "never"):
         return text
-    return _number(text, "is not always, never, or milliseconds", lambda value: 1 <= value <= 60e3)
+    return _number(
+        text, "always, never, or milliseconds from 1 to 60000", lambda value: 1 <= value <= 60e3
+    )
 
 
 def minutes(text: str) -> float:
     """Read a time in minutes, above 0."""
-    return _number(text, "is not a time in minutes above 0", lambda value: 0 < value < 10000)
+    return _number(text, "a time in minutes above 0", lambda value: 0 < value < 10000)
 
 
 def rate(text: str) -> float:
     """Read a finite number above 0."""
-    return _number(text, "is not a number above 0", lambda value: 0 < value < math.inf)
+    return _number(text, "a number above 0", lambda value: 0 < value < math.inf)
 
 
 def number(text: str) -> float:
     """Read a finite number of at least 0."""
-    return _number(text, "is not a number of at least 0", lambda value: 0 <= value < math.inf)
+    return _number(text, "a number of at least 0", lambda value: 0 <= value < math.inf)
 
 
-def _number(text: str, problem: str, is_valid: Callable[[float], bool]) -> float:
+def _number(text: str, need: str, is_valid: Callable[[float], bool]) -> float:
     try:
         value = float(text)
     except ValueError:
         value = math.nan
     if not is_valid(value):
-        raise ArgumentTypeError(f"{text!r} {problem}")
+        raise ArgumentTypeError(f"must be {need}, got {text!r}")
     return value
 
 
@@ -89,7 +91,7 @@ def words(text: str) -> tuple[str, ...]:
     """Read a list of words like `a,b`."""
     found = tuple(word.strip() for word in text.split(",") if word.strip())
     if not found:
-        raise ArgumentTypeError(f"{text!r} has no words")
+        raise ArgumentTypeError(f"must be words like a,b, got {text!r}")
     return found
 
 
@@ -101,14 +103,14 @@ def numbers(text: str) -> tuple[int, ...]:
 def device(text: str) -> str:
     """Read the name of a device."""
     if not DEVICE.fullmatch(text):
-        raise ArgumentTypeError(f"{text!r} is not cpu, cuda, cuda:N or emulator")
+        raise ArgumentTypeError(f"must be cpu, cuda, cuda:N or emulator, got {text!r}")
     return text
 
 
 def folder(text: str) -> Path:
     """Read the path of an existing folder."""
     if not Path(text).is_dir():
-        raise ArgumentTypeError(f"{text!r} is not a folder")
+        raise ArgumentTypeError(f"must be a folder, got {text!r}")
     return Path(text)
 
 
@@ -116,7 +118,7 @@ def named_folder(text: str) -> tuple[str, Path]:
     """Read NAME=DIR, where DIR is an existing folder. Return the name and the folder."""
     name, equals, path = text.partition("=")
     if not (name and equals and name.isprintable()):
-        raise ArgumentTypeError(f"{text!r} is not NAME=DIR")
+        raise ArgumentTypeError(f"must be NAME=DIR, got {text!r}")
     return name, folder(path)
 
 
@@ -129,7 +131,7 @@ def checkpoint(text: str) -> Path:
         return Path(text)
     if (path := find_model(text)) is not None:
         return path
-    problem = f"{text!r} is not a folder, a file, or a name that `gptmanager models` lists"
+    problem = f"must be a folder, a file, or a name that `gptmanager models` lists, got {text!r}"
     if (command := download_hint(text)) is not None:
         problem += f"; if it is a model of the Hugging Face hub, download it with `{command}`"
     raise ArgumentTypeError(problem)
@@ -139,9 +141,9 @@ def writable(text: str) -> Path:
     """Read the path of a file to write, so that a wrong path fails before slow work begins."""
     path = Path(text)
     if path.is_dir():
-        raise ArgumentTypeError(f"{text!r} is a folder")
+        raise ArgumentTypeError(f"must be a file, got the folder {text!r}")
     if not path.parent.is_dir():
-        raise ArgumentTypeError(f"{str(path.parent)!r} is not a folder")
+        raise ArgumentTypeError(f"must be in an existing folder, got {text!r}")
     return path
 
 

@@ -190,13 +190,16 @@ def test_the_command_prints_json(capsys):
     [
         (["--shape", "large"], "argument --shape: invalid choice: 'large'"),
         (["--model", ".", "--shape", "small"], "--shape: not allowed with argument --model"),
-        (["--prompt-len", "5:x"], "argument --prompt-len: 'x' is not a positive integer"),
-        (["--prompt-len", "0:3"], "argument --prompt-len: '0' is not a positive integer"),
-        (["--output-len", "9:3"], "argument --output-len: '9:3' is not a range: 9 is above 3"),
-        (["--output-len", ""], "argument --output-len: '' is not a positive integer"),
-        (["--output-len", "1:2:3"], "argument --output-len: '2:3' is not a positive integer"),
-        (["--repeats", "0"], "argument --repeats: '0' is not a positive integer"),
-        (["--num-requests", "-1"], "argument --num-requests: '-1' is not a positive integer"),
+        (["--prompt-len", "5:x"], "argument --prompt-len: must be a positive integer, got 'x'"),
+        (["--prompt-len", "0:3"], "argument --prompt-len: must be a positive integer, got '0'"),
+        (
+            ["--output-len", "9:3"],
+            "argument --output-len: must be LOW:HIGH with LOW at most HIGH, got '9:3'",
+        ),
+        (["--output-len", ""], "argument --output-len: must be a positive integer, got ''"),
+        (["--output-len", "1:2:3"], "argument --output-len: must be a positive integer, got '2:3'"),
+        (["--repeats", "0"], "argument --repeats: must be a positive integer, got '0'"),
+        (["--num-requests", "-1"], "argument --num-requests: must be a positive integer, got '-1'"),
         (["--peer", "vllm"], "argument --peer: invalid choice: 'vllm' (choose from"),
     ],
 )

@@ -431,15 +431,21 @@ def test_the_command_on_a_cpu(capsys, tmp_path):
 @pytest.mark.parametrize(
     ("options", "error"),
     [
-        (["--minutes", "0"], "argument --minutes: '0' is not a time in minutes"),
-        (["--batches", "1,x"], "argument --batches: 'x' is not a positive integer"),
-        (["--lengths", "9:3"], "argument --lengths: '9:3' is not a range: 9 is above 3"),
-        (["--model", "nowhere"], "argument --model: 'nowhere' is not a folder, a file, or a name"),
-        (["--output", "nowhere/x.json"], "argument --output: 'nowhere' is not a folder"),
-        (["--output", "."], "argument --output: '.' is a folder"),
+        (["--minutes", "0"], "argument --minutes: must be a time in minutes"),
+        (["--batches", "1,x"], "argument --batches: must be a positive integer, got 'x'"),
+        (
+            ["--lengths", "9:3"],
+            "argument --lengths: must be LOW:HIGH with LOW at most HIGH, got '9:3'",
+        ),
+        (["--model", "nowhere"], "argument --model: must be a folder, a file, or a name"),
+        (
+            ["--output", "nowhere/x.json"],
+            "argument --output: must be in an existing folder, got 'nowhere/x.json'",
+        ),
+        (["--output", "."], "argument --output: must be a file, got the folder '.'"),
         (
             ["--device", "tpu"],
-            "argument --device: 'tpu' is not cpu, cuda, cuda:N or emulator",
+            "argument --device: must be cpu, cuda, cuda:N or emulator, got 'tpu'",
         ),
     ],
 )

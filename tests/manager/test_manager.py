@@ -532,7 +532,7 @@ def test_lengths_that_the_pool_cannot_hold_are_clamped_with_a_warning(host, capl
         error = host.final(2).error
     assert error.startswith(
         "CapacityError: Prompt length (37) exceeds maximum input length (36). 10 KV cache blocks "
-        "of 4 tokens are taken to hold 37 of one request: (blocks - 1) x tokens_per_block + 1."
+        "of 4 tokens hold at most 37 tokens of one request, (blocks - 1) x tokens_per_block + 1."
     )
     assert "reduced to 37" in caplog.text and "max_input_len is reduced to 36" in caplog.text
     assert "request_output_len = 50 lowered to 1" in caplog.text

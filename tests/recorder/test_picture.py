@@ -444,7 +444,7 @@ def test_the_command_names_what_is_wrong(tmp_path, capsys):
         picture(path, "--output", tmp_path / "missing" / "a.html")
     with pytest.raises(SystemExit):
         picture(path, "--output", "a.html", "--iterations", "5:2")
-    assert "not a range of iterations" in capsys.readouterr().err
+    assert "must be a range of iterations" in capsys.readouterr().err
 
 
 def test_what_began_before_the_first_schedule_is_drawn_from_there():

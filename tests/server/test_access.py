@@ -107,6 +107,7 @@ def test_no_web_page_of_somebody_else_gets_in(server, client, headers):
         {"Host": "LOCALHOST:1"},
         {"Host": "127.0.0.1"},
         {"Host": "[::1]:8000"},
+        {"Host": "[::ffff:127.0.0.1]:8000"},
         {"Host": "localhost."},
         {"Origin": "http://localhost:3000"},
         {"Sec-Fetch-Site": "cross-site", "Sec-Fetch-Mode": "navigate"},  # a link leads here
@@ -124,6 +125,7 @@ def test_whoever_may_call_the_server_by_another_name_is_told_to_it():
         return needs_guard(settings.host, settings)
 
     assert needs() and needs(host="::1") and needs(host="localhost")
+    assert needs(host="::ffff:127.0.0.1")
     assert not needs(api_key="a") and not needs(host="0.0.0.0")
     assert needs(host="0.0.0.0", allowed_hosts=["a"]) and needs(api_key="a", allowed_hosts=["a"])
     with running_server(settings_of(allowed_hosts=["Models.Example"])) as server:
@@ -314,6 +316,7 @@ def test_without_a_key_adapters_are_for_this_machine(server):
         ("::ffff:127.0.0.1", None, True),
         ("10.0.0.1", None, False),
         ("127.0.0.1", b"http://localhost:8000", True),
+        ("::1", b"http://[::ffff:127.0.0.1]:8000", True),
         ("127.0.0.1", b"https://somebody.example", False),  # in a browser of this machine
         ("127.0.0.1", b"null", False),
     ]:

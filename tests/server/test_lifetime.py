@@ -199,8 +199,8 @@ def test_a_missing_model_is_one_sentence(capsys, tmp_path):
         cli.main(["serve", "--model", "nowhere"])
     assert caught.value.code == 2
     assert capsys.readouterr().err.endswith(
-        "argument --model: 'nowhere' is not a folder, a file, or a name that "
-        "`gptmanager models` lists\n"
+        "argument --model: must be a folder, a file, or a name that `gptmanager models` lists, "
+        "got 'nowhere'\n"
     )
     code = cli.main(["serve", "--model", str(tmp_path), "--port", "0"])
     assert code == 2 and capsys.readouterr().err.count("\n") == 1

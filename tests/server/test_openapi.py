@@ -5,7 +5,7 @@ from fuzz import FUZZ
 from http_answers import refusal
 from hypothesis import given, settings
 
-from gptmanager.server.openapi import document
+from gptmanager.server.openapi import Endpoint, _path, document
 from gptmanager.server.triton.http import UNSUPPORTED_PATHS
 
 LIMITS = {  # path -> the field that limits the new tokens
@@ -36,6 +36,11 @@ def test_links_lead_to_what_is_described():
     for link in links:
         _, _, path, method = link.split("/")
         assert method in paths[path.replace("~1", "/")]
+
+
+def test_an_endpoint_with_a_body_may_have_another_method_than_post():
+    given = Endpoint("/a", "replace it", {}, method="put")
+    assert [*_path(given, closed=True)] == ["put"]
 
 
 def test_a_lenient_server_says_so():

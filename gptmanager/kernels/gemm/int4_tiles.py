@@ -139,9 +139,7 @@ class _Tile:
         before = builder.block
         with builder.if_then(has_minima, likely=False):
             right = [_widened(builder, it) for it in minima]
-            sums = [
-                spread(builder, _load(builder, plus(builder, it, SUM), FLOAT)) for it in blocks
-            ]
+            sums = [spread(builder, _load(builder, plus(builder, it, SUM), FLOAT)) for it in blocks]
             more = [
                 multiply_add(builder, sums[n // self.across], right[n % self.across], total)
                 for n, total in enumerate(totals)
@@ -224,7 +222,11 @@ def _values_of(builder: Any, source: Any) -> list[Any]:
         for value in both:
             for byte in range(4):
                 by = 16 - half - 8 * byte
-                moved = builder.shl(value, int_lanes(by)) if by > 0 else builder.lshr(value, int_lanes(-by))
+                moved = (
+                    builder.shl(value, int_lanes(by))
+                    if by > 0
+                    else builder.lshr(value, int_lanes(-by))
+                )
                 found.append(builder.and_(moved, mask))
     return found
 

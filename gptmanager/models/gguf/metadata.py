@@ -38,9 +38,8 @@ class Metadata:
     def error(self, key: str, need: str) -> ConfigError:
         """Return an error that names a key and its value. `need`: what the value must be."""
         value = self._values.get(key)
-        shown = "not there" if value is None else f"= {quoted(value)}"
-        text = f"{quoted_path(self.path)}: {key} {shown}: {need}"
-        return ConfigError(text.replace(" not there:", " is not there:"))
+        shown = "is not there" if value is None else f"= {quoted(value)}"
+        return ConfigError(f"{quoted_path(self.path)}: {key} {shown}: {need}")
 
     def text(self, key: str) -> str | None:
         """Return a string, or None if the key is absent."""

@@ -86,11 +86,8 @@ class ChatCalls:
 
     def check_number(self, where: str, messages: list[Any]) -> None:
         """Raise ApiError (400) if messages have more parts than the context has tokens."""
-        limit = self.engine.card.max_model_len
-        num_items = count_items(messages, limit)
-        if num_items > limit:
-            details = f"However, your {where} has {num_items} parts."
-            raise self.engine.context_length.exceeded(where, details)
+        num_items = count_items(messages, self.engine.card.max_model_len)
+        self.engine.context_length.check_parts(where, num_items)
 
     async def prompt(
         self, given: Mapping[str, Any], warnings: Warnings

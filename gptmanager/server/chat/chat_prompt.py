@@ -148,11 +148,8 @@ class ChatPrompts:
         messages, 503 if the process that renders templates does not start.
         """
         given = body.get("messages")
-        limit = self._engine.card.max_model_len
-        num_items = count_items(given, limit)
-        if num_items > limit:
-            details = f"However, your messages have {num_items} parts and calls."
-            raise self._engine.context_length.exceeded("messages", details)
+        num_items = count_items(given, self._engine.card.max_model_len)
+        self._engine.context_length.check_parts("messages", num_items)
         parts = EmbeddingParts(self._engine.card)
         has_parts = isinstance(given, list) and has_embeddings(given)
 

@@ -5,7 +5,6 @@ Unknown keys of a message are ignored, because clients send back answers of othe
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -13,6 +12,7 @@ import orjson
 
 from gptmanager.errors import quoted
 from gptmanager.server.fields import field_error
+from gptmanager.server.tool_formats.python_values import STRICT_JSON
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 
@@ -24,11 +24,6 @@ _MOST_OBJECTS = 10_000  # in the arguments of a call
 _FUNCTION_CALL = "function_call"  # id given to a deprecated call, which has no id of its own
 
 
-def _no_json(name: str) -> None:
-    raise ValueError(f"{name} is not valid JSON")
-
-
-_STRICT_JSON = json.JSONDecoder(parse_constant=_no_json)
 _TEXT = {"type": "string"}
 _PART = {
     "type": "object",
@@ -244,7 +239,7 @@ def _arguments(given: Any) -> Any:
     if given.count("[") + given.count("{") > _MOST_OBJECTS:  # parsing would take long
         return given
     try:
-        found = _STRICT_JSON.decode(given or "{}")
+        found = STRICT_JSON.decode(given or "{}")
         # Raises for numbers and depths that cannot be sent to the template's process.
         orjson.dumps([[[[[[[[found]]]]]]]])
     except (ValueError, TypeError, RecursionError):

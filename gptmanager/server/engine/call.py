@@ -21,7 +21,7 @@ from gptmanager.callbacks.queue.generation import ReadPosition
 from gptmanager.errors import AdapterError
 from gptmanager.server.errors import ApiError, api_error
 
-_REASONS = {
+FINISH_REASONS = {
     FinishReason.END_ID: "stop",
     FinishReason.STOP_WORDS: "stop",
     FinishReason.LENGTH: "length",
@@ -223,7 +223,7 @@ class Call:
     def log_fields(self) -> dict[str, Any]:
         """Return the fields of the requests for the log: tokens, times, and how they ended."""
         metrics = [result.metrics for result in self._results]
-        reasons = [_REASONS[reason] for it in self._results for reason in it.finish_reasons]
+        reasons = [FINISH_REASONS[reason] for it in self._results for reason in it.finish_reasons]
         is_cut = len(self._results) < len(self._running)
         fields: dict[str, Any] = {
             "prompt_tokens": self._num_prompt_tokens,

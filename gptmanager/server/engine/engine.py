@@ -93,6 +93,12 @@ class Engine:
         return Counts(*counts_of(self.queue))
 
     @property
+    def is_live(self) -> bool:
+        """Whether the loop runs and makes progress."""
+        health = self.manager.health()
+        return health.alive and health.progressing
+
+    @property
     def is_ready(self) -> bool:
         """Whether the server accepts requests, apart from its limits."""
         health = self.manager.health()

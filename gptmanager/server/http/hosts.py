@@ -27,9 +27,24 @@ def needs_guard(host: str, access: AccessSettings) -> bool:
 def is_of_this_machine(host: str) -> bool:
     """Return whether `host`, a name or an address without a port, is a loopback address."""
     try:
-        return host == "localhost" or ip_address(host).is_loopback
+        address = ip_address(host)
     except ValueError:
-        return False
+        return host == "localhost"
+    # before Python 3.13, ::ffff:127.0.0.1 is not a loopback address
+    return (getattr(address, "ipv4_mapped", None) or address).is_loopback
+
+
+def is_foreign_origin(origin: str) -> bool:
+    """Return whether a page of this `Origin` is from another host."""
+    return not is_of_this_machine(_host(origin.partition("://")[2]))
+
+
+def _host(authority: str) -> str:
+    """Return the host in "host:port"; "" if it is invalid."""
+    try:
+        return (urlsplit(f"//{authority}").hostname or "").rstrip(".")
+    except ValueError:
+        return ""
 
 
 class HostGuard:
@@ -70,10 +85,7 @@ class HostGuard:
         return is_listed or self._is_allowed(origin.partition("://")[2])
 
     def _is_allowed(self, authority: str) -> bool:
-        try:
-            host = (urlsplit(f"//{authority}").hostname or "").rstrip(".")
-        except ValueError:
-            return False
+        host = _host(authority)
         return host in self._allowed or is_of_this_machine(host)
 
 

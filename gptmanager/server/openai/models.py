@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import functools
-import ipaddress
 from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
-from gptmanager.callbacks.live_page.page_server import is_loopback
 from gptmanager.errors import quoted
 from gptmanager.server.engine.adapters import Adapter
 from gptmanager.server.engine.engine import Engine
 from gptmanager.server.errors import ApiError
 from gptmanager.server.fields import Field, Text, by_name
 from gptmanager.server.http.body import read_json, until_disconnected
+from gptmanager.server.http.hosts import is_foreign_origin, is_of_this_machine
 from gptmanager.server.http.responses import json_response
 from gptmanager.server.request_fields import read_request
 from gptmanager.server.settings import ServerSettings
@@ -120,19 +119,6 @@ def _check_caller(request: Request, settings: ServerSettings) -> None:
     """
     host = request.client.host if request.client is not None else ""
     origin = request.headers.get("origin", "")
-    if not settings.has_key and (not _is_loopback(host) or _is_foreign(origin)):
+    is_foreign = not is_of_this_machine(host) or (origin and is_foreign_origin(origin))
+    if is_foreign and not settings.has_key:
         raise ApiError(403, "without --api-key adapters can be loaded from this machine only")
-
-
-def _is_foreign(origin: str) -> bool:
-    """Return whether the request comes from a web page of another host."""
-    return bool(origin) and not is_loopback(origin.partition("://")[2])
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        address = ipaddress.ip_address(host)
-    except ValueError:
-        return False
-    mapped = getattr(address, "ipv4_mapped", None)
-    return (mapped or address).is_loopback

@@ -14,15 +14,8 @@ from tokenizers import Tokenizer
 from gptmanager import FinishReason
 from gptmanager.callbacks import TextStream
 from gptmanager.callbacks.text.stop_strings import StopStrings
+from gptmanager.server.engine.call import FINISH_REASONS
 from gptmanager.server.text.log_probs import TokenLogProb
-
-_REASONS = {
-    FinishReason.END_ID: "stop",
-    FinishReason.STOP_WORDS: "stop",
-    FinishReason.LENGTH: "length",
-    FinishReason.TIMED_OUT: "timeout",
-    FinishReason.CANCELLED: "cancelled",
-}
 
 
 @dataclass(frozen=True)
@@ -128,7 +121,7 @@ class Output:
     def finish(self, reason: FinishReason) -> None:
         """Record that the engine has ended the output, unless the output has already ended."""
         if self.finish_reason is None:
-            self._end(_REASONS[reason])
+            self._end(FINISH_REASONS[reason])
 
     def take(self) -> Delta:
         """Return the delta since the last call."""

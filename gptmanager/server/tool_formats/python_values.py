@@ -14,10 +14,17 @@ _BREAKS = re.compile(r"""["'()\[\]{},]""")
 _QUOTES = {quote: re.compile(rf"[{quote}\\]") for quote in "\"'"}
 
 
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"{name} is not valid JSON")
+
+
+STRICT_JSON = json.JSONDecoder(parse_constant=_refuse_constant)  # without NaN and Infinity
+
+
 def json_of_literal(text: str) -> str | None:
     """Convert a value in JSON or in Python's syntax to JSON; return None if it is neither."""
     try:
-        json.loads(text, parse_constant=_no_number)
+        STRICT_JSON.decode(text)
         return text
     except (ValueError, RecursionError):
         pass
@@ -29,10 +36,6 @@ def json_of_literal(text: str) -> str | None:
             return as_json(ast.literal_eval(text))
     except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
         return None
-
-
-def _no_number(name: str) -> None:
-    raise ValueError(f"{name} is not valid JSON")
 
 
 class LiteralScan:

@@ -35,7 +35,7 @@ NUMPY = {
 }
 Buffer = Union[bytes, memoryview]
 _LENGTH = struct.Struct("<I")
-_MAX_DIMS = 8
+MAX_DIMS = 8
 
 
 def from_bytes(name: str, datatype: str, shape: Sequence[int], raw: Buffer) -> np.ndarray:
@@ -112,7 +112,7 @@ def _flat(name: str, values: Any, most: int) -> list[Any]:
     Raises ApiError if a level has more than `most` items, before it reads that level.
     """
     found = values if isinstance(values, list) else [values]
-    for _ in range(_MAX_DIMS):
+    for _ in range(MAX_DIMS):
         if len(found) > most:
             raise _wrong_number(name, str(len(found)), most)
         if list not in set(map(type, found)):
@@ -121,7 +121,7 @@ def _flat(name: str, values: Any, most: int) -> list[Any]:
         if size > most:
             raise _wrong_number(name, str(size), most)
         found = [inner for one in found for inner in (one if isinstance(one, list) else [one])]
-    raise invalid(name, f"input {quoted(name)} has lists deeper than {_MAX_DIMS}")
+    raise invalid(name, f"input {quoted(name)} has lists deeper than {MAX_DIMS}")
 
 
 def _wrong_number(name: str, given: str, expected: int) -> ApiError:

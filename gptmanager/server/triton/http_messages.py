@@ -11,7 +11,13 @@ import orjson
 from gptmanager.errors import quoted
 from gptmanager.server.errors import ApiError
 from gptmanager.server.http.json_text import parse_json
-from gptmanager.server.triton.datatypes import from_bytes, from_values, to_bytes, to_values
+from gptmanager.server.triton.datatypes import (
+    MAX_DIMS,
+    from_bytes,
+    from_values,
+    to_bytes,
+    to_values,
+)
 from gptmanager.server.triton.errors import invalid, unsupported
 from gptmanager.server.triton.inference import VERSION, Model, check_outputs
 from gptmanager.server.triton.messages import PARAMETERS, InferRequest, InferResponse, InputTensor
@@ -19,7 +25,6 @@ from gptmanager.server.triton.messages import PARAMETERS, InferRequest, InferRes
 HEADER = "inference-header-content-length"  # bytes of JSON before the tensors
 # The limit for a decompressed body is a constant, plus this many bytes per compressed byte.
 _DECOMPRESSED_BASE, _DECOMPRESSED_PER_BYTE = 16 << 20, 4
-_MAX_DIMS = 8
 
 
 def decompressed(body: bytes, encoding: str, limit: int) -> bytes:
@@ -179,12 +184,12 @@ class _Object:
         found = self.given.get("shape")
         if (
             not isinstance(found, list)
-            or len(found) > _MAX_DIMS
+            or len(found) > MAX_DIMS
             or any(type(size) is not int for size in found)
         ):
             raise invalid(
                 "shape",
-                f"{self._where}: shape must be a list of at most {_MAX_DIMS} integers, got "
+                f"{self._where}: shape must be a list of at most {MAX_DIMS} integers, got "
                 f"{quoted(found)}",
             )
         return found

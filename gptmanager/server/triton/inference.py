@@ -111,8 +111,7 @@ class Inference:
 
     @property
     def is_live(self) -> bool:
-        health = self._engine.manager.health()
-        return health.alive and health.progressing
+        return self._engine.is_live
 
     @property
     def is_ready(self) -> bool:

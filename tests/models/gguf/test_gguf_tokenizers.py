@@ -111,6 +111,7 @@ def test_the_chat_template_is_that_of_the_file(tmp_path: Path) -> None:
         ({"pre": "strange"}, "pre = 'strange': this pre-tokenizer is not supported; supported: "),
         ({"model": "t5"}, "ggml.model = 't5': not supported; supported: gpt2, llama, gemma4"),
         ({"tokens": None}, "holds no tokenizer: pass token ids"),
+        ({"tokens": "a not there:"}, "tokens = 'a not there:': must be an array of strings"),
         ({"tokens": 3}, "tokenizer.ggml.tokens = 3: must be an array of strings"),
         ({"merges": None}, "tokenizer.ggml.merges is not there: must be an array of strings"),
         ({"token_type": np.zeros(3, np.int32)}, "token_type = .*: must be an array of 905 numbers"),
