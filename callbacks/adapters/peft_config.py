@@ -191,7 +191,8 @@ class PeftConfig:
     def _is_named(self, field: str, names: str | frozenset[str], module: str) -> bool:
         """Return whether `names` selects a module.
 
-        A string is a pattern for the whole name of the module, a set has possible ends of it.
+        A string is a pattern for the whole name of the module. A set lists ends of names; the
+        module's name must have one of them.
         """
         if isinstance(names, str):
             return self._match(field, names, module)

@@ -5,8 +5,8 @@ row. So each event loop has a mailbox. The first wake-up that is posted to it sc
 the loop, and the wake-ups that are posted until this call runs are handled by the same call.
 
 An event loop that is woken competes with the manager's thread for the interpreter lock. So the
-wake-ups for the tokens of a long step wait until the next long step begins, which does not hold the
-lock: then the event loop works while the step computes.
+wake-ups for the tokens of a long step wait until the next long step begins. That step does not hold
+the lock, so the event loop works while the step computes.
 """
 
 from __future__ import annotations

@@ -44,7 +44,7 @@ class Program:
     kernels: tuple[str, ...]
     dependent: bool = False
     architectures: tuple[str, ...] = compiler.ARCHITECTURES  # to compile for
-    at_once: int = 16  # kernels in a library of the emulator: g++ reads the headers once for them
+    at_once: int = 16  # kernels that the emulator compiles as one library, in one run of g++
 
     @property
     def path(self) -> Path:

@@ -8,7 +8,7 @@ from torch import Tensor
 from gptmanager.cuda.gemm.byte_rows import FP8, Fp8Rows
 from gptmanager.cuda.gemm.device_matrices import DeviceMatrix
 
-_ALIGNMENT = 16  # sizes of matrices are multiples of it
+_ALIGNMENT = 16  # the sizes of matrices are multiples of this number
 
 
 def covers(x: Tensor, weight: DeviceMatrix) -> bool:

@@ -94,7 +94,7 @@ class Processors:
 
 
 def _started(grammar: Any, start: Callable[[], GrammarStart | None], warnings: Warnings) -> Any:
-    """Return the grammar for the text after a thought, or `grammar` if there is no thought."""
+    """Return the grammar for the text after a thought (reasoning), or `grammar` without one."""
     try:
         found = start()
     except ValueError as error:
