@@ -54,9 +54,10 @@ def without_code(blueprint: Blueprint) -> OptionalParams:
     chunked, provider = params.enable_chunked_context, params.attention_provider
     if params.journal_path is not None:
         chunked = blueprint.sizes.chunked or chunked
+    absent: dict[str, Any] = dict.fromkeys(_OF_HOST)
     return replace(
         params,
-        **dict.fromkeys(_OF_HOST),
+        **absent,
         enable_chunked_context=chunked,
         attention_provider=provider if isinstance(provider, str) else "own",
     )

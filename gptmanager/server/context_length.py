@@ -64,7 +64,8 @@ class ContextLength:
     def check_parts(self, param: str, num_parts: int) -> None:
         """Check that messages have at most as many parts as tokens fit. Raises ApiError (400)."""
         if num_parts > self._most:
-            raise self.exceeded(param, f"However, your {param} has {num_parts} parts and calls.")
+            details = f"However, there are {num_parts} parts and calls in your {param}."
+            raise self.exceeded(param, details)
 
     def exceeded(self, param: str, details: str) -> ApiError:
         """Return the error (400) for the field `param`. Its message is the limit and `details`."""
