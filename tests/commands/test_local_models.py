@@ -83,7 +83,7 @@ def test_a_name_is_as_good_as_a_path(capsys: pytest.CaptureFixture[str], tmp_pat
 @pytest.mark.parametrize(
     ("name", "told"),
     [
-        ("nowhere", "or a name that `gptmanager models` lists\n"),
+        ("nowhere", "or a name that `gptmanager models` lists, got 'nowhere'\n"),
         ("org/lost", "download it with `hf download org/lost`\n"),
     ],
 )

@@ -8,6 +8,7 @@ import json
 import re
 from dataclasses import replace
 from functools import cache, partial
+from types import SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
@@ -289,7 +290,7 @@ def test_a_checkpoint_may_ask_for_it_and_pages_are_as_wide() -> None:
             "device = 'meta': only the CPU supports it",
         ),
         (
-            {"kernels": CudaKernels(cast(Any, None))},
+            {"kernels": CudaKernels(cast(Any, SimpleNamespace(has_fp8=False)))},
             "kernels = CudaKernels: they do not support it",
         ),
     ],
