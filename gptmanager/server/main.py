@@ -66,7 +66,7 @@ def _run(options: argparse.Namespace) -> int:
     given.params.on_progress = ProgressBars(options.region, notes=NOTES).update
     serving = load_extra("server", "gptmanager.server.serving")
     with logging_to(options.region, settings.log_format):
-        if cores and given.params.device == "cpu":
+        if cores and given.params.device in (None, "cpu"):
             _logger.info(
                 "%d of %d cores compute, and one is left to the event loop and to clients; if nothing "
                 "else runs on this machine, --threads %d is up to twice as fast",

@@ -239,7 +239,7 @@ def test_a_prompt_that_an_empty_cache_cannot_hold_is_refused_with_numbers():
     limits = Limits(100, 13, 12, num_blocks=4, tokens_per_block=4, pool_limited=True)
     with pytest.raises(CapacityError, match=r"Prompt length \(16\).*needs 5.*blocks.*has 4\."):
         admit(request(input_ids=[1] * 16), limits, 0.0)
-    with pytest.raises(CapacityError, match=r"Prompt length \(13\).* 4 KV.* hold at most 13 tokens"):
+    with pytest.raises(CapacityError, match=r"Prompt length \(13\).* 4 KV.* at most 13 tokens"):
         admit(request(input_ids=[1] * 13), limits, 0.0)
 
 
