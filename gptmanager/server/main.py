@@ -68,8 +68,8 @@ def _run(options: argparse.Namespace) -> int:
     with logging_to(options.region, settings.log_format):
         if cores and given.params.device in (None, "cpu"):
             _logger.info(
-                "%d of %d cores compute, and one is left to the event loop and to clients; if nothing "
-                "else runs on this machine, --threads %d is up to twice as fast",
+                "computation uses %d of %d cores, one is left to the event loop and to clients; if "
+                "nothing else runs on this machine, --threads %d is up to twice as fast",
                 *(cores - 1, cores, cores),
             )
         for name in options.unknown_variables:
