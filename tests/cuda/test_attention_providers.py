@@ -118,6 +118,7 @@ def expected():
     return [it.tensors["output_ids"].tolist() for it in finals(several(), "cpu", **SMALL)]
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize(
     ("new", "captures"),
     [

@@ -167,6 +167,7 @@ def logits_of(shapes, kernels, **options):
         return torch.cat([runner.run(step).logits.clone() for step in STEPS])
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize(
     ("deterministic", "options"),
     [
