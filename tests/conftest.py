@@ -43,13 +43,13 @@ def pytest_collection_modifyitems(config, items):
     if ALL_CASES or any("::" in argument for argument in config.args):
         return
     cases, every = defaultdict(list), {}
-    for item in items:
+    left_out = {item for item in items if item.get_closest_marker("slow") is not None}
+    for item in (item for item in items if item not in left_out):
         marker = item.get_closest_marker("every")
         if marker is not None and item.get_closest_marker("gpu") is None:
             test = item.nodeid.partition("[")[0]
             cases[test].append(item)
             every[test] = marker.args[0]
-    left_out = {item for item in items if item.get_closest_marker("slow") is not None}
     for test, its_cases in cases.items():
         first = zlib.crc32(test.encode()) % min(every[test], len(its_cases))
         left_out.update(its_cases)
