@@ -29,9 +29,9 @@ Begin = Callable[[bool], None]
 
 MAX_CAPTURED_STEPS = 64
 # Steps that take longer release the interpreter lock, once: other threads of the host then run
-# while the step computes. Getting the lock back takes up to 5 ms if one of them is still busy, but
-# a thread that needs the lock while a step holds it waits as long, each time.
-LONG_S = 0.0005
+# while the step computes. Getting the lock back takes up to 5 ms if one of them is still busy, so
+# with a lower limit a busy thread of the host would slow down short steps several times.
+LONG_S = 0.005
 TASK_ALIGNMENT = 64
 _aten = torch.ops.aten
 _NEW = {_aten.empty.memory_format, _aten.empty_like.default, _aten.new_empty.default}
