@@ -30,7 +30,7 @@ Begin = Callable[[bool], None]
 MAX_CAPTURED_STEPS = 64
 # Steps that take longer release the interpreter lock, once: other threads of the host then run
 # while the step computes. Getting the lock back takes up to 5 ms if one of them is still busy, so
-# with a lower limit a busy thread of the host would slow down short steps several times.
+# with a lower limit a busy thread of the host would slow short steps down even more.
 LONG_S = 0.005
 TASK_ALIGNMENT = 64
 _aten = torch.ops.aten
