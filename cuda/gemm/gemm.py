@@ -226,8 +226,8 @@ def _plans(
 ) -> Iterator[MatmulPlan]:
     """Yield plans with one share for each multiprocessor, or for each resident block.
 
-    If there are no more tiles than resident blocks, also yield plans that cut each tile into equal
-    parts.
+    If the number of tiles is at most that of resident blocks, also yield plans that cut each tile
+    into equal parts.
     """
     of_block = kind.shared_bytes + _RESERVED_BYTES
     resident = min(kind.resident, (max_shared_mem + _RESERVED_BYTES) // of_block)

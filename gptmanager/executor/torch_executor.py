@@ -122,7 +122,7 @@ class TorchExecutor:
         )
 
     def close(self, timeout_s: float) -> bool:
-        """Return True, because there are no threads to end."""
+        """Return True: this executor starts no threads."""
         return True
 
     def mark(self) -> None:

@@ -73,7 +73,7 @@ class ChildProcess:
 
         `is_wanted` is called about ten times a second. Raise RefusedError if the module raised an
         error, and NotStartedError if no process can be started. Raise NoAnswerError if the answer
-        takes too much time or memory or is no longer wanted; the process is then ended.
+        takes too much time or memory, or if `is_wanted` returns False. The process is then ended.
         """
         try:
             answer = self._exchange(self._running(), question, max_seconds, is_wanted)

@@ -11,10 +11,11 @@ from gptmanager.request.input_rows import HostRows
 class SamplingParams:
     """How a request's tokens are chosen. Lengths are in tokens.
 
-    With `top_k` 0 there is no limit. `seed` and a token's absolute position determine the random
-    numbers. Each of `end_ids` ends the output; they are banned before `min_length` generated
-    tokens. `embedding_bias` TOKEN_BIAS `[n]` is added to the logits of some tokens. `bad_words` are
-    token sequences that are never completed. With `no_repeat_ngram_size` 0, n-grams may repeat.
+    `top_k` 0 means that all tokens are candidates. `seed` and a token's absolute position determine
+    the random numbers. Each of `end_ids` ends the output; they are banned before `min_length`
+    generated tokens. `embedding_bias` TOKEN_BIAS `[n]` is added to the logits of some tokens.
+    `bad_words` are token sequences that are never completed. With `no_repeat_ngram_size` 0, n-grams
+    may repeat.
     """
 
     greedy: bool = True

@@ -54,7 +54,7 @@ class Conversation:
     def pick(self, number: int) -> None:
         """Continue with the answer `number`, from 1, to the last question.
 
-        Raises ConfigError if there is no such answer.
+        Raises ConfigError if `number` is not between 1 and the number of answers.
         """
         if not 1 <= number <= len(self._answers):
             count = len(self._answers)
