@@ -19,8 +19,8 @@ class ByteRows(PackedMatrix):
     """A matrix `[rows, columns]` of float32, bfloat16 or float16 in 8 bits, on any device.
 
     `values` is `stored` `[rows, columns]`, `scales` float32 `[rows]`. The largest magnitude of a
-    row becomes the largest number of `stored`, so `copy_` needs whole rows, even to
-    write only some of their columns.
+    row becomes the largest number of `stored`, so `copy_` needs whole rows, even to write only some
+    of their columns.
     """
 
     stored: torch.dtype
