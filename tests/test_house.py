@@ -6,6 +6,7 @@ import os
 import re
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from banned_forms import BANNED, banned_forms
@@ -193,3 +194,32 @@ def test_a_decode_step_passes_few_files(monkeypatch, capsys):
     if not packing_pays():  # a product passes the reference's
         passed.pop("gptmanager/kernels/gemm/packed_matrix.py")
     assert len(passed) <= 26, capsys.readouterr().out
+
+
+def test_slow_tests_stay_out_of_everyday_runs_and_of_each_every_one_case(request, monkeypatch):
+    """Also slow tests in a file whose tests are all marked `every`."""
+    (plugin,) = (
+        it
+        for it in request.config.pluginmanager.get_plugins()
+        if getattr(it, "__file__", "") == str(ROOT / "tests" / "conftest.py")
+    )
+    monkeypatch.setattr(plugin, "ALL_CASES", False)
+
+    class Item:
+        def __init__(self, name, **markers):
+            self.nodeid, self.markers = name, markers
+
+        def get_closest_marker(self, name):
+            return self.markers.get(name)
+
+    class Config:
+        args = ()
+        hook = SimpleNamespace(pytest_deselected=lambda items: None)
+
+    every = SimpleNamespace(args=(3,))
+    cases = [Item(f"test_table[{i}]", every=every) for i in range(6)]
+    slow = [Item("test_slow", slow=True), Item("test_race[0]", slow=True, every=every)]
+    on_gpu = Item("test_table[gpu]", every=every, gpu=True)
+    items = [Item("test_plain"), *cases, *slow, on_gpu]
+    plugin.pytest_collection_modifyitems(Config, items)
+    assert not set(items) & set(slow) and on_gpu in items and len(items) == 4
