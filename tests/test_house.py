@@ -196,8 +196,8 @@ def test_a_decode_step_passes_few_files(monkeypatch, capsys):
     assert len(passed) <= 26, capsys.readouterr().out
 
 
-def test_slow_tests_stay_out_of_everyday_runs_and_of_each_every_one_case(request, monkeypatch):
-    """Also slow tests in a file whose tests are all marked `every`."""
+def test_which_tests_stay_out_of_everyday_runs(request, monkeypatch):
+    """Slow tests, also in a file that is marked `every`, and all but each k-th case of a table."""
     (plugin,) = (
         it
         for it in request.config.pluginmanager.get_plugins()
