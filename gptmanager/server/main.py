@@ -6,9 +6,11 @@ import argparse
 import logging
 import os
 import signal
+from dataclasses import replace
 
 import torch
 
+from gptmanager.config import CapacitySchedulerPolicy, ModelType
 from gptmanager.environment.cores import num_cores
 from gptmanager.errors import ConfigError
 from gptmanager.run.follow import follow, is_follower
@@ -16,11 +18,12 @@ from gptmanager.server.extras import load_extra
 from gptmanager.server.log_output import logging_to
 from gptmanager.server.settings import ServerSettings
 from gptmanager.terminal.option_sources import with_origin
-from gptmanager.terminal.options import manager_options
+from gptmanager.terminal.options import ManagerOptions, manager_options
 from gptmanager.terminal.progress import NOTES, ProgressBars
 from gptmanager.terminal.streams import print_message
 
 _FEW_CORES = 4
+_CPU_STEP_TOKENS = 2048
 _logger = logging.getLogger(__name__)
 
 
@@ -50,7 +53,26 @@ def server_settings(options: argparse.Namespace) -> ServerSettings:
     """Return the checked settings of parsed options. Raises ConfigError."""
     names = ServerSettings.__dataclass_fields__.keys() - {"manager"}
     given = {name: getattr(options, name) for name in names}
-    return ServerSettings(manager=manager_options(options), **given)
+    manager = manager_options(options)
+    if options.max_num_tokens is None:
+        manager = with_short_steps(manager)
+    return ServerSettings(manager=manager, **given)
+
+
+def with_short_steps(given: ManagerOptions) -> ManagerOptions:
+    """Return the options of a server with steps that are short enough for a CPU.
+
+    A step of 8,192 prompt tokens takes a CPU many seconds: all clients wait for it, both for their
+    first and for their next token. Contexts that do not fit the shorter step run in chunks. Options
+    with which contexts cannot run in chunks, and those for other devices, are returned unchanged.
+    """
+    params, policy = given.params, given.scheduler.capacity_scheduler_policy
+    is_static = policy is CapacitySchedulerPolicy.STATIC_BATCH or given.model_type is ModelType.V1
+    if is_static or params.device not in (None, "cpu"):
+        return given
+    num_tokens = max(_CPU_STEP_TOKENS, params.kv_cache_config.tokens_per_block)
+    params = replace(params, max_num_tokens=num_tokens, enable_chunked_context=True)
+    return given._replace(params=params)
 
 
 def _run(options: argparse.Namespace) -> int:

@@ -18,6 +18,7 @@ from gptmanager.terminal.arguments import checkpoint, positive, threads
 from gptmanager.terminal.redrawn_lines import RedrawnLines
 
 POLICIES = tuple(policy.name.lower() for policy in CapacitySchedulerPolicy)
+_MAX_NUM_TOKENS = OptionalParams().max_num_tokens
 _BATCHING = {kind.name.lower().removesuffix("_batching"): kind for kind in ModelType}
 
 
@@ -75,13 +76,18 @@ def add_scheduler(parser: argparse.ArgumentParser, help: str) -> None:
     parser.add_argument("--scheduler", metavar="MODULE:NAME", help=help)
 
 
-def add_manager_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options of a manager, for every command that starts one."""
+def add_manager_options(
+    parser: argparse.ArgumentParser, max_num_tokens: int | str = _MAX_NUM_TOKENS
+) -> None:
+    """Add the options of a manager, for every command that starts one.
+
+    `max_num_tokens` describes the default of --max-num-tokens.
+    """
     group = parser.add_argument_group("manager")
     add = group.add_argument
     number: dict[str, Any] = {"type": positive, "metavar": "N"}
     add("--max-batch-size", default=256, help="requests (default %(default)s)", **number)
-    add("--max-num-tokens", default=8192, help="per iteration (default %(default)s)", **number)
+    add("--max-num-tokens", help=f"per iteration (default {max_num_tokens})", **number)
     add("--max-seq-len", help="tokens per request (default: the checkpoint's)", **number)
     add("--kv-cache-tokens", help="size of the KV cache (default: set by free memory)", **number)
     add("--kv-cache-dtype", choices=("fp8",), help="(default: the model's)")
@@ -134,7 +140,7 @@ def manager_options(options: argparse.Namespace) -> ManagerOptions:
         ),
         enable_chunked_context=True if options.chunked_context else None,
         max_batch_size=options.max_batch_size,
-        max_num_tokens=options.max_num_tokens,
+        max_num_tokens=options.max_num_tokens or _MAX_NUM_TOKENS,
         max_seq_len=options.max_seq_len,
         enable_trt_overlap=options.overlap,
         device=options.device,

@@ -202,7 +202,8 @@ def test_linear_layers_are_stored_in_few_bits(folder: Path, kind: Any) -> None:
     stored = {type(it.matrix) for it in network.modules() if isinstance(it, PackedLinear)}
     assert (Int4Matrix in stored) == (kind == "int4")
     error = (in_pieces(model, prompts(20))[0] - exact).std() / exact.std()
-    assert 0 < error < (0.03 if kind == "int8" else 0.3)
+    # without a matrix unit, the activations of a prompt are int8, too
+    assert 0 < error < (0.04 if kind == "int8" else 0.3)
     assert model.nbytes < 0.6 * through_transformers(new_network("apertus")).nbytes
 
 

@@ -228,6 +228,24 @@ def test_settings_are_checked_by_name():
 
 
 @pytest.mark.parametrize(
+    ("words", "num_tokens", "chunked"),
+    [
+        ("", 2048, True),
+        ("--device cpu --tokens-per-block 4096", 4096, True),
+        ("--max-num-tokens 8192", 8192, None),
+        ("--max-num-tokens 100 --chunked-context", 100, True),
+        ("--device emulator", 8192, None),
+        ("--batching v1", 8192, None),
+        ("--policy static_batch --chunked-context", 8192, True),
+    ],
+)
+def test_a_server_on_a_cpu_has_short_steps(words, num_tokens, chunked):
+    parsed = cli.command_parser().parse_args(["serve", "--model", str(MODEL), *words.split()])
+    params = main.server_settings(parsed).params
+    assert (params.max_num_tokens, params.enable_chunked_context) == (num_tokens, chunked)
+
+
+@pytest.mark.parametrize(
     ("cores", "threads", "told", "left"),
     [
         *[(1, 1, None, 1), (2, 2, None, 1), (4, 4, None, 3), (5, 5, None, 5)],

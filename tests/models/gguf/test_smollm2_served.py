@@ -40,7 +40,9 @@ def template(file: Path) -> Iterator[ChatTemplate]:
 @pytest.fixture(scope="module")
 def client(file: Path) -> Iterator[httpx.Client]:
     cache = KvCacheConfig(max_tokens=4096)
-    params = {"kv_cache_config": cache, "deterministic": False, "max_seq_len": 2048}
+    # in float32: the first token of ANSWER is so close to another one that the rounding of
+    # activations, which depends on the processor, decides between them
+    params = {"kv_cache_config": cache, "max_seq_len": 2048, "dtype": "float32"}
     settings = settings_of(file, params, served_model_name="smollm2", triton=False)
     with (
         running_server(settings) as server,
