@@ -11,7 +11,7 @@ from torch import Tensor
 
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2", "clamped_swiglu"]
 
-# The clamped SwiGLU of gpt-oss: the limit of values, and the slope of the sigmoid.
+# The clamped SwiGLU of gpt-oss: the limit of gates and ups, and the slope of the sigmoid.
 SWIGLU_LIMIT, SWIGLU_SLOPE = 7.0, 1.702
 
 _PLAIN: Mapping[Activation, Callable[[Tensor], Tensor]] = {

@@ -25,10 +25,10 @@ from gptmanager.lifecycle.log import logger
 Progress = Callable[[str, int, int], None]
 
 WORK = "kernels"  # the name under which progress is reported
-_MOST_PROCESSES = 4  # the longest body takes a third of the time of all
+_MOST_PROCESSES = 4  # more would not help: the longest body takes a third of the time of all
 _BYTES_OF_PROCESS = 600 << 20
-# how long this process waits for a report of the others: 10 s, or if that is longer, a multiple of
-# the compile time of its own longest body, since the longest bodies are compiled first
+# How long this process waits for a report of the others: 10 s, or if that is longer, three times
+# the longest compile time of its own bodies so far.
 _PATIENCE_S, _PATIENCE = 10.0, 3
 _PROGRAM = (
     "import json, sys; sys.path[:] = json.loads(sys.stdin.readline());"
@@ -132,7 +132,7 @@ def _processes(count: int) -> Iterator[list[subprocess.Popen[str]]]:
 
 
 def _feed(process: subprocess.Popen[str], waiting: deque[Body], ended: threading.Semaphore) -> None:
-    """Send bodies to `process`, one at a time. This process later compiles one that fails."""
+    """Send bodies to `process`, one at a time. The caller compiles those that fail there."""
     assert process.stdin is not None and process.stdout is not None
     with suppress(OSError, ValueError), process.stdin, process.stdout:
         process.stdin.write(json.dumps(sys.path) + "\n")
@@ -148,9 +148,9 @@ def _feed(process: subprocess.Popen[str], waiting: deque[Body], ended: threading
 
 
 def compile_for_another() -> None:
-    """Compile each MODULE:NAME line of standard input until it ends.
+    """Compile the body in each `MODULE:NAME` line of standard input until it ends.
 
-    One line is printed at the start and after each body.
+    Print one line at the start and one after each body.
     """
     sys.stdout.write(_DONE)
     sys.stdout.flush()

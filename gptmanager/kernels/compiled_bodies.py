@@ -27,8 +27,9 @@ def bodies_of_model(
 ) -> Sequence[Body]:
     """Return the bodies in descending order of compile time, without those of adapters.
 
-    `dtype` is that of the matrices, which are stored as `quantized` if that is not empty; None
-    means no matrices. float64 is computed by torch.
+    `dtype` is the dtype of the matrices, which are stored as `quantized` if that is not empty; None
+    means that the model has no matrices. In float64 torch computes everything, so no body is
+    needed.
     """
     if dtype is torch.float64:
         return []

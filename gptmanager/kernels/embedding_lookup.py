@@ -1,4 +1,4 @@
-"""Lookups of tokens in an embedding table, whether it is a tensor or a packed matrix."""
+"""Looks up tokens in an embedding table, which is a tensor or a packed matrix."""
 
 from __future__ import annotations
 
@@ -31,14 +31,15 @@ from gptmanager.kernels.simd.threads import NEXT_PART, NEXT_THREAD, task_fields
 
 
 class EmbeddingTask(ctypes.Structure):
-    """Addresses, sizes, and the layout of `table`.
+    """Addresses (0: none), sizes, and the layout of `table`.
 
     Element k of row i is at index
-    `i // lanes * panel + i % lanes * positions + k // positions * step + k % positions`. `wide`
-    is memory for float32 `[width]` of each thread. `dtype` is that of `result`, and of a table
-    without `scales` (0). `groups` and `minima` are those of a table in 4 bits, in which a byte has
-    two positions (see `Int4Matrix`). With `adds`, rows are added to the values in `result`; rows
-    of the table are then contiguous.
+    `i // lanes * panel + i % lanes * positions + k // positions * step + k % positions`. In a table
+    in 4 bits this is the index of a byte: k and k + 16 of a group share the byte `k % 16` of its 16
+    (see `Int4Matrix`). `wide` is scratch, float32 `[width]` for each thread. `dtype` is the dtype
+    of `result`, and of the table unless it is quantized: an int8 table has `scales`, and a 4-bit
+    table has `groups`, the scales of its groups, and maybe `minima`. With `adds`, rows are added to
+    `result`; the table is then a tensor.
     """
 
     _fields_ = task_fields(
@@ -52,7 +53,7 @@ EMBEDDING_TASK = np.dtype(EmbeddingTask)
 
 @loop
 def _widen_groups(t: Any, row: int, first: int, wide: int) -> None:
-    """Write a row of a table in 4 bits to `wide`; its first byte is at index `first`."""
+    """Write a row of a 4-bit table to `wide` as float32; its first byte is at index `first`."""
     count = (t.width + 31) // 32
     for k in range(t.width):
         group, byte = k // 32, k % 16
@@ -96,7 +97,7 @@ def _embed_token(t: Any, token: int, wide: int) -> None:
 
 
 def embed(address: int) -> None:
-    """Write the embedding of each token id to the result, or NaN if the id is out of range."""
+    """Write or add the embedding of each token to `result`; NaN if its id is out of range."""
     t = task_at(address, EMBEDDING_TASK)
     wide = t.wide + claim(address, NEXT_THREAD) * 4 * t.width
     part = claim(address, NEXT_PART)

@@ -1,4 +1,4 @@
-"""`ProvidedKernels`: lets a provider compute attention or matmuls of any other kernels."""
+"""`ProvidedKernels`: lets a provider compute attention or matmuls in place of other kernels."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from gptmanager.kernels.reference import Ints, Kernels
 
 
 class Served(NamedTuple):
-    """The provider of each phase of attention; None: our own kernels."""
+    """The provider of attention in each phase; None means our own kernels."""
 
     context: AttentionProvider | None = None
     generation: AttentionProvider | None = None
@@ -37,7 +37,10 @@ class Served(NamedTuple):
 
 
 class _Phase(NamedTuple):
-    """The rows of a phase: for our own kernels, and for a provider with `tokens` of the queries."""
+    """The rows of a phase: `own` for our kernels, and `given` for a provider.
+
+    Our kernels get the queries of all rows, a provider only those of `tokens`.
+    """
 
     own: RowSpans
     tokens: slice
@@ -48,7 +51,7 @@ _OWN = Served()
 
 
 class ProvidedKernels(Kernels):
-    """A base class, before that of other kernels: `class ProvidedOwn(ProvidedKernels, Own)`.
+    """A mixin for other kernels, which must follow it: `class ProvidedOwn(ProvidedKernels, Own)`.
 
     Nothing changes until `use_attention` or `use_linear` is called.
     """
@@ -79,8 +82,8 @@ class ProvidedKernels(Kernels):
     ) -> tuple[Ints, ...]:
         """Return the plan of the other kernels, or () for a step that must not be captured.
 
-        In a captured step with contexts the CPU does not know the rows of a phase, so it has no
-        providers of attention.
+        A step is not captured if a provider in it is not capturable. Nor is one with contexts if a
+        provider computes attention, because the CPU does not know the lengths of captured rows.
         """
         served = [self._served.get(shape, _OWN) for shape in shapes]
         used = [self._linear, *(it.generation for it in served)]
@@ -98,7 +101,7 @@ class ProvidedKernels(Kernels):
         num_tokens: int,
         tokens_per_block: int,
     ) -> RowSpans:
-        if rows.lengths is None and not plan:  # not captured: of a batch that a host has made
+        if rows.lengths is None and not plan:  # not captured: a batch made by a host
             given = rows.row_starts.cpu().numpy(), rows.kv_lengths.cpu().numpy()
             rows = rows._replace(lengths=RowLengths(*given))
         rows = super().begin(shapes, rows, plan, num_tokens, tokens_per_block)
@@ -163,7 +166,7 @@ class ProvidedKernels(Kernels):
 
 
 class ProvidedCpuKernels(ProvidedKernels, CpuKernels):
-    """The kernels of the CPU with a provider. Steps are not captured."""
+    """The kernels of the CPU with providers. Steps are not captured."""
 
 
 def is_capturable(provider: Any) -> bool:
@@ -177,9 +180,9 @@ def name_of(provider: Any) -> str:
 
 
 def _phases(rows: RowSpans) -> tuple[_Phase | None, _Phase | None]:
-    """Return the context rows and the generation rows of a step.
+    """Return the context rows and the generation rows of a step, None for a phase without rows.
 
-    If a generation row has several tokens, which are drafts, all rows are context rows, as in
+    If a generation row has several tokens (drafts), all rows count as context rows, as in
     `CudaKernels.plan`.
     """
     middle, num_rows = rows.num_context_rows, len(rows.slots)
@@ -215,7 +218,7 @@ def _rows(
 
 
 def _checked(result: Tensor, shape: Sequence[int], call: Any) -> Tensor:
-    """Return a provider's result. Raises ValueError if it has another shape."""
+    """Return a provider's `result`. Raises ValueError if its shape is not `shape`."""
     if result.shape != tuple(shape):
         provider = getattr(call, "__self__", call)
         raise ValueError(

@@ -1,4 +1,4 @@
-"""`AttentionProvider` and `LinearProvider`: interfaces of attention and matmuls of others."""
+"""`AttentionProvider` and `LinearProvider`: interfaces for attention and matmuls by others."""
 
 from __future__ import annotations
 
@@ -39,10 +39,10 @@ class AttentionProvider(Protocol):
     pages, before a provider is called.
 
     `name` is what the log calls it. `capturable`: whether a generation step with it may be captured
-    as a CUDA graph. `attend_generation` then reads nothing but tensors, enqueues the same work for
-    any lengths, and never waits. A captured step may end with rows that are padding: their KV
-    length is 0 and their results are ignored. Steps with contexts, and without `capturable` all
-    steps, run op by op.
+    as a CUDA graph. If so, `attend_generation` must read nothing but tensors, enqueue the same work
+    for any lengths, and never wait. A captured step may end with rows that are padding: their KV
+    length is 0 and their results are ignored. Steps with contexts run op by op, and without
+    `capturable` all steps do.
     """
 
     name: str
@@ -53,11 +53,11 @@ class AttentionProvider(Protocol):
     ) -> str | None:
         """Return why this attention is not supported, or None if it is.
 
-        Asked once for each shape of the model, at the start. Our own kernels compute what is
-        refused. `shape` has the head size, the numbers of heads, and in `shape.features` the names
-        of everything that a provider may not know: "window", "sink" (the first positions, seen by
-        all), "softcap", "sinks" (scores without a value), "fp8" (pages in 8 bits), "is_once" (keys
-        that are also the values), "chunked". `dtype`: of the queries and of the result.
+        Called once for each shape of the model, at the start. Our own kernels compute attention
+        that is refused. `shape` has the head size, the numbers of heads, and in `shape.features`
+        the names of everything that a provider may not know: "window", "sink" (the first positions,
+        seen by all), "softcap", "sinks" (scores without a value), "fp8" (pages in 8 bits),
+        "is_once" (keys that are also the values), "chunked". Queries and the result have `dtype`.
         """
         ...
 
@@ -72,9 +72,10 @@ class AttentionProvider(Protocol):
         """Return the attention `[R, H, D]` of rows with one query each, `queries [R, H, D]`.
 
         `pages.keys.mT` and `pages.values` are `[P, K, B, D]`: P blocks of B tokens, with K KV
-        heads. On a device both are contiguous. A query sees the positions from 0 to its own, or
-        those that `shape` says. `sinks [H]`: given if `shape.sinks`. Memory after the end of a row
-        may hold NaN, and block ids after its last block, or before its window, mean nothing.
+        heads. On a device each block is contiguous, and so are both tensors, except in V1, where
+        there are gaps between blocks. A query sees the positions from 0 to its own, or those that
+        `shape` says. `sinks [H]` is None unless `shape.sinks`. Memory after the end of a row may
+        hold NaN, and block ids after its last block, or before its window, mean nothing.
         """
         ...
 
@@ -97,19 +98,20 @@ class AttentionProvider(Protocol):
 class LinearProvider(Protocol):
     """Computes matmuls with weights of the network in place of ours (`linear_provider`).
 
-    The weights that it accepts are stored as plain tensors. Those in 8 or 4 bits, and those of
-    experts, stay with our own kernels. Stream and `capturable` are as in `AttentionProvider`.
+    The weights that it accepts are stored as plain tensors. Weights in 8 or 4 bits stay with our
+    own kernels; so do those of experts on a GPU. The CUDA stream and `capturable` are as in
+    `AttentionProvider`.
     """
 
     capturable: bool
 
     def accepts(self, rows: int, columns: int, dtype: torch.dtype) -> bool:
-        """Return whether it multiplies by weights `[rows, columns]` of this dtype."""
+        """Return whether the provider multiplies by weights `[rows, columns]` of this dtype."""
         ...
 
     def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """Return `x @ weight^T + bias`, `[T, rows]`, for `x [T, columns]`, in the weight's dtype.
 
-        `weight [rows, columns]` must not be changed, and changes when a host loads new weights.
+        Do not change `weight [rows, columns]`. Its elements change when a host loads new weights.
         """
         ...

@@ -51,9 +51,9 @@ class Kernels(DeltaOps):
 
     With `deterministic`, the result of an op for a token is bitwise independent of the other tokens
     in the call. Without it, the same formulas may round differently from batch to batch.
-    `has_float64` is True if the ops accept float64. `plans_experts` is True if `experts` does not
-    wait for the device, so that steps of models with experts can be planned too. Matrices may be
-    stored as `quantized_kinds`, those of experts as `expert_kinds`.
+    `has_float64` is True if the ops accept float64. `plans_experts` is True if `experts` never
+    waits for the device; else `plan` is not called for models with experts. `quantized_kinds` are
+    the formats with fewer bits that matrices may have, `expert_kinds` those for experts' matrices.
     """
 
     has_float64, plans_experts = True, False
@@ -70,10 +70,10 @@ class Kernels(DeltaOps):
         others: Sequence[Callable[[int], None]] = (),
         on_progress: Callable[[str, int, int], None] | None = None,
     ) -> None:
-        """Compile or load now, so that the first calls do not wait for it.
+        """Compile or load the ops now, so that the first calls do not wait for it.
 
-        `dtype` is that of matrices; `quantized` are the formats of those that are stored in fewer
-        bits. `others` are further bodies for this processor. `on_progress` is as in `compile_all`.
+        `dtype` is the dtype of matrices; `quantized` are the formats of those stored in fewer bits.
+        `others` are further CPU functions to compile. `compile_all` explains `on_progress`.
         """
 
     def warm_up_adapters(self) -> None:
@@ -97,11 +97,11 @@ class Kernels(DeltaOps):
         """Return further int32 arrays about a step's rows that `begin` needs.
 
         `shapes` are the distinct attention shapes of all layers. `row_starts` and `kv_lengths` are
-        those of the batch, in NumPy, before anything runs. The first `num_context_rows` rows may
-        have several tokens. `fixed` is 0, or the number of tokens that a captured step has, with
-        padding. Then rows after the contexts have at most one token, and the number and sizes of
-        the arrays depend only on `fixed`, `num_context_rows` and the number of rows, so that a step
-        captured for one batch can run for another.
+        those of `RowSpans`, in NumPy. The first `num_context_rows` rows may have several tokens.
+        `fixed` is the number of tokens of a captured step, including padding, or 0 for other steps.
+        In a captured step, rows after the contexts have at most one token, and the number and sizes
+        of the arrays depend only on `fixed`, `num_context_rows` and the number of rows, so that a
+        step captured for one batch can run for another.
         """
         return ()
 
@@ -127,7 +127,7 @@ class Kernels(DeltaOps):
         quantized: Quantized | None = None,
         device: torch.device | str = "cpu",
     ) -> PackedMatrix | None:
-        """Return storage for a weight of `linear` in these kernels' layout, or None for a tensor.
+        """Return storage for a weight of `linear`, or None if the weight stays a plain tensor.
 
         With `quantized`, it is stored in 8 or 4 bits, and None means that this is not supported.
         """
@@ -162,11 +162,11 @@ class Kernels(DeltaOps):
         routing: Routing,
         experts: ExpertMatrices,
     ) -> Tensor:
-        """Choose experts by `logits [T, E]`; return their weighted outputs for `x [T, C]`."""
+        """Choose experts by `logits [T, E]`; return their weighted sums `[T, C]` for `x [T, C]`."""
         return mix_experts(self, *experts.choose(x, logits, routing, correction), experts)
 
     def begin_adapters(self, adapters: StepAdapters | None) -> StepAdapters | None:
-        """Return a step's adapters for the ops of each layer, or None if no token has an adapter.
+        """Return a step's adapters for the ops of each layer; None may mean that no token has one.
 
         Called once per step, before the first layer. Ops also accept adapters without this call.
         """
@@ -208,7 +208,7 @@ class Kernels(DeltaOps):
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, plus_one: bool = False) -> Tensor:
         """`x / sqrt(mean(x^2) + eps) * weight [C]` over the last dimension, in x's dtype.
 
-        With `plus_one`, in every norm, `weight + 1` replaces `weight`, before any rounding.
+        In all norms, `plus_one` replaces `weight` by `weight + 1`, which is not rounded.
         """
         return self._normalize(x, None, weight, None, eps, plus_one, centered=False)
 
@@ -247,7 +247,7 @@ class Kernels(DeltaOps):
         *,
         centered: bool,
     ) -> Tensor:
-        """Compute `layer_norm` if `centered`, else `rms_norm`, after adding x to a residual."""
+        """Return `layer_norm` if `centered`, else `rms_norm`, of x, or of `residual` += x."""
         own = x if residual is None else residual.add_(x)
         wide, by = widened(own), widened(weight) + plus_one
         if centered:
@@ -269,9 +269,10 @@ class Kernels(DeltaOps):
         centered: bool,
         plus_one: bool,
     ) -> None:
-        """Normalize each group of `head_dim` of the `columns` of `qkv [T, N]`, in place.
+        """Normalize each head (`head_dim` columns) in `columns` of `qkv [T, N]`, in place.
 
-        The norm is an RMS norm, or a LayerNorm if `centered`; `weight` has an element per column.
+        The norm is an RMS norm, or a LayerNorm without bias if `centered`. `weight` has an element
+        for each of `columns`.
         """
         own = qkv[:, columns.start : columns.stop]
         heads = widened(own).reshape(len(own), -1, head_dim)
@@ -290,7 +291,7 @@ class Kernels(DeltaOps):
         return self.activate(x, "gelu_tanh" if approximate == "tanh" else "gelu", gated=False)
 
     def activate(self, x: Tensor, activation: Activation, gated: bool) -> Tensor:
-        """`activation(x)`; if `gated`, `activation(gate) * up` of rows with the gate, then up."""
+        """`activation(x)`, or `activate_gated` of the two halves (gate, up) of each row of x."""
 
         def activated(own: Tensor) -> Tensor:
             if gated:
@@ -320,16 +321,16 @@ class Kernels(DeltaOps):
         norm_last: bool = False,
         plus_one: bool = False,
     ) -> Tensor:
-        """Rotate queries and keys, write keys and values to their pages, return the queries.
+        """Rotate queries and keys, write keys and values to pages, and return the queries.
 
         `qkv [T, (H + 2K) * D]` has all query heads, then key heads, then value heads; if pages are
         `is_once`, it has no value heads. `cos_sin [max_pos, N]` float32, with N <= D and even, has
         the cosines of N / 2 frequencies, then their sines. Dimension i < N / 2 of a head rotates
-        with i + N / 2 (the "NeoX" form of HF's Llama); dimensions from N on stay. `positions [T]`
-        int64 are rows of `cos_sin`; without `cos_sin` nothing rotates. `q_norm [D]` and
-        `k_norm [D]` are the weights of an `rms_norm` of each head before the rotation (Qwen3), or
-        after it if `norm_last` (HunYuan). Returns `[T, H, D]` in the pages' dtype, or in that of
-        `qkv` for float8 pages.
+        with i + N / 2 (the "NeoX" form of HF's Llama); dimensions from N on are unchanged.
+        `positions [T]` int64 are rows of `cos_sin`; without `cos_sin` nothing rotates. `q_norm [D]`
+        and `k_norm [D]`, if given, are the weights of an `rms_norm` of each head before the
+        rotation (Qwen3), or after it if `norm_last` (HunYuan). Returns `[T, H, D]` in the pages'
+        dtype, or in that of `qkv` for float8 pages.
         """
         num_kv_heads, head_dim, tokens_per_block = pages.keys.shape[1:]
         heads = widened(qkv).reshape(qkv.shape[0], qkv.shape[1] // head_dim, head_dim)
@@ -337,7 +338,7 @@ class Kernels(DeltaOps):
         q, k, v = heads.tensor_split((num_heads, num_heads + num_kv_heads), dim=1)
         angles = None if cos_sin is None else cos_sin[positions].unsqueeze(1)
 
-        def normed(x: Tensor, weight: Tensor) -> Tensor:  # a subclass may accept only rows
+        def normed(x: Tensor, weight: Tensor) -> Tensor:  # overrides may accept only `[T, C]`
             return Kernels._normalize(self, x, None, weight, None, eps, plus_one, centered=False)
 
         def rotated(heads: Tensor, weight: Tensor | None) -> Tensor:
@@ -364,8 +365,8 @@ class Kernels(DeltaOps):
     ) -> Tensor:
         """Causal attention of `q [T, H, D]` over the pages -> `[T, H * D]`, in q's dtype.
 
-        `sinks [H]` are scores of the heads that take part in the softmax and have no value. Pages
-        without a position that a token of the row sees may be freed: their ids are not read.
+        `sinks [H]`, if given, has for each head a score that is in the softmax but has no value.
+        Blocks without a position that a token of the row sees may be freed: their ids are not read.
         """
         result = q.new_empty(q.shape[0], q.shape[1] * q.shape[2])
         for start, stop, length, slot in self._pieces(rows):
@@ -381,7 +382,7 @@ class Kernels(DeltaOps):
         return result
 
     def _pieces(self, rows: RowSpans) -> Iterator[tuple[int, int, int, int]]:
-        """Yield start and stop of tokens that attend together, the KV length at stop, and the slot.
+        """Yield `(start, stop, KV length at stop, slot)` for tokens that attend together.
 
         If deterministic, each token attends alone: matmuls of other sizes may round differently.
         """
@@ -392,7 +393,7 @@ class Kernels(DeltaOps):
                 yield start, start + size, length - end + start + size, slot
 
     def _each(self, op: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-        """Return `op(x [T, ...])`; token by token if deterministic."""
+        """Return `op(x [T, ...])`, computed token by token if deterministic."""
         if not self.deterministic or len(x) < 2:
             return op(x)
         return torch.cat([op(own) for own in torch.split(x, 1)])

@@ -14,9 +14,10 @@ from gptmanager.kernels.simd.threads import task_fields
 
 
 class TaskList(ctypes.Structure):
-    """`calls`: the address of `count` calls `[body, address of a task, threads]`, int64.
+    """`calls`: the address of `count` calls `[address of a body, address of a task, threads]`.
 
-    `parallel`: the address of OpenMP's `GOMP_parallel`; 0: all calls have one thread.
+    These are int64. `parallel`: the address of OpenMP's `GOMP_parallel`; with 0, each call runs on
+    one thread.
     """
 
     _fields_ = task_fields("calls count parallel")

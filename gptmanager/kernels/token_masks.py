@@ -1,7 +1,7 @@
 """Apply token masks to any rows of logits in one operation.
 
-A mask has a bit for each token, set if the token is allowed. The lowest bit of the first word is
-for token 0, as in llguidance.
+A mask has a bit for each token, set if the token is allowed, in words of 32 bits. The lowest bit of
+the first word is for token 0, as in llguidance.
 """
 
 # mypy: allow-untyped-calls
@@ -35,11 +35,11 @@ TASK = np.dtype(MaskTask)
 
 
 def mask_logits(logits: Tensor, rows: Ints, masks: Words) -> int:
-    """Set logits of tokens without a bit to -inf; return the number of masks without any bit.
+    """Set the logits of masked tokens to -inf; return the number of masks that allow no token.
 
-    `logits` is float32 `[S, vocab]`; its rows `rows` `[n]` are changed by `masks`, int32
-    `[n, words]`. Tokens beyond the last word have no bit. On the CPU, the first call compiles the
-    loop or loads it from Numba's cache.
+    `logits` is float32 `[S, vocab]`; its row `rows[i]`, of `rows` int64 `[n]`, is changed by
+    `masks[i]`, of `masks` int32 `[n, words]`. Tokens beyond the last word are not allowed. On the
+    CPU, the first call compiles the loop or loads it from Numba's cache.
     """
     if logits.device.type != "cpu" or not logits.is_contiguous():
         return mask_logits_reference(logits, rows, masks)
@@ -69,7 +69,7 @@ def mask_logits_reference(logits: Tensor, rows: Ints, masks: Words) -> int:
 
 
 def mask_rows(address: int) -> None:
-    """Apply mask `i` to the row `rows[i]`; count masks without any bit."""
+    """Apply mask `i` to the row `rows[i]`; count the masks in which no bit is set."""
     t = task_at(address, TASK)
     vocab_size, num_words = t.vocab_size, t.num_words
     logits = carray(pointer_to(t.logits), (t.num_rows, vocab_size), np.float32)

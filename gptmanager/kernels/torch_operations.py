@@ -10,14 +10,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 
 class TorchOperations(TorchDispatchMode, ABC):  # type: ignore[no-untyped-call]
-    """A context manager; a subclass handles each operation in `see`."""
+    """A context manager. A subclass handles each operation in `see`."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
 
     @abstractmethod
     def see(self, function: Any, result: Any) -> Any:
-        """Handle the `result` of `function`, an overload; the return value replaces the result."""
+        """Handle the `result` of `function`, an `OpOverload`; the return value replaces it."""
 
 
 def _run(
@@ -30,5 +30,6 @@ def _run(
     return self.see(function, function(*args, **(kwargs or {})))
 
 
-# Defined in the class, torch would wrap it and import its compiler (1 s) at the first call.
+# If it were defined in the class, torch would wrap it and import its compiler (1 s) at its first
+# call.
 TorchOperations.__torch_dispatch__ = _run  # type: ignore[assignment]

@@ -28,8 +28,8 @@ class UnfinishedAnswer(CallbackError):
 def ordinary(name: str, function: _T, *, may_yield: bool = False) -> _T:
     """Return `function` if a call of it does its work.
 
-    Raise ConfigError, which calls it `name`, if it is not callable, or if a call only returns a
-    coroutine, an async generator or, unless it `may_yield`, a generator.
+    Raise ConfigError, with `name` for the function, if it is not callable, or if a call only
+    returns a coroutine, an async generator or, unless it `may_yield`, a generator.
     """
     if not callable(function):
         raise ConfigError(f"{name} = {function!r} is not callable")
@@ -60,7 +60,8 @@ def kind_of_deferred(function: Any, *, may_yield: bool = False) -> str:
 def check_answer(name: str, answer: Any, *, may_yield: bool = False) -> None:
     """Raise UnfinishedAnswer if the value that `name` returned has to be awaited or iterated.
 
-    A coroutine is closed, so that Python does not warn that it was never awaited.
+    With `may_yield`, a generator is accepted. A refused coroutine is closed, so that Python does
+    not warn that it was never awaited.
     """
     if answer is None:
         return
@@ -68,11 +69,13 @@ def check_answer(name: str, answer: Any, *, may_yield: bool = False) -> None:
     if is_generator or inspect.isawaitable(answer) or inspect.isasyncgen(answer):
         if inspect.iscoroutine(answer) or inspect.isgenerator(answer):
             answer.close()
-        raise UnfinishedAnswer(f"{name} returned a {type(answer).__name__}: {_HINT}")
+        kind = type(answer).__name__
+        article = "an" if kind[0] in "aeiou" else "a"  # such as an async_generator
+        raise UnfinishedAnswer(f"{name} returned {article} {kind}: {_HINT}")
 
 
 def checked(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap `function` in an ordinary function that checks its return value."""
+    """Return a function that calls `function` and then `check_answer`. Raises as `ordinary`."""
     ordinary(name, function)
 
     @functools.wraps(function, updated=())

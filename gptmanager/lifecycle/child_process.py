@@ -22,13 +22,13 @@ import orjson
 from gptmanager.lifecycle import child_loop
 
 _START_S = 30.0  # time limit for the interpreter to start and import libraries
-_LOOK_S = 0.1  # interval of calls of `is_wanted`
-_MOST_KEPT_BYTES = 8 << 20  # that a process may hold between two questions, beyond `_first_size`
-_PACKAGE = __name__.split(".")[0]  # the package, which has two folders in a checkout
+_LOOK_S = 0.1  # longest interval between calls of `is_wanted`
+_MOST_KEPT_BYTES = 8 << 20  # memory beyond `_first_size` that a process may keep after an answer
+_PACKAGE = __name__.split(".")[0]  # its `__path__` has two folders in a checkout
 
 
 class NoAnswerError(Exception):
-    """The process did not answer. The text gives the reason and starts with "it"."""
+    """The process did not answer. The text is the reason, with "it" for the answer."""
 
 
 class TooSlowError(NoAnswerError):
@@ -36,19 +36,19 @@ class TooSlowError(NoAnswerError):
 
 
 class NotStartedError(NoAnswerError):
-    """No process could be started; the question is not the cause."""
+    """No process can be started; the question is not the cause. The text is a whole sentence."""
 
 
 class RefusedError(Exception):
-    """The module raised an error; this is its text."""
+    """The module raised an error; the text is that of its error."""
 
 
 class ChildProcess:
-    """Asks the function `answerer(**given)` of `module`. Use it from one thread.
+    """Asks the function that `answerer(**given)` of `module` returns. Use it from one thread.
 
-    The process starts with the first question, and again after it has ended. It may use `max_bytes`
-    of memory beyond what it uses after its start (only on Linux). A process that still holds more
-    than 8 MiB of it after an answer is ended, so that no question affects later ones.
+    The process starts with the first question, and again after it has ended. On Linux it may
+    allocate `max_bytes` of memory after its start. A process that keeps more than 8 MiB of them
+    after an answer is ended, so that no question affects later ones.
     """
 
     def __init__(self, module: str, given: Mapping[str, Any], max_bytes: int) -> None:
@@ -69,11 +69,12 @@ class ChildProcess:
     def ask(
         self, question: bytes, max_seconds: float, is_wanted: Callable[[], bool] = lambda: True
     ) -> Any:
-        """Return the answer to a question, which is a line of JSON.
+        """Return the answer to `question`, one line of JSON.
 
-        `is_wanted` is called about ten times a second. Raise RefusedError if the module raised an
-        error, and NotStartedError if no process can be started. Raise NoAnswerError if the answer
-        takes too much time or memory, or if `is_wanted` returns False. The process is then ended.
+        `is_wanted` is called at least ten times a second. Raise RefusedError if the module raised
+        an error, which may be a MemoryError. Otherwise the process is ended: raise NotStartedError
+        if no process can be started, TooSlowError after `max_seconds`, and NoAnswerError if the
+        process has ended, as by a lack of memory, or if `is_wanted` returns False.
         """
         try:
             answer = self._exchange(self._running(), question, max_seconds, is_wanted)
@@ -155,7 +156,10 @@ class ChildProcess:
 
 
 def _write(file: int, data: memoryview) -> int:
-    """Return the number of bytes written. A closed pipe counts as written: the read then fails."""
+    """Write some of `data`; return how many bytes. If the pipe is closed, return all of them.
+
+    The read that follows then reports the end of the process.
+    """
     try:
         return os.write(file, data)
     except BlockingIOError:

@@ -1,7 +1,7 @@
 """The system's clocks, even if a host replaces functions of the module `time`.
 
-A host may replace `time.monotonic`, for example to freeze it. A private instance of the built-in
-module keeps deadlines, waits and statistics right.
+A host may replace `time.monotonic`, for example to freeze it. This module uses a private instance
+of the built-in module, so deadlines, waits and statistics stay right.
 """
 
 from __future__ import annotations
@@ -31,5 +31,5 @@ system_time: Callable[[], float] = _time.time  # seconds since the epoch
 
 
 def local_time(format: str, second: int) -> str:
-    """Return a second of the epoch as local time, in a format of `time.strftime`."""
+    """Return `second`, counted from the epoch, as local time in a format of `time.strftime`."""
     return str(_time.strftime(format, _time.localtime(second)))

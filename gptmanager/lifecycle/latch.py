@@ -2,7 +2,7 @@
 
 A signal handler runs between two lines of the thread that it interrupts. A `threading.Event` or
 `Condition` may hold a lock at this point, and a handler that waits for another thread could then
-wait forever. A `Latch` never holds a lock between two lines of Python.
+wait forever. A `Latch` has no lock that several threads acquire: each waiting thread has its own.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ class Latch:
         self._gates: dict[threading.Lock, None] = {}  # one held lock per waiting thread
 
     def set(self) -> None:
-        """Set it, and wake all waiting threads. Idempotent."""
+        """Set the latch, and wake all waiting threads. Idempotent."""
         self.is_set = True
         for gate in list(self._gates):
-            if self._gates.pop(gate, gate) is None:  # no other thread has released it
+            if self._gates.pop(gate, gate) is None:  # no other caller of `set` has released it
                 gate.release()
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Wait until it is set, for at most `timeout` seconds; return whether it is set."""
+        """Wait until the latch is set, for at most `timeout` seconds; return whether it is set."""
         if not self.is_set:
             gate = threading.Lock()
             gate.acquire()
             self._gates[gate] = None
-            if not self.is_set:  # if it is set, the setting thread may have missed the gate
+            if not self.is_set:  # otherwise `set` may have run before it could see the gate
                 gate.acquire(timeout=-1 if timeout is None else timeout)
             self._gates.pop(gate, None)
         return self.is_set

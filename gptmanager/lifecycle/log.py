@@ -1,4 +1,4 @@
-"""The library's logger, which never raises, so that the code that logs continues.
+"""The library's logger. It never raises an Exception, so the code that logs always continues.
 
 Handlers, filters and `time.time`, which every record calls, may be code of the host.
 """
@@ -15,7 +15,7 @@ _RARELY_S = 10.0
 
 
 class SteadyLogger:
-    """A `logging.Logger` that ignores its own failures. Records have the caller's line."""
+    """Wraps a `logging.Logger` and ignores its failures. Records have the caller's line."""
 
     def __init__(self, logger: logging.Logger) -> None:
         self._logger = logger
@@ -43,7 +43,7 @@ class SteadyLogger:
 class RareWarnings:
     """Logs at most one warning in ten seconds, for events that clients may cause at will.
 
-    The next warning has the number of those that were not logged.
+    A warning ends with the number of those that were not logged since the last one, if any.
     """
 
     def __init__(self, logger: logging.Logger, clock: Callable[[], float] = time.monotonic) -> None:

@@ -1,4 +1,4 @@
-"""The states of a manager, its health, and the error that its requests get at the end."""
+"""The states of a manager, its health, and the error that its requests get if the loop fails."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from gptmanager.lifecycle.watchdog import CallbackLatency
 
 
 class ManagerState(Enum):
-    """The states of a manager, in order."""
+    """The states of a manager. `NEXT_MANAGER_STATES` has the changes that are allowed."""
 
     STARTING = "starting"
     RUNNING = "running"
@@ -36,7 +36,7 @@ class LoopAbandoned(BaseException):
 
 
 class Lifecycle:
-    """The state of a manager. The loop's thread changes it until it leaves or is abandoned.
+    """The state of a manager. The loop's thread changes it until `leave` or `abandon`.
 
     Threads of the host never hold the lock, so a signal handler may read at any time.
     """
@@ -70,7 +70,7 @@ class Lifecycle:
             self._move_to(ManagerState.FAILED)
 
     def leave(self, state: ManagerState) -> None:
-        """Set the last state: from now on the loop cannot be abandoned."""
+        """Set the last state. From now on the loop cannot be abandoned."""
         with self._lock:
             self.check()
             self._move_to(state)
@@ -79,7 +79,10 @@ class Lifecycle:
     # On the watchdog's thread -----------------------------------------------------------------
 
     def abandon(self, error: BaseException) -> bool:
-        """Take over from the loop's thread. Return False if this thread has already left."""
+        """End the manager in place of the loop's thread, with state FAILED because of `error`.
+
+        Return False, and change nothing, if the loop has left or is already abandoned.
+        """
         with self._lock:
             if self._is_left or self.is_abandoned:
                 return False
@@ -100,10 +103,11 @@ class Lifecycle:
 class Health:
     """The health of a manager.
 
-    `alive` means that the loop's thread runs, `progressing` that nothing is active, or that the
-    last step is less than ten seconds old, and `accepting` that Get is called. `last_step_age_s` is
-    the number of seconds since the last step ended, None if none has. `callbacks` has latencies by
-    the name of the callback. `free_blocks` of the `total_blocks` of the KV cache are free.
+    `alive` means that the manager has not ended, `progressing` that no request is active or that a
+    step ended in the last ten seconds, and `accepting` that Get is called. After the end, and in a
+    forked process, all three are False. `last_step_age_s` is the number of seconds since the last
+    step ended, None if none has. `callbacks` has the latencies of each callback by its name.
+    `free_blocks` of the `total_blocks` of the KV cache are free.
     """
 
     alive: bool

@@ -22,8 +22,9 @@ NUM_BUCKETS = 32
 class CallbackLatency:
     """The cost of one callback so far.
 
-    `histogram[i]` counts the calls that took less than 2**i microseconds (and at least half of
-    that); the last bucket is open. `overstays` counts the calls that the watchdog reported.
+    `histogram[0]` counts the calls that took less than one microsecond, `histogram[i]` those that
+    took less than 2**i microseconds and at least half of that; the last bucket also has all longer
+    calls. `overstays` counts the calls that the watchdog reported.
     """
 
     calls: int
@@ -35,7 +36,10 @@ class CallbackLatency:
 
 
 class CallbackTimer:
-    """Times the calls of one callback. The loop's thread writes it, and any thread may read it."""
+    """Times the calls of one callback.
+
+    The loop's thread writes its fields, the watchdog's `overstays`. Any thread may read them.
+    """
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -61,7 +65,7 @@ class CallbackTimer:
         self.histogram[bucket if bucket < NUM_BUCKETS else -1] += 1
 
     def abandon(self) -> None:
-        """Stop timing the current call."""
+        """Stop timing the current call without counting it."""
         self.started_ns = 0
 
     @property
@@ -96,9 +100,10 @@ class Hang(NamedTuple):
 class Watchdog:
     """A thread that reports a callback that exceeds `budget_s`, with its stack, once per call.
 
-    An iteration that takes more than `step_budget_s` is a hang; `on_hang` is called with it on
-    this thread, once per iteration, and returns whether to continue watching. `iteration` times the
-    iterations, `watched` is the ident of the loop's thread. A budget of None disables its check.
+    An iteration that takes more than `step_budget_s` is a hang. `on_hang` is called with a `Hang`
+    on the watchdog's thread, once per iteration, and returns whether to continue watching.
+    `iteration` times the iterations, `watched` is the ident of the loop's thread. A budget of None
+    disables its check.
     """
 
     def __init__(
@@ -130,7 +135,8 @@ class Watchdog:
             self._thread.join()
 
     def _watch(self) -> None:
-        # half the budget: calls are reported within 1.5 budgets; at least 50 ms, to limit the cost
+        # With a period of half a budget, a call is reported within 1.5 budgets. Periods have a
+        # minimum, which limits the cost of small budgets.
         periods = [0.25]
         if self._budget_s is not None:
             periods.append(max(self._budget_s / 2, 0.05))
@@ -147,7 +153,7 @@ class Watchdog:
                 return
 
     def _overstay(self, timer: CallbackTimer, budget_s: float | None) -> float:
-        """Return the seconds of the current call if it is over budget and not reported, else 0."""
+        """Return the seconds of the current call if it is over budget and unreported, else 0."""
         started = timer.started_ns
         taken_s = (perf_counter_ns() - started) / 1e9
         is_reported = self._reported.get(timer.name) == started
@@ -185,10 +191,10 @@ def whereabouts(timers: Sequence[CallbackTimer], thread: int | None) -> str:
     line = ""
     if frame is not None:
         code = frame.f_code
-        line = f" at {code.co_name} ({os.path.basename(code.co_filename)}:{frame.f_lineno})"
+        line = f", at {code.co_name} ({os.path.basename(code.co_filename)}:{frame.f_lineno})"
     if name:
-        return f"the loop is inside callback {name}, for {seconds:.1f} s,{line}"
-    return f"the loop is not inside a callback,{line}"
+        return f"the loop is inside callback {name}, for {seconds:.1f} s{line}"
+    return f"the loop is not inside a callback{line}"
 
 
 def _stack(frame: FrameType | None) -> str:
