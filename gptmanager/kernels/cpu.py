@@ -1,10 +1,11 @@
 """`CpuKernels`: ops compiled by Numba that run in torch's own threads; other ops use the reference.
 
 This class passes addresses to the compiled bodies, which widen inputs to float32 and round a result
-once. float64 uses the reference. Tensors are converted first only if their dtypes are mixed or not
-in `DTYPES`, or if they are not contiguous. With or without `deterministic`, a token's result is
-bitwise independent of the other tokens in the call, except in matmuls and in float64, where this
-holds only with `deterministic`. All ops are bitwise independent of the number of threads.
+once. float64 uses the reference. Before a call, tensors are converted if their dtypes are mixed or
+not in `DTYPES`, or if they are not contiguous; matmuls may also pad or quantize their inputs. With
+or without `deterministic`, a token's result is bitwise independent of the other tokens in the call,
+except in matmuls and in float64, where this holds only with `deterministic`. All compiled ops are
+bitwise independent of the number of threads.
 """
 
 from __future__ import annotations
@@ -78,7 +79,7 @@ class CpuKernels(CpuExperts):
         return None if self._adapter_plan(adapters).is_empty else adapters
 
     def _adapter_plan(self, adapters: StepAdapters) -> AdapterPlan:
-        """Return the plan of these adapters, which is created once for any number of steps."""
+        """Return the plan of these adapters, which is made at the first call and then kept."""
         if adapters.plan is None:
             adapters.plan = AdapterPlan(adapters, self._team)
         return cast(AdapterPlan, adapters.plan)
@@ -253,7 +254,7 @@ class CpuKernels(CpuExperts):
     def _activate(
         self, x: Tensor, width: int, gated: bool, kind: int, scale: float = 1.0, cap: float = 0.0
     ) -> Tensor:
-        """Activate the first `width` columns of x; if gated, multiply by the columns after them."""
+        """Activate the first `width` columns of x; if gated, the columns after them are `up`."""
         (own,) = alike(x)
         result: Tensor = own.new_empty(*x.shape[:-1], width)
         address = address_of(own, own.dtype)

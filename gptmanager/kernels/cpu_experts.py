@@ -1,4 +1,4 @@
-"""`CpuExperts`: the experts of a layer on the CPU, the matmuls of all of them as one task.
+"""`CpuExperts`: the experts of a layer on the CPU. One task runs the matmuls of many experts.
 
 Only experts that tokens have chosen are read. Compiled tasks choose them and add up their outputs,
 so that a step with experts can be captured. Matrices that are not packed use the reference.
@@ -55,7 +55,7 @@ class _GroupPlan(NamedTuple):
     dtype: torch.dtype  # of the result
 
     def bounds(self, num_tokens: int) -> list[tuple[int, int]]:
-        """Return two numbers of rows for each of the plan's instructions, as far as needed.
+        """Return a pair of numbers for each of the plan's instructions that `num_tokens` can need.
 
         The instructions are for experts that have more rows than the first number and at most the
         second. An expert has at most `num_tokens` rows.
@@ -68,7 +68,8 @@ class _Routed(NamedTuple):
     """The inputs of experts, one row for each choice, and addresses of arrays in `memory`.
 
     `RoutingTask` describes `choices`, `places`, `weights` and `lists`, `GroupTask` describes
-    `counters` and `copies`. `weights` is 0 if each weight is 1. `count` is the number of experts.
+    `counters` and `copies`. `weights` is 0 if the weights have already multiplied the inputs.
+    `count` is the number of this rank's experts.
     """
 
     rows: Tensor
@@ -158,7 +159,7 @@ class CpuExperts(CpuDelta):
         experts: ExpertMatrices,
         bounds: tuple[tuple[int, int], ...],
     ) -> _Routed:
-        """Choose the experts of `x`, and gather their inputs. `bounds` has those of each list."""
+        """Choose the experts of `x`, and gather their inputs. `bounds` has a pair for each list."""
         (num_tokens, num_experts), count = logits.shape, experts.count
         num_choices, size = num_tokens * routing.per_token, self._team.max_size
         counters = len(bounds) * count
@@ -231,7 +232,7 @@ class CpuExperts(CpuDelta):
     def _multiply_group(
         self, x: Tensor, group: _GroupPlan, routed: _Routed, lists: range, bias: Tensor | None
     ) -> Tensor:
-        """Multiply the rows of all experts. `lists` has the list for each of the instructions."""
+        """Multiply the rows of all experts; the plan's instruction i runs the list `lists[i]`."""
         result = torch.empty(len(x), group.plan.columns, dtype=group.dtype)
         for number, instructions in zip(lists, group.plan.instructions, strict=False):
             self._run_group(x, group, routed, number, bias, instructions, result)
@@ -247,7 +248,7 @@ class CpuExperts(CpuDelta):
         instructions: Instructions,
         result: Tensor,
     ) -> None:
-        """Multiply the rows of the experts in a list, with these instructions, into `result`."""
+        """Multiply the rows of the experts in list `number`, and write them to `result`."""
         plan, scratch_bytes = group.plan, instructions.scratch_bytes
         is_ready = x.dtype is instructions.dtype and x.is_contiguous()
         if instructions.quantize is not None or not is_ready or plan.depth != x.shape[1]:
@@ -281,7 +282,7 @@ class CpuExperts(CpuDelta):
 
 @functools.cache
 def _address_of(bounds: tuple[tuple[int, int], ...]) -> int:
-    """Return the address of these numbers as int64."""
+    """Return the address of an int64 array of these numbers, which is kept forever."""
     numbers = (ctypes.c_int64 * (2 * len(bounds)))(*chain(*bounds))
     _kept.append(numbers)
     return ctypes.addressof(numbers)

@@ -35,7 +35,7 @@ SMALL = 1 << 15
 SMALL_MATMUL = 1 << 18  # the same in multiplications
 SCATTERED = 8  # relative cost of an element that is written far from its neighbors
 PARTS_PER_THREAD = 8
-STREAMS_PER_THREAD = 4  # pieces of a matrix that is read at memory bandwidth
+STREAMS_PER_THREAD = 4  # parts of a matmul with few rows, which memory bandwidth limits
 
 
 class CpuMatmuls(Kernels):
@@ -113,9 +113,9 @@ class CpuMatmuls(Kernels):
         return result
 
     def _converted(self, x: Tensor, own: Instructions, width: int) -> Tensor:
-        """Return x as the contiguous rows of `width` elements that these instructions read.
+        """Return x as the contiguous rows that these instructions read, padded to `width` elements.
 
-        Rows are padded with zeros, and quantized if the instructions need it.
+        Padding is zeros. Rows are quantized if the instructions need it.
         """
         (x,) = alike(x)
         size = own.row_bytes or width

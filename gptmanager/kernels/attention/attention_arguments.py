@@ -18,9 +18,9 @@ Positions = TypeVar("Positions", int, npt.NDArray[np.int64], Tensor)
 class Pages(NamedTuple):
     """One layer's part of the KV cache: `keys [P, K, D, B]`, `values [P, K, B, D]`.
 
-    They may be float8_e4m3fn, with `cache_scales [2, K]` float32 (of keys, then of values): a value
-    is element * scale. A written element is value / scale, rounded to nearest and clamped to 448.
-    If `is_once`, the values are the keys (latents), in the same memory.
+    They may be float8_e4m3fn, with `cache_scales [2, K]` float32 (of keys, then of values): a
+    number is element * scale. A written element is number / scale, clamped to +-448 and rounded to
+    nearest. If `is_once`, the values are the keys (latents), in the same memory.
     """
 
     keys: Tensor
@@ -42,8 +42,8 @@ class RowSpans(NamedTuple):
     Row r owns the packed tokens `row_starts[r]:row_starts[r + 1]` of `row_starts [R + 1]`. They are
     the last of its `kv_lengths[r]` positions (`[R]`). Its blocks are row `slots[r]` (`[R]`) of
     `block_tables [slots, blocks]`. The first `num_context_rows` rows may have several tokens.
-    `lengths` is None in a captured step. `plan` and `phases` are set by `Kernels.begin` of some
-    kernels, else None.
+    `lengths` is None in a captured step, and may be None in a batch made by a host. The `begin` of
+    some kernels sets `plan` or `phases`, which are otherwise None.
     """
 
     row_starts: Tensor
@@ -56,9 +56,9 @@ class RowSpans(NamedTuple):
     phases: Any = None
 
     def part(self, first: int, last: int) -> RowSpans:
-        """Return the rows `first` to `last` (excluded), for attention to the queries of all rows.
+        """Return the rows from `first` to `last` (excluded), for use with the tokens of all rows.
 
-        With a plan, these are all context rows, or all generation rows.
+        With a plan, they must be all context rows, or all generation rows.
         """
         return self._replace(
             row_starts=self.row_starts[first : last + 1],
@@ -73,11 +73,12 @@ class AttentionShape(NamedTuple):
 
     Token i of a row with n new tokens and KV length m is at position p = m - n + i, and sees the
     positions 0 to p. With `window` it sees only the last `window` of them, including p, and the
-    first `sink`. If `chunked`, its window begins at the last multiple of `window` instead.
+    first `sink`. If `chunked`, its window begins at the last multiple of `window` up to p instead.
     A score is a dot product times `scale`; with `softcap` it becomes
     softcap * tanh(score / softcap). With `fp8`, pages have 8-bit floats. With `sinks`, each head
-    has a score without a value. With `late_norm`, heads are normalized after their rotation. With
-    `plus_one`, the weights of these norms are stored minus 1. `is_once` is as in `Pages`.
+    has a score without a value. With `late_norm`, queries and keys are normalized after their
+    rotation. With `plus_one`, the weights of these norms are stored minus 1. `is_once` is as in
+    `Pages`.
     """
 
     num_heads: int
@@ -96,7 +97,7 @@ class AttentionShape(NamedTuple):
 
     @property
     def group(self) -> int:
-        """Query heads for each KV head."""
+        """The number of query heads for each KV head."""
         return self.num_heads // self.num_kv_heads
 
     @property

@@ -58,10 +58,10 @@ def tile_tokens(group: int) -> int:
 
 
 def page_of(tokens_per_block: int, token_major: bool, blocks_per_sequence: int) -> int:
-    """Return how many positions are read as one page.
+    """Return how many positions are read as one page: those of a block.
 
-    This is a block. With token-major keys it is at most SPAN positions, if blocks are divided
-    evenly or a sequence has only one.
+    With token-major keys, a longer block is read as pages of SPAN positions, if SPAN divides it or
+    a sequence has only one block.
     """
     fits = blocks_per_sequence == 1 or tokens_per_block % SPAN == 0
     return min(SPAN, tokens_per_block) if token_major and fits else tokens_per_block
@@ -82,11 +82,11 @@ def scratch_floats(group: int, head_dim: int, page_tokens: int, token_major: boo
 
 @register_jitable(error_model="numpy")
 def areas_at(t: Any, scratch: int) -> tuple[int, ...]:
-    """Return the addresses of a thread's scratch areas.
+    """Return the addresses of a thread's scratch areas, all float32.
 
-    They hold, for each row, queries, outputs, sums by lane, the highest score so far, the highest
-    score with the current span, the factor for earlier sums, and scores. The last area holds
-    transposed keys.
+    The first seven have, for each row of a tile: its scaled query, its output, its sums by lane,
+    its highest score so far, the same with the current span, the factor for earlier sums, and its
+    scores. The last one has transposed keys.
     """
     group = t.num_heads // t.num_kv_heads
     room, wide = padded(tile_tokens(group) * group), padded(t.head_dim)
@@ -164,6 +164,6 @@ def give_rows(task: RopeTask | AttentionTask, rows: RowSpans) -> None:
 def page_sizes(
     group: int, head_dim: int, tokens_per_block: int, token_major: bool, blocks_per_sequence: int
 ) -> tuple[int, int]:
-    """Return the positions that are read as one page, and the bytes of a thread's scratch."""
+    """Return the number of positions in a page, and of bytes in a thread's scratch."""
     page_tokens = page_of(tokens_per_block, token_major, blocks_per_sequence)
     return page_tokens, 4 * scratch_floats(group, head_dim, page_tokens, token_major)

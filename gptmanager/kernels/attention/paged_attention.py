@@ -1,10 +1,11 @@
 """Paged attention on the CPU: the loops that each thread runs.
 
-Context, chunks and generation use the same code: a tile of up to `TILE_ROWS` (token, query head)
-rows of one sequence that share a KV head reads each of that head's pages once. Every query reads
-positions in spans of at least `SPAN`, which begin at multiples of their size. Each span has its own
-maximum (online softmax), and masked positions have a weight of exactly zero. So the arithmetic of a
-query does not depend on the rest of the tile, the chunk or the batch.
+Context, chunks and generation use the same code. A tile has (token, query head) rows of one
+sequence that share a KV head: up to `TILE_ROWS`, or those of one token if they are more. It reads
+each page of the KV head once. Every query reads positions in spans of at least `SPAN`, which begin
+at multiples of their size. Each span updates the maximum of an online softmax once, and masked
+positions have a weight of exactly zero. So the arithmetic of a query does not depend on the rest of
+the tile, the chunk or the batch.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ ZERO, ONE = np.float32(0.0), np.float32(1.0)
 
 @loop
 def _first_seen(t: Any, position: int) -> int:
-    """Return the first position of a query's window; below 0 if all positions are in it."""
+    """Return the first position in the window of a query at `position`; it may be negative."""
     if t.chunked:
         return int(position // t.window * t.window)
     return int(position + 1 - t.window)
@@ -55,9 +56,10 @@ def _first_seen(t: Any, position: int) -> int:
 
 @loop
 def _seen(t: Any, position: int, at: int, until: int) -> tuple[int, int]:
-    """Return low and high: a query sees the columns low <= column < high of the span at `at`.
+    """Return low and high: the query at `position` sees columns low to high - 1 of a span.
 
-    `until` is the end of the sink while the sink is read, and 0 for later positions.
+    The span begins at position `at`. `until` is the end of the sink while the sink is read, and 0
+    afterwards.
     """
     high = min(span_of(t.page_tokens), position + 1 - at)
     if until:
@@ -197,7 +199,7 @@ def _begin(t: Any, areas: tuple[int, ...], rows: int, token: int, kv_head: int) 
             store(mixed, row * wide + d, splat(ZERO))
         store(sums, row * LANES, splat(ZERO))
         put(highest, row, LOWEST)
-        if t.sinks:  # a score that only adds to the sum
+        if t.sinks:  # a score without a value: it only adds to the sum
             own = sum_lanes(load_as(t.sink_dtype, t.sinks, kv_head * group + row % group, 1))
             put(sums, row * LANES, ONE)
             put(highest, row, own * np.float32(LOG2_E))

@@ -58,10 +58,10 @@ def attend(
     hidden: Tensor,
     sinks: Tensor | None,
 ) -> Tensor:
-    """Return the attention of `q [n, H, D]` to `keys [K, D, N]` and `values [K, N, D]`.
+    """Return the attention `[n, H * D]` of `q [n, H, D]` to `keys [K, D, N]`, `values [K, N, D]`.
 
-    Positions are masked where `hidden [n, N]` is true. `sinks [H]` are scores of the heads that
-    take part in the softmax and have no value.
+    Positions are masked where `hidden [n, N]` is true. `sinks [H]`, if given, has for each head a
+    score that is in the softmax but has no value. The result has the dtype of arithmetic.
     """
     num_new, num_heads, head_dim = q.shape
     num_kv_heads = keys.shape[0]

@@ -1,4 +1,4 @@
-"""`ExpertMatrices`: the matrices of a layer's experts; and their matmuls, one expert at a time.
+"""`ExpertMatrices`, the matrices of a layer's experts, and their matmuls, one expert at a time.
 
 Tokens are sorted by expert: each expert multiplies all of its tokens at once, and reads its
 matrices once. Experts that no token has chosen are not read.
@@ -19,7 +19,7 @@ from gptmanager.kernels.gemm.packed_matrix import Matrix, PackedMatrix
 
 
 class ExpertOps(Protocol):
-    """The ops of `Kernels` with which experts are computed."""
+    """The ops of `Kernels` that compute experts."""
 
     def linear(self, x: Tensor, weight: Matrix, bias: Tensor | None = None) -> Tensor: ...
 
@@ -31,10 +31,10 @@ class ExpertOps(Protocol):
 class ExpertMatrices(NamedTuple):
     """The experts of this rank: `count` from number `first` on, one after another in each matrix.
 
-    `up` is `[E * U, C]` and `down` is `[E * C, F]`, where E is `count`. U is F, or 2F if `gated`:
-    the rows of an expert's gate, then those of its up projection. `up_bias [E * U]` and
-    `down_bias [E * C]` are None if experts have no biases. `factors` multiply the weights of the
-    experts of all ranks; None means no factors.
+    `up` is `[count * U, C]` and `down` is `[count * C, F]`. U is F, or 2F if `gated`: the rows of
+    an expert's gate, then those of its up projection. `up_bias [count * U]` and
+    `down_bias [count * C]` are None if experts have no biases. `factors [E]` multiply the weights
+    of the E experts of all ranks; None means no factors.
     """
 
     up: Matrix
@@ -50,10 +50,10 @@ class ExpertMatrices(NamedTuple):
     def choose(
         self, x: Tensor, logits: Tensor, routing: Routing, correction: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Choose experts by `logits [T, E]`; return their inputs, numbers and weights.
+        """Choose k experts per token by `logits [T, E]`; return inputs, numbers and weights.
 
-        Numbers and weights are `[T, k]`. The inputs are `x [T, C]`, or `[T * k, C]` if
-        `routing.scales_inputs`.
+        The inputs of experts are `x [T, C]`, or `[T * k, C]` if `routing.scales_inputs`. The
+        numbers of the chosen experts and their weights are `[T, k]`.
         """
         bias = None if correction is None else widened(correction)
         return self.prepared(x, routing, *choose_experts(widened(logits), routing, bias))
@@ -122,5 +122,5 @@ def _outputs(
 
 
 def _parts(matrix: Matrix, count: int) -> Sequence[Matrix]:
-    """Return the matrix of each expert, a view."""
+    """Return the matrix of each expert: a view, or a copy if experts share a panel."""
     return matrix.parts(count) if isinstance(matrix, PackedMatrix) else matrix.chunk(count)

@@ -16,8 +16,8 @@ class Routing(NamedTuple):
 
     With the score "softmax_of_best" or "sigmoid_of_best", experts are chosen by their logits, and
     the softmax or sigmoid is computed from the logits of the chosen experts only.
-    With `renormalize`, the weights of a token's experts add up to 1. `factor` multiplies the
-    weights, which multiply the outputs of experts; with `scales_inputs`, they multiply their inputs
+    With `renormalize`, the weights of a token's experts are divided by their sum. Then `factor`
+    multiplies them. They multiply the outputs of experts, or with `scales_inputs` the inputs
     (Llama 4). Of `groups` groups of experts only the best `top_groups` are considered; a group is
     rated by the sum of its two best scores ("two_best"), or by its best one ("best").
     """
@@ -37,8 +37,8 @@ def choose_experts(
 ) -> tuple[Tensor, Tensor]:
     """Return the experts of each token, int64 `[T, k]`, and their weights `[T, k]`.
 
-    `logits [T, E]` are float32 or float64. `correction [E]` is added to the scores to choose
-    experts, and not to weigh them.
+    `logits [T, E]` are float32 or float64, as are the weights. `correction [E]`, if given, is added
+    to the scores to choose experts, but not to weigh them.
     """
     if routing.score == "softmax":
         scores = logits.softmax(-1)

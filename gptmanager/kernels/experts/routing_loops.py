@@ -74,7 +74,7 @@ class RoutingTask(ctypes.Structure):
 class MixingTask(ctypes.Structure):
     """Addresses of the experts' `outputs` by row, and of the `places` and `weights` of choices.
 
-    `weights` is 0 if each weight is 1.
+    `weights` is 0 if the weights have already multiplied the inputs of experts.
     """
 
     _fields_ = task_fields("num_tokens outputs result places weights per_token width dtype")
@@ -128,7 +128,7 @@ def _quality(t: Any, scores: int, group: int) -> Any:
 
 @loop
 def _keep_best_groups(t: Any, scores: int, qualities: int) -> None:
-    """Set the scores of all groups to -inf except the best; of equal groups, keep the earlier."""
+    """Set the scores to -inf in all groups but the best; of equal groups, keep the earlier."""
     size = t.num_experts // t.groups
     for group in range(t.groups):
         put(qualities, group, _quality(t, scores, group))
@@ -253,7 +253,7 @@ def _sort(t: Any) -> None:
 
 @loop
 def _gather(t: Any, token: int) -> None:
-    """Copy a token's input to the rows of its choices."""
+    """Copy a token's input, scaled if `scales_inputs`, to the rows of its choices."""
     for choice in range(token * t.per_token, (token + 1) * t.per_token):
         place = get_long(t.places, choice)
         if place < 0:

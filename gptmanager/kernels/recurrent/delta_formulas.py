@@ -49,9 +49,9 @@ class DeltaShape(NamedTuple):
 class DeltaTensors(NamedTuple):
     """The parameters of a layer apart from its projections.
 
-    `conv` `[width, channels]` has the weights of the convolution. `decay` `[H]` is the logarithm of
-    the decay's factor, and `step` `[H]` is added to the decay's argument. `norm` `[V]` is the
-    weight of the output's norm.
+    `conv` `[width, channels]` has the weights of the convolution. With `decay` `[H]` (`A_log` in
+    checkpoints) and `step` `[H]` (`dt_bias`), a token's decay is
+    `g = -exp(decay) * softplus(argument + step)`. `norm` `[V]` is the weight of the output's norm.
     """
 
     conv: Tensor
@@ -100,7 +100,7 @@ def heads_of(x: Tensor, shape: DeltaShape) -> tuple[Tensor, Tensor, Tensor]:
 def step_by_step(
     q: Tensor, k: Tensor, v: Tensor, decay: Tensor, rate: Tensor, memory: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Return what the tokens read, `[R, n, H, V]`, and the last memory, `[R, H, K, V]`.
+    """Return the values that tokens read, `[R, n, H, V]`, and the new memory, `[R, H, K, V]`.
 
     `q` and `k` are `[R, n, H, K]`, `v` `[R, n, H, V]`, and `decay` and `rate` `[R, n, H]`.
     """

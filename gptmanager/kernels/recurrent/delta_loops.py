@@ -49,8 +49,8 @@ class DeltaTask(ctypes.Structure):
     `projected` (tokens are `stride` apart), `conv`, `inputs`, `norm` and `result` have `dtype`.
     `gates`, `decay`, `step`, `mixed` and `memory` are float32. `mixed` `[num_tokens, channels]` has
     the convolved channels, with normalized queries and keys. `activate_gates` replaces the
-    arguments in `gates` by the rates and decays. `scratch` has `WIDTH` columns of a memory and
-    `SPAN` tokens of a head.
+    arguments in `gates` by rates and decay factors. `scratch` has, for each thread, `WIDTH` columns
+    of a memory and what `SPAN` tokens of a head read.
     """
 
     _fields_ = task_fields(
@@ -87,7 +87,7 @@ def _softplus(x: Any) -> Any:
 
 
 def activate_gates(address: int) -> None:
-    """Compute the rates and the factors of decay, in place of their arguments in `gates`."""
+    """Replace the arguments in `gates` by the rates b and the decay factors exp(g)."""
     t = task_at(address, DELTA_TASK)
     heads = t.value_heads
     part = claim(address, NEXT_PART)
@@ -118,7 +118,10 @@ def _input(t: Any, first: int, offset: int, slot: int, channel: int, count: int)
 
 @loop
 def _place(t: Any, head: int) -> Any:
-    """Return the first channel of a head of queries, keys or values, its size, and its scale."""
+    """Return the first channel of a head of queries, keys or values, its size, and its scale.
+
+    The scale is 0 for values, which are not normalized.
+    """
     keys = t.key_heads
     if head < 2 * keys:
         scale = 1.0 / np.sqrt(float(t.key_dim)) if head < keys else 1.0
@@ -128,7 +131,7 @@ def _place(t: Any, head: int) -> Any:
 
 @loop
 def _convolve_token(t: Any, first: int, offset: int, slot: int, head: int) -> None:
-    """Convolve a head of a row's token; with a scale, normalize it and multiply by the scale."""
+    """Convolve a head of a row's token and apply SiLU; normalize and scale queries and keys."""
     channel, size, scale = _place(t, head)
     to = (first + offset) * t.channels + channel
     squares = splat(ZERO)
@@ -162,9 +165,10 @@ def _move_inputs(t: Any, first: int, count: int, slot: int, head: int) -> None:
 
 
 def convolve(address: int) -> None:
-    """Convolve the channels of all rows, and move the inputs on.
+    """Convolve the channels of all rows, and keep their last inputs in the state.
 
-    A part has some heads of a row, token by token, so that it reads memory in order.
+    A part is a range of (row, head) pairs. The heads of a row run token by token, so that memory is
+    read in order.
     """
     t = task_at(address, DELTA_TASK)
     num_heads = 2 * t.key_heads + t.value_heads
@@ -188,8 +192,7 @@ def convolve(address: int) -> None:
 
 @loop
 def _dot(tile: int, vector: int, size: int) -> Any:
-    """Return the sum of the rows `[size, 32]` of a tile, each times its element of a vector, in two
-    halves.
+    """Return `vector [size] @ tile [size, 32]` as two vectors of lanes.
 
     Eight sums at a time keep the processor's units busy.
     """
@@ -215,7 +218,7 @@ def _dot(tile: int, vector: int, size: int) -> Any:
 
 @loop
 def _change_row(tile: int, at: int, by: Any, key: Any, change: Any) -> Any:
-    """Change sixteen elements of a tile, and return them."""
+    """Set sixteen elements of a tile to `by` times themselves plus `key * change`; return them."""
     own = fma(key, change, load(tile, at) * by)
     store(tile, at, own)
     return own
@@ -225,8 +228,9 @@ def _change_row(tile: int, at: int, by: Any, key: Any, change: Any) -> Any:
 def _advance(
     tile: int, key: int, query: int, decay: float, left: Any, right: Any, size: int
 ) -> Any:
-    """Add the changes of two halves to the rows of a tile, each times its element of the key;
-    return what the query reads, in two halves.
+    """Set a tile `[size, 32]` to `decay * tile + key * change`; return `query @ tile`.
+
+    The change of the 32 columns (`left`, `right`) and the result are two vectors of lanes.
     """
     a, b, c, d = splat(ZERO), splat(ZERO), splat(ZERO), splat(ZERO)
     whole, by = size // 2 * 2, splat(decay)
@@ -246,7 +250,7 @@ def _advance(
 
 @loop
 def _finish_token(t: Any, token: int, head: int, read: int) -> None:
-    """Write the normalized values that a token has read, times SiLU of its output gates."""
+    """Write the RMS norm of the values that a token has read, times SiLU of its output gates."""
     size, heads = t.value_dim, t.value_heads
     total = splat(ZERO)
     for i in range(0, size, LANES):

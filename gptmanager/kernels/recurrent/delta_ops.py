@@ -51,10 +51,11 @@ class DeltaOps:
     ) -> Tensor:
         """Return a layer's output `[T, H * V]` for the rows' tokens, and update its state.
 
-        `projected` `[T, channels + H * V]` has queries, keys and values before the convolution,
-        then the gate of the output. `gates` `[T, 2 * H]` has rates, then arguments of the decay,
-        both before their activations. Each head's output is RMS-normalized, then multiplied by the
-        SiLU of its gate. The state is read and written at the rows' slots.
+        `delta_formulas` explains H and V. `projected` `[T, channels + H * V]` has queries, keys and
+        values before the convolution, then the gate of the output. `gates` `[T, 2 * H]` float32 has
+        rates, then arguments of the decay, both before their activations. Each head's output is
+        RMS-normalized, then multiplied by the SiLU of its gate. The state is read and written at
+        the rows' slots.
         """
         result = projected.new_empty(len(projected), shape.values)
         wide, weight = widened(projected), widened(tensors.conv)
@@ -82,9 +83,9 @@ class DeltaOps:
         return result
 
     def _spans(self, rows: RowSpans) -> Iterator[tuple[slice | Tensor, Tensor]]:
-        """Yield the tokens and the slots of rows that run together: they have the same length.
+        """Yield the tokens and the slots of rows that run together: all rows with one token.
 
-        Rows of one token run together. If deterministic, each token runs alone.
+        Longer rows run alone. If deterministic, each token runs alone.
         """
         starts, slots = rows.row_starts.tolist(), rows.slots.long()
         lengths = rows.row_starts.diff()
