@@ -432,8 +432,8 @@ def test_the_log_tells_what_multiplies(
     [
         (("avx512f", "avx2", "fma"), "packed: the processor has AVX-512, and"),
         (("avx2", "fma"), "packed: the processor has AVX2, and"),
-        (("avx2",), "not packed: the processor has no AVX2, and"),
-        ((), "not packed: the processor has no AVX2, and"),
+        (("avx2",), "not packed: the processor has no AVX2 with FMA, and"),
+        ((), "not packed: the processor has no AVX2 with FMA, and"),
     ],
     ids=str,
 )

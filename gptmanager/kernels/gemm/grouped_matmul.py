@@ -1,7 +1,7 @@
 """Many matmuls as one task, so that threads wait for each other once and not after every matmul.
 
 The threads run the matmuls in the same order. Each uses a copy of the matmul's task with scratch
-memory of its own, and claims parts from the counter of the shared task.
+memory of its own, and claims parts from the matmul's counter, which all threads share.
 """
 
 # mypy: allow-untyped-calls
@@ -23,9 +23,10 @@ class GroupTask(ctypes.Structure):
 
     `given` is the address of int64 numbers: the number of matmuls, then for each of them the number
     of its matrix, its number of rows, and its first row. `counters` is the address of int64 zeros,
-    one for each matmul. `copies` is that of memory for one `MatmulTask` per thread. `tails` is that
-    of the 16 values of `MatmulTask.tail`. The fields that end in `_bytes` are the distances from
-    one row or matrix to the next; `scratch_bytes` is the size for each thread. For matmuls of up to
+    one for each matmul, `copies` that of memory for one `MatmulTask` per thread, and `tails` that
+    of the values of `MatmulTask.tail` for 0 to 15 rows. `scratch_bytes` is the size of a thread's
+    scratch; the other fields that end in `_bytes` are the distances from one row or matrix to the
+    next. For matmuls of up to
     `streamed_rows` rows, the matrices are divided into about `streamed_parts` parts in all; for
     others, each group of panels is a part. The fields up to `bias_bytes` depend on the call.
     """

@@ -59,10 +59,10 @@ def int16_tile(rows: int) -> Any:
     """Return an intrinsic that computes `rows` x 64 elements of a matmul, or adds to them.
 
     Its arguments are `(c, a, a_stride, factors, factors_stride, b0, b1, b2, b3, steps, add)`. `c`
-    is float32 with stride 64; `a` is int16, with strides in bytes; `b0` to `b3` are the addresses
-    of four int8 panels. `steps` is the number of positions divided by 4. Sums are int32, exact for
-    up to `MAX_POSITIONS` positions, and are multiplied by the row's factor. Of each four positions,
-    the even ones are multiplied as a pair, then the odd ones.
+    is float32 with stride 64; `a` is int16 and `factors` float32, both with strides in bytes; `b0`
+    to `b3` are the addresses of four int8 panels. `steps` is the number of positions divided by 4.
+    Sums are int32, exact for up to `MAX_POSITIONS` positions, and are multiplied by the row's
+    factor. Of each four positions, the even ones are multiplied as a pair, then the odd ones.
     """
 
     @intrinsic(nothing, *[long] * 10, types.boolean)
@@ -108,5 +108,5 @@ def int16_tile(rows: int) -> Any:
 
 
 def int16_scratch_bytes(depth: int) -> int:
-    """Return the bytes that a thread's scratch has after its sums: int16 rows and their scales."""
+    """Return the size in bytes of few int16 rows and their factors, after the sums in scratch."""
     return FEW_ROWS * (2 * depth + 4 * -(-depth // MAX_POSITIONS))

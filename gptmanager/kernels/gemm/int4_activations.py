@@ -1,8 +1,9 @@
-"""Quantizes rows of activations in blocks of 32 elements, for matmuls with 4-bit matrices.
+"""Quantizes rows of activations in groups of 32 elements, for matmuls with 4-bit matrices.
 
-Each block has a factor of its own, so that a large element costs precision only within its block.
-An element has one level (a byte), or two if rows are few: the signed upper byte of an int16, and a
-signed rest.
+Each group has a factor of its own, the scale of its integers, so that a large element costs
+precision only within its group. A row has a block of memory for each group, or planes for a matrix
+unit (Intel AMX). An element has one level (a byte), or two if rows are few: the signed upper byte
+of an int16, and a signed rest.
 """
 
 # mypy: allow-untyped-calls
@@ -43,14 +44,14 @@ from gptmanager.kernels.simd.lanes import (
 )
 from gptmanager.kernels.simd.threads import NEXT_PART
 
-# Byte offsets in a block: its factor, the int32 at which dot products begin, its factor times the
-# sum of its elements, and the elements.
+# Byte offsets in a block: the factor, the int32 at which dot products begin, the factor times the
+# sum of the integers, and the integers.
 FACTOR, BEGIN, SUM, BLOCK_HEAD = 0, 4, 8, 16
 _BYTES = ir.VectorType(ir.IntType(8), LANES)
 
 
 def block_bytes(levels: int) -> int:
-    """Return the bytes of a block with `levels` bytes per element."""
+    """Return the size in bytes of a block with `levels` bytes per element."""
     return BLOCK_HEAD + GROUP * levels
 
 
@@ -61,7 +62,7 @@ def _store(builder: Any, address: Any, value: Any) -> None:
 
 @intrinsic(vector, long, vector, vector)
 def _store_one_level(builder: Any, address: Any, value: Any, total: Any) -> Any:
-    """Store sixteen numbers as int8; return their sum with the int32 in `total`."""
+    """Store sixteen numbers as int8; return them added to the int32 lanes of `total`."""
     whole = rounded(builder, value)
     _store(builder, address, whole)
     return builder.bitcast(builder.add(builder.bitcast(total, INDICES), whole), VECTOR)
@@ -69,7 +70,7 @@ def _store_one_level(builder: Any, address: Any, value: Any, total: Any) -> Any:
 
 @intrinsic(vector, long, vector, vector)
 def _store_two_levels(builder: Any, address: Any, value: Any, total: Any) -> Any:
-    """Store sixteen numbers as upper bytes, with the rests 32 bytes after them; return the sum."""
+    """Do as `_store_one_level`, but store upper bytes, and the rests 32 bytes after them."""
     whole = rounded(builder, value)
     upper, rest = upper_and_lower(builder, whole)
     _store(builder, address, upper)
@@ -81,9 +82,10 @@ def _store_two_levels(builder: Any, address: Any, value: Any, total: Any) -> Any
 def quantize_groups(
     dtype: int, x: int, row: int, given: int, depth: int, to: int, levels: int
 ) -> None:
-    """Quantize a row of x, which has `given` elements and is padded with zeros to `depth`.
+    """Quantize a row of x to blocks at `to`, with `levels` bytes per element.
 
-    A block with a NaN has the factor NaN.
+    The row has `given` elements, and is padded with zeros to `depth`. The factor of a group with a
+    NaN is NaN.
     """
     size = BLOCK_HEAD + GROUP * levels
     most = MAX_INT16 if levels == 2 else MAX_INT8
@@ -105,10 +107,10 @@ def quantize_groups(
 
 
 def planes_bytes(depth: int) -> int:
-    """Return the bytes of a quantized row for a matrix unit, a multiple of a cache line.
+    """Return the size in bytes of a row in planes, a multiple of a cache line.
 
-    A row has its elements of one byte, then the factor of each group, then each group's factor
-    times the sum of its elements.
+    A row has its integers, one byte each, then the factor of each group, then each group's factor
+    times the sum of its integers.
     """
     return (depth + 8 * (depth // GROUP) + 63) // 64 * 64
 
@@ -118,7 +120,7 @@ planes_size = loop(planes_bytes)  # for compiled callers
 
 @loop
 def _quantize_in_planes(dtype: int, x: int, row: int, given: int, depth: int, to: int) -> None:
-    """Quantize a row as `quantize_groups` does with one level, but to `planes_bytes`."""
+    """Quantize a row as `quantize_groups` does with one level, but to planes at `to`."""
     count = depth // GROUP
     for number in range(count):
         first = GROUP * number
@@ -148,10 +150,10 @@ def _quantize(t: Any, address: int, in_planes: bool) -> None:
 
 
 def quantize_rows_in_groups(address: int) -> None:
-    """Quantize tokens to blocks with one byte per element. The task's `dtype` is ignored."""
+    """Quantize tokens to blocks, one byte per element. The task's `dtype` is ignored."""
     _quantize(task_at(address, CONVERSION_TASK), address, False)
 
 
 def quantize_rows_in_planes(address: int) -> None:
-    """Quantize tokens to rows of `planes_bytes`, for a matrix unit. `dtype` is ignored."""
+    """Quantize tokens to planes, for a matrix unit. The task's `dtype` is ignored."""
     _quantize(task_at(address, CONVERSION_TASK), address, True)

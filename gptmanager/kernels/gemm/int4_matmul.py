@@ -33,7 +33,7 @@ _multiply_lanes = over_rows("float32")
 
 
 def few_scratch_bytes(depth: int) -> int:
-    """Return the bytes that a thread's scratch has after its sums: the blocks of few rows."""
+    """Return the size in bytes of the blocks of few rows, after the sums in scratch."""
     return FEW_ROWS * depth // GROUP * block_bytes(2)
 
 
@@ -45,7 +45,7 @@ def scales_of(t: Any, panel: int) -> int:
 
 @loop
 def _widen(t: Any, target: int, panel: int, first: int, count: int) -> None:
-    """Widen `count` positions of a panel to float32 at `target`."""
+    """Widen `count` positions of a panel, from `first` on, to float32 at `target`."""
     values, scales = panel + first // GROUP * GROUP_BYTES, scales_of(t, panel)
     scales += first // GROUP * SCALE_BYTES
     for n in range(count // GROUP):
@@ -140,7 +140,10 @@ def _share_by_dots(levels: int, is_wide: bool) -> Any:
 
 @loop
 def _share_by_unit(t: Any, address: int) -> None:
-    """Compute the parts that a thread claims, with the matrix unit, from panels in bfloat16."""
+    """Compute the parts that a thread claims, with the matrix unit (Intel AMX).
+
+    Panels are first widened to bfloat16.
+    """
     scratch, counter = begin(t, address)
     w0, size, held = scratch + SCRATCH_BYTES, 2 * LANES * t.depth, -1
     w1, w2, w3 = w0 + size, w0 + 2 * size, w0 + 3 * size
@@ -172,15 +175,15 @@ def multiply_int4(address: int) -> None:
 
 
 def multiply_int4_by_int16(address: int) -> None:
-    """Multiply few rows with a 4-bit matrix, in int16 arithmetic."""
+    """Multiply few rows, which are quantized to int16, with a 4-bit matrix."""
     _by_int16(task_at(address, MATMUL_TASK), address)
 
 
 def multiply_int4_by_int8(address: int) -> None:
-    """Multiply with a 4-bit matrix, in int8 arithmetic."""
+    """Multiply rows quantized to int8 with a 4-bit matrix."""
     _by_int8(task_at(address, MATMUL_TASK), address)
 
 
 def multiply_int4_by_unit(address: int) -> None:
-    """Multiply with a 4-bit matrix, with the matrix unit."""
+    """Multiply bfloat16 rows with a 4-bit matrix, with the matrix unit."""
     _share_by_unit(task_at(address, MATMUL_TASK), address)

@@ -1,8 +1,8 @@
 """Register tiles of matmuls with a 4-bit matrix, and functions that widen its panels.
 
-The rows consist of blocks, from `int4_activations`. The instruction multiplies unsigned bytes, here
-the stored values of the matrix, with signed bytes. The sums of a group are exact. An element of the
-result does not depend on the number of rows.
+The rows consist of blocks, from `int4_activations`. The dot product instruction multiplies unsigned
+bytes, here the stored values of the matrix, with signed bytes. The sums of a group are exact. An
+element of the result does not depend on the number of rows.
 """
 
 # mypy: allow-untyped-calls
@@ -215,7 +215,7 @@ def int4_tile(rows: int, across: int, levels: int, is_wide: bool) -> Any:
 
 
 def _values_of(builder: Any, source: Any) -> list[Any]:
-    """Return a group's values by position, each in bits 16 to 19 of an int32 lane."""
+    """Return a group's values, one vector per position, in bits 16 to 19 of int32 lanes."""
     both = [_load(builder, plus(builder, source, 64 * step), INDICES) for step in range(_STEPS)]
     found, mask = [], int_lanes(0x000F0000)
     for half in (0, 4):

@@ -171,7 +171,7 @@ _int8_by_int8 = _share_by_int8() if has_int8_dots() else _int8
 
 
 def multiply_float32(address: int) -> None:
-    """Compute `result = x @ matrix.T` with a float32 matrix. The next three have other dtypes."""
+    """Compute `result = x @ matrix.T` with a float32 matrix; the next three, with other dtypes."""
     _float32(task_at(address, MATMUL_TASK), address)
 
 
@@ -206,7 +206,7 @@ def multiply_int8_by_int8(address: int) -> None:
 def multiply_by_tiles(
     t: Any, scratch: int, b0: int, b1: int, b2: int, b3: int, first: int, rows: int
 ) -> None:
-    """Compute a chunk of rows for a group of bfloat16 panels, with the matrix unit."""
+    """Compute a chunk of rows for a group of bfloat16 panels, with the matrix unit (Intel AMX)."""
     span = BLOCK if rows >= 32 else t.depth
     for k in range(0, t.depth, span):
         steps, at = min(span, t.depth - k) // 32, 2 * LANES * k

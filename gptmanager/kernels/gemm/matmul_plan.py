@@ -97,7 +97,10 @@ class MatmulPlan(NamedTuple):
 
 
 def plan_matmul(matrix: PackedMatrix, *, silu: bool, deterministic: bool) -> MatmulPlan:
-    """Return the plan. If `deterministic`, a row's bits do not depend on the number of rows."""
+    """Return the plan for `matrix`, and compile what it needs.
+
+    If `deterministic`, the bits of a row of the result do not depend on the number of rows.
+    """
     num_rows, num_panels = len(matrix), len(matrix.values)
     columns = num_rows // 2 if silu else num_rows
     num_groups = -(-columns // (PANEL_ROWS * (PANELS // 2 if silu else PANELS)))
@@ -222,9 +225,10 @@ def matmul_bodies(stored: torch.dtype, deterministic: bool) -> list[Callable[[in
 
 
 def can_be_packed(dtype: torch.dtype, quantized: Quantized | None = None) -> bool:
-    """Return whether matrices of `dtype` are packed.
+    """Return whether matrices of `dtype` are packed, which needs a dtype in `DTYPES`.
 
-    int8 matrices always are. int4 matrices are if the processor can convert float16.
+    int8 matrices then always are, int4 matrices if the processor can convert float16, and others if
+    packing pays.
     """
     if quantized == "int4":
         return dtype in DTYPES and HAS_FLOAT16
@@ -233,7 +237,7 @@ def can_be_packed(dtype: torch.dtype, quantized: Quantized | None = None) -> boo
 
 @functools.cache
 def registers(rows: int) -> int:
-    """Return the address of the matrix unit's configurations for `rows` rows of x.
+    """Return the address of the configurations of the matrix unit (Intel AMX) for `rows` rows of x.
 
     The first one is that of `unit_tile`, the second that of `stretch_tile`, and the third that of
     `groups_tile`.
@@ -270,7 +274,7 @@ def packing_pays() -> bool:
     logger.info(
         "weights on the CPU are %s: the processor has %s, and %s",
         "packed" if pays else "not packed",
-        widest if pays else "no AVX2",
+        widest if pays else "no AVX2 with FMA",
         "fast dot products of bfloat16 pairs" if has_fast_pairs() else unit,
     )
     return pays

@@ -32,10 +32,10 @@ class MatmulTask(ctypes.Structure):
     and also the distance in panels from the first to the second panel of a group, and from the
     third to the fourth; `second` is the distance from the first to the third. With `silu`, the SiLU
     of the first and second panels' sums is multiplied by the sums of the third and fourth. `full`
-    and `tail` are the addresses of the matrix unit's configurations for sixteen rows and for the
-    remaining rows. `groups` is the address of the float16 scales of a 4-bit matrix, and `minima`
-    the distance in bytes from these to the minima, or 0 without minima. `counter` is the address of
-    the task that has the counter of parts, or 0 if it is this task.
+    and `tail` are the addresses of the configurations of the matrix unit (Intel AMX) for sixteen
+    rows and for the remaining rows. `groups` is the address of the float16 scales of a 4-bit
+    matrix, and `minima` the distance in bytes from these to the minima, or 0 without minima.
+    `counter` is the address of the task that has the counter of parts, or 0 if it is this task.
     """
 
     _fields_ = task_fields(

@@ -179,7 +179,10 @@ def widen_panel(dtype: str) -> Any:
 
 @functools.cache  # one function for each name
 def over_rows(dtype: str) -> Any:
-    """Return a function like the result of `tile`, but for any number of rows, in tiles of six."""
+    """Return a function like the result of `tile`, but for any number of rows.
+
+    It uses tiles of six rows, and then of four, two and one.
+    """
     six, four, two, one = (tile(rows, dtype, _ACROSS[rows]) for rows in (6, 4, 2, 1))
     name = dtype.replace(" ", "_")
 
@@ -215,7 +218,10 @@ _BYTE = ir.IntType(8)
 
 @functools.cache
 def has_matrix_unit() -> bool:
-    """Return whether this process may use AMX. Linux requires one request for all threads."""
+    """Return whether this process may use AMX with bfloat16.
+
+    Linux requires a request for permission, which is made here once for all threads.
+    """
     if sys.platform != "linux" or not binding.get_host_cpu_features().get("amx-bf16"):
         return False
     arch_prctl, request_permission, tile_data = 158, 0x1023, 18

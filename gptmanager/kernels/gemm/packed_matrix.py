@@ -16,7 +16,7 @@ from torch import Tensor
 from gptmanager.kernels.gemm.weight_quantization import round_to_int8, write_int8
 
 PANEL_ROWS = 16  # the lanes of a SIMD register, see `lanes`
-UNIT_BYTES = 64  # of bfloat16 or int8 positions, which the matrix unit reads at a time
+UNIT_BYTES = 64  # size of the bfloat16 or int8 positions that a matrix unit (AMX) reads at a time
 _ALL = slice(None)
 
 Quantized = Literal[
@@ -65,7 +65,7 @@ class PackedMatrix:
 
     @property
     def position_bytes(self) -> int:
-        """Return the bytes of one position of a panel."""
+        """The size in bytes of one position of a panel, for all its rows."""
         return self.values.itemsize * PANEL_ROWS
 
     @property
@@ -75,7 +75,7 @@ class PackedMatrix:
         return Panels(self.values, self.scales)
 
     def adopt(self, panels: Panels) -> bool:
-        """Use this storage from now on. Return False if its layout, dtype or device differs."""
+        """Use this storage from now on. Return False if its shape, dtype or device differs."""
         for own, other in ((self.values, panels.values), (self.scales, panels.scales)):
             if own is None or own.dtype != other.dtype or own.shape != other.shape:
                 return False
@@ -86,9 +86,9 @@ class PackedMatrix:
         return True
 
     def parts(self, count: int) -> tuple[Matrix, ...]:
-        """Split into `count` matrices with equal numbers of rows.
+        """Split the matrix into `count` matrices with equal numbers of rows.
 
-        They are views if each consists of whole panels, otherwise copies.
+        They are views if each consists of whole panels, otherwise copies as plain tensors.
         """
         size = len(self) // count
         if size % PANEL_ROWS:

@@ -1,10 +1,10 @@
 """Quantizes rows of activations, for matmuls with int8 matrices.
 
 A row is divided into stretches, each of which has a factor derived from its largest magnitude. Few
-rows become int16. Many rows become int16 for a matrix unit, which reads upper and lower bytes, and
-int8 otherwise. In int8, a stretch with an outlier would lose its other elements, so the remainders
-of the rounding are also stored. Activations of language models have such outliers, in the same few
-channels of all tokens (Dettmers et al., "LLM.int8()", 2022).
+rows become int16. Many rows become int16 for a matrix unit (Intel AMX), which reads upper and lower
+bytes, and int8 otherwise. In int8, a stretch with an outlier would lose its other elements, so the
+remainders of the rounding are also stored. Activations of language models have such outliers, in
+the same few channels of all tokens (Dettmers et al., "LLM.int8()", 2022).
 """
 
 # mypy: allow-untyped-calls
@@ -56,14 +56,14 @@ LEAST = 1e-30  # a stretch with a smaller largest magnitude counts as zero
 
 
 def row_bytes(depth: int) -> int:
-    """Return the bytes of an int8 row: its values, its remainders, and the marks of stretches."""
+    """Return the size in bytes of an int8 row: values, remainders, and the marks of stretches."""
     return 2 * depth + MARK_BYTES * ((depth - 1) // STRETCH + 1)
 
 
 def split_row_bytes(depth: int) -> int:
-    """Return the bytes of an int16 row: its upper bytes, its lower bytes, and the factors.
+    """Return the size in bytes of a split int16 row: upper bytes, lower bytes, and factors.
 
-    The size is a multiple of a cache line: a tile of rows that cross lines loads five times as
+    It is a multiple of a cache line, because a tile of rows that cross lines loads five times as
     slowly.
     """
     return (2 * depth + 4 * ((depth - 1) // MAX_POSITIONS + 1) + 63) // 64 * 64
@@ -79,7 +79,7 @@ def rounded(builder: Any, value: Any) -> Any:
 
 
 def upper_and_lower(builder: Any, whole: Any) -> tuple[Any, Any]:
-    """Return signed bytes with `256 * upper + lower == whole`, for at most `MAX_INT16`."""
+    """Return signed bytes with `256 * upper + lower == whole`, for magnitudes up to `MAX_INT16`."""
     eight, half = (ir.Constant(INDICES, [n] * LANES) for n in (8, 128))
     upper = builder.ashr(builder.add(whole, half), eight)
     return upper, builder.sub(whole, builder.shl(upper, eight))
@@ -115,7 +115,7 @@ def _store_bytes(builder: Any, upper: Any, lower: Any, index: Any, value: Any) -
 
 @intrinsic(vector, long, long, vector, vector)
 def _store_int8(builder: Any, address: Any, index: Any, value: Any, total: Any) -> Any:
-    """Store sixteen numbers of at most 127 as int8; return their sum with the int32 in `total`."""
+    """Store sixteen numbers of at most 127 as int8; return them added to the lanes of `total`."""
     whole = rounded(builder, value)
     _store(builder, address, index, _narrowed(builder, whole, 8))
     return builder.bitcast(builder.add(builder.bitcast(total, INDICES), whole), VECTOR)
@@ -132,8 +132,8 @@ def sum_ints(builder: Any, value: Any) -> Any:
 def measured(dtype: int, x: int, start: int, positions: int, count: int) -> Any:
     """Return the largest magnitude, the sum of magnitudes, and NaN if a value is NaN, else 0.
 
-    Reads `positions` values from `start` on, of which `count` exist. A largest magnitude below
-    `LEAST` is returned as 0.
+    Looks at `positions` values from `start` on; those after the first `count` are taken as 0. A
+    largest magnitude below `LEAST` is returned as 0.
     """
     most, size, nans = splat(ZERO), splat(ZERO), splat(ZERO)
     for k in range(0, positions, LANES):
@@ -158,8 +158,8 @@ def quantize_to_int16(
     """Quantize a row of x, which has `given` elements and is padded with zeros to `depth`.
 
     The result at `to` is int16 `[depth]`, in which the second and third of each four elements are
-    exchanged; with `splits` it is all upper bytes, then all lower bytes. A stretch with a NaN has
-    the factor NaN.
+    exchanged; with `splits` it is all upper bytes, then all lower bytes. The factors of stretches
+    are written to `factors` as float32. A stretch with a NaN has the factor NaN.
     """
     for number, first in enumerate(range(0, depth, MAX_POSITIONS)):
         positions, start = min(MAX_POSITIONS, depth - first), row * given + first

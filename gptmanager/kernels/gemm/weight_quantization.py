@@ -52,7 +52,7 @@ from gptmanager.kernels.simd.lanes import (
 from gptmanager.kernels.simd.machine_code import compiled
 from gptmanager.kernels.simd.threads import NEXT_PART, Team, alike, task_fields
 
-# The largest magnitude of a group is one of these numbers of steps: see `round_to_groups`.
+# The largest magnitude of a group divided by a candidate for its scale: see `round_to_groups`.
 STEPS = (8.0, 7.5, 7.0, 8.5, 9.5)
 _STEPS = tuple(map(np.float32, STEPS))
 _LARGEST = np.float32(torch.finfo(torch.float16).max)
@@ -106,11 +106,12 @@ def round_to_int8(rows: Tensor) -> tuple[Tensor, Tensor]:
 def round_to_groups(rows: Tensor) -> Groups:
     """Round floats `[n, columns]` to groups without minima.
 
-    Of a few scales for each group, the one with the least squared error is kept. A candidate makes
-    the group's largest magnitude one of the numbers `STEPS`. It is then replaced by the
-    least-squares scale for the integers that it results in, as `make_qx_quants` of llama.cpp's
-    `ggml-quants.c` does. The first candidate is that of Q4_0: the element with the largest
-    magnitude becomes -8. A group with an element that is not finite has the scale NaN.
+    For each group, several candidates for its scale are tried, and the one with the least squared
+    error is kept. A candidate is the element with the largest magnitude divided by one of the
+    numbers `-STEPS`. It is then replaced by the least-squares scale for the integers to which it
+    rounds the group, as in `make_qx_quants` of llama.cpp's `ggml-quants.c`. The first candidate is
+    that of Q4_0: the element with the largest magnitude becomes -8. A group with an element that is
+    not finite has the scale NaN.
     """
     (rows,) = alike(rows)
     count, columns = rows.shape
@@ -242,7 +243,7 @@ def _inverse(scale: Any) -> Any:
 
 @loop
 def _with_scale(first: Any, second: Any, scale: Any) -> Any:
-    """Return the least-squares scale for the integers of `scale`, and the squared error with it."""
+    """Return the least-squares scale for the integers of `scale`, and its squared error."""
     by = _inverse(scale)
     low, high = _whole(first * by), _whole(second * by)
     squares = sum_lanes(low * low + high * high)
@@ -324,7 +325,7 @@ def _int8_scale(t: Any, start: int) -> Any:
 
 @loop
 def _panels_of(t: Any, part: int) -> range:
-    """Return the rows of a part: whole panels, because two threads would share their lines."""
+    """Return the rows of a part: whole panels, so that threads do not share cache lines."""
     first = t.first_row // LANES
     panels = (t.first_row + t.num_tokens + LANES - 1) // LANES - first
     start = (first + panels * part // t.num_parts) * LANES - t.first_row
@@ -353,7 +354,7 @@ def int8_rows(address: int) -> None:
             scale = _int8_scale(t, start)
             put(t.scales, own, scale)
             to = t.values + own // LANES * LANES * t.depth + own % LANES * 4
-            # NaN, which leaves zeros, stays NaN
+            # a scale of NaN stays NaN; the row's integers are then zeros
             scale = _TINY if scale < _TINY else scale
             step, by = splat(scale), splat(ONE / scale)
             start += t.first_column

@@ -1,4 +1,4 @@
-"""`StepAdapters`: the arguments of `Kernels.add_adapters` in addition to its tensors."""
+"""`StepAdapters`: the adapters of a step's tokens, an argument of `Kernels.add_adapters`."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class AdapterModule(NamedTuple):
 
 @dataclass(eq=False)
 class StepAdapters:
-    """The low-rank adapters (LoRA) of a step's tokens: tensors of one device, and a static layout.
+    """The low-rank adapters (LoRA) of a step's tokens: tensors on one device, and a static layout.
 
     `pool` is flat. For each adapter, layer and module it has A `[rank, width]`, directly followed
     by B `[num_columns, rank]`. They may begin at any element; multiples of 16 bytes are read
@@ -33,7 +33,7 @@ class StepAdapters:
     maps the name of a matrix to the modules that add to it; their columns may overlap. No rank of
     the table is above `max_rank`. Only `plan` depends on the contents of the tensors, so a captured
     step may be replayed with other adapters. Kernels may set `plan` in `Kernels.begin_adapters`,
-    and reuse it in a later step of the same tokens.
+    and reuse it in a later step with the same object.
     """
 
     pool: Tensor

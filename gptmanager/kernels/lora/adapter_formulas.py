@@ -18,7 +18,7 @@ def add_outputs(
     layer: int,
     matrix: str,
 ) -> None:
-    """Compute `Kernels.add_adapters`, one adapter after another, by the matmul `linear`."""
+    """Do what `Kernels.add_adapters` does, one adapter at a time, with `linear` for matmuls."""
     modules, slots = adapters.layout.get(matrix, ()), adapters.rows.tolist()
     for slot in sorted({*slots} - {-1}):
         tokens = (adapters.rows == slot).nonzero().squeeze(1)

@@ -1,4 +1,4 @@
-"""Register tiles for low-rank adapters: sums of A x, and columns of B h with B transposed.
+"""Register tiles for low-rank adapters: `dots` for A x; `expanded`, which transposes B, for B h.
 
 The bits of an element do not depend on how tokens and ranks are cut into tiles. Elements of two
 bytes are transposed in pairs and widened afterwards. A tile prefetches the memory that is read
@@ -59,7 +59,7 @@ def _lanes(builder: Any, first: Any, second: Any, lanes: Sequence[int]) -> Any:
 
 
 def _sums(builder: Any, values: Sequence[Any]) -> Any:
-    """Return the sum of each vector's lanes, in the order of the vectors.
+    """Return a vector with the sum of the lanes of each vector in `values`, in their order.
 
     Halves of a vector are added until one lane is left.
     """
@@ -79,11 +79,12 @@ def _sums(builder: Any, values: Sequence[Any]) -> Any:
 def dots(rows: int, ranks: int, dtype: str) -> Any:
     """Return an intrinsic that stores the dot products of `rows` tokens with `ranks` rows of A.
 
-    Its arguments are `(h, stride, x, a, width, last_row, last_rank, ahead)`. Tokens after
-    `last_row` and rows of A after `last_rank` repeat these. As many bytes as are read of A are
-    prefetched from `ahead`. `x` is float32. `width` is the width of x and A, at least LANES. An
-    element is the sum of sixteen chains along the width. With `dtype` "bfloat16 pairs" x is also
-    bfloat16, `width` is at least 2 * LANES, and a chain adds two elements at a time.
+    Its arguments are `(h, stride, x, a, width, last_row, last_rank, ahead)`. The results of a token
+    are `stride` floats after those of the previous one. Tokens after `last_row` repeat that token,
+    rows of A after `last_rank` that row. As many bytes as are read of A are prefetched from
+    `ahead`. `x` is float32. `width` is the width of x and A, at least LANES. An element is the sum
+    of sixteen chains along the width. With `dtype` "bfloat16 pairs" x is also bfloat16, `width` is
+    at least 2 * LANES, and a chain adds two elements at a time.
     """
     kept = dtype.removesuffix(" pairs")
     by_pairs = kept != dtype
@@ -137,7 +138,7 @@ def dots(rows: int, ranks: int, dtype: str) -> Any:
 
 
 def _starts(builder: Any, address: Any, num_bytes: Any, last: Any, count: int) -> list[Any]:
-    """Return the addresses of rows of `num_bytes`. Beyond the last row, its address is repeated."""
+    """Return the addresses of `count` rows of `num_bytes`; after row `last`, its address again."""
     rows = [_number(row) for row in range(count)]
     there = [builder.select(builder.icmp_signed("<", row, last), row, last) for row in rows]
     return [builder.add(address, builder.mul(row, num_bytes)) for row in there]
@@ -164,7 +165,7 @@ _WIDEN: dict[str, Callable[[Any, Any], list[Any]]] = {"float32": _floats, "bfloa
 
 
 def _transposed(builder: Any, dtype: str, b: Any, rank: Any) -> list[Any]:
-    """Return DEPTH vectors; vector k has element k of sixteen rows of B.
+    """Return DEPTH vectors of float32; vector k has element k of sixteen rows of B.
 
     Four bytes of a row are loaded as one lane.
     """
@@ -178,7 +179,10 @@ def _transposed(builder: Any, dtype: str, b: Any, rank: Any) -> list[Any]:
         return builder.load(pointer, align=size)
 
     def load_lanes(first: int) -> Any:
-        """Load lanes. The choice of addresses replaces the exchanges at distances >= `units`."""
+        """Load parts of some rows as sixteen lanes.
+
+        The choice of rows replaces the exchanges at distances >= `units`.
+        """
         parts = [load_row(first + units * n) for n in range(LANES // units)]
         while len(parts) > 1:
             every = range(2 * parts[0].type.count)
@@ -202,9 +206,10 @@ def _transposed(builder: Any, dtype: str, b: Any, rank: Any) -> list[Any]:
 def expanded(groups: int, dtype: str) -> Any:
     """Return an intrinsic that adds B h for DEPTH elements of h to 16 * `groups` columns of sums.
 
-    Its arguments are `(sums, stride, b, rank, h, h_stride, rows, ahead)`. The 16 * `groups` rows of
-    B begin at `b`, `rank` elements apart. They are transposed in registers and stay there for all
-    tokens. As many bytes as are read of B are prefetched from `ahead`.
+    Its arguments are `(sums, stride, b, rank, h, h_stride, rows, ahead)`. The sums and the h of
+    `rows` tokens are `stride` and `h_stride` floats apart. The 16 * `groups` rows of B begin at
+    `b`, `rank` elements apart. They are transposed in registers and stay there for all tokens. As
+    many bytes as are read of B are prefetched from `ahead`.
     """
 
     @intrinsic(nothing, long, long, long, long, long, long, long, long)

@@ -29,7 +29,7 @@ from gptmanager.kernels.simd.threads import Team, address_of, check_layout, task
 RUNS_PER_THREAD = 2
 FEW_RANKS = 8  # the rank that an adapter is assumed to have, to estimate its work
 NUM_TOKENS, NUM_RUNS, LAYERS = 0, 1, 2  # indices into `found`
-MOST_BITS = 62
+MOST_BITS = 62  # modules from this number on share a bit
 
 
 class PlanTask(ctypes.Structure):
@@ -92,9 +92,9 @@ def plan_runs(address: int) -> None:
 
 
 class MatrixPlan(NamedTuple):
-    """The plan for one matrix of each layer.
+    """The plan for one matrix, such as "qkv", in all layers.
 
-    `modules` is a bit mask of the matrix's modules, `work` the estimated multiplications.
+    `modules` is a bit mask of the matrix's modules, `work` the estimated number of multiplications.
     """
 
     task: AdapterTask
@@ -104,12 +104,12 @@ class MatrixPlan(NamedTuple):
     work: int
 
     def begin(self, *values: int) -> AdapterTask:
-        """Return the task with the fields of one layer, from `result` to `columns`."""
+        """Return the task for one layer, with `values` for the fields `result` to `columns`."""
         return with_first(self.task, self.num_parts, *values)
 
 
 class AdapterPlan:
-    """The plan of one step. Its tensors must not change before the step has ended."""
+    """The plan of one step. The adapters' tensors must not change before the step has ended."""
 
     def __init__(self, adapters: StepAdapters, team: Team) -> None:
         """Make the plan. Raises TypeError if a tensor has an unsupported layout."""

@@ -3,8 +3,8 @@
 A part is a run: tokens of one adapter, adjacent or not. First h = A x is computed for all modules,
 then B h is added to one span of columns after another; B is transposed once for all tokens of the
 run. The order of an element's sum never depends on parts and spans. An element of A x is the sum of
-sixteen chains along x. An element of B h is one chain along h that begins with the element of the
-result and adds one module after another.
+sixteen chains along x. An element of the result is one chain, which begins with its old value and
+adds B h along h, one module after another.
 """
 
 # mypy: allow-untyped-calls
@@ -155,7 +155,7 @@ def _shrink(t: Any, scratch: int, first: int, stop: int, slot: int) -> None:
 
 @loop
 def _transpose(dtype: int, scratch: int, b: int, count: int, rank: int, depth: int) -> None:
-    """Transpose `depth` (<= LANES) elements of `count` (<= SPAN) rows of B from `b` on."""
+    """Transpose `depth` (<= LANES) elements of `count` (<= SPAN) rows of B from `b` to scratch."""
     to, size = scratch + 4 * SQUARE, 4 if dtype == FLOAT32 else 2
     for row in range(0, count, LANES):
         for lane in range(LANES):
@@ -235,7 +235,7 @@ def _expand(t: Any, scratch: int, first: int, stop: int, slot: int, low: int, hi
 
 
 def add(address: int) -> None:
-    """Compute `result += B A x` for each run of tokens."""
+    """Compute `result += B A x` for the runs of tokens that this thread claims."""
     t = task_at(address, ADAPTER_TASK)
     scratch = t.scratch + claim(address, NEXT_THREAD) * t.scratch_bytes
     part = claim(address, NEXT_PART)

@@ -57,7 +57,7 @@ def itemsize(dtype: str) -> int:
 
 
 def load_at(builder: Any, dtype: str, address: Any, index: Any, count: Any = None) -> Any:
-    """Load sixteen widened lanes; with `count`, only the first `count`, and the others are zero."""
+    """Load sixteen lanes as float32; with `count`, only the first `count`, the others are zero."""
     kind, size = _VECTORS[dtype], itemsize(dtype)
     pointer = _pointer(builder, address, index, kind, size)
     if count is None:
@@ -134,7 +134,7 @@ def get_byte(builder: Any, address: Any, index: Any) -> Any:
 
 @intrinsic(real, long, long, long)
 def get_half_byte(builder: Any, address: Any, index: Any, is_upper: Any) -> Any:
-    """Return the lower or upper four bits of a byte as a float."""
+    """Return the lower or upper four bits of a byte, from 0 to 15, as a float."""
     byte = builder.load(_pointer(builder, address, index, _BYTE, 1))
     by = builder.trunc(builder.shl(is_upper, ir.Constant(LONG, 2)), _BYTE)
     return builder.uitofp(builder.and_(builder.lshr(byte, by), ir.Constant(_BYTE, 15)), FLOAT)
@@ -156,7 +156,7 @@ else:  # never called with float16
 
 @loop
 def load_as(dtype: int, address: int, index: int, count: int) -> Any:
-    """Load the first `count` lanes; the rest are zero and their memory is not touched."""
+    """Load the first `count` lanes as float32; the rest are zero and their memory is not read."""
     if dtype == FLOAT32:
         return load_part(address, index, count)
     if dtype == BFLOAT16:

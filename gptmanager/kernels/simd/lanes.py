@@ -58,7 +58,7 @@ long, real, nothing = types.int64, types.float32, types.void
 def intrinsic(result: Any, *arguments: Any) -> Callable[[Callable[..., Any]], Any]:
     """Return a decorator that makes `emit(builder, *values) -> value` an intrinsic for Numba code.
 
-    `result` and `arguments` are its Numba types.
+    `result` and `arguments` are the Numba types of its value and its arguments.
     """
 
     def make(emit: Callable[..., Any]) -> Any:
@@ -117,6 +117,7 @@ def call(builder: Any, name: str, result: Any, *values: Any) -> Any:
 
 
 def spread(builder: Any, value: Any) -> Any:
+    """Return a vector with `value` in each lane."""
     empty = ir.Constant(ir.VectorType(value.type, LANES), ir.Undefined)
     first = builder.insert_element(empty, value, ir.Constant(INT, 0))
     return builder.shuffle_vector(first, empty, ir.Constant(INDICES, [0] * LANES))
@@ -170,7 +171,7 @@ def load_either(builder: Any, count: Any, load_lanes: Callable[[Any], Any]) -> A
 
 
 def store_either(builder: Any, count: Any, value: Any, pointer: Any, size: int, kind: str) -> None:
-    """Store the first `count` lanes of `value`, of `size` bytes each; `kind` is LLVM's name."""
+    """Store the first `count` lanes of `value`, of `size` bytes each; `kind` is its LLVM type."""
     with builder.if_else(_is_full(builder, count)) as (full, part):
         with full:
             builder.store(value, pointer, align=size)
@@ -340,7 +341,7 @@ def keep_lanes(builder: Any, value: Any, low: Any, high: Any, other: Any) -> Any
 
 @intrinsic(vector, vector)
 def exp2(builder: Any, x: Any) -> Any:
-    """2^x to 7e-8 relative; x is clamped to -126..127, NaN stays NaN."""
+    """2^x with a relative error of 7e-8; x is clamped to -126..127, and NaN stays NaN."""
     x = builder.select(builder.fcmp_ordered("<", x, float_lanes(-126.0)), float_lanes(-126.0), x)
     x = builder.select(builder.fcmp_ordered(">", x, float_lanes(127.0)), float_lanes(127.0), x)
     shifted = builder.fadd(x, float_lanes(ROUND))

@@ -44,7 +44,7 @@ _DIGEST_BYTES = hashlib.sha256().digest_size
 
 @functools.cache
 def compiled(body: Body) -> int:
-    """Return the address of the machine code, loaded from disk if it is cached."""
+    """Return the address of the body's machine code, which is loaded from disk or compiled."""
     stamped = _stamped(body)
     function: Any = CFunc(stamped, (_SIGNATURE.args, _SIGNATURE.return_type), {}, {})
     function._cache = _cache_of(stamped) or function._cache
@@ -53,7 +53,7 @@ def compiled(body: Body) -> int:
 
 
 def is_kept(body: Body) -> bool:
-    """Return whether machine code for this processor is on disk, judged by file names."""
+    """Return whether machine code for this processor is on disk, without reading it."""
     cache = _cache_of(_stamped(body))
     return cache is not None and cache.has(_SIGNATURE)
 
@@ -98,7 +98,7 @@ def _digest(folder: Path) -> bytes:
 class _UserCacheLocator(UserWideCacheLocator):
     @classmethod
     def from_function(cls, function: Any, file: str) -> Any:
-        """Return None if the home is unknown: Numba would create a folder named `~` here."""
+        """Return None if the home folder is unknown: Numba would then create a folder named `~`."""
         if "XDG_CACHE_HOME" not in os.environ and not Path("~").expanduser().is_absolute():
             return None
         return super().from_function(function, file)
@@ -163,7 +163,8 @@ class _Cache(FunctionCache):
         """Return the compiled function, or None if it is not on disk.
 
         Numba's own method first declares every function that Numba supports, which takes 0.3 s.
-        Machine code needs only the symbols of its runtime, and compilation declares all functions.
+        Machine code needs only the symbols of Numba's runtime, and a compilation declares all
+        functions itself.
         """
         try:
             rtsys.initialize(context)

@@ -36,15 +36,15 @@ DEFAULT_SIZE = torch.get_num_threads()  # before the application sets another nu
 
 
 def task_fields(longs: str, reals: str = "") -> list[tuple[str, Any]]:
-    """Return the fields of a task: its two counters, then int64 and float64 values by name."""
+    """Return a task's fields: two counters, `num_parts`, int64 `longs`, and float64 `reals`."""
     names = ["next_part", "next_thread", "num_parts", *longs.split()]
     return [(n, ctypes.c_int64) for n in names] + [(n, ctypes.c_double) for n in reals.split()]
 
 
 def with_first(task: Task, *values: int) -> Task:
-    """Return a copy of a task with these values in the first fields after its counters.
+    """Return a copy of a task with counters at 0 and these values in the fields after them.
 
-    They are written at once, because setting a single field by name would take as long.
+    All are written at once, which takes no longer than to set a single field by name.
     """
     made = type(task).from_buffer_copy(task)
     struct.pack_into(f"{2 + len(values)}q", made, 0, 0, 0, *values)
@@ -52,10 +52,9 @@ def with_first(task: Task, *values: int) -> Task:
 
 
 def address_of(tensor: Tensor | None, dtype: torch.dtype) -> int:
-    """Return the address of the first element, or 0 for None.
+    """Return the address of the tensor's first element, or 0 for None.
 
-    Raises TypeError if the tensor has another dtype or is not contiguous, because compiled bodies
-    do not check it.
+    Raises as `check_layout`.
     """
     if tensor is None:
         return 0
@@ -64,13 +63,20 @@ def address_of(tensor: Tensor | None, dtype: torch.dtype) -> int:
 
 
 def check_layout(tensor: Tensor, dtype: torch.dtype) -> None:
+    """Raise TypeError if the tensor has another dtype or is not contiguous.
+
+    Compiled bodies only get its address, and cannot check this.
+    """
     if tensor.dtype is not dtype or not tensor.is_contiguous():
         layout = "contiguous" if tensor.is_contiguous() else "strided"
         raise TypeError(f"expected a contiguous {dtype} tensor, got a {layout} {tensor.dtype} one")
 
 
 def alike(x: Tensor, *others: Tensor | None) -> tuple[Any, ...]:
-    """Return contiguous tensors of one supported dtype, widened to float32 if necessary."""
+    """Return contiguous tensors of one dtype in `DTYPES`; None stays None.
+
+    They become float32 if their dtypes differ or are not in `DTYPES`.
+    """
     dtype = x.dtype
     for other in others:
         if other is not None and other.dtype is not dtype:
@@ -99,7 +105,7 @@ def end_threads_of_caller() -> None:
 
 
 def compute_alone() -> None:
-    """Limit the calling thread to one core; other threads are unaffected."""
+    """Run torch's ops and bodies that the calling thread starts on this thread alone."""
     set_number = getattr(ctypes.PyDLL(torch._C.__file__), "omp_set_num_threads", None)
     if set_number is not None:
         set_number(1)
@@ -115,8 +121,8 @@ def keep_within_quota() -> None:
     if is_default and num_cores() < DEFAULT_SIZE:
         torch.set_num_threads(num_cores())
         logger.info(
-            "%d threads compute, because the CPU quota has as many cores; set OMP_NUM_THREADS to "
-            "use another number",
+            "the number of compute threads is %d, because the CPU quota allows as many cores; set "
+            "OMP_NUM_THREADS to use another number",
             num_cores(),
         )
 
@@ -130,14 +136,14 @@ class Capture(Protocol):
 
 
 class _Own(threading.local):
-    """The state of a team that each calling thread has for itself."""
+    """The part of a team's state that each calling thread has for itself."""
 
     capture: Capture | None = None
     size = -1  # bytes of scratch
 
 
 class Team:
-    """Torch's OpenMP threads, or only the caller's thread if the runtime is not compatible."""
+    """Torch's OpenMP threads, or only the caller's if the runtime has no `GOMP_parallel`."""
 
     def __init__(self) -> None:
         # Symbols are looked up in the library and all it was linked with.
@@ -155,7 +161,7 @@ class Team:
 
     @property
     def parallel(self) -> int:
-        """Return the address of OpenMP's `GOMP_parallel`; 0 if there is none."""
+        """The address of OpenMP's `GOMP_parallel`; 0 if there is none."""
         return ctypes.cast(self._parallel, ctypes.c_void_p).value or 0 if self._parallel else 0
 
     @property
@@ -164,7 +170,7 @@ class Team:
         return 1 if self._parallel is None else torch.get_num_threads()
 
     def scratch(self, num_bytes: int) -> int:
-        """Return the address of memory for one `run`, private to the calling thread."""
+        """Return the address of `num_bytes` for one `run`, private to the calling thread."""
         own = self._own
         if own.capture is not None:
             return own.capture.scratch(num_bytes)

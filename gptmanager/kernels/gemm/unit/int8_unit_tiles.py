@@ -1,7 +1,7 @@
-"""Register tiles of matmuls with 8-bit and 4-bit matrices, by a matrix unit that multiplies bytes.
+"""Register tiles of matmuls with 8-bit and 4-bit matrices, by a matrix unit (Intel AMX).
 
-The sums have the same bits as those of `int16_tiles` (8 bits) and of `int4_tiles` (4 bits): sums
-over a stretch or a group are exact, and are added in the same order.
+The unit multiplies bytes. The sums have the same bits as those of `int16_tiles` (8 bits) and of
+`int4_tiles` (4 bits): sums over a stretch or a group are exact, and are added in the same order.
 """
 
 # mypy: allow-untyped-calls
@@ -33,12 +33,12 @@ from gptmanager.kernels.simd.lanes import (
     times,
 )
 
-UNIT_ROWS = 16  # of a register
+UNIT_ROWS = 16  # rows of a register
 STEP = 64  # int8 positions that the unit reads at a time
 SPAN_GROUPS = 16  # groups of a panel that are unpacked together, to stay in the L1 cache
-TILE_BYTES = 4 * UNIT_ROWS * LANES  # int32 sums of a register
-STRETCH_BYTES = 4 * TILE_BYTES  # sums of two panels with upper and with lower bytes
-UNPACKED_BYTES = GROUP * LANES  # of a group of a panel
+TILE_BYTES = 4 * UNIT_ROWS * LANES  # size of a register's int32 sums
+STRETCH_BYTES = 4 * TILE_BYTES  # size of the sums of two panels, with upper and with lower bytes
+UNPACKED_BYTES = GROUP * LANES  # size of an unpacked group of a panel
 # Unpacked groups, their scales and minima as float32, and the sums of two groups.
 _SCALES = SPAN_GROUPS * UNPACKED_BYTES
 _MINIMA = _SCALES + SPAN_GROUPS * 4 * LANES
@@ -67,7 +67,9 @@ def _fetch(builder: Any, address: Any, num_bytes: int) -> None:
 
 
 def stretch_tile(fetches: bool) -> Any:
-    """Return an intrinsic that computes 16 x 32 elements of a stretch, or adds to them.
+    """Return an intrinsic that computes 16 x 32 elements of a matmul over one stretch.
+
+    With `add`, it adds to `c` instead of overwriting it.
 
     Its arguments are `(c, a, a_stride, low, factors, b0, b1, next0, next1, steps, rows, sums,
     add)`. `c` is float32 with stride 64. `a` is the address of the upper bytes of up to sixteen
@@ -174,7 +176,9 @@ def _sum_group(builder: Any, a: Any, a_stride: Any, span: Any, index: Any) -> An
 
 
 def groups_tile(rows: int) -> Any:
-    """Return an intrinsic that computes `rows` x 16 elements of some groups, or adds to them.
+    """Return an intrinsic that computes `rows` x 16 elements of a matmul over some groups.
+
+    With `add`, it adds to `c` instead of overwriting it.
 
     Its arguments are `(c, a, factors, apart, a_stride, span, count, given, minima, following,
     add)`. `c` is float32 with stride 64. `a` is the address of `given` rows of int8, `a_stride`

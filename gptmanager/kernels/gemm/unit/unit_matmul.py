@@ -1,4 +1,4 @@
-"""Matmuls of tokens with an 8-bit or 4-bit matrix, by a matrix unit that multiplies bytes."""
+"""Matmuls of tokens with an 8-bit or 4-bit matrix, by a matrix unit for bytes (Intel AMX)."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ _eight_rows, _sixteen_rows = groups_tile(8), groups_tile(16)
 
 @loop
 def _configured(t: Any, rows: int, kind: int, now: int) -> int:
-    """Configure the unit for up to sixteen rows; return the address of the configuration.
+    """Configure the unit for `rows` rows, at most 16; return the address of the configuration.
 
-    Nothing happens if this is `now`, the address of the current configuration.
+    The unit is left as it is if this equals `now`, the address of its current configuration.
     """
     wanted = (t.full if rows == UNIT_ROWS else t.tail) + kind
     if wanted != now:
