@@ -45,7 +45,7 @@ from gptmanager.kernels.simd.threads import address_of, alike
 
 
 class CpuKernels(CpuExperts):
-    """The ops on the CPU, for tensors with a dtype of `DTYPES`; others use the reference.
+    """The ops of the network on the CPU.
 
     The first call of an op compiles it (seconds) or loads it from Numba's cache; `warm_up` does
     that for the ops that a model needs, and `warm_up_adapters` for those of adapters. Two managers

@@ -26,9 +26,9 @@ class GroupTask(ctypes.Structure):
     one for each matmul, `copies` that of memory for one `MatmulTask` per thread, and `tails` that
     of the values of `MatmulTask.tail` for 0 to 15 rows. `scratch_bytes` is the size of a thread's
     scratch; the other fields that end in `_bytes` are the distances from one row or matrix to the
-    next. For matmuls of up to
-    `streamed_rows` rows, the matrices are divided into about `streamed_parts` parts in all; for
-    others, each group of panels is a part. The fields up to `bias_bytes` depend on the call.
+    next. For matmuls of up to `streamed_rows` rows, the matrices are divided into about
+    `streamed_parts` parts in all; for others, each group of panels is a part. The fields up to
+    `bias_bytes` depend on the call.
     """
 
     _fields_ = task_fields(

@@ -108,5 +108,5 @@ def int16_tile(rows: int) -> Any:
 
 
 def int16_scratch_bytes(depth: int) -> int:
-    """Return the size in bytes of few int16 rows and their factors, after the sums in scratch."""
+    """Return the size in bytes of FEW_ROWS int16 rows and their factors, in scratch."""
     return FEW_ROWS * (2 * depth + 4 * -(-depth // MAX_POSITIONS))

@@ -1,4 +1,4 @@
-"""`Groups`: rows of a 4-bit matrix, in groups of 32 positions with a scale each.
+"""`Groups`: rows of a 4-bit matrix, in groups of 32 columns with a scale each.
 
 An element is `scale * (value - 8)`, or `scale * value + minimum` if groups have minima. Scales and
 minima are float16, so groups have exactly the numbers of GGUF's blocks Q4_0 and Q4_1.
@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-GROUP = 32  # positions with one scale
+GROUP = 32  # columns with one scale
 MIDDLE, MOST = 8, 15  # the value that represents zero without a minimum, and the largest value
 
 
@@ -22,7 +22,7 @@ class Groups:
     """Rows of 4-bit values with a scale for each group of 32 columns.
 
     `values` is uint8 `[n, columns]`, from 0 to 15. `scales` and `minima`, which may be None, are
-    float16 `[n, groups]`. The last group of a row may have fewer than 32 positions.
+    float16 `[n, groups]`. The last group of a row may have fewer than 32 columns.
     """
 
     values: Tensor
@@ -42,7 +42,7 @@ class Groups:
         return Groups(self.values[rows], self.scales[rows], minima)
 
     def columns(self, columns: slice) -> Groups | None:
-        """Return these columns of each row, or None if they do not begin with a group."""
+        """Return these columns of each row, or None if they begin within a group."""
         start, stop, _ = columns.indices(self.values.shape[1])
         if start % GROUP:
             return None

@@ -33,7 +33,7 @@ _multiply_lanes = over_rows("float32")
 
 
 def few_scratch_bytes(depth: int) -> int:
-    """Return the size in bytes of the blocks of few rows, after the sums in scratch."""
+    """Return the size in bytes of the blocks of FEW_ROWS rows, in scratch."""
     return FEW_ROWS * depth // GROUP * block_bytes(2)
 
 

@@ -188,17 +188,17 @@ def multiply_int8(address: int) -> None:
 
 
 def multiply_int8_by_int16(address: int) -> None:
-    """Multiply few rows with an int8 matrix in int16 arithmetic."""
+    """Multiply few rows, which are quantized to int16, with an int8 matrix."""
     _int8_by_int16(task_at(address, MATMUL_TASK), address)
 
 
 def multiply_pairs(address: int) -> None:
-    """Multiply with a bfloat16 matrix by dot products of pairs."""
+    """Multiply bfloat16 rows with a bfloat16 matrix, by dot products of pairs."""
     _pairs(task_at(address, MATMUL_TASK), address)
 
 
 def multiply_int8_by_int8(address: int) -> None:
-    """Multiply with an int8 matrix in int8 arithmetic."""
+    """Multiply rows quantized to int8 with an int8 matrix."""
     _int8_by_int8(task_at(address, MATMUL_TASK), address)
 
 
@@ -237,5 +237,5 @@ def _share_by_unit(t: Any, address: int) -> None:
 
 
 def multiply_by_unit(address: int) -> None:
-    """Multiply with a bfloat16 matrix, with the matrix unit."""
+    """Multiply bfloat16 rows with a bfloat16 matrix, with the matrix unit."""
     _share_by_unit(task_at(address, MATMUL_TASK), address)

@@ -239,7 +239,7 @@ def can_be_packed(dtype: torch.dtype, quantized: Quantized | None = None) -> boo
 def registers(rows: int) -> int:
     """Return the address of the configurations of the matrix unit (Intel AMX) for `rows` rows of x.
 
-    The first one is that of `unit_tile`, the second that of `stretch_tile`, and the third that of
+    The first one is for `unit_tile`, the second for `stretch_tile`, and the third for
     `groups_tile`.
     """
     tables = b""
@@ -254,7 +254,7 @@ def registers(rows: int) -> int:
 
 @functools.cache
 def all_registers() -> int:
-    """Return the address of the addresses of `registers(0)` to `registers(15)`."""
+    """Return the address of an int64 array of `registers(0)` to `registers(15)`."""
     addresses = (ctypes.c_int64 * 16)(*map(registers, range(16)))
     _kept.append(addresses)
     return ctypes.addressof(addresses)

@@ -31,11 +31,13 @@ class MatmulTask(ctypes.Structure):
     it has quantized rows. A part has `part_groups` groups. `num_groups` is the number of all groups
     and also the distance in panels from the first to the second panel of a group, and from the
     third to the fourth; `second` is the distance from the first to the third. With `silu`, the SiLU
-    of the first and second panels' sums is multiplied by the sums of the third and fourth. `full`
-    and `tail` are the addresses of the configurations of the matrix unit (Intel AMX) for sixteen
-    rows and for the remaining rows. `groups` is the address of the float16 scales of a 4-bit
-    matrix, and `minima` the distance in bytes from these to the minima, or 0 without minima.
-    `counter` is the address of the task that has the counter of parts, or 0 if it is this task.
+    of the first and second panels' sums is multiplied by the sums of the third and fourth.
+    `positions` is the number of adjacent positions that a row has in a panel (unless in 4 bits),
+    and `position_bytes` the size of one position of all rows. `full` and `tail` are the addresses
+    of the configurations of the matrix unit (Intel AMX) for sixteen rows and for the remaining
+    rows. `groups` is the address of the float16 scales of a 4-bit matrix, and `minima` the distance
+    in bytes from these to the minima, or 0 without minima. `counter` is the address of the task
+    that has the counter of parts, or 0 if it is this task.
     """
 
     _fields_ = task_fields(
@@ -50,7 +52,7 @@ MATMUL_TASK = np.dtype(MatmulTask)
 
 @loop
 def begin(t: Any, address: int) -> Any:
-    """Return a thread's scratch, and the address of the task that counts the parts."""
+    """Return the addresses of a thread's scratch and of the task that counts the parts."""
     counter = t.counter if t.counter else address
     return t.scratch + claim(address, NEXT_THREAD) * t.scratch_bytes, counter
 

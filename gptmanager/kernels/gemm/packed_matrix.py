@@ -160,7 +160,7 @@ class PackedMatrix:
         return torch.equal(own, values.to(own))
 
     def _rounded(self, values: Tensor) -> Tensor:
-        """Return what a quantized matrix would hold of these rows, as floats."""
+        """Return these rows as a quantized matrix would hold them, in float32."""
         ints, scales = round_to_int8(values)
         return ints * scales.unsqueeze(1)
 

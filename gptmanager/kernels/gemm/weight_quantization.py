@@ -304,7 +304,7 @@ def round_groups(address: int) -> None:
 
 @intrinsic(nothing, long, vector)
 def _store_fours(builder: Any, address: Any, value: Any) -> None:
-    """Round sixteen positions of a row to int8, and store each four of them in their places."""
+    """Round sixteen positions of a row to int8, and store each four of them in their panel."""
     shifted = builder.fadd(value, float_lanes(ROUND))
     fours = builder.bitcast(builder.trunc(builder.bitcast(shifted, INDICES), _BYTES), _FOURS)
     for number in range(LANES // 4):

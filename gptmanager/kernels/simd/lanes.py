@@ -39,7 +39,7 @@ EXP2_TERMS = (
 
 
 class Vector(types.Type):
-    """Numba's name for the type of sixteen float32 lanes."""
+    """The Numba type of sixteen float32 lanes."""
 
     def __init__(self) -> None:
         super().__init__("Vector(16 x float32)")

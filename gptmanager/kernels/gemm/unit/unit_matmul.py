@@ -52,7 +52,7 @@ def _multiply_stretch(
     t: Any, c: int, x: int, k: int, b0: int, b1: int, next0: int, next1: int, rows: int, sums: int,
     now: int,
 ) -> int:  # fmt: skip
-    """Add the matmul of one stretch, from position `k` on, with two panels to `c`.
+    """Add to `c` (or write, if `k` is 0) the matmul of one stretch from `k` on with two panels.
 
     Returns the configuration, as `_configured` does.
     """
@@ -96,7 +96,7 @@ def _share_int8(t: Any, address: int) -> None:
 def _multiply_groups(
     t: Any, c: int, x: int, k: int, panel: int, rows: int, span: int, now: int
 ) -> int:
-    """Add the matmul of `SPAN_GROUPS` groups, from the `k`-th on, with one panel to `c`.
+    """Add to `c` (or write, if `k` is 0) the matmul of a span of groups from `k` on with a panel.
 
     Returns the configuration, as `_configured` does.
     """
