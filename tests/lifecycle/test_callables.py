@@ -94,6 +94,14 @@ def test_generators_are_for_those_whose_answer_is_iterated_over():
 
 
 @pytest.mark.parametrize(
+    ("function", "kind"), [(generator, "a generator"), (async_generator, "an async_generator")]
+)
+def test_an_answer_that_has_to_be_iterated_is_an_error(function, kind):
+    with pytest.raises(CallbackError, match=f"Poll returned {kind}: pass an ordinary"):
+        check_answer("Poll", function())
+
+
+@pytest.mark.parametrize(
     ("given", "name"),
     [
         ({"scheduler": {"create_scheduler": coroutine}}, "SchedulerConfig.create_scheduler"),
