@@ -10,6 +10,7 @@ from torch import Tensor
 
 from gptmanager.kv_cache.block import BlockCopy
 from gptmanager.memory.host_memory import HostMemory
+from gptmanager.memory.huge_pages import prefer_huge_pages
 from gptmanager.memory.slot_states import SlotStates, StateShape
 
 NewTensor = Callable[[tuple[int, ...], torch.dtype], Tensor]
@@ -93,7 +94,10 @@ class KvPool:
         self.states = SlotStates(state_shapes, num_lines, self.device)
 
         def on_device(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-            return torch.empty(shape, dtype=dtype, device=device)
+            tensor = torch.empty(shape, dtype=dtype, device=device)
+            if self.device.type == "cpu":
+                prefer_huge_pages(tensor)
+            return tensor
 
         def stack(shape: PageShape, blocks: int, empty: NewTensor, whole: bool) -> PageStack:
             heads, head_dim, has_values = shape

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import pytest
 import torch
 
 from gptmanager.kv_cache.block import BlockCopy
-from gptmanager.memory import KvPool, PageShape
+from gptmanager.memory import KvPool, PageShape, huge_pages
 
 LAYOUTS = {"paged": {}, "token-major": {"token_major": True}, "contiguous": {"contiguous": True}}
 
@@ -61,3 +64,32 @@ def test_a_contiguous_pool_shows_its_own_memory():
         shown = pool.contiguous(layer)
         assert shown.data_ptr() == pool.keys[layer].data_ptr()
         assert shown[:, 1].data_ptr() == pool.values[layer].data_ptr()
+
+
+def flags_at(address):
+    """Return the flags of the memory mapping that has this address, such as {"rd", "wr"}."""
+    found, flags = False, set()
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        bounds = re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line)
+        if bounds:
+            found = int(bounds[1], 16) <= address < int(bounds[2], 16)
+        elif found and line.startswith("VmFlags:"):
+            flags = set(line.split()[1:])
+    return flags
+
+
+@pytest.mark.skipif(
+    not Path("/sys/kernel/mm/transparent_hugepage").exists(),
+    reason="this system has no huge pages that a program may ask for",
+)
+def test_a_pool_asks_for_huge_pages():
+    pool = KvPool([PageShape(2, 64)] * 2, 256, 64)  # 16 MiB of keys, and of values
+    for tensor in pool.memory:
+        assert "hg" in flags_at(tensor.data_ptr() + tensor.nbytes // 2)
+    small = KvPool([PageShape(1, 1)], 1, 1)  # less than a page
+    assert all(tensor.nbytes < 4096 for tensor in small.memory)
+
+
+def test_a_pool_needs_no_huge_pages(monkeypatch):
+    monkeypatch.setattr(huge_pages, "_ADVICE", None)
+    assert KvPool([PageShape(2, 64)], 256, 64).nbytes == 2 * 256 * 2 * 64 * 64 * 4

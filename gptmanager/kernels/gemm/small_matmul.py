@@ -11,7 +11,14 @@ from typing import Any
 from llvmlite import binding, ir  # type: ignore[import-untyped]
 from numba import types
 
-from gptmanager.kernels.simd.dtypes import BFLOAT16, FLOAT32, HAS_FLOAT16, itemsize, load_at
+from gptmanager.kernels.simd.dtypes import (
+    BFLOAT16,
+    FLOAT32,
+    HAS_FLOAT16,
+    itemsize,
+    load_at,
+    load_pairs,
+)
 from gptmanager.kernels.simd.lanes import (
     FLOAT,
     INDICES,
@@ -50,6 +57,21 @@ def repeat(builder: Any, count: Any, initial: Sequence[Any], step: Step) -> Sequ
     return results
 
 
+_ALL = range(2 * LANES)
+_EVEN_AND_ODD = [*_ALL[::2]], [*_ALL[1::2]]
+_LOW_AND_HIGH = [n // 2 + n % 2 * LANES for n in _ALL]
+_INTERLEAVED = _LOW_AND_HIGH[:LANES], _LOW_AND_HIGH[LANES:]
+
+
+def _shuffled(
+    builder: Any, vectors: Sequence[Any], orders: tuple[list[int], list[int]]
+) -> list[Any]:
+    """Replace each two vectors by two others that have their lanes in the given `orders`."""
+    masks = [ir.Constant(INDICES, order) for order in orders]
+    pairs = zip(vectors[::2], vectors[1::2], strict=True)
+    return [builder.shuffle_vector(*pair, mask) for pair in pairs for mask in masks]
+
+
 def tile(rows: int, vectors: int, dtype: str, *, partial: bool = False) -> Any:
     """Return an intrinsic that computes `rows` x (16 * `vectors`) elements of a matmul.
 
@@ -57,6 +79,9 @@ def tile(rows: int, vectors: int, dtype: str, *, partial: bool = False) -> Any:
     `multiply`. Each element is one chain of fused multiply-adds along `depth`, in any shape of
     tile. `dtype` is the dtype of b. With `partial`, only the first `columns` of b are read.
     """
+    # Widening 32 elements of bfloat16 as two vectors of 16 takes four instructions. Even and odd
+    # elements take two, and are put in order once, after the sums.
+    paired = dtype == "bfloat16" and vectors % 2 == 0 and not partial
 
     @intrinsic(nothing, long, long, long, long, long, long, long, types.boolean, long)
     def matmul(
@@ -66,15 +91,19 @@ def tile(rows: int, vectors: int, dtype: str, *, partial: bool = False) -> Any:
         def element(start: Any, row: Any, stride: Any, column: Any, kind: Any) -> Any:
             return at(builder, start, builder.add(builder.mul(row, stride), column), kind)
 
-        def right(index: Any, column: Any) -> Any:
-            place = builder.add(builder.mul(index, b_stride), column)
-            return load_at(builder, dtype, b, place, columns if partial else None)
+        def right(index: Any) -> list[Any]:
+            starts = [builder.add(builder.mul(index, b_stride), n) for n in across]
+            if paired:
+                pairs = [load_pairs(builder, b, start) for start in starts[::2]]
+                return [vector for pair in pairs for vector in pair]
+            count = columns if partial else None
+            return [load_at(builder, dtype, b, start, count) for start in starts]
 
         def left(row: Any, index: Any) -> Any:
             return spread(builder, builder.load(element(a, row, a_stride, index, FLOAT)))
 
         def step(index: Any, sums: Sequence[Any]) -> Sequence[Any]:
-            on_top, at_left = [right(index, n) for n in across], [left(n, index) for n in down]
+            on_top, at_left = right(index), [left(n, index) for n in down]
             factors = [(x, y) for x in at_left for y in on_top]
             return [
                 multiply_add(builder, x, y, total)
@@ -86,7 +115,12 @@ def tile(rows: int, vectors: int, dtype: str, *, partial: bool = False) -> Any:
         targets = [element(c, row, c_stride, n, VECTOR) for row in down for n in across]
         zero = ir.Constant(VECTOR, None)
         initial = [builder.select(add, builder.load(t, align=4), zero) for t in targets]
-        for target, value in zip(targets, repeat(builder, depth, initial, step), strict=True):
+        if paired:
+            initial = _shuffled(builder, initial, _EVEN_AND_ODD)
+        sums = repeat(builder, depth, initial, step)
+        if paired:
+            sums = _shuffled(builder, sums, _INTERLEAVED)
+        for target, value in zip(targets, sums, strict=True):
             builder.store(value, target, align=4)
 
     return matmul

@@ -71,6 +71,14 @@ def load_at(builder: Any, dtype: str, address: Any, index: Any, count: Any = Non
     return builder.fpext(value, VECTOR) if dtype == "float16" else value
 
 
+def load_pairs(builder: Any, address: Any, index: Any) -> tuple[Any, Any]:
+    """Load 32 elements of bfloat16; return the even ones and the odd ones, widened."""
+    both = builder.load(_pointer(builder, address, index, INDICES, 2), align=2)
+    even = builder.shl(both, int_lanes(16))
+    odd = builder.and_(both, int_lanes(-1 << 16))
+    return builder.bitcast(even, VECTOR), builder.bitcast(odd, VECTOR)
+
+
 def _pointer(builder: Any, address: Any, index: Any, kind: Any, size: int) -> Any:
     start = builder.add(address, builder.mul(index, ir.Constant(LONG, size)))
     return builder.inttoptr(start, kind.as_pointer())
