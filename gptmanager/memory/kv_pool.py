@@ -8,9 +8,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from gptmanager.environment.memory import prefer_huge_pages
 from gptmanager.kv_cache.block import BlockCopy
 from gptmanager.memory.host_memory import HostMemory
-from gptmanager.memory.huge_pages import prefer_huge_pages
 from gptmanager.memory.slot_states import SlotStates, StateShape
 
 NewTensor = Callable[[tuple[int, ...], torch.dtype], Tensor]
@@ -96,7 +96,7 @@ class KvPool:
         def on_device(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
             tensor = torch.empty(shape, dtype=dtype, device=device)
             if self.device.type == "cpu":
-                prefer_huge_pages(tensor)
+                prefer_huge_pages(tensor.data_ptr(), tensor.nbytes)
             return tensor
 
         def stack(shape: PageShape, blocks: int, empty: NewTensor, whole: bool) -> PageStack:

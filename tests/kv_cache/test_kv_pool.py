@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from gptmanager.environment import memory
 from gptmanager.kv_cache.block import BlockCopy
-from gptmanager.memory import KvPool, PageShape, huge_pages
+from gptmanager.memory import KvPool, PageShape
 
 LAYOUTS = {"paged": {}, "token-major": {"token_major": True}, "contiguous": {"contiguous": True}}
 
@@ -91,5 +92,5 @@ def test_a_pool_asks_for_huge_pages():
 
 
 def test_a_pool_needs_no_huge_pages(monkeypatch):
-    monkeypatch.setattr(huge_pages, "_ADVICE", None)
+    monkeypatch.setattr(memory, "_HUGE_PAGES", None)
     assert KvPool([PageShape(2, 64)], 256, 64).nbytes == 2 * 256 * 2 * 64 * 64 * 4
