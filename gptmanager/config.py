@@ -46,10 +46,11 @@ class CapacitySchedulerPolicy(IntEnum):
 
 
 class ContextChunkingPolicy(IntEnum):
-    """The policy by which contexts are cut into chunks when they do not all fit in an iteration.
+    """The policy by which contexts are cut into chunks.
 
-    FIRST_COME_FIRST_SERVED: each context in order gets as much as possible. EQUAL_PROGRESS: all
-    contexts get chunks of about the same size. FORCE_CHUNK: each context gets one chunk unit.
+    FIRST_COME_FIRST_SERVED: if not all contexts fit in an iteration, each in order gets as much as
+    possible. EQUAL_PROGRESS: if not all fit, they get chunks of about the same size. FORCE_CHUNK:
+    each context gets one chunk unit, even if all would fit.
     """
 
     FIRST_COME_FIRST_SERVED = 0
@@ -116,7 +117,11 @@ class KvCacheConfig:
 
 @dataclass(slots=True)
 class PeftCacheManagerConfig:
-    """The sizes of the LoRA cache, in bytes. `device_cache_percent` is a fraction from 0 to 1."""
+    """The size of the LoRA cache.
+
+    `host_cache_size` is in bytes, and `device_cache_percent` is a fraction, 0 to 1, of the device's
+    free memory. `optimal_adapter_size` and `max_adapter_size` are LoRA ranks.
+    """
 
     num_host_module_layer: int = 0
     num_device_module_layer: int = 0
@@ -201,7 +206,7 @@ class OptionalParams:
     "flashinfer" or "flash_attn"; "auto" times all that are installed at the start. On any device it
     may be an object of the host's own, a `gptmanager.kernels.AttentionProvider`. `linear_provider`:
     an object of the host's own for matmuls, a `gptmanager.kernels.LinearProvider`. With
-    `deterministic` our own kernels compute both.
+    `deterministic` both are refused, and "auto" means "own".
 
     The host. `idle_poll_s`: the time between two calls of Get while the manager is idle; with None
     it calls Get only after `notify()`. `callback_budget_s`: a callback that takes longer is logged.
@@ -209,8 +214,10 @@ class OptionalParams:
     more ends the manager.
 
     Failures. `max_step_failures`: the number of failed iterations in a row that ends the manager;
-    before that, a failure ends only the requests that ran. `step_budget_s`: an iteration that
-    takes longer counts as a hang, and the stacks of all threads are logged; None means no limit.
+    before that, a failure ends only the requests that ran. With a `parallel_config`, the first
+    failure ends the manager, and so does any error of the scheduler or of the journal.
+    `step_budget_s`: an iteration that takes longer counts as a hang, and the stacks of all threads
+    are logged; None means no limit.
     `on_hang`: with "fail" a hang also ends the manager, and the watchdog's thread sends a final
     error for each request.
 

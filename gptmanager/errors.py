@@ -23,7 +23,7 @@ class GptManagerError(Exception):
 
 
 class ConfigError(GptManagerError, ValueError):
-    """A checkpoint or an option cannot be used. The constructor of the manager raises it."""
+    """A checkpoint, an option or an argument cannot be used."""
 
 
 class RequestError(GptManagerError):
@@ -39,7 +39,7 @@ class DuplicateRequestIdError(RequestError):
 
 
 class CapacityError(RequestError):
-    """The request needs more than the KV cache holds, or `max_waiting_requests` wait already."""
+    """A resource does not suffice for the request, such as the KV cache or the queue."""
 
 
 class AdapterError(RequestError):

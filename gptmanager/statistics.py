@@ -48,7 +48,8 @@ class Counts:
 
     `sampled`: number of rows for which a token was sampled. `recomputed_tokens`: number of context
     tokens of requests that had been paused. `logits_errors`: number of requests that a LogitsError
-    has ended since the start.
+    has ended since the start. `block_reuse`, `drafts` and `adapters` also have counts since the
+    start.
     """
 
     iteration: int
@@ -100,7 +101,7 @@ class StatisticsReport:
         """Connect an executor.
 
         `is_lock_step`: it runs V1 batches. `take_gil_wait_us`: returns the microseconds that steps
-        have waited for the GIL since its last call.
+        have waited for the GIL or for a core since its last call.
         """
         self._memory = memory
         self._is_lock_step = is_lock_step
@@ -123,7 +124,8 @@ class StatisticsReport:
     def so_far(self) -> str:
         """Return the last iteration's record, with the callbacks' times until now.
 
-        Any thread may call this method. Before the first iteration it returns a sentence.
+        The iteration's own times are missing. Any thread may call this method. Before the first
+        iteration it returns a sentence.
         """
         counts = self._last_counts
         return "no step has ended yet" if counts is None else self._record(counts, {}, 0)

@@ -72,13 +72,13 @@ class Intake:
 
 
 class Row(NamedTuple):
-    """One sequence in one step, which computes `num_tokens` positions from `position` on.
+    """One request in one step, which computes `num_tokens` positions from `position` on.
 
     `samples`: whether a token is chosen for the row. It is False for all context chunks but the
     last. `epoch` distinguishes the starts of a request, so that a result is never used for a later
-    start. In the context phase all beams of a request are one sequence, in generation `beam_width`
-    sequences. The last `num_drafts` tokens are drafts; up to `num_drafts` + 1 tokens are chosen for
-    such a row.
+    start. In the context phase the beams of a request share one sequence, in generation there are
+    `beam_width` sequences. The last `num_drafts` tokens are drafts; up to `num_drafts` + 1 tokens
+    are chosen for a row with drafts.
     """
 
     request_id: int
@@ -237,7 +237,7 @@ class Extras:
     """The outputs of a step besides tokens, on the CPU.
 
     `log_probs` float32 `[rows, n]`: those of `StepResult.tokens`, only valid for rows that ask for
-    them. `generation_logits`: (index of a row, float32 `[n, vocab]`).
+    them. `generation_logits`: pairs of a row's index and its logits, float32 `[n, vocab]`.
     """
 
     log_probs: np.ndarray | None = None
@@ -269,7 +269,7 @@ class StepResult:
 
 
 class Host(Protocol):
-    """The interface of a host to the loop. Its methods do not raise, even if a callback does."""
+    """The interface of a host to the loop. Its methods do not raise a callback's exception."""
 
     def fetch(self, room: int | None, num_active: int) -> Intake:
         """Return the input of an iteration.

@@ -1,9 +1,9 @@
 """`BlackBox`: keeps the last iterations of a loop in memory, to be written when the loop fails.
 
 A recording can start in the middle of a run only where the state of the loop is known, so the box
-copies the state from time to time. It keeps all intakes and results since the second newest copy.
-Schedules can be computed from these, so it keeps only the last ones. With a small `max_bytes` it
-keeps fewer schedules and iterations.
+copies the state from time to time. It keeps all intakes and results since the second newest copy. A
+replay computes the schedules from these, so the box keeps only the last ones. With a small
+`max_bytes` it keeps fewer schedules and iterations.
 """
 
 from __future__ import annotations

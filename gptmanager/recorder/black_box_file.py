@@ -1,7 +1,7 @@
 """`BlackBoxFile`: writes a black box to the path that the host names, or to the temporary folder.
 
 The file contains prompts. So in the temporary folder only its owner can read it, at most 16 files
-are kept, and when a new one is written, those older than a week are deleted.
+of a user are kept, and when a process writes its first one, files older than a week are deleted.
 """
 
 from __future__ import annotations

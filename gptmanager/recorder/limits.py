@@ -47,8 +47,8 @@ _LOOKUP = {"max_draft_tokens": (1, 1 << 12), "max_ngram": (1, 32), "min_ngram": 
 def without_code(blueprint: Blueprint) -> OptionalParams:
     """Return the options without functions and file names, as a recording contains them.
 
-    A recording cannot contain functions, and a reader must not use another machine's file names.
-    Only the name of the journal affects the schedule: with it contexts are computed in chunks.
+    A recording cannot contain functions, and a reader must not use another machine's file names. Of
+    these options only `journal_path` affects the schedule: with it contexts are computed in chunks.
     """
     params = blueprint.params
     chunked, provider = params.enable_chunked_context, params.attention_provider
@@ -119,7 +119,7 @@ def _check_adapters(sizes: AdapterSizes) -> None:
             _require("input_width", own.input_width, 1, _INT32)
             _require("num_columns", own.num_columns, 1, _INT32)
     if sizes.dtype not in _ADAPTER_DTYPES:
-        raise RecordingError(f"adapters.dtype = {sizes.dtype!r} is none of {_ADAPTER_DTYPES}")
+        raise RecordingError(f"adapters.dtype = {sizes.dtype!r} must be one of {_ADAPTER_DTYPES}")
 
 
 class Bounds:
@@ -163,7 +163,10 @@ class Bounds:
             and 0 <= row.position <= row.position + row.num_tokens <= self._tokens
             and 1 <= row.beam_width <= self._beams
         ):
-            raise RecordingError(f"{row} is invalid for sequences of at most {self._tokens} tokens")
+            raise RecordingError(
+                f"{row} is invalid: a sequence has at most {self._tokens} tokens, and a request at "
+                f"most {self._beams} beams"
+            )
 
     def check_result(self, result: StepResult) -> None:
         """Check the numbers of a step's result, as `check` does."""
@@ -177,7 +180,10 @@ class Bounds:
         for beams in result.beams:
             lengths = [*map(len, beams.tokens)]
             if lengths != [*map(len, beams.log_probs)] or len(set(lengths)) != 1 or not lengths[0]:
-                raise RecordingError("each candidate of a beam must have one log probability")
+                raise RecordingError(
+                    "each beam of a request must have the same number of candidates, at least 1, "
+                    "and as many log probabilities"
+                )
             if max(map(max, beams.tokens)) > _INT32 or min(map(min, beams.tokens)) < ~_INT32:
                 raise RecordingError("a candidate of a beam must be a token id")
 

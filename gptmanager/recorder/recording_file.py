@@ -1,7 +1,7 @@
 """A recording as values, and its file, which consists of versioned JSON lines.
 
-The first line is the header. After it the file has one line for each iteration, and at most one
-line that says how the run ended. docs/recording.md describes every key.
+The first line is the header. After it the file has one line for each iteration that had work, and
+at most one line that says how the run ended. docs/recording.md describes every key.
 """
 
 from __future__ import annotations
@@ -57,9 +57,10 @@ class RunEnd:
 class Header:
     """The first line of a recording, which describes the recorded loop.
 
-    `blueprint` has options, sizes and policy, but only the name of a host's own scheduler. `fields`
-    has the fields of the named tuples in the file. `state` is the state of the loop before the
-    first recorded iteration; None if it was idle and had never allocated memory.
+    `blueprint` has options, sizes and policy, but only the name of a host's own scheduler.
+    `library` is the version of the library that wrote the file. `fields` has the fields of the
+    named tuples in the file. `state` is the state of the loop before the first recorded iteration;
+    None if the loop was idle and had never allocated memory.
     """
 
     blueprint: Blueprint
@@ -166,7 +167,7 @@ def make_header(blueprint: Blueprint, state: LoopState | None = None) -> dict[st
 
 
 def read_recording(path: str | os.PathLike[str]) -> Recording:
-    """Read a whole recording. Raise RecordingError with the number of the wrong line.
+    """Read a whole recording. Raise RecordingError, with the line number if a line is invalid.
 
     A last line that a crash has cut off is dropped with a warning. The file may come from a
     stranger, so its values are never run as code, and its names are never imported.
@@ -250,7 +251,7 @@ def _lines(file: IO[bytes], name: str) -> Iterator[bytes]:
 def _values(
     lines: Iterable[bytes], name: str, allowance: Allowance
 ) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yield the nonempty lines and their numbers; each line increases `allowance`."""
+    """Yield the number and the JSON object of each nonempty line; each increases `allowance`."""
     numbered = ((number, line) for number, line in enumerate(lines, start=1) if line.strip())
     for number, line in numbered:
         try:

@@ -1,8 +1,9 @@
-"""Converts requests to JSON and back, with their tensors exactly as the host passed them.
+"""Converts requests to JSON and back, with the tensors that the host passed.
 
-A host may pass any object; if JSON cannot represent it, only its type is written. A recording may
-be from a stranger, so reading it creates only numbers, strings, lists of these, and tensors of
-known dtypes.
+Of numbers that only an executor reads, a digest may be written, and of an adapter's weights only
+the shape and the dtype. A host may pass any object; if JSON cannot represent it, only its type is
+written. A recording may be from a stranger, so reading it creates only numbers, strings, lists of
+these, and tensors of known dtypes.
 """
 
 from __future__ import annotations
@@ -169,8 +170,8 @@ def _value_or_opaque(value: Any) -> Any:
 def plain_tensor(value: Any) -> Any:
     """Return `{"torch" | "numpy": dtype, "shape": [...], "data": [...]}`, or a plain value.
 
-    "data" is flat. "fill" is the value of all elements if they are equal. `{"rows": digest,
-    "count": n}` replaces numbers that only an executor reads.
+    "data" is flat. If more than 8 elements are all equal, "fill" has their value, and there is no
+    "data". A HostRows becomes `{"rows": digest, "count": n}`.
     """
     if isinstance(value, HostRows):
         return {"rows": value.digest, "count": value.count}

@@ -112,9 +112,9 @@ class LoraCut(NamedTuple):
 class AdapterShare(NamedTuple):
     """The part of a model, and of its adapters, that one of several processes has.
 
-    `modules` has the modules as this process computes them, by id, and `cuts` the part of each
-    whole module that this is, by layer and id. `layers` are its layers of the whole model.
-    `first_layers` has the first layer of each pipeline stage except the first stage.
+    `modules` has the modules by id, with this process's widths. `cuts` has the part of each whole
+    module that this process keeps, by layer and id. `layers` are the layers of the whole model that
+    this process has. `first_layers` has the first layer of each pipeline stage except the first.
     """
 
     modules: Mapping[int, LoraModule]
@@ -128,8 +128,8 @@ class AdapterLimits(NamedTuple):
     """The limits of the adapters that a model accepts.
 
     `modules` has the modules that adapters may change, by id. `max_adapter_size` is the largest
-    LoRA rank. `widths` has the kept width of each module of which this process keeps only a part,
-    by id, and `layer_widths` the kept width in layers where it differs, by layer and id.
+    LoRA rank. If this process keeps only a part of a module, `widths` has its kept width by module
+    id, and `layer_widths` the kept widths that differ from it, by layer and module id.
     """
 
     modules: Mapping[int, LoraModule]
@@ -205,7 +205,10 @@ class AdapterTensors:
     __slots__ = ("_limits", "_rows", "_weights")
 
     def __init__(self, weights: Any, config: Any, limits: AdapterLimits) -> None:
-        """Raise InvalidRequestError for invalid tensors, AdapterError if the model does not fit."""
+        """Check the tensors.
+
+        Raise InvalidRequestError if they are invalid, AdapterError if they do not fit the model.
+        """
         self._rows = _read_config(config, limits)
         self._weights = as_float_rows("lora_weights", weights)
         self._limits = limits

@@ -80,15 +80,15 @@ class InferenceRequest:
     raises AttributeError ("Undefined tensor: ..."). Tensors are torch tensors or NumPy arrays;
     shapes `[n]` and `[1, n]`, and scalars and `[1]`, are equivalent.
 
-    With `is_streaming`, each new token gets a response, otherwise there is one response at the end.
-    Requests with a higher `priority` run first; equal ones keep their order. `deadline_s` limits
-    the whole life of the request, and `queue_timeout_s` the time until its first computation, both
-    in seconds from the moment Get returns it. None and infinity mean no limit. `client_id` is
-    passed to the logits post-processor. Requests share cached blocks only with requests of an equal
-    `cache_salt`. `retention_priority` is from 0 to 100: cached blocks of a lower priority are
-    evicted first. With None, the blocks keep their priority.
+    With `is_streaming`, new tokens are sent as they are generated; otherwise there is one response
+    at the end. Requests with a higher `priority` run first; equal ones keep their order.
+    `deadline_s` limits the whole life of the request, and `queue_timeout_s` the time until its
+    first computation, both in seconds from the moment Get returns it. None and infinity mean no
+    limit. `client_id` is passed to the logits post-processor. Requests share cached blocks only
+    with requests of an equal `cache_salt`. `retention_priority` is from 0 to 100: cached blocks of
+    a lower priority are evicted first. With None, the blocks keep their priority.
 
-    Raise ValueError for an id outside 0..2**64-1, TypeError for an id of another type.
+    Raise ValueError for an id outside 0..2**64-1, TypeError for an id that is not an integer.
     """
 
     is_streaming: bool

@@ -14,7 +14,7 @@ from typing import TypeVar
 
 
 class LlmRequestState(IntEnum):
-    """The states of a request's life. It has *reached* its state and all states of lower values."""
+    """The states of a request. A request has *reached* its state and all states of lower values."""
 
     UNKNOWN = 0
     ENCODER_INIT = 1
@@ -220,8 +220,8 @@ class LlmRequest:
     def skip_cached_context(self, num_tokens: int, tokens_per_block: int) -> None:
         """Start the context after `num_tokens` tokens that are in the KV cache already.
 
-        The chunk keeps its size, but if it does not reach the end of the context, it is shortened
-        to end at a block boundary, where the next one begins. It keeps at least one token.
+        The chunk keeps its size. If it does not reach the end of the context, it is shortened to
+        end at a block boundary, unless no token would remain.
         """
         size = self._context_chunk_size
         self.context_current_position = num_tokens
@@ -239,7 +239,7 @@ class LlmRequest:
             self.state = _TO_COMPLETE
 
     def launch_drafts(self, num_accepted: int) -> None:
-        """Count the `num_accepted` right drafts of the last launch as launched tokens."""
+        """Count the `num_accepted` accepted drafts of the last launch as launched tokens."""
         for _ in range(num_accepted):
             self.launch_token()
 
@@ -263,8 +263,9 @@ class LlmRequest:
         """Go back to the start of the context; generated tokens become part of the prompt.
 
         With beams the generated tokens are discarded. Otherwise the new prompt is truncated to
-        `max_input_len`, and `max_new_tokens` shrinks by the tokens that became prompt. A launched
-        token that is not confirmed yet is dropped: it will be computed again.
+        `max_input_len`, but never below the old prompt, and `max_new_tokens` shrinks by the tokens
+        that became prompt. A launched token that is not confirmed yet is dropped: it will be
+        computed again.
         """
         # a new list, because a copied state may refer to the old one, and would see changes of it
         if self.beam_width > 1:

@@ -9,9 +9,9 @@ class OutputConfig(NamedTuple):
     """The outputs of a request besides its tokens.
 
     If not `normalized`, logits are returned in place of log probabilities. `num_top_log_probs` is
-    the number of best tokens at each output position, and `num_prompt_log_probs` that at each
-    prompt position, in addition to the prompt token itself; -1 means no log probabilities of the
-    prompt.
+    how many of the most probable tokens are returned at each output position.
+    `num_prompt_log_probs` is the same for each prompt position, in addition to the prompt token
+    itself; -1 means no log probabilities of the prompt.
     """
 
     log_probs: bool = False

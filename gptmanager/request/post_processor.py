@@ -12,10 +12,10 @@ from gptmanager.lifecycle.callables import kind_of_deferred
 
 
 class BoundProcessor:
-    """A request's parameters for a processor that serves all its rows of a step in one call.
+    """A request's parameters for a processor that is called once in a step, for many requests.
 
-    `owner` is that processor, a `decoding.processors.rows.RowProcessor`. Subclasses add the data of
-    the request that it needs.
+    `owner` is that processor, a `decoding.processors.rows.RowProcessor`. Subclasses add the
+    parameters.
     """
 
     def __init__(self, owner: Any) -> None:

@@ -121,7 +121,7 @@ def read_word_list(name: str, value: Any, vocab_size: int) -> list[list[int]]:
 
 
 def read_rows(name: str, value: Any, width: int, *, bans: bool = False) -> HostRows:
-    """Read finite numbers of shape `[n, width]` or `[1, n, width]`, n >= 1, as a float32 copy.
+    """Copy finite floats of shape `[n, width]` or `[1, n, width]`, n >= 1, as float32.
 
     With `bans`, -inf is also accepted. A HostRows (already read by the recorder, or from a
     recording) is returned as it is.
@@ -146,8 +146,9 @@ def read_rows(name: str, value: Any, width: int, *, bans: bool = False) -> HostR
 def read_bias(name: str, value: Any, vocab_size: int) -> HostRows | None:
     """Read the nonzero values of `[vocab]` or `[1, vocab]`, in float32, and their token ids.
 
-    -inf is accepted. Return None if all values are zero. A HostRows (already read by the
-    recorder, or from a recording) is returned as it is.
+    -inf is accepted, and lower finite values become the lowest of float32. Return None if all
+    values are zero. A HostRows (already read by the recorder, or from a recording) is returned as
+    it is.
     """
     if isinstance(value, HostRows):
         return value if value.count else None
