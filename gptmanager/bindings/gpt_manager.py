@@ -48,8 +48,8 @@ class GptManager:
         get, send, poll, stats = (given.get(name) for name in _CALLBACKS)
         if given.get("max_draft_tokens"):
             raise ConfigError(
-                f"max_draft_tokens = {given['max_draft_tokens']} has no effect: the number of a "
-                "request's draft tokens is limited only by its max_new_tokens"
+                f"max_draft_tokens = {given['max_draft_tokens']} has no effect: leave it out; a "
+                "request's draft tokens are limited by its max_new_tokens and by max_input_len"
             )
         params = given.get("optional_params")
         params = TrtGptModelOptionalParams() if params is None else params
@@ -154,12 +154,13 @@ def _sending(send: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _by_name(args: tuple[Any, ...], keywords: dict[str, Any]) -> dict[str, Any]:
-    """Return all arguments by name. Raises TypeError for wrong ones. Positional arguments are in
-    the newer order if the third one is a callback.
+    """Return all arguments by name. Raises TypeError for a wrong number or name of arguments.
+
+    Positional arguments are in the newer order if the third one is a callback.
     """
     names = _NEWER if len(args) > 2 and callable(args[2]) else _OLDER
     if len(args) > len(names):
-        raise TypeError(f"GptManager() takes {len(names)} arguments, got {len(args)}")
+        raise TypeError(f"GptManager() takes at most {len(names)} arguments, got {len(args)}")
     given = dict(zip(names, args, strict=False))
     for name, value in keywords.items():
         if name not in _OLDER:

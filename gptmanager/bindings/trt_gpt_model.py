@@ -69,11 +69,12 @@ class TrtGptModelOptionalParams(OptionalParams):
 def translated(params: OptionalParams) -> tuple[int, SchedulerConfig, OptionalParams]:
     """Return the beam width, the scheduler and the other options, for `gptmanager.GptManager`.
 
-    Raises ConfigError if `params` has another type, or if layers have different attention windows.
+    Raises ConfigError if `params` is not an OptionalParams, or if layers have different attention
+    windows.
     """
     if not isinstance(params, OptionalParams):
         raise ConfigError(
-            f"optional_params must be a TrtGptModelOptionalParams, got a {type(params).__name__}"
+            f"optional_params must be a TrtGptModelOptionalParams, got {type(params).__name__}"
         )
     values = {field.name: getattr(params, field.name) for field in fields(OptionalParams)}
     max_beam_width = values.pop("max_beam_width")

@@ -74,7 +74,7 @@ class AcceptedRequests:
         """Return a request as bytes, and store its objects.
 
         `now` is the wall-clock time of its acceptance. Raise JournalError for a request that is too
-        large, and OSError if the disk is full.
+        large, and OSError if an object cannot be written.
         """
         bare, objects = copy.copy(request), {}
         digest = self._adapter_of(bare)
@@ -116,7 +116,7 @@ class AcceptedRequests:
         return self._tasks.get(task_id, "")
 
     def refuse_adapter(self, request_id: int) -> None:
-        """Note that the adapter of a request was refused. Its task keeps the adapter before it."""
+        """Give the task of a request its previous adapter, because the request's was refused."""
         if request_id in self._replaced:
             task_id, digest = self._replaced.pop(request_id)
             self._tasks[task_id] = digest
@@ -138,7 +138,7 @@ class AcceptedRequests:
         return known[1]
 
     def forget_tasks(self, task_ids: Iterable[int]) -> None:
-        """Forget replaced adapters. Later requests with these task ids pass the weights again."""
+        """Forget the adapters of these tasks. Later requests must pass the weights again."""
         for task_id in task_ids:
             self._tasks.pop(task_id, None)
 
@@ -160,7 +160,7 @@ class AcceptedRequests:
         before = [digest for _, digest in self._replaced.values()]
         return {*self._tasks.values(), *before, *self._guides}.union(*self._used.values())
 
-    # Back ------------------------------------------------------------------------------------
+    # From bytes ------------------------------------------------------------------------------
 
     def read(self, data: bytes) -> Accepted:
         """Return the request from which `pack` made `data`. Raise JournalError for other bytes."""

@@ -8,10 +8,10 @@ from typing import Any
 from gptmanager.terminal.options import add_json, add_parser
 
 _HELP = """\
-Show the requests of a journal that are unfinished, and check all its records.
+Show the unfinished requests of a journal, and check all its records.
 
-FOLDER is that of OptionalParams(journal_path=...) or `serve --journal`. Nothing is changed: a
-manager that starts on the folder resumes these requests.
+FOLDER is that of OptionalParams(journal_path=...) or `serve --journal`. The command changes
+nothing. A manager that starts on the folder resumes these requests.
 """
 
 

@@ -44,7 +44,7 @@ class Journal:
     response. Calls of the methods must not overlap.
 
     Raise ConfigError if the journal belongs to another checkpoint or is in use by another manager,
-    and JournalError if it is damaged.
+    and JournalError if it is damaged or cannot be written.
     """
 
     def __init__(
@@ -115,7 +115,7 @@ class Journal:
     def accept(self, requests: Sequence[tuple[int, bytes]]) -> bool:
         """Write accepted requests, as ids and bytes.
 
-        Return False if the requests must be refused, because the disk is full.
+        Return False if the requests must be refused, because the journal cannot be written.
         """
         data = b"".join(record(Kind.ACCEPTED, named_payload(*request)) for request in requests)
         found = {request_id: Entry(accepted) for request_id, accepted in requests}
@@ -145,8 +145,8 @@ class Journal:
 
         `sent` has tokens, which the entries contain already. `ends` has the ids of requests that
         end, each with the final response or b"". `delivered` are ids of requests with a stored
-        final response that has been delivered since. Raise JournalError if the disk and the reserve
-        are full.
+        final response that has been delivered since. Raise JournalError if the data cannot be
+        written, not even in place of the reserve.
         """
         parts = []
         if delivered:
@@ -171,7 +171,7 @@ class Journal:
     # The disk --------------------------------------------------------------------------------
 
     def _write(self, data: bytes) -> None:
-        """Append `data`. If the disk is full, use the reserve, or continue without a journal."""
+        """Append `data`. If that fails, use the reserve's space, or continue without a journal."""
         if self.is_full and self._on_full == "continue":
             self._retry()  # a new segment would contain the content of `data`
             return
@@ -179,8 +179,8 @@ class Journal:
             return
         if self._on_full == "refuse" and not (self._rewrite() or self._append(data)):
             raise JournalError(
-                "the disk of the journal is full, and so is its reserve: free space, then start "
-                "the manager again"
+                "the journal cannot be written, not even in place of its reserve: free space on "
+                "its disk, then start the manager again"
             )
 
     def _rewrite(self) -> bool:
@@ -198,7 +198,7 @@ class Journal:
         return True
 
     def _append(self, data: bytes) -> bool:
-        """Append `data` to the segment. If the disk is full, free the reserve and return False."""
+        """Append `data` to the segment. If that fails, free the reserve and return False."""
         assert self._file is not None
         file = self._file.fileno()
         try:
@@ -218,7 +218,7 @@ class Journal:
         return True
 
     def fail(self, error: OSError) -> None:
-        """Note that the disk is full, and free the reserve."""
+        """Note a failed write, which counts as a full disk, and free the reserve."""
         if not self.is_full:
             then = (
                 "new requests are refused"
@@ -267,7 +267,7 @@ class Journal:
         self._limit = 2 * self._size + self._segment_bytes
 
     def close(self) -> None:
-        """Force the remaining data to the disk, and free the folder for another manager."""
+        """Force the remaining data to the disk if `syncs`, and unlock the folder."""
         if self._syncing is not None:
             self._syncing.stop()
         file, self._file = self._file, None

@@ -31,7 +31,7 @@ from gptmanager.step import Failure, Host, Intake
 
 _DUPLICATE = DuplicateRequestIdError.__name__
 _REFUSED_ADAPTER = AdapterError.__name__
-_FULL = "the disk of the journal is full (journal_on_full = 'refuse')"
+_FULL = "the journal cannot be written, as on a full disk (journal_on_full = 'refuse')"
 _LOCK_S = 1.0  # limit on how long another thread waits for a loop that hangs in the journal
 
 Response = tuple[int, list[NamedTensor], bool, str]

@@ -17,7 +17,10 @@ from gptmanager.terminal.printable import printable_lines
 
 
 def main(options: argparse.Namespace) -> int:
-    """Run the command, and return its exit status. Raise JournalError as `report_of` does."""
+    """Run the command, and return its exit status.
+
+    Raise JournalError if the folder has no journal, or a damaged one.
+    """
     folder = JournalFolder(options.folder)
     found = folder.read()
     if found is None:

@@ -1,4 +1,4 @@
-"""Writes and reads the records of a segment, which have a head with checksums, and a payload.
+"""Writes and reads the records of a segment; each has a header with checksums, and a payload.
 
 A segment is a file of records, one after another. An incomplete record at the end is cut off; other
 damage is an error. This module does not know the meaning of payloads.
@@ -84,7 +84,7 @@ class RecordReader:
         if check != zlib.crc32(head[: _HEAD.size]):
             if not any(head) and self._is_zero():  # a file system may lose data, but not length
                 return None
-            raise self._damage(offset, "the head does not match its checksum")
+            raise self._damage(offset, "the header does not match its checksum")
         length, kind, checksum = _HEAD.unpack_from(head)
         if length > MAX_RECORD_BYTES:
             raise self._damage(offset, f"its length is {length}: the limit is {MAX_RECORD_BYTES}")

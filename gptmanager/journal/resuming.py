@@ -28,7 +28,7 @@ _NOT_KEPT = ("return_generation_logits", "num_top_log_probs")
 
 
 class Resumption(NamedTuple):
-    """The requests that a new manager continues, and the responses that it sends at first.
+    """The requests that a new manager continues, and the responses that it sends first.
 
     `requests` are in the order of their acceptance, and `progress` has the progress of each.
     `ended` has the ids of requests with a final response that the host has.

@@ -99,7 +99,11 @@ class JournalFolder:
         return self.path / f"segment-{number:08d}"
 
     def begin(self, checkpoint: str, unfinished: Iterable[bytes], *, syncs: bool) -> IO[bytes]:
-        """Write and return a new segment with the payloads `unfinished`; remove the older ones."""
+        """Write a new segment with UNFINISHED records, remove the older ones, and return its file.
+
+        `unfinished` has the payloads of the records. Raise OSError if the segment cannot be
+        written, and JournalError for a payload that is too large.
+        """
         numbers = self._numbers()
         path = self._segment(numbers[-1] + 1 if numbers else 1)
         temporary = path.with_suffix(".new")
@@ -133,7 +137,7 @@ class JournalFolder:
     def put(self, data: bytes, *, syncs: bool) -> str:
         """Write an object, unless the folder has it, and return its digest.
 
-        Raise OSError if the disk is full.
+        Raise OSError if it cannot be written, for example because the disk is full.
         """
         digest = hashlib.blake2b(data, digest_size=32).hexdigest()
         path = self._objects / digest

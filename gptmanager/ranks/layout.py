@@ -9,9 +9,9 @@ from dataclasses import dataclass
 class RankLayout:
     """The position of one rank among `tensor_parallel_size` x `pipeline_parallel_size` ranks.
 
-    A stage is the group of ranks with the same layers. The first stage has the embedding, the last
-    one computes the logits. Rank 0 is in the last stage: it chooses tokens and answers the host,
-    and so logits and tokens need not be sent to it from another stage.
+    A stage is the group of ranks with the same layers. The first stage has the embedding, and the
+    last one computes the logits. Rank 0 chooses the tokens and answers the host. It is in the last
+    stage, so no other stage has to send it logits.
     """
 
     rank: int = 0

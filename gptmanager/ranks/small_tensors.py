@@ -1,4 +1,4 @@
-"""`SmallTensors`: an all-gather of tensors of a few kilobytes, over direct connections.
+"""`SmallTensors`: an all-gather of tensors of at most 64 KiB, over direct connections.
 
 In a step of few tokens, latency dominates the time of an all-reduce. Here the computing thread
 itself sends and receives. Gloo hands the data to threads of its own, and takes five times as long.

@@ -8,11 +8,12 @@ from typing import Any
 from gptmanager.terminal.options import add_json, add_parser, add_scheduler, add_verbose
 
 _HELP = """\
-Run a recording again without its model and compare every schedule.
+Run a recording again without its model, and compare every recorded schedule.
 
 FILE comes from OptionalParams(recording_path=...), or is the black box that a failed manager wrote
 (its log names it). The same loop, scheduler and block accounting get the recorded requests, stops
-and clock readings, and the recorded tokens. Stops at the first difference and prints it.
+and clock readings, and the recorded tokens. The command stops at the first difference and prints
+it.
 """
 
 
@@ -25,7 +26,8 @@ def add_command(commands: Any) -> None:
         help="run a recording again without its model, and compare",
         usage="gptmanager replay FILE [options]",
         description=_HELP,
-        epilog="exit status: 0 the same throughout, 1 a divergence, 2 the file cannot be read",
+        epilog="exit status: 0 the same throughout, 1 a divergence, 2 the call was wrong or the "
+        "file cannot be read",
     )
     parser.add_argument("recording", type=Path, metavar="FILE", help="a recording")
     add_scheduler(parser, "the create_scheduler of a run that had one of its own")

@@ -51,7 +51,7 @@ def main(options: argparse.Namespace) -> int:
     else:
         print(f"{report.iterations} iterations, {report.compared} compared: no divergence")
         if report.broke_off:
-            text = f"the recorded run failed in the last one: {report.broke_off}"
+            text = f"the recorded run broke off in the last one: {report.broke_off}"
             print(printable_lines(text))
     return 0 if divergence is None else 1
 

@@ -70,8 +70,9 @@ class ReplayReport:
     """The result of a replay.
 
     `iterations`: number of iterations that ran. `compared`: how many of them had a recorded
-    schedule to compare. `broke_off`: the error of the last recorded iteration, and whether the
-    replay also failed; "" if the recorded run did not fail.
+    schedule to compare. `broke_off`: the error of the last recorded iteration, or that the
+    recording is cut off, and whether the replay also failed; "" if the recorded run ended without
+    an error.
     """
 
     iterations: int

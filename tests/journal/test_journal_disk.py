@@ -147,9 +147,8 @@ def test_an_adapter_that_does_not_fit_is_not_half_stored(tmp_path, disk, on_full
     assert not [*(tmp_path / "journal" / "objects").iterdir()]
     assert run.journal.is_full and not run.journal.entries
     errors = [str(failure.error) for failure in run.host.failures]
-    assert errors == ["the disk of the journal is full (journal_on_full = 'refuse')"] * (
-        on_full == "refuse"
-    )
+    text = "the journal cannot be written, as on a full disk (journal_on_full = 'refuse')"
+    assert errors == [text] * (on_full == "refuse")
     run.journal.close()
 
 

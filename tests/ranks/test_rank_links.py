@@ -357,13 +357,13 @@ def test_a_rank_that_is_not_heard_of_is_named_on_all():
     with linked(3, timeout_s=0.4) as links:
         stopped = links[1]._watch
         stopped._send_all = lambda message: None  # as SIGSTOP does
-        assert set(failures(links)) == {"rank 1 has not been heard of for 0.4 s"}  # itself, too
+        assert set(failures(links)) == {"rank 1 has not been heard from for 0.4 s"}  # itself, too
 
 
 def test_rank_0_that_was_stopped_learns_that_the_others_went():
     with linked(3, timeout_s=0.4) as links:
         links[0]._watch._send_all = lambda message: None
-        assert set(failures(links)) == {"rank 0 has not been heard of for 0.4 s"}
+        assert set(failures(links)) == {"rank 0 has not been heard from for 0.4 s"}
 
 
 @pytest.mark.parametrize("hangs", [0, 1, 2])
