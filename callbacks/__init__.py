@@ -1,8 +1,9 @@
 """Ready-made callbacks and helpers for hosts, which use only the public contract.
 
 `generate` returns completions in three lines. `RequestQueue` provides futures and token streams
-instead of callbacks. `load_peft_adapter` reads an adapter, and `ChatTemplate` renders chats. The
-sinks store or display statistics. The other classes are logits post-processors.
+instead of callbacks. `load_peft_adapter` reads an adapter, `ChatTemplate` renders chats, and
+`TextStream` decodes tokens. The sinks and `LivePage` store or display what a manager does. The
+classes with a method `bind` are logits post-processors.
 """
 
 from typing import TYPE_CHECKING

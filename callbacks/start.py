@@ -91,7 +91,7 @@ def generate(
     generation_config.json, or else config.json. Beam search returns the best beam.
 
     `stop` has strings that end a completion, as for `RequestQueue.submit`; they need a tokenizer.
-    Text ends before the stop string, token ids include the token that completes it.
+    Text ends before the stop string; token ids include the token that completes it.
 
     With `num_return_sequences`, the result has a list of this many completions for each prompt,
     which are sampled independently, or are the best beams.

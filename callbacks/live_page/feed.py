@@ -64,8 +64,8 @@ class Viewer:
 class LiveFeed:
     """The events of one manager for all viewers.
 
-    `num_outside` returns how many requests wait in the application; None means unknown. `manager`
-    is set once, before or after the first viewer enters.
+    `num_outside` returns how many requests wait in the application; without it, the number is
+    unknown. `manager` is set once, before or after the first viewer enters.
     """
 
     def __init__(self, num_outside: Callable[[], int] | None, max_viewers: int) -> None:
@@ -88,10 +88,11 @@ class LiveFeed:
         return self.is_closed or len(self._viewers) >= self._max_viewers
 
     def enter(self) -> Viewer:
-        """Return a new viewer; raise `queue.Full` if there are `max_viewers` already."""
+        """Return a new viewer; raise `queue.Full` if there are `max_viewers`, or after `close`."""
         with self._lock:
             if self.is_full:
-                raise Full(f"max_viewers = {self._max_viewers} viewers are connected already")
+                limit = f"as many viewers as max_viewers = {self._max_viewers} are connected"
+                raise Full("the live page is closed" if self.is_closed else limit)
             viewer = Viewer(self)
             self._viewers.add(viewer)
             if self._thread is None:

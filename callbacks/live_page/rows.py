@@ -107,8 +107,8 @@ class LiveRows:
         """Return the changes since the last call.
 
         "n" has the new rows, "c" [row, kind, iteration, tokens] of older rows, and "e" [row, *end].
-        Empty lists are omitted. Of the rows that both began and ended since the last call, only the
-        newest 64 are included.
+        A row in "n" has no entry in "c" and "e". Empty lists are omitted. Of the rows that both
+        began and ended since the last call, only the newest 64 are included.
         """
         short_lived = [row.number for row in self._new if row.end is not None][:-_MAX_NEW]
         hidden, changes = frozenset(short_lived), dict[str, list[Any]]()

@@ -1,7 +1,7 @@
 """The bytes that each token of a vocabulary adds to a text.
 
-Supports the decoders of byte-level vocabularies (GPT-2, Llama 3, Qwen) and of SentencePiece with
-byte tokens (Llama 2, Mistral, Gemma). A token may be a part of a character.
+The decoders of byte-level vocabularies (GPT-2, Llama 3, Qwen) and of SentencePiece (Llama 2,
+Mistral, Gemma) are supported. A token may be a part of a character.
 """
 
 from __future__ import annotations

@@ -83,7 +83,7 @@ class Watermark(RawKernelLogitsPostProcessor):
 
 
 def _mixed(x: Words) -> Words:
-    """Hash 32-bit words, as in C. Wellons, "Prospecting for Hash Functions" (2018)."""
+    """Hash 32-bit words by a function from Wellons, "Prospecting for Hash Functions" (2018)."""
     x = (x ^ (x >> np.uint32(16))) * np.uint32(0x7FEB352D)
     x = (x ^ (x >> np.uint32(15))) * np.uint32(0x846CA68B)
     return x ^ (x >> np.uint32(16))

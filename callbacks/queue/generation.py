@@ -64,12 +64,12 @@ class Generation(concurrent.futures.Future[GenerationResult]):
     which is mostly the manager's, but may be one that calls `cancel` or closes the queue.
 
     Iterating over it yields the new tokens of the first beam, as ints. A request with
-    `is_streaming=True` yields each token as it is generated, any other request yields all of them
+    `is_streaming=True` yields each token as it is generated; any other request yields all of them
     at its end. Any number of threads and event loops may iterate; each gets every token. An error
     is raised after the tokens that precede it.
 
     If the request was submitted with `stop`, the text can also be read, by `text` and in `parts`.
-    The tokens end with the one that completes a stop string, the text ends before the stop string.
+    The tokens end with the one that completes a stop string; the text ends before the stop string.
 
     `async for token in generation` and `await generation` work in any asyncio event loop. If a task
     is cancelled while it waits for the handle, the request is cancelled, as is usual in asyncio.

@@ -48,8 +48,8 @@ class RequestQueue:
 
     `max_pending` limits the number of requests that wait for the manager, `max_pending_tokens` the
     tokens of their prompts, and `max_pending_bytes` the bytes of their tensors. None means no
-    limit. Requests with a higher priority are fetched first, requests of equal priority in the
-    order of their arrival. `default_end_id` (an id or several, see `TokenDefaults`) and
+    limit. Requests with a higher priority are fetched first; requests of equal priority are fetched
+    in the order of arrival. `default_end_id` (an id or several, see `TokenDefaults`) and
     `default_pad_id` are for requests without these tensors. Set `exclude_input_in_output` as in
     the manager's `OptionalParams`. `tokenizer` decodes the output of requests with `stop`. It is an
     object, or a checkpoint folder, which is read at the first such request.
@@ -207,7 +207,7 @@ class RequestQueue:
     def attach(self, manager: GptManager) -> None:
         """Wake `manager` at each submit, and close the queue when the manager has ended.
 
-        Raise TypeError for an object without `notify` and `wait`, ValueError for a second manager.
+        Raise TypeError for an object without `notify` or `wait`, ValueError for a second manager.
         """
         for method in ("notify", "wait"):
             if not callable(getattr(manager, method, None)):

@@ -80,7 +80,7 @@ class GenerationResult:
 class ResponseCollector:
     """Collects the responses to `request`, in their order.
 
-    `exclude_input` is the manager's `OptionalParams.exclude_input_in_output`. `new_text` returns
+    `exclude_input` is the manager's `OptionalParams.exclude_input_in_output`. `new_text` creates
     the text of one output, which decides where the output ends; if it is None, no text is decoded.
     """
 

@@ -40,9 +40,11 @@ class AsyncWakeups:
         return AsyncWaiter(loop, mailbox)
 
     def begin_step(self, is_unlocked: bool) -> None:
-        """Send the wake-ups that wait. Later ones wait for the next call if `is_unlocked`.
+        """Send the wake-ups that wait.
 
-        A callback of `StepSignal` in the runner, so each call with True is followed by another one.
+        If `is_unlocked`, a step begins that does not hold the interpreter lock while it computes.
+        Later wake-ups for tokens then wait for the next call. The runner's `StepSignal` calls this
+        method, and makes another call after each call with True.
         """
         was_on, self._hold.is_on = self._hold.is_on, is_unlocked
         if was_on:

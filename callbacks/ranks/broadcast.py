@@ -26,7 +26,8 @@ def broadcast(
     Rank 0 passes its GetInferenceRequests, and its PollStopSignal if it has one; the other ranks
     pass none. By default the managers send the answers in the message that they exchange in each
     iteration. With `transport="mpi"` mpi4py sends them, for applications under mpirun; install the
-    extra `mpi`. Raise ConfigError without mpi4py, and ValueError for an unknown `transport`.
+    extra `mpi`. Raise ConfigError if mpi4py is needed but not installed, and ValueError for an
+    unknown `transport`.
     """
     for name, callback in (("get", get), ("poll", poll)):
         if callback is not None:

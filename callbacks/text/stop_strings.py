@@ -39,10 +39,10 @@ class StopStrings:
         return max(self._states, default=0)
 
     def push(self, text: str, *, may_end: bool = True) -> Found | None:
-        """Read more text; return the first stop string that is complete.
+        """Read more text; return the first stop string that is complete, or None.
 
-        If several end at the same character, return the longest.
-        With `may_end=False`, stop strings that are complete in this text are ignored.
+        If several end at the same character, return the longest. With `may_end=False`, stop strings
+        that are complete in this text are ignored.
         """
         for character in text:
             self._num_seen += 1

@@ -1,9 +1,9 @@
 """Rendering of chat templates, in this process or in a `ChildProcess` that imports this module.
 
-Templates run in Jinja2's sandbox, with the additions of Hugging Face's transformers: loop
-controls, `raise_exception`, `strftime_now`, a `tojson` that escapes neither HTML nor
-non-ASCII characters, and `generation` blocks.
-This module imports only jinja2 and the standard library, so that the child process starts quickly.
+Templates run in Jinja2's sandbox, with the additions of Hugging Face's transformers: loop controls,
+`raise_exception`, `strftime_now`, a `tojson` that escapes neither HTML nor non-ASCII characters,
+and `generation` blocks. This module imports only jinja2 and the standard library, so that the child
+process starts quickly.
 """
 
 from __future__ import annotations

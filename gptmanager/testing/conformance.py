@@ -86,6 +86,7 @@ def check_scheduler(
     seeds, starting with `seed`; small seeds have small scenarios. Scenarios for which `where` is
     false are skipped. A scenario that breaks no rule runs twice, and both runs must make the same
     decisions.
+
     `evicts=False` means that the scheduler never pauses a request. This is checked, and scenarios
     may then have requests that are too long to run again as one context after a pause.
     """

@@ -76,7 +76,7 @@ class Response:
 
 
 class RecordingCallbacks:
-    """The four callbacks of a host that records all calls.
+    """The four callbacks of a host, which record the arguments of their calls.
 
     `submit` and `stop` may be called from any thread. `submit` wakes `manager`, if it is set.
     """
@@ -91,14 +91,14 @@ class RecordingCallbacks:
         self._stops: set[int] = set()
 
     def submit(self, *requests: InferenceRequest) -> None:
-        """Queue requests, which Get returns."""
+        """Queue requests for Get."""
         with self._condition:
             self._waiting.extend(requests)
         if self.manager is not None:
             self.manager.notify()
 
     def stop(self, *request_ids: int) -> None:
-        """Stop requests, by their ids, until their final responses."""
+        """Let PollStopSignal return these ids until the requests' final responses."""
         with self._condition:
             self._stops.update(request_ids)
 

@@ -29,7 +29,7 @@ from gptmanager.testing.scripted_executor import ScriptedExecutor
 CreateScheduler = Callable[..., Any]
 
 MAX_IDLE = 8  # iterations in a row in which no request runs and nothing is in flight
-# A request must end within this many times the iterations of all requests run one by one.
+# A request must end within this many times the iterations that all requests need one by one.
 PATIENCE = 4
 
 
@@ -240,7 +240,7 @@ def _created(create_scheduler: CreateScheduler, keywords: dict[str, Any]) -> Req
 
 
 def _breach(error: SchedulerError) -> Breach:
-    """Return the rule that an answer broke, for the error with which the loop refused it."""
+    """Return the Breach for an answer that the loop refused with `error`."""
     if isinstance(error.__cause__, Breach):
         return error.__cause__
     named = re.search(r"request (\d+)", str(error))

@@ -1,7 +1,7 @@
 """Random scenarios for tests of schedulers.
 
-A scenario has limits, a pool of blocks, and requests with their arrival times. `rules` has the
-rules that a scheduler must keep, `scenario_run` runs a scenario.
+A scenario has limits, a pool of blocks, and requests with their arrival times. `scenario_run` runs
+a scenario, and `rules` has the rules that a scheduler must keep in it.
 """
 
 from __future__ import annotations
@@ -153,7 +153,7 @@ def random_scenario(seed: int, *, evicts: bool = True) -> Scenario:
     """Return the scenario of this seed; small seeds have small scenarios.
 
     With `evicts`, the scheduler may pause requests. A paused request computes all its tokens except
-    the newest again, so without chunks its tokens are so few that they fit into one context.
+    the newest again. Without chunks, requests are therefore short enough for one context.
     """
     generator = random.Random(seed)
     tokens_per_block = generator.choice([2, 4, 4, 8])

@@ -81,7 +81,7 @@ class ScriptedExecutor:
     continue its sequence or has no block, or because a token is not known yet. It tracks the
     content of each block, and raises ValueError for a row that would read the values of other
     tokens. Shared or copied blocks must have exactly the content that the sequence would have
-    computed. The candidates of a beam are the scripted token and the token ids that follow it.
+    computed. The candidates of a beam are the scripted token and the next higher token ids.
     """
 
     def __init__(self, next_token: NextToken, tokens_per_block: int) -> None:
@@ -190,7 +190,7 @@ class ScriptedExecutor:
 def candidates(tokens: Sequence[int], count: int) -> BeamCandidates:
     """Return `count` candidates of each beam, the most probable first.
 
-    They are the beam's scripted token and the token ids that follow it.
+    They are the beam's scripted token and the next higher token ids.
     """
     return BeamCandidates(
         tuple(tuple(range(token, token + count)) for token in tokens),

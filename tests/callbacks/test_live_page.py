@@ -481,7 +481,7 @@ def test_viewers_are_bounded():
             page.viewer()
         first.leave()
         page.viewer()
-    with pytest.raises(Full):
+    with pytest.raises(Full, match="closed"):
         page.viewer()
     with pytest.raises(ValueError, match="max_viewers = 0"):
         LivePage(max_viewers=0)
