@@ -46,12 +46,12 @@ class LoggingSink:
             statistics = json.loads(record)
             line = summary(statistics)
             iteration = int(statistics["Iteration Counter"])
-        except (ValueError, TypeError, KeyError):
+            if last is not None and iteration > last[1] > 0 and now > last[0]:
+                line += f"; {(iteration - last[1]) / (now - last[0]):.1f} iterations/s"
+        except (ValueError, TypeError, KeyError, ArithmeticError, RecursionError):
             self._logger.log(self._level, "unreadable statistics: %s", record)
             return
         self._last = (now, iteration)
-        if last is not None and iteration > last[1] > 0:
-            line += f"; {(iteration - last[1]) / (now - last[0]):.1f} iterations/s"
         self._logger.log(self._level, "%s", line)
 
 

@@ -1,5 +1,6 @@
 import json
 import logging
+import math
 
 import pytest
 
@@ -74,11 +75,28 @@ def test_a_line_now_and_then(logger, caplog):
     assert second.endswith("; 2.0 iterations/s")
 
 
-@pytest.mark.parametrize("record", ["{", "[]", "{}", '{"Iteration Counter": 1}'])
+@pytest.mark.parametrize(
+    "record",
+    [
+        *("{", "[]", "{}", '{"Iteration Counter": 1}'),
+        json.dumps(INFLIGHT | {"Iteration Counter": math.inf}),
+        json.dumps(INFLIGHT | {"Used KV cache blocks": 10**400}),
+        pytest.param("[" * 100_000, id="deep"),
+    ],
+)
 def test_an_unreadable_record_is_shown_as_it_is(logger, caplog, record):
     LoggingSink(logger)(record)
 
     assert caplog.messages == [f"unreadable statistics: {record}"]
+
+
+def test_records_at_one_moment_have_no_speed(logger, caplog):
+    sink = LoggingSink(logger, every_s=0.0, clock=lambda: 100.0)
+
+    sink(json.dumps(INFLIGHT))
+    sink(json.dumps(INFLIGHT | {"Iteration Counter": 160}))
+
+    assert caplog.messages == [summary(INFLIGHT), summary(INFLIGHT | {"Iteration Counter": 160})]
 
 
 def test_nothing_happens_below_the_level(caplog):
