@@ -46,10 +46,10 @@ class JsonLinesSink:
 
     def __call__(self, record: str) -> None:
         # JSON has line breaks between tokens only
-        line = (record.replace("\r", " ").replace("\n", " ") + "\n").encode()
+        line = record.replace("\r", " ").replace("\n", " ") + "\n"
         with self._lock:
             try:
-                self._append(line)
+                self._append(line.encode())
                 self._is_failing = False
             except (OSError, ValueError) as error:
                 self.num_dropped += 1

@@ -141,6 +141,15 @@ def test_a_full_disk_raises_nothing():
         assert sink.num_dropped == 1
 
 
+def test_a_record_that_is_not_unicode_is_dropped(tmp_path):
+    with JsonLinesSink(tmp_path / "stats.jsonl") as sink:
+        sink('{"a": "\ud800"}')
+        sink(RECORD)
+
+    assert sink.num_dropped == 1
+    assert lines(tmp_path / "stats.jsonl") == [RECORD]
+
+
 def test_records_after_the_end_are_dropped(tmp_path):
     sink = JsonLinesSink(tmp_path / "stats.jsonl")
     sink.close()
