@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from gptmanager.errors import InvalidRequestError
+from gptmanager.errors import InvalidRequestError, quoted
 from gptmanager.request.input_rows import HostRows, token_bias
 from gptmanager.request.pieces import PIECE, Pieces
 
@@ -113,7 +113,7 @@ def read_word_list(name: str, value: Any, vocab_size: int) -> list[list[int]]:
     starts = [0, *ends[:-1]]
     if any(not start < end <= len(ids) for start, end in zip(starts, ends, strict=False)):
         raise InvalidRequestError(
-            f"{name} has end offsets {offsets.tolist()}, expected strictly rising offsets "
+            f"{name} has end offsets {quoted(offsets.tolist())}, expected strictly rising offsets "
             f"within 1..{len(ids)}, padded with -1"
         )
     _check_vocabulary(name, ids[: ends[-1]] if ends else ids[:0], vocab_size)

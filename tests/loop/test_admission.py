@@ -114,6 +114,10 @@ def test_a_scalar_may_have_any_shape_of_one_value(value):
         ({"return_log_probs": 2}, "return_log_probs = 2 is outside 0..1"),
         ({"return_context_logits": 0.5}, "return_context_logits has dtype float64"),
         ({"bad_words_list": [[[1], [2]]]}, r"bad_words_list has end offsets \[2\]"),
+        (
+            {"bad_words_list": np.zeros((2, 2**18), int)},
+            r"end offsets \[0, 0, 0, .{,20}\] \(more than 100000 characters\), expected strictly",
+        ),
         ({"bad_words_list": [[[100], [1]]]}, r"bad_words_list\[0\] = 100 is outside"),
         ({"stop_words_list": np.ones((2, 2**18 + 1), int)}, "at most 262144 token ids"),
         ({"num_return_sequences": 2}, "num_return_sequences = 2 exceeds max_beam_width = 1"),
