@@ -139,7 +139,8 @@ def read_rows(name: str, value: Any, width: int, *, bans: bool = False) -> HostR
         is_good |= np.isneginf(rows)
     if not is_good.all():
         row, column = np.argwhere(~is_good)[0].tolist()
-        raise InvalidRequestError(f"{name}[{row}, {column}] = {rows[row, column]} is not finite")
+        found = float(array.reshape(-1, width)[row, column])
+        raise _not_finite_error(f"{name}[{row}, {column}]", found, torch.float32)
     return HostRows(rows)
 
 
@@ -161,7 +162,7 @@ def read_bias(name: str, value: Any, vocab_size: int) -> HostRows | None:
     flat = array.reshape(-1)
     bad = np.flatnonzero(np.isnan(flat) | (flat > highest))
     if bad.size:
-        raise InvalidRequestError(f"{name}[{bad[0]}] = {flat[bad[0]]} is not finite")
+        raise _not_finite_error(f"{name}[{bad[0]}]", float(flat[bad[0]]), torch.float32)
     values = np.where(np.isneginf(flat), flat, np.maximum(flat, lowest)).astype(np.float32)
     ids = np.flatnonzero(values)
     return token_bias(ids, values[ids])
@@ -216,12 +217,16 @@ def read_start(
         bad = _not_finite(piece)
         if len(bad):
             column = int(bad[0])
-            found, most = given[column].item(), torch.finfo(dtype).max
-            limit = "" if not math.isfinite(found) else f" in {dtype}: at most {most}"
             where = f"{name}[{row}, {first + column}]"
-            raise InvalidRequestError(f"{where} = {found:g} is not finite{limit}")
+            raise _not_finite_error(where, given[column].item(), dtype)
         yield
     return numbers
+
+
+def _not_finite_error(where: str, found: float, dtype: torch.dtype) -> InvalidRequestError:
+    """Return the error for a number that is not finite, or only in a wider type than `dtype`."""
+    limit = f" in {dtype}: at most {torch.finfo(dtype).max}" if math.isfinite(found) else ""
+    return InvalidRequestError(f"{where} = {found:g} is not finite{limit}")
 
 
 def _not_finite(numbers: torch.Tensor) -> torch.Tensor:

@@ -153,6 +153,10 @@ def request(table, ids=(1,), **more):
         (request(np.zeros((0, 2))), r"has shape \[0, 2\], expected"),
         (request(np.zeros((1, 2), dtype=int)), "has dtype int64, expected a float"),
         (request(np.full((1, 2), np.nan)), r"prompt_embedding_table\[0, 0\] = nan is not finite"),
+        (
+            request(np.full((1, 2), 1e300)),
+            r"prompt_embedding_table\[0, 0\] = 1e\+300 is not finite in torch.float32: at most 3.4",
+        ),
     ],
 )
 def test_what_is_wrong_is_named(wrong, text):
