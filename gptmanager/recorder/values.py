@@ -120,8 +120,8 @@ class Decoder:
 
     `names` has the fields of each named tuple when the file was written. A field that is missing in
     the file gets its default; a field that no longer exists is dropped. `allowance` limits how many
-    values are created. `upgrades` has functions that convert the fields of some dataclasses from an
-    older format.
+    values the "fill" entries of requests expand to. `upgrades` has functions that convert the
+    fields of some dataclasses from an older format.
     """
 
     def __init__(
