@@ -53,7 +53,8 @@ examples:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command and return its exit status.
 
-    0: success, 1: something failed, 2: the call was wrong, 130: interrupted, 143: terminated.
+    0: success, 1: something failed, 2: the call or a recording is wrong, 130: interrupted, 143:
+    terminated. Raise SystemExit after printing help, or an error of the arguments.
     """
     open_closed_streams()
     is_server = (sys.argv[1:] if arguments is None else arguments)[:1] == ["serve"]

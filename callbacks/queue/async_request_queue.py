@@ -43,8 +43,8 @@ class AsyncRequestQueue(RequestQueue):
     ) -> AsyncIterator[list[int]]:
         """Yield lists of new tokens: one token each, or several if the reader was slow.
 
-        The arguments are those of `submit`, without its timeout. Raise the errors of `submit`, and
-        the error of the request after the tokens that precede it.
+        The arguments are those of `submit`, without its timeout. Raise the errors of `submit`
+        except `queue.Full`, and the error of the request after the tokens that precede it.
         """
         if isinstance(prompt, InferenceRequest):
             prompt.is_streaming = True
@@ -61,7 +61,7 @@ class AsyncRequestQueue(RequestQueue):
         max_new_tokens: int | None = None,
         **by_name: Any,
     ) -> GenerationResult:
-        """Return the whole result. The arguments are those of `submit`, without its timeout."""
+        """Return the whole result. The arguments and errors are those of `stream`."""
         with await self.submit_async(prompt, max_new_tokens, **by_name) as generation:
             return await generation
 

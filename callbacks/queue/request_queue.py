@@ -169,7 +169,8 @@ class RequestQueue:
     ) -> Generation:
         """Return the handle of a request that the manager already has, for example from a journal.
 
-        Nothing is queued. The arguments and errors are those of `submit`, without its timeout.
+        Nothing is queued, so the limits of the queue do not apply. The arguments and the other
+        errors are those of `submit`, without its timeout.
         """
         generation = self._take(prompt, max_new_tokens, request_id, by_name, stop)
         with self._changed:

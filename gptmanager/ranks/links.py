@@ -165,7 +165,7 @@ class Links:
     def exchange(self, payload: bytes) -> list[bytes]:
         """Send `payload` to all ranks, and return the payloads of all ranks, by rank.
 
-        It waits without a time limit, because ranks may start slowly.
+        It waits for their payloads without a time limit, because ranks may start slowly.
         """
         kind = Message.EXCHANGE
         if self.rank:

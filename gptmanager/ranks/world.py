@@ -36,7 +36,7 @@ class World(NamedTuple):
     group: Any = None
 
     def store(self, timeout_s: float) -> Any:
-        """Return a new `torch.distributed.Store` that one manager of each rank shares.
+        """Return a new `torch.distributed.Store`, which is shared by one manager of each rank.
 
         The n-th call on one rank returns the store of the n-th call on every other rank. Raises
         RankError if rank 0 cannot be reached.
