@@ -3,7 +3,7 @@
 `generate` returns completions in three lines. `RequestQueue` provides futures and token streams
 instead of callbacks. `load_peft_adapter` reads an adapter, `ChatTemplate` renders chats, and
 `TextStream` decodes tokens. The sinks and `LivePage` store or display what a manager does. The
-classes with a method `bind` are logits post-processors.
+classes with a method `bind` create the logits post-processors of requests.
 """
 
 from typing import TYPE_CHECKING
