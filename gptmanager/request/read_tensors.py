@@ -224,7 +224,7 @@ def read_start(
 
 
 def _not_finite_error(where: str, found: float, dtype: torch.dtype) -> InvalidRequestError:
-    """Return the error for a number that is not finite, or only in a wider type than `dtype`."""
+    """Return the error for a number that is not finite in `dtype`."""
     limit = f" in {dtype}: at most {torch.finfo(dtype).max}" if math.isfinite(found) else ""
     return InvalidRequestError(f"{where} = {found:g} is not finite{limit}")
 
