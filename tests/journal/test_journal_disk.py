@@ -78,7 +78,7 @@ def test_while_the_disk_is_full_requests_are_refused_and_the_running_ones_end(tm
     disk.free = 5  # a record is cut short, then the reserve is used
     run.host.callbacks.submit(stream(2))
     iterate(run, 20)
-    assert ends(run)[1] == "" and ends(run)[2].startswith("CapacityError: the disk of the journal")
+    assert ends(run)[1] == "" and ends(run)[2].startswith("CapacityError: the journal cannot be written")
     assert streamed(run, 1) == expected_output([1, 2, 1], 12) and streamed(run, 2) == []
     disk.free += 1 << 30
     run.host.callbacks.submit(stream(3))
