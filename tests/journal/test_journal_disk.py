@@ -78,7 +78,9 @@ def test_while_the_disk_is_full_requests_are_refused_and_the_running_ones_end(tm
     disk.free = 5  # a record is cut short, then the reserve is used
     run.host.callbacks.submit(stream(2))
     iterate(run, 20)
-    assert ends(run)[1] == "" and ends(run)[2].startswith("CapacityError: the journal cannot be written")
+    assert ends(run)[1] == "" and ends(run)[2].startswith(
+        "CapacityError: the journal cannot be written"
+    )
     assert streamed(run, 1) == expected_output([1, 2, 1], 12) and streamed(run, 2) == []
     disk.free += 1 << 30
     run.host.callbacks.submit(stream(3))
@@ -95,7 +97,7 @@ def test_if_the_reserve_is_full_too_the_manager_fails_and_says_so(tmp_path, disk
     run = JournaledRun(tmp_path / "journal", [stream(1)], on_full="refuse")
     iterate(run, 3)
     disk.free = disk.reserve = 0
-    with pytest.raises(JournalError, match="is full, and so is its reserve: free space"):
+    with pytest.raises(JournalError, match="not even in place of its reserve: free space"):
         iterate(run, 1)
     run.journaled.flush()  # what was held back is sent all the same
     assert len(streamed(run, 1)) == 4
