@@ -3,7 +3,7 @@
 
 #include "numerics.cuh"
 
-// They divide by __fdividef: with a divisor above 2^126 it returns 0 instead of a number below 1e-36.
+// They divide by __fdividef: with a divisor above 2^126 it returns 0 instead of a magnitude below 1e-35.
 enum Activation { SILU, GELU, GELU_TANH, RELU, RELU2, CLAMPED_SWIGLU };
 
 template <Activation KIND> __device__ inline float activated(float x) {
@@ -21,7 +21,7 @@ template <Activation KIND> __device__ inline float activated(float x) {
     }
 }
 
-// Activation of the gate times up; for CLAMPED_SWIGLU as gpt-oss defines it.
+// Returns activation(gate) * up; for CLAMPED_SWIGLU as gpt-oss defines it.
 template <Activation KIND> __device__ inline float gated(float gate, float up) {
     if constexpr (KIND == CLAMPED_SWIGLU) {
         constexpr float LIMIT = 7, SLOPE = 1.702f;

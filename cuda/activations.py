@@ -1,4 +1,4 @@
-"""Launchers of activation kernels: elementwise, and for gated MLPs (`activation(gate) * up`)."""
+"""Launchers of activation kernels: `activation(x)`, and `activation(gate) * up` for gated MLPs."""
 
 from __future__ import annotations
 

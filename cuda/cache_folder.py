@@ -1,6 +1,6 @@
 """The folder for compiled kernels: in the user's cache, or a private temporary one.
 
-Each file ends with its digest, so that a damaged library is never run.
+Each file ends with a digest of its content, so that a damaged kernel is never run.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def seal(content: bytes) -> bytes:
 
 
 def unseal(path: Path) -> bytes | None:
-    """Return the content that was sealed; None if the file is missing or damaged (logged)."""
+    """Return the content that was sealed; None if the file is unreadable, or damaged (logged)."""
     try:
         content = path.read_bytes()
     except OSError:

@@ -7,13 +7,13 @@ constexpr int MAX_VALUES = 128;  // the largest dimension of a value
 constexpr int LANES = 4;         // lanes that share a column of a head's memory
 constexpr int COLUMNS = 32 / LANES;
 
-// Convolves a channel of a row, and keeps its last inputs. W: 4 or 8, at least the width of the
-// convolution. Grid: (rows, channels / threads). Rows without tokens have no slot.
+// Convolves a channel of a row, applies SiLU, and keeps the channel's last inputs. W: 4 or 8, at least the
+// width of the convolution. Grid: (rows, parts of the channels). Rows without tokens may have no slot.
 template <class T, int W>
 __global__ void __launch_bounds__(128) convolve(
     float* mixed,        // [tokens, channels]
     T* inputs,           // [slots, width - 1, channels], changed
-    const T* projected,  // [tokens, stride]: channels, then gates of the output
+    const T* projected,  // [tokens, stride]: channels, then gates of the output [heads, value_dim]
     const T* conv,       // [width, channels]
     const int* row_starts, const int* slots, int channels, int width, int stride) {
     ptx::wait_for_previous();
@@ -64,11 +64,11 @@ __global__ void __launch_bounds__(32 * MAX_VALUES / COLUMNS, 1) advance(
     T* out,              // [tokens, heads, value_dim]
     float* memory,       // [slots, heads, key_dim, value_dim], changed
     const float* mixed,  // [tokens, channels]: queries, keys, values
-    const T* projected,  // [tokens, stride]
+    const T* projected,  // [tokens, stride], as in `convolve`
     const float* gates,  // [tokens, 2, heads]: of the rates, and of the decays
-    const float* decay,  // [heads]
+    const float* decay,  // [heads]: a token's decay is exp(-exp(decay) * softplus(gate + step))
     const float* step,   // [heads]
-    const T* norm,       // [value_dim]
+    const T* norm,       // [value_dim], the weight of the output's norm
     const int* row_starts, const int* slots, int key_heads, int key_dim, int value_dim, int stride,
     float eps) {
     constexpr int ROWS = KEY / LANES, AT_ONCE = 8;  // rows that are loaded ahead, limited by registers

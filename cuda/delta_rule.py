@@ -42,9 +42,9 @@ def gated_delta(
 ) -> None:
     """Compute `DeltaOps.gated_delta`: write `out` `[T, H * V]`, and update `state` in place.
 
-    `gates`, `state.memory`, and the decay and step of `tensors` are float32. All others have the
-    same dtype: float32, float16 or bfloat16. A token's result has the same bits however the tokens
-    of its row are divided among calls. Raises ValueError for other tensors.
+    `gates`, `state.memory`, and the decay and step of `tensors` are float32, `rows` int32. All
+    others have the same dtype: float32, float16 or bfloat16. A token's result has the same bits
+    however the tokens of its row are divided among calls. Raises ValueError for other tensors.
     """
     num_tokens, num_rows, dtype, heads = len(out), len(rows.slots), out.dtype, shape.value_heads
     stride, wide = shape.channels + shape.values, torch.float32

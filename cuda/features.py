@@ -1,4 +1,4 @@
-"""`Features`: parts of the CUDA code that can be switched off, to find out which one is at fault.
+"""`Features`: parts of the CUDA code that can be switched, to find out which one is at fault.
 
 The environment variable `GPTMANAGER_CUDA` names them. Each launcher reads it once, when it is
 created, and holds the value for the code that chooses kernels and launches.
@@ -22,13 +22,13 @@ class Features:
     `no-NAME` switches off a part that is on by default, `NAME` switches on one that is off.
     """
 
-    early: bool = True  # a kernel begins while the previous one ends
+    early: bool = True  # kernels begin while the previous one ends (programmatic dependent launch)
     warpgroups: bool = True  # attention by `wgmma`
     products: bool = True  # matmuls by our kernels; without it torch computes all matmuls
     tiled: bool = True  # matmuls of more than 16 rows by our kernels
     graphs: bool = True  # steps are captured as CUDA graphs
-    mixed_graphs: bool = True  # also steps with contexts
-    split: bool = True  # several blocks share a row of generation attention
+    mixed_graphs: bool = True  # steps with contexts are captured, too
+    split: bool = True  # several blocks may share a row of generation attention (flash decoding)
     async_copies: bool = True  # `cp.async` copies tiles to shared memory while the kernel computes
     pinned: bool = True  # copies from and to the device use pinned memory
     carveout: bool = False  # kernels with much shared memory get the largest share of L1 for it

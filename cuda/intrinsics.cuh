@@ -1,4 +1,4 @@
-// All inline PTX of the project, one function per instruction, and macros that depend on the compiler.
+// All inline PTX of the project, about one instruction per function, and macros that depend on the compiler.
 //
 // On a CPU these are declarations: the emulator defines them (emulator/intrinsics_cpu.h). Fragment
 // layouts are those of the PTX manual, where g = lane / 4 and t = lane % 4.
@@ -256,8 +256,8 @@ template <int PENDING, int N> __device__ inline void warpgroup_wait(float (&d)[N
 PTX_KEYS(__nv_bfloat16, "bf16")
 PTX_KEYS(__half, "f16")
 
-// Computes d [64, 8 N] += a [64, 16] @ b [16, 8 N], where b is MN-major. Each warp holds its 16 rows of a,
-// as in mma_m16n8k16.
+// Computes d [64, N] += a [64, 16] @ b [16, N] for N of 128 or 64, where b is MN-major. Each warp holds its
+// 16 rows of a, as in mma_m16n8k16, and of d, as above.
 #define PTX_VALUES(T, TYPE) \
     __device__ inline void warpgroup_mma( \
         float (&d)[16][4], const unsigned (&a)[4], unsigned long long b, T) PTX( \

@@ -1,4 +1,4 @@
-"""`CudaKernels`: the ops of the network as CUDA kernels, large matmuls by torch.
+"""`CudaKernels`: the ops of the network as CUDA kernels; torch computes most large matmuls.
 
 The class chooses the kernel for each call; calls that no kernel covers fall back to the reference.
 The launcher decides where the kernels run: on a GPU, or on the CPU in the emulator.
@@ -57,7 +57,11 @@ class _Work(NamedTuple):
 
 
 class StepPlan(NamedTuple):
-    """The cells of a step's tokens in the pages, the rows of each attention kernel, their work."""
+    """A step's plan: the cell in the pages of each token, and the rows and work for attention.
+
+    `cells` is int32 `[T]`. `context` and `generation` are the rows of each attention kernel, None
+    if it has none. `work` has an entry for each kind of layers.
+    """
 
     cells: Tensor
     context: RowSpans | None
@@ -65,7 +69,7 @@ class StepPlan(NamedTuple):
     work: Mapping[_Kind, _Work]
 
     def part(self, first: int) -> StepPlan:
-        """Return the plan of the context rows, or of the generation rows: those from `first` on."""
+        """Return the plan of the context rows if `first` is 0, otherwise of the generation rows."""
         if self.context is None or self.generation is None:
             return self
         return self._replace(context=None) if first else self._replace(generation=None)
@@ -75,8 +79,8 @@ class CudaKernels(Kernels):
     """Ops on tensors of the launcher's device. They are enqueued on its current stream.
 
     Pages are token-major in memory: `keys [P, K, D, B]` is a transposed view. If `deterministic`,
-    context attention serves all rows, because generation attention splits a row depending on the
-    other rows, and a matmul uses the same kernel for any number of rows.
+    a matmul uses the same kernel for any number of rows, and context attention computes all rows,
+    because generation attention divides a row into parts that depend on the other rows.
     """
 
     has_float64, plans_experts = False, True
@@ -128,9 +132,8 @@ class CudaKernels(Kernels):
         """Return the plans of both attention kernels: four arrays for each `_Kind` of layers.
 
         These are the items of context attention, then the items, block starts and partial starts of
-        generation attention. With `fixed`, the arrays are padded to sizes that depend only on
-        `fixed`, `num_context_rows` and the number of rows. The result is empty if the reference
-        computes attention.
+        generation attention. With `fixed`, the arrays are padded to sizes that do not depend on the
+        lengths of the rows. The result is empty if the reference computes attention.
         """
         if not self._covers(shapes):
             return ()
@@ -171,7 +174,7 @@ class CudaKernels(Kernels):
         cells = torch.empty(num_tokens, dtype=torch.int32, device=device)
         cache_write.locate_tokens(self._launcher, cells, rows, tokens_per_block)
         contexts, items, blocks, starts = (plan[kind::4] for kind in range(4))
-        # space for one partial result per item: their exact number is only known on the device
+        # one partial result per item is enough; their exact number is only known on the device
         most, num_single = max(len(own) for own in items), len(starts[0]) - 1
         memory = {
             heads: (
@@ -214,7 +217,7 @@ class CudaKernels(Kernels):
         return out
 
     def _covers(self, shapes: Sequence[AttentionShape]) -> bool:
-        """Return whether kernels compute such attention; log once if they do not."""
+        """Return whether kernels compute attention of all `shapes`; log once if they do not."""
         reason = next(filter(None, map(refusal, shapes)), None)
         if reason is not None and not self._is_refusal_logged:
             self._is_refusal_logged = True
@@ -226,7 +229,10 @@ class CudaKernels(Kernels):
         return reason is None
 
     def _multiplies(self, x: Tensor, matrix: DeviceMatrix, *, silu: bool = False) -> bool:
-        """Return whether to use our kernels; if deterministic, for any number of rows."""
+        """Return whether our kernels compute this matmul.
+
+        If deterministic, the answer does not depend on the number of rows.
+        """
         if not self._launcher.has_matmuls:
             return False
         if self.deterministic:

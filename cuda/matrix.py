@@ -2,9 +2,9 @@
 
     python -m gptmanager.cuda.matrix docs/cuda_kernels.md
 
-compiles them for every architecture, writes the table of registers, spills and shared memory, and
-fails if one spills. `--arch device` compiles only for the GPU of this machine, which fills the
-cache for managers, benchmarks and tests.
+compiles them for every architecture, writes the table of registers, spills and shared memory to the
+page, and fails if a kernel spills or does not compile. `--arch device` compiles only for the GPU of
+this machine, which fills the cache for managers, benchmarks and tests.
 """
 
 from __future__ import annotations
@@ -93,7 +93,8 @@ def compile_side_by_side(
 ) -> Iterator[Row]:
     """Compile as `compile_all` does, in `num_workers` processes. Rows are in order of the choices.
 
-    `on_error` receives the compiler's message for each kernel that fails; the others are compiled.
+    `on_error` receives the compiler's message for each kernel that does not compile; the result has
+    the rows of the others.
     """
     processes = multiprocessing.get_context("forkserver")
     processes.set_forkserver_preload([__name__])
@@ -117,7 +118,7 @@ def _compile_one(choice: Choice) -> Row:
 def whole_matrix(arch: str = "", word: str = "") -> Iterator[Choice]:
     """Yield every kernel for every architecture, or only for `arch`.
 
-    With `word`, yield only kernels with it in their name, and kernels without a dtype in it.
+    With `word`, leave out kernels whose name has a dtype but not the word.
     """
     for program in PROGRAMS:
         for own in _architectures(program, arch):
@@ -137,7 +138,8 @@ def _architectures(program: Program, arch: str) -> tuple[str, ...]:
 def table(rows: Iterable[Row]) -> str:
     """Return a Markdown table of the resources of all instantiations, by kernel and element type.
 
-    It has the range of registers for each architecture, and the largest shared memory.
+    It has the range of registers and the most spilled bytes for each architecture, and the largest
+    static shared memory.
     """
     most: dict[tuple[str, str, str], dict[str, list[Row]]] = {}
     for row in rows:
@@ -211,7 +213,7 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("page", nargs="?", type=Path, help="the page to write the table into")
     add("--arch", default="", help="one architecture, as sm_90a, or `device` (default: all)")
-    add("--only", default="", metavar="WORD", help="only kernels with this in their name")
+    add("--only", default="", metavar="WORD", help="leave out typed kernels without it in the name")
     add("--workers", type=int, default=1, help="processes (default 1; 0: one per core)")
     return parser
 

@@ -1,7 +1,7 @@
 // A mixture of experts. Each token chooses `per_token` experts. Slot `token * per_token + i` is choice i of a
 // token. The slots are sorted by expert and cut into tiles; the matmuls of a tile read the matrices of its
-// expert; and each token adds the outputs of its slots. The launches depend on the number of tokens only, so
-// they can be captured in a CUDA graph.
+// expert; and each token adds the outputs of its slots. The launches do not depend on which experts are
+// chosen, so they can be captured in a CUDA graph.
 //
 // The bits of a row of a result depend neither on other rows nor on the size of tiles.
 #include "gemm/float8_weights.cuh"
@@ -73,7 +73,7 @@ __global__ void __launch_bounds__(32) choose_experts(
     int* chosen,              // [tokens, per_token]
     float* weights,           // [tokens, per_token]
     const float* logits,      // [tokens, experts]
-    const float* correction,  // [experts], added to the scores to choose; or null
+    const float* correction,  // [experts], added to the scores for the choice, not for the weights; or null
     int num_experts, int per_token, int score, int groups, int top_groups, int two_best,
     int renormalize, float factor) {
     __shared__ float scores[MAX_EXPERTS], ranks[MAX_EXPERTS], quality[MAX_EXPERTS];
@@ -140,8 +140,8 @@ __device__ inline int sum_before(int x, int (&sums)[33], int& total) {
     return sums[warp] + sum - x;
 }
 
-// Sorts the slots of the `num_experts` experts from `first_expert` on by expert, and cuts them into tiles, in
-// one block. The order of the slots of an expert varies, but changes no bits of a row.
+// Sorts the slots of the `num_experts` experts from `first_expert` on by expert, and cuts them into tiles.
+// Grid: one block. The order of an expert's slots varies from run to run, but changes no bits of a row.
 __global__ void __launch_bounds__(MAX_EXPERTS, 1) sort_slots(
     int* sorted,        // [slots]
     ExpertTile* tiles,  // [max_tiles]
@@ -173,7 +173,7 @@ __global__ void __launch_bounds__(MAX_EXPERTS, 1) sort_slots(
     }
 }
 
-// out[slot] = x[slot / slots_per_row] @ weight[expert]^T (+ bias[expert]), by tensor cores; GATED: as in
+// out[slot] = x[slot / slots_per_row] @ weight[expert]^T (+ bias[expert]), by tensor cores. GATED is as in
 // gemm_tiles.cuh. Grid: (max_tiles, parts of the width). Dynamic shared memory: STAGES stages.
 template <class T, int M, int STAGES, bool GATED, Activation KIND, class W = T>
 __global__ void __launch_bounds__(THREADS, 2) expert_gemm(
@@ -231,7 +231,7 @@ __global__ void __launch_bounds__(THREADS, 2) expert_gemm(
 }
 
 // The same without tensor cores, for float32 and for rows of any size: a warp computes a column of all rows
-// of a tile.
+// of a tile. Grid: (max_tiles, parts of 4 columns).
 template <class T, bool GATED, Activation KIND, class W = T>
 __global__ void __launch_bounds__(128) expert_columns(
     T* out, const T* x, const W* weight, const float* scales, const T* bias, const int* sorted,

@@ -1,6 +1,6 @@
 """Launchers of a mixture of experts: routing, sorting by expert, grouped matmuls, weighted sums.
 
-The grids depend on the number of tokens only, so a replayed CUDA graph may choose other experts.
+The grids do not depend on which experts are chosen, so a replayed CUDA graph may choose others.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ PROGRAM = Program(
 class SortedSlots(NamedTuple):
     """Slots sorted by expert, int32 `[N]`, and their tiles, int32 `[n, 3]`: expert, first, last.
 
-    Slot `t * per_token + i` is the i-th expert of token t. A tile has the sorted slots from `first`
+    Slot `t * per_token + i` is the i-th choice of token t. A tile has the sorted slots from `first`
     to `last` (excluded), at most `rows`. A tile of expert -1 has no work.
     """
 
@@ -105,9 +105,10 @@ def choose_experts(
 
 
 def sort_slots(launcher: Launcher, chosen: Tensor, first: int, count: int) -> SortedSlots:
-    """Sort the slots of `chosen` int32 `[T, k]` by expert, for experts `first` to `first + count`.
+    """Sort the slots of `chosen` int32 `[T, k]` by expert.
 
-    Slots of other experts are not in the result. Raises ValueError for other tensors.
+    Only slots of the experts `first` to `first + count` (excluded) are in the result, where experts
+    are numbered from `first`. Raises ValueError for other tensors.
     """
     check_tensors(chosen=(chosen, (None, None), torch.int32))
     num_slots = chosen.numel()
@@ -139,9 +140,9 @@ def multiply(
 
     `x` is `[N / n, I]`. `weight` `[count * O, I]` and `bias` `[count * O]` have one expert after
     another. All have the same dtype: float32, float16 or bfloat16; `weight` may have 8 bits. With
-    an `activation` (silu, gelu_tanh or clamped_swiglu), an expert has 2 O rows, those of the gate,
-    then those of up, and neither is rounded before the activation. The result is undefined for
-    slots without a tile. Raises ValueError for other tensors.
+    an `activation` (silu, gelu_tanh or clamped_swiglu), an expert has 2 O rows, first those of the
+    gate, then those of up, and the result is `activation(gate) * up`, without rounding in between.
+    The result is undefined for slots without a tile. Raises ValueError for other tensors.
     """
     num_slots, (num_rows, depth), dtype = len(slots.sorted), x.shape, x.dtype
     num_weights, values, scales = weight.shape[0], values_of(weight), scales_of(weight)
@@ -155,7 +156,10 @@ def multiply(
     )
     parts = count * (1 if activation is None else 2)
     if num_weights % parts or (num_rows and num_slots % num_rows):
-        raise ValueError(f"{num_weights} rows of {count} experts, {num_slots} slots of {num_rows}")
+        raise ValueError(
+            f"the rows of the weight must be a multiple of {parts}, and the slots a multiple of "
+            f"the {num_rows} rows of x, got {num_weights} and {num_slots}"
+        )
     width = num_weights // parts
     out = x.new_empty(num_slots, width)
     if not out.numel():

@@ -1,7 +1,7 @@
 // With ADD: residual += x, out = normalize(residual) * weight (+ bias).
 // Without: out = normalize(x) * weight (+ bias).
 // RMSNorm: x / sqrt(mean(x^2) + eps). LayerNorm (CENTERED): (x - mean) / sqrt(variance + eps).
-// With PLUS_ONE the factor is weight + 1, which is not rounded to T.
+// With PLUS_ONE, weight + 1 takes the place of weight; it is not rounded to T.
 #include "numerics.cuh"
 
 // Subtracts the mean of a row from its `values` if CENTERED, and returns the factor that makes the mean of
@@ -25,7 +25,7 @@ __device__ inline float standardize(float (&values)[COUNT][WIDTH], float sum, in
 
 // One block per token. Each thread holds COUNT vectors of WIDTH elements in registers, so that each
 // element is read once. The residual sum is rounded to T before it is normalized, because the next
-// layer reads it rounded. The weight is prefetched while the previous kernel still runs.
+// layer reads it rounded. Weight and bias are prefetched while the previous kernel still runs.
 template <class T, int WIDTH, int COUNT, bool CENTERED, bool ADD, bool PLUS_ONE = false>
 __global__ void __launch_bounds__(1024, 1) norm(
     T* out,           // [tokens, width], may be x
@@ -87,7 +87,7 @@ __global__ void __launch_bounds__(1024, 1) norm(
     }
 }
 
-// Normalizes parts of the rows of x, in place: `width` columns each, from the first column on.
+// Normalizes parts of the rows of x, in place. Parts have `width` columns and begin at column `first`.
 // Grid: (tokens, parts).
 template <class T, int WIDTH, int COUNT, bool CENTERED>
 __global__ void __launch_bounds__(1024, 1) norm_heads(

@@ -1,4 +1,4 @@
-"""Launchers of RMSNorm and LayerNorm: of rows, optionally after an addition, and of heads."""
+"""Launchers of RMSNorm and LayerNorm: for rows, optionally after an addition, and for heads."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _FLAGS = ("false", "true")
 
 
 def _kernels() -> Iterator[str]:
-    """Yield the names of the kernels: of rows, of heads, and with weights stored minus 1."""
+    """Yield the kernels' names: for rows, for heads, and for rows with weights stored minus 1."""
     kinds = [
         [
             f"{name}, {16 // dtype.itemsize if wide else 1}, {count}, {centered}"
@@ -51,8 +51,8 @@ def norm(
     """Compute an RMSNorm, or a LayerNorm if `centered`, over the last dimension.
 
     The RMSNorm is `out = y / sqrt(mean(y^2) + eps) * weight + bias`. For a LayerNorm, the mean of y
-    is first subtracted from y. y is `x`; with a `residual`, y is the rounded sum of both, which is
-    also written to `residual`. With `plus_one`, weights are stored minus 1. `out`, `x` and
+    is first subtracted from y. Here y is `x`, or with a `residual` the rounded sum of both, which
+    is also written to `residual`. With `plus_one`, `weight` is stored minus 1. `out`, `x` and
     `residual` are `[T, C]`, `weight` and `bias` `[C]`. All have the same dtype: float32, float16 or
     bfloat16. `out` may be `x`. Raises ValueError for other tensors, and for rows of more than
     64 KiB, or of more than 8192 elements if a row is not a multiple of 16 bytes.
@@ -85,16 +85,19 @@ def norm_heads(
     *,
     centered: bool = False,
 ) -> None:
-    """Normalize each head, a group of `width` columns, of the `columns` of `x [T, N]` in place.
+    """Normalize each head in the `columns` of `x [T, N]` in place; a head has `width` columns.
 
     The norm is an RMSNorm, or a LayerNorm if `centered`. `weight` `[len(columns)]` has an element
-    for each column. Dtypes and widths are those of `norm`. Raises ValueError for other tensors.
+    for each column. Dtypes and the largest width are as in `norm`. Raises ValueError for others.
     """
     num_tokens, stride = x.shape
     check_tensors(x=(x, (num_tokens, stride), x.dtype), weight=(weight, (len(columns),), x.dtype))
     parts, rest = divmod(len(columns), width)
     if rest or columns.step != 1 or columns.stop > stride:
-        raise ValueError(f"{columns} of {stride} columns do not divide into parts of {width}")
+        raise ValueError(
+            f"the columns must be a range within {stride} columns, of step 1, that divides into "
+            f"heads of {width}, got {columns}"
+        )
     if not num_tokens or not parts:
         return
     sizes = columns.start, width, stride
@@ -110,7 +113,7 @@ def _are_wide(itemsize: int, *sizes: int) -> bool:
 
 
 def _sizes(width: int, itemsize: int, is_wide: bool) -> tuple[int, int, int]:
-    """Return the elements of a vector, the vectors of a thread, and the threads for a row."""
+    """Return the elements of a vector, the vectors of a thread, and the threads of a row."""
     vector, counts = 16 // itemsize if is_wide else 1, _COUNTS[is_wide]
     vectors = width // vector
     count = next((n for n in counts if vectors <= n * _MAX_THREADS // 2), counts[-1])

@@ -8,7 +8,7 @@ template <class T, int N> struct alignas(sizeof(T) * N) Vector {
     T values[N];
 };
 
-// The number of elements that one load or store moves.
+// The number of elements in 16 bytes, the most that one load or store moves.
 template <class T> constexpr int WIDE = 16 / sizeof(T);
 
 __device__ inline float to_float(float x) { return x; }
@@ -34,7 +34,7 @@ template <> __device__ inline unsigned pack<__nv_bfloat16>(float low, float high
     return *reinterpret_cast<unsigned*>(&both);
 }
 
-// Loads N elements as floats. The address is aligned to N elements, or to 16 bytes if that is less.
+// Loads N elements as floats. The address is aligned to the size of N elements, or to 16 bytes if that is less.
 template <int N, class T> __device__ inline void load(float (&to)[N], const T* from) {
     constexpr int STEP = N < WIDE<T> ? N : WIDE<T>;
 #pragma unroll
@@ -74,7 +74,7 @@ __device__ inline float block_sum(float x, float (&partial)[32]) {
     return warp_sum(lane < blockDim.x / 32 ? partial[lane] : 0.0f);
 }
 
-// Whether this block is the last of `count` to call this; it then sees the writes of all of them.
+// Returns whether this block is the last of `count` to call this; it then sees the writes of all of them.
 // `arrived` is 0 before the first call and after the last.
 //
 // The first barrier orders the writes of a block's threads before its atomic, which releases them. The

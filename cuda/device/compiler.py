@@ -1,8 +1,8 @@
 """Compile CUDA C++ with NVRTC (through CuPy) to a cubin, with the resources of its kernels.
 
 No device is needed. Cubins are kept in the user's cache folder, under a hash of all their inputs:
-the text and those headers of this package that it includes, the options, the kernels' names, and
-the compiler's version.
+the file's name and text, the headers of this package that it includes, the architecture, the
+options, the kernels' names, and the compiler's version.
 """
 
 from __future__ import annotations
@@ -95,11 +95,12 @@ def compile(
     *,
     cache: Path | None = None,
 ) -> Cubin:
-    """Compile the kernels `names` (such as `decode<128, 4>`) for `arch` (such as `sm_90a`).
+    """Compile the kernels `names` (such as `shrink<float>`) for `arch` (such as `sm_90a`).
 
-    `source` is a file, or text that may include the headers of this package. `options` are NVRTC's.
-    `cache` is the folder for cubins, by default one in the user's cache. Raises `CompilationError`
-    with the log if NVRTC fails, and `ConfigError` if NVRTC or CUDA's headers are missing.
+    `source` is a file, or CUDA C++ in a string that may include the headers of this package.
+    `options` are NVRTC's. `cache` is the folder for cubins, by default one in the user's cache.
+    Raises `CompilationError` with the log if NVRTC fails, and `ConfigError` if CuPy, NVRTC or
+    CUDA's headers are missing.
     """
     nvrtc = find_nvrtc()
     file = source.name if isinstance(source, Path) else "kernel.cu"

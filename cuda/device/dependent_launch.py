@@ -25,7 +25,7 @@ _CODES = {"i": "i4x", "u": "I4x", "f": "f4x"}  # 4 bytes, padded to 8
 def find_driver(major: int) -> Any:
     """Return `cuda.bindings.driver`, or None if the device does not support such launches.
 
-    Also None, with a log line, if cuda-bindings cannot be imported or the driver is too old.
+    Also return None, with a log line, if cuda-bindings cannot be used or the driver is too old.
     `major` is the first number of the device's compute capability.
     """
     if major < _OLDEST_DEVICE:
@@ -34,10 +34,13 @@ def find_driver(major: int) -> Any:
         driver = import_module("cuda.bindings.driver")  # mypy would look for it in our `cuda`
         error, version = driver.cuDriverGetVersion()
     except Exception as missing:  # not installed, or for another CUDA version than the driver
-        logger.info("kernels do not begin early: cuda-bindings cannot be imported (%s)", missing)
+        logger.info("kernels do not begin early: cuda-bindings cannot be used (%s)", missing)
         return None
     if error != driver.CUresult.CUDA_SUCCESS or version < _OLDEST_DRIVER:
-        logger.info("kernels do not begin early: the driver supports only CUDA %d", version // 1000)
+        logger.info(
+            "kernels do not begin early: this needs a driver for CUDA 12.3 or later, got %d.%d",
+            *(version // 1000, version % 1000 // 10),
+        )
         return None
     return driver
 

@@ -9,7 +9,7 @@ from gptmanager.errors import ConfigError
 
 
 def find_cupy() -> Any:
-    """Return CuPy if it can use a CUDA device; otherwise a ConfigError says what is missing."""
+    """Return CuPy. Raises a ConfigError that says what is missing if it can use no CUDA device."""
     try:
         import cupy
     except ImportError as error:

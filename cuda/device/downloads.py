@@ -23,7 +23,7 @@ class Download(NamedTuple):
 class Downloads:
     """Copies tensors through a ring of pinned buffers of `num_bytes` each, enough for most steps.
 
-    A step with more bytes gets a new buffer.
+    A call with more bytes gets a new buffer.
     """
 
     def __init__(self, stream: Stream, num_bytes: int) -> None:

@@ -21,8 +21,8 @@ from gptmanager.cuda.device.uploads import Array, Layout, Uploads
 Arrays = Sequence[Array]
 Tensors = tuple[Tensor, ...]
 
-# What a fast GPU does in the 3 ms in which the CPU launches a step of some 300 kernels: it reads
-# bytes, and it computes operations in 16 bits.
+# The CPU launches a step of some 300 kernels in about 3 ms. In this time a fast GPU reads this many
+# bytes, or computes this many 16-bit operations.
 _READ, _COMPUTED = 10e9, 1.2e12
 
 
@@ -51,7 +51,9 @@ class StepGraphs:
         on_progress: ProgressCallback | None = None,
         what: str = "CUDA graphs",
     ) -> None:
-        """Capture `step` for each size. `inputs(size)` returns arrays with which it has no effect.
+        """Capture `step` for each size.
+
+        Capturing runs the step: `inputs(size)` returns arrays with which it has no effect.
 
         `on_progress` is called with `what`, the number of captured graphs, and their total.
         """
@@ -96,8 +98,8 @@ def ladder(most: int) -> tuple[int, ...]:
 def token_ladder(sizes: Sequence[int], most: int, model_bytes: int) -> tuple[int, ...]:
     """Return those of the ascending `sizes` in tokens for which to capture steps with contexts.
 
-    These are the sizes up to the first that is at least `most`, unless a GPU takes longer for such
-    a step than the CPU takes to launch it, because then the launches cost no time. A GPU is
+    These are the sizes up to the first that is at least `most`, without those for which a GPU takes
+    longer than the CPU takes to launch the step, because then the launches cost no time. A GPU is
     expected to read the model's bytes once, and to need one operation for each byte and token.
     """
     needed = (size for below, size in zip((0, *sizes), sizes, strict=False) if below < most)

@@ -111,7 +111,10 @@ class DeviceLauncher:
         return known
 
     def load(self, source: str | Path, name: str, options: Sequence[str] = ()) -> DeviceKernel:
-        """Return a kernel of a file or a text. Errors are those of `compiler.compile`."""
+        """Compile and load the kernel `name` of a file, or of CUDA C++ in a string.
+
+        Raises the errors of `compiler.compile`.
+        """
         cubin = compiler.compile(source, self.arch, [name], options)
         self._contexts.ensure()
         module = self._cupy.cuda.function.Module()
@@ -121,7 +124,7 @@ class DeviceLauncher:
 
 
 class _Stream(NamedTuple):
-    """The only attribute of a stream that CuPy's functions read."""
+    """A stand-in for a CuPy stream: functions read only its `ptr` at a launch."""
 
     ptr: int
 
@@ -151,8 +154,8 @@ class DeviceKernel:
     def allow(self, shared_mem: int, has_carveout: bool = False) -> None:
         """Allow `shared_mem` bytes of dynamic shared memory.
 
-        The default is 48 KiB, minus the static shared memory. `has_carveout` is as in `Features`.
-        Raises ConfigError if the device has less.
+        The default is 48 KiB, minus the static shared memory. `has_carveout` is `carveout` of
+        `Features`. Raises ConfigError if the driver refuses, as when the device has less.
         """
         if shared_mem <= self._allowed:
             return
@@ -163,8 +166,8 @@ class DeviceKernel:
                 self._driver.funcSetAttribute(self._function.ptr, _CARVEOUT, 100)
         except self._driver.CUDADriverError as error:
             raise ConfigError(
-                f"{self._name} needs {shared_mem} bytes of shared memory per block, more than this "
-                f"device allows: {error}"
+                f"{self._name} needs {shared_mem} bytes of shared memory per block, which the "
+                f"driver refuses: {error}"
             ) from error
         self._allowed = shared_mem
 
@@ -212,7 +215,7 @@ def _emulated(
 
 
 class EmulatorLauncher:
-    """Kernels on the CPU, thread by thread, for tests. The options are those of `emulator.Module`.
+    """Kernels on the CPU, thread by thread, for tests. `check` and `order`: see `emulator.Module`.
 
     `has_matmuls` is off by default, since torch's matmuls are much faster here. By default,
     `features` are those of the environment variable. Raises ConfigError without g++ or NVIDIA's
@@ -273,7 +276,8 @@ def ints(*values: int) -> tuple[np.int32, ...]:
 def check_tensors(**tensors: Expected) -> None:
     """Check that each tensor is contiguous, on one device, of its shape (None: any size) and dtype.
 
-    Raises ValueError with the tensor's name. Reads only metadata: does not wait for the device.
+    Tensors that are None are skipped. Raises ValueError with the tensor's name. Reads only
+    metadata, and so does not wait for the device.
     """
     first = None
     for name, (tensor, shape, dtype) in tensors.items():  # plain loops: this runs at each launch

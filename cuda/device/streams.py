@@ -1,7 +1,7 @@
 """`Stream`: enqueues work on a CUDA device, or runs it immediately in the emulator.
 
-Both provide what an executor needs: staging memory for copies, events, and capture of work as a
-CUDA graph.
+Both implementations provide what an executor needs: staging memory for copies, events, and capture
+of work as a CUDA graph, which the emulator replaces by another run.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Stream(Protocol):
     def __exit__(self, *exc: Any) -> None: ...
 
     def staging(self, num_bytes: int) -> Tensor:
-        """Return pinned memory, uint8 `[num_bytes]`, for asynchronous copies."""
+        """Return CPU memory, uint8 `[num_bytes]`, for asynchronous copies; pinned if possible."""
 
     def event(self) -> Event: ...
 
@@ -56,7 +56,7 @@ class Stream(Protocol):
         """Wait for all enqueued work."""
 
     def catch_up(self) -> None:
-        """Wait for work that this thread has enqueued on the surrounding current stream."""
+        """Wait for the work that is enqueued on this thread's current stream of the device."""
 
     def relieve(self) -> None:
         """Return the allocator's unused cached memory to the device."""
@@ -65,14 +65,14 @@ class Stream(Protocol):
         """Return the free memory of the device in bytes, after `relieve`."""
 
     def peak_bytes(self, run: Callable[[], object]) -> int:
-        """Call `run`, and return its peak memory in bytes without the memory in use before.
+        """Call `run`, and return by how many bytes the memory in use grew at its peak.
 
         The emulator returns 0 and does not call `run`.
         """
 
 
 class DeviceStream:
-    """A new stream of a CUDA device. Raises ConfigError without CuPy, or without a device."""
+    """A new stream of a CUDA device. Raises ConfigError without CuPy, or without this device."""
 
     token_sizes: Sequence[int] = (64, 128, 256, 512)
     # While a stream captures, no thread may synchronize the whole device (as each capture does at
@@ -123,9 +123,10 @@ class DeviceStream:
         return graph.replay, result
 
     def seconds(self, run: Callable[[], Tensor], is_captured: bool = True) -> float:
-        """Return the median time of `run` in seconds, captured so that launches cost nothing.
+        """Return the median time of `run` in seconds.
 
-        If it is not captured, the time includes its launches.
+        If `is_captured`, a CUDA graph of it is timed, in which launches cost almost nothing;
+        otherwise the time includes its launches.
         """
         if is_captured:
             graph, _ = self._capture(run, None)  # a private pool, which is freed with the graph
@@ -201,7 +202,7 @@ def _without_collection() -> Iterator[None]:
 class EmulatedStream:
     """CUDA kernels on the CPU, each completed when it is launched. For tests."""
 
-    token_sizes: Sequence[int] = ()  # a launch costs nothing here, and padding costs much
+    token_sizes: Sequence[int] = ()  # captured steps save no time here, and their padding costs it
 
     def __init__(self, launcher: EmulatorLauncher | None = None) -> None:
         self.name, self.device = "emulator", torch.device("cpu")

@@ -13,7 +13,7 @@ from torch import Tensor
 from gptmanager.cuda.device.streams import Event, Stream
 
 Array = npt.NDArray[Any]
-Upload = Callable[[Sequence[Array]], tuple[Tensor, ...]]  # the same arrays on the device
+Upload = Callable[[Sequence[Array]], tuple[Tensor, ...]]  # returns copies of arrays on the device
 _ALIGNMENT = 16
 _NUM_BUFFERS = 16  # more than the copies in flight when the loop is a step ahead of its device
 _DTYPES = {
@@ -25,7 +25,7 @@ _DTYPES = {
 
 
 class Layout:
-    """The offsets at which arrays of these dtypes and shapes are packed into one uint8 tensor."""
+    """The offsets, in bytes, at which arrays like the given ones are packed into one tensor."""
 
     def __init__(self, arrays: Sequence[Array]) -> None:
         self.spans: list[tuple[int, int]] = []  # first byte and size of each array

@@ -18,9 +18,9 @@ _ALL = slice(None)
 class ByteRows(PackedMatrix):
     """A matrix `[rows, columns]` of float32, bfloat16 or float16 in 8 bits, on any device.
 
-    `values` is `stored` `[rows, columns]`, `scales` float32 `[rows]`. The largest magnitude of a
-    row becomes the largest number of `stored`, so `copy_` needs whole rows, even to write only some
-    of their columns.
+    `values` `[rows, columns]` has the dtype `stored`; `scales` is float32 `[rows]`. The largest
+    magnitude of a row becomes the largest number of `stored`, so `copy_` needs whole rows, even to
+    write only some of their columns.
     """
 
     stored: torch.dtype
@@ -37,7 +37,7 @@ class ByteRows(PackedMatrix):
     @staticmethod
     @abstractmethod
     def round(values: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the numbers to store for these rows, in any dtype, and the scales."""
+        """Return the numbers to store for these rows, in any dtype, and the rows' scales."""
 
     def adopt(self, panels: Panels) -> bool:
         return False  # packed files have the order of the CPU kernels
@@ -46,7 +46,7 @@ class ByteRows(PackedMatrix):
         return self._floats(self.values[rows], self.scales[rows])
 
     def gathered(self, ids: Tensor) -> Tensor:
-        """Return the rows `ids [T]`, as `[T, columns]`."""
+        """Return the rows `ids [T]` dequantized, as `[T, columns]`."""
         values = self.values.view(torch.uint8)[ids].view(self.stored)  # FP8 cannot be indexed
         return self._floats(values, self.scales[ids])
 

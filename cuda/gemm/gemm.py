@@ -1,4 +1,4 @@
-"""GEMM of up to 256 rows with a weight matrix that is read once, and its plan.
+"""GEMM of up to 256 rows with a weight matrix, which it reads once, and its plan.
 
 `matmul_choice` decides when to use it instead of torch.
 """
@@ -17,7 +17,6 @@ from gptmanager.cuda.gemm import gemv
 from gptmanager.cuda.gemm.byte_rows import ByteRows
 from gptmanager.cuda.gemm.device_matrices import BYTES, scales_of, values_of
 
-MOST_ROWS = 256
 _DTYPES = (torch.float16, torch.bfloat16)
 _THREADS, _DEPTH = 256, 64  # as in the .cu
 _RESERVED_BYTES = 1024  # shared memory that CUDA reserves for each block
@@ -29,10 +28,10 @@ _MEETING = 400 * 128  # bytes of memory that could be read while blocks find out
 
 
 class _Kind(NamedTuple):
-    """The template arguments of an instantiation, in the kernel's order.
+    """The size arguments of an instantiation, in the kernel's order, and whether it is for bytes.
 
-    A tile of the result has 32 * `m` rows of x and 32 * `n` rows of the weight. A round multiplies
-    `_DEPTH` columns of both. Shared memory has space for `stages` rounds.
+    A tile of the result is that of 32 * `m` rows of x and 32 * `n` rows of the weight. A round
+    multiplies `_DEPTH` columns of both. Shared memory has space for `stages` rounds.
     """
 
     m: int
@@ -42,7 +41,7 @@ class _Kind(NamedTuple):
     in_bytes: bool = False  # the weight has 8 bits
 
     def name(self, dtype: torch.dtype, silu: bool, weight: str = "") -> str:
-        """`weight`: the argument for a weight in 8 bits, one of BYTES."""
+        """Return the kernel's name. `weight` is one of BYTES for a weight in 8 bits."""
         numbers = ", ".join(map(str, self[:4]))
         return f"gemm<{NAMES[dtype]}, {numbers}, {str(silu).lower()}{weight}>"
 
@@ -56,7 +55,7 @@ class _Kind(NamedTuple):
 
     @property
     def weight_bytes(self) -> int:
-        """Return the bytes of the weight that a round reads."""
+        """The number of bytes of the weight that a round reads."""
         return self.weights * _DEPTH * (1 if self.in_bytes else 2)
 
     @property
@@ -68,7 +67,7 @@ class _Kind(NamedTuple):
         return self.stages * self.round_bytes
 
 
-_FLOAT_KINDS = (  # all stages fit in the shared memory of GPUs: 99, 163 or 227 KiB
+_FLOAT_KINDS = (  # each fits in the shared memory of some GPUs, 99, 163 or 227 KiB for a block
     _Kind(1, 4, 4, 2),
     _Kind(2, 4, 4, 2),
     _Kind(2, 8, 4, 1),
@@ -124,8 +123,8 @@ class MatmulPlan(NamedTuple):
 def covers(launcher: Launcher, x: Tensor, weight: Tensor | ByteRows) -> bool:
     """Return whether `gemm` supports the tensors.
 
-    `x` must have 16-bit elements and not too many rows, and the rows of both must be multiples of
-    16 bytes, aligned to 16 bytes.
+    `x` must have 16-bit elements, and at most 256 rows, or 128 on GPUs with little shared memory.
+    The rows of both must be multiples of 16 bytes, aligned to 16 bytes.
     """
     fits = weight.dtype in _DTYPES and gemv.covers(x, weight)
     return fits and len(x) <= _most_rows(launcher.max_shared_mem, isinstance(weight, ByteRows))
@@ -224,10 +223,10 @@ def _plan(
 def _plans(
     kind: _Kind, width: int, depth: int, silu: bool, multiprocessors: int, max_shared_mem: int
 ) -> Iterator[MatmulPlan]:
-    """Yield plans with one share for each multiprocessor, or for each resident block.
+    """Yield plans with as many shares as there are multiprocessors, or resident blocks.
 
-    If the number of tiles is at most that of resident blocks, also yield plans that cut each tile
-    into equal parts.
+    If there are at least as many resident blocks as tiles, also yield plans that cut each tile into
+    equal parts.
     """
     of_block = kind.shared_bytes + _RESERVED_BYTES
     resident = min(kind.resident, (max_shared_mem + _RESERVED_BYTES) // of_block)

@@ -117,7 +117,7 @@ template <class K> struct TileSums {
             }
         }
     }
-    // As in matmul_sums.cuh, vector t of a weight row and the same elements of x are the k of four matmuls.
+    // As in matmul_sums.cuh, vector t of a weight row and the same elements of x are the lane's k of four matmuls.
     template <class T> __device__ void add_byte_round(const T* stage) {
         int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
         const T* rows = stage + (warp_row * 16 + g) * DEPTH;

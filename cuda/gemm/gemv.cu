@@ -10,7 +10,7 @@
 
 constexpr int WARPS = 16;
 constexpr int STEP = WARPS * LANES;  // vectors from one chunk of a warp to its next
-// Chunks of each warp that are in flight, 4 or 6 KiB, limited by registers.
+// Chunks of each warp that are in flight, limited by registers: 4 or 6 KiB, but 2 KiB for 4 tiles with PARTS of 4.
 template <int TILES, int PARTS>
 constexpr int CHUNKS_AHEAD = TILES < 4 ? 4 : PARTS == 1 ? 3 : PARTS == 2 ? 2 : 1;
 

@@ -31,7 +31,7 @@ PROGRAM = Program(
 
 
 def covers(x: Tensor, weight: Tensor | ByteRows) -> bool:
-    """Return whether `multiply` supports the tensors: it reads rows in aligned 16-byte pieces."""
+    """Return whether `multiply` supports the tensors, whose rows it reads in 16-byte vectors."""
     values = values_of(weight)
     return (
         weight.dtype in NAMES
@@ -75,11 +75,14 @@ def multiply(
         bias=(bias, (num_weights,), dtype),
     )
     if not covers(x, weight):
-        raise ValueError(f"rows of {depth} {dtype} must be aligned pieces of {_VECTOR_BYTES} bytes")
+        raise ValueError(
+            f"x and weight must be contiguous rows of a multiple of {_VECTOR_BYTES} bytes, aligned "
+            f"to as many, got rows of {depth} {dtype}"
+        )
     if out.numel() == 0:
         return
     row_tiles = -(-num_rows // (FEW_ROWS if dtype.itemsize == 2 else FEW_ROWS // 2))
-    # Four tiles share each read of x, if most multiprocessors still have work.
+    # Four tiles share each read of x, if most multiprocessors still have work (with silu: always).
     tiles = 4 if silu or (dtype.itemsize == 2 and _fill(width // 32, launcher)) else 2
     items = -(-width // (16 if silu else 8 * tiles)) * row_tiles
     kind = BYTES.get(values.dtype, "")

@@ -1,5 +1,5 @@
 // out[row, n] = sum over k of x[row, k] * weight[n, k] (+ bias[n]), for few rows and a weight in 4 bits, which
-// is stored as on a CPU (int4_matrix.py): a panel has 16 rows, and a group of 32 positions is 4 steps of 4
+// is stored as on a CPU (int4_matrix.py): a panel has 16 rows, and a group of 32 positions is 8 steps of 4
 // positions. A byte has a position of step j in its lower half, and one of step j + 4 in its upper half.
 //
 // The terms of an element are always added in the same order: group c belongs to warp c % WARPS, which adds its
@@ -24,7 +24,7 @@ __global__ void __launch_bounds__(WARPS * 32, 1) gemv_int4(
     const T* x,                   // [rows, depth]
     const unsigned char* values,  // [panels, groups, 4, 16, 4]
     const __half* scales,         // [panels, groups, 16]
-    const __half* minima,         // as `scales`; or null: a value v is v - 8
+    const __half* minima,         // as `scales`, added; or null: a stored value v stands for v - 8
     const T* bias,                // [width]; or null
     int num_rows, int width, int depth) {  // depth: a multiple of 4
     constexpr int GROUPS_AHEAD = HAS_MINIMA ? 3 : 4;  // of a warp, limited by registers

@@ -6,7 +6,7 @@
 
 using Packed = unsigned long long;
 
-// A module that adapters change, of those that are fused in this matrix: its number in the table, and its
+// A module that adapters change, one of those that are fused in this matrix: its number in the table, and its
 // columns of the matrix's output. 0 columns stand for no module.
 struct Module {
     int number, first, columns;
@@ -15,7 +15,8 @@ struct Module {
         : number(int(it >> 48)), first(int(it >> 24 & 0xFFFFFF)), columns(int(it & 0xFFFFFF)) {}
 };
 
-// The weights that an adapter has for a module: A [rank, width], then B [columns, rank], in the pool.
+// The weights that an adapter has for a module: A [rank, width], then B [columns, rank], from element `start`
+// of the pool on. Rank 0: none.
 struct Entry {
     long long start;
     int rank;
@@ -139,7 +140,7 @@ __global__ void __launch_bounds__(COLUMNS, 5) expand(
     const long long* table,  // [slots, layers, modules, 2]
     Packed module0, Packed module1, Packed module2, Packed module3,
     int num_tokens, int width, int depth, int slot_stride, int layer_start, int num_modules,
-    int max_rank, int group) {
+    int max_rank, int group) {  // depth: the width of A
     __shared__ __align__(16) float inner[TILE][PART];
     ptx::wait_for_previous();
     int low = blockIdx.y * COLUMNS, column = low + threadIdx.x;

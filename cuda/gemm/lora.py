@@ -16,11 +16,11 @@ from torch import Tensor
 from gptmanager.cuda.device.launch import NAMES, Argument, Launcher, Program, check_tensors, ints
 from gptmanager.kernels.lora.adapter_arguments import AdapterModule, StepAdapters
 
-MAX_MODULES = 4  # modules of one matrix: queries, keys, values, or all at once
+MAX_MODULES = 4  # modules of one matrix: attn_q, attn_k, attn_v, and attn_qkv for all three
 _MAX_COLUMNS = 1 << 24  # columns of a matrix fit into 24 bits, see `_pack`
 _SHRINK_THREADS, _COLUMNS, _RANKS = 256, 128, 16  # per block
-_FEW_TOKENS = 1024  # up to this number blocks process small groups, since runs may be short
-_FEW, _TILE = 4, {4: 8, 2: 16}  # by itemsize
+_FEW_TOKENS = 1024  # for at most so many tokens the groups of blocks are small: runs may be short
+_FEW, _TILE = 4, {4: 8, 2: 16}  # tokens in a small group; in a large one, by itemsize
 _VECTOR_BYTES = 16
 
 PROGRAM = Program(

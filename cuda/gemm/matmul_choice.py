@@ -2,8 +2,9 @@
 
 Without measurements, our kernels are used for up to 16 rows, or with 8-bit and 4-bit weights for
 as many rows as they support. When a model is loaded, our kernels and torch's are timed on its
-weights. For int8 and 4-bit weights, torch's time includes dequantizing the weight, which each of
-its matmuls has to repeat. For fp8 weights, it includes rounding the activations to fp8.
+weights. Where torch multiplies fp8 weights (`scaled_matmul`), its time includes rounding the
+activations to fp8. With other quantized weights, it includes dequantizing the weight, which each of
+its matmuls has to repeat.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ Key = tuple[torch.Size, torch.dtype, torch.dtype]  # dtypes: of the matmul, of t
 _NUMBERS = (1, 2, 4, 8, FEW_ROWS, 32, 64, 128, 256)
 _UNMEASURED = frozenset(number for number in _NUMBERS if number <= FEW_ROWS)
 _MARGIN = 0.97  # smaller differences are noise
-_AT_ONCE = 8  # weights of one size, timed in sequence: together larger than a cache
+_AT_ONCE = 8  # weights of one size, timed in sequence, so that few are still in a cache
 _known: dict[tuple[str, Key], frozenset[int]] = {}  # by device, for all managers of a process
 
 
@@ -38,11 +39,11 @@ class MatmulChoice:
     """The choice of matmul kernels for one model."""
 
     def __init__(self) -> None:
-        # numbers of rows at which our kernels are at least as fast as torch
+        # numbers of rows at which to use our kernels
         self._ours: dict[Key, frozenset[int]] = {}
 
     def is_ours(self, num_rows: int, weight: DeviceMatrix) -> bool:
-        """Return whether `OwnMatmuls` is to compute a matmul of `num_rows` with `weight`."""
+        """Return whether to compute a matmul of `num_rows` rows with `weight` by `OwnMatmuls`."""
         number = next((number for number in _NUMBERS if num_rows <= number), None)
         unmeasured = _UNMEASURED if isinstance(weight, Tensor) else _NUMBERS
         return number in self._ours.get(_key(weight), unmeasured)
@@ -76,7 +77,7 @@ class MatmulChoice:
 
 
 def multiply_by_torch(x: Tensor, weight: DeviceMatrix, bias: Tensor | None = None) -> Tensor:
-    """Return `x @ weight^T + bias`, by torch's matmul of 8-bit floats if that is possible."""
+    """Return `x @ weight^T + bias`, with `scaled_matmul` if it supports the tensors."""
     if isinstance(weight, Fp8Rows) and scaled_matmul.covers(x, weight):
         return scaled_matmul.multiply(x, weight, bias)
     return F.linear(x, plain(weight), bias)
@@ -87,7 +88,7 @@ def _key(weight: DeviceMatrix) -> Key:
 
 
 def _compare(own: OwnMatmuls, weights: list[DeviceMatrix], seconds: Seconds) -> frozenset[int]:
-    """Return the numbers of rows at which to use our kernels."""
+    """Time both on `weights`; return the numbers of rows at which to use our kernels."""
     width, depth = weights[0].shape
     device = values_of(weights[0]).device
     numbers, better, ours_us, torch_us = [], set(), [], []

@@ -115,7 +115,7 @@ def test_tensors_that_do_not_fit(machine):
     with pytest.raises(ValueError, match=r"weight is torch.float32 \[63\], expected .* \[64\]"):
         norm(machine.launcher, x, x, weight, None, EPS)
     for columns, width in ((range(0, 64), 30), (range(2, 66), 32)):
-        with pytest.raises(ValueError, match="of 64 columns do not divide into parts of"):
+        with pytest.raises(ValueError, match="within 64 columns, of step 1, that divides into"):
             norm_heads(machine.launcher, x, columns, width, machine.tensor(randn(64)), EPS)
     with pytest.raises(ValueError, match="rows of 99999 elements: at most"):
         wide = machine.tensor(randn(1, 99999))
