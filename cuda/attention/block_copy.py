@@ -18,7 +18,8 @@ Copy = tuple[int, int, int]  # source, destination, number of tokens: a BlockCop
 def rounds(copies: Iterable[Copy]) -> list[list[Copy]]:
     """Split `copies` into rounds: within a round, no copy writes a block that another one uses.
 
-    The result is the same as if the copies ran in order. A round runs its copies at the same time.
+    A round may run its copies at the same time. If the rounds run one after another, the pools are
+    as if the copies had run in order.
     """
     result: list[list[Copy]] = [[]]
     read: set[int] = set()
@@ -58,7 +59,7 @@ def copy_blocks(launcher: Launcher, destination: Tensor, source: Tensor, copies:
 
 
 def as_tensor(copies: Sequence[Copy], device: torch.device | str) -> Tensor:
-    """Return `copies` as a tensor for `copy_blocks`, copied asynchronously from pinned memory."""
+    """Return `copies` as a tensor for `copy_blocks`; its transfer to a GPU is asynchronous."""
     is_cpu = torch.device(device).type == "cpu"
     numbers = torch.tensor(copies, dtype=torch.int32, pin_memory=not is_cpu).reshape(-1, 3)
     return numbers.to(device, non_blocking=True)

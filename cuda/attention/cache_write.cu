@@ -49,7 +49,7 @@ __global__ void __launch_bounds__(128) rope_and_write(
     const float* cos_sin,    // [positions, rotary]: cosines, then sines; null: no rotation
     const T* q_norm,         // [D] or null
     const T* k_norm,         // [D] or null
-    const int* cells,        // [tokens], from locate_tokens
+    const int* cells,        // [tokens], from locate_tokens; -1: only the query is written
     const float* scales,     // [2, kv_heads] of an 8-bit cache
     int num_tokens, int num_heads, int num_kv_heads, int rotary, int tokens_per_block, float eps) {
     ptx::wait_for_previous();

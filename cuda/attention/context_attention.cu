@@ -83,7 +83,7 @@ __device__ inline void add_values(WarpState<K>& state, TileWeights<K>& weights, 
 
 // Grid: (items, kv heads). Dynamic shared memory: QUERIES rows of T, then two tiles of keys and values;
 // with an 8-bit cache one tile of T and one of C.
-// `SMALL`: for devices with at most 99 KiB of shared memory per block.
+// SMALL: for devices with only 99 KiB of shared memory per block, and D = 128.
 template <class T, int D, bool SOFTCAP, bool SINK, class C = T, bool SMALL = false,
           class... HeadScores>
 __global__ void __launch_bounds__(THREADS) context_attention(

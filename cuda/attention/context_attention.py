@@ -1,4 +1,4 @@
-"""Causal attention of rows with several tokens each over the pages, and its plan."""
+"""Causal attention over the pages for rows with any number of tokens each, and its plan."""
 
 from __future__ import annotations
 
@@ -66,10 +66,11 @@ PROGRAM = Program(
 def plan_context(num_new: Ints, kv_lengths: Ints, shape: AttentionShape) -> Ints:
     """Return the work items for `context_attention`, int32 `[N, 4]`, those with most keys first.
 
-    An item has a row, the first of its packed queries, its first key, and its last key (excluded).
-    Row r has `num_new[r]` new tokens, the last of its `kv_lengths[r]` positions. The query heads of
-    a KV head are packed token by token: packed query m belongs to new token m // group. Rows
-    without new tokens have no items. Called once a step for all layers with the same window.
+    An item has a row, the first of its packed queries, and its first and last key (excluded), apart
+    from the sink. Row r has `num_new[r]` new tokens, the last of its `kv_lengths[r]` positions. The
+    query heads of a KV head are packed token by token: packed query m belongs to new token
+    m // group. Rows without new tokens have no items. The items serve all layers of a step that
+    have the same heads, window and sink.
     """
     if not num_new.size:  # most steps have no context rows
         return np.zeros((0, 4), dtype=np.int32)
@@ -89,7 +90,7 @@ def plan_context(num_new: Ints, kv_lengths: Ints, shape: AttentionShape) -> Ints
 def max_num_context_items(num_rows: int, num_tokens: int, shape: AttentionShape) -> int:
     """Return the most items that `plan_context` creates for rows with `num_tokens` tokens in total.
 
-    A token is one item at most, and each row adds one item at most to those that are full.
+    A row has at most as many items as tokens, and at most one item that is not full.
     """
     return min(num_tokens, num_rows + num_tokens * shape.group // _queries(shape))
 
@@ -110,7 +111,8 @@ def context_attention(
     `[T, H, D]` have the same dtype: float32, float16 or bfloat16. D is one of HEAD_DIMS, and H / K
     at most MAX_GROUP. Pages have the same dtype, or float8_e4m3fn. `items` int32 `[N, 4]` is from
     `plan_context`, for the same `shape`. `sinks` `[H]`, of the queries' dtype, has a score without
-    a value for each head; pass it only if `shape.sinks`. Raises ValueError for other tensors.
+    a value for each head; pass it if and only if `shape.sinks`. Raises ValueError for other
+    tensors.
     """
     cache = check_attention(
         *(out, queries, pages, rows, shape, sinks),

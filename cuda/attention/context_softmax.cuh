@@ -78,8 +78,8 @@ __device__ inline void mask(TileScores<K>& scores, const Work<K>& work, int pack
     }
 }
 
-// Converts the scores of matrix `m` to weights, and sets `factors`, which rescale earlier sums to the new
-// largest score.
+// Converts the scores of matrix `m` to weights, updates `largest` and `sum` of the state, and sets `factors`,
+// which rescale earlier results to the new largest score.
 template <class K>
 __device__ inline void to_weights(float (&scores)[K::TOKENS / 8][4], WarpState<K>& state,
                                   float (&factors)[2], int m, float scale) {
@@ -133,7 +133,7 @@ __device__ inline void pack_weights(unsigned (&weights)[K::TOKENS / 16][4],
     }
 }
 
-// Stores the results of warp `warp` of the block, times `scale`.
+// Stores the results of warp `warp` of the block, divided by the sums of weights and times `scale`.
 template <class K, class T = typename K::T>
 __device__ inline void store_results(T* out, WarpState<K>& state, const Work<K>& work, int warp,
                                      float scale) {

@@ -12,7 +12,7 @@ struct Tile {  // TOKENS positions
     bool sinking;  // only the positions of the sink count
 };
 
-// The tiles of an item: first those of the sink, then those from the end of the sink up to `last`.
+// The tiles of an item: with SINK first those of the sink, then those of the keys [first, last) after it.
 template <class K> struct Tiles {
     int first, last;  // the item's keys
     int sink;         // the number of keys at the start of the row that every query sees
@@ -25,7 +25,7 @@ template <class K> struct Tiles {
     }
     // The start of the tile that contains `first`.
     __device__ int first_start() const { return first / K::TOKENS * K::TOKENS; }
-    // Whether some query of the block may not see all keys of the tile; with a sink always true.
+    // Whether there may be a query of the block that does not see all keys of the tile; with SINK always true.
     __device__ bool need_mask(Tile tile, Window window) const {
         return K::SINK || !window.sees(low, tile.start + K::TOKENS - 1) ||
                !window.sees(high, tile.start);
@@ -89,7 +89,7 @@ template <class K> __device__ inline int find_row(const Work<K>& work, Tile tile
     return valid ? work.pages.row(position) : -1;
 }
 
-// Stores the result of `find_row` for the copies of a later tile: the block table is read a tile ahead.
+// Stores the result of `find_row` for the copies of a later tile: the block table is read ahead.
 template <class K> __device__ inline void store_row(Work<K>& work, int stage, int row) {
     if (threadIdx.x < K::TOKENS) work.rows[stage][threadIdx.x] = row;
 }

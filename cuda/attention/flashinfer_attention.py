@@ -20,9 +20,10 @@ _NUM_WRAPPERS = 2  # as many steps may be in flight
 
 
 class _PageLists(NamedTuple):
-    """The pages of all rows: each row's first place in the list, the list, tokens in last pages.
+    """The pages of all R rows, in FlashInfer's form: int32 tensors.
 
-    The first and the last are in CPU memory, where FlashInfer plans.
+    The pages of row r are `pages[starts[r]:starts[r + 1]]`, and the last of them has
+    `last_tokens[r]` tokens. `starts` and `last_tokens` are in CPU memory, where FlashInfer plans.
     """
 
     starts: Tensor
@@ -31,10 +32,10 @@ class _PageLists(NamedTuple):
 
 
 class _Wrappers:
-    """Wrappers of one attention shape, each with pinned memory from which its plan is copied.
+    """FlashInfer's wrappers for one attention shape, each with pinned memory for its plan.
 
-    The copy is enqueued, so the memory must not be written again before the copy has run. Steps
-    alternate between the wrappers, so that they seldom wait for it.
+    The copy of a plan to the device is enqueued, so the pinned memory must not be written again
+    before the copy has run. Steps alternate between the wrappers, so that they seldom wait for it.
     """
 
     def __init__(self, new_wrapper: Any, device: torch.device) -> None:

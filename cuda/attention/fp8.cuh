@@ -1,7 +1,5 @@
-// Conversions for a KV cache of 8-bit floats (e4m3). A stored element stands for element * scale; each KV
-// head has one scale for keys and one for values.
-//
-// `scales` [2, kv_heads]: the scales of keys, then those of values.
+// Conversions of 8-bit floats (e4m3), for a KV cache and for weights. An element of the cache stands for
+// element * scale. Kernels get the scales as `scales` [2, kv_heads]: those of keys, then those of values.
 #pragma once
 
 #include <cuda_fp8.h>

@@ -126,7 +126,7 @@ def find_places(launcher: Launcher, shape: AttentionShape) -> Places:
 
 
 def resident_blocks(shape: AttentionShape, max_shared_mem: int) -> int:
-    """Return the number of blocks that a multiprocessor runs at a time.
+    """Return how many blocks of the 16-bit kernels a multiprocessor runs at a time.
 
     Registers and shared memory limit this number. A multiprocessor has 1 KiB more shared memory
     than the `max_shared_mem` bytes that one block can have.

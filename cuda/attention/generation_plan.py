@@ -116,9 +116,9 @@ def plan_generation(
     With a `window`, only the last `window` positions and the first `sink` positions are visible.
     If `chunked`, the window begins at the last multiple of `window` instead. An item has at most
     `stretch` tokens; other stretches than positive multiples of PASS raise ValueError. By default
-    each block has one item, unless an item would be much longer than the others; then all blocks
-    have equal shares of the work, across rows. Because of rounding, the result of a row depends on
-    where the row is cut. With a fixed stretch, the cuts of a row do not depend on other rows.
+    each block has at most one item. If the rows are too many for that or too uneven, all blocks
+    have equal shares of the work instead, across rows. Because of rounding, the result of a row
+    depends on where the row is cut. With a given `stretch`, this does not depend on other rows.
     """
     spans = _spans(kv_lengths.astype(np.int64), window, sink, chunked)
     num_blocks = places.blocks(num_kv_heads)
@@ -142,7 +142,8 @@ def max_num_items(
 ) -> int:
     """Return the most items that `plan_generation` creates for rows of any lengths.
 
-    Without a given stretch, each span is an item, and each cut between two blocks adds one.
+    This holds without a given `stretch`, where each span is an item and each cut between two blocks
+    adds one, and for WHOLE.
     """
     spans = num_rows * (1 + (window is not None and sink > 0))
     return spans and spans + places.blocks(num_kv_heads) - 1
@@ -170,8 +171,9 @@ def _stretch_of_one_item_each(
 
     Merging a row must not take longer than reading it. A row of p passes in n items is read in
     p / n passes and merged in n * _MERGE passes, so an item has at least sqrt(p * _MERGE) passes.
-    The result is None if an item would be longer than a multiprocessor's share of all work, because
-    too few blocks would remain at the end to keep the memory busy.
+    The result is None if there are more spans than blocks, or none. It is also None if an item
+    would be longer than a multiprocessor's share of all work, because too few blocks would remain
+    at the end to keep the memory busy.
     """
     if len(spans.rows) > num_blocks or not len(spans.rows):
         return None

@@ -32,7 +32,8 @@ class Cache(NamedTuple):
 def check_cache(dtype: torch.dtype, pages: Pages) -> Cache:
     """Return the keys of `pages` and the dtype that they must have for tensors of `dtype`.
 
-    Raises ValueError for float8_e4m3fn without `cache_scales`, and for scales with another dtype.
+    Raises ValueError for pages of float8_e4m3fn without `cache_scales`, and for pages of another
+    dtype with them.
     """
     keys, _, scales = pages[:3]
     if (keys.dtype is FP8) != (scales is not None):
@@ -111,7 +112,8 @@ def refusal(shape: AttentionShape) -> str | None:
 def sinks_arguments(dtype: torch.dtype, cache: str, *others: str) -> str:
     """Return the last template arguments of a kernel for heads with sinks.
 
-    `cache` is one of CACHES. Kernels without sinks omit it and the `others`, which have defaults.
+    `cache` is one of CACHES, the `others` follow it. They are all listed, even if they equal their
+    defaults, because the argument for the sinks comes after them.
     """
     element = NAMES[dtype]
     others = tuple(f", {other}" for other in others)
@@ -121,7 +123,7 @@ def sinks_arguments(dtype: torch.dtype, cache: str, *others: str) -> str:
 def row_bytes(head_dim: int, dtype: torch.dtype) -> int:
     """Return the stride in bytes of token rows in shared memory: an odd multiple of 16.
 
-    It equals ROW in the .cu files.
+    ROW in pages.cuh is the same stride in elements.
     """
     size = head_dim * dtype.itemsize
     return size if size // 16 % 2 else size + 16

@@ -1,4 +1,4 @@
-"""Finds the attention of other libraries by the words of `OptionalParams.attention_provider`."""
+"""Finds the attention providers of other libraries for `OptionalParams.attention_provider`."""
 
 from __future__ import annotations
 
@@ -30,9 +30,10 @@ _LIBRARIES = {
 
 
 def find_providers(choice: Any, device: torch.device) -> tuple[AttentionProvider, ...]:
-    """Return the providers that an option names; of "auto", those that are installed.
+    """Return the providers for `choice`, a value of the option.
 
-    Raises ConfigError if the option names a library that is missing.
+    These are the installed ones for "auto" on a GPU, one for the name of a library, and `choice`
+    itself if it is not a string. Raises ConfigError if the named library cannot be imported.
     """
     if not isinstance(choice, str):
         return (choice,)

@@ -61,7 +61,7 @@ __device__ inline void wait_for_copies() {
     __syncthreads();
 }
 
-// Returns `x`, which must be equal in all lanes of a warp, such that the compiler knows this. Otherwise the
+// Returns `x`, which must be equal in all lanes of a warp, and lets the compiler know this. Otherwise the
 // compiler would end asynchronous matmuls before a branch on `x`, at which lanes might diverge.
 __device__ inline int uniform(int x) { return __shfl_sync(0xFFFFFFFFu, x, 0); }
 

@@ -42,7 +42,7 @@ def takes(launcher: Launcher, shape: AttentionShape, dtype: torch.dtype) -> bool
 
 
 def shared_memory(num_queries: int, head_dim: int) -> int:
-    """Return a block's bytes of shared memory: its queries, and two tiles each of keys and values.
+    """Return the shared memory of a block, in bytes: queries, and two tiles of keys and of values.
 
     `num_queries` is the number of packed queries of an item.
     """
