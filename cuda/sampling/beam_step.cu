@@ -102,7 +102,7 @@ __global__ void __launch_bounds__(THREADS, 2) best_of_rows(
         }
         return;
     }
-    unsigned long long last = ~0ull;  // too many ties to collect: find one after the other
+    unsigned long long last = ~0ull;  // too many tokens to collect: find one after the other
     for (int index = 0; index < k; index++) {
         unsigned long long best = 0;
         row.template each<1>([&](const float(&values)[WIDTH], int id) {

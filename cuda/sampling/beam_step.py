@@ -1,7 +1,8 @@
 """Find the best continuations of each beam, as `BeamCandidates` holds them.
 
 A row is read twice, and 32 more times if it asks for more continuations than a block has threads.
-The CPU ranks the continuations of all beams of a request, because only it has the sums of their log
+If too many tokens may be among the best, it is read once more for each continuation. The CPU ranks
+the continuations of all beams of a request, because only it has the sums of their log
 probabilities. Requests with different beam widths share a launch.
 """
 

@@ -1,4 +1,4 @@
-// Definitions shared by kernels that choose tokens from a row of logits; a block of THREADS works on a row.
+// Definitions shared by kernels that choose tokens from a row of logits, in blocks of THREADS threads.
 #pragma once
 
 #include "numerics.cuh"

@@ -1,4 +1,4 @@
-// Log probabilities of some tokens of each row of logits: the log-softmax after the temperature.
+// Logits, or log probabilities (the log-softmax), of some tokens of each row, after the temperature.
 #include "sampling/choice.cuh"
 
 // Grid: (rows).

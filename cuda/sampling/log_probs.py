@@ -30,12 +30,12 @@ def log_probs(
     `params` `[slots, sampling.PARAMS.itemsize]` uint8 is an array of PARAMS, as bytes, and `slots`
     `[S]` int32 has the index of each row in that array. `wanted` `[slots]` uint8 selects the value:
     for LOGIT, it is the token's logit divided by the temperature; for LOG_PROB, it is
-    logit - log(sum(exp(logits))) of such logits. With NOTHING, or the slot -1, the row's values are
-    not changed. The row is read once.
+    logit - log(sum(exp(logits))) of such logits, for which the row is read once. With NOTHING, or
+    the slot -1, the row's values are not changed.
 
-    A temperature of 0 counts as 1, NaN as -inf. If a logit is +inf, or all are -inf, the values are
-    0 or -inf. If the temperature makes all logits -inf, the value of a finite logit is 0.
-    Raises ValueError for other tensors.
+    A temperature of 0 counts as 1. NaN counts as -inf in the sum. If a logit is +inf, or all are
+    -inf, log probabilities are 0 or -inf. If the temperature makes all logits -inf, the log
+    probability of a finite logit is 0. Raises ValueError for other tensors.
     """
     num_rows, vocab_size = logits.shape
     shape = (num_rows, *tokens.shape[1:2])

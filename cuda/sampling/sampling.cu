@@ -6,10 +6,10 @@
 // from the tokens that reach the k-th best, which are copied if they are few.
 //
 // The first pass finds the best logit of each piece, and the sum of the piece's weights relative to it.
-// Greedy rows and draws from all tokens need no other pass. If there are few rows, several blocks share the
-// first pass of a row.
-// Each draw of top-p reads the row once more, as do top-k and min-p; a large top-k reads it twice. A piece
-// is skipped if its best logit shows that none of its tokens counts.
+// Greedy rows and draws from all tokens need no other pass, but read one piece again. If there are few rows,
+// several blocks share the first pass of a row. Each draw of top-p reads the row once more, as do top-k and
+// min-p; a large top-k reads it twice. A piece is skipped if its best logit shows that none of its tokens
+// counts.
 #include "sampling/kth_best.cuh"
 
 // Returns 53 random bits as a number in [0, 1): Philox4x32-10, key = seed, counter = (position, draw, 0).
@@ -31,8 +31,8 @@ __device__ inline float weigh(float scaled, float largest) {
     return ptx::exp2_approx((scaled - largest) * 1.4426950408889634f);
 }
 
-// Sets the best logit and the sum of weights of this block's pieces. Returns the best of the logits that
-// the thread read; NaN counts as +inf.
+// Sets the best logit of each of this block's pieces, and the sum of its weights if the row is drawn without
+// top-k. Returns the best of the logits that the thread read; NaN counts as +inf.
 template <class R>
 __device__ inline float find_best(
     const R& row, const Params& own, int part, int parts, Pieces& pieces) {

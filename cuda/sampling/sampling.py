@@ -29,7 +29,7 @@ PARAMS = np.dtype(  # `Params` of choice.cuh
 
 
 def instantiations(kernel: str) -> tuple[str, ...]:
-    """Return the instantiations of a kernel: every dtype, for vectors of 8 logits or of 1.
+    """Return the instantiations of a kernel: every dtype, with vectors of 8 logits or of 1.
 
     The width of vectors does not depend on the dtype, so that sums have the same bits.
     """
@@ -42,13 +42,13 @@ def instantiation(kernel: str, dtype: torch.dtype, vocab_size: int) -> str:
 
 
 def logits_dtype(logits: Tensor) -> torch.dtype:
-    """Return the dtype of `logits` if kernels support it, otherwise float32, for the error."""
+    """Return the dtype that `check_tensors` shall expect: that of `logits` if it is supported."""
     return logits.dtype if logits.dtype in NAMES else torch.float32
 
 
 _MOST_PARTS = 8  # blocks that share a row
 _PIECES_BYTES = 256 * (8 + 8 + 4)  # `Pieces` of logits_row.cuh
-_PIECE = 512  # the minimum number of logits in a piece, which one warp reads
+_PIECE = 512  # the fewest logits in a piece, which one warp reads; 1024 for vectors of 8
 PROGRAM = Program("sampling/sampling.cu", instantiations("sample"), dependent=True)
 
 
@@ -77,7 +77,7 @@ class Workspace(NamedTuple):
 
     @classmethod
     def of(cls, launcher: Launcher, device: torch.device) -> Workspace:
-        """Return a workspace for any number of rows: blocks do not share rows if there are many."""
+        """Return a workspace for any number of rows; if there are many, blocks do not share rows."""
         most = launcher.num_multiprocessors  # blocks that share rows, at least two per row
         return cls(
             torch.empty(most // 2 * _PIECES_BYTES, dtype=torch.uint8, device=device),
@@ -137,7 +137,7 @@ def sample(
 
 
 def num_parts(launcher: Launcher, num_rows: int, vocab_size: int) -> int:
-    """Return the number of blocks that share a row; each has work for all of its warps."""
-    # One block per multiprocessor: more would wait for the first ones, and save no time.
+    """Return the number of blocks that share a row: at most one for each 16 pieces of `_PIECE`."""
+    # At most one block per multiprocessor: more would wait for the first ones, and save no time.
     resident = launcher.num_multiprocessors // num_rows
     return max(1, min(_MOST_PARTS, resident, -(-vocab_size // (_PIECE * _THREADS // 32))))
