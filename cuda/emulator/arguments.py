@@ -23,14 +23,14 @@ def convert(value: Any, parameter: Parameter, what: str) -> Argument:
         return _pointer(value, parameter, what)
     if not isinstance(value, np.generic):
         raise EmulatorError(
-            f"{what} must be a NumPy scalar, because the kernel declares a "
+            f"{what} must be a NumPy scalar, because the kernel declares "
             f"{_name(parameter.kind, parameter.size)}, got the {type(value).__name__} {value!r}"
         )
     fits = value.dtype.kind == parameter.kind or parameter.kind == "V"
     if value.dtype.itemsize != parameter.size or not fits:
         raise EmulatorError(
-            f"{what} must be a {_name(parameter.kind, parameter.size)} as the kernel declares, "
-            f"got a {value.dtype}"
+            f"{what} must be {_name(parameter.kind, parameter.size)} as the kernel declares, "
+            f"got {value.dtype}"
         )
     return Argument(value.tobytes())
 
@@ -75,10 +75,11 @@ def _check_elements(kind: str, size: int, parameter: Parameter, what: str) -> No
     if size != parameter.pointee_size or not same_kind:
         declared = _name(parameter.pointee_kind, parameter.pointee_size)
         raise EmulatorError(
-            f"{what} must have elements of the declared type {declared}, "
+            f"{what} must be an array whose element is {declared} as the kernel declares, "
             f"got {size}-byte {_WORDS.get(kind, kind)}s"
         )
 
 
 def _name(kind: str, size: int) -> str:
-    return f"{size}-byte {_WORDS[kind]}"
+    """Return the name of a type with an article, such as "an 8-byte float"."""
+    return f"{'an' if str(size)[0] == '8' else 'a'} {size}-byte {_WORDS[kind]}"

@@ -1,4 +1,4 @@
-// Functions that CUDA C++ adds to C++. Those that are approximate on a GPU are exact here.
+// Functions that CUDA C++ adds to C++. Those that are approximate on a GPU are as accurate as the C library.
 #pragma once
 
 #include <limits.h>

@@ -1,5 +1,5 @@
-// The CPU versions of intrinsics.cuh. They are not inlined, because the return address identifies the
-// caller.
+// The CPU versions of intrinsics.cuh. Those that may report an error are not inlined, because their return
+// address identifies the caller.
 #pragma once
 
 #include "machine.h"

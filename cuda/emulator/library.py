@@ -101,7 +101,7 @@ def _arena() -> _Arena:
 
 
 def _encoding(function: str) -> str:
-    """Return the beginning of the mangled names of a function's static variables."""
+    """Return how the mangled names of a function's static variables name the function."""
     return function[2:] if function.startswith("_Z") else f"{len(function)}{function}"
 
 
@@ -129,7 +129,7 @@ class Library:
         return descriptor
 
     def parameters(self, number: int) -> tuple[Parameter, ...]:
-        """Return the parameters of kernel `number`, in the order of the name expressions."""
+        """Return the parameters of a kernel: number `number` of the name expressions."""
         descriptor = self._descriptor(number)
         return tuple(
             Parameter(it.size, it.kind.decode(), it.pointee_kind.decode(), it.pointee_size)
@@ -137,7 +137,10 @@ class Library:
         )
 
     def static_shared(self, number: int) -> int:
-        """Return the bytes of `__shared__` variables in the kernel itself; 0 without binutils."""
+        """Return the size in bytes of the kernel's own `__shared__` variables; 0 without binutils.
+
+        Those in functions that the kernel calls are not counted.
+        """
         if number not in self._static_shared:
             self._static_shared[number] = self._find_static_shared(number)
         return self._static_shared[number]
@@ -176,9 +179,9 @@ class Library:
         dynamic_shared: int,
         dependent: bool = False,
     ) -> None:
-        """Run all blocks of a launch.
+        """Run all blocks of a launch. Raises `EmulatorError` with the kernel's error and its line.
 
-        Raises `EmulatorError` with the kernel's error and its line.
+        `dynamic_shared` is in bytes.
         """
         values = [ctypes.create_string_buffer(it.value, len(it.value)) for it in arguments]
         pointers = (ctypes.c_void_p * max(1, len(values)))(*map(ctypes.addressof, values))

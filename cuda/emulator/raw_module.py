@@ -35,7 +35,8 @@ class Kernel:
     """A kernel of a `Module`, called as `kernel(grid, block, args, shared_mem=0, stream=None)`.
 
     With `dependent`, a launch may begin before the previous kernel has ended (programmatic
-    dependent launch): an access to global memory before `ptx::wait_for_previous` is an error.
+    dependent launch): a thread that ends without `ptx::wait_for_previous` is an error, and in check
+    mode so is an access to an argument's memory before it.
     """
 
     dependent = False
@@ -64,8 +65,9 @@ class Kernel:
     ) -> None:
         """Run the kernel to its end.
 
-        `grid` and `block` have one to three sizes. `args` are NumPy arrays, CPU tensors of torch,
-        and NumPy scalars of the declared types. The stream is ignored.
+        `grid` and `block` have one to three sizes. `args` are NumPy arrays, CPU tensors of torch or
+        addresses for pointers, and NumPy scalars of the declared types for others. `shared_mem` is
+        in bytes. The stream is ignored.
         """
         self._check_shared(shared_mem)
         sizes = self._sizes("block", block, _MAX_BLOCK)
@@ -123,8 +125,8 @@ class Module:
     `options` has macros and folders as for NVRTC; options that only concern GPUs are ignored. With
     `check`, every access is checked, and races and uninitialized shared memory are reported, which
     is slow. The `order` of blocks, warps and lanes is "forward", "reverse", or the seed of a
-    shuffle. With `only`, some of `name_expressions`, no others are built, and the preprocessed
-    source is kept for the next ones. Raises `EmulatorError` with g++'s messages if the source does
+    shuffle. With `only`, some of `name_expressions`, the others are not built, and the preprocessed
+    source is kept for later modules. Raises `EmulatorError` with g++'s messages if the source does
     not compile, and `ConfigError` without g++.
     """
 
@@ -141,7 +143,7 @@ class Module:
         only: Sequence[str] = (),
     ) -> None:
         if (path is None) == (source is None):
-            raise EmulatorError("pass either `path` or `source`")
+            raise EmulatorError("pass either `path` or `source`, and not both")
         for name, given in (("name_expressions", name_expressions), ("options", options)):
             if isinstance(given, str):
                 raise EmulatorError(f"`{name}` must be a sequence of strings, got {given!r}")

@@ -39,14 +39,17 @@ def translation_unit(source: str, name: str, kernels: Sequence[str]) -> str:
 
 
 def only_kernels(unit: str, numbers: Iterable[int]) -> str:
-    """Return preprocessed `unit` with the descriptors of these kernels only."""
+    """Return preprocessed `unit` with only the descriptors of the kernels with these numbers."""
     source, mark, exports = unit.partition(f"# 1 {_EXPORTS}\n")
     lines = exports.splitlines()
     return source + mark + "\n".join(lines[number] for number in numbers)
 
 
 def compiler_options(options: Sequence[str], folder: Path) -> list[str]:
-    """Return the NVRTC options that g++ understands: macros, folders, the C++ standard."""
+    """Return options for g++: its own, and those of NVRTC's `options` that it understands.
+
+    These are macros, folders and the C++ standard. `folder` is also searched for headers.
+    """
     kept = [
         option.removeprefix("-") if option.startswith("--std") else option for option in options
     ]

@@ -1,7 +1,8 @@
 """Find g++ and NVIDIA's headers, and build libraries with them.
 
-Built libraries are kept in the cache folder, under a hash of all their inputs. Two processes may
-build the same library at the same time: each writes a temporary file and renames it.
+Built libraries are kept in the cache folder, under a hash of the compiler's path, the flags and all
+source text. Two processes may build the same library at the same time: each writes a temporary file
+and renames it.
 """
 
 from __future__ import annotations
@@ -76,7 +77,7 @@ class Toolchain:
         return hash((self.compiler, self.headers, self.cache))
 
     def require_headers(self) -> None:
-        """Raise `ConfigError` if the headers for cuda_fp16.h and cuda_bf16.h are not installed."""
+        """Raise `ConfigError` if NVIDIA's headers (cuda_fp16.h and others) are not installed."""
         if self.headers is None:
             raise ConfigError(f"the CUDA emulator cannot run these kernels: {_INSTALL_HEADERS}")
 
@@ -88,7 +89,10 @@ class Toolchain:
         return _STDIN.sub(lambda found: f'{found[1]}"{name}"', made)
 
     def build(self, text: str, name: str, checked: bool) -> Path:
-        """Build a shared library of preprocessed `text` and the machine that runs its kernels."""
+        """Return a shared library of preprocessed `text` and the machine that runs its kernels.
+
+        It is built unless it is in the cache. `name` is for error messages.
+        """
         flags = [*_FLAGS, *(CHECKED if checked else FAST)]
         runtime = self._runtime()
         key = self._key([_SEALED, text, runtime.name, *flags])

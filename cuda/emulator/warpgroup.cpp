@@ -1,8 +1,8 @@
 // Warpgroup matmuls (wgmma). Each of the four warps computes its own 16 rows, so the warps may be as far
 // apart as the kernel allows; all four must issue the same instructions.
 //
-// A matmul is computed when its warp waits for it. Until then its registers hold NaN, and its operands in
-// shared memory must not change.
+// A matmul is computed when its warp waits for it. Until then its result registers hold NaN, and its operands
+// must not change.
 #include "state.h"
 
 #include <cstring>

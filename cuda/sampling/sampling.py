@@ -77,7 +77,7 @@ class Workspace(NamedTuple):
 
     @classmethod
     def of(cls, launcher: Launcher, device: torch.device) -> Workspace:
-        """Return a workspace for any number of rows; if there are many, blocks do not share rows."""
+        """Return a workspace for any number of rows; blocks share rows only if there are few."""
         most = launcher.num_multiprocessors  # blocks that share rows, at least two per row
         return cls(
             torch.empty(most // 2 * _PIECES_BYTES, dtype=torch.uint8, device=device),
