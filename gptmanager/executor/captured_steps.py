@@ -17,7 +17,7 @@ from gptmanager.cuda.device.uploads import Array, Uploads
 from gptmanager.executor.packed_rows import StepShape
 
 Step = Callable[[Tensors, Tensor | None], Tensor]  # of the inputs and the adapter slots
-# Each row adds a block of context attention for each KV head that may have no work.
+# Each of these rows adds a block of context attention for each KV head, even if it has no tokens.
 _LONG_ROWS = 16
 
 

@@ -49,8 +49,8 @@ class DeviceRunner(Runner):
     `graph_sizes`, and other steps for each of `shapes`. With an `adapter_pool` they are captured a
     second time, for rows with adapters. A step replays the smallest capture with enough tokens.
     `has_beams`: whether sequences may have several beams. `chooser`: chooses the tokens at the end
-    of a captured step, if its `is_plain` is true for the lines of the step; if it is None, captured
-    steps end with the logits. `on_progress`: see `StepGraphs.record`.
+    of a captured step, if its `is_plain` is true for the lines of the step; if it is None, or with
+    `has_beams`, captured steps end with the logits. `on_progress`: see `StepGraphs.record`.
     """
 
     stream: Stream
@@ -190,7 +190,10 @@ class DeviceRunner(Runner):
             self._launch(rows).float()  # some steps need this copy; see `DeviceChooser.choose`
 
     def run_captured(self, num_rows: int, shapes: Sequence[StepShape] = ()) -> None:
-        """Run the captured steps of `num_rows` rows and of `shapes`; they access no block."""
+        """Run once, without a graph, what is captured for `num_rows` rows and for `shapes`.
+
+        Its rows have no tokens, so it accesses no block.
+        """
         if self._has_fixed_plan(1):
             with self.stream, torch.inference_mode():
                 self._step(self._uploads.upload(self._fixed_arrays(_idle_rows(num_rows))))

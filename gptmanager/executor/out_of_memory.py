@@ -16,7 +16,7 @@ from gptmanager.step import Failure, Schedule
 
 
 class BatchSplitter:
-    """Runs a batch that does not fit into memory as two halves.
+    """Runs a batch that does not fit into memory as two halves, which may be split again.
 
     It logs a warning for the 1st, 2nd, 4th, 8th ... batch that is split. `vocab_size`: the number
     of logits per token. `device`: the device of the logits.
@@ -56,7 +56,7 @@ class BatchSplitter:
 
 
 def joined(results: Sequence[Computed]) -> Computed:
-    """Concatenate the results of batches that ran one after the other."""
+    """Concatenate the results of batches that ran one after the other, without their `inputs`."""
     lost = tuple(line for computed in results for line in computed.lost)
     return Computed(torch.cat([computed.logits for computed in results]), lost=lost)
 

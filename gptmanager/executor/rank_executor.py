@@ -196,7 +196,7 @@ class RankExecutor(ABC):
         return RankStep(schedule, self._executor.forward(schedule), self._starts[slots])
 
     def sample(self, step: RankStep) -> None:
-        """Choose or receive the tokens of a step, as far as this need not wait; see the module."""
+        """Choose or receive the tokens of a step, unless `result` does; see the module's table."""
         if self._chooses:
             self._executor.sample(step.inner)
         if self._shared is not None:
@@ -309,7 +309,7 @@ def _valid_tokens(result: StepResult) -> list[list[int]]:
 class RankPlace:
     """The place of an executor among the ranks.
 
-    `broadcast`: copies tensors to the devices of its stage, or None if ranks are on CPUs.
+    `broadcast`: copies tensors between the devices of a stage, or None if ranks are on CPUs.
     `sends_extras`: rank 0 also sends log probabilities and logits. `replicates`: each rank that has
     logits calls the logits post-processors of its own host, and samples.
     """

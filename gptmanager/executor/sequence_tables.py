@@ -1,7 +1,8 @@
 """`SequenceTables`: the tokens and the blocks of each started sequence.
 
 A line is a row of these tables; each beam of a sequence has one (see `Lines`). The tables are
-arrays on the CPU, with copies on a device. This module does not know schedules and models.
+arrays on the CPU; `DeviceTables` also has copies on a device. This module does not know schedules
+and models.
 """
 
 from __future__ import annotations

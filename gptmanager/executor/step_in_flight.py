@@ -64,10 +64,11 @@ class ChoiceInputs(NamedTuple):
 class ChosenTokens(NamedTuple):
     """The tokens chosen for the rows of a step.
 
-    `tokens` int32 and `log_probs` float32 `[rows, n]`. `counts` int32 `[rows]`: number of valid
-    tokens per row, or None if all n are valid. `beams`: the candidates of rows with several beams.
-    `failed`: index of a row -> error of its logits post-processor. `generation_logits`: (index of a
-    row, float32 `[n, vocab]`) for the rows that ask for them.
+    `tokens` int32 and `log_probs` float32 `[rows, n]`; `log_probs` is None if no row asks for them.
+    `counts` int32 `[rows]`: number of valid tokens per row, or None if all n are valid. `beams`:
+    the candidates of rows with several beams. `failed`: index of a row -> error of its logits
+    post-processor. `generation_logits`: (index of a row, float32 `[n, vocab]`) for the rows that
+    ask for them. `top_log_probs`: those of the rows that ask for them.
     """
 
     tokens: np.ndarray
@@ -177,7 +178,10 @@ def candidates(
 def part_of(
     rows: SamplingRows, logits: Tensor, chosen: np.ndarray, offset: int
 ) -> tuple[SamplingRows, Tensor]:
-    """Return the rows `chosen` and their logits. A row with drafts keeps only choice `offset`."""
+    """Return the rows with the indices `chosen`, and their logits.
+
+    A row with drafts keeps only its choice number `offset`.
+    """
     pieces = []
     for index in chosen:
         first, end = rows.firsts[index] + offset, rows.firsts[index + 1]

@@ -66,8 +66,9 @@ class DrawnDrafts:
     ) -> None:
         """Accept or replace the drafts at `offset` of the rows in `compared`, the result of `at`.
 
-        The token is written to `tokens` `[S]` and to `histories` `[lines, positions]`. A row
-        without a valid token is skipped.
+        The token is written to `tokens` `[S]` and to `histories` `[lines, positions]`, and its log
+        probability to `log_probs` `[S]` unless that is None. A row without a valid token is
+        skipped.
         """
         drafts = {drafts.slot: drafts.tokens for drafts in rows.drafts}
         for index, scores in compared.items():

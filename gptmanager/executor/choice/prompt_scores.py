@@ -19,7 +19,7 @@ from gptmanager.decoding.sampling.sampling import Ints, Sampler
 from gptmanager.request.output_options import OutputConfig
 from gptmanager.request.sampling_params import SamplingParams
 
-MOST_LOGITS = 1 << 25  # limit of logits that are computed for scores at a time: 128 MB in float32
+MOST_LOGITS = 1 << 25  # limit of logits that are computed for scores at a time: 128 MiB in float32
 
 # the scores of n tokens [n]; the scores and the ids of the k best tokens [n, k]
 Scores = tuple[Tensor, Tensor, Tensor]
@@ -39,9 +39,9 @@ class PromptScorer:
     def score(self, logits: Tensor, targets: Ints, count: int, *, normalized: bool) -> Scores:
         """Score the tokens `targets` `[n]` and the `count` best ones, by `logits` `[n, vocab]`.
 
-        Returns float32, float32 and int32 tensors on the CPU. The scores are log probabilities, or
-        logits if `normalized` is False. All scores of a row are NaN if one of its logits is NaN or
-        +inf, or if all are -inf.
+        Returns `Scores` on the CPU: float32, float32 and int32 tensors. The scores are log
+        probabilities, or logits if `normalized` is False. All scores of a row are NaN if one of its
+        logits is NaN or +inf, or if all are -inf.
         """
         num_rows = len(targets)
         lines = np.full(num_rows, int(normalized), dtype=np.int64)
