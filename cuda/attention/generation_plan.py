@@ -1,7 +1,7 @@
-"""Divide the work of generation attention among blocks: once a step, on the CPU, for all layers.
+"""Divide the work of generation attention among blocks: once a step, on the CPU.
 
-The plan depends only on lengths. There are never more blocks than run at the same time: a block
-that had to wait would run alone after all others have ended.
+A plan depends only on lengths, and serves all layers with the same heads and window. It never has
+more blocks than can run at the same time: one that had to wait would run alone after all others.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ WHOLE = 1 << 30  # a `stretch` longer than any row: rows are not cut
 # from docs/benchmarks/model_of_generation_attention.md:
 _START = 1  # passes that a block could do while it finds the pages of an item
 _MERGE = 0.09  # passes that a block could do while it merges one more partial result
-_SNAP = 1  # passes: a cut this close to a row's start or end moves there
-_SHORTEST = 3  # fewest passes of a block's share of the work, with `_START` for each span
+_SNAP = 1  # passes: a cut this close to the start or end of a span moves there
+_SHORTEST = 3  # least share of the work for a block, in passes, with `_START` for each span
 
 
 class Places(NamedTuple):
@@ -38,12 +38,12 @@ class Places(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class GenerationPlan:
-    """Items in the order of rows, the items of each block, and the partial results of each row.
+    """The division of rows into items, and of the items among blocks.
 
     `items` int32 `[N, 4]`: row, first and last (excluded) position, and the number of its partial
-    result (-1 if it is the row's only item). Block b of each KV head processes the items
-    `block_starts[b]` to `block_starts[b + 1]`; int32 `[B + 1]`. The partial results of row r begin
-    at `partial_starts[r]`; int32 `[R + 1]`.
+    result (-1 if it is the row's only item), in the order of rows. Block b of each KV head
+    processes the items `block_starts[b]` to `block_starts[b + 1]` (excluded); int32 `[B + 1]`. The
+    partial results of row r begin at `partial_starts[r]`; int32 `[R + 1]`.
     """
 
     items: Ints

@@ -24,7 +24,10 @@ from gptmanager.step import Schedule, SequenceStart, StepResult
 
 
 class NoChooser:
-    """The chooser of an executor that receives its tokens from another rank."""
+    """The chooser of an executor that does not choose tokens itself.
+
+    They come from another rank, or the `StagedExecutor` that wraps the executor chooses them.
+    """
 
     def __init__(self, lines: Lines) -> None:
         self.lines = lines
@@ -34,7 +37,7 @@ class NoChooser:
         """Do nothing: this chooser needs no sampling parameters."""
 
     def choose(self, step: StepInFlight) -> PendingTokens:
-        """Raise RuntimeError, because this rank does not choose tokens."""
+        """Raise RuntimeError, because this executor does not choose tokens."""
         raise RuntimeError("this rank receives its tokens")
 
 
