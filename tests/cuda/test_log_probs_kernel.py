@@ -10,6 +10,7 @@ from kernel_values import close, randn
 from gptmanager.cuda.sampling import sampling
 from gptmanager.cuda.sampling.log_probs import LOG_PROB, LOGIT, NOTHING, log_probs
 from gptmanager.decoding.sampling.sampling import Sampler
+from gptmanager.executor.choice.prompt_scores import DevicePromptScorer, PromptScorer
 from gptmanager.request.output_options import OutputConfig
 from gptmanager.request.sampling_params import SamplingParams
 from gptmanager.step import NO_TOKEN, NOT_FINITE
@@ -105,6 +106,25 @@ def test_odd_logits_as_on_the_cpu(machine):
     inputs = np.maximum(tokens, 0).tolist()
     got = run(machine, logits, inputs, temperatures, [LOG_PROB] * 7)
     close(got[tokens >= 0], torch.from_numpy(expected[tokens >= 0]).double())
+
+
+@pytest.mark.parametrize("normalized", [False, True])
+def test_odd_rows_of_prompts_as_on_the_cpu(machine, normalized):
+    inf, nan = torch.inf, torch.nan
+    logits = torch.tensor(
+        [[-inf] * 4, [nan, 1.0, 2.0, 3.0], [0.0, inf, 3.0, 1.0], [-inf, -inf, 2.0, 1.0]]
+    )
+    targets, own = np.array([0, 1, 2, 0]), machine.tensor(logits)
+    single, best, top = PromptScorer(4).score(logits.clone(), targets, 2, normalized=normalized)
+    expected = torch.cat((single[:, None], best), dim=1)
+    assert expected.isnan().all(dim=1).tolist() == [True, True, True, False]
+    scorer = DevicePromptScorer(
+        *(machine.launcher, own.device, 4),
+        lambda arrays: tuple(machine.tensor(torch.from_numpy(it)) for it in arrays),
+    )
+    scores, ids = scorer.score(own, targets, 2, normalized=normalized)
+    torch.testing.assert_close(scores.cpu(), expected, equal_nan=True)
+    assert ids[3].tolist() == top[3].tolist()
 
 
 def test_several_tokens_of_a_row(machine):

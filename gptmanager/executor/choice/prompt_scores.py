@@ -93,5 +93,5 @@ class DevicePromptScorer:
         if count:  # the kernel ranks by log probabilities of lower precision
             best, order = scores[:, 1:].sort(dim=1, descending=True, stable=True)
             scores[:, 1:], ids = best, ids.gather(1, order)
-        is_odd = ~(logits.amax(dim=1, keepdim=True) < torch.inf)
+        is_odd = ~logits.amax(dim=1, keepdim=True).isfinite()
         return scores.masked_fill_(is_odd, torch.nan), ids
