@@ -118,7 +118,7 @@ def _compile_one(choice: Choice) -> Row:
 def whole_matrix(arch: str = "", word: str = "") -> Iterator[Choice]:
     """Yield every kernel for every architecture, or only for `arch`.
 
-    With `word`, leave out kernels whose name has a dtype but not the word.
+    With `word`, leave out kernels that have a dtype in their name but not the word.
     """
     for program in PROGRAMS:
         for own in _architectures(program, arch):

@@ -124,7 +124,7 @@ class DeviceLauncher:
 
 
 class _Stream(NamedTuple):
-    """A stand-in for a CuPy stream: functions read only its `ptr` at a launch."""
+    """A stream for CuPy's functions, which read only its `ptr` at a launch."""
 
     ptr: int
 

@@ -75,7 +75,7 @@ def _check_elements(kind: str, size: int, parameter: Parameter, what: str) -> No
     if size != parameter.pointee_size or not same_kind:
         declared = _name(parameter.pointee_kind, parameter.pointee_size)
         raise EmulatorError(
-            f"{what} must be an array whose element is {declared} as the kernel declares, "
+            f"{what} must be an array, each element {declared} as the kernel declares, "
             f"got {size}-byte {_WORDS.get(kind, kind)}s"
         )
 

@@ -31,7 +31,7 @@ PROGRAM = Program(
 
 
 def covers(x: Tensor, weight: Tensor | ByteRows) -> bool:
-    """Return whether `multiply` supports the tensors, whose rows it reads in 16-byte vectors."""
+    """Return whether `multiply` supports the tensors: it reads rows in 16-byte vectors."""
     values = values_of(weight)
     return (
         weight.dtype in NAMES

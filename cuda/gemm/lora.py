@@ -19,7 +19,7 @@ from gptmanager.kernels.lora.adapter_arguments import AdapterModule, StepAdapter
 MAX_MODULES = 4  # modules of one matrix: attn_q, attn_k, attn_v, and attn_qkv for all three
 _MAX_COLUMNS = 1 << 24  # columns of a matrix fit into 24 bits, see `_pack`
 _SHRINK_THREADS, _COLUMNS, _RANKS = 256, 128, 16  # per block
-_FEW_TOKENS = 1024  # for at most so many tokens the groups of blocks are small: runs may be short
+_FEW_TOKENS = 1024  # up to this number of tokens, groups are small, because runs may be short
 _FEW, _TILE = 4, {4: 8, 2: 16}  # tokens in a small group; in a large one, by itemsize
 _VECTOR_BYTES = 16
 

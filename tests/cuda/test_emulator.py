@@ -204,7 +204,7 @@ def test_the_standard_library_of_cuda():
         (1, np.int64(200), "argument 1 must be a 4-byte signed integer .*, got int64"),
         (2, np.int32(2), "argument 2 must be a 4-byte float .*, got int32"),
         (2, 0.5, "argument 2 must be a NumPy scalar.*, got the float 0.5"),
-        (0, np.zeros(200), "argument 0 must be .* is a 4-byte float .*, got 8-byte floats"),
+        (0, np.zeros(200), "argument 0 must be .* element a 4-byte float .*, got 8-byte floats"),
         (0, np.zeros(200, np.int32), "argument 0 must be .* float .*, got 4-byte signed integers"),
         (0, np.zeros((200, 2), np.float32)[:, 0], "argument 0 must be a C-contiguous array"),
         (0, torch.zeros(9, 9).T, "argument 0 must be a contiguous tensor"),
