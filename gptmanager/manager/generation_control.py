@@ -17,8 +17,8 @@ class GenerationControl(LoopQuestions):
     """The calls with which a host trains the model that it serves.
 
     With several ranks, each call must be made on all of them, except `pause_generation` and
-    `resume_generation`, about which rank 0 decides. If another rank fails, or does not make the
-    call within `ParallelConfig.timeout_s`, all ranks raise RankError.
+    `resume_generation`, about which rank 0 decides. If the call fails on a rank, or is not made
+    there within `ParallelConfig.timeout_s`, it raises RankError on the others.
     """
 
     def update_weights(
@@ -76,10 +76,13 @@ class GenerationControl(LoopQuestions):
         return self._worker.updates.is_asleep
 
     def pause_generation(self, timeout: float | None = ANSWER_S) -> None:
-        """Stop iterating until `resume_generation`; return when no step runs.
+        """Stop iterating until `resume_generation`; return when no iteration runs.
 
-        Requests keep their memory. `shutdown` also ends the pause. Raise TimeoutError and
-        ManagerDeadError as `explain` does.
+        Requests keep their memory. With run-ahead or micro batches, steps that were launched before
+        may still run on the device; their results are read after the pause, or by `update_weights`,
+        `sleep` or `abort_all`. A call in a callback returns at once: the pause begins after the
+        current iteration. `shutdown` also ends the pause. Raise TimeoutError and ManagerDeadError
+        as `explain` does.
         """
         self._raise_if_failed()
         self._inbox.is_paused = not self._inbox.defers_calls

@@ -75,7 +75,12 @@ class Worker:
 
     def stop_all(self, loop: TokenLoop) -> int:
         """Stop all active requests with the next intake, on all ranks; return their number."""
-        return self._calls.run("abort_all", loop, lambda: self._host.stop_all(loop))
+
+        def stop() -> int:
+            self._calls.agree("abort_all", lambda: None)  # raises if a rank makes another call
+            return self._host.stop_all(loop)
+
+        return self._calls.run("abort_all", loop, stop)
 
     def run(self, assemble: Callable[[], Assembly], booted: Future[None]) -> None:
         """Build and run the loop, from the start of the thread to its end.

@@ -10,8 +10,10 @@ from rank_links import at_once, outcome
 from safetensors.torch import load_file
 from shorthand import request
 
+from gptmanager.config import FinishReason
 from gptmanager.errors import ConfigError, RankError, SleepError
 from gptmanager.lifecycle.state import ManagerState
+from gptmanager.testing import RecordingCallbacks
 
 PROMPT = [1, 2, 3, 4, 5]
 
@@ -107,3 +109,40 @@ def test_a_call_that_another_rank_does_not_make_changes_nothing(two, checkpoint)
     assert ["rank 1 called sleep" in str(error) for error in found] == [True] * 2
     assert output() == first
     assert [one.state for one in it.managers] == [ManagerState.RUNNING] * 2
+
+
+class PausingHost(RecordingCallbacks):
+    """Pauses its manager after the first token of each request."""
+
+    def send_response(self, request_id, *others):
+        super().send_response(request_id, *others)
+        if len(self.of(request_id)) == 1:
+            self.manager.pause_generation()
+
+
+def test_abort_all_ends_requests_on_all_ranks_or_on_none(monkeypatch):
+    hosts = [PausingHost(), RecordingCallbacks()]
+
+    def started(it, number):
+        it.host.submit(request(number, PROMPT, 40, is_streaming=True))
+        while not it.host.of(number):
+            pass
+
+    def reason(it, number):
+        it.managers[0].resume_generation()
+        return it.host.final(number, 60).tensors["finish_reasons"].item()
+
+    with serving(monkeypatch, 2, hosts, parallel={"timeout_s": 0.5}) as it:
+        started(it, 1)
+        text = "abort_all must be called on all ranks: rank 1 has not called it within timeout_s"
+        with pytest.raises(RankError, match=text):
+            it.managers[0].abort_all()
+        found = on_all(it, lambda rank, one: one.sleep() if rank else one.abort_all())
+        assert ["rank 1 called sleep" in str(error) for error in found] == [True] * 2
+        assert reason(it, 1) == FinishReason.LENGTH
+        started(it, 2)
+        assert on_all(it, lambda _, one: one.abort_all()) == [1, 1]
+        assert reason(it, 2) == FinishReason.CANCELLED
+        started(it, 3)
+        assert reason(it, 3) == FinishReason.LENGTH
+        assert [one.state for one in it.managers] == [ManagerState.RUNNING] * 2
