@@ -1,7 +1,7 @@
-"""`Ending`: the actions at the end of a loop, also of one that hangs.
+"""`Ending`: ends a loop, even one that hangs.
 
-If the loop's thread hangs, the watchdog's thread sends the last responses. The loop's thread then
-does nothing more, even if the call that hung returns.
+If the loop's thread hangs and `on_hang` is "fail", the watchdog's thread sends the last responses.
+The loop's thread then does nothing more, even if the call that hung returns.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class Ending:
         give_back()
 
     def close(self) -> None:
-        """Wake every thread that waits for the end."""
+        """Mark the loop as ended, and wake every thread that waits for its end."""
         self._host.is_accepting = False
         self._timer.abandon()
         self._host.lifecycle.ended.set()
@@ -82,7 +82,7 @@ class Ending:
     # A hang ------------------------------------------------------------------------------------
 
     def watch(self, loop: TokenLoop) -> Watchdog | None:
-        """Start to watch the calling thread, which runs `loop`, unless no budget is set."""
+        """Start a watchdog for the calling thread, which runs `loop`; None if no budget is set."""
         params, watched = self._params, threading.current_thread()
         if params.callback_budget_s is None and params.step_budget_s is None:
             return None

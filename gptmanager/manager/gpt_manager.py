@@ -54,9 +54,9 @@ class GptManager(GenerationControl):
     `Model`, or a pair (config dict, state dict). The constructor returns when the model is loaded
     and the loop runs. It raises ConfigError for an invalid checkpoint or option.
 
-    The callbacks run on the worker thread only, outside any lock, possibly before the constructor
-    has returned. If the loop hangs, the watchdog's thread sends its last responses.
-    `get_inference_requests_cb(max_num_requests)` must not block.
+    The callbacks run on the worker thread, outside any lock, possibly before the constructor has
+    returned. If that thread hangs and `on_hang` is "fail", the watchdog's thread calls
+    `send_response_cb` in its place. `get_inference_requests_cb(max_num_requests)` must not block.
 
     Use a `with` block or call `shutdown`. After the block the manager is drained, or, if the
     block raises, aborted. A manager that is garbage-collected without either aborts with a
@@ -242,7 +242,7 @@ class GptManager(GenerationControl):
 
 
 def before_steps(manager: GptManager, callback: Callable[[bool], None]) -> None:
-    """Add a callback to the manager's `StepSignal`. Only for the ready-made callbacks."""
+    """Add a callback to the manager's `StepSignal`. Only the package `callbacks` may use this."""
     manager._worker.steps.callbacks.append(callback)
 
 

@@ -1,7 +1,8 @@
 """`Inbox`: lets other threads wake the loop, ask it questions, and wait until it is idle.
 
-Any thread may call a method at any time, and a signal handler even in the middle of another call.
-So no lock is held between two lines of Python: each step is one operation of a built-in container.
+Other threads may call their methods at any time, and a signal handler even in the middle of another
+call. So no lock is held between two lines of Python: each step is one operation of a built-in
+container.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ _T = TypeVar("_T")
 
 
 class Question(Generic[_T]):
-    """A function of the loop, to be called between two iterations."""
+    """A function that the loop's thread calls between two iterations, with the loop as argument."""
 
     def __init__(self, function: Callable[[Any], _T]) -> None:
         self._function = function
@@ -99,7 +100,7 @@ class Inbox:
         return self.idle_iteration >= wanted
 
     def ask(self, function: Callable[[Any], _T], call: str = "") -> Question[_T]:
-        """Ask the loop. `call` is the name of a call that all ranks make, or ""."""
+        """Queue a question, and return it. `call` names a call that all ranks make, or is ""."""
         question = Question(function)
         if call and self.defers_calls:
             self._calls.append((call, question))
@@ -166,7 +167,10 @@ class Inbox:
                 idle.set()
 
     def close(self) -> None:
-        """End all waits for an idle iteration, because no iteration follows."""
+        """End all waits for an idle iteration, because no iteration follows.
+
+        Deferred calls become questions, so that `answer` or `refuse` settles them.
+        """
         self._is_closed = True
         self.defers_calls = False
         while (call := self.take_call()) is not None:

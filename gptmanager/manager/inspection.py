@@ -61,8 +61,8 @@ class Explanation:
     `free_blocks` are kept for the `num_running` and `num_starting` requests that are scheduled
     before it; only the running ones hold blocks already. With "token_budget", `needed_tokens` is
     the number of tokens that it needs in a step, and `free_tokens` the number that is left. With
-    "behind", `behind` is the id of the request that it waits for, and all numbers are those of that
-    request.
+    "behind", `behind` is the id of the request that it waits for, and the needed, reserved, left,
+    running and starting numbers are those of that request.
     """
 
     request_id: int
@@ -88,8 +88,9 @@ class Fit:
     """Whether a request would be accepted, and could start now.
 
     `text` is the text of the error if it would not be accepted. `starts_now` means that it would
-    start with the next iteration, after all active requests. Otherwise `wait` has the reason, in
-    the words of `explain`. `needed_blocks` is the number of blocks that it needs until its end.
+    start with the next iteration, behind the active requests of at least its priority. Otherwise
+    `wait` has the reason, in the words of `explain`. `needed_blocks` is the number of blocks that
+    it needs until its end.
     """
 
     accepted: bool
@@ -183,10 +184,7 @@ def _explain(
 
 
 def would_fit(loop: TokenLoop, inference_request: InferenceRequest) -> Fit:
-    """Return how admission and the scheduler would treat a request behind all others.
-
-    The request is not admitted.
-    """
+    """Return how admission and the scheduler would treat a request if it arrived now."""
     kv_cache = loop.allocator.kv_cache
     request_id = inference_request.request_id
     total, free = kv_cache.get_max_resource_count(), kv_cache.get_num_free_blocks()
@@ -220,7 +218,7 @@ _NO_WAIT = Wait(WaitReason.BEHIND)
 def _reason(
     loop: TokenLoop, request: ActiveRequest, decision: NextDecision
 ) -> tuple[str, Wait, str]:
-    """Return the reason, the scheduler's numbers if it gave one, and a text.
+    """Return the reason, the scheduler's `Wait` or `_NO_WAIT`, and a text.
 
     The text continues "request 7".
     """

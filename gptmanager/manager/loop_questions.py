@@ -62,9 +62,10 @@ class LoopQuestions:
     def audit(self, timeout: float | None = ANSWER_S) -> AuditReport:
         """Check the counts of the KV cache and return them, also after the end.
 
-        The loop answers between two iterations. With `timeout` None, wait without a limit. Raise
-        TimeoutError, which says what the loop is doing, if it does not answer within `timeout`
-        seconds, and ManagerDeadError if it cannot answer.
+        The loop answers between two iterations; a callback gets the answer at once, in the middle
+        of an iteration. With `timeout` None, wait without a limit. Raise TimeoutError, which says
+        what the loop is doing, if it does not answer within `timeout` seconds, and ManagerDeadError
+        if it cannot answer.
         """
         return self._ask("audit", audit, timeout)
 
@@ -91,8 +92,9 @@ class LoopQuestions:
 
         `see` is called on the loop's thread, first with a `Beginning` and an `Arrival` for each
         active request, then with each `Event` of `gptmanager.manager.watching`. The `append` of a
-        bounded deque is a good choice. If `see` raises, the error is logged and `see` is not called
-        again. Raise the same errors as `explain`.
+        bounded deque is a good choice. If `see` raises, it is not called again: `watch` raises an
+        error of the first events, and later errors are logged. Raise ConfigError if `see` is not an
+        ordinary function, and the errors of `explain`.
         """
         self._raise_if_failed()
         self._ask("watch", lambda loop: self._watchers.add(loop, see), timeout)

@@ -1,7 +1,8 @@
 """`Recovery`: decides whether a loop continues after an iteration that raised an exception.
 
-The requests that ran end with an error. Then the counts of blocks and pages are checked. The loop
-ends only if these are inconsistent, or if too many iterations fail in a row.
+Every request that has started ends with an error. Then the counts of blocks and pages are checked.
+The loop ends if these are inconsistent, if too many iterations fail in a row, or if the scheduler
+or the journal has failed.
 """
 
 from __future__ import annotations
@@ -34,10 +35,11 @@ class Recovery:
         self._failures = 0
 
     def recover(self, loop: TokenLoop, error: Exception) -> None:
-        """End the requests that ran, or raise `error` again if the loop must end.
+        """End the started requests, or raise `error` again if the loop must end.
 
         Must be called in the handler of `error`. A SchedulerError ends the loop at once, because a
-        scheduler that breaks its contract would do so again, and so does a JournalError.
+        scheduler that breaks its contract would do so again, and so does a JournalError. Raise
+        ManagerDeadError if the counts are inconsistent afterwards.
         """
         self._failures += 1
         if (
@@ -51,12 +53,12 @@ class Recovery:
         report = audit(loop)
         if not report.ok:
             raise ManagerDeadError(
-                f"the KV cache's blocks are inconsistent after {response_text(error)}: "
+                f"the counts of memory are inconsistent after {response_text(error)}: "
                 f"{'; '.join(report.problems)}"
             ) from error
         logger.error(
             "an iteration failed, %d in a row (max_step_failures = %d); the loop continues without "
-            "the requests that ran in it",
+            "the requests that had started",
             *(self._failures, self._max_failures),
             exc_info=error,
         )

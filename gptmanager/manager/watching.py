@@ -1,7 +1,7 @@
 """Events of a running loop: which requests arrived, ran and ended.
 
-Taps report the events. A tap is an object in front of the loop's host or executor, which passes
-every call on unchanged. Taps are placed between two iterations, and removed with the last watcher.
+Taps report the events. A tap is an object in front of the loop's host or executor that passes every
+call on unchanged. Taps are placed and removed between two iterations.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class Ran(NamedTuple):
 class Ending(NamedTuple):
     """The final response of a request.
 
-    `outcome` is the name of a `FinishReason`, or the class of the error. `metrics` has the values
+    `outcome` is the name of a `FinishReason`, or of the error's class. `metrics` has the values
     of `REQUEST_METRICS`; it is empty with an error.
     """
 
@@ -86,15 +86,15 @@ WatchCallback = Callable[[Event], object]
 
 
 class Watchers:
-    """The watchers of one loop. Its methods may be called only between iterations."""
+    """The watchers of one loop. `add` and `remove` may be called only between iterations."""
 
     def __init__(self) -> None:
         self._sees: tuple[WatchCallback, ...] = ()
 
     def add(self, loop: TokenLoop, see: WatchCallback) -> None:
-        """Call `see` with a `Beginning`, then with events as they happen.
+        """Call `see` with a `Beginning` and the active requests, then with events as they happen.
 
-        Raise ManagerDeadError if the loop has ended.
+        Raise ManagerDeadError if the loop has ended, and the errors of these first calls.
         """
         if not hasattr(loop, "executor"):
             raise ManagerDeadError("watch: the loop has ended")

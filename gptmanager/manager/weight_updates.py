@@ -44,7 +44,7 @@ class WeightUpdates:
         self._runner, self._weights = runner, weights if isinstance(weights, Weights) else None
 
     def release(self) -> None:
-        """Drop the loop, which has ended."""
+        """Drop the runner and its weights, because the loop has ended."""
         if self._released is not None:
             self._released.close()
         self._runner = self._weights = self._released = None
@@ -76,7 +76,7 @@ class WeightUpdates:
         return self.version
 
     def _prepared(self, tensors: NewWeights) -> Weights:
-        """Check a mapping, and return the weights, with their memory."""
+        """Check a mapping, allocate memory that `sleep` has released, and return the weights."""
         if self._weights is None:
             raise ConfigError(
                 "update_weights needs a model that the manager has loaded natively: it does not "
@@ -141,7 +141,7 @@ class WeightUpdates:
         self._cached.clear()
 
     def wake(self, loop: TokenLoop) -> None:
-        """Take the memory again; see `GptManager.wake`."""
+        """Allocate the memory again; see `GptManager.wake`."""
         self._calls.run("wake", loop, lambda: self._calls.agree("wake", self._wake))
 
     def _wake(self) -> None:

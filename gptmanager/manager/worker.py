@@ -1,6 +1,6 @@
 """`Worker`: a manager's thread. It builds the loop, runs it, and answers all requests at the end.
 
-If the thread hangs, the watchdog's thread sends the last responses in its place.
+If the thread hangs and `on_hang` is "fail", the watchdog's thread sends the last responses.
 """
 
 from __future__ import annotations
@@ -164,7 +164,7 @@ class Worker:
         | questions of other threads | `Inbox.answer` | answered between two iterations |
         | shutdown, here or on rank 0 | `await_turn` | DRAIN, END or ABORT |
         | a rank has failed | `await_turn` | RankError |
-        | an iteration raised | `Recovery` | continue without its requests, or raise |
+        | an iteration raised | `Recovery` | continue without started requests, or raise |
         | Get failed too often | `GetFailures.fatal` | raised |
         | `pause_generation`, `sleep`, or incomplete weights | `_serve` | wait |
         | nothing to do | `_iterate` | sleep until woken |
