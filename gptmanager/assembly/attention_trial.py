@@ -28,13 +28,14 @@ _ROUNDS = 3
 _MARGIN = 0.97  # smaller differences are noise
 _LENGTHS = {CONTEXT: 2048, GENERATION: 1024}  # positions of a measured row
 _BEYOND_CACHES = 256 << 20  # bytes of keys and values in a run: more than any L2 cache
-_MOST_SETS = 8  # pages of that many layers, one after the other
+_MOST_SETS = 8  # limit of the sets of pages, of one layer each, that a run reads in turn
 
 
 class StepLimits(NamedTuple):
     """The limits of a manager's steps.
 
-    `captures`: whether generation steps are captured; `captures_mixed`: also some with contexts.
+    `captures` means that generation steps are captured, and `captures_mixed` that some steps with
+    contexts are captured, too.
     """
 
     max_batch_size: int
@@ -55,7 +56,10 @@ class _Sizes(NamedTuple):
 
 
 class AttentionTrial:
-    """Times attention in steps within `limits`. `dtype`: of the queries."""
+    """Times attention in steps within `limits`.
+
+    `dtype` is the dtype of queries, and of keys and values unless their shape is in fp8.
+    """
 
     def __init__(
         self,
@@ -71,9 +75,10 @@ class AttentionTrial:
     def seconds_of(
         self, phase: str, shape: AttentionShape, providers: Mapping[str, AttentionProvider]
     ) -> dict[str, float]:
-        """Return the shortest times by name, "own" first, of alternating runs; log them.
+        """Return the shortest time in seconds of each provider, by name, "own" first; log them.
 
-        A provider that raises is left out, with a warning. So are all if memory does not suffice.
+        Runs of different providers alternate. A provider that raises in a run is left out, with a
+        warning. If memory does not suffice, all are left out.
         """
         best: dict[str, float] = {}
         runs: dict[str, Run] = {}
@@ -105,7 +110,7 @@ class AttentionTrial:
             best[name] = min(best.get(name, taken), taken)
 
     def _run(self, phase: str, shape: AttentionShape, provider: AttentionProvider | None) -> Run:
-        """Return a run of all sets of pages by one provider, or by our own kernels."""
+        """Return a function that attends to all sets of pages with `provider`, None for our own."""
         sizes = self._sizes(phase, shape)
         kernels, served = self._kernels, {shape: Served(provider, provider)}
         kernels.use_attention(served)

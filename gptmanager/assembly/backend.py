@@ -1,6 +1,7 @@
 """`Backend`: the device of a model and its KV cache, and the executor that runs steps there.
 
-The device alone determines kernels, dtypes and memory. This module knows nothing of scheduling.
+A backend selects the kernels, the dtype of pages and the memory budget for its device. This module
+knows nothing of scheduling.
 """
 
 from __future__ import annotations
@@ -92,10 +93,10 @@ class Backend(ABC):
     kernels: Kernels
     bodies: Sequence[Callable[[int], None]] = ()  # functions to compile, in addition to its kernels
     stream: Stream | None = None  # steps are enqueued on it; if it is None, they run at once
-    providers: Sequence[AttentionProvider] = ()  # of attention, until they are chosen from
+    providers: Sequence[AttentionProvider] = ()  # candidates, until `choose_attention` has run
     _cuda_graphs, _max_num_tokens = False, 0
-    _token_sizes: Sequence[int] = ()  # for which steps with contexts are captured
-    _seconds: Seconds | None = None  # times a run, on a GPU
+    _token_sizes: Sequence[int] = ()  # numbers of tokens of captured steps with contexts
+    _seconds: Seconds | None = None  # times a run; None except on a GPU
 
     def load(
         self,
@@ -153,7 +154,7 @@ class Backend(ABC):
     def memory_budget(
         self, model: Model, params: OptionalParams, max_beam_width: int
     ) -> MemoryBudget:
-        """Return the memory that is left for the KV cache after the model and the largest step."""
+        """Return the memory for the KV cache; on a device, less that of the largest step."""
 
     @abstractmethod
     def executor(

@@ -1,7 +1,7 @@
 """`Blueprint`: all settings of a loop, and `build_loop`, which builds the loop from them.
 
 A recording contains the blueprint, so a replay can build the same loop again without its model and
-host. The options in a blueprint have no defaults that depend on the machine or the model.
+host. Options whose defaults depend on the machine or the model have been set.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from gptmanager.statistics import PhaseTimes
 from gptmanager.step import Executor, Host
 
 # The manager's limits for MAX_UTILIZATION, measured in docs/scheduling.md.
-_MAX_PAUSES = 3  # a request that was paused this often is paused again only in the last resort
+_MAX_PAUSES = 3  # a request that was paused this often is paused again only as a last resort
 _RESUME_HEADROOM_BLOCKS = 1  # blocks that must stay free when a paused request resumes
 # when a request starts, the free blocks must suffice for this many steps of all running requests
 _START_HEADROOM_STEPS = 16
@@ -75,7 +75,7 @@ class Blueprint:
 
     @property
     def max_num_requests(self) -> int:
-        """The highest number of requests that may be started at the same time."""
+        """The highest number of requests that may run at the same time."""
         return self.params.max_batch_size * self.num_micro_batches
 
     @property

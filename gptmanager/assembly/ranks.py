@@ -37,7 +37,7 @@ from gptmanager.ranks.small_tensors import connect_parts
 from gptmanager.ranks.world import BOOT_S, World, find_all, new_group
 
 _GROUP_GRACE_S = 5.0  # process groups time out later than links, which know the failed rank
-# options that may differ between ranks: files, reports and the device
+# options that may differ between ranks: files, callbacks, time budgets and the device
 _MAY_DIFFER = (
     *("black_box_path", "black_box_iterations", "black_box_bytes", "recording_path"),
     *("on_progress", "callback_budget_s", "logits_post_processor_budget_s", "idle_poll_s"),

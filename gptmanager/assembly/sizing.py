@@ -43,9 +43,10 @@ class MemoryBudget(NamedTuple):
 class Sizes:
     """The sizes of the KV cache and of sequences; lengths are in tokens.
 
-    `pool_limited` means that the pool, not the model, limits the length of a sequence, `contiguous`
-    that a block holds a whole sequence, and `has_states` that the model keeps a recurrent state for
-    each sequence.
+    `pool_limited` means that the pool, not the model, limits the length of a sequence, `chunked`
+    that a context may run in several steps, `contiguous` that a block holds a whole sequence, and
+    `has_states` that the model keeps a recurrent state for each sequence. A step runs at most
+    `max_context_length` tokens of a context.
     """
 
     num_blocks: int
@@ -76,8 +77,8 @@ class Sizes:
     def chunk_unit(self) -> int:
         """The unit of chunks: each chunk except the last one of a context is a multiple of it.
 
-        It is one block. With an attention window it is at least 256 tokens, because every context
-        longer than the window runs in chunks.
+        It is one block. With an attention window below `max_input_len` it is at least 256 tokens,
+        because every context longer than the window runs in chunks.
         """
         size = self.tokens_per_block
         if self.attention_window is None or self.attention_window >= self.max_input_len:
@@ -171,8 +172,8 @@ def wanted_seq_len(params: OptionalParams, spec: Dimensions) -> int:
 def _cut_seq_len(max_seq_len: int, num_blocks: int, tokens_per_block: int) -> int:
     """Return the reduced `max_seq_len` for a pool that is too small for one such sequence.
 
-    It is the length of the shortest sequence that needs all blocks. The contract fixes it, although
-    longer sequences would fit.
+    It is the length of the shortest sequence that needs all blocks. Hosts rely on this value, so it
+    stays, although longer sequences would fit.
     """
     in_pool = (num_blocks - 1) * tokens_per_block + 1
     if in_pool < 2:

@@ -71,5 +71,6 @@ class EndRule:
 
 
 def restored_end_rule(state: EndRuleState, end_ids: Iterable[int]) -> EndRule:
+    """Return the end rule with the parameters `state` and the end ids `end_ids`."""
     words = None if state.words is None else StopWords(state.words)
     return EndRule(state.max_new_tokens, frozenset(end_ids), words, state.include_stop)

@@ -35,7 +35,7 @@ _LOOK_UP_S = 0.05  # interval at which a wait checks that the manager runs
 
 
 def _step_back() -> None:
-    """Limit the calling thread to one core, with low priority."""
+    """Make torch use no other thread for the calling thread's work, and lower its priority."""
     torch.set_num_threads(1)
     with suppress(OSError, AttributeError):  # on systems without thread priorities
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
@@ -44,8 +44,8 @@ def _step_back() -> None:
 class AdapterLoader:
     """Does adapter work for a loop. `wake` ends the pause of an idle loop.
 
-    Any thread appends to two queues, which the next intake contains: `done` has the jobs that have
-    ended, and `forgotten` the ids of tasks with an adapter that was replaced.
+    The next intake takes what is in two queues, to which any thread may append: `done` has the jobs
+    that have ended, and `forgotten` the task ids of adapters that were replaced.
     """
 
     def __init__(self, wake: Callable[[], None]) -> None:

@@ -16,5 +16,5 @@ class Broadcast:
         self.callback = callback
 
     def __call__(self, *arguments: Any) -> Any:
-        """Call the callback, as a manager without ranks or rank 0 does."""
+        """Call the callback. Only rank 0, or a manager without ranks, does this."""
         return () if self.callback is None else self.callback(*arguments)

@@ -59,11 +59,11 @@ class Fetched(NamedTuple):
 
 
 class CallbackHost:
-    """Calls the host's callbacks on the loop thread. No lock is held during a call.
+    """Calls the host's callbacks, on the loop's thread except in `answer_abandoned`.
 
-    `max_get_failures` calls of Get in a row may fail, with growing pauses between them. One more
-    failure sets `get_failures.fatal`. `wake` ends the pause of an idle loop; any thread may call
-    it.
+    No lock is held during a call. `max_get_failures` calls of Get in a row may fail, with growing
+    pauses between them. One more failure sets `get_failures.fatal`. `wake` ends the pause of an
+    idle loop; any thread may call it.
     """
 
     def __init__(
@@ -163,7 +163,7 @@ class CallbackHost:
     def answer_lost(self, known: Iterable[int], error: BaseException) -> None:
         """Send an error response to each request that Get has returned and the loop does not know.
 
-        `known` are the ids of the requests that the loop will answer.
+        `known` are the ids that the loop will answer. Requests for the next intake are left out.
         """
         self.journal.flush()
         waiting = [request.request_id for request in self.receiver.received]

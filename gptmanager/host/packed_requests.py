@@ -1,6 +1,6 @@
 """Converts requests to bytes and back, for messages between ranks.
 
-The bytes are a head as JSON, and then the raw data of the tensors. The head also contains values
+The bytes are a JSON header, and then the raw data of the tensors. The header also contains values
 that admission will refuse, in the form that recordings use, so that the other ranks refuse them,
 too. Only the name of a logits post-processor is sent.
 """
@@ -48,7 +48,7 @@ _DEFAULTS = _keywords(InferenceRequest(0))
 class PackedRequests:
     """Requests packed as `entries` and `arrays`.
 
-    `entries`, the head, has a list for each request, with its id, the name, dtype and shape of each
+    `entries`, the header, has a tuple for each request: its id, the name, dtype and shape of each
     tensor, and its other fields. `arrays` has the bytes of the arrays, one after another. Without
     `with_processors`, the names of logits post-processors are left out.
     """

@@ -28,8 +28,8 @@ class Preparation:
     """Prepares the processors of waiting requests.
 
     `wake` ends the pause of an idle loop; any thread may call it. `prepared` has the results that
-    `collect` has not read yet. The next intake gets `ready`, the requests with a ready processor,
-    and `failures`, for processors that cannot be prepared.
+    `collect` has not read yet. The next intake gets `ready`, the ids of requests with a ready
+    processor, and `failures`, for processors that cannot be prepared.
     """
 
     def __init__(self, wake: Callable[[], None], timer: CallbackTimer) -> None:
@@ -80,7 +80,7 @@ class Preparation:
         while self.prepared:
             request_id, processor, done = self.prepared.popleft()
             if self._preparing.get(request_id) is not processor:
-                continue  # its request ended, and a new one has the same id
+                continue  # its request has ended; a new one may have the same id
             del self._preparing[request_id]
             error = _error_of(done)
             if error is None:

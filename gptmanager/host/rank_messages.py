@@ -42,9 +42,9 @@ class IntakeMessage(NamedTuple):
 
 
 def pack(message: IntakeMessage) -> bytes:
-    """Pack a message: a head of numbers, which includes the length of the JSON; JSON; arrays.
+    """Pack a message: numbers, among them the length of the JSON; then the JSON; then the arrays.
 
-    The JSON is empty if the intake has no requests and no fields other than its time.
+    The JSON is empty if the intake has only its time and `clears_cache`.
     """
     intake = message.intake
     is_bare = intake == Intake(intake.now, intake.requests, clears_cache=intake.clears_cache)
@@ -114,7 +114,7 @@ def requests_digest(requests: Iterable[InferenceRequest]) -> int:
 
 
 def _aligned(start: int, head: bytes) -> bytes:
-    """Pad `head` so that the array after it is aligned."""
+    """Return `head` padded with spaces, so that the array after it is aligned."""
     return head + b" " * (-(start + len(head)) % ALIGNMENT)
 
 

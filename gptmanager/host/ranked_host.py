@@ -50,7 +50,7 @@ _POLL_S = 0.002  # interval of checking this rank's own threads for results
 
 
 class LeadingHost:
-    """The host of rank 0, which sends the intakes of its callbacks, `host`, to all other ranks."""
+    """The host of rank 0. It calls the callbacks of `host`, and sends each intake to all ranks."""
 
     def __init__(self, host: CallbackHost, assembly: Assembly, ranks: Ranks) -> None:
         self._host, self._ranks, self._links = host, ranks, ranks.links
@@ -176,8 +176,8 @@ class FollowingHost:
     def await_turn(self, *, ends: bool, aborts: bool, is_active: bool) -> Turn:
         """Wait until rank 0 iterates (`peek` is then true) or ends.
 
-        Without active requests, a bell ends the wait as well. A rank ends when rank 0 does. If it
-        is shut down earlier, the other ranks fail.
+        Without active requests, a bell ends the wait as well. A rank ends when rank 0 does, so
+        `ends` has no effect. If it aborts earlier, all ranks fail.
         """
         if aborts:
             raise RankError(f"rank {self._links.rank} was shut down")
@@ -283,7 +283,7 @@ class FollowingHost:
     ) -> NoReturn:
         """Fail because the answers differ from rank 0's in `iteration`.
 
-        If `iteration` is 0, rank 0 got no requests outside an iteration.
+        An `iteration` of 0 means between two iterations, where rank 0 got no requests.
         """
         plain = {"iteration": iteration, "answers": answers_of(requests, stops)}
         self._links.report_difference("differs from rank 0", to_json(plain))

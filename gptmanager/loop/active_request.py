@@ -128,7 +128,7 @@ class ActiveRequest(LlmRequest):
 
     @property
     def adapter_key(self) -> str | None:
-        """Identity of the adapter in the KV cache.
+        """Identity of the adapter in the KV cache; None without an adapter, or until it is read.
 
         It is the digest of the adapter's content, because adapter ids may be reused.
         """

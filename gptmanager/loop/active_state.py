@@ -144,7 +144,7 @@ def _check(state: RequestState, limits: Limits) -> None:
     )
     for chain in ordered:
         if any(low > high for low, high in zip(chain, chain[1:], strict=False)):
-            raise InvalidRequestError(f"request {state.request_id}: {chain} must increase")
+            raise InvalidRequestError(f"request {state.request_id}: {chain} must not decrease")
     if (state.search is None) != (state.beams is None):
         raise InvalidRequestError(
             f"request {state.request_id}: `search` and `beams` must both be set, or neither"

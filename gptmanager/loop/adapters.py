@@ -211,7 +211,11 @@ class Adapters:
             self._end_move(done, self.moves.pop(done.job))
 
     def _fail(self, job: int, error: BaseException) -> None:
-        """End the requests that need the adapter of a job that failed."""
+        """End the request that sent the adapter of a job that failed.
+
+        The others use another adapter with this id, if there is one and the failed one was not
+        forgotten. Otherwise they end as well.
+        """
         read = self._drop(job)
         if read.brought_by in read.wanted_by:
             read.wanted_by.remove(read.brought_by)
@@ -317,7 +321,7 @@ class Adapters:
         request.wait_for(FOR_ADAPTER)
 
     def _ensure(self, request: ActiveRequest, adapter: CachedAdapter) -> bool:
-        """Reserve device pages, and copy if necessary. Return whether the request had none."""
+        """Reserve device pages, and copy if necessary. Return whether the request held none."""
         request_id = request.request_id
         is_new = request_id not in adapter.running
         copies = self.cache.ensure(request_id)

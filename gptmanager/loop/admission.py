@@ -169,7 +169,7 @@ def _read_sampling_params(
 ) -> SamplingParams:
     """Read the sampling parameters.
 
-    Temperatures and penalties that overflow or underflow float32 are invalid.
+    The ranges of temperatures and penalties exclude overflow and underflow of float32.
     """
 
     def count(name: str) -> int:

@@ -166,7 +166,10 @@ class RequestTable:
         return bool(self.preparing or self.adapters.waiting)
 
     def most_active(self) -> float:
-        """Return how many requests may be active: one full batch, and those that may wait."""
+        """Return how many requests may be active; infinity without a limit.
+
+        These are the requests that may run, or more if more have started, and those that may wait.
+        """
         if self.limits.max_waiting is None:
             return math.inf
         started = sum(request.times.first_scheduled is not None for request in self.active)
@@ -275,7 +278,7 @@ class RequestTable:
             self._respond_final(request, [], text)
 
     def recover(self, error: BaseException) -> None:
-        """End every request that has started. Requests that have not started stay as they are.
+        """End every request that has started, then apply the rest of an interrupted intake.
 
         The memory accounting is reset, because an iteration that raised may have left it
         inconsistent.

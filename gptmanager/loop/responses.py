@@ -1,4 +1,4 @@
-"""The tensors of responses, in the order of the contract's table.
+"""The tensors of responses, in the order of the table in docs/requests.md.
 
 This module knows what a request has generated and sent, but does not decide when a request ends.
 With several beams the tensors have a row per beam, the best beam first. During the search only the
@@ -46,7 +46,7 @@ _EXTRAS = (
     *("top_log_probs", "top_log_prob_ids"),
     *("prompt_log_probs", "prompt_top_log_probs", "prompt_top_log_prob_ids"),
 )
-# placeholders that the contract requires without logits; all responses share them
+# placeholders of final responses without logits; all responses share them
 _NO_LOGITS = (
     NamedTensor("context_logits", torch.zeros(1, 1, 1, dtype=torch.float32)),
     NamedTensor("generation_logits", torch.zeros(1, 1, 1, 1, dtype=torch.float32)),

@@ -71,7 +71,10 @@ def check_output(
     max_batch_size: int,
     max_num_tokens: int,
 ) -> None:
-    """Raise SchedulerError if the answer contains a request that must not run or be paused."""
+    """Raise SchedulerError if the answer exceeds a limit, or has a request that must not be in it.
+
+    All requests must be active and appear once, and those to run must be ready to run.
+    """
     context, generation, paused = output
     chosen = [*context, *generation, *paused]
     find = by_id.get

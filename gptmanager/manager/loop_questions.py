@@ -80,7 +80,7 @@ class LoopQuestions:
     def explain_waiting(
         self, most: int = 256, timeout: float | None = ANSWER_S
     ) -> tuple[Explanation, ...]:
-        """Explain the first `most` waiting requests, in the order in which they would start.
+        """Explain the first `most` waiting requests, by priority, then arrival.
 
         The scheduler is asked once for all of them.
         """

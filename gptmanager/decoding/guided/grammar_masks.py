@@ -100,7 +100,7 @@ class Grammar(BoundProcessor):
         return Grammar(self.owner, self.kind, self.compiled, bans, self.start)
 
     def after(self, start: GrammarStart) -> Grammar:
-        """Return this grammar for the text after a thought; within it the output may not end."""
+        """Return this grammar for the text after a thought, within which the output may not end."""
         return Grammar(self.owner, self.kind, self.compiled, self.bans, start)
 
     def prepare(self, device: str) -> Future[Any]:
@@ -168,7 +168,7 @@ class _Progress:
         if taken < len(tokens):
             raise InvalidRequestError(
                 f"token {tokens[taken]} at index {self.num_tokens} of the output does not continue "
-                "the grammar: other inputs (min_length, bad words) banned every token that does"
+                "the grammar; other inputs (min_length, bad words) may have banned all that do"
             )
 
 

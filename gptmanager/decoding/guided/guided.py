@@ -179,7 +179,7 @@ class GuidedDecoding(RowProcessor):
     def _compile_waiting(
         self, source: GrammarSource, waiting: weakref.ref[CompiledGrammar]
     ) -> None:
-        """Compile a grammar, unless all requests for it have ended."""
+        """Compile a grammar and settle `waiting`, unless all requests for it have ended."""
 
         def is_wanted() -> bool:
             return waiting() is not None

@@ -154,7 +154,7 @@ def _of_all(value: Any, around: Any, resolve: Resolve, depth: int) -> Alternativ
 
 
 def _of_least(kind: str, keyword: str) -> Callable[..., Alternatives | None]:
-    """Return the complement of a minimum length: shorter values."""
+    """Return a function that complements a minimum length: it permits shorter values."""
 
     def make(value: Any, around: Any, resolve: Resolve, depth: int) -> Alternatives | None:
         return [{"type": kind, keyword: value - 1}] if value > 0 else []
@@ -163,7 +163,7 @@ def _of_least(kind: str, keyword: str) -> Callable[..., Alternatives | None]:
 
 
 def _of_most(kind: str, keyword: str) -> Callable[..., Alternatives | None]:
-    """Return the complement of a maximum length: longer values."""
+    """Return a function that complements a maximum length: it permits longer values."""
 
     def make(value: Any, around: Any, resolve: Resolve, depth: int) -> Alternatives | None:
         return [{"type": kind, keyword: value + 1}]

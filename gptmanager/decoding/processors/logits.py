@@ -290,7 +290,7 @@ class _Misuse(Exception):
 
 @dataclass(slots=True, eq=False)
 class _Step:
-    """The arguments of a step's processors. `sequences` has those with a processor, by row."""
+    """The logits and histories of one step, with its sequences that have a processor, by row."""
 
     logits: Tensor
     bounds: Sequence[int]  # row r has the beams bounds[r] to bounds[r + 1]

@@ -107,7 +107,10 @@ class RawKernelLogitsPostProcessor(RowProcessor):
         self.prepare(device).result()
 
     def prepare(self, device: str) -> Future[Launch]:
-        """Start to compile for "cpu", "emulator" or "cuda:N", in another thread."""
+        """Return the future of a launch on "cpu", "emulator" or "cuda:N".
+
+        The kernel is compiled in another thread. On "cpu" a `twin` is used without compilation.
+        """
         with self._lock:
             future = self._compiled.get(device)
             if future is not None:

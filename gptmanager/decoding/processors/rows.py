@@ -96,7 +96,7 @@ class ProcessedSequence:
         return self.request.post_processor is None
 
     def beams(self, tokens: Tokens, lines: Ints, length: int) -> list[list[int]]:
-        """Return the histories as lists. One beam has the same list each time, with new tokens."""
+        """Return the history of each beam. For a single beam, the same list grows in each call."""
         if self.beam_width > 1:  # beams fork, so their histories change
             beams: list[list[int]] = tokens[lines, :length].tolist()
             return beams

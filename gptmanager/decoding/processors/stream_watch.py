@@ -15,7 +15,7 @@ from torch import Tensor
 
 from gptmanager.kernels.torch_operations import TorchOperations
 
-_HELD_CYCLES = 500_000_000  # cycles of the device's clock, a quarter of a second
+_HELD_CYCLES = 500_000_000  # cycles of the device's clock, about a quarter of a second
 _SETTLED_S = 0.02  # work on other streams has finished by then
 
 

@@ -71,9 +71,10 @@ _TASK = np.dtype(SampleTask)
 
 @loop
 def _log_prob(p: Any, wanted: int, x: int, token: int, top: Any, total: float) -> Any:
-    """Return a token's log probability or logit, after the temperature.
+    """Return the log probability, or the logit, of the chosen token, after the temperature.
 
-    If a logit is +inf, its token has probability 1.
+    If the best logit overflows when divided by the temperature, the best token is chosen with
+    probability 1.
     """
     scaled, highest = get(x, token) / p.temperature, top / p.temperature
     if wanted == LOGIT:
