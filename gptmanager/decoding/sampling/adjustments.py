@@ -101,8 +101,8 @@ def adjust(x: int, size: int, p: Any, history: int, length: int, position: int, 
     """Adjust one row in place, for the token at `position`.
 
     `x`, `history` and `seen` are addresses of float32 `[size]` logits, int32 `[length]` tokens, and
-    int32 `[size]` zeros. `p` is a record of `cuda.adjustments.PARAMS`; its `lists` is the address
-    of the row's lists.
+    int32 `[size]` zeros. `p` is a record of `cuda.sampling.adjustments.PARAMS`; its `lists` is the
+    address of the row's lists.
     """
     for i in range(p.num_biases):
         token = get_int(p.lists, i)

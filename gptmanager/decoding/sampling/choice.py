@@ -281,7 +281,7 @@ def _pick(weights: int, sums: int, size: int, own: Single, token: int, fraction:
 
 @loop
 def draw_token(p: Any, position: int, total: float, weights: int, sums: int, size: int) -> int:
-    """Sample from weights with the sum `total`; `p` is a record of `cuda.sampling.PARAMS`.
+    """Sample from weights with the sum `total`; `p` is a record of `cuda.sampling.sampling.PARAMS`.
 
     Top-p compares the mass above a token with p in single precision, as transformers does.
     """

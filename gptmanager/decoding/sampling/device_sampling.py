@@ -110,7 +110,8 @@ class DeviceSampler(Sampler):
         """Choose the next tokens of S rows in one launch, which may be captured in a CUDA graph.
 
         The kernel reads the parameters that `flush` has uploaded. It reads `lines` on the device,
-        so each replay can serve other lines. The arguments are those of `cuda.sampling.sample`.
+        so each replay can serve other lines. The arguments are those of
+        `cuda.sampling.sampling.sample`.
         """
         table, workspace = self._choice_table, self._workspace
         sampling.sample(
