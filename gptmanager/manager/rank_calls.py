@@ -30,6 +30,7 @@ class RankCalls:
     def __init__(self, inbox: Inbox, timer: CallbackTimer) -> None:
         self._inbox, self._timer = inbox, timer
         self._ranks: Ranks | None = None
+        self._failure: Exception | None = None  # of a pending step, for the next iteration
 
     def attach(self, ranks: Ranks | None, loop: TokenLoop) -> None:
         """Connect to the other ranks, and to the loop of this one."""
@@ -56,8 +57,7 @@ class RankCalls:
         try:
             if self._ranks is not None and not self._inbox.defers_calls:
                 self._ranks.links.send(Message.CALL, name.encode())
-            while loop.pending:
-                loop.finish_pending()
+            self._finish_pending(loop)
             return call()
         finally:
             if is_timed:
@@ -80,6 +80,12 @@ class RankCalls:
                 raise RankError(f"{name}: rank {rank} failed: {text.decode()}")
         return answer
 
+    def raise_failure(self) -> None:
+        """Raise the error of a step that a call could not finish, so that the loop recovers."""
+        failure, self._failure = self._failure, None
+        if failure is not None:
+            raise failure
+
     def note_pause(self) -> None:
         """Tell the other ranks to wait longer, because no iteration may begin yet.
 
@@ -87,6 +93,14 @@ class RankCalls:
         """
         if self._ranks is not None and not self._inbox.defers_calls:
             self._ranks.links.send(Message.PAUSED)
+
+    def _finish_pending(self, loop: TokenLoop) -> None:
+        try:
+            while loop.pending:
+                loop.finish_pending()
+        except Exception as error:
+            self._failure = error  # the host gets it as well
+            raise
 
     def _follow(self, loop: TokenLoop, name: str) -> None:
         """Run this rank's call `name`, which rank 0 has announced; wait for it if necessary."""
@@ -104,13 +118,14 @@ class RankCalls:
             f"called {own}" if own else f"has not called it within timeout_s = {links.timeout_s:g}"
         )
         error = RankError(f"{name} must be called on all ranks: rank {links.rank} {why}")
-        while loop.pending:
-            loop.finish_pending()
         try:
+            self._finish_pending(loop)
             self.agree(name, _raises(error))
-        except RankError as raised:
+        except Exception as raised:
             if question is not None:
                 question.refuse(raised)
+            if raised is not error:  # the ranks have failed, or are out of step
+                raise
 
 
 def _raises(error: Exception) -> Callable[[], None]:

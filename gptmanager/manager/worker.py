@@ -207,6 +207,7 @@ class Worker:
 
     def _iterate(self, loop: TokenLoop) -> bool:
         """Run an iteration. Return False if it had nothing to do and Get returned nothing."""
+        self._calls.raise_failure()
         had_active, pending = bool(loop.active), loop.pending
         is_idle = not (loop.holds_requests or loop.pending) and self._host.is_accepting
         # an idle iteration only calls Get, a hundred times a second

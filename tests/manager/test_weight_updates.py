@@ -180,6 +180,42 @@ def test_abort_all_ends_what_is_active_and_nothing_else(served):
     assert len(output(host)[0][0]) == 13
 
 
+class PausingHost(RecordingCallbacks):
+    """Pauses its manager after the first response."""
+
+    def send_response(self, *arguments):
+        super().send_response(*arguments)
+        if len(self.responses) == 1:
+            self.manager.pause_generation()
+
+
+def test_a_step_that_fails_in_a_call_ends_its_requests(monkeypatch):
+    host = PausingHost()
+    options = OptionalParams(kv_cache_config=KvCacheConfig(max_tokens=512), run_ahead=1)
+    with GptManager(
+        FOLDER, ModelType.INFLIGHT_FUSED_BATCHING, optional_params=options, **host.keywords()
+    ) as manager:
+        host.manager = manager
+        number = next(NUMBERS)
+        host.submit(request(number, [1, 2, 3], 40, is_streaming=True))
+        while not host.responses:
+            pass
+
+        def fail(step):
+            monkeypatch.undo()
+            raise OSError("the device is lost")
+
+        monkeypatch.setattr(manager._worker.loop.executor, "result", fail)
+        with pytest.raises(OSError, match="the device is lost"):
+            manager.sleep()
+        assert not manager.is_asleep
+        manager.resume_generation()
+        error = host.final(number, 60).error
+        assert error.startswith("StepError: ") and "the device is lost" in error
+        assert manager.audit().ok
+        assert len(output(host)[0][0]) == 13
+
+
 @pytest.mark.slow
 def test_an_update_leaves_the_file_of_a_mapped_checkpoint_as_it_is(tmp_path, checkpoint):
     folder = convert_checkpoint(FOLDER, tmp_path / "int8", weights_dtype="int8")
