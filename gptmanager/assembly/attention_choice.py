@@ -46,8 +46,8 @@ def choose(
     """Let `kernels` use the provider for the shapes that it accepts; log what it refuses.
 
     With `seconds`, all providers and our own kernels are timed, and the fastest is used, for each
-    phase. Our own are used if steps with contexts are captured. `agree` returns the names of those
-    chosen, or "own" for a phase in which other ranks chose otherwise.
+    phase. Our own are used if steps with contexts are captured. `agree` takes the chosen name of
+    each phase, and returns it, or "own" if other ranks chose another.
     """
     able = {
         name_of(it): _Able(it, _accepted(it, shapes, dtype, limits.tokens_per_block))

@@ -166,8 +166,8 @@ def _check_modes(params: OptionalParams) -> None:
     if params.enable_trt_overlap and params.run_ahead:
         raise ConfigError(
             f"OptionalParams.enable_trt_overlap = True is refused with run_ahead = "
-            f"{params.run_ahead}: the former overlaps steps of different requests, the latter "
-            "steps of the same requests; set one of them"
+            f"{params.run_ahead}: enable_trt_overlap overlaps steps of different requests, "
+            "run_ahead steps of the same requests; set one of them"
         )
 
 

@@ -76,7 +76,7 @@ def _fields(request: InferenceRequest) -> dict[str, tuple[str, int]]:
 
 
 def _values(data: bytes, dtype: str) -> str:
-    """Quote the values of a tensor. torch reads its dtypes, which NumPy may not know."""
+    """Quote the values of a tensor. torch reads its own dtypes, because NumPy may not know them."""
     if not data:
         return "[]"
     name = dtype.removeprefix("torch.")

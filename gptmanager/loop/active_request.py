@@ -25,9 +25,10 @@ class ActiveRequest(LlmRequest):
     `num_sent` is the history position up to which tokens have been sent, at first the length of the
     prompt; pauses do not change it. `stop_state` is the state of `end_rule` after the tokens so
     far. `cached_tokens` is the number of prompt tokens that the first start found in the KV cache.
-    `search` is the beam search of a request with several beams, else None; with beams, `tokens`
-    only counts the generated tokens. `is_serial` means that the next step depends on the values of
-    the last tokens. `has_extras` means that responses may have other tensors than tokens.
+    `search` is the beam search of a request with several beams, else None. With beams, only the
+    number of generated `tokens` is valid: `search` has their values. `is_serial` means that the
+    next step depends on the values of the last tokens. `has_extras` means that responses may have
+    other tensors than tokens.
 
     `adapter_digest` is the digest of the adapter's content, "" until it is known. `adapter_slot` is
     the adapter's index in the tables of the kernels, -1 while the adapter is not on the device.

@@ -24,7 +24,7 @@ from gptmanager.request.sampling_params import SamplingParams
 
 
 class ProgressState(NamedTuple):
-    """The attributes of an `ActiveRequest` that steps change, by attribute name."""
+    """The attributes of an `ActiveRequest` that are set after its construction, by name."""
 
     state: LlmRequestState
     slot: int

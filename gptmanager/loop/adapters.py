@@ -37,8 +37,9 @@ def no_adapters() -> Adapters:
 class Read:
     """An adapter that was sent with a request and is not cached; `digest` is "" until it is read.
 
-    `brought_by` is the request that sent the adapter. `wanted_by` are this request, if still
-    active, and later ones with only the id. No new request may use the adapter if `is_forgotten`.
+    `brought_by` is the id of the request that sent the adapter. `wanted_by` has this id, while the
+    request is active, and those of later requests for the same task. No new request may use the
+    adapter if `is_forgotten`.
     """
 
     task_id: int
@@ -90,7 +91,7 @@ class Adapters:
         self.has_changed = True
 
     def take_in(self) -> list[Failure]:
-        """Apply noted changes, before requests are added. Return failures of requests to end."""
+        """Apply noted changes, before requests are added. Return failures that end requests."""
         while self._forgotten:
             task_id = self._forgotten.popleft()
             self.cache.forget(task_id)
@@ -120,7 +121,7 @@ class Adapters:
         self._load(ReadAdapter(job, task_id, tensors))
 
     def settle(self, active: Iterable[ActiveRequest]) -> list[Failure]:
-        """Assign pages after requests were added. Return failures of requests to end."""
+        """Assign pages after requests were added. Return failures that end requests."""
         while self.unknown:
             self._follow_or_fail(self.unknown.pop(0))
         for job in self._next_reads():

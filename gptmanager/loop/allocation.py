@@ -22,7 +22,7 @@ _CONTEXT_INIT = LlmRequestState.CONTEXT_INIT
 
 
 class AllocatorState(NamedTuple):
-    """The state of an `Allocator`. `paused` are the requests paused since the last schedule."""
+    """The state of an `Allocator`. `paused` has ids of requests paused since the last schedule."""
 
     kv_cache: KvCacheState
     free_slots: tuple[int, ...]

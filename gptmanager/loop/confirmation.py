@@ -133,7 +133,7 @@ def _advance_beams(
 ) -> tuple[int, End | None]:
     """Append one token to every beam; return (fault, end) as `_confirm_several` does.
 
-    With several beams, `request.tokens` only counts the tokens.
+    With several beams, only the length of `request.tokens` is valid after the prompt.
     """
     if request.search is None:
         raise TypeError(f"request {request.request_id} has rows of beams but no search")

@@ -72,7 +72,7 @@ class GenerationControl(LoopQuestions):
 
     @property
     def is_asleep(self) -> bool:
-        """Whether `sleep` has been called without a later `wake`."""
+        """Whether `sleep` has released the memory, and `wake` has not allocated it again."""
         return self._worker.updates.is_asleep
 
     def pause_generation(self, timeout: float | None = ANSWER_S) -> None:
@@ -80,7 +80,7 @@ class GenerationControl(LoopQuestions):
 
         Requests keep their memory. With run-ahead or micro batches, steps that were launched before
         may still run on the device; their results are read after the pause, or by `update_weights`,
-        `sleep` or `abort_all`. A call in a callback returns at once: the pause begins after the
+        `sleep` or `abort_all`. In a callback it returns at once, and the pause begins after the
         current iteration. `shutdown` also ends the pause. Raise TimeoutError and ManagerDeadError
         as `explain` does.
         """

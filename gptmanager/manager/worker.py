@@ -164,9 +164,9 @@ class Worker:
         | questions of other threads | `Inbox.answer` | answered between two iterations |
         | shutdown, here or on rank 0 | `await_turn` | DRAIN, END or ABORT |
         | a rank has failed | `await_turn` | RankError |
+        | `pause_generation`, `sleep`, or incomplete weights | `_serve` | wait |
         | an iteration raised | `Recovery` | continue without started requests, or raise |
         | Get failed too often | `GetFailures.fatal` | raised |
-        | `pause_generation`, `sleep`, or incomplete weights | `_serve` | wait |
         | nothing to do | `_iterate` | sleep until woken |
         """
         self._host.journal.flush()  # send the responses that an earlier process could not send

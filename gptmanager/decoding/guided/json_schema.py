@@ -182,7 +182,7 @@ class SchemaReader:
         return True
 
     def _joined(self, around: Mapping[str, Any], schema: dict[str, Any]) -> dict[str, Any]:
-        """Return a schema with the keywords and properties of both, for a value that fits both."""
+        """Return `schema` with the keywords and properties of `around`, which must fit as well."""
         properties = {**(around.get("properties") or {}), **(schema.get("properties") or {})}
         return {**around, **schema, **({"properties": properties} if properties else {})}
 

@@ -40,7 +40,7 @@ def check_value(name: str, value: Any) -> None:
             check_value(name, part)
     elif isinstance(value, int | float) and abs(value) > _EXACT:
         raise ValueError(
-            f"{name} holds {shown(value)}, which double precision cannot represent exactly"
+            f"{name} holds {shown(value)}, which double precision may round: the limit is 2**53"
         )
 
 
