@@ -1,7 +1,7 @@
 """Answers questions about a loop, such as which requests hold a block and why a request waits.
 
-The loop must be between two iterations. Nothing is changed, and every number is read from the
-objects that make the decisions.
+The loop must be between two iterations, or in a callback. Nothing is changed, and every number is
+read from the objects that make the decisions.
 """
 
 from __future__ import annotations

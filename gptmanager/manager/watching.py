@@ -1,7 +1,7 @@
 """Events of a running loop: which requests arrived, ran and ended.
 
 Taps report the events. A tap is an object in front of the loop's host or executor that passes every
-call on unchanged. Taps are placed and removed between two iterations.
+call on unchanged. Taps are placed for the first watcher, and removed with the last one.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ WatchCallback = Callable[[Event], object]
 
 
 class Watchers:
-    """The watchers of one loop. `add` and `remove` may be called only between iterations."""
+    """The watchers of one loop. Only the loop's thread calls the methods while the loop runs."""
 
     def __init__(self) -> None:
         self._sees: tuple[WatchCallback, ...] = ()

@@ -167,7 +167,7 @@ class Worker:
         | `pause_generation`, `sleep`, or incomplete weights | `_serve` | wait |
         | an iteration raised | `Recovery` | continue without started requests, or raise |
         | Get failed too often | `GetFailures.fatal` | raised |
-        | nothing to do | `_iterate` | sleep until woken |
+        | nothing to do | `_rest` | sleep until woken |
         """
         self._host.journal.flush()  # send the responses that an earlier process could not send
         while (turn := self._next_turn(loop)) not in (Turn.ABORT, Turn.END):
