@@ -365,8 +365,8 @@ class Adapters:
         counts = cache.counts()
         return (
             f"for {adapter.num_pages} adapter pages of {name}: {counts.device_free_pages} of "
-            f"{counts.device_total_pages} are free, and the others are reserved for running "
-            "requests and requests ahead of it"
+            f"{counts.device_total_pages} are free, and running requests and requests ahead of it "
+            "come first"
         )
 
     def lacks_pages(self, request_id: int) -> bool:
