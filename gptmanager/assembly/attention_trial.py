@@ -28,7 +28,7 @@ _ROUNDS = 3
 _MARGIN = 0.97  # smaller differences are noise
 _LENGTHS = {CONTEXT: 2048, GENERATION: 1024}  # positions of a measured row
 _BEYOND_CACHES = 256 << 20  # bytes of keys and values in a run: more than any L2 cache
-_MOST_SETS = 8  # limit of the sets of pages, of one layer each, that a run reads in turn
+_MOST_SETS = 8  # limit of the sets of pages, of one layer each, that a run reads in order
 
 
 class StepLimits(NamedTuple):
