@@ -4,8 +4,8 @@ This class passes addresses to the compiled bodies, which widen inputs to float3
 once. float64 uses the reference. Before a call, tensors are converted if their dtypes are mixed or
 not in `DTYPES`, or if they are not contiguous; matmuls may also pad or quantize their inputs. With
 or without `deterministic`, a token's result is bitwise independent of the other tokens in the call,
-except in matmuls and in float64, where this holds only with `deterministic`. All compiled ops are
-bitwise independent of the number of threads.
+except in matmuls and in ops of the reference, where this holds only with `deterministic`. All
+compiled ops are bitwise independent of the number of threads.
 """
 
 from __future__ import annotations

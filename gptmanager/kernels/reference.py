@@ -391,9 +391,3 @@ class Kernels(DeltaOps):
             size = 1 if self.deterministic else max(1, end - first)
             for start in range(first, end, size):
                 yield start, start + size, length - end + start + size, slot
-
-    def _each(self, op: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-        """Return `op(x [T, ...])`, computed token by token if deterministic."""
-        if not self.deterministic or len(x) < 2:
-            return op(x)
-        return torch.cat([op(own) for own in torch.split(x, 1)])

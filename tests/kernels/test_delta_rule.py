@@ -104,3 +104,19 @@ def test_narrow_numbers_are_rounded_once() -> None:
     assert state.memory.dtype is torch.float32
     for own, right in zip(found, exact, strict=True):
         assert torch.allclose(own.double(), right, rtol=2**-8, atol=1e-5)
+
+
+@pytest.mark.parametrize("kernels", [Kernels(deterministic=True), CpuKernels(deterministic=True)])
+@pytest.mark.parametrize(("num_tokens", "width", "threads"), [(33, 24, 1), (34, 4096, 3)])
+def test_a_gated_token_has_its_bits_in_any_batch(
+    kernels: Kernels, num_tokens: int, width: int, threads: int
+) -> None:
+    drawn, before = torch.Generator().manual_seed(1), torch.get_num_threads()
+    x, gates = torch.randn(2, num_tokens, width, generator=drawn)
+    torch.set_num_threads(threads)
+    try:
+        batch = kernels.gated(x, gates)
+    finally:
+        torch.set_num_threads(before)
+    alone = [kernels.gated(x[it : it + 1], gates[it : it + 1]) for it in range(num_tokens)]
+    assert torch.equal(batch, torch.cat(alone))

@@ -4,7 +4,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 import torch.nn.functional as F
@@ -37,7 +37,7 @@ class DeltaOps:
 
     def gated(self, x: Tensor, gates: Tensor) -> Tensor:
         """`x * sigmoid(gates)`, both `[T, N]`, in x's dtype."""
-        return (widened(x) * widened(gates).sigmoid()).to(x.dtype)
+        return (widened(x) * self._elementwise(torch.sigmoid, widened(gates))).to(x.dtype)
 
     def gated_delta(
         self,
@@ -60,7 +60,8 @@ class DeltaOps:
         result = projected.new_empty(len(projected), shape.values)
         wide, weight = widened(projected), widened(tensors.conv)
         rates, steps = widened(gates).to(wide).chunk(2, dim=-1)
-        decays = -widened(tensors.decay).exp() * F.softplus(steps + widened(tensors.step))
+        arguments = steps + widened(tensors.step)
+        decays = -widened(tensors.decay).exp() * self._elementwise(F.softplus, arguments)
         for tokens, slots in self._spans(rows):
             count = (len(slots), -1)
             channels, own_gates = wide[tokens].split((shape.channels, shape.values), dim=-1)
@@ -97,3 +98,16 @@ class DeltaOps:
                 yield from ((slice(it, it + 1), slots[row : row + 1]) for it in range(start, stop))
             elif stop - start > 1:
                 yield slice(start, stop), slots[row : row + 1]
+
+    def _each(self, op: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+        """Return `op(x [T, ...])`, computed token by token if deterministic."""
+        if not self.deterministic or len(x) < 2:
+            return op(x)
+        return torch.cat([op(own) for own in torch.split(x, 1)])
+
+    def _elementwise(self, op: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+        """Return `op(x [T, ...])` of an elementwise `op`, by `_each` on the CPU.
+
+        There torch computes the last elements of each thread's share without SIMD, with other bits.
+        """
+        return self._each(op, x) if x.device.type == "cpu" else op(x)
