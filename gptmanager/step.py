@@ -76,7 +76,7 @@ class Row(NamedTuple):
 
     `samples`: whether a token is chosen for the row. It is False for all context chunks but the
     last. `epoch` distinguishes the starts of a request, so that a result is never used for a later
-    start. In the context phase the beams of a request share one sequence, in generation there are
+    start. In the context phase the beams of a request share one sequence; in generation there are
     `beam_width` sequences. The last `num_drafts` tokens are drafts; up to `num_drafts` + 1 tokens
     are chosen for a row with drafts.
     """

@@ -29,7 +29,7 @@ from gptmanager.testing.scripted_executor import ScriptedExecutor
 CreateScheduler = Callable[..., Any]
 
 MAX_IDLE = 8  # iterations in a row in which no request runs and nothing is in flight
-# A request must end within this many times the iterations that all requests need one by one.
+# A request must end within this many times the iterations that all requests take one by one.
 PATIENCE = 4
 
 
