@@ -92,7 +92,7 @@ class TorchExecutor:
     def result(self, step: StepInFlight) -> StepResult:
         """Wait for the chosen tokens and return the result of the step."""
         if step.pending is None:
-            raise RuntimeError("the step has no tokens yet: call sample() before result()")
+            raise RuntimeError("the step was not sampled: call sample() before result()")
         with self.runner.stream:
             chosen = step.pending()
         rows, counts = step.rows.rows, chosen.counts
