@@ -78,7 +78,7 @@ def _data_type(spec: TensorSpec) -> str:
 
 
 def _kind(settings: ServerSettings) -> str:
-    return "KIND_CPU" if settings.params.device == "cpu" else "KIND_GPU"
+    return "KIND_GPU" if (settings.params.device or "").startswith("cuda") else "KIND_CPU"
 
 
 def _parameters(inference: Inference, settings: ServerSettings) -> Mapping[str, str]:

@@ -186,6 +186,7 @@ def test_what_is_told_of_server_and_models(http, server):
     config = http.get_model_config("tensorrt_llm")
     assert config["model_transaction_policy"] == {"decoupled": True}
     assert config["max_batch_size"] == server.settings.concurrency
+    assert config["instance_group"][0]["kind"] == "KIND_CPU"
     by_name = {one["name"]: one for one in config["input"]}
     assert by_name["input_ids"]["data_type"] == "TYPE_INT32" and "optional" in by_name["stop"]
     assert by_name["random_seed"]["data_type"] == "TYPE_UINT64"
