@@ -56,9 +56,8 @@ class ModelSettings:
         names = [*self.names, *(name for name, _ in self.adapters)]
         for name in names:
             if not name.strip() or not name.isprintable():
-                raise ConfigError(
-                    f"served_model_name = {name!r} must be printable and must not be blank"
-                )
+                option = "served_model_name" if name in self.names else "adapters"
+                raise ConfigError(f"{option} = {name!r} must be printable and must not be blank")
             if names.count(name) > 1:
                 raise ConfigError(f"served_model_name and adapters: {name!r} is used twice")
         if len(self.adapters) > self.max_adapters:

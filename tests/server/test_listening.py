@@ -127,7 +127,7 @@ def test_a_server_without_a_key_lets_its_origins_in():
         ),
         *(("root_path", text) for text in ("llm", "/", "/llm/", "/a//b", "/a b", "/a\r\nb", "/é")),
         *(("served_model_name", names) for names in (["a", "a"], ["a", " "], ["a\nb"], [""])),
-        ("adapters", [("a", MODEL), ("a", MODEL)]),
+        *(("adapters", [(name, MODEL) for name in names]) for names in ("aa", " ")),
         ("tls_cert", MODEL / "config.json"),
         ("tls_key", MODEL / "config.json"),
     ],
