@@ -16,5 +16,5 @@ def unsupported(message: str) -> ApiError:
 
 
 def unsupported_extension(what: str) -> ApiError:
-    """Return the error for a method that manages models, files or memory outside of calls."""
-    return unsupported(f"{what} is not supported: this server has one model, in this process")
+    """Return the error for a method of Triton that does `what`, which this server does not."""
+    return unsupported(f"this server does not support {what}")

@@ -164,7 +164,7 @@ class _Call(NamedTuple):
 
 
 class BadMessages(grpc.aio.ServerInterceptor):  # type: ignore[misc]
-    """Passes an ApiError to the method in place of a message that is malformed or too expensive.
+    """Passes an ApiError to the method if a message is malformed or too expensive to parse.
 
     Without it, grpcio would log a traceback for a malformed message, and answer without a reason.
     """

@@ -28,8 +28,10 @@ _DECOMPRESSED_BASE, _DECOMPRESSED_PER_BYTE = 16 << 20, 4
 
 
 def decompressed(body: bytes, encoding: str, limit: int) -> bytes:
-    """Return the decompressed body. Raises ApiError (413) if it exceeds `limit`, or if it is many
-    times larger than the compressed body, since small bodies could expand a thousandfold.
+    """Return the decompressed body.
+
+    Raises ApiError: 400 for an unknown `encoding` or a wrong body, 413 if the result exceeds
+    `limit`, or is many times larger than the body, since small bodies could expand a thousandfold.
     """
     if encoding in ("", "identity"):
         return body
@@ -57,7 +59,8 @@ def read_request(
 ) -> tuple[InferRequest, set[str] | None]:
     """Return the call, and the names of the outputs requested as bytes, or None if all are.
 
-    Raises ApiError (400) for the first fault. The rest of the body is then not read.
+    Raises ApiError for the first fault: 400, or 501 for an extension that is not supported. The
+    rest of the body is then not read.
     """
     length = _header_length(header_length, len(body))
     fields = _Object("the request", parse_json(body[:length]))

@@ -30,7 +30,7 @@ VERSION = "1"  # the only version of each model
 
 
 class Reply(Protocol):
-    """The reply to a row of a call; a row that asks for several sequences has a reply for each.
+    """A reply to a row of a call: one for each sequence that the row asks for, or for all beams.
 
     `request` is the request that the engine runs. `take` converts a part of its output into
     responses, each of which is a dict of tensors by name. Once `is_complete` is True, the request
@@ -197,7 +197,7 @@ class Inference:
     ) -> list[tuple[int, Reply]]:
         """Return the replies of all rows, each with the index of its row.
 
-        Raises ApiError as soon as the replies are too many.
+        Raises ApiError for a wrong row, and as soon as the replies are too many.
         """
         found: list[tuple[int, Reply]] = []
         for index, row in enumerate(rows):
@@ -274,7 +274,7 @@ def check_outputs(number: int, model: Model) -> None:
     if number > len(model.outputs):
         raise invalid(
             "outputs",
-            f"{number} outputs are requested, model {quoted(model.name)} has {len(model.outputs)}",
+            f"{number} outputs are requested; model {quoted(model.name)} has {len(model.outputs)}",
         )
 
 

@@ -46,7 +46,7 @@ class TensorSpec(NamedTuple):
     """An input or output of a model.
 
     `dims` is the shape without the batch; -1 means any size up to a limit. For each -1 of an input,
-    `most` names the field of `Sizes` with its limit. If `is_of_model`, any float datatype is
+    `most` names the field of `Sizes` with its limit. If `is_of_model`, FP16, FP32 and BF16 are
     accepted.
     """
 
@@ -96,7 +96,7 @@ class InputReader:
         if number > len(self.specs):
             raise invalid(
                 "inputs",
-                f"{number} inputs are given for model {quoted(self._model)}, it has "
+                f"{number} inputs are given for model {quoted(self._model)}; it has "
                 f"{len(self.specs)}",
             )
 
@@ -200,7 +200,7 @@ class InputReader:
         return invalid(
             None,
             f"inference request batch-size must be from 1 to {self._sizes.rows} for model "
-            f"{quoted(self._model)}, it is {size}",
+            f"{quoted(self._model)}, got {size}",
         )
 
 

@@ -108,7 +108,7 @@ class TextModel:
         text = _text("text_input", row["text_input"][0])
         prompt = [*virtual, *await self._encode(text)]
         if not prompt:
-            raise invalid("text_input", "text_input has no tokens, at least 1 is needed")
+            raise invalid("text_input", "text_input has no tokens: at least 1 is needed")
         tokens_row = {_RENAMED.get(key, key): row[key] for key in row.keys() - _NOT_PASSED_ON}
         tokens_row.update(
             input_ids=np.array(prompt, dtype=np.int32),

@@ -229,7 +229,10 @@ class TokenModel:
 
 
 class RequestedOutputs(NamedTuple):
-    """The outputs that a row asks for in addition to its new tokens."""
+    """The outputs that a row asks for in addition to its new tokens.
+
+    `excludes_input`: the token ids in a response do not begin with the prompt.
+    """
 
     log_probs: bool
     context_logits: bool
@@ -308,7 +311,7 @@ class TokenReply:
     def _tensors(
         self, beams: Sequence[Sequence[int]], part: GenerationPart, begin: int, end: int
     ) -> Tensors:
-        """Return the tensors of the tokens `begin` to `end` of a part; zeros if not requested."""
+        """Return the tensors of the tokens from `begin` up to `end`; zeros if not requested."""
         lengths = [len(tokens) for tokens in beams]
         most = max(lengths)
         ids = [[*tokens, *[PAD] * (most - len(tokens))] for tokens in beams]
@@ -333,7 +336,7 @@ class TokenReply:
 def _piece(
     part: GenerationPart, name: str, begin: int, end: int, nothing: tuple[int, ...]
 ) -> np.ndarray:
-    """Return the tokens `begin` to `end` of a part's tensor.
+    """Return a part's tensor for the tokens from `begin` up to `end`.
 
     The result is zeros of the shape `nothing` if the part does not have the tensor.
     """

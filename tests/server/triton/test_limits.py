@@ -278,7 +278,7 @@ def test_structure_is_counted_as_a_reader_of_letters_would(text):
         expected["containers"] += letter in (b"[", b"{") and not is_inside
         expected["commas"] += letter == b"," and not is_inside
         at += 1
-    assert json_text._counts_outside_texts(text)._asdict() == expected
+    assert json_text._counts_outside_strings(text)._asdict() == expected
 
 
 def test_json_of_many_numbers_is_parsed():
