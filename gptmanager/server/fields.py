@@ -18,7 +18,10 @@ class Kind(Protocol):
     """The type and range of a field."""
 
     def read(self, where: str, value: Any) -> Any:
-        """Return the checked value. Raises ApiError (400) with `where`, the value and the limit."""
+        """Return the checked value. Raises ApiError (400) with the value and the limit.
+
+        `where` is the place of the field in the body, for the error.
+        """
 
     def schema(self) -> dict[str, Any]:
         """Return the JSON schema of the allowed values."""
@@ -312,14 +315,14 @@ def check_token_ids(where: str, ids: Sequence[Any], vocab_size: int) -> None:
 
 
 def are_integers(values: Sequence[Any], low: float, high: float) -> bool:
-    """Return whether all values are integers from `low` to `high`. Fast for millions of values."""
+    """Return whether `values` are one or more integers from `low` to `high`; fast for millions."""
     return set(map(type, values)) == {int} and low <= min(values) and max(values) <= high
 
 
 def _check_size(where: str, size: int, unit: str, shortest: int, longest: int | None) -> None:
     """Raise ApiError (400) unless `size` is from `shortest` to `longest`."""
     if size < shortest:
-        raise bad_request(where, f"{where} has {size} {unit}, at least {shortest} needed")
+        raise bad_request(where, f"{where} has {size} {unit}, and needs at least {shortest}")
     if longest is not None and size > longest:
         raise bad_request(where, f"{where} has {size} {unit}, at most {longest} are allowed")
 

@@ -69,11 +69,11 @@ class ServerSettings(AccessSettings, ModelSettings, ChatSettings):
         parsers = (self.reasoning_parser, self.tool_call_parser)
         if "harmony" in parsers and not set(parsers) <= {"auto", "harmony"}:
             raise ConfigError(
-                f"reasoning_parser = {parsers[0]} and tool_call_parser = {parsers[1]} do not fit: "
-                "use harmony for both"
+                f"reasoning_parser = {parsers[0]} and tool_call_parser = {parsers[1]} do not fit "
+                "together: use harmony for both"
             )
         if self.chat_template is not None and not self.chat_template.is_file():
-            raise ConfigError(f"chat_template = {self.chat_template}: the file does not exist")
+            raise ConfigError(f"chat_template = {self.chat_template} must be a file that exists")
         self._check_names()
 
     @property
@@ -91,7 +91,7 @@ class ServerSettings(AccessSettings, ModelSettings, ChatSettings):
 
     @property
     def params(self) -> OptionalParams:
-        """The manager's parameters, with block reuse and the server's limits."""
+        """The manager's parameters, completed by the server's options."""
         given = self.manager
         is_off = self.block_reuse is None and given.model_type is ModelType.V1
         reuse = False if is_off else self.block_reuse

@@ -319,7 +319,7 @@ def test_what_has_no_effect_is_taken(client):
         ({"prompt": [3, 640]}, "prompt", "prompt[1] = 640 is outside 0 to 639"),
         ({"prompt": [3, -1]}, "prompt", "prompt[1] = -1 is outside 0 to 639"),
         ({"prompt": [640] * 600}, "prompt", "your prompt has 600 tokens"),
-        ({"prompt": ""}, "prompt", "has 0 characters, at least 1 needed"),
+        ({"prompt": ""}, "prompt", "has 0 characters, and needs at least 1"),
         ({"suffix": "x"}, "suffix", "not supported"),
         ({"best_of": 3}, "best_of", "best_of = 3"),
         ({"stream_options": {}}, "stream_options", "stream = true"),

@@ -76,7 +76,7 @@ def test_a_kind_takes_what_its_schema_describes(kind, value):
         ({"prompt": "x", "top_k": -2}, "top_k = -2 is outside -1 to 2147483647"),
         ({"prompt": "x", "n": True}, "n must be an integer, got True"),
         ({"prompt": "x", "temperature": float("inf")}, "temperature must be a number, got inf"),
-        ({"prompt": "x", "stop": [""]}, "stop[0] has 0 characters, at least 1 needed"),
+        ({"prompt": "x", "stop": [""]}, "stop[0] has 0 characters, and needs at least 1"),
         ({"prompt": "x", "stop": ["a"] * 65}, "stop has 65 items, at most 64 are allowed"),
         ({"prompt": "x", "logit_bias": {"a": 1}}, "the key 'a' must be a token id"),
         (

@@ -47,7 +47,7 @@ def test_calls_behind_a_special_token(mistral, choice):
     ("template", "options", "expected"),
     [
         ("qwen", {}, ["answers: think, by the chat", "calls in answers: hermes, by the chat"]),
-        ("gemma", {}, ["thoughts in answers: none", "calls in answers: none, requests with tools"]),
+        ("gemma", {}, ["thoughts in answers: none", "calls in answers: none; requests with tools"]),
         ("gemma", {"tool_call_parser": "pythonic", "reasoning_parser": "think"},
          ["think, by --reasoning-parser", "pythonic, by --tool-call-parser"]),
         ("gemma", {"tool_call_parser": "harmony"}, ["harmony, by --tool-call-parser"] * 2),

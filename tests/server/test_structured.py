@@ -157,7 +157,7 @@ def test_what_a_lenient_schema_does_not_enforce_is_reported(outputs, caplog):
     assert asyncio.run(outputs.processor(lenient, warnings)).unenforced == (
         "#/properties/tags/uniqueItems",
     )
-    told = """299 - "not enforced of here: '/properties/tags/uniqueItems'\""""
+    told = """299 - "not enforced in here: '/properties/tags/uniqueItems'\""""
     assert warnings.headers() == {"Warning": told}
     assert "these keywords are not enforced: #/properties/tags/uniqueItems" in caplog.text
 
@@ -170,7 +170,7 @@ def test_what_optional_calls_do_not_enforce_is_reported(outputs):
     ):
         warnings = Warnings()
         assert with_tools(outputs, None, choice, TAGGED, warnings, **more).kind == "lark"
-        told = """299 - "not enforced of tools[0]: 'properties/tags/uniqueItems'\""""
+        told = """299 - "not enforced in tools[0]: 'properties/tags/uniqueItems'\""""
         assert warnings.headers() == {"Warning": told}
     with pytest.raises(ApiError, match=r"function\.parameters: json_schema: uniqueItems cannot"):
         with_tools(outputs, None, "required", TAGGED)
@@ -179,7 +179,7 @@ def test_what_optional_calls_do_not_enforce_is_reported(outputs):
         with_tools(outputs, None, "auto", {"properties": {"a": {"type": "strin"}}}, warnings)
         is None
     )
-    assert "calls of tools are not enforced: tools: " in warnings.headers()["Warning"]
+    assert "tool calls are not constrained: tools: " in warnings.headers()["Warning"]
 
 
 def test_tools_beside_a_form_of_the_answer(outputs):

@@ -35,7 +35,7 @@ def messages_of(
 ) -> tuple[list[dict[str, Any]], dict[int, Place]]:
     """Return the messages of a chat, and a mapping from a message's index to its place in the body.
 
-    Raises ApiError (400) for a message or a block of an unknown kind.
+    Raises ApiError (400) for a wrong message or block.
     """
     messages: list[dict[str, Any]] = []
     places: dict[int, Place] = {}
@@ -48,7 +48,7 @@ def messages_of(
             raise field_error(where, f"{quoted(message)} must be an object with role and content")
         role, content = message.get("role"), message.get("content")
         if role not in ("user", "assistant", "system"):
-            raise field_error(f"{where}.role", f"{quoted(role)} must be user or assistant")
+            raise field_error(f"{where}.role", f"{quoted(role)} must be user, assistant or system")
         found: list[tuple[Place, dict[str, Any]]]
         if isinstance(content, str):
             found = [(where, {"role": role, "content": content})]
@@ -166,7 +166,7 @@ def chat_fields(given: Mapping[str, Any]) -> dict[str, Any]:
         fields["enable_thinking"] = thinking == "enabled"
     elif thinking not in (None, "adaptive"):
         raise field_error(
-            "thinking.type", f"{quoted(thinking)} must be enabled, disabled, adaptive"
+            "thinking.type", f"{quoted(thinking)} must be enabled, disabled or adaptive"
         )
     output = given.get("output_config", {})
     if output.get("effort") is not None:

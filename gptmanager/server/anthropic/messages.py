@@ -1,4 +1,4 @@
-"""/v1/messages and /v1/messages/count_tokens, for Anthropic's client."""
+"""/v1/messages and /v1/messages/count_tokens, for clients of Anthropic's API."""
 
 from __future__ import annotations
 
@@ -43,11 +43,13 @@ _PROMPT = (
     Field("system", AsItIs(_TEXTS), "the system message: a string, or text blocks"),
     Field("tools", ListOf(AsItIs(_OBJECT), longest=MAX_TOOLS), "tools that may be called"),
     Field("tool_choice", Object(), "auto, any, none, or a tool by its name"),
-    Field("thinking", Object(), "enabled or disabled: the template's enable_thinking"),
+    Field(
+        "thinking", Object(), "enabled, disabled or adaptive, for enable_thinking of the template"
+    ),
     Field("output_config", Object(), "effort, and format: a JSON schema"),
 )
 _GENERATION = (
-    Field("max_tokens", NewTokens(1), "new tokens", required=True),
+    Field("max_tokens", NewTokens(1), "maximum number of new tokens", required=True),
     Field("stop_sequences", ListOf(Text(1), longest=MAX_STOPS), "texts that end an output"),
 )
 _IGNORED = tuple(

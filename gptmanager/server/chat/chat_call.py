@@ -80,7 +80,7 @@ class ChatCalls:
         thoughts, calls = _why(by_reasoning, by_calls), _why(by_calls, by_reasoning)
         logger.info("thoughts in answers: %s, %s", found.value, thoughts)
         if form is None:
-            logger.info("calls in answers: none, requests with tools get a 400: %s", UNKNOWN_FORMAT)
+            logger.info("calls in answers: none; requests with tools get a 400: %s", UNKNOWN_FORMAT)
         else:
             logger.info("calls in answers: %s, %s", form.name, calls)
 
@@ -94,7 +94,7 @@ class ChatCalls:
     ) -> tuple[ChatPrompt, Tools | None]:
         """Return the prompt of a chat, and the tools that its answer may call.
 
-        Raises ApiError (400) for a wrong field.
+        Raises ApiError: 400 for a wrong field, 503 if the template's process does not start.
         """
         if has_functions(given):
             tools = read_functions(given.get("functions"), given.get("function_call"))
@@ -108,9 +108,9 @@ class ChatCalls:
         return prompt, tools
 
     async def prepare(self, given: Mapping[str, Any], warnings: Warnings) -> PreparedChat:
-        """Return the chat of a request; add fields without effect to `warnings`.
+        """Prepare the chat of a request; add fields without effect to `warnings`.
 
-        Raises ApiError (400) for a wrong field.
+        Raises ApiError like `prompt` and `Processors.of`.
         """
         card = self.engine.card
         prompt, tools = await self.prompt(given, warnings)
@@ -142,7 +142,7 @@ class ChatCalls:
     async def _processor(
         self, given: Mapping[str, Any], warnings: Warnings, tools: Tools | None, prompt: ChatPrompt
     ) -> Any:
-        """Return the logits post-processor; a grammar in it begins after the answer's thought."""
+        """Return the logits post-processor or None. Its grammar begins after the thought."""
         form, tokenizer = prompt.tool_format, self.engine.card.tokenizer
         start = None
         if tokenizer is not None and not (form is not None and form.has_thoughts):

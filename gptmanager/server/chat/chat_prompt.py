@@ -62,13 +62,13 @@ TEMPLATE_FIELDS = (
     Field("add_generation_prompt", Flag(), "absent: true, unless continue_final_message is set"),
     Field("continue_final_message", Flag(), "the answer continues the last message"),
     Field("chat_template", Text(), "replaces the model's template, if the server allows that"),
-    Field("chat_template_kwargs", Object(), "variables of the template"),
-    Field("documents", ListOf(Object(), longest=MAX_DOCUMENTS), "for templates that know them"),
-    Field("reasoning_effort", Text(0, 64), "a variable of the template"),
-    Field("enable_thinking", Flag(), "a variable of the template"),
+    Field("chat_template_kwargs", Object(), "variables of the chat template"),
+    Field("documents", ListOf(Object(), longest=MAX_DOCUMENTS), "for templates that use them"),
+    Field("reasoning_effort", Text(0, 64), "a variable of the chat template"),
+    Field("enable_thinking", Flag(), "a variable of the chat template"),
 )
 _VARIABLES = ("reasoning_effort", "enable_thinking")
-# Variables of a template that have a field of their own.
+# Variables of a template that cannot be passed in `chat_template_kwargs`.
 _FIELDS = ("messages", "tools", "documents", "add_generation_prompt")
 
 UNKNOWN_FORMAT = (
@@ -82,7 +82,7 @@ class ChatPrompt:
 
     `tool_format`: how the model writes calls; None without tools. `one_call`: the template rejects
     messages with two calls, so an answer must have at most one. `start`: how the answer begins.
-    `table`: embeddings of tokens beyond the vocabulary, or None.
+    `table`: the embeddings of prompt tokens beyond the vocabulary, see `EmbeddingParts`, or None.
     """
 
     tokens: list[int]
@@ -114,7 +114,7 @@ class ChatPrompts:
 
     @property
     def reasoning(self) -> Reasoning | None:
-        """The format of thoughts in the server's template; None if the server has no template."""
+        """The format of thoughts with the server's template; None if the server has no template."""
         template = pick(self._templates, False)
         if template is None:
             return None
@@ -122,7 +122,7 @@ class ChatPrompts:
 
     @property
     def tool_format(self) -> ToolFormat | None:
-        """The format of calls in the server's template; None if the template describes none."""
+        """The format of calls with the server's template; None if there is no known format."""
         template = pick(self._templates, True)
         return None if template is None else self._tool_format(template)
 
@@ -207,7 +207,8 @@ class ChatPrompts:
     async def _accepts_one_call(self, template: str, process: TemplateProcess) -> bool:
         """Return whether a template accepts a message with one call and rejects one with two.
 
-        Each template is tried once, because its text does not show what it rejects.
+        The template is rendered to find out, because its text does not show what it rejects. The
+        result is kept if one call was accepted.
         """
         key = hashlib.sha256(template.encode()).digest()  # a template may be long
         if key not in self._one_call:
@@ -320,7 +321,7 @@ def _unknown_variables(body: Mapping[str, Any], template: str) -> list[str]:
 
 
 def _own_variables(given: Any) -> Mapping[str, Any]:
-    """Return `chat_template_kwargs`. Raises ApiError (400) for a variable with its own field."""
+    """Return `chat_template_kwargs`. Raises ApiError (400) for a variable in `_FIELDS`."""
     where = "chat_template_kwargs"
     if given is None:
         return {}

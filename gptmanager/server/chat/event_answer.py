@@ -69,7 +69,7 @@ class EventAnswer:
         return self._writer.keep_alive
 
     def log_fields(self) -> dict[str, Any]:
-        """Return what the log reports about the answer so far."""
+        """Return the fields with which the log describes the answer so far."""
         head = {"answer": self._writer.answer_id, "model": self._model}
         return {**head, **self._chat.answer.log_fields()}
 

@@ -63,7 +63,7 @@ def read_messages(messages: Any) -> list[dict[str, Any]]:
 def count_items(messages: Any, most: int) -> int:
     """Return the number of messages, or the number of their parts and calls if that is larger.
 
-    Nothing in the items is read. Each becomes at least one token, so more than `most` cannot fit.
+    Each becomes at least one token, so more than `most` cannot fit; then the parts are not counted.
     """
     if not isinstance(messages, list):
         return 0
@@ -220,7 +220,9 @@ def _call(call: Any, where: str, *, legacy: bool = False) -> dict[str, Any]:
         raise field_error(inner, f"{quoted(function)} must be an object with name and arguments")
     arguments = _arguments(function.get("arguments"))
     if not isinstance(arguments, Mapping | str):
-        raise field_error(f"{inner}.arguments", f"{quoted(arguments)} must be an object")
+        raise field_error(
+            f"{inner}.arguments", f"{quoted(arguments)} must be an object, or a string with one"
+        )
     read: dict[str, Any] = {
         "type": "function",
         "function": {"name": function["name"], "arguments": arguments},

@@ -46,8 +46,8 @@ def reasoning_of(parser: str, template: str) -> Reasoning:
 class AnswerStart:
     """How an answer begins, as its prompt decides.
 
-    `is_open`: the answer begins within a thought. `is_closed`: the prompt has closed the thought.
-    Both are for thoughts in tags. For harmony, `prompt` is the header of the last message in the
+    `is_open`: the answer begins within a thought. `is_closed`: it begins after the thought. Both
+    are for thoughts in tags. For harmony, `prompt` is the header of the last message in the
     prompt.
     """
 
@@ -58,7 +58,10 @@ class AnswerStart:
 
     @staticmethod
     def of_prompt(reasoning: Reasoning, text: str, continued: str | None) -> AnswerStart:
-        """Read the end of a rendered prompt. `continued`: a message that the answer continues."""
+        """Read the end of the rendered prompt `text`.
+
+        `continued`: the content of the message that the answer continues, or None.
+        """
         if reasoning is Reasoning.HARMONY:
             begin, found = text.rfind(harmony.START), text.rfind(harmony.MESSAGE)
             end = found + len(harmony.MESSAGE) if found > begin else len(text)
@@ -84,8 +87,8 @@ class AnswerStart:
     def grammar_start(self, tokenizer: Tokenizer) -> GrammarStart | None:
         """Return where in the answer a grammar begins; None if it begins with the answer.
 
-        Raises ValueError if the prompt opens a thought and the tokenizer has no token that closes
-        it.
+        Raises ValueError if the tokenizer lacks a token of harmony or, after a prompt that opens a
+        thought, the token that closes it.
         """
         if self.reasoning is Reasoning.NONE or self.is_closed:
             return None

@@ -24,8 +24,8 @@ class AccessSettings:
     """Limits on clients and their connections.
 
     `api_key`: the key that clients must send. `api_key_file`: a file with one key or several named
-    keys; SIGHUP reloads it. `allowed_hosts`: host names that clients may use in addition to the
-    names of the server's machine. If it is empty, every name is accepted, except on loopback
+    keys; SIGHUP reloads it. `allowed_hosts`: host names that clients may use in addition to
+    localhost and loopback addresses. If it is empty, every name is accepted, except on loopback
     without a key. `cors_origins`: web pages of these origins may call the server; "*" allows all.
     `root_path`: the prefix of all paths at a proxy. `uds`: the path of a Unix socket at which the
     server listens instead of a port. `tls_cert`, `tls_key`: PEM files for HTTPS. `max_body_bytes`:
@@ -33,8 +33,8 @@ class AccessSettings:
     tensors.
 
     `max_connections`: limit of open connections, by default three quarters of the descriptor limit.
-    `max_connections_per_address`: limit of one client's open connections, by default none. For a
-    client behind a trusted proxy, it limits the requests that run at once instead.
+    `max_connections_per_address`: limit of open connections from one address, by default none. For
+    a client behind a trusted proxy, it limits the requests that run at once instead.
     `forwarded_allow_ips`: addresses or networks of trusted proxies. `keep_alive_timeout`: seconds
     that an idle connection stays open. `read_timeout`: seconds within which a request must arrive
     completely. `sse_keep_alive`: seconds between the comments that a stream sends before its first
@@ -74,14 +74,18 @@ class AccessSettings:
                 )
         if self.root_path and not _ROOT_PATH.fullmatch(self.root_path):
             raise ConfigError(
-                f"root_path = {quoted(self.root_path)} must begin with / and must not end with it"
+                f"root_path = {quoted(self.root_path)} must be like /llm or /llm/v2, with letters, "
+                "digits and ._~- after each slash"
             )
         if (self.tls_cert is None) != (self.tls_key is None):
             raise ConfigError("pass tls_cert and tls_key together")
         self.tls_context()
 
     def body_limit(self, *, carries_tensors: bool = False) -> int:
-        """Return the maximum size of a request's body, in bytes."""
+        """Return the maximum size of a request's body in bytes.
+
+        `carries_tensors`: the route accepts tensors.
+        """
         return self.max_body_bytes or (TENSOR_BYTES if carries_tensors else TEXT_BYTES)
 
     @property
@@ -92,7 +96,7 @@ class AccessSettings:
     def read_keys(self) -> tuple[ApiKey, ...]:
         """Return the keys, from the current content of the file if there is one.
 
-        Raises ConfigError for a key that cannot be sent in a header.
+        Raises ConfigError for a file that cannot be used, and for a key that a header cannot carry.
         """
         if self.api_key_file is not None:
             return read_key_file(self.api_key_file)
@@ -129,7 +133,10 @@ _Network = ipaddress.IPv4Network | ipaddress.IPv6Network
 
 
 def networks_of(allowed: Sequence[str]) -> list[_Network]:
-    """Return the networks in `forwarded_allow_ips`; "*" is every address. Raises ConfigError."""
+    """Return the networks that `forwarded_allow_ips` lists; "*" is every address.
+
+    Raises ConfigError for anything else.
+    """
     networks: list[_Network] = []
     for one in allowed:
         try:

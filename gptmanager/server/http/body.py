@@ -80,13 +80,13 @@ async def _read_body(request: Request, take: Callable[[int], None], carries_tens
     limit = settings.body_limit(carries_tensors=carries_tensors)
     length = request.headers.get("content-length", "")
     if length.isdecimal() and int(length) > limit:
-        raise _too_large(f"{length} bytes", limit)
+        raise _too_large(length, limit)
     pieces: list[bytes] = []
     size = 0
     async for piece in request.stream():
         size += len(piece)
         if size > limit:
-            raise _too_large("more", limit)
+            raise _too_large(f"more than {limit}", limit)
         take(len(piece))
         pieces.append(piece)
     if size < _HUGE_BODY:
@@ -95,9 +95,10 @@ async def _read_body(request: Request, take: Callable[[int], None], carries_tens
 
 
 async def read_json(request: Request, read: Callable[[dict[str, Any]], _T]) -> _T:
-    """Return `read(body)` for a body that is a JSON object. Raises ApiError (400, 413 or 415).
+    """Return `read(body)` for a body that is a JSON object.
 
-    A large body is parsed and read on a worker thread.
+    A large body is parsed, and passed to `read`, on a worker thread. Raises ApiError: 400 if it is
+    not a JSON object, 413 and 429 like `body_of`, 415 if it is compressed.
     """
     encoding = request.headers.get("content-encoding", "").strip().lower()
     if encoding not in ("", "identity"):
@@ -136,9 +137,9 @@ async def run_in_thread(work: Callable[[], _T]) -> _T:
     return await asyncio.to_thread(work)
 
 
-def _too_large(found: str, limit: int) -> ApiError:
+def _too_large(size: str, limit: int) -> ApiError:
     return ApiError(
-        413, f"the body has {found}, --max-body-bytes allows {limit}", code="body_too_large"
+        413, f"the body has {size} bytes; --max-body-bytes allows {limit}", code="body_too_large"
     )
 
 
@@ -189,7 +190,7 @@ class StartedStream:
 
 
 class KeptAlive:
-    """An iterator over frames that yields `comment` every `interval_s` before the first frame.
+    """An iterator over frames that yields `comment` every `interval_s` seconds before the first.
 
     `starting` waits for the first frame. Proxies close a connection that is silent for too long.
     """

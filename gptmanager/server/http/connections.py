@@ -1,4 +1,4 @@
-"""`Connections`: limits the open connections, in total and by address, and logs refusals."""
+"""`Connections`: limits the open connections, in total and per address, and logs refusals."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ class Connections:
             )
         limit = self._most_per_address
         if limit is not None and self._by_address[host] > limit and host not in self._proxies:
-            return _too_many_of_address(limit)
+            return _too_many_of_address(limit, "connections")
         return None
 
     def log_refusal(self, host: str, error: ApiError) -> None:
@@ -113,7 +113,7 @@ class AddressLimit:
             await self._app(scope, receive, send)
             return
         if self._running[client[0]] >= self._most:
-            refusal = _too_many_of_address(self._most)
+            refusal = _too_many_of_address(self._most, "running requests")
             await error_response(refusal, scope["path"])(scope, receive, send)
             return
         self._running[client[0]] += 1
@@ -125,9 +125,9 @@ class AddressLimit:
                 del self._running[client[0]]
 
 
-def _too_many_of_address(limit: int) -> ApiError:
+def _too_many_of_address(limit: int, what: str) -> ApiError:
     return ApiError(
         429,
-        f"this address already has --max-connections-per-address = {limit} connections",
+        f"this address already has --max-connections-per-address = {limit} {what}",
         code="too_many_connections",
     )

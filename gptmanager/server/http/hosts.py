@@ -2,7 +2,7 @@
 
 A page can resolve its own host name to this machine (DNS rebinding). The header `Host` of its
 requests is then that name. A page can also post text to a local address. The header `Origin` is
-then the page's own. So both headers must name this machine or a host of `--allowed-host`.
+then the page's own. So both headers must name a loopback address or a host of `--allowed-host`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def needs_guard(host: str, access: AccessSettings) -> bool:
 
 
 def is_of_this_machine(host: str) -> bool:
-    """Return whether `host`, a name or an address without a port, is a loopback address."""
+    """Return whether `host`, without a port, is localhost or a loopback address."""
     try:
         address = ip_address(host)
     except ValueError:
@@ -35,7 +35,7 @@ def is_of_this_machine(host: str) -> bool:
 
 
 def is_foreign_origin(origin: str) -> bool:
-    """Return whether a page of this `Origin` is from another host."""
+    """Return whether `origin` is neither localhost nor a loopback address."""
     return not is_of_this_machine(_host(origin.partition("://")[2]))
 
 
@@ -50,9 +50,9 @@ def _host(authority: str) -> str:
 class HostGuard:
     """ASGI middleware that answers 403 to requests with a foreign `Host` or `Origin`.
 
-    Both may name this machine or a host in `allowed`. `Origin` may also be in `origins`, where "*"
-    allows all. A cross-site request without `Origin` is refused unless it follows a link. A request
-    without `Host` is accepted, because it is not from a browser.
+    Both may name a loopback address or a host in `allowed`. `Origin` may also be in `origins`,
+    where "*" allows all. A cross-site request without `Origin` is refused unless it follows a link.
+    A request without `Host` is accepted, because it is not from a browser.
     """
 
     def __init__(self, app: ASGIApp, allowed: Sequence[str], origins: Sequence[str] = ()) -> None:
@@ -92,7 +92,7 @@ class HostGuard:
 def _refused(header: str, value: str) -> ApiError:
     return ApiError(
         403,
-        f"{header} {quoted(value)} is not allowed: a server without a key accepts only this "
-        "machine's names; add others with --allowed-host or --cors-origin, or set --api-key",
+        f"{header} {quoted(value)} is not allowed: this server accepts localhost, loopback "
+        "addresses, and what --allowed-host or --cors-origin adds",
         code="host_not_allowed",
     )

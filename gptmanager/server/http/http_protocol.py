@@ -1,7 +1,7 @@
 """`HttpProtocol`: uvicorn's HTTP/1.1 connection with limits and with this server's error objects.
 
-The class limits the size of a request's head and trailers and the time in which a request must
-arrive, and decides when and how a connection is closed.
+The class limits the size of a request's head (its request line and headers) and trailers, and the
+time in which a request must arrive. It decides when and how a connection is closed.
 """
 
 from __future__ import annotations

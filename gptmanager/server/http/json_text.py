@@ -51,7 +51,7 @@ def _problem(text: bytes) -> str | None:
             "binary data"
         )
     problem = _problem_of(_all_counts(text), len(text))
-    return problem and _problem_of(_counts_outside_texts(text), len(text))
+    return problem and _problem_of(_counts_outside_strings(text), len(text))
 
 
 def _problem_of(counts: _Counts, size: int) -> str | None:
@@ -78,7 +78,7 @@ def _all_counts(text: bytes) -> _Counts:
     return _Counts(text.count(b"[") + text.count(b"{"), text.count(b'"'), text.count(b","))
 
 
-def _counts_outside_texts(text: bytes) -> _Counts:
+def _counts_outside_strings(text: bytes) -> _Counts:
     """Count brackets and commas outside strings, and the quotes that begin or end a string.
 
     Escapes are removed first, so that each remaining quote begins or ends a string. NumPy releases

@@ -17,8 +17,8 @@ _NAME = re.compile(r"[\w.@-]{1,64}", re.ASCII)
 class ApiKey:
     """A key that clients may send.
 
-    `name`: the key's name in the log, empty for a server's only key. `max_requests`: how many
-    requests with this key may run and wait at once; None means no limit.
+    `name`: the key's name in the log, empty if it has none. `max_requests`: how many requests with
+    this key may run and wait at once; None means no limit.
     """
 
     value: str = field(repr=False)
@@ -33,7 +33,7 @@ def read_key(value: str) -> ApiKey:
 
 
 def read_key_file(path: Path) -> tuple[ApiKey, ...]:
-    """Return the keys of a file with one word, or with lines of NAME KEY [MAX_REQUESTS].
+    """Return the keys of a file with only a key, or with lines of NAME KEY [MAX_REQUESTS].
 
     Blank lines, and lines that begin with #, are ignored. Raises ConfigError for anything else.
     """
@@ -81,10 +81,10 @@ def _of_words(where: str, words: list[str]) -> ApiKey:
         raise ConfigError(f"{where}: the name must be 1 to 64 letters, digits or ._@-")
     _check(f"{where}: the key", value)
     if rest and not (rest[0].isascii() and rest[0].isdecimal() and 1 <= len(rest[0]) <= 9):
-        raise ConfigError(f"{where}: MAX_REQUESTS must be an integer of at least 1")
+        raise ConfigError(f"{where}: MAX_REQUESTS must be an integer from 1 to 999999999")
     most = int(rest[0]) if rest else None
     if most == 0:
-        raise ConfigError(f"{where}: MAX_REQUESTS must be an integer of at least 1")
+        raise ConfigError(f"{where}: MAX_REQUESTS must be an integer from 1 to 999999999")
     return ApiKey(value, name, most)
 
 

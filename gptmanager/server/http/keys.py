@@ -1,7 +1,7 @@
 """Checks the keys of `--api-key` and `--api-key-file`, and their quotas.
 
-HTTP clients send their key as `Authorization: Bearer KEY`. A browser opens the live page once with
-`?key=KEY` and then uses a cookie, which does not contain the key itself.
+HTTP clients send their key as `Authorization: Bearer KEY` or `X-Api-Key: KEY`. A browser opens the
+live page once with `?key=KEY` and then uses a cookie, which does not contain the key itself.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class ServerKeys:
         except ConfigError as error:
             _logger.error("the keys were not reloaded and stay as they are: %s", error)
         else:
-            _logger.info("the keys have been reloaded: %s", len(self._by_name))
+            _logger.info("the keys have been reloaded; the server now has %d", len(self._by_name))
 
     def find(self, given: str | bytes | None) -> ApiKey | None:
         """Return the key that a client has sent, or None if the server does not have this key."""
@@ -94,7 +94,7 @@ class ServerKeys:
         if most is not None and num_open + number > most:
             raise ApiError(
                 400 if number > most else 429,
-                f"{num_open} requests of the key {key.name} run or wait, {number} more would "
+                f"{num_open} requests of the key {key.name} run or wait; {number} more would "
                 f"exceed its quota of {most}",
                 code="quota_exceeded",
             )
@@ -126,7 +126,7 @@ def bearer(header: str | bytes | None) -> bytes | None:
 
 
 class KeyGuard:
-    """ASGI middleware that answers 401 to requests without the key, except on OPEN_PATHS."""
+    """ASGI middleware that answers 401 to requests without a valid key, except on OPEN_PATHS."""
 
     def __init__(self, app: ASGIApp, keys: ServerKeys) -> None:
         self._app = app

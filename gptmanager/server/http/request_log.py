@@ -1,4 +1,4 @@
-"""`RequestLog`: writes one line for each request, with an id that the client also gets."""
+"""`RequestLog`: writes one line for each request, with an id that the client also receives."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class RequestRecord:
 
 
 class RequestLog:
-    """Writes a log line for each request, and counts refusals by status and code."""
+    """Writes a log line for each request, except successful probes; counts refusals."""
 
     def __init__(self) -> None:
         self.refusals: Counter[tuple[str, str]] = Counter()
@@ -73,7 +73,7 @@ class RequestLog:
         self.refusals[str(status), code] += 1
 
     def end(self, record: RequestRecord) -> None:
-        """Count and log a request that has ended."""
+        """Log a request that has ended, and count it by status and code if it was refused."""
         if record.status >= 400 and record.status != CLIENT_GONE:
             self.count(record.status, record.code or "none")
         is_quiet = record.status < 400 and _QUIET.fullmatch(record.path)
@@ -83,7 +83,7 @@ class RequestLog:
 
 
 def as_text(fields: Mapping[str, Any]) -> str:
-    """Return fields as `name=value ...`; a value with spaces or quotes is written as in Python."""
+    """Return fields as `name=value ...`; a value that needs quotes is written as in Python."""
     return " ".join(
         f"{name}={_value(str(value))}" for name, value in fields.items() if value is not None
     )

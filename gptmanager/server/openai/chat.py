@@ -40,14 +40,14 @@ FIELDS = by_name(
         Field(
             "max_completion_tokens",
             _MAX_TOKENS,
-            "new tokens; absent: as many as fit into the context",
+            "maximum number of new tokens; absent: as many as fit into the context",
         ),
         Field("max_tokens", _MAX_TOKENS, "the older name of max_completion_tokens"),
         Field("logprobs", Flag(), "return log probabilities of the tokens"),
         Field(
             "top_logprobs",
             Integer(0, MAX_TOP_LOG_PROBS),
-            "most likely tokens to return for each token; needs logprobs",
+            "number of most likely tokens to return for each token; needs logprobs",
         ),
         Field("tools", OBJECTS, "functions that may be called"),
         Field("tool_choice", AsItIs(), "none, auto, required, or a function by its name"),

@@ -85,9 +85,9 @@ class Prompts:
 
 FIELDS = by_name(
     [
-        Field("prompt", Prompts(), "a text, token ids, or a list of either", required=True),
-        Field("max_tokens", NewTokens(0), "new tokens; 16 if absent"),
-        Field("max_completion_tokens", NewTokens(0), "max_tokens by its name in chats"),
+        Field("prompt", Prompts(), "a string, token ids, or a list of either", required=True),
+        Field("max_tokens", NewTokens(0), "maximum number of new tokens; absent: 16"),
+        Field("max_completion_tokens", NewTokens(0), "the name of max_tokens in chats"),
         Field(
             "logprobs",
             Integer(0, MAX_TOP_LOG_PROBS),

@@ -22,7 +22,10 @@ from gptmanager.server.settings import ServerSettings
 
 _NAME = Field("lora_name", Text(1, 256), "the name of the adapter for clients", required=True)
 LOAD = by_name(
-    [_NAME, Field("lora_path", Text(1, 4096), "its folder, as PEFT saves it", required=True)]
+    [
+        _NAME,
+        Field("lora_path", Text(1, 4096), "the adapter's folder, as PEFT saves it", required=True),
+    ]
 )
 UNLOAD = by_name([_NAME])
 
@@ -114,11 +117,13 @@ def _entry(name: str, created: int, engine: Engine) -> dict[str, Any]:
 
 
 def _check_caller(request: Request, settings: ServerSettings) -> None:
-    """Raise ApiError (403) if the server has no key and the request is from another machine, or
-    from a web page of another host.
+    """Raise ApiError (403) if the server has no key, and the request does not come from a loopback
+    address or comes from a web page of another host.
     """
     host = request.client.host if request.client is not None else ""
     origin = request.headers.get("origin", "")
     is_foreign = not is_of_this_machine(host) or (origin and is_foreign_origin(origin))
     if is_foreign and not settings.has_key:
-        raise ApiError(403, "without --api-key adapters can be loaded from this machine only")
+        raise ApiError(
+            403, "without --api-key, adapters can be loaded and unloaded only from this machine"
+        )

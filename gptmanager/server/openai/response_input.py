@@ -40,8 +40,8 @@ def messages_of(
 ) -> tuple[list[dict[str, Any]], dict[int, str]]:
     """Return the messages of a chat, and a mapping from a message's index to its place in `input`.
 
-    `earlier`: the items of the response that this one continues. A thought, a text and calls that
-    follow each other become one message. Raises ApiError (400) for an item of an unknown kind.
+    `earlier`: the items of the response that this one continues. Reasoning, a text and calls of the
+    assistant that follow each other become one message. Raises ApiError (400) for a wrong item.
     """
     messages: list[dict[str, Any]] = []
     places: dict[int, str] = {}
@@ -62,7 +62,7 @@ def messages_of(
 
 
 def _continues(last: Mapping[str, Any], message: Mapping[str, Any]) -> bool:
-    """Return whether `message` continues `last`. The order is: a thought, a text, calls."""
+    """Return whether `message` continues `last`. The order is: reasoning, a text, calls."""
     if "tool_calls" in message:
         return True
     return "content" in message and "content" not in last and "tool_calls" not in last
@@ -81,7 +81,7 @@ def _message(item: Any, where: str) -> dict[str, Any]:
             raise field_error(f"{where}.role", f"{wrong} must be one of {', '.join(_ROLES)}")
         return {"role": item["role"], "content": item.get("content")}
     if kind == "reasoning":
-        return {"role": "assistant", "reasoning_content": _thought(item)}
+        return {"role": "assistant", "reasoning_content": _reasoning_text(item)}
     names = ("name", "arguments", "call_id") if kind == "function_call" else ("call_id",)
     for name in names:
         if not isinstance(item.get(name), str):
@@ -93,7 +93,7 @@ def _message(item: Any, where: str) -> dict[str, Any]:
     return {"role": "assistant", "tool_calls": [call]}
 
 
-def _thought(item: Mapping[str, Any]) -> str:
+def _reasoning_text(item: Mapping[str, Any]) -> str:
     """Return the text of a reasoning item, or of its summary if it has no text."""
     for key in ("content", "summary"):
         parts = item.get(key)

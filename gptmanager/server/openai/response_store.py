@@ -18,7 +18,7 @@ class StoredResponse(NamedTuple):
     """A response and its input items, as JSON.
 
     `owner`: the name of the API key that may read the response. `expires`: the clock's time, in
-    seconds, at which it is removed.
+    seconds, from which on the store does not return it.
     """
 
     owner: str

@@ -73,7 +73,7 @@ _IGNORED: dict[str, Kind] = {
 }
 _LOG_PROBS = "message.output_text.logprobs"
 _INCLUDED = (_LOG_PROBS, "reasoning.encrypted_content")  # the latter has no effect
-_MAX_METADATA = (16, 512)  # keys, and characters of each value
+_MAX_METADATA = (16, 512)  # keys, and characters of each key and value
 
 
 class Input:
@@ -90,10 +90,14 @@ class Input:
 
 _BODY = by_name(
     [
-        Field("input", Input(), "a string, or items: messages, calls and their results, thoughts"),
+        Field("input", Input(), "a string, or items: messages, calls and their results, reasoning"),
         Field("instructions", Text(), "a system message before the input"),
         Field("previous_response_id", Text(1, 256), "the stored response that this continues"),
-        Field("max_output_tokens", NewTokens(1), "absent: as many as fit into the context"),
+        Field(
+            "max_output_tokens",
+            NewTokens(1),
+            "maximum number of new tokens; absent: as many as fit into the context",
+        ),
         Field("tools", ListOf(AsItIs({"type": "object"}), longest=MAX_TOOLS), "functions"),
         Field("tool_choice", AsItIs(), "none, auto, required, or a function by its name"),
         Field("parallel_tool_calls", Flag(), "false: at most one call"),
@@ -102,18 +106,18 @@ _BODY = by_name(
             Field("verbosity", Text(0, 64), "without effect"),
         ]))),
         Field("reasoning", Object(by_name([
-            Field("effort", Text(0, 64), "a variable of the template"),
-            Field("summary", Text(0, 64), "without effect: thoughts are returned in full"),
+            Field("effort", Text(0, 64), "a variable of the chat template"),
+            Field("summary", Text(0, 64), "without effect: reasoning is returned in full"),
         ]))),
-        Field("store", Flag(), "absent: true; keep the response for others that continue it"),
+        Field("store", Flag(), "absent: true; keep the response, for reading or continuing it"),
         Field("stream_options", STREAM_OPTIONS),
-        Field("truncation", OneOf(("auto", "disabled")), "nothing is ever cut"),
+        Field("truncation", OneOf(("auto", "disabled")), "without effect: nothing is ever cut"),
         Field("include", ListOf(Text(0, 64), longest=16), " or ".join(_INCLUDED)),
-        Field("background", Flag(), "only false"),
+        Field("background", Flag(), "must be false"),
         Field(
             "top_logprobs",
             Integer(0, MAX_TOP_LOG_PROBS),
-            "most likely tokens to return for each token of the output text",
+            "number of most likely tokens to return for each token of the output text",
         ),
     ],
     [Field(name, kind, "accepted; has no effect on the answer") for name, kind in _IGNORED.items()],

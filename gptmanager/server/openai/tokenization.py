@@ -38,8 +38,8 @@ _MODEL = Field("model", Text(), "the model's name, or an adapter's")
 TOKENIZE = by_name(
     [
         _MODEL,
-        Field("prompt", Text(), "a text"),
-        Field("messages", MESSAGES, "a chat, as its template writes it; instead of prompt"),
+        Field("prompt", Text(), "a text; instead of messages"),
+        Field("messages", MESSAGES, "a chat, which the chat template writes; instead of prompt"),
         Field("add_special_tokens", Flag(), "absent: true for a prompt, false for messages"),
         Field("return_token_strs", Flag(), "also return the tokens as strings"),
         Field("tools", OBJECTS, "functions for the template"),
@@ -82,7 +82,7 @@ def routes(engine: Engine, settings: ServerSettings) -> list[BaseRoute]:
         check_model(engine, given.get("model"))
         tokenizer, ids = engine.card.tokenizer, given["tokens"]
         if tokenizer is None:
-            raise ApiError(400, "the model folder has no tokenizer.json", param="tokens")
+            raise ApiError(400, "the model has no tokenizer", param="tokens")
         limit = engine.card.max_model_len
         if len(ids) > limit:
             raise bad_request("tokens", f"tokens has {len(ids)} items, at most {limit} are allowed")
@@ -102,7 +102,10 @@ def _names(engine: Engine, ids: list[int]) -> list[str | None]:
 
 
 def _check_one(given: dict[str, Any]) -> None:
-    """Raise ApiError (400) unless the request has either a prompt, or messages and their fields."""
+    """Raise ApiError (400) unless the request has either a prompt or messages.
+
+    Fields that only a chat has are also refused next to a prompt.
+    """
     if "messages" in given:
         if "prompt" in given:
             raise bad_request("prompt", "pass either prompt or messages, not both")

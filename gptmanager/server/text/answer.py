@@ -30,8 +30,8 @@ MANY_LISTED = 1024  # tokens; formatting their log probabilities takes some tens
 class Answer:
     """The outputs of one or more prompts. With n choices, output p * n + k is choice k of prompt p.
 
-    `prompts` are token ids. For each prompt, `max_new_tokens` has the limit of new tokens and
-    `offsets` the number of characters that the answer has before an output (an echo of the prompt).
+    `prompts` are lists of token ids. For each prompt, `max_new_tokens` has the limit of new tokens,
+    and `offsets` the number of characters before an output in the answer (an echo of the prompt).
     `lists_end` and `special_texts` are those of `Output`. With `is_silent`, no text is generated:
     the request asks only for log probabilities of its prompts.
     """
@@ -87,7 +87,8 @@ class Answer:
 
         Empty deltas are skipped. Closing the generator cancels the requests that still run.
         `prompt_log_probs` is set before the first delta of a prompt. Raises ApiError if the
-        requests cannot be queued (then none of them is) or if one fails.
+        requests cannot be queued (then none of them is), if one fails, or if one times out without
+        a stream.
         """
         if self._is_silent and self._options.num_prompt_top is None:
             for index, output in enumerate(self.outputs):  # there is nothing to generate

@@ -33,7 +33,7 @@ _INT64 = (-(2**63), 2**64 - 1)
 
 
 class NewTokens(NamedTuple):
-    """A number of new tokens, at least `low`. The model's length is the only upper limit."""
+    """A number of new tokens, at least `low`. The context length is checked later."""
 
     low: int
 
@@ -100,7 +100,7 @@ SAMPLING = (
     Field("top_k", Integer(-1, 2**31 - 1), "0 or -1: unlimited; absent: the checkpoint's"),
     Field("min_p", Number(0, 1), "minimum probability, relative to the likeliest token"),
     Field("seed", Integer(*_INT64), "the same seed gives the same choices"),
-    Field("n", Integer(1, MAX_CHOICES), "choices for each prompt"),
+    Field("n", Integer(1, MAX_CHOICES), "number of choices for each prompt"),
     Field("presence_penalty", Number(-2, 2), "subtracted once from logits of generated tokens"),
     Field("frequency_penalty", Number(-2, 2), "subtracted for each occurrence of a token"),
     Field("repetition_penalty", Number(0.01, 100), "above 1: repeated tokens are less likely"),
@@ -119,7 +119,9 @@ SAMPLING = (
     Field("skip_special_tokens", Flag(), "absent: true"),
     Field("use_beam_search", Flag(), "choices are the n best beams"),
     Field("beam_width", Integer(1, 2**31 - 1), "beams of a search; absent: n"),
-    Field("length_penalty", Number(-100, 100), "exponent of the length that divides a beam's sum"),
+    Field(
+        "length_penalty", Number(-100, 100), "a beam's log probability is divided by length ** this"
+    ),
     Field("early_stopping", EarlyStopping(), "when a beam search stops; see the documentation"),
 )
 SERVING = (
@@ -127,12 +129,16 @@ SERVING = (
     Field("stream", Flag(), "server-sent events"),
     Field("stream_options", STREAM_OPTIONS),
     Field("priority", Number(-1e9, 1e9), "default 0.5; higher runs first"),
-    Field("deadline_s", DEADLINE, "seconds from now; a request that takes longer ends with a 504"),
+    Field("deadline_s", DEADLINE, "seconds from now, after which the request times out"),
     Field("cache_salt", Text(1, 1024), "only requests with the same salt share cached blocks"),
     Field("request_id", Text(1, 256), "returned as `id`"),
-    Field("prompt_logprobs", Integer(0, MAX_TOP_LOG_PROBS), "log probabilities of the prompt"),
+    Field(
+        "prompt_logprobs",
+        Integer(0, MAX_TOP_LOG_PROBS),
+        "number of most likely tokens to return for each token of the prompt",
+    ),
     Field("return_token_ids", Flag(), "return token ids in addition to texts"),
-    Field("return_tokens_as_token_ids", Flag(), "log probabilities write tokens as token_id:N"),
+    Field("return_tokens_as_token_ids", Flag(), "in log probabilities, write tokens as token_id:N"),
 )
 # fields that change no answer on any server
 IGNORED = tuple(
@@ -165,7 +171,7 @@ _ALIASES = {"repeat_penalty": "repetition_penalty"}  # other servers' names for 
 
 
 def with_known_names(given: dict[str, Any]) -> dict[str, Any]:
-    """Replace aliases by this server's field names, which win where both are given."""
+    """Replace aliases by this server's field names. If both are given, the alias is ignored."""
     for alias, name in _ALIASES.items():
         if alias in given:
             given.setdefault(name, given.pop(alias))

@@ -79,13 +79,13 @@ def _numbers(tensor: torch.Tensor) -> Any:
 
 
 class TokenTexts:
-    """The texts of single tokens. Without a tokenizer, each token is written as its id."""
+    """The texts of single tokens. Without a tokenizer, each token is written as `token_id:N`."""
 
     def __init__(self, tokenizer: Tokenizer | None) -> None:
         self._tokenizer = tokenizer
 
     def as_ids(self) -> TokenTexts:
-        """Return a variant that writes every token as its id."""
+        """Return a variant that writes every token as `token_id:N`."""
         return TokenTexts(None)
 
     @cached_property
@@ -183,7 +183,7 @@ def chat_shape(listed: Sequence[TokenLogProb], num_top: int, texts: TokenTexts) 
 def prompt_shape(
     listed: Sequence[TokenLogProb], num_top: int, texts: TokenTexts
 ) -> list[dict[str, Any] | None]:
-    """Return `prompt_logprobs` in vLLM's form: an object per token; null for the first."""
+    """Return `prompt_logprobs` in vLLM's form: an object per token; None for the first."""
     return [
         None
         if one.log_prob is None

@@ -31,7 +31,7 @@ STRUCTURED = (
 
 
 class Processors:
-    """Makes the logits post-processors of one model. Slow preparations are done once.
+    """Makes the logits post-processors of requests for one model.
 
     With `lenient`, schema keywords that cannot be enforced are ignored and reported.
     """
@@ -54,8 +54,8 @@ class Processors:
         `tools` are the tools that the model may call, in the format `form`. `start` returns the
         `GrammarStart` of a rule, or None if the rule applies from the first token. If it raises
         ValueError, the rule applies from the first token, and `warnings` gets the reason. Rules
-        that are not enforced are added to `warnings`. Raises ApiError (400) for a rule that cannot
-        be compiled.
+        that are not enforced are added to `warnings`. Raises ApiError: 400 for a rule that cannot
+        be compiled, and 429 and 503 like `Engine.preparing` and `prepared`.
         """
         rule, words = read_output_rule(given), given.get("bad_words")
         is_guided = rule is not None or (tools is not None and form is not None)

@@ -166,7 +166,7 @@ class StructuredOutputs:
             return make[rule.kind](rule.value)
 
         found = await self._compiled(rule.where, grammar)
-        warnings.add_ignored((it[1:] for it in found.unenforced), f"not enforced of {rule.where}")
+        warnings.add_ignored((it[1:] for it in found.unenforced), f"not enforced in {rule.where}")
         return found
 
     async def processor_with_tools(
@@ -205,10 +205,10 @@ class StructuredOutputs:
                 own = [
                     it.partition("#/")[2] for it in found.unenforced if it.startswith(f"{name}#")
                 ]
-                warnings.add_ignored(own, f"not enforced of {where.get(name, 'the schema')}")
+                warnings.add_ignored(own, f"not enforced in {where.get(name, 'the schema')}")
             return found
         if is_optional and refused.status == 400:
-            warnings.add(f"calls of tools are not enforced: {refused.message}")
+            warnings.add(f"tool calls are not constrained: {refused.message}")
             return None
         await self._check_parameters(tools)
         raise refused
