@@ -38,11 +38,12 @@ examples:
   gptmanager serve --model examples/tiny_llama --port 8080 --api-key secret --max-queued-requests 64
   gptmanager serve --config server.toml
 
-Every option is also a key of the --config FILE, and an environment variable: --max-adapters is
-`max-adapters = 64` there, and GPTMANAGER_SERVE_MAX_ADAPTERS. The command line has precedence,
-then the environment, then the file.
+Every option is also a key of the --config FILE, and an environment variable: --max-adapters 64 is
+`max-adapters = 64` in the file, and GPTMANAGER_SERVE_MAX_ADAPTERS=64 in the environment. The
+command line has precedence, then the environment, then the file.
 
-exit status: 0 ended by a signal, 1 the server failed, 2 an argument was wrong
+exit status: 0 ended by a signal, 130 ended by a second signal, 1 the server failed, 2 an argument
+was wrong
 """
 
 _CALLS = (
@@ -88,11 +89,11 @@ def _add_model_options(add: _Add) -> None:
     add("--max-adapters", default=128, help=text, **_NUMBER)
     text = "maximum number of beams of a request (default %(default)s)"
     add("--max-beam-width", default=1, help=text, **_NUMBER)
-    text = "draft up to N tokens a step by prompt lookup (default: no drafts)"
+    text = "draft up to N tokens of a request in a step, by prompt lookup (default: no drafts)"
     add("--prompt-lookup", help=text, **_NUMBER)
     text = "compute common beginnings of prompts once (default: on, unless --batching v1)"
     add("--block-reuse", action=argparse.BooleanOptionalAction, help=text)
-    text = "memory of the CPU for blocks that the KV cache evicts (default 0)"
+    text = "bytes of CPU memory for blocks that the KV cache evicts (default 0)"
     add("--host-tier-bytes", type=natural, metavar="N", help=text)
 
 
@@ -119,14 +120,14 @@ def _add_access(add: _Add) -> None:
     text = "another host name of this server, in addition to localhost; may be repeated"
     repeated: dict[str, Any] = {"action": Repeated, "default": ()}
     add("--allowed-host", dest="allowed_hosts", metavar="NAME", help=text, **repeated)
-    text = "let web pages of this origin call the server, *: of any; may be repeated"
+    text = "let web pages of this origin (*: of any origin) call the server; may be repeated"
     add("--cors-origin", dest="cors_origins", metavar="ORIGIN", help=text, **repeated)
     text = "proxies with a trusted X-Forwarded-For (default: those on this machine)"
     add("--forwarded-allow-ips", nargs="+", default=("127.0.0.1", "::1"), metavar="IP", help=text)
 
 
 def _add_limits(add: _Add) -> None:
-    text = "requests that run at once (default: as many as fit a batch)"
+    text = "requests that run at once (default: as many as fit a batch, or two with --overlap)"
     add("--max-concurrency", help=text, **_NUMBER)
     text = "requests that may wait; further ones get a 429 (default %(default)s)"
     add("--max-queued-requests", type=natural, default=1024, metavar="N", help=text)
@@ -138,13 +139,13 @@ def _add_limits(add: _Add) -> None:
     add("--shutdown-timeout", type=seconds, default=20.0, metavar="S", help=text)
     text = "open connections (default: three quarters of the descriptor limit)"
     add("--max-connections", help=text, **_NUMBER)
-    text = "open connections of one client (default: no limit)"
+    text = "open connections of one client address (default: no limit)"
     add("--max-connections-per-address", help=text, **_NUMBER)
     text = "seconds that an idle connection stays open (default %(default)g)"
     add("--keep-alive-timeout", type=seconds, default=130.0, metavar="S", help=text)
     text = "seconds within which a request must arrive (default %(default)g)"
     add("--read-timeout", type=seconds, default=60.0, metavar="S", help=text)
-    text = "size of a request's body (default: 4 MiB, 64 MiB where tensors are sent)"
+    text = "bytes of a request's body (default: 4 MiB, 64 MiB where tensors are sent)"
     add("--max-body-bytes", help=text, **_NUMBER)
 
 
@@ -153,10 +154,10 @@ def _add_requests(add: _Add) -> None:
     add("--chat-template", type=Path, metavar="FILE", help=text)
     text = "allow a chat template in a request"
     add("--trust-request-chat-template", action="store_true", help=text)
-    text = "format of thoughts: auto (by the chat template), none, think, harmony"
+    text = "format of thoughts (reasoning): auto (by the chat template), none, think, harmony"
     choices = ("auto", "none", "think", "harmony")
     add("--reasoning-parser", choices=choices, default="auto", metavar="NAME", help=text)
-    text = f"format of calls of tools: {', '.join(_CALLS)} (default auto: by the chat template)"
+    text = f"format of tool calls: {', '.join(_CALLS)} (default auto: by the chat template)"
     add("--tool-call-parser", choices=_CALLS, default="auto", metavar="NAME", help=text)
     add("--no-store", action="store_true", help="keep no response for later requests")
     text = "treat names of special tokens in clients' texts as plain text"
@@ -173,20 +174,23 @@ def _add_observation(add: _Add) -> None:
     text = "format of the log: text, json (default %(default)s)"
     add("--log-format", choices=("text", "json"), default="text", metavar="NAME", help=text)
     add("--log-prompts", action="store_true", help="log the prompts and outputs, too")
-    text = "prefix of all metric names (default %(default)s)"
+    text = "prefix of the names of the manager's metrics (default %(default)s)"
     add("--metrics-prefix", default="gptmanager", metavar="NAME", help=text)
     text = "write a recording of the whole run, for `gptmanager replay` and `picture`"
     add("--record", type=writable, metavar="FILE", help=text)
 
 
 def _add_journal(add: _Add) -> None:
-    text = (
-        "a folder; requests that are unfinished when the server is killed go on at the next start"
-    )
+    text = "the folder of a journal, with which a restarted server continues unfinished requests"
     add("--journal", type=Path, metavar="FOLDER", help=text)
-    text = "when records reach the disk: always, never, or milliseconds (default %(default)s)"
+    text = (
+        "when journal records reach the disk: always, never, or milliseconds (default %(default)s)"
+    )
     add("--journal-sync", type=journal_sync, default=20, metavar="WHEN", help=text)
-    text = "refuse or continue: new requests while the disk is full (default %(default)s)"
+    text = (
+        "while the journal's disk is full: refuse new requests, or continue without a journal "
+        "(default %(default)s)"
+    )
     choices = ("refuse", "continue")
     add("--journal-on-full", choices=choices, default="refuse", metavar="NAME", help=text)
 

@@ -40,7 +40,7 @@ class ContextLength:
         message.
         """
         if not length:
-            raise ApiError(400, "the prompt is empty, at least 1 token is needed", param=prompt)
+            raise ApiError(400, "the prompt is empty: at least 1 token is needed", param=prompt)
         if max_new_tokens < 1:
             raise ApiError(400, f"{most} = {max_new_tokens} must be at least 1", param=most)
         if length >= self._most:
@@ -62,9 +62,9 @@ class ContextLength:
             )
 
     def check_parts(self, param: str, num_parts: int) -> None:
-        """Check that messages have at most as many parts as tokens fit. Raises ApiError (400)."""
+        """Raise ApiError (400) if messages have more parts than the context has tokens."""
         if num_parts > self._most:
-            details = f"However, there are {num_parts} parts and calls in your {param}."
+            details = f"However, there are {num_parts} messages, parts or calls in your {param}."
             raise self.exceeded(param, details)
 
     def exceeded(self, param: str, details: str) -> ApiError:

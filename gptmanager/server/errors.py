@@ -41,14 +41,14 @@ _STATUSES: tuple[tuple[type[BaseException], int], ...] = (
     (TimeoutError, 504),
 )
 RETRY_AFTER_S = 1
-LONGEST = 1000
+LONGEST = 1000  # characters of a message
 
 
 class ApiError(Exception):
     """An error response with `status`.
 
     `type`: OpenAI's name of the kind of error, by default the usual one of the status. `param`: the
-    wrong field. `code`: a machine-readable name. `headers`: further response headers.
+    wrong field. `code`: a machine-readable name or number. `headers`: further response headers.
     """
 
     def __init__(  # noqa: B042 - it is never pickled
@@ -89,7 +89,7 @@ _ANTHROPIC_TYPES = {
 
 
 def anthropic_error(error: ApiError) -> dict[str, Any]:
-    """Return the error object for Anthropic's client, as JSON values."""
+    """Return the error object for clients of Anthropic's API, as JSON values."""
     kind = "invalid_request_error" if error.status < 500 else "api_error"
     own = {"type": _ANTHROPIC_TYPES.get(error.status, kind), "message": error.message}
     return {"type": "error", "error": own}

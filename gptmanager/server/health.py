@@ -16,8 +16,10 @@ from gptmanager.server.settings import ServerSettings
 
 
 def routes(engine: Engine, settings: ServerSettings) -> list[BaseRoute]:
-    """Return the routes /health and /health/ready (requests are accepted), /health/live (the loop
-    runs) and /version.
+    """Return the routes of the checks, and /version.
+
+    /health and /health/ready check that requests are accepted, /health/live that the loop runs and
+    makes progress.
     """
 
     async def live(request: Request) -> Response:

@@ -31,8 +31,8 @@ def leave_a_core() -> int:
     """On a machine with few cores, leave one core to the event loop and to local clients.
 
     Each matmul waits for its slowest thread, so one busy core would delay all threads. This has no
-    effect if the environment sets the number of threads, or if torch already uses fewer. Returns
-    the number of cores if one of several was left, otherwise 0.
+    effect if OMP_NUM_THREADS is set, or if torch already uses fewer threads than there are cores.
+    Returns the number of cores if one of them is left free, otherwise 0.
     """
     cores, is_set = num_cores(), "OMP_NUM_THREADS" in os.environ
     if is_set or not 1 < cores <= min(torch.get_num_threads(), _FEW_CORES):
@@ -90,8 +90,8 @@ def _run(options: argparse.Namespace) -> int:
     with logging_to(options.region, settings.log_format):
         if cores and given.params.device in (None, "cpu"):
             _logger.info(
-                "computation uses %d of %d cores, one is left to the event loop and to clients; if "
-                "nothing else runs on this machine, --threads %d is up to twice as fast",
+                "computation uses %d of %d cores and leaves one to the event loop and to clients; "
+                "if nothing else runs on this machine, --threads %d is up to twice as fast",
                 *(cores - 1, cores, cores),
             )
         for name in options.unknown_variables:

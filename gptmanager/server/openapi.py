@@ -24,14 +24,14 @@ _ERRORS = {
     "400": "a field is wrong: `param` names it",
     "401": "the key is wrong or missing",
     "403": "this client is not allowed to do that",
-    "404": "the model does not exist",
+    "404": "the model, adapter or response does not exist",
     "408": "the request did not arrive in time",
     "413": "the body is too large",
     "415": "the body is compressed",
     "429": "too many requests wait; try again after `Retry-After` seconds",
     "500": "the server failed",
     "501": "this server cannot do that",
-    "503": "the server is shutting down or has failed",
+    "503": "the server is shutting down, has failed, or lacks a resource",
     "504": "the request took longer than its `deadline_s` or the server's limit",
 }
 

@@ -42,9 +42,9 @@ def serve(settings: ServerSettings, tell: Callable[[str], None]) -> None:
     """Serve until SIGTERM, SIGINT or SIGHUP. With a key file, SIGHUP reloads it instead.
 
     When the server is ready, `tell` is called with a welcome text. The first line of this text ends
-    with the address. Raises ConfigError for a model or a port that cannot be used, ManagerDeadError
-    if the manager fails (after all requests have been answered), and KeyboardInterrupt after a
-    second signal, which ends the server at once.
+    with the address. Raises ConfigError for a model, an adapter or a port that cannot be used,
+    ManagerDeadError if the manager fails (after all requests have been answered), and
+    KeyboardInterrupt after a second signal, which ends the server at once.
     """
     with listening(settings.host, settings.port, settings.uds) as listener:
         if settings.grpc_port is not None:
@@ -217,7 +217,7 @@ def welcome(
             *([] if uds else [f"  live page  {address}/{'?key=KEY' if has_key else ''}"]),
             f"  try        curl {uds}{address}/v1/completions {key}{kind} "
             f"-d {shlex.quote(json.dumps(body, ensure_ascii=False))}",
-            "  end        Ctrl-C; running requests may finish, a second Ctrl-C stops them",
+            "  end        Ctrl-C lets running requests finish; a second Ctrl-C stops them",
         ]
     )
 

@@ -8,7 +8,7 @@ from typing import Protocol
 
 @dataclass(frozen=True, slots=True)
 class Thought:
-    """Text that the model writes for itself, before or between the parts of its answer."""
+    """Reasoning: text that the model writes for itself, before or between parts of its answer."""
 
     text: str
 

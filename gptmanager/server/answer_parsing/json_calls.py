@@ -21,7 +21,10 @@ _CALL_KEYS = ("name", "type", "id", "arguments", "parameters")
 
 
 class JsonCallParser(CallParser):
-    """A parser of JSON objects. `separator`: what may be between two calls, apart from spaces."""
+    """Parses calls that are JSON objects.
+
+    `separator`: what may be between two calls, apart from spaces.
+    """
 
     separator: ClassVar[str] = ""
 

@@ -77,7 +77,7 @@ class Adapters:
         """
         self._check_free(name)
         if len(self._by_name) + self._num_loading >= self._most:
-            message = f"--max-adapters = {self._most} adapters are loaded: unload one of them first"
+            message = f"--max-adapters = {self._most} allows no more adapters: unload one first"
             raise ApiError(400, message, param="lora_name", code="too_many_adapters")
         self._num_loading += 1
         try:
@@ -89,8 +89,8 @@ class Adapters:
         """Return an adapter read from its files, without adding it. Blocks while it reads.
 
         `is_trusted`: the operator has named the folder, which may be outside the root. Raises
-        ApiError: 403 for any other folder outside the root, 400 for a folder without a valid
-        adapter.
+        ApiError: 403 for any other folder outside the root or without a root, 400 for a folder
+        without a valid adapter.
         """
         folder = Path(path).resolve() if is_trusted else self._folder(path)
         try:
@@ -121,7 +121,9 @@ class Adapters:
 
     def _folder(self, path: str) -> Path:
         if self._root is None:
-            raise ApiError(403, "adapters are loaded only with --adapter-dir", param="lora_path")
+            raise ApiError(
+                403, "clients can load adapters only with --adapter-dir", param="lora_path"
+            )
         try:
             folder = Path(self._root, path).resolve()
         except (OSError, ValueError, RuntimeError) as error:  # a loop of links, a null character

@@ -204,7 +204,10 @@ class Call:
                 await self._waiter.wait()
 
     async def results(self) -> list[GenerationResult]:
-        """Return all results, in the order of the requests. Raises ApiError (504) at a timeout."""
+        """Return all results, in the order of the requests.
+
+        Raises ApiError if a request fails, and 504 if one times out.
+        """
         found: dict[int, GenerationResult] = {}
         async for index, part in self.parts():
             if part.result is not None:
@@ -251,7 +254,7 @@ class Call:
                 self._cancel(it.generation, "cancelled")
 
     def time_out(self) -> None:
-        """End all requests that still run with the finish reason of a timeout."""
+        """End all requests that still run, with the finish reason TIMED_OUT."""
         for it in self._submitted:
             self._time_out(it)
 

@@ -1,6 +1,7 @@
 """`Engine`: runs the requests of every protocol on a manager, within the server's limits.
 
-It accepts all requests of a call or none of them. Call its methods on the event loop.
+It accepts all requests of a call or none of them. Call its methods on the event loop, except
+`encode_now`.
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ from gptmanager.server.http.body import BodyBudget, run_in_thread
 from gptmanager.server.http.keys import ServerKeys
 from gptmanager.server.settings import ServerSettings
 
-_LOOK_S = 0.02
-LONG_TEXT = 2048  # characters that take some milliseconds to encode
+_POLL_S = 0.02  # interval of the checks whether all calls have ended
+LONG_TEXT = 2048  # characters; encoding them takes some milliseconds
 
 
 class Counts(NamedTuple):
@@ -115,8 +116,9 @@ class Engine:
         """Queue all requests or none. If a call with this Idempotency-Key is kept, join it instead.
 
         Raises ApiError: 404 for an adapter that is not loaded, 400 for a request that can never
-        run, 422 for an Idempotency-Key of another body, 429 with Retry-After if too many requests
-        wait, 503 if the server shuts down or has failed.
+        run, 422 for an Idempotency-Key that was used with another body, 429 with Retry-After if too
+        many requests wait, or if the API key has too many, 503 if the server shuts down or has
+        failed.
         """
         self._check_open()
         call_key = self.kept.current.get()
@@ -182,9 +184,10 @@ class Engine:
 
     @contextlib.contextmanager
     def preparing(self) -> Iterator[None]:
-        """Count a request as waiting while its grammar is compiled.
+        """Count a request in the limits while its logits post-processor is prepared.
 
-        Raises ApiError: 429 if too many requests wait, 503 if the server shuts down or has failed.
+        Raises ApiError: 429 if too many requests wait, or if the API key has too many, 503 if the
+        server shuts down or has failed.
         """
         self._check_open()
         self._check_number_waiting(1)
@@ -220,22 +223,21 @@ class Engine:
         if limit is not None and len(requests) > settings.concurrency and tokens > limit:
             raise ApiError(
                 400,
-                f"the {len(requests)} prompts have {tokens} tokens, and only "
-                f"{settings.concurrency} run at once: more would wait than --max-queued-tokens = "
-                f"{limit}",
+                f"the {len(requests)} prompts have {tokens} tokens, more than "
+                f"--max-queued-tokens = {limit}, and only {settings.concurrency} run at once",
                 code="too_many_requests_at_once",
             )
         if limit is not None and self.queue.num_pending_tokens + tokens > limit:
             raise ApiError(
                 429,
-                f"{self.queue.num_pending_tokens} prompt tokens wait, {tokens} more would exceed "
+                f"{self.queue.num_pending_tokens} prompt tokens wait; {tokens} more would exceed "
                 f"--max-queued-tokens = {limit}",
                 code="queue_full",
             )
 
     def _check_number_waiting(self, number: int) -> int:
         """Return how many requests would wait with `number` more; at most 0 if all would run.
-        Raises ApiError: 400 if `number` alone exceeds the limits, else 429.
+        Raises ApiError if too many would wait: 400 if `number` alone exceeds the limits, else 429.
         """
         settings = self._settings
         running = self.queue.num_open + self._num_preparing
@@ -245,7 +247,7 @@ class Engine:
         if waiting > settings.max_queued_requests:
             raise ApiError(
                 429,
-                f"{running} requests run or wait, {number} more would make {waiting} wait: "
+                f"{running} requests run or wait; {number} more would make {waiting} wait: "
                 f"--max-queued-requests allows {settings.max_queued_requests}",
                 code="queue_full",
             )
@@ -291,7 +293,7 @@ class Engine:
     # Text -------------------------------------------------------------------------------------
 
     async def encode(self, name: str, text: str, *, special: bool = True) -> list[int]:
-        """Return the token ids of a text. A long text is encoded on a worker thread."""
+        """Return `encode_now` of a text. A long text is encoded on a worker thread."""
         encode = functools.partial(self.encode_now, name, text, special=special)
         return await run_in_thread(encode) if len(text) >= LONG_TEXT else encode()
 
@@ -350,7 +352,10 @@ class Engine:
                 raise ConfigError(f"--adapter {name}={folder}: {error.message}") from error
 
     def unload_adapter(self, name: str) -> None:
-        """Remove an adapter; running requests keep it. Raises ApiError (404) if it is unknown."""
+        """Remove an adapter; running requests keep it.
+
+        Raises ApiError: 404 if it is not loaded, 501 if the server does not support adapters.
+        """
         if not self.has_adapters:
             raise ApiError(501, "this server does not support adapters")
         self.manager.forget_adapter(self.adapters.remove(name).task_id)
@@ -366,7 +371,7 @@ class Engine:
         loop = asyncio.get_running_loop()
         give_up = loop.time() + timeout_s
         while self._calls and loop.time() < give_up:
-            await asyncio.sleep(_LOOK_S)
+            await asyncio.sleep(_POLL_S)
         for call in list(self._calls):
             call.time_out()
 

@@ -13,7 +13,7 @@ from gptmanager.server.errors import ApiError
 from gptmanager.server.http.idempotency import CallKey, reused
 
 MAX_KEYS = 1024
-_TOKEN_BYTES = 64  # bytes of a token in a list, with its log probability
+_TOKEN_BYTES = 64  # estimate, for a token in a list with its log probability
 
 
 @dataclass(slots=True)
@@ -58,7 +58,7 @@ class KeptCalls:
             raise ApiError(
                 429,
                 f"calls with an Idempotency-Key take {self._num_bytes} bytes ({len(self._kept)} "
-                f"calls), this one needs {num_bytes}: at most {MAX_BYTES} and {MAX_KEYS} calls "
+                f"calls), and this one needs {num_bytes}; at most {MAX_BYTES} and {MAX_KEYS} calls "
                 "are kept",
                 code="too_many_idempotency_keys",
             )

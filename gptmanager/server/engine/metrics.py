@@ -115,7 +115,10 @@ class ServerMetrics(PrometheusSink):
 
 
 class _Refusals(Collector):
-    """Counts refused requests by status and code. `--metrics-prefix` does not change its name."""
+    """Counts refused requests and connections by status and code.
+
+    `--metrics-prefix` does not change the name of this metric.
+    """
 
     def __init__(self, log: RequestLog, labels: Mapping[str, str]) -> None:
         self._log = log

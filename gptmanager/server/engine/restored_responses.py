@@ -28,9 +28,9 @@ class _Restored:
 class RestoredResponses:
     """Holds the responses to restored requests that have an Idempotency-Key. Thread-safe.
 
-    The responses to an ended request are dropped KEEP_S seconds after its end. While all responses
-    exceed MAX_BYTES, those of the request that ended first are dropped earlier. Both happen only
-    when another method is called.
+    The responses to an ended request are dropped KEEP_S seconds after its end. While the held
+    responses together exceed MAX_BYTES, those of the request that ended first are dropped earlier.
+    Both happen only when `hold`, `check` or `join` is called.
     """
 
     def __init__(self) -> None:
@@ -40,7 +40,10 @@ class RestoredResponses:
         self._lock = threading.RLock()
 
     def restore(self, request_id: int) -> Delivered | None:
-        """Return the answer of `restore_cb`: nothing is delivered yet if the request has a key."""
+        """Begin to hold the responses to a request with a key; return the result of `restore_cb`.
+
+        For such a request, it says that nothing has been delivered yet. For others it is None.
+        """
         if not is_keyed(request_id):
             return None  # its client has disconnected: the manager uses what the journal says
         self._held[request_id] = _Restored()
