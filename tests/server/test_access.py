@@ -1,11 +1,14 @@
 """Keys, bodies within their limit, and adapters: who may load which."""
 
 import asyncio
+import math
+from unittest.mock import Mock
 
 import httpx
 import pytest
 from adapter_folders import save_output_adapter
 from running_server import MODEL, running_server, settings_of
+from safetensors.torch import load_file, save_file
 from starlette.requests import Request
 
 from gptmanager.callbacks import load_peft_adapter
@@ -307,6 +310,18 @@ def test_what_is_no_adapter_of_this_model_is_refused(guarded, with_key):
     assert load(with_key, "tiny_llama", "empty").status_code == 400
     assert load(with_key, "", "empty").json()["error"]["param"] == "lora_name"
     assert "quattro" not in guarded.engine.adapters
+    guarded.wait_idle()
+
+
+def test_an_adapter_that_fails_its_first_request_leaves_the_cache(guarded, with_key, monkeypatch):
+    folder = save_output_adapter(guarded.settings.adapter_dir / "nan")
+    (file,) = folder.glob("*.safetensors")
+    save_file({name: it * math.nan for name, it in load_file(file).items()}, file)
+    forget = Mock(wraps=guarded.engine.manager.forget_adapter)
+    monkeypatch.setattr(guarded.engine.manager, "forget_adapter", forget)
+    assert "NaN" in load(with_key, "sette", "nan").json()["error"]["message"]
+    forget.assert_called_once()
+    assert "sette" not in guarded.engine.adapters
     guarded.wait_idle()
 
 

@@ -335,6 +335,8 @@ class Engine:
                 await generation
             self.adapters.add(adapter)  # raises if the name has been taken since
         except GptManagerError as error:
+            with contextlib.suppress(ManagerDeadError):
+                self.manager.forget_adapter(adapter.task_id)
             raise ApiError(
                 api_error(error).status, f"lora_path = {quoted(path)}: {error}", param="lora_path"
             ) from error
