@@ -84,12 +84,12 @@ def object_schema(fields: Mapping[str, Field], *, closed: bool = True) -> dict[s
 
 
 def bad_request(where: str, message: str, *, code: str | None = None) -> ApiError:
-    """Return the error for the field `where` with a complete message."""
+    """Return the error (400) for the field `where`. `message` is the complete text."""
     return ApiError(400, message, param=where, code=code)
 
 
 def field_error(where: str, what: str) -> ApiError:
-    """Return the error for the field `where`. The message is its name followed by `what`."""
+    """Return the error (400) for the field `where`. The message is its name, a colon and `what`."""
     return bad_request(where, f"{where}: {what}")
 
 
@@ -226,8 +226,8 @@ class ListOf(NamedTuple):
 
 
 class TokenIds(NamedTuple):
-    """A list of token ids. `check_token_ids` checks its items later, once the model has accepted
-    its length.
+    """A list of token ids. `check_token_ids` checks the items later, after the limit of the list's
+    length has been checked.
     """
 
     def read(self, where: str, value: Any) -> list[Any]:

@@ -26,7 +26,7 @@ class Content:
 
 @dataclass(frozen=True, slots=True)
 class CallBegins:
-    """The beginning of a call of the tool `name`, the call number `index` (from 0) of an answer."""
+    """The beginning of the call `index` (from 0) of an answer, which calls the tool `name`."""
 
     index: int
     name: str

@@ -171,7 +171,7 @@ class CallParser(StepwiseParser):
         return True
 
     def _add_content(self, text: str, found: list[Found]) -> None:
-        """Add `text` to `found` as content. The text has just been taken."""
+        """Add `text`, which ends at the last taken character, to `found` as content."""
         end = self._num_taken
         if text:
             found.append(Content(text, end - len(text), end))

@@ -114,7 +114,7 @@ class ThoughtTags(StepwiseParser):
         return True
 
     def _answer(self, text: str) -> list[Found]:
-        """Read text of the answer that has just been taken."""
+        """Return the parts of `text`, which is after the thought and has just been taken."""
         begin, end = self._num_taken - len(text), self._num_taken
         if self._calls is not None:
             self._calls.num_pushed = begin

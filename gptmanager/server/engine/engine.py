@@ -367,7 +367,7 @@ class Engine:
     async def drain(self, timeout_s: float) -> None:
         """Refuse new requests, and wait until the running ones have ended.
 
-        After `timeout_s` seconds, the remaining requests end with the finish reason of a timeout.
+        After `timeout_s` seconds, the remaining requests end with the finish reason TIMED_OUT.
         """
         self.is_draining = True
         loop = asyncio.get_running_loop()

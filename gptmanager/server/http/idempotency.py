@@ -50,7 +50,7 @@ class CallKey:
         return _KEYED | name << 32 | (int.from_bytes(self.body[:4], "big") + index) & _LOW
 
     def has_name_of(self, request_id: int) -> bool:
-        """Return whether a request has this key, whether with this body or with another one."""
+        """Return whether the request with this id has this key, with this or another body."""
         return request_id >> 32 == self.request_id(0) >> 32
 
 

@@ -139,7 +139,7 @@ class _ChatFormat:
     def _choices(self, index: int, delta: Delta) -> list[dict[str, Any]]:
         """Return the choices of the chunks for a delta.
 
-        The first chunk has the role, and the last one has the finish reason.
+        The first chunk of an output has the role, and its last one has the finish reason.
         """
         message = self._messages[index]
         deltas = message.push(delta.text)

@@ -19,7 +19,7 @@ def resolved(items: Sequence[Any], store: ResponseStore | None, owner: str) -> l
 
     Each stored item can be referred to only once, so that the result is never larger than the
     request and the store together. Raises ApiError (400) for an id that is not stored for `owner`,
-    and for a second reference.
+    and for a second reference to the same item.
     """
     outputs: dict[str, dict[Any, Any]] = {}  # id of a response -> its items by id
     found = []

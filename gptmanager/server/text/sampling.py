@@ -218,7 +218,7 @@ def _common(options: GenerationOptions, card: ModelCard) -> dict[str, Any]:
 def _engine_ends(options: GenerationOptions, card: ModelCard) -> dict[str, Any]:
     """Return the engine's parameters for the end of an output.
 
-    With `min_tokens` the engine bans end tokens at first, but cannot ignore stop tokens, so that
+    With `min_tokens` the engine bans end tokens at first, but cannot ignore stop tokens, so
     `Output` looks for stop tokens instead.
     """
     given = options.given

@@ -16,5 +16,5 @@ def unsupported(message: str) -> ApiError:
 
 
 def unsupported_extension(what: str) -> ApiError:
-    """Return the error for a method of Triton that does `what`, which this server does not."""
+    """Return the error for a method of an unsupported extension. `what`: what the method does."""
     return unsupported(f"this server does not support {what}")

@@ -28,7 +28,7 @@ class CallLog:
         """Yield the record of a call of the method `name`, and log it at the end of the block.
 
         An error in the block is raised as an ApiError, unless the client has disconnected. The
-        record has the status that HTTP would have.
+        record has the status that a response over HTTP would have.
         """
         metadata = [
             (str(key).encode(), value if isinstance(value, bytes) else value.encode())

@@ -164,7 +164,7 @@ class _Call(NamedTuple):
 
 
 class BadMessages(grpc.aio.ServerInterceptor):  # type: ignore[misc]
-    """Passes an ApiError to the method if a message is malformed or too expensive to parse.
+    """Replaces a message that is malformed or too expensive to parse by an ApiError.
 
     Without it, grpcio would log a traceback for a malformed message, and answer without a reason.
     """
