@@ -17,9 +17,10 @@ class ObjectScan:
         self._is_escaped = False
 
     def take(self, text: str, depth: int = 0) -> int | None:
-        """Scan the next piece; return the index after the bracket that brings the depth to `depth`.
+        """Scan the next piece; return the index after the closing bracket that reduces the depth to
+        `depth`.
 
-        Only closing brackets count. The result is None if the piece does not have this bracket.
+        The result is None if the piece does not have this bracket.
         """
         at = 0
         if self._is_escaped and text:
