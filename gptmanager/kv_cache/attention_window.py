@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class AttentionWindow:
-    """A token at position p attends to p - size + 1 to p, and to the first `sink` positions.
+    """A token at position p attends to positions p - size + 1 to p and to the first `sink` ones.
 
     A sequence keeps at most `num_blocks` blocks. The sink's blocks stay; later positions use the
     other blocks as a ring buffer. The ring has one block more than the window fills, because the

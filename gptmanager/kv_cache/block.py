@@ -258,5 +258,5 @@ def _pool_problem(pool: BlockPool, holders: Mapping[int, list[int]]) -> str | No
             return f"block {block} counts {references} references, but {held}"
         if (references == 0) != (block in pool.free):
             state = "is free" if block in pool.free else "is not free"
-            return f"block {block} {state}, but {owners} holds it"
+            return f"block {block} {state}, but is held by {owners}"
     return None

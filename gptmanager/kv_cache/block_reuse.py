@@ -23,11 +23,10 @@ _CONTEXT_INIT = LlmRequestState.CONTEXT_INIT
 class ReuseCounts(NamedTuple):
     """Counts of block reuse.
 
-    Counted since the start are `reused_blocks` and `missed_blocks`, the prompt blocks that were
-    found and not found in the cache; `reused_tokens`, the tokens that were found; and
-    `offloaded_blocks` and `onboarded_blocks`, the blocks that were moved to the host tier (CPU
-    memory) and back. `cached_blocks` and `cached_host_blocks` are the present numbers of cached
-    blocks in the pool and in the host tier; `host_blocks` is the size of the host tier.
+    Since the start, `reused_blocks` of the prompts' blocks were found in the cache,
+    `missed_blocks` were not, and `reused_tokens` tokens were found; `offloaded_blocks` were moved
+    to the host tier (CPU memory), and `onboarded_blocks` back. Now, `cached_blocks` blocks of the
+    pool and `cached_host_blocks` of the host tier's `host_blocks` blocks are cached.
     """
 
     reused_blocks: int = 0
@@ -63,7 +62,7 @@ class ReuseOptions(NamedTuple):
 
 
 class BlockReuse:
-    """Finds and stores the blocks of prompts, by tokens, adapter and salt.
+    """Finds blocks for prompts and stores the blocks of sequences, by tokens, adapter and salt.
 
     The last token of a prompt is always computed. Requests that may become longer than `max_tokens`
     do not reuse blocks.
@@ -124,7 +123,7 @@ class BlockReuse:
         num_private: int,
         require: Callable[[int, int], None],
     ) -> tuple[list[list[int]], int, tuple[BlockCopy, ...]]:
-        """Return a sequence's block tables, its number of cached tokens, and the copies needed.
+        """Take a sequence's blocks. Return the tables, the number of cached tokens, and the copies.
 
         Each beam has a table of `num_shared` blocks that all beams share and, if `num_private` is
         not 0, a private block at the end. If a part of this last block is found in the cache, only
@@ -204,7 +203,8 @@ class BlockReuse:
     def withdraw(self, sequence: BlockTables, sequences: Iterable[BlockTables]) -> None:
         """Remove the blocks of a sequence from the cache, and all blocks that follow them.
 
-        `sequences` are all live sequences.
+        `sequences` are all live sequences. Those that hold any of these blocks are not stored when
+        they end.
         """
         held = {block for table in sequence.tables for block in table}
         for block in held:
@@ -243,7 +243,7 @@ class BlockReuse:
             self.pool.forget(block)
 
     def _begin(self, match: Match, references: int) -> int:
-        """Return a writable block with `references` that begins with the part that was found."""
+        """Return a block to write to, with `references`, that begins with the matched tokens."""
         if self._can_take_over(match.partial):
             self.pool.claim(match.partial, references)
             return match.partial

@@ -23,16 +23,16 @@ _IN_PROGRESS = LlmRequestState.GENERATION_IN_PROGRESS
 
 
 class KvCacheManager:
-    """Holds and counts blocks of `tokens_per_block` positions; ids are request ids.
+    """Holds the blocks of sequences, by request id, and counts blocks for schedulers.
 
-    A call that cannot be satisfied raises and changes nothing. An id without blocks raises
-    ValueError.
+    A block has `tokens_per_block` positions. A call that cannot be satisfied raises and changes
+    nothing. Where a method needs the blocks of a request, an id without blocks raises ValueError.
 
     *For capacity schedulers.* A scheduler that guarantees completion compares
     `get_remaining_blocks_to_completion` with the free blocks, or
     `get_needed_resource_to_completion`, which includes blocks already held, with
     `get_max_resource_count`. A request that needs more than `get_max_resource_count` could not run
-    even alone. A scheduler that may pause requests calls `start_scheduling`, adds up
+    to its end even alone. A scheduler that may pause requests calls `start_scheduling`, adds up
     `get_needed_blocks_one_step` of the requests that it takes, and calls
     `scheduling_has_free_blocks(sum)`.
 
@@ -41,8 +41,8 @@ class KvCacheManager:
     calls `scheduling_add_sequence` when it takes such a request, so that a later victim does not
     free these blocks.
 
-    *Priorities.* Cached free blocks with the lowest priority are evicted first. The
-    blocks that a request stores have its `retention_priority`, from 0 to 100, by default 35.
+    *Priorities.* Cached free blocks with the lowest priority are evicted first. The blocks that a
+    request stores have its `retention_priority`, from 0 to 100, by default 35.
 
     *Host tier.* `num_host_blocks` host blocks have ids from `num_blocks` on. When a cached block is
     handed out, its content moves to a host block if it has `min_offload_tokens` tokens and a
@@ -56,7 +56,7 @@ class KvCacheManager:
     them. A request that may become cyclic neither reuses blocks nor stores them for reuse.
 
     *Sink tokens.* The first `sink_token_length` tokens always stay. They are padded to whole blocks
-    at the front, so that position = token + padding and the others begin at a block boundary.
+    at the front, so that position = token + padding and the other tokens begin at a block boundary.
 
     *Cross.* `cross=True` counts a cross attention cache: a request needs `encoder_len` positions
     from its first context chunk on, shared by all beams, and never more.
@@ -99,7 +99,10 @@ class KvCacheManager:
         reuse = None
         if is_reused:
             if not needs.grows:
-                raise ConfigError("enable_block_reuse: a cross KV cache is not reused")
+                raise ConfigError(
+                    "enable_block_reuse must be False with cross=True: the blocks of a cross KV "
+                    "cache are not reused"
+                )
             if needs.bubble:
                 raise ConfigError(
                     f"enable_block_reuse: sink_token_length = {sink_token_length} must be a "
@@ -130,7 +133,7 @@ class KvCacheManager:
         """
         return self._sequences.add_sequence(request)
 
-    @property  # called for each row of each step, where a method would be one call more
+    @property  # a method would add one call for each generated token
     def add_token(self) -> Callable[[int], tuple[int, ...]]:
         """`add_token(request_id)` stores one more position in each beam of the request.
 
@@ -143,9 +146,9 @@ class KvCacheManager:
     def rewind(self, request_id: int, num_tokens: int) -> None:
         """Remove the last `num_tokens` positions. Blocks that become empty are freed.
 
-        Raises ValueError for beams, for more tokens than are stored, and if the new end is inside a
-        block that other sequences share. Past the attention window only the last token can be
-        removed, because more would need positions that were overwritten.
+        Raises ValueError for beams and cross caches, for more tokens than are stored, and if the
+        new end is inside a block that other sequences share. Past the attention window only the
+        last token can be removed, because more would need positions that were overwritten.
         """
         self._sequences.rewind(request_id, num_tokens)
 
@@ -165,7 +168,8 @@ class KvCacheManager:
     def store_context(self, request: LlmRequest) -> None:
         """Make the full blocks of the computed context of `request` available for reuse.
 
-        Steps run in order, so the context counts as computed once it is launched.
+        Steps run in order, so the context counts as computed once it is launched. Does nothing
+        without block reuse.
         """
         self._sequences.store_context(request)
 
@@ -180,7 +184,8 @@ class KvCacheManager:
     def withdraw(self, request_id: int) -> None:
         """Remove the blocks of a sequence from the cache, and do not store them when it ends.
 
-        This also applies to every sequence that shares some of them.
+        This also applies to every sequence that shares some of them. Does nothing without block
+        reuse.
         """
         self._sequences.withdraw(request_id)
 
@@ -278,13 +283,13 @@ class KvCacheManager:
         return self._needs.sum_one_step(requests, two_step_lookahead)
 
     def most_blocks_to_completion(self, requests: Iterable[LlmRequest]) -> int:
-        """Return an upper bound of `sum_remaining_blocks_to_completion`, which is much faster."""
+        """Return an upper bound of `sum_remaining_blocks_to_completion`. This is much faster."""
         return self._needs.most_to_completion(requests)
 
     def most_blocks_one_step(
         self, requests: Iterable[LlmRequest], two_step_lookahead: bool = False
     ) -> int:
-        """Return an upper bound of the sum of `get_needed_blocks_one_step`, which is faster."""
+        """Return an upper bound of the sum of `get_needed_blocks_one_step`. This is faster."""
         return self._needs.most_in_one_step(requests, two_step_lookahead)
 
     # What if --------------------------------------------------------------------------------
@@ -294,7 +299,7 @@ class KvCacheManager:
         self._what_if = WhatIf(self._sequences.pool)
 
     def scheduling_remove_sequence(self, request_id: int) -> None:
-        """In the what-if count, count blocks that only this sequence holds as free.
+        """Remove a sequence in the what-if count: blocks that only it holds count as free.
 
         Does nothing for an id without blocks.
         """
@@ -310,7 +315,7 @@ class KvCacheManager:
         return self._what_if.num_free
 
     def scheduling_add_sequence(self, request: LlmRequest) -> None:
-        """In the what-if count, count blocks that the request would share as also held by it."""
+        """Add a sequence in the what-if count: it also holds the blocks that it would share."""
         if self._lookups is not None:
             self._what_if.share(self._held_prefix(request, self._what_if.is_held))
 

@@ -1,7 +1,7 @@
 """The number of blocks that a request takes at its start, in its next step, and in its whole life.
 
-These numbers follow from the request's lengths alone. This module knows nothing of which blocks are
-free or held.
+They follow from the request's lengths and progress. This module does not know which blocks are free
+or held.
 """
 
 from __future__ import annotations
@@ -19,7 +19,9 @@ UNBOUNDED = 1 << 62
 
 
 class BlockNeeds:
-    """Needs of self attention. A *slot* is a stored position, including padding of sink tokens.
+    """Counts the blocks that requests need for self attention.
+
+    A *slot* is a stored position, including padding of sink tokens.
 
     `bubble` is the number of padding slots. `max_slots` is the number of slots at which a sequence
     stops growing, because its attention window is full.
@@ -61,7 +63,7 @@ class BlockNeeds:
         return shared, request.beam_width if partial else 0
 
     def life(self, request: LlmRequest) -> tuple[int, int]:
-        """Return the number of full blocks of a beam's context, and of all blocks that it needs."""
+        """Return how many full blocks a beam's context has, and how many blocks a beam needs."""
         context = min(request.prompt_len, self.window) + self.bubble
         return context // self.tokens_per_block, self._life_length(request)
 
@@ -135,7 +137,7 @@ class BlockNeeds:
         return total
 
     def most_to_completion(self, requests: Iterable[LlmRequest]) -> int:
-        """Return an upper bound of the sum of `remaining`, fast, whatever blocks are held."""
+        """Return, in little time, an upper bound of the sum of `remaining` for any blocks held."""
         size, more = self.tokens_per_block, self.bubble + self.tokens_per_block - 1
         return sum(
             [
@@ -145,7 +147,7 @@ class BlockNeeds:
         )
 
     def most_in_one_step(self, requests: Iterable[LlmRequest], two_step_lookahead: bool) -> int:
-        """Return an upper bound of the sum of `one_step` over `requests`, in little time."""
+        """Return, in little time, an upper bound of the sum of `one_step` over `requests`."""
         size, bubble, steps = self.tokens_per_block, self.bubble, 1 + two_step_lookahead
         total = 0
         for request in requests:
@@ -158,7 +160,7 @@ class BlockNeeds:
 
 
 class CrossBlockNeeds(BlockNeeds):
-    """Needs of cross attention: only the encoder's positions, which all beams share."""
+    """Counts the blocks of cross attention: for the encoder's positions, which all beams share."""
 
     __slots__ = ()
 

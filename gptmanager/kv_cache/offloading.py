@@ -1,7 +1,7 @@
 """`CachingBlockPool`: free blocks keep their content, which is moved to the host tier on eviction.
 
 It decides which cached content is lost when blocks are short. It knows nothing of requests, nor of
-the cost of copies: callers pass the number of tokens that is worth a copy.
+the cost of copies: callers pass the smallest number of tokens that is worth a copy.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ class CachingBlockPool(BlockPool):
         return blocks
 
     def claim(self, block: int, references: int = 1) -> None:
-        """Take a free block to write to it."""
+        """Take a free block to write to, and forget its content."""
         del self.free[block]
         self.forget(block)
         self.ref_counts[block] = references
@@ -145,9 +145,9 @@ class CachingBlockPool(BlockPool):
                 self.queue.add(gone)
 
     def onboard(self, block: int) -> int:
-        """Move a host block, which the caller holds, to a pool block with the same references.
+        """Move a host block's content and references to a pool block, and return the pool block.
 
-        Returns the pool block. At least one pool block must be free.
+        The caller holds the host block. At least one pool block must be free.
         """
         assert self.host is not None  # a host block exists
         new = self.take(1)[0]

@@ -220,7 +220,7 @@ class PrefixTree:
         self.num_moves += 1
 
     def forget(self, block: int) -> list[int]:
-        """Remove a block, which will be written to, and all that follow it. Return all of these."""
+        """Remove a block and all that follow it. Return the removed blocks."""
         forgotten: list[int] = []
         node = self._nodes.get(block)
         if node is None:
@@ -301,7 +301,7 @@ class PrefixTree:
             return f"blocks {lost} are in the index or in the tree, but not both"
         prioritized = sum(node.priority != DEFAULT_PRIORITY for node in found.values())
         if prioritized != self.num_prioritized:
-            return f"num_prioritized = {self.num_prioritized}, but {prioritized} blocks are"
+            return f"num_prioritized = {self.num_prioritized}, but {prioritized} priorities are set"
         return None
 
 

@@ -112,7 +112,7 @@ def restore_kv_cache(
     sequences = kv_cache._sequences
     pool, reuse = sequences.pool, sequences.reuse
     if (reuse is None) != (state.reuse is None):
-        raise LedgerError("a state with block reuse belongs to a cache with block reuse")
+        raise LedgerError("the state and the cache must both have block reuse, or neither")
     for sequence in state.sequences:
         if sequence.request_id not in requests or sequence.request_id in kv_cache:
             raise LedgerError(f"request {sequence.request_id} cannot hold blocks")
@@ -172,7 +172,7 @@ def _restore_reuse(
         _check_blocks((copy.source, copy.destination), 0, end)
     pool.copies = list(state.copies)
     if (pool.host is None) != (state.host is None):
-        raise LedgerError("a state with a host tier belongs to a cache with a host tier")
+        raise LedgerError("the state and the cache must both have a host tier, or neither")
     if pool.host is not None and state.host is not None:
         _restore_host(pool.host, state.host)
 

@@ -70,11 +70,12 @@ def cache_sizes(
 
     All pipeline stages have the sizes that the stage with the most layers needs.
 
-    A page can hold an adapter of rank `optimal_adapter_size` in all layers and modules (without
-    attn_qkv if the model has its three parts), and a row of rank `max_adapter_size` of any module.
-    `num_host_module_layer` and `num_device_module_layer` count rows of rank 1 of the widest module.
-    The pages are enough for them. If they are 0, `host_cache_size` and the part
-    `device_cache_percent` of `free_device_bytes` are the sizes in bytes, rounded down to pages.
+    A page is large enough for an adapter of rank `optimal_adapter_size` in all layers of a stage
+    and all modules (without attn_qkv if the model has its three parts), and for a single row of
+    rank `max_adapter_size` of any module. `num_host_module_layer` and `num_device_module_layer` are
+    the numbers of rows, of rank 1 and of the widest module, that the pages have space for. If one
+    is 0, the size in bytes is `host_cache_size`, or the part `device_cache_percent` of
+    `free_device_bytes`, rounded down to pages.
     """
     borders = 0, *first_layers, num_layers
     most = max(end - first for first, end in itertools.pairwise(borders))

@@ -276,7 +276,7 @@ class PeftCacheManager:
         return adapter
 
     def _checked(self, task_id: int, digest: str, rows: Sequence[AdapterRow]) -> CachedAdapter:
-        """Return a new adapter. Raises AdapterError if the pages cannot hold it."""
+        """Return a new adapter. Raises AdapterError if its rank or its size is too large."""
         sizes = self.sizes
         highest = max((row.rank for row in rows), default=0)
         if highest > sizes.max_adapter_size:

@@ -114,7 +114,7 @@ class AdapterPages:
         return {page: adapter.task_id for adapter, pages in self.adapters.items() for page in pages}
 
     def problem(self) -> str | None:
-        """Return the first contradiction; each page must be free or belong to one adapter."""
+        """Return the first contradiction, or None. Each page is free or belongs to one adapter."""
         if self.fresh > self.total:
             return f"page {self.fresh - 1} is not within 0..{self.total - 1}"
         holders: dict[int, int] = dict.fromkeys(range(self.fresh), 0)

@@ -87,7 +87,10 @@ def restore_peft_cache(cache: PeftCacheManager, state: PeftCacheState) -> None:
 def copied_peft_cache(
     cache: PeftCacheManager,
 ) -> tuple[PeftCacheManager, Mapping[CachedAdapter, CachedAdapter]]:
-    """Return an independent copy of a cache, and the copy of each of its adapters."""
+    """Return an independent copy of a cache's adapters and pages, and the copy of each adapter.
+
+    Counts of events and the pages that `take_freed` would return are not copied.
+    """
     copies = {
         adapter: replace(adapter, requests={*adapter.requests}, running={*adapter.running})
         for adapter in cache._host.adapters

@@ -25,7 +25,7 @@ class ReadAdapter(NamedTuple):
 
 
 class WriteAdapter(NamedTuple):
-    """Write the weights that job `source` has read to host pages, and release its copy."""
+    """Write to host pages the weights that job `source` has read, and release that job's copy."""
 
     job: int
     source: int
@@ -52,7 +52,7 @@ class CopyAdapter(NamedTuple):
 
 
 class FreeHostPages(NamedTuple):
-    """Free these pages, because no request needs their content."""
+    """Record that these pages are free, because no request needs their content."""
 
     host_pages: tuple[int, ...]
 

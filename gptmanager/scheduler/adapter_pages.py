@@ -16,14 +16,17 @@ class PeftCacheManager(Protocol):
     """The interface of an adapter cache for capacity schedulers. All counts are in pages."""
 
     def get_max_device_pages(self) -> int:
-        """Return the number of pages in the whole cache."""
+        """Return the number of device pages, free or not."""
 
     def determine_num_pages(self, lora_task_id: int) -> int:
         """Return the number of pages of one adapter, however many requests share it."""
 
 
 class AdapterPages:
-    """The adapter pages of one decision. An adapter counts once. Without a cache all fit."""
+    """Counts the pages that adapters take in one decision, each adapter once.
+
+    Without an adapter cache every adapter fits.
+    """
 
     __slots__ = ("_free", "_peft_cache_manager", "_task_ids")
 
@@ -51,8 +54,11 @@ class AdapterPages:
         return True
 
     def wait(self, task_id: int | None, taken: RequestList) -> Wait:
-        """Return the wait of a request if its adapter did not fit next to those of `taken`."""
+        """Return the wait of a request whose adapter does not fit next to those of `taken`.
+
+        Call it after `take` has returned False.
+        """
         cache = self._peft_cache_manager
-        assert cache is not None and task_id is not None  # `take` has returned False
+        assert cache is not None and task_id is not None  # otherwise `take` returns True
         needed, total = cache.determine_num_pages(task_id), cache.get_max_device_pages()
         return lacking(WaitReason.ADAPTER_PAGES, needed, total, self._free, taken)

@@ -17,15 +17,16 @@ _UNKNOWN = 1 << 62  # blocks: more than is ever free
 class BulkCounts(Protocol):
     """Counts of blocks over many requests. `KvCacheManager` has all four methods.
 
-    A host's own KV cache manager may lack any of them. Schedulers then add up requests one by one
-    in place of a sum, and do not take the shortcut that needs a bound. Decisions are the same.
+    A host's own KV cache manager may lack any of them. Without a sum, schedulers add up the needs
+    of single requests; without an upper bound, they skip the shortcut that uses it. Decisions are
+    the same.
     """
 
     def sum_remaining_blocks_to_completion(self, requests: Iterable[LlmRequest]) -> int:
-        """Return the sum of `get_remaining_blocks_to_completion`."""
+        """Return the sum of `get_remaining_blocks_to_completion` over `requests`."""
 
     def most_blocks_to_completion(self, requests: Iterable[LlmRequest]) -> int:
-        """Return an upper bound of the sum of `get_remaining_blocks_to_completion`."""
+        """Return an upper bound of `sum_remaining_blocks_to_completion`."""
         return _UNKNOWN
 
     def sum_needed_blocks_one_step(

@@ -1,8 +1,8 @@
 """Capacity schedulers: which active requests get memory in an iteration.
 
-They decide only from states, block counts and adapter pages. They compare the blocks that requests
-need, as the KV cache manager counts them, with the free blocks, and allocate nothing. Token
-budgets, chunks to run and batches in flight are left to `micro_batch`.
+They compare the blocks that requests need, as the KV cache manager counts them, with the free
+blocks, and the pages of adapters with the free pages. They allocate nothing. Token budgets, chunks
+to run and batches in flight are left to `micro_batch`.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class CapacityScheduler(ABC):
         """
 
     def why_waiting(self, active_requests: RequestList) -> Mapping[int, Wait] | None:
-        """Return, by id, why `schedule_request` would now leave requests out.
+        """Return, by request id, why `schedule_request` would now leave requests out.
 
         Return None if the policy does not support it. Change nothing that a decision depends on.
         """
@@ -81,9 +81,9 @@ class MaxRequestsScheduler(CapacityScheduler):
 class KvCapacityScheduler(CapacityScheduler):
     """Base class of policies over a KV cache, with their constructor's arguments.
 
-    `cross_kv_cache_manager` counts the blocks of cross attention, if the model has an encoder. With
-    `two_step_lookahead`, which is for overlapped steps, a request needs the blocks of its next two
-    steps. Raise ConfigError for invalid arguments.
+    `cross_kv_cache_manager` counts the blocks of cross attention; it is None if the model has no
+    encoder. With `two_step_lookahead`, which is for overlapped steps, a request needs the blocks of
+    its next two steps. The constructor raises ConfigError for invalid arguments.
     """
 
     max_num_requests: int
@@ -128,11 +128,12 @@ class KvCapacityScheduler(CapacityScheduler):
 class GuaranteedNoEvictScheduler(KvCapacityScheduler):
     """A request starts only when the blocks of its whole life are free, and is never paused.
 
-    Generating requests are always taken and reserve the blocks that they may still need. Then
-    contexts are taken in order. The first context without enough blocks stops admission, so that
-    others cannot overtake a large request forever. A request is skipped, without stopping
-    admission, if its adapter does not fit, or if another request is about to compute blocks that it
-    can reuse. A whole life covers any number of steps, so `two_step_lookahead` has no effect.
+    The first `max_num_requests` generating requests are taken and reserve the blocks that they may
+    still need. Then contexts are taken in order. The first context without enough blocks stops
+    admission, so that others cannot overtake a large request forever. A context is skipped, without
+    stopping admission, if its adapter does not fit, or if another request is about to compute
+    blocks that it can reuse. A whole life covers any number of steps, so `two_step_lookahead` has
+    no effect.
 
     With `started_contexts_first`, which is off by default, contexts that have run some chunks are
     taken before those that have not started. Otherwise a new request of higher rank may stop
@@ -160,7 +161,7 @@ class GuaranteedNoEvictScheduler(KvCapacityScheduler):
         return fitting, []
 
     def _running(self, schedulable: RequestList) -> RequestList:
-        """Return the generating requests that may run."""
+        """Return the first `max_num_requests` generating requests."""
         running = [
             request
             for request in schedulable
@@ -175,7 +176,7 @@ class GuaranteedNoEvictScheduler(KvCapacityScheduler):
         delay: ReuseDelay | None,
         waits: Waits | None = None,
     ) -> None:
-        """Append the contexts that fit to `fitting`, which has the running requests."""
+        """Append the contexts that fit to `fitting`, which holds the generating requests."""
         max_num_requests = self.max_num_requests
         needed_to_completion = self.kv_cache_manager.get_remaining_blocks_to_completion
         free_blocks = _unreserved_blocks(self.kv_cache_manager, fitting)
@@ -185,7 +186,7 @@ class GuaranteedNoEvictScheduler(KvCapacityScheduler):
         if self.started_contexts_first:
             schedulable = sorted(schedulable, key=lambda r: r.context_current_position == 0)
         if cross is None and waits is None:
-            contexts = self._all_that_fit_by_any_count(schedulable, len(fitting), free_blocks)
+            contexts = self._contexts_if_all_fit(schedulable, len(fitting), free_blocks)
             if contexts:
                 fitting += contexts if delay is None else delay.undelayed(contexts)
                 return
@@ -218,12 +219,13 @@ class GuaranteedNoEvictScheduler(KvCapacityScheduler):
             elif waits is not None:
                 waits.put(request, pages.wait(request.lora_task_id, fitting))
 
-    def _all_that_fit_by_any_count(
+    def _contexts_if_all_fit(
         self, schedulable: RequestList, num_running: int, free_blocks: int
     ) -> RequestList:
-        """Return all contexts if an upper bound of their needs fits, otherwise none.
+        """Return all contexts if an upper bound of their needs fits and none has an adapter.
 
-        If all fit, the walk over single requests would return the same, but more slowly.
+        Otherwise return none. If all fit, the walk over single requests would take the same
+        contexts, but more slowly.
         """
         bound = bulk_counts(self.kv_cache_manager).most_blocks_to_completion
         first = next((r for r in schedulable if r.state is _CONTEXT_INIT), None)
@@ -240,9 +242,9 @@ class GuaranteedNoEvictScheduler(KvCapacityScheduler):
 
 
 class StaticBatchScheduler(GuaranteedNoEvictScheduler):
-    """GUARANTEED_NO_EVICT with whole batches: no request starts before the last batch has ended.
+    """GUARANTEED_NO_EVICT with whole batches: no context runs while any request generates.
 
-    Requests do not wait for blocks that others are about to compute.
+    Contexts do not wait for blocks that others are about to compute.
     """
 
     def _decide(
@@ -259,7 +261,7 @@ class StaticBatchScheduler(GuaranteedNoEvictScheduler):
 
 
 def _unreserved_blocks(kv_cache_manager: KvCacheManager, running: RequestList) -> int:
-    """Return the free blocks minus those that the running requests may still need."""
+    """Return the number of free blocks minus those that the running requests may still need."""
     reserved = bulk_counts(kv_cache_manager).sum_remaining_blocks_to_completion(running)
     return kv_cache_manager.get_num_free_blocks() - reserved
 

@@ -1,9 +1,9 @@
 """Distributes the tokens of a step over contexts, and then over the drafts at their ends.
 
-Each function writes its decision to the requests, as `context_chunk_size` or `num_draft_tokens`.
-`room` is the number of tokens that are left. Chunk sizes are multiples of `unit`. `longest` is the
-most tokens of one context. With `prefix`, reusable tokens make the beginning of a context free;
-otherwise they move the start of its chunk.
+The decisions are written to the requests, as `context_chunk_size` or `num_draft_tokens`. `room` is
+the number of tokens that the step has left. A chunk is a multiple of `unit` tokens, or all that
+remains of its context. `longest` is the most tokens of one context in the step. With `prefix`,
+reusable tokens make the beginning of a context free; otherwise they move the start of its chunk.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ UNLIMITED = 1 << 62  # in requests or tokens
 
 
 def share_equally(requests: RequestList, room: int, unit: int, longest: int, prefix: bool) -> None:
-    """Give each context one unit in each round, until it cannot grow in a round."""
+    """Give contexts one unit each, in rounds. A context that cannot grow in a round drops out."""
     sizes = [0] * len(requests)
     lengths = [r.prompt_len - r.context_current_position for r in requests]
     credits = [r.estimated_reusable_tokens and credit_of(r) for r in requests]
@@ -44,7 +44,10 @@ def share_equally(requests: RequestList, room: int, unit: int, longest: int, pre
 
 
 def serve_in_order(requests: RequestList, room: int, unit: int, longest: int, prefix: bool) -> None:
-    """Give each context, in order, as much as possible. Later ones get what rounding leaves."""
+    """Give each context, in order, as many tokens as possible.
+
+    Tokens that are lost by rounding down to units go to later contexts.
+    """
     for request in requests:
         remaining = request.prompt_len - request.context_current_position
         credit = credit_of(request) if request.estimated_reusable_tokens else 0
@@ -63,7 +66,10 @@ def serve_in_order(requests: RequestList, room: int, unit: int, longest: int, pr
 
 
 def share_units(requests: RequestList, room: int, unit: int) -> None:
-    """Give each context one unit or nothing. Reusable tokens are charged like others."""
+    """Give each context one unit, or its rest if that is shorter, or nothing if it does not fit.
+
+    Reusable tokens are charged like others.
+    """
     for request in requests:
         size = min(request.context_remaining_length, unit)
         request.context_chunk_size = size = size if size <= room else 0
@@ -71,7 +77,7 @@ def share_units(requests: RequestList, room: int, unit: int) -> None:
 
 
 def trim_drafts(requests: RequestList, room: int, unit: int, longest: int, reserves: bool) -> None:
-    """Trim the drafts after a last chunk, so that they fit into its last unit and into the limits.
+    """Trim the drafts after each last chunk to the space in its last unit and to the limits.
 
     With `reserves`, all the space that the drafts could take is charged, not only the kept drafts.
     """
@@ -90,14 +96,17 @@ def trim_drafts(requests: RequestList, room: int, unit: int, longest: int, reser
 
 
 def first_credit(request: LlmRequest) -> int:
-    """Return the reusable tokens of a context that has not run its first chunk; 0 for others."""
+    """Return the reusable tokens of a context in its first chunk, 0 in a later one.
+
+    A context without a chunk size counts as in its first chunk.
+    """
     if not request.is_first_context_chunk:
         return 0
     return min(request.estimated_reusable_tokens, request.context_remaining_length)
 
 
 def credit_of(request: LlmRequest) -> int:
-    """Return how many first tokens of a context need no computation; 0 after it has started."""
+    """Return the reusable tokens of a context that has not started, 0 after it has started."""
     if request.context_current_position:
         return 0
     return min(request.estimated_reusable_tokens, request.prompt_len)

@@ -1,7 +1,7 @@
 """MAX_UTILIZATION: decides which requests get memory, and may pause requests for others.
 
-The policy decides only by the blocks that the next step needs, and allocates nothing. It knows
-nothing of token budgets, of chunks to run, or of batches in flight.
+The policy compares the blocks that the next step needs with the free blocks, and allocates nothing.
+It knows nothing of token budgets, of chunks to run, or of batches in flight.
 """
 
 from __future__ import annotations
@@ -23,23 +23,23 @@ _TO_COMPLETE = LlmRequestState.GENERATION_TO_COMPLETE
 
 @dataclass(eq=False, repr=False)
 class MaxUtilizationScheduler(KvCapacityScheduler):
-    """A request is taken when the blocks of its next step are free; others are paused for it.
+    """Takes a request if the blocks of its next step are free, and pauses others to free them.
 
-    The policy walks down the list. If a request does not fit, the victim is the last started
-    request from its place in the list on, possibly the request itself. The victim is paused, and
-    the walk is cut off before it. Requests taken earlier in the walk are never paused. A
-    context is skipped if another request is about to compute blocks that it can reuse. This also
-    skips a context that is tried again after a pause, because its own prefix is recorded already.
-    `cross_kv_cache_manager` is not used.
+    The policy walks down the list. If a request does not fit, the last started request at or after
+    its place in the list is the victim, possibly the request itself. The victim is paused, and the
+    walk is cut off before it. Requests taken earlier in the walk are never paused. A context is
+    skipped if another request is about to compute blocks that it can reuse. This also skips a
+    context that is tried again after it made another one pause, because its own prefix is recorded
+    already. `cross_kv_cache_manager` is not used.
 
     Three guards against thrashing are off by default. A request that was paused `max_pauses` times
     is paused again only if a started request could not continue otherwise and no other victim is
-    left. While others run, a paused request starts again only if `resume_headroom_blocks` blocks
-    stay free, and no request is paused for them. While others run, a request starts, again or for
-    the first time, only if all requests taken could run `start_headroom_steps` steps, or to their
-    ends, with the free blocks; but a first start may still pause requests of lower rank. With the
-    guards, started requests after a victim, or after a request that does not fit, are still
-    considered, but no request starts there.
+    left. While others are taken, a paused request starts again only if `resume_headroom_blocks`
+    blocks stay free, and no request is paused to free them. While others are taken, a request
+    starts, again or for the first time, only if all requests taken could run
+    `start_headroom_steps` steps, or to their ends, with the free blocks; but a first start may
+    still pause requests of lower rank. With the guards, started requests after a victim, or after a
+    request that does not fit, are still considered, but no request starts there.
     """
 
     _: KW_ONLY
@@ -67,9 +67,10 @@ class MaxUtilizationScheduler(KvCapacityScheduler):
         return _PausingWalk(self, walk, fitting, blocks, delay, waits).decide()
 
     def _generating_first(self, walk: RequestList) -> tuple[RequestList, int]:
-        """Return the generating requests at the head of `walk`, and their blocks, if all fit.
+        """Return the generating requests at the head of `walk`, and how many blocks they take.
 
-        The walk over single requests would return the same, but more slowly.
+        Stop at the first request with an adapter, and return none unless all fit. The walk over
+        single requests would take the same ones, but more slowly.
         """
         end = 0
         for request in walk:
@@ -84,10 +85,11 @@ class MaxUtilizationScheduler(KvCapacityScheduler):
         return [], 0
 
     def _rest_fits(self, walk: RequestList, num_taken: int, blocks: int) -> bool:
-        """Return whether an upper bound of the needs of all after the first `num_taken` fits.
+        """Return whether all after the first `num_taken` fit by an upper bound of their needs.
 
-        `blocks` is the number of blocks that the first ones need. If all fit, the walk over single
-        requests would take them all, but more slowly.
+        `blocks` is the number of blocks that the first ones take. The result is also False if none
+        follow or one has an adapter. If it is True, the walk over single requests would take them
+        all, but more slowly.
         """
         manager, lookahead = self.kv_cache_manager, self.two_step_lookahead
         bound = bulk_counts(manager).most_blocks_one_step
@@ -95,7 +97,7 @@ class MaxUtilizationScheduler(KvCapacityScheduler):
             return False
         has_free_blocks = manager.scheduling_has_free_blocks
         if not has_free_blocks(blocks + bound([walk[num_taken]], lookahead)):
-            return False  # in most cases: skip the others
+            return False  # in most cases the next one does not fit: skip the others
         rest = walk[num_taken:]
         headroom = self.resume_headroom_blocks
         if self.start_headroom_steps:
@@ -108,10 +110,10 @@ class MaxUtilizationScheduler(KvCapacityScheduler):
 
 @dataclass(slots=True, eq=False)
 class _PausingWalk:
-    """Walks down `walk`, and truncates it when a request is paused.
+    """Walks down `walk`, and truncates it at a request that is paused or does not fit.
 
-    `fitting` is the head of the walk, which is taken already and needs `blocks`. `waits` records
-    why requests are left out, unless it is None.
+    `fitting` is the head of the walk, which is taken already and needs `blocks` blocks. `waits`
+    records why requests are left out, unless it is None.
     """
 
     policy: MaxUtilizationScheduler
@@ -126,7 +128,7 @@ class _PausingWalk:
     _paused: RequestList = field(default_factory=list)
     _preempting: LlmRequest | None = None  # the request that others were paused for last
     _misfits: list[tuple[LlmRequest, Wait, RequestList]] = field(default_factory=list)
-    _growth: int = 0  # blocks, of the first `_num_grown` fitting requests
+    _growth: int = 0  # `_growth_of` the first `_num_grown` fitting requests
     _num_grown: int = 0
 
     def __post_init__(self) -> None:
@@ -179,7 +181,7 @@ class _PausingWalk:
     def _starts_too_early(self, request: LlmRequest, needed: int, fits: bool) -> bool:
         """Return whether a request must not start because too few blocks would stay free.
 
-        If so, the rest of the walk keeps only started requests.
+        If so, remove all but the started requests from the rest of the walk.
         """
         fitting = self.fitting
         if not fitting or request is self._preempting or _is_started(request):
@@ -215,7 +217,10 @@ class _PausingWalk:
         return max(resume, self._growth + self._growth_of([request]))
 
     def _growth_of(self, requests: RequestList) -> int:
-        """Return the blocks that `requests` take in `start_headroom_steps` steps, or to the end."""
+        """Return how many blocks `requests` take in `start_headroom_steps` steps.
+
+        Steps after a request's end do not count.
+        """
         steps, manager = self.policy.start_headroom_steps, self.policy.kv_cache_manager
         growth, size, kept = 0, manager.tokens_per_block, manager.max_kept_tokens
         for request in requests:
@@ -256,7 +261,7 @@ class _PausingWalk:
     def _record_misfits(self, waits: Waits) -> None:
         """Record why requests did not fit. The rest of the walk at that time waits behind them.
 
-        A request that others are paused for may fit in the end, and then does not wait itself.
+        A request that others were paused for may have fitted in the end, and then does not wait.
         """
         for request, wait, _ in reversed(self._misfits):
             if request not in self.fitting:

@@ -46,9 +46,10 @@ class MicroBatchScheduler:
     """Fills one step from the front of the list. Subclass it to write another rule.
 
     A step has at most `max_batch_size` requests, `max_num_tokens` tokens, and `max_context_length`
-    tokens of one context; None means no limit. With a `context_chunking_policy`, contexts that do
-    not fit are cut into chunks of multiples of `chunk_unit` tokens (default 1; unused without a
-    policy). Without one, a context longer than `max_context_length` raises SchedulerError.
+    tokens of one context; the last two may be None, for no limit. With a `context_chunking_policy`,
+    contexts that do not fit are cut into chunks of multiples of `chunk_unit` tokens (default 1;
+    unused without a policy). Without one, a context longer than `max_context_length` raises
+    SchedulerError.
 
     For drafts at the end of a context, the `draft_rule` "reserve" charges all the space that they
     might take, "kept" the number of drafts that are kept. With the `reuse_credit_rule` "prefix",
@@ -124,7 +125,7 @@ class MicroBatchScheduler:
     def why_waiting(
         self, fitting_requests: RequestList, inflight_request_ids: Set[int]
     ) -> Mapping[int, Wait] | None:
-        """Return, by id, why `schedule` would now leave requests out.
+        """Return, by request id, why `schedule` would now leave requests out.
 
         Return None in a subclass that overrides a decision. Like `schedule`, this writes chunk
         sizes and trimmed drafts.
@@ -157,7 +158,8 @@ class MicroBatchScheduler:
     def _record_chunks(self, scan: _Scan, running: Set[int], waits: Waits) -> None:
         """Record the waits of contexts that got no chunk, with the tokens that were left for them.
 
-        EQUAL_PROGRESS gives all contexts a first unit before any gets a second.
+        With EQUAL_PROGRESS each context before them is charged only its first unit, because all
+        contexts are given a first unit before any gets a second.
         """
         limit = self.max_num_tokens or 0
         left = limit - scan.num_tokens
@@ -189,7 +191,7 @@ class MicroBatchScheduler:
         """Distribute `capacity` tokens over contexts, then trim the drafts at their ends.
 
         A chunk is a multiple of `unit`, or all that remains of a context. A context with a chunk of
-        0 does not run in this step.
+        0 does not run in this step. `capacity` and `max_context_length` may be None, for no limit.
         """
         check_policy(policy, unit, max_context_length)
         room = UNLIMITED if capacity is None else capacity
@@ -204,11 +206,11 @@ class MicroBatchScheduler:
         trim_drafts(requests, room, unit, longest, self.draft_rule == "reserve")
 
     def _most(self, fitting_requests: RequestList) -> int:
-        """Return how many requests a step may have, given all requests, also those in flight."""
+        """Return how many requests a step may have; `fitting_requests` include those in flight."""
         return min(self.max_batch_size, -(-len(fitting_requests) // self.num_shares))
 
     def _scan(self, requests: RequestList, most: int) -> _Scan:
-        """Take up to `most` requests from the front."""
+        """Take requests from the front, up to `most` and up to the token limit."""
         encoder_init, context_init, in_progress, to_complete = self._open_states()
         limit = UNLIMITED if self.max_num_tokens is None else self.max_num_tokens
         chunking = self.context_chunking_policy is not None
@@ -259,7 +261,10 @@ class MicroBatchScheduler:
         return [state if first <= state < end else None for state in states]
 
     def _whole_cost(self, request: LlmRequest) -> int:
-        """Return the tokens of an encoder input, or of a context that runs in one piece."""
+        """Return how many tokens an encoder input, or a context in one piece, is charged.
+
+        Raise SchedulerError for more than `max_context_length`.
+        """
         if request.state is _ENCODER_INIT:
             kind, cost = "encoder", request.encoder_len
         else:
@@ -277,7 +282,7 @@ class MicroBatchScheduler:
     def _fit_contexts(
         self, contexts: RequestList, policy: ContextChunkingPolicy, num_tokens: int
     ) -> bool:
-        """Set the chunk sizes, given `num_tokens` other tokens. Return whether any may be cut."""
+        """Set the chunk sizes; other requests take `num_tokens`. Return whether any may be cut."""
         capacity, longest = self.max_num_tokens, self.max_context_length
         if capacity is not None:
             capacity -= num_tokens

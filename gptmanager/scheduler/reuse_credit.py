@@ -20,7 +20,7 @@ _CONTEXT_INIT = LlmRequestState.CONTEXT_INIT
 class ReuseCredit(CapacityScheduler):
     """Calls another capacity scheduler, and sets the reusable tokens of each context that starts.
 
-    Only full blocks count, so a starting context never finds fewer tokens, provided that
+    Only full blocks count, so a context never finds fewer tokens when it starts, provided that
     `KvCacheManager.holding_cached` keeps the blocks until then.
     """
 

@@ -17,9 +17,9 @@ _CONTEXT_INIT = LlmRequestState.CONTEXT_INIT
 class ReuseDelay:
     """The delays of one decision of a capacity scheduler over a cache with block reuse.
 
-    A context contributes its prompt up to the first full block that is not cached yet. A context
-    waits if an earlier one of the decision, or one between two chunks, has the same contribution,
-    because it can soon reuse those blocks.
+    A context contributes its prompt up to and including the first full block that is not cached. A
+    context waits if an earlier one of the decision, or one between two chunks, has the same
+    contribution, because it can soon reuse those blocks.
     """
 
     __slots__ = ("_contributed", "_kv_cache_manager")
@@ -34,7 +34,7 @@ class ReuseDelay:
                 and not request.is_first_context_chunk
             ):
                 self._contributed.add(kv_cache_manager.find_new_context_block(request))
-        self._contributed.discard(None)  # stands for contexts that are fully cached
+        self._contributed.discard(None)  # from contexts whose full blocks are all cached
 
     def delays(self, request: LlmRequest) -> bool:
         """Return whether the request waits. If not, record its contribution."""
@@ -48,10 +48,10 @@ class ReuseDelay:
         return False
 
     def wait(self, request: LlmRequest, requests: RequestList) -> Wait:
-        """Return the wait of a delayed request, for the first other one with its contribution.
+        """Return the wait of a delayed request: for the first other one with its contribution.
 
-        The other one is before it in `requests`, or between two chunks. Without such a request, it
-        waits for itself, because it was recorded earlier in the decision.
+        The other one is before it in `requests`, or between two chunks. Without such a request, the
+        wait is for the request itself, which was recorded earlier in the decision.
         """
         find = self._kv_cache_manager.find_new_context_block
         contribution, is_before = find(request), True

@@ -32,16 +32,17 @@ class RequestScheduler(ABC):
     def schedule_request(
         self, active_requests: RequestList, inflight_request_ids: Set[int]
     ) -> SchedulerOutput:
-        """Choose among `active_requests`, which are in scheduling order, highest rank first.
+        """Choose the requests to run and to pause among `active_requests`.
 
-        Requests of `inflight_request_ids` are in a step that has not returned. They count for
-        memory and must not run; they may be paused, which takes effect when the step returns.
+        These are in scheduling order, highest rank first. Requests of `inflight_request_ids` are in
+        a step that has not returned. They count for memory and must not run; they may be paused,
+        which takes effect when the step returns.
         """
 
     def why_waiting(
         self, active_requests: RequestList, inflight_request_ids: Set[int]
     ) -> Mapping[int, Wait] | None:
-        """Return, by id, why the decision that would be made now leaves requests out.
+        """Return, by request id, why the decision that would be made now leaves requests out.
 
         Change nothing. Return None, the default, if the policy does not support it.
         """

@@ -31,10 +31,10 @@ class WaitReason(str, Enum):
 class Wait:
     """Why a request waits. In most cases `needed` > `free` - `reserved`.
 
-    These are numbers of blocks, tokens of a step, adapter pages or requests, depending on `reason`.
-    `running` requests that hold memory, and `starting` requests that do not, are taken before it;
-    `reserved` is kept for them. `behind` is the id of the request that it waits for. With BEHIND,
-    `cause` and the numbers are those of that request's wait.
+    These three count blocks, tokens of a step, adapter pages or requests, depending on `reason`.
+    Before the request, `running` requests that hold memory and `starting` requests that do not were
+    taken, and `reserved` is kept for them. `behind` is the id of the request that it waits for.
+    With BEHIND, `cause` and the numbers are those of that request's wait.
     """
 
     reason: WaitReason
@@ -82,7 +82,7 @@ class Wait:
 
 
 class Waits(dict[int, Wait]):
-    """The waits of one decision, by request id, filled in while it walks down its list."""
+    """The waits of one decision, by request id."""
 
     def put(self, request: LlmRequest, wait: Wait) -> None:
         """Record `wait`, unless another wait of the request is recorded."""
@@ -104,7 +104,7 @@ class Waits(dict[int, Wait]):
 
 
 def traced(waits: Mapping[int, Wait]) -> dict[int, Wait]:
-    """Return the waits, with the cause of the other request for each that waits for another one.
+    """Return the waits; one for another waiting request gets the cause of that request's wait.
 
     So a request that waits for the prefix of a waiting request is reported behind it. The cause of
     a request that others were paused for is the resource that it lacked then; it may differ now.
@@ -160,4 +160,4 @@ def full(taken: RequestList, limit: int) -> Wait:
 def _others(running: int, starting: int) -> str:
     parts = [f"{running} running"] if running or not starting else []
     parts += [f"{starting} starting"] if starting else []
-    return f"{' and '.join(parts)} requests"
+    return f"{' and '.join(parts)} request{'' if running + starting == 1 else 's'}"

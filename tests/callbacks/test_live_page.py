@@ -282,7 +282,7 @@ def test_why_requests_wait():
             browser.wait_for(lambda it: it.told.get("why"))
             ((reason, text, numbers),) = browser.told["why"]
             assert (reason, len(list(unranged(numbers)))) == ("batch_full", 4)
-            assert text == "waits for room in the batch: 1 running requests, at most 1 at once"
+            assert text == "waits for room in the batch: 1 running request, at most 1 at once"
             assert browser.told["outside"] == 17
         manager.shutdown(drain=False)
 

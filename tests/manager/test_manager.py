@@ -518,7 +518,7 @@ def test_would_fit_knows_ids_that_are_taken_and_who_could_start_now(host):
     assert beside.accepted and beside.starts_now and not beside.wait
     assert larger.accepted and not larger.starts_now
     assert larger.wait.startswith("waits for KV cache blocks: it needs 6, ")
-    assert larger.wait.endswith("for 1 running requests, short by 4") and larger.needed_blocks == 6
+    assert larger.wait.endswith("for 1 running request, short by 4") and larger.needed_blocks == 6
     assert outside.accepted and not outside.starts_now
     assert outside.wait == "waits outside: 3 requests are active, max_active_requests = 3"
 

@@ -123,7 +123,7 @@ def test_the_token_budget_of_a_step_is_told(reuse):
     )  # fmt: skip
     assert first.reason == "running" and second.reason == "token_budget"
     assert second.needed_tokens == 4 > second.free_tokens
-    left = f"needs 4, {second.free_tokens} of max_num_tokens = 4 are left by 1 running requests"
+    left = f"needs 4, {second.free_tokens} of max_num_tokens = 4 are left by 1 running request"
     assert left in second.text
 
 
@@ -132,7 +132,7 @@ def test_with_overlap_it_is_blocks_where_blocks_lack():
         [(20, 40), (40, 20)], SchedulerConfig(), tokens=80, max_batch_size=1,
         enable_trt_overlap=True, reuse=True, prompts=[[1] * 20, [2] * 40],
     )  # fmt: skip
-    assert last.reason == "kv_blocks" and "for 1 running requests, short by" in last.text
+    assert last.reason == "kv_blocks" and "for 1 running request, short by" in last.text
 
 
 class OneAtATime(GuaranteedNoEvictScheduler):

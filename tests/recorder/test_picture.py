@@ -278,7 +278,7 @@ def test_a_request_that_waits_costs_nothing_in_each_iteration(monkeypatch):
     assert [len(row.spans) for row in trace.rows] == [1] + [2] * 99 + [1] * 400
     waits = trace.rows[300].spans[0]
     assert (waits.begin, waits.end, waits.reason) == (0, 100, Reason.BATCH)
-    assert waits.why == WAIT.text == "for room in the batch: 1 running requests, at most 1 at once"
+    assert waits.why == WAIT.text == "for room in the batch: 1 running request, at most 1 at once"
 
 
 def test_every_reason_has_dashes_of_its_own_and_a_name_in_the_legend():
