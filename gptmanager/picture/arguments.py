@@ -11,9 +11,9 @@ from gptmanager.terminal.options import add_parser
 _HELP = """\
 Draw the schedule of a recorded run.
 
-Rows are requests, columns are iterations. Panels below show the batch, the tokens and the KV cache
-blocks of every iteration. The HTML page opens in any browser: hover for numbers, zoom with the
-buttons. A manager records with OptionalParams(recording_path=...).
+Rows are requests, columns are iterations. Panels show the batch, the tokens and the KV cache blocks
+of every iteration. The HTML page opens in any browser: hover for numbers; a long run has buttons to
+zoom. A manager records with OptionalParams(recording_path=...).
 """
 
 _EXAMPLES = """\
@@ -40,7 +40,7 @@ def add_command(commands: Any) -> None:
     )
     add = parser.add_argument
     add("recording", type=Path, metavar="RECORDING", help="a recording, as JSON lines")
-    add("--output", type=Path, metavar="FILE", help="schedule.html, or FILE.svg")
+    add("--output", type=Path, metavar="FILE", help="write the picture, as a page or FILE.svg")
     add("--svg", action="store_true", help="write an SVG instead of a page (default for FILE.svg)")
     add("--chrome-trace", type=Path, metavar="FILE", help="write trace events as JSON")
     text = "only iterations A to B - 1 (default all)"

@@ -97,7 +97,7 @@ class TraceBuilder:
         self._by_slot: dict[int, _Request] = {}
         self._owners: Counter[int] = Counter()  # block -> how many requests hold it
         self._columns: list[Column] = []
-        self._waits: list[_Wait] = []  # one per column in which requests wait to start
+        self._waits: list[_Wait] = []  # one per column in which a request has no memory
         self._changes: list[int] = []  # indices into _waits where the reason changes
         self._new_waiters: list[_Request] = []  # requests that wait since the next column
         self._unknown = 0  # the last invented block id; these are negative
@@ -124,7 +124,8 @@ class TraceBuilder:
     ) -> None:
         """Add the iteration that was scheduled at `time_s`.
 
-        `waits` has the scheduler's reasons for leaving requests out, by id; None if not reported.
+        `waits` has the scheduler's reasons for leaving requests out, by request id, or is None if
+        they were not reported.
         """
         column = len(self._columns)
         for request_id in schedule.paused:

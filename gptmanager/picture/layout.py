@@ -19,7 +19,7 @@ SQUARE = 20  # side of one token
 PANEL = 58
 PANEL_STEP = PANEL + 34
 _MAX_CELLS = 28 * 60  # cells with a mark each
-_TALL = 720  # higher rows are drawn below the panels, so that the panels are visible
+_TALL = 720  # if all rows together are higher, they follow the panels, so that these are visible
 
 
 class Look(Enum):

@@ -23,7 +23,10 @@ DASHES = {
 
 
 def draw_row(trace: Trace, row: RequestRow, index: int, layout: Layout) -> Iterator[str]:
-    """Yield the marks of a row, in pixels; the x of bars is in columns, because they are scaled."""
+    """Yield the marks of a row, in pixels.
+
+    Bars have x in columns, and y from the first row on, because they are in a scaled plot.
+    """
     y = layout.row_y(index)
     if layout.look is Look.BARS:
         for span in _joined(row.spans):
@@ -97,12 +100,12 @@ def _line(span: Span, x0: float, x1: float, y: float, height: float, tip: str) -
 
 
 def _finish(row: RequestRow, x: float, y: float, height: float) -> str:
-    tip = f"request {row.request_id} ends: {row.num_generated} tokens, {row.outcome}"
+    tip = f"request {row.request_id} ends: {_tokens(row.num_generated)}, {row.outcome}"
     return path(f"M{number(x)} {number(y)}v{number(height)}", "finish", tip)
 
 
 def _squares(trace: Trace, row: RequestRow, cell: Span, y: float, layout: Layout) -> Iterator[str]:
-    """Yield a square for each computed token, and the name of the token that is sampled."""
+    """Yield a square for each computed token, and the name of the token that is sampled, if any."""
     x = layout.x(cell.begin) + 6
     tip = describe(trace, row, cell)
     side = SQUARE - 2
@@ -145,6 +148,10 @@ def _token_name(row: RequestRow, position: int) -> str:
     return "C" if generated < 0 else f"G{generated + 1}"
 
 
+def _tokens(count: int) -> str:
+    return f"{count} token" if count == 1 else f"{count} tokens"
+
+
 def describe(trace: Trace, row: RequestRow, span: Span) -> str:
     """Describe a span in words and numbers."""
     first = trace.first_iteration + span.begin
@@ -154,7 +161,7 @@ def describe(trace: Trace, row: RequestRow, span: Span) -> str:
     begin, end = span.position, span.position + span.num_tokens
     if span.phase is Phase.CONTEXT:
         again = min(end, max(begin, row.prompt_len))
-        text = f"{subject}: context, {span.num_tokens} tokens (positions {begin} to {end - 1})"
+        text = f"{subject}: context, {_tokens(span.num_tokens)} (positions {begin} to {end - 1})"
         return text if end == again else f"{text}; {end - again} were generated before a pause"
     if span.phase is Phase.GENERATION:
         from_token = begin - row.prompt_len + 2

@@ -52,9 +52,9 @@ class Span(NamedTuple):
 class RequestRow:
     """One request. Lengths are in tokens, `arrival` and `end` are columns.
 
-    `prompt_len` is the length of the prompt that the host sent. `end` is None if it is not known.
-    `num_generated` counts computed tokens; with run-ahead, a request that stops early computes one
-    more than it returns.
+    `prompt_len` is the length of the prompt that the host sent. `end` is None if the request has
+    not ended, or if its end is not known. `num_generated` counts computed tokens; with run-ahead, a
+    request that stops early computes one more than it returns.
     """
 
     request_id: int

@@ -141,8 +141,7 @@ _BUTTONS = """<p class="bar"><button id="in">zoom in (+)</button>
 _HELP = """<p>Each row is a request, each column an iteration: one forward pass over the batch.
 A full bar is a context (the prompt, whole or in chunks), a lower bar is generation, one token per
 column. Two parallel lines are a pause. A thin line is waiting; its dashes show the reason
-("scheduler's choice": none of the counted limits was reached). Point at a mark for its
-numbers.</p>"""
+("scheduler's choice": another reason, or none is known). Point at a mark for its numbers.</p>"""
 
 
 def page(trace: Trace, title: str = "Schedule") -> str:

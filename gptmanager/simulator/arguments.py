@@ -11,8 +11,8 @@ from gptmanager.terminal.arguments import natural, positive, rate, span, writabl
 from gptmanager.terminal.options import POLICIES, add_json, add_parser, add_scheduler, add_verbose
 
 _HELP = """\
-Run a load through the real scheduler and block accounting under a virtual clock. Do so once for
-each policy, and print the figures side by side. No model is needed.
+Run a load through the real scheduler and block accounting under a virtual clock, once for each
+policy, and print the figures side by side. No model is needed.
 
 The load comes from a recording, or it is synthetic: lengths are drawn from ranges, and requests
 arrive all at once or at a rate. A step takes as long as the cost model says, in seconds:
@@ -29,7 +29,8 @@ examples:
   gptmanager simulate --num-requests 100000 --rate 50 --prompt-len 64:512 --output-len 16:256
   gptmanager simulate --recording run.jsonl --kv-cache-tokens 65536 --record simulated.jsonl
 
-exit status: 0 simulated, 2 the call was wrong or a file cannot be read, 130 interrupted
+exit status: 0 simulated, 1 a simulation failed, 2 the call was wrong or a file cannot be read,
+130 interrupted
 """
 
 _ARRIVALS = ("time", "turns", "at_once")
@@ -47,7 +48,7 @@ def add_command(commands: Any) -> None:
     )
     add = parser.add_argument
     default = "guaranteed_no_evict,max_utilization"
-    text = f"of {', '.join(POLICIES)} (default {default})"
+    text = f"any of {', '.join(POLICIES)} (default {default})"
     add("--policies", type=_policies, metavar="A,B", default=_policies(default), help=text)
     add_scheduler(
         parser,
@@ -69,8 +70,8 @@ def _add_load(parser: argparse.ArgumentParser) -> None:
     add("--seed", type=natural, metavar="N", help="(default 0)")
     add = parser.add_argument_group("recorded load").add_argument
     add("--recording", type=Path, metavar="FILE", help="its requests, options and outputs")
-    add("--arrivals", choices=_ARRIVALS, help="when they arrived in the recorded host's queue (the"
-        " default), in the recorded iterations, or all at once")  # fmt: skip
+    text = "as in the recorded host's queue (time, the default), as in the recorded iterations"
+    add("--arrivals", choices=_ARRIVALS, help=f"{text} (turns), or all at once")
 
 
 def _add_machine(parser: argparse.ArgumentParser) -> None:

@@ -44,7 +44,7 @@ class CostModel:
             number = isinstance(value, (int, float)) and not isinstance(value, bool)
             if not number or not 0 <= value < float("inf"):
                 raise ConfigError(
-                    f"cost model: {field.name} = {value!r} must be seconds, 0 or more"
+                    f"cost model: {field.name} = {value!r} must be a number of seconds, 0 or more"
                 )
 
     def seconds(self, schedule: Schedule, *, fused: bool = True) -> float:
@@ -100,9 +100,10 @@ def quantities(schedule: Schedule) -> tuple[int, int, int, float]:
 def fit(recording: Recording) -> CostModel:
     """Return the nonnegative model with the least squared error over the recorded steps.
 
-    A step's time is from its intake to the next one, so it includes the loop and the callbacks. If
-    no intake follows, or the loop was idle in between, it is from the intake to the step's result.
-    Raise RecordingError if the recording has no step with a time.
+    A step's time is from the intake of its iteration to the next intake, so it includes the loop
+    and the callbacks. If no intake follows, or no request was active before it, the time ends at
+    the last result that the iteration took; without a result the step is left out. `transfer`
+    keeps its default. Raise RecordingError if the recording has no step with a time.
     """
     measured = list(_timed_steps(recording))
     if not measured:
@@ -118,7 +119,7 @@ def fit(recording: Recording) -> CostModel:
 
 
 def _timed_steps(recording: Recording) -> Iterator[tuple[Schedule, float]]:
-    """Yield each schedule with the seconds that its iteration took."""
+    """Yield each schedule with the seconds that its iteration took, if they are known."""
     iterations: list[Iteration | None] = [*recording.iterations, None]
     for iteration, following in zip(iterations, iterations[1:], strict=False):
         if iteration is None or iteration.schedule is None:

@@ -263,9 +263,9 @@ class RecordedLoad:
         num_searched = sum(row.beam_width > 1 for row in rows)
         if len(result.tokens) != len(rows) or len(result.beams) != num_searched:
             raise RecordingError(
-                f"schedule {schedule.iteration} has {len(rows)} rows, {num_searched} of them with "
-                f"several beams; its result has tokens of {len(result.tokens)} rows and beam "
-                f"candidates of {len(result.beams)}"
+                f"schedule {schedule.iteration} has {len(rows)} rows that sample, {num_searched} "
+                f"of them with several beams; its result has tokens of {len(result.tokens)} rows "
+                f"and beam candidates of {len(result.beams)}"
             )
         for index, row in enumerate(rows):
             tokens = result.tokens[index, : None if counts is None else counts[index]]
@@ -284,7 +284,8 @@ class RecordedLoad:
 def request_steps(schedule: Schedule) -> int:
     """Return the request-steps of a schedule, a measure of the time that simulating it takes.
 
-    Each row counts as the square of its beam width, and every 64 appended blocks as one.
+    Each row counts as the square of its beam width, and every 64 appended blocks as one. (The
+    figure `Figures.request_steps` counts each row as one.)
     """
     rows = (*schedule.context_rows, *schedule.generation_rows)
     num_blocks = sum(len(append.block_ids) for append in schedule.block_appends)

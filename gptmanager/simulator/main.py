@@ -69,7 +69,7 @@ def main(options: argparse.Namespace) -> int:
 
 
 def _record_path(record: Path | None, name: str) -> Path | None:
-    """Return the file for the run of one column, which has the column's name in its own name."""
+    """Return the file for one column's recording: `record` with the column's name added to it."""
     if record is None:
         return None
     return record.with_name(f"{record.stem}.{name.rpartition(':')[2]}{record.suffix}")
@@ -114,7 +114,7 @@ def _simulate_one(
     path: Path | None,
     on_progress: Callable[[int], object],
 ) -> Figures:
-    """Simulate one policy and record the run to `path`."""
+    """Simulate one policy. Record the run to `path` if it is not None."""
     recorder = None if path is None else Recorder(path)
     where: AbstractContextManager[None] = nullcontext()
     if isinstance(load, RecordedLoad) and blueprint.scheduler.create_scheduler is None:

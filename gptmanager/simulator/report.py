@@ -21,7 +21,8 @@ class Comparison:
     """Figures of several policies on one load.
 
     `wall_s` is the number of real seconds that the simulation took. `recording` and `queue` belong
-    to a recorded load, and are None for others.
+    to a recorded load, and are None for others; `queue` is also None unless requests arrive as in
+    the host's queue.
     """
 
     figures: Mapping[str, Figures]  # by the name of its column
@@ -69,7 +70,7 @@ def table(columns: Mapping[str, Figures]) -> str:
 
 
 def figures_table(columns: Mapping[str, Figures]) -> Table:
-    """Return a table with a line for each figure and a column for each policy."""
+    """Return a table with a row for each figure and a column for each policy."""
     shown = [_shown(figures) for figures in columns.values()]
     rows = [(label, *(column[label] for column in shown)) for label in shown[0]]
     return table_of(("", *columns), rows, left=(0,))

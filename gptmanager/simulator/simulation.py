@@ -1,7 +1,8 @@
 """The simulator: the real loop, scheduler and block accounting under a virtual clock.
 
 One object is both the host, which takes its requests from a load, and the executor, which computes
-only the time of a step. A simulation uses no model, no device, and no real time.
+the time of a step and takes its tokens from the load. A simulation uses no model, no device, and no
+real time.
 """
 
 from __future__ import annotations
@@ -196,7 +197,7 @@ class World:
         if self._steps_left < 0:
             raise RecordingError(
                 f"the load takes more than {self._max_steps} request-steps, far more than its "
-                "recording: its requests continue to run long after the end of the recorded run"
+                "recording: its requests may continue to run long after the end of the recorded run"
             )
 
     def _arrive(self, number: int) -> InferenceRequest:
