@@ -31,7 +31,7 @@ class AdapterFolders:
             return
         given = fields.pop("lora")
         if "lora_weights" in fields or "lora_config" in fields:
-            raise InvalidRequestError("both lora and lora_weights or lora_config are given")
+            raise InvalidRequestError("pass either lora or lora_weights and lora_config, not both")
         folder = (self._place / given).resolve()
         if folder not in self._read:
             self._read[folder] = self._load(folder, given)

@@ -12,7 +12,7 @@ _HELP = """\
 Serve a file of requests and show them live.
 
 A line of FILE is a JSON object with one of
-  "prompt"          a text (the model's folder then needs a tokenizer.json)
+  "prompt"          a text (the model then needs a tokenizer)
   "messages"        a list of {"role": ..., "content": ...}, for the model's chat template
   "input_ids"       a list of token ids
 and, if wanted,
@@ -36,7 +36,8 @@ examples:
   torchrun --nproc-per-node 2 -m gptmanager run --tensor-parallel-size 2 \\
     --model examples/tiny_llama --requests examples/requests.jsonl   # one model, two processes
 
-exit status: 0 all answered, 1 some failed, 2 the call was wrong, 130 interrupted, 143 terminated
+exit status: 0 all answered, 1 some failed or a file is incomplete, 2 the call was wrong,
+130 interrupted, 143 terminated
 """
 
 
@@ -53,18 +54,18 @@ def add_command(commands: Any) -> None:
     add = parser.add_argument
     add_model(parser, required=True)
     given = parser.add_mutually_exclusive_group(required=True)
-    told = "requests as JSON lines; - reads the standard input"
-    given.add_argument("--requests", metavar="FILE", help=told)
-    told = "run one request, and print only its answer"
-    given.add_argument("--prompt", metavar="TEXT", help=told)
-    told = "write results as JSON lines, in the same order; - prints them instead of the summary"
-    add("--output", type=Path, metavar="FILE", help=told)
-    told = "write the statistics record of each iteration as JSON lines"
-    add("--stats", type=Path, metavar="FILE", help=told)
+    text = "requests as JSON lines; - reads the standard input"
+    given.add_argument("--requests", metavar="FILE", help=text)
+    text = "run one request, and print only its answer"
+    given.add_argument("--prompt", metavar="TEXT", help=text)
+    text = "write results as JSON lines, in the same order; - prints them instead of the summary"
+    add("--output", type=Path, metavar="FILE", help=text)
+    text = "write the statistics record of each iteration as JSON lines"
+    add("--stats", type=Path, metavar="FILE", help=text)
     add("--record", type=Path, metavar="FILE", help="write a recording, for `gptmanager picture`")
     add_json(parser, "print the summary as JSON; without --output, with the answers")
-    told = "the most new tokens, for lines without max_new_tokens (default %(default)s)"
-    add("--max-new-tokens", type=positive, default=64, metavar="N", help=told)
-    told = "let each iteration take at least S seconds"
-    add("--pace", type=seconds, default=0.0, metavar="S", help=told)
+    text = "the most new tokens, for lines without max_new_tokens (default %(default)s)"
+    add("--max-new-tokens", type=positive, default=64, metavar="N", help=text)
+    text = "let each iteration take at least S seconds"
+    add("--pace", type=seconds, default=0.0, metavar="S", help=text)
     add_manager_options(parser)

@@ -21,7 +21,7 @@ class ChatPrompts:
     def render(self, messages: Any) -> list[int]:
         """Return the token ids of the rendered messages.
 
-        Raises InvalidRequestError with the wrong field, or with the reason why the template fails.
+        Raises InvalidRequestError, which names the wrong field or says why the template fails.
         """
         _check(messages)
         try:
@@ -52,7 +52,7 @@ def _check(messages: Any) -> None:
             raise InvalidRequestError(f"{where} = {quoted(message)} must be an object")
         role, content = message.get("role"), message.get("content")
         if not isinstance(role, str):
-            raise InvalidRequestError(f"{where}.role = {quoted(role)} must be a text")
+            raise InvalidRequestError(f"{where}.role = {quoted(role)} must be a string")
         has_more = any(message.get(key) for key in _WITHOUT_CONTENT)
         if not isinstance(content, str) and not (content is None and has_more):
-            raise InvalidRequestError(f"{where}.content = {quoted(content)} must be a text")
+            raise InvalidRequestError(f"{where}.content = {quoted(content)} must be a string")

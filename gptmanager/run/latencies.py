@@ -31,9 +31,10 @@ class FetchTimes:
 def latencies(
     metrics: Sequence[Mapping[str, float]], waits: Sequence[float]
 ) -> dict[str, dict[str, float]]:
-    """Return percentiles of request metrics in milliseconds, counted from the submission.
+    """Return percentiles of the latencies in milliseconds.
 
-    `waits`: seconds from each request's submission until Get returned it.
+    The time to the first token and the time in the queue are from the submission on. `waits`:
+    seconds from each request's submission until Get returned it.
     """
     pairs = list(zip(metrics, waits, strict=True))
     return {

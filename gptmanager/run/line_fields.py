@@ -62,7 +62,7 @@ _KINDS: tuple[tuple[tuple[str, ...], Callable[[Any], bool], str], ...] = (
         lambda value: _are_numbers(value), "a list of numbers, or of lists of them",
     ),
     (("lora",), lambda value: isinstance(value, str) and "\0" not in value, "a folder"),
-    (("cache_salt",), lambda value: type(value) in (str, int), "a text or an integer"),
+    (("cache_salt",), lambda value: type(value) in (str, int), "a string or an integer"),
 )  # fmt: skip
 
 

@@ -74,10 +74,10 @@ def main(options: argparse.Namespace) -> int:
 def serve_file(
     options: argparse.Namespace, given: ManagerOptions, view: ProgressDisplay
 ) -> tuple[dict[str, Any], list[dict[str, Any]], list[str]]:
-    """Run all requests of the file. Raises ConfigError for invalid options.
+    """Run all requests of the file, or the request of --prompt.
 
     Returns a summary, the answers in the order of the lines, and a sentence for each output file
-    that is incomplete.
+    that is incomplete. Raises ConfigError for invalid options.
     """
     tokenizer = load_tokenizer(options.model) if has_tokenizer(options.model) else None
     spec = read_spec(read_config(options.model), max_seq_len=given.params.max_seq_len)

@@ -7,8 +7,8 @@ from typing import Any
 from gptmanager.terminal.options import add_json, add_parser
 
 _HELP = """\
-List the models on this machine, which `--model NAME` finds: those of a checkout, of installed
-packages, and of the hub's cache (HF_HUB_CACHE, HF_HOME). Nothing is downloaded.
+List the models on this machine that `--model NAME` finds: in a checkout, in installed packages, and
+in the hub's cache (HF_HUB_CACHE, HF_HOME). Nothing is downloaded.
 """
 _EXAMPLES = """\
 examples:

@@ -100,7 +100,10 @@ class ProgressDisplay:
             self._region.write(text + "\n")
 
     def join(self, row: RunningRow, progress: Progress, when: float) -> None:
-        """Log that a request was fetched at time `when`, in seconds of `time.monotonic()`."""
+        """Log that a request was fetched at time `when`, in seconds of `time.monotonic()`.
+
+        On a terminal, `draw` shows it instead.
+        """
         if not self._region.can_draw:
             self._log(progress, when, f"request {row.name} joins: {printable(row.prompt)}")
 
@@ -128,7 +131,10 @@ class ProgressDisplay:
             self._ended.append((row.name, str(row.num_tokens), why, said))
 
     def draw(self, rows: Sequence[RunningRow], progress: Progress) -> None:
-        """Draw the running requests and the counts over the last drawing."""
+        """Draw the running requests and the counts over the last drawing.
+
+        Where nothing can be redrawn, log only the counts, every `_LOG_EVERY_S` seconds.
+        """
         if self.quiet:
             return
         if not self._region.can_draw:

@@ -59,9 +59,7 @@ class TextEncoder:
         if not isinstance(text, str):
             raise InvalidRequestError(f"{name} must be a string, got {quoted(text)}")
         if self._tokenizer is None:
-            raise InvalidRequestError(
-                f"{name} is a text, but the model folder has no tokenizer.json"
-            )
+            raise InvalidRequestError(f"{name} is a text, but the model has no tokenizer")
         is_long = len(text) >= self._long_text
         if is_long:
             self._refuse_endless(name, text)

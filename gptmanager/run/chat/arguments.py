@@ -48,15 +48,16 @@ def add_command(commands: Any) -> None:
     add("--system", metavar="TEXT", help="the system prompt (default: the chat template's)")
     text = "a file with the chat template (default: the checkpoint's)"
     add("--chat-template", type=Path, metavar="FILE", help=text)
-    text = "tokens of an answer (default %(default)s)"
+    text = "the most tokens of an answer (default %(default)s)"
     add("--max-new-tokens", type=positive, default=1024, metavar="N", help=text)
     text = "a text that ends an answer; may be repeated"
     add("--stop", action="append", default=[], metavar="TEXT", help=text)
     add = parser.add_argument_group("sampling", _SAMPLING).add_argument
     add("--temperature", type=number, metavar="X", help="0: always the likeliest token")
     add("--top-k", type=natural, metavar="N", help="only the N likeliest tokens; 0: all")
-    add("--top-p", type=number, metavar="X", help="only the likeliest tokens of this probability")
-    text = "only tokens of this probability, relative to the likeliest"
+    text = "only the likeliest tokens, with this probability in total"
+    add("--top-p", type=number, metavar="X", help=text)
+    text = "only tokens with at least this probability relative to the likeliest"
     add("--min-p", type=number, metavar="X", help=text)
     add("--repetition-penalty", type=number, metavar="X", help="above 1: fewer repetitions")
     add_manager_options(parser)

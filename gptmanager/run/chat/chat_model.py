@@ -37,7 +37,7 @@ _SAMPLING = {
 
 
 class ChatModel:
-    """A model with its chat template. `context_size`: the maximum tokens of prompt and answer."""
+    """A model with its chat template. `context_size`: the most tokens of prompt plus answer."""
 
     def __init__(
         self,

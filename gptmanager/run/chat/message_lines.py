@@ -40,7 +40,7 @@ def read_message(read_line: Callable[[bool], str]) -> Entry:
 
 
 def _quoted(line: str, read_line: Callable[[bool], str]) -> str:
-    """Return a message. `line` is what follows the quotation marks in its first line."""
+    """Read a message to its closing quotation marks. `line` is the rest of its first line."""
     lines = []
     while not line.rstrip().endswith(_QUOTES):
         lines.append(line)

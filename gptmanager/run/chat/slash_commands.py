@@ -29,7 +29,10 @@ class EndOfChat(Exception):
 
 
 def run_command(conversation: Conversation, text: str) -> str:
-    """Run a command and return its text. Raises EndOfChat for /bye, ConfigError if it is wrong."""
+    """Run a command and return its text.
+
+    Raises EndOfChat for /bye, ConfigError for an unknown command or a wrong argument.
+    """
     name, _, argument = text.partition(" ")
     command = _COMMANDS.get(name.strip())
     if command is None:
@@ -63,7 +66,8 @@ def _save(conversation: Conversation, argument: str) -> str:
     if not argument:
         raise ConfigError("/save needs the name of a file: /save chat.json")
     conversation.save(Path(argument).expanduser())
-    return f"{len(conversation.messages)} messages are in {argument}"
+    count = len(conversation.messages)
+    return f"{count} {'message is' if count == 1 else 'messages are'} in {argument}"
 
 
 def _help(conversation: Conversation, argument: str) -> str:

@@ -21,13 +21,13 @@ from gptmanager.terminal.redrawn_lines import RedrawnLines, console
 with contextlib.suppress(ImportError):  # `input` can then edit lines, and recall earlier ones
     import readline  # noqa: F401
 
-_PATIENCE_S = 0.5  # then a line says that the message is being read
+_PATIENCE_S = 0.5  # if no answer begins within this time, a line says that the message is read
 _REFRESH_S = 0.1
 _GAP = 3  # columns between two answers
 
 
 class TerminalView:
-    """Reads messages with `input`. `region` has drawings that are removed later."""
+    """Reads messages with `input`. `region` is for drawings that are replaced by the answers."""
 
     exit_status = 0  # a person has seen the errors
 
