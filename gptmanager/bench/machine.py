@@ -104,13 +104,13 @@ def _smi() -> dict[str, str]:
 
 
 def cache_bytes() -> int:
-    """Return the bytes of the device's last cache level."""
+    """Return the size of the GPU's L2 cache in bytes, or 60 MiB if torch does not report it."""
     properties: Any = torch.cuda.get_device_properties()
     return int(getattr(properties, "L2_cache_size", 60 << 20))
 
 
 def free_bytes() -> int:
-    """Return the free bytes of the device. Memory that torch caches is released first."""
+    """Return how many bytes of the GPU's memory are free, after torch has released its cache."""
     torch.cuda.empty_cache()
     return int(torch.cuda.mem_get_info()[0])
 

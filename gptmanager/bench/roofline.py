@@ -134,8 +134,8 @@ class ModelShape:
     ) -> float:
         """Return the floor of a load in seconds.
 
-        `lengths`: (prompt tokens, new tokens) of requests that are all submitted at the start. A
-        context takes the same time in a batch of any size. Requests generate in order of arrival,
+        `lengths`: (prompt tokens, new tokens) of requests that are all submitted at the start. The
+        contexts take the sum of their `context_s`. Requests generate in order of arrival,
         `max_batch_size` of them at a time.
         """
         seconds = sum(self.context_s(ceilings, prompt) for prompt, _ in lengths)

@@ -105,7 +105,7 @@ def test_a_written_file_is_the_model(tmp_path: Path, config: dict[str, Any]) -> 
 
 
 def test_another_family_cannot_be_written(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="a gemma cannot be written as GGUF; pass a GGUF file"):
+    with pytest.raises(ConfigError, match="type gemma cannot be written as GGUF; pass a GGUF file"):
         write_gguf(tmp_path / "a.gguf", {**TINY, "model_type": "gemma"}, {})
 
 

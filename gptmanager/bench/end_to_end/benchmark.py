@@ -231,7 +231,7 @@ class Parts:
         }
 
     def saturated(self) -> list[dict[str, Any]]:
-        """Time loads that fill the KV cache, in batches as large as it allows."""
+        """Time loads that fill the KV cache, in batches of up to twice the usual size."""
         rows: list[dict[str, Any]] = []
         self.bench.close()
         target = self.bench.target(2 * self.bench.scale.max_batch_size)

@@ -1,7 +1,7 @@
 """A Llama in plain torch, without a KV cache: the reference for a manager's logits.
 
-Matmuls are in the weights' dtype; norms, RoPE and softmax in float32. Supports Llama with unscaled
-RoPE, one sequence at a time.
+Linear layers are in the dtype of the weights; norms, RoPE and attention are in float32. Supports
+Llama without biases and with unscaled RoPE, one sequence at a time.
 """
 
 from __future__ import annotations

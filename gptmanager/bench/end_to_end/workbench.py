@@ -119,7 +119,7 @@ class Workbench:
         self._log = IterationLog()
 
     def load(self, budget: Budget) -> dict[str, Any]:
-        """Load the model, measure the ceilings and return the report's fields on both.
+        """Load the model and measure the ceilings. Return the report's fields on both.
 
         Times are measured with the clock of `budget`.
         """

@@ -44,7 +44,7 @@ _TORCH: Peers = {  # not for pages of 8-bit floats
 
 @dataclass(frozen=True, eq=False)
 class _Phase:
-    """A phase of attention. The goal of its cases is the time of the first of `peers`.
+    """A phase of attention. Each of its cases has the time of the first of `peers` as a goal.
 
     `start` returns a function that runs our kernel. `plan` makes the plan of a step, on the host.
     """

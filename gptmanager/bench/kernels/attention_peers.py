@@ -75,7 +75,7 @@ def torch_sdpa(sets: Sequence[PagedRows]) -> Contender:
     new, length = int(first.num_new[0]), int(first.lengths[0])
     alike = (first.num_new == new).all() and (first.lengths == length).all()
     if not alike or new not in (1, length):
-        raise Absent("requires rows of one length, without earlier blocks")
+        raise Absent("requires rows of one length, each with one new token or only new ones")
     dense = []
     for rows in sets:
         queries = rows.queries.view(-1, new, *rows.queries.shape[1:]).transpose(1, 2).contiguous()

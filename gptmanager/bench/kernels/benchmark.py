@@ -168,8 +168,12 @@ def _skipped(results: Sequence[CaseResult], options: KernelOptions) -> list[str]
     """Return a note for each reason why cases were skipped."""
     counts = Counter(it.ours.note for it in results if it.ours.status == "skipped")
     late = counts.pop(NO_TIME, 0)
-    notes = [f"time limit of {options.minutes:g} minutes: {late} cases skipped"] if late else []
-    return notes + [f"{count} cases skipped: {why}" for why, count in counts.items()]
+    notes = [f"time limit of {options.minutes:g} minutes: {_cases(late)} skipped"] if late else []
+    return notes + [f"{_cases(count)} skipped: {why}" for why, count in counts.items()]
+
+
+def _cases(count: int) -> str:
+    return f"{count} case" if count == 1 else f"{count} cases"
 
 
 def _missing_peers(results: Sequence[CaseResult]) -> list[str]:

@@ -1,4 +1,4 @@
-"""`Case`: a case of the kernel benchmark, with its minimal work, contenders, goals and result.
+"""`Case`: a case of the kernel benchmark, with its minimal work, contenders and goals.
 
 This module is independent of kernels. Preparing a case on a `Rig` creates several sets of inputs,
 which together are larger than the cache, and for each contender a function that runs on one set.
@@ -58,8 +58,10 @@ class Adapters(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """The sizes of all cases. The defaults are those of Llama-3.1-8B on a large GPU, and for
-    matmuls also those of Qwen2.5-0.5B.
+    """The sizes of all cases.
+
+    The defaults are those of Llama-3.1-8B on a large GPU, for matmuls also those of Qwen2.5-0.5B.
+    `adapters` has its own width.
     """
 
     dtype: torch.dtype = torch.bfloat16
@@ -90,7 +92,8 @@ class Sizes:
 class Rig:
     """The device, launcher and sizes that cases run with.
 
-    `cache_bytes` is the size of the device's cache, which may contain inputs of the previous call.
+    `cache_bytes` is the size of the device's cache. It determines how many sets of inputs a case
+    has, so that no call finds its inputs in the cache.
     """
 
     device: torch.device
@@ -156,7 +159,9 @@ class Goal:
         }[self.kind]
 
     def is_met(self, case: Case, spread: Spread, ceilings: Ceilings, other_s: float | None) -> bool:
-        """Return whether a median meets the goal. `other_s`: the median of the case or peer `of`.
+        """Return whether the median of `spread` meets the goal.
+
+        `other_s`: the median of the case or peer `of`.
 
         A goal relative to a case or peer without a time is not met.
         """

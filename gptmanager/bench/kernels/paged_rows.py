@@ -1,7 +1,8 @@
 """`PagedRows`: sequences with pages of random keys and values, for attention cases.
 
-This module does not depend on kernels. Pages have the layout of a device's pool, `[P, K, B, D]`.
-The pages of a sequence are in random order.
+This module does not depend on kernels. Pages are in memory as in a device's pool, `[P, K, B, D]`: P
+pages, K heads of keys and values, B tokens per block, D numbers per head. The pages of a sequence
+are in random order.
 """
 
 from __future__ import annotations
@@ -24,8 +25,9 @@ _QUERIES = 512  # per call of the reference
 class PagedRows:
     """The rows of a step, and one layer's pages.
 
-    Row r has `lengths[r]` tokens, the last `num_new[r]` of which are new. `queries` is `[T, H, D]`.
-    Row r uses row r of the block tables. Pages of float8_e4m3fn have the scale 1.
+    Row r has `lengths[r]` tokens, the last `num_new[r]` of which are new. `queries` is `[T, H, D]`,
+    for all new tokens. `pages.keys` is a transposed view of its pages, `[P, K, D, B]`. Row r uses
+    row r of the block tables. Pages of float8_e4m3fn have the scale 1.
     """
 
     num_new: np.ndarray

@@ -25,14 +25,16 @@ def write_gguf(
     tensors: Mapping[str, Tensor],
     tokenizer: Mapping[str, Any] | None = None,
 ) -> None:
-    """Write matrices as bfloat16 and vectors as float32. Raises ConfigError for another family.
+    """Write a model, its matrices as bfloat16 and its vectors as float32.
 
-    `tokenizer`: the file's keys `tokenizer.ggml.*`. Without them, the file has no tokenizer.
+    `tokenizer`: the file's keys `tokenizer.ggml.*`. Without them, the file has no tokenizer. Raises
+    ConfigError unless the model is a Llama or Qwen2.
     """
     name = config["model_type"]
     if name not in _FAMILIES:
         raise ConfigError(
-            f"--peer llama-cpp: a {name} cannot be written as GGUF; pass a GGUF file as --model"
+            f"--peer llama-cpp: a model of type {name} cannot be written as GGUF; pass a GGUF file "
+            "as --model"
         )
     own = ARCHITECTURES[name]
     stored = {_gguf_name(key, own): _stored(key, it, own, config) for key, it in tensors.items()}

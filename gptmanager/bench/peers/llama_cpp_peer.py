@@ -23,7 +23,7 @@ from gptmanager.models.checkpoint_parts import gguf_checkpoint
 # tokens of the prompt; output tokens of one request; requests of a batch, with their prompt tokens
 # and output tokens
 PROMPT, ALONE, BATCH = 512, 128, (16, 128, 48)
-TYPES = ("BF16", "Q8_0", "Q4_0", "Q4_K_M")  # types of files that `llama-quantize` writes
+TYPES = ("BF16", "Q8_0", "Q4_0", "Q4_K_M")  # of llama.cpp's files; it quantizes all but the first
 _OWN: Mapping[str, Mapping[str, Any]] = {
     "bfloat16": {},
     "int8": {"weights_dtype": "int8"},
@@ -61,10 +61,10 @@ def compare(
     """Return the report's fields: tokens/s of each engine, and ratios of ours to llama.cpp's.
 
     `programs`: the folder of llama.cpp's programs; without them, only this library runs. `folder`:
-    an empty folder for the files. Random weights are written in bfloat16 and quantized by
-    llama.cpp; a GGUF file is used as it is. `text`: a file; the report then has its perplexity.
-    This needs a GGUF file. Raises ConfigError for options that do not fit, GptManagerError if a
-    program fails.
+    an empty folder for the files. Random weights are written in bfloat16, and each engine quantizes
+    them itself; a GGUF file is used as it is. `text`: a file, whose perplexity the report then has;
+    this needs a GGUF file as `source`. Raises ConfigError for options that do not fit,
+    GptManagerError if a program fails.
     """
     why = missing(programs, text)
     if text is not None and isinstance(source, tuple):

@@ -37,10 +37,11 @@ _ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
 
 
 class VllmPeer:
-    """vLLM with its default settings, except that compilation and prefix caching are off.
+    """vLLM without compilation and prefix caching, with limits that follow from the load.
 
-    `folder`: an empty folder for the weights and the load. `python`: an interpreter with vLLM. The
-    constructor raises ConfigError if that interpreter has no vLLM for the CPU.
+    Its other settings are the defaults. `folder`: an empty folder for the weights and the load.
+    `python`: an interpreter with vLLM. The constructor raises ConfigError if that interpreter has
+    no vLLM for the CPU.
     """
 
     def __init__(
@@ -120,7 +121,10 @@ class VllmPeer:
         )
 
     def _kv_cache_bytes(self, requests: Sequence[Request]) -> int:
-        """Return the bytes of KV cache for the longest requests, at most half the free memory."""
+        """Return the size of the KV cache in bytes.
+
+        It holds the longest `max_batch_size` requests, but takes at most half the free memory.
+        """
         lengths = (len(prompt) + new_tokens for prompt, new_tokens in requests)
         blocks = sorted((-(-length // _BLOCK) for length in lengths), reverse=True)
         tokens = _BLOCK * (sum(blocks[: self._params.max_batch_size]) + _SPARE_BLOCKS)
