@@ -192,11 +192,11 @@ class BlockReuse:
         """Prepare a rewind to `num_slots` positions: the last block will be written again."""
         index, used = divmod(num_slots, self.tree.tokens_per_block)
         if used and len(sequence.tables) == 1 and index < len(sequence.tables[0]):
-            self._withdraw(sequence, [sequence.tables[0][index]], "be rewound into it")
+            self._make_private(sequence, [sequence.tables[0][index]], "be rewound into it")
 
     def end_sharing(self, sequence: BlockTables) -> None:
         """Stop sharing the blocks of a sequence that passes its window and overwrites them."""
-        self._withdraw(sequence, sequence.tables[0], "pass its attention window")
+        self._make_private(sequence, sequence.tables[0], "pass its attention window")
         self._storing.pop(sequence.request_id, None)
         sequence.may_share = False
 
@@ -232,7 +232,11 @@ class BlockReuse:
             assert host is not None  # only host blocks are replaced
             host.drop(replaced)
 
-    def _withdraw(self, sequence: BlockTables, blocks: list[int], purpose: str) -> None:
+    def _make_private(self, sequence: BlockTables, blocks: list[int], purpose: str) -> None:
+        """Remove blocks of a sequence from the cache. Raise ValueError if others hold one of them.
+
+        `purpose` completes the sentence "it cannot ..." of the error.
+        """
         for block in blocks:
             if self.pool.ref_counts[block] > 1:
                 raise ValueError(

@@ -115,7 +115,10 @@ def restore_kv_cache(
         raise LedgerError("the state and the cache must both have block reuse, or neither")
     for sequence in state.sequences:
         if sequence.request_id not in requests or sequence.request_id in kv_cache:
-            raise LedgerError(f"request {sequence.request_id} cannot hold blocks")
+            raise LedgerError(
+                f"request {sequence.request_id} cannot hold blocks: it is unknown, or holds some "
+                "already"
+            )
         _restore_sequence(sequences, sequence)
     _check_blocks(state.free, 0, kv_cache.num_blocks)
     pool.free.clear()
@@ -164,7 +167,7 @@ def _restore_reuse(
     _restore_tree(reuse.tree, state, end)
     for request_id in state.storing:
         if request_id not in requests:
-            raise LedgerError(f"request {request_id} cannot store blocks")
+            raise LedgerError(f"request {request_id} cannot store blocks: it is unknown")
         reuse._storing[request_id] = requests[request_id]
     reuse._reused_blocks, reuse._missed_blocks = state.reused_blocks, state.missed_blocks
     reuse._reused_tokens = state.reused_tokens

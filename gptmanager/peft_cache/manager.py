@@ -122,10 +122,10 @@ class PeftCacheManager:
                     f"lora_weights or lora_config of lora_task_id {task_id} differ from those "
                     "cached under it: forget the adapter first, or use another id"
                 )
-            self._give(request_id, known)
+            self._assign(request_id, known)
             return Put.KNOWN
         adapter = self._checked(task_id, digest, rows)
-        evicted = self._host.in_the_way(adapter.num_pages, lambda a: a.stays_on_host)
+        evicted = self._host.to_evict(adapter.num_pages, lambda a: a.stays_on_host)
         if evicted is None:
             return Put.WAIT
         for other in evicted:
@@ -134,13 +134,13 @@ class PeftCacheManager:
             self._drop(other)
         self._host.take(adapter)
         self._by_task[task_id] = adapter
-        self._give(request_id, adapter)
+        self._assign(request_id, adapter)
         return Put.NEW
 
     def use(self, request_id: int, task_id: int) -> None:
         """Assign a cached adapter to a request. Raises AdapterError if it is not cached."""
         self._check_has_none(request_id)
-        self._give(request_id, self._cached(task_id))
+        self._assign(request_id, self._cached(task_id))
 
     def loaded(self, adapter: CachedAdapter) -> None:
         """Record that an adapter's rows are in its host pages.
@@ -148,7 +148,7 @@ class PeftCacheManager:
         If writing them has failed, call `forget` first, then this method.
         """
         adapter.is_loading = False
-        self._drop_if_over(adapter)
+        self._drop_if_unused(adapter)
 
     def ensure(self, request_id: int) -> tuple[PageCopy, ...] | None:
         """Return the copies that put a request's adapter on the device. Call it before each step.
@@ -167,7 +167,7 @@ class PeftCacheManager:
         if adapter in self._device.adapters:
             self._hits += 1
         else:
-            evicted = self._device.in_the_way(adapter.num_pages, lambda a: a.stays_on_device)
+            evicted = self._device.to_evict(adapter.num_pages, lambda a: a.stays_on_device)
             if evicted is None:
                 return None
             self._device_evictions += len(evicted)
@@ -180,7 +180,7 @@ class PeftCacheManager:
     def copied(self, adapter: CachedAdapter) -> None:
         """Record that the copies returned by `ensure` are done."""
         adapter.is_copying = False
-        self._drop_if_over(adapter)
+        self._drop_if_unused(adapter)
 
     def pause(self, request_id: int) -> None:
         """Record that the request is paused. Its adapter may leave the device, but not the host."""
@@ -195,7 +195,7 @@ class PeftCacheManager:
             adapter.running.discard(request_id)
             adapter.requests.discard(request_id)
             self._touch(adapter)
-            self._drop_if_over(adapter)
+            self._drop_if_unused(adapter)
 
     def forget(self, task_id: int) -> bool:
         """Drop the adapter of this id, and return whether one was cached.
@@ -207,7 +207,7 @@ class PeftCacheManager:
             return False
         adapter.is_replaced = True
         self._replaced.add(adapter)
-        self._drop_if_over(adapter)
+        self._drop_if_unused(adapter)
         return True
 
     def adapter_of(self, request_id: int) -> CachedAdapter:
@@ -301,7 +301,7 @@ class PeftCacheManager:
         if request_id in self._by_request:
             raise LedgerError(f"request {request_id} has an adapter already")
 
-    def _give(self, request_id: int, adapter: CachedAdapter) -> None:
+    def _assign(self, request_id: int, adapter: CachedAdapter) -> None:
         self._by_request[request_id] = adapter
         adapter.requests.add(request_id)
         self._touch(adapter)
@@ -324,7 +324,7 @@ class PeftCacheManager:
         self._host.touch(adapter)
         self._device.touch(adapter)
 
-    def _drop_if_over(self, adapter: CachedAdapter) -> None:
+    def _drop_if_unused(self, adapter: CachedAdapter) -> None:
         if adapter.is_replaced and not adapter.stays_on_host:
             self._drop(adapter)
 

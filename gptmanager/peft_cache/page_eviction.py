@@ -65,7 +65,7 @@ class AdapterPages:
     def num_free(self) -> int:
         return len(self.free) + self.total - self.fresh
 
-    def in_the_way(
+    def to_evict(
         self, num_pages: int, stays: Callable[[CachedAdapter], bool]
     ) -> list[CachedAdapter] | None:
         """Return the adapters to evict so that `num_pages` are free.

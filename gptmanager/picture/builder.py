@@ -133,7 +133,7 @@ class TraceBuilder:
         rows = (*schedule.context_rows, *schedule.generation_rows)
         started = {start.slot for start in schedule.starts}
         for row in rows:
-            self._seat(self._find(row), row, row.slot in started)
+            self._enter_slot(self._find(row), row, row.slot in started)
         self._append_blocks(schedule.block_appends)
         for row in schedule.context_rows:
             self._run(row, Phase.CONTEXT, column)
@@ -191,7 +191,8 @@ class TraceBuilder:
             self.arrive(row.request_id, row.position + row.num_tokens, 0)
         return self._by_id[row.request_id]
 
-    def _seat(self, request: _Request, row: Row, is_start: bool) -> None:
+    def _enter_slot(self, request: _Request, row: Row, is_start: bool) -> None:
+        """Record that a request has the slot of its row. Its wait, if any, ends."""
         if request.slot == row.slot:
             return
         self._end_wait(request, len(self._columns))

@@ -92,7 +92,7 @@ def read_file(path: str, tokenizer: Tokenizer | None, **options: Any) -> list[Re
         raise ConfigError(f"--requests {path}: {error.strerror}") from error
 
 
-def built_apart(lines: Sequence[RequestLine]) -> SimpleQueue[tuple[float, RequestLine]]:
+def build_in_thread(lines: Sequence[RequestLine]) -> SimpleQueue[tuple[float, RequestLine]]:
     """Start a thread that builds these lines in order, and return the queue of its results.
 
     Each result has the `time.monotonic()` at which it was ready. The thread is never joined, so it

@@ -16,7 +16,7 @@ from gptmanager.errors import ManagerDeadError
 from gptmanager.request.inference_request import InferenceRequest, NamedTensor
 from gptmanager.run.latencies import FetchTimes, latencies
 from gptmanager.run.progress_display import Progress, ProgressDisplay, RunningRow
-from gptmanager.run.requests_file import RequestLine, built_apart
+from gptmanager.run.requests_file import RequestLine, build_in_thread
 from gptmanager.run.results_file import Results
 
 _REFRESH_S = 0.1  # a drawing takes milliseconds of the CPU
@@ -128,7 +128,7 @@ class Watch:
         for line in self._lines:
             if line.build is None:
                 self._submit(line, queue, time.monotonic())
-        built = built_apart([line for line in self._lines if line.build is not None])
+        built = build_in_thread([line for line in self._lines if line.build is not None])
         try:
             self._take_news()
             while self._progress.done < self._progress.total:

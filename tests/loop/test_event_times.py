@@ -102,7 +102,7 @@ def test_a_line_that_another_thread_refuses_carries_its_time(monkeypatch):
         def get(self):
             return 1002.5, replace(slow, build=None, error=InvalidRequestError("too long"))
 
-    monkeypatch.setattr("gptmanager.run.watch.built_apart", lambda lines: Built())
+    monkeypatch.setattr("gptmanager.run.watch.build_in_thread", lambda lines: Built())
 
     def loop():
         run.at(2.0).join()

@@ -205,14 +205,14 @@ def ends_at_once(right, self, task_id):
 
 MISTAKES = {
     leaks: (AdapterPages, "drop"),
-    newest_first: (AdapterPages, "in_the_way"),
-    one_too_many: (AdapterPages, "in_the_way"),
-    takes_anything: (AdapterPages, "in_the_way"),
+    newest_first: (AdapterPages, "to_evict"),
+    one_too_many: (AdapterPages, "to_evict"),
+    takes_anything: (AdapterPages, "to_evict"),
     touches_nothing: (AdapterPages, "touch"),
     twice: (AdapterPages, "take"),
     pins_nothing: (PeftCacheManager, "ensure"),
     unpins_all: (PeftCacheManager, "release"),
-    keeps_replaced: (PeftCacheManager, "_drop_if_over"),
+    keeps_replaced: (PeftCacheManager, "_drop_if_unused"),
     copy_is_done: (PeftCacheManager, "_copy"),
     fewer_elements: (PeftCacheManager, "_copy"),
     any_content: (PeftCacheManager, "put"),
