@@ -24,7 +24,7 @@ class KnownOutputs:
 
     def __init__(self, load: Load, max_rows: int) -> None:
         self._load = load
-        self._zeros = np.zeros((max_rows, 1), dtype=np.int32)
+        self._no_tokens = np.full((max_rows, 1), _NO_TOKEN, dtype=np.int32)
         self._outputs: dict[int, tuple[int, Sequence[int]]] = {}  # by id: prompt length, tokens
         # by id: whether the beams are sampled, and their candidates by position
         self._beams: dict[int, tuple[bool, Mapping[int, BeamCandidates]]] = {}
@@ -55,9 +55,9 @@ class KnownOutputs:
         if not self._outputs:
             num_rows = sum(row.samples for row in schedule.context_rows)
             num_rows += len(schedule.generation_rows)
-            if num_rows > len(self._zeros):
-                self._zeros = np.zeros((num_rows, 1), dtype=np.int32)
-            return self._zeros[:num_rows], None
+            if num_rows > len(self._no_tokens):
+                self._no_tokens = np.full((num_rows, 1), _NO_TOKEN, dtype=np.int32)
+            return self._no_tokens[:num_rows], None
         if schedule.drafts:
             return self._accepted(schedule)
         tokens = []

@@ -378,6 +378,17 @@ def test_figures_are_those_counted_by_hand():
     assert figures.output_tokens_per_s == pytest.approx(6 / figures.makespan_s)
 
 
+def test_tokens_that_are_not_known_are_no_end_id():
+    class WithEndId(SyntheticLoad):
+        def request(self, number):
+            made = super().request(number)
+            made.end_id = 0
+            return made
+
+    figures = simulate(hypothetical(Machine(), 64), WithEndId(2, (4, 4), (6, 6)), COST)
+    assert (figures.output_tokens, figures.failed) == (12, 0)
+
+
 def test_the_clock_jumps_over_idle_time_and_run_ahead_waits_for_nothing():
     load = SyntheticLoad(2, (4, 4), (3, 3))
     load.arrivals = np.array([0.0, 1000.0])
