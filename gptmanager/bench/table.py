@@ -13,7 +13,7 @@ _DEVICE = {"memory_gib": "{:g} GiB", "driver_version": "driver {}", "driver_cuda
            "clock": "clock up to {}"}  # fmt: skip
 _SPEED = {"seconds": ".2f", "output_tokens_per_second": ",.0f"}
 _NOTE = 70  # characters; the report has the whole note
-_CHANGED = ("deterministic", "cuda_graphs")  # parameters of managers to show
+_CHANGED = ("deterministic", "cuda_graphs", "weights_dtype")  # parameters that ablations change
 _LONG_S = 2.0  # first uses that take at least this long are shown
 _MARKS = {True: "goal met", False: "goal MISSED"}
 

@@ -211,7 +211,8 @@ def test_ablations_stand_beside_a_plain_run(folder, monkeypatch):
         assert [step["batch"] for step in row["steps"]] == [1, 3]
     told = lines(end_to_end_table(report))
     assert "ablations" in told and any(line.startswith("  no graphs ") for line in told)
-    assert any(line.startswith("  a manager of 8, deterministic=True:") for line in told)
+    for changed in ("deterministic=True", "cuda_graphs=False", "weights_dtype=int8"):
+        assert any(line.startswith(f"  a manager of 8, {changed}:") for line in told)
 
 
 def test_a_card_that_is_not_there(monkeypatch):
