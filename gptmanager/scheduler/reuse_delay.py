@@ -34,7 +34,7 @@ class ReuseDelay:
                 and not request.is_first_context_chunk
             ):
                 self._contributed.add(kv_cache_manager.find_new_context_block(request))
-        self._contributed.discard(None)  # from contexts whose full blocks are all cached
+        self._contributed.discard(None)  # from contexts with all full blocks in the cache
 
     def delays(self, request: LlmRequest) -> bool:
         """Return whether the request waits. If not, record its contribution."""

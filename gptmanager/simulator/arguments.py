@@ -70,8 +70,8 @@ def _add_load(parser: argparse.ArgumentParser) -> None:
     add("--seed", type=natural, metavar="N", help="(default 0)")
     add = parser.add_argument_group("recorded load").add_argument
     add("--recording", type=Path, metavar="FILE", help="its requests, options and outputs")
-    text = "as in the recorded host's queue (time, the default), as in the recorded iterations"
-    add("--arrivals", choices=_ARRIVALS, help=f"{text} (turns), or all at once")
+    text = "arrive as in the recorded host's queue (default), as in its iterations, or all at once"
+    add("--arrivals", choices=_ARRIVALS, help=text)
 
 
 def _add_machine(parser: argparse.ArgumentParser) -> None:

@@ -622,7 +622,10 @@ def test_a_cross_cache_counts_the_encoders_positions_once() -> None:
             {"secondary_offload_min_priority": 101},
             "secondary_offload_min_priority = 101 must be an integer from 0 to 100",
         ),
-        ({"enable_block_reuse": True, "cross": True}, "enable_block_reuse: a cross KV cache"),
+        (
+            {"enable_block_reuse": True, "cross": True},
+            "enable_block_reuse must be False with cross",
+        ),
         (
             {"enable_block_reuse": True, "sink_token_length": 4, "max_attention_window": 40},
             "enable_block_reuse: sink_token_length = 4 must be a multiple",
@@ -665,9 +668,9 @@ def spoiled(spoil: Callable[[KvCacheManager], object]) -> KvCacheManager:
         ),
         (
             lambda kv: kv._sequences.pool.free.__setitem__(4, None),
-            r"block 4 is free, but requests \[2\]",
+            r"block 4 is free, but is held by requests \[2\]",
         ),
-        (lambda kv: kv._sequences.pool.free.pop(9), "block 9 is not free, but no request"),
+        (lambda kv: kv._sequences.pool.free.pop(9), "block 9 is not free, but is held by no req"),
         (
             lambda kv: kv._sequences.pool.free.__setitem__(77, None),
             "6 free and 6 used|5 free and 6 used",

@@ -62,7 +62,7 @@ def compare(
 
     `programs`: the folder of llama.cpp's programs; without them, only this library runs. `folder`:
     an empty folder for the files. Random weights are written in bfloat16, and each engine quantizes
-    them itself; a GGUF file is used as it is. `text`: a file, whose perplexity the report then has;
+    them itself; a GGUF file is used as it is. `text`: a file; the report then has its perplexity;
     this needs a GGUF file as `source`. Raises ConfigError for options that do not fit,
     GptManagerError if a program fails.
     """
