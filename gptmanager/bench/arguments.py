@@ -167,6 +167,10 @@ def _add_end_to_end(commands: Any) -> None:
     add("--no-graphs", const="no graphs", help=text, **ablation)
     text = "run the load with and without matrices in 8 bits"
     add("--int8", const="int8", help=text, **ablation)
+    text = "run the load with and without matrices in 8-bit floats"
+    add("--fp8", const="fp8", help=text, **ablation)
+    text = "run the load with and without the attention of FlashInfer"
+    add("--flashinfer", const="flashinfer", help=text, **ablation)
     add("--run-ahead", type=int, choices=(0, 1), help="(default 1, on a CPU 0)")
     add("--seed", type=int, default=0, metavar="N", help="seed of random weights (default 0)")
 

@@ -13,7 +13,8 @@ _DEVICE = {"memory_gib": "{:g} GiB", "driver_version": "driver {}", "driver_cuda
            "clock": "clock up to {}"}  # fmt: skip
 _SPEED = {"seconds": ".2f", "output_tokens_per_second": ",.0f"}
 _NOTE = 70  # characters; the report has the whole note
-_CHANGED = ("deterministic", "cuda_graphs", "weights_dtype")  # parameters that ablations change
+# parameters that ablations change
+_CHANGED = ("deterministic", "cuda_graphs", "weights_dtype", "attention_provider")
 _LONG_S = 2.0  # first uses that take at least this long are shown
 _MARKS = {True: "goal met", False: "goal MISSED"}
 
@@ -195,6 +196,9 @@ def _ablation_parts(part: Sequence[Mapping[str, Any]]) -> Iterator[Piece]:
     head = ("  manager", "s", "out tok/s", "x plain", "steps")
     rows: list[tuple[str, ...]] = []
     for row in part:
+        if "steps" not in row:
+            rows.append((f"  {row['name']}", row["status"], "", "", row["note"][:_NOTE]))
+            continue
         steps = ", ".join(
             f"{it['batch']} x {it['context']}: {it['median_ms']:.2f} ms"
             for it in row["steps"]

@@ -173,11 +173,13 @@ def _fast(setup: Setup) -> list[Step]:
         kernels("attention", "torch,flashinfer,without", "1.2", 130),
         steps("model-no-early", "steps,load", "1", 90, "no-early"),
         steps("model-no-warpgroups", "load", "1", 90, "no-warpgroups"),
-        steps("model-int8", "load", "1", 90, "", "--int8"),
+        steps("model-8bits", "load", "2", 170, "", "--quick", "--int8", "--fp8"),
         *(
             steps(name, "load", "0.5", 60, switch, *SMALL)
             for name, switch in (("small", ""), ("small-no-mixed-graphs", "no-mixed-graphs"))
         ),
+        # last, because FlashInfer may compile for minutes
+        steps("model-flashinfer", "load", "1.5", 150, "", "--quick", "--flashinfer"),
     ]
 
 

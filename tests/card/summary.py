@@ -224,6 +224,10 @@ def _model_lines(step: Step, folder: Path) -> Iterator[str]:
         speed = f"{row['output_tokens_per_second']:,.0f} output tokens/s{streaming}"
         floor = f", {row['times_floor']:.2f} x floor" if "times_floor" in row else ""
         yield f"load: {speed}{floor}"
+    ablations = report.get("ablations", [])
+    for row in ablations if isinstance(ablations, list) else []:
+        if "steps" in row:
+            yield f"{row['name']}: {row['ratio']:.2f} x plain output tokens/s{_ablated_steps(row)}"
     ceilings = report.get("ceilings")
     if ceilings:
         yield (
@@ -231,6 +235,11 @@ def _model_lines(step: Step, folder: Path) -> Iterator[str]:
             f"{ceilings['matmul_tflop_per_s']:.0f} TFLOP/s in this run"
         )
     yield from report.get("notes", ())
+
+
+def _ablated_steps(row: dict[str, Any]) -> str:
+    steps = [it for it in row["steps"] if it["status"] == "ok"]
+    return "".join(f", {it['batch']} x {it['context']}: {it['median_ms']:.2f} ms" for it in steps)
 
 
 def _ncu_lines(step: Step, folder: Path) -> Iterator[str]:

@@ -115,6 +115,14 @@ def test_every_part_of_the_kernel_benchmark_and_every_kernel_has_a_step():
     assert {*card_steps.FIRST_FILES, *card_steps.SANITIZED} <= files
 
 
+def test_phase_b_times_steps_with_each_kind_of_weights_and_attention():
+    steps = {step.name: step.command for step in steps_of("b", Setup(ROOT, Path("."), "python"))}
+    assert {"--int8", "--fp8"} <= {*steps["model-8bits"]} and "--flashinfer" not in steps["model"]
+    assert "--flashinfer" in steps["model-flashinfer"]
+    kernels = {case.name for case in all_cases(Sizes()) if case.part == "matmuls" and case.quick}
+    assert any(", fp8, " in name for name in kernels), "phase a checks them with --quick"
+
+
 def shell(name, command, limit_s=20.0, **options):
     return Step(name, ("sh", "-c", command), limit_s, **{"least_s": 0.5, **options})
 
@@ -300,6 +308,7 @@ def test_a_summary_of_what_benchmarks_report(tmp_path, monkeypatch):
         "--only",
         "check,steps,load",
     ]
+    sizes += ["--int8", "--fp8"]
     given = ["bench", "e2e", *tiny, *sizes, "--output", str(tmp_path / "model.json")]
     monkeypatch.chdir(ROOT)
     monkeypatch.setattr(sys, "argv", ["gptmanager", *given])
@@ -307,6 +316,8 @@ def test_a_summary_of_what_benchmarks_report(tmp_path, monkeypatch):
     step = shell("model", "true", kind="model")
     records = [Record("model", status=0, is_done=True)]
     lines = "\n".join(summary("b", {}, [], [step], records, tmp_path, ""))
+    assert re.search(r"int8: \S+ x plain output tokens/s, 1 x 16: \S+ ms, 2 x 16: ", lines)
+    assert "fp8: skipped: weights_dtype = 'fp8' is refused" in lines
     for words in ("logits: ok", "step of 1 x 16: ", " x floor", "load: ", "copy 0.", "in this run"):
         assert words in lines
 

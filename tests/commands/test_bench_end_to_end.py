@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 import weakref
 from dataclasses import replace
 from pathlib import Path
@@ -201,11 +202,20 @@ def test_ablations_stand_beside_a_plain_run(folder, monkeypatch):
     options = EndToEndOptions("cpu", folder, SMALL, ("load",), quick=True, ablations=names)
     report = bench_end_to_end(options)
     plain = False, True, None
-    assert made == [plain, plain, (True, True, None), (False, False, None), (False, True, "int8")]
+    assert made == [
+        *(plain, plain, (True, True, None), (False, False, None)),
+        *((False, True, "int8"), (False, True, "fp8"), plain),
+    ]
     plain, *others = report["ablations"]
     assert plain["name"] == "plain" and plain["ratio"] == 1
-    assert [row["name"] for row in others] == ["deterministic", "no graphs", "int8"]
-    for row in others:
+    expected = ["deterministic", "no graphs", "int8", "fp8", "flashinfer"]
+    assert [row["name"] for row in others] == expected
+    for row in others[-2:]:  # a CPU has neither
+        assert row["status"] == "skipped" and "ratio" not in row
+        assert any(note.startswith(f"{row['name']}: skipped: ") for note in report["notes"])
+    assert "8-bit floats need a CUDA device of compute capability 8.9" in others[-2]["note"]
+    assert "the library needs device = 'cuda'" in others[-1]["note"]
+    for row in others[:-2]:
         speed = row["output_tokens_per_second"] / plain["output_tokens_per_second"]
         assert row["ratio"] == pytest.approx(speed, abs=1e-3)
         assert [step["batch"] for step in row["steps"]] == [1, 3]
@@ -213,6 +223,32 @@ def test_ablations_stand_beside_a_plain_run(folder, monkeypatch):
     assert "ablations" in told and any(line.startswith("  no graphs ") for line in told)
     for changed in ("deterministic=True", "cuda_graphs=False", "weights_dtype=int8"):
         assert any(line.startswith(f"  a manager of 8, {changed}:") for line in told)
+    assert any(line.startswith("  fp8") and "skipped" in line for line in told)
+
+
+@pytest.mark.parametrize("is_refused", [False, True])
+def test_an_ablation_that_fails_ends_no_other(folder, monkeypatch, capsys, is_refused):
+    made, session = [], workbench.Session
+    error = ConfigError("no library\nat all") if is_refused else OSError("no library\nat all")
+
+    def failing(source, params, **options):
+        made.append(params.attention_provider)
+        if params.attention_provider == "flashinfer":
+            raise error
+        return session(source, params, **options)
+
+    monkeypatch.setattr(workbench, "Session", failing)
+    sizes = ["--lengths", "4:8", "--requests", "2", "--batches", "1", "--contexts", "8"]
+    given = ["--device", "cpu", "--model", str(folder), "--only", "load", "--quick", *sizes]
+    monkeypatch.setattr(
+        sys, "argv", ["gptmanager", "bench", "e2e", *given, "--flashinfer", "--int8", "--json"]
+    )
+    assert cli.main() == (0 if is_refused else 1)
+    assert made == ["own", "own", "flashinfer", "own"]
+    plain, failed, int8 = json.loads(capsys.readouterr().out)["ablations"]
+    status = "skipped" if is_refused else "failed"
+    assert failed == {"name": "flashinfer", "status": status, "note": "no library"}
+    assert plain["ratio"] == 1 and int8["ratio"] > 0
 
 
 def test_a_card_that_is_not_there(monkeypatch):

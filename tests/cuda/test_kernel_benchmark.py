@@ -349,14 +349,34 @@ def test_both_kernels_of_context_attention_are_compared(toolchain):
             assert all(it["status"] == "ok" for it in both.values()), both
 
 
+@pytest.mark.parametrize("stored", ["int8", "fp8"])
+def test_matmuls_with_weights_in_8_bits(toolchain, monkeypatch, stored):
+    """Both kernels are right, or the case is skipped on a device without 8-bit floats."""
+    monkeypatch.setattr("gptmanager.bench.kernels.matmul_cases._LARGE", 1)
+    launcher = EmulatorLauncher()
+    options = KernelOptions(only=(f"QKV of narrow, {stored}",))
+    first, *_ = rows = bench_kernels(options, ground(launcher))["kernels"]
+    assert [row["engines"][OURS]["status"] for row in rows] == ["ok", "ok"]
+    assert 0 <= first["engines"][OURS]["error"] <= first["tolerance"]
+    assert first["engines"]["torch"]["error"] > 1e-3, "torch multiplies by the weight in 16 bits"
+    monkeypatch.setattr(launcher, "has_fp8", False)
+    report = bench_kernels(options, ground(launcher))
+    is_skipped = stored == "fp8"
+    statuses = [row["engines"][OURS]["status"] for row in report["kernels"]]
+    assert statuses == 2 * ["skipped" if is_skipped else "ok"]
+    why = "2 cases skipped: weights in 8-bit floats need compute capability 8.9 or later"
+    assert (why in report["notes"]) is is_skipped
+
+
 def test_products_of_both_models():
     """Each reads its weight once, and those that are large have goals by that."""
     cases = {case.name: case for case in matmul_cases(Sizes())}
-    int8 = {name: cases.pop(name) for name in [*cases] if ", int8, " in name}
-    for name, case in int8.items():  # of the large weights, next to torch with 16 bits
-        assert "<= 0.65 x torch" in texts(case) and len(texts(case)) == 2
-        assert 0.5 <= case.num_bytes / cases[name.replace(", int8", "")].num_bytes < 0.63
-    assert len(int8) == 6 * 5
+    for stored in (", int8", ", fp8"):
+        narrow = {name: cases.pop(name) for name in [*cases] if f"{stored}, " in name}
+        for name, case in narrow.items():  # of the large weights, next to torch with 16 bits
+            assert "<= 0.65 x torch" in texts(case) and len(texts(case)) == 2
+            assert 0.5 <= case.num_bytes / cases[name.replace(stored, "")].num_bytes < 0.63
+        assert len(narrow) == 6 * 5
     assert len(cases) == 2 * 5 * 5
     of_hidden = {"0.5B": (896, 1152, 9728, 4864, 151936), "8B": (4096, 6144, 28672, 14336, 128256)}
     for model, (hidden, qkv, gate_up, ffn, vocab_size) in of_hidden.items():

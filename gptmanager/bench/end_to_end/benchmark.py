@@ -37,6 +37,8 @@ ABLATIONS: Mapping[str, Mapping[str, Any]] = {
     "deterministic": {"deterministic": True},
     "no graphs": {"cuda_graphs": False},
     "int8": {"weights_dtype": "int8"},
+    "fp8": {"weights_dtype": "fp8"},
+    "flashinfer": {"attention_provider": "flashinfer"},
 }
 _PEER_LIMIT_S = 60.0
 _STEP_GOAL, _LOAD_GOAL = 1.25, 1.43  # allowed multiples of the floor
@@ -131,7 +133,7 @@ class Parts:
         try:
             return getattr(self, name)()
         except Exception as error:  # peers raise errors of their own libraries
-            text = (str(error).splitlines() or [""])[0]
+            text = _first_line(error)
             self.notes.append(f"{name}: failed: {text}")
             self.bench.close()
             return {"status": "failed", "note": f"{type(error).__name__}: {text}"}
@@ -180,13 +182,21 @@ class Parts:
     def ablations(self) -> list[dict[str, Any]]:
         """Time the load, and steps of the smallest and the largest batch, for each ablation.
 
-        The first row, "plain", is without an ablation.
+        The first row, "plain", is without an ablation. An ablation that managers refuse on this
+        device is skipped, and one that fails does not end the others.
         """
         rows = [self._ablated("plain", {})]
-        rows += [self._ablated(name, ABLATIONS[name]) for name in self.bench.options.ablations]
         plain = rows[0]["output_tokens_per_second"]
+        for name in self.bench.options.ablations:
+            try:
+                rows.append(self._ablated(name, ABLATIONS[name]))
+            except Exception as error:  # libraries raise errors of their own
+                status = "skipped" if isinstance(error, ConfigError) else "failed"
+                rows.append({"name": name, "status": status, "note": _first_line(error)})
+                self.notes.append(f"{name}: {status}: {rows[-1]['note']}")
         for row in rows:
-            row["ratio"] = round(row["output_tokens_per_second"] / plain, 3)
+            if "output_tokens_per_second" in row:
+                row["ratio"] = round(row["output_tokens_per_second"] / plain, 3)
         return rows
 
     def _ablated(self, name: str, changes: Mapping[str, Any]) -> dict[str, Any]:
@@ -251,3 +261,7 @@ class Parts:
         params = self.bench.params(self.bench.scale.max_batch_size)
         vocab_size = self.bench.config["vocab_size"]
         return compare_policies(self.bench.source, params, self.bench.scale.pressure, vocab_size)
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [""])[0]

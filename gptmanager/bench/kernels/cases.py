@@ -35,7 +35,7 @@ class Planned:
 
 
 class Absent(Exception):
-    """A peer cannot run a case. The message is the reason, such as "not installed"."""
+    """A peer, or the device, cannot run a case. The message is the reason: "not installed"."""
 
 
 class Decoder(NamedTuple):

@@ -70,7 +70,7 @@ def run_case(
     budget: Budget,
     peers: Sequence[str] | None = None,
 ) -> CaseResult:
-    """Run a case, or skip it if time or memory do not suffice.
+    """Run a case, or skip it if the device cannot run it, or if time or memory do not suffice.
 
     `peers`: prefixes of the names of peers that take part; None for all.
     """
@@ -82,6 +82,8 @@ def run_case(
     torch.manual_seed(0)
     try:
         prepared = case.prepare(rig)
+    except Absent as error:
+        return CaseResult(case, None, {OURS: Entry("skipped", str(error))})
     except Exception as error:
         return CaseResult(case, None, {OURS: _error_entry(error)})
     entries: dict[str, Entry] = {}

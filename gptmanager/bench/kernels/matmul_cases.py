@@ -1,18 +1,20 @@
 """Kernel benchmark cases for the matmuls of a generation step, of a small and a large model.
 
 The matmuls run as in a manager that has chosen our kernel for them, with weights in the dtype of
-the activations. The large ones also run with weights in 8 bits, next to torch's matmul in the dtype
-of the activations.
+the activations. The large ones also run with weights in 8 bits, as integers and as floats, next to
+torch's matmul in the dtype of the activations.
 """
 
 from __future__ import annotations
 
 from functools import partial
+from typing import Literal
 
 import torch.nn.functional as F
 from torch import Tensor
 
 from gptmanager.bench.kernels.cases import (
+    Absent,
     Case,
     Decoder,
     Goal,
@@ -23,12 +25,14 @@ from gptmanager.bench.kernels.cases import (
     tolerance,
 )
 from gptmanager.cuda.activations import activate_gated
-from gptmanager.cuda.gemm.byte_rows import Int8Rows
+from gptmanager.cuda.gemm.byte_rows import ByteRows, Fp8Rows, Int8Rows
 from gptmanager.cuda.gemm.device_matrices import DeviceMatrix
 from gptmanager.cuda.gemm.gemv import FEW_ROWS
 from gptmanager.cuda.gemm.own_matmuls import OwnMatmuls
 from gptmanager.kernels.gemm.packed_matrix import plain
 
+Bytes = Literal["int8", "fp8"]
+_ROWS: dict[Bytes, type[ByteRows]] = {"int8": Int8Rows, "fp8": Fp8Rows}
 _LARGE = 32 << 20  # bytes of a weight; a matmul of a smaller one hardly takes longer than a launch
 _SHARE_OF_COPY = 0.85  # goal for few rows
 _TIMES_ROOFLINE = 1.3  # goal for more rows
@@ -42,8 +46,8 @@ def matmul_cases(sizes: Sizes) -> list[Case]:
         for model in sizes.decoders
         for name, number in _weights(model).items()
         for rows in sizes.matmul_rows
-        for is_int8 in (False, True)
-        if (case := _case(sizes, model, number, name, rows, is_int8)) is not None
+        for stored in (None, *_ROWS)
+        if (case := _case(sizes, model, number, name, rows, stored)) is not None
     ]
 
 
@@ -59,39 +63,42 @@ def _weights(model: Decoder) -> dict[str, tuple[int, int]]:
 
 
 def _case(
-    sizes: Sizes, model: Decoder, size: tuple[int, int], name: str, rows: int, is_int8: bool
+    sizes: Sizes, model: Decoder, size: tuple[int, int], name: str, rows: int, stored: Bytes | None
 ) -> Case | None:
     width, depth = size
     has_silu = "SiLU" in name
     itemsize, out_width = sizes.dtype.itemsize, width // 2 if has_silu else width
     is_large = width * depth * itemsize >= _LARGE
-    if is_int8 and not is_large:
+    if stored and not is_large:
         return None
-    weight_bytes = width * depth * (1 if is_int8 else itemsize)
+    weight_bytes = width * depth * (1 if stored else itemsize)
     is_few = rows <= FEW_ROWS
     goal = Goal("copy", _SHARE_OF_COPY) if is_few else Goal("roofline", _TIMES_ROOFLINE)
     return Case(
         "matmuls",
-        f"{name} of {model.name}{', int8' if is_int8 else ''}, {rows} x {depth} x {width}",
+        f"{name} of {model.name}{f', {stored}' if stored else ''}, {rows} x {depth} x {width}",
         weight_bytes + rows * (depth + out_width) * itemsize,
-        partial(_prepare, rows, width, depth, has_silu, is_int8),
+        partial(_prepare, rows, width, depth, has_silu, stored),
         2 * rows * width * depth,
-        (*([goal] if is_large else ()), Goal("peer", _TIMES_FLOATS if is_int8 else 1.0, "torch")),
+        (*([goal] if is_large else ()), Goal("peer", _TIMES_FLOATS if stored else 1.0, "torch")),
         quick=is_large and rows in (sizes.matmul_rows[0], sizes.matmul_rows[-1]),
     )
 
 
 def _prepare(
-    rows: int, width: int, depth: int, has_silu: bool, is_int8: bool, rig: Rig
+    rows: int, width: int, depth: int, has_silu: bool, stored: Bytes | None, rig: Rig
 ) -> Prepared:
     """Prepare several sets of weights, and one set of input rows.
 
     A step reads each weight only once, so a weight is never in the cache when a step needs it.
+    Raises Absent for 8-bit floats on a device without them, where managers refuse them, too.
     """
+    if stored == "fp8" and not rig.launcher.has_fp8:
+        raise Absent("weights in 8-bit floats need compute capability 8.9 or later")
     x = rig.randn(rows, depth)
-    num_bytes = width * depth * (1 if is_int8 else x.itemsize)
+    num_bytes = width * depth * (1 if stored else x.itemsize)
     floats = rig.sets(num_bytes, width, depth, scale=depth**-0.5)
-    weights: list[DeviceMatrix] = [_rounded(it) if is_int8 else it for it in floats]
+    weights: list[DeviceMatrix] = [_rounded(it, stored) if stored else it for it in floats]
     out = x.new_empty(rows, width // 2 if has_silu else width)
     own = out.clone()
     matmuls = OwnMatmuls(rig.launcher)
@@ -115,8 +122,8 @@ def _prepare(
     return Prepared(len(weights), ours, error, tolerance(rig.sizes.dtype), peers)
 
 
-def _rounded(weight: Tensor) -> Int8Rows:
+def _rounded(weight: Tensor, stored: Bytes) -> ByteRows:
     rows, columns = weight.shape
-    found = Int8Rows(rows, columns, weight.dtype, weight.device)
+    found = _ROWS[stored](rows, columns, weight.dtype, weight.device)
     found.copy_(weight)
     return found
