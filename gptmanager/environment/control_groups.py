@@ -26,7 +26,7 @@ def cpu_quota(root: Path = ROOT) -> float:
 
 
 def memory_left(root: Path = ROOT) -> float:
-    """Return the bytes that can still be allocated within the limits; inf without a limit.
+    """Return how many bytes can still be allocated within the limits; inf without a limit.
 
     Cached pages of files, such as a checkpoint's, count as available.
     """
@@ -46,7 +46,9 @@ def _quota(quota: float = math.inf, period: float = 0, *_: float) -> float:
 
 
 def _left(group: Path, limit: str, used: str, prefix: str) -> float:
-    """Return the bytes left in one group. `prefix`: the prefix of the counters in memory.stat that
+    """Return how many bytes are left in one group; inf without a limit.
+
+    `limit` and `used` are names of files. `prefix`: the prefix of the counters in memory.stat that
     include child groups.
     """
     try:

@@ -9,8 +9,8 @@ from gptmanager.environment.control_groups import ROOT, cpu_quota
 
 
 def num_cores(root: Path = ROOT) -> int:
-    """Return the number of cores that this process is scheduled on, limited by the quota of its
-    control groups.
+    """Return the number of cores that this process may run on, at least 1, limited by the quota of
+    its control groups.
 
     A fraction of a core is not counted, because parallel work waits for its slowest thread.
     """
@@ -18,7 +18,7 @@ def num_cores(root: Path = ROOT) -> int:
 
 
 def num_schedulable() -> int:
-    """Return the number of cores that this process is scheduled on, regardless of the quota."""
+    """Return the number of cores that this process may run on, regardless of the quota."""
     if hasattr(os, "sched_getaffinity"):  # not on every system
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1

@@ -25,7 +25,7 @@ class LocalModel(NamedTuple):
 
     @property
     def num_bytes(self) -> int:
-        """Return the size of the model's weight files."""
+        """Return the size of the model's weight files in bytes."""
         files = [self.path]
         if self.path.is_dir():
             files = [*self.path.glob("*.safetensors"), *self.path.glob("*.gguf")]
@@ -52,7 +52,7 @@ def find_model(name: str) -> Path | None:
 
 
 def download_hint(name: str) -> str | None:
-    """Return the command that downloads a model from the hub, if `name` looks like its id."""
+    """Return the command that downloads a model from the hub; None if `name` cannot be its id."""
     owner, slash, rest = name.partition("/")
     is_id = slash and owner and rest and "/" not in rest and not name.startswith((".", "~"))
     letters = name.replace("/", "").replace("-", "").replace("_", "").replace(".", "")
@@ -78,7 +78,7 @@ def _packaged() -> Iterator[LocalModel]:
 
 
 def _infos_of_packages() -> Iterator[Path]:
-    """Yield the folders of metadata of the installed packages that have GGUF files.
+    """Yield the metadata folders (`*.dist-info`) of installed packages with GGUF files.
 
     importlib.metadata would take 0.1 s for a few hundred packages.
     """
@@ -90,7 +90,7 @@ def _infos_of_packages() -> Iterator[Path]:
 
 
 def _cached() -> Iterator[LocalModel]:
-    """Yield the checkpoint folders and the GGUF files in the newest snapshot of each repository.
+    """Yield the checkpoint folders and GGUF files in each repository's snapshot of `main`.
 
     A single GGUF file in a checkpoint folder is left out, because the folder is a model itself.
     """

@@ -16,7 +16,7 @@ _HUGE_PAGES = getattr(mmap, "MADV_HUGEPAGE", None)  # only Linux has it
 
 
 def free_memory_bytes() -> float:
-    """Return the bytes that can be allocated without swapping, within the limits of this process
+    """Return how many bytes can be allocated without swapping, within the limits of this process
     and of its control groups.
     """
     return min(_free_in_system(), memory_left(), _free_in_process())
@@ -51,7 +51,7 @@ def prefer_huge_pages(address: int, num_bytes: int) -> None:
 
 
 def _free_in_process() -> float:
-    """Return the bytes that `ulimit -v` and `ulimit -d` still permit."""
+    """Return how many bytes `ulimit -v` and `ulimit -d` still permit; inf without a limit."""
     limits = {"VmSize": resource.RLIMIT_AS, "VmData": resource.RLIMIT_DATA}
     left = [math.inf]
     with suppress(OSError), open("/proc/self/status", encoding="utf-8") as lines:

@@ -25,8 +25,9 @@ _WEIGHTS = (".safetensors", ".gguf")
 def checkpoint_digest(source: Any) -> str:
     """Return the digest of a checkpoint: a folder, a file, or a pair (config, tensors by name).
 
-    An object that implements `Model` is identified by its class only. Raises ConfigError if a file
-    cannot be read.
+    The digest of a folder covers config.json and the weight files; that of a pair covers the
+    tensors, but not the config. An object that implements `Model` is identified by the name of its
+    class only. Missing files are skipped. Raises ConfigError if another file cannot be read.
     """
     digest = hashlib.blake2b(digest_size=16)
     if isinstance(source, (str, os.PathLike)):

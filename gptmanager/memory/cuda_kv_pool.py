@@ -1,7 +1,8 @@
-"""`CudaKvPool`: a `KvPool` for CUDA kernels. A kernel on the device's stream copies its blocks.
+"""`CudaKvPool`: a `KvPool` for CUDA kernels. A kernel on the device's stream copies blocks.
 
 Blocks with ids from `num_blocks` on are in pinned host memory. The kernel reads and writes this
-memory directly, so no thread waits.
+memory directly, so no thread waits. If a head's vector is not a multiple of 16 bytes, torch copies
+the blocks.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ class CudaKvPool(KvPool):
             self._copy_together(together)
 
     def _copy_together(self, copies: list[Copy]) -> None:
-        """Enqueue independent copies, with separate launches for copies from and to the host."""
+        """Enqueue independent copies: one launch per tensor and pair of memories (device, host)."""
         by_ends: dict[tuple[bool, bool], list[Copy]] = {}
         size = self.num_blocks
         for source, destination, num_tokens in copies:
@@ -73,6 +74,9 @@ class CudaKvPool(KvPool):
                 copy_blocks(self._launcher, to_pages, from_pages, numbers)
 
     def _pages(self, on_host: bool) -> list[Tensor]:
-        """Return all tensors `[layers, blocks, kv_heads, tokens_per_block, head_dim]`."""
+        """Return the keys and values of the blocks on the host or on the device, by stack.
+
+        Each tensor is `[layers, blocks, kv_heads, tokens_per_block, head_dim]`.
+        """
         stacks = self.host_stacks if on_host else self.stacks
         return [tensor for stack in stacks for tensor in stack.tokens]

@@ -21,11 +21,12 @@ _PORTABLE = 1  # cudaHostRegisterPortable: pinned for every context
 
 
 class HostMemory:
-    """Memory for one owner, which stays pinned until the owner is deleted.
+    """An allocator of host tensors, which stay pinned until the allocator is deleted.
 
     torch rounds a pinned tensor up to a power of two, for example 40 GiB to 64 GiB. Here only the
     pages of the tensor are mapped and registered with CUDA. If CUDA refuses, torch pins the memory.
-    `register` and `unregister` raise if CUDA refuses; by default they are torch's CUDA functions.
+    `register` and `unregister` raise RuntimeError if CUDA refuses; by default they call the CUDA
+    runtime through torch.
     """
 
     def __init__(

@@ -17,7 +17,7 @@ NewTensor = Callable[[tuple[int, ...], torch.dtype], Tensor]
 
 
 class PageShape(NamedTuple):
-    """The elements that a layer stores for a token.
+    """The shape of the keys and values that a layer stores for a token.
 
     Without `has_values`, the keys are also the values, and are stored once.
     """
@@ -46,7 +46,7 @@ class PageStack(NamedTuple):
 
     @property
     def tokens(self) -> tuple[Tensor, ...]:
-        """Token-major keys, and values if they are other tensors."""
+        """The token-major keys and the values, or only the values if the keys are the same."""
         return (self.keys.mT, self.values) if self.has_values else (self.values,)
 
     @property
@@ -57,15 +57,15 @@ class PageStack(NamedTuple):
 class KvPool:
     """The keys and values of all blocks, by block id. Does not know which sequence holds a block.
 
-    `shapes` has the shape of each layer's pages. Layers of one shape are a `PageStack`. `layers`
-    has the keys and values of each layer. Keys are transposed inside a block, so that the scores of
-    one query against a block are computed along contiguous memory. With `dtype` float8_e4m3fn, an
-    element is multiplied by a scale of the model.
+    `shapes` has the shape of each layer's pages. Layers of one shape are in one `PageStack`.
+    `layers` has the keys and values of each layer. Keys are transposed inside a block, so that the
+    scores of one query against a block are computed along contiguous memory. With `dtype`
+    float8_e4m3fn, readers multiply the elements by scales of the model.
 
     With `token_major`, keys have the memory layout of values, and the keys of a stack are a
     transposed view, because CUDA kernels read whole tokens. Keys that are also values always have
-    this layout. With `contiguous`, the layout is the same and the values of a block follow its
-    keys, so that both are views of one tensor.
+    this layout. With `contiguous`, blocks on the device have the same layout, and the values of a
+    block follow its keys, so that both are views of one tensor.
 
     `num_host_blocks` more blocks are in CPU memory, with ids from `num_blocks` on. They are copied
     to and from the device, and steps never use them. `states` are the `SlotStates` of recurrent
@@ -138,7 +138,7 @@ class KvPool:
         return keys.mT.as_strided(*both)
 
     def copy(self, copies: Iterable[BlockCopy]) -> None:
-        """Copy the first tokens of blocks, one copy after the other."""
+        """Copy the first tokens of blocks to other blocks, one copy after the other."""
         for source, destination, num_tokens in copies:
             for own, other in zip(self._block(destination), self._block(source), strict=True):
                 own.keys[..., :num_tokens] = other.keys[..., :num_tokens]

@@ -35,8 +35,8 @@ class MappedFile:
     def joined(self, names: Sequence[str], dtype: torch.dtype) -> Tensor | None:
         """Return tensors that follow each other in the file as one tensor of one dimension.
 
-        Returns None if they do not follow each other, or if their address is not a multiple of the
-        dtype's size.
+        Returns None if they do not follow each other, if they are empty, if they end after the
+        file, or if their address is not a multiple of the dtype's size.
         """
         places = [self._places[name] for name in names]
         first, end = places[0][0], places[-1][1]

@@ -14,7 +14,7 @@ from gptmanager.memory.tensor_sources import PanelSource, TensorSource
 
 
 class MappedMatrix(NamedTuple):
-    """The memory of a matrix in a source, and the names of the tensors that it consists of."""
+    """The memory of a matrix in a source. `names` are the library's names of its tensors."""
 
     names: list[str]
     panels: Panels
@@ -26,11 +26,10 @@ def mapped_matrices(
     places: Mapping[str, Place],
     parameters: Collection[str],
 ) -> dict[str, MappedMatrix]:
-    """Return those of `parameters` that a source has in memory whole, in the order of matmuls.
+    """Return those matrices of `parameters` that can be mapped from `source`, by parameter.
 
-    `places` has the place of each tensor, by the library's name for it, and `names` the source's
-    name for each of these. Later writes to the memory change private copies of its pages, not the
-    file.
+    `places` has the place of each tensor by the library's name, and `names` maps this name to the
+    source's. Later writes to the memory change private copies of its pages, not the file.
     """
     if not isinstance(source, PanelSource):
         return {}
@@ -42,7 +41,7 @@ def mapped_matrices(
     for parameter in parameters:
         own = [places[name] for name in tensors[parameter]]
         if any(it.runs or it.stacked or it.transposed for it in own):
-            continue  # loading reorders rows
+            continue  # loading changes the order of elements
         panels = source.panels([names[name] for name in tensors[parameter]])
         if panels is not None:
             found[parameter] = MappedMatrix(tensors[parameter], panels)

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 
 class Run(NamedTuple):
-    """Rows of a tensor, possibly every n-th one, copied to consecutive rows of a parameter."""
+    """Rows of a tensor, possibly every n-th one. They fill a parameter's rows from `row` on."""
 
     source: range
     row: int
@@ -18,14 +18,14 @@ class Run(NamedTuple):
 class Place:
     """The destination of one tensor of a checkpoint.
 
-    The tensor fills `num_rows` rows of `parameter` from `first_row` on, by default all of them. If
-    `transposed`, the checkpoint has the transpose. A `twin` shares its storage with another tensor,
-    which fills it (tied embeddings); the twin may be missing, otherwise it must be equal to the
-    other tensor. A `scale` has one number for all rows, or one per row, kept as float32; a missing
-    scale is 1. `runs` is the order of the tensor's rows, if they are not consecutive from
-    `first_row`. If `stacked` is not 0, the tensor has this number of matrices (or bias vectors),
-    one per expert, and its rows are numbered through all of them. If `squeezed`, the tensor is
-    transposed, and has a dimension of size 1 after its first one.
+    The tensor fills `num_rows` rows of `parameter` from `first_row` on, by default all rows from
+    there. If `transposed`, the checkpoint has the transpose. A `twin` shares its storage with
+    another tensor, which fills it (tied embeddings); the twin may be missing, otherwise it must be
+    equal to the other tensor. A `scale` has one number for all rows, or one per row, kept as
+    float32; a missing scale is 1. `runs` is the order of the tensor's rows, if they are not
+    consecutive from `first_row`. If `stacked` is not 0, the tensor has this number of matrices (or
+    bias vectors), one per expert, and its rows are numbered through all of them. If `squeezed`, the
+    tensor is transposed, and has a dimension of size 1 after its first one.
     """
 
     parameter: str
@@ -59,7 +59,7 @@ def kept_shape(cut: Cut) -> tuple[int, ...]:
 
 
 def runs(place: Place, shape: Sequence[int]) -> Sequence[Run]:
-    """Return the runs of rows in which a tensor is copied to a parameter of `shape`."""
+    """Return the runs of rows that are copied from a tensor to a parameter of `shape`."""
     if place.runs:
         return place.runs
     first = place.first_row
@@ -69,7 +69,7 @@ def runs(place: Place, shape: Sequence[int]) -> Sequence[Run]:
 
 
 def expected_shapes(place: Place, shape: Sequence[int]) -> list[tuple[int, ...]]:
-    """Return the shapes that a tensor of a parameter of `shape` may have."""
+    """Return the shapes that a checkpoint's tensor may have for a parameter of `shape`."""
     num_rows = sum(len(source) for source, _ in runs(place, shape))
     whole_shape = (num_rows, *shape[1:])
     if place.scale:

@@ -15,7 +15,7 @@ from gptmanager.errors import ConfigError, error_summary
 
 
 class ReleasedMemory:
-    """Releases the memory of `tensors` when it is created; they must not be used until `restore`.
+    """Releases the memory of `tensors` at once. They must not be used until `restore`.
 
     On the CPU only the pages are returned. The tensors keep their addresses, so pointers to them
     stay valid. On a device the tensors get new addresses.
@@ -31,7 +31,7 @@ class ReleasedMemory:
         kept = [*kept]
         on_cpu, on_device = _by_device(tensors)
         self._from_file, kept_on_device = _by_device(kept)
-        self._file = _written(self._from_file) if self._from_file else None
+        self._file = _saved(self._from_file) if self._from_file else None
         self._copies = [(tensor, tensor.cpu()) for tensor in kept_on_device]
         for tensor in on_cpu:
             _release_pages(tensor)
@@ -73,8 +73,8 @@ def _by_device(tensors: Iterable[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
     return found
 
 
-def _written(tensors: Iterable[Tensor]) -> Any:
-    """Return a file without a name that has the bytes of the tensors."""
+def _saved(tensors: Iterable[Tensor]) -> Any:
+    """Write the bytes of the tensors to a temporary file without a name, and return the file."""
     file: Any = None
     try:
         file = tempfile.TemporaryFile(prefix="gptmanager-weights-", buffering=0)
@@ -99,7 +99,7 @@ def _bytes(tensor: Tensor) -> memoryview:
 
 
 def _release_pages(tensor: Tensor) -> None:
-    """Return the pages that only this tensor uses to the system."""
+    """Return to the system the pages that are completely inside this tensor."""
     start, end = tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes
     first, last = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE, end // mmap.PAGESIZE * mmap.PAGESIZE
     if first < last:

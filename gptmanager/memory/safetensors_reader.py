@@ -36,9 +36,9 @@ class SafetensorsFolder:
 
     `single` is the name of the file of an unsharded checkpoint. With a name other than the default,
     no index is read. Files are memory-mapped. A page that was read stays resident as long as its
-    mapping, so the mapping is renewed after `max_bytes` were read through it. Raises ConfigError if
-    the folder has no safetensors, if a file is broken, or if a tensor is in two files or not in the
-    file that the index names.
+    mapping, so `pieces` renews the mapping after reading `max_bytes` through it. Raises ConfigError
+    if the folder has no safetensors, if a file is broken, or if a tensor is in two files or not in
+    the file that the index names.
     """
 
     def __init__(self, folder: Path, single: str = _SINGLE) -> None:
@@ -90,7 +90,7 @@ class SafetensorsFolder:
         return self._kept[file].joined(names, dtype)
 
     def close(self) -> None:
-        """Unmap the file. The next read maps it again."""
+        """Unmap the files. The next read of a file maps it again."""
         self._kept = {}
         self._unmap()
 
@@ -109,7 +109,7 @@ class SafetensorsFolder:
         if len(self._tensors) + len(names) > _MAX_TENSORS:
             raise ConfigError(
                 f"{quoted_path(file)} holds {len(names)} tensors: a checkpoint may have "
-                f"{_MAX_TENSORS} in all"
+                f"{_MAX_TENSORS} in all its files"
             )
         for name in names:
             if name in self._files:
@@ -150,6 +150,6 @@ def _read_index(folder: Path, single: str) -> dict[str, str] | None:
         raise ConfigError(f"{quoted_path(file)}: weight_map = {quoted(index)}: must be an object")
     for name in index.values():
         if not isinstance(name, str) or Path(name).name != name or name in ("", ".."):
-            text = f"weight_map names {quoted(name)}, which must be a file in the folder"
+            text = f"weight_map names {quoted(name)}, which must be a file name without a folder"
             raise ConfigError(f"{quoted_path(file)}: {text}")
     return index

@@ -27,11 +27,11 @@ _ALIGNMENT = 64
 
 
 class SafetensorsWriter:
-    """A context manager that writes a file. `tensors` has the shape and dtype of each tensor.
+    """A context manager that writes a new file. `tensors` has the shape and dtype of each tensor.
 
     The file has the tensors in the order of this mapping. The first one begins at a multiple of 64
     bytes, a line of the processor's cache. Each is written by one or more calls of `write`, from
-    its first element to its last.
+    its first element to its last. Raises FileExistsError if the file exists.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class SafetensorsWriter:
         self._file.write(len(encoded).to_bytes(8, "little") + encoded)
 
     def write(self, name: str, values: Tensor) -> None:
-        """Write the next elements of a tensor, in the dtype that was announced."""
+        """Write the next elements of a tensor. `values` must be on the CPU, in the given dtype."""
         self._file.seek(self._start + self._next[name])
         self._next[name] += self._file.write(
             values.contiguous().flatten().view(torch.uint8).numpy().data

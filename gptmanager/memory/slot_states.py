@@ -24,7 +24,7 @@ class StateShape(NamedTuple):
 class SlotStates:
     """The states of all lines. `tensors[i]` has the shape `[num_lines, *shapes[i].shape]`.
 
-    A line's states are zero when a sequence begins in it. Afterwards only the model changes them.
+    The caller clears a line before a sequence begins in it. Only the model writes other values.
     """
 
     def __init__(
@@ -52,5 +52,5 @@ class SlotStates:
 
 
 def state_bytes(shapes: Iterable[StateShape]) -> int:
-    """Return the bytes of the states of one line."""
+    """Return the size in bytes of the states of one line."""
     return sum(shape.nbytes for shape in shapes)

@@ -14,7 +14,7 @@ def check_tensor(name: str, found: TensorInfo, *expected: tuple[int, ...]) -> No
     if found.shape not in expected:
         wanted = " or ".join(str(list(shape)) for shape in expected)
         raise ConfigError(
-            f"tensor {name} has shape {list(found.shape)}, the config requires {wanted}"
+            f"tensor {name} has shape {list(found.shape)}; the config requires {wanted}"
         )
     if found.dtype not in FLOATS.values():
         needed = ", ".join(FLOATS.values())
@@ -22,7 +22,7 @@ def check_tensor(name: str, found: TensorInfo, *expected: tuple[int, ...]) -> No
 
 
 def refuse_tensors(what: str, names: Collection[str]) -> None:
-    """Raise ConfigError with the text `what` and the names, if any are given."""
+    """Raise ConfigError with the text `what` and the first 8 names, if any are given."""
     if names:
         first = ", ".join(tensor_name(name) for name in sorted(names)[:8])
         more = f" and {len(names) - 8} more" if len(names) > 8 else ""

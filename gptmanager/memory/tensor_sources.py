@@ -55,7 +55,7 @@ class GroupedSource(TensorSource, Protocol):
     """A source that can also return int4 matrices without converting them to floats."""
 
     def groups(self, name: str, max_bytes: int, rows: range) -> Iterator[tuple[int, Groups]]:
-        """Yield these rows of a matrix `[outputs, inputs]` in slices, as `pieces` does."""
+        """Yield (first index, groups) for slices of these rows of a matrix `[outputs, inputs]`."""
         ...
 
 
@@ -64,17 +64,17 @@ class PanelSource(GroupedSource, Protocol):
     """A source with matrices in the order in which matmuls read them."""
 
     def panels(self, names: Sequence[str]) -> Panels | None:
-        """Return the memory of these matrices as one matrix, or None if it must be copied."""
+        """Return the memory of these matrices as one matrix, or None if they must be copied."""
         ...
 
 
 class StateDict:
-    """A source of tensors in memory. Raises ConfigError for values that are not dense tensors."""
+    """A source of tensors in memory. Raises ConfigError unless it maps strings to dense tensors."""
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
         for name, tensor in tensors.items():
             if not isinstance(name, str):
-                raise ConfigError(f"tensor {quoted(name)}: the name must be a str")
+                raise ConfigError(f"tensor {quoted(name)}: the name must be a string")
             if not isinstance(tensor, Tensor):
                 raise ConfigError(
                     f"{tensor_name(name)}: must be a torch.Tensor, got {type(tensor).__name__}"

@@ -1,6 +1,6 @@
-"""Reads files of checkpoints, which are not trusted, after checking their kind, size and nesting.
+"""Reads JSON files of checkpoints, which are not trusted: checks their kind, size and nesting.
 
-Does not interpret the content of the files.
+It does not know what the values mean.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def _children(value: Any) -> Iterable[Any]:
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return the pairs as a dict. Raises ConfigError if a name has two different values."""
+    """Return the pairs as a dict. Raises ConfigError if a name occurs with different values."""
     found: dict[str, Any] = {}
     for name, value in pairs:
         if name in found and found[name] != value:

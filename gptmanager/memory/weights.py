@@ -35,7 +35,7 @@ _BYTES = {"int8": 1.0, "fp8": 1.0, "int4": 0.5 + 2 / GROUP}  # bytes per element
 
 
 class _Part(NamedTuple):
-    """The rows of a tensor that are kept together; they start at `row` of the storage."""
+    """Rows of a tensor that are kept as consecutive rows of the storage, from `row` on."""
 
     rows: range
     row: int
@@ -49,9 +49,10 @@ class Weights:
     `ignored` are skipped; others without a place are an error. Parameters in `wide` are kept in
     float32 at least, and matrices in `quantized` in fewer bits; with `keeps_groups`, those that
     are int4 in the first source stay so. `cuts` has the kept part of each parameter, by default
-    all. Names and shapes are those of whole tensors. The first `load` allocates the storage. For
-    `matrices` it is the result of `new_matrix(rows, columns, dtype, quantized)`, or a tensor if
-    that is None. `version` counts the loads, so that results of older weights can be recognized.
+    all of it; `shapes` and `places` describe whole parameters. The first `load` allocates the
+    storage. A parameter in `matrices` is stored in the result of `new_matrix(rows, columns, dtype,
+    quantized)`, or in a tensor if this is None. `version` counts the loads, so that results of
+    older weights can be recognized.
     """
 
     def __init__(
@@ -117,10 +118,9 @@ class Weights:
 
         With `partial`, after a complete load, tensors may be missing; their storage is not changed.
         `on_progress` is called with "weights", the bytes copied so far, and all bytes to copy.
-
         Raises ConfigError, with their names, for tensors that are missing, unknown, duplicated, of
-        a wrong shape, not of a floating dtype, or not equal to their twin. If memory does not
-        suffice, ConfigError has the number of bytes, and nothing is allocated or copied.
+        a wrong shape, not of a floating dtype, or not equal to their twin, and for scales that are
+        not positive. Nothing is copied if memory does not suffice, which is also a ConfigError.
         """
         source = StateDict(tensors) if isinstance(tensors, Mapping) else tensors
         found = source.describe()
@@ -145,7 +145,7 @@ class Weights:
     def memory(self, *, keeps: bool) -> tuple[list[Tensor], list[Tensor]]:
         """Return the tensors of all parameters, and those to save before their memory is released.
 
-        With `keeps`, the latter are all that no mapped file has, otherwise only the scales.
+        The latter are the scales, and with `keeps` all others that are not mapped from a file.
         """
         of = {name: stored(matrix) for name, matrix in self._storage.items()}
         scales = of.keys() & {it.parameter for it in self._places.values() if it.scale}
@@ -155,7 +155,7 @@ class Weights:
     def check(
         self, tensors: TensorSource | Mapping[str, Tensor], *, partial: bool = False
     ) -> dict[str, str]:
-        """Check names and shapes as `load` does. Return the given name for each name of a place."""
+        """Check names, shapes and dtypes as `load` does. Return place -> name in the checkpoint."""
         source = StateDict(tensors) if isinstance(tensors, Mapping) else tensors
         found = source.describe()
         names = self._names(found)
@@ -183,7 +183,7 @@ class Weights:
     def _in_groups(
         self, names: Mapping[str, str], found: Mapping[str, TensorInfo]
     ) -> dict[str, Quantized]:
-        """Return the quantized matrices that are int4 in the source with all their parts."""
+        """Return "int4" for each quantized matrix that is int4 in all its tensors of the source."""
         places = self._places
         others = {places[n].parameter for n, own in names.items() if not found[own].in_groups}
         return dict.fromkeys(self._quantized.keys() - others, "int4")
@@ -207,7 +207,7 @@ class Weights:
         adopted: list[str] = []
         try:
             if needed > free:
-                raise MemoryError(f"{free} bytes are free")
+                raise MemoryError(f"{free:.0f} bytes are free")
             for name, shape in shapes.items():
                 matrix = self._storage[name] = self._new(name, shape, dtypes[name])
                 if name in panels and isinstance(matrix, PackedMatrix):
@@ -246,7 +246,7 @@ class Weights:
                             on_progress("weights", done, total)
 
     def _parts(self, place: Place) -> list[_Part]:
-        """Return the kept parts of a tensor."""
+        """Return the parts of a tensor that are kept."""
         if place.parameter not in self._cuts:
             return []
         found, row = [], 0
@@ -260,14 +260,14 @@ class Weights:
         return found
 
     def _nbytes(self, name: str, part: _Part) -> int:
-        """Return the bytes of a kept part."""
+        """Return the size in bytes of a kept part, in the dtype of its parameter."""
         parameter = self._places[name].parameter
         columns = self._cuts[parameter].columns
         num_columns = 1 if columns is None else len(columns)
         return len(part.rows) * num_columns * self._storage[parameter].dtype.itemsize
 
     def _names(self, given_names: Iterable[str]) -> dict[str, str]:
-        """Return the name in the checkpoint for each name of a place."""
+        """Return place -> name in the checkpoint. Raises ConfigError for unknown names."""
         names: dict[str, str] = {}
         unknown = []
         for given in given_names:
@@ -283,7 +283,7 @@ class Weights:
         return names
 
     def _own_name(self, given: str) -> str:
-        """Return a tensor's name without the prefix of a wrapper around the model."""
+        """Return a tensor's name with its prefix, if `prefixes` has it, replaced by the value."""
         theirs = next(filter(given.startswith, self._prefixes), "")
         return self._prefixes.get(theirs, "") + given.removeprefix(theirs)
 
@@ -299,7 +299,7 @@ class Weights:
         if place.stacked or part.rows.step != 1:
             yield self._copy_picked(source, given, place, part, max_bytes)
             return
-        # a row is quantized with one scale, which depends on the whole row
+        # rows are read whole to be quantized: a scale depends on a whole row, or a whole group
         in_rows = place.parameter in self._quantized
         columns = self._cuts[place.parameter].columns
         region = [part.rows]

@@ -16,7 +16,7 @@ _MAX_COUNT = 2**31 - 1
 
 
 def positive(text: str) -> int:
-    """Read a positive integer."""
+    """Read an integer from 1 to 2^31 - 1."""
     number = int(text[:20]) if text.isdecimal() else 0
     if number < 1:
         raise ArgumentTypeError(f"must be a positive integer, got {text!r}")
@@ -33,7 +33,7 @@ def natural(text: str) -> int:
 
 
 def threads(text: str) -> int:
-    """Read a number of threads."""
+    """Read a number of threads, from 1 to 1024."""
     if positive(text) > _MAX_THREADS:
         raise ArgumentTypeError(f"must be at most {_MAX_THREADS}, got {text!r}")
     return int(text)
@@ -63,8 +63,10 @@ def journal_sync(text: str) -> float | str:
 
 
 def minutes(text: str) -> float:
-    """Read a time in minutes, above 0."""
-    return _number(text, "a time in minutes above 0", lambda value: 0 < value < 10000)
+    """Read a time in minutes, above 0 and below 10000."""
+    return _number(
+        text, "a time in minutes above 0 and below 10000", lambda value: 0 < value < 10000
+    )
 
 
 def rate(text: str) -> float:
@@ -138,7 +140,10 @@ def checkpoint(text: str) -> Path:
 
 
 def writable(text: str) -> Path:
-    """Read the path of a file to write, so that a wrong path fails before slow work begins."""
+    """Read the path of a file to write: in an existing folder, and not a folder itself.
+
+    A wrong path then fails before slow work begins.
+    """
     path = Path(text)
     if path.is_dir():
         raise ArgumentTypeError(f"must be a file, got the folder {text!r}")
@@ -151,7 +156,7 @@ def check_distinct(paths: dict[str, Path | None]) -> None:
     """Raise ConfigError if two options name the same file. `paths`: option -> its file."""
     seen: dict[Path, str] = {}
     for option, path in paths.items():
-        if path is None or (path.exists() and not path.is_file()):  # such as /dev/null
+        if path is None or (path.exists() and not path.is_file()):  # several may name /dev/null
             continue
         other = seen.setdefault(path.resolve(), option)
         if other != option:

@@ -98,7 +98,7 @@ def with_origin(error: ConfigError, origins: Mapping[str, str]) -> ConfigError:
 
 
 def _read(file: Path) -> dict[str, Any]:
-    """Return the content of a TOML file. Raises ConfigError."""
+    """Return the content of a TOML file. Raises ConfigError if it is unreadable or too large."""
     shown, parser = quoted_path(file), _toml()
     try:
         with file.open("rb") as stream:
@@ -148,7 +148,7 @@ def _from_text(action: argparse.Action, name: str, text: str) -> Any:
 
 
 def _checked(action: argparse.Action, value: Any) -> Any:
-    """Check a value of a TOML file, and convert it as argparse converts text for `action`."""
+    """Check a value of a TOML file or a variable, and convert it as argparse converts text."""
     if _is_switch(action):
         if not isinstance(value, bool):
             raise TypeError(f"must be true or false, not {_kind(value)}")

@@ -23,7 +23,7 @@ def print_message(text: str) -> None:
 
 
 def flush_streams(code: int) -> int:
-    """Flush the streams and return `code`, or 1 if printed text could not be written."""
+    """Flush the streams. Return `code`, or 1 if it is 0 and printed text could not be written."""
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()

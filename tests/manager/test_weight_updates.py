@@ -109,7 +109,7 @@ def test_a_wrong_mapping_changes_nothing(served, checkpoint):
     shape = str([*checkpoint[name].shape])
     for wrong, text in (
         ({"nothing": torch.zeros(1)}, "tensors are unknown: nothing"),
-        ({name: torch.zeros(3)}, f"tensor {name} has shape [3], the config requires {shape}"),
+        ({name: torch.zeros(3)}, f"tensor {name} has shape [3]; the config requires {shape}"),
     ):
         with pytest.raises(ConfigError, match=re.escape(text)):
             manager.update_weights({**changed(checkpoint), **wrong})

@@ -98,7 +98,7 @@ CONFIG_CASES: list[tuple[dict[str, Any], str]] = [
     ({"max_position_embeddings": True}, f"max_position_embeddings = True: {WRONG}"),
     ({"max_position_embeddings": float("inf")}, f"max_position_embeddings = inf: {WRONG}"),
     ({"vocab_size": 2**40}, f"vocab_size = 1099511627776: .*{LARGE}"),
-    ({"vocab_size": 2**30}, r" has shape \[257, 32\], the config requires"),
+    ({"vocab_size": 2**30}, r" has shape \[257, 32\]; the config requires"),
     ({"vocab_size": "257"}, f"vocab_size = '257': {WRONG}"),
     ({"hidden_size": 64}, "has shape .* the config requires"),
     ({"hidden_size": 2**62}, LARGE),

@@ -581,12 +581,12 @@ def test_arguments_that_cannot_work_are_named() -> None:
         (
             "llama",
             {"head_dim": 16},
-            "self_attn.q_proj.weight has shape [32, 32], the config requires",
+            "self_attn.q_proj.weight has shape [32, 32]; the config requires",
         ),
         (
             "gpt2",
             {"n_inner": 40},
-            "mlp.c_fc.weight has shape [32, 128], the config requires [32, 4",
+            "mlp.c_fc.weight has shape [32, 128]; the config requires [32, 4",
         ),
         ("gpt2_odd", {"n_positions": 99}, "transformer.wpe.weight has shape [160, 32]"),
     ],

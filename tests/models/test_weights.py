@@ -155,7 +155,7 @@ def test_scales_are_positive(number: float) -> None:
 
 def test_scales_of_another_shape_are_named() -> None:
     tensors = {"norm.weight": torch.ones(3), "k_scale": torch.ones(3)}
-    with pytest.raises(ConfigError, match=r"has shape \[3\], the config requires \[2\] or \[1\]"):
+    with pytest.raises(ConfigError, match=r"has shape \[3\]; the config requires \[2\] or \[1\]"):
         new_scaled().load(tensors)
 
 
@@ -166,13 +166,13 @@ def test_scales_of_another_shape_are_named() -> None:
         ({"m.a.weight": None, "m.b.weight": None}, "missing: m.a.weight, m.b.weight"),
         ({"m.a.bias": torch.zeros(2)}, "tensors are unknown: m.a.bias"),
         ({"norm.weight": torch.zeros(3)}, "m.norm.weight occurs twice: as m.norm.weight and as"),
-        ({"m.norm.weight": torch.zeros(4)}, "m.norm.weight has shape [4], the config requires [3]"),
-        ({"m.norm.weight": torch.zeros(())}, "m.norm.weight has shape [], the config requires [3]"),
+        ({"m.norm.weight": torch.zeros(4)}, "m.norm.weight has shape [4]; the config requires [3]"),
+        ({"m.norm.weight": torch.zeros(())}, "m.norm.weight has shape []; the config requires [3]"),
         (
             {"m.conv.weight": torch.zeros(4, 2)},
-            "m.conv.weight has shape [4, 2], the config requires",
+            "m.conv.weight has shape [4, 2]; the config requires",
         ),
-        ({"m.b.weight": torch.zeros(2, 3)}, "m.b.weight has shape [2, 3], the config requires [3"),
+        ({"m.b.weight": torch.zeros(2, 3)}, "m.b.weight has shape [2, 3]; the config requires [3"),
         ({"m.norm.weight": torch.zeros(3, dtype=torch.int8)}, "m.norm.weight has dtype int8"),
         ({"m.norm.weight": [1.0]}, "m.norm.weight: must be a torch.Tensor, got list"),
     ],
@@ -239,11 +239,11 @@ def test_a_tensor_in_two_shards_is_refused(tmp_path: Path) -> None:
         ({"m.z.weight": "model-0.safetensors"}, "tensor m.z.weight is not in model-0.safetensors"),
         ({"m.a.weight": "../model-0.safetensors"}, "weight_map names '../model-0.safetensors'"),
         ({"m.a.weight": 3}, "weight_map names 3"),
-        ({"m.a.weight": ".."}, "weight_map names '..', which must be a file in the folder"),
-        ({"m.a.weight": ""}, "weight_map names '', which must be a file in the folder"),
+        ({"m.a.weight": ".."}, "weight_map names '..', which must be a file name without a folder"),
+        ({"m.a.weight": ""}, "weight_map names '', which must be a file name without a folder"),
         (
             {"m.a.weight": "/etc/passwd"},
-            "weight_map names '/etc/passwd', which must be a file in the folder",
+            "weight_map names '/etc/passwd', which must be a file name without a folder",
         ),
         ({"m.a.weight": "a\0b"}, r"/a\x00b' cannot be read: embedded null byte"),
         (["model-0.safetensors"], "weight_map = ['model-0.safetensors']: must be an object"),
