@@ -57,7 +57,7 @@ def _attention(fields: Fields, layer: int) -> Mapping[str, Any]:
         kind = fields.layer_type(layer)
         same = next((it for it in range(first)[::-1] if fields.layer_type(it) == kind), None)
         if same is None or _heads(fields, same) != _heads(fields, layer):
-            need = f"no earlier layer has the {kind} of layer {layer}, with the same heads"
+            need = f"layer {layer} needs an earlier layer of {kind} with the same heads"
             raise fields.error("num_kv_shared_layers", need)
         return {**found, "kv_layer": same}
     is_full = fields.layer_type(layer) == FULL
@@ -125,7 +125,10 @@ _ROUTED = experts_of("num_experts", per_token="top_k_experts", renormalize=True)
 
 
 def _first_shared(fields: Fields) -> int:
-    """Return the index of the first layer that reads the keys and values of another layer."""
+    """Return the index of the first layer that reads the keys and values of another layer.
+
+    Returns the number of layers if there are none.
+    """
     num_layers = fields.size("num_hidden_layers")
     shared = fields.count("num_kv_shared_layers")
     if shared >= num_layers:

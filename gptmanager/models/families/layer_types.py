@@ -134,7 +134,7 @@ def _linear_types(fields: Fields, num_layers: int) -> list[str]:
         return [LINEAR if (layer + 1) % interval else FULL for layer in range(num_layers)]
     types = _checked(fields, num_layers, [FULL, LINEAR])
     if FULL not in types:
-        raise fields.error("layer_types", f"must have a {FULL!r}")
+        raise fields.error("layer_types", f"must have {FULL!r} for at least one layer")
     return types
 
 

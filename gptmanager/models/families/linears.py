@@ -44,7 +44,7 @@ _PREDICTORS = re.compile(rf"{ROTARY_BUFFERS.pattern}|^mtp\.")
 
 
 def _attention(fields: Fields, layer: int) -> Mapping[str, Any]:
-    """Return the shape of a layer's linear attention, or `gated` for full attention."""
+    """Return `delta`, the shape of a layer's linear attention, or `gated` for full attention."""
     delta = DeltaShape(
         key_heads=fields.size("linear_num_key_heads"),
         value_heads=fields.size("linear_num_value_heads"),

@@ -55,7 +55,7 @@ def _tensors(family: Family, given: Collection[str]) -> Tensors:
     others = family.other_tensors
     used = (name for name in given if others and not family.ignored.search(name))
     # Names are compared without the prefix before "layers.", which differs in a wrapper of the
-    # model, and with or without their last part, because stacked tensors have no `.weight`.
+    # model, and with or without their last part, because some stacked tensors have no `.weight`.
     names = {_NUMBER.sub(".{}", name[max(0, name.find("layers.")) :]) for name in used}
     modules = names | {name.rpartition(".")[0] for name in names}
     own = {theirs: theirs[max(0, theirs.find("layers.")) :] for theirs in others}
@@ -74,7 +74,7 @@ def row_orders(spec: ModelSpec, index: int) -> dict[str, Order]:
     parts = {part for ours, part in family.tensors.values() if ours == "qkv"}
     if "by_head" in parts:
         return {"attn_qkv": _order(_fused_by_head(own))}
-    rope, keys = _pairs(spec), own.own_kv_heads * own.head_dim
+    rope, keys = _interleaved_rope(spec), own.own_kv_heads * own.head_dim
     if own.delta is not None:
         is_joined = ("delta_in", "by_key") in family.tensors.values()
         runs = {
@@ -105,12 +105,10 @@ def _order(runs: Sequence[Run]) -> Order:
 
 
 def _tensor_name(name: str, layer: int, kind: str, part: str | None) -> str:
-    """Return a tensor's name. Stacked experts have no `.weight`, and their biases end
-    in `_bias`.
-    """
+    """Return the name of a tensor of a module in a layer. `kind`: ".weight", ".bias" or ""."""
     if part in _STACKED:  # the table has the complete names
         kind = ""
-    elif part == "mixed":
+    elif part == "mixed":  # gpt-oss
         kind = {".weight": "", ".bias": "_bias"}.get(kind, kind)
     return name.replace("{}", str(layer), 1) + kind
 
@@ -153,11 +151,11 @@ def _in_layer(
         heads_before = own.projected_heads - 2 * kv_heads if own.gated else heads
         first = {"q": 0, "k": heads_before, "v": heads_before + kv_heads}[part]
         count = heads if part == "q" else kv_heads
-        rope = _pairs(spec) if part in _ROTATED else None
+        rope = _interleaved_rope(spec) if part in _ROTATED else None
         yield theirs, _heads(parameter, own, first, count, rope, transposed)
     elif parameter.endswith(("q_norm.weight", "k_norm.weight")):
         count = num_rows // layer.attention.head_dim
-        place = _heads(parameter, layer.attention, 0, count, _pairs(spec), False)
+        place = _heads(parameter, layer.attention, 0, count, _interleaved_rope(spec), False)
         # a norm for each head is a matrix, with a row for each head
         is_stacked = spec.norms.query_key == "own_head"
         yield theirs, replace(place, stacked=count) if is_stacked else place
@@ -170,7 +168,7 @@ def _in_layer(
         yield theirs, Place(parameter, transposed=transposed)
 
 
-def _pairs(spec: ModelSpec) -> Rope | None:
+def _interleaved_rope(spec: ModelSpec) -> Rope | None:
     """Return the first interleaved `Rope` of the network, or None if it has none.
 
     Interleaved means that a checkpoint stores the two rows of a RoPE pair next to each other.
@@ -185,7 +183,7 @@ def _heads(
 ) -> Place:
     """Return the place of `count` heads from head `first` of the parameter on.
 
-    `rope`: see `_pairs`; if it is not None, rows are reordered as by `_head_runs`.
+    `rope`: see `_interleaved_rope`; if it is not None, rows are reordered as by `_head_runs`.
     """
     if rope is None:
         dim = own.head_dim
@@ -210,12 +208,12 @@ def _head_runs(own: Attention, rope: Rope, first: int, count: int) -> tuple[Run,
 
 
 def _latent_runs(spec: ModelSpec, own: Attention, latent: Latent, of_keys: bool) -> tuple[Run, ...]:
-    """Return the runs of the query matrix, or of the matrix of the latent and the shared key.
+    """Return the runs of the query matrix, or with `of_keys` of that of the latent and the key.
 
     All heads share one rotated key. Interleaved RoPE pairs are reordered; see `_head_runs`.
     """
     heads, plain = (1, latent.rank) if of_keys else (own.num_heads, latent.key_dim)
-    rope_dim, is_reordered = own.head_dim - latent.rank, _pairs(spec) is not None
+    rope_dim, is_reordered = own.head_dim - latent.rank, _interleaved_rope(spec) is not None
     runs = []
     for head in range(heads):
         start = head * (plain + rope_dim)
@@ -230,7 +228,7 @@ def _latent_runs(spec: ModelSpec, own: Attention, latent: Latent, of_keys: bool)
 
 def _fused_in_order(spec: ModelSpec, own: Attention) -> tuple[Run, ...]:
     """Return the runs of a matrix that has all queries, then all keys, then all values."""
-    rope, (heads, kv_heads) = _pairs(spec), (own.num_heads, own.num_kv_heads)
+    rope, (heads, kv_heads) = _interleaved_rope(spec), (own.num_heads, own.num_kv_heads)
     values = (heads + kv_heads) * own.head_dim
     end = values + kv_heads * own.head_dim
     if rope is None:
@@ -246,7 +244,7 @@ def _fused_in_order(spec: ModelSpec, own: Attention) -> tuple[Run, ...]:
 def _latent_heads(
     own: Attention, theirs: str, of_keys: bool, parameter: str
 ) -> Iterator[tuple[str, Place]]:
-    """Yield (tensor name, place) of each head's matrix from the latent to a key or to a value.
+    """Yield (tensor name, place) of each head's matrix from the latent to its keys or its values.
 
     The matrices of keys are stored as [in, out], those of values as [out, in].
     """
@@ -288,17 +286,17 @@ def _delta_place(own: Attention, part: str | None, parameter: str) -> Place | No
     return Place(parameter, first, size)
 
 
-def _delta_runs(own: DeltaShape, with_heads: bool) -> tuple[Run, ...]:
+def _delta_runs(own: DeltaShape, of_inputs: bool) -> tuple[Run, ...]:
     """Return the runs of a projection of linear attention in the order of key heads (Qwen3-Next).
 
-    `with_heads`: each key head has its query, its key, its values and their gates. Otherwise each
-    key head has the rates of its value heads, and the arguments of their decays.
+    With `of_inputs`, each key head has its query, its key, its values and their gates. Otherwise
+    each key head has the rates of its value heads, and the arguments of their decays.
     """
     group = own.value_heads // own.key_heads
     values, heads = group * own.value_dim, own.key_heads
     # (number of rows for each key head, first row of the parameter)
     parts = [(group, 0), (group, own.value_heads)]
-    if with_heads:
+    if of_inputs:
         parts = [(own.key_dim, 0), (own.key_dim, own.keys), (values, 2 * own.keys)]
         parts += [(values, own.channels)]
     runs, source = [], 0
@@ -354,7 +352,7 @@ def _numbered(theirs: str, number: int) -> str:
 def _place_scales(spec: ModelSpec, family: Family) -> dict[str, Place]:
     """Return tensor name -> place of the scales of an 8-bit KV cache.
 
-    The result has all names that quantizers give to these tensors.
+    Quantizers name these tensors differently; the result has each of the names.
     """
     modules = [theirs for theirs, (ours, _) in family.tensors.items() if ours == "qkv"]
     if not modules:  # latent attention has no scales

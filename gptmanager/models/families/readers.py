@@ -17,7 +17,7 @@ ReadExperts = Callable[[Fields, int], tuple[Experts, int] | None]
 
 
 def granite_scales(fields: Fields) -> Mapping[str, Any]:
-    """Return Granite's factors of embeddings, of additions to the residual, and of logits."""
+    """Return Granite's scales of embeddings, of additions to the residual stream, and of logits."""
     return {
         "embedding_scale": fields.number("embedding_multiplier"),
         "residual_scale": fields.number("residual_multiplier"),
@@ -135,8 +135,9 @@ def experts_of(
 ) -> ReadExperts:
     """Return a reader of a layer's mixture of experts and of the width of an expert.
 
-    `count`, `width`, `per_token`, `shared` (the width of the shared MLP), `num_shared` (shared
-    experts, each as wide as the others) and a string `renormalize` are names of config fields.
+    The reader returns None for a dense layer, for which `is_dense` is true. `count`, `width`,
+    `per_token`, `shared` (the width of the shared MLP), `num_shared` (shared experts, each as wide
+    as the others) and a string `renormalize` are names of config fields.
     """
 
     def read(fields: Fields, layer: int) -> tuple[Experts, int] | None:

@@ -1,4 +1,4 @@
-"""Finds the text model in a multimodal checkpoint, and the tensors of its other parts.
+"""Finds the text model in a multimodal checkpoint, and the names of its other parts' tensors.
 
 Only text is computed. Embeddings of images or sounds can replace tokens: a request passes them as
 `prompt_embedding_table`.
@@ -53,13 +53,13 @@ def without_wrapper(name: str) -> str:
 
 
 def is_wrapper(config: Mapping[str, Any]) -> bool:
-    """Return whether a config is that of a wrapper around a text model."""
+    """Return whether a config is that of a multimodal model, or of the text model in one."""
     name = config.get("model_type")
     return isinstance(name, str) and name in TEXT_FAMILIES
 
 
 def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the config of the text model. It is `config` itself for a model without a wrapper."""
+    """Return the config of the text model, which is `config` itself without a wrapper."""
     if not is_wrapper(config):
         return config
     inner = config.get("text_config")

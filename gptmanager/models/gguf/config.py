@@ -35,7 +35,7 @@ _ROPE = frozenset(
 )
 _ONE_VALUE: Mapping[str, Any] = {"expert_count": 0, "attention.causal": True}
 _ZERO_IS_NONE = {"sliding_window", "attn_logit_softcapping", "final_logit_softcapping"}
-_MAX_FACTORS = 1 << 16  # limit of RoPE pairs, which are half the size of a head
+_MAX_FACTORS = 1 << 16  # limit of RoPE pairs, of which a head of size n has n / 2
 
 
 def architecture_of(header: Header) -> Architecture:
@@ -124,7 +124,7 @@ def _refuse_unknown(metadata: Metadata, own: Architecture, prefix: str) -> None:
 
 
 def _dtype(header: Header) -> str:
-    """Return the dtype of most bytes of tensors. Bytes of quantized tensors count as float32."""
+    """Return the dtype of the largest number of bytes; quantized tensors count as float32."""
     num_bytes: dict[str, int] = {}
     for tensor in header.tensors.values():
         own = tensor.num_rows * tensor.row_bytes

@@ -12,7 +12,7 @@ Names = Collection[str]
 
 
 def without_further_layers(metadata: Metadata, prefix: str, _: Names, config: Config) -> Config:
-    """Return the number of layers without those for multi-token prediction (as in GLM 4.5)."""
+    """Return the number of layers without those for multi-token prediction, and their number."""
     num_further = metadata.integer(f"{prefix}nextn_predict_layers") or 0
     layers = config.get("num_hidden_layers")
     if not num_further or not isinstance(layers, int):
@@ -75,13 +75,15 @@ def gemma4_fields(metadata: Metadata, prefix: str, names: Names, config: Config)
     """Return the KV heads, MLP widths and RoPE parameters of the two kinds of layers."""
     types, shared = config.get("layer_types"), config.get("num_kv_shared_layers")
     if not isinstance(types, list) or "full_attention" not in types or not isinstance(shared, int):
-        raise metadata.error(f"{prefix}attention.sliding_window_pattern", "must have both kinds")
+        need = "must be an array of booleans, with false for at least one layer"
+        raise metadata.error(f"{prefix}attention.sliding_window_pattern", need)
     is_full = [kind == "full_attention" for kind in types]
     is_shared = [layer >= len(types) - shared for layer in range(len(types))]
     windowed, full = _two(metadata, f"{prefix}attention.head_count_kv", is_full)
     width, wide = _two(metadata, f"{prefix}feed_forward_length", is_shared)
     if wide not in (width, 2 * width):
-        raise metadata.error(f"{prefix}feed_forward_length", "must be equal or twice as large")
+        need = "must be equal or twice as large in layers that share keys and values"
+        raise metadata.error(f"{prefix}feed_forward_length", need)
     factors = (config.get("rope_scaling") or {}).get("long_factor", [1.0])
     rotated = sum(factor == 1 for factor in factors) / len(factors)  # others, 1e30, do not rotate
     theta = config.get("rope_theta")

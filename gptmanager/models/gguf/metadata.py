@@ -38,7 +38,7 @@ class Metadata:
     def error(self, key: str, need: str) -> ConfigError:
         """Return an error that names a key and its value. `need`: what the value must be."""
         value = self._values.get(key)
-        shown = "is not there" if value is None else f"= {quoted(value)}"
+        shown = "is missing" if value is None else f"= {quoted(value)}"
         return ConfigError(f"{quoted_path(self.path)}: {key} {shown}: {need}")
 
     def text(self, key: str) -> str | None:

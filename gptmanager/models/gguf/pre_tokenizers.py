@@ -27,7 +27,7 @@ class PreTokenizer:
     """The regular expressions of a pre-tokenizer, and options of the tokenizers that use it.
 
     `ignore_merges`: a piece that is itself a token becomes that token without merges. `add_bos`:
-    whether a BOS token is added if the file does not define it.
+    whether a BOS token is added if the file does not have `add_bos_token`.
     """
 
     patterns: Sequence[str]

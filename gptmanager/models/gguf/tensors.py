@@ -28,7 +28,7 @@ _OUTSIDE = re.compile(r"(\w+)\.(weight|bias)")
 _FROM_CONFIG = {"rope_freqs.weight", "rope_factors_short.weight", "rope_factors_long.weight"}
 _TEMPORARIES = 4  # memory for unpacking, in multiples of the result
 _FLOAT_BYTES = 4
-_MAX_EXPERTS = 1024  # of a layer
+_MAX_EXPERTS = 1024  # per layer; also the limit of heads with matrices of their own
 
 
 class _Named(NamedTuple):
@@ -92,7 +92,7 @@ class GgufTensors:
     ) -> Iterator[tuple[int, Tensor]]:
         """Yield a tensor as slices along its first dimension, (first index, slice), in order.
 
-        `region`: see `TensorSource.pieces`. A transposed tensor is a single slice.
+        `region`: see `TensorSource.pieces`. A transposed matrix or a vector is a single slice.
         """
         named = self._tensors[name]
         ranges = list(region or map(range, named.shape))
@@ -135,7 +135,7 @@ class GgufTensors:
     def _place(self, name: str, stored: StoredTensor) -> Iterator[tuple[str, _Named]]:
         """Yield a tensor's name in a checkpoint, and how to read it.
 
-        A tensor with the matrices of several experts yields one tensor for each expert.
+        A tensor of all experts or heads of a layer yields one tensor for each of them.
         """
         own = self._own
         if match := _IN_LAYER.fullmatch(name):
@@ -179,8 +179,8 @@ class GgufTensors:
         rows = shape[0] if len(shape) == 2 else 1
         if count > _MAX_EXPERTS:
             raise ConfigError(
-                f"{quoted_path(self._header.path)}: {module} has {count} experts, at most "
-                f"{_MAX_EXPERTS} are supported"
+                f"{quoted_path(self._header.path)}: {module} has {count} matrices or vectors: at "
+                f"most {_MAX_EXPERTS} are supported"
             )
         theirs = layer + self._own.experts[module]
         for expert in range(count):
@@ -247,7 +247,7 @@ class GgufTensors:
 
 
 def _pairs_to_halves(rows: range, head_dim: int) -> Tensor:
-    """Return the stored rows, int64 `[rows]`, of these rows of a checkpoint.
+    """Return the index in the file of each of these rows of a checkpoint, int64 `[n]`.
 
     The file stores the two rows of each RoPE pair of a head next to each other. In a checkpoint, a
     head has the first rows of all its pairs, then the second rows.

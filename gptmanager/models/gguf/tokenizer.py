@@ -54,8 +54,8 @@ def load_gguf_tokenizer(header: Header) -> Tokenizer:
 
 
 def _byte_level(metadata: Metadata, vocabulary: Vocabulary) -> tuple[Tokenizer, bool]:
-    """Return a byte-level BPE tokenizer, and whether to add a BOS token if the file does not
-    define it.
+    """Return a byte-level BPE tokenizer, and whether to add a BOS token if the file does not have
+    `add_bos_token`.
     """
     name = metadata.text(f"{_GGML}pre") or "default"
     if name not in PRE_TOKENIZERS:
@@ -147,8 +147,7 @@ def _by_text(vocabulary: Vocabulary) -> dict[str, int]:
 
 def _added_tokens(metadata: Metadata, vocabulary: Vocabulary) -> list[AddedToken]:
     """Return the tokens that are matched in a text before all others."""
-    # as in llama.cpp: for these models, files do not mark that spaces after these tokens are
-    # dropped
+    # As in llama.cpp: Phi 3 drops spaces after these tokens, which its files do not say.
     name = (metadata.text("general.name") or "").lower()
     strips = "phi-3" in name or "phi3" in name
     kept = ("<unk>", "<s>", "<|endoftext|>")
@@ -165,9 +164,9 @@ def _added_tokens(metadata: Metadata, vocabulary: Vocabulary) -> list[AddedToken
 
 
 def _frame(tokenizer: Tokenizer, metadata: Metadata, vocabulary: Vocabulary, add_bos: bool) -> None:
-    """Make the tokenizer add BOS and EOS tokens as the file defines.
+    """Make the tokenizer add the BOS and EOS tokens that the file asks for.
 
-    `add_bos`: whether to add a BOS token if the file does not define it.
+    `add_bos`: whether to add a BOS token if the file does not have `add_bos_token`.
     """
     begins = metadata.flag(f"{_GGML}add_bos_token", add_bos)
     ends = metadata.flag(f"{_GGML}add_eos_token", False)

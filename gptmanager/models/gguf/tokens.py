@@ -56,7 +56,7 @@ def read_vocabulary(header: Header) -> Vocabulary | None:
     ends = tuple(dict.fromkeys([*given, *named]))
     for number in named:
         types[number] = CONTROL
-    return Vocabulary(texts, types, ids, _without_normal(ends, texts))
+    return Vocabulary(texts, types, ids, _without_message_end(ends, texts))
 
 
 def _ids(metadata: Metadata, count: int) -> dict[str, int]:
@@ -74,7 +74,7 @@ def _ids(metadata: Metadata, count: int) -> dict[str, int]:
     return found
 
 
-def _without_normal(ends: tuple[int, ...], texts: list[str]) -> tuple[int, ...]:
+def _without_message_end(ends: tuple[int, ...], texts: list[str]) -> tuple[int, ...]:
     """Return the end tokens without <|end|>, if <|return|> and <|call|> are among them.
 
     These two belong to gpt-oss's harmony format, where <|end|> ends a message, but not the output.

@@ -1,7 +1,7 @@
 """`MatrixFinder`: finds the quantized matrices of a checkpoint by the endings of tensor names.
 
 The names of a module's tensors show whether it is quantized, so the config's list of modules that
-are not quantized is not needed. All shapes are checked before a tensor is read.
+are not quantized is not needed. The shape of a tensor is checked before it is read.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class MatrixFinder:
 
     `matrices`: name of the weight -> its description. `used`: the names of all tensors of these
     matrices, and of ignored tensors. The constructor raises ConfigError if a tensor is missing, or
-    does not have the shape or dtype that its matrix needs.
+    does not have the shape, dtype or values that its matrix needs.
     """
 
     def __init__(self, scheme: Scheme, given: Mapping[str, TensorInfo], read: Read) -> None:
@@ -119,9 +119,10 @@ class MatrixFinder:
     ) -> Grid:
         """Return the tensor `name`, `[blocks of rows, blocks of columns]`, as a grid over a matrix.
 
-        `shape`: of the matrix. `blocks`: the allowed block sizes (rows, columns), in addition to
-        whole rows and the whole matrix. `bits`: the size of integers that are packed along the
-        rows, or 0 if nothing is packed. Raises ConfigError for a tensor that does not fit.
+        `shape`: the shape of the matrix. `blocks`: the allowed block sizes (rows, columns), in
+        addition to whole rows and the whole matrix. `bits`: the size of integers, of which a word
+        has those of several rows, or 0 if nothing is packed. Raises ConfigError for a tensor that
+        does not fit.
         """
         info = self._take(name, "int32" if bits else dtypes)
         rows, columns = shape
@@ -135,7 +136,8 @@ class MatrixFinder:
         if len(fitting) != 1 or (bits and len(info.shape) != 2):
             raise ConfigError(
                 f"tensor {tensor_name(name)} has shape {list(info.shape)}: it must have a number "
-                f"for each group of a matrix of {list(shape)}; groups: {[*blocks] or 'rows'}"
+                f"for each block of a matrix of {list(shape)}; a block is a row, the whole matrix, "
+                f"or one of these (rows, columns): {[*blocks]}"
             )
         [(height, width)] = fitting
         return Grid(name, info.shape, height, width, bits=bits)
@@ -189,9 +191,9 @@ class MatrixFinder:
         zeros: Grid | None = None
         if f"{base}_zero_point" in self._given:
             zeros = self._grid(f"{base}_zero_point", shape, [(1, scales.width)], bits)
-        index = self._columns(f"{base}_g_idx", columns, scales.width)
+        column_groups = self._column_groups(f"{base}_g_idx", columns, scales.width)
         return self._with_groups(
-            IntegerMatrix(*(name, shape, bits, scales), zeros=zeros, columns=index)
+            IntegerMatrix(*(name, shape, bits, scales), zeros=zeros, column_groups=column_groups)
         )
 
     def _gptq(self, name: str, info: TensorInfo) -> StoredMatrix:
@@ -205,7 +207,7 @@ class MatrixFinder:
                 offset=self._scheme.offset,
                 middle=self._scheme.symmetric,
                 transposed=True,
-                columns=self._columns(f"{module}.g_idx", shape[1], scales.width),
+                column_groups=self._column_groups(f"{module}.g_idx", shape[1], scales.width),
             )
         )
 
@@ -235,7 +237,7 @@ class MatrixFinder:
             grid(f"{module}.qzeros", zeros.shape, bits=bits, order=order),
         )
 
-    def _columns(self, name: str, count: int, width: int) -> Tensor | None:
+    def _column_groups(self, name: str, count: int, width: int) -> Tensor | None:
         """Return the group of each column, int32 `[count]`; None if the groups are in order."""
         if name not in self._given:
             return None
@@ -254,7 +256,7 @@ class MatrixFinder:
     def _with_groups(self, matrix: IntegerMatrix) -> IntegerMatrix:
         """Return the matrix with `in_groups` set if `Groups` of 32 columns can express it."""
         width, columns = matrix.scales.width, matrix.shape[1]
-        if matrix.bits != 4 or matrix.columns is not None:
+        if matrix.bits != 4 or matrix.column_groups is not None:
             return matrix
         if width < columns and width % GROUP:
             return matrix

@@ -1,4 +1,4 @@
-"""Descriptions of quantized matrices of checkpoints, which dequantize rows to float32.
+"""Descriptions of a checkpoint's quantized matrices. They dequantize rows to float32.
 
 A description has the names and shapes of a matrix's tensors, and reads only the parts that it
 needs. The arithmetic is that of the library that defines the format, in float32.
@@ -37,9 +37,9 @@ def check_scales(name: str, scales: Tensor) -> None:
 class Grid:
     """A tensor of scales or zeros, one for each block of `height` rows and `width` columns.
 
-    `shape`: of the tensor. `transposed`: the tensor has a row for each block of columns. `bits`:
-    the size of integers that are packed along the rows of the matrix, or 0 if nothing is packed.
-    `order`: see `unpack_columns`.
+    `shape`: the shape of the tensor. `transposed`: the tensor has a row for each block of columns.
+    `bits`: the size of integers, of which a word has those of several rows, or 0 if nothing is
+    packed. `order`: see `unpack_columns`.
     """
 
     name: str
@@ -110,7 +110,7 @@ class ScaledMatrix(StoredMatrix):
 class Float4Matrix(StoredMatrix):
     """4-bit floats (E2M1), two in a byte, with a scale for each group of columns.
 
-    `global_scale`: a tensor with one number, by which the scales are divided, or None.
+    `global_scale`: the name of a tensor with one number, by which scales are divided, or None.
     """
 
     name: str
@@ -134,9 +134,9 @@ class IntegerMatrix(StoredMatrix):
     `bits`: 2, 4 or 8. `transposed`: the tensor is `[columns, rows]`, packed along its second
     dimension if `order` is given, otherwise along its first. `order`: see `unpack_columns`.
     `offset` is added to the stored zeros, modulo 2 ** bits. Without `zeros`, all zeros are the
-    middle of the range, 2 ** (bits - 1). `middle`: the stored zeros must be the middle. `columns`:
-    the block of each column, or None if blocks are in order. `in_groups`: whether `groups` can
-    return the matrix.
+    middle of the range, 2 ** (bits - 1). `middle`: the stored zeros must be the middle.
+    `column_groups`: the group of each column, int32 `[columns]`, or None if groups are in order.
+    `in_groups`: whether `groups` can return the matrix.
     """
 
     name: str
@@ -148,7 +148,7 @@ class IntegerMatrix(StoredMatrix):
     middle: bool = False
     transposed: bool = False
     order: tuple[int, ...] = ()
-    columns: Tensor | None = None
+    column_groups: Tensor | None = None
     in_groups: bool = False
 
     def floats(self, read: Read, rows: range) -> Tensor:
@@ -163,7 +163,7 @@ class IntegerMatrix(StoredMatrix):
             kind=kind,
             columns=self.shape[1],
             zeros=self._zeros(read, rows),
-            index=self.columns,
+            index=self.column_groups,
         )
 
     def groups(self, read: Read, rows: range) -> Groups:
@@ -187,11 +187,11 @@ class IntegerMatrix(StoredMatrix):
         return unpack_columns(words, self.bits, self.order)[start : start + len(rows)]
 
     def _words(self, read: Read, rows: range) -> Tensor:
-        """Return the words of rows of a tensor that is not transposed."""
+        """Return the words of `rows`, int32 `[n, words]`, if the tensor is not transposed."""
         return read(self.name, rows, range(-(-self.shape[1] * self.bits // 32)))
 
     def words_of(self, rows: range) -> tuple[range, range]:
-        """Return the ranges of both dimensions of the transposed tensor that have these rows."""
+        """Return the range of each dimension of the transposed tensor that has these rows."""
         per_word, count = 32 // self.bits, self.shape[1]
         if not self.order:
             return range(count // per_word), rows
@@ -248,8 +248,8 @@ class CodebookMatrix(StoredMatrix):
 class NestedScales:
     """Scales that are quantized to bytes. A scale is values[byte] * outer + offset.
 
-    `name`: the tensor of bytes. `values`: float32 `[256]`. `outer`: a float32 number for each
-    `block` of scales.
+    `name`: the name of the tensor of bytes. `values`: float32 `[256]`. `outer`: float32, a number
+    for every `block` consecutive scales.
     """
 
     name: str
@@ -268,8 +268,8 @@ class NestedScales:
 class ExpertBlocks:
     """The experts of a layer of gpt-oss, with 4-bit floats in groups of 32 columns.
 
-    `shape`: as floats, `[experts, columns, rows]`. `stored`: the shape of the tensor,
-    `[experts, rows, groups, bytes]`.
+    `name`, `scales`: the names of the tensors. `shape`: the shape as floats, `[experts, columns,
+    rows]`. `stored`: the shape of the tensor `name`, `[experts, rows, groups, bytes]`.
     """
 
     name: str

@@ -105,7 +105,7 @@ def _ct_weights(name: str, weights: Any) -> tuple[int, Block | None]:
     """
     field = f"config_groups.{name}.weights"
     if not isinstance(weights, dict):
-        raise _error(field, weights, "must be an object, because only weights can be quantized")
+        raise _error(field, weights, "must be an object: groups without weights are not supported")
     kind: Any = weights.get("type", "int") or "int"
     bits: Any = weights.get("num_bits")
     strategy: Any = weights.get("strategy")

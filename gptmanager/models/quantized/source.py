@@ -19,13 +19,14 @@ _FLOAT_BYTES = 6  # memory per element that becomes a float32: the float and its
 _GROUP_BYTES = 2  # memory per element that stays in 4 bits: a byte and its stored bits
 _PIECE_BYTES = 16 << 20  # memory of a piece, which should fit into the last cache
 _STEP = 8  # rows that share a word in some formats
-_SMALL = 8 << 20  # bytes that are read at a time
+_READ_BYTES = 8 << 20  # bytes that are read at a time
 
 
 class QuantizedSource:
     """A `GroupedSource` over the tensors of a quantized checkpoint.
 
-    The constructor raises ConfigError if tensors of a matrix are missing or do not fit the scheme.
+    The constructor raises ConfigError if tensors of a matrix are missing or do not fit the scheme;
+    reading raises it for scales or zeros that are not allowed.
     """
 
     def __init__(self, source: TensorSource, scheme: Scheme) -> None:
@@ -106,7 +107,7 @@ class QuantizedSource:
         Pages of a file stay resident as long as a view of them, so do not keep it.
         """
         if ranges:
-            _, piece = next(self._source.pieces(name, _SMALL, ranges))
+            _, piece = next(self._source.pieces(name, _READ_BYTES, ranges))
             if len(piece) == len(ranges[0]):
                 return piece.contiguous()
         return self._read(name, *ranges)
@@ -115,13 +116,13 @@ class QuantizedSource:
         """Return a copy of the given ranges of a tensor, by default of all of it."""
         shape, dtype, _ = self._source.describe()[name]
         found = torch.empty([*map(len, ranges)] or shape, dtype=getattr(torch, dtype))
-        for start, piece in self._source.pieces(name, _SMALL, ranges or None):
+        for start, piece in self._source.pieces(name, _READ_BYTES, ranges or None):
             (found[start : start + len(piece)] if shape else found).copy_(piece)
         return found
 
 
 def _split(rows: range, count: int) -> Iterator[range]:
-    """Yield parts of a range of about `count` rows, which end at multiples of 8."""
+    """Split a range into parts of about `count` rows, at least 8, cut at multiples of 8."""
     step = max(_STEP, count // PANEL_ROWS * PANEL_ROWS)
     start = rows.start
     while start < rows.stop:

@@ -1,6 +1,6 @@
 """Unpacks integers of 2, 4 or 8 bits from words, and converts numbers of checkpoints to floats.
 
-The lowest bits of a word have its first number.
+The lowest bits of a word have its first number, unless an `order` is given.
 """
 
 from __future__ import annotations
@@ -85,10 +85,10 @@ def scaled(
 ) -> Tensor:
     """Return (value - zero) * scale * factor for each code, in float32 `[n, columns]`.
 
-    `codes`: rows of int8, float8, or uint8, for which `kind` says what a byte has. `columns`: the
-    number of codes in a row, by default all. `scales`: `[n, blocks]`. `zeros`: `[n, blocks]`, or
-    one number. A block has `block` consecutive columns, unless `index` `[columns]` has the block of
-    each column. `table`, `high_first`: see `ScaleTask`.
+    `codes`: `[n, bytes]` of int8, float8_e4m3fn, or uint8 with codes of the given `kind`.
+    `columns`: the number of codes in a row, by default all. `scales`: `[n, blocks]`. `zeros`: `[n,
+    blocks]`, or one number. A block has `block` consecutive columns, unless `index` `[columns]` has
+    the block of each column. `table`, `high_first`: see `ScaleTask`.
     """
     kind = {torch.int8: SIGNED, torch.float8_e4m3fn: E4M3}.get(codes.dtype, kind)
     count, size = codes.shape
@@ -128,12 +128,12 @@ def scaled(
 
 
 def powers_of_two(exponents: Tensor) -> Tensor:
-    """Return 2 to the power of E8M0 exponents, in float32."""
+    """Return the values of E8M0 numbers, 2 ** (byte - 127), in float32."""
     return torch.exp2(exponents.view(torch.uint8).float() - 127)
 
 
 def numbers(given: Tensor) -> Tensor:
-    """Convert stored scales to float32. Bytes in uint8 or E8M0 are exponents of 2."""
+    """Convert stored scales or zeros to float32. uint8 is read as E8M0, an exponent of 2."""
     return powers_of_two(given) if given.element_size() == 1 and _is_e8m0(given) else given.float()
 
 

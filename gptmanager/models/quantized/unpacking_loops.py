@@ -46,8 +46,8 @@ _BYTES = ir.VectorType(_BYTE, LANES)
 class UnpackTask(ctypes.Structure):
     """The arguments of `unpack_rows` and `unpack_columns`.
 
-    `words`: int32 `[num_tokens, width]` with the strides `row_stride` and `word_stride`, in
-    elements. `result`: uint8. `bits`: the size of a number. `order`: for
+    `words`: int32 `[num_tokens, width]`. `row_stride` and `word_stride`: its strides in elements,
+    for `unpack_rows`. `result`: uint8. `bits`: the size of a number. `order`: for
     `unpack_columns`, the place of each number in its word, in four bits each.
     """
 
@@ -57,11 +57,12 @@ class UnpackTask(ctypes.Structure):
 class ScaleTask(ctypes.Structure):
     """The arguments of `scale_rows`.
 
-    `codes`: bytes `[num_tokens, ...]`, with rows `stride` bytes apart, of `width` codes of a `kind`
-    each. `high_first`: the upper four bits of a byte with two codes have its first one. `table`:
-    the sixteen values of codes of the kind `NAMED`. `result`: float32. `scales` and `zeros`:
-    float32 `[num_tokens, num_blocks]`; if `zeros` is 0, `zero` is used for all. Column c is in
-    block `index[c]`, or without an index in block `c // block`, where `block` is a multiple of 16.
+    `codes`: `num_tokens` rows of bytes, `stride` bytes apart. Each has `width` codes of the same
+    `kind`. `high_first`: the upper four bits of a byte with two codes have its first one. `table`:
+    the sixteen values of codes of the kind `NAMED`. `result`: float32 `[num_tokens, width]`.
+    `scales` and `zeros`: float32 `[num_tokens, num_blocks]`; if `zeros` is 0, `zero` is used for
+    all. Column c is in block `index[c]` (float32), or without an index in block `c // block`, where
+    `block` is a multiple of 16.
     """
 
     _fields_ = task_fields(
@@ -163,7 +164,10 @@ def _all(value: int) -> Any:
 
 
 def _small_float(builder: Any, codes: Any, mantissa: int, bias: int) -> Any:
-    """Return the values of floats with 4 bits (`mantissa` 1) or 8 bits (`mantissa` 3)."""
+    """Return the values of floats with 4 bits (`mantissa` 1) or 8 bits (`mantissa` 3).
+
+    The second result has the bits of the codes without the sign.
+    """
     sign = 4 if mantissa == 1 else 8
     size = builder.and_(codes, _all((1 << sign - 1) - 1))
     bits = builder.shl(size, _all(23 - mantissa))
@@ -242,7 +246,7 @@ def _looked_up(builder: Any, numbers: Any, table: Any) -> Any:
 
 @loop
 def _value(t: Any, row: int, column: int) -> Any:
-    """Return the values of sixteen codes of a row."""
+    """Return the values of sixteen codes of a row, from `column` on."""
     source, left = t.codes + row * t.stride, t.width - column
     if t.kind == SIGNED:
         return _signed(source + column, left)

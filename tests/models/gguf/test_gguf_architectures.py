@@ -114,5 +114,5 @@ def test_experts_are_read_in_any_slices() -> None:
 
 def test_too_many_experts_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("gptmanager.models.gguf.tensors._MAX_EXPERTS", 3)
-    with pytest.raises(ConfigError, match="ffn_.*_exps has 4 experts, at most 3 are supported"):
+    with pytest.raises(ConfigError, match="ffn_.*_exps has 4 matrices or vectors: at most 3"):
         load_model(FOLDER / "qwen3moe.gguf")

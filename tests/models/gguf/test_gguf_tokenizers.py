@@ -113,7 +113,7 @@ def test_the_chat_template_is_that_of_the_file(tmp_path: Path) -> None:
         ({"tokens": None}, "holds no tokenizer: pass token ids"),
         ({"tokens": "a not there:"}, "tokens = 'a not there:': must be an array of strings"),
         ({"tokens": 3}, "tokenizer.ggml.tokens = 3: must be an array of strings"),
-        ({"merges": None}, "tokenizer.ggml.merges is not there: must be an array of strings"),
+        ({"merges": None}, "tokenizer.ggml.merges is missing: must be an array of strings"),
         ({"token_type": np.zeros(3, np.int32)}, "token_type = .*: must be an array of 905 numbers"),
         ({"eos_token_id": 905}, "eos_token_id = 905: must be the id of one of 905 tokens"),
         ({"eos_token_id": "x"}, "eos_token_id = 'x': must be an integer"),
