@@ -16,9 +16,10 @@ class Batch:
 
     `token_ids` int64 `[T]`; `positions` int64 `[T]`, absolute. `row_starts` int32 `[R + 1]`: row r
     has the packed tokens `row_starts[r]:row_starts[r + 1]`. `kv_lengths` int32 `[R]`: number of
-    positions in the KV cache, including those of this step. `slots` int32 `[R]`: the index of each
-    row in the first dimension of `block_tables` int32 `[slots, blocks]` and of `token_table` int32
-    `[slots, max_seq_len]`, which has all known tokens, including those of this step.
+    positions of each row in the KV cache, including those of this step. `slots` int32 `[R]`: the
+    index of each row in the first dimension of `block_tables` int32 `[slots, blocks]` and of
+    `token_table` int32 `[slots, max_seq_len]`, which has all known tokens, including those of this
+    step.
     `sample_index` int64 `[S]`: indices of the packed tokens that need logits, first one per
     sampling row, then the prompt tokens for which a host asked for logits. `sample_rows` int64
     `[S]`: the rows of these tokens. `num_context_rows`: how many rows are in the context phase;

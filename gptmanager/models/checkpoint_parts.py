@@ -43,8 +43,9 @@ def read_part(path: str | os.PathLike[str], name: str) -> dict[str, Any] | None:
 
 
 def read_config(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """Return the config of a checkpoint, as if its weights were floats. Raises ConfigError if it is
-    missing.
+    """Return the config of a checkpoint, as if its weights were floats.
+
+    Raises ConfigError if it is missing or cannot be read.
     """
     config = read_part(path, "config.json")
     if config is not None:
@@ -77,7 +78,7 @@ def as_floats(config: Mapping[str, Any], tensors: TensorSource) -> TensorSource:
 
 
 def is_quantized(path: str | os.PathLike[str]) -> bool:
-    """Return whether the checkpoint's weights have 8 bits or fewer."""
+    """Return whether the checkpoint has weights of 8 bits or fewer."""
     gguf = gguf_checkpoint(path)
     if gguf is not None:
         return gguf.is_quantized
@@ -95,7 +96,9 @@ def _gguf_file(path: Path) -> Path | None:
         return first
     if len(found) > 1:
         names = ", ".join(file.name for file in found[:8])
-        raise ConfigError(f"{quoted_path(path)} holds {len(found)} GGUF files, pass one: {names}")
+        raise ConfigError(
+            f"{quoted_path(path)} holds {len(found)} GGUF files: pass one of them ({names})"
+        )
     return found[0] if found else None
 
 

@@ -1,4 +1,4 @@
-"""`convert_checkpoint`: writes any checkpoint as a Hugging Face folder that loads fast.
+"""`convert_checkpoint`: writes a checkpoint as a Hugging Face folder that loads fast.
 
 The folder has the tensor names, config.json and tokenizer files of Hugging Face, and the weights as
 safetensors.
@@ -57,9 +57,10 @@ def convert_checkpoint(
     matmuls as int8, with one scale per row. "int4" writes them in groups of 32 numbers of 4 bits
     with one float16 scale per group, except the output matrix, which is written as `head_dtype`, by
     default "int8". Groups that the checkpoint already has in this format are copied exactly.
-    Loading maps quantized matrices into memory instead of copying them. `target` does not exist
-    until all its files are written. Raises ConfigError if the checkpoint cannot be read, if
-    `target` exists or cannot be written, or if a matrix to quantize is stored as `[in, out]`.
+    Experts that are stacked in one tensor stay floats. Loading can map quantized matrices into
+    memory instead of copying them. `target` does not exist until all its files are written. Raises
+    ConfigError if the checkpoint cannot be read, if `target` exists or cannot be written, or if a
+    matrix to quantize is stored as `[in, out]`.
     """
     folder = Path(target).absolute()
     if os.path.lexists(folder):
@@ -94,11 +95,11 @@ def _quantized(
     weights_dtype: Quantized | None,
     head_dtype: Quantized | None,
 ) -> dict[str, Quantized]:
-    """Return which matrices are written in 8 or 4 bits, by their names in the checkpoint."""
+    """Return name in the checkpoint -> format of the matrices that are written in 8 or 4 bits."""
     if weights_dtype == "fp8":
         raise ConfigError(
-            "weights_dtype = 'fp8' is refused: files hold 'int8' or 'int4'; a GPU rounds to fp8 "
-            "while it loads"
+            "weights_dtype = 'fp8' is refused: it must be 'int8' or 'int4'; a GPU quantizes to fp8 "
+            "when it loads a checkpoint"
         )
     kinds = quantized_parameters(spec, weights_dtype, head_dtype)
     given = tensors.describe()

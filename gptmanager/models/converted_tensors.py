@@ -79,7 +79,10 @@ class ConvertedTensors:
         """Return the shape of a matrix from `stored`, the shape of its values."""
         shape = self._given.get(name + SHAPE)
         if shape is None or shape[:2] != ((2,), "int64"):
-            raise ConfigError(f"tensor {tensor_name(name)} needs {name}{SHAPE}, two int64")
+            raise ConfigError(
+                f"tensor {tensor_name(name)} needs the tensor {tensor_name(name + SHAPE)} with two "
+                "int64 numbers"
+            )
         rows, columns = self._whole(name + SHAPE).tolist()
         ends = {name + SCALE, *({name + MINIMUM} & self._given.keys())}
         scales = [self._given.get(end) for end in ends]
@@ -146,7 +149,10 @@ class ConvertedTensors:
     def _read(
         self, name: str, part: str, max_bytes: int, rows: range
     ) -> Iterator[tuple[int, Tensor]]:
-        """Yield (index of the first row, panels) for the panels of tensor `part` with `rows`."""
+        """Yield (first row, panels) for the panels of `part` that have `rows`.
+
+        `name`: the tensor with the values of the matrix. `part`: this tensor or one of its scales.
+        """
         shape = self._given[name].shape
         lanes = shape[-2]
         panels = range(rows.start // lanes, -(-rows.stop // lanes))

@@ -93,7 +93,7 @@ class Fields:
         return 0 if value == 0 and type(value) is int else self.size(field)
 
     def number(self, field: str, if_null: float | None = None) -> float:
-        """Return a positive float32 number; `if_null` if the field is absent or null."""
+        """Return a positive number in the range of float32; `if_null` if it is absent or null."""
         value: Any = if_null if self.get(field) is None else self.get(field)
         if not is_positive(value):
             raise self.error(field, f"must be a positive number {RANGE}")

@@ -85,7 +85,7 @@ class Model(Protocol):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the tensors that the model holds."""
+        """The size in bytes of the tensors that the model holds."""
         ...
 
     def forward(self, batch: Batch, kv_pool: KvPool) -> Tensor:
@@ -101,8 +101,9 @@ class Model(Protocol):
 class PlanningModel(Model, Protocol):
     """A model with steps that can be captured, for example as CUDA graphs, and replayed.
 
-    Its `forward` never waits for the device, and reads only the tensors and `all_sampled` of the
-    batch, so that a captured step computes another batch from new values in the same tensors.
+    If `plan` returns arrays for a captured step, `forward` does not wait for the device, and reads
+    only the tensors and `all_sampled` of the batch, so that the step computes another batch from
+    new values in the same tensors.
     """
 
     def plan(
@@ -110,7 +111,8 @@ class PlanningModel(Model, Protocol):
     ) -> tuple[Ints, ...]:
         """Return `Batch.plan` for these rows: how the attention kernels divide their work.
 
-        The arguments are those of `Kernels.plan`.
+        The arguments are those of `Kernels.plan`. With `fixed`, returns () if the step cannot be
+        captured.
         """
         ...
 

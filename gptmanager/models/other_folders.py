@@ -14,7 +14,7 @@ _ENCODERS = frozenset(
 
 
 def describe_other(path: Path) -> str:
-    """Return what a folder without config.json is, and what to pass instead; "" if unknown."""
+    """Return what a folder without config.json holds, and what to pass instead; "" if unknown."""
     try:
         names = sorted(entry.name for entry in os.scandir(path))
     except OSError:
@@ -32,7 +32,7 @@ def describe_other(path: Path) -> str:
 
 
 def describe_other_type(config: Mapping[str, Any]) -> str:
-    """Return what a config of an unsupported family describes; "" if that is unknown."""
+    """Return the end of an error that says what an unsupported config describes; "" if unknown."""
     name = config.get("model_type")
     if isinstance(name, str) and name in _ENCODERS:
         return "; this is an encoder, which does not generate text"

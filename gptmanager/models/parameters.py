@@ -49,7 +49,7 @@ def parameter_shapes(spec: ModelSpec) -> dict[str, Shape]:
 
 
 def matmul_matrices(spec: ModelSpec) -> list[str]:
-    """Return the names of the parameters that are weights of matmuls."""
+    """Return the names of the weights of `Kernels.linear` and of experts, which may be packed."""
     looked_up = _LOOKED_UP[:2] if spec.tied_embeddings else _LOOKED_UP
     shapes = parameter_shapes(spec)
     return [
@@ -62,7 +62,7 @@ def matmul_matrices(spec: ModelSpec) -> list[str]:
 
 
 def wide_parameters(spec: ModelSpec) -> list[str]:
-    """Return the names of the parameters that are kept in float32.
+    """Return the names of the parameters that are kept in float32 at least.
 
     With lower precision, routers could choose other experts, and errors of the decay in linear
     attention would add up over all tokens of a sequence.
@@ -108,10 +108,10 @@ def quantized_parameters(
 ) -> dict[str, Quantized]:
     """Return name -> format of the matrices that are quantized.
 
-    "file" means "int8" here, because loading keeps 4-bit groups of the checkpoint. With "int4", the
-    output matrix (or the embedding that is used as one) has the format `head_dtype`, by default
-    "int8": its errors directly change which of two tokens with close logits is chosen, and it is
-    read only once per step.
+    "file" means "int8" here; loading keeps matrices that have 4 bits in the checkpoint. With
+    "int4", the output matrix (or the embedding that is used as one) has the format `head_dtype`, by
+    default "int8": its errors directly change which of two tokens with close logits is chosen, and
+    it is read only once per step.
     """
     if weights_dtype is None:
         return {}

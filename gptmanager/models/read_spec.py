@@ -199,7 +199,8 @@ def _read_max_seq_len(fields: Fields, rotary: bool, max_seq_len: int | None) -> 
         raise ConfigError(f"max_seq_len = {max_seq_len}: must be a positive integer")
     if max_seq_len > max_positions and not rotary:
         raise ConfigError(
-            f"max_seq_len = {max_seq_len}: the checkpoint has learned positions for {max_positions}"
+            f"max_seq_len = {max_seq_len}: must be at most {max_positions}, because the checkpoint "
+            f"has learned positions for {max_positions} tokens"
         )
     return max_seq_len
 

@@ -1,4 +1,4 @@
-"""RoPE: `read_rope` reads its variant from a config, `rope_table` computes cosines and sines.
+"""RoPE: `read_rope` reads its variant from a config; `rope_table` computes cosines and sines.
 
 This module defines which scalings exist and what they compute, not how a table is applied.
 """
@@ -137,7 +137,7 @@ def _rope_values(fields: Fields, layer_type: str) -> tuple[Mapping[str, Any], st
 
 
 def _rotated_dim(fields: Fields, rope: Fields, head_dim: int) -> int:
-    """Return how many dimensions of a head rotate."""
+    """Return how many dimensions of a head rotate; all for the type "proportional"."""
     given = rope.get("partial_rotary_factor")
     if rope.get("rope_type") == "proportional":
         return head_dim

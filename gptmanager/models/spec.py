@@ -202,10 +202,11 @@ class Layer:
 class TokenInputs:
     """A further input of each layer for each token, of `width` elements (Gemma 4's E models).
 
-    It is the mean of a second embedding of the token and of a normed projection of its first
-    residual, times the root of 2. A layer multiplies it by a gate with this `activation`, and adds
-    the projected and normed result to the residual. `vocab_size`: the number of tokens with a
-    second embedding. `padding_id`: the token that is used in the place of a prompt embedding.
+    It is the sum of a second embedding of the token, times the root of `width`, and of a normed
+    projection of its first residual, divided by the root of 2. A layer multiplies it by a gate with
+    this `activation`, and adds the projected and normed result to the residual. `vocab_size`: the
+    number of tokens with a second embedding. `padding_id`: the token that is used in the place of a
+    prompt embedding.
     """
 
     width: int
@@ -310,7 +311,7 @@ class ModelSpec:
     def sliding_window(self) -> int | None:
         """The largest window of all layers, or None if a layer has no window.
 
-        Positions before this window are never read again.
+        Positions before this window, except the first `sink`, are never read again.
         """
         widths = [width for width in self.windows if width is not None]
         return max(widths) if len(widths) == len(self.windows) else None

@@ -76,7 +76,7 @@ class Shares:
         own_keys = (own.num_kv_heads * dim, _times(kv_heads, dim))
         if own.kv_layer is not None:
             own_keys = (0, range(0))
-        self._by_word = {
+        self._by_kind = {
             "tokens": (spec.vocab_size, self.tokens),
             "queries": (own.num_heads * dim, _times(queries, dim)),
             "query_gates": (0, range(0)),
@@ -89,19 +89,19 @@ class Shares:
             "width": (mlp.width, width),
         }
         if own.gated:
-            self._by_word["query_gates"] = self._by_word["queries"]
+            self._by_kind["query_gates"] = self._by_kind["queries"]
         if (latent := own.latent) is not None:
-            for word, rows in (
+            for kind, rows in (
                 ("latent_queries", latent.key_dim + dim - latent.rank),
                 ("latent_heads", latent.key_dim + latent.value_dim),
             ):
-                self._by_word[word] = (own.num_heads * rows, _times(queries, rows))
+                self._by_kind[kind] = (own.num_heads * rows, _times(queries, rows))
         if experts is not None:
             self.experts = evenly(experts.count, size, part)
             self.shared = evenly(experts.shared_width, size, part)
             rows, hidden = mlp.width * (2 if gated else 1), spec.hidden_size
             shared = experts.shared_width, self.shared
-            self._by_word |= {
+            self._by_kind |= {
                 "expert_rows": (experts.count * rows, _times(self.experts, rows)),
                 "expert_columns": (experts.count * hidden, _times(self.experts, hidden)),
                 "shared_gates": shared if gated else (0, range(0)),
@@ -111,15 +111,15 @@ class Shares:
     def rows(self, split: Split) -> tuple[range, ...]:
         """Return the ranges of a weight's rows that this rank has."""
         found, first = [], 0
-        for word in split.rows:
-            count, own = self._by_word[word]
+        for kind in split.rows:
+            count, own = self._by_kind[kind]
             found.append(range(first + own.start, first + own.stop))
             first += count
         return tuple(filter(None, found))
 
     def columns(self, split: Split) -> range:
         """Return the range of a weight's columns that this rank has."""
-        return self._by_word[split.columns][1]
+        return self._by_kind[split.columns][1]
 
 
 def layer_shares(spec: ModelSpec, layout: RankLayout) -> list[Shares]:

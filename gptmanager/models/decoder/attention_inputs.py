@@ -18,7 +18,9 @@ def without_heads(pages: Pages) -> Pages:
     return Pages(pages.keys[:, :0], pages.values[:, :0], scales)
 
 
-def warmed(queries: Tensor, positions: Tensor, temperature: QueryTemperature) -> Tensor:
+def scaled_by_temperature(
+    queries: Tensor, positions: Tensor, temperature: QueryTemperature
+) -> Tensor:
     """Return the queries `[T, H, D]`, scaled by the temperature of their positions `[T]`.
 
     The factor is `1 + beta * log(1 + (position + offset) // length)`.

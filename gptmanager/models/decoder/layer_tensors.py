@@ -33,7 +33,10 @@ class Norm(NamedTuple):
 
 
 class HeadNorm(NamedTuple):
-    """A norm over groups of `width` columns, in the `columns` of queries, keys and values."""
+    """A norm over groups of `width` columns, for `columns` of the joined queries, keys and values.
+
+    `weight` has an element for each of the columns.
+    """
 
     columns: range
     width: int

@@ -20,7 +20,7 @@ class DeltaLayer(NamedTuple):
     """The tensors of a layer with the gated delta rule.
 
     `matrices`: the projections to `projected` and to `gates`, with their names in `matrix_names`.
-    `state`: the index of the first of the layer's two tensors in `KvPool.states`.
+    `state`: the index of the first of the layer's two tensors in `KvPool.states.tensors`.
     """
 
     shape: DeltaShape

@@ -25,12 +25,13 @@ from gptmanager.request.adapter import (
 def lora_modules(spec: ModelSpec) -> dict[int, LoraModule]:
     """Return module id -> its matrix and columns in the layers of this network, sorted by id.
 
-    `matrix` is a name in `matrix_names`. attn_qkv is all of qkv; attn_q, attn_k and attn_v are
-    parts of it. With a gated activation, mlp_h_to_4h is the half with the activation's input, and
-    mlp_gate is the other half. Otherwise mlp_h_to_4h is all of up, and mlp_gate does not exist. In
-    a layer with experts, these are parts of the shared MLP. In a layer with linear attention,
-    attn_qkv also has the gates of the output if the checkpoint joins them, and linear_attn_z does
-    not exist. With gated attention, attn_q has the gates, too.
+    `matrix` is a name that `matrix_names` returns. attn_qkv is all of qkv; attn_q, attn_k and
+    attn_v are parts of it. With a gated activation, mlp_h_to_4h is the half of up with the
+    activation's input, and mlp_gate is the other half. Otherwise mlp_h_to_4h is all of up, and
+    mlp_gate does not exist. In a layer with experts, these are parts of the shared MLP. In a layer
+    with linear attention, linear_attn_z is the gates of the output; if the checkpoint joins them
+    with queries, keys and values, they are a part of attn_qkv instead. With gated attention, attn_q
+    has the gates, too.
     """
     layers: dict[int, dict[LoraVariant, list[int]]] = {}
     for index in range(len(spec.layers)):

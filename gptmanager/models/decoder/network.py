@@ -21,7 +21,7 @@ from gptmanager.kernels.reference import Ints, Kernels
 from gptmanager.memory.kv_pool import KvPool
 from gptmanager.memory.weights import Weights
 from gptmanager.models.batch import Batch
-from gptmanager.models.decoder.attention_inputs import warmed, without_heads
+from gptmanager.models.decoder.attention_inputs import scaled_by_temperature, without_heads
 from gptmanager.models.decoder.cos_sin_tables import CosSinTables
 from gptmanager.models.decoder.expert_mixture import mix_apart, mix_experts
 from gptmanager.models.decoder.latent_attention import attend_to_latents, latent_tensors
@@ -100,7 +100,7 @@ class CheckpointModel:
         return self.weights.nbytes
 
     def reserve_positions(self, num_positions: int) -> None:
-        """Create the position tables for sequences of up to `num_positions` tokens.
+        """Create the RoPE tables for sequences of up to `num_positions` tokens.
 
         Otherwise the first `forward` creates them, for `max_seq_len`. Raises ConfigError if values
         overflow float32 or memory does not suffice.
@@ -132,7 +132,7 @@ class CheckpointModel:
 
     @torch.inference_mode()
     def forward(self, batch: Batch, kv_pool: KvPool) -> Tensor:
-        """Write the batch's keys and values; return logits `[S, vocab]` in the weights' dtype.
+        """Write the batch's keys and values; return logits `[S, vocab]` in the dtype of `spec`.
 
         A rank that computes no logits returns `[S, 0]`.
         """
@@ -168,7 +168,7 @@ class CheckpointModel:
     def new_step_capture(self) -> StepCapture | None:
         """Return a capture for `forward_captured` over one KV cache.
 
-        Returns None if steps are not captured: with several ranks, or if `forward` was overridden.
+        Returns None if the kernels capture none, with several ranks, or if `forward` is overridden.
         """
         is_own = type(self).forward is CheckpointModel.forward and "forward" not in vars(self)
         return self._kernels.new_step_capture() if is_own and self._collectives is None else None
@@ -298,7 +298,7 @@ class CheckpointModel:
             layer.attention.plus_one,
         )
         if layer.temperature is not None:
-            queries = warmed(queries, positions, layer.temperature)
+            queries = scaled_by_temperature(queries, positions, layer.temperature)
         mixed = self._kernels.attention(queries, pages, rows, layer.attention, layer.sinks)
         return mixed if gates is None else self._kernels.gated(mixed, gates)
 

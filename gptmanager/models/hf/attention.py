@@ -1,6 +1,6 @@
 """`attend`: the attention function that transformers calls, over the pages of the KV cache.
 
-It finds the current step in the layer's attribute `paged_step`; see `StepHolder`.
+It finds the current step through the layer's attribute `paged_step`, a `StepHolder`.
 """
 
 from __future__ import annotations
@@ -27,9 +27,10 @@ _KNOWN = frozenset(
 
 
 class Call(NamedTuple):
-    """A layer's call of attention. `refused`: arguments that attention over pages rejects.
+    """A layer's call of attention.
 
-    `layer`: index of the layer. `mask`: the attention mask, or None.
+    `layer`: the index of the layer. `mask`: the attention mask, or None. `refused`: the arguments
+    that attention over pages cannot apply.
     """
 
     layer: int

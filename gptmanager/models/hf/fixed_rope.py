@@ -1,4 +1,4 @@
-"""Sets the RoPE frequencies of a transformers network once, for the longest sequence.
+"""Sets longrope and dynamic RoPE frequencies of a transformers network once.
 
 transformers itself chooses them in each forward pass, by the longest sequence in the batch. Then
 requests would change each other's tokens, and cached keys would not fit later queries.
@@ -15,9 +15,9 @@ _CHANGING = ("longrope", "dynamic")
 
 
 def fix_rotations(network: nn.Module, max_seq_len: int) -> list[str]:
-    """Set the frequencies for sequences of `max_seq_len` tokens.
+    """Set frequencies that depend on the sequence length as for `max_seq_len` tokens.
 
-    Returns the RoPE types of the modules that this has changed.
+    Returns the RoPE types that were set, one for each module or type of layers.
     """
     utilities = importlib.import_module("transformers.modeling_rope_utils")
     found = []

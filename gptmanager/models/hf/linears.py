@@ -36,7 +36,7 @@ def replace_linears(
     kind_of: Callable[[str], Quantized | None],
     on_progress: Callable[[int, int], None],
 ) -> list[PackedMatrix]:
-    """Replace all linear layers that the kernels pack, except routers; return their matrices.
+    """Replace all linear layers that the kernels pack, except routers; return the packed matrices.
 
     `kind_of` maps the name of a module to the quantization of its matrix, None for no quantization.
     `on_progress` is called with the number of finished layers and the number of all.
@@ -75,6 +75,6 @@ def _packed(module: Any, kernels: Kernels, kind: Quantized | None) -> PackedLine
 
 
 def num_bytes(network: nn.Module, matrices: list[PackedMatrix]) -> int:
-    """Return the bytes of a network's tensors and packed matrices. Tied tensors count once."""
+    """Return the size in bytes of a network's tensors and packed matrices. Tied ones count once."""
     tensors = {it.data_ptr(): it.nbytes for it in [*network.parameters(), *network.buffers()]}
     return sum(tensors.values()) + sum(it.nbytes for it in matrices)

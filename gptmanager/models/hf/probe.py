@@ -43,7 +43,7 @@ def probe(network: nn.Module, holder: StepHolder, num_layers: int) -> list[Call]
     # While attention returns zeros, the first token must not change the logits of the others.
     others, same = (it[0, 1:].float() for it in logits)
     if (others - same).abs().max() > _TOLERANCE * same.abs().max():
-        why = "tokens change each other outside of attention: a layer has a state or a convolution"
+        why = "tokens change each other outside of attention: a layer may have a state"
         raise _refusal(network, why)
     return calls
 
@@ -90,7 +90,7 @@ def _check_call(network: nn.Module, call: Call) -> None:
     if isinstance(call.mask, Tensor):
         shows = getattr(call.mask, "shows", None)
         if shows is None or not _is_causal(shows, call.shape.window):
-            raise _refusal(network, f"{layer} has a mask other than causal, or than its window")
+            raise _refusal(network, f"{layer} has a mask other than causal or its sliding window")
 
 
 def _is_causal(shows: Any, window: int | None) -> bool:

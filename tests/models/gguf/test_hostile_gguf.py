@@ -287,7 +287,7 @@ def test_an_unknown_tensor_is_named(tmp_path: Path) -> None:
 def test_a_folder_with_several_files_asks_for_one(tmp_path: Path) -> None:
     for name in "ab":
         (tmp_path / f"{name}.gguf").write_bytes(b"GGUF")
-    with pytest.raises(ConfigError, match="holds 2 GGUF files, pass one: a.gguf, b.gguf"):
+    with pytest.raises(ConfigError, match="holds 2 GGUF files: pass one of them .a.gguf, b.gguf."):
         read_all(tmp_path)
 
 

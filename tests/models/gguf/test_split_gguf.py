@@ -77,5 +77,5 @@ def test_what_is_wrong_with_the_files_is_named(tmp_path: Path, model: Any) -> No
     )
     refused(first, "has the tensor token_embd.weight, which another file of the model has")
     (tmp_path / "m-00003-of-00003.gguf").unlink()
-    refused(tmp_path, "holds 2 GGUF files, pass one")
+    refused(tmp_path, "holds 2 GGUF files: pass one")
     refused(first, "m-0000[23]-of-00003.gguf")
