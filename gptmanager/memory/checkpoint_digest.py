@@ -27,7 +27,7 @@ def checkpoint_digest(source: Any) -> str:
 
     The digest of a folder covers config.json and the weight files; that of a pair covers the
     tensors, but not the config. An object that implements `Model` is identified by the name of its
-    class only. Missing files are skipped. Raises ConfigError if another file cannot be read.
+    class only. Missing files are skipped. Raises ConfigError if an existing file cannot be read.
     """
     digest = hashlib.blake2b(digest_size=16)
     if isinstance(source, (str, os.PathLike)):

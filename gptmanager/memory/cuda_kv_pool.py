@@ -51,7 +51,7 @@ class CudaKvPool(KvPool):
             launcher.kernel(PROGRAM, name)
 
     def copy(self, copies: Iterable[BlockCopy]) -> None:
-        """Enqueue copies of the first tokens of blocks, with the result of copying in order."""
+        """Enqueue copies of the first tokens of blocks, as if they ran one after the other."""
         if any(it.values.shape[-1] * it.values.itemsize % _VECTOR_BYTES for it in self.stacks):
             super().copy(copies)
             return

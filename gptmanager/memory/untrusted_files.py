@@ -1,6 +1,6 @@
-"""Reads JSON files of checkpoints, which are not trusted: checks their kind, size and nesting.
+"""Checks the kind and size of a checkpoint's files, which are not trusted, and reads JSON.
 
-It does not know what the values mean.
+It limits how deeply JSON is nested, but does not know what the values mean.
 """
 
 from __future__ import annotations

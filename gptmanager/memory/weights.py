@@ -120,7 +120,7 @@ class Weights:
         `on_progress` is called with "weights", the bytes copied so far, and all bytes to copy.
         Raises ConfigError, with their names, for tensors that are missing, unknown, duplicated, of
         a wrong shape, not of a floating dtype, or not equal to their twin, and for scales that are
-        not positive. Nothing is copied if memory does not suffice, which is also a ConfigError.
+        not positive. If memory does not suffice, it is raised before anything is copied.
         """
         source = StateDict(tensors) if isinstance(tensors, Mapping) else tensors
         found = source.describe()
@@ -155,7 +155,7 @@ class Weights:
     def check(
         self, tensors: TensorSource | Mapping[str, Tensor], *, partial: bool = False
     ) -> dict[str, str]:
-        """Check names, shapes and dtypes as `load` does. Return place -> name in the checkpoint."""
+        """Check names, shapes and dtypes as `load` does. Return our name -> the checkpoint's."""
         source = StateDict(tensors) if isinstance(tensors, Mapping) else tensors
         found = source.describe()
         names = self._names(found)
@@ -267,7 +267,7 @@ class Weights:
         return len(part.rows) * num_columns * self._storage[parameter].dtype.itemsize
 
     def _names(self, given_names: Iterable[str]) -> dict[str, str]:
-        """Return place -> name in the checkpoint. Raises ConfigError for unknown names."""
+        """Return our name -> the checkpoint's. Raises ConfigError for unknown names."""
         names: dict[str, str] = {}
         unknown = []
         for given in given_names:
@@ -283,7 +283,7 @@ class Weights:
         return names
 
     def _own_name(self, given: str) -> str:
-        """Return a tensor's name with its prefix, if `prefixes` has it, replaced by the value."""
+        """Return a tensor's name with a prefix that is a key of `prefixes` replaced by its value."""
         theirs = next(filter(given.startswith, self._prefixes), "")
         return self._prefixes.get(theirs, "") + given.removeprefix(theirs)
 

@@ -32,7 +32,7 @@ def describe_other(path: Path) -> str:
 
 
 def describe_other_type(config: Mapping[str, Any]) -> str:
-    """Return the end of an error that says what an unsupported config describes; "" if unknown."""
+    """Return what an unsupported config describes, as the end of a message; "" if unknown."""
     name = config.get("model_type")
     if isinstance(name, str) and name in _ENCODERS:
         return "; this is an encoder, which does not generate text"

@@ -124,7 +124,7 @@ def _refuse_unknown(metadata: Metadata, own: Architecture, prefix: str) -> None:
 
 
 def _dtype(header: Header) -> str:
-    """Return the dtype of the largest number of bytes; quantized tensors count as float32."""
+    """Return the dtype that most bytes of the tensors have; quantized ones count as float32."""
     num_bytes: dict[str, int] = {}
     for tensor in header.tensors.values():
         own = tensor.num_rows * tensor.row_bytes

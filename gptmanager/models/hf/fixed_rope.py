@@ -15,7 +15,7 @@ _CHANGING = ("longrope", "dynamic")
 
 
 def fix_rotations(network: nn.Module, max_seq_len: int) -> list[str]:
-    """Set frequencies that depend on the sequence length as for `max_seq_len` tokens.
+    """Fix the frequencies that depend on the sequence length, as for `max_seq_len` tokens.
 
     Returns the RoPE types that were set, one for each module or type of layers.
     """

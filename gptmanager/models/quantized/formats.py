@@ -120,9 +120,8 @@ class MatrixFinder:
         """Return the tensor `name`, `[blocks of rows, blocks of columns]`, as a grid over a matrix.
 
         `shape`: the shape of the matrix. `blocks`: the allowed block sizes (rows, columns), in
-        addition to whole rows and the whole matrix. `bits`: the size of integers, of which a word
-        has those of several rows, or 0 if nothing is packed. Raises ConfigError for a tensor that
-        does not fit.
+        addition to whole rows and the whole matrix. `bits`: see `Grid`. Raises ConfigError for a
+        tensor that does not fit.
         """
         info = self._take(name, "int32" if bits else dtypes)
         rows, columns = shape

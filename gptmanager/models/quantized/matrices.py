@@ -38,7 +38,7 @@ class Grid:
     """A tensor of scales or zeros, one for each block of `height` rows and `width` columns.
 
     `shape`: the shape of the tensor. `transposed`: the tensor has a row for each block of columns.
-    `bits`: the size of integers, of which a word has those of several rows, or 0 if nothing is
+    `bits`: the size of a number if words have the numbers of several rows, or 0 if nothing is
     packed. `order`: see `unpack_columns`.
     """
 
@@ -187,7 +187,7 @@ class IntegerMatrix(StoredMatrix):
         return unpack_columns(words, self.bits, self.order)[start : start + len(rows)]
 
     def _words(self, read: Read, rows: range) -> Tensor:
-        """Return the words of `rows`, int32 `[n, words]`, if the tensor is not transposed."""
+        """Return the words of `rows` of a tensor that is not transposed, int32 `[n, words]`."""
         return read(self.name, rows, range(-(-self.shape[1] * self.bits // 32)))
 
     def words_of(self, rows: range) -> tuple[range, range]:
