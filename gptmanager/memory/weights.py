@@ -283,7 +283,7 @@ class Weights:
         return names
 
     def _own_name(self, given: str) -> str:
-        """Return a tensor's name with a prefix that is a key of `prefixes` replaced by its value."""
+        """Return a tensor's name; if it begins with a key of `prefixes`, the value replaces it."""
         theirs = next(filter(given.startswith, self._prefixes), "")
         return self._prefixes.get(theirs, "") + given.removeprefix(theirs)
 

@@ -15,9 +15,10 @@ from gptmanager.terminal.printable import printable_lines
 class Parser(argparse.ArgumentParser):
     """A parser with printable errors: control characters in quoted arguments are replaced.
 
-    Options can also be set by environment variables with the prefix `variables`, and by a file that
-    the option `--config` names. The command line has precedence, then the environment, then the
-    file. The parsed options have the `origins` and `unknown_variables` that `find_options` returns.
+    Unless `variables` is empty, options can also be set by environment variables with this prefix,
+    and by a file that the option `--config` names. The command line has precedence, then the
+    environment, then the file. The parsed options have the `origins` and `unknown_variables` that
+    `find_options` returns.
     """
 
     def __init__(self, *arguments: Any, variables: str = "", **by_name: Any) -> None:
