@@ -116,12 +116,7 @@ def add_manager_options(
     add("--tensor-parallel-size", help="ranks that share each layer, under torchrun", **number)
     add("--pipeline-parallel-size", help="stages that share the layers, under torchrun", **number)
     add("--seed", type=int, default=0, metavar="N", help="seed of requests without one (default 0)")
-    add(
-        "--threads",
-        type=threads,
-        metavar="N",
-        help="CPU threads (default: torch's, within the quota)",
-    )
+    add("--threads", type=threads, metavar="N", help="CPU threads (default: set by cores)")
     add_verbose(group, "manager")
 
 
