@@ -85,9 +85,10 @@ def _saved(tensors: Iterable[Tensor]) -> Any:
     except OSError as error:
         if file is not None:
             file.close()
+        folder = tempfile.tempdir or "a temporary folder"  # None if no folder could be written to
         raise ConfigError(
-            f"sleep: the weights cannot be written to {tempfile.gettempdir()} (TMPDIR): "
-            f"{error_summary(error)}; sleep(keep_weights=False) needs no file"
+            f"sleep: the weights cannot be written to {folder} (TMPDIR): {error_summary(error)}; "
+            "sleep(keep_weights=False) needs no file"
         ) from error
     return file
 

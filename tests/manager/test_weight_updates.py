@@ -327,6 +327,16 @@ def test_a_full_disk_leaves_a_manager_awake(served, monkeypatch):
     assert not manager.is_asleep and output(host) == first
 
 
+def test_a_machine_without_a_temporary_folder_leaves_a_manager_awake(served, monkeypatch):
+    """`tempfile.gettempdir` raises if no folder can be written to."""
+    host, manager = served
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    monkeypatch.setattr(tempfile, "_get_default_tempdir", lambda: open("/none/such"))
+    with pytest.raises(ConfigError, match=r"written to a temporary folder .*keep_weights=False"):
+        manager.sleep()
+    assert not manager.is_asleep and output(host)
+
+
 def test_the_end_of_a_sleeping_manager_is_an_abort():
     host = RecordingCallbacks()
     options = OptionalParams(kv_cache_config=KvCacheConfig(max_tokens=512), max_batch_size=4)
