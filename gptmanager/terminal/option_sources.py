@@ -103,13 +103,13 @@ def _read(file: Path) -> dict[str, Any]:
     try:
         with file.open("rb") as stream:
             content = stream.read(MAX_FILE_BYTES + 1)
-        text = content.decode()
-        found: dict[str, Any] = {} if len(content) > MAX_FILE_BYTES else parser.loads(text)
+        is_whole = len(content) <= MAX_FILE_BYTES
+        found: dict[str, Any] = parser.loads(content.decode()) if is_whole else {}
     except OSError as error:
         raise ConfigError(f"--config {shown} cannot be read: {error.strerror}") from error
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"--config {shown} must be TOML: {error_summary(error)}") from error
-    if len(content) > MAX_FILE_BYTES:
+    if not is_whole:
         raise ConfigError(f"--config {shown} must have at most {MAX_FILE_BYTES} bytes")
     return found
 

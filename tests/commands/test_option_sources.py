@@ -145,6 +145,7 @@ def test_an_unknown_variable_is_a_warning(parse):
         ("a = " + "[" * 30000, "must be TOML"),
         ("a." * 5000 + "a = 1", "unknown option 'a'"),
         ("#" * (MAX_FILE_BYTES + 1), f"must have at most {MAX_FILE_BYTES} bytes"),
+        ("#" * MAX_FILE_BYTES + "é", f"must have at most {MAX_FILE_BYTES} bytes"),
     ],
 )
 def test_a_wrong_file_is_one_sentence_that_names_the_key(refused, tmp_path, config, reason):
