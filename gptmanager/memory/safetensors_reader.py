@@ -70,7 +70,7 @@ class SafetensorsFolder:
         rows, *others = region or [range(size) for size in shape]
         # All pages of a row become resident, even if only a part of the row is read.
         row_bytes = math.prod(shape[1:]) * getattr(torch, dtype).itemsize
-        step = max(1, max_bytes // row_bytes)
+        step = max(1, max_bytes // max(1, row_bytes))  # a row may have no elements
         for start in range(rows.start, rows.stop, step):
             mapping = self._map(self._files[name], max_bytes)
             own = range(start, min(start + step, rows.stop))

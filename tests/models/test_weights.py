@@ -224,6 +224,13 @@ def test_tensors_larger_than_a_piece_are_whole(tmp_path: Path, transposed: bool)
     assert torch.equal(weights["B"], (tensor.t() if transposed else tensor) + 1)
 
 
+@pytest.mark.parametrize("shape", [(0, 5), (5, 0), (2, 0, 3)])
+def test_a_tensor_without_elements_is_read(tmp_path: Path, shape: tuple[int, ...]) -> None:
+    save_file({"a": torch.zeros(shape)}, tmp_path / "model.safetensors")
+    pieces = [piece for _, piece in SafetensorsFolder(tmp_path).pieces("a", 100)]
+    assert torch.cat([torch.zeros(0, *shape[1:]), *pieces]).shape == shape
+
+
 def test_a_tensor_in_two_shards_is_refused(tmp_path: Path) -> None:
     tensors = new_tensors()
     save_sharded(tmp_path, tensors, {"m.norm.weight": torch.zeros(3)})
