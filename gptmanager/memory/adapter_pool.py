@@ -129,7 +129,7 @@ class AdapterPool:
         whole(self.copy_in_pieces(copies))
 
     def copy_in_pieces(self, copies: Iterable[PageCopy]) -> Pieces[None]:
-        """Copy the used parts of host pages to the device, on the current stream of a device."""
+        """Copy the used parts of host pages to the device, on its current stream."""
         for host_page, device_page, num_elements in copies:
             start = device_page * self.sizes.page_size
             source = self._host_page(host_page)[:num_elements]

@@ -34,7 +34,7 @@ def table(
 ) -> Table:
     """Return a table with right-aligned columns, except those with an index in `left`.
 
-    Index -1 is the last column. `widths` are minimum widths, with which several tables line up.
+    Index -1 is the last column. `widths`: minimum widths of the columns, to align several tables.
     """
     drawn = Table(
         box=None, padding=(0, 2, 0, 0), pad_edge=False, show_header=any(head), header_style=""
@@ -83,7 +83,10 @@ def print_report(
 
 
 def report_table(report: Mapping[str, Any]) -> Table:
-    """Return a table with a name and a value per line; nested values are indented."""
+    """Return a table with a name and a value per line.
+
+    The values of an object are in one line, or in indented lines if it has objects or lists.
+    """
     return table(("", ""), _rows(report), widths=(_NAMES,))
 
 

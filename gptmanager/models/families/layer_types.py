@@ -16,9 +16,9 @@ def read_windows(
 ) -> tuple[tuple[int | None, ...], list[str]]:
     """Return the window of each layer, and the type of each layer, such as "full_attention".
 
-    A window is its number of positions, or None if the layer has none or if it covers all of
-    `max_seq_len`. The list of types is empty if `concerned` is "none", "all" or "some".
-    `concerned`: see `Family.windows`.
+    A window is a number of positions, or None if the layer has no window, or one that covers all of
+    `max_seq_len`. `concerned`: see `Family.windows`. The list of types is empty if `concerned` is
+    "none", "all" or "some".
     """
     if concerned == "chunks":
         return _in_chunks(fields, num_layers, max_seq_len)

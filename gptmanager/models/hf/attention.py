@@ -98,7 +98,8 @@ def attend(
 ) -> tuple[Tensor, None]:
     """Write keys and values to the pages; return the output of attention `[1, T, H, D]`, and None.
 
-    `query` `[1, H, T, D]`; `key` and `value` `[1, KV heads, T, D]`. The mask is ignored.
+    `query` `[1, H, T, D]`; `key` and `value` `[1, KV heads, T, D]`. `s_aux` `[H]`: the scores of
+    sinks, or None. The mask is ignored.
     """
     step: PagedStep = getattr(module, HOLDER).step
     given = scaling, sliding_window, softcap, s_aux is not None

@@ -34,7 +34,7 @@ _SCALES = {*FLOATS.values(), _FLOAT8, "float8_e8m0fnu", "uint8"}
 _ZEROS = {*FLOATS.values(), _FLOAT8, "int8"}
 # Ignored: scales and zeros of activations, which are quantized differently here, if at all, and
 # the `weight_format` of bitsandbytes.
-_OF_ACTIVATIONS = (
+_IGNORED = (
     ".input_scale",
     ".input_zero_point",
     ".input_global_scale",
@@ -62,7 +62,7 @@ class MatrixFinder:
     def __init__(self, scheme: Scheme, given: Mapping[str, TensorInfo], read: Read) -> None:
         self._scheme, self._given, self._read = scheme, given, read
         self.matrices: dict[str, StoredMatrix | ExpertBlocks] = {}
-        self.used = {name for name in given if name.endswith(_OF_ACTIVATIONS)}
+        self.used = {name for name in given if name.endswith(_IGNORED)}
         endings: Mapping[str, Sequence[tuple[str, _Describe]]] = {
             "compressed-tensors": ((".weight_packed", self._packed), (".weight", self._scaled)),
             "fp8": ((".weight", self._scaled),),
