@@ -134,7 +134,7 @@ def test_8_bit_floats_need_a_device_that_has_them(load, tmp_path):
 
     with pytest.raises(ConfigError, match="'fp8' is refused with kernels = CudaKernels: 8-bit"):
         load(kernels=CudaKernels(Older()), weights_dtype="fp8")
-    with pytest.raises(ConfigError, match="files hold 'int8' or 'int4'"):
+    with pytest.raises(ConfigError, match="it must be 'int8' or 'int4'"):
         convert_checkpoint("examples/tiny_llama", tmp_path / "made", weights_dtype="fp8")
 
 

@@ -57,7 +57,7 @@ def _attention(fields: Fields, layer: int) -> Mapping[str, Any]:
         kind = fields.layer_type(layer)
         same = next((it for it in range(first)[::-1] if fields.layer_type(it) == kind), None)
         if same is None or _heads(fields, same) != _heads(fields, layer):
-            need = f"layer {layer} needs an earlier layer of {kind} with the same heads"
+            need = f"no earlier layer of {kind} has the same heads as layer {layer}"
             raise fields.error("num_kv_shared_layers", need)
         return {**found, "kv_layer": same}
     is_full = fields.layer_type(layer) == FULL
