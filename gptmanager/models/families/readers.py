@@ -135,9 +135,9 @@ def experts_of(
 ) -> ReadExperts:
     """Return a reader of a layer's mixture of experts and of the width of an expert.
 
-    The reader returns None for a dense layer, for which `is_dense` is true. `count`, `width`,
-    `per_token`, `shared` (the width of the shared MLP), `num_shared` (shared experts, each as wide
-    as the others) and a string `renormalize` are names of config fields.
+    The reader returns None for a dense layer, for which `is_dense` is true. Names of config fields:
+    `count`, `width`, `per_token`, `shared` (the shared MLP's width), `renormalize` if it is a
+    string, and `num_shared` (the number of shared experts, each as wide as the others).
     """
 
     def read(fields: Fields, layer: int) -> tuple[Experts, int] | None:
@@ -146,8 +146,7 @@ def experts_of(
         number = 0 if fields.get(count) is None else fields.count(count)
         if number == 0 or is_dense(fields, layer):
             return None
-        each = fields.size(width)
-        most = fields.size(per_token)
+        each, most = fields.size(width), fields.size(per_token)
         if most > number:
             raise fields.error(per_token, f"must be at most the {number} experts")
         shared_width = 0
