@@ -2,6 +2,7 @@
 
 import base64
 import hashlib
+import json
 import re
 
 import httpx
@@ -64,6 +65,9 @@ def test_a_chat_in_a_browser(guarded, tmp_path):
         shown = browser.evaluate(log)
         assert shown[0] == ["user", f"17 + 25 = {MARKUP}"] and shown[1][0] == "assistant"
         assert "tokens" in browser.evaluate("document.getElementById('chat-note').textContent")
+        fill("more", '{"stream": false}')  # the box reads streams
+        send("again")
+        assert browser.evaluate(log)[-1][0] == "assistant"
         fill("more", '{"top_k": "x"}')
         send("again")
         assert browser.evaluate(log)[-1] == ["error", "top_k must be an integer, got 'x'"]
@@ -72,5 +76,17 @@ def test_a_chat_in_a_browser(guarded, tmp_path):
         assert browser.evaluate(log)[-1][0] == "error"
         browser.evaluate("document.getElementById('chat-clear').click()")
         assert browser.evaluate(log) == []
+        fill("more", "")
+        fill("max_tokens", "400")
+        fill("text", "a long answer")
+        browser.evaluate("document.getElementById('chat-send').click()")
+        browser.evaluate("document.getElementById('chat-clear').click()")  # ends the answer, too
+        browser.wait_for("!document.getElementById('chat-send').disabled")
+        fill("max_tokens", "4")
+        browser.evaluate("own = fetch, fetch = (url, o) => (sent = o.body, own(url, o)), 0")
+        send("a new chat")
+        assert json.loads(browser.evaluate("sent"))["messages"] == [
+            {"role": "user", "content": "a new chat"}
+        ]
         assert browser.evaluate("document.title") != "hacked"
         assert not [it for it in browser.errors if "400" not in it]

@@ -217,7 +217,7 @@ class GuidedDecoding(RowProcessor):
             text, unenforced = self._trials.run(source, is_wanted)
             matcher = new_matcher(self._llguidance, self._tokenizer, kind, text)
         except NotStartedError as error:
-            raise CapacityError(f"{where}: {error} to compile it") from None
+            raise CapacityError(f"{where}: the grammar cannot be compiled: {error}") from None
         except TooSlowError as error:
             raise InvalidRequestError(f"{where}: {error} to compile (compile_timeout_s)") from None
         except (ValueError, TypeError, RefusedError, NoAnswerError) as error:
