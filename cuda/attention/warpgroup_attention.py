@@ -14,7 +14,10 @@ _ALIGNMENT = 1024  # bytes; of tiles in shared memory
 
 
 def warpgroup_kernel(kind: str, dtype: torch.dtype, sinks: bool) -> str:
-    """Return the name of the kernel with the first template arguments `kind`."""
+    """Return the name of the kernel with the template arguments that `kind` begins.
+
+    With `sinks`, the type of the sinks follows.
+    """
     return f"warpgroup_attention<{kind}{f', const {NAMES[dtype]}*' if sinks else ''}>"
 
 
@@ -36,7 +39,7 @@ PROGRAM = Program(
 
 
 def takes(launcher: Launcher, shape: AttentionShape, dtype: torch.dtype) -> bool:
-    """Return whether to use the warpgroup kernel for queries of `dtype` and these heads."""
+    """Return whether to use the warpgroup kernel for attention of `shape`, queries of `dtype`."""
     fits = dtype in NARROW and shape.head_dim in _HEAD_DIMS and not shape.fp8
     return launcher.has_warpgroups and fits
 

@@ -37,7 +37,7 @@ from gptmanager.ranks.small_tensors import connect_parts
 from gptmanager.ranks.world import BOOT_S, World, find_all, new_group
 
 _GROUP_GRACE_S = 5.0  # process groups time out later than links, which know the failed rank
-# options that may differ between ranks: files, callbacks, time budgets and the device
+# options that may differ between ranks; all others are compared
 _MAY_DIFFER = (
     *("black_box_path", "black_box_iterations", "black_box_bytes", "recording_path"),
     *("on_progress", "callback_budget_s", "logits_post_processor_budget_s", "idle_poll_s"),
@@ -48,8 +48,8 @@ _MAY_DIFFER = (
 class Ranks(NamedTuple):
     """The connections of this rank to the others.
 
-    `num_local` ranks run on this machine and share its memory, each with its own device.
-    `local_rank` is the number of this rank among them.
+    `num_local` ranks run on this machine and share its memory. `local_rank` is the number of this
+    rank among them, and that of its GPU if the device is "cuda".
     """
 
     links: Links
@@ -178,8 +178,8 @@ def connect(
 def report_failed_start(find: Callable[[], World], error: Exception) -> None:
     """Report `error`, which ends this rank before it connects to the others.
 
-    The others receive it when all ranks have connected. `find` returns the world. If it raises,
-    because the options of this rank are invalid, the world is all ranks that were launched.
+    The other ranks receive the error once all ranks have connected. `find` returns the world. If it
+    raises, because the options of this rank are invalid, the world is all ranks that were launched.
     """
     try:
         try:
@@ -294,7 +294,7 @@ class _JoiningGroup:
         return self._made.done()
 
     def wait(self, timeout: timedelta) -> None:
-        """Wait for the group. Raise RuntimeError if it is not joined yet, or if joining failed."""
+        """Wait for the group. Raise the error of joining, or RuntimeError if it takes too long."""
         try:
             self.group = self._made.result(timeout.total_seconds())
         except TimeoutError as error:
@@ -331,7 +331,10 @@ def _versions(params: OptionalParams) -> dict[str, Any]:
 
 
 def _field_values(name: str, config: Any, left_out: Iterable[str]) -> dict[str, Any]:
-    """Return the fields of a configuration, with nested ones, as JSON values; functions by name."""
+    """Return the fields of a configuration, with nested ones, as JSON values.
+
+    Enums and functions become their names, other objects the names of their types.
+    """
     found: dict[str, Any] = {}
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)

@@ -30,7 +30,7 @@ from gptmanager.statistics import Memory
 class Computed(NamedTuple):
     """The result of a batch: `logits` `[S, vocab]`, float32, or the model's dtype on a device.
 
-    `inputs`: the places of the S choices in the device's tables, if they are on the device already.
+    `inputs`: where the device's tables keep the S choices; None unless that is uploaded already.
     `lost`: (line, reason) of sequences that ran out of memory; their logits are NaN.
     """
 
@@ -40,7 +40,9 @@ class Computed(NamedTuple):
 
 
 class StepSignal:
-    """Calls each of `callbacks` before each step, on the thread that computes the step.
+    """Calls each of `callbacks` before each pass of the model, on the thread that computes it.
+
+    A replayed CUDA graph is not announced.
 
     The argument is true if the step does not hold the interpreter lock while it computes: then
     threads that the callback wakes run in parallel with the step. Each callback is also called with
@@ -57,7 +59,7 @@ class StepSignal:
         self._call(is_unlocked)
 
     def end_iteration(self) -> None:
-        """Record the end of an iteration. Nothing may wait for the next step if it had no step."""
+        """Record the end of an iteration. If it had no step, let nothing wait for the next one."""
         if not self._has_begun:
             self._call(False)
         self._has_begun = False
@@ -80,7 +82,9 @@ class Runner:
     """
 
     stream: AbstractContextManager[Any] = nullcontext()
-    tokens_on_device = False  # whether tokens are chosen on a device, so that `result` must wait
+    tokens_on_device = (
+        False  # whether tokens are chosen on a device, so that the result is known later
+    )
 
     def __init__(
         self,
@@ -102,7 +106,7 @@ class Runner:
         self._step_capture = (
             None if self._capturable is None else self._capturable.new_step_capture()
         )
-        self.begin_step: Begin = ignore  # called before each step, see `StepCapture.run`
+        self.begin_step: Begin = ignore  # called before a pass, see `StepCapture.run`
 
     def load(
         self, line: int, prompt_table: HostRows | None, adapter_slot: int = -1, beam_width: int = 1
@@ -122,7 +126,7 @@ class Runner:
             self._prompt_tables.pop(line, None)
 
     def run(self, rows: PackedRows) -> Computed:
-        """Return the logits of the sampled tokens. Raises torch's out-of-memory errors."""
+        """Return the logits at the rows' `sample_index`. Raises torch's out-of-memory errors."""
         return Computed(self._launch(rows).float())
 
     def to_cpu(self, logits: Tensor) -> Tensor:
@@ -146,14 +150,14 @@ class Runner:
         self._released = ReleasedMemory(self.kv_pool.memory)
 
     def restore(self) -> None:
-        """Allocate the memory that `release` returned. The KV cache has lost its contents."""
+        """Allocate what `release` gave back to the system. The KV cache has lost its contents."""
         if self._released is not None:
             self._released.restore()
             self._released = None
 
     @property
     def memory(self) -> Memory:
-        """Bytes of all tensors in use, including the weights."""
+        """Bytes of the weights, the KV cache and the tables."""
         pages = self.kv_pool.nbytes + self.kv_pool.host_nbytes
         return Memory(cpu=self.model.nbytes + pages + self.tables.nbytes)
 
@@ -204,7 +208,7 @@ class Runner:
         return [torch.from_numpy(array) for array in arrays]
 
     def _batch(self, tensors: Sequence[Tensor], num_context_rows: int, **given: Any) -> Batch:
-        """Return a batch with the tensors of `_arrays`, followed by the model's plan.
+        """Return a batch. `tensors`: those of `_arrays`, and after them those of the model's plan.
 
         `given`: the other fields of the batch.
         """
@@ -218,7 +222,7 @@ class Runner:
         )
 
     def _has_virtual_tokens(self, rows: PackedRows) -> bool:
-        """Return whether a context is of a sequence with virtual tokens."""
+        """Return whether any context belongs to a sequence with virtual tokens."""
         contexts = rows.lines[: rows.num_context_rows].tolist()
         return not self._prompt_tables.keys().isdisjoint(contexts)
 

@@ -7,15 +7,16 @@ from typing import Protocol
 
 
 class JournalSeam(Protocol):
-    """A journal between a loop and its host, which holds responses back until they are written."""
+    """A journal between a loop and its host. It holds responses back until they are written."""
 
     def flush(self) -> None:
         """Write the responses that are held back, and then send them."""
 
     def note_ends(self, request_ids: Sequence[int], error: str) -> None:
-        """Write that requests end with the text `error`, in responses that the loop does not send.
+        """Record in the journal that these requests end with `error`.
 
-        Any thread may call this, before it sends these responses.
+        For final responses that another part of the host sends, and not the loop. Any thread may
+        call this, before it sends them.
         """
 
     def close(self) -> None:

@@ -21,7 +21,7 @@ _TOO_DEEP = f"its values are nested deeper than {_MAX_DEPTH} levels"
 def check_file(path: Path, max_bytes: int | None = None) -> int:
     """Return a file's size in bytes. Raises ConfigError unless it is a regular, nonempty file.
 
-    Reading a FIFO could block forever, and so could some files of /proc, which report size 0.
+    Reading a FIFO could block forever. So could reading some files of /proc, which report size 0.
     """
     try:
         status = path.stat()
@@ -73,7 +73,7 @@ def check_depth(where: str, value: Any) -> None:
     level: Iterable[Any] = [value]
     for _ in range(_MAX_DEPTH):
         inner = [child for parent in level for child in _children(parent)]
-        # Each object is followed once, because a host's value may contain it many times.
+        # Each object is followed once per level: a host's value may contain it many times.
         level = {id(child): child for child in inner}.values()
         if not level:
             return

@@ -1,4 +1,7 @@
-"""Work as a generator: after each piece the caller may pause, or continue on another thread."""
+"""Long work, written as a generator.
+
+After each piece of the work the caller may pause it, or continue it on another thread.
+"""
 
 from __future__ import annotations
 

@@ -248,7 +248,8 @@ def test_without_a_process_for_its_trial_a_grammar_is_refused(tokenizer, monkeyp
             GrammarTrials(tokenizer.to_str(), [0], 1.0).run(GrammarSource("regex", "("))
         error = guided.regex("ab").compiled.exception()
         assert isinstance(error, CapacityError)
-        assert str(error).startswith("logits_post_processor regex: no process can be started: ")
+        told = "regex: the grammar cannot be compiled: no process can be started: "
+        assert str(error).startswith(f"logits_post_processor {told}")
     guided.regex("ab").compiled.result()
 
 

@@ -44,13 +44,13 @@ ATANH_TERMS = (1 / 13, 1 / 11, 1 / 9, 1 / 7, 1 / 5, 1 / 3, 1.0)
 
 
 class DeltaTask(ctypes.Structure):
-    """Addresses, and sizes in elements.
+    """Addresses, sizes in elements (`scratch_bytes`: bytes per thread), a dtype and `eps`.
 
     `projected` (tokens are `stride` apart), `conv`, `inputs`, `norm` and `result` have `dtype`.
     `gates`, `decay`, `step`, `mixed` and `memory` are float32. `mixed` `[num_tokens, channels]` has
     the convolved channels, with normalized queries and keys. `activate_gates` replaces the
     arguments in `gates` by rates and decay factors. `scratch` has, for each thread, `WIDTH` columns
-    of a memory and what `SPAN` tokens of a head read.
+    of a memory, and the values that a head's `SPAN` tokens have read from it.
     """
 
     _fields_ = task_fields(
@@ -154,7 +154,7 @@ def _convolve_token(t: Any, first: int, offset: int, slot: int, head: int) -> No
 
 @loop
 def _move_inputs(t: Any, first: int, count: int, slot: int, head: int) -> None:
-    """Keep the last inputs of a head in the state, for the tokens after the row's `count` ones."""
+    """Keep the last inputs of a head in the state, for tokens that follow the row's `count`."""
     channel, size, _ = _place(t, head)
     before = t.width - 1
     for j in range(before):
@@ -167,8 +167,8 @@ def _move_inputs(t: Any, first: int, count: int, slot: int, head: int) -> None:
 def convolve(address: int) -> None:
     """Convolve the channels of all rows, and keep their last inputs in the state.
 
-    A part is a range of (row, head) pairs. The heads of a row run token by token, so that memory is
-    read in order.
+    A part is a range of (row, head) pairs. All heads of a token run before the next token, so that
+    `projected` is read in order.
     """
     t = task_at(address, DELTA_TASK)
     num_heads = 2 * t.key_heads + t.value_heads
@@ -230,7 +230,7 @@ def _advance(
 ) -> Any:
     """Set a tile `[size, 32]` to `decay * tile + key * change`; return `query @ tile`.
 
-    The change of the 32 columns (`left`, `right`) and the result are two vectors of lanes.
+    `left` and `right` are the halves of the change. The result is a pair of halves, too.
     """
     a, b, c, d = splat(ZERO), splat(ZERO), splat(ZERO), splat(ZERO)
     whole, by = size // 2 * 2, splat(decay)

@@ -51,7 +51,7 @@ class AnswerParser(Protocol):
     num_pushed: int
 
     def push(self, text: str) -> list[Found]:
-        """Add new text to the answer; return the parts that are found by now."""
+        """Add new text to the answer; return the parts that this completes."""
 
     def flush(self) -> list[Found]:
         """Return the text that was held back, as parts, because the answer ends here."""

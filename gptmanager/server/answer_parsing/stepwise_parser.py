@@ -16,7 +16,7 @@ class StepwiseParser(ABC):
         self._text = ""  # pushed, but not returned yet
 
     def push(self, text: str) -> list[Found]:
-        """Add new text to the answer, and return the parts that are found by now."""
+        """Add new text to the answer, and return the parts that this completes."""
         self.num_pushed += len(text)
         self._text += text
         found: list[Found] = []
