@@ -59,7 +59,7 @@ def choose(
     if seconds is None:
         names: Sequence[str] = [name for name in able for _ in PHASES]
     elif limits.captures_mixed:
-        names = (OWN, OWN)
+        names = agree((OWN, OWN))  # another rank may capture no such steps, and wait
         logger.info("attention: our own kernels, because steps with contexts are captured too")
     else:
         trial = AttentionTrial(kernels, dtype, limits, seconds, device)

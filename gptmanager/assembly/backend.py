@@ -17,7 +17,7 @@ import torch
 
 from gptmanager.assembly.adapter_sizing import AdapterSizes
 from gptmanager.assembly.attention_choice import Agree, choose
-from gptmanager.assembly.attention_trial import Seconds, StepLimits
+from gptmanager.assembly.attention_trial import OWN, Seconds, StepLimits
 from gptmanager.assembly.loading import Check, load
 from gptmanager.assembly.sizing import MemoryBudget, Sizes, wanted_seq_len
 from gptmanager.config import OptionalParams
@@ -117,13 +117,12 @@ class Backend(ABC):
     ) -> None:
         """Let providers compute attention as `attention_provider` says; `agree`: see `choose`."""
         if not isinstance(self.kernels, ProvidedKernels) or not self.providers:
+            if params.attention_provider == "auto":  # another rank may have a library, and wait
+                agree((OWN, OWN))
             return
-        limits = StepLimits(
-            *(params.max_batch_size, params.max_num_tokens, wanted_seq_len(params, model.spec)),
-            params.kv_cache_config.tokens_per_block,
-            self._cuda_graphs,
-            bool(self._shapes(model, params.max_batch_size)),
-        )
+        graphs = self._cuda_graphs, bool(self._shapes(model, params.max_batch_size))
+        sizes = params.max_batch_size, params.max_num_tokens, wanted_seq_len(params, model.spec)
+        limits = StepLimits(*sizes, params.kv_cache_config.tokens_per_block, *graphs)
         dtype = getattr(model.spec, "dtype", torch.float32)
         seconds = self._seconds if params.attention_provider == "auto" else None
         given = self.kernels, self.providers, getattr(model, "attention_shapes", ())

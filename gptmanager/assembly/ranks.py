@@ -104,9 +104,8 @@ class Ranks(NamedTuple):
         return budget._replace(most_blocks=blocks, most_host_blocks=on_host)
 
     def agree(self, names: Sequence[str]) -> list[str]:
-        """Return each name if it is the same on all ranks, else "own"."""
-        given = [orjson.loads(it) for it in self.links.exchange(orjson.dumps(names))]
-        columns = zip(*given, strict=True)
+        """Return each name if it is the same on all ranks, else "own". All ranks must call it."""
+        columns = zip(*self._exchange("attention providers", names), strict=True)
         return [column[0] if len({*column}) == 1 else "own" for column in columns]
 
     def check_equal(self, what: str, value: Any) -> None:
@@ -119,8 +118,15 @@ class Ranks(NamedTuple):
 
     def _least(self, *numbers: int) -> list[int]:
         """Return the minimum of each number over all ranks."""
-        given = [orjson.loads(it) for it in self.links.exchange(orjson.dumps(numbers))]
-        return [min(column) for column in zip(*given, strict=True)]
+        return [min(column) for column in zip(*self._exchange("sizes", numbers), strict=True)]
+
+    def _exchange(self, what: str, values: Sequence[Any]) -> list[list[Any]]:
+        """Return the values of all ranks. Raise RankError if a rank exchanges something else."""
+        given = [orjson.loads(it) for it in self.links.exchange(orjson.dumps((what, values)))]
+        for rank, (own, _) in enumerate(given):
+            if own != given[0][0]:
+                self.links.blame(rank, f"exchanges {own}, while rank 0 exchanges {given[0][0]}")
+        return [own for _, own in given]
 
 
 def connect(

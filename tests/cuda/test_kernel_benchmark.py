@@ -353,10 +353,18 @@ def test_both_kernels_of_context_attention_are_compared(toolchain):
 def test_matmuls_with_weights_in_8_bits(toolchain, monkeypatch, stored):
     """Both kernels are right, or the case is skipped on a device without 8-bit floats."""
     monkeypatch.setattr("gptmanager.bench.kernels.matmul_cases._LARGE", 1)
-    launcher = EmulatorLauncher()
+    launcher, names = EmulatorLauncher(), []
+    kernel = launcher.kernel
+
+    def noted(program, name, shared_mem=0):
+        names.append(name)
+        return kernel(program, name, shared_mem)
+
+    monkeypatch.setattr(launcher, "kernel", noted)
     options = KernelOptions(only=(f"QKV of narrow, {stored}",))
     first, *_ = rows = bench_kernels(options, ground(launcher))["kernels"]
     assert [row["engines"][OURS]["status"] for row in rows] == ["ok", "ok"]
+    assert names and all(("fp8" in name) is (stored == "fp8") for name in names)
     assert 0 <= first["engines"][OURS]["error"] <= first["tolerance"]
     assert first["engines"]["torch"]["error"] > 1e-3, "torch multiplies by the weight in 16 bits"
     monkeypatch.setattr(launcher, "has_fp8", False)

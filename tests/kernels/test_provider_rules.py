@@ -1,0 +1,203 @@
+"""Rules for providers: dtypes and shapes, refusals, measured choices, and plans in flight."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+from attention_libraries import FlashAttn, FlashInfer, HostAttention
+from kernel_cases import randn
+
+from gptmanager import OptionalParams
+from gptmanager.assembly import attention_trial
+from gptmanager.assembly.attention_choice import choose
+from gptmanager.assembly.attention_trial import StepLimits
+from gptmanager.assembly.loading import _refuse_for_transformers
+from gptmanager.assembly.options import checked_optional_params
+from gptmanager.cuda.attention import flashinfer_attention, provider_libraries
+from gptmanager.cuda.attention.flash_attention import FlashAttention
+from gptmanager.cuda.attention.flashinfer_attention import FlashInferAttention
+from gptmanager.cuda.attention.provider_libraries import find_providers
+from gptmanager.errors import ConfigError
+from gptmanager.kernels import AttentionShape, Kernels
+from gptmanager.kernels.provided import ProvidedCpuKernels, ProvidedKernels, Served
+
+SHAPE = AttentionShape(4, 2, 32, 32**-0.5)
+WINDOWED = SHAPE._replace(window=9)
+LIMITS = StepLimits(8, 64, 128, 16)
+CUDA = torch.device("cuda")
+
+
+class OnReference(ProvidedKernels, Kernels):
+    pass
+
+
+class Linear:
+    """Multiplies by all weights; `change` is applied to the result."""
+
+    capturable = True
+
+    def __init__(self, change=lambda result: result):
+        self.change, self.dtypes = change, []
+
+    def accepts(self, rows, columns, dtype):
+        return True
+
+    def __call__(self, x, weight, bias):
+        self.dtypes.append(x.dtype)
+        return self.change(torch.nn.functional.linear(x, weight, bias))
+
+
+def test_the_result_of_a_matmul_must_have_its_shape():
+    kernels = ProvidedCpuKernels()
+    kernels.use_linear(Linear(lambda result: result[:, :5]))
+    with pytest.raises(ValueError, match=r"Linear returned the shape \(3, 5\), expected \(3, 64\)"):
+        kernels.linear(randn(3, 32), randn(64, 32))
+
+
+def test_a_provider_of_matmuls_gets_rows_in_the_dtype_of_the_weight():
+    kernels, linear = ProvidedCpuKernels(), Linear()
+    kernels.use_linear(linear)
+    result = kernels.linear(randn(3, 32), randn(64, 32).bfloat16())
+    assert linear.dtypes == [torch.bfloat16] and result.dtype is torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "by_flash_attn", "by_flashinfer"),
+    [(64, True, True), (100, False, False), (96, True, False), (256, True, True),
+     (264, False, False)],
+)  # fmt: skip
+def test_the_sizes_of_heads_that_a_library_supports(head_dim, by_flash_attn, by_flashinfer):
+    shape = SHAPE._replace(head_dim=head_dim)
+    libraries = FlashAttention(FlashAttn()), FlashInferAttention(FlashInfer, torch.device("cpu"))
+    for library, is_supported in zip(libraries, (by_flash_attn, by_flashinfer), strict=True):
+        reason = library.refusal(shape, torch.bfloat16, 256)
+        assert (reason is None) is is_supported
+        assert is_supported or f"head_dim = {head_dim} must be" in reason
+
+
+@pytest.mark.parametrize("method", ["refusal", "attend_generation", "attend_context", "accepts"])
+def test_methods_of_a_provider_must_be_ordinary_functions(method):
+    async def later(*given):
+        """Its caller gets a coroutine instead of a result."""
+
+    provider, option = HostAttention(), "attention_provider"
+    if method == "accepts":
+        provider, option = Linear(), "linear_provider"
+    setattr(provider, method, later)
+    with pytest.raises(ConfigError, match=f"{option}.{method} = .* is a coroutine function"):
+        checked_optional_params(OptionalParams(**{option: provider}))
+
+
+def test_a_library_that_breaks_at_its_import_counts_as_missing(monkeypatch):
+    def broken(name):
+        raise OSError("libcudart.so.11: cannot open shared object file")
+
+    monkeypatch.setattr(provider_libraries.importlib, "import_module", broken)
+    assert find_providers("auto", CUDA) == ()
+    with pytest.raises(ConfigError, match="pip install flashinfer-python .*libcudart.so.11"):
+        find_providers("flashinfer", CUDA)
+
+
+def test_auto_looks_for_libraries_only_for_a_gpu(monkeypatch):
+    monkeypatch.setattr(provider_libraries.importlib, "import_module", lambda name: FlashAttn())
+    found = {"flash_attn": provider_libraries._Library("", lambda module, device: module)}
+    monkeypatch.setattr(provider_libraries, "_LIBRARIES", found)
+    assert find_providers("auto", torch.device("cpu")) == ()
+    assert len(find_providers("auto", CUDA)) == 1
+
+
+def test_a_model_of_transformers_has_no_matmuls_of_a_provider():
+    params = checked_optional_params(OptionalParams(device="cpu", linear_provider=Linear()))
+    with pytest.raises(ConfigError, match="linear_provider = .* is refused with a model that tra"):
+        _refuse_for_transformers(params, None)
+    params.linear_provider = None
+    _refuse_for_transformers(params, None)
+
+
+class Scripted(HostAttention):
+    """Takes the seconds of `take(shape)`; supports only `shapes`."""
+
+    def __init__(self, name, take, shapes=(SHAPE, WINDOWED)):
+        super().__init__(capturable=True)
+        self.name, self.take, self.shapes = name, take, shapes
+
+    def refusal(self, shape, dtype, tokens_per_block):
+        return None if shape in self.shapes else "another shape"
+
+    def _attend(self, queries, pages, rows, shape, starts):
+        self.taken = self.take(shape)
+        return torch.zeros_like(queries)
+
+
+def chosen(monkeypatch, provider, own=1.0, limits=LIMITS, shapes=(SHAPE, WINDOWED)):
+    """Return what serves each shape after "auto" has timed `provider` and our kernels."""
+    monkeypatch.setattr(attention_trial, "_BEYOND_CACHES", 1 << 10)
+
+    def seconds(run, captured):
+        provider.taken = None
+        run()
+        return own if provider.taken is None else provider.taken
+
+    def agree(names):
+        provider.agreed = list(names)
+        return names
+
+    kernels = OnReference()
+    choose(kernels, (provider,), shapes, torch.float32, limits, seconds, agree)
+    return kernels._served
+
+
+@pytest.mark.parametrize(("taken", "is_chosen"), [(0.5, True), (0.99, False)])
+def test_kinds_of_layers_that_a_provider_refuses_count_with_our_time(monkeypatch, taken, is_chosen):
+    """With 0.99 for one of two kinds it is not 3 % faster in total."""
+    provider = Scripted("half", lambda shape: taken, (SHAPE,))
+    served = chosen(monkeypatch, provider)
+    expected = Served(provider, provider) if is_chosen else Served()
+    assert served == {SHAPE: expected, WINDOWED: Served()}
+
+
+def test_the_shortest_of_the_runs_counts(monkeypatch):
+    """The first ones may compile."""
+    times = iter([9.0, 0.5, 0.7] * 2)
+    provider = Scripted("slow at first", lambda shape: next(times), (SHAPE,))
+    monkeypatch.setattr(attention_trial, "_MOST_SETS", 1)
+    assert chosen(monkeypatch, provider, shapes=(SHAPE,))[SHAPE] == Served(provider, provider)
+
+
+def test_auto_is_own_if_steps_with_contexts_are_captured(monkeypatch, caplog):
+    caplog.set_level(logging.INFO)
+    monkeypatch.setattr(OnReference, "plan", lambda *given, fixed=0: (given[2],))
+    provider = Scripted("fast", lambda shape: 0.1)
+    served = chosen(
+        monkeypatch, provider, limits=LIMITS._replace(captures_mixed=True, captures=True)
+    )
+    assert not any(map(any, served.values())) and provider.calls["context"] == 0
+    assert provider.agreed == ["own", "own"], "ranks that time attention wait for this one"
+    assert "our own kernels, because steps with contexts are captured" in caplog.text
+
+
+def test_a_plan_is_not_overwritten_before_its_copy_has_run(monkeypatch):
+    """Wrappers alternate, and each waits for the copy of its last plan."""
+    order = []
+
+    class Event:
+        def synchronize(self):
+            order.append(("wait", self))
+
+        def record(self):
+            order.append(("record", self))
+
+    class Wrapper:
+        def plan(self, *arguments, **options):
+            order.append(("plan", self))
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    wrappers = flashinfer_attention._Wrappers(Wrapper, CUDA)
+    used = [wrappers.planned() for _ in range(4)]
+    assert used[0] is used[2] is not used[1] and used[1] is used[3]
+    assert [what for what, _ in order] == ["wait", "plan", "record"] * 4
+    events = [it for what, it in order if what == "record"]
+    assert [it for what, it in order if what == "wait"] == events
+    assert events[0] is events[2] is not events[1]
