@@ -38,6 +38,7 @@ class Progress(NamedTuple):
 
     `tokens`: the output tokens that are kept, with their `log_probs` if the request asks for them.
     `num_sent`: how many output tokens its host has. `age_s`: seconds since it was accepted.
+    `renews_adapter`: the adapter of earlier requests with its `lora_task_id` was forgotten.
     """
 
     request_id: int
@@ -45,6 +46,7 @@ class Progress(NamedTuple):
     log_probs: tuple[float, ...]
     num_sent: int
     age_s: float
+    renews_adapter: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -45,30 +45,47 @@ class Accepted(NamedTuple):
     """A request as it was accepted, at the wall-clock time `time`.
 
     `objects` maps the kinds of its objects ("adapter", "tokenizer") to their digests. `grammar` is
-    its grammar as data, or None.
+    its grammar as data, or None. `num_forgets` is that of its `_Task`.
     """
 
     request: InferenceRequest
     time: float
     objects: Mapping[str, str]
     grammar: Mapping[str, Any] | None
+    num_forgets: int
+
+
+class _Task(NamedTuple):
+    """The adapter of a task id: its digest, and how many adapters were forgotten before it."""
+
+    digest: str
+    num_forgets: int
+
+
+class _Used(NamedTuple):
+    """What an unfinished request uses: digests of objects, and the adapter of its task id."""
+
+    digests: list[str]
+    task_id: int | None
+    task: _Task | None
 
 
 class AcceptedRequests:
     """Converts requests to bytes and back, and stores their objects in `folder`.
 
-    `seed` is the manager's seed, from which requests without a seed derive theirs.
+    `seed` is the manager's seed, from which requests without a seed derive theirs. `is_cached`
+    returns whether the manager has an adapter under a task id.
     """
 
     def __init__(self, folder: JournalFolder, seed: int, *, syncs: bool) -> None:
         self._folder, self._seed, self._syncs = folder, seed, syncs
-        self._tasks: OrderedDict[int, str] = OrderedDict()  # task id -> digest of the adapter
+        self.is_cached: Callable[[int], bool] = lambda task_id: False
+        self._tasks: OrderedDict[int, _Task] = OrderedDict()  # by task id
         self._given: dict[int, _IsSame] = {}  # task id -> tells whether tensors are those stored
-        # request id -> task id, and the digest of the adapter that the request's adapter replaces
-        self._replaced: dict[int, tuple[int, str]] = {}
+        self._num_forgets = 0  # in all managers of this journal, as far as it is known
         self._guides: dict[str, GuidedDecoding] = {}  # by the digest of their tokenizer
         self._guide_digests: dict[int, tuple[Any, str]] = {}  # by the identity of the guide
-        self._used: dict[int, list[str]] = {}  # request id -> digests of its objects
+        self._used: dict[int, _Used] = {}  # by request id
 
     def pack(self, request: InferenceRequest, now: float) -> bytes:
         """Return a request as bytes, and store its objects.
@@ -77,9 +94,9 @@ class AcceptedRequests:
         large, and OSError if an object cannot be written.
         """
         bare, objects = copy.copy(request), {}
-        digest = self._adapter_of(bare)
-        if digest:
-            objects["adapter"] = digest
+        task_id, task = self._adapter_of(bare)
+        if task is not None:
+            objects["adapter"] = task.digest
         seed = derive_seed(self._seed, request.request_id)
         bare.tensors.setdefault("random_seed", np.array([seed], dtype=np.uint64))
         grammar = None
@@ -89,44 +106,47 @@ class AcceptedRequests:
             start = processor.start and [*processor.start]  # as lists, since JSON has no tuples
             grammar = {"source": [*processor.compiled.source], "start": start}
         if objects:
-            self._used[request.request_id] = [*objects.values()]
-        head = orjson.dumps({"time": now, "objects": objects, "grammar": grammar})
+            self._used[request.request_id] = _Used([*objects.values()], task_id, task)
+        plain = {"time": now, "objects": objects, "grammar": grammar}
+        head = orjson.dumps(plain | {"num_forgets": 0 if task is None else task.num_forgets})
         data = b"".join((_LENGTH.pack(len(head)), head, pack_requests([bare])))
         if len(data) > MAX_RECORD_BYTES // 2:  # with its progress, it must still fit into a record
             raise JournalError(f"it has {len(data)} bytes, at most {MAX_RECORD_BYTES // 2} fit")
         return data
 
-    def _adapter_of(self, request: InferenceRequest) -> str:
-        """Store the adapter of a request, and remove its tensors. Return its digest, or ''."""
+    def _adapter_of(self, request: InferenceRequest) -> tuple[int | None, _Task | None]:
+        """Store the adapter of a request, and remove its tensors. Return its id and the adapter."""
         tensors = request.tensors
-        if "lora_task_id" not in tensors:
-            return ""
-        try:
-            task_id = read_int("lora_task_id", tensors["lora_task_id"], 0, 2**64 - 1)
-        except InvalidRequestError:
-            return ""  # admission rejects the request
+        task_id = _task_id_of(request)
+        if task_id is None:
+            return None, None
         given = {name: tensors.pop(name) for name in _ADAPTER if name in tensors}
         if given and not (task_id in self._tasks and self._given.get(task_id, _never_same)(given)):
             packed = pack_requests([InferenceRequest(0, given)])
             digest, before = self._folder.put(packed, syncs=self._syncs), self._tasks.get(task_id)
-            if before not in (None, digest):
-                self._replaced[request.request_id] = task_id, str(before)
-            self._note_task(task_id, digest)
-            self._given[task_id] = _same_as(given)
-        return self._tasks.get(task_id, "")
+            task = _Task(digest, self._num_forgets if before is None else before.num_forgets)
+            if self._note_task(task_id, task):
+                self._given[task_id] = _same_as(given)
+            return task_id, task
+        if task_id in self._tasks:
+            self._tasks.move_to_end(task_id)
+        return task_id, self._tasks.get(task_id)
 
-    def refuse_adapter(self, request_id: int) -> None:
-        """Give the task of a request its previous adapter, because the request's was refused."""
-        if request_id in self._replaced:
-            task_id, digest = self._replaced.pop(request_id)
-            self._tasks[task_id] = digest
-            self._given.pop(task_id, None)
+    def _note_task(self, task_id: int, task: _Task) -> bool:
+        """Note the adapter that later requests mean if they have only its id.
 
-    def _note_task(self, task_id: int, digest: str) -> None:
-        self._tasks[task_id] = digest
+        Return False if the manager keeps another one, and will refuse this one.
+        """
+        before = self._tasks.get(task_id, task)
+        if before.digest != task.digest and before.num_forgets == task.num_forgets:
+            own = task_id, before
+            if self.is_cached(task_id) or any(it[1:] == own for it in self._used.values()):
+                return False
+        self._tasks[task_id] = task
         self._tasks.move_to_end(task_id)
         if len(self._tasks) > _MOST_TASKS:
             self._given.pop(self._tasks.popitem(last=False)[0], None)
+        return True
 
     def _tokenizer_of(self, guide: GuidedDecoding) -> str:
         known = self._guide_digests.get(id(guide))
@@ -140,15 +160,16 @@ class AcceptedRequests:
     def forget_tasks(self, task_ids: Iterable[int]) -> None:
         """Forget the adapters of these tasks. Later requests must pass the weights again."""
         for task_id in task_ids:
+            self._num_forgets += 1
             self._tasks.pop(task_id, None)
+            self._given.pop(task_id, None)
 
     def end(self, request_ids: Iterable[int]) -> None:
         """Remove the objects of these requests, unless another unfinished request uses them."""
         if not self._used:
             return
-        for request_id in request_ids:
-            self._replaced.pop(request_id, None)
-        gone = [digest for i in request_ids for digest in self._used.pop(i, ())]
+        ended = [self._used.pop(i) for i in request_ids if i in self._used]
+        gone = [digest for it in ended for digest in it.digests]
         if not self._kept().issuperset(gone):
             self.remove_unused()
 
@@ -157,8 +178,8 @@ class AcceptedRequests:
         self._folder.keep_only(self._kept())
 
     def _kept(self) -> set[str]:
-        before = [digest for _, digest in self._replaced.values()]
-        return {*self._tasks.values(), *before, *self._guides}.union(*self._used.values())
+        tasks = (it.digest for it in self._tasks.values())
+        return {*tasks, *self._guides}.union(*(it.digests for it in self._used.values()))
 
     # From bytes ------------------------------------------------------------------------------
 
@@ -169,21 +190,25 @@ class AcceptedRequests:
             head = orjson.loads(data[_LENGTH.size : _LENGTH.size + size])
             [request] = unpack_requests(data[_LENGTH.size + size :])
             objects = {str(kind): str(digest) for kind, digest in head["objects"].items()}
-            return Accepted(request, float(head["time"]), objects, head["grammar"])
+            num_forgets = int(head.get("num_forgets", 0))
+            return Accepted(request, float(head["time"]), objects, head["grammar"], num_forgets)
         except Exception as error:  # bytes of another program, with a correct checksum
             raise JournalError(f"an accepted request cannot be read: {error}") from error
 
     def restore(self, accepted: Accepted) -> InferenceRequest:
         """Return the request with its objects. Raise JournalError if they cannot be read."""
         request, objects = accepted.request, accepted.objects
-        if objects:
-            self._used[request.request_id] = [*objects.values()]
+        task_id, task = _task_id_of(request), None
         if "adapter" in objects:
-            [found] = unpack_requests(self._folder.get(objects["adapter"]))
+            task = _Task(objects["adapter"], accepted.num_forgets)
+        if objects:
+            self._used[request.request_id] = _Used([*objects.values()], task_id, task)
+        if task is not None:
+            [found] = unpack_requests(self._folder.get(task.digest))
             request.tensors.update(found.tensors)
-            with suppress(InvalidRequestError):
-                task_id = read_int("lora_task_id", request.tensors["lora_task_id"], 0, 2**64 - 1)
-                self._note_task(task_id, objects["adapter"])
+            if task_id is not None:
+                self._note_task(task_id, task)
+                self._num_forgets = max(self._num_forgets, task.num_forgets)
         if accepted.grammar is not None and "tokenizer" in objects:
             guide, grammar = self._guide(objects["tokenizer"]), accepted.grammar
             source, start = _source(grammar["source"]), grammar["start"]
@@ -193,6 +218,17 @@ class AcceptedRequests:
             )
         return request
 
+    def renews_adapter(self, accepted: Accepted) -> bool:
+        """Return whether requests restored before have an adapter that was forgotten under its id.
+
+        Call it before `restore`.
+        """
+        task_id = _task_id_of(accepted.request)
+        if task_id is None or "adapter" not in accepted.objects:
+            return False
+        task = self._tasks.get(task_id)
+        return task is not None and task.num_forgets != accepted.num_forgets
+
     def _guide(self, digest: str) -> GuidedDecoding:
         if digest not in self._guides:
             given = orjson.loads(self._folder.get(digest))
@@ -200,6 +236,15 @@ class AcceptedRequests:
             self._guides[digest] = guide
             self._guide_digests[id(guide)] = guide, digest
         return self._guides[digest]
+
+
+def _task_id_of(request: InferenceRequest) -> int | None:
+    """Return the task id of a request; None: it has none, or one that admission rejects."""
+    if "lora_task_id" not in request.tensors:
+        return None
+    with suppress(InvalidRequestError):
+        return read_int("lora_task_id", request.tensors["lora_task_id"], 0, 2**64 - 1)
+    return None
 
 
 def _never_same(given: Mapping[str, Any]) -> bool:

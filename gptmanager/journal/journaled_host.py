@@ -12,7 +12,6 @@ from collections import Counter
 from collections.abc import Sequence
 
 from gptmanager.errors import (
-    AdapterError,
     CapacityError,
     DuplicateRequestIdError,
     InvalidRequestError,
@@ -30,7 +29,6 @@ from gptmanager.request.inference_request import InferenceRequest, NamedTensor
 from gptmanager.step import Failure, Host, Intake
 
 _DUPLICATE = DuplicateRequestIdError.__name__
-_REFUSED_ADAPTER = AdapterError.__name__
 _FULL = "the journal cannot be written, as on a full disk (journal_on_full = 'refuse')"
 _LOCK_S = 1.0  # limit on how long another thread waits for a loop that hangs in the journal
 
@@ -49,6 +47,7 @@ class JournaledHost(HostTap):
         self.table: RequestTable | None = None
         self.held: list[Response] = []
         self._journal, self._accepted = journal, accepted
+        accepted.is_cached = self._is_cached
         self._delivered: list[int] = []  # requests with a final SendResponse that has returned
         self._duplicates: Counter[int] = Counter()  # requests refused because their id is in use
         self._refused: set[int] = set()  # requests that could not be written
@@ -98,6 +97,9 @@ class JournaledHost(HostTap):
             if packed and not self._journal.accept([*packed.items()]):
                 for request_id in packed:
                     self._refuse(request_id, CapacityError(_FULL))
+
+    def _is_cached(self, task_id: int) -> bool:
+        return self.table is not None and task_id in self.table.adapters.cache
 
     def _refuse(self, request_id: int, error: Exception) -> None:
         self._refused.add(request_id)
@@ -154,8 +156,6 @@ class JournaledHost(HostTap):
                 if self._duplicates and error.startswith(_DUPLICATE):
                     self._duplicates -= Counter((request_id,))
                 elif entry is not None:
-                    if error.startswith(_REFUSED_ADAPTER):
-                        self._accepted.refuse_adapter(request_id)
                     ends.append((request_id, self._last(request_id, tensors, error)))
                 continue
             request = requests.get(request_id)

@@ -95,6 +95,7 @@ def _resumed(
             f"(journal_max_resumes = {params.journal_max_resumes}); it may be what ends the process"
         )
     read = accepted.read(entry.accepted)
+    renews_adapter = accepted.renews_adapter(read)
     request = accepted.restore(read)
     _restore_processor(request, params)
     age_s = max(0.0, time.time() - read.time)
@@ -107,7 +108,9 @@ def _resumed(
         num_sent = delivered.num_tokens
         if num_sent < len(tokens) and not request.tensors.keys().isdisjoint(_NOT_KEPT):
             tokens, log_probs = tokens[:num_sent], log_probs[:num_sent]
-    progress = Progress(request.request_id, tuple(tokens), tuple(log_probs), num_sent, age_s)
+    progress = Progress(
+        *(request.request_id, tuple(tokens), tuple(log_probs), num_sent, age_s, renews_adapter)
+    )
     return request, progress
 
 

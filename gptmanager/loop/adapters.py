@@ -93,13 +93,16 @@ class Adapters:
     def take_in(self) -> list[Failure]:
         """Apply noted changes, before requests are added. Return failures that end requests."""
         while self._forgotten:
-            task_id = self._forgotten.popleft()
-            self.cache.forget(task_id)
-            for read in self.reads.values():
-                read.is_forgotten |= read.task_id == task_id
+            self.forget(self._forgotten.popleft())
         while self._done:
             self._end_job(self._done.popleft())
         return self._take_failures()
+
+    def forget(self, task_id: int) -> None:
+        """Have later requests with this id pass its weights. Earlier ones keep the adapter."""
+        self.cache.forget(task_id)
+        for read in self.reads.values():
+            read.is_forgotten |= read.task_id == task_id
 
     def add(self, request: ActiveRequest) -> None:
         """Add an admitted request. Do nothing for a request without an adapter."""

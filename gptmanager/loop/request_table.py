@@ -217,6 +217,8 @@ class RequestTable:
         self.num_serial += request.is_serial
         if request.times.is_limited:
             self._timed[request_id] = request
+        if progress is not None and progress.renews_adapter and request.lora_task_id is not None:
+            self.adapters.forget(request.lora_task_id)
         self.adapters.add(request)
         if request.processor is not None and request.awaited & FOR_PROCESSOR:
             if request_id in intake.ready:

@@ -16,6 +16,7 @@ from shorthand import request
 from gptmanager import InferenceRequest
 from gptmanager.config import Delivered
 from gptmanager.errors import CallbackError, JournalError
+from gptmanager.journal.accepted import AcceptedRequests
 from gptmanager.journal.entries import Entries, Entry, Sent
 from gptmanager.journal.records import Kind
 from gptmanager.journal.segments import JournalFolder
@@ -197,22 +198,63 @@ def test_an_adapter_is_read_again_only_if_it_may_have_changed(tmp_path, monkeypa
     run.journal.close()
 
 
-def test_a_refused_adapter_does_not_become_that_of_its_task(tmp_path):
-    run = JournaledRun(tmp_path / "journal", [])
-    accepted, config = run.journaled._accepted, np.array([[0, 0, 1]])
+def pack_for_task(accepted, number, value=None):
+    """A request of task 5 as bytes. Its weights are all `value`; None: it has only the id."""
+    more = {}
+    if value is not None:
+        more["lora_weights"] = np.full((1, 64), value, dtype=np.float32)
+        more["lora_config"] = np.array([[0, 0, 1]])
+    return accepted.pack(request(number, [1], 4, lora_task_id=5, **more), 0.0)
 
-    def packed(number, **more):
-        data = accepted.pack(request(number, [1], 4, lora_task_id=5, **more), 0.0)
+
+def test_a_refused_adapter_does_not_become_that_of_its_task(tmp_path):
+    """The manager keeps the adapter that it has, or is going to read, and refuses another one."""
+    run = JournaledRun(tmp_path / "journal", [])
+    accepted, cached = run.journaled._accepted, set()
+    accepted.is_cached = cached.__contains__
+
+    def digest(data):
         return accepted.read(data).objects["adapter"]
 
-    first = packed(1, lora_weights=np.ones((1, 64), dtype=np.float32), lora_config=config)
-    other = packed(2, lora_weights=np.zeros((1, 64), dtype=np.float32), lora_config=config)
+    both = pack_for_task(accepted, 1, 1.0), pack_for_task(accepted, 2, 2.0)
+    first, other = map(digest, both)
     assert other != first
-    run.journal.accept([(2, b"")])
-    run.journaled.respond(2, [], True, "AdapterError: task 5 has another adapter")
-    run.journaled.flush()
-    assert packed(3) == first
+    assert digest(pack_for_task(accepted, 3)) == first
+    later = AcceptedRequests(run.journal.folder, 0, syncs=False)  # after a death
+    for data in both:
+        later.restore(later.read(data))
+    assert digest(pack_for_task(later, 3)) == first
+    accepted.end([2])
     assert [it.name for it in (tmp_path / "journal" / "objects").iterdir()] == [first]
+    accepted.end([1, 3])
+    cached.add(5)  # but no request has it
+    assert digest(pack_for_task(accepted, 4, 2.0)) == other
+    assert digest(pack_for_task(accepted, 5)) == first
+    accepted.end([4, 5])
+    cached.clear()  # it was evicted
+    assert digest(pack_for_task(accepted, 6, 2.0)) == other
+    assert digest(pack_for_task(accepted, 7)) == other
+    run.journal.close()
+
+
+def test_each_request_continues_with_its_adapter_if_that_was_forgotten(tmp_path):
+    run = JournaledRun(tmp_path / "journal", [])
+    accepted, found = run.journaled._accepted, {}
+    found[1], found[2] = pack_for_task(accepted, 1, 1.0), pack_for_task(accepted, 2)
+    accepted.forget_tasks([5])
+    found[3] = pack_for_task(accepted, 3, 2.0)
+    for _ in range(2):  # in the manager that has packed them, and in one that has restored them
+        accepted.forget_tasks([5, 6])
+        pack_for_task(accepted, 4, 3.0)
+        found[5] = pack_for_task(accepted, 5)
+        accepted = AcceptedRequests(run.journal.folder, 0, syncs=False)
+        renews, weights = [], []
+        for data in found.values():
+            read = accepted.read(data)
+            renews.append(accepted.renews_adapter(read))
+            weights.append(accepted.restore(read).lora_weights[0, 0].item())
+        assert renews == [False, False, True, True]
+        assert weights == [1.0, 1.0, 2.0, 3.0]
     run.journal.close()
 
 
