@@ -7,7 +7,7 @@ import json
 import subprocess
 import sys
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -53,15 +53,14 @@ class Life:
             output.errors += [line["error"]] if line["error"] else []
         return bool(text)
 
-    def await_tokens(self, **numbers: int) -> None:
-        """Wait until request `rN` has the given number of tokens, or has ended."""
-        for name, count in numbers.items():
-            output = self.outputs[int(name[1:])]
-            while len(output.tokens) < count and not output.num_finals:
-                assert self._read(), "the process has ended"
+    def run_until(self, is_enough: Callable[[Mapping[int, Output]], Any]) -> None:
+        """Let it send one response after the other."""
+        while not is_enough(self.outputs):
+            self._tell({"allow": 1})
+            assert self._read(), "the process has ended"
 
     def kill(self) -> dict[int, Output]:
-        """Kill it with SIGKILL; return what the host has, with the responses in flight."""
+        """Kill it with SIGKILL, while it wants to send a response; return what the host has."""
         self.process.kill()
         while self._read():
             pass
@@ -70,6 +69,7 @@ class Life:
 
     def end(self) -> dict[int, Output]:
         """Wait until all requests have ended."""
+        self._tell({"allow": 10_000})
         self.process.stdin.close()
         while self._read():
             pass
@@ -94,18 +94,19 @@ def live(tmp_path: Path) -> Iterator[Any]:
 @pytest.mark.timeout(300)
 def test_a_task_id_alone_names_the_adapter_of_requests_that_continue_and_no_other(live):
     first = live()
+    first.ask(5, 4, weights=2, length=8)
+    first.run_until(lambda outputs: outputs[5].num_finals)
     first.ask(1, 3, weights=1, length=8)
     first.ask(2, 3)
     first.ask(3, 3)
-    first.ask(5, 4, weights=2, length=8)
-    first.await_tokens(r1=8, r5=8, r2=12, r3=12)
+    first.run_until(lambda outputs: outputs[1].num_finals)
     had = first.kill()
     assert {number for number, it in had.items() if it.num_finals} == {1, 5}
 
     second = live(had)
     second.ask(4, 3)
     second.ask(6, 4)
-    second.await_tokens(r4=60, r6=1)
+    second.run_until(lambda outputs: outputs[4].num_finals and outputs[6].num_finals)
     assert second.outputs.pop(6).errors == [
         "AdapterError: lora_task_id 4 is not cached: pass lora_weights and lora_config with it"
     ]
@@ -124,20 +125,20 @@ def test_a_task_id_alone_names_the_adapter_of_requests_that_continue_and_no_othe
 @pytest.mark.timeout(300)
 def test_requests_with_a_forgotten_adapter_and_with_its_successor_continue(live):
     first = live()
-    first.ask(1, 3, weights=1, length=120)
-    first.await_tokens(r1=1)
+    first.ask(1, 3, weights=1)
+    first.run_until(lambda outputs: outputs[1].tokens)
     first.forget(3)
-    first.ask(2, 3, weights=2, length=120)
-    first.ask(3, 3, length=120)
-    first.await_tokens(r1=3, r2=3, r3=3)
+    first.ask(2, 3, weights=2)
+    first.ask(3, 3)
+    first.run_until(lambda outputs: len(outputs[1].tokens) == 30)
     had = first.kill()
     assert {number for number, it in had.items() if it.num_finals} == set()
 
     second = live(had)
     second.ask(4, 3)
-    second.ask(11, 5, weights=1, length=120)
-    second.ask(12, 6, weights=2, length=120)
-    second.ask(13, 6, length=120)
+    second.ask(11, 5, weights=1)
+    second.ask(12, 6, weights=2)
+    second.ask(13, 6)
     second.ask(14, 6)
     outputs = second.end()
     assert [error for it in outputs.values() for error in it.errors] == []

@@ -1,7 +1,7 @@
 """One life of a manager with a journal, in a process that is to be killed.
 
-Reads JSON lines: first what the host has of each request, then requests, and tasks to forget.
-Writes each response as a JSON line.
+Reads JSON lines: first what the host has of each request, then requests, tasks to forget, and how
+many more responses it may write. Writes each of them as a JSON line.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import sys
 import threading
-import time
 from typing import Any
 
 import numpy as np
@@ -25,7 +24,7 @@ from gptmanager import (
 )
 
 MODEL = "examples/tiny_llama"
-_PACE_S = 0.02  # of a response, so that a kill finds requests that run
+_MAY_WRITE = threading.Semaphore(0)
 
 
 def _adapter(seed: int) -> dict[str, Any]:
@@ -47,9 +46,9 @@ def _request(line: dict[str, Any]) -> InferenceRequest:
 
 
 def _write(request_id: int, tensors: Any, is_final: bool, error: str) -> None:
+    _MAY_WRITE.acquire()
     ids = dict(tensors)["output_ids"][0, 0].tolist() if not error else []
     print(json.dumps({"id": request_id, "ids": ids, "final": is_final, "error": error}), flush=True)
-    time.sleep(_PACE_S)
 
 
 def main(folder: str) -> None:
@@ -83,6 +82,9 @@ def main(folder: str) -> None:
             line = json.loads(text)
             if "forget" in line:
                 manager.forget_adapter(line["forget"])
+                continue
+            if "allow" in line:
+                _MAY_WRITE.release(line["allow"])
                 continue
             with lock:
                 lines.append(line)
