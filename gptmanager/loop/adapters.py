@@ -298,7 +298,7 @@ class Adapters:
             fits = adapter in claimed or adapter.num_pages <= free
             if not fits and passed_over < 0:
                 passed_over = request.request_id
-            if passed_over >= 0 and self._is_overdue(passed_over):
+            if 0 <= passed_over == self.passed_over and self.num_overtaken >= self._patience:
                 fits = False
             if not fits:
                 if request.request_id in adapter.running:
@@ -312,9 +312,6 @@ class Adapters:
             self.passed_over, self.num_overtaken = passed_over, 0
         for request, adapter, overtakes in chosen:
             self.num_overtaken += self._ensure(request, adapter) and overtakes
-
-    def _is_overdue(self, request_id: int) -> bool:
-        return request_id == self.passed_over and self.num_overtaken >= self._patience
 
     def _take_pages(self, request: ActiveRequest) -> None:
         """Take the device pages from a request that has not started, and make it wait."""
