@@ -63,7 +63,7 @@ class _Task(NamedTuple):
 
 
 class _Used(NamedTuple):
-    """What an unfinished request uses: digests of objects, and the adapter of its task id."""
+    """The objects that an unfinished request uses, and the adapter of its task id."""
 
     digests: list[str]
     task_id: int | None
