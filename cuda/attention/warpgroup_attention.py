@@ -14,9 +14,9 @@ _ALIGNMENT = 1024  # bytes; of tiles in shared memory
 
 
 def warpgroup_kernel(kind: str, dtype: torch.dtype, sinks: bool) -> str:
-    """Return the name of the kernel with the template arguments that `kind` begins.
+    """Return the name of a kernel. `kind`: its first template arguments, joined by commas.
 
-    With `sinks`, the type of the sinks follows.
+    With `sinks`, the type of the sinks follows them.
     """
     return f"warpgroup_attention<{kind}{f', const {NAMES[dtype]}*' if sinks else ''}>"
 
