@@ -19,6 +19,7 @@ from gptmanager import InferenceRequest
 from gptmanager.errors import ConfigError, error_summary, quoted
 from gptmanager.memory.untrusted_files import check_file
 from gptmanager.models.checkpoint_parts import gguf_checkpoint, read_part
+from gptmanager.models.other_folders import describe_other
 from gptmanager.request.read_tensors import MAX_END_IDS
 
 _MAX_TOKENIZER_BYTES = 256 << 20
@@ -45,7 +46,8 @@ class TokenDefaults:
                 return cls.of_config(config, str(Path(folder) / name))
         if not os.path.isdir(folder):
             raise ConfigError(
-                f"{quoted(os.fspath(folder))} is not a folder: pass a checkpoint folder"
+                f"{quoted(os.fspath(folder))} is not a folder: pass a checkpoint folder or a GGUF "
+                f"file ({describe_other(Path(folder))})"
             )
         return cls()
 
@@ -109,7 +111,10 @@ def load_tokenizer(folder: str | os.PathLike[str]) -> Tokenizer:
     if not os.path.lexists(path):
         where = quoted(os.fspath(folder))
         if not os.path.isdir(folder):
-            raise ConfigError(f"{where} is not a folder: pass one with a tokenizer.json")
+            raise ConfigError(
+                f"{where} is not a folder: pass one with a tokenizer.json "
+                f"({describe_other(Path(folder))})"
+            )
         raise ConfigError(
             f"{where} has no tokenizer.json, which text prompts need: pass token ids, or a "
             "tokenizer"

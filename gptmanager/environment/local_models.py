@@ -59,6 +59,17 @@ def download_hint(name: str) -> str | None:
     return f"hf download {name}" if is_id and letters.isalnum() and letters.isascii() else None
 
 
+def missing_hint(path: str) -> str:
+    """Return why the path of a model does not exist, or what to do, if the path shows that."""
+    if os.path.islink(path):
+        return "; it is a link to a path that does not exist"
+    if path.startswith("~"):
+        return "; ~ is not expanded: write the home folder in full"
+    command = download_hint(path)
+    hint = f"; if it is a model of the Hugging Face hub, download it with `{command}`"
+    return "" if command is None else hint
+
+
 def _bundled() -> Iterator[LocalModel]:
     if not (_ROOT / "setup.cfg").is_file():  # not a checkout: this is another package's folder
         return

@@ -28,6 +28,7 @@ _DTYPES = {
 }
 _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
+_PICKLES = (".bin", ".pt", ".pth", ".ckpt")
 _MAX_TENSORS = 200_000  # enough for 10,000 layers
 
 
@@ -141,7 +142,7 @@ def _read_index(folder: Path, single: str) -> dict[str, str] | None:
     if single != _SINGLE or not os.path.lexists(file):
         needed = f"neither {_SINGLE} nor {_INDEX}" if single == _SINGLE else f"no {single}"
         text = f"{quoted_path(folder)} holds {needed}"
-        pickles = sorted(file.name for file in folder.glob("*.bin"))
+        pickles = sorted(it.name for it in folder.glob("*") if it.suffix in _PICKLES)
         if pickles:
             text += f"; {pickles[0]} is a pickle, which can run code: save it as safetensors"
         raise ConfigError(text)

@@ -15,6 +15,8 @@ from gptmanager.errors import ConfigError, error_summary, quoted, quoted_path
 
 _MAX_JSON_BYTES = 64 << 20
 _MAX_DEPTH = 64
+_MAX_POINTER_BYTES = 1024
+_LFS = b"version https://git-lfs"
 _TOO_DEEP = f"its values are nested deeper than {_MAX_DEPTH} levels"
 
 
@@ -35,11 +37,24 @@ def check_file(path: Path, max_bytes: int | None = None) -> int:
         raise ConfigError(f"{quoted_path(path)} is {kind}: it must be a file")
     if not status.st_size:
         raise ConfigError(f"{quoted_path(path)} is empty")
+    if status.st_size < _MAX_POINTER_BYTES and _is_lfs_pointer(path):
+        raise ConfigError(
+            f"{quoted_path(path)} is a pointer of Git LFS, not the file: run `git lfs pull`"
+        )
     if max_bytes is not None and status.st_size > max_bytes:
         raise ConfigError(
             f"{quoted_path(path)} has {status.st_size} bytes: the limit is {max_bytes}"
         )
     return status.st_size
+
+
+def _is_lfs_pointer(path: Path) -> bool:
+    """Return whether a small file has the place of a large one that Git LFS has not fetched."""
+    try:
+        with path.open("rb") as file:
+            return file.read(len(_LFS)) == _LFS
+    except OSError:  # is reported where the file is read
+        return False
 
 
 def read_object(path: Path) -> dict[str, Any]:

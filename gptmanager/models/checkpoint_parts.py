@@ -18,7 +18,7 @@ from gptmanager.memory.untrusted_files import read_object
 from gptmanager.models.converted_tensors import ConvertedTensors, is_own_layout
 from gptmanager.models.gguf.checkpoint import GgufCheckpoint
 from gptmanager.models.gguf.split_files import first_of_split
-from gptmanager.models.other_folders import describe_other
+from gptmanager.models.other_folders import describe_other, describe_other_weights
 from gptmanager.models.quantized.scheme import read_scheme, without_quantization
 from gptmanager.models.quantized.source import QuantizedSource
 
@@ -47,17 +47,14 @@ def read_config(path: str | os.PathLike[str]) -> dict[str, Any]:
 
     Raises ConfigError if it is missing or cannot be read.
     """
-    config = read_part(path, "config.json")
-    if config is not None:
-        return without_quantization(config)
-    why = "it has no config.json" if os.path.isdir(path) else "it does not exist"
-    if os.path.lexists(path) and not os.path.isdir(path):
-        why = "it is not a folder"
-    why = describe_other(Path(path)) or why
-    raise ConfigError(
-        f"model_path = {quoted(os.fspath(path))}: must be a checkpoint folder with a config.json "
-        f"or a GGUF file, but {why}"
-    )
+    config, folder = read_part(path, "config.json"), Path(path)
+    why = describe_other(folder) if config is None else describe_other_weights(folder, config)
+    if config is None or why:
+        raise ConfigError(
+            f"model_path = {quoted(os.fspath(path))}: must be a checkpoint folder with a "
+            f"config.json or a GGUF file, but {why}"
+        )
+    return without_quantization(config)
 
 
 def open_tensors(path: str | os.PathLike[str]) -> TensorSource:
@@ -89,7 +86,7 @@ def is_quantized(path: str | os.PathLike[str]) -> bool:
 def _gguf_file(path: Path) -> Path | None:
     if _is_gguf(path):
         return path
-    if not path.is_dir() or os.path.lexists(path / "config.json"):
+    if not os.path.isdir(path) or os.path.lexists(path / "config.json"):
         return None
     found = sorted(file for file in path.glob("*.gguf"))
     if len(found) > 1 and (first := first_of_split(found)) is not None:

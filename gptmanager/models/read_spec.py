@@ -63,10 +63,8 @@ def read_spec(
     config = text_config(config)
     name = config.get("model_type")
     if name not in [*FAMILIES]:
-        other = describe_other_type(config)
-        raise ConfigError(
-            f"config.json: model_type = {quoted(name)}: must be one of {[*FAMILIES]}{other}"
-        )
+        why = describe_other_type(config) or f"must be one of {[*FAMILIES]}"
+        raise ConfigError(f"config.json: model_type = {quoted(name)}: {why}")
     family = FAMILIES[name]
     fields = Fields(config, family.defaults, family.spellings)
     num_layers = _read_num_layers(fields, num_tensors)

@@ -79,8 +79,8 @@ def serve_file(
     Returns a summary, the answers in the order of the lines, and a sentence for each output file
     that is incomplete. Raises ConfigError for invalid options.
     """
-    tokenizer = load_tokenizer(options.model) if has_tokenizer(options.model) else None
     spec = read_spec(read_config(options.model), max_seq_len=given.params.max_seq_len)
+    tokenizer = load_tokenizer(options.model) if has_tokenizer(options.model) else None
     chats = ChatPrompts(options.model)
     lengths = {"max_new_tokens": options.max_new_tokens, "max_tokens": spec.max_seq_len}
     if options.prompt is None:

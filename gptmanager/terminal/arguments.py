@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+import os
 from argparse import ArgumentTypeError
 from collections.abc import Callable
 from pathlib import Path
 
 from gptmanager.config import DEVICE
-from gptmanager.environment.local_models import download_hint, find_model
-from gptmanager.errors import ConfigError
+from gptmanager.environment.local_models import find_model, missing_hint
+from gptmanager.errors import ConfigError, quoted
 
 _MAX_THREADS = 1024
 _MAX_COUNT = 2**31 - 1
@@ -129,14 +130,14 @@ def checkpoint(text: str) -> Path:
 
     The files of the checkpoint are not checked.
     """
-    if Path(text).is_dir() or Path(text).is_file():
+    if os.path.isdir(text) or os.path.isfile(text):  # unlike Path.is_dir, False if it is too long
         return Path(text)
     if (path := find_model(text)) is not None:
         return path
-    problem = f"must be a folder, a file, or a name that `gptmanager models` lists, got {text!r}"
-    if (command := download_hint(text)) is not None:
-        problem += f"; if it is a model of the Hugging Face hub, download it with `{command}`"
-    raise ArgumentTypeError(problem)
+    raise ArgumentTypeError(
+        "must be a folder, a file, or a name that `gptmanager models` lists, got "
+        f"{quoted(text)}{missing_hint(text)}"
+    )
 
 
 def writable(text: str) -> Path:

@@ -7,7 +7,7 @@ from itertools import chain
 import numpy as np
 import pytest
 import torch
-from family_configs import WIDE
+from family_configs import FAMILY_CONFIGS, WIDE
 from family_runs import family_folder, tokens
 
 from gptmanager.cuda.device.downloads import Downloads
@@ -81,10 +81,29 @@ def test_logits_are_those_of_the_reference(toolchain, name, monkeypatch):
     assert (found - expected).abs().max() < 2e-4 * expected.std()
 
 
-def test_heads_that_no_kernel_takes_run_on_torch_and_the_log_says_so(toolchain, caplog):
+HEAD_DIMS = "must be one of (32, 64, 80, 96, 128, 256)"
+LATENTS = "keys that are also values (latents) are not supported"
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "reason"),
+    [
+        ("llama", {}, f"head dimension 16 {HEAD_DIMS}"),
+        ("gemma2", {"head_dim": 512}, f"head dimension 512 {HEAD_DIMS}"),
+        ("llama", {"num_attention_heads": 17, "num_key_value_heads": 1, "head_dim": 32}, "17"),
+        ("deepseek_v2", {}, LATENTS),
+        ("deepseek_v3", {}, LATENTS),
+    ],
+)
+def test_attention_that_no_kernel_takes_runs_on_torch_and_the_log_says_so(
+    toolchain, monkeypatch, caplog, name, changes, reason
+):
+    own = f"{name} without kernels {len(changes)}"
+    monkeypatch.setitem(WIDE, own, {**FAMILY_CONFIGS[name], **changes})
     stream = EmulatedStream()
-    found = logits_of("llama", CudaKernels(stream.launcher), stream)
-    expected = logits_of("llama", Kernels(), stream)
+    found = logits_of(own, CudaKernels(stream.launcher), stream)
+    expected = logits_of(own, Kernels(), stream)
     assert (found - expected).abs().max() < 2e-4 * expected.std()
+    assert torch.equal(found.argmax(dim=-1), expected.argmax(dim=-1))
     (line,) = (it.getMessage() for it in caplog.records if "no kernel" in it.getMessage())
-    assert "head dimension 16 must be one of (32, 64, 80, 96, 128, 256)" in line
+    assert reason in line and "PyTorch computes it" in line

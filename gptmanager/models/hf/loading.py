@@ -48,7 +48,13 @@ def load_with_transformers(
         prepare(own_dtype, {it for it in (weights_dtype, _head(weights_dtype, head_dtype)) if it})
     options = {"trust_remote_code": False, "local_files_only": True}
     try:
-        _check_sizes(library, folder, library.AutoConfig.from_pretrained(folder, **options))
+        config = library.AutoConfig.from_pretrained(folder, **options)
+        if type(config) not in library.MODEL_FOR_CAUSAL_LM_MAPPING:
+            raise ConfigError(
+                f"config.json: model_type = {quoted(config.model_type)}: transformers has no model "
+                "of this architecture that continues text"
+            )
+        _check_sizes(library, folder, config)
         network, found = library.AutoModelForCausalLM.from_pretrained(
             folder,
             dtype=own_dtype,
