@@ -156,6 +156,7 @@ def test_folders_that_transformers_cannot_load_are_refused(folder: Path, tmp_pat
     (tmp_path / "pytorch_model.bin").write_bytes(b"x")
     with pytest.raises(ConfigError, match="its weights are pickles, which can run code"):
         generate(str(tmp_path), prompts(5), 4, optional_params=params)
+    (tmp_path / "pytorch_model.bin").unlink()
     quantized = json.loads((folder / "config.json").read_text())
     quantized["quantization_config"] = {"quant_method": "bitsandbytes"}
     (tmp_path / "config.json").write_text(json.dumps(quantized))
