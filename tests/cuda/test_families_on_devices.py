@@ -82,6 +82,7 @@ def test_logits_are_those_of_the_reference(toolchain, name, monkeypatch):
 
 
 HEAD_DIMS = "must be one of (32, 64, 80, 96, 128, 256)"
+GROUP = {"num_attention_heads": 32, "num_key_value_heads": 1, "head_dim": 32}
 LATENTS = "keys that are also values (latents) are not supported"
 
 
@@ -90,7 +91,7 @@ LATENTS = "keys that are also values (latents) are not supported"
     [
         ("llama", {}, f"head dimension 16 {HEAD_DIMS}"),
         ("gemma2", {"head_dim": 512}, f"head dimension 512 {HEAD_DIMS}"),
-        ("llama", {"num_attention_heads": 17, "num_key_value_heads": 1, "head_dim": 32}, "17"),
+        ("llama", GROUP, "32 query heads do not divide into groups of up to 16 for 1 KV heads"),
         ("deepseek_v2", {}, LATENTS),
         ("deepseek_v3", {}, LATENTS),
     ],
