@@ -60,6 +60,9 @@ PROGRAMS: tuple[Program, ...] = (
 )
 
 
+# their 8-bit floats are weights, which managers refuse on devices that do not convert them
+_FP8_WEIGHTS = (gemv.PROGRAM, gemm.PROGRAM, moe.PROGRAM)
+_FIRST_WITH_FP8 = 89
 _SLOW = ("sampling/sampling.cu", "sampling/beam_step.cu")  # these are compiled first
 Choice = tuple[Program, str, str]  # a kernel of a program, for an architecture
 
@@ -118,11 +121,15 @@ def _compile_one(choice: Choice) -> Row:
 def whole_matrix(arch: str = "", word: str = "") -> Iterator[Choice]:
     """Yield every kernel for every architecture, or only for `arch`.
 
-    With `word`, leave out kernels that have a dtype in their name but not the word.
+    With `word`, leave out kernels that have a dtype in their name but not the word. Kernels for
+    weights in 8-bit floats are left out for architectures on which none is launched.
     """
     for program in PROGRAMS:
         for own in _architectures(program, arch):
+            has_fp8 = program not in _FP8_WEIGHTS or int(own.strip("sm_a")) >= _FIRST_WITH_FP8
             for name in program.kernels:
+                if "fp8" in name and not has_fp8:
+                    continue
                 if word in name or not any(dtype in name for dtype in NAMES.values()):
                     yield program, name, own
 

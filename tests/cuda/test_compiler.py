@@ -184,3 +184,16 @@ def test_which_kernels_are_compiled():
     assert all("half" not in name and "<float" not in name for _, name, _ in one)
     hopper = {program.file for program, _, _ in whole_matrix("sm_90a")}
     assert hopper == {program.file for program in PROGRAMS}
+
+
+def test_kernels_for_weights_in_8_bit_floats_are_compiled_where_a_device_converts_them():
+    """Pages in 8-bit floats work on all devices."""
+    found = {
+        arch: {program.file for program, name, _ in whole_matrix(arch) if "fp8" in name}
+        for arch in ("sm_80", "sm_86", "sm_89", "sm_90a", "sm_100", "sm_120")
+    }
+    weights = {"gemm/gemv.cu", "gemm/gemm.cu", "moe.cu"}
+    assert found["sm_80"] == found["sm_86"] and "attention/cache_write.cu" in found["sm_80"]
+    assert not found["sm_80"] & weights
+    for arch in ("sm_89", "sm_90a", "sm_100", "sm_120"):
+        assert found[arch] == found["sm_80"] | weights
