@@ -11,7 +11,15 @@ from typing import Any
 import pytest
 import torch
 from checkpoints import PagedDriver
-from hf_models import ARCHITECTURES, REFUSED, greedy, new_network, table, through_transformers
+from hf_models import (
+    ARCHITECTURES,
+    PARTS,
+    REFUSED,
+    greedy,
+    new_network,
+    table,
+    through_transformers,
+)
 from safetensors.torch import load_file, save_file
 
 from gptmanager import KvCacheConfig, OptionalParams
@@ -22,6 +30,7 @@ from gptmanager.errors import ConfigError, RequestError
 from gptmanager.kernels import CpuKernels
 from gptmanager.kernels.gemm.int4_matrix import Int4Matrix
 from gptmanager.models.hf.linears import PackedLinear
+from gptmanager.models.hf.loading import load_with_transformers
 
 
 def prompts(*lengths: int) -> list[list[int]]:
@@ -80,8 +89,22 @@ def test_what_attention_over_pages_cannot_compute_is_refused(name: str) -> None:
 
 def test_the_page_has_the_table_of_architectures() -> None:
     page = Path("docs/models.md").read_text()
-    missing = [row for row in table(ARCHITECTURES).splitlines() if row not in page]
-    assert not missing, "run PYTHONPATH=tests/support python tests/support/hf_models.py"
+    own = page.split("### Architectures that were tried")[1].split("\n\n")[2]
+    assert own == table(), "run PYTHONPATH=tests/support python tests/support/hf_models.py"
+
+
+@pytest.mark.parametrize("name", PARTS)
+def test_a_part_of_a_model_of_transformers_is_refused(name: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": name}))
+    save_file({"a": torch.zeros(1)}, tmp_path / "model.safetensors")
+    with pytest.raises(ConfigError, match="transformers cannot load .* configuration class"):
+        load_with_transformers(tmp_path, CpuKernels())
+
+
+def test_recurrent_layers_of_granite_are_refused() -> None:
+    layers = ["mamba", "attention"] * 2
+    with pytest.raises(ConfigError, match="layers 0, 2 do not call attention"):
+        through_transformers(new_network("granitemoehybrid", layer_types=layers))
 
 
 @pytest.fixture(scope="module")
