@@ -11,6 +11,7 @@ from gptmanager.errors import ConfigError, quoted
 from gptmanager.memory.tensor_sources import TensorInfo, tensor_name
 from gptmanager.memory.untrusted_files import parse_object
 from gptmanager.models.quantized.matrices import (
+    LIMIT,
     CodebookMatrix,
     NestedScales,
     Read,
@@ -108,6 +109,8 @@ class _State:
         value = self._values.get(field)
         if isinstance(value, bool) or not isinstance(value, (int, float)):
             raise self._error(field, "must be a number")
+        if not abs(value) < LIMIT:
+            raise self._error(field, f"must be less than {LIMIT:g}")
         return float(value)
 
     def _positive(self, field: str, value: Any) -> int:

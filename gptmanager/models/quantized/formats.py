@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import NoReturn
 
 import torch
 from torch import Tensor
@@ -88,7 +89,7 @@ class MatrixFinder:
         """
         info = self._given.get(name)
         if info is None:
-            raise ConfigError(f"tensor {tensor_name(name)} is missing: a quantized matrix needs it")
+            self._missing(name)
         allowed = {dtypes} if isinstance(dtypes, str) else dtypes
         if info.dtype not in allowed or (shapes and info.shape not in shapes):
             wanted = " or ".join(map(str, map(list, shapes)))
@@ -98,6 +99,9 @@ class MatrixFinder:
             )
         self.used.add(name)
         return info
+
+    def _missing(self, name: str) -> NoReturn:
+        raise ConfigError(f"tensor {tensor_name(name)} is missing: a quantized matrix needs it")
 
     def _matrix_shape(self, name: str, info: TensorInfo, dtype: str = "") -> tuple[int, int]:
         """Return the shape of a tensor. Raises ConfigError if it is not a matrix of `dtype`."""
@@ -149,14 +153,15 @@ class MatrixFinder:
         if info.dtype != _FLOAT8 and (info.dtype, self._scheme.method) != ("int8", _INTEGERS):
             return None
         shape = self._matrix_shape(name, info)
-        inverse = f"{name}_scale_inv" in self._given
-        scales = self._grid(
-            name + ("_scale_inv" if inverse else "_scale"), shape, self._scheme.blocks
-        )
+        names = [f"{name}_scale_inv", f"{name}_scale"][:: 1 if self._scheme.method == "fp8" else -1]
+        own = next((it for it in names if it in self._given), names[0])
+        scales = self._grid(own, shape, self._scheme.blocks)
         zeros = None
         if f"{name}_zero_point" in self._given:
             block = scales.height, scales.width
             zeros = self._grid(f"{name}_zero_point", shape, [block], dtypes=_ZEROS)
+        elif self._scheme.asymmetric and info.dtype == "int8":
+            self._missing(f"{name}_zero_point")
         return ScaledMatrix(name, shape, scales, zeros)
 
     def _packed(self, name: str, info: TensorInfo) -> StoredMatrix:
@@ -190,6 +195,8 @@ class MatrixFinder:
         zeros: Grid | None = None
         if f"{base}_zero_point" in self._given:
             zeros = self._grid(f"{base}_zero_point", shape, [(1, scales.width)], bits)
+        elif self._scheme.asymmetric:
+            self._missing(f"{base}_zero_point")
         column_groups = self._column_groups(f"{base}_g_idx", columns, scales.width)
         return self._with_groups(
             IntegerMatrix(*(name, shape, bits, scales), zeros=zeros, column_groups=column_groups)
@@ -239,9 +246,11 @@ class MatrixFinder:
     def _column_groups(self, name: str, count: int, width: int) -> Tensor | None:
         """Return the group of each column, int32 `[count]`; None if the groups are in order."""
         if name not in self._given:
+            if self._scheme.reordered and width < count:
+                self._missing(name)
             return None
         self._take(name, {"int32", "int64"}, (count,))
-        found = self._read(name).int()
+        found = self._read(name)
         if (found == -1).any():  # compressed-tensors: the index is not used
             return None
         if not ((found >= 0) & (found < _ceil(count, width))).all():
@@ -249,6 +258,7 @@ class MatrixFinder:
                 f"tensor {tensor_name(name)} must have numbers of groups, 0 to "
                 f"{_ceil(count, width) - 1}"
             )
+        found = found.int()
         in_order = torch.arange(count, dtype=torch.int32) // width
         return None if torch.equal(found, in_order) else found
 

@@ -20,16 +20,16 @@ from gptmanager.memory.tensor_sources import tensor_name
 from gptmanager.models.quantized.unpacking import numbers, scaled, unpack, unpack_columns
 from gptmanager.models.quantized.unpacking_loops import E2M1, FOUR_BITS, NAMED, UNSIGNED
 
-_LIMIT = 2.0**64  # of the magnitude of a scale; a weight is then far from infinity
+LIMIT = 2.0**64  # of the magnitude of a scale; a weight is then far from infinity
 # A function (name, *ranges) that returns these ranges of a tensor, or all of it without ranges.
 Read = Callable[..., Tensor]
 
 
 def check_scales(name: str, scales: Tensor) -> None:
     """Raise ConfigError if the tensor `name` leads to a scale that is too large, or NaN."""
-    if not (scales.abs() < _LIMIT).all():
+    if not (scales.abs() < LIMIT).all():
         raise ConfigError(
-            f"tensor {tensor_name(name)} leads to a scale that is NaN, or not less than {_LIMIT:g}"
+            f"tensor {tensor_name(name)} leads to a scale that is NaN, or not less than {LIMIT:g}"
         )
 
 

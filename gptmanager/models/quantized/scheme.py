@@ -24,6 +24,7 @@ _CT_FORMATS = frozenset(
 )
 _CT_TYPES = {("int", 4), ("int", 8), ("float", 8), ("float", 4)}
 _PER_GROUP = ("group", "tensor_group")
+_BY_GROUP = ("group", "dynamic", True)  # `actorder` of columns whose groups are not in order
 Block = tuple[int, int]
 
 
@@ -33,7 +34,8 @@ class Scheme(NamedTuple):
     `method`: `quant_method` of the config. `bits`: the allowed sizes of an integer. `blocks`: the
     allowed numbers of rows and columns that share a scale, in addition to whole rows and the whole
     matrix. `symmetric`: stored zero points must be the middle of the range. `offset`: a number that
-    is added to stored zero points.
+    is added to stored zero points. `asymmetric`: integers must have zero points. `reordered`:
+    integers in groups must have an index with the group of each column.
     """
 
     method: str
@@ -41,6 +43,8 @@ class Scheme(NamedTuple):
     blocks: tuple[Block, ...] = ()
     symmetric: bool = False
     offset: int = 0
+    asymmetric: bool = False
+    reordered: bool = False
 
 
 def without_quantization(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -91,10 +95,14 @@ def _compressed_tensors(own: Mapping[str, Any]) -> Scheme:
             raise _error(field, given, f"must be one of {sorted(_CT_FORMATS)}")
     found = [_ct_weights(name, group.get("weights")) for name, group in groups.items()]
     bits = {count for count, _ in found}
+    weights = [group["weights"] for group in groups.values()]
     return Scheme(
         "compressed-tensors",
         bits=tuple(sorted(bits)),
         blocks=tuple(dict.fromkeys(block for _, block in found if block is not None)),
+        # With several groups of modules, tensors show which modules have zero points.
+        asymmetric=bool(weights) and all(it.get("symmetric") is False for it in weights),
+        reordered=bool(weights) and all(it.get("actorder") in _BY_GROUP for it in weights),
     )
 
 
@@ -142,6 +150,7 @@ def _gptq(own: Mapping[str, Any]) -> Scheme:
         blocks=_groups(own),
         symmetric=symmetric,
         offset=1 if layout == "gptq" else 0,
+        reordered=own.get("desc_act") is True,
     )
 
 

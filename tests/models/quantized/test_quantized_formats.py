@@ -242,6 +242,29 @@ def test_a_part_that_is_missing_or_has_another_shape_is_named(name: str) -> None
                 load_model((config, {**others, part: broken}))
 
 
+@pytest.mark.parametrize(
+    ("name", "part"),
+    [
+        ("ct-int4-asymmetric", "mlp.down_proj.weight_zero_point"),
+        ("ct-int4-reordered", "mlp.gate_proj.weight_g_idx"),
+        ("gptq-reordered", "mlp.gate_proj.g_idx"),
+    ],
+)
+def test_zero_points_and_indices_that_the_config_declares_are_needed(name: str, part: str) -> None:
+    config, tensors = checkpoint(name)
+    del tensors[LAYER + part]
+    with pytest.raises(ConfigError, match=f"{part} is missing: a quantized matrix needs it"):
+        load_model((config, tensors))
+
+
+def test_zero_points_of_int8_that_the_config_declares_are_needed() -> None:
+    config, tensors = checkpoint("ct-int8")
+    groups = config["quantization_config"]["config_groups"]
+    only = changed("ct-int8", config_groups={"group_1": groups["group_1"]})
+    with pytest.raises(ConfigError, match="weight_zero_point is missing: a quantized matrix"):
+        load_model((only, tensors))
+
+
 def test_numbers_of_a_file_size_nothing_before_they_are_checked() -> None:
     config, tensors = checkpoint("bnb4")
     name = f"{LAYER}self_attn.o_proj.weight.quant_state.bitsandbytes__nf4"
@@ -261,10 +284,16 @@ def test_numbers_of_a_file_size_nothing_before_they_are_checked() -> None:
         load_model((config, {**tensors, name: torch.full((9,), 7, dtype=torch.uint8)}))
     with pytest.raises(ConfigError, match="must hold at most 65536 bytes"):
         load_model((config, {**tensors, name: torch.zeros(1 << 17, dtype=torch.uint8)}))
+    nested = name.replace("self_attn.o_proj", "mlp.down_proj")
+    state = json.loads(bytes(tensors[nested].tolist())) | {"nested_offset": 10**400}
+    content = torch.tensor(list(json.dumps(state).encode()), dtype=torch.uint8)
+    with pytest.raises(ConfigError, match="nested_offset = 10.*: must be less than 1.8"):
+        load_model((config, {**tensors, nested: content}))
     config, tensors = checkpoint("gptq-reordered")
     wild = torch.full_like(tensors[f"{LAYER}mlp.gate_proj.g_idx"], 1 << 30)
-    with pytest.raises(ConfigError, match="g_idx must have numbers of groups, 0 to 1"):
-        load_model((config, {**tensors, f"{LAYER}mlp.gate_proj.g_idx": wild}))
+    for broken in (wild, wild.long() << 3, wild.long() << 33):
+        with pytest.raises(ConfigError, match="g_idx must have numbers of groups, 0 to 1"):
+            load_model((config, {**tensors, f"{LAYER}mlp.gate_proj.g_idx": broken}))
     config, tensors = checkpoint("ct-int4")
     huge = torch.tensor([64, 1 << 50])
     with pytest.raises(ConfigError, match="does not fit a matrix of"):
