@@ -29,6 +29,21 @@ def test_rows_in_8_bits(rows: int, columns: int, dtype: torch.dtype) -> None:
     assert matrix.holds(given)
 
 
+@pytest.mark.parametrize("first", [0, 1, 6])
+@pytest.mark.parametrize(("skipped", "columns"), [(0, 46), (0, 33), (1, 46), (2, 44)])
+def test_rows_in_bfloat16_are_the_same_in_pairs(first: int, skipped: int, columns: int) -> None:
+    given = torch.randn(37, 64, generator=torch.Generator().manual_seed(4)).bfloat16()
+    own = slice(skipped, skipped + columns)
+    matrix, expected = (PackedMatrix(40, 56, torch.bfloat16) for _ in range(2))
+    for start in (0, 5, 30):
+        rows = given[start:][: 25 if start == 5 else 7]
+        matrix.copy_(rows, 3 + start, first, own)
+        expected.copy_(rows.float(), 3 + start, first, own)  # element by element
+
+    assert torch.equal(matrix.values, expected.values)
+    assert torch.equal(matrix.unpacked()[3:40, first : first + columns], given[:, own])
+
+
 def test_a_part_of_the_columns_has_the_scales_of_whole_rows() -> None:
     given = torch.randn(20, 100, generator=torch.Generator().manual_seed(2))
     matrix = PackedMatrix(20, 40, torch.float32, quantized=True)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from gptmanager.kernels.gemm.int4_groups import GROUP, MIDDLE, Groups
-from gptmanager.kernels.gemm.packed_matrix import PANEL_ROWS, PackedMatrix, Panels, copy_rows
+from gptmanager.kernels.gemm.packed_matrix import PANEL_ROWS, PackedMatrix, Panels, copy_rows, zeros
 from gptmanager.kernels.gemm.weight_quantization import round_to_groups, write_int4
 
 INT4 = torch.uint8  # dtype of `values`: a byte has two positions
@@ -34,7 +34,10 @@ class Int4Matrix(PackedMatrix):
         groups, panels = -(-columns // GROUP), -(-rows // PANEL_ROWS)
         self.depth = groups * GROUP
         shape = panels, groups, _STEPS, PANEL_ROWS, _FOUR
-        self.values = torch.zeros(shape, dtype=INT4, device=device)
+        is_on_cpu = torch.device(device).type == "cpu"
+        self.values = (
+            zeros(shape, INT4) if is_on_cpu else torch.zeros(shape, dtype=INT4, device=device)
+        )
         self.scales = torch.zeros(panels, groups, PANEL_ROWS, dtype=torch.float16, device=device)
         self.minima: Tensor | None = None
         self.plans, self._parts = {}, ()
