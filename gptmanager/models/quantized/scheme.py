@@ -24,7 +24,7 @@ _CT_FORMATS = frozenset(
 )
 _CT_TYPES = {("int", 4), ("int", 8), ("float", 8), ("float", 4)}
 _PER_GROUP = ("group", "tensor_group")
-_BY_GROUP = ("group", "dynamic", True)  # `actorder` of columns whose groups are not in order
+_BY_GROUP = ("group", "dynamic", True)  # values of `actorder` that need `g_idx`
 Block = tuple[int, int]
 
 
