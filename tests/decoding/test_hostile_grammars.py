@@ -234,6 +234,14 @@ def test_processes_of_a_burst_end_once_they_are_idle(tokenizer, monkeypatch):
     assert len(processes) == 2 and sorted(p.poll() is None for p in processes) == [False, True]
 
 
+def test_the_cached_error_of_a_grammar_keeps_nothing_else(tokenizer):
+    """Tracebacks hold the grammar's text, which the limit of the cache would not count."""
+    compiled = GuidedDecoding(tokenizer, [0]).regex("(").compiled
+    error = compiled.exception()
+    assert isinstance(error, InvalidRequestError)
+    assert [error.__traceback__, error.__context__, error.__cause__] == [None] * 3
+
+
 @pytest.mark.parametrize("fault", [OSError(24, "Too many open files"), MemoryError()])
 def test_without_a_process_for_its_trial_a_grammar_is_refused(tokenizer, monkeypatch, fault):
     """It might take all memory, or never compile. With the next one it is tried again."""

@@ -190,7 +190,9 @@ class GuidedDecoding(RowProcessor):
             try:
                 result, unenforced = self._compile(source, is_wanted)
             except BaseException as raised:  # noqa: B036 - includes panics of llguidance
-                error = raised
+                # It is cached: its traceback and the errors before it hold the grammar's text.
+                error = raised.with_traceback(None)
+                error.__context__ = error.__cause__ = None
         compiled = waiting()
         if compiled is None:
             return
