@@ -294,6 +294,7 @@ models/                       decoder networks, and the table of families
     model                     the Model protocol, and load_model
     hf/                       models that transformers computes, with our attention
         library               imports transformers when it is needed (no torch)
+        sizes                 chooses whether transformers computes a model, and reads its sizes
         attention             the attention that transformers calls
         probe                 refuses by name what our attention cannot compute
         fixed_rope            rotary embeddings that depend on the longest sequence

@@ -15,13 +15,10 @@ from gptmanager.kernels import CpuKernels, Kernels
 from gptmanager.kernels.gemm.int4_matrix import Int4Matrix
 from gptmanager.kernels.gemm.packed_matrix import Matrix, PackedMatrix, Quantized
 from gptmanager.lifecycle.log import logger
-from gptmanager.models.checkpoint_parts import is_quantized, read_config
-from gptmanager.models.families import FAMILIES
-from gptmanager.models.families.wrappers import text_config
-from gptmanager.models.hf.library import knows
+from gptmanager.models.checkpoint_parts import is_quantized
 from gptmanager.models.hf.loading import Prepare, load_with_transformers
+from gptmanager.models.hf.sizes import uses_transformers
 from gptmanager.models.model import Dimensions, Model, WeightsDtype, check_fp8, load_model
-from gptmanager.models.other_folders import describe_other_type
 from gptmanager.models.spec import ModelSpec
 from gptmanager.ranks.collectives import Collectives
 
@@ -116,11 +113,7 @@ def _uses_transformers(source: Any, params: OptionalParams) -> bool:
         if params.model_backend == "transformers":
             raise ConfigError("OptionalParams.model_backend = 'transformers' needs a folder")
         return False
-    if params.model_backend != "auto" or not os.path.isdir(source):
-        return params.model_backend == "transformers"
-    config = text_config(read_config(source))
-    own = config.get("model_type")
-    return own not in [*FAMILIES] and not describe_other_type(config) and knows(own)
+    return uses_transformers(source, params.model_backend)
 
 
 def _weights_dtype(

@@ -16,8 +16,7 @@ from gptmanager.callbacks import JsonLinesSink, RequestQueue, broadcast, fan_out
 from gptmanager.callbacks.text.checkpoint import has_tokenizer
 from gptmanager.errors import ConfigError
 from gptmanager.manager.gpt_manager import GptManager
-from gptmanager.models.checkpoint_parts import read_config
-from gptmanager.models.read_spec import read_spec
+from gptmanager.models.hf.sizes import read_sizes
 from gptmanager.run.chat_prompts import ChatPrompts
 from gptmanager.run.follow import follow, is_follower
 from gptmanager.run.progress_display import ProgressDisplay
@@ -79,10 +78,10 @@ def serve_file(
     Returns a summary, the answers in the order of the lines, and a sentence for each output file
     that is incomplete. Raises ConfigError for invalid options.
     """
-    spec = read_spec(read_config(options.model), max_seq_len=given.params.max_seq_len)
+    sizes = read_sizes(options.model, given.params.model_backend, given.params.max_seq_len)
     tokenizer = load_tokenizer(options.model) if has_tokenizer(options.model) else None
     chats = ChatPrompts(options.model)
-    lengths = {"max_new_tokens": options.max_new_tokens, "max_tokens": spec.max_seq_len}
+    lengths = {"max_new_tokens": options.max_new_tokens, "max_tokens": sizes.max_seq_len}
     if options.prompt is None:
         own: dict[str, Any] = {"chats": chats, "model": options.model, **lengths}
         lines = read_file(options.requests, tokenizer, **own)

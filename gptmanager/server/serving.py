@@ -68,6 +68,7 @@ def open_engine(settings: ServerSettings) -> Iterator[Engine]:
         settings.names,
         max_seq_len=params.max_seq_len,
         max_beam_width=settings.max_beam_width,
+        backend=params.model_backend,
     )
     queue = AsyncRequestQueue(
         max_pending=None,

@@ -21,8 +21,8 @@ from gptmanager.callbacks.text.template_process import read_chat_templates, read
 from gptmanager.config import ModelType
 from gptmanager.errors import CapacityError, ConfigError, InvalidRequestError, quoted_path
 from gptmanager.manager.gpt_manager import GptManager
-from gptmanager.models.checkpoint_parts import read_config, read_part
-from gptmanager.models.read_spec import read_spec
+from gptmanager.models.checkpoint_parts import read_part
+from gptmanager.models.hf.sizes import read_sizes
 from gptmanager.terminal.options import ManagerOptions
 
 # For a checkpoint that says nothing about sampling. Greedy small models repeat themselves.
@@ -87,7 +87,7 @@ def open_chat_model(options: argparse.Namespace, given: ManagerOptions) -> Itera
     Raises ConfigError for wrong options or a wrong file.
     """
     path: Path = options.model
-    spec = read_spec(read_config(path), max_seq_len=given.params.max_seq_len)
+    sizes = read_sizes(path, given.params.model_backend, given.params.max_seq_len)
     request_options = {"stop": checked_stops(options.stop), **_sampling(options)}
     params = given.params
     templates = _templates(path, options.chat_template)
@@ -106,7 +106,7 @@ def open_chat_model(options: argparse.Namespace, given: ManagerOptions) -> Itera
         given_model = path, given.model_type, 1, given.scheduler
         with GptManager(*given_model, get, queue.send_response, poll, None, params) as manager:
             queue.attach(manager)
-            size = longest_request(manager, spec.max_seq_len)
+            size = longest_request(manager, sizes.max_seq_len)
             yield ChatModel(queue, template, size, options.max_new_tokens, request_options)
 
 

@@ -12,9 +12,9 @@ from tokenizers import Tokenizer
 
 from gptmanager.callbacks import TokenDefaults, load_tokenizer
 from gptmanager.callbacks.text.checkpoint import has_tokenizer, special_tokens_of
-from gptmanager.models.checkpoint_parts import read_config, read_part
+from gptmanager.models.checkpoint_parts import read_part
 from gptmanager.models.decoder.lora_modules import lora_modules
-from gptmanager.models.read_spec import read_spec
+from gptmanager.models.hf.sizes import read_sizes
 
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "do_sample")
 
@@ -60,22 +60,27 @@ class ModelCard:
         *,
         max_seq_len: int | None = None,
         max_beam_width: int = 1,
+        backend: str = "auto",
     ) -> ModelCard:
-        """Read a card from the files of a checkpoint. Raises ConfigError for unreadable files."""
-        spec = read_spec(read_config(folder), max_seq_len=max_seq_len)
-        modules = lora_modules(spec).values()
+        """Read a card from the files of a checkpoint. Raises ConfigError for unreadable files.
+
+        `backend` is `OptionalParams.model_backend`.
+        """
+        sizes = read_sizes(folder, backend, max_seq_len)
+        spec = sizes.spec
+        modules = () if spec is None else lora_modules(spec).values()
         tokenizer_config = read_part(folder, "tokenizer_config.json") or {}
         generation = read_part(folder, "generation_config.json") or {}
         return cls(
             names=names,
             folder=folder,
-            vocab_size=spec.vocab_size,
-            max_model_len=spec.max_seq_len,
-            hidden_size=spec.hidden_size,
-            adapter_rows=spec.num_layers * len(modules),
-            adapter_width=max(module.width for module in modules),
+            vocab_size=sizes.vocab_size,
+            max_model_len=sizes.max_seq_len,
+            hidden_size=sizes.hidden_size,
+            adapter_rows=0 if spec is None else spec.num_layers * len(modules),
+            adapter_width=max((module.width for module in modules), default=0),
             max_beam_width=max_beam_width,
-            keeps_state=bool(spec.states),
+            keeps_state=spec is not None and bool(spec.states),
             tokenizer=load_tokenizer(folder) if has_tokenizer(folder) else None,
             token_defaults=TokenDefaults.of_folder(folder),
             sampling_defaults={
