@@ -577,7 +577,7 @@ def test_arguments_that_cannot_work_are_named() -> None:
         ("qwen3", {"model_type": "llama"}, "unknown: model.layers.0.self_attn.k_norm.weight"),
         ("llama", {"num_hidden_layers": 2}, "unknown: model.layers.2."),
         ("llama", {"num_hidden_layers": 4}, "missing: model.layers.3."),
-        ("llama", {"vocab_size": 10**9}, "embed_tokens.weight has shape [96, 32], the config"),
+        ("llama", {"vocab_size": 10**9}, "embed_tokens.weight has shape [96, 32]; the config"),
         (
             "llama",
             {"head_dim": 16},

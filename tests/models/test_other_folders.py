@@ -28,7 +28,7 @@ MLX = {**LLAMA, "quantization": {"group_size": 64, "bits": 4}}
 CASES: dict[str, tuple[dict[str, Any], str, str]] = {
     "nothing": ({}, "", "it is an empty folder"),
     "GGUF": ({"model": b"GGUF\x03"}, "model", "model is cut off or damaged"),
-    "GGUF files": ({"a.gguf": b"GGUF", "b.gguf": b"GGUF"}, "", "holds 2 GGUF files, pass one: a.g"),
+    "GGUF files": ({"a.gguf": b"GGUF", "b.gguf": b"GGUF"}, "", "GGUF files: pass one of them (a.g"),
     "GGUF pointer": ({"a.gguf": POINTER}, "", "a.gguf is a pointer of Git LFS, not the file: run"),
     "pt": ({"model.pt": b"PK"}, "", "its weights are pickles, which can run code: pass"),
     "pth": ({"consolidated.00.pth": b"PK", "params.json": {}}, "", "in its author's own format"),
