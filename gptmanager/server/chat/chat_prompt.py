@@ -122,7 +122,7 @@ class ChatPrompts:
 
     @property
     def tool_format(self) -> ToolFormat | None:
-        """The format of calls with the server's template; None if there is no known format."""
+        """The tool call format of the server's chat template; None if the format is unknown."""
         template = pick(self._templates, True)
         return None if template is None else self._tool_format(template)
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from quantized_config import CONFIG
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -30,18 +31,6 @@ from gptmanager.models.quantized.unpacking_loops import E2M1, FOUR_BITS, NAMED
 
 HERE = Path(__file__).parent
 EXPECTED = json.loads((HERE / "expected.json").read_text())
-CONFIG = {
-    "model_type": "llama",
-    "vocab_size": 32,
-    "hidden_size": 64,
-    "intermediate_size": 32,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "max_position_embeddings": 128,
-    "tie_word_embeddings": False,
-}
 PROMPTS = [[3, 7, 11, 2], [30, 1, 5, 9, 9, 4, 21]]
 LAYER = "model.layers.0."
 Checkpoint = tuple[dict[str, Any], dict[str, Tensor]]

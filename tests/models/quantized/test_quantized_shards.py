@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from bounded import bounded
+from quantized_config import CONFIG as LLAMA
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -23,18 +24,6 @@ from gptmanager.models import load_model
 
 HERE = Path(__file__).parent
 EXPECTED = json.loads((HERE / "expected.json").read_text())
-LLAMA = {
-    "model_type": "llama",
-    "vocab_size": 32,
-    "hidden_size": 64,
-    "intermediate_size": 32,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "max_position_embeddings": 128,
-    "tie_word_embeddings": False,
-}
 GPT_OSS = {
     **LLAMA,
     "model_type": "gpt_oss",
