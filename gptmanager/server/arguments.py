@@ -67,7 +67,7 @@ def add_command(commands: Any) -> None:
     add_model(parser, required=True)
     for title, add_options in _GROUPS.items():
         add_options(parser.add_argument_group(title).add_argument)
-    add_manager_options(parser, "8192; on a CPU 2048, with long contexts in chunks")
+    add_manager_options(parser, "8192; on a CPU 2560, with long contexts in chunks")
 
 
 def _add_model_options(add: _Add) -> None:

@@ -23,7 +23,7 @@ from gptmanager.terminal.progress import NOTES, ProgressBars
 from gptmanager.terminal.streams import print_message
 
 _FEW_CORES = 4
-_CPU_STEP_TOKENS = 2048
+_CPU_STEP_TOKENS = 2560
 _logger = logging.getLogger(__name__)
 
 

@@ -230,7 +230,7 @@ def test_settings_are_checked_by_name():
 @pytest.mark.parametrize(
     ("words", "num_tokens", "chunked"),
     [
-        ("", 2048, True),
+        ("", 2560, True),
         ("--device cpu --tokens-per-block 4096", 4096, True),
         ("--max-num-tokens 8192", 8192, None),
         ("--max-num-tokens 100 --chunked-context", 100, True),
