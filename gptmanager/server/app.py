@@ -67,13 +67,13 @@ _FRONTS: Sequence[Routes] = (
 
 
 class _App(Starlette):
-    """The application, which is also served below `root_path`.
+    """The application. It answers at each path, and also at the path below `root_path`.
 
     Only the head of a streamed response passes through the middleware. Streams send their events
     directly to the HTTP server, because each wrapper costs time per token.
 
-    A response that is sent before the request has arrived completely closes the connection: a
-    client without a key cannot make the server read the rest.
+    If a response starts before the whole request has arrived, the connection is closed after the
+    response: a client without a key cannot make the server read the rest of a body.
     """
 
     root_path = ""

@@ -181,7 +181,7 @@ def _add_observation(add: _Add) -> None:
 
 
 def _add_journal(add: _Add) -> None:
-    text = "the folder of a journal, with which a restarted server continues unfinished requests"
+    text = "keep a journal in this folder, so that a restarted server continues unfinished requests"
     add("--journal", type=Path, metavar="FOLDER", help=text)
     text = (
         "when journal records reach the disk: always, never, or milliseconds (default %(default)s)"

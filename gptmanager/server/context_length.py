@@ -34,10 +34,10 @@ class ContextLength:
     def check(
         self, length: int, max_new_tokens: int, *, prompt: str = "prompt", most: str = "max_tokens"
     ) -> None:
-        """Check that prompt and output fit, because the manager would silently shorten the output.
+        """Raise ApiError (400) if the prompt is empty, or if prompt and output do not fit.
 
-        Raises ApiError (400). `prompt` and `most` are the names of the two fields in the error's
-        message.
+        Without this check the manager would silently shorten the output. `prompt` and `most` are
+        the names of the two fields in the error.
         """
         if not length:
             raise ApiError(400, "the prompt is empty: at least 1 token is needed", param=prompt)

@@ -1,4 +1,4 @@
-"""Imports modules that need an optional dependency, when they are needed."""
+"""Imports modules that need packages of an extra, only when the server uses these modules."""
 
 from __future__ import annotations
 

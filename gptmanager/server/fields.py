@@ -131,7 +131,10 @@ class Number(NamedTuple):
 
 
 class Integer(NamedTuple):
-    """An integer from `low` to `high`. A float without a fraction, such as 5.0, is converted."""
+    """An integer from `low` to `high`.
+
+    A float without a fraction, such as 5.0, is converted if it is less than 2**53.
+    """
 
     low: float = -math.inf
     high: float = math.inf
@@ -226,8 +229,8 @@ class ListOf(NamedTuple):
 
 
 class TokenIds(NamedTuple):
-    """A list of token ids. `check_token_ids` checks the items later, after the limit of the list's
-    length has been checked.
+    """A list of token ids. The items are not checked here: the endpoint first checks the length,
+    then calls `check_token_ids`.
     """
 
     def read(self, where: str, value: Any) -> list[Any]:

@@ -18,8 +18,8 @@ from gptmanager.server.settings import ServerSettings
 def routes(engine: Engine, settings: ServerSettings) -> list[BaseRoute]:
     """Return the routes of the checks, and /version.
 
-    /health and /health/ready check that requests are accepted, /health/live that the loop runs and
-    makes progress.
+    /health and /health/ready check that requests are accepted. /health/live checks that the loop
+    runs and makes progress.
     """
 
     async def live(request: Request) -> Response:

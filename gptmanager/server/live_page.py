@@ -1,4 +1,4 @@
-"""The live page: shows the server's schedule in a browser while it runs, and a chat next to it."""
+"""The live page: shows the schedule of the running server in a browser, next to a chat."""
 
 from __future__ import annotations
 

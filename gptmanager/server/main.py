@@ -1,4 +1,7 @@
-"""Runs `gptmanager serve` with parsed arguments, and imports the modules that need its extra."""
+"""Runs `gptmanager serve` with parsed arguments.
+
+The modules that need the extra `server` are imported here, when a server starts.
+"""
 
 from __future__ import annotations
 
@@ -62,9 +65,9 @@ def server_settings(options: argparse.Namespace) -> ServerSettings:
 def with_short_steps(given: ManagerOptions) -> ManagerOptions:
     """Return the options of a server with steps that are short enough for a CPU.
 
-    A step of 8,192 prompt tokens takes a CPU many seconds: all clients wait for it, both for their
-    first and for their next token. Contexts that do not fit the shorter step run in chunks. Options
-    with which contexts cannot run in chunks, and those for other devices, are returned unchanged.
+    A step of 8,192 prompt tokens takes a CPU many seconds, and all clients wait for it. Contexts
+    that do not fit the shorter step run in chunks. If contexts cannot run in chunks, or if the
+    device is not a CPU, `given` is returned unchanged.
     """
     params, policy = given.params, given.scheduler.capacity_scheduler_policy
     is_static = policy is CapacitySchedulerPolicy.STATIC_BATCH or given.model_type is ModelType.V1

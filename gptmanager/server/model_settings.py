@@ -20,9 +20,9 @@ class ModelSettings:
     `max_adapters`: the maximum number of adapters that are loaded at once. `block_reuse`: whether
     prompts reuse blocks of the KV cache; by default they do, unless the batching is V1.
     `host_tier_bytes`: CPU memory for evicted blocks, in bytes. `prompt_lookup`: the maximum number
-    of draft tokens per step; None means no drafts. `record`: the file to which the run is recorded.
-    `journal`, `journal_sync`, `journal_on_full`: `journal_path`, `journal_sync` and
-    `journal_on_full` of `OptionalParams`.
+    of draft tokens of a request in a step; None means no drafts. `record`: the file to which the
+    run is recorded. `journal` is the `journal_path` of `OptionalParams`. `journal_sync` and
+    `journal_on_full` have the same names and values there.
     """
 
     model: Path

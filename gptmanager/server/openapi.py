@@ -39,9 +39,10 @@ _ERRORS = {
 class Endpoint(NamedTuple):
     """One endpoint of the document.
 
-    `fields`: the fields of the body, or None without a body. `answer`: the properties of the
-    answer, or its media type. `parameter`: the name in braces in the path. `link`: an operation
-    that uses values of this answer. `method`: by default POST with a body, and GET without one.
+    `fields`: the fields of the request's body, or None if it has no body. `answer`: the properties
+    of the answer's JSON object, or the media type of the answer. `parameter`: the name in braces in
+    the path. `link`: an operation that uses values of this answer. `method`: by default POST if the
+    request has a body, otherwise GET.
     """
 
     path: str
@@ -90,8 +91,21 @@ ENDPOINTS = (
     Endpoint("/v1/responses", "answer items", responses.FIELDS, _RESPONSE),
     Endpoint(_STORED, "return a stored response", None, _RESPONSE, "response_id"),
     Endpoint(_STORED, "forget a response", None, {"id": _TEXT}, "response_id", method="delete"),
-    Endpoint(f"{_STORED}/input_items", "list its input", None, {"data": {}}, "response_id"),
-    Endpoint(f"{_STORED}/cancel", "refused: it has ended", None, {}, "response_id", method="post"),
+    Endpoint(
+        f"{_STORED}/input_items",
+        "list the input of a stored response",
+        None,
+        {"data": {}},
+        "response_id",
+    ),
+    Endpoint(
+        f"{_STORED}/cancel",
+        "always refused: a stored response has ended",
+        None,
+        {},
+        "response_id",
+        method="post",
+    ),
     Endpoint("/v1/messages", "answer a chat", messages.FIELDS, _MESSAGE),
     Endpoint(
         "/v1/messages/count_tokens",
@@ -106,7 +120,7 @@ ENDPOINTS = (
         {"object": _TEXT, "data": {}},
         link=_link("/v1/models/{name}", "get", parameters={"name": "$response.body#/data/0/id"}),
     ),
-    Endpoint("/v1/models/{name}", "describe one of them", None, _MODEL, "name"),
+    Endpoint("/v1/models/{name}", "describe the model or an adapter", None, _MODEL, "name"),
     Endpoint(
         "/v1/load_lora_adapter",
         "load an adapter under a name",

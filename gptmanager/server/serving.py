@@ -177,7 +177,7 @@ async def _serve(
 async def _grpc(
     engine: Engine, settings: ServerSettings, server: Server
 ) -> AsyncIterator[int | None]:
-    """Serve Triton's protocol over gRPC at `--grpc-port`. Yield the port, or None without one."""
+    """Serve Triton's protocol over gRPC. Yield its port, or None if `--grpc-port` is not set."""
     if settings.grpc_port is None:
         yield None
         return
@@ -194,7 +194,7 @@ async def _end(server: Server, engine: Engine, timeout_s: float) -> None:
 
 
 async def _end_with_manager(server: Server, engine: Engine) -> None:
-    """End the server when its manager has failed, so that a supervisor can start a new one."""
+    """End the server when its manager has failed, so that a supervisor can start a new server."""
     while engine.manager.state is not ManagerState.FAILED:
         await asyncio.sleep(_POLL_S)
     await _end(server, engine, _LAST_WRITES_S)

@@ -22,7 +22,8 @@ class ServerSettings(AccessSettings, ModelSettings, ChatSettings):
 
     `max_concurrency`: the number of requests that run at once, by default as many as fit a batch,
     or two batches with `enable_trt_overlap`. `max_queued_requests`: the maximum number of waiting
-    requests. `max_queued_tokens`: the maximum number of their prompt tokens; None means no limit.
+    requests. `max_queued_tokens`: the maximum number of prompt tokens of all waiting requests
+    together; None means no limit.
     `request_timeout`: seconds after which a request is ended; None means no limit.
     `shutdown_timeout`: seconds that running requests may take after a signal. `triton`: serve /v2;
     `grpc_port` implies this. `lenient`: an unknown field causes a warning instead of an error.
