@@ -15,9 +15,7 @@ class Thought:
 
 @dataclass(frozen=True, slots=True)
 class Content:
-    """Text outside of thoughts and calls; in the model's text it is from the character `begin` up
-    to `end`.
-    """
+    """Text outside of thoughts and calls: the characters `begin` to `end` of the model's text."""
 
     text: str
     begin: int = field(default=0, compare=False)
@@ -34,7 +32,7 @@ class CallBegins:
 
 @dataclass(frozen=True, slots=True)
 class Arguments:
-    """The next piece of the arguments of call `index`: JSON as the model writes it."""
+    """The next piece of the arguments, which are JSON, of call `index`."""
 
     index: int
     text: str

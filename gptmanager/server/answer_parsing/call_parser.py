@@ -49,7 +49,7 @@ class CallParser(StepwiseParser):
         self.num_calls = 0
         self._names = frozenset(names)
         self._state = State.CONTENT if self.openers else State.START
-        self._before = ""  # text skipped before a possible call, returned if it is not a call
+        self._before = ""  # text taken before a possible call; content if no call follows
         self._arguments = ObjectScan()
         self._depth = 0  # depth of the scan at which the arguments end
 

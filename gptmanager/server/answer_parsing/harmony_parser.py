@@ -62,7 +62,7 @@ class HarmonyParser(StepwiseParser):
         self._kind: type[Thought] | type[Content] | None = None
         self._arguments = ObjectScan()  # scans the last call
         self._has_all_arguments = True
-        self._said: set[type] = set()  # kinds that have text
+        self._said: set[type] = set()  # the kinds of parts returned so far
         self._needs_break = False  # a line break must precede the next text
         self._continue(prompt)
         self._names = frozenset(names)

@@ -1,4 +1,4 @@
-"""Parse calls that are JSON objects with the name of a tool and its arguments."""
+"""Parses calls that are JSON objects with the name of a tool and its arguments."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Find tags, and the ends of JSON objects, in a text that arrives in pieces."""
+"""Finds tags, and the ends of JSON objects, in a text that arrives in pieces."""
 
 from __future__ import annotations
 

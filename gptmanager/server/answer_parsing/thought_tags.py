@@ -1,4 +1,4 @@
-"""Parse thoughts in <think> tags, as Qwen3 and DeepSeek-R1 write them before their answers.
+"""Parses thoughts in <think> tags, as Qwen3 and DeepSeek-R1 write them before their answers.
 
 The result does not depend on how the text is divided into tokens. Another parser reads the calls in
 the text after the thought.

@@ -38,8 +38,8 @@ class Adapter:
 class Adapters:
     """The loaded adapters of the model in the folder `model`, by name.
 
-    `root` is the folder that must contain the adapters; if it is None, clients cannot load any. At
-    most `most` adapters may be loaded at once; their weights stay in memory. `has_journal`:
+    `root` is the folder from which clients may load adapters; if it is None, they cannot load any.
+    At most `most` adapters may be loaded at once; their weights stay in memory. `has_journal`:
     requests of an earlier process may still use its adapters, so the first task id is random.
     """
 

@@ -83,8 +83,8 @@ class Engine:
         self.restored = metrics.restored
         self._calls: set[Call] = set()
         self._num_preparing = 0
-        # With a journal, ids begin at random, so that none is the id of an earlier process's
-        # request.
+        # With a journal, the first id is random, so that no request has the id of a request of an
+        # earlier process.
         first = 0 if not has_journal else int.from_bytes(os.urandom(5), "big") << 20
         self._request_ids = itertools.count(first + 1)
 
@@ -116,8 +116,9 @@ class Engine:
         """Queue all requests or none. If a call with this Idempotency-Key is kept, join it instead.
 
         Raises ApiError: 404 for an adapter that is not loaded, 400 for a request that can never
-        run, 422 for an Idempotency-Key of another body, 429 if too many requests wait, or if the
-        API key has too many, 503 if the server shuts down or has failed.
+        run, 422 for an Idempotency-Key that was used with another body, 429 if too many requests
+        wait, belong to the API key or have an Idempotency-Key, 503 if the server shuts down or has
+        failed.
         """
         self._check_open()
         call_key = self.kept.current.get()
@@ -185,8 +186,8 @@ class Engine:
     def preparing(self) -> Iterator[None]:
         """Count a request in the limits while its logits post-processor is prepared.
 
-        Raises ApiError: 429 if too many requests wait, or if the API key has too many, 503 if the
-        server shuts down or has failed.
+        Raises ApiError: 429 if too many requests wait or belong to the API key, 503 if the server
+        shuts down or has failed.
         """
         self._check_open()
         self._check_number_waiting(1)
@@ -199,9 +200,9 @@ class Engine:
             self.keys.release(key, 1)
 
     def check_number(self, number: int) -> None:
-        """Raise ApiError (400) if `number` requests at once exceed the limits.
+        """Raise ApiError if `number` requests at once exceed the limits.
 
-        After a 429, clients would retry forever.
+        The status is 400: after a 429, clients would retry forever.
         """
         settings = self._settings
         most = settings.concurrency + settings.max_queued_requests
@@ -292,7 +293,7 @@ class Engine:
     # Text -------------------------------------------------------------------------------------
 
     async def encode(self, name: str, text: str, *, special: bool = True) -> list[int]:
-        """Return `encode_now` of a text. A long text is encoded on a worker thread."""
+        """Return the same as `encode_now`, but encode a long text on a worker thread."""
         encode = functools.partial(self.encode_now, name, text, special=special)
         return await run_in_thread(encode) if len(text) >= LONG_TEXT else encode()
 

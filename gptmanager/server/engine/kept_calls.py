@@ -1,4 +1,4 @@
-"""`KeptCalls`: calls with an `Idempotency-Key`, which continue without their client."""
+"""`KeptCalls`: calls with an `Idempotency-Key`, which go on when their client disconnects."""
 
 from __future__ import annotations
 

@@ -40,12 +40,12 @@ class RestoredResponses:
         self._lock = threading.RLock()
 
     def restore(self, request_id: int) -> Delivered | None:
-        """Begin to hold the responses to a request with a key; return the result of `restore_cb`.
+        """Begin to hold the responses to a request with a key. This is the manager's `restore_cb`.
 
-        For such a request, it says that nothing has been delivered yet. For others it is None.
+        The result says that nothing has been delivered yet; it is None for a request without a key.
         """
         if not is_keyed(request_id):
-            return None  # its client has disconnected: the manager uses what the journal says
+            return None  # the client has disconnected: the manager uses what the journal says
         self._held[request_id] = _Restored()
         return Delivered(0, False)
 

@@ -164,7 +164,7 @@ async def until_disconnected(request: Request, work: Awaitable[_T]) -> _T:
 
 
 class StartedStream:
-    """An iterator over the frames (encoded events) of a stream, of which the first has been read.
+    """An iterator over a stream's frames (encoded events). The first frame has been read already.
 
     It is a class, because a generator around `frames` would cost time for every frame.
     """
@@ -190,7 +190,7 @@ class StartedStream:
 
 
 class KeptAlive:
-    """An iterator over frames that yields `comment` every `interval_s` seconds before the first.
+    """An iterator over frames; before the first one it yields `comment` every `interval_s` seconds.
 
     `starting` waits for the first frame. Proxies close a connection that is silent for too long.
     """
@@ -240,7 +240,7 @@ async def start_stream(
     frame is raised here, in the endpoint.
 
     With `keep_alive_s`, the iterator is returned at once and repeats `comment` before the first
-    frame. Then only an error of the submission is raised here, for instance because too many
+    frame. In this case only errors of the submission are raised here, for instance if too many
     requests wait.
 
     Use: `EventStream(await until_disconnected(request, start_stream(frames)))`.
@@ -248,7 +248,7 @@ async def start_stream(
     if keep_alive_s is None:
         return StartedStream(await anext(frames, None), frames)
     starting = asyncio.ensure_future(_first(frames))
-    await asyncio.sleep(0)  # one step submits the requests
+    await asyncio.sleep(0)  # lets the task run once, in which it submits the requests
     if starting.done():
         return StartedStream(starting.result(), frames)
     return KeptAlive(starting, frames, keep_alive_s, comment)

@@ -1,8 +1,8 @@
-"""`HostGuard`: keeps foreign web pages away from a server on loopback that has no key.
+"""`HostGuard`: refuses requests of foreign web pages. A server on loopback without a key needs it.
 
-A page can resolve its own host name to this machine (DNS rebinding). The header `Host` of its
-requests is then that name. A page can also post text to a local address. The header `Origin` is
-then the page's own. So both headers must name a loopback address or a host of `--allowed-host`.
+A page can let its own host name resolve to this machine (DNS rebinding): the header `Host` of its
+requests then has this name. A page can also post text to a local address: the header `Origin` then
+names the page. So the guard checks the hosts in both headers.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class HostGuard:
 
     Both may name a loopback address or a host in `allowed`. `Origin` may also be in `origins`,
     where "*" allows all. A cross-site request without `Origin` is refused unless it follows a link.
-    A request without `Host` is accepted, because it is not from a browser.
+    A request without both headers is accepted otherwise: browsers always send `Host`.
     """
 
     def __init__(self, app: ASGIApp, allowed: Sequence[str], origins: Sequence[str] = ()) -> None:

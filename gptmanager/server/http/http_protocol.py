@@ -23,8 +23,8 @@ MAX_HEAD_BYTES = 1 << 16  # limit for request line and headers together, and for
 MAX_PIPELINED = 64  # requests of a connection that wait for an earlier answer
 _THIS_MACHINE = ("127.0.0.1", 0)
 _LINGER_S = 2.0  # how long a refused client may go on writing
-# Java's client sends this header with each request to offer HTTP/2; the parser would then drop the
-# body.
+# This header is removed. Java's client offers HTTP/2 with it in each request, and the parser would
+# then drop the request's body.
 _UPGRADE = re.compile(rb"\r\nupgrade:[^\r\n]*", re.IGNORECASE)
 
 
@@ -33,9 +33,10 @@ class HttpProtocol(HttpToolsProtocol):
 
     The server answers with an error object and closes the connection after bytes that are not
     HTTP/1.1 (400), more than MAX_PIPELINED waiting requests (400), a head or trailers above
-    MAX_HEAD_BYTES (431), and a request that takes longer than `read_timeout_s` to arrive (408). It
-    also closes a connection if no request arrives, or if the client does not read, for the
-    keep-alive timeout, and if a request is answered before it has arrived completely.
+    MAX_HEAD_BYTES (431), and a request that takes longer than `read_timeout_s` to arrive (408).
+
+    The server also closes a connection after the keep-alive timeout if no request arrives or if the
+    client does not read, and after an answer to a request of which a part has not arrived.
     """
 
     def __init__(
@@ -217,14 +218,14 @@ class HttpProtocol(HttpToolsProtocol):
         self._limits.log_refusal(self._host, error)
         refused = self._arriving
         if refused is not None and refused.response_started:
-            self.transport.close()  # the error would be inside its answer
+            self.transport.close()  # the answer has begun: the error would be inside it
             return
         if refused is not None:
             self._unanswered.pop()
             refused.disconnected = True
             refused.message_event.set()
             if self._unanswered:
-                self.pipeline.popleft()  # it is the last one in the pipeline
+                self.pipeline.popleft()  # the refused request, which is the last in the pipeline
         if self._unanswered:
             self._drops_input = True
             self._refusal = error

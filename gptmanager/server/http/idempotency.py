@@ -25,7 +25,7 @@ _LOW = (1 << 32) - 1
 
 
 class CallKey:
-    """The key of one call: `name` is a digest of the header's value, and `body` one of the body.
+    """The key of one call: `name` is a digest of the header's value, `body` a digest of the body.
 
     Both digests use the API key as secret, so a client with another API key cannot join the call.
     """
@@ -55,7 +55,7 @@ class CallKey:
 
 
 def is_keyed(request_id: int) -> bool:
-    """Return whether the id is that of a request with an Idempotency-Key."""
+    """Return whether a request with this id has an Idempotency-Key."""
     return request_id >= _KEYED
 
 

@@ -60,7 +60,10 @@ def bind_path(path: Path) -> socket.socket:
 
 
 def _remove_stale(path: Path) -> None:
-    """Remove the socket of a server that has ended. Raises OSError if `path` is anything else."""
+    """Remove the socket of a server that has ended. Do nothing if there is no file.
+
+    Raises OSError for the socket of a running server, and for another kind of file.
+    """
     try:
         if not stat.S_ISSOCK(path.lstat().st_mode):
             raise OSError(0, "there is something else at this path")

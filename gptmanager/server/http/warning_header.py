@@ -1,7 +1,6 @@
 """`Warnings`: collects warnings about an answer for the response header `Warning`.
 
-The header has a limited number of warnings, each of limited length. Characters that a header cannot
-contain are replaced. A request that cannot be answered raises `ApiError` instead.
+The header has a limited number of warnings, each of limited length.
 """
 
 from __future__ import annotations

@@ -149,7 +149,7 @@ IGNORED = tuple(
         *("keep_alive", "spaces_between_special_tokens", "guided_decoding_backend"),
     )
 )
-# fields that change answers on other servers, with the values that have no effect there
+# fields that can change answers on other servers, each with the values that change nothing
 _NOT_SUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "audio": (),
     "include_reasoning": (),

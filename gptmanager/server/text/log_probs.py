@@ -22,8 +22,8 @@ _LOWEST = -9999.0
 class TokenLogProb(NamedTuple):
     """A token and its log probability, which is None for the first token of a prompt.
 
-    `top` has pairs of a token and its log probability, best first. `start` is the index of the
-    character of the answer at which the token's text begins.
+    `top` has pairs of a token and its log probability, best first. The token's text begins at the
+    character `start` of the answer.
     """
 
     token: int

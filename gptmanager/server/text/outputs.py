@@ -37,9 +37,9 @@ class Ends:
 class Delta(NamedTuple):
     """The next piece of an output; the joined deltas are the whole output.
 
-    `token_ids` are the new tokens, including those that ended the output. `log_probs` are the new
-    log probabilities: those of tokens that begin in the text sent so far. `finish_reason` is None
-    before the last delta.
+    `token_ids` are the new tokens, including those that ended the output. `log_probs` are the log
+    probabilities that earlier deltas do not have, of tokens that begin in the text sent so far.
+    `finish_reason` is None before the last delta.
     """
 
     text: str
@@ -79,7 +79,7 @@ class Output:
         special_texts: Mapping[int, str] | None = None,
     ) -> None:
         self.token_ids: list[int] = []
-        self.token_starts: list[int] = []  # for each token, the characters of the text before it
+        self.token_starts: list[int] = []  # for each token, the length of `text` before it
         self.text = ""
         self.finish_reason: str | None = None
         self.stop_reason: str | int | None = None
@@ -134,7 +134,10 @@ class Output:
         return Delta(text, tokens, log_probs, reason)
 
     def _take_log_probs(self, end: int) -> list[TokenLogProb]:
-        """Return the unsent log probabilities of text before character `end`."""
+        """Return the unsent log probabilities of tokens that begin before character `end`.
+
+        When the output has ended without a stop string, return all unsent ones.
+        """
         first, count = self._num_log_probs, len(self._log_probs)
         if self.finish_reason is None or self._is_cut:
             count = first

@@ -94,7 +94,10 @@ class Processors:
 
 
 def _started(grammar: Any, start: Callable[[], GrammarStart | None], warnings: Warnings) -> Any:
-    """Return the grammar for the text after a thought (reasoning), or `grammar` without one."""
+    """Return the grammar, to be applied after the thought (reasoning).
+
+    It is unchanged if there is no thought.
+    """
     try:
         found = start()
     except ValueError as error:

@@ -1,7 +1,7 @@
-"""Constrains answers to a JSON schema, a regular expression, a choice, or a grammar.
+"""Constrains answers by a rule: a JSON schema, a regular expression, a choice, or a grammar.
 
-This module reads the fields of a request that set such a rule; a request may set only one. Grammars
-are compiled before a request runs, so that a wrong grammar gets an error with an explanation.
+A request may set one rule, in one of several fields. The rule is compiled before the request runs,
+so that the client of a wrong rule gets an error with an explanation.
 """
 
 from __future__ import annotations
@@ -148,8 +148,7 @@ class StructuredOutputs:
         self._lock = threading.Lock()
 
     async def processor(self, rule: OutputRule, warnings: Warnings) -> Any:
-        """Return the logits post-processor for a rule. Raises ApiError (400) if it cannot be
-        compiled.
+        """Return the logits post-processor for a rule. Raises ApiError like `prepared`.
 
         Adds to `warnings` the keywords of a lenient schema that are not enforced.
         """
@@ -172,11 +171,11 @@ class StructuredOutputs:
     async def processor_with_tools(
         self, rule: OutputRule | None, tools: Tools, form: ToolFormat, warnings: Warnings
     ) -> Any:
-        """Return the post-processor for an answer of tool calls, or else of text that fits `rule`.
+        """Return the post-processor for an answer that is tool calls, or JSON that fits `rule`.
 
-        For optional calls, schema keywords that cannot be enforced are ignored. If optional calls
-        cannot be guided at all, without llguidance or with a schema that it cannot read, they are
-        unconstrained: the result is None, and `warnings` says so.
+        If calls are optional and `rule` is None, schema keywords that cannot be enforced are
+        ignored. If llguidance is not installed, or cannot read a schema, such calls are
+        unconstrained: the result is None, and `warnings` has the reason.
         """
         answer = None
         if rule is not None and not tools.required:

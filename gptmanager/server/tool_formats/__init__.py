@@ -1,1 +1,1 @@
-"""Tools of a request, and the formats of tool calls: a parser and a grammar for each."""
+"""Tools of a request, and formats of tool calls. Each format has a parser and a grammar."""

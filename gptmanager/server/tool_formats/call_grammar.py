@@ -14,8 +14,8 @@ from gptmanager.server.tool_formats.tools import Tools
 
 MAX_CALLS = 16  # calls of one guided answer: a model not trained for tools would never stop
 _ANY = "(?s:.*)"
-# A function of the name of a rule and the JSON schema of a tool's arguments. It returns the rule's
-# lines in the grammar, and JSON schemas by the names of the rules that they define.
+# (name of a rule, JSON schema of a tool's arguments) -> (grammar lines of the rule, JSON schemas by
+# the names of the rules that they define)
 Body = Callable[[str, Any], tuple[list[str], dict[str, Any]]]
 
 
@@ -108,7 +108,7 @@ class CallShape:
         ]
 
     def _more(self, marks: Mapping[str, int]) -> str:
-        """Return the grammar of further texts, each after a mark other than those of calls."""
+        """Return the grammar of further texts, each after a mark that does not belong to calls."""
         others = self._others(marks)
         return f" ({others} TEXT)*" if others else ""
 

@@ -19,8 +19,8 @@ _FINAL = "<|channel|>final<|message|>"
 class Harmony(ToolFormat):
     """The harmony format, with one call in an answer.
 
-    Calls that are not required are not guided, because a message may begin with a thought, with
-    text or with a call.
+    Optional calls are guided only if an answer without a call must fit a schema. Otherwise a
+    message may begin with a thought, with text or with a call.
     """
 
     name = "harmony"

@@ -1,4 +1,4 @@
-"""The format of Qwen3-Coder: values in tags. Strings are written as they are, others as JSON.
+"""The format of Qwen3-Coder: values in tags. Strings are written as they are, other values as JSON.
 
 <tool_call>
 <function=get_weather>
@@ -152,7 +152,10 @@ class Qwen3Coder(ToolFormat):
 
 
 def _body(rule: str, schema: Any) -> tuple[list[str], dict[str, Any]]:
-    """Return the grammar of a schema's parameters, in order; of any parameters if it lists none."""
+    """Return the grammar of a schema's parameters, in order.
+
+    If the schema lists none, it allows any string parameters unless it forbids additional ones.
+    """
     properties, required = properties_of(schema), required_of(schema)
     ends = grammar_text(f"\n{_END_PARAMETER}\n", {})
     if not properties:

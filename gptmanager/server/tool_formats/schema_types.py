@@ -1,4 +1,4 @@
-"""Find the types that a JSON schema allows, for tool formats with arguments that are not JSON."""
+"""Finds the types that a JSON schema allows, for tool formats with arguments that are not JSON."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _KINDS = {
 
 
 def properties_of(schema: Any) -> dict[str, Any]:
-    """Return the schemas of an object's properties, each with the definitions of `schema`."""
+    """Return the schemas of an object's properties, each with the `$defs` of `schema`."""
     own = schema.get("properties") if isinstance(schema, Mapping) else None
     if not isinstance(own, Mapping):
         return {}
