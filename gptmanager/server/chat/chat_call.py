@@ -30,8 +30,8 @@ from gptmanager.server.tool_formats.tool_format import random_id
 from gptmanager.server.tool_formats.tools import Tools, read_tools
 
 logger = logging.getLogger("gptmanager")
-# The place of a message in the body, such as "messages[2]". If the message has only the later parts
-# of the content at that place, a tuple of the place and the index of the first of these parts.
+# The place of a message in the body, such as "messages[2]"; or (place, index) if the message has
+# the parts of the content at this place only from this index on.
 Place = str | tuple[str, int]
 
 

@@ -167,13 +167,13 @@ class ChatPrompts:
                 {**one, "role": "system"} if one["role"] == "developer" else one for one in messages
             ]
         has_calls = tools is not None or any(len(one.get("tool_calls", ())) > 1 for one in messages)
-        one_call = has_calls and await self._accepts_one_call(template, process)
+        one_call = has_calls and await self._allows_only_one_call(template, process)
         if one_call:
             messages = one_call_each(messages)
         if reasoning is Reasoning.HARMONY:
             messages = with_thinking(messages)
         text = await self._render(template, process, messages, body, tools)
-        special = body.get("add_special_tokens", False)  # the template writes its own
+        special = body.get("add_special_tokens", False)  # the template writes special tokens
         tokens: list[int] = []
         for piece in parts.pieces(text):
             if isinstance(piece, str):
@@ -204,7 +204,7 @@ class ChatPrompts:
                 special = False
         return tokens
 
-    async def _accepts_one_call(self, template: str, process: TemplateProcess) -> bool:
+    async def _allows_only_one_call(self, template: str, process: TemplateProcess) -> bool:
         """Return whether a template accepts a message with one call and rejects one with two.
 
         The template is rendered to find out, because its text does not show what it rejects. The

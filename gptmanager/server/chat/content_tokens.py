@@ -19,9 +19,10 @@ class ContentTokens:
         self._waiting += listed
 
     def take(self, begin: int, end: int) -> list[TokenLogProb]:
-        """Return the log probabilities of the tokens with text from the character `begin` up to
-        `end`, and drop those of earlier tokens. A token is returned once, with the first text that
-        contains a part of it.
+        """Return the log probabilities of the tokens that have text between the characters `begin`
+        and `end`, and drop those of earlier tokens.
+
+        A token that crosses `end` is returned now, and not again with the next text.
         """
         waiting = self._waiting
         count = sum(1 for _ in takewhile(lambda one: one.start < end, waiting))

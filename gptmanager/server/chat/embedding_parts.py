@@ -1,7 +1,7 @@
 """Parts of messages that are embeddings: rows of floats, each in place of a token's embedding.
 
-In the text that the template renders, a unique mark represents a part. In the prompt, the rows
-become tokens beyond the vocabulary. The `prompt_embedding_table` has the embeddings of these.
+In the text that the template renders, a unique mark represents a part. In the prompt, each row
+becomes a token id beyond the vocabulary; the `prompt_embedding_table` has the rows.
 """
 
 from __future__ import annotations

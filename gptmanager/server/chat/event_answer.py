@@ -29,8 +29,9 @@ class EventWriter(Protocol):
         """Return the events before the first text."""
 
     def add(self, delta: dict[str, Any]) -> list[dict[str, Any]]:
-        """Return the events for a delta of a chat. Its `logprobs`, if the request asks for them,
-        are those of its content, in the shape of a chat.
+        """Return the events for a delta of a chat.
+
+        If the request asks for log probabilities, the delta's `logprobs` has those of its content.
         """
 
     def end(self, reason: str, stop_reason: str | int | None) -> list[dict[str, Any]]:
@@ -69,7 +70,7 @@ class EventAnswer:
         return self._writer.keep_alive
 
     def log_fields(self) -> dict[str, Any]:
-        """Return the fields with which the log describes the answer so far."""
+        """Return the fields of the log line that describe the answer so far."""
         head = {"answer": self._writer.answer_id, "model": self._model}
         return {**head, **self._chat.answer.log_fields()}
 

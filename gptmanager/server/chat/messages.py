@@ -63,7 +63,8 @@ def read_messages(messages: Any) -> list[dict[str, Any]]:
 def count_items(messages: Any, most: int) -> int:
     """Return the number of messages, or the number of their parts and calls if that is larger.
 
-    Each becomes at least one token, so more than `most` cannot fit; then the parts are not counted.
+    Each of them becomes at least one token, and at most `most` tokens fit. So the parts of more
+    than `most` messages are not counted.
     """
     if not isinstance(messages, list):
         return 0
@@ -78,9 +79,9 @@ def count_items(messages: Any, most: int) -> int:
 
 
 def one_call_each(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Split messages with several calls, for templates that reject them, into one for each call.
+    """Split each message with several calls into one message per call.
 
-    The results after such a message are moved, each behind its call.
+    This is for templates that reject several calls. Each result is moved behind its call.
     """
     found: list[dict[str, Any]] = []
     moved: dict[Any, list[dict[str, Any]]] = {}  # results by the ids of their calls
@@ -153,9 +154,9 @@ def _read(message: Any, where: str) -> dict[str, Any]:
 
 
 def with_thinking(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return messages in which a thought before calls has the key that harmony's template reads.
+    """Copy a thought before calls to the key `thinking`, which harmony's template reads.
 
-    That template allows either a thought or content in a message with calls. The model does not see
+    In a message with calls, the template allows either a thought or content. The model does not see
     the thoughts of other messages.
     """
     return [

@@ -1,4 +1,4 @@
-"""Formats of a model's thoughts. Its chat template or `--reasoning-parser` decides the format."""
+"""Formats of a model's thoughts. `--reasoning-parser` or the chat template decides the format."""
 
 from __future__ import annotations
 

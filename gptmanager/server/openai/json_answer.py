@@ -61,7 +61,7 @@ class JsonAnswer:
         self._head = head
 
     def log_fields(self) -> dict[str, Any]:
-        """Return the fields with which the log describes the answer so far."""
+        """Return the fields of the log line that describe the answer so far."""
         return {
             "answer": self._head["id"],
             "model": self._head["model"],
@@ -117,9 +117,10 @@ def answer_head(
 
 
 class HttpAnswer(Protocol):
-    """An answer that can be returned in one piece, or as the frames of a stream. `whole` returns
-    the former as JSON values, `frames` yields the latter as encoded events. `keep_alive`: the frame
-    that a stream repeats while it waits for its first event.
+    """An answer that is sent in one piece or as a stream.
+
+    `whole` returns it in one piece, as JSON values. `frames` yields encoded events. `keep_alive`:
+    the frame that a stream repeats while it waits for its first event.
     """
 
     @property
@@ -142,7 +143,10 @@ async def respond(
     *,
     streams: bool,
 ) -> Response:
-    """Return the HTTP response with a prepared answer. A disconnect cancels its generation."""
+    """Wait for the answer that `preparing` returns, and return the HTTP response.
+
+    If the client disconnects, the generation is cancelled.
+    """
     answer = await until_disconnected(request, preparing)
     request.scope[RECORD].details = answer.log_fields
     headers = warnings.headers()

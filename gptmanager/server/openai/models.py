@@ -117,8 +117,9 @@ def _entry(name: str, created: int, engine: Engine) -> dict[str, Any]:
 
 
 def _check_caller(request: Request, settings: ServerSettings) -> None:
-    """Raise ApiError (403) if the server has no key, and the request does not come from a loopback
-    address or comes from a web page of another host.
+    """Raise ApiError (403) for a request from another machine or a foreign web page.
+
+    A server with a key accepts these requests.
     """
     host = request.client.host if request.client is not None else ""
     origin = request.headers.get("origin", "")

@@ -38,7 +38,7 @@ def items_of(given: Any) -> list[Any]:
 def messages_of(
     items: Sequence[Any], earlier: Sequence[Any] = (), instructions: str | None = None
 ) -> tuple[list[dict[str, Any]], dict[int, str]]:
-    """Return the messages of a chat, and a mapping from a message's index to its place in `input`.
+    """Return the messages of a chat, and a mapping from a message's index to its place in the body.
 
     `earlier`: the items of the response that this one continues. Reasoning, a text and calls of the
     assistant that follow each other become one message. Raises ApiError (400) for a wrong item.
