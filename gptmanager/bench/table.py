@@ -7,7 +7,7 @@ from typing import Any
 
 from gptmanager.terminal.tables import Piece, table
 
-_WIDTHS = (22, 9, 7, 5, 7, 6, 7, 6)  # columns, so that the tables of all cases line up
+_WIDTHS = (22, 9, 7, 5, 7, 6, 7, 6)  # of columns, in characters: the tables of all cases line up
 _HEAD = ("", "us", "+-", "TB/s", "TFLOP/s", "% copy", "x floor", "x ours", "")
 _DEVICE = {"memory_gib": "{:g} GiB", "driver_version": "driver {}", "driver_cuda": "for CUDA {}",
            "clock": "clock up to {}"}  # fmt: skip

@@ -80,7 +80,7 @@ def _capture(run: Callable[[], object]) -> torch.cuda.CUDAGraph | None:
         with torch.cuda.graph(graph):
             run()
     except RuntimeError:
-        torch.cuda.set_stream(before)  # after a failed capture torch stays on its stream
+        torch.cuda.set_stream(before)  # a failed capture leaves torch on the capture's stream
         torch.cuda.synchronize()
         return None
     return graph

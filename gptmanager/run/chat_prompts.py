@@ -13,7 +13,7 @@ _WITHOUT_CONTENT = ("tool_calls",)  # keys of a message that may replace its con
 
 
 class ChatPrompts:
-    """Renders messages with a checkpoint's chat template. The first call of `render` loads it."""
+    """Renders messages with a checkpoint's chat template, which the first `render` loads."""
 
     def __init__(self, model: str | os.PathLike[str]) -> None:
         self._model = model

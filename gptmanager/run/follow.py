@@ -1,5 +1,6 @@
-"""Run a command on a rank other than 0. Only rank 0 takes requests and prints results; the other
-ranks compute their part of the model.
+"""Runs a command on a rank other than 0.
+
+Only rank 0 takes requests and prints results. The other ranks compute their parts of the model.
 """
 
 from __future__ import annotations

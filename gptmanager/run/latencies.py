@@ -13,7 +13,8 @@ from gptmanager.request.inference_request import InferenceRequest
 class FetchTimes:
     """Wraps a Get callback and records when each request was fetched.
 
-    Request metrics count from this time, latencies of clients from the submission.
+    The times in request metrics start then. The latencies that clients see start earlier, at the
+    submission.
     """
 
     def __init__(self, get: Callable[[int], Sequence[InferenceRequest]]) -> None:

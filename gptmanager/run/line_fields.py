@@ -10,7 +10,7 @@ import orjson
 from gptmanager.errors import InvalidRequestError, quoted
 from gptmanager.request.inference_request import TENSOR_ALIASES, TENSORS
 
-# fields in addition to the names of tensors and their properties
+# keywords of `InferenceRequest`: fields that are not tensors
 _KEYWORDS = (
     "priority", "deadline_s", "queue_timeout_s", "client_id", "cache_salt", "retention_priority",
 )  # fmt: skip

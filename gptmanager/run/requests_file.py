@@ -1,9 +1,9 @@
 """Reads request files: JSON lines for `gptmanager run`.
 
-A line is an object with `prompt` (text), `messages` (of a chat) or `input_ids`, `max_new_tokens`,
-and any input of an `InferenceRequest` by its name; also `streaming` (default true), `stop` (texts),
-`lora` (a folder), `top_k`, `top_p` and `min_p`. A line that cannot be read becomes a `RequestLine`
-with an error, and the other lines run.
+A line is an object with exactly one of `prompt` (text), `messages` (a chat) and `input_ids`.
+Optional are `max_new_tokens`, any input of an `InferenceRequest` by its name, `streaming` (default
+true), `stop` (texts), `lora` (a folder), `top_k`, `top_p` and `min_p`. A line that cannot be read
+becomes a `RequestLine` with an error, and the other lines run.
 """
 
 from __future__ import annotations
@@ -56,7 +56,8 @@ def read_requests(
     line's number.
 
     `max_new_tokens`: the default for lines without it. `folder`: where relative adapter paths
-    start. `max_tokens`: the limit of any request; a text that cannot fit is not encoded. A long
+    start. `max_tokens`: the most tokens, prompt and output together, of a request. A long text that
+    cannot fit is refused before it is encoded, if the tokenizer limits the bytes of a token. A long
     line is yielded with `build` set, which any thread may call to encode the text. `chats` renders
     messages; without it they are refused. If `model` is given, adapters must fit that checkpoint.
     """

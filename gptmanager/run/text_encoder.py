@@ -31,8 +31,9 @@ class TextTooLongError(InvalidRequestError):
 
 
 class TextEncoder:
-    """Encodes texts with `tokenizer`, which may be None. `max_tokens`: the limit of any request.
+    """Encodes texts with `tokenizer`; if it is None, every text is refused.
 
+    `max_tokens`: the most tokens of a request, or None.
     Texts of at least `long_text` characters are encoded in a way that lets other threads run. With
     `special_in_text` False, the name of a special token in a text is treated as plain text.
     """

@@ -1,4 +1,4 @@
-"""Follows a run on the terminal's thread: the callbacks record events, which become results."""
+"""Follows a run: callbacks record events, and the main thread shows them and collects results."""
 
 from __future__ import annotations
 
@@ -42,10 +42,10 @@ class Refusal(NamedTuple):
 
 
 class Recorder:
-    """Records what the callbacks of a run see, for the terminal's thread.
+    """Records what the callbacks of a run see, for the main thread.
 
-    It needs no lock, because deques are thread-safe. If not `is_watched`, only the ends of requests
-    are recorded in `news`. `kv_use` is the fraction of the KV cache blocks in use, and `max_kv_use`
+    It needs no lock, because deques are thread-safe. If not `is_watched`, `news` has no joins and
+    no tokens of requests. `kv_use` is the fraction of the KV cache blocks in use, and `max_kv_use`
     its maximum.
     """
 
@@ -111,7 +111,7 @@ def summary(results: Sequence[Mapping[str, Any]], recorder: Recorder) -> dict[st
 
 
 class Watch:
-    """Submits the requests and follows them, on the terminal's thread."""
+    """Submits the requests and follows them, on the main thread."""
 
     def __init__(self, recorder: Recorder, results: Results, view: ProgressDisplay) -> None:
         self._lines = results.lines
@@ -120,7 +120,7 @@ class Watch:
         self._results = results
         self._view = view
         self._progress = Progress(len(results.lines), time.monotonic())
-        self._rows: dict[int, RunningRow] = {}  # by line
+        self._rows: dict[int, RunningRow] = {}  # by the number of the line
         self._generations: dict[int, tuple[RequestLine, Generation]] = {}
 
     def follow(self, queue: RequestQueue) -> None:

@@ -1,1 +1,1 @@
-"""The end-to-end benchmark on a device, part by part."""
+"""The end-to-end benchmark: a whole model behind a manager."""

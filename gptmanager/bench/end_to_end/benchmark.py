@@ -1,7 +1,7 @@
-"""`gptmanager bench e2e`: a whole model behind a manager, part by part, next to transformers.
+"""`gptmanager bench e2e`: benchmarks a whole model behind a manager, in several parts.
 
-This module decides which parts run, in which order and with which goals, what is skipped when time
-is short, and how a failed part is reported.
+One of the parts compares it with transformers. This module decides which parts run, in which order
+and with which goals. It skips parts when the time is over, and reports parts that fail.
 """
 
 from __future__ import annotations
@@ -41,8 +41,9 @@ ABLATIONS: Mapping[str, Mapping[str, Any]] = {
     "flashinfer": {"attention_provider": "flashinfer"},
 }
 _PEER_LIMIT_S = 60.0
-_STEP_GOAL, _LOAD_GOAL = 1.25, 1.43  # allowed multiples of the floor
-_PEER_GOAL = 3.0  # least multiple of the tokens per second of transformers
+# allowed times, as multiples of the floors that `serving_parts` computes
+_STEP_GOAL, _LOAD_GOAL = 1.25, 1.43
+_PEER_GOAL = 3.0  # we must be at least this many times as fast as transformers, in tokens/s
 
 
 def bench_end_to_end(
@@ -112,7 +113,7 @@ def _part_names(bench: Workbench) -> list[str]:
         names = [name for name in names if name not in _LONG]
     if not bench.scale.saturated:
         names = [name for name in names if name != "saturated"]
-    if options.ablations:  # before the parts that take long
+    if options.ablations:  # right after the load; without it, last
         names.insert(names.index("load") + 1 if "load" in names else len(names), "ablations")
     return names
 

@@ -1,4 +1,4 @@
-"""Trace the kernels that run on a GPU, with torch's profiler, and measure how busy it is."""
+"""Traces the kernels that run on a GPU with torch's profiler, and measures how busy the GPU is."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def trace_device(seconds: float) -> list[DeviceEvent]:
 
 
 def split(events: Sequence[DeviceEvent]) -> dict[str, float]:
-    """Return the times of "attention", "gemm" and the "rest", as shares of the time of the trace.
+    """Return the times of "attention", "gemm" and the "rest", as shares of the traced time.
 
     Kernels are assigned by their names. The times of kernels that run in parallel are added up.
     """

@@ -71,8 +71,8 @@ def time_steps(
 ) -> dict[str, Any]:
     """Time generation steps of a batch with about `context` tokens per sequence.
 
-    The time of a step is that from the statistics of one iteration to those of the next. `goal` is
-    the allowed multiple of the floor. A batch that the KV cache cannot hold is skipped.
+    A step's time is the time between the statistics callbacks of two iterations. `goal` is the
+    allowed multiple of the floor. A batch that the KV cache cannot hold is skipped.
     """
     requests = _equal_requests(target, batch_size, context, num_steps)
     reason = _reason_not_to_fit(target, requests)
@@ -120,7 +120,7 @@ def _reason_not_to_fit(target: Target, requests: Sequence[Request]) -> str:
 
 
 def trace_steps(target: Target, batch_size: int, context: int, num_steps: int) -> dict[str, Any]:
-    """Measure with a trace of the GPU how long it waits for the host in each step.
+    """Trace the GPU to measure how long it waits for the host in each step.
 
     The traced steps are not those of `time_steps`, because the profiler slows them down.
     """
@@ -213,9 +213,8 @@ def compare_policies(
 ) -> dict[str, Any]:
     """Return the report of both policies, each in a new manager, with the ratio of their tokens/s.
 
-    Requests end before their limit, as in real traffic. Then GUARANTEED_NO_EVICT reserves memory
-    for tokens that are never generated, and MAX_UTILIZATION runs more requests at once and pauses
-    some.
+    Requests end before their limit, as in real traffic: GUARANTEED_NO_EVICT reserves memory for
+    tokens that are never generated. MAX_UTILIZATION runs more requests at once, and pauses some.
     """
     lengths = (pressure.prompt_len,) * 2
     requests = uniform_requests(
@@ -288,7 +287,7 @@ def _ending_early(queue: RequestQueue, lengths: Sequence[int]) -> SendResponseCa
 
 
 def _equal_requests(target: Target, batch_size: int, context: int, num_steps: int) -> list[Request]:
-    """Return requests that all generate for `num_steps` steps, at about `context` tokens."""
+    """Return requests that all generate during `num_steps` steps, with about `context` tokens."""
     per_iteration = max(1, target.max_num_tokens // context)
     filling = -(-batch_size // per_iteration) + _SETTLING  # iterations until all requests generate
     new_tokens = num_steps + filling + 1

@@ -112,7 +112,7 @@ class Workbench:
         self.options = options
         self.device = torch.device("cpu" if options.device in ON_CPU else options.device)
         self.scale = options.scale or (CPU_SCALE if self.device.type == "cpu" else GPU_SCALE)
-        self.startups: list[dict[str, Any]] = []  # sizes and start times of all managers
+        self.startups: list[dict[str, Any]] = []  # of each manager: batch size, seconds to start
         self.changes: Mapping[str, Any] = {}  # overrides of a manager's parameters
         self._on_progress = on_progress
         self._session: Session | None = None

@@ -1,7 +1,7 @@
 """`Case`: a case of the kernel benchmark, with its minimal work, contenders and goals.
 
 This module is independent of kernels. Preparing a case on a `Rig` creates several sets of inputs,
-which together are larger than the cache, and for each contender a function that runs on one set.
+which together are larger than the cache. A contender is a function that runs on one of the sets.
 """
 
 from __future__ import annotations
@@ -161,9 +161,8 @@ class Goal:
     def is_met(self, case: Case, spread: Spread, ceilings: Ceilings, other_s: float | None) -> bool:
         """Return whether the median of `spread` meets the goal.
 
-        `other_s`: the median of the case or peer `of`.
-
-        A goal relative to a case or peer without a time is not met.
+        `other_s`: the median of the case or peer `of`. If it is None, a goal relative to that case
+        or peer is not met.
         """
         if self.kind == "copy":
             return case.num_bytes / spread.median >= self.value * ceilings.copy_bytes_per_s

@@ -1,7 +1,7 @@
-"""Run a kernel case and its peers: check each result, then time all of them in alternation.
+"""Runs a kernel case: checks the result of our kernel and of each peer, and times them in turns.
 
-This module decides how failed, absent and wrong contenders and skipped cases are reported. It does
-not depend on any kernel.
+This module decides how contenders that fail, are absent or are wrong are reported, and how skipped
+cases are. It does not depend on any kernel.
 """
 
 from __future__ import annotations
@@ -131,7 +131,7 @@ def _try_contender(
 
 
 def _error_entry(error: Exception) -> Entry:
-    """Return the entry for an error: no failure of a contender ends the benchmark."""
+    """Return the entry for an error of a contender. The benchmark goes on after it."""
     if isinstance(error, Absent):
         return Entry("absent", f"{error}: skipped")
     text = str(error).strip().splitlines()

@@ -36,7 +36,7 @@ _ROWS: dict[Bytes, type[ByteRows]] = {"int8": Int8Rows, "fp8": Fp8Rows}
 _LARGE = 32 << 20  # bytes of a weight; a matmul of a smaller one hardly takes longer than a launch
 _SHARE_OF_COPY = 0.85  # goal for few rows
 _TIMES_ROOFLINE = 1.3  # goal for more rows
-_TIMES_FLOATS = 0.65  # goal of the time with 8 bits, as a multiple of torch's with 16
+_TIMES_FLOATS = 0.65  # goal with 8-bit weights: at most this multiple of torch's time with 16 bits
 
 
 def matmul_cases(sizes: Sizes) -> list[Case]:

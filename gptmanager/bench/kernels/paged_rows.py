@@ -26,8 +26,8 @@ class PagedRows:
     """The rows of a step, and one layer's pages.
 
     Row r has `lengths[r]` tokens, the last `num_new[r]` of which are new. `queries` is `[T, H, D]`,
-    for all new tokens. `pages.keys` is a transposed view of its pages, `[P, K, D, B]`. Row r uses
-    row r of the block tables. Pages of float8_e4m3fn have the scale 1.
+    for all new tokens. `pages.keys` is a transposed view, `[P, K, D, B]`. Row r uses row r of the
+    block tables. Pages of float8_e4m3fn have the scale 1.
     """
 
     num_new: np.ndarray

@@ -116,8 +116,8 @@ def _write_case(sizes: Sizes, num_tokens: int) -> Case:
 def _prepare_write(num_tokens: int, num_bytes: int, rig: Rig) -> Prepared:
     """Prepare one row that has all tokens.
 
-    Their cells are located before the clock starts, because a step locates them once for all
-    layers.
+    The tokens' places in the KV cache are computed before the clock starts, because a step computes
+    them once for all layers.
     """
     sizes = rig.sizes
     heads, kv_heads, head_dim = sizes.num_heads, sizes.num_kv_heads, sizes.head_dim

@@ -52,7 +52,7 @@ def measure(given: Mapping[str, Any]) -> dict[str, float]:
     best = dict.fromkeys(loads, 0.0)
     with Session(model, params) as session:
         session.warm_up()
-        for _ in range(given["rounds"] + 1):  # one more, because the first one touches memory
+        for _ in range(given["rounds"] + 1):  # the first round is slow, as it touches new memory
             for name, (number, requests) in loads.items():
                 made_requests = requests()
                 start = time.perf_counter()

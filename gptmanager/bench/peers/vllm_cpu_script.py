@@ -1,8 +1,8 @@
 """A program that runs a load through vLLM's CPU build, in an interpreter that has vLLM.
 
-Without arguments it prints vLLM's version; with the path of a JSON file it runs the load in it. The
-result is one line of JSON on the standard output. The program does not import gptmanager, which
-that interpreter need not have.
+Without arguments it prints vLLM's version. With the path of a JSON file it runs the load that the
+file describes. The result is one line of JSON on the standard output. The program does not import
+gptmanager, which may be missing in that interpreter.
 """
 
 from __future__ import annotations

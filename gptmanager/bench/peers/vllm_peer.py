@@ -137,8 +137,8 @@ class VllmPeer:
 def _call(command: Sequence[str | Path], limit_s: float) -> tuple[int, bytes, Sequence[str]]:
     """Run a process; return (exit status, last line of output, last lines of error output).
 
-    The process and all its children have ended when this returns or raises. Raises OSError if the
-    process cannot be started, and TooSlow if it takes longer than `limit_s`.
+    At the end the process and all its children are killed. Raises OSError if the process cannot be
+    started, TooSlow if it takes longer than `limit_s`, and GptManagerError if a child does not end.
     """
     with TemporaryFile() as output, _lifeline() as stdin:
         process = subprocess.Popen(

@@ -25,7 +25,7 @@ from gptmanager.models.checkpoint_parts import read_part
 from gptmanager.models.hf.sizes import read_sizes
 from gptmanager.terminal.options import ManagerOptions
 
-# For a checkpoint that says nothing about sampling. Greedy small models repeat themselves.
+# For a checkpoint that says nothing about sampling: without it, small models repeat themselves.
 _DEFAULTS = {"temperature": 0.6, "top_p": 0.9, "repetition_penalty": 1.1}
 _SAMPLING = {
     "temperature": "temperature",
@@ -113,8 +113,8 @@ def open_chat_model(options: argparse.Namespace, given: ManagerOptions) -> Itera
 def for_chats(given: ManagerOptions) -> ManagerOptions:
     """Return the options with block reuse and chunked context, unless the model type is V1.
 
-    The cached blocks of earlier messages are then reused, and a prompt may be as long as the
-    context.
+    Block reuse keeps the KV cache of earlier messages. With chunked context, a prompt may be as
+    long as the model's context.
     """
     is_v1 = given.model_type is ModelType.V1  # supports neither
     cache = replace(given.params.kv_cache_config, enable_block_reuse=False if is_v1 else None)

@@ -18,10 +18,10 @@ from gptmanager.run.chat.message_lines import Entry, read_message
 from gptmanager.terminal.printable import printable_lines, printable_text
 from gptmanager.terminal.redrawn_lines import RedrawnLines, console
 
-with contextlib.suppress(ImportError):  # `input` can then edit lines, and recall earlier ones
+with contextlib.suppress(ImportError):  # with readline, `input` edits and recalls lines
     import readline  # noqa: F401
 
-_PATIENCE_S = 0.5  # if no answer begins within this time, a line says that the message is read
+_PATIENCE_S = 0.5  # if no answer begins within this time, say that the message is being read
 _REFRESH_S = 0.1
 _GAP = 3  # columns between two answers
 
@@ -46,7 +46,7 @@ class TerminalView:
     def read(self) -> Entry:
         """Return the next message or command. Raises EOFError at the end of the chat.
 
-        Ctrl-C discards what is typed, and a second one in a row ends the chat.
+        Ctrl-C discards the typed text, and a second one in a row ends the chat.
         """
         while True:
             try:

@@ -1,4 +1,4 @@
-"""Convert tensors of Triton's datatypes between NumPy arrays, bytes and JSON values.
+"""Converts tensors of Triton's datatypes between NumPy arrays, bytes and JSON values.
 
 Numbers are little-endian. A BYTES element is its length in four bytes, followed by its content.
 NumPy has no BF16: such tensors are read as float32.

@@ -1,4 +1,4 @@
-"""Describe the paths below /v2 for the OpenAPI document, from the tables of the models' tensors."""
+"""Describes the paths below /v2 for the OpenAPI document, from tables of the models' tensors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Convert messages of the gRPC service into calls, and responses into messages."""
+"""Converts messages of the gRPC service into calls, and responses into messages."""
 
 from __future__ import annotations
 

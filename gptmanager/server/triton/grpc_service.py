@@ -1,4 +1,4 @@
-"""Serve Triton's protocol over gRPC, with the generated code of the package tritonclient."""
+"""Serves Triton's protocol over gRPC, with the generated code of the package tritonclient."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ _UNSUPPORTED = {
 }
 _EXTRA_CALLS = 16  # calls of a stream in addition to those that may run and wait
 _MAX_STREAMS = 1024  # concurrent calls of a connection
-_LARGE = 1 << 14  # elements of a tensor that is read on a worker thread
+_LARGE = 1 << 14  # a call is read on a worker thread if a dimension of an input is at least this
 _CALLS = ("ModelInfer", "ModelStreamInfer")  # methods with large messages
 
 
@@ -139,8 +139,8 @@ class KeyInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]
                 "the key is missing or wrong: send the metadata 'authorization: Bearer KEY'",
             )
 
-        # A stream handler refuses calls of every method. Any other kind of handler is only called
-        # after grpcio has received the message.
+        # A stream handler can refuse a call of any method before its message is received. grpcio
+        # calls other handlers only after it has received the message.
         self._refuse = grpc.stream_stream_rpc_method_handler(refuse)
 
     async def intercept_service(
@@ -202,7 +202,7 @@ def _check_message(message: Any) -> None:
 def _ends_with_status(
     work: Callable[..., Coroutine[Any, Any, Any]], name: str = ""
 ) -> Callable[..., Coroutine[Any, Any, Any]]:
-    """Decorate a method of the service: its errors end the call with their status."""
+    """Decorate a method of the service, so that an error ends the call with the error's status."""
 
     async def method(self: Any, request: Any, context: grpc.aio.ServicerContext) -> Any:
         try:

@@ -1,4 +1,4 @@
-"""Serve Triton's protocol over HTTP at /v2/..., with the generate extension.
+"""Serves Triton's protocol over HTTP at /v2/..., with the generate extension.
 
 Errors are `{"error": "text"}`, the format that Triton's clients expect.
 """
@@ -154,7 +154,7 @@ class HttpFront:
         return Response(content, headers=headers)
 
     async def generate(self, request: Request) -> Response:
-        """Answer a call that has inputs by name, in JSON, with one response."""
+        """Answer a call with one response. Inputs and outputs are JSON values by name."""
         model = self._model(request)
         call = await _generate_request(request, model)
         request.scope[RECORD].details = call.log_fields

@@ -1,4 +1,4 @@
-"""Read and write the bodies of infer calls: JSON, then tensors as bytes (the binary extension)."""
+"""Reads and writes bodies of infer calls: JSON, then tensors as bytes (the binary extension)."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from gptmanager.server.triton.inference import VERSION, Model, check_outputs
 from gptmanager.server.triton.messages import PARAMETERS, InferRequest, InferResponse, InputTensor
 
 HEADER = "inference-header-content-length"  # bytes of JSON before the tensors
-# The limit for a decompressed body is a constant, plus this many bytes per compressed byte.
+# A decompressed body may have a constant number of bytes, plus this many bytes per compressed byte.
 _DECOMPRESSED_BASE, _DECOMPRESSED_PER_BYTE = 16 << 20, 4
 
 
@@ -134,7 +134,7 @@ def _check_parameters(name: str, parameters: Mapping[str, Any]) -> None:
 
 
 class _Rest:
-    """The bytes after the JSON, from which each tensor in order takes its own."""
+    """The bytes after the JSON. `take` returns the bytes of the next tensor."""
 
     def __init__(self, raw: memoryview) -> None:
         self._raw = raw

@@ -30,7 +30,8 @@ VERSION = "1"  # the only version of each model
 
 
 class Reply(Protocol):
-    """A reply to a row of a call: one for each sequence that the row asks for, or for all beams.
+    """A reply to a row of a call. A row has one for each sequence that it asks for, or one for all
+    beams.
 
     `request` is the request that the engine runs. `take` converts a part of its output into
     responses, each of which is a dict of tensors by name. Once `is_complete` is True, the request
@@ -76,8 +77,8 @@ class Model(Protocol):
 
 
 class Inference:
-    """Runs calls of `models`. `statistics`: those of each model by name. `max_rows`: the maximum
-    number of rows in a call.
+    """Runs calls of `models`. `statistics`: name of a model -> its statistics. `max_rows`: the
+    maximum number of rows in a call.
     """
 
     # The references are weak: an instance refers to its engine, and would keep the engine alive.
@@ -131,7 +132,7 @@ class Inference:
         return self.models[name]
 
     async def one_response(self, request: InferRequest) -> InferResponse:
-        """Return the response to a call that has exactly one. Raises the error of a failed row."""
+        """Return the only response to a call. Raises the error of a failed row."""
         async with contextlib.aclosing(self.responses(request)) as responses:
             async for response in responses:
                 if response.error is not None:
@@ -242,7 +243,7 @@ class _Running:
 async def _outputs(
     call: Call, replies: Sequence[tuple[int, Reply]]
 ) -> AsyncGenerator[tuple[Tensors | ApiError, bool], None]:
-    """Yield the tensors of each response, or the error of its row, and whether it is the last."""
+    """Yield (tensors of a response or error of a row, whether it is the call's last response)."""
     num_left = len(replies)
     rows = [np.array([[row]], dtype=np.int32) for row, _ in replies]
     async for index, part in call.outcomes():

@@ -12,7 +12,7 @@ from gptmanager.server.engine.call import Call
 from gptmanager.server.errors import ApiError
 
 Parameter = Union[bool, int, float, str]
-PARAMETERS = ("priority", "timeout")  # parameters of a call that are read; others have no effect
+PARAMETERS = ("priority", "timeout")  # parameters of a call that change how it runs
 MAX_ID = 1024  # characters of a call's id, which each of its responses repeats
 
 

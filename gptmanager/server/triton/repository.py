@@ -1,4 +1,4 @@
-"""Metadata, configuration and statistics of server and models, as JSON values in Triton's form."""
+"""Metadata, configuration and statistics of the server and its models, in Triton's JSON form."""
 
 from __future__ import annotations
 

@@ -205,7 +205,7 @@ class InputReader:
 
 
 def prompt_too_long(length: int | str, most: int) -> ApiError:
-    """Return the error for a prompt without space for a new token, worded as in the C++ backend."""
+    """Return the error, worded as in the C++ backend, for a prompt that leaves no new token."""
     return invalid("input_ids", f"Prompt length ({length}) exceeds maximum input length ({most}).")
 
 

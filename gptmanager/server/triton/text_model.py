@@ -166,8 +166,8 @@ class TextModel:
     def _bias(self, row: Mapping[str, Any]) -> np.ndarray:
         """Return the bias of each token of the vocabulary, float32 `[vocab_size]`.
 
-        A word's weight is added to the bias of its tokens. These include both the tokens that it
-        has at the start of a text and those that it has after a space.
+        A word's weight is added to the bias of its tokens, both those at the start of a text and
+        those after a space.
         """
         words = _words("embedding_bias_words", row, MAX_WORD_LETTERS, keeps_empty=True)
         weights = row.get("embedding_bias_weights", ())

@@ -165,7 +165,7 @@ class TokenModel:
     def _check_logits(self, row: Mapping[str, Any], num_prompt: int, num_new: int) -> None:
         """Raise ApiError for a row that asks for too many bytes of logits.
 
-        `num_prompt` and `num_new` are the numbers of tokens of all its prompts and outputs.
+        `num_prompt` and `num_new` are the numbers of tokens of all prompts and of all outputs.
         """
         of_context = row.get("return_context_logits", False) or self._params.gather_context_logits
         of_output = (
@@ -219,7 +219,7 @@ class TokenModel:
                 raise invalid(name, f"{name} is not supported{allowed}")
         by_name = {name: row[name] for name in _SAME_NAMES if name in row}
         by_name["include_stop_in_output"] = False
-        by_name.setdefault("end_id", -1)  # not the checkpoint's
+        by_name.setdefault("end_id", -1)  # no end token; without this, the checkpoint's is used
         if "early_stopping" in row:
             by_name["early_stopping"] = int(row["early_stopping"])
         if "prompt_table_extra_ids" in row:  # requests with different ids must not share blocks
@@ -311,7 +311,10 @@ class TokenReply:
     def _tensors(
         self, beams: Sequence[Sequence[int]], part: GenerationPart, begin: int, end: int
     ) -> Tensors:
-        """Return the tensors of the tokens from `begin` up to `end`; zeros if not requested."""
+        """Return the tensors of the tokens from `begin` up to `end`.
+
+        Outputs that are not requested are zeros.
+        """
         lengths = [len(tokens) for tokens in beams]
         most = max(lengths)
         ids = [[*tokens, *[PAD] * (most - len(tokens))] for tokens in beams]

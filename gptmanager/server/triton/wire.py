@@ -1,4 +1,4 @@
-"""Check the bytes of a gRPC message before protobuf parses them into objects.
+"""Checks the bytes of a gRPC message before protobuf parses them into objects.
 
 An empty tensor has two bytes in a message and a hundred in memory, so the number of fields is
 limited. Numbers and strings grow at most eightfold, so a limit on their bytes is enough.
