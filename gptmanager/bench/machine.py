@@ -62,7 +62,7 @@ def machine() -> str:
 
 
 def processor() -> str:
-    """Return the CPU's name, and those of its instructions that matmuls can use."""
+    """Return the CPU's name, and the names of its instruction sets that matmuls can use."""
     name = platform.processor() or platform.machine()
     with contextlib.suppress(OSError):
         for line in Path("/proc/cpuinfo").read_text().splitlines():

@@ -13,7 +13,7 @@ from gptmanager.request.inference_request import InferenceRequest
 class FetchTimes:
     """Wraps a Get callback and records when each request was fetched.
 
-    The times in request metrics start then. The latencies that clients see start earlier, at the
+    The times in request metrics count from the fetch. The latencies that clients see count from the
     submission.
     """
 

@@ -61,8 +61,8 @@ def result_line(
 class Results:
     """The outcome of each line.
 
-    Outcomes are written to `file` in the order of the lines, each once all earlier ones are known.
-    `close` writes the outcomes that still wait for an earlier one.
+    Outcomes are written to `file` in the order of the lines. Each is written when all earlier
+    outcomes are known. `close` writes the outcomes that still wait for an earlier one.
     """
 
     lines: Sequence[RequestLine]

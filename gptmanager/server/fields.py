@@ -67,7 +67,7 @@ def by_name(*groups: Sequence[Field]) -> dict[str, Field]:
 
 
 def object_schema(fields: Mapping[str, Field], *, closed: bool = True) -> dict[str, Any]:
-    """Return the JSON schema of a body with `fields`. `closed`: it must not have other keys."""
+    """Return the JSON schema of a body with `fields`. `closed`: other keys are not allowed."""
     properties = {}
     for name, field in fields.items():
         schema = field.kind.schema()

@@ -14,7 +14,7 @@ from gptmanager.errors import ConfigError
 class ModelSettings:
     """Options of the model and its adapters.
 
-    `served_model_name`: the model's names for clients, by default the name of its folder.
+    `served_model_name`: the model's names for clients, by default the name of its folder or file.
     `adapters`: names and folders of adapters that are loaded at the start. `adapter_dir`: the
     folder from which clients may load adapters; if it is None, they cannot load any.
     `max_adapters`: the maximum number of adapters that are loaded at once. `block_reuse`: whether

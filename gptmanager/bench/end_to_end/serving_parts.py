@@ -211,7 +211,7 @@ def time_load(
 def compare_policies(
     source: Source, params: OptionalParams, pressure: Pressure, vocab_size: int
 ) -> dict[str, Any]:
-    """Return the report of both policies, each in a new manager, with the ratio of their tokens/s.
+    """Run the load with both policies, each in a new manager; return figures and their ratio.
 
     Requests end before their limit, as in real traffic: GUARANTEED_NO_EVICT reserves memory for
     tokens that are never generated. MAX_UTILIZATION runs more requests at once, and pauses some.

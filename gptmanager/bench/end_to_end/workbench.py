@@ -192,7 +192,7 @@ class Workbench:
 
     @property
     def dtype(self) -> str | None:
-        """The dtype of the weights; None for that of the checkpoint."""
+        """The dtype of the weights; None means the checkpoint's."""
         if self.options.dtype is not None or self.options.model is not None:
             return self.options.dtype
         return "float32" if self.device.type == "cpu" else "bfloat16"

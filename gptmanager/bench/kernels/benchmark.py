@@ -34,8 +34,8 @@ _LAUNCHES = 50  # few enough that the launch queue never fills
 class KernelOptions:
     """The options of `bench_kernels`.
 
-    A case runs if its name or that of its part contains one of the words in `only`; no words mean
-    all cases. `peers` are prefixes of peers' names; None means all peers.
+    A case runs if its name, or the name of its part, contains a word of `only`; without words, all
+    cases run. `peers` are prefixes of peers' names; None means all peers.
     """
 
     only: tuple[str, ...] = ()

@@ -1,7 +1,7 @@
 """Runs a kernel case: checks the result of our kernel and of each peer, and times them in turns.
 
-This module decides how contenders that fail, are absent or are wrong are reported, and how skipped
-cases are. It does not depend on any kernel.
+This module decides how the report shows skipped cases, and contenders that fail, are wrong or are
+absent. It does not depend on any kernel.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Status = Literal["ok", "wrong", "failed", "absent", "skipped"]
 
 @dataclass(frozen=True)
 class Entry:
-    """The result of one contender in one case. `note` says why it has no figure or is wrong.
+    """The result of one contender in one case. `note`: why there is no figure, or what is wrong.
 
     `first_use_s` is the time to its first result, including compilation; `plan_s` is the host's
     time for the plan of one step. Neither is part of `spread`.

@@ -87,7 +87,7 @@ def perplexity(given: Mapping[str, Any]) -> dict[str, float]:
     chunks = [[*firsts, *tokens[at + len(firsts) : at + context]] for at in starts]
     with Session(model, params) as session:
         found = session.results([(chunk, 1) for chunk in chunks], num_prompt_log_probs=0)
-    # the first log probability is that of the second token
+    # log probability i belongs to token i + 1
     counted = [it.tensors["prompt_log_probs"][0, context // 2 :].double() for it in found]
     return {"perplexity": math.exp(-torch.cat(counted).mean().item())}
 

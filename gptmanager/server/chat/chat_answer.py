@@ -53,8 +53,8 @@ class ChatAnswer:
     def push(self, text: str, log_probs: Sequence[TokenLogProb] = ()) -> list[dict[str, Any]]:
         """Add new text to the answer; return the deltas that can be sent now.
 
-        `log_probs` are those of the tokens that begin in the new text. If they are given, a delta
-        of content has the log probabilities of its tokens under the key `log_probs`.
+        `log_probs`: the log probabilities of the tokens that begin in the new text. With these, a
+        delta of content has the log probabilities of its tokens under the key `log_probs`.
         """
         self._tokens.push(log_probs)
         begin, self._num_pushed = self._num_pushed, self._num_pushed + len(text)

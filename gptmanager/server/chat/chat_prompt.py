@@ -213,7 +213,7 @@ class ChatPrompts:
         key = hashlib.sha256(template.encode()).digest()  # a template may be long
         if key not in self._one_call:
             if not await self._accepts(template, process, 1):
-                return False  # then a failure with two calls proves nothing
+                return False  # if one call fails, a failure with two calls proves nothing
             accepts_two = await self._accepts(template, process, 2)
             if len(self._one_call) >= _MOST_TRIED:
                 self._one_call.clear()

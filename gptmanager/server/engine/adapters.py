@@ -89,8 +89,8 @@ class Adapters:
         """Return an adapter read from its files, without adding it. Blocks while it reads.
 
         `is_trusted`: the operator has named the folder, which may be outside the root. Raises
-        ApiError: 403 for any other folder outside the root or without a root, 400 for a folder
-        without a valid adapter.
+        ApiError: 403 if any other folder is outside the root, or if there is no root; 400 for a
+        folder without a valid adapter.
         """
         folder = Path(path).resolve() if is_trusted else self._folder(path)
         try:

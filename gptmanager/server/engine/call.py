@@ -240,10 +240,10 @@ class Call:
         return {**fields, "finish": ",".join(finish)}
 
     def stop(self, index: int, finish_reason: str = "stop", num_tokens: int | None = None) -> None:
-        """End one request early, because the caller has found its end, such as a stop string.
+        """End one request early, because the caller has found a stop string or another end.
 
-        Its last part still arrives. The metrics count it with `finish_reason`, after `num_tokens`
-        tokens, and not as cancelled.
+        The request's last part still arrives. The metrics count the request with `finish_reason`
+        and `num_tokens` tokens (None: all), and not as cancelled.
         """
         self._cancel(self._running[index].generation, finish_reason, num_tokens)
 

@@ -29,7 +29,7 @@ from gptmanager.server.settings import ServerSettings
 
 
 class ServerMetrics(PrometheusSink):
-    """The metrics of one server, in a registry of its own with the metrics of the process."""
+    """The metrics of one server and of its process, in a registry of their own."""
 
     def __init__(self, settings: ServerSettings, queue: AsyncRequestQueue) -> None:
         registry = CollectorRegistry()
@@ -74,9 +74,9 @@ class ServerMetrics(PrometheusSink):
     ) -> Generation:
         """Call `submit`, and count its request as waiting unless it raises.
 
-        With `is_try`, the request names an adapter that the cache may have evicted. If it has, the
-        request does not count, because it is resubmitted with the weights. `is_scoring` and
-        `is_ended_by_caller` are those of `PrometheusSink.arrived`.
+        With `is_try`, the request names an adapter that the cache may have evicted. If the adapter
+        is missing, the request does not count, because it is resubmitted with the weights. For
+        `is_scoring` and `is_ended_by_caller`, see `PrometheusSink.arrived`.
         """
         self.arrived(request_id, is_scoring=is_scoring, is_ended_by_caller=is_ended_by_caller)
         if is_try:

@@ -248,7 +248,7 @@ async def start_stream(
     if keep_alive_s is None:
         return StartedStream(await anext(frames, None), frames)
     starting = asyncio.ensure_future(_first(frames))
-    await asyncio.sleep(0)  # lets the task run once, in which it submits the requests
+    await asyncio.sleep(0)  # lets the task run once: this submits the requests
     if starting.done():
         return StartedStream(starting.result(), frames)
     return KeptAlive(starting, frames, keep_alive_s, comment)

@@ -1,4 +1,4 @@
-"""`Idempotency-Key`: a header with which a client can repeat a call and receive the same answer.
+"""`Idempotency-Key`: a client that repeats a call with this header receives the same answer.
 
 The key is bound to the client's API key and to the bytes of the body.
 """

@@ -27,7 +27,9 @@ class ApiKey:
 
 
 def read_key(value: str) -> ApiKey:
-    """Return the key of `--api-key`. Raises ConfigError if a header cannot carry it."""
+    """Return the key of `--api-key`. Raises ConfigError if a header cannot carry it, or if it is
+    empty.
+    """
     _check("api_key", value)
     return ApiKey(value)
 

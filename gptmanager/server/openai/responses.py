@@ -72,7 +72,7 @@ _IGNORED: dict[str, Kind] = {
     "metadata": Object(),
 }
 _LOG_PROBS = "message.output_text.logprobs"
-_INCLUDED = (_LOG_PROBS, "reasoning.encrypted_content")  # the latter has no effect
+_INCLUDED = (_LOG_PROBS, "reasoning.encrypted_content")  # encrypted_content has no effect
 _MAX_METADATA = (16, 512)  # keys, and characters of each key and value
 
 

@@ -32,8 +32,8 @@ class Answer:
 
     `prompts` are lists of token ids. For each prompt, `max_new_tokens` has the limit of new tokens,
     and `offsets` the number of characters before an output in the answer (an echo of the prompt).
-    `lists_end` and `special_texts` are those of `Output`. With `is_silent`, no text is generated:
-    the request asks only for log probabilities of its prompts.
+    For `lists_end` and `special_texts`, see `Output`. With `is_silent`, no text is generated: the
+    request asks only for log probabilities of its prompts.
     """
 
     def __init__(
@@ -83,12 +83,12 @@ class Answer:
         self._engine = engine
 
     async def deltas(self) -> AsyncGenerator[tuple[int, Delta], None]:
-        """Submit the requests; yield (index of the output, its next delta) until all have ended.
+        """Submit the requests; yield (index of an output, its next delta) until all have ended.
 
         Empty deltas are skipped. Closing the generator cancels the requests that still run.
-        `prompt_log_probs` is set before the first delta of a prompt. Raises ApiError if the
-        requests cannot be queued (then none of them is), if one fails, or if one times out without
-        a stream.
+        `prompt_log_probs` is set before the first delta of a prompt. All requests are queued, or
+        none. Raises ApiError if they cannot be queued, if a request fails, and, without a stream,
+        if a request times out.
         """
         if self._is_silent and self._options.num_prompt_top is None:
             for index, output in enumerate(self.outputs):  # there is nothing to generate
@@ -121,7 +121,7 @@ class Answer:
 
     async def shaped(self, shape: Callable[[], _T], num_listed: int = 0) -> _T:
         """Return the result of `shape`, which formats the log probabilities of the prompts and of
-        `num_listed` output tokens. Many of them are formatted on a worker thread.
+        `num_listed` output tokens. MANY_LISTED or more are formatted on a worker thread.
         """
         of_prompts = sum(len(one) for one in self.prompt_log_probs if one is not None)
         return await run_in_thread(shape) if of_prompts + num_listed >= MANY_LISTED else shape()

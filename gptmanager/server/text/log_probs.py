@@ -37,7 +37,7 @@ def output_log_probs(
 ) -> list[TokenLogProb]:
     """Return the log probabilities of a beam's new tokens, or [] if `tensors` has none.
 
-    `tensors` are those of a `GenerationPart`, for the same tokens.
+    `tensors`: the tensors of the `GenerationPart` with these tokens.
     """
     if "output_log_probs" not in tensors:
         return []

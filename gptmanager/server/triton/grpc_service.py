@@ -164,7 +164,7 @@ class _Call(NamedTuple):
 
 
 class BadMessages(grpc.aio.ServerInterceptor):  # type: ignore[misc]
-    """Replaces a message that is malformed or too expensive to parse by an ApiError.
+    """Replaces a message by an ApiError if it is malformed or too expensive to parse.
 
     Without it, grpcio would log a traceback for a malformed message, and answer without a reason.
     """
@@ -293,8 +293,8 @@ class TritonService(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ign
     ) -> None:
         """Run the calls of a stream concurrently, and send their responses as they become ready.
 
-        If the client does not read responses, its calls wait. When too many of its calls wait, its
-        messages are not read either.
+        If the client does not read responses, its calls wait. If too many calls wait, no further
+        messages are read.
         """
         writing, free_slots = asyncio.Lock(), asyncio.Semaphore(self._most_calls)
         calls: set[asyncio.Task[None]] = set()

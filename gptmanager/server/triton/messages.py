@@ -28,7 +28,7 @@ class InferRequest:
     """A call. `outputs` are the requested outputs; None means all.
 
     If `may_have_many`, the client accepts several responses. `call`: the engine's handle of the
-    call, once its requests are submitted.
+    call; None until the requests are submitted.
     """
 
     model_name: str

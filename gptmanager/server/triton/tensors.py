@@ -130,7 +130,8 @@ class InputReader:
     def shape_of(self, name: str, value: Any) -> tuple[int, ...]:
         """Return the shape of a row that JSON contains as nested lists, or () for a single element.
 
-        Raises ApiError for a list that is too long for the input. Its items are not read.
+        Raises ApiError for lists that do not fit the input. The items of a list that is too long
+        are not read.
         """
         spec, sizes, level = self.specs[name], [], [value]
         for depth, most in enumerate(spec.limits(self._sizes)):

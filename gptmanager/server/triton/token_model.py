@@ -195,8 +195,8 @@ class TokenModel:
     def _max_new_tokens(self, row: Mapping[str, Any], length: int, name: str) -> int:
         """Return how many tokens to generate.
 
-        This is the requested number or, as in the C++ backend, the number that fits after the
-        prompt and its draft tokens if that is lower.
+        As in the C++ backend, the requested number is lowered if fewer tokens fit after the prompt
+        and its draft tokens.
         """
         most: int = row["request_output_len"]
         limit = self._card.max_model_len

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
-MAX_FIELDS = 4096  # fields of a request, including those of its tensors
+MAX_FIELDS = 4096  # fields of a request, including the fields of its tensors
 MAX_SMALL = 1 << 16  # bytes of a field other than tensor data: a name, a shape, a parameter
 MAX_CONTENTS = 4 << 20  # bytes of typed contents; raw contents are not converted
 _TENSORS = (5, 6)  # inputs and outputs of a ModelInferRequest
