@@ -67,7 +67,7 @@ _FRONTS: Sequence[Routes] = (
 
 
 class _App(Starlette):
-    """The application. It answers at each path, and also at the path below `root_path`.
+    """The application. Each path is also served below `root_path`.
 
     Only the head of a streamed response passes through the middleware. Streams send their events
     directly to the HTTP server, because each wrapper costs time per token.

@@ -52,7 +52,7 @@ class HostGuard:
 
     Both may name a loopback address or a host in `allowed`. `Origin` may also be in `origins`,
     where "*" allows all. A cross-site request without `Origin` is refused unless it follows a link.
-    A request without both headers is accepted otherwise: browsers always send `Host`.
+    A missing `Host` is accepted, because browsers always send it.
     """
 
     def __init__(self, app: ASGIApp, allowed: Sequence[str], origins: Sequence[str] = ()) -> None:

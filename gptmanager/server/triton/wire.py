@@ -59,11 +59,11 @@ def wire_problem(message: bytes) -> str | None:
 
 def small_problem(message: bytes) -> str | None:
     """Return why a message of a method without tensors is too large to parse, or None."""
-    return _too_long(len(message)) if len(message) > MAX_SMALL else None
+    return _too_long(len(message), "the message") if len(message) > MAX_SMALL else None
 
 
-def _too_long(size: int) -> str:
-    return f"a field of the message has {size} bytes, at most {MAX_SMALL} are allowed"
+def _too_long(size: int, what: str = "a field of the message") -> str:
+    return f"{what} has {size} bytes, at most {MAX_SMALL} are allowed"
 
 
 def _fields(message: bytes, at: int, end: int) -> Iterator[_Field]:
