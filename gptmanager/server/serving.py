@@ -42,9 +42,11 @@ def serve(settings: ServerSettings, tell: Callable[[str], None]) -> None:
     """Serve until SIGTERM, SIGINT or SIGHUP. With a key file, SIGHUP reloads it instead.
 
     When the server is ready, `tell` is called with a welcome text. The first line of this text ends
-    with the address. Raises ConfigError for a model, an adapter or a port that cannot be used,
-    ManagerDeadError if the manager fails (after all requests have been answered), and
-    KeyboardInterrupt after a second signal, which ends the server at once.
+    with the address. A second signal ends the server at once.
+
+    Raises ConfigError for a model, an adapter or a port that cannot be used, ManagerDeadError if
+    the manager fails (after all requests have been answered), KeyboardInterrupt after a second
+    signal.
     """
     with listening(settings.host, settings.port, settings.uds) as listener:
         if settings.grpc_port is not None:

@@ -54,9 +54,9 @@ class Target:
 class Pressure:
     """A load of requests that end before their limit, with a small KV cache.
 
-    Each of the `requests` has `prompt_len` tokens and may generate `max_new_tokens`, but is
-    cancelled after a number of tokens drawn from the range `ends`, both ends included. The KV cache
-    has `kv_cache_tokens`.
+    Each of the `requests` has `prompt_len` tokens and may generate `max_new_tokens`. It is
+    cancelled earlier, after a number of tokens from the range `ends`, both ends included. The KV
+    cache has `kv_cache_tokens`.
     """
 
     requests: int

@@ -1,7 +1,7 @@
 """`Workbench`: the device, the model and the running manager of the end-to-end benchmark.
 
 The workbench chooses the model, its dtype, the managers' parameters, and the scale of the
-benchmark, which is smaller on a CPU than on a GPU.
+benchmark. The scale is smaller on a CPU than on a GPU.
 """
 
 from __future__ import annotations

@@ -139,9 +139,9 @@ class Rig:
 class Goal:
     """A goal relative to a rate or time of the same run, so that it applies to any GPU.
 
-    "copy" is at least `value` times the bandwidth of a copy, "matmul" at least `value` times the
-    rate of a large matmul, "times" at most `value` times the time of the case `of`, "peer" at most
-    `value` times the time of the peer `of`, and "roofline" at most `value` times the floor.
+    "copy": at least `value` times the bandwidth of a copy. "matmul": at least `value` times the
+    rate of a large matmul. "times": at most `value` times the time of the case `of`. "peer": at
+    most `value` times the time of the peer `of`. "roofline": at most `value` times the floor.
     """
 
     kind: Literal["copy", "matmul", "times", "peer", "roofline"]

@@ -1,8 +1,7 @@
 """A program that times this library, for the comparison with llama.cpp's benchmark programs.
 
-It reads a JSON object from standard input, and prints one with the tokens/s of a prompt, of one
-request, and of a batch of requests. If the input has a `text`, the printed object has the
-perplexity of that file instead.
+It reads a JSON object from standard input, and prints one with tokens/s: of a prompt, of one
+request, and of a batch. If the input has a `text`, it prints the perplexity of that file instead.
 """
 
 from __future__ import annotations

@@ -84,9 +84,9 @@ class ChatAnswer:
     def finish_reason(self, reason: str) -> str:
         """Return the finish reason for the client; `reason` is the reason why the text ended.
 
-        If `reason` is "stop", the answer has calls, and the last call is complete, the result is
-        "tool_calls" (or the deprecated "function_call"), so that the client runs the calls.
-        Otherwise it is `reason`.
+        After a "stop" the result is "tool_calls" (or the deprecated "function_call") if the answer
+        has calls and the last one is complete: this lets the client run the calls. Otherwise the
+        result is `reason`.
         """
         is_call = bool(self._calls) and reason == "stop" and not self._is_cut
         called = "function_call" if self._is_deprecated else "tool_calls"

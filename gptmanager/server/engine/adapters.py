@@ -16,8 +16,8 @@ from gptmanager.errors import ConfigError, quoted
 from gptmanager.server.errors import ApiError
 
 # Task ids from here on are reserved for the server. Clients of Triton's protocol choose lower ids,
-# so that a client's weights are never used for the name of an adapter that the operator allows. The
-# range is small: clients hash names to ids, and a hash is rarely in a small range.
+# so the weights that they send never replace those of an adapter here. The range is small: clients
+# hash names to ids, and a hash is rarely in a small range.
 FIRST_OWN_TASK = 2**64 - 2**32
 
 

@@ -36,7 +36,7 @@ class EngineRequest:
     `by_name` has the keyword arguments of `InferenceRequest.from_tokens`, without the request id.
     `adapter` is the name of a loaded adapter. With `is_scoring`, only the prompt's log
     probabilities are needed, and generated tokens do not count. With `is_ended_by_caller`, the
-    caller looks for ends that the engine does not know, such as stop strings, and calls `Call.stop`
+    caller looks for ends that the engine does not know, such as stop strings. It calls `Call.stop`
     at every end, so that the metrics count the right reason.
     """
 

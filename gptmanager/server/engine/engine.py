@@ -115,9 +115,9 @@ class Engine:
     def submit(self, requests: Sequence[EngineRequest]) -> Call:
         """Queue all requests or none. If a call with this Idempotency-Key is kept, join it instead.
 
-        Raises ApiError: 404 for an adapter that is not loaded, 400 for a request that can never
-        run, 422 for an Idempotency-Key that was used with another body, 429 if too many requests
-        wait, belong to the API key or have an Idempotency-Key, 503 if the server shuts down or has
+        Raises ApiError: 404 for an adapter that is not loaded; 400 for a request that can never
+        run; 422 for an Idempotency-Key that was used with another body; 429 if too many requests
+        wait, belong to the API key, or have an Idempotency-Key; 503 if the server shuts down or has
         failed.
         """
         self._check_open()

@@ -1,7 +1,7 @@
 """`HttpProtocol`: uvicorn's HTTP/1.1 connection with limits and with this server's error objects.
 
-The class limits the size of a request's head (its request line and headers) and trailers, and the
-time in which a request must arrive. It decides when and how a connection is closed.
+The class limits the size of a request's head (request line and headers), the size of its trailers,
+and the time in which it must arrive. It decides when and how a connection is closed.
 """
 
 from __future__ import annotations
@@ -31,12 +31,13 @@ _UPGRADE = re.compile(rb"\r\nupgrade:[^\r\n]*", re.IGNORECASE)
 class HttpProtocol(HttpToolsProtocol):
     """One connection of a client.
 
-    The server answers with an error object and closes the connection after bytes that are not
-    HTTP/1.1 (400), more than MAX_PIPELINED waiting requests (400), a head or trailers above
-    MAX_HEAD_BYTES (431), and a request that takes longer than `read_timeout_s` to arrive (408).
+    In these cases the server answers with an error object and closes the connection: the bytes are
+    not HTTP/1.1 (400); more than MAX_PIPELINED requests wait (400); a head or trailers exceed
+    MAX_HEAD_BYTES (431); a request takes longer than `read_timeout_s` to arrive (408).
 
-    The server also closes a connection after the keep-alive timeout if no request arrives or if the
-    client does not read, and after an answer to a request of which a part has not arrived.
+    If no request arrives, or if the client does not read, the connection is closed after the
+    keep-alive timeout. It is also closed after a response to a request that has not completely
+    arrived.
     """
 
     def __init__(

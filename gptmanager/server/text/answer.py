@@ -30,8 +30,8 @@ MANY_LISTED = 1024  # tokens; formatting their log probabilities takes some tens
 class Answer:
     """The outputs of one or more prompts. With n choices, output p * n + k is choice k of prompt p.
 
-    `prompts` are lists of token ids. For each prompt, `max_new_tokens` has the limit of new tokens,
-    and `offsets` the number of characters before an output in the answer (an echo of the prompt).
+    `prompts` are lists of token ids. `max_new_tokens` has the limit of new tokens of each prompt.
+    `offsets` has the number of characters that precede its outputs, as an echo of the prompt.
     For `lists_end` and `special_texts`, see `Output`. With `is_silent`, no text is generated: the
     request asks only for log probabilities of its prompts.
     """

@@ -31,7 +31,7 @@ def decompressed(body: bytes, encoding: str, limit: int) -> bytes:
     """Return the decompressed body.
 
     Raises ApiError: 400 for an unknown `encoding` or a wrong body, 413 if the result exceeds
-    `limit`, or is many times larger than the body, since small bodies could expand a thousandfold.
+    `limit` or is many times larger than the body. Small bodies could expand a thousandfold.
     """
     if encoding in ("", "identity"):
         return body
