@@ -1,8 +1,8 @@
 """Kernel benchmark cases for the matmuls of a generation step, of a small and a large model.
 
 The matmuls run as in a manager that has chosen our kernel for them, with weights in the dtype of
-the activations. Large matmuls also run with int8 and with fp8 weights; torch, to compare with, uses
-weights in the dtype of the activations.
+the activations. Large matmuls also run with int8 and with fp8 weights. They are compared with
+torch's matmul of weights in the dtype of the activations.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ from gptmanager.models.checkpoint_parts import read_part
 from gptmanager.models.hf.sizes import read_sizes
 from gptmanager.terminal.options import ManagerOptions
 
-# For a checkpoint that says nothing about sampling: without it, small models repeat themselves.
+# For a checkpoint that says nothing about sampling. With greedy decoding, small models repeat text.
 _DEFAULTS = {"temperature": 0.6, "top_p": 0.9, "repetition_penalty": 1.1}
 _SAMPLING = {
     "temperature": "temperature",

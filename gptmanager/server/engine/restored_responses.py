@@ -29,8 +29,8 @@ class RestoredResponses:
     """Holds the responses to restored requests that have an Idempotency-Key. Thread-safe.
 
     The responses to an ended request are dropped KEEP_S seconds after its end. While all held
-    responses exceed MAX_BYTES, the request that ended first is dropped earlier. Both happen only
-    when `hold`, `check` or `join` is called.
+    responses together exceed MAX_BYTES, the request that ended first is dropped earlier. Both
+    happen only when `hold`, `check` or `join` is called.
     """
 
     def __init__(self) -> None:

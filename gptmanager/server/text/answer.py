@@ -31,8 +31,8 @@ class Answer:
     """The outputs of one or more prompts. With n choices, output p * n + k is choice k of prompt p.
 
     `prompts` are lists of token ids. `max_new_tokens` has the limit of new tokens of each prompt.
-    `offsets` has the number of characters that precede its outputs, as an echo of the prompt.
-    For `lists_end` and `special_texts`, see `Output`. With `is_silent`, no text is generated: the
+    For each prompt, `offsets` has the number of characters (an echo) before its outputs. For
+    `lists_end` and `special_texts`, see `Output`. With `is_silent`, no text is generated: the
     request asks only for log probabilities of its prompts.
     """
 

@@ -38,7 +38,7 @@ class Delta(NamedTuple):
     """The next piece of an output; the joined deltas are the whole output.
 
     `token_ids` are the new tokens, including those that ended the output. `log_probs` are the log
-    probabilities that earlier deltas do not have, of tokens that begin in the text sent so far.
+    probabilities of the tokens that begin in the text sent so far, except those in earlier deltas.
     `finish_reason` is None before the last delta.
     """
 

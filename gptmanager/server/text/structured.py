@@ -174,7 +174,7 @@ class StructuredOutputs:
         """Return the post-processor for an answer that is tool calls, or JSON that fits `rule`.
 
         If calls are optional and `rule` is None, schema keywords that cannot be enforced are
-        ignored. If llguidance is not installed, or cannot read a schema, such calls are
+        ignored. If llguidance is not installed, or cannot read a schema, these calls are
         unconstrained: the result is None, and `warnings` has the reason.
         """
         answer = None

@@ -14,7 +14,7 @@ _KINDS = {
 
 
 def properties_of(schema: Any) -> dict[str, Any]:
-    """Return the schemas of an object's properties, each with the `$defs` of `schema`."""
+    """Return the schemas of an object's properties, with `$defs` and `definitions` of `schema`."""
     own = schema.get("properties") if isinstance(schema, Mapping) else None
     if not isinstance(own, Mapping):
         return {}

@@ -206,7 +206,10 @@ class InputReader:
 
 
 def prompt_too_long(length: int | str, most: int) -> ApiError:
-    """Return the error, worded as in the C++ backend, for a prompt that leaves no new token."""
+    """Return the error for a prompt that leaves no room for a new token.
+
+    It has the words of the C++ backend.
+    """
     return invalid("input_ids", f"Prompt length ({length}) exceeds maximum input length ({most}).")
 
 
