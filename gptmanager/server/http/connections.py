@@ -87,7 +87,7 @@ class Connections:
         return None
 
     def log_refusal(self, host: str, error: ApiError) -> None:
-        """Count a connection that is refused with `error`. At most every ten seconds, log one."""
+        """Count a connection that is refused with `error`, and log at most one in ten seconds."""
         self._count(error.status, str(error.code or error.type))
         self._log.warning("a connection from %s was refused: %s", host, error.message)
 
