@@ -116,9 +116,8 @@ class Engine:
         """Queue all requests or none. If a call with this Idempotency-Key is kept, join it instead.
 
         Raises ApiError: 404 for an adapter that is not loaded; 400 for a request that can never
-        run; 422 for an Idempotency-Key that was used with another body; 429 if too many requests
-        wait, belong to the API key, or have an Idempotency-Key; 503 if the server shuts down or has
-        failed.
+        run; 422 if the Idempotency-Key was used with another body; 429 if too many requests wait,
+        have this API key or an Idempotency-Key; 503 if the server shuts down or has failed.
         """
         self._check_open()
         call_key = self.kept.current.get()
