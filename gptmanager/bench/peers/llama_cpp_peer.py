@@ -62,9 +62,9 @@ def compare(
 
     `programs`: the folder of llama.cpp's programs; without them, only this library runs. `folder`:
     an empty folder for the files. Random weights are written in bfloat16, and each engine quantizes
-    them itself; a GGUF file is used as it is. `text`: a file whose perplexity the report also has,
-    or None; `source` must then be a GGUF file. Raises ConfigError for options that do not fit
-    together, GptManagerError if a program fails.
+    them itself; a GGUF file is used as it is. With a file `text`, the report also has the
+    perplexity of this file; `source` must then be a GGUF file. Raises ConfigError for options that
+    do not fit together, GptManagerError if a program fails.
     """
     why = missing(programs, text)
     if text is not None and isinstance(source, tuple):
