@@ -1,4 +1,4 @@
-"""Runs a kernel case: checks the result of our kernel and of each peer, and times them in turns.
+"""Runs a kernel case: checks the results of our kernel and the peers, times them in alternation.
 
 This module decides how the report shows skipped cases, and contenders that fail, are wrong or are
 absent. It does not depend on any kernel.
@@ -131,7 +131,7 @@ def _try_contender(
 
 
 def _error_entry(error: Exception) -> Entry:
-    """Return the entry for an error of a contender. The benchmark goes on after it."""
+    """Return the entry for an error of a contender. The error does not end the benchmark."""
     if isinstance(error, Absent):
         return Entry("absent", f"{error}: skipped")
     text = str(error).strip().splitlines()
