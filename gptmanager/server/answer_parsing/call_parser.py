@@ -36,7 +36,7 @@ class State(Enum):
 class CallParser(StepwiseParser):
     """Divides the text of one answer into content and calls. It finds no thoughts.
 
-    `names`: the tools that may be called; a call of another name is content. `openers`: tags that
+    `names`: the tools that may be called; a call of another tool is content. `openers`: tags that
     begin a call within text, without the spaces before them. In a format without openers, an answer
     is either only calls or only text. `closers`: tags after a call, which are dropped.
     """

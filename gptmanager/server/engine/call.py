@@ -170,10 +170,10 @@ class Call:
             self.end()
 
     def parts(self) -> AsyncGenerator[tuple[int, GenerationPart], None]:
-        """Yield (index of the request, part) as parts arrive; the last part has the result.
+        """Yield (index of the request, part) as parts arrive.
 
-        A request ended by `--request-timeout` or by its own deadline has finish reason TIMED_OUT.
-        Raises ApiError for a request that fails.
+        The last part of a request has its result. A request that timed out has the finish reason
+        TIMED_OUT. Raises ApiError for a request that fails.
         """
         return self._outcomes(raises=True)  # type: ignore[return-value]
 

@@ -171,11 +171,12 @@ class StructuredOutputs:
     async def processor_with_tools(
         self, rule: OutputRule | None, tools: Tools, form: ToolFormat, warnings: Warnings
     ) -> Any:
-        """Return the post-processor for an answer that is tool calls, or JSON that fits `rule`.
+        """Return the post-processor for an answer of tool calls or, if these are optional, of text.
 
-        If calls are optional and `rule` is None, schema keywords that cannot be enforced are
-        ignored. If llguidance is not installed, or cannot read a schema, these calls are
-        unconstrained: the result is None, and `warnings` has the reason.
+        With a `rule`, the text must be JSON that fits it. Without a rule, optional calls are guided
+        as far as possible: schema keywords that cannot be enforced are ignored. If llguidance is
+        not installed, or cannot read a schema, the calls are unconstrained: the result is None, and
+        `warnings` has the reason.
         """
         answer = None
         if rule is not None and not tools.required:
