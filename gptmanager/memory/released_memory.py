@@ -17,14 +17,13 @@ from gptmanager.errors import ConfigError, error_summary
 class ReleasedMemory:
     """Releases the memory of `tensors` at once. They must not be used until `restore`.
 
-    On the CPU only the pages are returned. The tensors keep their addresses, so pointers to them
-    stay valid. On a device the tensors get new addresses.
+    On the CPU only the pages are returned to the system. The tensors keep their addresses, so
+    pointers to them stay valid. On a device the tensors get new addresses.
 
-    The contents of the tensors `kept` are saved, and restored by `restore`. Those of tensors on the
-    CPU are saved in a temporary file, those of tensors on a device in CPU memory. After `restore`,
-    a tensor that was mapped from a file has the contents of the file again, and any other tensor
-    has zeros or its old contents. Raises ConfigError if the temporary file cannot be written, and
-    then releases nothing.
+    The contents of the tensors `kept` are saved until `restore`: tensors on the CPU in a temporary
+    file, tensors on a device in CPU memory. After `restore`, a tensor that was mapped from a file
+    has the contents of the file again, and any other tensor has zeros or its old contents. Raises
+    ConfigError if the temporary file cannot be written, and then releases nothing.
     """
 
     def __init__(self, tensors: Iterable[Tensor], kept: Iterable[Tensor] = ()) -> None:

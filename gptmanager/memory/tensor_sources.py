@@ -69,7 +69,9 @@ class PanelSource(GroupedSource, Protocol):
 
 
 class StateDict:
-    """A source of tensors in memory. Raises ConfigError unless it maps strings to dense tensors."""
+    """A source of tensors in memory. Raises ConfigError unless `tensors` maps names to dense
+    tensors.
+    """
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
         for name, tensor in tensors.items():

@@ -49,7 +49,7 @@ def check_file(path: Path, max_bytes: int | None = None) -> int:
 
 
 def _is_lfs_pointer(path: Path) -> bool:
-    """Return whether a small file has the place of a large one that Git LFS has not fetched."""
+    """Return whether a small file is a pointer to a file that Git LFS has not fetched."""
     try:
         with path.open("rb") as file:
             return file.read(len(_LFS)) == _LFS

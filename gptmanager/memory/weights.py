@@ -47,8 +47,8 @@ class Weights:
     `places` has the destination of each tensor, by name. In the checkpoint a name may lack
     `prefix`, or have a key of `prefixes` in place of its value. Tensors with names that match
     `ignored` are skipped; others without a place are an error. Parameters in `wide` are kept in
-    float32 at least, and matrices in `quantized` in fewer bits; with `keeps_groups`, those that
-    are int4 in the first source stay so. `cuts` has the kept part of each parameter, by default
+    float32 at least, and matrices in `quantized` in fewer bits; with `keeps_groups`, matrices that
+    are int4 in the first source stay int4. `cuts` has the kept part of each parameter, by default
     all of it; `shapes` and `places` describe whole parameters. The first `load` allocates the
     storage. A parameter in `matrices` is stored in the result of `new_matrix(rows, columns, dtype,
     quantized)`, or in a tensor if this is None. `version` counts the loads, so that results of
@@ -120,7 +120,7 @@ class Weights:
         `on_progress` is called with "weights", the bytes copied so far, and all bytes to copy.
         Raises ConfigError, with their names, for tensors that are missing, unknown, duplicated, of
         a wrong shape, not of a floating dtype, or not equal to their twin, and for scales that are
-        not positive. If memory does not suffice, it is raised before anything is copied.
+        not positive. Raises ConfigError before anything is copied if memory does not suffice.
         """
         source = StateDict(tensors) if isinstance(tensors, Mapping) else tensors
         found = source.describe()
@@ -143,9 +143,10 @@ class Weights:
         self.version += 1
 
     def memory(self, *, keeps: bool) -> tuple[list[Tensor], list[Tensor]]:
-        """Return the tensors of all parameters, and those to save before their memory is released.
+        """Return the tensors of all parameters, and the tensors to save before memory is released.
 
-        The latter are the scales, and with `keeps` all others that are not mapped from a file.
+        With `keeps`, all parameters are saved that are not mapped from a file, otherwise only
+        scales.
         """
         of = {name: stored(matrix) for name, matrix in self._storage.items()}
         scales = of.keys() & {it.parameter for it in self._places.values() if it.scale}
@@ -155,7 +156,9 @@ class Weights:
     def check(
         self, tensors: TensorSource | Mapping[str, Tensor], *, partial: bool = False
     ) -> dict[str, str]:
-        """Check names, shapes and dtypes as `load` does. Return our name -> the checkpoint's."""
+        """Check names, shapes and dtypes as `load` does. Return the library's names -> the
+        checkpoint's.
+        """
         source = StateDict(tensors) if isinstance(tensors, Mapping) else tensors
         found = source.describe()
         names = self._names(found)
@@ -267,7 +270,7 @@ class Weights:
         return len(part.rows) * num_columns * self._storage[parameter].dtype.itemsize
 
     def _names(self, given_names: Iterable[str]) -> dict[str, str]:
-        """Return our name -> the checkpoint's. Raises ConfigError for unknown names."""
+        """Return the library's names -> the checkpoint's. Raises ConfigError for unknown names."""
         names: dict[str, str] = {}
         unknown = []
         for given in given_names:
@@ -290,7 +293,7 @@ class Weights:
     def _copy_part(
         self, source: TensorSource, given: str, name: str, part: _Part, max_bytes: int
     ) -> Iterator[int]:
-        """Copy a part slice by slice; yield the bytes of each slice."""
+        """Copy a part slice by slice; yield the size in bytes of each slice."""
         place, num_bytes = self._places[name], self._nbytes(name, part)
         if place.scale:
             self._copy_scales(source, given, name, part)
@@ -360,7 +363,7 @@ class Weights:
         return piece.numel() * itemsize
 
     def _grouped(self, source: TensorSource, given: str, place: Place) -> GroupedSource | None:
-        """Return the source if the tensor is int4 both in it and in the storage."""
+        """Return the source if the tensor is int4 there and in the storage, otherwise None."""
         is_stored_so = isinstance(self._storage[place.parameter], Int4Matrix)
         if place.stacked or not is_stored_so or not source.describe()[given].in_groups:
             return None

@@ -43,7 +43,7 @@ def read_part(path: str | os.PathLike[str], name: str) -> dict[str, Any] | None:
 
 
 def read_config(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """Return the config of a checkpoint, as if its weights were floats.
+    """Return the config of a checkpoint, without the field that describes its quantization.
 
     Raises ConfigError if it is missing or cannot be read.
     """

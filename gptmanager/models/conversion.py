@@ -53,14 +53,14 @@ def convert_checkpoint(
 ) -> Path:
     """Write the checkpoint `source` to the new folder `target`, and return its path.
 
-    `dtype` is by default that of the checkpoint. `weights_dtype` "int8" writes the matrices of
-    matmuls as int8, with one scale per row. "int4" writes them in groups of 32 numbers of 4 bits
-    with one float16 scale per group, except the output matrix, which is written as `head_dtype`, by
-    default "int8". Groups that the checkpoint already has in this format are copied exactly.
-    Experts that are stacked in one tensor stay floats. Loading can map quantized matrices into
-    memory instead of copying them. `target` does not exist until all its files are written. Raises
-    ConfigError if the checkpoint cannot be read, if `target` exists or cannot be written, or if a
-    matrix to quantize is stored as `[in, out]`.
+    `dtype`: by default the checkpoint's. `weights_dtype` "int8" writes the matrices of matmuls as
+    int8, with one scale per row. "int4" writes them in groups of 32 4-bit numbers, with one float16
+    scale per group. The output matrix is then written as `head_dtype`, by default "int8". Groups
+    that the checkpoint already has in this format are copied exactly. Experts that are stacked in
+    one tensor stay floats. Loading can map quantized matrices into memory instead of copying them.
+    `target` does not exist until all its files are written. Raises ConfigError if the checkpoint
+    cannot be read, if `target` exists or cannot be written, or if a matrix to quantize is stored as
+    `[in, out]`.
     """
     folder = Path(target).absolute()
     if os.path.lexists(folder):
@@ -150,9 +150,9 @@ def _layout(
 ) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
     """Return name -> shape and dtype of the tensors to write, in the order of the file.
 
-    A model concatenates some matrices, such as those of queries, keys and values. The values of
-    such matrices are contiguous in the file, and so are their scales, so the model can map them as
-    one matrix. Quantized values begin at multiples of 64 bytes, the size of a CPU cache line.
+    A model joins some matrices, for example the projections to queries, keys and values. In the
+    file, their values follow each other, and so do their scales. Loading can then map them as one
+    matrix. Quantized values begin at multiples of 64 bytes, the size of a CPU cache line.
     """
     given = source.describe()
     places = place_tensors(spec, given)
@@ -197,7 +197,7 @@ def _quantized_matrix(source: TensorSource, name: str, kind: Quantized) -> Packe
 
 
 def _write_texts(source: Path, folder: Path) -> None:
-    """Write the tokenizer, the chat templates, and the configs of tokenizer and generation."""
+    """Write the tokenizer, the chat templates, and the config files other than config.json."""
     gguf = gguf_checkpoint(source)
     if gguf is None:
         for pattern in _TEXT_FILES:

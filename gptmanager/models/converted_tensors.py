@@ -3,8 +3,8 @@
 A matrix is stored as the `Panels` of a `PackedMatrix` or an `Int4Matrix`. The tensor with the
 matrix's name has its values, int8 `[panels, depth / 4, 16, 4]` or uint8 `[panels, groups, 4, 16,
 4]`. `<name>_scale` has the scales, `<name>_minimum` the minima, if any, and `<name>_shape` the
-shape `[rows, columns]`. Panels of another number of rows than 16, or of another depth than this
-machine packs, are read but not mapped.
+shape `[rows, columns]`. Panels with a number of rows other than 16, or padded to a depth that this
+machine does not use, are read but not mapped.
 """
 
 from __future__ import annotations

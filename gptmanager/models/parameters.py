@@ -49,7 +49,7 @@ def parameter_shapes(spec: ModelSpec) -> dict[str, Shape]:
 
 
 def matmul_matrices(spec: ModelSpec) -> list[str]:
-    """Return the names of the weights of `Kernels.linear` and of experts, which may be packed."""
+    """Return the names of the matrices for matmuls: `Kernels.linear` and experts."""
     looked_up = _LOOKED_UP[:2] if spec.tied_embeddings else _LOOKED_UP
     shapes = parameter_shapes(spec)
     return [

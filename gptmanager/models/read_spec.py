@@ -1,8 +1,8 @@
 """`read_spec`: converts a `config.json` to the `ModelSpec` of its network.
 
 A field that changes the mathematics is either applied, or rejected with a `ConfigError` that names
-it. Absent fields have transformers' defaults, but sizes are required. `config_fields` lists the
-fields that are ignored.
+it. Absent fields have transformers' defaults. Most sizes have none, and are required.
+`config_fields` lists the fields that are ignored.
 """
 
 from __future__ import annotations
@@ -55,9 +55,9 @@ def read_spec(
     """Return the network that a `config.json` describes.
 
     `dtype` is by default the config's, or float32. `max_seq_len`, by default the config's
-    `max_position_embeddings`, bounds the positions, and selects longrope's short or long factors
-    once. `num_tensors`: the number of tensors in the checkpoint, which bounds the number of layers.
-    Raises ConfigError for a value that is not supported.
+    `max_position_embeddings`, bounds the positions, and decides between longrope's short and long
+    factors. `num_tensors`: the number of tensors in the checkpoint, which bounds the number of
+    layers. Raises ConfigError for a value that is not supported.
     """
     check_depth("config.json", config)
     config = text_config(config)

@@ -40,9 +40,9 @@ class Rope:
     `kind`: "default", or the kind of scaling: "linear", "llama3", "yarn", "longrope" or
     "proportional". `theta`: the base of the frequencies. `divisors`: for longrope, the divisors of
     the `dim / 2` frequencies. `share`: for proportional, only this share of the pairs, the first
-    ones, rotates. Cosines and sines are multiplied by `attention_factor`. `interleaved`: a
-    checkpoint stores the two rows of a pair next to each other, and loading reorders them. Other
-    fields are parameters of the scalings, as in transformers.
+    ones, rotates. Cosines and sines are multiplied by `attention_factor`. `interleaved`: in the
+    checkpoint's query and key matrices, the two rows of a pair are next to each other; loading
+    reorders them. Other fields are parameters of the scalings, as in transformers.
     """
 
     kind: str = "default"
@@ -72,8 +72,8 @@ def read_rope(
     """Return the RoPE of the layers of one type, as a config describes it.
 
     The config has `rope_parameters`, possibly with an object per layer type, or `rope_scaling` and
-    `rope_theta`. `max_seq_len` selects longrope's short or long factors once. Raises ConfigError
-    for a value that is not supported.
+    `rope_theta`. `max_seq_len` decides between longrope's short and long factors, for all
+    sequences. Raises ConfigError for a value that is not supported.
     """
     values, label, theta = _rope_values(fields, layer_type)
     original = fields.get("original_max_position_embeddings")
@@ -104,7 +104,7 @@ def read_rope(
 
 
 def _with_alpha(rope: Fields, head_dim: int) -> Rope:
-    """Return HunYuan's RoPE, with a base that `alpha` raises by the same factor for any length."""
+    """Return HunYuan's RoPE: `alpha` enlarges the base, by the same factor for every length."""
     if head_dim < 4:
         raise rope.error("alpha", "needs heads of more than 2 dimensions")
     theta = rope.number("rope_theta") * rope.number("alpha") ** (head_dim / (head_dim - 2))
@@ -137,7 +137,7 @@ def _rope_values(fields: Fields, layer_type: str) -> tuple[Mapping[str, Any], st
 
 
 def _rotated_dim(fields: Fields, rope: Fields, head_dim: int) -> int:
-    """Return how many dimensions of a head rotate; all for the type "proportional"."""
+    """Return `Rope.dim`. For "proportional" it is the whole head, of which `Rope.share` rotates."""
     given = rope.get("partial_rotary_factor")
     if rope.get("rope_type") == "proportional":
         return head_dim
@@ -157,7 +157,10 @@ def _rotated_dim(fields: Fields, rope: Fields, head_dim: int) -> int:
         dim = int(head_dim * given)
     if dim % 2 or not 0 < dim <= head_dim:
         share = "" if name == "rotary_dim" else f" (partial_rotary_factor {given})"
-        need = f"{dim} of {head_dim} dimensions would rotate{share}; it must be even and fit"
+        need = (
+            f"{dim} of {head_dim} dimensions would rotate{share}; the number must be "
+            f"even, and from 2 to {head_dim}"
+        )
         raise fields.error(name, need)
     return dim
 

@@ -27,11 +27,11 @@ class Norms:
     `kind`: "rms", or "layer" for LayerNorm. `plus_one`: 1 is added to the stored weights. `weight`
     and `bias`: whether norms have these parameters. `before_*` and `after_*`: which norms a layer
     has on the inputs of attention and MLP, and on their outputs before the residual addition.
-    `query_key`: the norm of queries and keys: "head" has one weight `[head_dim]` for all heads,
-    "rotated_head" is the same but applied after RoPE, "rotated" is like "rotated_head" but without
-    weights and only in layers with RoPE, "own_head" has separate weights per head, and "all_heads"
-    normalizes all heads together. `query_key_kind`: the `kind` of the norm of queries and keys.
-    `value`: heads of values have an RMS norm without weights.
+    `query_key`: the norm of queries and keys. "head" has one weight `[head_dim]` for all heads.
+    "rotated_head" is the same, but applied after RoPE. "rotated" is like "rotated_head", but
+    without weights, and only in layers with RoPE. "own_head" has separate weights per head.
+    "all_heads" normalizes all heads together. `query_key_kind`: the `kind` of the norm of queries
+    and keys. `value`: heads of values have an RMS norm without weights.
     """
 
     kind: Literal["rms", "layer"] = "rms"
@@ -177,7 +177,7 @@ class Experts:
 class Mlp:
     """The MLP of a layer: `activation(gate) * up` if `gated`, else `activation(up)`, then down.
 
-    `width`: the number of hidden activations; with `experts`, that of each expert.
+    `width`: the number of hidden activations, of one expert if the layer has `experts`.
     """
 
     width: int
@@ -202,11 +202,11 @@ class Layer:
 class TokenInputs:
     """A further input of each layer for each token, of `width` elements (Gemma 4's E models).
 
-    It is the sum of a second embedding of the token, times the root of `width`, and of a normed
-    projection of its first residual, divided by the root of 2. A layer multiplies it by a gate with
-    this `activation`, and adds the projected and normed result to the residual. `vocab_size`: the
-    number of tokens with a second embedding. `padding_id`: the token that is used in the place of a
-    prompt embedding.
+    The input is (e + p) / sqrt(2). e is a second embedding of the token, times sqrt(`width`), and p
+    is a normed projection of its first residual. A layer multiplies the input by a gate with this
+    `activation`, and adds the projected and normed result to the residual. `vocab_size`: the number
+    of tokens with a second embedding. `padding_id`: the token that is used in the place of a prompt
+    embedding.
     """
 
     width: int

@@ -1,10 +1,10 @@
 """`SPLITS`: how each parameter is split over ranks. `rank_cuts`: which part of it a rank keeps.
 
 In a layer, the first matmul of attention and of the MLP is split by outputs, and the second by
-inputs. A rank can then compute the second one from its own part of the first, and a layer needs
-only two sums over the ranks (Shoeybi et al. 2019, arXiv:1909.08053). Experts are distributed whole.
-Pipeline stages are ranges of layers. This module does not know tensor names of checkpoints or how
-ranks communicate.
+inputs. A rank then computes its part of the second matmul from its own outputs of the first, and a
+layer needs only two sums over the ranks (Shoeybi et al. 2019, arXiv:1909.08053). Experts are
+distributed whole. Pipeline stages are ranges of layers. This module does not know tensor names of
+checkpoints or how ranks communicate.
 """
 
 from __future__ import annotations

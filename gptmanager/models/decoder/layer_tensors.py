@@ -44,9 +44,7 @@ class HeadNorm(NamedTuple):
 
 
 class TokenInput(NamedTuple):
-    """The tensors with which a layer adds its token input to the residual; see
-    `spec.TokenInputs`.
-    """
+    """A layer's tensors for adding its token input to the residual; see `spec.TokenInputs`."""
 
     gate: Matrix
     out: Matrix
@@ -84,10 +82,10 @@ class LayerPages(NamedTuple):
 
 
 class ExpertNorms(NamedTuple):
-    """The weights of norms if experts read the residual (`Experts.apart`).
+    """The weights of the norms around experts that read the residual (`Experts.apart`).
 
-    `router` and `experts` are for the inputs of router and experts, `experts_out` and `shared_out`
-    for the outputs of the experts and of the shared MLP.
+    `router` and `experts`: for the inputs of the router and of the experts. `experts_out` and
+    `shared_out`: for the outputs of the experts and of the shared MLP.
     """
 
     router: Tensor

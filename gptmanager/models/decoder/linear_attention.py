@@ -19,8 +19,9 @@ from gptmanager.models.spec import ModelSpec
 class DeltaLayer(NamedTuple):
     """The tensors of a layer with the gated delta rule.
 
-    `matrices`: the projections to `projected` and to `gates`, with their names in `matrix_names`.
-    `state`: the index of the first of the layer's two tensors in `KvPool.states.tensors`.
+    `matrices`: the projections that compute `projected` and `gates` (see `attend`), each with its
+    name from `matrix_names`. `state`: the index of the first of the layer's two tensors in
+    `KvPool.states.tensors`.
     """
 
     shape: DeltaShape

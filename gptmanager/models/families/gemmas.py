@@ -65,7 +65,7 @@ def _attention(fields: Fields, layer: int) -> Mapping[str, Any]:
 
 
 def _heads(fields: Fields, layer: int) -> Mapping[str, int]:
-    """Return those of `num_kv_heads` and `head_dim` that the config overrides for a layer."""
+    """Return a layer's `num_kv_heads` and `head_dim`, each only if the config overrides it."""
     given, is_full = fields.get("per_layer_config"), fields.layer_type(layer) == FULL
     fields.note_read("global_head_dim", "num_global_key_value_heads", "attention_k_eq_v")
     if given is None and not is_full:

@@ -208,7 +208,7 @@ def _head_runs(own: Attention, rope: Rope, first: int, count: int) -> tuple[Run,
 
 
 def _latent_runs(spec: ModelSpec, own: Attention, latent: Latent, of_keys: bool) -> tuple[Run, ...]:
-    """Return the runs of the query matrix; with `of_keys`, those of the matrix of latent and key.
+    """Return the runs of the query matrix, or with `of_keys` of the matrix for latent and key.
 
     All heads share one rotated key. Interleaved RoPE pairs are reordered; see `_head_runs`.
     """

@@ -53,7 +53,7 @@ def without_wrapper(name: str) -> str:
 
 
 def is_wrapper(config: Mapping[str, Any]) -> bool:
-    """Return whether a config is that of a multimodal model, or of the text model in one."""
+    """Return whether a config describes a multimodal model, or the text model in one."""
     name = config.get("model_type")
     return isinstance(name, str) and name in TEXT_FAMILIES
 
@@ -63,7 +63,7 @@ def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
     if not is_wrapper(config):
         return config
     inner = config.get("text_config")
-    if inner is None:  # the fields of the text model are those of the wrapper
+    if inner is None:  # the wrapper itself has the fields of the text model
         own = {k: value for k, value in config.items() if not _MEDIA_FIELDS.fullmatch(k)}
         return {**own, "model_type": TEXT_FAMILIES[config["model_type"]]}
     if not isinstance(inner, Mapping):

@@ -95,7 +95,7 @@ def config_of(header: Header) -> dict[str, Any]:
 def _layer_types(pattern: Any) -> dict[str, Any]:
     """Return the config field that defines which layers have a sliding window.
 
-    `pattern` is a flag for each layer, or a number n if all layers except every n-th have one.
+    `pattern` is a flag for each layer, or a number n if all layers except every n-th have a window.
     """
     if not isinstance(pattern, np.ndarray):
         return {"sliding_window_pattern": pattern}

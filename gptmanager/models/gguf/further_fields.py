@@ -12,7 +12,7 @@ Names = Collection[str]
 
 
 def without_further_layers(metadata: Metadata, prefix: str, _: Names, config: Config) -> Config:
-    """Split the layers of a file into those of the network and those for multi-token prediction."""
+    """Return the number of layers without those for multi-token prediction, and their number."""
     num_further = metadata.integer(f"{prefix}nextn_predict_layers") or 0
     layers = config.get("num_hidden_layers")
     if not num_further or not isinstance(layers, int):

@@ -80,7 +80,7 @@ class Header(NamedTuple):
 def read_header(path: Path, *, is_kept: bool = True) -> Header:
     """Read the header of a GGUF file. Raises ConfigError for a file that cannot be used.
 
-    With `is_kept`, the header is cached until that of another file is read.
+    With `is_kept`, the header stays cached until this function caches another one.
     """
     num_bytes = check_file(path)
     status = path.stat()

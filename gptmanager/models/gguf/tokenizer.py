@@ -100,8 +100,8 @@ def _gemma4(metadata: Metadata, vocabulary: Vocabulary) -> tuple[Tokenizer, bool
 
 
 def _sentence_piece(metadata: Metadata, vocabulary: Vocabulary) -> tuple[Tokenizer, bool]:
-    """Return a BPE tokenizer of whole texts. Its merges are sorted by the merged token's score.
-    The second value is as for `_byte_level`.
+    """Return a BPE tokenizer that merges within the whole text, the best score of a merged token
+    first. The second value is as for `_byte_level`.
     """
     scores = metadata.numbers(f"{_GGML}scores", len(vocabulary.texts))
     by_text = _by_text(vocabulary)
