@@ -46,8 +46,8 @@ def choose(
     """Let `kernels` use the provider for the shapes that it accepts; log what it refuses.
 
     With `seconds`, all providers and our own kernels are timed, and the fastest is used, for each
-    phase. Our own are used if steps with contexts are captured. `agree` takes the chosen name of
-    each phase, and returns it, or "own" if other ranks chose another.
+    phase. Our own are used if steps with contexts are captured. `agree` receives the chosen name of
+    each phase. It returns the name, or "own" if another rank chose another one.
     """
     able = {
         name_of(it): _Able(it, _accepted(it, shapes, dtype, limits.tokens_per_block))
@@ -59,7 +59,7 @@ def choose(
     if seconds is None:
         names: Sequence[str] = [name for name in able for _ in PHASES]
     elif limits.captures_mixed:
-        names = agree((OWN, OWN))  # another rank may capture no such steps, and wait
+        names = agree((OWN, OWN))  # another rank may not capture them, and wait for this call
         logger.info("attention: our own kernels, because steps with contexts are captured too")
     else:
         trial = AttentionTrial(kernels, dtype, limits, seconds, device)

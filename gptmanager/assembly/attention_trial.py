@@ -47,7 +47,9 @@ class StepLimits(NamedTuple):
 
 
 class _Sizes(NamedTuple):
-    """A run: `rows` of `length` positions, `new` of them new, over `num_sets` sets of pages."""
+    """A run: `rows` rows of `length` positions, of which `new` are new, on `num_sets` sets of
+    pages.
+    """
 
     rows: int
     new: int

@@ -153,7 +153,9 @@ class Backend(ABC):
     def memory_budget(
         self, model: Model, params: OptionalParams, max_beam_width: int
     ) -> MemoryBudget:
-        """Return the memory for the KV cache; on a device, less that of the largest step."""
+        """Return the memory for the KV cache. A device's is reduced by the memory of the largest
+        step.
+        """
 
     @abstractmethod
     def executor(
@@ -219,7 +221,7 @@ class CpuBackend(Backend):
             executor = rank.executor(staged)
         else:
             executor = rank.executor(StagedExecutor(torch_executor(NoChooser(lines))))
-        # last, because this writes to all of its memory, and an allocation above may fail
+        # last, because it fills the RoPE tables, and an allocation above may fail
         _reserve(model, sizes.max_seq_len)
         return executor
 
@@ -352,7 +354,8 @@ class DeviceBackend(Backend):
     def _peak_bytes(self, model: Model, params: OptionalParams, rows: int) -> int:
         """Return the peak bytes of steps with `rows` sampled rows, including their CUDA graphs.
 
-        Both are added, because the memory of a graph is not used by other steps.
+        The peaks of steps and graphs are added, because other steps do not use the memory of a
+        graph.
         """
         longest = wanted_seq_len(params, model.spec)
         block = params.kv_cache_config.tokens_per_block

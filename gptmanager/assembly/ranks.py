@@ -49,7 +49,7 @@ class Ranks(NamedTuple):
     """The connections of this rank to the others.
 
     `num_local` ranks run on this machine and share its memory. `local_rank` is the number of this
-    rank among them, and that of its GPU if the device is "cuda".
+    rank among them. If the device is "cuda", it is also the number of its GPU.
     """
 
     links: Links

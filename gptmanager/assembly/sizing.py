@@ -43,10 +43,10 @@ class MemoryBudget(NamedTuple):
 class Sizes:
     """The sizes of the KV cache and of sequences; lengths are in tokens.
 
-    `pool_limited` means that the pool, not the model, limits the length of a sequence, `chunked`
-    that a context may run in several steps, `contiguous` that a block holds a whole sequence, and
-    `has_states` that the model keeps a recurrent state for each sequence. A step runs at most
-    `max_context_length` tokens of a context.
+    `pool_limited`: the pool, not the model, limits the length of a sequence. `chunked`: a context
+    may run in several steps. `contiguous`: a block holds a whole sequence. `has_states`: the model
+    keeps a recurrent state for each sequence. A step runs at most `max_context_length` tokens of a
+    context.
     """
 
     num_blocks: int

@@ -28,9 +28,9 @@ class Lines:
         return self.num_slots * self.max_beam_width
 
     def of(self, slot: Numbers, beam: Numbers | int = 0) -> Numbers:
-        """Return the line of a beam; takes ints or int64 arrays."""
+        """Return the line of a beam. The arguments are ints or int64 arrays."""
         return slot * self.max_beam_width + beam
 
     def slot_of(self, line: Numbers) -> Numbers:
-        """Return the slot of a line; takes an int or an int64 array."""
+        """Return the slot of a line, which is an int or an int64 array."""
         return line // self.max_beam_width

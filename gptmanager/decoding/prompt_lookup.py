@@ -79,7 +79,7 @@ class Drafter:
         self._length, self._wrong, self._rest = state
 
     def learn_result(self, num_drafts: int, num_accepted: int) -> None:
-        """Adapt to the last draft, of which `num_accepted` of `num_drafts` tokens were accepted."""
+        """Adapt to the last draft: `num_accepted` of its `num_drafts` tokens were accepted."""
         if num_accepted:
             self._wrong = 0
             grown = 2 * num_drafts if num_accepted == num_drafts else num_accepted + 1

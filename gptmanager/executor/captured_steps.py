@@ -16,8 +16,8 @@ from gptmanager.cuda.device.streams import Stream
 from gptmanager.cuda.device.uploads import Array, Uploads
 from gptmanager.executor.packed_rows import StepShape
 
-Step = Callable[[Tensors, Tensor | None], Tensor]  # of the inputs and the adapter slots
-# Each of these rows adds a block of context attention for each KV head, even if it has no tokens.
+Step = Callable[[Tensors, Tensor | None], Tensor]  # called with the inputs and the adapter slots
+# Each of these rows adds a thread block of context attention per KV head, even without tokens.
 _LONG_ROWS = 16
 
 

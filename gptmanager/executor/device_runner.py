@@ -49,8 +49,9 @@ class DeviceRunner(Runner):
     `graph_sizes`, and other steps for each of `shapes`. With an `adapter_pool` they are captured a
     second time, for rows with adapters. A step replays the smallest capture with enough tokens.
     `has_beams`: whether sequences may have several beams. `chooser`: chooses the tokens at the end
-    of a captured step, if its `is_plain` is true for the lines of the step; if it is None, or with
-    `has_beams`, captured steps end with the logits. `on_progress`: see `StepGraphs.record`.
+    of a captured step if its `is_plain` returns True for the lines of the step. Without a
+    `chooser`, or with `has_beams`, captured steps end with the logits. `on_progress`: see
+    `StepGraphs.record`.
     """
 
     stream: Stream
@@ -190,9 +191,10 @@ class DeviceRunner(Runner):
             self._launch(rows).float()  # some steps need this copy; see `DeviceChooser.choose`
 
     def run_captured(self, num_rows: int, shapes: Sequence[StepShape] = ()) -> None:
-        """Run once, without a graph, what is captured for `num_rows` rows and for `shapes`.
+        """Run the steps that are captured for `num_rows` rows and for `shapes` once, without
+        graphs.
 
-        Its rows have no tokens, so it accesses no block.
+        Their rows have no tokens, so they access no block.
         """
         if self._has_fixed_plan(1):
             with self.stream, torch.inference_mode():
@@ -202,7 +204,7 @@ class DeviceRunner(Runner):
                     self._step(self._uploads.upload(arrays), None, shape)
 
     def _fitted(self, rows: PackedRows) -> PackedRows | None:
-        """Return the rows with the padding of a captured step; None if no step can compute them."""
+        """Return the rows with the padding of a captured step; None if they fit no captured step."""
         size = self._mixed_steps.size_for(int(rows.row_starts[-1]))
         if size is None or rows.samples_prompts or self._has_virtual_tokens(rows):
             return None
@@ -261,9 +263,9 @@ class DeviceRunner(Runner):
     def _fixed_arrays(self, rows: PackedRows, num_chosen: int = 0) -> tuple[Array, ...]:
         """Return the inputs of a captured step, which are uploaded in one copy.
 
-        They are the lines to choose tokens for (-1 after the first `num_chosen`), the lines,
-        positions and cells (indices into `DeviceTables.token_cells`) of the tokens that follow the
-        samples, and the arrays of the batch.
+        They are: the lines for which tokens are chosen (-1 after the first `num_chosen`); the
+        lines, positions and cells (indices into `DeviceTables.token_cells`) of the tokens that
+        follow the samples; the arrays of the batch; the model's plan.
         """
         lines, positions = (it[rows.sample_index] for it in (rows.token_lines, rows.positions + 1))
         cells = self.tables.cells(lines, positions)

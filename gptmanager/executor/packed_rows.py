@@ -72,8 +72,8 @@ def padded(rows: PackedRows, num_rows: int) -> PackedRows:
 def fitted(rows: PackedRows, shape: StepShape) -> PackedRows | None:
     """Pad to `shape`; return None if the rows do not fit.
 
-    The added rows have no tokens, and they are after the last context and after the last row. The
-    added tokens belong to no row, and the added samples mean nothing.
+    The added rows have no tokens. They are inserted after the last context row and after the last
+    row. The added tokens belong to no row, and the added samples mean nothing.
     """
     counts = np.diff(rows.row_starts)
     several = np.flatnonzero(counts > 1)  # a generation row has several tokens if it has drafts
@@ -109,7 +109,7 @@ def _lengthened(array: np.ndarray, length: int, value: int = 0) -> np.ndarray:
 def halves(rows: PackedRows) -> tuple[tuple[PackedRows, np.ndarray], ...]:
     """Split a batch into two, to run one after the other.
 
-    Each half has the indices of its samples in the `sample_index` of `rows`. A batch of one row is
+    Returns each half with the indices of its samples in `rows.sample_index`. A batch of one row is
     split between its tokens. Returns () for a single token.
     """
     num_rows, num_tokens = len(rows.lines), int(rows.row_starts[-1])

@@ -151,7 +151,7 @@ def _legible(error: BaseException) -> str:
 
 
 def _error(name: str, text: str) -> BaseException:
-    """Return an error with this text. An unknown class is replaced by a new one of that name."""
+    """Return an error of the class `name` with this text. An unknown class is created."""
     known = _CLASSES.get(name)
     if known is None:
         known = type(name if name.isidentifier() else "Error", (GptManagerError,), {})

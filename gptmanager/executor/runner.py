@@ -30,8 +30,8 @@ from gptmanager.statistics import Memory
 class Computed(NamedTuple):
     """The result of a batch: `logits` `[S, vocab]`, float32, or the model's dtype on a device.
 
-    `inputs`: where the device's tables keep the S choices; None unless that is uploaded already.
-    `lost`: (line, reason) of sequences that ran out of memory; their logits are NaN.
+    `inputs`: the places of the S chosen tokens in the device's tables; None if they are not
+    uploaded yet. `lost`: (line, reason) of sequences that ran out of memory; their logits are NaN.
     """
 
     logits: Tensor
@@ -59,7 +59,9 @@ class StepSignal:
         self._call(is_unlocked)
 
     def end_iteration(self) -> None:
-        """Record the end of an iteration. If it had no step, let nothing wait for the next one."""
+        """Record the end of an iteration. If it had no step, call the callbacks with False, so that
+        no thread waits for a step.
+        """
         if not self._has_begun:
             self._call(False)
         self._has_begun = False
@@ -82,9 +84,8 @@ class Runner:
     """
 
     stream: AbstractContextManager[Any] = nullcontext()
-    tokens_on_device = (
-        False  # whether tokens are chosen on a device, so that the result is known later
-    )
+    # whether tokens are chosen on a device, so that they are not known when `sample` returns
+    tokens_on_device = False
 
     def __init__(
         self,
@@ -113,8 +114,9 @@ class Runner:
     ) -> None:
         """Load a sequence that starts in `line`, with its virtual tokens if it has any.
 
-        The states of the line are cleared; a model with states has no beams. `adapter_slot`: the
-        slot of the adapter that all beams of the sequence use; -1 without an adapter.
+        Clears the recurrent states of `line` only, because a model with states has no beams.
+        `adapter_slot`: the slot of the adapter that all beams of the sequence use; -1 without an
+        adapter.
         """
         self.kv_pool.states.clear(line)
         self._adapter_slots[line : line + beam_width] = adapter_slot
@@ -208,7 +210,7 @@ class Runner:
         return [torch.from_numpy(array) for array in arrays]
 
     def _batch(self, tensors: Sequence[Tensor], num_context_rows: int, **given: Any) -> Batch:
-        """Return a batch. `tensors`: those of `_arrays`, and after them those of the model's plan.
+        """Return a batch. `tensors`: the arrays of `_arrays`, followed by the model's plan.
 
         `given`: the other fields of the batch.
         """

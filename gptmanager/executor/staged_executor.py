@@ -26,7 +26,7 @@ from gptmanager.step import Schedule, SequenceStart, StepResult
 class NoChooser:
     """The chooser of an executor that does not choose tokens itself.
 
-    They come from another rank, or the `StagedExecutor` that wraps the executor chooses them.
+    The tokens come from another rank, or the `StagedExecutor` around the executor chooses them.
     """
 
     def __init__(self, lines: Lines) -> None:

@@ -68,7 +68,7 @@ class ChosenTokens(NamedTuple):
     `counts` int32 `[rows]`: number of valid tokens per row, or None if all n are valid. `beams`:
     the candidates of rows with several beams. `failed`: index of a row -> error of its logits
     post-processor. `generation_logits`: (index of a row, float32 `[n, vocab]`) for the rows that
-    ask for them. `top_log_probs`: those of the rows that ask for them.
+    ask for them. `top_log_probs`: the top tokens of the rows that ask for them.
     """
 
     tokens: np.ndarray
@@ -124,7 +124,7 @@ def accepted(
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
     """Return the `tokens`, `counts` and `log_probs` of `ChosenTokens`.
 
-    `tokens`, `log_probs`: those of all S choices. A row with drafts gets its right drafts, and the
+    `tokens`, `log_probs` `[S]`: of all choices. A row with drafts gets its right drafts, and the
     token chosen after them.
     """
     counts = 1 + num_right_drafts(rows, tokens)
@@ -150,8 +150,8 @@ def candidates(
 ) -> tuple[BeamCandidates, ...]:
     """Return the candidates of each row with several beams.
 
-    The candidates of a row with sampled beams are its `tokens` and `log_probs` `[S]`, those of a
-    row with searched beams its `best_tokens` and `best_log_probs` `[S, n]`. `counts` `[rows]`:
+    For a row with sampled beams, they are its `tokens` and `log_probs` `[S]`. For a row with
+    searched beams, they are its `best_tokens` and `best_log_probs` `[S, n]`. `counts` `[rows]`:
     number of best tokens per beam; 0 for a row with sampled beams. If `log_probs` is None, 0 is
     used. If a searched beam has the token NOT_FINITE, the row's only candidate is NOT_FINITE.
     """

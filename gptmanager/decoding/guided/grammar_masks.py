@@ -100,7 +100,7 @@ class Grammar(BoundProcessor):
         return Grammar(self.owner, self.kind, self.compiled, bans, self.start)
 
     def after(self, start: GrammarStart) -> Grammar:
-        """Return this grammar for the text after a thought, within which the output may not end."""
+        """Return this grammar for the text after a thought. The output may not end in the thought."""
         return Grammar(self.owner, self.kind, self.compiled, self.bans, start)
 
     def prepare(self, device: str) -> Future[Any]:
@@ -135,7 +135,7 @@ class _Progress:
         return self.num_tokens == 0 and self.start is not None and self.start.opens is not None
 
     def follow(self, generated: npt.NDArray[np.int32], end_ids: frozenset[int]) -> None:
-        """Consume the new tokens of the output, or roll back if it became shorter by a pause.
+        """Consume the new tokens of the output, or roll back if a pause has shortened it.
 
         Raise InvalidRequestError for a token that the grammar does not permit at its position, and
         LogitsError if no text can follow.

@@ -121,7 +121,7 @@ def read_source(
 
 
 def new_tokenizer(llguidance: Any, text: str, end_ids: list[int]) -> Any:
-    """Return llguidance's form of a tokenizer, which is given as JSON text."""
+    """Return llguidance's form of the tokenizer that `text` describes in JSON."""
     return llguidance.LLTokenizer(text, eos_token=end_ids or None)
 
 

@@ -190,7 +190,8 @@ class GuidedDecoding(RowProcessor):
             try:
                 result, unenforced = self._compile(source, is_wanted)
             except BaseException as raised:  # noqa: B036 - includes panics of llguidance
-                # It is cached: its traceback and the errors before it hold the grammar's text.
+                # The error is cached. Its traceback and the errors before it would keep the
+                # grammar's text.
                 error = raised.with_traceback(None)
                 error.__context__ = error.__cause__ = None
         compiled = waiting()

@@ -19,8 +19,8 @@ from gptmanager.decoding.guided.schema_numbers import UP, check_value, narrowed,
 from gptmanager.decoding.guided.schema_overlap import excludes, excluding_property, listed_values
 from gptmanager.decoding.guided.schema_references import SchemaReferences, escaped
 
-# Keywords that the parser enforces, those that are enforced if they can be rewritten, and those
-# that are never enforced.
+# The parser enforces the keywords ENFORCED. SOMETIMES are enforced if they can be rewritten, and
+# DROPPED are never enforced.
 ENFORCED = frozenset(
     {
         *("type", "enum", "const", "anyOf", "allOf", "$ref"),

@@ -338,7 +338,7 @@ class _Step:
             history.clear()
 
     def replace(self, given: Tensor, answer: Any) -> None:
-        """Copy the logits that a processor returned, if any, over those that it was given."""
+        """Copy the logits that a processor returned, if any, over the logits that it received."""
         if answer is None or answer is given:
             return
         check_answer("it", answer)

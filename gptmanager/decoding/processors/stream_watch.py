@@ -37,7 +37,7 @@ def watched(call: Callable[[], Any], logits: Tensor) -> tuple[Any, str]:
         result = call()
     if operations.elsewhere:
         return result, f"ran {operations.elsewhere} on another stream than the model's"
-    if own.query():  # the call has waited for the model's stream, as it may
+    if own.query():  # the call has waited for the model's stream, which is allowed
         return result, ""
     time.sleep(_SETTLED_S)
     with torch.cuda.stream(torch.cuda.Stream(device)):  # type: ignore[no-untyped-call]

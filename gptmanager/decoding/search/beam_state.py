@@ -58,7 +58,7 @@ class BeamState(NamedTuple):
 
 
 def beam_state(search: BeamSearch) -> Any:
-    """Return a `BeamState`, deferred, because nodes never change."""
+    """Return a `BeamState` as a `Deferred`. It can be made later, because nodes never change."""
     ended = list(search.ended)
     beams = [-1] * len(ended)
     if isinstance(search, ParallelSampling):

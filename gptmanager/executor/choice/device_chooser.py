@@ -64,9 +64,9 @@ class DeviceChooser(TokenChooser):
     def is_plain(self, lines: np.ndarray) -> bool:
         """Return whether `choose_captured` can choose the tokens of these lines.
 
-        There must be no beams, so that each line is also a slot. Sampling parameters that have
-        changed are uploaded, because the captured step reads them, unless a request has a logits
-        post-processor or asks for logits.
+        Returns False if a request has a logits post-processor or asks for logits. Otherwise uploads
+        the sampling parameters that have changed, because the captured step reads them. There must
+        be no beams, so that each line is also a slot.
         """
         slots = lines
         if self._processing.serves(slots) or self.gathered.wants_logits(slots):
@@ -110,7 +110,7 @@ class DeviceChooser(TokenChooser):
 
         def receive() -> ChosenTokens:
             download.copied.synchronize()
-            tokens, log_probs, *best = (  # None for those that were not requested
+            tokens, log_probs, *best = (  # None for outputs that were not requested
                 None if tensor is None else tensor.numpy() for tensor in download.tensors
             )
             assert tokens is not None

@@ -1,7 +1,7 @@
 """`PromptScorer`: computes log probabilities of prompt tokens, from the logits before them.
 
 Scores are the log-softmax of the model's raw logits, or these logits themselves, independent of the
-request's sampling. A step passes a few rows of logits at a time, and none are kept.
+request's sampling. A step passes a few rows of logits at a time. No logits are stored.
 """
 
 from __future__ import annotations
