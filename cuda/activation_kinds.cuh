@@ -3,7 +3,8 @@
 
 #include "numerics.cuh"
 
-// They divide by __fdividef: with a divisor above 2^126 it returns 0 instead of a magnitude below 1e-35.
+// The functions below divide with __fdividef. For a divisor above 2^126 it returns 0 instead of a magnitude
+// below 1e-35.
 enum Activation { SILU, GELU, GELU_TANH, RELU, RELU2, CLAMPED_SWIGLU };
 
 template <Activation KIND> __device__ inline float activated(float x) {

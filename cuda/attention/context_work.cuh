@@ -81,7 +81,7 @@ __device__ inline void start_work(Work<K>& work, Item item, Rows rows, const C* 
 }
 
 // Returns `Pages::row` of token `threadIdx.x` of a tile; -1 if the token must not be read. Pages outside of
-// the item may be freed, and those after its end were never written.
+// the item may be freed, and those after the end of the row were never written.
 template <class K> __device__ inline int find_row(const Work<K>& work, Tile tile) {
     int position = tile.start + threadIdx.x;
     bool seen = position >= work.tiles.first || (K::SINK && position < work.tiles.sink);

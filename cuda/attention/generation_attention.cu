@@ -9,8 +9,8 @@
 #include "attention/partials.cuh"
 
 constexpr int WARPS = 4, TILE = 16;
-// Number of tiles of a warp in shared memory; all but one are in flight. Two tiles of 8-bit elements have as
-// many bytes as one tile of 16-bit elements.
+// Tiles of a warp in shared memory: one is computed while the others are copied. With 8-bit elements two
+// are copied instead of one, so that as many bytes are in flight.
 template <class C> constexpr int STAGES = IS_FP8<C> ? 3 : 2;
 // Blocks per multiprocessor for which registers suffice without spilling; the plan relies on this
 // (`resident_blocks` in the .py file).
@@ -21,7 +21,8 @@ template <int WIDTH> constexpr int BLOCKS = WIDTH <= 32 ? 5 : WIDTH <= 64 ? 4 : 
 // its own.
 template <class T, int D, int TILES> struct WarpState {
     unsigned queries[TILES][D / 16][2];
-    float out[TILES][D / 16][4];  // transposed: (d = g, heads 2t, 2t + 1), (d = g + 8, ...)
+    // Transposed: (row g, heads 2t, 2t + 1), (row g + 8, ...). `Chunks` has the dimensions of rows.
+    float out[TILES][D / 16][4];
     Softmax softmax[TILES][2];    // heads 2t and 2t + 1; sums of this lane's tokens only
 
     template <class Chunks> __device__ void load(const T* from, int group) {
@@ -55,7 +56,8 @@ template <class T, int D, int TILES> struct WarpState {
 };
 
 // Starts the copies of a tile. `rows`: `Pages::row` of the tile's tokens, one per lane; for -1 nothing is
-// read and zeros are written. For tiles after the last, all are -1: such calls keep lanes from diverging.
+// read and zeros are written. Tiles after the last have only -1. The caller commits a group for each of
+// them, too, because `cp_async_wait` counts groups.
 template <class C, int D>
 __device__ inline void copy_tile(C* keys, C* values, const C* key_memory, const C* value_memory,
                                  int rows) {
@@ -75,8 +77,9 @@ __device__ inline void copy_tile(C* keys, C* values, const C* key_memory, const 
 
 // A tile of keys and values as left operands of matmuls, in chunks of 16 dimensions. The order of the
 // dimensions in columns (of keys) and rows (of values) is free, as long as queries and results agree:
-// columns 2t and 2t + 8 of chunk k begin at dimension 16k + COLUMN * t and LATER_COLUMN after it; rows g
-// and g + 8 are dimension 16k + ROW_STEP * g and LATER_ROW after it.
+// columns 2t and 2t + 1 of chunk k are the two dimensions from 16k + COLUMN * t on, and columns 2t + 8 and
+// 2t + 9 are LATER_COLUMN further. Row g is dimension 16k + ROW_STEP * g, and row g + 8 is LATER_ROW
+// further.
 template <class T, class C, int D> struct Chunks {
     static constexpr int COLUMN = 2, LATER_COLUMN = 8, ROW_STEP = 1, LATER_ROW = 8;
     const T *key, *value;
@@ -244,7 +247,7 @@ __global__ void __launch_bounds__(WARPS * 32, BLOCKS<D * TILES>) generation_atte
     const C* keys,              // [blocks, kv_heads, tokens_per_block, D]
     const C* values,            // [blocks, kv_heads, tokens_per_block, D]
     const Item* items,          // the items of a row are in ascending order
-    const int* block_starts,    // [blocks + 1]: the first item of each block
+    const int* block_starts,    // [gridDim.x + 1]: the first item of each thread block
     const int* row_starts,      // [rows + 1]: the index of each row's token
     const int* slots,           // [rows]
     const int* block_tables,    // [slots, table_width]
@@ -276,7 +279,7 @@ __global__ void __launch_bounds__(WARPS * 32, BLOCKS<D * TILES>) generation_atte
         int num_tiles = start < item.last ? (item.last - start + STEP - 1) / STEP : 0;
         auto rows_of = [&](int tile) {  // reads the block table, ahead of the copies
             int position = start + tile * STEP + lane % TILE;
-            // Pages outside of the item may be freed, and those after its end were never written.
+            // Pages outside of the item may be freed, and those after the end of the row were never written.
             return position >= item.first && position < item.last ? pages.row(position) : -1;
         };
         auto copy = [&](int tile, int rows) {

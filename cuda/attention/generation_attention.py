@@ -1,4 +1,4 @@
-"""Attention over the pages for rows with one token each, divided by a plan into items."""
+"""Attention over the pages for rows with one token each. A plan divides rows into items."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from gptmanager.kernels.attention.attention_arguments import AttentionShape, Pag
 
 _WARPS, _TILE = 4, 16  # as in the .cu
 _BLOCKS = {5: 32, 4: 64, 3: 160, 2: 512}  # resident blocks -> largest width, as in the .cu
-_STATIC_BYTES, _RESERVED_BYTES = 1024, 1024  # shared memory per block: of static arrays; of CUDA
+_STATIC_BYTES, _RESERVED_BYTES = 1024, 1024  # shared memory of a block: static arrays; CUDA
 
 
 def _name(dtype: torch.dtype, head_dim: int, tiles: int, cache: str, sinks: bool) -> str:

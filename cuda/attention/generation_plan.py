@@ -142,8 +142,8 @@ def max_num_items(
 ) -> int:
     """Return the most items that `plan_generation` creates for rows of any lengths.
 
-    This holds without a given `stretch`, where each span is an item and each cut between two blocks
-    adds one, and for WHOLE.
+    This holds for a `stretch` of WHOLE or None: each span is an item, and each cut between two
+    blocks adds one.
     """
     spans = num_rows * (1 + (window is not None and sink > 0))
     return spans and spans + places.blocks(num_kv_heads) - 1

@@ -32,8 +32,9 @@ _LIBRARIES = {
 def find_providers(choice: Any, device: torch.device) -> tuple[AttentionProvider, ...]:
     """Return the providers for `choice`, a value of the option.
 
-    These are the installed ones for "auto" on a GPU, one for the name of a library, and `choice`
-    itself if it is not a string. Raises ConfigError if the named library cannot be imported.
+    For "auto" on a GPU, these are the installed ones. For the name of a library, it is this one. If
+    `choice` is not a string, it is `choice` itself. Other values have no provider. Raises
+    ConfigError if the named library cannot be imported.
     """
     if not isinstance(choice, str):
         return (choice,)

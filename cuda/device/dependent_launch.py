@@ -46,7 +46,7 @@ def find_driver(major: int) -> Any:
 
 
 class DependentLaunch:
-    """One kernel, launched by the driver. Only one thread may use it at a time, like its stream."""
+    """One kernel, launched by the driver. Like its stream, only one thread at a time may use it."""
 
     def __init__(self, driver: Any, name: str, function: int) -> None:
         attribute = driver.CUlaunchAttribute()
@@ -72,7 +72,8 @@ class DependentLaunch:
     ) -> None:
         """Launch the kernel. Raises RuntimeError if the driver refuses.
 
-        `values` are addresses as Python ints, and NumPy scalars of the declared types.
+        `values`: addresses as Python ints, and other arguments as NumPy scalars of the types of the
+        kernel's parameters.
         """
         if not self._format:
             self._lay_out(values)

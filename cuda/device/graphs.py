@@ -96,10 +96,10 @@ def ladder(most: int) -> tuple[int, ...]:
 
 
 def token_ladder(sizes: Sequence[int], most: int, model_bytes: int) -> tuple[int, ...]:
-    """Return those of the ascending `sizes` in tokens for which to capture steps with contexts.
+    """Return the `sizes`, in tokens and ascending, for which to capture steps with contexts.
 
-    These are the sizes up to the first that is at least `most`, without those for which a GPU takes
-    longer than the CPU takes to launch the step, because then the launches cost no time. A GPU is
+    Sizes after the first that is at least `most` are left out. So are sizes for which a GPU takes
+    longer than the CPU takes to launch the step, because launches then cost no time. A GPU is
     expected to read the model's bytes once, and to need one operation for each byte and token.
     """
     needed = (size for below, size in zip((0, *sizes), sizes, strict=False) if below < most)

@@ -35,8 +35,8 @@ class Kernel:
     """A kernel of a `Module`, called as `kernel(grid, block, args, shared_mem=0, stream=None)`.
 
     With `dependent`, a launch may begin before the previous kernel has ended (programmatic
-    dependent launch): a thread that ends without `ptx::wait_for_previous` is an error, and in check
-    mode so is an access to an argument's memory before it.
+    dependent launch): a thread that ends without `ptx::wait_for_previous` is an error. In check
+    mode, so is an access to an argument's memory before this call.
     """
 
     dependent = False

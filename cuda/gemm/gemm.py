@@ -20,8 +20,8 @@ from gptmanager.cuda.gemm.device_matrices import BYTES, scales_of, values_of
 _DTYPES = (torch.float16, torch.bfloat16)
 _THREADS, _DEPTH = 256, 64  # as in the .cu
 _RESERVED_BYTES = 1024  # shared memory that CUDA reserves for each block
-# Rates of the cost model: bytes from L2 that a multiprocessor reads in the time in which it reads
-# one byte from memory while all others read from memory.
+# Rates of the cost model: how many bytes a multiprocessor reads from L2 in the time that one byte
+# from memory takes when all multiprocessors read from memory.
 _FROM_L2 = 1.3  # while all others read from L2
 _ALONE = 3.3  # while the others do not read
 _MEETING = 400 * 128  # bytes of memory that could be read while blocks find out which one is last
@@ -30,8 +30,8 @@ _MEETING = 400 * 128  # bytes of memory that could be read while blocks find out
 class _Kind(NamedTuple):
     """The size arguments of an instantiation, in the kernel's order, and whether it is for bytes.
 
-    A tile of the result is that of 32 * `m` rows of x and 32 * `n` rows of the weight. A round
-    multiplies `_DEPTH` columns of both. Shared memory has space for `stages` rounds.
+    A tile of the result is computed from 32 * `m` rows of x and 32 * `n` rows of the weight. A
+    round multiplies `_DEPTH` columns of both. Shared memory has space for `stages` rounds.
     """
 
     m: int

@@ -36,10 +36,11 @@ def best_of_rows(
     `params` `[slots, sampling.PARAMS.itemsize]` uint8 is an array of PARAMS, as bytes, and `slots`
     `[S]` int32 has the index of each row in that array.
 
-    Log probabilities are computed in single precision from the logits divided by the temperature (0
-    counts as 1). Tokens of equal log probability rank by ascending id. NaN counts as -inf, +inf as
-    the largest finite number. If all logits of a row are -inf, so are its log probabilities. Raises
-    ValueError for other tensors, and for `most` above MAX_COUNT.
+    Log probabilities are computed in single precision from the logits divided by the temperature
+    (`sampling.pack` stores a temperature of 0 as 1). Tokens of equal log probability rank by
+    ascending id. NaN counts as -inf, +inf as the largest finite number. If all logits of a row are
+    -inf, so are its log probabilities. Raises ValueError for other tensors, and for `most` above
+    MAX_COUNT.
     """
     num_rows, vocab_size = logits.shape
     most = tokens.shape[-1]

@@ -1,7 +1,8 @@
-// Finds the k-th best logit of a row, and the tokens that reach it, without a sort. For a small k it first
-// collects the few tokens that reach the k-th best of the threads' best logits. For a large k it counts
-// logits in bins by their distance to the best logit, and collects the tokens up to the end of the bin that
-// contains the k-th best; or those of this bin only, if there are too many.
+// Finds the k-th best logit of a row without a sort, and, unless they are too many, the tokens that reach
+// it. For a small k, each thread has a best logit, and the k-th best of these is a lower bound. The few
+// tokens that reach this bound are collected, and the k-th best is searched among them. For a large k,
+// logits are counted in bins by their distance to the best logit. The tokens up to the end of the bin with
+// the k-th best are collected; if these are too many, only the tokens of this bin.
 #pragma once
 
 #include "sampling/logits_row.cuh"
@@ -21,15 +22,16 @@ union Scratch {
     int bins[BINS];
 };
 
-// Returns the distance to the best logit, in bins. The last bin counts all logits that are further away.
+// Returns the distance to the best logit, in bins. Logits beyond the other bins belong to the last bin,
+// which is not counted.
 __device__ inline float distance(float scaled, float largest) { return (largest - scaled) * 64; }
 
 struct KthBin {
-    int bin, above, inside;  // the bin of the k-th best; the number of logits in better bins, and in it
+    int bin, above, inside;  // the bin of the k-th best; the numbers of logits in better bins and in this bin
 };
 
 // Returns the bin of the k-th best of the logits divided by the temperature. Logits of the last bin are not
-// counted: it is the result if the others have fewer than k logits.
+// counted. The last bin is returned if all other bins together have fewer than k logits.
 template <class R>
 __device__ KthBin find_bin(
     const R& row, long long k, const Params& own, float largest, const Pieces& pieces,
@@ -68,9 +70,9 @@ __device__ KthBin find_bin(
     return kth;
 }
 
-// Returns the k-th best of the logits divided by the temperature. If `count` is at most CANDIDATES, `found`
-// holds all tokens that reach it and some more, in any order. `own_best`: the best of the logits that this
-// thread read.
+// Returns the k-th best of the logits divided by the temperature. `count`: the number of tokens in `found`,
+// which are all that reach the result, and perhaps others, in any order; above CANDIDATES if `found` is
+// incomplete. `own_best`: the best of the logits that this thread read.
 template <class R>
 __device__ inline float kth_best(
     const R& row, const Params& own, float own_best, float largest, const Pieces& pieces,
@@ -121,7 +123,8 @@ __device__ inline float kth_best(
             return reached;
         }));
     }
-    return from_key(kth_key(k, [&](unsigned key) {  // too many candidates, or in the last bin
+    // too many candidates, or the k-th best is in the last bin: search the whole row
+    return from_key(kth_key(k, [&](unsigned key) {
         int reached = 0;
         auto reaches = [&](int piece) { return key_of(pieces.best[piece]) >= key; };
         row.each(reaches, [&](float logit, int) { reached += key_of(logit) >= key; });

@@ -29,7 +29,8 @@ __global__ void __launch_bounds__(THREADS, 2) log_probs(
     for (int i = threadIdx.x; i < count; i += THREADS) {
         float logit = to_float(own[tokens[i]]), scaled = __fdiv_rn(logit, temperature);
         double value = double(scaled) - double(mass.largest) - log(mass.sum);
-        // A token with +inf has all the mass, and so has any finite logit if all quotients overflow to -inf.
+        // If a quotient is +inf, all values are 0. If all overflow to -inf, a finite logit has all the
+        // mass.
         if (!isfinite(mass.largest)) value = mass.largest > 0 || logit > -INFINITY ? 0 : -INFINITY;
         values[i] = float(value);
     }

@@ -26,16 +26,17 @@ def log_probs(
 
     Both have the shape `[S]`, or `[S, n]` for several tokens of each row.
 
-    `logits` `[S, V]`, bfloat16, float16 or float32, are already adjusted.
-    `params` `[slots, sampling.PARAMS.itemsize]` uint8 is an array of PARAMS, as bytes, and `slots`
-    `[S]` int32 has the index of each row in that array. `wanted` `[slots]` uint8 selects the value:
-    for LOGIT, it is the token's logit divided by the temperature; for LOG_PROB, it is
-    logit - log(sum(exp(logits))) of such logits, for which the row is read once. With NOTHING, or
-    the slot -1, the row's values are not changed.
+    `logits` `[S, V]`, bfloat16, float16 or float32, are already adjusted. `params`
+    `[slots, sampling.PARAMS.itemsize]` uint8 is an array of PARAMS, as bytes, and `slots` `[S]`
+    int32 has the index of each row in that array. `wanted` `[slots]` uint8 selects the value: for
+    LOGIT, it is x, the token's logit divided by the temperature; for LOG_PROB, it is x -
+    log(sum(exp(x))) over the row, which is read once. With NOTHING, or the slot -1, the row's
+    values are not changed.
 
-    A temperature of 0 counts as 1. NaN counts as -inf in the sum. If a logit is +inf, or all are
-    -inf, log probabilities are 0 or -inf. If the temperature makes all logits -inf, the log
-    probability of a finite logit is 0. Raises ValueError for other tensors.
+    `sampling.pack` stores a temperature of 0 as 1. NaN counts as -inf in the sum. If one x is +inf,
+    all log probabilities of the row are 0. If all logits are -inf, so are the log probabilities. If
+    only the division makes every x -inf, the log probability of a finite logit is 0. Raises
+    ValueError for other tensors.
     """
     num_rows, vocab_size = logits.shape
     shape = (num_rows, *tokens.shape[1:2])

@@ -204,7 +204,7 @@ class DeviceRunner(Runner):
                     self._step(self._uploads.upload(arrays), None, shape)
 
     def _fitted(self, rows: PackedRows) -> PackedRows | None:
-        """Return the rows with the padding of a captured step; None if they fit no captured step."""
+        """Return the rows padded for a captured step; None if they fit no captured step."""
         size = self._mixed_steps.size_for(int(rows.row_starts[-1]))
         if size is None or rows.samples_prompts or self._has_virtual_tokens(rows):
             return None

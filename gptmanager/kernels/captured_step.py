@@ -2,8 +2,9 @@
 
 Steps with the same number of rows run the same tasks on threads: only the contents of the input
 tensors differ. The ops run once for each number of rows; later steps replay the list of tasks. That
-saves the Python of every op, a third to half of a small model's step. Memory is managed as in the
-pool of CUDA graphs: later ops reuse the memory of tensors that are no longer needed.
+saves the time of the Python code of every op, a third to half of a small model's step. Memory is
+managed as in the pool of CUDA graphs: later ops reuse the memory of tensors that are no longer
+needed.
 """
 
 from __future__ import annotations
@@ -77,7 +78,7 @@ class _Memory:
 
 
 class _Capture(TorchOperations):  # type: ignore[no-untyped-call]
-    """Captures the tasks that run while it is active. `is_whole` is False once torch computes."""
+    """Captures the tasks that run while it is active. `is_whole`: torch itself computed nothing."""
 
     def __init__(self, memory: _Memory) -> None:
         super().__init__()
@@ -128,7 +129,7 @@ class _CapturedStep:
         self._list = TaskList(
             calls=self._calls.data_ptr(), count=len(calls), parallel=team.parallel
         )
-        self._seconds = 0.0  # that the last run took
+        self._seconds = 0.0  # duration of the last run
 
     def run(self, inputs: Sequence[Tensor], begin: Begin) -> Tensor:
         for own, given in zip(self._inputs, inputs, strict=True):

@@ -53,7 +53,8 @@ class Kernels(DeltaOps):
     in the call. Without it, the same formulas may round differently from batch to batch.
     `has_float64` is True if the ops accept float64. `plans_experts` is True if `experts` never
     waits for the device; else `plan` is not called for models with experts. `quantized_kinds` are
-    the formats with fewer bits that matrices may have, `expert_kinds` those for experts' matrices.
+    the formats of quantized matrices, and `expert_kinds` the formats of quantized matrices of
+    experts.
     """
 
     has_float64, plans_experts = True, False

@@ -26,10 +26,10 @@ SPAN = 64
 class AttentionTask(ctypes.Structure):
     """Addresses, sizes in elements, and `scratch_bytes` for each thread.
 
-    `dtype` is that of `q` and `result`; keys and values have `page_dtype`, of `item_bytes` each.
-    With `window` 0, all earlier positions are seen; the first `sink` positions always are. If
-    `chunked`, windows begin at multiples of `window`. `sinks` has, in `sink_dtype`, a score without
-    a value for each head; 0 means none. With `softcap` 0, scores are not limited. `page_of`
+    `dtype` is the dtype of `q` and `result`. Keys and values have `page_dtype`, with `item_bytes`
+    per element. With `window` 0, all earlier positions are seen; the first `sink` positions always
+    are. If `chunked`, windows begin at multiples of `window`. `sinks` has, in `sink_dtype`, a score
+    without a value for each head; 0 means none. With `softcap` 0, scores are not limited. `page_of`
     explains `page_tokens`. With `token_major`, the keys of a page are `[tokens, head_dim]`, and are
     transposed when they are read.
     """
@@ -58,7 +58,7 @@ def tile_tokens(group: int) -> int:
 
 
 def page_of(tokens_per_block: int, token_major: bool, blocks_per_sequence: int) -> int:
-    """Return how many positions are read as one page: those of a block.
+    """Return how many positions are read as one page: usually all positions of a block.
 
     With token-major keys, a longer block is read as pages of SPAN positions, if SPAN divides it or
     a sequence has only one block.
@@ -85,8 +85,8 @@ def areas_at(t: Any, scratch: int) -> tuple[int, ...]:
     """Return the addresses of a thread's scratch areas, all float32.
 
     The first seven have, for each row of a tile: its scaled query, its output, its sums by lane,
-    its highest score so far, the same with the current span, the factor for earlier sums, and its
-    scores. The last one has transposed keys.
+    its highest score so far, its highest score including the current span, the factor for earlier
+    sums, and its scores. The last one has transposed keys.
     """
     group = t.num_heads // t.num_kv_heads
     room, wide = padded(tile_tokens(group) * group), padded(t.head_dim)

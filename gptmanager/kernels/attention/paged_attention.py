@@ -1,11 +1,11 @@
 """Paged attention on the CPU: the loops that each thread runs.
 
 Context, chunks and generation use the same code. A tile has (token, query head) rows of one
-sequence that share a KV head: up to `TILE_ROWS`, or those of one token if they are more. It reads
-each page of the KV head once. Every query reads positions in spans of at least `SPAN`, which begin
-at multiples of their size. Each span updates the maximum of an online softmax once, and masked
-positions have a weight of exactly zero. So the arithmetic of a query does not depend on the rest of
-the tile, the chunk or the batch.
+sequence that share a KV head: up to `TILE_ROWS`, or all rows of one token if these are more. A tile
+reads each page of the KV head once. Every query reads positions in spans of at least `SPAN`, which
+begin at multiples of their size. Each span updates the maximum of an online softmax once, and
+masked positions have a weight of exactly zero. So the arithmetic of a query does not depend on the
+rest of the tile, the chunk or the batch.
 """
 
 from __future__ import annotations

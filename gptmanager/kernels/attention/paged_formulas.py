@@ -28,7 +28,7 @@ def cells(rows: RowSpans, num_tokens: int, tokens_per_block: int) -> tuple[Tenso
 
 
 def write_heads(pages: Pages, block: Tensor, offset: Tensor, k: Tensor, v: Tensor) -> None:
-    """Write the keys and values `[T, K, D]` of tokens to their `cells`, `block` and `offset`."""
+    """Write the keys and values `[T, K, D]` of tokens to `block` and `offset` (see `cells`)."""
     keys, values, scales, is_once = pages
     if scales is not None:
         k, v = (to_fp8(it, own) for it, own in zip((k, v), scales, strict=True))

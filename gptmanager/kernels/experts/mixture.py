@@ -76,8 +76,8 @@ def mix_experts(
     """Return the weighted sums `[T, C]` of the outputs of each token's experts for `x [T, C]`.
 
     `chosen [T, k]` are numbers of experts, `weights [T, k]` their weights; experts of other ranks
-    add nothing. `x` may also be `[T * k, C]`, with an input for each of a token's experts. Sums are
-    in the dtype of the weights, and the result is in that of `x`.
+    add nothing. `x` may also be `[T * k, C]`, with an input for each of a token's experts. Sums
+    have the dtype of the weights, and the result has the dtype of `x`.
     """
     if not len(x):
         return x

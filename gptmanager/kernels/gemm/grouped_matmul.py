@@ -23,12 +23,12 @@ class GroupTask(ctypes.Structure):
 
     `given` is the address of int64 numbers: the number of matmuls, then for each of them the number
     of its matrix, its number of rows, and its first row. `counters` is the address of int64 zeros,
-    one for each matmul, `copies` that of memory for one `MatmulTask` per thread, and `tails` that
-    of the values of `MatmulTask.tail` for 0 to 15 rows. `scratch_bytes` is the size of a thread's
-    scratch; the other fields that end in `_bytes` are the distances from one row or matrix to the
-    next. For matmuls of up to `streamed_rows` rows, the matrices are divided into about
-    `streamed_parts` parts in all; for others, each group of panels is a part. The fields up to
-    `bias_bytes` depend on the call.
+    one for each matmul. `copies` is the address of memory for one `MatmulTask` per thread. `tails`
+    is the address of the values of `MatmulTask.tail` for 0 to 15 rows. `scratch_bytes` is the size
+    of a thread's scratch; the other fields that end in `_bytes` are the distances from one row or
+    matrix to the next. For matmuls of up to `streamed_rows` rows, the matrices are divided into
+    about `streamed_parts` parts in all; for others, each group of panels is a part. The fields up
+    to `bias_bytes` depend on the call.
     """
 
     _fields_ = task_fields(
@@ -56,7 +56,7 @@ _ROWS, _NUM_CHUNKS, _PART_GROUPS, _TAIL, _MATRIX, _SCALES, _GROUPS = map(
 
 @loop
 def _move(shared: int, own: int, field: int, distance: int) -> None:
-    """Set an address of a thread's task to that of the shared task plus a distance."""
+    """Set an address of a thread's task to the shared task's address plus a distance."""
     put_long(own, field, get_long(shared, field) + distance)
 
 

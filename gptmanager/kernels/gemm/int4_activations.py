@@ -2,8 +2,8 @@
 
 Each group has a factor of its own, the scale of its integers, so that a large element costs
 precision only within its group. A row has a block of memory for each group, or planes for a matrix
-unit (Intel AMX). An element has one level (a byte), or two if rows are few: the signed upper byte
-of an int16, and a signed rest.
+unit (Intel AMX). An element is stored in one byte (one level), or in two if rows are few: the
+signed upper byte of an int16, and the signed rest.
 """
 
 # mypy: allow-untyped-calls
@@ -44,7 +44,7 @@ from gptmanager.kernels.simd.lanes import (
 )
 from gptmanager.kernels.simd.threads import NEXT_PART
 
-# Byte offsets in a block: the factor, the int32 at which dot products begin, the factor times the
+# Byte offsets in a block: the factor, the int32 initial value of dot products, the factor times the
 # sum of the integers, and the integers.
 FACTOR, BEGIN, SUM, BLOCK_HEAD = 0, 4, 8, 16
 _BYTES = ir.VectorType(ir.IntType(8), LANES)

@@ -1,4 +1,4 @@
-"""Matmuls of tokens with a matrix of floats or int8, one function for each kind of instructions."""
+"""Matmuls of rows with a matrix of floats or int8, a function per dtype and kind of instruction."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ from gptmanager.kernels.gemm.quantized_activations import (
 from gptmanager.kernels.simd.lanes import LANES, claim, loop, loop_named, task_at
 from gptmanager.kernels.simd.threads import NEXT_PART
 
-BLOCK = 256  # positions of four panels that stay in the L1 cache for all rows
-WIDE_BYTES = 4 * BLOCK * LANES  # bytes of the panel positions that are widened together
+BLOCK = 256  # columns (depth) of four panels that stay in the L1 cache while all rows pass
+WIDE_BYTES = 4 * BLOCK * LANES  # bytes of one panel's BLOCK columns, widened to float32
 STREAMED_ROWS = 6  # up to this number of rows the matrix is read once, in long pieces
 WIDEN_FROM = 32  # rows: with fewer, widening costs more time than it saves
 
@@ -47,8 +47,8 @@ _thirty_two, _sixteen = unit_tile(2), unit_tile(1)
 def _share_by_lanes(dtype: str) -> Any:
     """Return a function that computes the parts that a thread claims, in SIMD lanes.
 
-    `dtype` is that of matrices. For many rows, panels are first widened to float32, which is exact.
-    Pairs of bfloat16 are not widened.
+    `dtype`: the matrix's dtype; "bfloat16 pairs" means bfloat16 multiplied in pairs, without
+    widening. Other panels are first widened to float32 for many rows, which is exact.
     """
     is_pairs, name = dtype == "bfloat16 pairs", dtype.replace(" ", "_")
     widens, item = not is_pairs and dtype != "float32", 2 if is_pairs else 4
@@ -87,7 +87,7 @@ def _share_by_lanes(dtype: str) -> Any:
 
 
 def _share_by_int8() -> Any:
-    """Return a function that computes the parts that a thread claims in int8, from int8 rows."""
+    """Return a function that multiplies int8 rows in int8 arithmetic, for the parts it claims."""
     three, two, one = (int8_tile(rows) for rows in (3, 2, 1))
 
     @loop_named("share_int8_by_int8")
@@ -124,7 +124,7 @@ def _share_by_int8() -> Any:
 
 
 def _share_by_int16() -> Any:
-    """Return a function that computes the parts that a thread claims, for few rows in int16.
+    """Return a function that quantizes few rows to int16 and computes the parts it claims.
 
     Each thread quantizes all rows itself.
     """
@@ -171,7 +171,7 @@ _int8_by_int8 = _share_by_int8() if has_int8_dots() else _int8
 
 
 def multiply_float32(address: int) -> None:
-    """Compute `result = x @ matrix.T` with a float32 matrix; the next three, with other dtypes."""
+    """Compute `result = x @ matrix.T` in float32. The next three do so for other dtypes."""
     _float32(task_at(address, MATMUL_TASK), address)
 
 

@@ -227,8 +227,8 @@ def matmul_bodies(stored: torch.dtype, deterministic: bool) -> list[Callable[[in
 def can_be_packed(dtype: torch.dtype, quantized: Quantized | None = None) -> bool:
     """Return whether matrices of `dtype` are packed, which needs a dtype in `DTYPES`.
 
-    int8 matrices then always are, int4 matrices if the processor can convert float16, and others if
-    packing pays.
+    int8 matrices are then always packed, int4 matrices if the processor can convert float16, and
+    others if packing pays.
     """
     if quantized == "int4":
         return dtype in DTYPES and HAS_FLOAT16

@@ -26,12 +26,12 @@ SCRATCH_BYTES = 4 * CHUNK_ROWS * PANELS * LANES
 class MatmulTask(ctypes.Structure):
     """Addresses (or 0), sizes (of scratch in bytes), and the layout of a group of panels.
 
-    The fields up to `tail` depend on the call. `x` has `depth` elements per row: float32, bfloat16
-    for pairs and the matrix unit, or `dtype`, which is the dtype of `result`, for int16; for int8
-    it has quantized rows. A part has `part_groups` groups. `num_groups` is the number of all groups
-    and also the distance in panels from the first to the second panel of a group, and from the
-    third to the fourth; `second` is the distance from the first to the third. With `silu`, the SiLU
-    of the first and second panels' sums is multiplied by the sums of the third and fourth.
+    The fields up to `tail` depend on the call. `x` has `depth` elements per row. They are float32,
+    bfloat16 for pairs and the matrix unit, or for int16 of `dtype`, the dtype of `result`. For
+    int8, `x` has quantized rows. A part has `part_groups` groups. `num_groups` is the number of all
+    groups and also the distance in panels from the first to the second panel of a group, and from
+    the third to the fourth; `second` is the distance from the first to the third. With `silu`, the
+    SiLU of the first and second panels' sums is multiplied by the sums of the third and fourth.
     `positions` is the number of adjacent positions that a row has in a panel (unless in 4 bits),
     and `position_bytes` the size of one position of all rows. `full` and `tail` are the addresses
     of the configurations of the matrix unit (Intel AMX) for sixteen rows and for the remaining

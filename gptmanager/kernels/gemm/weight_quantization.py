@@ -82,7 +82,7 @@ class PanelTask(ctypes.Structure):
     """Rows `x`, `stride` elements apart, and the panels `values` with the `scales` of their rows.
 
     Rows have `width` elements; `num_columns` of them are written, from `first_column` on. They
-    become the matrix's rows from `first_row` on. `depth` is that of a panel.
+    become the matrix's rows from `first_row` on. `depth` is the depth of a panel.
     """
 
     _fields_ = task_fields(

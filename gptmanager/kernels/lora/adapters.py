@@ -89,7 +89,7 @@ def _module(t: Any, slot: int, module: int) -> Any:
 
 @loop
 def _following(t: Any, slot: int, module: int) -> int:
-    """Return the address to prefetch after A of a module: that of the next A, or the first B."""
+    """Return the address to prefetch after A of a module: the next A, or the first B."""
     size = 4 if t.pool_dtype == FLOAT32 else 2
     if module + 1 < t.num_modules:
         return int(t.pool + size * _module(t, slot, module + 1)[0])

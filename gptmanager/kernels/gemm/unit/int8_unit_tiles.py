@@ -182,7 +182,7 @@ def groups_tile(rows: int) -> Any:
 
     Its arguments are `(c, a, factors, apart, a_stride, span, count, given, minima, following,
     add)`. `c` is float32 with stride 64. `a` is the address of `given` rows of int8, `a_stride`
-    bytes apart, and `factors` that of the factors of their groups. A group's factor times the sum
+    bytes apart, and `factors` the address of their groups' factors. A group's factor times the sum
     of its elements is `apart` bytes after its factor. `span` has `count` unpacked groups of a
     panel, and `following` is the address of the next groups, which are prefetched. `minima` is 0
     without minima. Rows of `c` from `given` on become undefined.
