@@ -35,7 +35,7 @@ def activate_gated(
 ) -> None:
     """Compute `out = activation(gate) * up`; `activation_kinds` defines "clamped_swiglu".
 
-    `gate_up` `[T, 2F]` has the columns of the gate, then those of up. `out` `[T, F]` must not
+    `gate_up` `[T, 2F]` has the columns of the gate, then the columns of up. `out` `[T, F]` must not
     overlap `gate_up`. Both have the same dtype: float32, float16 or bfloat16. Raises ValueError for
     other tensors.
     """

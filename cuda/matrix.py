@@ -96,8 +96,8 @@ def compile_side_by_side(
 ) -> Iterator[Row]:
     """Compile as `compile_all` does, in `num_workers` processes. Rows are in order of the choices.
 
-    `on_error` receives the compiler's message for each kernel that does not compile; the result has
-    the rows of the others.
+    `on_error` receives the compiler's message for each kernel that does not compile. The result has
+    no row for such a kernel.
     """
     processes = multiprocessing.get_context("forkserver")
     processes.set_forkserver_preload([__name__])

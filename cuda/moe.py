@@ -140,9 +140,9 @@ def multiply(
 
     `x` is `[N / n, I]`. `weight` `[count * O, I]` and `bias` `[count * O]` have one expert after
     another. All have the same dtype: float32, float16 or bfloat16; `weight` may have 8 bits. With
-    an `activation` (silu, gelu_tanh or clamped_swiglu), an expert has 2 O rows, first those of the
-    gate, then those of up, and the result is `activation(gate) * up`, without rounding in between.
-    The result is undefined for slots without a tile. Raises ValueError for other tensors.
+    an `activation` (silu, gelu_tanh or clamped_swiglu), an expert has 2 O rows: the gate, then up.
+    The result is `activation(gate) * up`, without rounding in between. The result is undefined for
+    slots without a tile. Raises ValueError for other tensors.
     """
     num_slots, (num_rows, depth), dtype = len(slots.sorted), x.shape, x.dtype
     num_weights, values, scales = weight.shape[0], values_of(weight), scales_of(weight)

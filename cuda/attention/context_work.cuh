@@ -12,7 +12,7 @@ struct Tile {  // TOKENS positions
     bool sinking;  // only the positions of the sink count
 };
 
-// The tiles of an item: with SINK first those of the sink, then those of the keys [first, last) after it.
+// The tiles of an item. With SINK, the tiles of the sink come before the tiles of the keys [first, last).
 template <class K> struct Tiles {
     int first, last;  // the item's keys
     int sink;         // the number of keys at the start of the row that every query sees

@@ -1,5 +1,5 @@
 // Conversions of 8-bit floats (e4m3), for a KV cache and for weights. An element of the cache stands for
-// element * scale. Kernels get the scales as `scales` [2, kv_heads]: those of keys, then those of values.
+// element * scale. Kernels get `scales` [2, kv_heads]: one row for keys, one for values.
 #pragma once
 
 #include <cuda_fp8.h>

@@ -1,6 +1,6 @@
 """Head dimensions, dtypes and checks shared by the launchers of kernels that access pages.
 
-On a GPU, pages of keys are token-major in memory, like those of values: `[P, K, B, D]`. The keys of
+On a GPU, pages of keys are token-major in memory, like pages of values: `[P, K, B, D]`. The keys of
 `Pages` are a transposed view, `[P, K, D, B]`, as in the reference.
 """
 

@@ -156,7 +156,7 @@ def _whole(code: bytes) -> bytes:
 
 
 def _figures(log: str, lowered: Mapping[str, str]) -> dict[str, Figures]:
-    """Parse the figures that ptxas prints for each function, and return those of the kernels."""
+    """Return the figures of the kernels in the log of ptxas. `lowered`: name -> symbol."""
     sections: dict[str, str] = {}
     symbol = ""
     for line in log.splitlines():

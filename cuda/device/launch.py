@@ -77,7 +77,7 @@ class DeviceLauncher:
     """Kernels on the current CUDA device, launched on torch's current stream.
 
     Kernels with warpgroup matmuls are chosen if `has_warpgroups`; by default, if the device has
-    them. The default `features` are those of the environment variable.
+    them. By default, `features` are read from the environment variable.
     """
 
     def __init__(
@@ -218,7 +218,7 @@ class EmulatorLauncher:
     """Kernels on the CPU, thread by thread, for tests. `check` and `order`: see `emulator.Module`.
 
     `has_matmuls` is off by default, since torch's matmuls are much faster here. By default,
-    `features` are those of the environment variable. Raises ConfigError without g++ or NVIDIA's
+    `features` are read from the environment variable. Raises ConfigError without g++ or NVIDIA's
     headers.
     """
 

@@ -15,9 +15,10 @@ struct Group {
 };
 
 // Grid: any number of blocks, which take items round-robin. An item is two panels and up to 16 rows of x.
-// Tensor cores compute x [16 rows, 16 k] @ weight^T [16 k, 8 weight rows]. The order of k and that of weight
-// rows are free. With g = lane / 4 and t = lane % 4, column g of tile i is row 4 (g % 4) + i of panel g / 4. So
-// columns 2t and 2t + 1 of all tiles are 8 adjacent rows. Sums of a group are scaled in float32.
+// Tensor cores compute x [16 rows, 16 k] @ weight^T [16 k, 8 weight rows]. The order of k and the order of
+// weight rows are free. With g = lane / 4 and t = lane % 4, column g of tile i is row 4 (g % 4) + i of
+// panel g / 4. So columns 2t and 2t + 1 of all tiles are 8 adjacent rows. Sums of a group are scaled in
+// float32.
 template <class T, bool HAS_MINIMA>
 __global__ void __launch_bounds__(WARPS * 32, 1) gemv_int4(
     T* out,                       // [rows, width]

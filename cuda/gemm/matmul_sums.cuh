@@ -13,7 +13,7 @@ template <> constexpr int ROWS<float> = 8;
 //
 // Tensor cores compute x [16 rows, 16 k] @ weight^T [16 k, 8 weight rows]. The order of k is free, as
 // long as both operands agree: the first 4 of 8 consecutive elements of a lane are k = 2t, 2t + 1, 2t + 8
-// and 2t + 9 of one matmul, the other 4 those of the next.
+// and 2t + 9 of one matmul, and the other 4 are the same k of the next matmul.
 template <class T, int TILES, class W = T> struct Sums {
     float result[TILES][4] = {};
 

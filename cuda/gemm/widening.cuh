@@ -46,7 +46,7 @@ __device__ inline void unpack_halves(float (&to)[8], const uint4& from) {
     }
 }
 
-// Conversions of bytes that hold elements of W, here int8; float8_weights.cuh has those of 8-bit floats.
+// Conversions of bytes that hold elements of W, here int8. float8_weights.cuh does so for 8-bit floats.
 // `pair`: as `widened_pair`. `one`: the element in the lowest byte.
 template <class T, class W> struct Stored {
     __device__ static unsigned pair(unsigned bytes, int half) { return widened_pair<T>(bytes, half); }

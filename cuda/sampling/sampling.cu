@@ -96,8 +96,8 @@ struct SharedRow {
     unsigned* arrived;  // [rows]; zeros before and after the launch
 };
 
-// Whether this block is the last one of the row. If so, `pieces` and `own_best` become those of the whole
-// row, as if the block had read all of it.
+// Returns whether this block is the last of its row to finish. If it is, `pieces` and `own_best` are
+// completed, as if the block had read the whole row.
 __device__ inline bool gather(
     const SharedRow& shared, int row, int part, int parts, int count, Pieces& pieces,
     float& own_best) {

@@ -1,4 +1,4 @@
-"""Chooses between our own attention and that of providers, for each phase."""
+"""Chooses between our own attention and attention of providers, for each phase."""
 
 from __future__ import annotations
 

@@ -36,9 +36,9 @@ def load(
 ) -> Model:
     """Load a checkpoint, or return the host's model. Raise ConfigError if `source` is neither.
 
-    `bodies` are functions to compile, in addition to those of the kernels. One of several ranks
-    passes its `collectives`, and loads a part of the checkpoint. `check` is called with the spec of
-    the host's model, or of a native one before its weights are read, and may raise ConfigError.
+    `bodies` are functions to compile, in addition to the kernels' own. One of several ranks passes
+    its `collectives`, and loads a part of the checkpoint. `check` is called with the spec of the
+    host's model, or of a native one before its weights are read, and may raise ConfigError.
     """
     if not isinstance(source, (str, os.PathLike, tuple)):
         model = _own_model(source, params)

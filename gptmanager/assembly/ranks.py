@@ -46,7 +46,7 @@ _MAY_DIFFER = (
 
 
 class Ranks(NamedTuple):
-    """The connections of this rank to the others.
+    """The connections of this rank to the other ranks.
 
     `num_local` ranks run on this machine and share its memory. `local_rank` is the number of this
     rank among them. If the device is "cuda", it is also the number of its GPU.
@@ -109,7 +109,7 @@ class Ranks(NamedTuple):
         return [column[0] if len({*column}) == 1 else "own" for column in columns]
 
     def check_equal(self, what: str, value: Any) -> None:
-        """Raise RankError if the value of a rank differs from that of rank 0."""
+        """Raise RankError if the value of a rank differs from rank 0's value."""
         given = self.links.exchange(repr(value).encode())
         for rank, own in enumerate(given):
             if own != given[0]:

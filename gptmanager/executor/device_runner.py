@@ -211,7 +211,7 @@ class DeviceRunner(Runner):
         return fitted(rows, self._shapes[size])
 
     def _replay(self, steps: CapturedSteps, rows: PackedRows, num_samples: int) -> Computed:
-        """Run rows with padding, of which the first `num_samples` samples are needed."""
+        """Run padded rows, and return their first `num_samples` samples."""
         own = slice(num_samples)
         # a row with drafts is sampled several times, and the first wrong draft decides what counts
         is_single = bool((np.diff(rows.sample_rows[own]) > 0).all())
@@ -310,7 +310,7 @@ def _for_kernels(logits: Tensor) -> Tensor:
 
 
 def _idle_rows(size: int | StepShape) -> PackedRows:
-    """Return a batch of `size` rows, or of that shape, in which no row has tokens."""
+    """Return a batch without tokens, with `size` rows or, if `size` is a shape, of this shape."""
     none, ends = np.zeros(0, dtype=np.int64), np.zeros(1, dtype=np.int32)
     rows = PackedRows(none, ends, ends[:0], none, none, none, none, 0)
     if isinstance(size, int):

@@ -27,8 +27,8 @@ Progress = Callable[[str, int, int], None]
 WORK = "kernels"  # the name under which progress is reported
 _MOST_PROCESSES = 4  # more would not help: the longest body takes a third of the time of all
 _BYTES_OF_PROCESS = 600 << 20
-# How long this process waits for a report of the others: 10 s, or if that is longer, three times
-# the longest compile time of its own bodies so far.
+# How long this process waits for a report of the other processes: 10 s, or three times the longest
+# compile time of its own bodies so far, whichever is longer.
 _PATIENCE_S, _PATIENCE = 10.0, 3
 _PROGRAM = (
     "import json, sys; sys.path[:] = json.loads(sys.stdin.readline());"

@@ -25,7 +25,7 @@ _STORED = {"int8": torch.int8, "int4": INT4}
 def bodies_of_model(
     dtype: torch.dtype | None, quantized: Collection[Quantized], deterministic: bool
 ) -> Sequence[Body]:
-    """Return the bodies in descending order of compile time, without those of adapters.
+    """Return the bodies, except bodies for adapters, in descending order of compile time.
 
     `dtype` is the dtype of the matrices, which are stored as `quantized` if that is not empty; None
     means that the model has no matrices. In float64 torch computes everything, so no body is

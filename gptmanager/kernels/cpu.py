@@ -48,8 +48,8 @@ class CpuKernels(CpuExperts):
     """The ops of the network on the CPU.
 
     The first call of an op compiles it (seconds) or loads it from Numba's cache; `warm_up` does
-    that for the ops that a model needs, and `warm_up_adapters` for those of adapters. Two managers
-    may use one object, or one each, from two threads.
+    that for the ops that a model needs, and `warm_up_adapters` for the ops of adapters. Two
+    managers may use one object, or one each, from two threads.
     """
 
     def warm_up(

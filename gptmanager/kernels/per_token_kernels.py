@@ -54,10 +54,10 @@ HALF_ROOT = np.float32(0.7071067811865476)
 class RopeTask(ctypes.Structure):
     """Addresses (0: none), sizes, and dtypes.
 
-    `dtype` is that of `qkv` and the norms, `page_dtype` that of the pages and `q`. `rotated` is
-    memory for one head of each token, float32 `[num_tokens, head_dim]`. With `token_major`, keys
-    have the layout of values in a page. If `values` is 0, the keys are also the values, and `qkv`
-    has no values.
+    `dtype` is the dtype of `qkv` and the norms, `page_dtype` the dtype of the pages and `q`.
+    `rotated` is memory for one head of each token, float32 `[num_tokens, head_dim]`. With
+    `token_major`, keys have the layout of values in a page. If `values` is 0, the keys are also the
+    values, and `qkv` has no values.
     """
 
     _fields_ = task_fields(
@@ -83,7 +83,7 @@ class NormTask(ctypes.Structure):
 class ActivationTask(ctypes.Structure):
     """Addresses and sizes. `factor` is multiplied by the activation; 0 means it is not gated.
 
-    Tokens of `x` and `factor` are `stride` elements apart, those of `result` are `width` apart.
+    Tokens are `stride` elements apart in `x` and `factor`, and `width` elements apart in `result`.
     `scale` and `cap` are for the kind SCALE.
     """
 

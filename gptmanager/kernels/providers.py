@@ -98,9 +98,9 @@ class AttentionProvider(Protocol):
 class LinearProvider(Protocol):
     """Computes matmuls with weights of the network in place of ours (`linear_provider`).
 
-    The weights that it accepts are stored as plain tensors. Weights in 8 or 4 bits stay with our
-    own kernels; so do those of experts on a GPU. The CUDA stream and `capturable` are as in
-    `AttentionProvider`.
+    The weights that it accepts are stored as plain tensors. Our own kernels compute with weights in
+    8 or 4 bits and, on a GPU, with the weights of experts. The CUDA stream and `capturable` are as
+    in `AttentionProvider`.
     """
 
     capturable: bool

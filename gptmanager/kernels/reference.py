@@ -331,7 +331,7 @@ class Kernels(DeltaOps):
         `positions [T]` int64 are rows of `cos_sin`; without `cos_sin` nothing rotates. `q_norm [D]`
         and `k_norm [D]`, if given, are the weights of an `rms_norm` of each head before the
         rotation (Qwen3), or after it if `norm_last` (HunYuan). Returns `[T, H, D]` in the pages'
-        dtype, or in that of `qkv` for float8 pages.
+        dtype; for float8 pages, in the dtype of `qkv`.
         """
         num_kv_heads, head_dim, tokens_per_block = pages.keys.shape[1:]
         heads = widened(qkv).reshape(qkv.shape[0], qkv.shape[1] // head_dim, head_dim)

@@ -52,7 +52,7 @@ class AdapterPool:
         share: AdapterShare | None = None,
         warm_up: Callable[[], None] = lambda: None,
     ) -> None:
-        assert dtype.itemsize == sizes.itemsize  # both are those of the model
+        assert dtype.itemsize == sizes.itemsize  # both are of the model's dtype
         self.sizes = sizes
         num_elements = sizes.num_device_pages * sizes.page_size
         self.pages = torch.empty(num_elements, dtype=dtype, device=device)

@@ -25,7 +25,7 @@ _WEIGHTS = (".safetensors", ".gguf")
 def checkpoint_digest(source: Any) -> str:
     """Return the digest of a checkpoint: a folder, a file, or a pair (config, tensors by name).
 
-    The digest of a folder covers config.json and the weight files; that of a pair covers the
+    The digest of a folder covers config.json and the weight files. The digest of a pair covers the
     tensors, but not the config. An object that implements `Model` is identified by the name of its
     class only. Missing files are skipped. Raises ConfigError if an existing file cannot be read.
     """

@@ -102,7 +102,7 @@ def _kind(names: Sequence[str], kinds: Mapping[str, str]) -> str:
 
 
 def _describe_file(path: Path) -> str:
-    """Return what a path is that is not a folder."""
+    """Describe a path that is not a folder."""
     if os.path.isfile(path):
         if os.path.isfile(path.parent / "config.json"):
             return "it is a file of a checkpoint: pass its folder"

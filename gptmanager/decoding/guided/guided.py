@@ -97,7 +97,7 @@ class GuidedDecoding(RowProcessor):
 
     def _start(self) -> None:
         """Start the threads. A forked process calls this again, because threads are not forked."""
-        # Only waiting requests refer to these grammars, so those of closed connections are dropped.
+        # Only waiting requests keep these grammars: when a connection closes, its grammars go.
         self._waiting: weakref.WeakValueDictionary[GrammarSource, CompiledGrammar]
         self._waiting = weakref.WeakValueDictionary()
         num_trials = max(2, min(num_cores(), _MAX_TRIALS))

@@ -44,7 +44,8 @@ class GatheredLogits:
     `any_context`: whether at least one sequence asks for context logits or prompt log
     probabilities. `any_generation`, `any_log_probs`, `any_top`: the same for generation logits, for
     log probabilities, and for top log probabilities. If a flag is False, callers need not look up
-    slots. A sequence that asks for top log probabilities also gets those of the chosen tokens.
+    slots. A sequence that asks for top log probabilities also gets the log probabilities of its
+    chosen tokens.
     """
 
     def __init__(self, num_slots: int) -> None:

@@ -38,12 +38,12 @@ from gptmanager.kernels.simd.lanes import (
 from gptmanager.kernels.simd.pairs import add_pairs, is_amd
 
 PANELS = 4  # panels of a tile: enough sums to hide the latency of additions even with one row
-# Prefetch distance in bytes of a panel, longer than that of the processor's prefetcher; and the
+# How many bytes of a panel ahead we prefetch, further than the processor's prefetcher does; and the
 # cache level (3: L1, 2: L2). AMD's processors can have few lines in flight to the L1 cache, but
 # more to L2; on Intel's, L1 was faster.
 AHEAD, _NEAR = (1024, 2) if is_amd() else (2048, 3)
 # Rows of a tile -> the number of panels with sums that fit into registers. There are 32 registers
-# of 512 bits, or 16 of 256 bits; in the latter case a vector takes two.
+# of 512 bits, or 16 of 256 bits, where a vector takes two.
 _ACROSS = dict.fromkeys((1, 2, 4, 6), PANELS) if WIDE > 1 else {1: 4, 2: 2, 4: 1, 6: 1}
 _HALVES = ir.VectorType(ir.HalfType(), LANES)
 

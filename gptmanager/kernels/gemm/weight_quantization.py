@@ -110,8 +110,8 @@ def round_to_groups(rows: Tensor) -> Groups:
     error is kept. A candidate is the element with the largest magnitude divided by one of the
     numbers `-STEPS`. It is then replaced by the least-squares scale for the integers to which it
     rounds the group, as in `make_qx_quants` of llama.cpp's `ggml-quants.c`. The first candidate is
-    that of Q4_0: the element with the largest magnitude becomes -8. A group with an element that is
-    not finite has the scale NaN.
+    the scale of Q4_0: the element with the largest magnitude becomes -8. A group with an element
+    that is not finite has the scale NaN.
     """
     (rows,) = alike(rows)
     count, columns = rows.shape

@@ -79,12 +79,12 @@ def _sums(builder: Any, values: Sequence[Any]) -> Any:
 def dots(rows: int, ranks: int, dtype: str) -> Any:
     """Return an intrinsic that stores the dot products of `rows` tokens with `ranks` rows of A.
 
-    Its arguments are `(h, stride, x, a, width, last_row, last_rank, ahead)`. The results of a token
-    are `stride` floats after those of the previous one. Tokens after `last_row` repeat that token,
-    rows of A after `last_rank` that row. As many bytes as are read of A are prefetched from
-    `ahead`. `x` is float32. `width` is the width of x and A, at least LANES. An element is the sum
-    of sixteen chains along the width. With `dtype` "bfloat16 pairs" x is also bfloat16, `width` is
-    at least 2 * LANES, and a chain adds two elements at a time.
+    Its arguments are `(h, stride, x, a, width, last_row, last_rank, ahead)`. The results of two
+    adjacent tokens are `stride` floats apart. Tokens after `last_row` repeat token `last_row`, and
+    rows of A after `last_rank` repeat row `last_rank`. From `ahead` on, as many bytes are
+    prefetched as are read of A. `x` is float32. `width` is the width of x and A, at least LANES. An
+    element is the sum of sixteen chains along the width. With `dtype` "bfloat16 pairs" x is also
+    bfloat16, `width` is at least 2 * LANES, and a chain adds two elements at a time.
     """
     kept = dtype.removesuffix(" pairs")
     by_pairs = kept != dtype

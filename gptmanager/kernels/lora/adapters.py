@@ -48,7 +48,7 @@ class AdapterTask(ctypes.Structure):
     has the indices in `order` at which a run and the next one begin, and the slot; a run has at
     most BLOCK tokens. `modules` int64 `[num_modules, 4]` has the fields of `AdapterModule`.
     `h_stride` is the number of floats between the h of two tokens, a multiple of the tile size that
-    is at least the rank. `dtype` is that of `result`. `pairs` is set if A is bfloat16 and is
+    is at least the rank. `dtype` is the dtype of `result`. `pairs` is set if A is bfloat16 and is
     multiplied in pairs with an x in bfloat16.
     """
 

@@ -32,8 +32,8 @@ class GgufCheckpoint:
     def part(self, name: str) -> dict[str, Any] | None:
         """Return the JSON object that a Hugging Face folder would have in the file `name`.
 
-        Returns None for names other than those of the config, the generation config and the
-        tokenizer config.
+        Returns None unless `name` is the file of the config, the generation config or the tokenizer
+        config.
         """
         return self._parts[name](self._header) if name in self._parts else None
 

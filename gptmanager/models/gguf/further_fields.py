@@ -12,7 +12,7 @@ Names = Collection[str]
 
 
 def without_further_layers(metadata: Metadata, prefix: str, _: Names, config: Config) -> Config:
-    """Return the number of layers without those for multi-token prediction, and their number."""
+    """Return the number of normal layers, and the number of layers for multi-token prediction."""
     num_further = metadata.integer(f"{prefix}nextn_predict_layers") or 0
     layers = config.get("num_hidden_layers")
     if not num_further or not isinstance(layers, int):
