@@ -111,8 +111,7 @@ def context_attention(
     `[T, H, D]` have the same dtype: float32, float16 or bfloat16. D is one of HEAD_DIMS, and H / K
     at most MAX_GROUP. Pages have the same dtype, or float8_e4m3fn. `items` int32 `[N, 4]` is from
     `plan_context`, for the same `shape`. `sinks` `[H]`, of the queries' dtype, has a score without
-    a value for each head; it is passed exactly if `shape.sinks`. Raises ValueError for other
-    tensors.
+    a value for each head; it is passed exactly if `shape.sinks`. Raises ValueError otherwise.
     """
     cache = check_attention(
         *(out, queries, pages, rows, shape, sinks),

@@ -153,9 +153,7 @@ class Backend(ABC):
     def memory_budget(
         self, model: Model, params: OptionalParams, max_beam_width: int
     ) -> MemoryBudget:
-        """Return the memory for the KV cache. A device's is reduced by the memory of the largest
-        step.
-        """
+        """Return the memory for the KV cache; on a device, without memory for the largest step."""
 
     @abstractmethod
     def executor(
@@ -354,8 +352,7 @@ class DeviceBackend(Backend):
     def _peak_bytes(self, model: Model, params: OptionalParams, rows: int) -> int:
         """Return the peak bytes of steps with `rows` sampled rows, including their CUDA graphs.
 
-        The peaks of steps and graphs are added, because other steps do not use the memory of a
-        graph.
+        Steps and graphs are added, because other steps do not use the memory of a graph.
         """
         longest = wanted_seq_len(params, model.spec)
         block = params.kv_cache_config.tokens_per_block

@@ -145,8 +145,7 @@ class Weights:
     def memory(self, *, keeps: bool) -> tuple[list[Tensor], list[Tensor]]:
         """Return the tensors of all parameters, and the tensors to save before memory is released.
 
-        With `keeps`, all parameters are saved that are not mapped from a file, otherwise only
-        scales.
+        The scales are saved, and with `keeps` all parameters that are not mapped from a file.
         """
         of = {name: stored(matrix) for name, matrix in self._storage.items()}
         scales = of.keys() & {it.parameter for it in self._places.values() if it.scale}
@@ -156,9 +155,7 @@ class Weights:
     def check(
         self, tensors: TensorSource | Mapping[str, Tensor], *, partial: bool = False
     ) -> dict[str, str]:
-        """Check names, shapes and dtypes as `load` does. Return the library's names -> the
-        checkpoint's.
-        """
+        """Check names, shapes and dtypes as `load` does. Return our names -> the checkpoint's."""
         source = StateDict(tensors) if isinstance(tensors, Mapping) else tensors
         found = source.describe()
         names = self._names(found)
@@ -270,7 +267,7 @@ class Weights:
         return len(part.rows) * num_columns * self._storage[parameter].dtype.itemsize
 
     def _names(self, given_names: Iterable[str]) -> dict[str, str]:
-        """Return the library's names -> the checkpoint's. Raises ConfigError for unknown names."""
+        """Return our names -> the checkpoint's. Raises ConfigError for unknown names."""
         names: dict[str, str] = {}
         unknown = []
         for given in given_names:

@@ -102,8 +102,8 @@ class PlanningModel(Model, Protocol):
     """A model with steps that can be captured, for example as CUDA graphs, and replayed.
 
     If `plan` returns arrays for a captured step, `forward` must not wait for the device. A replay
-    computes another batch, whose values are written to the same tensors, so `forward` may read only
-    the tensors of the batch and `all_sampled`.
+    computes another batch from new values in the same tensors, so `forward` may read only the
+    tensors of the batch and `all_sampled`.
     """
 
     def plan(
@@ -172,12 +172,11 @@ def load_model(
     in any layer, including its own; the first `sink` positions are always visible.
     `kv_cache_dtype`: float8_e4m3fn for pages of that dtype, None for any other. `weights_dtype`
     quantizes the matrices of matmuls except routers. "int8", and on GPUs "fp8", have one scale per
-    row. "int4" has a float16 scale for each group of 32 elements; the output matrix then has
-    `head_dtype` (by default "int8"). "file" is "int4" for matrices with 4 bits in the checkpoint,
-    else "int8". 4-bit groups of the checkpoint are not quantized again. `on_progress`: as in
-    `OptionalParams`. `collectives`: communication of one of several ranks, which reads only its
-    share. `prepare` is called before weights are read, with the spec and the formats of quantized
-    matrices.
+    row. "int4" has a float16 scale for each group of 32; the output matrix then has `head_dtype`
+    (by default "int8"). "file" is "int4" for matrices with 4 bits in the checkpoint, else "int8".
+    4-bit groups of the checkpoint are not quantized again. `on_progress`: as in `OptionalParams`.
+    `collectives`: communication of one of several ranks, which reads only its share. `prepare` is
+    called before weights are read, with the spec and the formats of quantized matrices.
 
     Raises ConfigError that names the argument, config field or tensor that cannot be used. The peak
     memory is the final weights plus a sixteenth of them, or plus a matrix that must be read whole.

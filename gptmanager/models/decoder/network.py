@@ -168,8 +168,7 @@ class CheckpointModel:
     def new_step_capture(self) -> StepCapture | None:
         """Return a capture for `forward_captured` over one KV cache.
 
-        Returns None if the kernels cannot capture steps, if there are several ranks, or if
-        `forward` is overridden.
+        Returns None if kernels capture no steps, with several ranks, or if `forward` is overridden.
         """
         is_own = type(self).forward is CheckpointModel.forward and "forward" not in vars(self)
         return self._kernels.new_step_capture() if is_own and self._collectives is None else None

@@ -135,10 +135,9 @@ def experts_of(
 ) -> ReadExperts:
     """Return a reader of a layer's mixture of experts and of the width of an expert.
 
-    The reader returns None for a layer without experts: if the config has none, or if `is_dense`
-    returns True. These arguments are names of config fields: `count`, `width`, `per_token`,
-    `shared` (the shared MLP's width), `num_shared` (the number of shared experts, each as wide as
-    an expert), and `renormalize` if it is a string.
+    The reader returns None if the config has no experts, or if `is_dense` is true for the layer.
+    Names of config fields: `count`, `width`, `per_token`, `shared` (the shared MLP's width),
+    `num_shared` (shared experts, each as wide as an expert), and `renormalize` if it is a string.
     """
 
     def read(fields: Fields, layer: int) -> tuple[Experts, int] | None:
