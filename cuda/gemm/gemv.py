@@ -57,7 +57,7 @@ def multiply(
     For `ByteRows`, the stored values are multiplied, and each sum is then multiplied by the scale
     of its weight row.
 
-    With `silu`, `weight [2O, I]` contains the rows of the gate, then those of the up projection,
+    With `silu`, `weight [2O, I]` contains the rows of the gate, then the rows of the up projection,
     and `out [T, O] = silu(gate) * up`; gate and up are not rounded before the activation.
     Accumulates in float32 and rounds once. Batch-invariant: a row of `out` is bitwise the same
     whatever the other rows and their number are. The weight is read once for each 16 rows

@@ -117,7 +117,7 @@ class Backend(ABC):
     ) -> None:
         """Let providers compute attention as `attention_provider` says; `agree`: see `choose`."""
         if not isinstance(self.kernels, ProvidedKernels) or not self.providers:
-            if params.attention_provider == "auto":  # another rank may have a library, and wait
+            if params.attention_provider == "auto":  # a rank with a library waits for it
                 agree((OWN, OWN))
             return
         graphs = self._cuda_graphs, bool(self._shapes(model, params.max_batch_size))

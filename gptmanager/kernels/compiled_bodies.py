@@ -1,4 +1,4 @@
-"""The compiled bodies that a model needs on the CPU, and those that its adapters need."""
+"""The compiled bodies that a model and its adapters need on the CPU."""
 
 from __future__ import annotations
 

@@ -30,9 +30,9 @@ from gptmanager.kernels.simd.dtypes import DTYPES
 from gptmanager.kernels.simd.machine_code import compiled
 from gptmanager.kernels.simd.threads import Team, alike, with_first
 
-# Waking a second thread costs about as much as this many elements.
+# Waking a second thread costs about as much as computing this many elements.
 SMALL = 1 << 15
-SMALL_MATMUL = 1 << 18  # the same in multiplications
+SMALL_MATMUL = 1 << 18  # the same for multiplications of a matmul
 SCATTERED = 8  # relative cost of an element that is written far from its neighbors
 PARTS_PER_THREAD = 8
 STREAMS_PER_THREAD = 4  # parts of a matmul with few rows, which memory bandwidth limits

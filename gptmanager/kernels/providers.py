@@ -16,11 +16,11 @@ class AttentionRows:
     """The R rows of one phase of a step; a row is a sequence, or one beam of it.
 
     `query_starts` int32 `[R + 1]`: row r has the queries `query_starts[r]:query_starts[r + 1]`,
-    which are at the last of its `kv_lengths[r]` positions (int32 `[R]`). `block_tables` int32
+    which belong to the last of its `kv_lengths[r]` positions (int32 `[R]`). `block_tables` int32
     `[R, N]`: position p of row r is token `p % B` of the block `block_tables[r, p // B]`, for
     blocks of B tokens. `lengths`: `query_starts` and `kv_lengths` in NumPy, on the CPU; None in a
-    captured step. `memo`: a dict, empty at the start of a step. The provider may keep in it what
-    the other layers of the step need, too.
+    captured step. `memo`: a dict, empty at the start of a step. The provider may keep there what
+    all layers of the step need.
     """
 
     query_starts: Tensor

@@ -180,7 +180,8 @@ def weigh(
 ) -> float:
     """Compute the weights e^((l - top) / temperature) of all logits l >= `kth`; return their sum.
 
-    `weights` is the address of `padded(size)` floats, and `sums` of one float per block, its sum.
+    `weights` is the address of `padded(size)` floats. `sums` is the address of one float per block,
+    the sum of the block's weights.
     """
     divisor, scale = splat(temperature), splat(LOG2_E)
     highest, lowest, least = splat(top / temperature), splat(kth / temperature), splat(NEGLIGIBLE)

@@ -246,7 +246,7 @@ def _latent_heads(
 ) -> Iterator[tuple[str, Place]]:
     """Yield (tensor name, place) of each head's matrix from the latent to its keys or its values.
 
-    The matrices of keys are stored as [in, out], those of values as [out, in].
+    Matrices of keys are stored as [in, out], and matrices of values as [out, in].
     """
     assert own.latent is not None
     rows, after = own.latent.key_dim, own.latent.value_dim
