@@ -106,10 +106,22 @@ def test_what_does_not_fit_is_refused_and_what_has_ended_makes_room(server, monk
     monkeypatch.setattr(kept_calls, "MAX_KEYS", len(server.engine.kept._kept) + 1)
     assert post(server, "/v1/completions", body, "fits").status_code == 200
     assert post(server, "/v1/completions", body, "makes-room").status_code == 200
-    monkeypatch.setattr(kept_calls, "MAX_BYTES", 100)
-    refused = post(server, "/v1/completions", body, "large")
+    monkeypatch.setattr(kept_calls, "MAX_KEYS", 0)
+    refused = post(server, "/v1/completions", body, "one-more")
     assert refused.status_code == 429
     assert refused.json()["error"]["code"] == "too_many_idempotency_keys"
+
+
+def test_a_call_that_can_never_be_kept_is_not_told_to_come_again(server, monkeypatch):
+    """It does not drop ended calls either, whose room would not be enough."""
+    monkeypatch.setattr(kept_calls, "MAX_BYTES", 4000)
+    body = {"prompt": "17 + 25 =", "max_tokens": 80}
+    kept = dict(server.engine.kept._kept)
+    refused = post(server, "/v1/completions", body, "large")
+    assert refused.status_code == 400 and "retry-after" not in refused.headers
+    error = refused.json()["error"]
+    assert error["code"] == "too_large_for_idempotency_key" and "at most 4000" in error["message"]
+    assert server.engine.kept._kept == kept
 
 
 @pytest.mark.parametrize("stream", [False, True])

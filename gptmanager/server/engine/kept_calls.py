@@ -46,9 +46,17 @@ class KeptCalls:
 
     def require_room(self, requests: Sequence[EngineRequest]) -> int:
         """Remove ended calls until a call with `requests` fits, and return its estimated bytes.
-        Raises ApiError (429) if it cannot fit.
+        Raises ApiError: 400 if the call alone exceeds MAX_BYTES, 429 if it does not fit now.
         """
         num_bytes = sum(map(_bytes_of, requests))
+        if num_bytes > MAX_BYTES:  # after a 429, clients would retry forever
+            raise ApiError(
+                400,
+                f"the prompts and outputs of this call may take {num_bytes} bytes; with an "
+                f"Idempotency-Key at most {MAX_BYTES} are allowed: lower the maximum number of "
+                "new tokens, or send the call without the header",
+                code="too_large_for_idempotency_key",
+            )
         for name, kept in list(self._kept.items()):
             if self._fits(num_bytes):
                 break
