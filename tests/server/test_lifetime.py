@@ -222,6 +222,7 @@ def test_settings_are_checked_by_name():
         ("port", 70000), ("grpc_port", -1), ("max_concurrency", 0), ("max_queued_requests", -1),
         ("request_timeout", 0), ("api_key", ""), ("api_key", "a\nb"), ("api_key", "a "),
         ("api_key", "\udcff"), ("served_model_name", " "), ("max_body_bytes", 0),
+        ("max_body_bytes", (1 << 30) + 1),
     ]:  # fmt: skip
         with pytest.raises(ConfigError, match=field):
             ServerSettings(model=MODEL, **{field: value})

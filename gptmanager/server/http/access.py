@@ -17,6 +17,7 @@ _ORIGIN = re.compile(
 )
 _ROOT_PATH = re.compile(r"(/[\w.~-]+)+", re.ASCII)
 TEXT_BYTES, TENSOR_BYTES = 4 << 20, 64 << 20
+MAX_BODIES_BYTES = 1 << 30  # limit for the bodies of all clients together
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,6 +60,11 @@ class AccessSettings:
 
     def __post_init__(self) -> None:
         self._check_minimum(max_body_bytes=1, max_connections=1, max_connections_per_address=1)
+        if self.max_body_bytes is not None and self.max_body_bytes > MAX_BODIES_BYTES:
+            raise ConfigError(
+                f"max_body_bytes = {self.max_body_bytes} must be at most {MAX_BODIES_BYTES}, the "
+                "limit for the bodies of all clients together"
+            )
         for name in ("keep_alive_timeout", "read_timeout", "sse_keep_alive"):
             value = getattr(self, name)
             if value is not None and value <= 0:

@@ -11,15 +11,13 @@ from starlette.requests import ClientDisconnect, Request
 
 from gptmanager.errors import quoted
 from gptmanager.server.errors import ApiError
-from gptmanager.server.http.access import AccessSettings
+from gptmanager.server.http.access import MAX_BODIES_BYTES, AccessSettings
 from gptmanager.server.http.json_text import parse_json
 from gptmanager.server.http.responses import COMMENT, disconnected
 
 _T = TypeVar("_T")
 LARGE_BODY = 1 << 14  # bytes; reading the fields takes 1 ms, passing them to a thread takes 0.1 ms
 _HUGE_BODY = 1 << 20  # bytes: the parser may hold the interpreter lock for 0.1 s
-
-MAX_BODIES_BYTES = 1 << 30  # limit for the bodies of all clients together
 
 
 class BodyBudget:
