@@ -15,23 +15,29 @@ from gptmanager.errors import (
     ManagerDeadError,
 )
 
-_TYPES = {
-    400: "invalid_request_error",
-    401: "authentication_error",
-    403: "permission_error",
-    404: "not_found_error",
-    405: "invalid_request_error",
-    408: "timeout_error",
-    413: "invalid_request_error",
-    415: "invalid_request_error",
-    422: "invalid_request_error",
-    429: "rate_limit_error",
-    431: "invalid_request_error",
-    501: "not_implemented_error",
-    503: "service_unavailable_error",
-    504: "timeout_error",
+# Status of an error -> OpenAI's name of its kind, and its description for clients.
+STATUSES = {
+    400: ("invalid_request_error", "a field is wrong: `param` names it"),
+    401: ("authentication_error", "the key is wrong or missing"),
+    403: ("permission_error", "this client is not allowed to do that"),
+    404: ("not_found_error", "the model, adapter or response does not exist"),
+    405: ("invalid_request_error", "the path does not have this method"),
+    408: ("timeout_error", "the request did not arrive in time"),
+    413: ("invalid_request_error", "the body is too large"),
+    415: ("invalid_request_error", "the body is compressed"),
+    422: ("invalid_request_error", "the `Idempotency-Key` was used with another body"),
+    429: ("rate_limit_error", "too many requests wait; try again after `Retry-After` seconds"),
+    431: ("invalid_request_error", "the headers are too large"),
+    500: ("internal_server_error", "the server failed"),
+    501: ("not_implemented_error", "this server cannot do that"),
+    503: (
+        "service_unavailable_error",
+        "the server is shutting down, has failed, or lacks a resource",
+    ),
+    504: ("timeout_error", "the request took longer than its `deadline_s` or the server's limit"),
 }
-_STATUSES: tuple[tuple[type[BaseException], int], ...] = (
+CONNECTION_STATUSES = (408, 431)  # the connection sends them, in OpenAI's format at every path
+_STATUS_OF: tuple[tuple[type[BaseException], int], ...] = (
     (ManagerDeadError, 503),
     (queue.Full, 429),
     (InvalidRequestError, 400),
@@ -64,7 +70,7 @@ class ApiError(Exception):
         super().__init__(message)
         self.status = status
         self.message = _cut(message)
-        self.type = type or _TYPES.get(status, "internal_server_error")
+        self.type = type or STATUSES.get(status, STATUSES[500])[0]
         self.param = param and _cut(param)
         self.code = code
         self.headers = dict(headers or {})
@@ -75,6 +81,16 @@ class ApiError(Exception):
         """Return the error object for the client, as JSON values."""
         error = {"message": self.message, "type": self.type, "param": self.param, "code": self.code}
         return {"error": error}
+
+
+def described_error(status: int, schema: str) -> dict[str, Any]:
+    """Return the response with `status` for the OpenAPI document.
+
+    `schema`: the schema of the body, by name, unless the connection sends the error.
+    """
+    name = "Error" if status in CONNECTION_STATUSES else schema
+    content = {"application/json": {"schema": {"$ref": f"#/components/schemas/{name}"}}}
+    return {"description": STATUSES[status][1], "content": content}
 
 
 _ANTHROPIC_TYPES = {
@@ -104,7 +120,7 @@ def api_error(error: BaseException) -> ApiError:
     """Convert an error to an ApiError, with status 500 if its class is unexpected."""
     if isinstance(error, ApiError):
         return error
-    status = next((status for cls, status in _STATUSES if isinstance(error, cls)), 500)
+    status = next((status for cls, status in _STATUS_OF if isinstance(error, cls)), 500)
     message = str(error) or type(error).__name__
     if isinstance(error, LogitsError) and "NaN" not in message:
         status = 400  # the request itself bans every token

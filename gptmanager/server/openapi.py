@@ -12,7 +12,9 @@ from starlette.routing import BaseRoute, Route
 from gptmanager import __version__
 from gptmanager.server.anthropic import messages
 from gptmanager.server.engine.engine import Engine
+from gptmanager.server.errors import CONNECTION_STATUSES, STATUSES, described_error
 from gptmanager.server.fields import Field, object_schema
+from gptmanager.server.http.idempotency import PATHS
 from gptmanager.server.http.responses import json_response
 from gptmanager.server.openai import chat, completions, models, responses, tokenization
 from gptmanager.server.settings import ServerSettings
@@ -20,20 +22,8 @@ from gptmanager.server.triton import described
 
 _TEXT = {"type": "string"}
 _COUNT = {"type": "integer", "minimum": 0}
-_ERRORS = {
-    "400": "a field is wrong: `param` names it",
-    "401": "the key is wrong or missing",
-    "403": "this client is not allowed to do that",
-    "404": "the model, adapter or response does not exist",
-    "408": "the request did not arrive in time",
-    "413": "the body is too large",
-    "415": "the body is compressed",
-    "429": "too many requests wait; try again after `Retry-After` seconds",
-    "500": "the server failed",
-    "501": "this server cannot do that",
-    "503": "the server is shutting down, has failed, or lacks a resource",
-    "504": "the request took longer than its `deadline_s` or the server's limit",
-}
+# Errors of the connection and of the guards, which precede every endpoint, and unexpected ones.
+_ERRORS_ANYWHERE = (400, 403, *CONNECTION_STATUSES, 429, 500)
 
 
 class Endpoint(NamedTuple):
@@ -195,7 +185,13 @@ def document(
             **_paths(endpoints, closed=not lenient),
             **(described.paths() if has_triton else {}),
         },
-        "components": {"schemas": {"Error": error, "AnthropicError": _ANTHROPIC_ERROR}},
+        "components": {
+            "schemas": {
+                "Error": error,
+                "AnthropicError": _ANTHROPIC_ERROR,
+                "TritonError": described.ERROR,
+            }
+        },
     }
     if has_key:
         found["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
@@ -213,14 +209,15 @@ def _paths(endpoints: Sequence[Endpoint], *, closed: bool) -> dict[str, Any]:
 def _path(endpoint: Endpoint, *, closed: bool) -> dict[str, Any]:
     is_anthropic = endpoint.path.startswith("/v1/messages")
     schema = "AnthropicError" if is_anthropic else "Error"
-    error = {"schema": {"$ref": f"#/components/schemas/{schema}"}}
+    is_check = endpoint.path.startswith("/health")
+    statuses = [it for it in STATUSES if it != 405 and (it != 422 or endpoint.path in PATHS)]
     responses: dict[str, Any] = {
-        status: {"description": meaning, "content": {"application/json": error}}
-        for status, meaning in _ERRORS.items()
+        str(status): described_error(status, schema)
+        for status in (_ERRORS_ANYWHERE if is_check else statuses)
     }
-    if endpoint.path.startswith("/health"):
+    if is_check:
         failed = {"description": "the check failed", "content": {"application/json": {}}}
-        responses = {"503": failed}
+        responses["503"] = failed
     responses["200"] = {"description": endpoint.summary, "content": _answer(endpoint)}
     if endpoint.link is not None:
         responses["200"]["links"] = {"next": endpoint.link}

@@ -1,10 +1,16 @@
 """The OpenAPI document describes the server; requests made up from it never make it fail."""
 
+import ast
+import re
+from pathlib import Path
+
 import pytest
 from fuzz import FUZZ
 from http_answers import refusal
 from hypothesis import given, settings
 
+from gptmanager.server import errors
+from gptmanager.server.http.idempotency import PATHS
 from gptmanager.server.openapi import Endpoint, _path, document
 from gptmanager.server.triton.http import UNSUPPORTED_PATHS
 
@@ -21,6 +27,34 @@ def test_every_endpoint_is_described(server, client):
     there = {route.path for route in server.server.config.app.routes}
     undescribed = {"/openapi.json", "/", "/metrics", "/live/events", "/events", *UNSUPPORTED_PATHS}
     assert {path.replace(":path", "") for path in there - undescribed} == described
+
+
+def raised():
+    """The statuses that the server's source passes to ApiError, and those of the router."""
+    found = {404, 405, *(status for _, status in errors._STATUS_OF)}
+    for file in Path(errors.__file__).parent.rglob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "ApiError":
+                values = [getattr(part, "value", None) for part in ast.walk(node.args[0])]
+                found |= {value for value in values if isinstance(value, int)}
+    return found
+
+
+def test_every_status_of_an_error_is_described():
+    assert raised() == set(errors.STATUSES)
+    serving = Path(__file__).resolve().parents[2] / "docs" / "serving.md"
+    section = serving.read_text(encoding="utf-8").partition("\n## Errors\n")[2]
+    rows = re.findall(r"^\| (\d{3}) \|", section.partition("\n## ")[0], re.MULTILINE)
+    assert rows == [str(status) for status in sorted(errors.STATUSES)]
+    # a path does not list what another method of it would get
+    known = {str(status) for status in errors.STATUSES} - {"405"}
+    for path, methods in document()["paths"].items():
+        for operation in methods.values():
+            missing = known - set(operation["responses"])
+            if path.startswith("/health"):
+                assert missing == {"401", "404", "413", "415", "422", "501", "504"}
+            else:
+                assert missing == (set() if path in PATHS else {"422"}), path
 
 
 def test_links_lead_to_what_is_described():

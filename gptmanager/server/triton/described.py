@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from gptmanager.server.errors import STATUSES, described_error
 from gptmanager.server.triton import text_model, token_model
 from gptmanager.server.triton.inference import VERSION
 from gptmanager.server.triton.tensors import TensorSpec
 
 _TEXT = {"type": "string"}
 _OBJECT = {"type": "object"}
-_ERROR = {"type": "object", "required": ["error"], "properties": {"error": _TEXT}}
-_STATUSES = (400, 401, 404, 413, 429, 500, 501, 503, 504)
+ERROR = {"type": "object", "required": ["error"], "properties": {"error": _TEXT}}
 _DATATYPE_SCHEMAS: dict[str, dict[str, Any]] = {
     "BYTES": _TEXT,
     "BOOL": {"type": "boolean"},
@@ -89,9 +89,10 @@ def _operation(
     body: Mapping[str, Any] | None = None,
     answer: str | None = "application/json",
 ) -> dict[str, Any]:
-    content = {"application/json": {"schema": _ERROR}}
     responses: dict[str, Any] = {
-        str(status): {"description": "the error", "content": content} for status in _STATUSES
+        str(status): described_error(status, "TritonError")
+        for status in STATUSES
+        if status not in (405, 422)  # another method; an Idempotency-Key, which /v2 does not read
     }
     if answer is None:
         responses["503"] = {"description": "the check failed"}
