@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, TypeVar, cast
 
 import orjson
@@ -24,11 +24,24 @@ SCHEMA_VERSION = 1
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """Bytes of the manager's tensors, by kind of memory."""
+    """Bytes of the manager's tensors, by kind of memory.
+
+    `adapter_page`: bytes of a page of the adapter cache. On a CPU, and in the host's cache, pages
+    take memory only when they are used; `with_adapters` adds those.
+    """
 
     cpu: int = 0
     gpu: int = 0
     pinned: int = 0
+    adapter_page: int = 0
+
+    def with_adapters(self, pages: PeftCacheCounts) -> Memory:
+        """Return the memory when adapters use these pages."""
+        on_host = pages.host_used_pages * self.adapter_page
+        if self.gpu:  # it includes all pages of the device
+            return replace(self, pinned=self.pinned + on_host)
+        on_device = pages.device_used_pages * self.adapter_page
+        return replace(self, cpu=self.cpu + on_host + on_device)
 
 
 class DraftCounts(NamedTuple):
@@ -132,15 +145,16 @@ class StatisticsReport:
 
     def _record(self, counts: Counts, latency_us: dict[str, int], gil_wait_us: int) -> str:
         scheduled = counts.context + counts.generation
+        memory = self._memory.with_adapters(counts.adapters)
         return orjson.dumps(
             {
                 "Timestamp": _timestamp(int(system_time())),
                 "Iteration Counter": counts.iteration,
                 "Active Request Count": counts.active,
                 "Max Request Count": counts.max_active,
-                "Runtime CPU Memory Usage": self._memory.cpu,
-                "Runtime GPU Memory Usage": self._memory.gpu,
-                "Runtime Pinned Memory Usage": self._memory.pinned,
+                "Runtime CPU Memory Usage": memory.cpu,
+                "Runtime GPU Memory Usage": memory.gpu,
+                "Runtime Pinned Memory Usage": memory.pinned,
                 "Max KV cache blocks": counts.total_blocks,
                 "Free KV cache blocks": counts.free_blocks,
                 "Used KV cache blocks": counts.total_blocks - counts.free_blocks,

@@ -165,6 +165,7 @@ class DeviceRunner(Runner):
             cpu=self.tables.nbytes,
             gpu=self.model.nbytes + self.kv_pool.nbytes + tables + adapters,
             pinned=self._uploads.nbytes + self._downloads.nbytes + self.kv_pool.host_nbytes,
+            adapter_page=self._adapter_page_bytes,
         )
 
     def run_largest(self, num_tokens: int, num_sampled: int) -> None:

@@ -161,7 +161,12 @@ class Runner:
     def memory(self) -> Memory:
         """Bytes of the weights, the KV cache and the tables."""
         pages = self.kv_pool.nbytes + self.kv_pool.host_nbytes
-        return Memory(cpu=self.model.nbytes + pages + self.tables.nbytes)
+        own = self.model.nbytes + pages + self.tables.nbytes
+        return Memory(cpu=own, adapter_page=self._adapter_page_bytes)
+
+    @property
+    def _adapter_page_bytes(self) -> int:
+        return 0 if self.adapter_pool is None else self.adapter_pool.page_nbytes
 
     def _adapters_of(self, rows: PackedRows) -> Array | None:
         """Return the adapter slot of each token, int32 `[T]`; None if no row uses an adapter."""

@@ -183,6 +183,11 @@ class AdapterPool:
                 del self._blocks[block]
 
     @property
+    def page_nbytes(self) -> int:
+        """The number of bytes of a page, on the host or on the device."""
+        return self.sizes.page_size * self.sizes.itemsize
+
+    @property
     def nbytes(self) -> int:
         """The number of bytes on the device."""
         return self.pages.nbytes + self._table.nbytes
