@@ -83,10 +83,10 @@ def find_world(config: ParallelConfig | None, environment: Mapping[str, str] = o
         return World(RankLayout(rank, parts, stages), host, dist.group.WORLD)
     if parts * stages == 1 and not any(name in environment for name in _SIZE):
         return World(RankLayout())
-    rank, size = _number(_RANK, environment), _number(_SIZE, environment)
-    _check_size(parts, stages, size, "WORLD_SIZE")
+    (of_rank, rank), (of_size, size) = _number(_RANK, environment), _number(_SIZE, environment)
+    _check_size(parts, stages, size, of_size)
     if not 0 <= rank < size:
-        raise ConfigError(f"RANK = {rank} must be from 0 to {size - 1}: WORLD_SIZE is {size}")
+        raise ConfigError(f"{of_rank} = {rank} must be from 0 to {size - 1}: {of_size} is {size}")
     if size > 1:
         for name in _NEEDED:
             if not environment.get(name):
@@ -105,15 +105,16 @@ def launched_size(environment: Mapping[str, str] = os.environ) -> int:
 def find_all(environment: Mapping[str, str] = os.environ) -> World:
     """Return the world of all launched ranks. Raises ConfigError as in `find_world`."""
     has_group = dist.is_available() and dist.is_initialized()
-    size = dist.get_world_size() if has_group else _number(_SIZE, environment)
+    size = dist.get_world_size() if has_group else _number(_SIZE, environment)[1]
     return find_world(ParallelConfig(tensor_parallel_size=size), environment)
 
 
-def _number(names: tuple[str, ...], environment: Mapping[str, str]) -> int:
+def _number(names: tuple[str, ...], environment: Mapping[str, str]) -> tuple[str, int]:
+    """Return the first of the variables that is set, and its value."""
     for name in names:
         if name in environment:
             try:
-                return int(environment[name])
+                return name, int(environment[name])
             except ValueError:
                 raise ConfigError(f"{name} must be an integer, got {environment[name]!r}") from None
     raise ConfigError(

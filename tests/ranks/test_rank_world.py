@@ -82,6 +82,22 @@ def test_what_the_environment_lacks_is_named(config, environment, text):
         world(config, **environment)
 
 
+@pytest.mark.parametrize("launcher", ["OMPI_COMM_WORLD", "PMI"])
+@pytest.mark.parametrize(
+    ("config", "rank", "size", "text"),
+    [
+        (ParallelConfig(2), "one", "2", "LAUNCHER_RANK must be an integer, got 'one'"),
+        (ParallelConfig(2), "0", "", "LAUNCHER_SIZE must be an integer, got ''"),
+        (ParallelConfig(2), "0", "3", "need 2 ranks, but LAUNCHER_SIZE has 3"),
+        (ParallelConfig(2), "2", "2", "LAUNCHER_RANK = 2 must be from 0 to 1: LAUNCHER_SIZE is 2"),
+    ],
+)
+def test_an_error_names_the_variable_of_the_launcher(launcher, config, rank, size, text):
+    given = {f"{launcher}_RANK": rank, f"{launcher}_SIZE": size}
+    with pytest.raises(ConfigError, match=text.replace("LAUNCHER", launcher)):
+        world(config, **WHERE, **given)
+
+
 @pytest.mark.parametrize("stages", [1, 2, 3])
 @pytest.mark.parametrize("parts", [1, 2, 4])
 def test_every_part_of_every_stage_is_one_ranks(parts, stages):
