@@ -71,7 +71,7 @@ def from_values(name: str, datatype: str, shape: Sequence[int], values: Any) -> 
     shape, and for an element that the datatype cannot represent.
     """
     dtype, count = NUMPY[datatype], math.prod(shape)
-    found = _flat(name, values, math.prod(max(size, 1) for size in shape))
+    found = _flat(name, values, shape)
     if len(found) != count:
         raise _wrong_number(name, str(len(found)), count)
     if not _all_fit(dtype, found):
@@ -106,20 +106,21 @@ def _limits(dtype: np.dtype) -> tuple[int, int]:
     return int(found.min), int(found.max)
 
 
-def _flat(name: str, values: Any, most: int) -> list[Any]:
+def _flat(name: str, values: Any, shape: Sequence[int]) -> list[Any]:
     """Return the elements of nested lists.
 
-    Raises ApiError if a level has more than `most` items, before it reads that level.
+    Raises ApiError if a level has more items than any level of `shape`, before it reads them.
     """
+    count, most = math.prod(shape), math.prod(max(size, 1) for size in shape)
     found = values if isinstance(values, list) else [values]
     for _ in range(MAX_DIMS):
         if len(found) > most:
-            raise _wrong_number(name, str(len(found)), most)
+            raise _wrong_number(name, str(len(found)), count)
         if list not in set(map(type, found)):
             return found
         size = sum(len(one) if isinstance(one, list) else 1 for one in found)
         if size > most:
-            raise _wrong_number(name, str(size), most)
+            raise _wrong_number(name, str(size), count)
         found = [inner for one in found for inner in (one if isinstance(one, list) else [one])]
     raise invalid(name, f"input {quoted(name)} has lists deeper than {MAX_DIMS}")
 

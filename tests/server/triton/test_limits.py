@@ -100,6 +100,15 @@ def test_more_elements_than_the_shape_says_are_not_read(little_memory):
         assert "expected 2 by its shape" in refused(from_values, "x", "BYTES", (1, 2), values)
 
 
+@pytest.mark.parametrize("shape", [(0,), (1, 0), (0, 3), (2, 0)])
+def test_a_shape_with_a_zero_expects_no_element(shape):
+    for values in ([1] * 9, [[1] * 9], [[1] * 4, [1] * 4], [1], [[1]]):
+        told = refused(from_values, "x", "INT32", shape, values)
+        assert told.endswith(" elements, expected 0 by its shape")
+    empty = from_values("x", "INT32", shape, [[]] * shape[0])
+    assert empty.shape == shape
+
+
 def test_a_long_prompt_gets_the_words_of_the_contract():
     told = "Prompt length (1000000) exceeds maximum input length (63)."
     assert refused(TOKENS.check, "input_ids", "INT32", [1, MANY]) == told
