@@ -34,7 +34,10 @@ def main(options: argparse.Namespace) -> int:
 
 
 def report_of(folder: JournalFolder, segment: Segment) -> dict[str, Any]:
-    """Return the content of a journal as JSON values. Raise JournalError if it is damaged."""
+    """Return the content of a journal as JSON values. Raise JournalError if it is damaged.
+
+    The states of requests are those of docs/reliability.md.
+    """
     accepted = AcceptedRequests(folder, 0, syncs=False)
     requests = [_request(accepted, folder, *it) for it in segment.entries.items()]
     return {
@@ -62,7 +65,7 @@ def _request(
         "streaming": bool(read.request.is_streaming),
         "sent_tokens": len(entry.tokens),
         "resumes": entry.num_starts,
-        "final": "sent, not acknowledged" if entry.last else "",
+        "state": "final" if entry.last else "sent" if entry.tokens else "journaled",
         "objects": dict(read.objects),
     }
 
@@ -81,7 +84,7 @@ def _lines(report: dict[str, Any]) -> list[str]:
     lines += [
         f"  {it['request_id']}: accepted {it['accepted']}, prompt {it['prompt_tokens']}, sent "
         f"{it['sent_tokens']}{', streaming' if it['streaming'] else ''}"
-        f"{', final ' + it['final'] if it['final'] else ''}"
+        f"{', final but not acknowledged' if it['state'] == 'final' else ''}"
         for it in report["requests"]
     ]
     return lines
