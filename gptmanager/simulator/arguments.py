@@ -33,7 +33,7 @@ exit status: 0 simulated, 1 a simulation failed, 2 the call was wrong or a file 
 130 interrupted
 """
 
-_ARRIVALS = ("time", "turns", "at_once")
+_ARRIVALS = ("time", "iterations", "at_once")
 
 
 def add_command(commands: Any) -> None:

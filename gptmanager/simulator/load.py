@@ -37,7 +37,7 @@ Stop = tuple[float, frozenset[int]]  # time, ids of the stopped requests
 class Load(Protocol):
     """Requests by number, in the order of their arrival.
 
-    `arrivals` float64 `[n]` are ascending, in seconds since the start, or, with `by_turns`, in
+    `arrivals` float64 `[n]` are ascending, in seconds since the start, or, with `by_iterations`, in
     iterations of the loop. The other events have times in the same unit. They are `stops` of
     requests, `clears` of the KV cache, and `forgets`, which drop the adapter with a `lora_task_id`.
     """
@@ -46,7 +46,7 @@ class Load(Protocol):
     stops: Sequence[Stop]
     clears: Sequence[float]
     forgets: Sequence[tuple[float, int]]
-    by_turns: bool
+    by_iterations: bool
 
     def request(self, number: int) -> InferenceRequest: ...
 
@@ -77,7 +77,7 @@ class SyntheticLoad:
     stops: Sequence[Stop] = ()
     clears: Sequence[float] = ()
     forgets: Sequence[tuple[float, int]] = ()
-    by_turns: bool = False
+    by_iterations: bool = False
     arrivals: np.ndarray = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -174,24 +174,29 @@ class RecordedLoad:
 
     A policy never changes a request's tokens, so a request that ended early in the recording ends
     early here. With the `arrivals` "time" a request arrives when it arrived at its host (see
-    `HostQueue`), with "turns" in the iteration in which Get returned it, with "at_once" at the
+    `HostQueue`), with "iterations" in the iteration in which Get returned it, with "at_once" at the
     start. Stop signals, clearing of the KV cache and dropped adapters keep their times, but with
     "at_once" they are left out. Errors of the recorded host's calls are always left out. `queue`
     has the arrivals in the host's queue; it is None unless `arrivals` is "time". A simulation that
     takes more than `max_request_steps`, which is far more than the recorded run took, is given up.
     `name` is the name of the recording.
 
-    Raise RecordingError for a recording without iterations, and for a black box (the last
-    iterations before a failure), because it lacks the beginnings of requests.
+    Raise ConfigError for other `arrivals`. Raise RecordingError for a recording without iterations,
+    and for a black box (the last iterations before a failure), because it lacks the beginnings of
+    requests.
     """
 
     def __init__(
-        self, recording: Recording, arrivals: Literal["time", "turns", "at_once"] = "time"
+        self, recording: Recording, arrivals: Literal["time", "iterations", "at_once"] = "time"
     ) -> None:
+        if arrivals not in ("time", "iterations", "at_once"):
+            raise ConfigError(
+                f"RecordedLoad.arrivals = {arrivals!r} must be 'time', 'iterations' or 'at_once'"
+            )
         if recording.header.state is not None or not recording.iterations:
             raise RecordingError("a load needs a recording from the start of a run")
         self.name = recording.name
-        self.by_turns = arrivals == "turns"
+        self.by_iterations = arrivals == "iterations"
         self.max_request_steps = _SPARE_STEPS
         self._requests: list[InferenceRequest] = []
         self._outputs: list[dict[int, int]] = []  # position -> token
@@ -206,7 +211,7 @@ class RecordedLoad:
         schedules: dict[int, Schedule] = {}
         for iteration in recording.iterations:
             intake = iteration.intake
-            when = float(iteration.index) if self.by_turns else intake.now - first
+            when = float(iteration.index) if self.by_iterations else intake.now - first
             if intake.stops and arrivals != "at_once":
                 stops.append((when, intake.stops))
             if intake.clears_cache and arrivals != "at_once":

@@ -147,9 +147,9 @@ class World:
         self._advance(num_active)
         self._spend(ITERATION_STEPS + num_active // 64)
         load = self._load
-        clock = self._iterations if load.by_turns else self.now
+        clock = self._iterations if load.by_iterations else self.now
         first, limit = self._next, len(self._arrivals)
-        if room is not None and not load.by_turns:  # `by_turns` fixes what each Get returns
+        if room is not None and not load.by_iterations:  # else the load fixes what a Get returns
             limit = min(limit, first + room)
         while self._next < limit and self._arrivals[self._next] <= clock:
             self._next += 1
@@ -168,7 +168,7 @@ class World:
         True at most once in a row, as in a recording; then the time advances to the next arrival.
         """
         self._was_idle = (
-            not (self._was_idle or num_active or self._in_flight or self._load.by_turns)
+            not (self._was_idle or num_active or self._in_flight or self._load.by_iterations)
             and self.has_more
             and self._arrivals[self._next] > self.now
         )
@@ -178,7 +178,7 @@ class World:
         """Advance the clock to the next arrival if nothing is active, or if the loop stalls."""
         if not num_active and not self._in_flight and self.has_more:
             due = self._arrivals[self._next]
-            if self._load.by_turns:
+            if self._load.by_iterations:
                 self._iterations = max(self._iterations, int(due))
             else:
                 self.now = max(self.now, due)
@@ -202,7 +202,7 @@ class World:
 
     def _arrive(self, number: int) -> InferenceRequest:
         request = self._load.request(number)
-        when = self.now if self._load.by_turns else self._arrivals[number]
+        when = self.now if self._load.by_iterations else self._arrivals[number]
         self.tally.arrived(request.request_id, when)
         self._known.add(number, request)
         return request

@@ -97,5 +97,7 @@ def test_a_run_replays_and_is_simulated(tmp_path: Path, options: dict[str, Any])
 
     report = replay(recording)
     assert report.divergence is None and report.compared > 10
-    figures = simulate(recording.header.blueprint, RecordedLoad(recording, "turns"), CostModel())
+    figures = simulate(
+        recording.header.blueprint, RecordedLoad(recording, "iterations"), CostModel()
+    )
     assert (figures.requests, figures.failed) == (17, 2)  # 21 and 30

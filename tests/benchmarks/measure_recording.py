@@ -143,7 +143,7 @@ def makespan(repeats: int = 5) -> None:
         for seed, policy in [(1, POLICIES[0]), (2, POLICIES[0]), (2, POLICIES[1])]:
             recorded = run(seed, policy)
             blueprint = recorded.header.blueprint
-            figures = simulate(blueprint, RecordedLoad(recorded, "turns"), fitted)
+            figures = simulate(blueprint, RecordedLoad(recorded, "iterations"), fitted)
             steps = sum(turn.schedule is not None for turn in recorded.iterations)
             error = figures.makespan_s / recorded.duration_s - 1
             print(

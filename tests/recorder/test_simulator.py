@@ -105,7 +105,7 @@ def test_simulated_schedules_are_those_of_a_recorded_run(tmp_path, load, policy,
         **mode,
     )
     blueprint = recorded.header.blueprint
-    arrivals = "turns" if load is trickle else "at_once"
+    arrivals = "iterations" if load is trickle else "at_once"
     figures = simulate(
         blueprint,
         RecordedLoad(recorded, arrivals),
@@ -235,7 +235,7 @@ def test_cached_blocks_are_forgotten_when_they_were(tmp_path):
         assert manager.wait_idle(30)
     recorded = read_recording(path)
     assert any(turn.intake.clears_cache for turn in recorded.iterations)
-    load = RecordedLoad(recorded, "turns")
+    load = RecordedLoad(recorded, "iterations")
     blueprint = recorded.header.blueprint
     simulate(blueprint, load, CostModel(), recorder=Recorder(tmp_path / "s.jsonl"))
     simulated = read_recording(tmp_path / "s.jsonl")
@@ -258,7 +258,7 @@ def test_two_passes_cost_two_fixed_parts():
 def test_stop_signals_keep_their_turn(tmp_path):
     host = ScheduledHost([[request(i, 4, 20) for i in range(3)]], stop_after={1: 7})
     recorded = record(tmp_path / "r.jsonl", host)
-    load = RecordedLoad(recorded, "turns")
+    load = RecordedLoad(recorded, "iterations")
     blueprint = recorded.header.blueprint
     simulate(blueprint, load, CostModel(), recorder=Recorder(tmp_path / "s.jsonl"))
     ends = [
@@ -614,8 +614,20 @@ def test_options_of_the_other_kind_of_load_are_refused(tmp_path):
     record(path, ScheduledHost(all_at_once()))
     with pytest.raises(ConfigError, match="^--output-len needs a synthetic load: pass"):
         command("--recording", path, "--output-len", "3")
-    with pytest.raises(ConfigError, match="^--arrivals turns needs --recording$"):
-        command("--arrivals", "turns")
+    with pytest.raises(ConfigError, match="^--arrivals iterations needs --recording$"):
+        command("--arrivals", "iterations")
+
+
+def test_arrivals_that_do_not_exist_are_refused(tmp_path, capsys):
+    """Such as the name that one of them had."""
+    record(tmp_path / "r.jsonl", ScheduledHost(all_at_once()))
+    told = r"^RecordedLoad.arrivals = 'turns' must be 'time', 'iterations' or 'at_once'$"
+    with pytest.raises(ConfigError, match=told):
+        RecordedLoad(read_recording(tmp_path / "r.jsonl"), "turns")
+    with pytest.raises(SystemExit):
+        command("--recording", tmp_path / "r.jsonl", "--arrivals", "turns")
+    refused = capsys.readouterr().err
+    assert "--arrivals" in refused and "'turns'" in refused and "iterations" in refused
 
 
 @pytest.mark.parametrize(
