@@ -48,7 +48,6 @@ def logits_dtype(logits: Tensor) -> torch.dtype:
 
 _MOST_PARTS = 8  # blocks that share a row
 _PIECES_BYTES = 256 * (8 + 8 + 4)  # `Pieces` of logits_row.cuh
-_PIECE = 512  # the fewest logits in a piece, which one warp reads; 1024 for vectors of 8
 PROGRAM = Program("sampling/sampling.cu", instantiations("sample"), dependent=True)
 
 
@@ -137,7 +136,8 @@ def sample(
 
 
 def num_parts(launcher: Launcher, num_rows: int, vocab_size: int) -> int:
-    """Return the number of blocks that share a row: at most one for each 16 pieces of `_PIECE`."""
+    """Return the number of blocks that share a row: at most one for each 16 pieces."""
     # At most one block per multiprocessor: more would wait for the first ones, and save no time.
     resident = launcher.num_multiprocessors // num_rows
-    return max(1, min(_MOST_PARTS, resident, -(-vocab_size // (_PIECE * _THREADS // 32))))
+    unit = 512 if vocab_size % 8 else 1024  # UNIT of logits_row.cuh: logits in a piece, at least
+    return max(1, min(_MOST_PARTS, resident, -(-vocab_size // (unit * _THREADS // 32))))

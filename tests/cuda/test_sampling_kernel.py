@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
@@ -170,6 +172,16 @@ def test_blocks_that_share_a_row(machine, vocab_size):
         got = check(machine, logits[place], [own], 100 + row, workspace)
         assert got == together[place]
         assert not workspace.arrived.any()
+
+
+@pytest.mark.parametrize(
+    ("vocab_size", "parts"),
+    [(8192, 1), (8193, 2), (16_384, 1), (16_392, 2), (32_000, 2), (32_001, 4), (128_256, 8)],
+)
+def test_no_block_of_a_row_is_without_pieces(vocab_size, parts):
+    """A block has 16 warps. A warp reads pieces of 512 logits, or of 1024 in vectors of 8."""
+    machine = SimpleNamespace(num_multiprocessors=132)
+    assert num_parts(machine, 1, vocab_size) == parts
 
 
 @pytest.mark.parametrize("vocab_size", [1003, 9000])
