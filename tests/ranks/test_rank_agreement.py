@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -38,6 +42,17 @@ def agree(names):
 )
 def test_a_provider_is_used_in_a_phase_if_both_ranks_choose_it(second, expected):
     assert both(agree(NAMES), agree(second)) == [expected, expected]
+
+
+def test_processes_agree_as_threads_do():
+    told = subprocess.run(
+        [sys.executable, "tests/support/rank_calls.py", "agree"],
+        env={**os.environ, "PYTHONPATH": ".", "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert json.loads(told.stdout or "null") == [["own", "flashinfer"]] * 2, told.stderr
 
 
 def test_a_rank_that_fails_before_it_agrees_ends_the_other():
