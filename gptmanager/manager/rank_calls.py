@@ -43,6 +43,11 @@ class RankCalls:
     def has_ranks(self) -> bool:
         return self._ranks is not None
 
+    @property
+    def has_failed(self) -> bool:
+        """Whether `raise_failure` will raise."""
+        return self._failure is not None
+
     def run(self, name: str, loop: TokenLoop, call: Callable[[], _T]) -> _T:
         """Announce the call `name` if this is rank 0, finish pending steps, and return `call()`.
 
@@ -113,6 +118,8 @@ class RankCalls:
         own, question = found or ("", None)
         if question is not None and own == name:
             question.settle(loop)
+            # rank 0 waits for this rank's part of the call, and begins no iteration
+            self.raise_failure()
             return
         why = (
             f"called {own}" if own else f"has not called it within timeout_s = {links.timeout_s:g}"

@@ -165,7 +165,7 @@ class Worker:
         | shutdown, here or on rank 0 | `await_turn` | DRAIN, END or ABORT |
         | a rank has failed | `await_turn` | RankError |
         | `pause_generation`, `sleep`, or incomplete weights | `_serve` | wait |
-        | an iteration raised | `Recovery` | continue without started requests, or raise |
+        | an iteration or a step raised | `Recovery` | continue without started requests, or raise |
         | Get failed too often | `GetFailures.fatal` | raised |
         | nothing to do | `_rest` | sleep until woken |
         """
@@ -173,7 +173,7 @@ class Worker:
         while (turn := self._next_turn(loop)) not in (Turn.ABORT, Turn.END):
             if turn is Turn.DRAIN:
                 self._lifecycle.move_to(ManagerState.DRAINING)
-            elif self._inbox.is_paused or not self.updates.can_run:
+            elif not self._calls.has_failed and self._is_paused:
                 self._calls.note_pause()
                 self.steps.interrupt()
                 self._timer.stop()
@@ -193,6 +193,10 @@ class Worker:
         self._recorder.close("aborted" if turn is Turn.ABORT else "drained")
         if turn is Turn.ABORT:
             self._ending.end_requests(loop, ManagerDeadError("the manager was shut down"))
+
+    @property
+    def _is_paused(self) -> bool:
+        return self._inbox.is_paused or not self.updates.can_run
 
     def _next_turn(self, loop: TokenLoop) -> Turn:
         self._timer.start()

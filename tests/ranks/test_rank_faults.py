@@ -17,9 +17,9 @@ from fuzz import ALL_CASES, FUZZ
 PATIENCE_S = 60.0
 
 
-def run(*arguments, timeout):
+def run(*arguments, timeout, script="rank_faults"):
     told = subprocess.run(
-        [sys.executable, "tests/support/rank_faults.py", *arguments],
+        [sys.executable, f"tests/support/{script}.py", *arguments],
         env={**os.environ, "PYTHONPATH": ".", "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
@@ -63,6 +63,26 @@ def test_when_one_rank_fails_the_others_end():
     assert len(records) == len(FAULTS)
     for record in records:
         check(record)
+
+
+@pytest.mark.timeout(PATIENCE_S * 2)
+@pytest.mark.parametrize(
+    ("name", "failing", "how"),
+    [
+        ("sleep", 1, "running"),
+        ("update_weights", 1, "paused"),
+        ("abort_all", 0, "running"),
+        ("sleep", 0, "paused"),
+    ],
+)
+@pytest.mark.every(2)
+def test_a_step_that_fails_during_a_call_ends_all_ranks_at_once(name, failing, how):
+    """Before `timeout_s`, which is longer than the test may take."""
+    [found] = run(name, str(failing), how, timeout=PATIENCE_S, script="rank_calls")
+    for rank, (raised, ended_with, state) in enumerate(found):
+        planted = "ValueError: planted"
+        expected = planted if rank == failing else f"RankError: rank {failing} failed: {planted}"
+        assert (raised, ended_with, state) == (expected, expected, "failed")
 
 
 @pytest.mark.skipif(FUZZ == 1, reason="takes minutes: make marathon runs it")
