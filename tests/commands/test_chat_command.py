@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from pseudo_terminal import CTRL_C, CTRL_D, ENTER, PASTE, pseudo_terminal
+from safetensors import safe_open
 from text_checkpoint import save_text_checkpoint
 
 from gptmanager import cli
@@ -171,6 +172,21 @@ def test_a_model_without_a_template_is_refused(chat, tmp_path):
     assert err == "gptmanager: messages: the chat template: only users may speak\n"
     assert chat("hello", "--chat-template", tmp_path / "none", model=folder)[0] == 2
     assert chat("hello", "--stop", "", model=folder)[0] == 1  # as a request that is refused
+
+
+@pytest.mark.parametrize("lacks_tokenizer", [False, True])
+def test_a_missing_shard_is_named_before_what_else_is_missing(chat, tmp_path, lacks_tokenizer):
+    folder = save_text_checkpoint(tmp_path / "text", with_tokenizer=not lacks_tokenizer)
+    whole = folder / "model.safetensors"
+    with safe_open(whole, framework="pt") as tensors:
+        names = list(tensors.keys())
+    shards = [f"model-0000{number}-of-00002.safetensors" for number in (1, 2)]
+    whole.rename(folder / shards[0])
+    index = {"weight_map": dict.fromkeys(names, shards[0]) | {names[-1]: shards[1]}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    code, out, err = chat("hello", model=folder)
+    assert (code, out) == (2, "")
+    assert err == f"gptmanager: {folder / shards[1]} does not exist\n"
 
 
 def test_wrong_bytes_and_names_of_control_tokens_are_plain_text(chat, tmp_path):

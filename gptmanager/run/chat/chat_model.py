@@ -21,7 +21,7 @@ from gptmanager.callbacks.text.template_process import read_chat_templates, read
 from gptmanager.config import ModelType
 from gptmanager.errors import CapacityError, ConfigError, InvalidRequestError, quoted_path
 from gptmanager.manager.gpt_manager import GptManager
-from gptmanager.models.checkpoint_parts import read_part
+from gptmanager.models.checkpoint_parts import open_tensors, read_part
 from gptmanager.models.hf.sizes import read_sizes
 from gptmanager.terminal.options import ManagerOptions
 
@@ -90,6 +90,9 @@ def open_chat_model(options: argparse.Namespace, given: ManagerOptions) -> Itera
     sizes = read_sizes(path, given.params.model_backend, given.params.max_seq_len)
     request_options = {"stop": checked_stops(options.stop), **_sampling(options)}
     params = given.params
+    # An incomplete folder may lack a file of weights and the chat template. The weights are the
+    # cause to report, and the manager would check them too late.
+    open_tensors(path).close()
     templates = _templates(path, options.chat_template)
     tokenizer = load_tokenizer(path)
     special_tokens = special_tokens_of(read_part(path, "tokenizer_config.json") or {})
