@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +12,7 @@ import httpx
 import pytest
 from hf_models import greedy, new_network
 from running_server import running_server, settings_of
+from text_checkpoint import END_ID, byte_tokenizer
 
 from gptmanager import cli
 from gptmanager.errors import ConfigError
@@ -49,6 +52,24 @@ def test_run_generates_its_tokens(
     assert cli.main(["run", "--model", str(folder), *files, *options]) == 0
     (answer,) = [json.loads(text) for text in answers.read_text().splitlines()]
     assert answer["output_ids"][-6:] == expected
+
+
+def test_chat_answers_with_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tokenizer = byte_tokenizer()
+    network = new_network("apertus", vocab_size=tokenizer.get_vocab_size(), eos_token_id=END_ID)
+    network.save_pretrained(tmp_path)
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    template = "{% for message in messages %}{{ message.content }}\n{% endfor %}"
+    (tmp_path / "chat_template.jinja").write_text(template)
+    (answer,) = greedy(network, [tokenizer.encode("hello\n").ids], 12)
+    answer = answer[: [*answer, END_ID].index(END_ID)]
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"hello")))
+    options = ["--dtype", "float32", "--temperature", "0", "--repetition-penalty", "1"]
+    sizes = ["--max-new-tokens", "12", "--kv-cache-tokens", "1024"]
+    assert cli.main(["chat", "--model", str(tmp_path), *options, *sizes]) == 0
+    assert capsys.readouterr().out == tokenizer.decode(answer) + "\n"
 
 
 def test_serve_answers_with_it(folder: Path, expected: list[int]) -> None:
