@@ -87,6 +87,17 @@ def test_what_attention_over_pages_cannot_compute_is_refused(name: str) -> None:
         through_transformers(new_network(name))
 
 
+def test_a_model_with_attention_of_its_own_is_told_what_is_needed() -> None:
+    with pytest.raises(ConfigError) as caught:
+        through_transformers(new_network("falcon"))
+    assert str(caught.value) == (
+        "model_backend = 'transformers': FalconForCausalLM: its layers do not call the attention "
+        "interface. Each layer must call transformers' AttentionInterface once, because attention "
+        "over the pages of the KV cache is computed there. docs/models.md lists the architectures "
+        "that run, natively or through transformers"
+    )
+
+
 def test_the_page_has_the_table_of_architectures() -> None:
     page = Path("docs/models.md").read_text()
     own = page.split("### Architectures that were tried")[1].split("\n\n")[2]
@@ -103,7 +114,7 @@ def test_a_part_of_a_model_of_transformers_is_refused(name: str, tmp_path: Path)
 
 def test_recurrent_layers_of_granite_are_refused() -> None:
     layers = ["mamba", "attention"] * 2
-    with pytest.raises(ConfigError, match="layers 0, 2 do not call attention"):
+    with pytest.raises(ConfigError, match="layers 0, 2 do not call the attention interface"):
         through_transformers(new_network("granitemoehybrid", layer_types=layers))
 
 

@@ -176,12 +176,12 @@ ARCHITECTURES: Mapping[str, dict[str, Any]] = {
 }
 
 
-_NO_ATTENTION = "do not call attention: they may have a state"
+_NO_ATTENTION = "do not call the attention interface: they may have a state"
 # Architectures that are refused -> what the error says, a part of it
 REFUSED = {
     "bloom": "its forward takes no position_ids",
-    "falcon": "it does not call the attention interface",
-    "diffllama": "it calls the attention of a layer twice",
+    "falcon": "its layers do not call the attention interface",
+    "diffllama": "a layer calls the attention interface twice",
     "lfm2": f"layers 0, 2 {_NO_ATTENTION}",
     "llama4_text": "layer 0 has a mask other than causal",
     "qwen3_next": f"layers 0, 1, 2 {_NO_ATTENTION}",

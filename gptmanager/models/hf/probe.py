@@ -73,14 +73,21 @@ def _check_arguments(network: nn.Module) -> None:
 
 def _check_layers(network: nn.Module, calls: Sequence[Call], num_layers: int) -> None:
     layers = [call.layer for call in calls]
-    if not calls:
-        raise _refusal(network, "it does not call the attention interface")
     missing = sorted({*range(num_layers)}.difference(layers))
-    if missing:
+    if not calls:
+        why = "its layers do not call the attention interface"
+    elif missing:
         first = ", ".join(map(str, missing[:8]))
-        raise _refusal(network, f"layers {first} do not call attention: they may have a state")
-    if len(layers) != len({*layers}) or len(layers) != num_layers:
-        raise _refusal(network, "it calls the attention of a layer twice")
+        why = f"layers {first} do not call the attention interface: they may have a state"
+    elif len(layers) != len({*layers}) or len(layers) != num_layers:
+        why = "a layer calls the attention interface twice"
+    else:
+        return
+    raise _refusal(
+        network,
+        f"{why}. Each layer must call transformers' AttentionInterface once, because attention "
+        "over the pages of the KV cache is computed there",
+    )
 
 
 def _check_call(network: nn.Module, call: Call) -> None:
@@ -110,4 +117,7 @@ def _is_causal(shows: Any, window: int | None) -> bool:
 
 
 def _refusal(network: nn.Module, why: str) -> ConfigError:
-    return ConfigError(f"model_backend = 'transformers': {type(network).__name__}: {why}")
+    return ConfigError(
+        f"model_backend = 'transformers': {type(network).__name__}: {why}. docs/models.md lists "
+        "the architectures that run, natively or through transformers"
+    )
