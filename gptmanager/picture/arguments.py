@@ -40,13 +40,14 @@ def add_command(commands: Any) -> None:
     )
     add = parser.add_argument
     add("recording", type=Path, metavar="RECORDING", help="a recording, as JSON lines")
-    add("--output", type=Path, metavar="FILE", help="write the picture, as a page or FILE.svg")
-    add("--svg", action="store_true", help="write an SVG instead of a page (default for FILE.svg)")
+    add("--output", type=Path, metavar="FILE", help="the picture to write, FILE.html or FILE.svg")
+    text = "write an SVG instead of an HTML page (default for FILE.svg)"
+    add("--svg", action="store_true", help=text)
     add("--chrome-trace", type=Path, metavar="FILE", help="write trace events as JSON")
     text = "only iterations A to B - 1 (default all)"
     add("--iterations", type=_range, metavar="A:B", help=text)
     add("--running", action="store_true", help="leave out requests that only wait")
-    add("--title", metavar="TEXT", help="above the picture (default: the recording's name)")
+    add("--title", metavar="TEXT", help="the title of the picture (default: the recording's name)")
 
 
 def _range(text: str) -> tuple[int, int]:

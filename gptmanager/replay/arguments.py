@@ -30,6 +30,6 @@ def add_command(commands: Any) -> None:
         "file cannot be read",
     )
     parser.add_argument("recording", type=Path, metavar="FILE", help="a recording")
-    add_scheduler(parser, "the create_scheduler of a run that had one of its own")
-    add_json(parser, "the report as JSON on stdout")
+    add_scheduler(parser, "the create_scheduler of the recorded run, if it had one")
+    add_json(parser)
     add_verbose(parser, "loop")

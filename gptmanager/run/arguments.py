@@ -12,18 +12,20 @@ _HELP = """\
 Serve a file of requests and show them live.
 
 A line of FILE is a JSON object with one of
-  "prompt"          a text (the model then needs a tokenizer)
-  "messages"        a list of {"role": ..., "content": ...}, for the model's chat template
+  "prompt"          a text; the model must have a tokenizer
+  "messages"        a list of {"role": ..., "content": ...}; the model must have a chat template
   "input_ids"       a list of token ids
-and, if wanted,
-  "max_new_tokens"  the most tokens of the answer (default: --max-new-tokens)
-  "lora"            the folder of an adapter that PEFT has saved
+It may also have
+  "max_new_tokens"  the maximum number of tokens of the answer (default: --max-new-tokens)
+  "lora"            the folder of an adapter in the format of PEFT
   "stop"            a text, or a list of texts; the answer ends when the tokens of one are generated
-  "request_id"      an integer (default: the number of the line)
-and any input of a request by its name: "temperature", "top_k", "top_p", "random_seed", "end_id",
-"priority", ... Without an end_id, the end ids of the checkpoint's generation_config.json are used.
-An invalid line is answered with an error, and so is a text that is too long for any request; the
-other lines run. Long texts are encoded while other requests run.
+  "request_id"      an integer (default: the line number)
+and any other input of a request by its name: "temperature", "top_k", "top_p", "random_seed",
+"end_id", "priority", ... Without "end_id", the answer ends at the end ids of the checkpoint's
+generation_config.json.
+
+A line that is not valid, or that has a text longer than any request may be, gets an error as its
+answer. The other lines run. Long texts are tokenized while other requests run.
 """
 _EXAMPLES = """\
 examples:
@@ -54,7 +56,7 @@ def add_command(commands: Any) -> None:
     add = parser.add_argument
     add_model(parser, required=True)
     given = parser.add_mutually_exclusive_group(required=True)
-    text = "requests as JSON lines; - reads the standard input"
+    text = "a file with a request in each line, as JSON; -: the standard input"
     given.add_argument("--requests", metavar="FILE", help=text)
     text = "run one request, and print only its answer"
     given.add_argument("--prompt", metavar="TEXT", help=text)
@@ -64,7 +66,7 @@ def add_command(commands: Any) -> None:
     add("--stats", type=Path, metavar="FILE", help=text)
     add("--record", type=Path, metavar="FILE", help="write a recording, for `gptmanager picture`")
     add_json(parser, "print the summary as JSON; without --output, with the answers")
-    text = "the most new tokens, for lines without max_new_tokens (default %(default)s)"
+    text = "maximum number of new tokens, for lines without max_new_tokens (default %(default)s)"
     add("--max-new-tokens", type=positive, default=64, metavar="N", help=text)
     text = "let each iteration take at least S seconds"
     add("--pace", type=seconds, default=0.0, metavar="S", help=text)

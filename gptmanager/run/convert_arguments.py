@@ -41,5 +41,5 @@ def add_command(commands: Any) -> None:
     bits = ("int8", "int4")
     text = "write matrices in 8 bits, or in 4 bits with a scale for each group of 32 numbers"
     add("--weights-dtype", choices=bits, help=text)
-    text = "the type of the output matrix if --weights-dtype is int4 (default: int8)"
+    text = "dtype of the output matrix with --weights-dtype int4 (default: int8)"
     add("--head-dtype", choices=bits, help=text)

@@ -91,7 +91,7 @@ def _add_model_options(add: _Add) -> None:
     add("--max-beam-width", default=1, help=text, **_NUMBER)
     text = "draft up to N tokens of a request in a step, by prompt lookup (default: no drafts)"
     add("--prompt-lookup", help=text, **_NUMBER)
-    text = "compute common beginnings of prompts once (default: on, unless --batching v1)"
+    text = "compute a common beginning of prompts once (default: on, unless --batching v1)"
     add("--block-reuse", action=argparse.BooleanOptionalAction, help=text)
     text = "bytes of CPU memory for blocks that the KV cache evicts (default 0)"
     add("--host-tier-bytes", type=natural, metavar="N", help=text)
@@ -100,7 +100,7 @@ def _add_model_options(add: _Add) -> None:
 def _add_listening(add: _Add) -> None:
     text = "the address to listen at (default %(default)s)"
     add("--host", default="127.0.0.1", metavar="ADDRESS", help=text)
-    text = "the port to listen at, 0: any free one (default %(default)s)"
+    text = "the port to listen at; 0: any free port (default %(default)s)"
     add("--port", type=natural, default=8000, metavar="N", help=text)
     text = "a Unix socket to listen at, instead of --host and --port"
     add("--uds", type=Path, metavar="PATH", help=text)
@@ -131,21 +131,21 @@ def _add_limits(add: _Add) -> None:
     add("--max-concurrency", help=text, **_NUMBER)
     text = "requests that may wait; further ones get a 429 (default %(default)s)"
     add("--max-queued-requests", type=natural, default=1024, metavar="N", help=text)
-    text = "prompt tokens of the waiting requests together (default: no limit)"
+    text = "prompt tokens that all waiting requests together may have (default: no limit)"
     add("--max-queued-tokens", type=natural, metavar="N", help=text)
     text = "seconds after which a request is ended (default: no limit)"
     add("--request-timeout", type=seconds, metavar="S", help=text)
     text = "seconds that running requests may take after a signal (default %(default)g)"
     add("--shutdown-timeout", type=seconds, default=20.0, metavar="S", help=text)
-    text = "open connections (default: three quarters of the descriptor limit)"
+    text = "connections that may be open (default: three quarters of the descriptor limit)"
     add("--max-connections", help=text, **_NUMBER)
-    text = "open connections of one client address (default: no limit)"
+    text = "connections that one client address may have open (default: no limit)"
     add("--max-connections-per-address", help=text, **_NUMBER)
     text = "seconds that an idle connection stays open (default %(default)g)"
     add("--keep-alive-timeout", type=seconds, default=130.0, metavar="S", help=text)
     text = "seconds within which a request must arrive (default %(default)g)"
     add("--read-timeout", type=seconds, default=60.0, metavar="S", help=text)
-    text = "bytes of a request's body (default: 4 MiB, 64 MiB where tensors are sent)"
+    text = "bytes that a request's body may have (default: 4 MiB, or 64 MiB with tensors)"
     add("--max-body-bytes", help=text, **_NUMBER)
 
 
@@ -159,7 +159,7 @@ def _add_requests(add: _Add) -> None:
     add("--reasoning-parser", choices=choices, default="auto", metavar="NAME", help=text)
     text = f"format of tool calls: {', '.join(_CALLS)} (default auto: by the chat template)"
     add("--tool-call-parser", choices=_CALLS, default="auto", metavar="NAME", help=text)
-    add("--no-store", action="store_true", help="keep no response for later requests")
+    add("--no-store", action="store_true", help="do not store responses for later requests")
     text = "treat names of special tokens in clients' texts as plain text"
     add("--no-special-tokens-in-text", action="store_true", help=text)
     text = "ignore unknown fields with a warning instead of a 400"

@@ -52,10 +52,11 @@ def add_command(commands: Any) -> None:
     add("--policies", type=_policies, metavar="A,B", default=_policies(default), help=text)
     add_scheduler(
         parser,
-        "one more column: your create_scheduler, as my_sched:make of my_sched.py in this folder",
+        "add a column for your create_scheduler, such as my_sched:make of my_sched.py in this "
+        "folder",
     )
     add("--record", type=writable, metavar="FILE", help="write each simulated run as a recording")
-    add_json(parser, "the figures as JSON on stdout")
+    add_json(parser, "print the figures as JSON")
     add_verbose(parser, "loop")
     _add_load(parser)
     _add_machine(parser)
@@ -63,28 +64,43 @@ def add_command(commands: Any) -> None:
 
 def _add_load(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("synthetic load").add_argument
-    add("--num-requests", type=positive, metavar="N", help="(default 1000)")
-    add("--prompt-len", type=span, metavar="A:B", help="tokens (default 64:1024)")
-    add("--output-len", type=span, metavar="A:B", help="tokens (default 16:512)")
-    add("--rate", type=rate, metavar="R", help="requests/s, Poisson (default: all at once)")
-    add("--seed", type=natural, metavar="N", help="(default 0)")
+    add("--num-requests", type=positive, metavar="N", help="requests (default 1000)")
+    add("--prompt-len", type=span, metavar="A:B", help="tokens, from A to B (default 64:1024)")
+    add("--output-len", type=span, metavar="A:B", help="tokens, from A to B (default 16:512)")
+    text = "requests per second, Poisson (default: all at once)"
+    add("--rate", type=rate, metavar="R", help=text)
+    add("--seed", type=natural, metavar="N", help="seed of lengths and arrivals (default 0)")
     add = parser.add_argument_group("recorded load").add_argument
-    add("--recording", type=Path, metavar="FILE", help="its requests, options and outputs")
-    text = "arrive as in the recorded host's queue (default), as in its iterations, or all at once"
+    add("--recording", type=Path, metavar="FILE", help="use its requests, options and outputs")
+    text = (
+        "time (default): when they arrived at the host; iterations: in their recorded iteration; "
+        "at_once: at the start"
+    )
     add("--arrivals", choices=_ARRIVALS, help=text)
 
 
 def _add_machine(parser: argparse.ArgumentParser) -> None:
     cost = parser.add_argument_group("step cost").add_mutually_exclusive_group()
-    cost.add_argument("--cost", metavar="NAME=S,...|FILE", help="numbers, or a JSON file of them")
-    cost.add_argument("--fit", type=Path, metavar="FILE", help="fit them to this recording")
+    text = "the numbers of the cost model, or a JSON file of them"
+    cost.add_argument("--cost", metavar="NAME=S,...|FILE", help=text)
+    text = "fit the cost model to this recording"
+    cost.add_argument("--fit", type=Path, metavar="FILE", help=text)
     group = parser.add_argument_group("manager (default: as recorded, or as in OptionalParams)")
-    for name in ("max-batch-size", "max-num-tokens", "max-seq-len", "tokens-per-block"):
-        group.add_argument(f"--{name}", type=positive, metavar="N")
-    group.add_argument("--kv-cache-tokens", type=positive, metavar="N", help="(default 262144)")
-    group.add_argument("--chunked-context", action=argparse.BooleanOptionalAction)
-    group.add_argument("--run-ahead", type=int, choices=(0, 1))
-    group.add_argument("--pipeline-parallel-size", type=positive, metavar="N", help="stages")
+    for name, text in (
+        ("max-batch-size", "requests in a batch"),
+        ("max-num-tokens", "tokens in an iteration"),
+        ("max-seq-len", "tokens of a request, prompt and output"),
+        ("tokens-per-block", "tokens in a block of the KV cache"),
+    ):
+        group.add_argument(f"--{name}", type=positive, metavar="N", help=text)
+    text = "tokens in the KV cache (default 262144)"
+    group.add_argument("--kv-cache-tokens", type=positive, metavar="N", help=text)
+    text = "compute long contexts in chunks"
+    group.add_argument("--chunked-context", action=argparse.BooleanOptionalAction, help=text)
+    text = "steps that start before the last result is known"
+    group.add_argument("--run-ahead", type=int, choices=(0, 1), help=text)
+    text = "pipeline stages (default 1, or as recorded)"
+    group.add_argument("--pipeline-parallel-size", type=positive, metavar="N", help=text)
 
 
 def _policies(text: str) -> list[CapacitySchedulerPolicy]:

@@ -44,7 +44,7 @@ def add_model(parser: Any, *, required: bool = False) -> None:
         type=checkpoint,
         required=required,
         metavar="PATH",
-        help="a checkpoint folder, a GGUF file, or a name of `gptmanager models`",
+        help="a checkpoint folder, a GGUF file, or a name that `gptmanager models` lists",
     )
 
 
@@ -68,7 +68,7 @@ def add_device(parser: Any, **more: Any) -> None:
 def add_dtype(parser: Any, default: str, *more: str) -> None:
     """Add --dtype. `default` describes the default; `more` are further allowed dtypes."""
     dtypes = ("float32", "bfloat16", "float16", *more)
-    parser.add_argument("--dtype", choices=dtypes, help=f"(default: {default})")
+    parser.add_argument("--dtype", choices=dtypes, help=f"dtype of the model (default: {default})")
 
 
 def add_scheduler(parser: argparse.ArgumentParser, help: str) -> None:
@@ -86,37 +86,47 @@ def add_manager_options(
     group = parser.add_argument_group("manager")
     add = group.add_argument
     number: dict[str, Any] = {"type": positive, "metavar": "N"}
-    add("--max-batch-size", default=256, help="requests (default %(default)s)", **number)
-    add("--max-num-tokens", help=f"per iteration (default {max_num_tokens})", **number)
-    add("--max-seq-len", help="tokens per request (default: the checkpoint's)", **number)
-    add("--kv-cache-tokens", help="size of the KV cache (default: set by free memory)", **number)
-    add("--kv-cache-dtype", choices=("fp8",), help="(default: the model's)")
-    add("--tokens-per-block", default=64, help="per KV cache block (default %(default)s)", **number)
+    add("--max-batch-size", default=256, help="requests in a batch (default %(default)s)", **number)
+    add("--max-num-tokens", help=f"tokens in an iteration (default {max_num_tokens})", **number)
+    text = "tokens of a request, prompt and output (default: the checkpoint's limit)"
+    add("--max-seq-len", help=text, **number)
+    text = "tokens in the KV cache (default: as many as fit into the free memory)"
+    add("--kv-cache-tokens", help=text, **number)
+    text = "dtype of the KV cache (default: the model's)"
+    add("--kv-cache-dtype", choices=("fp8",), help=text)
+    text = "tokens in a block of the KV cache (default %(default)s)"
+    add("--tokens-per-block", default=64, help=text, **number)
     add("--chunked-context", action="store_true", help="compute long contexts in chunks")
     default = CapacitySchedulerPolicy.GUARANTEED_NO_EVICT.name.lower()
-    add("--policy", choices=POLICIES, default=default, help="(default %(default)s)")
-    schemes = list(_BATCHING)
-    add("--batching", choices=schemes, default="inflight_fused", help="(default %(default)s)")
-    add("--overlap", action="store_true", help="two micro batches of different requests in flight")
+    text = "policy of the capacity scheduler (default %(default)s)"
+    add("--policy", choices=POLICIES, default=default, help=text)
+    text = "batching scheme (default %(default)s)"
+    add("--batching", choices=list(_BATCHING), default="inflight_fused", help=text)
+    text = "keep two micro batches of different requests in flight"
+    add("--overlap", action="store_true", help=text)
     add_device(group)
     add_dtype(group, "the checkpoint's", "float64")
     bits = ("int8", "int4")
     text = (
-        "8 or 4 bits per weight, fp8 on a GPU; none: --dtype for all weights (default: as in the "
+        "dtype of the matrices: int8, int4, or fp8 on a GPU; none: that of --dtype (default: none "
+        "if --dtype is given, else as in the checkpoint)"
     )
-    text += "checkpoint, unless --dtype is given)"
     add("--weights-dtype", choices=(*bits, "fp8", "none"), help=text)
-    text = "the type of the output matrix if the weights are int4 (default: int8)"
+    text = "dtype of the output matrix with --weights-dtype int4 (default: int8)"
     add("--head-dtype", choices=bits, help=text)
-    text = "what computes the network (default auto: native if its architecture is known)"
+    text = "what computes the network; auto: native if its architecture is known (default auto)"
     add("--model-backend", choices=("auto", "native", "transformers"), default="auto", help=text)
     text = "what computes attention; auto: the fastest, timed at the start (default own)"
     add("--attention-provider", choices=ATTENTION_PROVIDERS, default="own", help=text)
-    add("--deterministic", action="store_true", help="bitwise equal results in any batch")
-    add("--tensor-parallel-size", help="ranks that share each layer, under torchrun", **number)
-    add("--pipeline-parallel-size", help="stages that share the layers, under torchrun", **number)
-    add("--seed", type=int, default=0, metavar="N", help="seed of requests without one (default 0)")
-    add("--threads", type=threads, metavar="N", help="CPU threads (default: set by cores)")
+    add("--deterministic", action="store_true", help="make results bitwise equal in any batch")
+    text = "ranks that share each layer; torchrun starts them (default 1)"
+    add("--tensor-parallel-size", help=text, **number)
+    text = "stages that share the layers; torchrun starts their ranks (default 1)"
+    add("--pipeline-parallel-size", help=text, **number)
+    text = "seed for requests without a seed of their own (default 0)"
+    add("--seed", type=int, default=0, metavar="N", help=text)
+    text = "CPU threads (default: by the number of cores)"
+    add("--threads", type=threads, metavar="N", help=text)
     add_verbose(group, "manager")
 
 

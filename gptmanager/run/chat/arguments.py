@@ -20,8 +20,8 @@ If the standard input is not a terminal, each of its lines is a message, and the
 the answers only.
 """
 _SAMPLING = """\
-The default is what the checkpoint's generation_config.json says about sampling. If it says nothing:
-temperature 0.6, top-p 0.9, repetition penalty 1.1.
+The defaults are those of the checkpoint's generation_config.json. If it says nothing about
+sampling: temperature 0.6, top-p 0.9, repetition penalty 1.1.
 """
 _EXAMPLES = """\
 examples:
@@ -48,16 +48,17 @@ def add_command(commands: Any) -> None:
     add("--system", metavar="TEXT", help="the system prompt (default: the chat template's)")
     text = "a file with the chat template (default: the checkpoint's)"
     add("--chat-template", type=Path, metavar="FILE", help=text)
-    text = "the most tokens of an answer (default %(default)s)"
+    text = "maximum number of tokens of an answer (default %(default)s)"
     add("--max-new-tokens", type=positive, default=1024, metavar="N", help=text)
     text = "a text that ends an answer; may be repeated"
     add("--stop", action="append", default=[], metavar="TEXT", help=text)
     add = parser.add_argument_group("sampling", _SAMPLING).add_argument
-    add("--temperature", type=number, metavar="X", help="0: always the likeliest token")
-    add("--top-k", type=natural, metavar="N", help="only the N likeliest tokens; 0: all")
-    text = "only the likeliest tokens, with this probability in total"
+    add("--temperature", type=number, metavar="X", help="0: always the most likely token")
+    text = "sample from the N most likely tokens only; 0: from all"
+    add("--top-k", type=natural, metavar="N", help=text)
+    text = "sample from the most likely tokens only, which have this probability together"
     add("--top-p", type=number, metavar="X", help=text)
-    text = "only tokens with at least this probability relative to the likeliest"
+    text = "sample only from tokens with this probability, relative to the most likely token"
     add("--min-p", type=number, metavar="X", help=text)
     add("--repetition-penalty", type=number, metavar="X", help="above 1: fewer repetitions")
     add_manager_options(parser)
