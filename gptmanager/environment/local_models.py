@@ -5,7 +5,9 @@ Nothing is downloaded, and no model is read.
 
 from __future__ import annotations
 
+import glob
 import os
+import re
 import sys
 from collections.abc import Iterator
 from contextlib import suppress
@@ -14,10 +16,14 @@ from typing import NamedTuple
 
 _ROOT = Path(__file__).resolve().parents[2]
 _REPOSITORY = "models--"
+_PART = re.compile(r"(.+)-(\d{5})(-of-\d{5}\.gguf)")  # the name of a file of a split model
 
 
 class LocalModel(NamedTuple):
-    """A checkpoint folder or a GGUF file. `origin`: a description of where it was found."""
+    """A checkpoint folder, or a GGUF file: of a split model the first.
+
+    `origin`: a description of where it was found.
+    """
 
     name: str
     origin: str
@@ -29,6 +35,8 @@ class LocalModel(NamedTuple):
         files = [self.path]
         if self.path.is_dir():
             files = [*self.path.glob("*.safetensors"), *self.path.glob("*.gguf")]
+        elif (part := _PART.fullmatch(self.path.name)) is not None:
+            files = [*self.path.parent.glob(f"{glob.escape(part[1])}-?????{part[3]}")]
         return sum(file.stat().st_size for file in files if file.is_file())
 
 
@@ -84,8 +92,8 @@ def _packaged() -> Iterator[LocalModel]:
         package = metadata.Distribution.at(info)
         origin = f"package {package.metadata['Name']} {package.version}"
         for file in package.files or []:
-            if file.suffix == ".gguf":
-                yield LocalModel(file.stem, origin, Path(str(package.locate_file(file))))
+            if (name := _model_name(file.name)) is not None:
+                yield LocalModel(name, origin, Path(str(package.locate_file(file))))
 
 
 def _infos_of_packages() -> Iterator[Path]:
@@ -103,7 +111,7 @@ def _infos_of_packages() -> Iterator[Path]:
 def _cached() -> Iterator[LocalModel]:
     """Yield the checkpoint folders and GGUF files in each repository's snapshot of `main`.
 
-    A single GGUF file in a checkpoint folder is left out, because the folder is a model itself.
+    A single GGUF model in a checkpoint folder is left out, because the folder is a model itself.
     """
     for repository in sorted(_hub_cache().glob(f"{_REPOSITORY}*")):
         name = repository.name.removeprefix(_REPOSITORY).replace("--", "/")
@@ -112,13 +120,23 @@ def _cached() -> Iterator[LocalModel]:
         except (OSError, ValueError):
             continue
         folder = repository / "snapshots" / Path(commit).name
-        files = sorted(folder.glob("*.gguf"))
+        names = {file: _model_name(file.name) for file in sorted(folder.glob("*.gguf"))}
+        found = {file: own for file, own in names.items() if own is not None}
         if (folder / "config.json").is_file():
             yield LocalModel(name, "hub cache", folder)
-        for file in files:
-            own = name if len(files) == 1 else f"{name}/{file.stem}"
-            if len(files) > 1 or not (folder / "config.json").is_file():
-                yield LocalModel(own, "hub cache", file)
+            found = {} if len(found) == 1 else found
+        for file, own in found.items():
+            yield LocalModel(name if len(found) == 1 else f"{name}/{own}", "hub cache", file)
+
+
+def _model_name(file: str) -> str | None:
+    """Return the name of the model in a file; None for a later file of a split model and if it is
+    not a GGUF file.
+    """
+    part = _PART.fullmatch(file)
+    if part is not None:
+        return part[1] if int(part[2]) == 1 else None
+    return file.removesuffix(".gguf") if file.endswith(".gguf") else None
 
 
 def _hub_cache() -> Path:

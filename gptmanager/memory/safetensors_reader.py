@@ -39,10 +39,12 @@ class SafetensorsFolder:
     no index is read. Files are memory-mapped. A page that was read stays resident as long as its
     mapping, so `pieces` renews the mapping after reading `max_bytes` through it. Raises ConfigError
     if the folder has no safetensors, if a file is broken, or if a tensor is in two files or not in
-    the file that the index names.
+    the file that the index names. `formats` has the values of "format" in the files' metadata, such
+    as "pt" or "mlx".
     """
 
     def __init__(self, folder: Path, single: str = _SINGLE) -> None:
+        self.formats: set[str] = set()
         self._tensors: dict[str, TensorInfo] = {}
         self._files: dict[str, Path] = {}
         self._mapped: Path | None = None
@@ -112,6 +114,7 @@ class SafetensorsFolder:
                 f"{quoted_path(file)} holds {len(names)} tensors: a checkpoint may have "
                 f"{_MAX_TENSORS} in all its files"
             )
+        self.formats.add((handle.metadata() or {}).get("format", ""))
         for name in names:
             if name in self._files:
                 other = self._files[name].name

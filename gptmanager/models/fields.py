@@ -74,9 +74,14 @@ class Fields:
 
     def error(self, field: str, need: str) -> ConfigError:
         """Return an error that names the field and its value. `need`: what the value must be."""
-        name, value = self._spellings.get(field, field), quoted(self.get(field))
+        return ConfigError(f"{self._label}{self.as_given(field)}: {need}")
+
+    def as_given(self, field: str) -> str:
+        """Return "name = value" with the name that the config has for the field, for errors."""
+        theirs = self._spellings.get(field, field)
+        name = field if field in self._values and theirs not in self._values else theirs
         name = name if len(name) < _LONG_NAME and name.isprintable() else quoted(name)
-        return ConfigError(f"{self._label}{name} = {value}: {need}")
+        return f"{name} = {quoted(self.get(field))}"
 
     def size(self, field: str, if_null: int | None = None, limit: int = MAX_SIZE) -> int:
         """Return a positive integer of at most `limit`; `if_null` if it is absent or null."""
@@ -92,16 +97,22 @@ class Fields:
         value = self.get(field)
         return 0 if value == 0 and type(value) is int else self.size(field)
 
-    def number(self, field: str, if_null: float | None = None) -> float:
-        """Return a positive number in the range of float32; `if_null` if it is absent or null."""
+    def number(self, field: str, if_null: float | None = None, limit: float = MAX_NUMBER) -> float:
+        """Return a positive number of at most `limit`; `if_null` if it is absent or null."""
         value: Any = if_null if self.get(field) is None else self.get(field)
-        if not is_positive(value):
-            raise self.error(field, f"must be a positive number {RANGE}")
+        if not is_positive(value) or value > limit:
+            raise self.error(field, f"must be a positive number from {LEAST_NUMBER} to {limit}")
         return float(value)
 
     def optional_number(self, field: str) -> float:
         """Return a positive number, or 0.0 if the field is absent or null."""
         return 0.0 if self.get(field) is None else self.number(field)
+
+    def number_or_zero(self, field: str) -> float:
+        """Return a positive number, or 0.0 if the field is absent, null or 0."""
+        value = self.get(field)
+        is_zero = value is None or type(value) in (int, float) and value == 0
+        return 0.0 if is_zero else self.number(field)
 
     def decided(self, value: bool | str) -> bool:
         """Return `value`; if it is the name of a flag, return the flag."""

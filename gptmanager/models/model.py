@@ -22,6 +22,7 @@ from gptmanager.kernels.captured_step import Begin, StepCapture, ignore
 from gptmanager.kernels.gemm.packed_matrix import Quantized
 from gptmanager.kernels.reference import Ints, Kernels
 from gptmanager.memory.kv_pool import KvPool, PageShape
+from gptmanager.memory.safetensors_reader import SafetensorsFolder
 from gptmanager.memory.slot_states import StateShape
 from gptmanager.memory.tensor_sources import StateDict, TensorSource
 from gptmanager.memory.weights import Weights
@@ -205,6 +206,7 @@ def load_model(
         quantized=quantized,
         keeps_groups=keeps_groups,
     )
+    _check_mlx(weights, tensors)
     weights.load(tensors, on_progress=on_progress)
     tensors.close()
     return CheckpointModel(spec, weights, kernels, device, collectives)
@@ -216,6 +218,22 @@ def _opened(source: Source) -> tuple[Mapping[str, Any], TensorSource]:
         config, state_dict = _check_pair(source)
         return without_quantization(config), as_floats(config, StateDict(state_dict))
     return read_config(source), open_tensors(source)
+
+
+def _check_mlx(weights: Weights, tensors: TensorSource) -> None:
+    """Raise ConfigError if MLX has written the tensors and the network needs other ones.
+
+    MLX stacks experts and renames or transposes tensors of some families.
+    """
+    if not isinstance(tensors, SafetensorsFolder) or "mlx" not in tensors.formats:
+        return
+    try:
+        weights.check(tensors)
+    except ConfigError as error:
+        raise ConfigError(
+            f"{error}. MLX has written these files, and stores this family in another way: pass "
+            "the model from which they were made"
+        ) from error
 
 
 def _naming(spec: ModelSpec, config: Mapping[str, Any]) -> dict[str, Any]:

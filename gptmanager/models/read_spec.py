@@ -37,6 +37,7 @@ _ACTIVATIONS: Mapping[str, Activation] = {
 }
 _MAX_LAYERS = 10_000  # each has a dozen named parameters
 _MAX_PARTS = 100_000  # heads, or experts, of all layers together: loading lists each of them
+_MAX_EPS = 1.0  # a norm divides by the root of a mean square plus epsilon
 _DTYPES = {
     "float32": torch.float32,
     "bfloat16": torch.bfloat16,
@@ -162,7 +163,7 @@ def _read_norms(fields: Fields, family: Family) -> Norms:
     has_own = norms.before_mlp and not fields.decided(family.one_norm)
     return replace(
         norms,
-        eps=fields.number("norm_eps"),
+        eps=fields.number("norm_eps", limit=_MAX_EPS),
         query_key=norms.query_key if has_query_key else "none",
         before_mlp=has_own,
     )
@@ -177,12 +178,14 @@ def _read_num_layers(fields: Fields, num_tensors: int | None) -> int:
 
 def _read_heads(fields: Fields, rotary: bool) -> tuple[int, int, int]:
     """Return the numbers of query heads and KV heads, and the head dimension."""
-    hidden, heads = fields.size("hidden_size"), fields.size("num_attention_heads")
+    hidden, heads = fields.size("hidden_size"), fields.size("num_attention_heads", limit=_MAX_PARTS)
     kv_heads = fields.size("num_key_value_heads", heads)
     if heads % kv_heads:
-        raise fields.error("num_key_value_heads", f"must divide the {heads} query heads")
+        raise fields.error(
+            "num_key_value_heads", f"must divide {fields.as_given('num_attention_heads')}"
+        )
     if fields.get("head_dim") is None and hidden % heads:
-        raise fields.error("num_attention_heads", f"must divide the hidden size {hidden}")
+        raise fields.error("num_attention_heads", f"must divide {fields.as_given('hidden_size')}")
     head_dim = fields.size("head_dim", hidden // heads)
     if rotary and head_dim % 2:
         raise fields.error("head_dim", f"{head_dim} must be even, because rotation needs pairs")

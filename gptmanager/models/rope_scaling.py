@@ -86,12 +86,14 @@ def read_rope(
             "rope_type": values.get("type") or "default",
             "rope_theta": theta,
             "original_max_position_embeddings": max_positions,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
         },
         {} if "rope_type" in values else {"rope_type": "type"},
         f"config.json: {label}.",
     )
     kind = "default" if rope.get("rope_type") == "mrope" else rope.get("rope_type")
-    if kind == "dynamic" and rope.get("alpha") and fields.has_default("rope_alpha"):
+    if kind == "dynamic" and fields.has_default("rope_alpha"):
         return _with_alpha(rope, head_dim)
     if kind not in [*_KINDS]:
         raise rope.error("rope_type", f"must be one of {[*_KINDS]}")
@@ -124,7 +126,7 @@ def _rope_values(fields: Fields, layer_type: str) -> tuple[Mapping[str, Any], st
     if scaling and parameters and scaling != parameters:
         raise fields.error("rope_scaling", f"contradicts rope_parameters = {quoted(parameters)}")
     values, label = scaling or parameters or {}, "rope_scaling" if scaling else "rope_parameters"
-    theta, local = fields.get("rope_theta"), fields.get("rope_local_base_freq")
+    theta, local = (_base_or_none(fields, it) for it in ("rope_theta", "rope_local_base_freq"))
     if layer_type in values and set(values) <= {*_LAYER_TYPES} and fields.layer_types:
         label, values = f"{label}.{layer_type}", values[layer_type]
         if not isinstance(values, Mapping):
@@ -133,28 +135,35 @@ def _rope_values(fields: Fields, layer_type: str) -> tuple[Mapping[str, Any], st
         values = {}  # the scaling applies only to layers without a window
     if layer_type == "sliding_attention" and local is not None:
         theta = local
+    if theta is None and "rope_theta" not in values:
+        raise fields.error("rope_theta", "must be a number above 1")
     return values, label, theta
+
+
+def _base_or_none(fields: Fields, field: str) -> float | None:
+    return None if fields.get(field) is None else _base(fields, field)
+
+
+def _base(fields: Fields, field: str) -> float:
+    theta = fields.number(field)
+    if theta <= 1:
+        raise fields.error(field, "must be more than 1")
+    return theta
 
 
 def _rotated_dim(fields: Fields, rope: Fields, head_dim: int) -> int:
     """Return `Rope.dim`. For "proportional" it is the whole head, of which `Rope.share` rotates."""
-    given = rope.get("partial_rotary_factor")
     if rope.get("rope_type") == "proportional":
         return head_dim
-    if not fields.has_default("partial_rotary_factor"):
-        if given not in (None, 1.0):
-            raise rope.error("partial_rotary_factor", "not supported in this family")
-        given = 1.0
-    else:
-        of_config = fields.number("partial_rotary_factor")
-        given = of_config if given is None else given
-    name = "head_dim"
+    is_known, of_config = fields.has_default("partial_rotary_factor"), 1.0
+    if is_known:
+        of_config = fields.number("partial_rotary_factor", limit=1.0)
+    given = rope.number("partial_rotary_factor", of_config, limit=1.0)
+    if given != 1 and not is_known:
+        raise rope.error("partial_rotary_factor", "not supported in this family")
+    name, dim = "head_dim", int(head_dim * given)
     if fields.has_default("rotary_dim") and fields.get("rotary_dim") is not None:
         name, dim = "rotary_dim", fields.size("rotary_dim")
-    elif not is_positive(given) or given > 1:
-        raise rope.error("partial_rotary_factor", "must be a number above 0 and up to 1")
-    else:
-        dim = int(head_dim * given)
     if dim % 2 or not 0 < dim <= head_dim:
         share = "" if name == "rotary_dim" else f" (partial_rotary_factor {given})"
         need = (
@@ -182,15 +191,11 @@ def rope_table(rope: Rope, num_positions: int, device: torch.device | str = "cpu
 def _scale_rope(
     rope: Fields, kind: str, head_dim: int, max_positions: int, max_seq_len: int
 ) -> Rope:
-    plain = Rope(kind, theta=rope.number("rope_theta"))
-    if plain.theta <= 1:
-        raise rope.error("rope_theta", "must be more than 1")
+    plain = Rope(kind, theta=_base(rope, "rope_theta"))
     if kind == "default":
         return plain
     if kind == "proportional":
-        share = rope.number("partial_rotary_factor", 1.0)
-        if share > 1:
-            raise rope.error("partial_rotary_factor", "must be a number above 0 and up to 1")
+        share = rope.number("partial_rotary_factor", 1.0, limit=1.0)
         return replace(plain, factor=rope.number("factor", 1.0), share=share)
     original = rope.size("original_max_position_embeddings")
     if original == 1:
@@ -203,10 +208,13 @@ def _scale_rope(
             raise rope.error("high_freq_factor", f"must be more than low_freq_factor {low}")
         return replace(plain, low_freq_factor=low, high_freq_factor=high)
     if kind == "yarn":
+        fast, slow = rope.number("beta_fast", 32.0), rope.number("beta_slow", 1.0)
+        if fast < slow:
+            raise rope.error("beta_slow", f"must be at most {rope.as_given('beta_fast')}")
         return replace(
             plain,
-            beta_fast=rope.number("beta_fast", 32.0),
-            beta_slow=rope.number("beta_slow", 1.0),
+            beta_fast=fast,
+            beta_slow=slow,
             truncate=rope.flag("truncate", if_null=True),
             attention_factor=rope.number("attention_factor", _yarn_attention(rope, plain.factor)),
         )
@@ -224,9 +232,10 @@ def _yarn_attention(rope: Fields, factor: float) -> float:
     def temperature(scale: float) -> float:
         return 0.1 * scale * math.log(factor) + 1.0 if factor > 1 else 1.0
 
-    if not (rope.get("mscale") and rope.get("mscale_all_dim")):
+    scale, of_all = rope.number_or_zero("mscale"), rope.number_or_zero("mscale_all_dim")
+    if not (scale and of_all):
         return temperature(1.0)
-    found = temperature(rope.number("mscale")) / temperature(rope.number("mscale_all_dim"))
+    found = temperature(scale) / temperature(of_all)
     if not is_positive(found):
         raise rope.error("mscale", f"leads to the factor {found:g}; it must be {RANGE}")
     return found

@@ -13,12 +13,14 @@ from gptmanager.environment.local_models import download_hint, find_model, local
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A cache of the hub with a folder, a GGUF file, two of them, and a broken repository."""
+    """A cache of the hub with a folder, GGUF files, split models, and a broken repository."""
     cache = tmp_path / "hub"
     for name, files in {
         "org--folder": ["config.json", "model.safetensors"],
         "org--quantized": ["Some.Q4_K_M.gguf"],
         "org--several": ["a-Q4_0.gguf", "a-Q8_0.gguf"],
+        "org--split": [f"b-0000{number}-of-00003.gguf" for number in (1, 2, 3)],
+        "org--two": [f"{it}-0000{n}-of-00002.gguf" for it in ("c-Q4_0", "c-Q8_0") for n in (1, 2)],
     }.items():
         folder = cache / f"models--{name}"
         (folder / "snapshots" / "abc").mkdir(parents=True)
@@ -41,10 +43,16 @@ def test_models_of_the_checkout_and_the_cache_are_found(cache: Path) -> None:
         "org/quantized",
         "org/several/a-Q4_0",
         "org/several/a-Q8_0",
+        "org/split",
+        "org/two/c-Q4_0",
+        "org/two/c-Q8_0",
     }
     assert found["org/folder"].num_bytes == found["org/quantized"].num_bytes == 5
     assert find_model("ORG/fold") == found["org/folder"].path
     assert find_model("org/several/a-q8") == cache / snapshots / "a-Q8_0.gguf"
+    first = find_model("org/split")
+    assert first is not None and first.name == "b-00001-of-00003.gguf"
+    assert found["org/split"].num_bytes == 15 and found["org/two/c-Q8_0"].num_bytes == 10
     assert find_model("org/") is None  # several
     assert find_model("org/broken") is None
 
@@ -53,7 +61,9 @@ def test_models_of_packages_are_found(tmp_path: Path, monkeypatch: pytest.Monkey
     info = tmp_path / "llm_x-1.2.dist-info"
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: llm-x\nVersion: 1.2\n")
-    (info / "RECORD").write_text("llm_x/My-Model.Q4_0.gguf,sha256=abc,7\nllm_x/__init__.py,,\n")
+    files = ["My-Model.Q4_0.gguf", "Mine-00001-of-00002.gguf", "Mine-00002-of-00002.gguf"]
+    files.append("__init__.py")
+    (info / "RECORD").write_text("".join(f"llm_x/{file},,\n" for file in files))
     other = tmp_path / "llm_y-1.0.dist-info"
     other.mkdir()
     (other / "RECORD").write_text("llm_y/__init__.py,,\n")  # and no METADATA: it is not read
@@ -63,6 +73,7 @@ def test_models_of_packages_are_found(tmp_path: Path, monkeypatch: pytest.Monkey
     assert model.origin == "package llm-x 1.2"
     assert model.path == tmp_path / "llm_x" / "My-Model.Q4_0.gguf"
     assert find_model("my-model") == model.path
+    assert find_model("mine") == tmp_path / "llm_x" / "Mine-00001-of-00002.gguf"
 
 
 def test_the_command_lists_them(capsys: pytest.CaptureFixture[str]) -> None:

@@ -54,8 +54,10 @@ def test_windows_and_sinks(machine, window, sink, dtype):
     check(machine, rows, window=window, sink=sink)
 
 
-def test_softcap(machine):
-    check(machine, PagedRows(one_token_each(100), 4, 2, 64), softcap=1.5)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("softcap", [0.5, 1.5])
+def test_softcap(machine, softcap, dtype):
+    check(machine, PagedRows(one_token_each(100), 4, 2, 64, dtype=dtype), softcap=softcap)
 
 
 # A head whose score is above all others, one whose score is nothing, and ordinary ones.

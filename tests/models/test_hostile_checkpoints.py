@@ -107,13 +107,14 @@ CONFIG_CASES: list[tuple[dict[str, Any], str]] = [
     ({"num_attention_heads": -4}, f"num_attention_heads = -4: {WRONG}"),
     (
         {"num_attention_heads": 3, "num_key_value_heads": 3, "head_dim": None},
-        "num_attention_heads = 3: must divide the hidden",
+        "num_attention_heads = 3: must divide hidden_size = 32",
     ),
+    ({"num_attention_heads": 10**6}, "num_attention_heads = 1000000: .* of at most 100000"),
     (
-        {"num_attention_heads": 10**6, "num_key_value_heads": 10**6, "head_dim": 2},
+        {"num_attention_heads": 10**5, "num_key_value_heads": 10**5, "head_dim": 2},
         r"config.json: \d+ query heads in all layers: at most 100000 are supported",
     ),
-    ({"num_key_value_heads": 3}, "num_key_value_heads = 3: must divide the 4 query heads"),
+    ({"num_key_value_heads": 3}, "num_key_value_heads = 3: must divide num_attention_heads = 4"),
     ({"num_key_value_heads": [2]}, rf"num_key_value_heads = \[2\]: {WRONG}"),
     ({"head_dim": 10**400}, "head_dim = 10+.*: must be a positive integer of at most"),
     ({"head_dim": 2**31 - 2}, "has shape .* the config requires"),

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
@@ -14,7 +15,14 @@ from bounded import bounded
 from family_configs import FAMILY_CONFIGS, VARIANTS
 from family_runs import family_folder
 from fuzz import FUZZ
-from odd_configs import family_config, odd_configs
+from odd_configs import (
+    ODD_NUMBERS,
+    ROPES,
+    SENSIBLE,
+    family_config,
+    numeric_fields,
+    odd_configs,
+)
 from safetensors.torch import load_file
 
 from gptmanager.errors import ConfigError
@@ -24,7 +32,7 @@ from gptmanager.models.read_spec import read_spec
 from gptmanager.models.rope_scaling import Rope, rope_table
 
 ALL = [*FAMILY_CONFIGS, *VARIANTS]
-FINITE = r"a positive number from 1.2e-38 to 3.4e\+38"
+POSITIVE = "a positive number from 1.2e-38 to"
 LONG = "9" * 5000
 ALPHA = {"rope_type": "dynamic", "rope_theta": 1e30, "alpha": 1e30}
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "mscale_all_dim": 1e30}
@@ -42,8 +50,25 @@ CASES: list[tuple[str, dict[str, Any], str]] = [
     ("minimax_m2", {"rotary_dim": 99}, "rotary_dim = 99: 99 of 16 dimensions would rotate"),
     ("phi", {"partial_rotary_factor": 0.2}, r"3 of 16 .* rotate \(partial_rotary_factor 0.2\)"),
     ("qwen3_moe", {"mlp_only_layers": ["1"]}, "mlp_only_layers = .'1'.: must be a list of layers"),
-    ("granite", {"logits_scaling": 5e-324}, f"logits_scaling = 5e-324: must be {FINITE}"),
-    ("llama", {"rms_norm_eps": 1e300}, rf"rms_norm_eps = 1e\+300: must be {FINITE}"),
+    ("granite", {"logits_scaling": 5e-324}, rf"scaling = 5e-324: must be {POSITIVE} 3.4e\+38"),
+    ("gemma", {"rms_norm_eps": 2**31}, f"rms_norm_eps = 2147483648: must be {POSITIVE} 1.0"),
+    ("llama4_text", {"rope_theta": 0.0}, f"config.json: rope_theta = 0.0: must be {POSITIVE}"),
+    ("mistral", {"sliding_window": 0}, "sliding_window = 0: must be a positive integer"),
+    ("gpt_neox", {"rotary_emb_base": 1}, "config.json: rotary_emb_base = 1: must be more than 1"),
+    ("exaone4", {"sliding_window_pattern": "LLX"}, "pattern = 'LLX': must be a number, or letters"),
+    ("hunyuan_v1_dense", {"rope_parameters": {"type": "dynamic"}}, "rope_parameters.alpha = None"),
+    (
+        "llama",
+        {"rope_parameters": {**YARN, "beta_slow": 64}},
+        "slow = 64: must be at most beta_fast = 32.0",
+    ),
+    ("gemma4_text", {"num_global_key_value_heads": 0}, "num_global_key_value_heads = 0: must be a"),
+    (
+        "qwen2_moe",
+        {"num_experts": 3, "num_experts_per_tok": 4},
+        "_tok = 4: must .* num_experts = 3",
+    ),
+    ("qwen3_moe", {"num_experts": "4"}, "config.json: num_experts = '4': must be a positive"),
     ("smollm3", {"no_rope_layers": [1, 0, 1, "0"]}, "no_rope_layers = .* must be a list of 4 zero"),
     ("llama", {"rope_parameters": {LONG: 1}}, r"rope_parameters.'9+\.\.\. \(5002 characters\) = 1"),
 ]
@@ -56,6 +81,52 @@ def test_an_odd_field_is_named(name: str, fields: dict[str, Any], text: str) -> 
         del config["rope_parameters"]
     with bounded(1 << 30, 20), pytest.raises(ConfigError, match=text):
         read_spec(config)
+
+
+class Watched(dict[str, Any]):
+    """A config that notes which of its fields are read."""
+
+    def __init__(self, fields: Mapping[str, Any]) -> None:
+        super().__init__(fields)
+        self.read: set[str] = set()
+
+    def __getitem__(self, name: str) -> Any:
+        self.read.add(name)
+        return super().__getitem__(name)
+
+
+@pytest.mark.parametrize("name", ALL)
+@pytest.mark.every(4)
+def test_a_number_that_makes_no_sense_is_refused_by_its_name(name: str) -> None:
+    for field in numeric_fields(name):
+        for value in ODD_NUMBERS:
+            config = Watched({**family_config(name), field: value})
+            if not is_named_in_refusal(config, field):
+                is_sensible = field in SENSIBLE.get(repr(value), ())
+                assert is_sensible or field not in config.read, f"{field} = {value!r} is accepted"
+
+
+@pytest.mark.parametrize(("name", "rope"), ROPES)
+def test_a_number_of_rope_that_makes_no_sense_is_refused_by_its_name(
+    name: str, rope: dict[str, Any]
+) -> None:
+    config = family_config(name)
+    read_spec({**config, "rope_parameters": rope})
+    for field in (it for it in rope if isinstance(rope[it], (int, float))):
+        for value in ODD_NUMBERS:
+            changed = {**config, "rope_parameters": {**rope, field: value}}
+            if not is_named_in_refusal(changed, field):
+                assert field in SENSIBLE.get(repr(value), ()), f"{field} = {value!r} is accepted"
+
+
+def is_named_in_refusal(config: dict[str, Any], field: str) -> bool:
+    """Read a config. Return whether it is refused, which needs an error with the field's name."""
+    try:
+        read_spec(config, num_tensors=1000)
+    except ConfigError as error:
+        assert re.search(rf"\b{field}\b", str(error)), f"{field}: {error}"
+        return True
+    return False
 
 
 @pytest.mark.parametrize("name", ALL)

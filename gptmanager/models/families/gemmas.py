@@ -37,16 +37,19 @@ def _network(fields: Fields) -> Mapping[str, Any]:
         "embedding_scale": fields.size("hidden_size") ** 0.5,
         "logit_softcap": fields.optional_number("final_logit_softcapping"),
     }
-    width = fields.get("hidden_size_per_layer_input") and fields.size("hidden_size_per_layer_input")
+    given = fields.get("hidden_size_per_layer_input")
+    width = 0 if given is None else fields.count("hidden_size_per_layer_input")
     fields.note_read("vocab_size_per_layer_input", "pad_token_id")
     if not width:
         return found
     known = fields.size("vocab_size_per_layer_input")
     if known < fields.size("vocab_size"):
-        raise fields.error("vocab_size_per_layer_input", "must be at least vocab_size")
+        need = f"must be at least {fields.as_given('vocab_size')}"
+        raise fields.error("vocab_size_per_layer_input", need)
     padding = 0 if fields.get("pad_token_id") is None else fields.count("pad_token_id")
     if padding >= known:
-        raise fields.error("pad_token_id", f"must be less than the {known} tokens")
+        need = f"must be less than {fields.as_given('vocab_size_per_layer_input')}"
+        raise fields.error("pad_token_id", need)
     return {**found, "token_inputs": TokenInputs(width, known, "gelu_tanh", padding)}
 
 
@@ -71,10 +74,11 @@ def _heads(fields: Fields, layer: int) -> Mapping[str, int]:
     if given is None and not is_full:
         return {}
     if given is None:
-        has_own = fields.flag("attention_k_eq_v") and fields.get("num_global_key_value_heads")
         source = fields
         names = {"head_dim": "global_head_dim"}
-        names |= {"num_kv_heads": "num_global_key_value_heads"} if has_own else {}
+        own_heads = "num_global_key_value_heads"
+        if fields.flag("attention_k_eq_v") and fields.get(own_heads) is not None:
+            names["num_kv_heads"] = own_heads
     else:
         own = fields.once("per_layer_config", lambda: _by_layer(fields)).get(layer, {})
         if not isinstance(own, Mapping):
@@ -89,7 +93,8 @@ def _heads(fields: Fields, layer: int) -> Mapping[str, int]:
         raise source.error(names["head_dim"], "must be even, because rotation needs pairs")
     heads = fields.size("num_attention_heads")
     if heads % found.get("num_kv_heads", 1):
-        raise source.error(names["num_kv_heads"], f"must divide the {heads} query heads")
+        need = f"must divide {fields.as_given('num_attention_heads')}"
+        raise source.error(names["num_kv_heads"], need)
     return found
 
 
@@ -132,7 +137,8 @@ def _first_shared(fields: Fields) -> int:
     num_layers = fields.size("num_hidden_layers")
     shared = fields.count("num_kv_shared_layers")
     if shared >= num_layers:
-        raise fields.error("num_kv_shared_layers", f"must be less than the {num_layers} layers")
+        need = f"must be less than {fields.as_given('num_hidden_layers')}"
+        raise fields.error("num_kv_shared_layers", need)
     return num_layers - shared
 
 

@@ -42,7 +42,9 @@ _FIELDS = {
 def _attention(fields: Fields, _: int) -> Mapping[str, Any]:
     heads, rope_dim = fields.size("num_attention_heads"), fields.size("head_dim")
     if fields.size("num_key_value_heads", heads) != heads:
-        raise fields.error("num_key_value_heads", f"must be num_attention_heads {heads}")
+        raise fields.error(
+            "num_key_value_heads", f"must be {fields.as_given('num_attention_heads')}"
+        )
     fields.note_read("qk_head_dim")
     latent = Latent(
         rank=fields.size("kv_lora_rank"),
@@ -63,13 +65,12 @@ def _attention(fields: Fields, _: int) -> Mapping[str, Any]:
 def _yarn_scale(fields: Fields) -> float:
     """Return the factor of attention scores that follows from yarn's `mscale_all_dim`."""
     rope = fields.get("rope_parameters") or fields.get("rope_scaling") or {}
-    if not isinstance(rope, Mapping) or not rope.get("mscale_all_dim"):
+    own = Fields(rope if isinstance(rope, Mapping) else {}, {}, {}, "config.json: rope_parameters.")
+    temperature, factor = own.number_or_zero("mscale_all_dim"), own.number("factor", 1.0)
+    kind = own.get("rope_type") or own.get("type") or "default"
+    if not temperature or kind == "default" or factor <= 1:
         return 1.0
-    own = Fields(rope, {}, {}, "config.json: rope_parameters.")
-    factor = own.number("factor", 1.0)
-    if (rope.get("rope_type") or rope.get("type") or "default") == "default" or factor <= 1:
-        return 1.0
-    scale = (0.1 * own.number("mscale_all_dim") * math.log(factor) + 1.0) ** 2
+    scale = (0.1 * temperature * math.log(factor) + 1.0) ** 2
     if not is_positive(scale):
         raise own.error("mscale_all_dim", f"scales attention by {scale:g}; it must be {RANGE}")
     return float(scale)

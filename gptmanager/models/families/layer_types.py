@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
+from gptmanager.errors import ConfigError
 from gptmanager.models.fields import Fields
 
 FULL, SLIDING, CHUNKED = "full_attention", "sliding_attention", "chunked_attention"
@@ -32,6 +33,8 @@ def read_windows(
             raise fields.error("sliding_window", "not supported in this family")
         if concerned == "all" or fields.flag("use_sliding_window"):
             window = fields.size("sliding_window")
+        else:
+            fields.count("sliding_window")  # checked although it has no effect
     fields.note_read("max_window_layers", "use_sliding_window")
     first = num_layers if window is None else 0
     if window is not None and concerned == "some":
@@ -47,8 +50,9 @@ def read_windows(
         or len(given) != num_layers
         or not all(kind in possible for kind in given)
     ):
-        need = f"must be {num_layers} of {possible}" if concerned == "some" else "not supported"
-        raise fields.error("layer_types", need)
+        if concerned == "some":
+            raise _wrong_types(fields, num_layers, possible)
+        raise fields.error("layer_types", "not supported")
     if window is not None and window >= max_seq_len:
         window = None
     return tuple(window if kind == SLIDING else None for kind in given), []
@@ -59,6 +63,8 @@ def _by_type(
 ) -> tuple[tuple[int | None, ...], list[str]]:
     given = fields.get("sliding_window_pattern")
     if given and isinstance(given, str):  # a repeated pattern, one letter per layer: L has a window
+        if {*given} - {*"LG"}:
+            raise fields.error("sliding_window_pattern", "must be a number, or letters L and G")
         types = [SLIDING if given[i % len(given)] == "L" else FULL for i in range(num_layers)]
     else:
         names = "sliding_window_pattern", "_sliding_window_pattern"
@@ -104,8 +110,15 @@ def _checked(fields: Fields, num_layers: int, possible: list[str]) -> list[str]:
     given = fields.get("layer_types")
     is_list = isinstance(given, list) and len(given) == num_layers
     if not is_list or not all(kind in possible for kind in given):
-        raise fields.error("layer_types", f"must be {num_layers} of {possible}")
+        raise _wrong_types(fields, num_layers, possible)
     return list(given)
+
+
+def _wrong_types(fields: Fields, num_layers: int, possible: list[str]) -> ConfigError:
+    need = f"must be {num_layers} of {possible}"
+    if possible == [FULL]:
+        need += f" with {fields.as_given('sliding_window')}"
+    return fields.error("layer_types", need)
 
 
 def is_rotated(fields: Fields, layer: int) -> bool:

@@ -53,7 +53,7 @@ def _attention(fields: Fields, layer: int) -> Mapping[str, Any]:
         width=fields.size("linear_conv_kernel_dim"),
     )
     if delta.value_heads % delta.key_heads:
-        need = f"must be a multiple of the {delta.key_heads} key heads"
+        need = f"must be a multiple of {fields.as_given('linear_num_key_heads')}"
         raise fields.error("linear_num_value_heads", need)
     is_linear = fields.layer_type(layer) == LINEAR
     return {"rope": None, "delta": delta} if is_linear else {"gated": True}

@@ -82,7 +82,7 @@ def opt_network(fields: Fields) -> Mapping[str, Any]:
             raise fields.error(field, f"must be {str(needed).lower()}")
     hidden = fields.size("hidden_size")
     if fields.size("word_embed_proj_dim", hidden) != hidden:
-        raise fields.error("word_embed_proj_dim", f"must be the hidden size {hidden}")
+        raise fields.error("word_embed_proj_dim", f"must be {fields.as_given('hidden_size')}")
     return {}
 
 
@@ -109,12 +109,11 @@ def unrotated_layers(fields: Fields, layer: int) -> Mapping[str, Any]:
 def query_temperature(fields: Fields, _: int) -> Mapping[str, Any]:
     """Return the query temperature, which Ministral 3 stores in the RoPE parameters."""
     rope = fields.get("rope_scaling") or fields.get("rope_parameters") or {}
-    beta = rope.get("llama_4_scaling_beta") if isinstance(rope, dict) else None
+    own = Fields(rope if isinstance(rope, Mapping) else {}, {}, {}, "config.json: rope_parameters.")
+    beta = own.number_or_zero("llama_4_scaling_beta")
     if not beta:
         return {}
-    own = Fields(rope, {}, {}, "config.json: rope_parameters.")
-    length = own.size("original_max_position_embeddings")
-    return {"temperature": QueryTemperature(own.number("llama_4_scaling_beta"), length)}
+    return {"temperature": QueryTemperature(beta, own.size("original_max_position_embeddings"))}
 
 
 def experts_of(
@@ -143,18 +142,21 @@ def experts_of(
     def read(fields: Fields, layer: int) -> tuple[Experts, int] | None:
         own = (width, per_token, shared, num_shared, renormalize, "n_group", "topk_group")
         fields.note_read(*(it for it in own if isinstance(it, str)), "routed_scaling_factor")
-        number = 0 if fields.get(count) is None else fields.count(count)
-        if number == 0 or is_dense(fields, layer):
+        number, dense = (
+            0 if fields.get(count) is None else fields.count(count),
+            is_dense(fields, layer),
+        )
+        if number == 0 or dense:
             return None
         each, most = fields.size(width), fields.size(per_token)
         if most > number:
-            raise fields.error(per_token, f"must be at most the {number} experts")
+            raise fields.error(per_token, f"must be at most {fields.as_given(count)}")
         shared_width = 0
-        if shared is not None and fields.get(shared):
-            shared_width = fields.size(shared)
-        elif num_shared is not None and fields.get(num_shared):
-            shared_width = each * fields.size(num_shared)
-        groups, top_groups = _groups(fields, number)
+        if shared is not None and fields.get(shared) is not None:
+            shared_width = fields.count(shared)
+        elif num_shared is not None and fields.get(num_shared) is not None:
+            shared_width = each * fields.count(num_shared)
+        groups, top_groups = _groups(fields, count)
         routing = Routing(
             per_token=most,
             score=score,
@@ -179,14 +181,14 @@ def experts_of(
     return read
 
 
-def _groups(fields: Fields, count: int) -> tuple[int, int]:
+def _groups(fields: Fields, count: str) -> tuple[int, int]:
     if fields.get("n_group") is None:
         return 1, 1
     groups, top = fields.size("n_group"), fields.size("topk_group", 1)
-    if count % groups:
-        raise fields.error("n_group", f"must divide the {count} experts")
+    if fields.size(count) % groups:
+        raise fields.error("n_group", f"must divide {fields.as_given(count)}")
     if top > groups:
-        raise fields.error("topk_group", f"must be at most n_group {groups}")
+        raise fields.error("topk_group", f"must be at most {fields.as_given('n_group')}")
     return groups, top
 
 
