@@ -42,6 +42,7 @@ def close(got: Tensor, expected: Any, tolerance: float = 4e-6) -> None:
 # Pages -------------------------------------------------------------------------------------------
 
 
+WINDOWS = Sizes(4, 2, 32, 16, window=50, sink=4)
 SHAPES = [
     Sizes(8, 4, 32, 64),
     Sizes(4, 4, 64, 16),
@@ -53,7 +54,7 @@ SHAPES = [
     Sizes(4, 2, 32, 64, window=50),
     Sizes(14, 2, 64, 16, window=1),
     Sizes(4, 1, 16, 3, window=10),
-    Sizes(4, 2, 32, 16, window=50, sink=4),
+    WINDOWS,
     Sizes(8, 1, 16, 3, window=70, sink=69),
     Sizes(2, 2, 20, 64, window=90, sink=64),
     Sizes(2, 2, 20, 8, window=6, sink=100),
@@ -109,13 +110,25 @@ def test_attention_of_any_shape(sizes: Sizes, rows: list[tuple[int, int]]) -> No
 
 
 @both_kernels
-def test_softcap_of_attention(kernels: Kernels) -> None:
-    pages = new_pages(SHAPES[0], [(1, 1), (3, 20)])
-    # a cap far above all scores changes nothing; one far below leaves weights that are all alike
-    close(pages.attend_all(kernels, softcap=1e4), textbook_attention(pages), 1e-5)
-    group = pages.sizes.heads // pages.sizes.kv_heads
-    mean = pages.histories[1][1].mean(0).double().repeat_interleave(group, 0)
-    close(pages.attend_all(kernels, softcap=1e-5)[-1], mean.flatten(), 1e-4)
+@pytest.mark.parametrize("softcap", [1e-5, 0.3, 5.0, 1e4])
+def test_softcap_of_attention(kernels: Kernels, softcap: float) -> None:
+    for sizes in (SHAPES[0], WINDOWS):
+        pages = new_pages(sizes, ROWS)
+        found = pages.attend_all(kernels, softcap=softcap)
+        close(found, textbook_attention(pages, softcap), 1e-4)
+
+
+@both_kernels
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.every(2)
+def test_heads_with_a_score_without_a_value(kernels: Kernels, dtype: torch.dtype) -> None:
+    scores = [30.0, -torch.inf, 0.5, -2.0, 4.0, 1.0]  # above all others, none, and ordinary ones
+    for sizes in (SHAPES[0], WINDOWS):
+        pages = new_pages(sizes, ROWS)
+        sinks = torch.tensor(scores * 2, dtype=dtype)[: sizes.heads]
+        close(pages.attend_all(kernels, sinks=sinks), textbook_attention(pages, sinks=sinks))
+        capped = pages.attend_all(kernels, sinks=sinks, softcap=0.5)
+        close(capped, textbook_attention(pages, 0.5, sinks))
 
 
 @both_kernels

@@ -61,6 +61,7 @@ class Cache:
         parts: Sequence[tuple[int, int, int]],
         softcap: float = 0.0,
         cache_scales: Tensor | None = None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         """The queries `start:stop` of each (row, start, stop), packed in that order."""
         begins = np.cumsum([0, *[new for new, _ in self.rows]])
@@ -79,9 +80,10 @@ class Cache:
             sink=self.sizes.sink,
             softcap=softcap,
             chunked=self.sizes.chunked,
+            sinks=sinks is not None,
         )
         pages = Pages(self.keys, self.values, cache_scales)
-        return kernels.attention(torch.cat([*queries, self.q[:0]]), pages, rows, shape)
+        return kernels.attention(torch.cat([*queries, self.q[:0]]), pages, rows, shape, sinks)
 
     def attend_all(self, kernels: Kernels, **options: Any) -> Tensor:
         parts = [(row, 0, new) for row, (new, _) in enumerate(self.rows)]
@@ -108,7 +110,7 @@ def new_pages(sizes: Sizes, rows: Sequence[tuple[int, int]]) -> Cache:
     return Cache(sizes, rows, keys, values, tables, q, histories)
 
 
-def textbook_attention(pages: Cache) -> Any:
+def textbook_attention(pages: Cache, softcap: float = 0.0, sinks: Tensor | None = None) -> Any:
     sizes, results, token = pages.sizes, [], 0
     for (new, length), (keys, values) in zip(pages.rows, pages.histories, strict=True):
         for position in range(length - new, length):
@@ -118,8 +120,12 @@ def textbook_attention(pages: Cache) -> Any:
                 k = keys[seen, kv_head].double().numpy()
                 v = values[seen, kv_head].double().numpy()
                 scores = k @ pages.q[token, head].double().numpy() * sizes.dim**-0.5
-                weights = np.exp(scores - scores.max())
-                results.append(weights @ v / weights.sum())
+                if softcap:
+                    scores = softcap * np.tanh(scores / softcap)
+                own = -np.inf if sinks is None else float(sinks[head])  # a score without a value
+                highest = max(own, scores.max())
+                weights = np.exp(scores - highest)
+                results.append(weights @ v / (weights.sum() + np.exp(own - highest)))
             token += 1
     return np.reshape(results, (token, sizes.heads * sizes.dim))
 
