@@ -14,12 +14,14 @@ from typing import Any
 
 import pytest
 import torch
+from family_runs import family_folder
 from quantized_config import CONFIG
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from gptmanager.callbacks import generate
 from gptmanager.errors import ConfigError
+from gptmanager.kernels import Kernels
 from gptmanager.kernels.gemm.int4_matrix import Int4Matrix
 from gptmanager.kernels.gemm.packed_matrix import PackedMatrix
 from gptmanager.memory.tensor_sources import StateDict
@@ -154,6 +156,29 @@ def test_experts_of_gpt_oss_are_those_of_transformers() -> None:
     region = [range(1, 3), range(5, 40), range(2, 9)]
     part = torch.cat([it for _, it in source.pieces("a.down_proj", 1, region)])
     assert torch.equal(part, exact[1:3, 5:40, 2:9])
+
+
+def test_deepseek_in_8_bit_floats_has_the_numbers_of_its_floats() -> None:
+    folder = family_folder("deepseek_v3")
+    config = json.loads((folder / "config.json").read_text())
+    packed, exact = {}, {}
+    for name, tensor in load_file(folder / "model.safetensors").items():
+        packed[name] = exact[name] = tensor
+        if name.endswith("proj.weight") or name.endswith("_with_mqa.weight"):
+            rows, columns = (-(-size // 16) for size in tensor.shape)
+            scales = torch.linspace(0.01, 0.02, rows * columns).view(rows, columns)
+            wide = scales.repeat_interleave(16, 0).repeat_interleave(16, 1)
+            wide = wide[: len(tensor), : tensor.shape[1]]
+            packed[name] = (tensor / wide).to(torch.float8_e4m3fn)
+            packed[f"{name}_scale_inv"] = scales
+            exact[name] = packed[name].float() * wide
+    own = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [16, 16]}
+    found = load_model(({**config, "quantization_config": own}, packed), kernels=Kernels())
+    expected = load_model((config, exact), kernels=Kernels())
+
+    assert len(packed) > len(exact)
+    for name in expected.weights:
+        assert torch.equal(found.weights.tensor(name), expected.weights.tensor(name))
 
 
 def changed(name: str, **fields: Any) -> dict[str, Any]:
