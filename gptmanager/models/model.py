@@ -206,9 +206,7 @@ def load_model(
         quantized=quantized,
         keeps_groups=keeps_groups,
     )
-    _check_mlx(weights, tensors)
-    weights.load(tensors, on_progress=on_progress)
-    tensors.close()
+    _load(weights, tensors, on_progress)
     return CheckpointModel(spec, weights, kernels, device, collectives)
 
 
@@ -220,20 +218,22 @@ def _opened(source: Source) -> tuple[Mapping[str, Any], TensorSource]:
     return read_config(source), open_tensors(source)
 
 
-def _check_mlx(weights: Weights, tensors: TensorSource) -> None:
-    """Raise ConfigError if MLX has written the tensors and the network needs other ones.
+def _load(weights: Weights, tensors: TensorSource, on_progress: ProgressCallback | None) -> None:
+    """Load the weights, and close the source.
 
-    MLX stacks experts and renames or transposes tensors of some families.
+    MLX stacks experts, and renames or transposes tensors of some families. If its files do not have
+    the tensors of the network, the error says so.
     """
-    if not isinstance(tensors, SafetensorsFolder) or "mlx" not in tensors.formats:
-        return
-    try:
-        weights.check(tensors)
-    except ConfigError as error:
-        raise ConfigError(
-            f"{error}. MLX has written these files, and stores this family in another way: pass "
-            "the model from which they were made"
-        ) from error
+    if isinstance(tensors, SafetensorsFolder) and "mlx" in tensors.formats:
+        try:
+            weights.check(tensors)
+        except ConfigError as error:
+            raise ConfigError(
+                f"{error}. MLX has written these files, and stores this family in another way: "
+                "pass the model from which they were made"
+            ) from error
+    weights.load(tensors, on_progress=on_progress)
+    tensors.close()
 
 
 def _naming(spec: ModelSpec, config: Mapping[str, Any]) -> dict[str, Any]:

@@ -142,11 +142,8 @@ def experts_of(
     def read(fields: Fields, layer: int) -> tuple[Experts, int] | None:
         own = (width, per_token, shared, num_shared, renormalize, "n_group", "topk_group")
         fields.note_read(*(it for it in own if isinstance(it, str)), "routed_scaling_factor")
-        number, dense = (
-            0 if fields.get(count) is None else fields.count(count),
-            is_dense(fields, layer),
-        )
-        if number == 0 or dense:
+        number = 0 if fields.get(count) is None else fields.count(count)
+        if is_dense(fields, layer) or number == 0:  # the first reads fields also without experts
             return None
         each, most = fields.size(width), fields.size(per_token)
         if most > number:
