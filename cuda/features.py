@@ -32,6 +32,7 @@ class Features:
     async_copies: bool = True  # `cp.async` copies tiles to shared memory while the kernel computes
     pinned: bool = True  # copies from and to the device use pinned memory
     carveout: bool = False  # kernels with much shared memory get the largest share of L1 for it
+    extra_syncwarp: bool = False  # `__syncwarp` before the matmuls of each tile or chunk
 
     @classmethod
     def parse(cls, text: str) -> Features:
@@ -60,7 +61,8 @@ class Features:
     @property
     def compiler_options(self) -> tuple[str, ...]:
         """Compiler options for kernels, both for NVRTC and for the emulator's compiler."""
-        return () if self.async_copies else ("-DCOPIES_AT_ONCE",)
+        copies = () if self.async_copies else ("-DCOPIES_AT_ONCE",)
+        return (*copies, "-DEXTRA_SYNCWARP") if self.extra_syncwarp else copies
 
 
 def _words() -> dict[str, tuple[str, bool]]:

@@ -135,6 +135,16 @@ template <int PENDING> __device__ inline void cp_async_wait() PTX(
 )
 #endif
 
+// Warps -------------------------------------------------------------------------------------------
+
+// Before `ldmatrix`, `mma` and `wgmma`, which all lanes of a warp must execute together. After a branch on the
+// lane the compiler lets the lanes meet by itself. EXTRA_SYNCWARP is to find out whether they did.
+__device__ inline void gather_lanes() {
+#ifdef EXTRA_SYNCWARP
+    __syncwarp();
+#endif
+}
+
 // Matrices of 8 x 8 16-bit elements in registers --------------------------------------------------
 
 // Loads four matrices. Lane 8 i + r passes the address of row r of matrix i, 16 aligned bytes in shared

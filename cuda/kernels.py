@@ -31,7 +31,7 @@ from gptmanager.cuda.device.launch import Launcher
 from gptmanager.cuda.gemm import gemv, gemv_int4, lora
 from gptmanager.cuda.gemm.byte_rows import ByteRows, Fp8Rows, Int8Rows
 from gptmanager.cuda.gemm.device_matrices import DeviceMatrix, on_device
-from gptmanager.cuda.gemm.matmul_choice import MatmulChoice, Seconds, multiply_by_torch
+from gptmanager.cuda.gemm.matmul_choice import OWN, MatmulChoice, Timer, multiply_by_torch
 from gptmanager.cuda.gemm.own_matmuls import OwnMatmuls
 from gptmanager.kernels.activation_kinds import Activation
 from gptmanager.kernels.attention.attention_arguments import AttentionShape, Pages, RowSpans
@@ -97,10 +97,10 @@ class CudaKernels(Kernels):
         self._choice = MatmulChoice()
         self._is_refusal_logged = False
 
-    def measure_matmuls(self, weights: Iterable[Matrix], device: str, seconds: Seconds) -> None:
+    def measure_matmuls(self, weights: Iterable[Matrix], device: str, timer: Timer) -> None:
         """Time matmuls with these weights; arguments as in `MatmulChoice.measure`."""
         if self._launcher.has_matmuls and not self.deterministic:
-            self._choice.measure(self._own_matmuls, map(on_device, weights), device, seconds)
+            self._choice.measure(self._own_matmuls, map(on_device, weights), device, timer)
 
     def new_matrix(
         self,
@@ -198,8 +198,9 @@ class CudaKernels(Kernels):
     def linear(self, x: Tensor, weight: Matrix, bias: Tensor | None = None) -> Tensor:
         x, matrix = x.to(weight.dtype).contiguous(), on_device(weight)
         if not self._multiplies(x, matrix):
-            given = x, matrix, bias
-            return super().linear(*given) if self.deterministic else multiply_by_torch(*given)
+            if self.deterministic:
+                return super().linear(x, matrix, bias)
+            return multiply_by_torch(x, matrix, bias, self._choice.engine(len(x), matrix))
         out = x.new_empty(len(x), len(matrix))
         if self.deterministic and not isinstance(matrix, Int4Matrix):
             gemv.multiply(self._launcher, out, x, matrix, bias)  # for any number of rows
@@ -240,7 +241,7 @@ class CudaKernels(Kernels):
                 return gemv_int4.covers(x, matrix)
             return gemv.covers(x, matrix)
         covered = self._own_matmuls.covers(x, matrix, silu=silu)
-        return covered and self._choice.is_ours(len(x), matrix)
+        return covered and self._choice.engine(len(x), matrix) == OWN
 
     def add_adapters(
         self, result: Tensor, x: Tensor, adapters: StepAdapters, layer: int, matrix: str

@@ -155,6 +155,7 @@ __global__ void __launch_bounds__(THREADS) context_attention(
         if (threadIdx.x < K::TOKENS) store_row(work, stage, find_row(work, work.tiles.after(next)));
         TileScores<K> scores = {};
         TileWeights<K> weights;
+        ptx::gather_lanes();
         multiply_keys<K>(scores, own, key_tile);
         if constexpr (SOFTCAP) cap<K>(scores, to_score);
         if (work.tiles.need_mask(tile, window)) {

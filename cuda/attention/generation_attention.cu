@@ -133,6 +133,7 @@ __device__ inline void attend_tile(WarpState<T, D, TILES>& state, const C* keys,
     int g = threadIdx.x % 32 / 4;
     float scores[TILES][4] = {};
     Chunks<T, C, D> chunks(keys, values);
+    ptx::gather_lanes();
 #pragma unroll
     for (int k = 0; k < D / 16; k++) {
         unsigned a[4];

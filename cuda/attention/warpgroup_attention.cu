@@ -69,6 +69,7 @@ constexpr int PATTERN = 1024;  // bytes of 8 rows of 64 elements, after which th
 
 template <class K, class T = typename K::T>
 __device__ inline void multiply_keys(TileScores<K>& scores, const T* queries, const T* keys) {
+    ptx::gather_lanes();
     ptx::warpgroup_fence(scores[0]);
 #pragma unroll
     for (int k = 0; k < K::D / 16; k++) {

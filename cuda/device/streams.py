@@ -123,26 +123,33 @@ class DeviceStream:
         return graph.replay, result
 
     def seconds(self, run: Callable[[], Tensor], is_captured: bool = True) -> float:
-        """Return the median time of `run` in seconds.
+        """Return the median time of `run` in seconds, as `timer` measures it."""
+        once = self.timer(run, is_captured)
+        return statistics.median(once() for _ in range(_REPEATS))
+
+    def timer(self, run: Callable[[], Tensor], is_captured: bool = True) -> Callable[[], float]:
+        """Return a function that repeats `run` once, and returns its time in seconds.
 
         If `is_captured`, a CUDA graph of it is timed, in which launches cost almost nothing;
         otherwise the time includes its launches.
         """
+        repeat: Callable[[], object] = run
         if is_captured:
             graph, _ = self._capture(run, None)  # a private pool, which is freed with the graph
+            repeat = graph.replay
         else:
             run()
-        repeat: Callable[[], object] = graph.replay if is_captured else run
         events: Any = torch.cuda.Event
         begin, end = events(enable_timing=True), events(enable_timing=True)
-        times = []
-        for _ in range(_REPEATS):
+
+        def once() -> float:
             begin.record()
             repeat()
             end.record()
             end.synchronize()
-            times.append(float(begin.elapsed_time(end)) / 1e3)
-        return statistics.median(times)
+            return float(begin.elapsed_time(end)) / 1e3
+
+        return once
 
     def _capture(
         self, run: Callable[[], Tensor], memory: Any

@@ -127,7 +127,7 @@ def covers(launcher: Launcher, x: Tensor, weight: Tensor | ByteRows) -> bool:
     The rows of both must be multiples of 16 bytes, aligned to 16 bytes.
     """
     fits = weight.dtype in _DTYPES and gemv.covers(x, weight)
-    return fits and len(x) <= _most_rows(launcher.max_shared_mem, isinstance(weight, ByteRows))
+    return fits and len(x) <= most_rows(launcher.max_shared_mem, isinstance(weight, ByteRows))
 
 
 def new_counters(launcher: Launcher, device: torch.device) -> Tensor:
@@ -250,6 +250,7 @@ def _cost(plan: MatmulPlan, multiprocessors: int) -> float:
     return (plan.share * of_round + meeting) * max(1, plan.num_blocks / multiprocessors)
 
 
-def _most_rows(max_shared_mem: int, in_bytes: bool) -> int:
+def most_rows(max_shared_mem: int, in_bytes: bool) -> int:
+    """Return the largest number of rows that `gemm` supports."""
     own = (kind for kind in _KINDS if kind.in_bytes is in_bytes)
     return max(kind.rows for kind in own if kind.shared_bytes <= max_shared_mem)

@@ -83,6 +83,7 @@ template <class K> struct TileSums {
     // Matrices without rows are multiplied, too: branches around them would cost more instructions, since
     // the compiler cannot know that all lanes of a warp take the same branch.
     template <class T> __device__ void add_round(const T* stage) {
+        ptx::gather_lanes();
         if constexpr (sizeof(typename K::W) < sizeof(T)) add_byte_round(stage);
         else add_own_round(stage);
     }

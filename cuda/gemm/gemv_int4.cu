@@ -73,6 +73,7 @@ __global__ void __launch_bounds__(WARPS * 32, 1) gemv_int4(
                     uint2 one = load_row(g), other = load_row(g + 8);
                     a[half][0] = one.x, a[half][1] = other.x, a[half][2] = one.y, a[half][3] = other.y;
                 }
+                ptx::gather_lanes();
                 float x_sums[4] = {};
                 if constexpr (HAS_MINIMA) {
                     unsigned ones = pack<T>(1, 1);

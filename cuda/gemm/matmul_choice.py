@@ -1,15 +1,18 @@
-"""`MatmulChoice`: chooses between our matmul kernels and torch, by the number of rows.
+"""`MatmulChoice`: chooses between our matmul kernels and torch's, by the number of rows.
 
-Without measurements, our kernels are used for up to 16 rows, or with 8-bit and 4-bit weights for
-as many rows as they support. When a model is loaded, our kernels and torch's are timed on its
-weights. Where torch multiplies fp8 weights (`scaled_matmul`), its time includes rounding the
-activations to fp8. With other quantized weights, it includes dequantizing the weight, which each of
-its matmuls has to repeat.
+When a model is loaded, the engines that support a weight are timed on weights of its size: our
+kernels, torch's matmul, and for fp8 weights `scaled_matmul`, the time of which includes rounding
+the activations to fp8. Torch's matmul of a quantized weight includes dequantizing it, which each
+matmul has to repeat. Without measurements, our kernels compute up to 16 rows, or up to 256 with
+8-bit and 4-bit weights if they support as many.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import math
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -20,103 +23,168 @@ from gptmanager.cuda.gemm.byte_rows import Fp8Rows
 from gptmanager.cuda.gemm.device_matrices import DeviceMatrix, values_of
 from gptmanager.cuda.gemm.gemv import FEW_ROWS
 from gptmanager.cuda.gemm.own_matmuls import OwnMatmuls
-from gptmanager.kernels.gemm.packed_matrix import plain
+from gptmanager.kernels.gemm.packed_matrix import plain, stored
 from gptmanager.lifecycle.log import logger
 
 Run = Callable[[], Tensor]
-Seconds = Callable[[Run], float]
+Timer = Callable[[Run], Callable[[], float]]  # returns a function that times one repetition
+Engine = Literal["own", "scaled", "torch"]
 Key = tuple[torch.Size, torch.dtype, torch.dtype]  # dtypes: of the matmul, of the stored weight
 
-# Numbers of rows that are measured; others are rounded up to the next one.
-_NUMBERS = (1, 2, 4, 8, FEW_ROWS, 32, 64, 128, 256)
-_UNMEASURED = frozenset(number for number in _NUMBERS if number <= FEW_ROWS)
+OWN: Engine = "own"
+SCALED: Engine = "scaled"  # `scaled_matmul`
+TORCH: Engine = "torch"  # `F.linear`, of a dequantized weight
+# Numbers of rows that are measured. Others are rounded up to the next one, or down to the last.
+_NUMBERS = (1, 2, 4, 8, FEW_ROWS, 32, 64, 128, 256, 1024, 4096)
+_UNMEASURED_QUANTIZED = 256  # rows of a quantized weight that are ours without a measurement
 _MARGIN = 0.97  # smaller differences are noise
-_AT_ONCE = 8  # weights of one size, timed in sequence, so that few are still in a cache
-_known: dict[tuple[str, Key], frozenset[int]] = {}  # by device, for all managers of a process
+_WARM_UPS, _ROUNDS = 2, 5
+_BEYOND_CACHES = 256 << 20  # bytes of weights in a run: more than any L2 cache
+_MOST_WEIGHTS = 256  # in a run
+_known: dict[tuple[str, Key], Mapping[int, Engine]] = {}  # by device, for all managers of a process
 
 
 class MatmulChoice:
     """The choice of matmul kernels for one model."""
 
     def __init__(self) -> None:
-        # numbers of rows at which to use our kernels
-        self._ours: dict[Key, frozenset[int]] = {}
+        self._chosen: dict[Key, Mapping[int, Engine]] = {}  # by the number of rows
 
-    def is_ours(self, num_rows: int, weight: DeviceMatrix) -> bool:
-        """Return whether to compute a matmul of `num_rows` rows with `weight` by `OwnMatmuls`."""
-        number = next((number for number in _NUMBERS if num_rows <= number), None)
-        unmeasured = _UNMEASURED if isinstance(weight, Tensor) else _NUMBERS
-        return number in self._ours.get(_key(weight), unmeasured)
+    def engine(self, num_rows: int, weight: DeviceMatrix) -> Engine:
+        """Return the engine for a matmul of `num_rows` rows with `weight`."""
+        chosen = self._chosen.get(_key(weight), {}).get(_measured(num_rows))
+        if chosen is not None:
+            return chosen
+        most = FEW_ROWS if isinstance(weight, Tensor) else _UNMEASURED_QUANTIZED
+        return OWN if num_rows <= most else SCALED if isinstance(weight, Fp8Rows) else TORCH
 
     def measure(
-        self, own: OwnMatmuls, weights: Iterable[DeviceMatrix], device: str, seconds: Seconds
+        self, own: OwnMatmuls, weights: Iterable[DeviceMatrix], device: str, timer: Timer
     ) -> None:
-        """Time our kernels and torch's on `weights`, and log the results.
+        """Time all engines on `weights`, and log the results.
 
-        Results are cached for all devices of the name `device`. `seconds` returns the time of a
-        run. If memory runs out, the remaining weights keep the rule without measurements.
+        Results are cached for all devices of the name `device`. `timer` prepares a run. If memory
+        runs out, the rule without measurements holds for what was not timed.
         """
         groups: dict[Key, list[DeviceMatrix]] = {}
+        num_bytes = 0
         for weight in weights:
             groups.setdefault(_key(weight), []).append(weight)
+            num_bytes += _bytes_of(weight)
         for key, group in groups.items():
-            first = group[0]
-            alone = values_of(first).new_empty(1, first.shape[1], dtype=first.dtype)
-            if not own.covers(alone, first):
+            if (device, key) in _known:
+                self._chosen[key] = _known[device, key]
                 continue
-            if (device, key) not in _known:
-                try:
-                    _known[device, key] = _compare(own, group[:_AT_ONCE], seconds)
-                except torch.OutOfMemoryError:
-                    logger.warning(
-                        "not enough memory to time matmuls: our kernels compute up to 16 rows, "
-                        "and with 8-bit and 4-bit weights as many rows as they support"
-                    )
-                    return
-            self._ours[key] = _known[device, key]
+            try:
+                chosen = _choose(own, _beyond_caches(group, num_bytes), timer)
+            except torch.OutOfMemoryError:
+                logger.warning(
+                    "not enough memory to time matmuls with %d x %d: our kernels compute up to 16 "
+                    "rows, and up to 256 with 8-bit and 4-bit weights",
+                    *group[0].shape,
+                )
+            else:
+                self._chosen[key] = _known[device, key] = chosen
 
 
-def multiply_by_torch(x: Tensor, weight: DeviceMatrix, bias: Tensor | None = None) -> Tensor:
-    """Return `x @ weight^T + bias`, with `scaled_matmul` if it supports the tensors."""
-    if isinstance(weight, Fp8Rows) and scaled_matmul.covers(x, weight):
+def multiply_by_torch(
+    x: Tensor, weight: DeviceMatrix, bias: Tensor | None = None, engine: Engine = SCALED
+) -> Tensor:
+    """Return `x @ weight^T + bias`, by `scaled_matmul` if it supports the tensors.
+
+    With the engine TORCH, `F.linear` is always used.
+    """
+    if engine != TORCH and isinstance(weight, Fp8Rows) and scaled_matmul.covers(x, weight):
         return scaled_matmul.multiply(x, weight, bias)
     return F.linear(x, plain(weight), bias)
+
+
+def _measured(num_rows: int) -> int:
+    """Return the measured number of rows that stands for `num_rows`."""
+    return _NUMBERS[min(bisect_left(_NUMBERS, num_rows), len(_NUMBERS) - 1)]
 
 
 def _key(weight: DeviceMatrix) -> Key:
     return weight.shape, weight.dtype, values_of(weight).dtype
 
 
-def _compare(own: OwnMatmuls, weights: list[DeviceMatrix], seconds: Seconds) -> frozenset[int]:
-    """Time both on `weights`; return the numbers of rows at which to use our kernels."""
-    width, depth = weights[0].shape
-    device = values_of(weights[0]).device
-    numbers, better, ours_us, torch_us = [], set(), [], []
+def _bytes_of(weight: DeviceMatrix) -> int:
+    return sum(tensor.nbytes for tensor in stored(weight))
+
+
+def _beyond_caches(group: Sequence[DeviceMatrix], num_bytes: int) -> list[DeviceMatrix]:
+    """Return weights of one size for a run: enough that L2 no longer has one when it is repeated.
+
+    A model of `num_bytes` that fits into L2 is timed with as many bytes as it has. If the group has
+    too few weights, the others are copies.
+    """
+    needed = -(-min(num_bytes, _BEYOND_CACHES) // _bytes_of(group[0]))
+    count = min(needed, _MOST_WEIGHTS)
+    copies = [group[number % len(group)].clone() for number in range(len(group), count)]
+    return [*group[:count], *copies]
+
+
+def _choose(own: OwnMatmuls, weights: Sequence[DeviceMatrix], timer: Timer) -> dict[int, Engine]:
+    """Return the fastest engine for each number of rows at which there are several."""
+    depth, device = weights[0].shape[1], values_of(weights[0]).device
+    chosen: dict[int, Engine] = {}
+    times = []
     for number in _NUMBERS:
         x = torch.randn(number, depth, device=device).to(weights[0].dtype)
-        if not own.covers(x, weights[0]):
-            continue
-        out = x.new_empty(number, width)
+        runs = _runs(own, x, weights)
+        if len(runs) > 1:
+            seconds = _compare({engine: timer(run) for engine, run in runs.items()})
+            chosen[number] = _fastest(seconds)
+            each = (f"{engine} {it * 1e6 / len(weights):.1f}" for engine, it in seconds.items())
+            times.append(f"{number}: {', '.join(each)}")
+    if times:
+        dtype = str(values_of(weights[0]).dtype).removeprefix("torch.")
+        logger.info(
+            "matmuls with %d x %d %s, us by the number of rows: %s",
+            *(*weights[0].shape, dtype, "; ".join(times)),
+        )
+    return chosen
 
-        def ours(x: Tensor = x, out: Tensor = out) -> Tensor:
-            for weight in weights:
-                own.multiply(out, x, weight, None)
-            return out
 
-        def by_torch(x: Tensor = x, out: Tensor = out) -> Tensor:
-            for weight in weights:
-                out = multiply_by_torch(x, weight)
-            return out
+def _runs(own: OwnMatmuls, x: Tensor, weights: Sequence[DeviceMatrix]) -> dict[Engine, Run]:
+    """Return a function for each engine that supports `x`, which multiplies it with all weights."""
 
-        numbers.append(number)
-        ours_us.append(seconds(ours) * 1e6 / len(weights))
-        torch_us.append(seconds(by_torch) * 1e6 / len(weights))
-        if torch_us[-1] >= _MARGIN * ours_us[-1]:
-            better.add(number)
-    microseconds = (", ".join(f"{it:.1f}" for it in figures) for figures in (ours_us, torch_us))
-    logger.info(
-        "matmuls with %d x %d %s at %s rows: %s us by our kernels, %s us by torch",
-        *(width, depth, str(values_of(weights[0]).dtype).removeprefix("torch.")),
-        *(", ".join(map(str, numbers)), *microseconds),
-    )
-    return frozenset(better)
+    def ours() -> Tensor:
+        for weight in weights:
+            own.multiply(out, x, weight, None)
+        return out
+
+    def by_torch(engine: Engine) -> Tensor:
+        for weight in weights:
+            result = multiply_by_torch(x, weight, engine=engine)
+        return result
+
+    runs: dict[Engine, Run] = {}
+    if own.covers(x, weights[0]):
+        out = x.new_empty(len(x), weights[0].shape[0])
+        runs[OWN] = ours
+    if scaled_matmul.covers(x, weights[0]):
+        runs[SCALED] = lambda: by_torch(SCALED)
+    runs[TORCH] = lambda: by_torch(TORCH)
+    return runs
+
+
+def _compare(timers: Mapping[Engine, Callable[[], float]]) -> dict[Engine, float]:
+    """Return the least time of each engine in seconds.
+
+    The engines alternate, so that changes of the device's clocks affect all of them. The first
+    rounds do not count: clocks rise, and code is loaded.
+    """
+    best = dict.fromkeys(timers, math.inf)
+    for number in range(_WARM_UPS + _ROUNDS):
+        for engine, seconds in timers.items():
+            taken = seconds()
+            if number >= _WARM_UPS:
+                best[engine] = min(best[engine], taken)
+    return best
+
+
+def _fastest(seconds: Mapping[Engine, float]) -> Engine:
+    """Return the engine with the least time; OWN unless another one is clearly faster."""
+    best = min(seconds, key=seconds.__getitem__)
+    return OWN if OWN in seconds and seconds[best] >= _MARGIN * seconds[OWN] else best

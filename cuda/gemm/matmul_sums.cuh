@@ -32,6 +32,7 @@ template <class T, int TILES, class W = T> struct Sums {
             unsigned high[4] = {first.z, second.z, first.w, second.w};
 #pragma unroll
             for (int i = 0; i < TILES; i++) own[i] = widened<T, W>(weight[i], part);
+            ptx::gather_lanes();
 #pragma unroll
             for (int i = 0; i < TILES; i++)
                 ptx::mma_m16n8k16(result[i], low, own[i].x, own[i].y, T());

@@ -1,11 +1,17 @@
-"""`OwnMatmuls`: runs the gemv or the gemm kernel, by the number of rows."""
+"""`OwnMatmuls`: runs the gemv or the gemm kernel, by the number of rows.
+
+More rows of a weight in 8 bits than one gemm supports are divided among several.
+"""
 
 from __future__ import annotations
+
+import functools
 
 from torch import Tensor
 
 from gptmanager.cuda.device.launch import Launcher
 from gptmanager.cuda.gemm import gemm, gemv, gemv_int4
+from gptmanager.cuda.gemm.byte_rows import ByteRows
 from gptmanager.cuda.gemm.device_matrices import DeviceMatrix
 from gptmanager.cuda.gemm.gemv import FEW_ROWS
 from gptmanager.kernels.gemm.int4_matrix import Int4Matrix
@@ -16,6 +22,7 @@ class OwnMatmuls:
 
     def __init__(self, launcher: Launcher) -> None:
         self._launcher = launcher
+        self._most_rows = gemm.most_rows(launcher.max_shared_mem, in_bytes=True)  # of one gemm
         self._arrived: Tensor | None = None  # allocated at the first gemm
 
     def covers(self, x: Tensor, weight: DeviceMatrix, *, silu: bool = False) -> bool:
@@ -24,7 +31,8 @@ class OwnMatmuls:
             return few and not silu and gemv_int4.covers(x, weight)
         if len(x) <= FEW_ROWS:
             return gemv.covers(x, weight)
-        return self._launcher.features.tiled and gemm.covers(self._launcher, x, weight)
+        first = x[: self._most_rows] if self._is_divided(x, weight) else x
+        return self._launcher.features.tiled and gemm.covers(self._launcher, first, weight)
 
     def multiply(
         self,
@@ -44,4 +52,13 @@ class OwnMatmuls:
             return
         if self._arrived is None:
             self._arrived = gemm.new_counters(self._launcher, x.device)
-        gemm.gemm(self._launcher, out, x, weight, bias, arrived=self._arrived, silu=silu)
+        multiply = functools.partial(gemm.gemm, self._launcher, arrived=self._arrived, silu=silu)
+        if not self._is_divided(x, weight):
+            multiply(out, x, weight, bias)
+            return
+        for first in range(0, len(x), self._most_rows):
+            rows = slice(first, first + self._most_rows)
+            multiply(out[rows], x[rows], weight, bias)
+
+    def _is_divided(self, x: Tensor, weight: Tensor | ByteRows) -> bool:
+        return isinstance(weight, ByteRows) and len(x) > self._most_rows

@@ -265,8 +265,8 @@ class DeviceBackend(Backend):
         if isinstance(model, CheckpointModel) and isinstance(self.stream, DeviceStream):
             name = torch.cuda.get_device_name(self.device)
             with self.stream:
-                seconds = self.stream.seconds
-                self.kernels.measure_matmuls(model.weights.matrices, name, seconds)
+                timer = self.stream.timer
+                self.kernels.measure_matmuls(model.weights.matrices, name, timer)
         return model
 
     def memory_budget(

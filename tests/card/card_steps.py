@@ -160,11 +160,14 @@ def _fast(setup: Setup) -> list[Step]:
         command = setup.gptmanager("bench", "e2e", *given)
         return Step(name, command, limit_s, 45, kind="model", environment=environment)
 
-    def kernels(part: str, peers: str, minutes: str, limit_s: float) -> Step:
-        output = ("--output", setup.result(f"kernels-{part}"))
-        given = ("--only", part, "--peers", peers, "--minutes", minutes)
-        command = setup.gptmanager("bench", "kernels", *given, *output)
-        return Step(f"kernels-{part}", command, limit_s, kind="kernels")
+    def kernels(
+        part: str, peers: str, minutes: str, limit_s: float, switch: str = "", *further: str
+    ) -> Step:
+        name = f"kernels-{part}-{switch}" if switch else f"kernels-{part}"
+        given = ("--only", part, "--peers", peers, "--minutes", minutes, *further)
+        command = setup.gptmanager("bench", "kernels", *given, "--output", setup.result(name))
+        environment = {"GPTMANAGER_CUDA": switch} if switch else {}
+        return Step(name, command, limit_s, kind="kernels", environment=environment)
 
     return [
         Step("compile", _compiler(setup, "--only", "bfloat16"), 120),
@@ -177,6 +180,10 @@ def _fast(setup: Setup) -> list[Step]:
         *(
             steps(name, "load", "0.5", 60, switch, *SMALL)
             for name, switch in (("small", ""), ("small-no-mixed-graphs", "no-mixed-graphs"))
+        ),
+        *(
+            kernels("attention", "none", "0.3", 45, switch, "--quick")
+            for switch in ("carveout", "extra-syncwarp")
         ),
         # last, because FlashInfer may compile for minutes
         steps("model-flashinfer", "load", "1.5", 150, "", "--quick", "--flashinfer"),

@@ -12,6 +12,7 @@ import tarfile
 import threading
 import time
 import zipfile
+from dataclasses import fields
 from pathlib import Path
 
 import card_steps
@@ -29,6 +30,7 @@ from gptmanager import cli
 from gptmanager.bench.kernels.benchmark import all_cases
 from gptmanager.bench.kernels.cases import Sizes
 from gptmanager.cuda import matrix
+from gptmanager.cuda.features import Features
 
 FOLDER = Path(__file__).parent
 ROOT = FOLDER.parents[1]
@@ -121,6 +123,13 @@ def test_phase_b_times_steps_with_each_kind_of_weights_and_attention():
     assert "--flashinfer" in steps["model-flashinfer"]
     kernels = {case.name for case in all_cases(Sizes()) if case.part == "matmuls" and case.quick}
     assert any(", fp8, " in name for name in kernels), "phase a checks them with --quick"
+
+
+def test_phase_b_tries_what_is_off_by_default():
+    known = {"" if it.default else it.name.replace("_", "-") for it in fields(Features)} - {""}
+    steps = steps_of("b", Setup(ROOT, Path("."), "python"))
+    assert known == {"carveout", "extra-syncwarp"}
+    assert known <= {step.environment.get("GPTMANAGER_CUDA") for step in steps}
 
 
 def shell(name, command, limit_s=20.0, **options):

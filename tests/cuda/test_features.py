@@ -10,10 +10,13 @@ import numpy as np
 import pytest
 import torch
 from devices import finals, prompt
+from ptx_text import ptx_of
 from requirements import skip
 
 from gptmanager import InferenceRequest, KvCacheConfig, OptionalParams
 from gptmanager.assembly.backend import DeviceBackend
+from gptmanager.cuda import moe
+from gptmanager.cuda.attention.context_attention import PROGRAM as CONTEXT
 from gptmanager.cuda.attention.generation_attention import PROGRAM as GENERATION
 from gptmanager.cuda.attention.warpgroup_attention import PROGRAM as WARPGROUPS
 from gptmanager.cuda.attention.warpgroup_attention import takes
@@ -22,7 +25,9 @@ from gptmanager.cuda.device.launch import EmulatorLauncher
 from gptmanager.cuda.device.streams import DeviceStream, EmulatedStream
 from gptmanager.cuda.device.thread_contexts import ThreadContexts
 from gptmanager.cuda.features import VARIABLE, Features
+from gptmanager.cuda.gemm import gemv, lora
 from gptmanager.cuda.gemm.gemm import PROGRAM as TILED
+from gptmanager.cuda.gemm.gemv_int4 import PROGRAM as INT4
 from gptmanager.cuda.gemm.own_matmuls import OwnMatmuls
 from gptmanager.cuda.kernels import CudaKernels
 from gptmanager.errors import ConfigError
@@ -38,10 +43,14 @@ def without(*words):
 def test_words():
     assert Features.parse("") == Features() == Features.asked({})
     assert Features().words == ()
-    given = Features.asked({VARIABLE: " no-early, carveout,,no-async-copies"})
-    assert given == Features(early=False, async_copies=False, carveout=True)
-    assert given.words == ("no-early", "no-async-copies", "carveout")
-    known = "no-early, no-warpgroups, no-products, no-tiled, no-graphs, no-mixed-graphs, no-split,"
+    given = Features.asked({VARIABLE: " no-early, extra-syncwarp,carveout,,no-async-copies"})
+    assert given == Features(early=False, async_copies=False, carveout=True, extra_syncwarp=True)
+    assert given.words == ("no-early", "no-async-copies", "carveout", "extra-syncwarp")
+    assert given.compiler_options == ("-DCOPIES_AT_ONCE", "-DEXTRA_SYNCWARP")
+    known = (
+        "no-early, no-warpgroups, no-products, no-tiled, no-graphs, no-mixed-graphs, no-split, "
+        "no-async-copies, no-pinned, carveout, extra-syncwarp$"
+    )
     for word in ("early", "no-carveout", "no-erly", "NO-EARLY"):
         with pytest.raises(
             ConfigError, match=f"unknown word '{word}' in GPTMANAGER_CUDA; .*{known}"
@@ -122,10 +131,15 @@ def test_no_pinned(monkeypatch):
     assert [options["pin_memory"] for options in asked] == [True, False]
 
 
-@pytest.mark.every(2)
+@pytest.mark.every(3)
 @pytest.mark.timeout(240)  # it compiles a few kernels anew
 @pytest.mark.parametrize(
-    "words", ["no-graphs,no-split,no-early,no-warpgroups,no-pinned", "no-async-copies"]
+    "words",
+    [
+        "no-graphs,no-split,no-early,no-warpgroups,no-pinned",
+        "no-async-copies",
+        "carveout,extra-syncwarp",
+    ],
 )
 def test_the_tokens_are_the_same(words, toolchain, monkeypatch):
     def requests():
@@ -153,6 +167,24 @@ def test_copies_at_once_compile_to_no_copies_in_the_background(program, tmp_path
     ]
     assert codes[0].code != codes[1].code
     assert all(re.search(rb"\.(debug|nv_debug)_line", own.code) for own in codes)
+
+
+@pytest.mark.every(3)
+@pytest.mark.parametrize(
+    ("program", "kernel"),
+    [
+        *((it, it.path.stem) for it in (GENERATION, CONTEXT, WARPGROUPS, TILED)),
+        *((gemv.PROGRAM, "gemv"), (INT4, "gemv_int4")),
+        *((lora.PROGRAM, "shrink"), (moe.PROGRAM, "expert_gemm")),
+    ],
+)
+def test_extra_syncwarp_is_in_every_kernel_that_uses_tensor_cores(program, kernel):
+    name = next(it for it in program.kernels if it.startswith(f"{kernel}<__nv_bfloat16"))
+    counts = [
+        ptx_of(program, [name], "compute_90a", features.compiler_options).count("bar.warp.sync")
+        for features in (Features(), without("extra-syncwarp"))
+    ]
+    assert counts[0] < counts[1]
 
 
 class Runtime:

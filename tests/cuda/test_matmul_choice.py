@@ -1,18 +1,26 @@
 from __future__ import annotations
 
+import functools
+import itertools
+import re
+
 import pytest
 import torch
 import torch.nn.functional as F
 from adapter_cases import LAYER, new_case
 from devices import there_is
-from kernel_values import close, randn
+from kernel_values import close, exact, randn, rounded
 
 from gptmanager.cuda.device.launch import EmulatorLauncher
 from gptmanager.cuda.device.streams import DeviceStream
-from gptmanager.cuda.gemm import matmul_choice as product_choice
-from gptmanager.cuda.gemm.matmul_choice import MatmulChoice
+from gptmanager.cuda.gemm import matmul_choice, scaled_matmul
+from gptmanager.cuda.gemm.byte_rows import Fp8Rows, Int8Rows
+from gptmanager.cuda.gemm.device_matrices import values_of
+from gptmanager.cuda.gemm.matmul_choice import OWN, SCALED, TORCH, MatmulChoice
 from gptmanager.cuda.gemm.own_matmuls import OwnMatmuls
 from gptmanager.cuda.kernels import CudaKernels
+from gptmanager.kernels.gemm.int4_matrix import Int4Matrix
+from gptmanager.kernels.gemm.packed_matrix import stored
 from gptmanager.kernels.lora.adapter_arguments import AdapterModule
 
 
@@ -33,7 +41,7 @@ def launcher(toolchain):
 
 @pytest.fixture(autouse=True)
 def nothing_known(monkeypatch):
-    monkeypatch.setattr(product_choice, "_known", {})
+    monkeypatch.setattr(matmul_choice, "_known", {})
 
 
 def weights(count, width, depth):
@@ -45,65 +53,214 @@ def own(launcher):
     return OwnMatmuls(launcher)
 
 
-def test_up_to_16_rows_are_ours_unless_measured():
-    choice, (weight,) = MatmulChoice(), weights(1, 8, 8)
-    assert [choice.is_ours(rows, weight) for rows in (1, 16, 17, 256, 257)] == [
-        *(True, True, False, False, False),
+def test_what_is_ours_unless_measured():
+    choice, (weight,) = MatmulChoice(), weights(1, 8, 16)
+    quantized = (rounded(weight, kind) for kind in (Int8Rows, Int4Matrix, Fp8Rows))
+    found = [[choice.engine(n, it) for n in (16, 17, 256, 257)] for it in (weight, *quantized)]
+    assert found == [
+        [OWN, TORCH, TORCH, TORCH],
+        [OWN, OWN, OWN, TORCH],
+        [OWN, OWN, OWN, TORCH],
+        [OWN, OWN, OWN, SCALED],
     ]
 
 
 def test_the_faster_one_is_chosen_and_the_log_tells(own, caplog):
-    """By turns ours and torch's, at 1, 2, 4, 8, 16, ... 256 rows; a percent is noise."""
+    """Ours and torch's, at 1, 2, 4, 8, 16, ... 256 rows; a percent is noise."""
     caplog.set_level("INFO", "gptmanager")
     by_torch = iter([8, 3, 3.96, 2, 5, 5, 3, 3.9, 3])
     runs, times = [], iter([1e-6 * it for other in by_torch for it in (4, other)])
 
-    def seconds(run):
+    def timer(run):
         runs.append(run())
-        return 8 * next(times)
+        taken = 8 * next(times)
+        return lambda: taken
 
     choice, measured = MatmulChoice(), weights(8, 8, 16)
-    choice.measure(own, measured, "card", seconds)
+    choice.measure(own, measured, "card", timer)
 
     numbers = (1, 2, 3, 4, 5, 8, 9, 16, 17, 32, 33, 64, 65, 128, 129, 256, 257)
-    ours = [choice.is_ours(rows, measured[0]) for rows in numbers]
+    ours = [choice.engine(rows, measured[0]) == OWN for rows in numbers]
     few = [True, False, True, True, False, False, True, True]
     assert ours == [*few, True, True, False, False, True, True, False, False, False]
-    assert choice.is_ours(2, measured[0].float()) and choice.is_ours(2, measured[0].T)
+    for other in (measured[0].float(), measured[0].T):
+        assert choice.engine(2, other) == OWN
     assert [len(it) for it in runs[::2]] == [1, 2, 4, 8, 16, 32, 64, 128, 256]
     for one, other in zip(runs[::2], runs[1::2], strict=True):
         torch.testing.assert_close(one, other, rtol=2e-2, atol=2e-2)
     assert caplog.messages == [
-        "matmuls with 8 x 16 bfloat16 at 1, 2, 4, 8, 16, 32, 64, 128, 256 rows: 4.0, 4.0, 4.0, "
-        "4.0, 4.0, 4.0, 4.0, 4.0, 4.0 us by our kernels, 8.0, 3.0, 4.0, 2.0, 5.0, 5.0, 3.0, 3.9, "
-        "3.0 us by torch"
+        "matmuls with 8 x 16 bfloat16, us by the number of rows: "
+        "1: own 4.0, torch 8.0; 2: own 4.0, torch 3.0; 4: own 4.0, torch 4.0; "
+        "8: own 4.0, torch 2.0; 16: own 4.0, torch 5.0; 32: own 4.0, torch 5.0; "
+        "64: own 4.0, torch 3.0; 128: own 4.0, torch 3.9; 256: own 4.0, torch 3.0"
     ]
 
     again = MatmulChoice()
-    again.measure(own, measured, "card", seconds)  # nothing is timed: there are no times left
-    assert [again.is_ours(rows, measured[0]) for rows in numbers] == ours
+    again.measure(own, measured, "card", None)  # nothing is timed
+    assert [again.engine(rows, measured[0]) == OWN for rows in numbers] == ours
+
+
+def test_engines_alternate_after_warm_ups(own):
+    """Torch is fast only at first, and ours is slow at first."""
+    called, made = [], []
+
+    def timer(run):
+        name = ("own", "torch")[len(made) % 2]
+        made.append(name)
+        first = {"own": [9.0, 9.0], "torch": [0.1, 0.1]}[name]
+        times = itertools.chain(first, itertools.repeat({"own": 2.0, "torch": 3.0}[name]))
+
+        def seconds():
+            called.append(name)
+            return next(times)
+
+        return seconds
+
+    choice, (weight,) = MatmulChoice(), weights(1, 8, 16)
+    choice.measure(own, [weight], "card", timer)
+    assert len(made) == 18 and len(called) >= 18 * 5
+    assert called == ["own", "torch"] * (len(called) // 2)
+    assert choice.engine(1, weight) == choice.engine(256, weight) == OWN
+
+
+def test_a_slow_repetition_does_not_decide(own):
+    """As where another process uses the GPU for a moment."""
+    made = []
+
+    def timer(run):
+        made.append(run)
+        times = itertools.chain([2.0] * 4, [50.0], itertools.repeat(2.0))
+        return functools.partial(next, times) if len(made) % 2 else lambda: 3.0
+
+    choice, (weight,) = MatmulChoice(), weights(1, 8, 16)
+    choice.measure(own, [weight], "card", timer)
+    assert choice.engine(32, weight) == OWN
+
+
+@pytest.fixture
+def multiplied(own, monkeypatch):
+    """The weights of each of our runs, as the addresses of their values."""
+    found = []
+
+    def multiply(out, x, weight, bias):
+        values = weight if isinstance(weight, torch.Tensor) else weight.values
+        found[-1].append((values.data_ptr(), exact(weight)))
+
+    def timer(run):
+        found.append([])
+        run()
+        return lambda: 1.0
+
+    monkeypatch.setattr(own, "multiply", multiply)
+    return found, timer
+
+
+@pytest.mark.parametrize("kind", [None, Int8Rows, Fp8Rows, Int4Matrix])
+def test_a_run_reads_more_weights_than_a_cache_holds(own, multiplied, monkeypatch, kind):
+    """If there are too few of a size, it reads copies of them."""
+    found, timer = multiplied
+    small, large = weights(2, 32, 64), weights(1, 128, 256)
+    if kind is not None:
+        small, large = ([rounded(it, kind) for it in group] for group in (small, large))
+    size = sum(it.nbytes for it in stored(small[0]))
+    monkeypatch.setattr(matmul_choice, "_BEYOND_CACHES", 5 * size - 1)
+    MatmulChoice().measure(own, [*small, *large], "card", timer)
+    runs = [run for run in found if run]  # those of torch are empty
+    assert {len(run) for run in runs} == {5, 1}
+    for run in runs:
+        addresses = [address for address, _ in run]
+        assert len({*addresses}) == len(addresses)
+        for number, (_, values) in enumerate(run):
+            expected = large[0] if len(run) == 1 else small[number % 2]
+            assert torch.equal(values, exact(expected))
+    for it in small:
+        assert sum(address == values_of(it).data_ptr() for address, _ in runs[0]) == 1
+
+
+def test_a_model_that_fits_into_a_cache_is_timed_as_it_is(own, multiplied, monkeypatch):
+    found, timer = multiplied
+    MatmulChoice().measure(own, weights(3, 32, 64), "card", timer)
+    assert {len(run) for run in found if run} == {3}
+    monkeypatch.setattr(matmul_choice, "_MOST_WEIGHTS", 2)
+    found.clear()
+    MatmulChoice().measure(own, weights(3, 32, 64), "other card", timer)
+    assert {len(run) for run in found if run} == {2}
 
 
 def test_many_rows_of_float32_are_torchs(own, caplog):
     caplog.set_level("INFO", "gptmanager")
     choice, (weight,) = MatmulChoice(), weights(1, 8, 16)
-    choice.measure(own, [weight.float()], "card", lambda run: 1e-6)
-    assert "at 1, 2, 4, 8, 16 rows: 1.0," in caplog.text
-    assert [choice.is_ours(rows, weight.float()) for rows in (16, 17)] == [True, False]
+    choice.measure(own, [weight.float()], "card", lambda run: lambda: 1e-6)
+    assert re.findall(r"(\d+): own", caplog.text) == ["1", "2", "4", "8", "16"]
+    assert [choice.engine(rows, weight.float()) for rows in (16, 17)] == [OWN, TORCH]
 
 
-def test_what_the_kernel_does_not_take_is_not_timed(own):
+def test_what_only_torch_supports_is_not_timed(own):
     MatmulChoice().measure(own, weights(1, 8, 12), "card", None)
 
 
 def test_no_memory_to_measure(own, caplog):
-    def seconds(run):
+    def timer(run):
         raise torch.OutOfMemoryError("none")
 
     choice, (weight,) = MatmulChoice(), weights(1, 8, 16)
-    choice.measure(own, [weight], "card", seconds)
-    assert choice.is_ours(16, weight) and not choice.is_ours(17, weight)
-    assert "not enough memory to time matmuls" in caplog.text
+    choice.measure(own, [weight], "card", timer)
+    assert [choice.engine(rows, weight) for rows in (16, 17)] == [OWN, TORCH]
+    assert "not enough memory to time matmuls with 8 x 16" in caplog.text
+
+
+@pytest.fixture
+def scaled(monkeypatch):
+    """Torch's matmul of 8-bit floats on a CPU; the numbers of rows that it multiplied."""
+    found = []
+
+    def multiply(x, weight, bias=None):
+        found.append(len(x))
+        return F.linear(x, weight.unpacked(), bias)
+
+    monkeypatch.setattr(scaled_matmul, "covers", lambda x, weight: isinstance(weight, Fp8Rows))
+    monkeypatch.setattr(scaled_matmul, "multiply", multiply)
+    return found
+
+
+def test_each_number_of_rows_of_8_bit_floats_has_its_fastest_engine(launcher, scaled):
+    """Ours, torch's matmul of 8-bit floats, and that of the dequantized weight."""
+    fastest = {1: 0, 2: 1, 4: 2, 8: 0, 16: 0, 32: 1, 64: 0, 128: 0, 256: 2, 1024: 0, 4096: 1}
+    times = iter(
+        [1.0 if engine == best else 2.0 for best in fastest.values() for engine in range(3)]
+    )
+
+    def timer(run):
+        taken = next(times)
+        return lambda: taken
+
+    kernels, weight = CudaKernels(launcher), rounded(randn(40, 64, dtype=torch.bfloat16), Fp8Rows)
+    kernels.measure_matmuls([weight], "card", timer)
+    expected = {1: "gemv", 2: "scaled", 3: "torch", 32: "scaled", 64: "gemm", 200: "torch",
+                300: "gemm", 1025: "scaled", 5000: "scaled"}  # fmt: skip
+    for rows, engine in expected.items():
+        x = randn(rows, 64, dtype=torch.bfloat16, seed=3)
+        launcher.names.clear()
+        scaled.clear()
+        product = x.double() @ exact(weight).T
+        torch.testing.assert_close(kernels.linear(x, weight).double(), product, rtol=2e-2, atol=0.1)
+        used = {*launcher.names} or ({"scaled"} if scaled else {"torch"})
+        assert used == {engine} and len(scaled) == (engine == "scaled"), rows
+
+
+@pytest.mark.parametrize("kind", [Int8Rows, Fp8Rows])
+def test_many_rows_of_a_weight_in_8_bits_are_divided(own, launcher, kind):
+    plain, bias = randn(48, 64, dtype=torch.bfloat16), randn(48, dtype=torch.bfloat16, seed=2)
+    weight, x = rounded(plain, kind), randn(300, 64, dtype=torch.bfloat16, seed=3)
+    assert own.covers(x, weight) and not own.covers(x, plain)
+    out, gated = x.new_empty(300, 48), x.new_empty(300, 24)
+    own.multiply(out, x, weight, bias)
+    own.multiply(gated, x, weight, bias, silu=True)
+    assert launcher.names == ["gemm"] * 4
+    product = x.double() @ exact(weight).T + bias.double()
+    close(out, product)
+    gate, up = product.chunk(2, dim=1)
+    close(gated, F.silu(gate) * up)
 
 
 def test_ops_of_few_rows_are_kernels(launcher):
@@ -124,7 +281,7 @@ def test_ops_of_few_rows_are_kernels(launcher):
 
 def test_ops_of_more_rows_are_kernels_where_they_are_faster(launcher):
     kernels, weight = CudaKernels(launcher), randn(40, 72, dtype=torch.bfloat16)
-    kernels.measure_matmuls([weight], "card", lambda run: 1e-6)
+    kernels.measure_matmuls([weight], "card", lambda run: lambda: 1e-6)
     launcher.names.clear()
     bias = randn(40, dtype=torch.bfloat16, seed=2)
     for rows, name in ((16, "gemv"), (17, "gemm"), (256, "gemm")):
@@ -174,9 +331,9 @@ def test_on_a_device():
     stream, choice = DeviceStream("cuda"), MatmulChoice()
     own = [weight.cuda() for weight in weights(2, 4096, 4096)]
     with stream, torch.inference_mode():
-        choice.measure(OwnMatmuls(stream.launcher), own, "card", stream.seconds)
+        choice.measure(OwnMatmuls(stream.launcher), own, "card", stream.timer)
         replay, result = stream.capture(lambda: own[0] + 1)
         replay()
         stream.synchronize()
         assert torch.equal(result, own[0] + 1)
-    assert len(product_choice._known) == 1
+    assert len(matmul_choice._known) == 1

@@ -80,3 +80,23 @@ def test_a_step_that_cannot_be_recorded_leaves_nothing_behind(stream):
     assert gc.isenabled() and stream.calls[-1] == "ends"
     assert stream._device_lock.acquire(blocking=False)
     stream._device_lock.release()
+
+
+def test_a_timer_repeats_what_it_has_captured_once(stream, monkeypatch):
+    """Its time does not include the capture; `seconds` is the median of several repetitions."""
+    replays, runs, times = [], [], iter([7.0, 9.0, 1.0, 2.0, 8.0, 3.0, 4.0, 5.0])
+    event = SimpleNamespace(record=lambda: None, synchronize=lambda: None)
+    event.elapsed_time = lambda end: next(times)
+    monkeypatch.setattr(torch.cuda, "Event", lambda enable_timing: event)
+    monkeypatch.setattr(Graph, "__init__", lambda own: setattr(own, "replay", own.play))
+    monkeypatch.setattr(Graph, "play", lambda own: replays.append(own), raising=False)
+
+    def run():
+        runs.append(1)
+        return torch.ones(1)
+
+    once = stream.timer(run)
+    assert (len(runs), len(replays)) == (2, 0)
+    assert once() == 7e-3 and once() == 9e-3 and (len(runs), len(replays)) == (2, 2)
+    assert stream.seconds(run, is_captured=False) == 3e-3
+    assert (len(runs), len(replays)) == (2 + 6, 2)

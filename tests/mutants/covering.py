@@ -18,6 +18,7 @@ _CUDA = {
     "context_softmax.cuh": _CONTEXT,
     "context_tiles.cuh": _CONTEXT,
     "context_work.cuh": _CONTEXT,
+    "delta_rule.cu": "test_delta_kernels",
     "float_attention.cu": "test_attention_borders test_generation_attention test_context_attention"
     " test_far_pages",
     "fp8.cuh": "test_fp8_conversion test_cache_write test_generation_attention",
@@ -40,6 +41,7 @@ _CUDA = {
     "warpgroup_attention.cu": "test_context_attention test_far_pages test_machine_code",
 }
 _CHOICES = "test_launch_choices test_dependent_kernels"  # which kernel is launched, and how
+_PROVIDERS = "test_attention_providers"
 # What launches kernels, plans for them and brings them what they read.
 _LAUNCHES = {
     "adjustments.py": f"test_adjustments_kernel test_adjustments {_CHOICES}",
@@ -48,10 +50,14 @@ _LAUNCHES = {
     "compiler.py": "test_compiler test_cache_folder test_machine_code",
     "context_attention.py": "test_context_attention test_attention_borders test_mixed_steps "
     f"{_CHOICES}",
+    "delta_rule.py": f"test_delta_kernels {_CHOICES}",
     "dependent_launch.py": "test_launch test_dependent_kernels",
     "device.py": "test_device",
     "device_matrices.py": "test_quantized_weights test_gemv",
     "downloads.py": "test_device_chooser test_device_executor",
+    "features.py": "test_features",
+    "flash_attention.py": _PROVIDERS,
+    "flashinfer_attention.py": _PROVIDERS,
     "float_attention.py": f"test_generation_attention test_context_attention {_CHOICES}",
     "generation_attention.py": f"test_generation_plan test_generation_attention {_CHOICES}",
     "generation_plan.py": "test_generation_plan test_generation_attention",
@@ -61,10 +67,13 @@ _LAUNCHES = {
     "matrix.py": "test_compiler",
     "moe.py": "test_moe",
     "own_matmuls.py": "test_matmul_choice test_gemv test_launch_choices",
+    "provider_libraries.py": _PROVIDERS,
     "paged_kernels.py": "test_cache_write test_generation_attention test_context_attention",
     "matmul_choice.py": "test_matmul_choice",
+    "scaled_matmul.py": "test_quantized_weights test_matmul_choice",
     "sampling.py": f"test_sampling_kernel test_sampling test_device_chooser {_CHOICES}",
     "streams.py": "test_streams test_device_executor test_raw_kernel_graphs",
+    "thread_contexts.py": "test_features test_launch",
     "uploads.py": "test_device_executor test_step_launches",
     "warpgroup_attention.py": f"test_context_attention test_machine_code {_CHOICES}",
 }
@@ -72,6 +81,9 @@ _EMULATOR = "test_emulator test_emulator_bugs test_device_functions test_launch"
 _MATRICES = f"{_EMULATOR} test_gemv test_context_attention"
 _EMULATED = {"intrinsics_cpu.h": _MATRICES, "warp.h": _MATRICES, "warpgroup.cpp": _MATRICES}
 _MATMULS = "test_kernel_memory test_packed_matmul test_kernels"
+_RULES = "test_provider_rules test_providers"
+_EXPERTS = "test_cpu_experts"
+_INT4 = "test_int4_matmul test_int4_rounding"
 _CPU = {
     "adapter_arguments.py": "test_adapter_kernels",
     "adapter_formulas.py": "test_adapter_kernels",
@@ -79,27 +91,48 @@ _CPU = {
     "adapter_plan.py": "test_kernel_memory test_adapter_kernels",
     "adapters.py": "test_kernel_memory test_adapter_kernels",
     "attention_arguments.py": "test_kernel_memory test_kernels",
+    "attention_choice.py": _RULES,
+    "attention_trial.py": _RULES,
     "attention_task.py": "test_kernel_memory test_kernels",
+    "cpu_delta.py": "test_delta_rule",
+    "cpu_experts.py": _EXPERTS,
+    "delta_formulas.py": "test_delta_rule",
+    "delta_loops.py": "test_delta_rule",
+    "delta_ops.py": "test_delta_rule",
+    "grouped_matmul.py": _EXPERTS,
+    "int4_activations.py": _INT4,
+    "int4_groups.py": _INT4,
+    "int4_matmul.py": _INT4,
+    "int4_matrix.py": f"{_INT4} test_gemv_int4 test_matmul_choice",
+    "int4_tiles.py": _INT4,
     "int8_tiles.py": _MATMULS,
     "int16_tiles.py": _MATMULS,
     "lanes.py": "test_kernel_memory test_kernels test_adapter_kernels",
     "machine_code.py": "test_kept_kernels",
     "matmul.py": _MATMULS,
     "matrix_tiles.py": _MATMULS,
-    "packed_matrix.py": _MATMULS,
+    "mixture.py": _EXPERTS,
+    "packed_matrix.py": f"{_MATMULS} test_panel_writing test_matmul_choice",
     "weight_quantization.py": f"{_MATMULS} test_int4_rounding",
     "paged_attention.py": "test_kernel_memory test_kernels",
+    "provided.py": _RULES,
+    "providers.py": _RULES,
     "pairs.py": "test_kernel_memory test_packed_matmul test_adapter_kernels",
     "matmul_plan.py": _MATMULS,
     "small_matmul.py": "test_kernel_memory test_kernels",
     "captured_step.py": "test_captured_steps",
     "quantized_activations.py": _MATMULS,
     "reference.py": "test_kernels test_adapter_kernels test_float64",
+    "routing.py": f"{_EXPERTS} test_moe",
+    "routing_loops.py": _EXPERTS,
     "threads.py": "test_kernels test_adapter_kernels test_captured_steps",
     "torch_operations.py": "test_torch_operations test_captured_steps",
     "per_token_kernels.py": "test_kernel_memory test_kernels",
     "token_masks.py": "test_token_masks",
 }
+_CHOOSES_PROVIDERS = tuple(
+    f"gptmanager/assembly/attention_{name}.py" for name in ("choice", "trial")
+)
 _ANY_OF_CPU = (
     "test_kernel_memory test_kernels test_packed_matmul test_adapter_kernels test_token_masks"
 )
@@ -108,12 +141,13 @@ _ANY_OF_CPU = (
 def files(root: Path) -> list[str]:
     """What mistakes are planted in."""
     left_out = ("intrinsics.cuh", "__init__.py")
-    return [
+    kernels = [
         path.relative_to(root).as_posix()
         for folder in ("cuda", "gptmanager/kernels")
         for path in sorted((root / folder).rglob("*.*"))
         if path.name not in left_out and "__pycache__" not in path.parts
     ]
+    return [*kernels, *_CHOOSES_PROVIDERS]
 
 
 def covering_tests(root: Path, file: str) -> list[str]:
@@ -134,6 +168,8 @@ def covering_tests(root: Path, file: str) -> list[str]:
     else:
         own = _CUDA.get(name, own)
     found = _paths(root, own) or _tests_of_users(root, file.removeprefix("cuda/"))
+    if name.endswith((".cu", ".cuh")):  # tests of the same name on a CPU launch no kernel
+        found = [path for path in found if path.startswith("tests/cuda/")]
     if not found:
         raise ValueError(f"{file} has no tests in tests/mutants/covering.py")
     return found

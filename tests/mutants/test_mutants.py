@@ -115,6 +115,20 @@ def test_every_file_has_tests():
         assert mutants_of(file, (ROOT / file).read_text("utf-8"))
 
 
+def test_tests_of_a_kernel_are_those_that_launch_it(tmp_path):
+    """A test of the same name may be one of the CPU's kernel."""
+    for path in ("cuda/a.cu", "tests/kernels/test_a.py", "tests/cuda/test_a_kernel.py"):
+        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / path).touch()
+    assert covering_tests(tmp_path, "cuda/a.cu") == ["tests/cuda/test_a_kernel.py"]
+    (tmp_path / "tests/cuda/test_a_kernel.py").unlink()
+    with pytest.raises(ValueError, match="cuda/a.cu has no tests in"):
+        covering_tests(tmp_path, "cuda/a.cu")
+    assert covering_tests(ROOT, "cuda/delta_rule.cu") == ["tests/cuda/test_delta_kernels.py"]
+    providers = "gptmanager/assembly/attention_trial.py"
+    assert providers in files(ROOT) and covering_tests(ROOT, providers)
+
+
 def test_tests_of_a_new_header_are_those_of_its_users(tmp_path):
     for path in ("cuda/new.cuh", "cuda/a.cu", "cuda/b.cu", "tests/cuda/test_a.py"):
         (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)

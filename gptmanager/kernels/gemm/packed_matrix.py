@@ -8,8 +8,9 @@ last panel and the depth are zero.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -21,6 +22,7 @@ PANEL_ROWS = 16  # the lanes of a SIMD register, see `lanes`
 UNIT_BYTES = 64  # size of the bfloat16 or int8 positions that a matrix unit (AMX) reads at a time
 _HUGE_PAGE = 2 << 20
 _ALL = slice(None)
+_Matrix = TypeVar("_Matrix", bound="PackedMatrix")
 
 Quantized = Literal[
     "int8", "int4", "fp8"
@@ -61,6 +63,16 @@ class PackedMatrix:
 
     def __len__(self) -> int:
         return self.shape[0]
+
+    def clone(self: _Matrix) -> _Matrix:
+        """Return a copy with storage of its own."""
+        made = copy.copy(self)
+        for name in ("values", "scales", "minima"):
+            tensor = getattr(self, name, None)
+            if tensor is not None:
+                setattr(made, name, tensor.clone())
+        made.plans, made._parts = {}, ()
+        return made
 
     @property
     def nbytes(self) -> int:
