@@ -90,6 +90,7 @@ kernels/                      all operations of a model in torch, and compiled o
     simd/                     SIMD lanes, dtypes, threads and machine code for compiled loops
         lanes                 SIMD intrinsics for Numba
         dtypes                loads and stores of any dtype as float32 lanes
+        tiles                 tiles of sixteen rows, transposed in registers
         pairs                 dot products of bfloat16 pairs, if the CPU has them
         threads               compiled functions on torch's threads
         machine_code          compiled functions, cached on disk
@@ -101,7 +102,13 @@ kernels/                      all operations of a model in torch, and compiled o
     embedding_lookup          lookups of tokens in an embedding table
     gemm/                     matmuls with packed weights
         int4_groups           weights in 4 bits, in groups with a scale each
-        weight_quantization   quantizes weights, and writes them to panels
+        weight_quantization   quantizes weights to int8 or to groups of 4 bits
+        panels/               rows of weights, and of quantized checkpoints, written to panels
+            panel_writing     writes rows of weights to panels
+            code_loops        numbers of 8 bits or fewer to floats, or to int8 panels
+            codes             numbers of 8 bits or fewer, as a checkpoint stores them
+            word_loops        numbers in words to bytes, or to panels of 4 bits
+            words             4-bit values in words, as a checkpoint stores them
         packed_matrix         weights as floats or in int8, packed for matmuls
         small_matmul          small matmuls in register tiles
         matrix_tiles          register tiles of matmuls, by dtype
@@ -226,7 +233,7 @@ memory/                       tensors that outlive a step, and the checkpoint fi
     tensor_checks             errors for tensors with a wrong name, shape or dtype
     safetensors_writer        writes a safetensors file tensor by tensor
     places                    where tensors of a checkpoint go (no torch)
-    mapped_matrices           matrices that use the memory of a file
+    stored_matrices           matrices that are mapped, or copied as they are stored
     weights                   parameters of a model, loaded by name
 models/                       decoder networks, and the table of families
     batch                     a schedule as packed tensors
@@ -249,9 +256,7 @@ models/                       decoder networks, and the table of families
     converted_tensors         tensors of a checkpoint with matrices in 8 or 4 bits
     quantized/                quantized safetensors checkpoints, read as floats
         scheme                how a checkpoint is quantized, from its config
-        unpacking_loops       unpacks integers and scales them, compiled
-        unpacking             packed integers, and their numbers as floats
-        matrices              quantized matrices, which return their rows as floats
+        matrices              quantized matrices, which return their rows as stored or as floats
         codebooks             matrices of bitsandbytes in 4 bits, checked
         formats               finds the quantized matrices among a checkpoint's tensors
         source                the tensors of a quantized checkpoint, as if they were floats

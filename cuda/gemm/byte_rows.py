@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from gptmanager.kernels.gemm.packed_matrix import PackedMatrix, Panels
+from gptmanager.kernels.gemm.panels.codes import Codes
 from gptmanager.kernels.gemm.weight_quantization import round_to_int8
 
 FP8 = torch.float8_e4m3fn
@@ -39,6 +40,10 @@ class ByteRows(PackedMatrix):
     def round(values: Tensor) -> tuple[Tensor, Tensor]:
         """Return the numbers to store for these rows, in any dtype, and the rows' scales."""
 
+    @property
+    def takes_codes(self) -> bool:
+        return False
+
     def adopt(self, panels: Panels) -> bool:
         return False  # packed files have the order of the CPU kernels
 
@@ -59,11 +64,13 @@ class ByteRows(PackedMatrix):
 
     def copy_(
         self,
-        values: Tensor,
+        values: Tensor | Codes,
         first_row: int = 0,
         first_column: int = 0,
         columns: slice = _ALL,
     ) -> None:
+        if isinstance(values, Codes):
+            values = values.floats()
         found, scales = self.round(values.to(self.values.device))
         own, rows = found[:, columns], slice(first_row, first_row + len(values))
         self.scales[rows] = scales

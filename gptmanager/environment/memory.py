@@ -35,6 +35,22 @@ def give_back() -> None:
             trim(0)
 
 
+def zeroed_memory(num_bytes: int) -> mmap.mmap:
+    """Return memory of zeros in pages of its own, in huge pages if the system has them.
+
+    Nothing is written here, so the system can still join neighboring memory into huge pages.
+    Raises MemoryError if the system refuses the memory.
+    """
+    try:
+        found = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except OSError as error:
+        raise MemoryError(f"{num_bytes} bytes of memory: {error}") from error
+    if _HUGE_PAGES is not None:
+        with suppress(OSError):  # the system has no huge pages
+            found.madvise(_HUGE_PAGES)
+    return found
+
+
 def prefer_huge_pages(address: int, num_bytes: int) -> None:
     """Ask the system to back memory that has not been used yet with huge pages.
 

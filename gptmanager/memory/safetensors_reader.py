@@ -66,7 +66,7 @@ class SafetensorsFolder:
         self, name: str, max_bytes: int, region: Sequence[range] | None = None
     ) -> Iterator[tuple[int, Tensor]]:
         """Yield slices as `TensorSource.pieces` does. A slice may be a view of the mapped file."""
-        shape, dtype, _ = self._tensors[name]
+        shape, dtype, *_ = self._tensors[name]
         if not shape:
             yield 0, self._map(self._files[name], max_bytes).get_tensor(name)
             return

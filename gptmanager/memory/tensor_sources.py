@@ -14,18 +14,21 @@ from torch import Tensor
 from gptmanager.errors import ConfigError, quoted
 from gptmanager.kernels.gemm.int4_groups import Groups
 from gptmanager.kernels.gemm.packed_matrix import Panels
+from gptmanager.kernels.gemm.panels.codes import Codes
+from gptmanager.kernels.gemm.panels.words import PackedGroups
 
 
 class TensorInfo(NamedTuple):
     """The shape and dtype of a tensor, known before it is read.
 
     `dtype` is the name of a torch dtype. `in_groups` is True for an int4 matrix of a
-    `GroupedSource`.
+    `GroupedSource`, and `has_codes` for a matrix, or matrices, of a `CodedSource` with `codes`.
     """
 
     shape: tuple[int, ...]
     dtype: str
     in_groups: bool = False
+    has_codes: bool = False
 
 
 class TensorSource(Protocol):
@@ -54,8 +57,22 @@ class TensorSource(Protocol):
 class GroupedSource(TensorSource, Protocol):
     """A source that can also return int4 matrices without converting them to floats."""
 
-    def groups(self, name: str, max_bytes: int, rows: range) -> Iterator[tuple[int, Groups]]:
+    def groups(
+        self, name: str, max_bytes: int, rows: range
+    ) -> Iterator[tuple[int, Groups | PackedGroups]]:
         """Yield (first index, groups) for slices of these rows of a matrix `[outputs, inputs]`."""
+        ...
+
+
+class CodedSource(TensorSource, Protocol):
+    """A source that can also return quantized matrices as they are stored."""
+
+    def codes(self, name: str, max_bytes: int, rows: range) -> Iterator[tuple[int, Codes]]:
+        """Yield (first index, codes) for slices of these rows of a matrix.
+
+        Of a tensor `[experts, inputs, outputs]`, these are outputs of one expert, numbered through
+        all experts.
+        """
         ...
 
 

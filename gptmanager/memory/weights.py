@@ -20,13 +20,12 @@ from torch import Tensor
 from gptmanager.config import ProgressCallback
 from gptmanager.environment.memory import free_memory_bytes
 from gptmanager.errors import ConfigError, error_summary
-from gptmanager.kernels.gemm.int4_groups import GROUP, Groups, joined
-from gptmanager.kernels.gemm.int4_matrix import Int4Matrix
+from gptmanager.kernels.gemm.int4_groups import GROUP
 from gptmanager.kernels.gemm.packed_matrix import Matrix, PackedMatrix, Quantized, stored
-from gptmanager.memory.mapped_matrices import MappedMatrix, mapped_matrices
 from gptmanager.memory.places import Cut, Place, expected_shapes, kept_shape, runs, whole
+from gptmanager.memory.stored_matrices import MappedMatrix, mapped_matrices, packed_pieces
 from gptmanager.memory.tensor_checks import check_tensor, refuse_tensors
-from gptmanager.memory.tensor_sources import GroupedSource, StateDict, TensorInfo, TensorSource
+from gptmanager.memory.tensor_sources import StateDict, TensorInfo, TensorSource
 
 _MIN_PIECE_BYTES = 1 << 20
 
@@ -311,12 +310,13 @@ class Weights:
             max_bytes = sys.maxsize if in_rows else max_bytes
         region[1:1] = [range(1)] * place.squeezed
         num_first = len(region[0])
-        grouped = self._grouped(source, given, place)
-        pieces: Iterable[tuple[int, Tensor | Groups]]
-        if grouped is None:
+        pieces = packed_pieces(
+            source, given, self._storage[place.parameter], place, max_bytes, part.rows
+        )
+        if pieces is None:
             pieces = source.pieces(given, max_bytes, region)
         else:
-            pieces, num_first = grouped.groups(given, max_bytes, part.rows), len(part.rows)
+            num_first = len(part.rows)
         for start, piece in pieces:
             done = len(piece)
             row, column = part.row + start, 0
@@ -336,12 +336,14 @@ class Weights:
         """Copy rows of one expert's matrix, or rows with a step; return the number of bytes."""
         rows, columns = part.rows, self._cuts[place.parameter].columns
         itemsize = self._storage[place.parameter].dtype.itemsize
-        grouped = self._grouped(source, given, place)
-        if grouped is not None:
-            found = grouped.groups(given, max_bytes, range(rows.start, rows[-1] + 1))
-            own = joined([groups for _, groups in found]).rows(slice(None, None, rows.step))
-            self._copy(place, own, part.row, 0, columns)
-            return own.values.numel() * itemsize
+        every = range(rows.start, rows[-1] + 1)
+        packed = packed_pieces(
+            source, given, self._storage[place.parameter], place, sys.maxsize, every
+        )
+        if packed is not None:
+            [(_, own)] = packed
+            self._copy(place, own.rows(slice(None, None, rows.step)), part.row, 0, columns)
+            return len(rows) * self._shapes[place.parameter][1] * itemsize
         size = sum(len(own) for own, _ in runs(place, self._shapes[place.parameter])) // max(
             1, place.stacked
         )
@@ -359,13 +361,6 @@ class Weights:
         self._copy(place, piece, part.row, 0, columns)
         return piece.numel() * itemsize
 
-    def _grouped(self, source: TensorSource, given: str, place: Place) -> GroupedSource | None:
-        """Return the source if the tensor is int4 there and in the storage, otherwise None."""
-        is_stored_so = isinstance(self._storage[place.parameter], Int4Matrix)
-        if place.stacked or not is_stored_so or not source.describe()[given].in_groups:
-            return None
-        return cast(GroupedSource, source)
-
     def _copy_scales(self, source: TensorSource, given: str, name: str, part: _Part) -> None:
         [(_, piece)] = source.pieces(given, sys.maxsize)
         if not (piece.isfinite() & (piece > 0)).all():
@@ -375,20 +370,18 @@ class Weights:
         storage = self.tensor(self._places[name].parameter)
         storage[part.row : part.row + len(part.rows)].copy_(piece)
 
-    def _copy(
-        self, place: Place, piece: Tensor | Groups, row: int, column: int, columns: range | None
-    ) -> bool:
+    def _copy(self, place: Place, piece: Any, row: int, column: int, columns: range | None) -> bool:
         """Copy `columns` of `piece`, or all, to the storage from `row` and `column` on.
 
-        A twin is compared instead of copied; the result is False if it differs.
+        `piece`: a tensor, or what `packed_pieces` returns. A twin is compared instead of copied;
+        the result is False if it differs.
         """
         storage = self._storage[place.parameter]
         if isinstance(storage, PackedMatrix):
-            given: Any = piece  # `Groups` only if the storage is an `Int4Matrix`, see `_grouped`
             own = slice(None) if columns is None else slice(columns.start, columns.stop)
             if place.twin:
-                return storage.holds(given, row, column, own)
-            storage.copy_(given, row, column, own)
+                return storage.holds(piece, row, column, own)
+            storage.copy_(piece, row, column, own)
             return True
         assert isinstance(piece, Tensor)
         region = storage[row : row + len(piece)]

@@ -4,24 +4,30 @@ python tests/benchmarks/measure_quantized_loading.py [FORMAT...]
 
 Each folder has random weights in the shape of Qwen2 0.5B, with an embedding in bfloat16. LAYERS
 sets the number of layers (24). FOLDERS names a folder in which they are kept for the next run; by
-default they are temporary. `read`: copying all tensors of the folder to memory. Seconds are the
-best of ROUNDS (3) loads, on the clock and of the CPU. All files are in the page cache. `peak`: the
-largest resident memory while the folder is loaded, without what was resident before, next to the
-bytes of the weights.
+default they are temporary. `read`: copying all tensors of the folder to memory. Seconds are those
+of the clock, and of the CPU in the program and in the system. Each of ROUNDS (3) lines is a process
+of its own, so that no load uses memory of the one before. All files are in the page cache; with
+COLD=1 they are dropped from it before each read and each load. Before the load, memory of its size
+is used and freed: the host of a virtual machine may have to provide memory at its first use, which
+can take longer than the load. HOST=1 leaves this out. `peak`: the largest resident memory while the
+folder is loaded, without what was resident before, next to the bytes of the weights.
 """
 
 from __future__ import annotations
 
 import gc
 import json
+import mmap
 import os
+import resource
 import shutil
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from safetensors.torch import save_file
@@ -60,6 +66,9 @@ def words(*shape: int) -> Tensor:
 
 def scales(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
     return (torch.rand(shape) / 64 + 1e-3).to(dtype)
+
+
+QUANTIZED = "quantization_config"
 
 
 def ct(kind: str, bits: int, **more: Any) -> dict[str, Any]:
@@ -123,6 +132,7 @@ OF_GROUPS = {"bits": 4, "group_size": GROUP}
 FORMATS: Mapping[str, tuple[dict[str, Any] | None, Callable[[int, int], dict[str, Tensor]]]] = {
     "bfloat16": (None, lambda n, m: {"weight": torch.randn(n, m).bfloat16()}),
     "bfloat16 as int8": (None, lambda n, m: {"weight": torch.randn(n, m).bfloat16()}),
+    "bfloat16 as int4": (None, lambda n, m: {"weight": torch.randn(n, m).bfloat16()}),
     "ct-int4": (ct("int", 4, **GROUPED), int4),
     "ct-int8": (
         ct("int", 8),
@@ -144,7 +154,45 @@ FORMATS: Mapping[str, tuple[dict[str, Any] | None, Callable[[int, int], dict[str
 }
 
 
+GPT_OSS = "gpt-oss"  # its layers have experts in MXFP4; other matrices are bfloat16
+EXPERTS = 8
+GPT_OSS_CONFIG = {
+    **CONFIG,
+    "model_type": "gpt_oss",
+    "intermediate_size": HIDDEN,
+    "head_dim": 64,
+    "num_local_experts": EXPERTS,
+    "num_experts_per_tok": 2,
+    "rope_scaling": None,
+    "sliding_window": 128,
+    QUANTIZED: {"quant_method": "mxfp4"},
+}
+
+
+def make_gpt_oss(folder: Path, layers: int) -> None:
+    tensors = {"model.embed_tokens.weight": torch.randn(VOCAB, HIDDEN).bfloat16()}
+    tensors["model.norm.weight"] = torch.ones(HIDDEN).bfloat16()
+    for layer in range(layers):
+        prefix = f"model.layers.{layer}."
+        for module, shape in [*LINEARS.items()][:4] + [("mlp.router", (EXPERTS, HIDDEN))]:
+            tensors[f"{prefix}{module}.weight"] = torch.randn(shape).bfloat16()
+            tensors[f"{prefix}{module}.bias"] = torch.zeros(shape[0]).bfloat16()
+        tensors[f"{prefix}self_attn.sinks"] = torch.zeros(14).bfloat16()
+        for norm in ("input_layernorm", "post_attention_layernorm"):
+            tensors[f"{prefix}{norm}.weight"] = torch.ones(HIDDEN).bfloat16()
+        for part, rows in (("gate_up_proj", 2 * HIDDEN), ("down_proj", HIDDEN)):
+            own, shape = f"{prefix}mlp.experts.{part}", (EXPERTS, rows, HIDDEN // 32)
+            tensors[f"{own}_blocks"] = torch.randint(0, 256, (*shape, 16), dtype=torch.uint8)
+            tensors[f"{own}_scales"] = torch.randint(118, 124, shape, dtype=torch.uint8)
+            tensors[f"{own}_bias"] = torch.zeros(shape[:2]).bfloat16()
+    kinds = ["sliding_attention", "full_attention"] * layers
+    save(folder, {**GPT_OSS_CONFIG, "layer_types": kinds[:layers]}, tensors, layers)
+
+
 def make(name: str, folder: Path, layers: int) -> None:
+    if name == GPT_OSS:
+        make_gpt_oss(folder, layers)
+        return
     scheme, pack = FORMATS[name]
     tensors = {
         "model.embed_tokens.weight": torch.randn(VOCAB, HIDDEN).bfloat16(),
@@ -159,12 +207,22 @@ def make(name: str, folder: Path, layers: int) -> None:
             tensors[f"{prefix}self_attn.{module}_proj.bias"] = torch.zeros(size).bfloat16()
         for norm in ("input_layernorm", "post_attention_layernorm"):
             tensors[f"{prefix}{norm}.weight"] = torch.ones(HIDDEN).bfloat16()
+    config: dict[str, Any] = {**CONFIG} if scheme is None else {**CONFIG, QUANTIZED: scheme}
+    save(folder, config, tensors, layers)
+
+
+def save(folder: Path, config: Mapping[str, Any], tensors: dict[str, Tensor], layers: int) -> None:
     folder.mkdir()
-    config: dict[str, Any] = {**CONFIG, "num_hidden_layers": layers}
-    if scheme is not None:
-        config["quantization_config"] = scheme
     save_file(tensors, folder / "model.safetensors")
-    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "config.json").write_text(json.dumps({**config, "num_hidden_layers": layers}))
+
+
+def drop_pages(folder: Path) -> None:
+    """Drop the files of a folder from the page cache if the measurement is cold."""
+    if os.environ.get("COLD"):
+        for file in folder.iterdir():
+            with file.open("rb") as opened:
+                os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def peak_bytes() -> int:
@@ -179,12 +237,29 @@ def forget_peak() -> int:
     return peak_bytes()
 
 
-def seconds(action: Callable[[], Any]) -> tuple[tuple[float, float], Any]:
-    """Return the seconds of the clock and of the CPU that an action takes, and its result."""
-    before = os.times()
+class Seconds(NamedTuple):
+    wall: float
+    user: float
+    system: float
+
+    def __str__(self) -> str:
+        return f"{self.wall:.2f} s (CPU {self.user:.2f} + {self.system:.2f})"
+
+
+def seconds(action: Callable[[], Any]) -> tuple[Seconds, Any]:
+    """Return the time that an action takes, and its result."""
+    start, before = time.perf_counter(), resource.getrusage(resource.RUSAGE_SELF)
     result = action()
-    after = os.times()
-    return (after.elapsed - before.elapsed, sum(after[:2]) - sum(before[:2])), result
+    stop, after = time.perf_counter(), resource.getrusage(resource.RUSAGE_SELF)
+    own = Seconds(stop - start, after.ru_utime - before.ru_utime, after.ru_stime - before.ru_stime)
+    return own, result
+
+
+def use_memory(num_bytes: int) -> None:
+    if not os.environ.get("HOST"):
+        with mmap.mmap(-1, num_bytes) as memory:
+            for start in range(0, num_bytes, mmap.PAGESIZE):
+                memory[start] = 1
 
 
 def read(folder: Path) -> None:
@@ -196,26 +271,23 @@ def read(folder: Path) -> None:
 
 def measure(name: str, small: Path, folder: Path) -> None:
     """Print the figures of a format. The small folder warms everything up."""
-    kind = None if name == "bfloat16" else "file"
+    kinds: Mapping[str, Any] = {"bfloat16": None, "bfloat16 as int4": "int4"}
+    kind = kinds.get(name, "file")
     load_model(small, weights_dtype=kind)
     read(small)
-    reads, loads, ratio, text = [], [], 0.0, ""
-    for _ in range(int(os.environ.get("ROUNDS", "3"))):
-        reads.append(seconds(lambda: read(folder))[0])
-        resident = forget_peak()
-        own, model = seconds(lambda: load_model(folder, weights_dtype=kind))
-        loads.append(own)
-        # later loads reuse memory of the first one
-        ratio = max(ratio, (peak_bytes() - resident) / model.nbytes)
-        grouped = sum(isinstance(it, Int4Matrix) for it in model.weights.matrices)
-        count = len(model.weights.matrices)
-        text = f"{model.nbytes / 1e6:.0f} MB, {grouped} of {count} matrices in 4 bits"
-        del model
-    (wall, cpu), (read_wall, read_cpu) = (map(min, zip(*it, strict=True)) for it in (loads, reads))
     nbytes = sum(it.stat().st_size for it in folder.iterdir())
+    drop_pages(folder)
+    of_read, _ = seconds(lambda: read(folder))
+    use_memory(nbytes)
+    drop_pages(folder)
+    resident = forget_peak()
+    of_load, model = seconds(lambda: load_model(folder, weights_dtype=kind))
+    ratio = (peak_bytes() - resident) / model.nbytes
+    grouped = sum(isinstance(it, Int4Matrix) for it in model.weights.matrices)
     print(
-        f"{name:16} {nbytes / 1e6:5.0f} MB, read {read_wall:.2f} s (CPU {read_cpu:.2f}), "
-        f"load {wall:.2f} s (CPU {cpu:.2f}); peak {ratio:.2f} x of {text}",
+        f"{name:16} {nbytes / 1e6:5.0f} MB, read {of_read}, load {of_load}, "
+        f"{of_load.wall / of_read.wall:.1f} x; peak {ratio:.2f} x of {model.nbytes / 1e6:.0f} MB, "
+        f"{grouped} of {len(model.weights.matrices)} matrices in 4 bits",
         flush=True,
     )
 
@@ -224,13 +296,14 @@ def main(names: list[str]) -> None:
     layers = int(os.environ.get("LAYERS", "24"))
     with tempfile.TemporaryDirectory() as temporary:
         root = Path(os.environ.get("FOLDERS", temporary))
-        for name in names or [*FORMATS]:
+        for name in names or [*FORMATS, GPT_OSS]:
             small, folder = root / f"{name} small", root / name
             for own, count in ((small, 1), (folder, layers)):
                 if not own.exists():
                     make(name, own, count)
             command = [sys.executable, __file__, "--measure", name, str(small), str(folder)]
-            subprocess.run(command, check=True)
+            for _ in range(int(os.environ.get("ROUNDS", "3"))):
+                subprocess.run(command, check=True)
             if "FOLDERS" not in os.environ:
                 shutil.rmtree(small)
                 shutil.rmtree(folder)

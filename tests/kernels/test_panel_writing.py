@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 import pytest
 import torch
+from torch import Tensor
 
 from gptmanager.kernels.gemm.int4_groups import Groups
 from gptmanager.kernels.gemm.int4_matrix import Int4Matrix
 from gptmanager.kernels.gemm.packed_matrix import PackedMatrix
+from gptmanager.kernels.gemm.panels.code_loops import E2M1, FOUR_BITS, NAMED
+from gptmanager.kernels.gemm.panels.codes import Codes
+from gptmanager.kernels.gemm.panels.word_loops import AWQ_ORDER
+from gptmanager.kernels.gemm.panels.words import PackedGroups
 from gptmanager.kernels.gemm.weight_quantization import round_to_int8
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float64]
@@ -29,19 +37,82 @@ def test_rows_in_8_bits(rows: int, columns: int, dtype: torch.dtype) -> None:
     assert matrix.holds(given)
 
 
+def in_panels(rows: Tensor, group: int) -> Tensor:
+    """Whole panels, made from all their rows and positions by torch."""
+    return rows.unflatten(0, (-1, 16)).unflatten(2, (-1, group)).transpose(1, 2).contiguous()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("given_dtype", [torch.bfloat16, torch.float32, torch.float64])
 @pytest.mark.parametrize("first", [0, 1, 6])
 @pytest.mark.parametrize(("skipped", "columns"), [(0, 46), (0, 33), (1, 46), (2, 44)])
-def test_rows_in_bfloat16_are_the_same_in_pairs(first: int, skipped: int, columns: int) -> None:
-    given = torch.randn(37, 64, generator=torch.Generator().manual_seed(4)).bfloat16()
+def test_rows_of_floats(
+    skipped: int, columns: int, first: int, given_dtype: torch.dtype, dtype: torch.dtype
+) -> None:
+    given = torch.randn(71, 64, generator=torch.Generator().manual_seed(4)).to(given_dtype)
     own = slice(skipped, skipped + columns)
-    matrix, expected = (PackedMatrix(40, 56, torch.bfloat16) for _ in range(2))
-    for start in (0, 5, 30):
-        rows = given[start:][: 25 if start == 5 else 7]
-        matrix.copy_(rows, 3 + start, first, own)
-        expected.copy_(rows.float(), 3 + start, first, own)  # element by element
+    matrix, expected = PackedMatrix(80, 56, dtype), torch.zeros(80, 64, dtype=dtype)
+    for start, stop in [(0, 7), (5, 62), (62, 71)]:
+        matrix.copy_(given[start:stop], 3 + start, first, own)
+    expected[3:74, first : first + columns] = given[:, own].to(dtype)
 
-    assert torch.equal(matrix.values, expected.values)
-    assert torch.equal(matrix.unpacked()[3:40, first : first + columns], given[:, own])
+    group = matrix.values.shape[3]
+    assert torch.equal(matrix.values, in_panels(expected[:, : matrix.depth], group))
+    assert torch.equal(matrix.unpacked(), expected[:, :56])
+
+
+KINDS = {
+    "uint8": {},
+    "int8": {},
+    "e4m3": {},
+    "zeros": {"zeros": torch.randn(70, 3, generator=torch.Generator().manual_seed(6))},
+    "one zero": {"zeros": 8.0, "factor": 0.3},
+    "index": {"index": torch.arange(100) % 3},
+    "four bits": {"kind": FOUR_BITS},
+    "e2m1": {"kind": E2M1},
+    "table": {"kind": NAMED, "table": torch.linspace(-2, 1, 16), "high_first": True},
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("columns", "block"), [(100, 48), (64, 32), (66, 33), (1, 16)])
+def test_codes_become_the_int8_of_their_floats(kind: str, columns: int, block: int) -> None:
+    generator = torch.Generator().manual_seed(5)
+    num_bytes = -(-columns // 2) if KINDS[kind].get("kind") else columns
+    codes = torch.randint(0, 120, (70, num_bytes), generator=generator, dtype=torch.uint8)
+    codes = codes.view({"int8": torch.int8, "e4m3": torch.float8_e4m3fn}.get(kind, torch.uint8))
+    options: dict[str, Any] = dict(KINDS[kind])
+    blocks = 3 if "index" in options else -(-columns // block)
+    scales = torch.rand(70, blocks, generator=generator)
+    scales[4] = 0
+    if isinstance(options.get("zeros"), Tensor):
+        options["zeros"] = options["zeros"][:, :blocks]
+    if "index" in options:
+        options["index"] = options["index"][:columns]
+    given = Codes(codes=codes, scales=scales, block=block, columns=columns, **options)
+    for own in (slice(None), slice(columns // 3, columns)):
+        matrix, expected = (
+            PackedMatrix(80, len(range(columns)[own]), torch.float32, quantized=True)
+            for _ in range(2)
+        )
+        for start, stop in [(0, 3), (3, 41), (41, 70)]:
+            matrix.copy_(given.rows(slice(start, stop)), 5 + start, columns=own)
+            expected.copy_(given.floats()[start:stop], 5 + start, columns=own)
+        assert torch.equal(matrix.values, expected.values)
+        assert matrix.scales is not None and expected.scales is not None
+        assert torch.equal(matrix.scales, expected.scales)
+    assert matrix.holds(given, 5, columns=own)
+
+
+def test_codes_with_a_scale_that_is_not_finite_have_the_scale_nan() -> None:
+    scales = torch.ones(20, 1)
+    scales[3], scales[18] = torch.inf, torch.nan
+    matrix = PackedMatrix(20, 40, torch.float32, quantized=True)
+    codes = torch.ones(20, 40, dtype=torch.int8)
+    matrix.copy_(Codes(codes=codes, scales=scales, block=40))
+
+    broken = [row for row, own in enumerate(matrix.unpacked().isfinite().all(1)) if not own]
+    assert broken == [3, 18]
 
 
 def test_a_part_of_the_columns_has_the_scales_of_whole_rows() -> None:
@@ -73,3 +144,87 @@ def test_rows_in_4_bits(rows: int, columns: int) -> None:
 
     found = matrix.groups()
     assert torch.equal(found.values, values) and torch.equal(found.scales, scales)
+
+
+LAYOUTS = ["rows", "columns", "awq"]
+
+
+def packed_groups(layout: str, rows: int, columns: int, block: int, minima: bool) -> PackedGroups:
+    generator = torch.Generator().manual_seed(rows + columns)
+    order = AWQ_ORDER if layout == "awq" else ()
+    shapes = {
+        "rows": (rows, -(-columns // 8)),
+        "columns": (-(-columns // 8), rows),
+        "awq": (columns, -(-rows // 8)),
+    }
+    words = torch.randint(-(2**31), 2**31, shapes[layout], generator=generator).int()
+    blocks = -(-columns // block)
+    scales = torch.rand(rows, blocks, generator=generator).half()
+    return PackedGroups(
+        words=words if layout == "rows" else words.t(),
+        columns=columns,
+        scales=scales,
+        width=block,
+        minima=(scales * -3).half() if minima else None,
+        order=order,
+    )
+
+
+def test_numbers_are_where_the_formats_have_them() -> None:
+    """One number in each layout: of row 9 and column 13."""
+    words = torch.zeros(16, 4, dtype=torch.int32)
+    words[9, 1] = 11 << 4 * 5
+    scales = torch.ones(16, 1, dtype=torch.float16)
+    by_row = PackedGroups(words, 32, scales, 32)
+    words = torch.zeros(4, 16, dtype=torch.int32)
+    words[1, 9] = 11 << 4 * 5
+    by_column = PackedGroups(words.t(), 32, scales, 32)
+    words = torch.zeros(32, 2, dtype=torch.int32)
+    words[13, 1] = 11 << 4 * 4  # the second of eight rows is at place 4
+    awq = PackedGroups(words.t(), 32, scales, 32, order=AWQ_ORDER)
+    for given in (by_row, by_column, awq):
+        values = given.groups().values
+        assert values[9, 13] == 11 and values.count_nonzero() == 1
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("minima", [False, True])
+@pytest.mark.parametrize(
+    ("rows", "columns", "block", "is_direct"),
+    [
+        (128, 128, 128, True),
+        (256, 384, 64, True),
+        (640, 256, 32, True),
+        (384, 128, 256, True),  # one scale for a row
+        (128, 384, 256, True),  # the last block is a part
+        (40, 128, 128, False),
+        (128, 40, 40, False),
+    ],
+)
+def test_words_are_written_as_their_groups(
+    layout: str, rows: int, columns: int, block: int, is_direct: bool, minima: bool
+) -> None:
+    given = packed_groups(layout, rows, columns, block, minima)
+    matrix, expected = (Int4Matrix(rows + 32, columns, torch.float32) for _ in range(2))
+    for own in (matrix, expected):
+        own.values.fill_(255)
+    matrix.copy_(given, 16, columns=slice(0, columns))
+    expected.copy_(given.groups(), 16)
+
+    assert given.write(slice(None), matrix.values, 16) == is_direct
+    for found, own in zip(matrix.panels, expected.panels, strict=True):
+        assert (found is None and own is None) or torch.equal(found, own)
+    assert matrix.holds(given, 16)
+
+
+def test_words_that_do_not_fill_panels_are_unpacked() -> None:
+    values = torch.zeros(20, 4, 4, 16, 4, dtype=torch.uint8)
+    for layout in LAYOUTS:
+        given = packed_groups(layout, 128, 128, 128, False)
+        assert not given.write(slice(None), values, 8)
+        assert not given.write(slice(32, None), values, 0)
+    awq = packed_groups("awq", 128, 128, 128, False)
+    assert not replace(awq, order=tuple(range(8))).write(slice(None), values, 0)
+    moved = replace(awq, scales=awq.scales[3:], skipped=3)
+    assert not moved.write(slice(None), values, 0)
+    assert torch.equal(moved.groups().values, awq.groups().values[3:])

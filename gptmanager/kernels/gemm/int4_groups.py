@@ -6,10 +6,8 @@ minima are float16, so groups have exactly the numbers of GGUF's blocks Q4_0 and
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -56,16 +54,6 @@ class Groups:
         wide = whole_groups(self.values.float())
         wide = wide * self.scales.float().unsqueeze(-1) + self.offsets.unsqueeze(-1)
         return wide.flatten(1)[:, :count]
-
-
-def joined(parts: Sequence[Groups]) -> Groups:
-    """Return the rows of all `parts`. Either all parts have minima or none has."""
-    minima = [part.minima for part in parts if part.minima is not None]
-    return Groups(
-        torch.cat([part.values for part in parts]),
-        torch.cat([part.scales for part in parts]),
-        torch.cat(minima) if minima else None,
-    )
 
 
 def whole_groups(rows: Tensor) -> Tensor:

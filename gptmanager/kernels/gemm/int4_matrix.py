@@ -12,9 +12,13 @@ from torch import Tensor
 
 from gptmanager.kernels.gemm.int4_groups import GROUP, MIDDLE, Groups
 from gptmanager.kernels.gemm.packed_matrix import PANEL_ROWS, PackedMatrix, Panels, copy_rows, zeros
-from gptmanager.kernels.gemm.weight_quantization import round_to_groups, write_int4
+from gptmanager.kernels.gemm.panels.codes import Codes
+from gptmanager.kernels.gemm.panels.panel_writing import write_int4
+from gptmanager.kernels.gemm.panels.words import PackedGroups
+from gptmanager.kernels.gemm.weight_quantization import round_to_groups
 
 INT4 = torch.uint8  # dtype of `values`: a byte has two positions
+Given = Tensor | Codes | Groups | PackedGroups
 _ALL = slice(None)
 _STEPS, _FOUR = 4, 4  # steps in the lower halves of a group's bytes, and positions in a step
 
@@ -100,7 +104,7 @@ class Int4Matrix(PackedMatrix):
 
     def copy_(
         self,
-        values: Tensor | Groups,
+        values: Given,
         first_row: int = 0,
         first_column: int = 0,
         columns: slice = _ALL,
@@ -111,18 +115,51 @@ class Int4Matrix(PackedMatrix):
         a group.
         """
         assert self.scales is not None and first_column == 0
+        if isinstance(values, PackedGroups) and values.write(columns, self.values, first_row):
+            self._copy_numbers(values, first_row)
+            return
         own = self._own(values, columns)
-        write_int4(own.values, self.values, first_row)
+        self._write(own.values, first_row)
         copy_rows(self.scales.transpose(1, 2), first_row, own.scales)
-        if own.minima is not None and self.minima is None:
+        if own.minima is not None or self.minima is not None:
+            copy_rows(self._new_minima().transpose(1, 2), first_row, own.offsets)
+
+    def _write(self, rows: Tensor, first_row: int) -> None:
+        if self.values.device.type == "cpu":
+            write_int4(rows, self.values, first_row)
+            return
+        first = first_row // PANEL_ROWS
+        panels = self.values[first : -(-(first_row + len(rows)) // PANEL_ROWS)]
+        on_cpu = panels.cpu()
+        write_int4(rows, on_cpu, first_row - PANEL_ROWS * first)
+        panels.copy_(on_cpu)
+
+    def _copy_numbers(self, given: PackedGroups, first_row: int) -> None:
+        """Write scales and minima."""
+        assert self.scales is not None
+        copy_rows(self._by_block(self.scales, given), first_row, given.by_block(given.scales))
+        if given.minima is not None or self.minima is not None:
+            minima = self._by_block(self._new_minima(), given)
+            copy_rows(minima, first_row, given.by_block(given.offsets))
+
+    @staticmethod
+    def _by_block(numbers: Tensor, given: PackedGroups) -> Tensor:
+        """Return `[panels, groups, 16]` as `[panels, 16, blocks, groups of a block]`."""
+        panels, groups, lanes = numbers.shape
+        size = given.groups_per_block
+        return numbers.view(panels, groups // size, size, lanes).permute(0, 3, 1, 2)
+
+    def _new_minima(self) -> Tensor:
+        """Return the minima. If there were none, they are now those of the values so far."""
+        if self.minima is None:
+            assert self.scales is not None
             self.minima = self.scales * -MIDDLE
             self.plans, self._parts = {}, ()
-        if self.minima is not None:
-            copy_rows(self.minima.transpose(1, 2), first_row, own.offsets)
+        return self.minima
 
     def holds(
         self,
-        values: Tensor | Groups,
+        values: Given,
         first_row: int = 0,
         first_column: int = 0,
         columns: slice = _ALL,
@@ -132,10 +169,13 @@ class Int4Matrix(PackedMatrix):
         return first_column == 0 and torch.equal(own.floats().cpu(), given)
 
     @staticmethod
-    def _own(values: Tensor | Groups, columns: slice) -> Groups:
+    def _own(values: Given, columns: slice) -> Groups:
+        if isinstance(values, PackedGroups):
+            values = values.groups()
         if isinstance(values, Groups):
             cut = values.columns(columns)
             if cut is not None:
                 return cut
+        if not isinstance(values, Tensor):
             values = values.floats()
         return round_to_groups(values[:, columns].cpu())

@@ -9,18 +9,22 @@ last panel and the depth are zero.
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
-from gptmanager.environment.memory import prefer_huge_pages
-from gptmanager.kernels.gemm.weight_quantization import round_to_int8, write_int8
+from gptmanager.environment.memory import zeroed_memory
+from gptmanager.kernels.gemm.panels.codes import Codes
+from gptmanager.kernels.gemm.panels.panel_writing import write_int8, write_words
+from gptmanager.kernels.gemm.weight_quantization import round_to_int8
 
 PANEL_ROWS = 16  # the lanes of a SIMD register, see `lanes`
+_WORD_BYTES = 4
 UNIT_BYTES = 64  # size of the bfloat16 or int8 positions that a matrix unit (AMX) reads at a time
-_HUGE_PAGE = 2 << 20
+_OWN_PAGES = 64 << 10  # bytes from which memory gets pages of its own
 _ALL = slice(None)
 _Matrix = TypeVar("_Matrix", bound="PackedMatrix")
 
@@ -84,6 +88,11 @@ class PackedMatrix:
         return self.values.itemsize * PANEL_ROWS
 
     @property
+    def takes_codes(self) -> bool:
+        """Whether `copy_` rounds `Codes` without an array of floats between."""
+        return self.scales is not None
+
+    @property
     def panels(self) -> Panels:
         """The storage of a quantized matrix."""
         assert self.scales is not None
@@ -136,7 +145,7 @@ class PackedMatrix:
 
     def copy_(
         self,
-        values: Tensor,
+        values: Tensor | Codes,
         first_row: int = 0,
         first_column: int = 0,
         columns: slice = _ALL,
@@ -148,17 +157,20 @@ class PackedMatrix:
         """
         if self.scales is not None:
             assert first_column == 0
-            write_int8(values, columns, self.values, self.scales, first_row)
+            if isinstance(values, Codes):
+                values.write_int8(columns, self.values, self.scales, first_row)
+            else:
+                write_int8(values, columns, self.values, self.scales, first_row)
             return
+        if isinstance(values, Codes):
+            values = values.floats()
         values = values[:, columns]
         group = self.values.shape[3]
-        is_same = group == 2 and values.dtype == self.dtype
-        if is_same and first_column % 2 == 0 and _has_pairs(values):
-            # one copy of pairs of elements, which takes half the time of two of single ones
-            pairs = self.values.view(torch.int32)[..., 0].transpose(1, 2)
-            own = values.view(torch.int32)
-            copy_rows(pairs[..., first_column // 2 :][..., : own.shape[1]], first_row, own)
-            return
+        if group * self.values.itemsize == _WORD_BYTES:
+            values = values.to("cpu", self.dtype)
+            if first_column % group == 0 and _has_words(values, group):
+                self._copy_words(values.view(torch.int32), first_row, first_column // group)
+                return
         for part in range(group):
             skipped = (part - first_column) % group
             start = (first_column + skipped) // group
@@ -166,15 +178,28 @@ class PackedMatrix:
             positions = self.values[..., part].transpose(1, 2)[..., start:][..., : of_part.shape[1]]
             copy_rows(positions, first_row, of_part)
 
+    def _copy_words(self, words: Tensor, first_row: int, first_word: int) -> None:
+        """Write words of 32 bits, int32 `[n, words]`: all whole panels in compiled code."""
+        of_rows = self.values.view(torch.int32)[..., 0].transpose(1, 2)
+        of_rows = of_rows[..., first_word:][..., : words.shape[1]]
+        head = min(-first_row % PANEL_ROWS, len(words))
+        tail = head + (len(words) - head) // PANEL_ROWS * PANEL_ROWS
+        copy_rows(of_rows, first_row, words[:head])
+        if tail > head:
+            write_words(words[head:tail], self.values, first_row + head, first_word)
+        copy_rows(of_rows, first_row + tail, words[tail:])
+
     def holds(
         self,
-        values: Tensor,
+        values: Tensor | Codes,
         first_row: int = 0,
         first_column: int = 0,
         columns: slice = _ALL,
     ) -> bool:
         """Return whether `copy_` with the same arguments would change nothing."""
         own = self.unpacked(slice(first_row, first_row + len(values)))
+        if isinstance(values, Codes):
+            values = values.floats()
         if self.scales is not None:
             values = self._rounded(values)
         values = values[:, columns]
@@ -206,18 +231,18 @@ def stored(matrix: Matrix) -> list[Tensor]:
 def zeros(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     """Return zeros in the CPU's memory, in huge pages if the system has them.
 
-    The first use of memory then takes about a third of the time.
+    The system provides zeros when the memory is first used.
     """
-    found = torch.empty(*shape, dtype=dtype)
-    if found.nbytes >= _HUGE_PAGE:
-        prefer_huge_pages(found.data_ptr(), found.nbytes)
-    return found.zero_()
+    num_bytes = math.prod(shape) * dtype.itemsize
+    if num_bytes < _OWN_PAGES:
+        return torch.zeros(*shape, dtype=dtype)
+    return torch.frombuffer(zeroed_memory(num_bytes), dtype=dtype).view(*shape)
 
 
-def _has_pairs(rows: Tensor) -> bool:
-    """Return whether pairs of 16-bit elements of rows can be viewed as 32-bit elements."""
-    odd = rows.shape[1] % 2 or rows.stride(0) % 2 or rows.storage_offset() % 2
-    return rows.stride(1) == 1 and not odd
+def _has_words(rows: Tensor, group: int) -> bool:
+    """Return whether each `group` elements of rows can be viewed as an element of 32 bits."""
+    sizes = rows.shape[1], rows.stride(0), rows.storage_offset()
+    return rows.stride(1) == 1 and not any(size % group for size in sizes)
 
 
 def copy_rows(panels: Tensor, first: int, rows: Tensor) -> None:

@@ -1,7 +1,6 @@
 """Quantizes weights: rows to int8 with a scale each, or groups of a row to 4 bits.
 
-Compiled functions round groups, and write rows to panels, in torch's threads. `PackedMatrix` and
-`Int4Matrix` describe the layouts of panels.
+Compiled functions round groups in torch's threads.
 """
 
 # mypy: allow-untyped-calls
@@ -18,8 +17,8 @@ import torch
 from llvmlite import ir  # type: ignore[import-untyped]
 from torch import Tensor
 
-from gptmanager.kernels.gemm.int4_groups import GROUP, MIDDLE, MOST, Groups, whole_groups
-from gptmanager.kernels.per_token_kernels import ONE, ZERO, share_of
+from gptmanager.kernels.gemm.int4_groups import GROUP, MIDDLE, MOST, Groups
+from gptmanager.kernels.per_token_kernels import ZERO, share_of
 from gptmanager.kernels.simd.dtypes import DTYPES, load_as
 from gptmanager.kernels.simd.lanes import (
     FLOAT,
@@ -32,8 +31,6 @@ from gptmanager.kernels.simd.lanes import (
     call,
     claim,
     float_lanes,
-    fma,
-    get_int,
     int_lanes,
     intrinsic,
     larger,
@@ -42,7 +39,6 @@ from gptmanager.kernels.simd.lanes import (
     max_lanes,
     nothing,
     put,
-    put_int,
     real,
     splat,
     sum_lanes,
@@ -60,11 +56,7 @@ _INFINITY = np.float32(np.inf)
 _NAN = np.float32(np.nan)
 _ALONE = 1 << 15  # elements that are rounded before a second thread would be awake
 _PARTS_PER_THREAD = 8
-_TINY = np.finfo(np.float32).tiny
-_MOST_INT8 = np.float32(127.0)
-_STEPS_OF_HALF = 4  # steps of four positions in the lower halves of a group's bytes
-_FOUR_BYTES = 4 * LANES  # four int8 positions of a panel
-_BYTES, _FOURS = ir.VectorType(ir.IntType(8), LANES), ir.VectorType(INT, LANES // 4)
+_BYTES = ir.VectorType(ir.IntType(8), LANES)
 _MASK = ir.IntType(LANES)
 
 
@@ -78,19 +70,7 @@ class RoundingTask(ctypes.Structure):
     _fields_ = task_fields("x values scales num_tokens width x_dtype")
 
 
-class PanelTask(ctypes.Structure):
-    """Rows `x`, `stride` elements apart, and the panels `values` with the `scales` of their rows.
-
-    Rows have `width` elements; `num_columns` of them are written, from `first_column` on. They
-    become the matrix's rows from `first_row` on. `depth` is the depth of a panel.
-    """
-
-    _fields_ = task_fields(
-        "x values scales num_tokens width stride first_column num_columns first_row depth x_dtype"
-    )
-
-
-ROUNDING_TASK, PANEL_TASK = np.dtype(RoundingTask), np.dtype(PanelTask)
+ROUNDING_TASK = np.dtype(RoundingTask)
 
 
 def round_to_int8(rows: Tensor) -> tuple[Tensor, Tensor]:
@@ -130,51 +110,16 @@ def round_to_groups(rows: Tensor) -> Groups:
     return Groups(values[:, :columns], scales.to(torch.float16))
 
 
-def write_int8(rows: Tensor, columns: slice, values: Tensor, scales: Tensor, first: int) -> None:
-    """Round rows to int8 as `round_to_int8` does, and write `columns` of them to panels.
-
-    The rows become the matrix's rows from `first` on. A row with an element that is not finite has
-    the scale NaN.
-    """
-    (rows,) = alike(rows)
-    start, stop, _ = columns.indices(rows.shape[1])
-    task = PanelTask(
-        x=rows.data_ptr(),
-        values=values.data_ptr(),
-        scales=scales.data_ptr(),
-        num_tokens=len(rows),
-        width=rows.shape[1],
-        stride=rows.shape[1],
-        first_column=start,
-        num_columns=stop - start,
-        first_row=first,
-        depth=values.shape[1] * values.shape[3],
-        x_dtype=DTYPES[rows.dtype],
-    )
-    run_in_team(int8_rows, task, rows.numel())
-
-
-def write_int4(rows: Tensor, values: Tensor, first: int) -> None:
-    """Write numbers from 0 to 15, uint8 `[n, columns]`, as the matrix's rows from `first` on."""
-    if rows.shape[1] % GROUP or rows.stride(1) != 1 or rows.stride(0) % _STEPS_OF_HALF:
-        rows = whole_groups(rows).flatten(1).contiguous()
-    task = PanelTask(
-        x=rows.data_ptr(),
-        values=values.data_ptr(),
-        num_tokens=len(rows),
-        stride=rows.stride(0),
-        first_row=first,
-        depth=rows.shape[1],
-    )
-    run_in_team(int4_rows, task, rows.numel())
-
-
 def run_in_team(body: Callable[[int], None], task: Any, work: int) -> None:
     """Run a compiled body in torch's threads; for few elements (`work`), only in the caller's."""
-    team = _team()
-    size = team.max_size if work >= _ALONE else 1
+    size = team_size(work)
     task.num_parts = _PARTS_PER_THREAD * size
-    team.run(compiled(body), task, size)
+    _team().run(compiled(body), task, size)
+
+
+def team_size(work: int) -> int:
+    """Return the number of threads in which `run_in_team` runs a body."""
+    return _team().max_size if work >= _ALONE else 1
 
 
 @functools.cache
@@ -299,84 +244,4 @@ def round_groups(address: int) -> None:
                 first = load_as(t.x_dtype, t.x, start, left)
                 second = load_as(t.x_dtype, t.x, start + LANES, left - LANES)
                 put(t.scales, place, _round_group(first, second, t.values + GROUP * place))
-        part = claim(address, NEXT_PART)
-
-
-@intrinsic(nothing, long, vector)
-def _store_fours(builder: Any, address: Any, value: Any) -> None:
-    """Round sixteen positions of a row to int8, and store each four of them in their panel."""
-    shifted = builder.fadd(value, float_lanes(ROUND))
-    fours = builder.bitcast(builder.trunc(builder.bitcast(shifted, INDICES), _BYTES), _FOURS)
-    for number in range(LANES // 4):
-        place = builder.add(address, ir.Constant(LONG, number * _FOUR_BYTES))
-        four = builder.extract_element(fours, ir.Constant(INT, number))
-        builder.store(four, builder.inttoptr(place, INT.as_pointer()))
-
-
-@loop
-def _int8_scale(t: Any, start: int) -> Any:
-    largest, broken = splat(ZERO), splat(ZERO)
-    for i in range(0, t.width, LANES):
-        value = load_as(t.x_dtype, t.x, start + i, t.width - i)
-        largest = larger(largest, larger(value, splat(ZERO) - value))
-        broken = broken + (value - value)  # NaN unless all are finite
-    return max_lanes(largest) / _MOST_INT8 if sum_lanes(broken) == ZERO else _NAN
-
-
-@loop
-def _panels_of(t: Any, part: int) -> range:
-    """Return the rows of a part: whole panels, so that threads do not share cache lines."""
-    first = t.first_row // LANES
-    panels = (t.first_row + t.num_tokens + LANES - 1) // LANES - first
-    start = (first + panels * part // t.num_parts) * LANES - t.first_row
-    stop = (first + panels * (part + 1) // t.num_parts) * LANES - t.first_row
-    return range(max(0, start), min(t.num_tokens, stop))
-
-
-@loop
-def _quotient(value: Any, step: Any, by: Any) -> Any:
-    """Return value / step, rounded once. `by` is 1 / step.
-
-    A division of sixteen lanes would take three times as long as these corrections.
-    """
-    found, back = value * by, splat(ZERO) - step
-    found = fma(fma(found, back, value), by, found)
-    return fma(fma(found, back, value), by, found)
-
-
-def int8_rows(address: int) -> None:
-    """Round rows of `PanelTask` to int8 with a scale each, and write them."""
-    t = task_at(address, PANEL_TASK)
-    part = claim(address, NEXT_PART)
-    while part < t.num_parts:
-        for row in _panels_of(t, part):
-            start, own = row * t.stride, t.first_row + row
-            scale = _int8_scale(t, start)
-            put(t.scales, own, scale)
-            to = t.values + own // LANES * LANES * t.depth + own % LANES * 4
-            # a scale of NaN stays NaN; the row's integers are then zeros
-            scale = _TINY if scale < _TINY else scale
-            step, by = splat(scale), splat(ONE / scale)
-            start += t.first_column
-            for i in range(0, t.num_columns, LANES):
-                value = load_as(t.x_dtype, t.x, start + i, t.num_columns - i)
-                _store_fours(to + i * LANES, _quotient(value, step, by))
-        part = claim(address, NEXT_PART)
-
-
-def int4_rows(address: int) -> None:
-    """Write rows of `PanelTask` in 4 bits."""
-    t = task_at(address, PANEL_TASK)
-    groups = t.depth // GROUP
-    part = claim(address, NEXT_PART)
-    while part < t.num_parts:
-        for row in _panels_of(t, part):
-            own = t.first_row + row
-            panel, lane = own // LANES, own % LANES
-            for group in range(groups):
-                source = t.x + row * t.stride + group * GROUP
-                to = (panel * groups + group) * _STEPS_OF_HALF * LANES + lane
-                for step in range(_STEPS_OF_HALF):
-                    low, high = get_int(source, step), get_int(source, step + _STEPS_OF_HALF)
-                    put_int(t.values, to + step * LANES, low | high << 4)
         part = claim(address, NEXT_PART)

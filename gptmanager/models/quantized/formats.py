@@ -16,6 +16,7 @@ from torch import Tensor
 
 from gptmanager.errors import ConfigError
 from gptmanager.kernels.gemm.int4_groups import GROUP
+from gptmanager.kernels.gemm.panels.word_loops import AWQ_ORDER
 from gptmanager.memory.safetensors_reader import FLOATS
 from gptmanager.memory.tensor_sources import TensorInfo, tensor_name
 from gptmanager.models.quantized.codebooks import codebook_matrix
@@ -44,7 +45,6 @@ _IGNORED = (
     ".activation_scale",
     ".weight_format",
 )
-_AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 _INT8_FACTOR = 7.874015718698502e-3  # bitsandbytes' 1 / 127
 _NVFP4, _MXFP4 = 16, 32  # columns with one scale
 
@@ -221,9 +221,9 @@ class MatrixFinder:
         [bits], module = self._scheme.bits, name.removesuffix(".qweight")
         columns, words = self._matrix_shape(name, info, "int32")
         shape = words * 32 // bits, columns
-        scales, zeros = self._transposed_grids(module, shape, bits, _AWQ_ORDER)
+        scales, zeros = self._transposed_grids(module, shape, bits, AWQ_ORDER)
         matrix = IntegerMatrix(
-            *(name, shape, bits, scales, zeros), transposed=True, order=_AWQ_ORDER
+            *(name, shape, bits, scales, zeros), transposed=True, order=AWQ_ORDER
         )
         return self._with_groups(matrix)
 

@@ -1,4 +1,4 @@
-"""Descriptions of a checkpoint's quantized matrices. They dequantize rows to float32.
+"""Descriptions of a checkpoint's quantized matrices, which return rows as `Codes` or floats.
 
 A description has the names and shapes of a matrix's tensors, and reads only the parts that it
 needs. The arithmetic is that of the library that defines the format, in float32.
@@ -15,10 +15,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from gptmanager.errors import ConfigError
-from gptmanager.kernels.gemm.int4_groups import GROUP, Groups
+from gptmanager.kernels.gemm.panels.code_loops import E2M1, FOUR_BITS, NAMED, UNSIGNED
+from gptmanager.kernels.gemm.panels.codes import Codes, numbers
+from gptmanager.kernels.gemm.panels.words import PackedGroups, unpack, unpack_columns
 from gptmanager.memory.tensor_sources import tensor_name
-from gptmanager.models.quantized.unpacking import numbers, scaled, unpack, unpack_columns
-from gptmanager.models.quantized.unpacking_loops import E2M1, FOUR_BITS, NAMED, UNSIGNED
 
 LIMIT = 2.0**64  # of the magnitude of a scale; a weight is then far from infinity
 # A function (name, *ranges) that returns these ranges of a tensor, or all of it without ranges.
@@ -75,14 +75,20 @@ class StoredMatrix(ABC):
     """A quantized matrix of `shape` `[rows, columns]`.
 
     `in_groups` is only true for an `IntegerMatrix`, if its method `groups` can be called.
+    `has_codes`: whether `codes` can be called.
     """
 
     shape: tuple[int, ...]
     in_groups = False
+    has_codes = True
 
     @abstractmethod
+    def codes(self, read: Read, rows: range) -> Codes:
+        """Return `rows` as they are stored."""
+
     def floats(self, read: Read, rows: range) -> Tensor:
         """Return `rows` in float32, `[n, columns]`."""
+        return self.codes(read, rows).floats()
 
 
 @dataclass(frozen=True)
@@ -95,12 +101,12 @@ class ScaledMatrix(StoredMatrix):
     zeros: Grid | None = None
     factor: float = 1
 
-    def floats(self, read: Read, rows: range) -> Tensor:
+    def codes(self, read: Read, rows: range) -> Codes:
         grids = self.scales, self.zeros or self.scales
-        return scaled(
-            read(self.name, rows, range(self.shape[1])),
-            self.scales.rows(read, rows),
-            min(grid.width for grid in grids),
+        return Codes(
+            codes=read(self.name, rows, range(self.shape[1])),
+            scales=self.scales.rows(read, rows),
+            block=min(grid.width for grid in grids),
             zeros=0.0 if self.zeros is None else self.zeros.rows(read, rows),
             factor=self.factor,
         )
@@ -118,13 +124,13 @@ class Float4Matrix(StoredMatrix):
     scales: Grid
     global_scale: str | None = None
 
-    def floats(self, read: Read, rows: range) -> Tensor:
+    def codes(self, read: Read, rows: range) -> Codes:
         scales = self.scales.rows(read, rows)
         if self.global_scale is not None:
             scales = scales / read(self.global_scale).float()
             check_scales(self.global_scale, scales)
         packed = read(self.name, rows, range(self.shape[1] // 2))
-        return scaled(packed, scales, self.scales.width, kind=E2M1)
+        return Codes(codes=packed, scales=scales, block=self.scales.width, kind=E2M1)
 
 
 @dataclass(frozen=True)
@@ -151,44 +157,50 @@ class IntegerMatrix(StoredMatrix):
     column_groups: Tensor | None = None
     in_groups: bool = False
 
-    def floats(self, read: Read, rows: range) -> Tensor:
+    def codes(self, read: Read, rows: range) -> Codes:
         if self.bits == 4 and not self.transposed:
             codes, kind = self._words(read, rows).view(torch.uint8), FOUR_BITS
         else:
             codes, kind = self._integers(read, rows), UNSIGNED
-        return scaled(
-            codes,
-            self.scales.rows(read, rows),
-            self.scales.width,
+        return Codes(
+            codes=codes,
+            scales=self.scales.rows(read, rows),
+            block=self.scales.width,
             kind=kind,
             columns=self.shape[1],
             zeros=self._zeros(read, rows),
             index=self.column_groups,
         )
 
-    def groups(self, read: Read, rows: range) -> Groups:
+    def groups(self, read: Read, rows: range) -> PackedGroups:
         """Return `rows` as groups of 4-bit values; only for a matrix with `in_groups`."""
-        scales = self._in_our_groups(self.scales, self.scales.rows(read, rows).half())
+        scales, width = self.scales.rows(read, rows).half(), self.scales.width
         zeros, minima = self._zeros(read, rows), None
         if isinstance(zeros, Tensor) and not self.middle:
-            wide = self._in_our_groups(self.zeros, zeros)
-            minima = (scales.float() * -wide).half()
+            minima = (scales.float() * -zeros).half()
+            scales = scales.expand_as(minima)
             check_scales(self.scales.name, minima)
-        return Groups(self._integers(read, rows), scales, minima)
+        words = self._words(read, rows)
+        skipped = self._rows_skipped(rows)
+        return PackedGroups(words, self.shape[1], scales, width, minima, self.order, skipped)
 
     def _integers(self, read: Read, rows: range) -> Tensor:
         """Return the stored integers of `rows`, uint8 `[n, columns]`."""
-        if not self.transposed:
-            return unpack(self._words(read, rows), self.bits)[:, : self.shape[1]]
-        words = read(self.name, *self.words_of(rows))
+        words = self._words(read, rows)
         if not self.order:
-            return unpack(words.t(), self.bits)
-        start = rows.start % (32 // self.bits)
-        return unpack_columns(words, self.bits, self.order)[start : start + len(rows)]
+            return unpack(words, self.bits)[:, : self.shape[1]]
+        start = self._rows_skipped(rows)
+        return unpack_columns(words.t(), self.bits, self.order)[start : start + len(rows)]
 
     def _words(self, read: Read, rows: range) -> Tensor:
-        """Return the words of `rows` of a tensor that is not transposed, int32 `[n, words]`."""
+        """Return the words of `rows`, int32 `[n, words]`; with an `order`, `[words, columns]`."""
+        if self.transposed:
+            return read(self.name, *self.words_of(rows)).t()
         return read(self.name, rows, range(-(-self.shape[1] * self.bits // 32)))
+
+    def _rows_skipped(self, rows: range) -> int:
+        """Return how many rows of the first word are not in `rows`."""
+        return rows.start % (32 // self.bits) if self.order else 0
 
     def words_of(self, rows: range) -> tuple[range, range]:
         """Return the range of each dimension of the transposed tensor that has these rows."""
@@ -209,13 +221,6 @@ class IntegerMatrix(StoredMatrix):
             )
         return found.float()
 
-    def _in_our_groups(self, grid: Grid | None, numbers: Tensor) -> Tensor:
-        assert grid is not None
-        count = -(-self.shape[1] // GROUP)
-        if numbers.shape[1] == 1:
-            return numbers.expand(-1, count)
-        return numbers.repeat_interleave(grid.width // GROUP, 1)[:, :count]
-
 
 @dataclass(frozen=True)
 class CodebookMatrix(StoredMatrix):
@@ -231,6 +236,27 @@ class CodebookMatrix(StoredMatrix):
     block: int
     scales: Callable[[Read, range], Tensor]
 
+    @property
+    def has_codes(self) -> bool:  # type: ignore[override]
+        return self.shape[1] % self.block == 0
+
+    def codes(self, read: Read, rows: range) -> Codes:
+        first, last = rows.start * self.shape[1], rows.stop * self.shape[1]
+        packed = read(self.name, range(first // 2, last // 2), range(1)).reshape(len(rows), -1)
+        scales = self.scales(read, range(first // self.block, last // self.block))
+        return self._codes(packed, scales.view(len(rows), -1))
+
+    def _codes(self, packed: Tensor, scales: Tensor) -> Codes:
+        check_scales(f"{self.name}.absmax", scales)
+        return Codes(
+            codes=packed,
+            scales=scales,
+            block=self.block,
+            kind=NAMED,
+            table=self.table,
+            high_first=True,
+        )
+
     def floats(self, read: Read, rows: range) -> Tensor:
         first, last = rows.start * self.shape[1], rows.stop * self.shape[1]
         blocks = range(first // self.block, -(-last // self.block))
@@ -238,9 +264,7 @@ class CodebookMatrix(StoredMatrix):
         own = range(start // 2, -(-last // 2))
         packed = read(self.name, own, range(1)).flatten()
         packed = F.pad(packed, (0, size // 2 - len(packed))).view(len(blocks), -1)
-        scales = self.scales(read, blocks).unsqueeze(1)
-        check_scales(f"{self.name}.absmax", scales)
-        found = scaled(*(packed, scales, self.block), kind=NAMED, table=self.table, high_first=True)
+        found = self._codes(packed, self.scales(read, blocks).unsqueeze(1)).floats()
         return found.flatten()[first - start : last - start].view(len(rows), -1)
 
 
@@ -276,16 +300,19 @@ class ExpertBlocks:
     scales: str
     stored: tuple[int, ...]
     in_groups = False
+    has_codes = True
 
     @property
     def shape(self) -> tuple[int, ...]:
         experts, rows, groups, size = self.stored
         return experts, groups * size * 2, rows
 
-    def floats(self, read: Read, expert: int, rows: range) -> Tensor:
-        """Return `rows` of an expert in float32, `[columns, n]`."""
-        own, groups = range(expert, expert + 1), range(self.stored[2])
-        packed = read(self.name, own, rows, groups, range(self.stored[3]))[0]
-        scales = numbers(read(self.scales, own, rows, groups)[0])
+    def codes(self, read: Read, rows: range) -> Codes:
+        """Return rows, which are numbered through all experts. They must be of one expert."""
+        expert, first = divmod(rows.start, self.stored[1])
+        each = range(expert, expert + 1), range(first, first + len(rows)), range(self.stored[2])
+        packed = read(self.name, *each, range(self.stored[3]))[0]
+        scales = numbers(read(self.scales, *each)[0])
         check_scales(self.scales, scales)
-        return scaled(packed.flatten(1), scales, 2 * self.stored[3], kind=E2M1).t()
+        block = 2 * self.stored[3]
+        return Codes(codes=packed.flatten(1), scales=scales, block=block, kind=E2M1)

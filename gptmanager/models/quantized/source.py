@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from gptmanager.kernels.gemm.int4_groups import Groups
 from gptmanager.kernels.gemm.packed_matrix import PANEL_ROWS
+from gptmanager.kernels.gemm.panels.codes import Codes
+from gptmanager.kernels.gemm.panels.words import PackedGroups
 from gptmanager.memory.tensor_sources import TensorInfo, TensorSource
 from gptmanager.models.quantized.formats import MatrixFinder
 from gptmanager.models.quantized.matrices import ExpertBlocks, IntegerMatrix, Read, StoredMatrix
 from gptmanager.models.quantized.scheme import Scheme
 
 _FLOAT_BYTES = 6  # memory per element that becomes a float32: the float and its stored bits
-_GROUP_BYTES = 2  # memory per element that stays in 4 bits: a byte and its stored bits
+_CODE_BYTES = 1  # memory per element that is written from its stored bits, or from a byte
 _PIECE_BYTES = 16 << 20  # memory of a piece, which should fit into the last cache
 _STEP = 8  # rows that share a word in some formats
 _READ_BYTES = 8 << 20  # bytes that are read at a time
@@ -36,7 +38,7 @@ class QuantizedSource:
         self._matrices: dict[str, StoredMatrix | ExpertBlocks] = finder.matrices
         self._found = {n: it for n, it in given.items() if n not in finder.used}
         self._found |= {
-            name: TensorInfo(matrix.shape, "float32", matrix.in_groups)
+            name: TensorInfo(matrix.shape, "float32", matrix.in_groups, matrix.has_codes)
             for name, matrix in self._matrices.items()
         }
 
@@ -53,8 +55,10 @@ class QuantizedSource:
         ranges = list(region or map(range, matrix.shape))
         if isinstance(matrix, ExpertBlocks):
             experts, columns, rows = ranges
+            size, read = matrix.stored[1], self._reader(_READ_BYTES)
             for expert in experts:
-                floats = matrix.floats(self._view, expert, rows)
+                own = range(expert * size + rows.start, expert * size + rows.stop)
+                floats = matrix.codes(read, own).floats().t()
                 yield expert - experts.start, floats[columns.start : columns.stop].unsqueeze(0)
             return
         rows, columns = ranges
@@ -62,11 +66,19 @@ class QuantizedSource:
             floats = matrix.floats(read, own)
             yield own.start - rows.start, floats[:, columns.start : columns.stop]
 
-    def groups(self, name: str, max_bytes: int, rows: range) -> Iterator[tuple[int, Groups]]:
+    def groups(self, name: str, max_bytes: int, rows: range) -> Iterator[tuple[int, PackedGroups]]:
         matrix = self._matrices[name]
         assert isinstance(matrix, IntegerMatrix)
-        for own, read in self._slices(matrix, rows, max_bytes, _GROUP_BYTES):
+        for own, read in self._slices(matrix, rows, max_bytes, _CODE_BYTES):
             yield own.start - rows.start, matrix.groups(read, own)
+
+    def codes(self, name: str, max_bytes: int, rows: range) -> Iterator[tuple[int, Codes]]:
+        matrix = self._matrices[name]
+        if isinstance(matrix, ExpertBlocks):
+            yield 0, matrix.codes(self._reader(max_bytes), rows)
+            return
+        for own, read in self._slices(matrix, rows, max_bytes, _CODE_BYTES):
+            yield own.start - rows.start, matrix.codes(read, own)
 
     def close(self) -> None:
         self._source.close()
@@ -83,38 +95,44 @@ class QuantizedSource:
         size = max_bytes if max_bytes == sys.maxsize else min(max_bytes, _PIECE_BYTES)
         size //= columns * element_bytes
         if not (isinstance(matrix, IntegerMatrix) and matrix.transposed):
-            yield from ((own, self._view) for own in _split(rows, size))
+            read = self._reader(max_bytes)
+            yield from ((own, read) for own in _split(rows, size))
             return
         for many in _split(rows, max_bytes * 8 // (columns * matrix.bits)):
-            read = self._held(matrix.name, *matrix.words_of(many))
+            read = self._held(max_bytes, matrix.name, *matrix.words_of(many))
             yield from ((own, read) for own in _split(many, size))
 
-    def _held(self, name: str, rows: range, columns: range) -> Read:
-        """Return a function like `_read` that reads the tensor `name` from a copy of this part."""
-        part = self._read(name, rows, columns)
+    def _held(self, max_bytes: int, name: str, rows: range, columns: range) -> Read:
+        """Return a function like `_view` that reads the tensor `name` from this part of it."""
+        others = self._reader(max_bytes)
+        part = others(name, rows, columns)
 
         def read(asked: str, *ranges: range) -> Tensor:
             if asked != name:
-                return self._view(asked, *ranges)
+                return others(asked, *ranges)
             start = columns.start
             return part[:, ranges[1].start - start : ranges[1].stop - start]
 
         return read
 
-    def _view(self, name: str, *ranges: range) -> Tensor:
+    def _reader(self, max_bytes: int) -> Read:
+        return partial(self._view, max_bytes)
+
+    def _view(self, max_bytes: int, name: str, *ranges: range) -> Tensor:
         """Return the given ranges of a tensor as `_read` does, but without a copy if possible.
 
+        Only the elements of the last dimension are sure to be contiguous.
         Pages of a file stay resident as long as a view of them, so do not keep it.
         """
         if ranges:
-            _, piece = next(self._source.pieces(name, _READ_BYTES, ranges))
+            _, piece = next(self._source.pieces(name, max_bytes, ranges))
             if len(piece) == len(ranges[0]):
-                return piece.contiguous()
+                return piece if piece.stride(-1) == 1 else piece.contiguous()
         return self._read(name, *ranges)
 
     def _read(self, name: str, *ranges: range) -> Tensor:
         """Return a copy of the given ranges of a tensor, by default of all of it."""
-        shape, dtype, _ = self._source.describe()[name]
+        shape, dtype, *_ = self._source.describe()[name]
         found = torch.empty([*map(len, ranges)] or shape, dtype=getattr(torch, dtype))
         for start, piece in self._source.pieces(name, _READ_BYTES, ranges or None):
             (found[start : start + len(piece)] if shape else found).copy_(piece)

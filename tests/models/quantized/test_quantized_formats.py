@@ -24,12 +24,12 @@ from gptmanager.errors import ConfigError
 from gptmanager.kernels import Kernels
 from gptmanager.kernels.gemm.int4_matrix import Int4Matrix
 from gptmanager.kernels.gemm.packed_matrix import PackedMatrix
+from gptmanager.kernels.gemm.panels.code_loops import E2M1, FOUR_BITS, NAMED
+from gptmanager.kernels.gemm.panels.codes import Codes
 from gptmanager.memory.tensor_sources import StateDict
 from gptmanager.models import load_model
 from gptmanager.models.checkpoint_parts import as_floats, is_quantized, open_tensors
 from gptmanager.models.conversion import convert_checkpoint
-from gptmanager.models.quantized.unpacking import scaled
-from gptmanager.models.quantized.unpacking_loops import E2M1, FOUR_BITS, NAMED
 
 HERE = Path(__file__).parent
 EXPECTED = json.loads((HERE / "expected.json").read_text())
@@ -113,27 +113,31 @@ def test_rows_are_read_in_any_slices(name: str) -> None:
         assert (found - whole[3:62]).abs().max() <= whole.abs().max() * 2**-11
 
 
+def scaled(codes: Tensor, scales: Tensor, **options: Any) -> Tensor:
+    return Codes(codes=codes, scales=scales, block=64, **options).floats()
+
+
 @pytest.mark.parametrize("columns", [16, 46])
 def test_each_code_has_its_value(columns: int) -> None:
     """Also in columns that do not fill sixteen lanes."""
     one = torch.ones(256, 1)
     codes = torch.arange(256, dtype=torch.uint8)[:, None].expand(-1, columns).contiguous()
     float8 = codes.view(torch.float8_e4m3fn)
-    found = scaled(float8, one, 64)
+    found = scaled(float8, one)
     assert torch.equal(found.nan_to_num(999), float8.float().nan_to_num(999))
     numbers = ~found.isnan()
     assert torch.equal(found[numbers].signbit(), float8.float()[numbers].signbit())
-    assert torch.equal(scaled(codes, one, 64), codes.float())
-    assert torch.equal(scaled(codes.view(torch.int8), one, 64), codes.view(torch.int8).float())
+    assert torch.equal(scaled(codes, one), codes.float())
+    assert torch.equal(scaled(codes.view(torch.int8), one), codes.view(torch.int8).float())
 
     pairs = torch.stack((codes & 15, codes >> 4), -1).flatten(1)
     table = torch.randn(16, generator=torch.Generator().manual_seed(1))
-    assert torch.equal(scaled(codes, one, 64, kind=FOUR_BITS), pairs.float())
-    assert torch.equal(scaled(codes, one, 64, kind=NAMED, table=table), table[pairs.long()])
-    swapped = scaled(codes, one, 64, kind=NAMED, table=table, high_first=True)
+    assert torch.equal(scaled(codes, one, kind=FOUR_BITS), pairs.float())
+    assert torch.equal(scaled(codes, one, kind=NAMED, table=table), table[pairs.long()])
+    swapped = scaled(codes, one, kind=NAMED, table=table, high_first=True)
     assert torch.equal(swapped, table[pairs.unflatten(1, (-1, 2)).flip(2).flatten(1).long()])
     values = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
-    found = scaled(codes, one, 64, kind=E2M1)
+    found = scaled(codes, one, kind=E2M1)
     assert torch.equal(found, values[pairs.long()])
     assert torch.equal(found.signbit(), pairs > 7)
 
@@ -156,6 +160,10 @@ def test_experts_of_gpt_oss_are_those_of_transformers() -> None:
     region = [range(1, 3), range(5, 40), range(2, 9)]
     part = torch.cat([it for _, it in source.pieces("a.down_proj", 1, region)])
     assert torch.equal(part, exact[1:3, 5:40, 2:9])
+    # outputs, numbered through all experts
+    [(_, codes)] = source.codes("a.down_proj", 1 << 20, range(16 + 2, 16 + 13))
+    assert torch.equal(codes.floats(), exact[1].t()[2:13])
+    assert torch.equal(codes.rows(slice(None, None, 2)).floats(), exact[1].t()[2:13:2])
 
 
 def test_deepseek_in_8_bit_floats_has_the_numbers_of_its_floats() -> None:

@@ -1,4 +1,4 @@
-"""Compiled functions that unpack integers from words, and scale numbers of 8 bits or fewer."""
+"""Compiled functions that scale numbers of 8 bits or fewer, to floats or to int8 panels."""
 
 # mypy: allow-untyped-calls
 
@@ -10,7 +10,9 @@ from typing import Any
 import numpy as np
 from llvmlite import ir  # type: ignore[import-untyped]
 
+from gptmanager.kernels.gemm.panels.panel_writing import move_int8, panels_of, round_row, rows_of
 from gptmanager.kernels.per_token_kernels import ZERO, share_of
+from gptmanager.kernels.simd.dtypes import FLOAT32
 from gptmanager.kernels.simd.lanes import (
     FLOAT,
     INDICES,
@@ -21,53 +23,41 @@ from gptmanager.kernels.simd.lanes import (
     call,
     claim,
     get,
-    get_int,
     intrinsic,
     lanes_from,
     load_either,
     load_part,
     long,
     loop,
-    nothing,
-    put_int,
-    put_long,
+    put,
     splat,
     spread,
     store_part,
     task_at,
     vector,
 )
-from gptmanager.kernels.simd.threads import NEXT_PART, task_fields
+from gptmanager.kernels.simd.threads import NEXT_PART, NEXT_THREAD, task_fields
 
 _BYTE = ir.IntType(8)
 _BYTES = ir.VectorType(_BYTE, LANES)
 
 
-class UnpackTask(ctypes.Structure):
-    """The arguments of `unpack_rows` and `unpack_columns`.
-
-    `words`: int32 `[num_tokens, width]`. `row_stride` and `word_stride`: its strides in elements,
-    for `unpack_rows`. `result`: uint8. `bits`: the size of a number. `order`: for
-    `unpack_columns`, the place of each number in its word, in four bits each.
-    """
-
-    _fields_ = task_fields("words result num_tokens width row_stride word_stride bits order")
-
-
 class ScaleTask(ctypes.Structure):
-    """The arguments of `scale_rows`.
+    """The arguments of `scale_rows` and `scale_to_int8`.
 
     `codes`: `num_tokens` rows of bytes, `stride` bytes apart. Each has `width` codes of the same
     `kind`. `high_first`: the upper four bits of a byte with two codes have its first one. `table`:
     the sixteen values of codes of the kind `NAMED`. `result`: float32 `[num_tokens, width]`.
     `scales` and `zeros`: float32 `[num_tokens, num_blocks]`; if `zeros` is 0, `zero` is used for
     all. Column c is in block `index[c]` (float32), or without an index in block `c // block`, where
-    `block` is a multiple of 16.
+    `block` is a multiple of 16. The other fields are those of `PanelTask`, with the scales of rows
+    in `row_scales`; `scratch` also has a row of floats.
     """
 
     _fields_ = task_fields(
         "codes table scales zeros index result num_tokens width stride num_blocks block kind"
-        " high_first",
+        " high_first values row_scales first_column num_columns first_row depth"
+        " scratch scratch_bytes row_bytes",
         "zero factor",
     )
 
@@ -75,75 +65,7 @@ class ScaleTask(ctypes.Structure):
 # Kinds of codes. Bytes: integers, or float8 (e4m3). Two in a byte: integers, float4 (E2M1), or
 # places in a table of sixteen values.
 UNSIGNED, SIGNED, E4M3, FOUR_BITS, E2M1, NAMED = range(6)
-UNPACK_TASK, SCALE_TASK = np.dtype(UnpackTask), np.dtype(ScaleTask)
-
-
-@loop
-def _put_word(bits: int, word: int, to: int) -> None:
-    """Store the numbers of a word as bytes."""
-    word &= 0xFFFFFFFF
-    if bits == 8:
-        put_int(to, 0, word)
-    elif bits == 4:
-        word = (word | word << 16) & 0x0000FFFF0000FFFF
-        word = (word | word << 8) & 0x00FF00FF00FF00FF
-        put_long(to, 0, (word | word << 4) & 0x0F0F0F0F0F0F0F0F)
-    else:
-        for half in range(2):
-            own = word >> 16 * half & 0xFFFF
-            own = (own | own << 24) & 0x000000FF000000FF
-            own = (own | own << 12) & 0x000F000F000F000F
-            put_long(to, half, (own | own << 6) & 0x0303030303030303)
-
-
-def unpack_rows(address: int) -> None:
-    """Unpack words to rows of bytes.
-
-    Sixteen rows are unpacked together, because their words may be in the same cache line.
-    """
-    t = task_at(address, UNPACK_TASK)
-    per_word = 32 // t.bits
-    panels = (t.num_tokens + LANES - 1) // LANES
-    part = claim(address, NEXT_PART)
-    while part < t.num_parts:
-        first = panels * part // t.num_parts * LANES
-        stop = min(t.num_tokens, panels * (part + 1) // t.num_parts * LANES)
-        for start in range(first, stop, LANES):
-            for number in range(t.width):
-                for row in range(start, min(stop, start + LANES)):
-                    word = get_int(t.words, row * t.row_stride + number * t.word_stride)
-                    to = t.result + (row * t.width + number) * per_word
-                    _put_word(t.bits, word, to)
-        part = claim(address, NEXT_PART)
-
-
-@intrinsic(nothing, long, long, long, long)
-def _put_numbers(builder: Any, source: Any, shift: Any, mask: Any, to: Any) -> None:
-    """Store one number of each of sixteen words, as sixteen bytes."""
-    words = builder.load(builder.inttoptr(source, INDICES.as_pointer()), align=4)
-    own = builder.lshr(words, spread(builder, builder.trunc(shift, INT)))
-    own = builder.and_(own, spread(builder, builder.trunc(mask, INT)))
-    pointer = builder.inttoptr(to, _BYTES.as_pointer())
-    builder.store(builder.trunc(own, _BYTES), pointer, align=1)
-
-
-def unpack_columns(address: int) -> None:
-    """Unpack words to bytes `[num_tokens * numbers per word, width]`.
-
-    Each row of words becomes a row of the first numbers of all words, a row of the second numbers,
-    and so on. Rows are contiguous, and `width` is a multiple of sixteen.
-    """
-    t = task_at(address, UNPACK_TASK)
-    per_word, mask = 32 // t.bits, (1 << t.bits) - 1
-    part = claim(address, NEXT_PART)
-    while part < t.num_parts:
-        for row in share_of(t, part):
-            for number in range(per_word):
-                shift = (t.order >> 4 * number & 15) * t.bits
-                to = t.result + (row * per_word + number) * t.width
-                for i in range(0, t.width, LANES):
-                    _put_numbers(t.words + 4 * (row * t.width + i), shift, mask, to + i)
-        part = claim(address, NEXT_PART)
+SCALE_TASK = np.dtype(ScaleTask)
 
 
 def _load_bytes(builder: Any, address: Any, count: Any, widen: Any) -> Any:
@@ -262,25 +184,47 @@ def _value(t: Any, row: int, column: int) -> Any:
     return _four_bits(source, t.high_first)
 
 
+@loop
+def _scale_row(t: Any, row: int, to: int) -> None:
+    factor, zero, scale = (splat(np.float32(t.factor)), splat(np.float32(t.zero)), splat(ZERO))
+    number, stop = row * t.num_blocks, 0
+    for i in range(0, t.width, LANES):
+        if t.index:
+            places = load_part(t.index, i, t.width - i)
+            scale = _looked_up(places, t.scales + 4 * row * t.num_blocks)
+            if t.zeros:
+                zero = _looked_up(places, t.zeros + 4 * row * t.num_blocks)
+        elif i == stop:
+            scale = splat(get(t.scales, number))
+            if t.zeros:
+                zero = splat(get(t.zeros, number))
+            number, stop = number + 1, stop + t.block
+        value = (_value(t, row, i) - zero) * scale * factor
+        store_part(to, i, value, t.width - i)
+
+
 def scale_rows(address: int) -> None:
     """Write (value - zero) * scale * factor for each code."""
     t = task_at(address, SCALE_TASK)
-    factor, zero, scale = (splat(np.float32(t.factor)), splat(np.float32(t.zero)), splat(ZERO))
     part = claim(address, NEXT_PART)
     while part < t.num_parts:
         for row in share_of(t, part):
-            number, stop = row * t.num_blocks, 0
-            for i in range(0, t.width, LANES):
-                if t.index:
-                    places = load_part(t.index, i, t.width - i)
-                    scale = _looked_up(places, t.scales + 4 * number)
-                    if t.zeros:
-                        zero = _looked_up(places, t.zeros + 4 * number)
-                elif i == stop:
-                    scale = splat(get(t.scales, number))
-                    if t.zeros:
-                        zero = splat(get(t.zeros, number))
-                    number, stop = number + 1, stop + t.block
-                value = (_value(t, row, i) - zero) * scale * factor
-                store_part(t.result, row * t.width + i, value, t.width - i)
+            _scale_row(t, row, t.result + 4 * row * t.width)
+        part = claim(address, NEXT_PART)
+
+
+def scale_to_int8(address: int) -> None:
+    """Round (value - zero) * scale * factor to int8 with a scale for each row, and write panels."""
+    t = task_at(address, SCALE_TASK)
+    scratch = t.scratch + claim(address, NEXT_THREAD) * t.scratch_bytes
+    floats = scratch + LANES * t.row_bytes
+    part = claim(address, NEXT_PART)
+    while part < t.num_parts:
+        for panel in panels_of(t, part):
+            for row in rows_of(t, panel):
+                own = t.first_row + row
+                _scale_row(t, row, floats)
+                to = scratch + own % LANES * t.row_bytes
+                put(t.row_scales, own, round_row(t, FLOAT32, floats, 0, to))
+            move_int8(t, panel, scratch)
         part = claim(address, NEXT_PART)

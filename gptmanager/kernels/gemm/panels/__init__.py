@@ -1,0 +1,1 @@
+"""Rows of weights, and of quantized checkpoints, written to panels."""

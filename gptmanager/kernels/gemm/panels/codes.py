@@ -1,0 +1,137 @@
+"""`Codes`: rows of a checkpoint's numbers of 8 bits or fewer, with their scales."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from gptmanager.kernels.gemm.panels.code_loops import (
+    E2M1,
+    E4M3,
+    FOUR_BITS,
+    NAMED,
+    SIGNED,
+    UNSIGNED,
+    ScaleTask,
+    scale_rows,
+    scale_to_int8,
+)
+from gptmanager.kernels.gemm.panels.panel_writing import panel_depth, panel_scratch
+from gptmanager.kernels.gemm.weight_quantization import run_in_team
+from gptmanager.kernels.simd.lanes import LANES
+
+_PAIRS = (FOUR_BITS, E2M1, NAMED)
+_READ = LANES // 2  # bytes with two codes that are read at a time
+_KINDS = {torch.int8: SIGNED, torch.float8_e4m3fn: E4M3}
+_FLOAT_BYTES = 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Codes:
+    """Rows of codes. An element is (value - zero) * scale * factor, in float32.
+
+    `codes`: `[n, bytes]` of int8, float8_e4m3fn, or uint8 with codes of the given `kind`.
+    `columns`: the number of codes in a row, by default all. `scales`: `[n, blocks]`. `zeros`: `[n,
+    blocks]`, or one number. A block has `block` consecutive columns, unless `index` `[columns]` has
+    the block of each column. `table`, `high_first`: see `ScaleTask`.
+    """
+
+    codes: Tensor
+    scales: Tensor
+    block: int
+    kind: int = UNSIGNED
+    columns: int | None = None
+    zeros: Tensor | float = 0.0
+    table: Tensor | None = None
+    index: Tensor | None = None
+    high_first: bool = False
+    factor: float = 1.0
+
+    def __len__(self) -> int:
+        return len(self.codes)
+
+    @property
+    def num_columns(self) -> int:
+        return self.columns or self.codes.shape[1] * (2 if self.kind in _PAIRS else 1)
+
+    def rows(self, rows: slice) -> Codes:
+        zeros = self.zeros[rows] if isinstance(self.zeros, Tensor) else self.zeros
+        return replace(self, codes=self.codes[rows], scales=self.scales[rows], zeros=zeros)
+
+    def floats(self) -> Tensor:
+        """Return the elements in float32, `[n, columns]`."""
+        result = torch.empty(len(self), self.num_columns)
+        self._run(scale_rows, {"result": result.data_ptr()})
+        return result
+
+    def write_int8(self, columns: slice, values: Tensor, scales: Tensor, first: int) -> None:
+        """Write `columns` as `write_int8` of `panel_writing` writes those of `floats()`."""
+        start, stop, _ = columns.indices(self.num_columns)
+        floats = (self.num_columns + LANES) * _FLOAT_BYTES
+        scratch, sizes = panel_scratch(stop - start, len(self) * self.num_columns, floats)
+        fields = {
+            "values": values.data_ptr(),
+            "row_scales": scales.data_ptr(),
+            "first_column": start,
+            "num_columns": stop - start,
+            "first_row": first,
+            "depth": panel_depth(values),
+            "scratch": scratch.data_ptr(),
+            **sizes,
+        }
+        self._run(scale_to_int8, fields)
+
+    def _run(self, body: Any, fields: Mapping[str, int]) -> None:
+        kind = _KINDS.get(self.codes.dtype, self.kind)
+        codes, columns, block = self.codes, self.num_columns, self.block
+        if kind in _PAIRS and codes.shape[1] % _READ:
+            codes = F.pad(codes, (0, -codes.shape[1] % _READ))
+        scales, zeros, index = self.scales, self.zeros, self.index
+        if isinstance(zeros, Tensor) and zeros.shape != scales.shape:
+            given = scales, zeros
+            scales, zeros = torch.broadcast_tensors(*given)  # type: ignore[no-untyped-call]
+        num_blocks = scales.shape[1]
+        if num_blocks == 1:
+            index, block = None, -(-columns // LANES) * LANES
+        elif index is None and block % LANES:
+            index = torch.arange(columns) // block
+        own = [it.float().contiguous() for it in (scales, zeros, index) if isinstance(it, Tensor)]
+        addresses = iter([it.data_ptr() for it in own])
+        task: ctypes.Structure = ScaleTask(
+            codes=codes.data_ptr(),
+            table=0 if self.table is None else self.table.data_ptr(),
+            scales=next(addresses),
+            zeros=next(addresses) if isinstance(zeros, Tensor) else 0,
+            index=0 if index is None else next(addresses),
+            num_tokens=len(codes),
+            width=columns,
+            stride=codes.stride(0),
+            num_blocks=num_blocks,
+            block=block,
+            kind=kind,
+            high_first=self.high_first,
+            zero=0.0 if isinstance(zeros, Tensor) else zeros,
+            factor=self.factor,
+            **fields,
+        )
+        run_in_team(body, task, len(codes) * columns)
+
+
+def powers_of_two(exponents: Tensor) -> Tensor:
+    """Return the values of E8M0 numbers, 2 ** (byte - 127), in float32."""
+    return torch.exp2(exponents.view(torch.uint8).float() - 127)
+
+
+def numbers(given: Tensor) -> Tensor:
+    """Convert stored scales or zeros to float32. uint8 is read as E8M0, an exponent of 2."""
+    return powers_of_two(given) if given.element_size() == 1 and _is_e8m0(given) else given.float()
+
+
+def _is_e8m0(given: Tensor) -> bool:
+    return given.dtype in (torch.uint8, torch.float8_e8m0fnu)

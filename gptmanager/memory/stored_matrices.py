@@ -1,0 +1,70 @@
+"""Finds the matrices of a checkpoint that need not become floats.
+
+Matrices that a file stores in the order in which matmuls read them are mapped. Others are copied as
+they are stored, where the memory of the matrix can hold them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any, NamedTuple, cast
+
+from gptmanager.kernels.gemm.int4_matrix import Int4Matrix
+from gptmanager.kernels.gemm.packed_matrix import Matrix, PackedMatrix, Panels
+from gptmanager.memory.places import Place
+from gptmanager.memory.tensor_sources import CodedSource, GroupedSource, PanelSource, TensorSource
+
+
+class MappedMatrix(NamedTuple):
+    """The memory of a matrix in a source. `names` are the library's names of its tensors."""
+
+    names: list[str]
+    panels: Panels
+
+
+def mapped_matrices(
+    source: TensorSource,
+    names: Mapping[str, str],
+    places: Mapping[str, Place],
+    parameters: Collection[str],
+) -> dict[str, MappedMatrix]:
+    """Return those matrices of `parameters` that can be mapped from `source`, by parameter.
+
+    `places` has the place of each tensor by the library's name, and `names` maps this name to the
+    source's. Later writes to the memory change private copies of its pages, not the file.
+    """
+    if not isinstance(source, PanelSource):
+        return {}
+    tensors: dict[str, list[str]] = {}
+    for name in sorted(names, key=lambda name: places[name].first_row):
+        if not places[name].twin:
+            tensors.setdefault(places[name].parameter, []).append(name)
+    found = {}
+    for parameter in parameters:
+        own = [places[name] for name in tensors[parameter]]
+        if any(it.runs or it.stacked or it.transposed for it in own):
+            continue  # loading changes the order of elements
+        panels = source.panels([names[name] for name in tensors[parameter]])
+        if panels is not None:
+            found[parameter] = MappedMatrix(tensors[parameter], panels)
+    return found
+
+
+def packed_pieces(
+    source: TensorSource, name: str, storage: Matrix, place: Place, max_bytes: int, rows: range
+) -> Iterator[tuple[int, Any]] | None:
+    """Yield (first index, slice) of these rows of a tensor; return None if floats must be read.
+
+    Slices are groups if the tensor is int4 both in the source and in the storage, or `Codes` if the
+    storage is int8.
+    """
+    info = source.describe()[name]
+    if isinstance(storage, Int4Matrix):
+        if not info.in_groups or place.stacked:
+            return None
+        return cast(GroupedSource, source).groups(name, max_bytes, rows)
+    # rows of codes are outputs: rows of a matrix, or columns of stacked matrices
+    has_outputs = info.has_codes and place.transposed == (len(info.shape) > 2)
+    if has_outputs and isinstance(storage, PackedMatrix) and storage.takes_codes:
+        return cast(CodedSource, source).codes(name, max_bytes, rows)
+    return None
