@@ -1,6 +1,6 @@
-"""Ready-made callbacks and helpers for hosts, which use only the public contract.
+"""Ready-made callbacks and helpers for hosts.
 
-`generate` returns completions in three lines. `RequestQueue` provides futures and token streams
+`generate` completes prompts in three lines. `RequestQueue` provides futures and token streams
 instead of callbacks. `load_peft_adapter` reads an adapter, `ChatTemplate` renders chats, and
 `TextStream` decodes tokens. The sinks and `LivePage` store or display what a manager does. The
 classes with a method `bind` create the logits post-processors of requests.

@@ -2,7 +2,7 @@
 
 It supports the syntax that PEFT and its users write. A backtracking matcher takes exponential time
 for some patterns, and blocks the interpreter meanwhile. This matcher simulates the automaton: it
-keeps the set of positions that it may have reached as the bits of an integer, and counts its steps.
+keeps the set of places that it may have reached as the bits of an integer, and counts its steps.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Steps:
 
 @dataclass(slots=True)
 class _Name:
-    """The text to match. In a set of its places, bit i is the place before character i."""
+    """The text to match. In a set of places, bit i is the place before character i."""
 
     text: str
     steps: Steps

@@ -1,4 +1,4 @@
-"""`generate`: completions of prompts in three lines, with a manager for this one call."""
+"""`generate`: completes prompts in three lines, with a manager for this one call."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def generate(
     ended them. Text needs a tokenizer: the folder's tokenizer.json, or `tokenizer` (an object, or a
     folder that has one).
 
-    `sampling` accepts the names of `InferenceRequest`, the same values for all prompts:
+    `sampling` has fields of `InferenceRequest`, with the same values for all prompts:
     `temperature`, `runtime_top_p`, `stop_words_list`, ... By default `end_id` and `pad_id` are from
     generation_config.json, or else config.json. Beam search returns the best beam.
 
@@ -100,7 +100,8 @@ def generate(
     With True, one line is written at the end if it is not a terminal. With False, nothing is shown.
 
     An interrupt (Ctrl-C) aborts the manager and leaves no thread running. Raise ConfigError as the
-    constructor of `GptManager` does, or the first error response, with its prompt's index.
+    constructor of `GptManager` does, or the error of the first request that fails, with the index
+    of its prompt.
 
         from gptmanager.callbacks import generate
         print(generate("examples/tiny_llama", "Once upon a time", 40))

@@ -63,12 +63,14 @@ _IDS: Mapping[tuple[str, str | None], tuple[int, ...]] = {
 
 
 def _module_ids(name: str | None) -> dict[str, tuple[int, ...]]:
-    """Return a map from names of modules to module ids, for one family, or for all if None.
+    """Return a map from module names to module ids, for the family `name`, or for all if None.
 
-    The names have {} in place of the layer, and are listed with and without the family's prefix.
+    The module names have {} in place of the layer. Each is listed with and without the family's
+    prefix.
     """
     found = {}
-    # Llama is first in FAMILIES and last here, so its meaning of a name replaces that of others
+    # Llama is first in FAMILIES and last here: where families differ, a name means what it does
+    # in Llama
     families = [*FAMILIES.values()][::-1] if name is None else [FAMILIES[name]]
     for family in families:
         for theirs, (ours, part) in family.tensors.items():
@@ -104,14 +106,16 @@ def load_peft_adapter(
 ) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.int32]]:
     """Return `lora_weights` float32 `[n, width]` and `lora_config` int32 `[n, 3]` of a PEFT folder.
 
-    The folder has `adapter_config.json` and `adapter_model.safetensors`. A row is A `[D, Hi]` and
-    then B `[Ho, D]` times lora_alpha / D (rsLoRA: / sqrt(D)), with the rank D of its module,
-    padded with zeros. Rows are sorted by layer and module id. The modules of attention, dense MLPs
-    and shared experts of the library's model families are supported, by their names in
-    transformers. Pass the checkpoint's folder as `model` to have all widths compared: the manager
-    refuses a request with rows that are too short for its model, but it cannot tell a row for a
-    wider model from a row with padding. For families without gates (Nemotron, Arcee, Jais 2),
-    `mlp.up_proj` is only supported with `model`.
+    The folder has `adapter_config.json` and `adapter_model.safetensors`. A row has the A `[D, Hi]`
+    of a module, then its B `[Ho, D]` times lora_alpha / D (rsLoRA: / sqrt(D)), and then zeros,
+    where D is the rank. Rows are sorted by layer and module id. The modules of attention, dense
+    MLPs and shared experts of the library's model families are supported, by their names in
+    transformers. For families without gates (Nemotron, Arcee, Jais 2), `mlp.up_proj` is only
+    supported with `model`.
+
+    Pass the checkpoint's folder as `model` to have all widths compared. The manager refuses a
+    request with rows that are too short for its model, but it cannot tell a row for a wider model
+    from a row with padding.
 
     Raise ConfigError, which quotes the entry, for everything except plain LoRA (DoRA, biases,
     embeddings, saved modules, other methods), for other modules, and for files that are broken or

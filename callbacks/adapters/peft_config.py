@@ -38,7 +38,8 @@ _REASONS = {
 }
 # These initializations do not change the base model; others subtract the initial B A from it.
 _PLAIN_INITS = ("gaussian", "eva", "orthogonal")
-# limit for all matches of a file together: a few seconds; usually 500 names take 250,000 steps
+# limit for all matches of a file together, which takes a few seconds; usually 500 names need
+# 250,000 steps
 _MAX_STEPS = 5_000_000
 # the first number after at least two parts of the name
 _FIRST_NUMBER = re.compile(r"[^.]*\.(?:[^.]*\.)+?(\d+)\.")
@@ -48,7 +49,8 @@ _Value = TypeVar("_Value")
 class PeftConfig:
     """The content of an `adapter_config.json`.
 
-    Raise ConfigError for an adapter that is not plain LoRA, and for an invalid value.
+    The constructor raises ConfigError for an adapter that is not plain LoRA, and for an invalid
+    value.
     """
 
     def __init__(self, path: Path) -> None:
@@ -58,7 +60,7 @@ class PeftConfig:
         self._rank = self._read_rank("r", self._fields.get("r", 8))
         self._alpha = self._read_alpha("lora_alpha", self._fields.get("lora_alpha", 8))
         self._is_rslora = self._flag("use_rslora")
-        # only checked: it describes the layout of the base matrix, not that of A and B
+        # checked, but not used: it describes the layout of the base matrix, not of A and B
         self._flag("fan_in_fan_out")
         ranks = self._object("rank_pattern")
         alphas = self._object("alpha_pattern")
@@ -79,7 +81,7 @@ class PeftConfig:
         return self._rank if rank is None else rank
 
     def scale(self, module: str) -> float:
-        """Return the factor of B (A x) of a module."""
+        """Return the number by which a module multiplies B (A x)."""
         rank = self.rank(module)
         alpha = self._by_pattern("alpha_pattern", self._alphas, module)
         alpha = self._alpha if alpha is None else alpha

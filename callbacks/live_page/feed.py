@@ -114,7 +114,7 @@ class LiveFeed:
             thread.join()
 
     def frames_from(self, number: int) -> tuple[bytes, int]:
-        """Return the frames from `number` on for a viewer, and its next number.
+        """Return a viewer's frames from `number` on, and the `number` for its next call.
 
         A viewer that is new, or too far behind, gets a snapshot instead.
         """
@@ -137,7 +137,7 @@ class LiveFeed:
         while self._is_wanted():
             try:
                 self._tick()
-            except Exception as error:  # shown on the page, which continues
+            except Exception as error:  # the page shows it, and continues
                 self._picture.put("error", f"the live page itself: {response_text(error)}")
             self._ended.wait(TICK_S)
 
@@ -189,7 +189,7 @@ class LiveFeed:
 class _Picture:
     """The data of a page, apart from the rows.
 
-    `all` has the latest value of each name. `points` has the numbers of the last ticks.
+    `all` has the latest value of each name. `points` has recent results of `_point`.
     """
 
     def __init__(self) -> None:
@@ -199,7 +199,7 @@ class _Picture:
         self._due: dict[str, float] = {}
         self._latencies: deque[tuple[float, float, float]] = deque(maxlen=_MAX_LATENCIES)
         self._started = monotonic()
-        self._moved: float | None = None  # when a step last began, or the manager was idle
+        self._moved: float | None = None  # when a step last began, or the loop was last idle
         self._column = -1
 
     def is_due(self, name: str, now: float, every_s: float) -> bool:
@@ -254,7 +254,7 @@ class _Picture:
         self.put("latency", [len(self._latencies), *map(_percentiles, columns)])
 
     def update_reasons(self, rows: LiveRows, reasons: Iterable[_Reason]) -> None:
-        """Update the list of [reason, text, rows as ranges], one item for each reason and text."""
+        """Update the list of [reason, text, rows as ranges], which lists no pair of both twice."""
         groups: dict[tuple[str, str], list[int]] = {}
         for request_id, reason, text in reasons:
             number = rows.row_number(request_id)
@@ -263,10 +263,10 @@ class _Picture:
         self.put("why", [[*key, ranges(sorted(numbers))] for key, numbers in groups.items()])
 
     def take(self, rows: LiveRows, tap: LiveTap, now: float) -> dict[str, Any]:
-        """Return the values that have changed, by name, with the current numbers as "p".
+        """Return the values that have changed, by name, perhaps with "p" and "g".
 
-        "p" is sent when an iteration has ended since the last "p", and at least once a second. "g"
-        has the numbers of tokens that rows have generated, once a second.
+        "p" is the result of `_point`, when there was a new iteration, and at least once a second.
+        "g" is the result of `rows.take_progress`, once a second unless it is empty.
         """
         if rows.outcomes:
             self.put("ended", dict(rows.outcomes))
@@ -285,13 +285,16 @@ class _Picture:
     def _point(self, rows: LiveRows, tap: LiveTap, now: float) -> list[int]:
         """Return the current numbers.
 
-        They are the next iteration, milliseconds since the start, requests that run, generate,
-        wait, and are paused, used and cached blocks, context tokens and generated tokens.
+        - the next iteration, and milliseconds since the start
+        - running requests, and among them those in the generation phase
+        - waiting requests, and paused requests
+        - used blocks, and cached blocks
+        - context tokens, and generated tokens
         """
         counts, kinds = tap.latest, rows.kinds
         cached = 0 if counts is None else counts.block_reuse.cached_blocks
         used = 0
-        if counts is not None and rows.num_active:  # else the counts are of an earlier request
+        if counts is not None and rows.num_active:  # else they were counted before the last end
             used = counts.total_blocks - counts.free_blocks
         milliseconds = int((now - self._started) * 1000)
         tokens = tap.context_tokens, tap.generated_tokens
@@ -301,10 +304,7 @@ class _Picture:
 
 
 def _reasons(manager: GptManager) -> list[_Reason] | None:
-    """Return why requests wait, at most `_MAX_WAITS` of them; None without an answer in time.
-
-    The text does not name the request, so several requests may have the same text.
-    """
+    """Return why requests wait, for at most `_MAX_WAITS`; None if the loop does not answer."""
     try:
         explanations = manager.explain_waiting(_MAX_WAITS, _ANSWER_S)
     except (TimeoutError, ManagerDeadError):

@@ -14,8 +14,7 @@ from typing import Any
 from gptmanager.callbacks.live_page.tap import Change, Step
 from gptmanager.manager.watching import Arrival, Beginning, Ending, Ran
 
-# the kinds of spans, which are states of a request; a HELD request keeps its memory, but does not
-# run
+# the kinds of spans are the states of a request; a HELD request does not run, but keeps its memory
 WAITING, CONTEXT, GENERATION, PAUSED, HELD = "w", "c", "g", "p", "h"
 
 _NO_IDS: frozenset[int] = frozenset()
@@ -106,16 +105,17 @@ class LiveRows:
     def take_changes(self) -> dict[str, list[Any]]:
         """Return the changes since the last call.
 
-        "n" has the new rows, "c" [row, kind, iteration, tokens] of older rows, and "e" [row, *end].
-        A row in "n" has no entry in "c" and "e". Empty lists are omitted. Of the rows that both
-        began and ended since the last call, only the newest 64 are included.
+        "n" lists new rows, with all their spans. "c" lists [row number, kind, iteration, tokens]
+        for each span that began in an older row, and "e" lists [row number, *end] for each older
+        row that ended. Empty lists are omitted. Of the rows that both began and ended since the
+        last call, only the newest 64 are included.
         """
         short_lived = [row.number for row in self._new if row.end is not None][:-_MAX_NEW]
         hidden, changes = frozenset(short_lived), dict[str, list[Any]]()
         new = [row for row in self._new if row.number not in hidden]
         excluded = hidden.union(row.number for row in new)
         if new:
-            changes["n"] = [row.shown() for row in new]  # with all their spans
+            changes["n"] = [row.shown() for row in new]
         changed = [it for it in self._changed if it[0] not in excluded]
         if changed:
             changes["c"] = changed

@@ -24,7 +24,7 @@ _request_id = itemgetter(0)  # of a `Row`
 
 
 class Step(NamedTuple):
-    """An iteration that did not run the same requests as the previous one.
+    """An iteration that differs from the previous one of its micro batch.
 
     `generation` has the ids of the requests in the generation phase.
     """

@@ -43,10 +43,12 @@ class BannedTexts:
 
     `tokenizer` must have a decoder that `token_bytes` supports. A word may begin in the prompt: if
     the prompt ends with "a red ba", the output cannot complete the word "ball". Special tokens do
-    not count as text. A list has at most 1,024 words of at most 256 letters, and 8,192 letters in
-    all, where a letter is any character. The `max_word_lists` lists that were used last are cached
-    for other requests, fewer if the lists are long. The lists in use take at most 256 MiB together;
-    a list of 8,192 letters takes up to 7 MiB.
+    not count as text.
+
+    A list of words has at most 1,024 words of at most 256 letters, and 8,192 letters in all, where
+    a letter is any character. The `max_word_lists` lists that were used last are cached for other
+    requests, or fewer if the lists are long. All lists in memory take at most 256 MiB together; a
+    list of 8,192 letters takes up to 7 MiB.
     """
 
     def __init__(self, tokenizer: Tokenizer, *, max_word_lists: int = 64) -> None:
@@ -202,7 +204,7 @@ class _Vocabulary:
 
 
 class _IdCache:
-    """The token ids of the states of all lists; the least recently used ones are dropped."""
+    """The banned token ids of states of all lists. The least recently used states are dropped."""
 
     def __init__(self) -> None:
         self._found: OrderedDict[Any, Tensor] = OrderedDict()
@@ -229,8 +231,8 @@ class _IdCache:
 class _States:
     """The tokens that a list of words bans, by the state of the text.
 
-    A state is a node of the trie of all proper prefixes; 0 is the root, the empty prefix. In the
-    sorted `_words`, the words with the prefix of `node` are `_first[node]` to `_end[node]`.
+    A state is a node of the trie of all proper prefixes; 0 is the root, the empty prefix. The words
+    with the prefix of `node` are `_words[_first[node] : _end[node]]`.
     """
 
     def __init__(self, words: Sequence[bytes], vocabulary: _Vocabulary, cache: _IdCache) -> None:

@@ -61,7 +61,7 @@ def _parts(decoder: dict[str, Any] | None) -> Iterator[dict[str, Any]]:
 def _letters() -> dict[str, bytes]:
     """Return GPT-2's map from characters to bytes.
 
-    The character of a printable byte has the same code point; other bytes use 256 and above.
+    A printable byte is the code point of its character; the other bytes have code points from 256.
     """
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]

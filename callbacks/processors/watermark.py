@@ -45,7 +45,7 @@ extern "C" __global__ void watermark(
 
 
 class Watermark(RawKernelLogitsPostProcessor):
-    """Adds `delta` to the logits of a fraction `gamma` of the vocabulary, chosen for each token.
+    """Adds `delta` to the logits of the green tokens, a fraction `gamma` of the vocabulary.
 
     `key` is a secret of 32 bits. The mark is weaker in greedy text than in sampled text: `delta`
     rarely changes which token is the likeliest.
@@ -69,9 +69,9 @@ class Watermark(RawKernelLogitsPostProcessor):
     def z_score(self, tokens: Sequence[int]) -> float:
         """Return how many standard deviations the number of green tokens is above its mean.
 
-        Mean and deviation are those of text without the watermark. A score above 4 is practically
-        never due to chance. The first token is not counted, but only used as the seed for the
-        second. The score is 0 for fewer than two tokens.
+        Mean and deviation are expected for text without the watermark, where a score above 4 is
+        very unlikely. The first token is not counted; it is only the seed for the second. The
+        score is 0 for fewer than two tokens.
         """
         ids = np.asarray(tokens, dtype=np.uint32)
         hashes = _mixed(_seeds(np.uint32(self.key), ids[:-1]) ^ ids[1:])

@@ -1,4 +1,4 @@
-"""`AsyncRequestQueue`: a `RequestQueue` for asyncio, where a full queue is awaited.
+"""`AsyncRequestQueue`: a `RequestQueue` for asyncio: if it is full, a task awaits a free place.
 
 It decides which task gets the next free place, and cancels the request of a task that is cancelled.
 `RequestQueue` does everything else.
@@ -41,10 +41,10 @@ class AsyncRequestQueue(RequestQueue):
         max_new_tokens: int | None = None,
         **by_name: Any,
     ) -> AsyncIterator[list[int]]:
-        """Yield lists of new tokens: one token each, or several if the reader was slow.
+        """Yield lists of new tokens. A list has several tokens if a step or the reader was slow.
 
-        The arguments are those of `submit`, without its timeout. Raise the errors of `submit`
-        except `queue.Full`, and the error of the request after the tokens that precede it.
+        The arguments are those of `submit`, without its timeout. Raise the errors of `submit`,
+        except `queue.Full`. If the request fails, raise its error after its tokens.
         """
         if isinstance(prompt, InferenceRequest):
             prompt.is_streaming = True
@@ -95,7 +95,8 @@ class AsyncRequestQueue(RequestQueue):
     def submit_all(self, requests: Sequence[InferenceRequest]) -> list[Generation]:
         """Queue all of the requests, or none. Never wait.
 
-        Raise `queue.Full` at once if they do not fit together, and the errors of `submit`.
+        Raise `queue.Full` if there is no room for all of them; the other errors are those of
+        `submit`.
         """
         generations: list[Generation] = []
         try:

@@ -17,9 +17,9 @@ _PAUSE_S = 0.01  # time without a reference, in which the manager may be collect
 
 
 class Attachment:
-    """Watches `manager` on a separate thread, which calls `on_end` once, with the reason.
+    """Calls `on_end` once, with the reason, on a separate thread when `manager` has ended.
 
-    The thread ends with the manager. It holds a reference to the manager for short times only, so
+    The thread ends then. It holds a reference to the manager for short times only, so
     the manager can be garbage-collected. It is a daemon, so it never keeps the interpreter alive.
     """
 

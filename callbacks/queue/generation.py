@@ -1,7 +1,7 @@
-"""`Generation`: the handle of a submitted request, a future and a stream of new tokens.
+"""`Generation`: the handle of a submitted request, both a future and a stream of new tokens.
 
-A `GenerationPart` is a piece of the same stream, with its tensors. Threads and event loops can wait
-for responses. Of the queue and the manager, a handle uses only the function that cancels a request.
+A `GenerationPart` is a piece of the stream, with its tensors. Threads and event loops can wait for
+responses.
 """
 
 from __future__ import annotations
@@ -60,8 +60,8 @@ class Generation(concurrent.futures.Future[GenerationResult]):
 
     It is a `concurrent.futures.Future`: `result(timeout)` returns a `GenerationResult`, or raises
     the error of the response, a class of `gptmanager.errors`. `concurrent.futures.wait` and
-    `as_completed` work. A done callback must be quick: it runs on the thread that ends the request,
-    which is mostly the manager's, but may be one that calls `cancel` or closes the queue.
+    `as_completed` work. A done callback must be quick: it runs on the thread that ends the request.
+    This is usually the manager's thread, but it may be one that calls `cancel` or closes the queue.
 
     Iterating over it yields the new tokens of the first beam, as ints. A request with
     `is_streaming=True` yields each token as it is generated; any other request yields all of them
@@ -107,7 +107,7 @@ class Generation(concurrent.futures.Future[GenerationResult]):
             self.sent_request, exclude_input=exclude_input, new_text=new_text
         )
         self._tokens: list[int] = []
-        self._pieces: list[str] = []  # of the text, as released
+        self._pieces: list[str] = []  # the released text
         self._lock = threading.Lock()  # guards the fields below
         self._news = threading.Condition(self._lock)
         self._async_waiters: list[AsyncWaiter] = []
@@ -159,9 +159,9 @@ class Generation(concurrent.futures.Future[GenerationResult]):
         return self._read(self._tokens, timeout, "token")
 
     def text(self, timeout: float | None = None) -> Iterator[str]:
-        """Yield the text of the first beam in pieces, which end before a stop string.
+        """Yield the text of the first beam, up to its stop string, in pieces.
 
-        Text is held back while it may begin a stop string, and a character while it is incomplete.
+        Text that may begin a stop string is held back, and so is an incomplete character.
         Raise TimeoutError as `tokens` does, and ValueError for a request that was submitted without
         `stop`.
         """
@@ -300,7 +300,7 @@ class Generation(concurrent.futures.Future[GenerationResult]):
     def fail(self, error: BaseException) -> None:
         """End with `error`, which `result` and the iterators raise.
 
-        If a stop string has ended the output, end with the result, which lacks only metrics.
+        If stop strings have ended all outputs, end with the result instead; it lacks only metrics.
         """
         with self._lock:
             is_complete = self._responses.is_stopped

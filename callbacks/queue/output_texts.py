@@ -18,7 +18,8 @@ from gptmanager.errors import ConfigError
 class OutputTexts:
     """Creates a `StoppedText` for each output of requests that are submitted with `stop`.
 
-    `tokenizer` is an object, or a checkpoint folder that has one; with None, `stop` is refused.
+    `tokenizer` is a tokenizer, or a checkpoint folder that has one. If it is None, `stop` is
+    refused.
     """
 
     def __init__(self, tokenizer: Tokenizer | str | os.PathLike[str] | None) -> None:

@@ -19,7 +19,7 @@ _NOUNS = ("prompt tokens", "bytes of tensors")
 
 
 class Size(NamedTuple):
-    """A number of requests, of the tokens of their prompts, and of the bytes of their tensors."""
+    """Numbers of requests, of prompt tokens, and of bytes in the requests' tensors."""
 
     requests: int
     tokens: int

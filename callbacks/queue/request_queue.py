@@ -31,7 +31,7 @@ _logger = logging.getLogger(__name__)
 
 
 class RequestQueue:
-    """Takes requests from any thread; a manager fetches, answers and stops them by callbacks.
+    """Accepts requests from any thread. A manager fetches, answers and stops them by callbacks.
 
         with RequestQueue() as queue, GptManager(
             folder, ModelType.INFLIGHT_FUSED_BATCHING, 1, SchedulerConfig(),
@@ -91,9 +91,9 @@ class RequestQueue:
 
     @classmethod
     def for_checkpoint(cls, folder: str | os.PathLike[str], **options: Any) -> RequestQueue:
-        """Create a queue with the `end_id` and `pad_id` of the folder's generation_config.json.
+        """Create a queue with the end tokens, the pad token and the tokenizer of a checkpoint.
 
-        Its `tokenizer` is that of the folder.
+        `options` are those of `RequestQueue`, and take precedence.
         """
         defaults = TokenDefaults.of_folder(folder)
         options.setdefault("default_end_id", defaults.end_ids)
@@ -145,9 +145,9 @@ class RequestQueue:
 
         `stop` has at most 64 stop strings of 1 to 4,096 characters. The output ends when its text,
         without the prompt, contains one of them, in any split into tokens. Its finish reason is
-        STOP_WORDS, its text is cut before the stop string, and its tokens are those up to the one
-        that completes the stop string, inclusive. An empty list only decodes the text. A
-        request of several outputs runs until all of them have ended, and each is cut on its own.
+        then STOP_WORDS, its text is cut before the stop string, and its last token is the one that
+        completes the stop string. An empty list only decodes the text. A request with several
+        outputs runs until all of them have ended.
         Raise ConfigError without a `tokenizer`, InvalidRequestError for an invalid `stop`.
 
         Raise DuplicateRequestIdError for the id of an open request, CapacityError for a request

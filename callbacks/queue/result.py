@@ -36,9 +36,9 @@ class GenerationResult:
     generated so far. `metrics` has the fields of `REQUEST_METRICS`: counts, and times in seconds
     since the manager fetched the request, NaN for an event that did not happen.
 
-    `texts` is empty without `stop`. With `stop` it has the text of each sequence, cut before its
-    stop string. Then `generated_ids` are the tokens up to the one that completes the stop string,
-    inclusive, and the finish reason is STOP_WORDS.
+    `texts` is empty without `stop`. With `stop` it has the text of each sequence. If a stop string
+    ended a sequence, its text is cut before the stop string, its last token is the one that
+    completes the stop string, and its finish reason is STOP_WORDS.
     """
 
     request_id: int

@@ -21,10 +21,10 @@ def broadcast(
     poll: PollStopSignalCallback | None = None,
     transport: Literal["mpi"] | None = None,
 ) -> _Callbacks:
-    """Return `(get, poll)` for the manager of each rank, with the answers of rank 0's callbacks.
+    """Return callbacks `(get, poll)` for this rank's manager. They return rank 0's answers.
 
     Rank 0 passes its GetInferenceRequests, and its PollStopSignal if it has one; the other ranks
-    pass none. By default the managers send the answers in the message that they exchange in each
+    pass neither. By default the managers send the answers in the message that they exchange in each
     iteration. With `transport="mpi"` mpi4py sends them, for applications under mpirun; install the
     extra `mpi`. Raise ConfigError if mpi4py is needed but not installed, and ValueError for an
     unknown `transport`.

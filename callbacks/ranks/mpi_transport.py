@@ -33,7 +33,7 @@ class MpiTransport:
     def get(
         self, callback: Callable[[int], Iterable[InferenceRequest]] | None, room: int
     ) -> list[InferenceRequest]:
-        """Return the answer of GetInferenceRequests of rank 0, asked for `room` requests."""
+        """Return the answer of rank 0's GetInferenceRequests to a call with `room`."""
         own: list[InferenceRequest] = []
 
         def answer() -> bytes:
@@ -77,7 +77,7 @@ class MpiTransport:
         return data[1:]
 
     def _broadcast(self, buffer: np.ndarray) -> None:
-        """Broadcast in place. Wait with short sleeps: a blocking call of MPI spins on a core."""
+        """Broadcast in place. Sleep while waiting: a blocking MPI call would keep a core busy."""
         request, pause_s = self._communicator.Ibcast(buffer, root=0), 0.0
         while not request.Test():
             time.sleep(pause_s)

@@ -1,7 +1,7 @@
 """The counts for metrics: the loop's thread updates them, any thread reads them.
 
-A scrape during an update may miss that update. An application may end requests on another thread,
-so the counts of requests have a lock.
+A scrape during an update may miss that update. `RequestCounts` has a lock, because an application
+may end requests on another thread.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ _FINISH_REASONS = {
     FinishReason.TIMED_OUT: "timeout",
     FinishReason.CANCELLED: "cancelled",
 }
-# The number of streamed tokens that are not counted yet if the request is `is_ended_by_caller`,
-# because the application may end the request before them.
+# If a request is `is_ended_by_caller`, this number of its latest streamed tokens is not counted yet,
+# because the application may still decide that the request ends before them.
 _LAG = 32
 Totals = dict[tuple[str, tuple[str, ...]], float]
 
@@ -59,7 +59,7 @@ class Histogram:
 
 
 class IterationCounts:
-    """Counts from statistics records. `last` is the last record, parsed; the others are sums."""
+    """Counts from statistics records. `last` is the last record, parsed."""
 
     def __init__(self) -> None:
         self.last: dict[str, Any] | None = None
@@ -133,10 +133,11 @@ def _since_start(own: dict[str, Any]) -> Totals:
 class _Open:
     """A request that has not ended.
 
-    `wait_s` is the time before GetInferenceRequests returned it. `num_counted` of its
-    `num_streamed` tokens are counted. With `is_scoring`, its generated tokens are not returned to
-    the client. With `is_ended_by_caller`, the request ends when it has its final response, `final`,
-    and the application has decided (`is_decided`) that `num_kept` tokens count, or all if None.
+    `wait_s` is the time from its arrival until GetInferenceRequests returned it. `num_counted` of
+    its `num_streamed` tokens are counted. With `is_scoring`, its generated tokens do not count.
+    With `is_ended_by_caller`, the request ends when it has its final response (`final`) and the
+    application has called `end_as` (`is_decided`). `num_kept` is the number of generated tokens
+    that count; None for all.
     """
 
     __slots__ = (

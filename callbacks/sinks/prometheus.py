@@ -1,6 +1,6 @@
 """`PrometheusSink`: the metrics of a manager for Prometheus.
 
-The callbacks only add numbers. The text is made at the scrape, on the thread of the scrape.
+The callbacks only add numbers. A scrape makes the text, on its own thread.
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ class PrometheusSink:
 
     `prefix="vllm"` selects vLLM's names. The default `registry` is that of prometheus_client. One
     sink serves one manager; sinks of one registry must differ in `model_name` or `rank`, which are
-    labels. `counts` returns (number of running requests, number of waiting requests) of the
-    application; without `counts` the numbers are those of the attached manager, or of the last
-    record. `info` has additional labels of `config_info`.
+    labels. `counts` returns the application's (number of running requests, number of waiting
+    requests); without `counts` the numbers are those of the attached manager, or of the last
+    record. `info` has additional labels for `config_info`.
 
-    Raise ConfigError without prometheus_client, for an invalid `prefix`, and if the registry has a
-    sink with the same labels, or another collector with the same names.
+    The constructor raises ConfigError without prometheus_client, for an invalid `prefix`, and if
+    the registry has a sink with the same labels, or another collector with the same names.
     """
 
     def __init__(
@@ -101,18 +101,18 @@ class PrometheusSink:
     def arrived(
         self, request_id: int, *, is_scoring: bool = False, is_ended_by_caller: bool = False
     ) -> None:
-        """Report that a client's request begins to wait. Call it before Get can return the request.
+        """Report that a client's request begins to wait, before GetInferenceRequests can return it.
 
         With `is_scoring`, the request scores its prompt, and its generated tokens do not count.
         With `is_ended_by_caller`, the application may end the request for reasons that the manager
-        does not know: the request has not ended before the application calls `ends_as` for it.
+        does not know: without an error, the request ends only after a call of `ends_as`.
         """
         self.requests.arrive(
             request_id, is_scoring=is_scoring, is_ended_by_caller=is_ended_by_caller
         )
 
     def withdraw(self, request_id: int, finish_reason: str | None = None) -> None:
-        """Report that Get will never return a request that has arrived.
+        """Report that GetInferenceRequests will never return a request that has arrived.
 
         The request counts as ended with `finish_reason`; with None it is not counted at all.
         """

@@ -39,7 +39,8 @@ class ChatTemplate:
     ) -> None:
         self._templates = templates
         self._tokenizer = tokenizer
-        self._tokenizer.encode_special_tokens = True  # `encode` then treats them as plain text
+        # `encode` treats special tokens as plain text
+        self._tokenizer.encode_special_tokens = True
         self._special_tokens = special_tokens
         self._control_tokens = ControlTokens(tokenizer)
         self._process = TemplateProcess()

@@ -39,7 +39,7 @@ class TokenDefaults:
     def of_folder(cls, folder: str | os.PathLike[str]) -> TokenDefaults:
         """Read `generation_config.json`, or else `config.json`, as transformers does.
 
-        Raise ConfigError if the path is not a folder, or if a value is not a token id.
+        Raise ConfigError if the path is not a checkpoint, or if a value is not a token id.
         """
         for name in ("generation_config.json", "config.json"):
             if (config := read_part(folder, name)) is not None:
