@@ -53,8 +53,8 @@ examples:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command and return its exit status.
 
-    0: success, 1: something failed, 2: the call or a recording is wrong, 130: interrupted, 143:
-    terminated. Raise SystemExit after printing help, or an error of the arguments.
+    0: success, 1: failure, 2: invalid arguments, configuration or recording, 130: interrupted, 143:
+    terminated. Raise SystemExit after printing help, or an error in the arguments.
     """
     open_closed_streams()
     is_server = (sys.argv[1:] if arguments is None else arguments)[:1] == ["serve"]
@@ -74,7 +74,7 @@ def _imported(command: str, *, is_program: bool) -> Callable[[Any], int]:
     """Import and return the function of a command, without garbage collection.
 
     Imports create hundreds of thousands of objects and no garbage, and take a fifth less time
-    without garbage collection. `is_program`: these objects are never searched for garbage.
+    without garbage collection. With `is_program`, later collections skip these objects.
     """
     was_enabled = gc.isenabled()
     gc.disable()
@@ -128,7 +128,7 @@ class _Terminated(KeyboardInterrupt):
 def _terminable() -> contextlib.AbstractContextManager[None]:
     """Return a context that handles SIGTERM like Ctrl-C.
 
-    Requests then get their final responses, and files are complete.
+    So requests get their final responses, and files are completed.
     """
 
     def terminate(*_: Any) -> None:

@@ -184,7 +184,8 @@ class Delivered(NamedTuple):
 class OptionalParams:
     """The optional parameters of a manager, which docs/manager.md describes one by one.
 
-    Lengths are in tokens, times in seconds, sizes in bytes.
+    Lengths are in tokens, times in seconds, sizes in bytes. Get is the callback
+    GetInferenceRequests.
 
     Sizes. `max_seq_len`: None means the checkpoint's `max_position_embeddings`.
     `max_active_requests`: "auto" means `max_batch_size` times the number of micro batches, None no
@@ -196,10 +197,11 @@ class OptionalParams:
     captured at the start and then replayed, those with contexts only for small models.
     `weights_dtype`: "int8" quantizes the network's matrices to 8 bits, "fp8" to 8-bit floats (only
     on a GPU), "int4" to 4 bits, with the output matrix in `head_dtype` (None: 8 bits). On a device,
-    "int4" is not for models with experts. "none" means `dtype`. None means the same, but on the CPU
-    a quantized checkpoint with `dtype` None stays in 8 bits, or in 4 bits where its matrices have 4
-    bits. `model_backend`: "native" computes the network here, "transformers" through that library,
-    and "auto" natively if the architecture is in the table of families.
+    "int4" is not for models with experts. "none" keeps matrices in `dtype`. None means "none",
+    except that on the CPU a quantized checkpoint stays quantized if `dtype` is None: 4-bit matrices
+    in 4 bits, all others in 8. `model_backend`: "native" computes the network here, "transformers"
+    in that library; "auto" means "native" if the architecture is in the table of families, else
+    "transformers".
     `speculative_decoding_config`: draft tokens for requests with one beam; None means no drafts.
 
     Providers. `attention_provider`: "own", or the attention of another library on a GPU,
@@ -214,12 +216,11 @@ class OptionalParams:
     more ends the manager.
 
     Failures. `max_step_failures`: the number of failed iterations in a row that ends the manager;
-    before that, a failure ends only the requests that ran. With a `parallel_config`, the first
-    failure ends the manager, and so does any error of the scheduler or of the journal.
+    before that, a failure ends only the requests that have started. With a `parallel_config` the
+    first failure ends the manager. An error of the scheduler or of the journal always ends it.
     `step_budget_s`: an iteration that takes longer counts as a hang, and the stacks of all threads
-    are logged; None means no limit.
-    `on_hang`: with "fail" a hang also ends the manager, and the watchdog's thread sends a final
-    error for each request.
+    are logged; None means no limit. `on_hang`: with "fail" a hang also ends the manager, and the
+    watchdog's thread sends a final error for each request.
 
     Logits post-processors. `logits_post_processor_batched`: an object with a method
     `process_batch`, or a callable with its signature. It serves all requests without a
@@ -235,9 +236,9 @@ class OptionalParams:
 
     The journal. `journal_path`: a folder; the requests that are unfinished when the process dies
     continue in the next manager on this folder (docs/reliability.md). `journal_sync`: when records
-    are forced to the disk: "always" before their responses are sent, a number of milliseconds in
-    the background, "never". `journal_on_full`, while the disk is full: "refuse" new requests, or
-    "continue" without a journal. `journal_max_resumes`: how many managers in a row may resume a
+    are forced to the disk: "always" means before their responses are sent; a number means in the
+    background, at intervals of this number of milliseconds; "never". `journal_on_full`: while the
+    disk is full, "refuse" new requests, or "continue" without a journal. `journal_max_resumes`: how many managers in a row may resume a
     request without sending a token of it. `restore_cb(request_id)`: returns what the host has of a
     request, a `Delivered`, or None. `restore_processor_cb(request_id, client_id)`: returns the
     logits post-processor of a request that continues.

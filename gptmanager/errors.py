@@ -59,7 +59,7 @@ class CallbackError(GptManagerError):
 
 
 class StepError(GptManagerError):
-    """An iteration failed and ended the requests that ran in it; the others continue."""
+    """An iteration failed, which ends all started requests, or a response could not be created."""
 
 
 class ManagerDeadError(GptManagerError):

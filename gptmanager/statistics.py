@@ -1,7 +1,7 @@
 """The statistics record of one iteration, a JSON string that is passed to ReturnBatchManagerStats.
 
-The flat integer keys are those of TensorRT-LLM; some depend on the batching scheme. Keys of this
-library are under "gptmanager". The JSON Schema next to this file (`statistics.schema.json`)
+The top-level keys are those of TensorRT-LLM, except "Waiting Requests"; some depend on the batching
+scheme. Other keys of this library are under "gptmanager". The JSON Schema next to this file (`statistics.schema.json`)
 describes both.
 """
 
@@ -137,8 +137,8 @@ class StatisticsReport:
     def so_far(self) -> str:
         """Return the last iteration's record, with the callbacks' times until now.
 
-        The iteration's own times are missing. Any thread may call this method. Before the first
-        iteration it returns a sentence.
+        The iteration's own times are missing. Before the first iteration has ended, return a
+        sentence that says so. Any thread may call this method.
         """
         counts = self._last_counts
         return "no step has ended yet" if counts is None else self._record(counts, {}, 0)

@@ -27,7 +27,7 @@ NOT_FINITE = -2  # a logit is NaN or +inf
 
 
 class Failure(NamedTuple):
-    """A failure that ends the request `request_id`, such as that of a callback or of a row."""
+    """A failure that ends the request `request_id`, for example an error in a callback."""
 
     request_id: int
     error: BaseException
@@ -119,7 +119,10 @@ class SequenceStart(NamedTuple):
 
 
 class BlockAppend(NamedTuple):
-    """Blocks appended to a beam of the sequence in `slot`, from index `first` of its blocks on."""
+    """Blocks appended to a beam of the sequence in `slot`.
+
+    `first`: the index of the first of them in the beam's list of blocks.
+    """
 
     slot: int
     first: int
@@ -276,7 +279,8 @@ class Host(Protocol):
     def fetch(self, room: int | None, num_active: int) -> Intake:
         """Return the input of an iteration.
 
-        `room`: the number of requests that Get may return at most, or None for no limit.
+        `room`: the number of requests that GetInferenceRequests may return at most; None for no
+        limit.
         `num_active`: the number of active requests.
         """
 

@@ -28,8 +28,8 @@ _FINISH_REASONS = {
     FinishReason.TIMED_OUT: "timeout",
     FinishReason.CANCELLED: "cancelled",
 }
-# If a request is `is_ended_by_caller`, this number of its latest streamed tokens is not counted yet,
-# because the application may still decide that the request ends before them.
+# If a request is `is_ended_by_caller`, this number of its latest streamed tokens is not counted
+# yet, because the application may still decide that the request ends before them.
 _LAG = 32
 Totals = dict[tuple[str, tuple[str, ...]], float]
 

@@ -116,7 +116,10 @@ class ActiveRequest(LlmRequest):
         self.weights_versions = 0, 0
 
     def wait_for(self, what: int) -> None:
-        """Keep the request from starting until `clear_wait`, with FOR_PROCESSOR or FOR_ADAPTER."""
+        """Keep the request from starting until `clear_wait(what)`.
+
+        `what` is FOR_PROCESSOR or FOR_ADAPTER.
+        """
         self.awaited |= what
         if self.state is LlmRequestState.CONTEXT_INIT:
             self.move_to(LlmRequestState.PREPARING)

@@ -31,7 +31,7 @@ class ReadState(NamedTuple):
 
 
 class MoveState(NamedTuple):
-    """The state of a copy to the host or the device. `adapter` is its index in the cache."""
+    """A copy to the host or the device. `adapter` is the adapter's index in the cache."""
 
     job: int
     adapter: int

@@ -37,9 +37,9 @@ def no_adapters() -> Adapters:
 class Read:
     """An adapter that was sent with a request and is not cached; `digest` is "" until it is read.
 
-    `brought_by` is the id of the request that sent the adapter. `wanted_by` has this id, while the
-    request is active, and those of later requests for the same task. No new request may use the
-    adapter if `is_forgotten`.
+    `brought_by` is the id of the request that sent the adapter. `wanted_by` has the ids of the
+    active requests that use it: this request, and later ones with the same task id. No new request
+    may use the adapter if `is_forgotten`.
     """
 
     task_id: int
@@ -59,7 +59,8 @@ class Adapters:
     request is passed over if its adapter needs more pages than are free, and later requests may
     overtake it. After `patience` overtakes of the first such request, later requests wait, too.
 
-    `waiting` has the ids of requests that must not start yet. They are in PREPARING.
+    `waiting` has the ids of requests that must not start before they have their adapter. They are
+    in PREPARING.
     """
 
     def __init__(
@@ -175,7 +176,7 @@ class Adapters:
         return self.num_jobs
 
     def _follow(self, request_id: int, task_id: int) -> bool:
-        """Let the request use an adapter that another request has sent. Return whether one has."""
+        """Let the request use the adapter that another has sent. Return False if none has."""
         if task_id in self.cache:
             self.cache.use(request_id, task_id)
             self._attach(request_id)
@@ -217,8 +218,8 @@ class Adapters:
     def _fail(self, job: int, error: BaseException) -> None:
         """End the request that sent the adapter of a job that failed.
 
-        The others use another adapter with this id, if there is one and the failed one was not
-        forgotten. Otherwise they end as well.
+        The other requests that wait for it use another adapter with this id, if there is one and
+        the failed one was not forgotten. Otherwise they end as well.
         """
         read = self._drop(job)
         if read.brought_by in read.wanted_by:

@@ -104,7 +104,7 @@ class Allocator:
         self._paused = list(state.paused)
 
     def settle_drafts(self, request: ActiveRequest, num_drafts: int, num_accepted: int) -> None:
-        """Free the positions of rejected drafts."""
+        """Record the accepted drafts, and free the positions of the rejected ones."""
         request.settle_drafts(num_drafts, num_accepted)
         if num_accepted < num_drafts:
             self.kv_cache.rewind(request.request_id, num_drafts - num_accepted)

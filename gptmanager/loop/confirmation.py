@@ -146,7 +146,7 @@ def _advance_beams(
 
 
 def _fault_error(request: ActiveRequest, fault: int, iteration: int) -> LogitsError:
-    """Return the error of a request if its next token is `fault`, NO_TOKEN or NOT_FINITE."""
+    """Return the error of a request that got `fault`, NO_TOKEN or NOT_FINITE, as its next token."""
     number = request.num_output + (request.search is None)
     where = f"generated token {number} (iteration {iteration})"
     inputs = ", ".join(_changes(request)) or "none"

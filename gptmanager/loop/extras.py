@@ -174,9 +174,9 @@ class HeldExtras(dict[int, RequestExtras]):
         return found
 
     def resume(self, progress: Progress) -> None:
-        """Keep the log probabilities that another process has sent for a request.
+        """Keep the log probabilities that an earlier process has computed for a request.
 
-        Those of its prompt are not sent again if a token was generated.
+        The log probabilities of the prompt are not sent again if a token was generated.
         """
         extras = self[progress.request_id]
         extras.add_log_probs(0, list(progress.log_probs))

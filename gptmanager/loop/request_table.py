@@ -94,7 +94,7 @@ class RequestTable:
         """End requests because of failures, stop signals and time limits, then admit new requests.
 
         A new request may reuse the id of an earlier one only if the earlier one's final response
-        was sent before Get was called.
+        was sent before GetInferenceRequests was called.
         """
         self._arriving.extend(intake.requests)
         self._intake = intake

@@ -26,7 +26,8 @@ from gptmanager.request.inference_request import NamedTensor
 # and its extras
 MakeFinal = Callable[[ActiveRequest, FinishReason, int, HeldExtras], list[NamedTensor]]
 
-# the fields of `request_metrics`; times in seconds since Get returned the request, NaN if never
+# the fields of `request_metrics`; times are in seconds since GetInferenceRequests returned the
+# request, NaN for an event that did not happen
 REQUEST_METRICS = (
     "queue_s",  # until its first computation
     "first_token_s",

@@ -26,8 +26,8 @@ class GenerationControl(LoopQuestions):
     ) -> int:
         """Replace weights between two iterations, in place; return the new `weights_version`.
 
-        `tensors` is a mapping or an iterator of (name, tensor), by the checkpoint's names. Tensors
-        that it lacks are unchanged. Running requests keep their keys and values, or compute them
+        `tensors` is a mapping or an iterator of (name, tensor), by the checkpoint's names. All
+        other weights are unchanged. Running requests keep their keys and values, or compute them
         again with `recompute`. Later requests do not reuse blocks that were cached before. A
         manager that is asleep allocates the memory of its weights, and stays asleep.
 

@@ -56,11 +56,13 @@ class GptManager(GenerationControl):
 
     The callbacks run on the worker thread, outside any lock, possibly before the constructor has
     returned. If that thread hangs and `on_hang` is "fail", the watchdog's thread calls
-    `send_response_cb` in its place. `get_inference_requests_cb(max_num_requests)` must not block.
+    `send_response_cb` in its place. `get_inference_requests_cb(max_num_requests)`, called Get
+    below, must not block.
 
-    Use a `with` block or call `shutdown`. After the block the manager is drained, or, if the
-    block raises, aborted. A manager that is garbage-collected without either aborts with a
-    ResourceWarning. One that its own callbacks refer to is never collected.
+    Use a `with` block or call `shutdown`. At its end the block drains the manager; if the block
+    raises, it aborts the manager. Without a block or `shutdown`, a manager that is
+    garbage-collected aborts with a ResourceWarning. A manager that its own callbacks refer to is
+    never collected.
     """
 
     def __init__(
@@ -177,7 +179,7 @@ class GptManager(GenerationControl):
         return True
 
     def wait_idle(self, timeout: float | None = None) -> bool:
-        """Wait until no request is active and a Get made after this call has returned nothing.
+        """Wait until no request is active and a later call of Get has returned nothing.
 
         Return False after `timeout` seconds, or when called from a callback, and True if the
         manager has stopped. Raise ManagerDeadError if it has failed, or in a forked process.

@@ -128,7 +128,7 @@ class Inbox:
         while not self._bell.empty():
             with suppress(Empty):
                 self._bell.get_nowait()
-        # only now, so that the next iteration finds the entry of a thread that reads the new count
+        # only now: a thread that reads the new count rings the bell after it was emptied here
         self.iteration += 1
 
     def answer(self, loop: Any, before: Callable[[], None] | None = None) -> None:

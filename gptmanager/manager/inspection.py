@@ -32,9 +32,9 @@ class AuditReport:
     """The counts of the KV cache and of the LoRA cache, after a check for inconsistencies.
 
     `problems` describes the inconsistencies; `ok` means that there are none. `owners` maps each
-    used block to the ids of the requests that hold it. `host_*_blocks` are in host memory, where
-    the used ones have cached content of earlier requests. `adapters` has the pages of the LoRA
-    cache, and the task id of each used page.
+    used block to the ids of the requests that hold it. `host_*_blocks` count blocks in host memory;
+    a used one has cached content of earlier requests. `adapters` has the pages of the LoRA cache,
+    and the task id of each used page.
     """
 
     ok: bool
@@ -61,8 +61,8 @@ class Explanation:
     `free_blocks` are kept for the `num_running` and `num_starting` requests that are scheduled
     before it; only the running ones hold blocks already. With "token_budget", `needed_tokens` is
     the number of tokens that it needs in a step, and `free_tokens` the number that is left. With
-    "behind", `behind` is the id of the request that it waits for, and the needed, reserved, left,
-    running and starting numbers are those of that request.
+    "behind", `behind` is the id of the request that it waits for, and `needed_*`,
+    `reserved_blocks`, `free_tokens`, `num_running` and `num_starting` are numbers of that request.
     """
 
     request_id: int
@@ -88,8 +88,8 @@ class Fit:
     """Whether a request would be accepted, and could start now.
 
     `text` is the text of the error if it would not be accepted. `starts_now` means that it would
-    start with the next iteration, behind the active requests of at least its priority. Otherwise
-    `wait` has the reason, in the words of `explain`. `needed_blocks` is the number of blocks that
+    start with the next iteration, after the active requests of at least its priority. If it would
+    be accepted and wait, `wait` has the reason, in the words of `explain`. `needed_blocks` is the number of blocks that
     it needs until its end.
     """
 
@@ -159,7 +159,7 @@ def _explain(
 ) -> Explanation:
     reason, wait, text = _reason(loop, request, decision)
     if request.slot < 0:
-        text += f"; {ahead} waiting requests are ahead of it, it was paused "
+        text += f"; {ahead} waiting requests are ahead of it, and it was paused "
         text += f"{request.pause_count} times"
     cause = wait.cause or wait.reason
     is_of_blocks, is_of_tokens = cause is WaitReason.KV_BLOCKS, cause is WaitReason.TOKEN_BUDGET

@@ -60,12 +60,12 @@ class LoopQuestions:
         )
 
     def audit(self, timeout: float | None = ANSWER_S) -> AuditReport:
-        """Check the counts of the KV cache and return them, also after the end.
+        """Check the counts of the KV cache and of the LoRA cache, and return them.
 
         The loop answers between two iterations; a callback gets the answer at once, in the middle
-        of an iteration. With `timeout` None, wait without a limit. Raise TimeoutError, which says
-        what the loop is doing, if it does not answer within `timeout` seconds, and ManagerDeadError
-        if it cannot answer.
+        of an iteration. The call also works after the loop has ended. With `timeout` None, wait
+        without a limit. Raise TimeoutError, which says what the loop is doing, if it does not
+        answer within `timeout` seconds, and ManagerDeadError if it cannot answer.
         """
         return self._ask("audit", audit, timeout)
 
@@ -115,7 +115,7 @@ class LoopQuestions:
         return self._ask("would_fit", lambda loop: would_fit(loop, request), timeout)
 
     def notify(self) -> None:
-        """Wake an idle loop, so that it calls Get.
+        """Wake an idle loop, so that it calls GetInferenceRequests.
 
         Raise ManagerDeadError if the manager has failed, or in a forked process.
         """

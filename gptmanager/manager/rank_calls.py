@@ -53,7 +53,7 @@ class RankCalls:
 
         `call` must pass every step that may fail to `agree`, and at least one step: a rank on which
         the host does not make the call reports this in the first `agree`. Raise ManagerDeadError
-        after the end.
+        if the loop has ended.
         """
         if not hasattr(loop, "executor"):
             raise ManagerDeadError(f"{name}: the loop has ended")
@@ -104,7 +104,7 @@ class RankCalls:
             while loop.pending:
                 loop.finish_pending()
         except Exception as error:
-            self._failure = error  # the host gets it as well
+            self._failure = error  # for the loop; the call raises it in the host
             raise
 
     def _follow(self, loop: TokenLoop, name: str) -> None:

@@ -1,7 +1,7 @@
 """`Progress`: records when a step last ended, and whether active requests wait while none runs.
 
-The loop's thread writes it, and any thread reads it. This module decides only when a manager counts
-as stuck.
+The loop's thread writes it, and any thread reads it. This module alone decides when a manager
+counts as stuck.
 """
 
 from __future__ import annotations

@@ -50,7 +50,7 @@ class Worker:
         self._lifecycle = host.lifecycle
         self._inbox = inbox
         self._recorder = recorder
-        # after a failed iteration a rank is in another iteration than the others
+        # after a failed iteration a rank would be out of step with the other ranks
         most = params.max_step_failures if params.parallel_config is None else 1
         self._recovery = Recovery(host, recorder, most)
         self._timer = CallbackTimer("iteration")  # stopped while the loop sleeps
