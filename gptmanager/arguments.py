@@ -15,7 +15,7 @@ _T = TypeVar("_T")
 
 
 def at_least(low: int, name: str, value: Any, high: int | None = None) -> int:
-    """Return `value` as an int. Raises ConfigError unless it is an integer in `low..high`."""
+    """Return `value` as an int. Raise ConfigError unless it is an integer in `low..high`."""
     is_integer = isinstance(value, Integral) and not isinstance(value, bool)
     if not is_integer or value < low or (high is not None and value > high):
         limit = f"of at least {low}" if high is None else f"from {low} to {high}"
@@ -24,10 +24,7 @@ def at_least(low: int, name: str, value: Any, high: int | None = None) -> int:
 
 
 def as_integer(value: Any) -> int:
-    """Return an integer of any type as an int.
-
-    Raises TypeError for other values, and for a bool.
-    """
+    """Return an integer of any type as an int. Raise TypeError for other values and for a bool."""
     if type(value) is int:
         return value
     dtype = str(getattr(value, "dtype", ""))
@@ -39,7 +36,7 @@ def as_integer(value: Any) -> int:
 def as_token(value: Any) -> int:
     """Return a token id as an int.
 
-    Raises TypeError for non-integers, ValueError outside 0..2**31-1.
+    Raise TypeError for non-integers, ValueError outside 0..2**31-1.
     """
     token = as_integer(value)
     if not 0 <= token < 2**31:
@@ -49,14 +46,14 @@ def as_token(value: Any) -> int:
 
 
 def flag(name: str, value: Any) -> bool:
-    """Return `value`. Raises ConfigError unless it is a bool."""
+    """Return `value`. Raise ConfigError unless it is a bool."""
     if not isinstance(value, bool):
         raise ConfigError(f"{name} = {value!r} must be True or False")
     return value
 
 
 def able(name: str, value: _T, method: str, expected: str) -> _T:
-    """Return `value`. Raises ConfigError unless it has the method `method`.
+    """Return `value`. Raise ConfigError unless it has the method `method`.
 
     `expected`: the kind of object that the message asks for.
     """

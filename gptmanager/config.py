@@ -238,10 +238,11 @@ class OptionalParams:
     continue in the next manager on this folder (docs/reliability.md). `journal_sync`: when records
     are forced to the disk: "always" means before their responses are sent; a number means in the
     background, at intervals of this number of milliseconds; "never". `journal_on_full`: while the
-    disk is full, "refuse" new requests, or "continue" without a journal. `journal_max_resumes`: how many managers in a row may resume a
-    request without sending a token of it. `restore_cb(request_id)`: returns what the host has of a
-    request, a `Delivered`, or None. `restore_processor_cb(request_id, client_id)`: returns the
-    logits post-processor of a request that continues.
+    disk is full, "refuse" new requests, or "continue" without a journal. `journal_max_resumes`: how
+    many managers in a row may resume a request without sending a token of it.
+    `restore_cb(request_id)`: returns what the host has of a request, a `Delivered`, or None.
+    `restore_processor_cb(request_id, client_id)`: returns the logits post-processor of a request
+    that continues.
     """
 
     kv_cache_config: KvCacheConfig = field(default_factory=KvCacheConfig)

@@ -1,8 +1,8 @@
 """The statistics record of one iteration, a JSON string that is passed to ReturnBatchManagerStats.
 
-The top-level keys are those of TensorRT-LLM, except "Waiting Requests"; some depend on the batching
-scheme. Other keys of this library are under "gptmanager". The JSON Schema next to this file (`statistics.schema.json`)
-describes both.
+The top-level keys are those of TensorRT-LLM; some depend on the batching scheme. This library's own
+keys are under "gptmanager". The JSON Schema next to this file (`statistics.schema.json`) describes
+both.
 """
 
 from __future__ import annotations

@@ -17,8 +17,8 @@ class EvictionQueue:
     """Orders `blocks`, least recently freed first, by the priorities that `tree` has for them.
 
     While all priorities are the default, the order is that of `blocks`. Otherwise a heap has
-    (priority, rank in the order, block) for each block that may be evicted. It also has entries of
-    some that may not; these are dropped when they reach the top. When a block may be evicted again,
+    (priority, rank in the order, block) for each block that may be evicted. An entry of a block
+    that must not be evicted is dropped when it reaches the top. When a block may be evicted again,
     or its priority changes, `push` must add it.
     """
 

@@ -128,8 +128,8 @@ class KvCacheManager:
         the context of `request` starts after its cached tokens. Only the first beam has these in
         its partial block, so the context must be computed there, and the other beams be forked from
         it. The returned copies must be made in order, after those of earlier calls and before any
-        block is written. They include pending copies of `add_token`. Raises
-        DuplicateRequestIdError, or CapacityError if too few blocks are free.
+        block is written. They include pending copies of `add_token`. Raise DuplicateRequestIdError,
+        or CapacityError if too few blocks are free.
         """
         return self._sequences.add_sequence(request)
 
@@ -137,8 +137,8 @@ class KvCacheManager:
     def add_token(self) -> Callable[[int], tuple[int, ...]]:
         """`add_token(request_id)` stores one more position in each beam of the request.
 
-        It returns the blocks that were taken, one per beam, in most calls (). With a host tier
-        `take_moves` returns the copies to make before these blocks are written. Raises
+        It returns the blocks that were taken, one per beam; () in most calls. With a host tier
+        `take_moves` returns the copies to make before these blocks are written. It raises
         CapacityError if too few blocks are free.
         """
         return self._sequences.add_token
@@ -146,18 +146,18 @@ class KvCacheManager:
     def rewind(self, request_id: int, num_tokens: int) -> None:
         """Remove the last `num_tokens` positions. Blocks that become empty are freed.
 
-        Raises ValueError for beams and cross caches, for more tokens than are stored, and if the
+        Raise ValueError for beams and cross caches, for more tokens than are stored, and if the
         new end is inside a block that other sequences share. Past the attention window only the
         last token can be removed, because more would need positions that were overwritten.
         """
         self._sequences.rewind(request_id, num_tokens)
 
     def fork(self, request_id: int, parents: Sequence[int]) -> tuple[BlockCopy, ...]:
-        """Let beam i continue from the blocks of beam `parents[i]`. Takes no blocks.
+        """Let beam i continue from the blocks of beam `parents[i]`, without taking blocks.
 
-        Full blocks become shared, a partial last block stays private to each beam. Returns the
+        Full blocks become shared; a partial last block stays private to each beam. Return the
         copies to make before the next position is stored, as `add_sequence` does. The table of each
-        beam that is not its own parent changes. Raises ValueError past the attention window.
+        beam that is not its own parent changes. Raise ValueError past the attention window.
         """
         return self._sequences.fork(request_id, parents)
 
@@ -168,7 +168,7 @@ class KvCacheManager:
     def store_context(self, request: LlmRequest) -> None:
         """Make the full blocks of the computed context of `request` available for reuse.
 
-        Steps run in order, so the context counts as computed once it is launched. Does nothing
+        Steps run in order, so the context counts as computed once it is launched. Do nothing
         without block reuse.
         """
         self._sequences.store_context(request)
@@ -184,7 +184,7 @@ class KvCacheManager:
     def withdraw(self, request_id: int) -> None:
         """Remove the blocks of a sequence from the cache, and do not store them when it ends.
 
-        This also applies to every sequence that shares some of them. Does nothing without block
+        This also applies to every sequence that shares some of them. Do nothing without block
         reuse.
         """
         self._sequences.withdraw(request_id)
@@ -301,7 +301,7 @@ class KvCacheManager:
     def scheduling_remove_sequence(self, request_id: int) -> None:
         """Remove a sequence in the what-if count: blocks that only it holds count as free.
 
-        Does nothing for an id without blocks.
+        Do nothing for an id without blocks.
         """
         sequence = self._sequences.live.get(request_id)
         if sequence is not None:

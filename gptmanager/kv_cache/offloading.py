@@ -83,11 +83,11 @@ class CachingBlockPool(BlockPool):
     whatever their priorities. A block with held blocks after it in the tree is handed out only if
     no other is free.
 
-    When a block is handed out, its content moves to the host tier if the tier accepts it. It gets a
-    free host block, or replaces the evictable leaf of the lowest priority, the least recently used
-    one of these, if its own priority is not lower. Otherwise it is lost. `copies` are the copies
-    that the device must make, in order, before any block is written. For a host block, `ref_counts`
-    has the number of pending reads.
+    When a block is handed out, its content moves to the host tier if the tier accepts it. If no
+    host block is free, the content replaces the evictable leaf of the lowest priority, of several
+    the least recently used. If this leaf has a higher priority, the content is lost. `copies` are
+    the copies that the device must make, in order, before any block is written. For a host block,
+    `ref_counts` has the number of pending reads.
     """
 
     __slots__ = ("copies", "host", "queue", "tree")

@@ -107,7 +107,7 @@ def restore_kv_cache(
 ) -> None:
     """Restore an empty cache to `state`. `requests` are the requests that hold blocks, by id.
 
-    Raises LedgerError if the restored state is inconsistent.
+    Raise LedgerError if the restored state is inconsistent.
     """
     sequences = kv_cache._sequences
     pool, reuse = sequences.pool, sequences.reuse

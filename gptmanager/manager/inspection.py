@@ -89,8 +89,8 @@ class Fit:
 
     `text` is the text of the error if it would not be accepted. `starts_now` means that it would
     start with the next iteration, after the active requests of at least its priority. If it would
-    be accepted and wait, `wait` has the reason, in the words of `explain`. `needed_blocks` is the number of blocks that
-    it needs until its end.
+    be accepted and wait, `wait` has the reason, in the words of `explain`. `needed_blocks` is the
+    number of blocks that it needs until its end.
     """
 
     accepted: bool

@@ -179,8 +179,8 @@ class Adapter:
     """The rows of an adapter, by (layer, module id) in ascending order.
 
     Their values are contiguous CPU tensors of the model's dtype, which are never changed.
-    `digest` is the blake2b hash of the values and their layout. It does not depend on the order of
-    rows and on padding. `num_elements` is the total of all rows.
+    `digest` is the blake2b hash of the values and their layout; the order of the host's rows and
+    their padding do not change it. `num_elements` is the total of all rows.
     """
 
     __slots__ = ("digest", "num_elements", "rows")

@@ -1,8 +1,8 @@
 """The values that hosts and managers exchange, and the signatures of the callbacks.
 
-Setting a tensor checks nothing. A request is checked as a whole after Get has returned it, and
-errors are sent through SendResponse. Only an unknown property or keyword and an invalid id raise
-where the host constructs the request.
+Setting a tensor checks nothing. A request is checked as a whole after GetInferenceRequests has
+returned it, and errors are sent through SendResponse. Only an unknown property or keyword and an
+invalid id raise where the host constructs the request.
 """
 
 from __future__ import annotations
@@ -81,10 +81,10 @@ class InferenceRequest:
     shapes `[n]` and `[1, n]`, and scalars and `[1]`, are equivalent.
 
     With `is_streaming`, new tokens are sent as they are generated; otherwise there is one response
-    at the end. Requests with a higher `priority` run first; equal ones keep their order.
-    `deadline_s` limits the whole life of the request, and `queue_timeout_s` the time until its
-    first computation, both in seconds from the moment Get returns it. None and infinity mean no
-    limit. `client_id` is passed to the logits post-processor. Requests share cached blocks only
+    at the end. Requests with a higher `priority` run first; requests of equal priority keep their
+    order. `deadline_s` limits the whole life of the request, and `queue_timeout_s` the time until
+    its first computation, both in seconds since GetInferenceRequests returned it. None and infinity
+    mean no limit. `client_id` is passed to the logits post-processor. Requests share cached blocks only
     with requests of an equal `cache_salt`. `retention_priority` is from 0 to 100: cached blocks of
     a lower priority are evicted first. With None, the blocks keep their priority.
 

@@ -125,7 +125,7 @@ class LlmRequest:
         self.prompt_len = self.orig_prompt_len = self.num_tokens = len(self.tokens)
         self.pause_count = 0
         self.slot = -1  # its place in the executor's tables; -1 if it has not started
-        self.epoch = 0  # number of its last start, which the rows of a result name; 0 before
+        self.epoch = 0  # number of its last start, also in its rows; 0 before the first start
         self.state = LlmRequestState(state)
         if context_current_position > self.prompt_len:
             raise ValueError(

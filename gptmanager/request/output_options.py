@@ -34,7 +34,7 @@ class OutputConfig(NamedTuple):
 
     @property
     def without_prompt(self) -> OutputConfig:
-        """Return the outputs that remain once those of the prompt are known."""
+        """Return the same without the outputs of the prompt."""
         return self._replace(context_logits=False, num_prompt_log_probs=-1)
 
 

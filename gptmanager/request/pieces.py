@@ -1,6 +1,6 @@
 """Long work, written as a generator.
 
-After each piece of the work the caller may pause it, or continue it on another thread.
+After each piece the caller may pause the work, or continue it on another thread.
 """
 
 from __future__ import annotations

@@ -34,9 +34,9 @@ class RequestScheduler(ABC):
     ) -> SchedulerOutput:
         """Choose the requests to run and to pause among `active_requests`.
 
-        These are in scheduling order, highest rank first. Requests of `inflight_request_ids` are in
-        a step that has not returned. They count for memory and must not run; they may be paused,
-        which takes effect when the step returns.
+        The active requests are in scheduling order, highest rank first. Requests of
+        `inflight_request_ids` are in a step that has not returned. They count for memory and must
+        not run; they may be paused, which takes effect when the step returns.
         """
 
     def why_waiting(

@@ -104,7 +104,7 @@ class Waits(dict[int, Wait]):
 
 
 def traced(waits: Mapping[int, Wait]) -> dict[int, Wait]:
-    """Return the waits; one for another waiting request gets the cause of that request's wait.
+    """Return the waits, where a wait for another waiting request has the cause of that one's wait.
 
     So a request that waits for the prefix of a waiting request is reported behind it. The cause of
     a request that others were paused for is the resource that it lacked then; it may differ now.
