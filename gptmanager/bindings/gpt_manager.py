@@ -40,7 +40,7 @@ class GptManager:
     `terminate_req_id` does not run. When Get returns it, Get is not called again, and the manager
     ends when all other requests have ended.
 
-    Raises TypeError for a wrong number or name of arguments, ConfigError for an invalid value.
+    Raise TypeError for a wrong number or name of arguments, ConfigError for an invalid value.
     """
 
     def __init__(self, *args: Any, **keywords: Any) -> None:
@@ -154,7 +154,7 @@ def _sending(send: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _by_name(args: tuple[Any, ...], keywords: dict[str, Any]) -> dict[str, Any]:
-    """Return all arguments by name. Raises TypeError for a wrong number or name of arguments.
+    """Return all arguments by name. Raise TypeError for a wrong number or name of arguments.
 
     Positional arguments are in the newer order if the third one is a callback.
     """

@@ -69,7 +69,7 @@ class TrtGptModelOptionalParams(OptionalParams):
 def translated(params: OptionalParams) -> tuple[int, SchedulerConfig, OptionalParams]:
     """Return the beam width, the scheduler and the other options, for `gptmanager.GptManager`.
 
-    Raises ConfigError if `params` is not an OptionalParams, or if layers have different attention
+    Raise ConfigError if `params` is not an OptionalParams, or if layers have different attention
     windows.
     """
     if not isinstance(params, OptionalParams):
@@ -86,7 +86,7 @@ def translated(params: OptionalParams) -> tuple[int, SchedulerConfig, OptionalPa
 def with_policy(scheduler: SchedulerConfig, policy: Any) -> SchedulerConfig:
     """Return `scheduler` with another capacity policy.
 
-    Raises ConfigError if `policy` is not a policy.
+    Raise ConfigError if `policy` is not a policy.
     """
     if not isinstance(policy, (SchedulerPolicy, CapacitySchedulerPolicy)):
         raise ConfigError(f"scheduler_policy must be a SchedulerPolicy, got {policy!r}")

@@ -44,8 +44,8 @@ def _step_back() -> None:
 class AdapterLoader:
     """Does adapter work for a loop. `wake` ends the pause of an idle loop.
 
-    The next intake takes what is in two queues, to which any thread may append: `done` has the jobs
-    that have ended, and `forgotten` the task ids of adapters that were replaced.
+    `done` has the jobs that have ended, and `forgotten` the task ids of adapters that were
+    replaced. Any thread may append to these queues, and the next intake empties them.
     """
 
     def __init__(self, wake: Callable[[], None]) -> None:
@@ -171,7 +171,7 @@ class AdapterLoader:
     ) -> str:
         """Copy an adapter to the device, when `begun` is set.
 
-        It is set when no launched step reads the pages any more; None means that none reads them.
+        `begun` is set when no launched step reads the pages any more; it is None if none does now.
         """
         while begun is not None and not begun.wait(_LOOK_UP_S):
             self.jobs.check()

@@ -27,7 +27,7 @@ _SOON_S = 0.001  # the same, until the first step shows whether steps use all co
 _BUSY_STEPS, _LEAST_BUSY_S, _MOST_BUSY_S = 4, 0.05, 1.0
 # While the loop is busy, a thread works for _PIECE_NS and then rests _RESTS times as long.
 _PIECE_NS, _RESTS, _LONGEST_REST_S = 200_000, 5, 0.01
-# After an iteration the loop's thread works for this fraction of its time, up to the maximum.
+# After a step the loop's thread works for this fraction of the step's time, up to the maximum.
 _SHARE, _LONGEST_WORK_S = 0.03, 0.05
 # No work follows a step slower than _SLOW times the median of the last _USUAL_STEPS steps: the work
 # would delay the slowest tokens even more.

@@ -1,7 +1,7 @@
 """`CallbackHost`: the four callbacks of a host application, as the `Host` of a loop.
 
-Every error of a callback becomes a log line, a count, or a failure in the next intake. Only a Get
-callback that fails too often ends the loop.
+Every error of a callback becomes a log line, a count, or a failure in the next intake. Only
+GetInferenceRequests, called Get in this package, ends the loop if it fails too often.
 """
 
 from __future__ import annotations

@@ -177,7 +177,7 @@ class FollowingHost:
         """Wait until rank 0 iterates (`peek` is then true) or ends.
 
         Without active requests, a bell ends the wait as well. A rank ends when rank 0 does, so
-        `ends` has no effect. If it aborts earlier, all ranks fail.
+        `ends` has no effect. If this rank aborts earlier, all ranks fail.
         """
         if aborts:
             raise RankError(f"rank {self._links.rank} was shut down")

@@ -45,7 +45,7 @@ class Accepted(NamedTuple):
     """A request as it was accepted, at the wall-clock time `time`.
 
     `objects` maps the kinds of its objects ("adapter", "tokenizer") to their digests. `grammar` is
-    its grammar as data, or None. `num_forgets` is that of its `_Task`.
+    its grammar as data, or None. `num_forgets` belongs to its `_Task`.
     """
 
     request: InferenceRequest
@@ -133,9 +133,9 @@ class AcceptedRequests:
         return task_id, self._tasks.get(task_id)
 
     def _note_task(self, task_id: int, task: _Task) -> bool:
-        """Note the adapter that later requests mean if they have only its id.
+        """Note the adapter of later requests that have only the task id.
 
-        Return False if the manager keeps another one, and will refuse this one.
+        Return False if the manager keeps another adapter with this id, and will refuse this one.
         """
         before = self._tasks.get(task_id, task)
         if before.digest != task.digest and before.num_forgets == task.num_forgets:
@@ -219,7 +219,7 @@ class AcceptedRequests:
         return request
 
     def renews_adapter(self, accepted: Accepted) -> bool:
-        """Return whether requests restored before have an adapter that was forgotten under its id.
+        """Return whether a request restored before has an adapter with this id, since forgotten.
 
         Call it before `restore`.
         """

@@ -43,8 +43,8 @@ class Journal:
     are stored until they are delivered. `entries` has the requests without a delivered final
     response. Calls of the methods must not overlap.
 
-    Raise ConfigError if the journal belongs to another checkpoint or is in use by another manager,
-    and JournalError if it is damaged or cannot be written.
+    The constructor raises ConfigError if the journal belongs to another checkpoint or is in use by
+    another manager, and JournalError if it is damaged or cannot be written.
     """
 
     def __init__(
@@ -155,7 +155,7 @@ class Journal:
             parts.append(record(Kind.SENT, sent.payload()))
         stored = [(i, last) for i, last in ends if last]
         parts += [record(Kind.LAST_RESPONSE, named_payload(*end)) for end in stored]
-        # an id may end twice, as Get may return it twice: it is one request of the journal
+        # an id may end twice, if GetInferenceRequests returned it twice; the journal has it once
         ids = list(dict.fromkeys(request_id for request_id, last in ends if not last))
         if ids:
             parts.append(record(Kind.FINAL, ids_payload(ids)))

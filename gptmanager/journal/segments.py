@@ -1,7 +1,8 @@
 """The files of a journal's folder: segments, objects, the lock and the reserve.
 
-A segment starts with all unfinished requests, so only the newest segment counts. A new one first
-has another name, so that the death of the process leaves either the old segment or the new one.
+A segment starts with all unfinished requests, so only the newest segment counts. A new segment is
+renamed when it is complete, so that the death of the process leaves either the old segment or the
+new one.
 """
 
 from __future__ import annotations

@@ -75,7 +75,7 @@ def check_answer(name: str, answer: Any, *, may_yield: bool = False) -> None:
 
 
 def checked(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that calls `function` and then `check_answer`. Raises as `ordinary`."""
+    """Return a function that calls `function` and then `check_answer`. See `ordinary` for errors."""
     ordinary(name, function)
 
     @functools.wraps(function, updated=())

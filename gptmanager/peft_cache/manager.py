@@ -101,7 +101,7 @@ class PeftCacheManager:
         """Return how many pages the adapter takes on each level.
 
         Adapters that were replaced under this id, and that requests still use, are counted, too.
-        Raises AdapterError if no adapter of this id is cached.
+        Raise AdapterError if no adapter of this id is cached.
         """
         replaced = [a.num_pages for a in self._replaced if a.task_id == lora_task_id]
         if replaced and lora_task_id not in self._by_task:
@@ -111,7 +111,7 @@ class PeftCacheManager:
     def put(self, request_id: int, task_id: int, digest: str, rows: Sequence[AdapterRow]) -> Put:
         """Cache an adapter and assign it to a request, unless the result is WAIT.
 
-        `digest` identifies the content: the rows and the numbers in them. Raises AdapterError if
+        `digest` identifies the content: the rows and the numbers in them. Raise AdapterError if
         other content is cached under the id, or if the adapter is too large for the cache.
         """
         self._check_has_none(request_id)
@@ -138,7 +138,7 @@ class PeftCacheManager:
         return Put.NEW
 
     def use(self, request_id: int, task_id: int) -> None:
-        """Assign a cached adapter to a request. Raises AdapterError if it is not cached."""
+        """Assign a cached adapter to a request. Raise AdapterError if it is not cached."""
         self._check_has_none(request_id)
         self._assign(request_id, self._cached(task_id))
 
@@ -211,7 +211,7 @@ class PeftCacheManager:
         return True
 
     def adapter_of(self, request_id: int) -> CachedAdapter:
-        """Return the adapter of a request. Raises LedgerError if it has none."""
+        """Return the adapter of a request. Raise LedgerError if it has none."""
         if request_id not in self._by_request:
             raise LedgerError(f"request {request_id} has no adapter")
         return self._by_request[request_id]
@@ -276,7 +276,7 @@ class PeftCacheManager:
         return adapter
 
     def _checked(self, task_id: int, digest: str, rows: Sequence[AdapterRow]) -> CachedAdapter:
-        """Return a new adapter. Raises AdapterError if its rank or its size is too large."""
+        """Return a new adapter. Raise AdapterError if its rank or its size is too large."""
         sizes = self.sizes
         highest = max((row.rank for row in rows), default=0)
         if highest > sizes.max_adapter_size:

@@ -63,7 +63,7 @@ def peft_cache_state(cache: PeftCacheManager) -> PeftCacheState:
 def restore_peft_cache(cache: PeftCacheManager, state: PeftCacheState) -> None:
     """Restore an empty cache to `state`.
 
-    Raises LedgerError if the restored state is inconsistent.
+    Raise LedgerError if the restored state is inconsistent.
     """
     adapters = [_adapter(it, cache.sizes) for it in state.adapters]
     both = [*zip(adapters, state.adapters, strict=True)]

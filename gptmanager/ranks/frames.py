@@ -81,7 +81,7 @@ class Frames:
     def send(self, kind: int, payload: bytes | bytearray | memoryview) -> None:
         """Send a message.
 
-        Raises EOFError if the other end is closed, and RankError if the message is too long.
+        Raise EOFError if the other end is closed, and RankError if the message is too long.
         """
         if len(payload) > _MOST_BYTES:
             raise RankError(
@@ -95,7 +95,7 @@ class Frames:
             self._send(memoryview(payload))
 
     def receive(self, *, returns_when_rung: bool = False) -> Frame | None:
-        """Return the next message. Raises EOFError if the other end is closed.
+        """Return the next message. Raise EOFError if the other end is closed.
 
         With `returns_when_rung`, return None when the wakener is rung.
         """
@@ -107,7 +107,7 @@ class Frames:
         return frame
 
     def poll(self) -> Frame | None:
-        """Return a message that has already arrived, else None. Raises EOFError as in `receive`."""
+        """Return a message that has already arrived, else None. Raise EOFError as in `receive`."""
         frame = self._taken()
         if frame is None and self._read(_AT_ONCE):
             frame = self._taken()

@@ -135,7 +135,7 @@ class Links:
     def send(self, kind: Message, payload: bytes = b"") -> None:
         """Send a message to rank 0, or from rank 0 to all.
 
-        Raises RankError if a rank has failed.
+        Raise RankError if a rank has failed.
         """
         self.check()
         self._begin(f"room for a message ({kind.name})")
@@ -150,8 +150,8 @@ class Links:
     def receive(self, *, from_rank: int = 0, may_be_woken: bool = False) -> Frame | None:
         """Return the next message of a rank.
 
-        Raises RankError with the rank to blame if none arrives in time. With `may_be_woken` it
-        waits without a time limit, and returns None after a call of `wake`.
+        Raise RankError with the rank to blame if none arrives in time. With `may_be_woken`, wait
+        without a time limit, and return None after a call of `wake`.
         """
         self.check()
         self._begin(f"a message of rank {from_rank}", bounded=not may_be_woken)
@@ -176,7 +176,7 @@ class Links:
         return parts
 
     def wait(self, work: Any, what: str = "a collective") -> None:
-        """Wait for a `torch.distributed.Work` or similar. Raises RankError if a rank has failed."""
+        """Wait for a `torch.distributed.Work` or similar. Raise RankError if a rank has failed."""
         self._begin(what)
         try:
             while True:

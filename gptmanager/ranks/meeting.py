@@ -47,7 +47,7 @@ def meet(store: Store, host: str, size: int, boot_s: float) -> tuple[Found, Blam
     """On rank 0, return the connections of all `size` - 1 other ranks, and None.
 
     If some are missing after `boot_s` seconds, or a rank connects twice, return the connections so
-    far and the rank to blame; the caller reports it to the connected ranks. Raises RankError if
+    far and the rank to blame; the caller reports it to the connected ranks. Raise RankError if
     `store` cannot be written.
     """
     token = secrets.token_bytes(_TOKEN_BYTES)
@@ -72,7 +72,7 @@ def meet(store: Store, host: str, size: int, boot_s: float) -> tuple[Found, Blam
 def call(store: Store, host: str, rank: int, boot_s: float) -> Found:
     """On another rank, connect to rank 0 and return the connections.
 
-    If `host` is empty, the host name that rank 0 has published is used. Raises RankError if rank 0
+    If `host` is empty, the host name that rank 0 has published is used. Raise RankError if rank 0
     cannot be reached.
     """
     found: Found = {}

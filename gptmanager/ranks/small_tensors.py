@@ -30,7 +30,7 @@ class SmallTensors:
         self._part, self._others, self._links = part, others, links
 
     def all_gather(self, tensor: Tensor) -> list[Tensor]:
-        """Return the tensors of all parts, by part. Raises RankError if a rank has failed.
+        """Return the tensors of all parts, by part. Raise RankError if a rank has failed.
 
         The tensors of all parts must be on the CPU, have at most MOST_BYTES, and be equal in shape
         and dtype.
@@ -55,7 +55,7 @@ def connect_parts(
     """Connect each part of a stage with each other part; of two parts, the lower one listens.
 
     All parts of the stage call this at the same time. Their keys in `store` begin with `prefix`.
-    Raises RankError if a part does not connect within `boot_s` seconds.
+    Raise RankError if a part does not connect within `boot_s` seconds.
     """
     others: dict[int, Frames] = {}
     for first in range(size - 1):

@@ -71,7 +71,7 @@ class World(NamedTuple):
 def find_world(config: ParallelConfig | None, environment: Mapping[str, str] = os.environ) -> World:
     """Return the world that `config` describes, or a world of one rank if it is None.
 
-    Raises ConfigError if an environment variable is missing or wrong, and names it.
+    Raise ConfigError, which names the variable, if an environment variable is missing or wrong.
     """
     if config is None:
         return World(RankLayout())
@@ -103,7 +103,7 @@ def launched_size(environment: Mapping[str, str] = os.environ) -> int:
 
 
 def find_all(environment: Mapping[str, str] = os.environ) -> World:
-    """Return the world of all launched ranks. Raises ConfigError as in `find_world`."""
+    """Return the world of all launched ranks. Raise ConfigError as in `find_world`."""
     has_group = dist.is_available() and dist.is_initialized()
     size = dist.get_world_size() if has_group else _number(_SIZE, environment)[1]
     return find_world(ParallelConfig(tensor_parallel_size=size), environment)

@@ -57,7 +57,7 @@ def main(options: argparse.Namespace) -> int:
 
 
 def imported(name: str) -> Callable[..., Any]:
-    """Return the callable that `MODULE:NAME` names. Raises ConfigError if it does not exist.
+    """Return the callable that `MODULE:NAME` names. Raise ConfigError if it does not exist.
 
     Modules of the current folder are found, as with `python -m`.
     """

@@ -90,7 +90,7 @@ def replay(
     """Run the recording again up to the first divergence.
 
     `create_scheduler`: the option of the recorded run, if it was set. `track` wraps the iterations,
-    for example to show progress. Raises RecordingError if the recording contradicts itself, or
+    for example to show progress. Raise RecordingError if the recording contradicts itself, or
     needs `create_scheduler`.
     """
     run = _Replay(recording, create_scheduler)
@@ -114,7 +114,7 @@ def completed(
 
     The iteration has its schedule and its ends, even if they were not recorded. The caller must
     only read the loop. `wrap` returns a scheduler that replaces the loop's and makes the same
-    decisions. Raises RecordingError at a divergence.
+    decisions. Raise RecordingError at a divergence.
     """
     run = _Replay(recording, create_scheduler, wrap)
     for iteration in recording.iterations:
@@ -215,7 +215,7 @@ def recorded_blueprint(
 ) -> Blueprint:
     """Return the blueprint of the recorded loop.
 
-    Raises RecordingError if the run had a custom scheduler and `create_scheduler` is None.
+    Raise RecordingError if the run had a custom scheduler and `create_scheduler` is None.
     """
     blueprint = recording.header.blueprint
     if create_scheduler is not None:

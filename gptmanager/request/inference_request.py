@@ -84,9 +84,9 @@ class InferenceRequest:
     at the end. Requests with a higher `priority` run first; requests of equal priority keep their
     order. `deadline_s` limits the whole life of the request, and `queue_timeout_s` the time until
     its first computation, both in seconds since GetInferenceRequests returned it. None and infinity
-    mean no limit. `client_id` is passed to the logits post-processor. Requests share cached blocks only
-    with requests of an equal `cache_salt`. `retention_priority` is from 0 to 100: cached blocks of
-    a lower priority are evicted first. With None, the blocks keep their priority.
+    mean no limit. `client_id` is passed to the logits post-processor. Requests share cached blocks
+    only with requests of an equal `cache_salt`. `retention_priority` is from 0 to 100: cached
+    blocks of a lower priority are evicted first. With None, the blocks keep their priority.
 
     Raise ValueError for an id outside 0..2**64-1, TypeError for an id that is not an integer.
     """

@@ -48,7 +48,7 @@ class FoundOptions:
     unknown: list[str] = field(default_factory=list)
 
     def add(self, action: argparse.Action, value: Any, origin: str) -> None:
-        """Check and add a value. Raises ConfigError with a message that begins with `origin`."""
+        """Check and add a value. Raise ConfigError with a message that begins with `origin`."""
         try:
             self.values[action.dest] = _checked(action, value)
         except (argparse.ArgumentTypeError, TypeError, ValueError) as error:
@@ -61,7 +61,7 @@ def find_options(
 ) -> FoundOptions:
     """Return the options of `file` and of `variables`, which have precedence over the file.
 
-    Raises ConfigError for a wrong value, and for a key of the file that is not an option.
+    Raise ConfigError for a wrong value, and for a key of the file that is not an option.
     """
     by_name = {it.option_strings[0].lstrip("-"): it for it in actions if it.option_strings}
     by_name.pop("help", None)
@@ -98,7 +98,7 @@ def with_origin(error: ConfigError, origins: Mapping[str, str]) -> ConfigError:
 
 
 def _read(file: Path) -> dict[str, Any]:
-    """Return the content of a TOML file. Raises ConfigError if it is unreadable or too large."""
+    """Return the content of a TOML file. Raise ConfigError if it is unreadable or too large."""
     shown, parser = quoted_path(file), _toml()
     try:
         with file.open("rb") as stream:
@@ -117,7 +117,7 @@ def _read(file: Path) -> dict[str, Any]:
 def _toml() -> Any:
     """Return the parser of TOML: the standard library's, or before Python 3.11 the package tomli.
 
-    Raises ConfigError if neither is installed.
+    Raise ConfigError if neither is installed.
     """
     for name in ("tomllib", "tomli"):
         with contextlib.suppress(ModuleNotFoundError):
@@ -134,7 +134,7 @@ def _is_list(action: argparse.Action) -> bool:
 
 
 def _from_text(action: argparse.Action, name: str, text: str) -> Any:
-    """Convert a variable's text to the value that a TOML file would have. Raises ConfigError."""
+    """Convert a variable's text to the value that a TOML file would have. Raise ConfigError."""
     if _is_switch(action):
         if text.lower() not in _SWITCH:
             raise ConfigError(f"{name}: {quoted(text)} must be true or false")
