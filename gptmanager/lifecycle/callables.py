@@ -75,7 +75,10 @@ def check_answer(name: str, answer: Any, *, may_yield: bool = False) -> None:
 
 
 def checked(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that calls `function` and then `check_answer`. See `ordinary` for errors."""
+    """Return a function that calls `function` and then `check_answer`.
+
+    Raise ConfigError as `ordinary` does.
+    """
     ordinary(name, function)
 
     @functools.wraps(function, updated=())

@@ -153,8 +153,8 @@ class PeftCacheManager:
     def ensure(self, request_id: int) -> tuple[PageCopy, ...] | None:
         """Return the copies that put a request's adapter on the device. Call it before each step.
 
-        Returns None if the request must wait, because the adapter is still loading or because
-        other requests need the pages. Otherwise the adapter stays on the device until `pause` or
+        Return None if the request must wait, because the adapter is still loading or because other
+        requests need the pages. Otherwise the adapter stays on the device until `pause` or
         `release`. If copies are returned, call `copied` when they are done.
         """
         adapter = self.adapter_of(request_id)

@@ -2,7 +2,7 @@
 
 A recording can start in the middle of a run only where the state of the loop is known, so the box
 copies the state from time to time. It keeps all intakes and results since the second newest copy. A
-replay computes the schedules from these, so the box keeps only the last ones. With a small
+replay computes the schedules from these, so the box keeps only the latest schedules. With a small
 `max_bytes` it keeps fewer schedules and iterations.
 """
 

@@ -1,7 +1,7 @@
 """Limits for the numbers in a recording, so that a small file cannot cost a day or a terabyte.
 
-The limits are far above the numbers of any machine. Whether a schedule is correct is decided by the
-replay, not by these limits.
+The limits are far above the numbers of any machine. They do not ensure that a schedule is correct:
+a replay checks that.
 """
 
 from __future__ import annotations

@@ -99,10 +99,10 @@ class Recorder:
         self.close("failed", text)
 
     def restart(self, loop: Any, error: BaseException) -> None:
-        """Continue after a failed iteration; the loop has dropped the requests that ran.
+        """Continue after a failed iteration; the loop has ended all requests that had started.
 
-        The recorded iterations do not lead to the loop's new state, so a recording gets that state.
-        A black box overwrites the file of the previous failure, and starts again empty.
+        The recorded iterations do not lead to the loop's new state, so a recording stores this
+        state. A black box overwrites the file of the previous failure, and starts again empty.
         """
         try:
             box = self._black_box

@@ -33,7 +33,7 @@ _ONE_END_ID = 4  # like 5, but sampling parameters have `end_id`, -1 for none
 _ONE_PENDING = 3  # like 4, but a state has one pending schedule, or null
 
 _LONGEST_LINE = 1 << 30  # bytes
-# numbers that one byte of the file may expand to, in addition to an initial allowance
+# how many values each byte of the file adds to the initial `Allowance`
 _UNFOLDED_PER_BYTE = 16
 
 
@@ -75,9 +75,9 @@ class Iteration:
     """One iteration of the loop that had work. It changes only while it is being recorded.
 
     `index` counts from the start of the run. `num_active` requests were active before the intake.
-    `schedule` is None if no request ran, or if the schedule was dropped; then `kept` is False.
-    `result` belongs to the schedule with the iteration number `result_of`, which is an earlier
-    iteration with run-ahead. If the iteration took several results, `recalled` has the others, each
+    `schedule` is None if no request ran, or if the schedule was dropped. `kept` is False only if it
+    was dropped. `result` belongs to the schedule with the number `result_of`; with run-ahead this
+    is an earlier schedule. If the iteration took several results, `recalled` has the others, each
     with the number of its schedule. `ends` is None if it is not recorded, as in a black box.
     `idle_turns` is the number of iterations without work since the previous one; None if it is not
     recorded. `recovered` is the state after an iteration that raised, otherwise None.
@@ -131,7 +131,7 @@ class Recording:
     lines: tuple[int, ...] = ()
 
     def where(self, iteration: int | None = None) -> str:
-        """Return the place in the file of the header, or of `iterations[iteration]`."""
+        """Return where the header, or `iterations[iteration]`, is: the file's name and the line."""
         if iteration is None:
             return f"{self.name}, line 1"
         line = self.lines[iteration] if iteration < len(self.lines) else iteration + 2
@@ -217,7 +217,7 @@ def read_lines(lines: Iterable[bytes], name: str = "recording") -> Recording:
 
 @contextmanager
 def located(where: str) -> Iterator[None]:
-    """Turn any error inside the `with` block into a RecordingError that names `where`.
+    """Turn the errors that wrong values cause in the block into a RecordingError with `where`.
 
     A recording may come from a stranger, so any of its values may be wrong.
     """

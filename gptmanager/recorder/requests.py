@@ -1,9 +1,9 @@
 """Converts requests to JSON and back, with the tensors that the host passed.
 
-Of numbers that only an executor reads, a digest may be written, and of an adapter's weights only
-the shape and the dtype. A host may pass any object; if JSON cannot represent it, only its type is
+Numbers that only an executor reads may be written as a digest. An adapter's weights are written as
+their shape and dtype. A host may pass any object; if JSON cannot represent it, only its type is
 written. A recording may be from a stranger, so reading it creates only numbers, strings, lists of
-these, and tensors of known dtypes.
+these, tensors of known dtypes, and this module's replacements for other objects.
 """
 
 from __future__ import annotations

@@ -70,9 +70,9 @@ class ReplayReport:
     """The result of a replay.
 
     `iterations`: number of iterations that ran. `compared`: how many of them had a recorded
-    schedule to compare. `broke_off`: the error of the last recorded iteration, or that the
-    recording is cut off, and whether the replay also failed; "" if the recorded run ended without
-    an error.
+    schedule to compare. `broke_off`: why the recorded run ended in its last iteration (its error,
+    or that the recording is cut off), and whether the replay failed there, too. It is "" if the
+    replay ran every iteration to its end, or diverged.
     """
 
     iterations: int
@@ -130,7 +130,7 @@ def completed(
 
 
 class _EndOfRecording(Exception):
-    """The loop needs a result that was not recorded."""
+    """The replay cannot go on: a result was not recorded, or belongs to another schedule."""
 
 
 class _Replay:
@@ -189,7 +189,10 @@ class _Replay:
         return self._diverged(iteration, found)
 
     def _broken(self, iteration: Iteration, text: str) -> Divergence | None:
-        """Return the divergence of a failed iteration; None if the recorded one also failed."""
+        """Return the divergence of an iteration that failed.
+
+        Return None if the recording ends here as well, with the same schedule and error.
+        """
         end = self._recording.end
         recorded = "" if end is None else end.error
         found = _schedule_difference(iteration, self.world.schedule)
@@ -198,7 +201,11 @@ class _Replay:
             found = ("error", "none", text or "the loop requests a result that was not recorded")
         if found is None and text and _class(text) != _class(recorded):
             found = ("error", recorded or "none", text)
-        again = "so did the replay" if text else "the replay has no result of its last step either"
+        again = (
+            "so did the replay"
+            if text
+            else "the replay stops here, too: the result of this step was not recorded"
+        )
         self.broke_off = "" if found else f"{recorded or 'the recording is cut off'}; {again}"
         return self._diverged(iteration, found)
 
@@ -254,7 +261,7 @@ class _RecordedWorld:
         self.begin(None)
 
     def begin(self, iteration: Iteration | None) -> None:
-        """Return the values of this iteration from now on."""
+        """Let the other methods return the values of this iteration from now on."""
         self._iteration = iteration
         self.schedule: Schedule | None = None
         self.ends: list[End] = []

@@ -165,7 +165,8 @@ class World:
     def _is_idle(self, num_active: int) -> bool:
         """Return whether nothing is active and nothing has arrived.
 
-        True at most once in a row, as in a recording; then the time advances to the next arrival.
+        Return True at most once in a row, as in a recording. The next call lets the time advance to
+        the next arrival.
         """
         self._was_idle = (
             not (self._was_idle or num_active or self._in_flight or self._load.by_iterations)
