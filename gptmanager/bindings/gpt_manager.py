@@ -37,8 +37,8 @@ class GptManager:
 
     Pass arguments by position or by name. `trt_engine_path` is a Hugging Face folder, or anything
     else that `gptmanager.GptManager` accepts as its model. A request with the id
-    `terminate_req_id` does not run. When Get returns it, Get is not called again, and the manager
-    ends when all other requests have ended.
+    `terminate_req_id` does not run. When the first callback returns it, that callback is not called
+    again, and the manager ends when all other requests have ended.
 
     Raise TypeError for a wrong number or name of arguments, ConfigError for an invalid value.
     """
@@ -87,7 +87,7 @@ class GptManager:
         self.shutdown()
 
     def shutdown(self, *_: object) -> None:
-        """Stop calling Get, run the accepted requests to their end, and return. Idempotent."""
+        """Fetch no more requests, run the accepted ones to their end, and return. Idempotent."""
         if self._manager is not None:
             self._manager.shutdown()
             MemoryCounters.end(self._last_record)

@@ -23,7 +23,7 @@ def free_memory_bytes() -> float:
 
 
 def give_back() -> None:
-    """Return free memory of the C library to the system. Does nothing unless it is glibc.
+    """Return free memory of the C library to the system. Do nothing unless it is glibc.
 
     glibc keeps freed memory in the arena of the thread that allocated it. After a large block was
     freed, it keeps blocks of up to that size for later allocations. The thread of a manager's loop

@@ -59,8 +59,7 @@ class Adapters:
     request is passed over if its adapter needs more pages than are free, and later requests may
     overtake it. After `patience` overtakes of the first such request, later requests wait, too.
 
-    `waiting` has the ids of requests that must not start before they have their adapter. They are
-    in PREPARING.
+    `waiting` has the ids of requests in PREPARING that must not start without their adapter.
     """
 
     def __init__(

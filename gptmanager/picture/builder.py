@@ -22,8 +22,8 @@ from gptmanager.step import BlockAppend, Row, Schedule
 class _Request:
     """The data of a request up to the last column.
 
-    `slot` is -1 while it waits, which it has done since the column `waiting_since`. `first_wait` is
-    the reason reported in the first column of the wait, or None.
+    `slot` is -1 while it waits. The wait begins in the column `waiting_since`. `first_wait` is the
+    reason that was reported in this column, or None.
     """
 
     request_id: int

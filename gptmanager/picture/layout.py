@@ -19,7 +19,7 @@ SQUARE = 20  # side of one token
 PANEL = 58
 PANEL_STEP = PANEL + 34
 _MAX_CELLS = 28 * 60  # cells with a mark each
-_TALL = 720  # if all rows together are higher, they follow the panels, so that these are visible
+_TALL = 720  # if all rows together are higher, the panels are above them, so as to be visible
 
 
 class Look(Enum):
@@ -32,7 +32,7 @@ class Look(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Positions and sizes in pixels. Rows and panels begin at `top`; many rows follow the panels.
+    """Positions and sizes in pixels. Rows and panels begin at `top`; high rows are below the panels.
 
     Column i begins at `left + i * column` and is `column` wide. Each row is `row` high.
     """

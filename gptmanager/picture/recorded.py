@@ -1,7 +1,7 @@
 """`trace_of`: creates a `Trace` of a recorded run.
 
-Recordings lack the reasons why requests waited. A scheduler reports them in a replay, which
-advances together with the reading of the recording.
+Recordings lack the reasons why requests waited. A scheduler reports them in a replay, which runs
+an iteration whenever one is read from the recording.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from gptmanager.scheduler.wait_reasons import Wait
 # reasons of ends that the intake causes, before the iteration runs anything
 _EARLY = ("CANCELLED", "TIMED_OUT", "ERROR")
 
-# `TraceBuilder.max_work` is this for each row of the recording, and _SPARE_WORK more
+# `TraceBuilder.max_work` is this number times the rows of the recording, plus _SPARE_WORK
 _WORK_PER_ROW = 64
 _SPARE_WORK = 1 << 24
 

@@ -25,7 +25,7 @@ DASHES = {
 def draw_row(trace: Trace, row: RequestRow, index: int, layout: Layout) -> Iterator[str]:
     """Yield the marks of a row, in pixels.
 
-    Bars have x in columns, and y from the first row on, because they are in a scaled plot.
+    Bars are in a scaled plot, so their x is in columns, and their y begins at the first row.
     """
     y = layout.row_y(index)
     if layout.look is Look.BARS:

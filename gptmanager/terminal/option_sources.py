@@ -134,7 +134,10 @@ def _is_list(action: argparse.Action) -> bool:
 
 
 def _from_text(action: argparse.Action, name: str, text: str) -> Any:
-    """Convert a variable's text to the value that a TOML file would have. Raise ConfigError."""
+    """Return a variable's text as the value that a TOML file would have.
+
+    Raise ConfigError if the text is invalid.
+    """
     if _is_switch(action):
         if text.lower() not in _SWITCH:
             raise ConfigError(f"{name}: {quoted(text)} must be true or false")

@@ -1,7 +1,7 @@
 """The rules of a scheduler's contract, and the check of one answer against them.
 
-This module checks single calls of `RequestScheduler.schedule_request`. Whether requests end, and
-with which tokens, is checked elsewhere.
+This module checks single calls of `RequestScheduler.schedule_request`. `scenario_run` checks
+whether requests end, and with which tokens.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`ScriptedExecutor` runs steps without a network: a function of the history returns the tokens.
+"""`ScriptedExecutor` runs steps without a model: a function of the history returns the tokens.
 
 It refuses a schedule that no executor could run, and checks that each position of the KV cache that
 a row reads was computed from that row's own tokens.
