@@ -37,8 +37,8 @@ class GptManager:
 
     Pass arguments by position or by name. `trt_engine_path` is a Hugging Face folder, or anything
     else that `gptmanager.GptManager` accepts as its model. A request with the id
-    `terminate_req_id` does not run. When the first callback returns it, that callback is not called
-    again, and the manager ends when all other requests have ended.
+    `terminate_req_id` does not run. When `get_inference_requests_cb` returns it, this callback is
+    not called again, and the manager ends when all other requests have ended.
 
     Raise TypeError for a wrong number or name of arguments, ConfigError for an invalid value.
     """

@@ -32,7 +32,7 @@ class Look(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Positions and sizes in pixels. Rows and panels begin at `top`; high rows are below the panels.
+    """Positions and sizes in pixels. The drawing begins at `top`.
 
     Column i begins at `left + i * column` and is `column` wide. Each row is `row` high.
     """
