@@ -35,9 +35,9 @@ class ModelType(IntEnum):
 class CapacitySchedulerPolicy(IntEnum):
     """The policy by which active requests get memory in an iteration.
 
-    MAX_UTILIZATION: as many requests as fit run; running ones may be paused. GUARANTEED_NO_EVICT: a
-    request starts if the memory for its longest output is free, and is never paused. STATIC_BATCH:
-    the same, but requests start only when no request runs.
+    MAX_UTILIZATION: as many requests run as fit; running requests may be paused.
+    GUARANTEED_NO_EVICT: a request starts if the memory for its longest output is free, and is never
+    paused. STATIC_BATCH: like GUARANTEED_NO_EVICT, but requests start only when no request runs.
     """
 
     MAX_UTILIZATION = 0
@@ -48,9 +48,9 @@ class CapacitySchedulerPolicy(IntEnum):
 class ContextChunkingPolicy(IntEnum):
     """The policy by which contexts are cut into chunks.
 
-    FIRST_COME_FIRST_SERVED: if not all contexts fit in an iteration, each in order gets as much as
-    possible. EQUAL_PROGRESS: if not all fit, they get chunks of about the same size. FORCE_CHUNK:
-    each context gets one chunk unit, even if all would fit.
+    FIRST_COME_FIRST_SERVED: if not all contexts fit in an iteration, each in order gets as many
+    tokens as possible. EQUAL_PROGRESS: if not all contexts fit, they get chunks of about equal
+    size. FORCE_CHUNK: each context gets one chunk unit, even if all contexts would fit.
     """
 
     FIRST_COME_FIRST_SERVED = 0
@@ -159,9 +159,9 @@ class ParallelConfig:
 class PromptLookup:
     """Draft tokens by prompt lookup (Saxena 2023), for outputs that copy, such as edits and code.
 
-    The last `max_ngram` tokens of the text are searched for earlier in the text, then fewer of
-    them, down to `min_ngram`. The tokens after the latest match, at most `max_draft_tokens`, are
-    the draft.
+    The last `max_ngram` tokens of the text are searched for earlier in the text. If they are not
+    there, fewer are, down to `min_ngram`. The tokens after the latest match, at most
+    `max_draft_tokens`, are the draft.
     """
 
     max_draft_tokens: int = 10
@@ -188,13 +188,13 @@ class OptionalParams:
     GetInferenceRequests.
 
     Sizes. `max_seq_len`: None means the checkpoint's `max_position_embeddings`.
-    `max_active_requests`: "auto" means `max_batch_size` times the number of micro batches, None no
-    limit; then Get is called with -1. `max_waiting_requests`: the number of requests that may wait
-    beyond the batch; more are refused with a CapacityError. None means no limit.
+    `max_active_requests`: "auto" means `max_batch_size` times the number of micro batches. None
+    means no limit, so Get is called with -1. `max_waiting_requests`: the number of requests that
+    may wait beyond the batch; more are refused with a CapacityError. None means no limit.
 
     The step. `device`: None means the CPU. `run_ahead`: None means 0 on the CPU, with
     `enable_trt_overlap` and with pipeline stages, otherwise 1. `cuda_graphs`: steps on a device are
-    captured at the start and then replayed, those with contexts only for small models.
+    captured at the start and later replayed; steps with contexts only for small models.
     `weights_dtype`: "int8" quantizes the network's matrices to 8 bits, "fp8" to 8-bit floats (only
     on a GPU), "int4" to 4 bits, with the output matrix in `head_dtype` (None: 8 bits). On a device,
     "int4" is not for models with experts. "none" keeps matrices in `dtype`. None means "none",

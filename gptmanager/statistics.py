@@ -89,7 +89,7 @@ class Counts:
 def _timestamp(second: int) -> str:
     """Return a time in seconds as local time, for the key "Timestamp".
 
-    The cache avoids formatting the same second twice.
+    It is cached, because many iterations end in the same second.
     """
     return local_time("%m-%d-%Y %H:%M:%S", second)
 

@@ -154,9 +154,9 @@ class BeamCandidates(NamedTuple):
     """The best continuations of each beam of a request: one list per beam, in descending order.
 
     In a beam search each list has `SequenceStart.num_candidates` tokens, or the whole vocabulary if
-    it is smaller. After the context there is only one list, that of the prompt. If beams are
-    sampled, each beam has a list with its sampled token, even after the context. `log_probs` have
-    single precision.
+    it is smaller. After the context there is only one list, for the prompt. If beams are sampled,
+    each beam has a list with its sampled token, even after the context. `log_probs` have single
+    precision.
 
     A NaN or +inf logit of a searched beam makes NOT_FINITE the only candidate of the request. Each
     sampled beam may have NOT_FINITE or NO_TOKEN in place of its token.
@@ -241,8 +241,9 @@ class PromptLogProbs(NamedTuple):
 class Extras:
     """The outputs of a step besides tokens, on the CPU.
 
-    `log_probs` float32 `[rows, n]`: those of `StepResult.tokens`, only valid for rows that ask for
-    them. `generation_logits`: pairs of a row's index and its logits, float32 `[n, vocab]`.
+    `log_probs` float32 `[rows, n]`: log probabilities of `StepResult.tokens`, only valid for rows
+    that ask for them. `generation_logits`: pairs of a row's index and its logits, float32
+    `[n, vocab]`.
     """
 
     log_probs: np.ndarray | None = None

@@ -254,7 +254,7 @@ class _Picture:
         self.put("latency", [len(self._latencies), *map(_percentiles, columns)])
 
     def update_reasons(self, rows: LiveRows, reasons: Iterable[_Reason]) -> None:
-        """Update the list of [reason, text, rows as ranges], which lists no pair of both twice."""
+        """Update the list of [reason, text, rows as ranges]: one item per reason and text."""
         groups: dict[tuple[str, str], list[int]] = {}
         for request_id, reason, text in reasons:
             number = rows.row_number(request_id)
@@ -265,8 +265,9 @@ class _Picture:
     def take(self, rows: LiveRows, tap: LiveTap, now: float) -> dict[str, Any]:
         """Return the values that have changed, by name, perhaps with "p" and "g".
 
-        "p" is the result of `_point`, when there was a new iteration, and at least once a second.
-        "g" is the result of `rows.take_progress`, once a second unless it is empty.
+        "p", the result of `_point`, is included after each new iteration, and at least once a
+        second. "g", the result of `rows.take_progress`, is included once a second if it is not
+        empty.
         """
         if rows.outcomes:
             self.put("ended", dict(rows.outcomes))

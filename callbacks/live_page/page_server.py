@@ -26,7 +26,7 @@ from gptmanager import GptManager
 from gptmanager.callbacks.live_page.feed import TICK_S, LiveFeed, Viewer
 
 _TIMEOUT_S = 10.0  # for a client that neither reads nor writes
-_MAX_OTHERS = 16  # connections in addition to those of viewers
+_MAX_OTHERS = 16  # connections in addition to one for each viewer
 
 
 class LivePage:
@@ -112,9 +112,9 @@ class LivePage:
 
 
 def page_headers(html: bytes) -> dict[str, str]:
-    """Return HTTP headers with which a browser runs only the page's own scripts and styles.
+    """Return HTTP headers that let a browser run only the page's own scripts and styles.
 
-    The scripts and styles are allowed by their digests. They can connect only to the page's server.
+    The headers name their digests. Scripts can connect only to the page's server.
     """
     script, style = (
         " ".join(

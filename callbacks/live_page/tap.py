@@ -1,8 +1,8 @@
 """`LiveTap`: records changes of the schedule on the loop's thread, with as little work as possible.
 
-Most iterations run the same requests as the previous one. Of such iterations only the latest is
-kept, so that nothing accumulates for other threads to process. Other events are added to a bounded
-deque.
+Most iterations run the same requests as the previous one. The tap keeps only the latest of these
+iterations, so that nothing accumulates for other threads to process. All other events are added to
+a bounded deque.
 """
 
 from __future__ import annotations

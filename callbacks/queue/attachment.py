@@ -17,10 +17,10 @@ _PAUSE_S = 0.01  # time without a reference, in which the manager may be collect
 
 
 class Attachment:
-    """Calls `on_end` once, with the reason, on a separate thread when `manager` has ended.
+    """Watches `manager` on a separate thread, which calls `on_end` with the reason at its end.
 
-    The thread ends then. It holds a reference to the manager for short times only, so
-    the manager can be garbage-collected. It is a daemon, so it never keeps the interpreter alive.
+    The thread holds a reference to the manager for short times only, so the manager can be
+    garbage-collected. It is a daemon, so it never keeps the interpreter alive.
     """
 
     def __init__(self, manager: GptManager, on_end: Callable[[ManagerDeadError], None]) -> None:

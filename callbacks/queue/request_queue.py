@@ -51,8 +51,8 @@ class RequestQueue:
     limit. Requests with a higher priority are fetched first; requests of equal priority are fetched
     in the order of arrival. `default_end_id` (an id or several, see `TokenDefaults`) and
     `default_pad_id` are for requests without these tensors. Set `exclude_input_in_output` as in
-    the manager's `OptionalParams`. `tokenizer` decodes the output of requests with `stop`. It is an
-    object, or a checkpoint folder, which is read at the first such request.
+    the manager's `OptionalParams`. `tokenizer` decodes the output of requests with `stop`. It is a
+    tokenizer, or a checkpoint folder, which is read at the first request with `stop`.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class RequestQueue:
         self._exclude_input = exclude_input_in_output
         self._texts = OutputTexts(tokenizer)
         self._wakeups = AsyncWakeups()
-        # guards all fields below; a signal handler may take it again in the same thread
+        # guards all fields below; reentrant, because a signal handler may take it again
         self._changed = threading.Condition(threading.RLock())
         self._pending = PendingRequests(limits)
         self._open: dict[int, Generation | None] = {}  # None while a `submit` waits with this id

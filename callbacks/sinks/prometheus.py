@@ -136,7 +136,7 @@ class PrometheusSink:
     def attach(self, manager: GptManager) -> None:
         """Ask `manager` for its current numbers at each scrape.
 
-        Without this, the numbers are those of the last record, and an idle manager writes none.
+        Without this call, the numbers are from the last record, and an idle manager writes none.
         """
         self._manager = manager
 
@@ -298,7 +298,7 @@ def _add(families: dict[str, Family], sink: PrometheusSink) -> None:
     if record is not None:
         for name in METRIC["config"].names(sink.prefix):
             families[name].add_sample(f"{name}_info", {**common, **_config(sink, record)}, 1)
-        # Triton's own labels, and those that distinguish managers
+        # Triton's own labels, and the labels that distinguish managers
         labels = {"model": "tensorrt_llm", "version": "1", **sink.labels}
         for group, value, number in _triton_values(record):
             name = f"nv_trt_llm_{group}_metrics"

@@ -38,7 +38,7 @@ class StoppedText:
     def push(self, tokens: Sequence[int]) -> int:
         """Add tokens; return how many of them belong to the output.
 
-        These are all of the tokens, or those up to the one that completes a stop string.
+        All tokens belong to it, up to and including the one that completes a stop string.
         """
         for index, token in enumerate(tokens):
             if self.is_stopped:

@@ -141,9 +141,9 @@ def _error_of(done: Future[Any]) -> BaseException | None:
 
 
 class _OnReady:
-    """Reports a processor as ready, once.
+    """Reports a processor as ready, once, and drops the references to it.
 
-    It then drops its arguments, because futures keep their callbacks alive.
+    A future keeps its callbacks alive.
     """
 
     def __init__(self, report: Callable[..., None], *arguments: Any) -> None:

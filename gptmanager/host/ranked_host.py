@@ -1,7 +1,7 @@
 """`LeadingHost` and `FollowingHost`: the host of a loop with a model on several ranks.
 
-Rank 0 leads: it sends its intake to all ranks, one message per iteration. The others follow: they
-iterate when rank 0 does, with the same intake, and report an error if they decide differently.
+Rank 0 leads: it sends its intake to all ranks, one message per iteration. The other ranks follow:
+they iterate when rank 0 does, with the same intake, and report an error if they decide differently.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ class LeadingHost:
         self._links.send(Message.DECISION, _DIGEST.pack(schedule_digest(schedule)))
 
     def _difference(self, rank: int, data: Any) -> str:
-        """Describe how the decision or the answers of `rank` differ from those of this rank.
+        """Describe how `rank` decided differently from this rank, or got other answers.
 
         Any thread may call this.
         """

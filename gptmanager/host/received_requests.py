@@ -40,7 +40,7 @@ class OwedFinals:
     def settle(self, request_id: int) -> bool:
         """Note that a final response is about to be sent.
 
-        Return False if none is owed; then the response must not be sent.
+        Return False if no response is owed, so that the caller must not send it.
         """
         with self._lock:
             count = self._counts.get(request_id, 0)
@@ -51,7 +51,7 @@ class OwedFinals:
             return count > 0
 
     def beyond(self, known: Iterable[int]) -> list[int]:
-        """Return the owed ids less those in `known`. An id may be in both several times."""
+        """Return the owed ids minus the ids in `known`. Both may contain an id several times."""
         with self._lock:
             due = Counter(self._counts)
         due.subtract(Counter(known))
@@ -62,7 +62,7 @@ class Receiver:
     """Reads what Get returned.
 
     `returned` has the items that are not read yet, and `received` the requests for the next intake.
-    `resumed` has the progress of those that a journal has restored.
+    `resumed` has the progress of requests that a journal has restored.
     """
 
     def __init__(self, lifecycle: Lifecycle) -> None:

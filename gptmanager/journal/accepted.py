@@ -81,7 +81,7 @@ class AcceptedRequests:
         self._folder, self._seed, self._syncs = folder, seed, syncs
         self.is_cached: Callable[[int], bool] = lambda task_id: False
         self._tasks: OrderedDict[int, _Task] = OrderedDict()  # by task id
-        self._given: dict[int, _IsSame] = {}  # task id -> tells whether tensors are those stored
+        self._given: dict[int, _IsSame] = {}  # task id -> whether its stored tensors are passed
         self._num_forgets = 0  # in all managers of this journal, as far as it is known
         self._guides: dict[str, GuidedDecoding] = {}  # by the digest of their tokenizer
         self._guide_digests: dict[int, tuple[Any, str]] = {}  # by the identity of the guide
@@ -254,8 +254,8 @@ def _never_same(given: Mapping[str, Any]) -> bool:
 def _same_as(tensors: Mapping[str, Any]) -> _IsSame:
     """Return a function that tells whether an adapter's tensors are `tensors`, unchanged.
 
-    Most hosts pass the same torch tensor with each request, which then need not be read and hashed
-    again. For other types the function returns False, because only torch counts changes in place.
+    Most hosts pass the same torch tensor with each request; it need not be read and hashed again.
+    For other types the function returns False, because only torch counts changes in place.
     """
     weights = tensors.get("lora_weights")
     if type(weights) is not torch.Tensor or weights.is_inference():

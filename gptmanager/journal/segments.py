@@ -1,8 +1,7 @@
 """The files of a journal's folder: segments, objects, the lock and the reserve.
 
 A segment starts with all unfinished requests, so only the newest segment counts. A new segment is
-renamed when it is complete, so that the death of the process leaves either the old segment or the
-new one.
+renamed when it is complete, so that the death of the process leaves the old segment or the new one.
 """
 
 from __future__ import annotations

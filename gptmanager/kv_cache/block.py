@@ -1,4 +1,4 @@
-"""Blocks of the KV cache: which are free, which tables hold the others, and an audit of both.
+"""Blocks of the KV cache: which are free, which tables hold the other blocks, and an audit.
 
 It decides which block is handed out next. It knows nothing of requests and their needs, nor of the
 contents of blocks.
@@ -84,7 +84,7 @@ class BlockPool:
         return blocks
 
     def release(self, blocks: Iterable[int]) -> None:
-        """Remove one reference from each of `blocks`; those without any become free, in order."""
+        """Remove one reference from each of `blocks`; free those without a reference, in order."""
         ref_counts = self.ref_counts
         for block in blocks:
             ref_counts[block] -= 1

@@ -233,7 +233,7 @@ class BlockReuse:
             host.drop(replaced)
 
     def _make_private(self, sequence: BlockTables, blocks: list[int], purpose: str) -> None:
-        """Remove blocks of a sequence from the cache. Raise ValueError if others hold one of them.
+        """Remove a sequence's blocks from the cache; raise ValueError if another sequence has one.
 
         `purpose` completes the sentence "it cannot ..." of the error.
         """

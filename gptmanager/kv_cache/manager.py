@@ -190,7 +190,7 @@ class KvCacheManager:
         self._sequences.withdraw(request_id)
 
     def clear_cached(self) -> None:
-        """Drop all cached content, including that of live sequences, after a change of weights."""
+        """Drop all cached content, even of live sequences, after a change of weights."""
         self._sequences.clear_cached()
 
     # Blocks held ----------------------------------------------------------------------------
@@ -239,7 +239,7 @@ class KvCacheManager:
         return len(self._sequences.pool.free)
 
     def get_needed_resource_to_completion(self, request: LlmRequest) -> int:
-        """Return the number of blocks of the request's whole life, INCLUDING those held already."""
+        """Return the number of blocks of the request's whole life, INCLUDING held blocks."""
         return self._needs.whole_life(request)
 
     def get_remaining_blocks_to_completion(self, request: LlmRequest) -> int:

@@ -19,7 +19,7 @@ NOT_CACHED = -1  # the priority of blocks that are not cached, below all others
 
 @dataclass(slots=True, eq=False, repr=False)
 class Node:
-    """One block. Its tokens follow those of its ancestors. Only a leaf may be partial."""
+    """One block. Its tokens follow its ancestors' tokens. Only a leaf may be partial."""
 
     block: int  # NO_BLOCK for a root
     tokens: Tokens
@@ -180,8 +180,9 @@ class PrefixTree:
 
         Content that is cached already keeps its block. But if this block is in host memory, the one
         in `blocks` replaces it. A partial block is not stored if another block begins with the same
-        tokens, because lookups find the other one; with `whole_only` they would not, so the block
-        is stored. All blocks get `priority`. If it is None, new blocks get the default.
+        tokens, because lookups find the other block. With `whole_only` lookups would not find it,
+        so the partial block is stored. All blocks get `priority`. If it is None, new blocks get the
+        default.
         """
         size = self.tokens_per_block
         replaced: list[int] = []

@@ -40,7 +40,7 @@ class NotStartedError(NoAnswerError):
 
 
 class RefusedError(Exception):
-    """The module raised an error; the text is that of its error."""
+    """The module raised an error; the text is the module's."""
 
 
 class ChildProcess:

@@ -43,7 +43,7 @@ class SteadyLogger:
 class RareWarnings:
     """Logs at most one warning in ten seconds, for events that clients may cause at will.
 
-    A warning ends with the number of those that were not logged since the last one, if any.
+    A warning ends with the number of warnings that were not logged since the last one, if any.
     """
 
     def __init__(self, logger: logging.Logger, clock: Callable[[], float] = time.monotonic) -> None:

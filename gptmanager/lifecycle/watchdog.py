@@ -22,8 +22,8 @@ NUM_BUCKETS = 32
 class CallbackLatency:
     """The cost of one callback so far.
 
-    `histogram[0]` counts the calls that took less than one microsecond, `histogram[i]` those that
-    took less than 2**i microseconds and at least half of that; the last bucket also has all longer
+    `histogram[0]` counts the calls that took less than one microsecond, `histogram[i]` the calls
+    that took from 2**(i-1) to less than 2**i microseconds; the last bucket also has all longer
     calls. `overstays` counts the calls that the watchdog reported.
     """
 

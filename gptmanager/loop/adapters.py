@@ -57,7 +57,7 @@ class Adapters:
 
     Started requests get device pages first, then the others in the order of the active requests. A
     request is passed over if its adapter needs more pages than are free, and later requests may
-    overtake it. After `patience` overtakes of the first such request, later requests wait, too.
+    overtake it. When the first request passed over was overtaken `patience` times, later ones wait.
 
     `waiting` has the ids of requests in PREPARING that must not start without their adapter.
     """

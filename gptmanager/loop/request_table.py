@@ -56,10 +56,10 @@ class RequestTable:
     """The requests between their admission and their final response.
 
     `active` is sorted by priority, then arrival; `by_id` has the same requests. `preparing` has the
-    ids of requests that wait for their logits post-processor; `adapters` knows those that wait for
-    an adapter. `weights_version` is the number of updates of the weights so far. `num_serial` is
-    the number of requests with a next step that depends on the last result. `final` creates the
-    tensors of final responses from `extras`.
+    ids of requests that wait for their logits post-processor; `adapters` knows the requests that
+    wait for an adapter. `weights_version` is the number of updates of the weights so far.
+    `num_serial` is the number of requests with a next step that depends on the last result. `final`
+    creates the tensors of final responses from `extras`.
     """
 
     def __init__(
@@ -168,7 +168,8 @@ class RequestTable:
     def most_active(self) -> float:
         """Return how many requests may be active; infinity without a limit.
 
-        These are the requests that may run, or more if more have started, and those that may wait.
+        This is the number of requests that may run, or that have started if these are more, plus
+        the number that may wait.
         """
         if self.limits.max_waiting is None:
             return math.inf

@@ -73,7 +73,7 @@ def check_output(
 ) -> None:
     """Raise SchedulerError if the answer exceeds a limit, or has a request that must not be in it.
 
-    All requests must be active and appear once, and those to run must be ready to run.
+    All requests must be active and appear once, and a request to run must be ready to run.
     """
     context, generation, paused = output
     chosen = [*context, *generation, *paused]

@@ -14,11 +14,11 @@ _T = TypeVar("_T")
 
 
 class GenerationControl(LoopQuestions):
-    """The calls with which a host trains the model that it serves.
+    """The calls that a host makes in order to train the model that it serves.
 
     With several ranks, each call must be made on all of them, except `pause_generation` and
     `resume_generation`, about which rank 0 decides. If the call fails on a rank, or is not made
-    there within `ParallelConfig.timeout_s`, it raises RankError on the others.
+    there within `ParallelConfig.timeout_s`, it raises RankError on the other ranks.
     """
 
     def update_weights(

@@ -156,7 +156,7 @@ def _put_taps(loop: TokenLoop, report_event: WatchCallback) -> None:
     now, arrived = 0.0, list[int]()
 
     def report_arrivals() -> None:
-        """Report arrivals that the loop has accepted. The others have had their final response."""
+        """Report arrivals that the loop has accepted. Refused ones have had a final response."""
         for request_id in arrived:
             request = table.by_id.get(request_id)
             if request is not None:

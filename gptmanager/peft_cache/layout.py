@@ -108,8 +108,8 @@ def pack(rows: Sequence[AdapterRow], page_size: int, first_layers: Sequence[int]
 
     The longest row is placed first. Each row is put into the first page with enough space. The
     result has at most 11/9 of the fewest possible pages, plus one. Each pipeline stage puts the
-    rows of its layers into its own pages. All stages count the pages of the stage that needs the
-    most, so that all make the same decisions. Raise AdapterError if a row is longer than a page.
+    rows of its layers into its own pages. All stages count as many pages as the stage that needs
+    the most, and so make the same decisions. Raise AdapterError if a row is longer than a page.
     """
     places = [RowPlace(0, 0)] * len(rows)
     by_stage: list[list[int]] = [[] for _ in range(len(first_layers) + 1)]

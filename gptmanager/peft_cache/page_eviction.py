@@ -17,9 +17,10 @@ from gptmanager.peft_cache.layout import AdapterRow, Packing
 class CachedAdapter:
     """An adapter in the cache. Other content under the same task id is another adapter.
 
-    `requests` has the ids of the requests that have it, and `running` those that need it on the
-    device. While `is_loading`, its rows are being written to its host pages; while `is_copying`,
-    they are being copied to the device. If `is_replaced`, it is not assigned to further requests.
+    `requests` has the ids of the requests that have it, and `running` the ids of the requests that
+    need it on the device. While `is_loading`, its rows are being written to its host pages; while
+    `is_copying`, they are being copied to the device. If `is_replaced`, it is not assigned to
+    further requests.
     """
 
     task_id: int

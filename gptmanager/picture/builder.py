@@ -245,8 +245,8 @@ class TraceBuilder:
     def _wait(self, column: int, running: set[int], waits: Mapping[int, Wait]) -> int:
         """Record why requests wait in this column. Return the number of requests that do not run.
 
-        Requests with memory get a span now. Requests without memory get theirs when the wait ends,
-        because most of a long list wait for the same reason as its head.
+        Requests with memory get a span now. Requests without memory get their spans when the wait
+        ends, because most requests of a long list wait for the same reason as the first one.
         """
         self._spend(len(self._by_slot))
         for request in self._by_slot.values():

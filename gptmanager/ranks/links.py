@@ -52,12 +52,12 @@ class _Wait(threading.local):
 
 
 class Links:
-    """The connections of one rank to the others.
+    """The connections of one rank to the other ranks.
 
     All ranks share `store`. `host` is the address of rank 0. `timeout_s` is how long a rank may be
-    silent, or keep others waiting. The constructor returns when all ranks are connected, and raises
-    RankError if they are not after `boot_s`. `on_failure` is called in another thread when a rank
-    has failed.
+    silent, or keep other ranks waiting. The constructor returns when all ranks are connected, and
+    raises RankError if they are not after `boot_s`. `on_failure` is called in another thread when a
+    rank has failed.
     """
 
     def __init__(
@@ -214,7 +214,7 @@ class Links:
     def explain_difference(self, explain: Callable[[int, Any], str]) -> None:
         """Set rank 0's function `explain(rank, data)`, which is called in another thread.
 
-        It returns how the decisions of a rank (`data`) differ from those of rank 0.
+        It returns how the decisions of a rank (`data`) differ from rank 0's.
         """
         self._watch.explain = explain
 

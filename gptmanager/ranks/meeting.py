@@ -91,9 +91,10 @@ def call(store: Store, host: str, rank: int, boot_s: float) -> Found:
 
 
 class _Reception:
-    """Accepts connections, and identifies those of ranks.
+    """Accepts connections, and finds out which ones are from ranks.
 
-    It reads from all of them at once, so that an unknown client that sends nothing delays no rank.
+    It reads from all connections at once, so that an unknown client that sends nothing delays no
+    rank.
     """
 
     def __init__(self, listener: socket.socket, token: bytes, size: int) -> None:

@@ -29,10 +29,10 @@ _MIN_SEGMENT, _MAX_SEGMENT = 256, 1 << 14  # iterations
 class BlackBox:
     """Keeps the schedules of the last `keep` iterations of `loop`, and what a replay of them needs.
 
-    A quarter of `max_bytes` is for schedules; fewer are kept if they need more. The rest is for at
-    most two segments, each with a state and the iterations after it; the older one is dropped
-    first. If a state alone needs more, nothing is kept until a later state needs less. `is_new`
-    means that the loop has not iterated yet.
+    A quarter of `max_bytes` is for schedules; if they need more, fewer are kept. The rest is for at
+    most two segments, each with a state and the iterations after it; the older segment is dropped
+    first. If a state alone needs more than this rest, nothing is kept until a later state fits.
+    `is_new` means that the loop has not iterated yet.
     """
 
     def __init__(

@@ -232,7 +232,7 @@ def located(where: str) -> Iterator[None]:
 
 
 def _open(path: str | os.PathLike[str]) -> IO[bytes]:
-    """Open a regular file. Others are refused, because a device or a pipe may never end."""
+    """Open a regular file. Other files are refused, because a device or a pipe may never end."""
     number = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))
     file = open(number, "rb")
     if not stat.S_ISREG(os.fstat(number).st_mode):

@@ -120,7 +120,7 @@ class LlmRequest:
         self.estimated_reusable_tokens = estimated_reusable_tokens
         self.arrival_time = arrival_time
         self.cache_salt = cache_salt  # requests with equal salts share cached blocks
-        # The priority of the blocks that it stores in the KV cache. With None, blocks keep theirs.
+        # priority of the blocks that it stores in the KV cache; if None, they keep their priority
         self.retention_priority = retention_priority
         self.prompt_len = self.orig_prompt_len = self.num_tokens = len(self.tokens)
         self.pause_count = 0

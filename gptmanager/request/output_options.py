@@ -10,8 +10,8 @@ class OutputConfig(NamedTuple):
 
     If not `normalized`, logits are returned in place of log probabilities. `num_top_log_probs` is
     how many of the most probable tokens are returned at each output position.
-    `num_prompt_log_probs` is the same for each prompt position, in addition to the prompt token
-    itself; -1 means no log probabilities of the prompt.
+    `num_prompt_log_probs` is how many are returned at each prompt position, in addition to the
+    prompt token itself; -1 means no log probabilities of the prompt.
     """
 
     log_probs: bool = False
@@ -34,7 +34,7 @@ class OutputConfig(NamedTuple):
 
     @property
     def without_prompt(self) -> OutputConfig:
-        """Return the same without the outputs of the prompt."""
+        """Return this config without the outputs of the prompt."""
         return self._replace(context_logits=False, num_prompt_log_probs=-1)
 
 

@@ -54,7 +54,7 @@ class AdapterPages:
         return True
 
     def wait(self, task_id: int | None, taken: RequestList) -> Wait:
-        """Return the wait of a request with an adapter that does not fit next to those of `taken`.
+        """Return the wait of a request if its adapter does not fit next to the adapters of `taken`.
 
         Call it after `take` has returned False.
         """

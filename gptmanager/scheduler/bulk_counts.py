@@ -18,8 +18,8 @@ class BulkCounts(Protocol):
     """Counts of blocks over many requests. `KvCacheManager` has all four methods.
 
     A host's own KV cache manager may lack any of them. Without a sum, schedulers add up the needs
-    of single requests; without an upper bound, they skip the shortcut that uses it. Decisions are
-    the same.
+    of single requests; without an upper bound, they skip the shortcut that uses it. They make the
+    same decisions in all cases.
     """
 
     def sum_remaining_blocks_to_completion(self, requests: Iterable[LlmRequest]) -> int:

@@ -130,10 +130,10 @@ class GuaranteedNoEvictScheduler(KvCapacityScheduler):
 
     The first `max_num_requests` generating requests are taken and reserve the blocks that they may
     still need. Then contexts are taken in order. The first context without enough blocks stops
-    admission, so that others cannot overtake a large request forever. A context is skipped, without
-    stopping admission, if its adapter does not fit, or if another request is about to compute
-    blocks that it can reuse. A whole life covers any number of steps, so `two_step_lookahead` has
-    no effect.
+    admission, so that small requests cannot overtake a large one forever. A context is skipped,
+    without stopping admission, if its adapter does not fit, or if another request is about to
+    compute blocks that it can reuse. A whole life covers any number of steps, so
+    `two_step_lookahead` has no effect.
 
     With `started_contexts_first`, which is off by default, contexts that have run some chunks are
     taken before those that have not started. Otherwise a new request of higher rank may stop
@@ -261,7 +261,7 @@ class StaticBatchScheduler(GuaranteedNoEvictScheduler):
 
 
 def _unreserved_blocks(kv_cache_manager: KvCacheManager, running: RequestList) -> int:
-    """Return the number of free blocks minus those that the running requests may still need."""
+    """Return the number of free blocks that the running requests cannot need."""
     reserved = bulk_counts(kv_cache_manager).sum_remaining_blocks_to_completion(running)
     return kv_cache_manager.get_num_free_blocks() - reserved
 

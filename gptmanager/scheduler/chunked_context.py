@@ -68,7 +68,7 @@ def serve_in_order(requests: RequestList, room: int, unit: int, longest: int, pr
 def share_units(requests: RequestList, room: int, unit: int) -> None:
     """Give each context one unit, or its rest if that is shorter, or nothing if it does not fit.
 
-    Reusable tokens are charged like others.
+    Reusable tokens are charged like all other tokens.
     """
     for request in requests:
         size = min(request.context_remaining_length, unit)

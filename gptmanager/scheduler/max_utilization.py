@@ -70,7 +70,7 @@ class MaxUtilizationScheduler(KvCapacityScheduler):
         """Return the generating requests at the head of `walk`, and how many blocks they take.
 
         Stop at the first request with an adapter, and return none unless all fit. The walk over
-        single requests would take the same ones, but more slowly.
+        single requests would take the same requests, but more slowly.
         """
         end = 0
         for request in walk:
@@ -169,8 +169,8 @@ class _PausingWalk:
     def _skip(self, request: LlmRequest, delay: ReuseDelay) -> None:
         """Skip a request that waits for a prefix.
 
-        If others were paused for it, the prefix is its own, and the reported wait is for the
-        resource that it lacked then.
+        If other requests were paused for it, the prefix is its own, and the reported wait is for
+        the resource that it lacked before the pause.
         """
         if self.waits is not None:
             is_own = request is self._preempting

@@ -52,9 +52,9 @@ class MicroBatchScheduler:
     SchedulerError.
 
     For drafts at the end of a context, the `draft_rule` "reserve" charges all the space that they
-    might take, "kept" the number of drafts that are kept. With the `reuse_credit_rule` "prefix",
-    the `estimated_reusable_tokens` of a first chunk make its beginning free; with "shift" they move
-    the start of the chunk, so that only a chunk that ends the context costs less.
+    might take, and "kept" charges only the drafts that are kept. With the `reuse_credit_rule`
+    "prefix", the `estimated_reusable_tokens` of a first chunk make its beginning free; with "shift"
+    they move the start of the chunk, so that only a chunk that ends the context costs less.
     `mixed_beam_widths` permits generating requests of several beam widths in one step. `num_shares`
     steps run at the same time, on the stages of a pipeline; each takes at most an equal part of the
     requests, so that every step has some.
@@ -158,8 +158,8 @@ class MicroBatchScheduler:
     def _record_chunks(self, scan: _Scan, running: Set[int], waits: Waits) -> None:
         """Record the waits of contexts that got no chunk, with the tokens that were left for them.
 
-        With EQUAL_PROGRESS each context before them is charged only its first unit, because all
-        contexts are given a first unit before any gets a second.
+        With EQUAL_PROGRESS each earlier context is charged only its first unit, because all
+        contexts get a first unit before any gets a second.
         """
         limit = self.max_num_tokens or 0
         left = limit - scan.num_tokens
@@ -206,7 +206,7 @@ class MicroBatchScheduler:
         trim_drafts(requests, room, unit, longest, self.draft_rule == "reserve")
 
     def _most(self, fitting_requests: RequestList) -> int:
-        """Return how many requests a step may have; `fitting_requests` include those in flight."""
+        """Return how many requests a step may have; requests in flight count as fitting."""
         return min(self.max_batch_size, -(-len(fitting_requests) // self.num_shares))
 
     def _scan(self, requests: RequestList, most: int) -> _Scan:

@@ -18,8 +18,8 @@ class ReuseDelay:
     """The delays of one decision of a capacity scheduler over a cache with block reuse.
 
     A context contributes its prompt up to and including the first full block that is not cached. A
-    context waits if an earlier one of the decision, or one between two chunks, has the same
-    contribution, because it can soon reuse those blocks.
+    context waits if an earlier context of the decision, or a context between two chunks, has the
+    same contribution, because it can soon reuse the blocks of that context.
     """
 
     __slots__ = ("_contributed", "_kv_cache_manager")

@@ -34,7 +34,7 @@ class Wait:
     These three count blocks, tokens of a step, adapter pages or requests, depending on `reason`.
     Before the request, `running` requests that hold memory and `starting` requests that do not were
     taken, and `reserved` is kept for them. `behind` is the id of the request that it waits for.
-    With BEHIND, `cause` and the numbers are those of that request's wait.
+    With BEHIND, `cause` and the numbers describe that request's wait.
     """
 
     reason: WaitReason
@@ -106,8 +106,8 @@ class Waits(dict[int, Wait]):
 def traced(waits: Mapping[int, Wait]) -> dict[int, Wait]:
     """Return the waits, where a wait for another waiting request has the cause of that one's wait.
 
-    So a request that waits for the prefix of a waiting request is reported behind it. The cause of
-    a request that others were paused for is the resource that it lacked then; it may differ now.
+    So a request that waits for the prefix of a waiting request is reported behind it. If requests
+    were paused for that one, its cause is the resource that it lacked before; it may differ now.
     """
     found = dict(waits)
     for request_id, wait in waits.items():

@@ -26,7 +26,7 @@ logger = logging.getLogger("gptmanager")
 # unfinished requests, another policy or a smaller batch.
 _MAX_STEPS_RATIO = 64
 _SPARE_STEPS = 1 << 20
-ITERATION_STEPS = 32  # request-steps for each iteration, in addition to those of its schedule
+ITERATION_STEPS = 32  # request-steps that each iteration adds to the steps of its schedule
 
 VOCAB_SIZE = 2**31 - 1  # large enough for a different first token in every prompt
 
@@ -38,8 +38,8 @@ class Load(Protocol):
     """Requests by number, in the order of their arrival.
 
     `arrivals` float64 `[n]` are ascending, in seconds since the start, or, with `by_iterations`, in
-    iterations of the loop. The other events have times in the same unit. They are `stops` of
-    requests, `clears` of the KV cache, and `forgets`, which drop the adapter with a `lora_task_id`.
+    iterations of the loop. The times of other events are in this unit, too: `stops` of requests,
+    `clears` of the KV cache, and `forgets`, which drop the adapter with a `lora_task_id`.
     """
 
     arrivals: np.ndarray

@@ -87,8 +87,8 @@ def check_scheduler(
     false are skipped. A scenario that breaks no rule runs twice, and both runs must make the same
     decisions.
 
-    `evicts=False` means that the scheduler never pauses a request. This is checked, and scenarios
-    may then have requests that are too long to run again as one context after a pause.
+    `evicts=False` means that the scheduler never pauses a request, which is checked. With it,
+    scenarios may have requests that are too long to run again as one context after a pause.
     """
     may_pause = evicts is not False
     run = functools.partial(_run_twice, create_scheduler, may_pause=may_pause)

@@ -314,7 +314,7 @@ def _wrong_log_probs(
 ) -> Iterator[str]:
     """Yield what is wrong with the top log probabilities of a response that has `length` tokens.
 
-    If there are several beams, `length` is that of the longest.
+    If there are several beams, `length` is the longest beam's.
     """
     count = _number(request, "num_top_log_probs", 0)
     rows = tensors["sequence_length"].shape[1]

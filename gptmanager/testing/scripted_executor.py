@@ -38,7 +38,7 @@ class _Sequence:
     def accept(self, next_token: NextToken, num_drafts: int) -> list[int]:
         """Append the next tokens and return them.
 
-        `tokens` ends with `num_drafts` draft tokens: those before the first wrong one are accepted.
+        `tokens` ends with `num_drafts` drafts. The drafts before the first wrong one are accepted.
         """
         drafts = self.tokens[len(self.tokens) - num_drafts :]
         del self.tokens[len(self.tokens) - num_drafts :]
