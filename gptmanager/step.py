@@ -121,7 +121,7 @@ class SequenceStart(NamedTuple):
 class BlockAppend(NamedTuple):
     """Blocks appended to a beam of the sequence in `slot`.
 
-    `first`: the index of the first of them in the beam's list of blocks.
+    `first`: the index that the first new block gets in the beam's list of blocks.
     """
 
     slot: int

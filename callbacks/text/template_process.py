@@ -1,4 +1,4 @@
-"""Reads chat templates from a checkpoint, picks the one for a request, and renders it.
+"""Reads a checkpoint's chat templates, picks the template for a request, and renders it.
 
 A child process renders, with limits of time and memory.
 """

@@ -22,7 +22,7 @@ from gptmanager.lifecycle.clock import monotonic, perf_counter_ns, thread_time_n
 from gptmanager.request.pieces import Pieces, Result
 
 _LOOK_UP_S = 0.05  # interval at which a waiting thread checks its job
-_SOON_S = 0.001  # the same, until the first step shows whether steps use all cores
+_SOON_S = 0.001  # this interval until the first step shows whether steps use all cores
 # The loop counts as busy until _BUSY_STEPS times the last step's time has passed, within limits.
 _BUSY_STEPS, _LEAST_BUSY_S, _MOST_BUSY_S = 4, 0.05, 1.0
 # While the loop is busy, a thread works for _PIECE_NS and then rests _RESTS times as long.
@@ -139,7 +139,7 @@ class BackgroundJobs:
     def _is_left_to_loop(self, job: Job[Any]) -> bool:
         """Return whether the loop's thread does the next piece of a job.
 
-        It does if steps are running and use all cores, which is assumed until it is known.
+        It does so while steps run, if they use all cores. Until this is known, assume that they do.
         """
         may_be = self.loop_helps and self._is_crowded is not False
         return may_be and job.by_loop and self.is_busy

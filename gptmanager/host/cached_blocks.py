@@ -10,8 +10,8 @@ class CachedBlocks:
     """Collects the reasons to clear cached blocks, or to compute contexts again.
 
     `clears` and `recomputes` are the reasons that the next intake must contain. `version()` returns
-    the version of the weights, which was `last_version` when `settle` was called. They are plain
-    attributes, because a host reads them in each step.
+    the version of the weights, which was `last_version` when `settle` was called. All four are
+    plain attributes, because a host reads them in each step.
     """
 
     def __init__(self) -> None:

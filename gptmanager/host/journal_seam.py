@@ -7,7 +7,7 @@ from typing import Protocol
 
 
 class JournalSeam(Protocol):
-    """A journal between a loop and its host. It holds responses back until they are written."""
+    """A journal between a loop and its host. It holds responses back until they are recorded."""
 
     def flush(self) -> None:
         """Write the responses that are held back, and then send them."""

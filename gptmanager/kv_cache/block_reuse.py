@@ -43,9 +43,8 @@ class ReuseOptions(NamedTuple):
     """The options of block reuse.
 
     With `partial`, the beginning of any block may be reused. Without it, a block that is not full
-    may only be reused as a whole. In both cases the sequence gets a private block. This is the
-    cached block itself if no sequence holds it and no block follows it, otherwise a copy, if
-    `copies` permits.
+    may only be reused as a whole. In both cases the sequence gets a private block: the cached block
+    itself if no sequence holds it and no block follows it, otherwise a copy, if `copies` permits.
 
     `num_host_blocks` is the size of the host tier. Content evicted from the pool moves there if it
     has at least `min_offload_tokens` tokens and the priority `min_offload_priority`. With

@@ -184,7 +184,7 @@ class KvCacheManager:
     def withdraw(self, request_id: int) -> None:
         """Remove the blocks of a sequence from the cache, and do not store them when it ends.
 
-        This also applies to every sequence that shares some of them. Do nothing without block
+        Do the same for every sequence that shares one of these blocks. Do nothing without block
         reuse.
         """
         self._sequences.withdraw(request_id)
@@ -283,13 +283,13 @@ class KvCacheManager:
         return self._needs.sum_one_step(requests, two_step_lookahead)
 
     def most_blocks_to_completion(self, requests: Iterable[LlmRequest]) -> int:
-        """Return an upper bound of `sum_remaining_blocks_to_completion`. This is much faster."""
+        """Return an upper bound of `sum_remaining_blocks_to_completion`, much faster to compute."""
         return self._needs.most_to_completion(requests)
 
     def most_blocks_one_step(
         self, requests: Iterable[LlmRequest], two_step_lookahead: bool = False
     ) -> int:
-        """Return an upper bound of the sum of `get_needed_blocks_one_step`. This is faster."""
+        """Return an upper bound of the sum of `get_needed_blocks_one_step`, faster than the sum."""
         return self._needs.most_in_one_step(requests, two_step_lookahead)
 
     # What if --------------------------------------------------------------------------------

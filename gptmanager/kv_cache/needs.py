@@ -1,7 +1,7 @@
 """The number of blocks that a request takes at its start, in its next step, and in its whole life.
 
-They follow from the request's lengths and progress. This module does not know which blocks are free
-or held.
+The numbers follow from the request's lengths and progress. This module does not know which blocks
+are free or held.
 """
 
 from __future__ import annotations
@@ -137,7 +137,7 @@ class BlockNeeds:
         return total
 
     def most_to_completion(self, requests: Iterable[LlmRequest]) -> int:
-        """Return, in little time, an upper bound of the sum of `remaining` for any blocks held."""
+        """Return, in little time, an upper bound of the sum of `remaining`, for any `held`."""
         size, more = self.tokens_per_block, self.bubble + self.tokens_per_block - 1
         return sum(
             [

@@ -307,7 +307,7 @@ class PrefixTree:
 
 
 def common_prefix(first: Sequence[int], second: Sequence[int]) -> int:
-    """Return the length of the common prefix of both."""
+    """Return the length of the common prefix of two sequences."""
     count = 0
     for one, other in zip(first, second, strict=False):
         if one != other:
@@ -317,7 +317,7 @@ def common_prefix(first: Sequence[int], second: Sequence[int]) -> int:
 
 
 def _is_covered(node: Node, key: Tokens) -> bool:
-    """Return whether a child begins with `key`. It would be the next one in sorted order."""
+    """Return whether a child begins with `key`. In sorted order, that child would be next."""
     index = bisect_left(node.ordered, key)
     return index < len(node.ordered) and node.ordered[index][: len(key)] == key
 

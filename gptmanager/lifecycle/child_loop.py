@@ -1,8 +1,8 @@
 """The program of a `ChildProcess`: it answers questions, one line of JSON each.
 
-It starts fast, because it is run by its path, and imports one module without the `__init__` of the
-packages that contain it. The module has a function `answerer(**given)`, which returns the function
-that answers a question.
+It starts fast, because it is run by its path, and imports one module without the `__init__` of that
+module's packages. The module has a function `answerer(**given)`, which returns the function that
+answers a question.
 """
 
 from __future__ import annotations

@@ -47,8 +47,8 @@ class ChildProcess:
     """Asks the function that `answerer(**given)` of `module` returns. Use it from one thread.
 
     The process starts with the first question, and again after it has ended. On Linux it may
-    allocate `max_bytes` of memory after its start. A process that keeps more than 8 MiB of them
-    after an answer is ended, so that no question affects later ones.
+    allocate `max_bytes` of memory after its start. A process that keeps more than 8 MiB of this
+    memory after an answer is ended, so that no question affects later questions.
     """
 
     def __init__(self, module: str, given: Mapping[str, Any], max_bytes: int) -> None:

@@ -115,8 +115,8 @@ class RequestExtras:
     def take_prompt(self, count: int) -> tuple[Tensor, Tensor, Tensor]:
         """Remove and return the scores of the prompt, for the computed tokens after the first one.
 
-        They are the log probabilities `[1, n]` of the tokens, and the log probabilities and ids
-        `[1, n, count]` of the best `count` tokens. A second call returns empty tensors.
+        The scores are the log probabilities `[1, n]` of the tokens, and the log probabilities and
+        ids `[1, n, count]` of the best `count` tokens. A second call returns empty tensors.
         """
         found, end = self._prompt, self._prompt_end
         self._prompt, self._prompt_end, self.prompt_is_sent = None, 0, True

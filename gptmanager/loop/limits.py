@@ -12,7 +12,7 @@ from gptmanager.request.adapter import AdapterLimits
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """The limits of one request, and of the number of waiting requests. Lengths are in tokens.
+    """The limits of a request, and how many requests may run and wait. Lengths are in tokens.
 
     `pool_limited` means that the KV cache bounds `max_seq_len`. `max_run_len` limits prompt + new
     tokens - 1 if a request may have to run its whole history as one context again (a policy that

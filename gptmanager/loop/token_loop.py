@@ -212,7 +212,7 @@ class TokenLoop:
             if pending:
                 newest: Schedule = pending[-1].schedule
                 micro_batch_id = (newest.micro_batch_id + 1) % self.num_micro_batches
-            # without requests that have ended in the results applied meanwhile
+            # `finish_recalled` may have applied results that ended some of these requests
             paused = [r for r in decision.paused_requests if r.request_id in self.table.by_id]
             decision = decision._replace(paused_requests=paused)
         try:

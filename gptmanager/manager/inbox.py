@@ -70,7 +70,7 @@ class Inbox:
         self._questions: deque[Question[Any]] = deque()
         self.defers_calls = False
         self._calls: deque[tuple[str, Question[Any]]] = deque()
-        self._idle_waits: dict[Latch, int] = {}  # the first iteration that counts for each
+        self._idle_waits: dict[Latch, int] = {}  # the first iteration that may set each latch
         self._is_closed = False
 
     # From any thread -------------------------------------------------------------------------

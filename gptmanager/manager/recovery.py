@@ -37,8 +37,8 @@ class Recovery:
     def recover(self, loop: TokenLoop, error: Exception) -> None:
         """End the started requests, or raise `error` again if the loop must end.
 
-        Must be called in the handler of `error`. A SchedulerError ends the loop at once, because a
-        scheduler that breaks its contract would do so again, and so does a JournalError. Raise
+        Must be called in the handler of `error`. A JournalError ends the loop at once, and so does
+        a SchedulerError, because a scheduler that breaks its contract would do so again. Raise
         ManagerDeadError if the counts are inconsistent afterwards.
         """
         self._failures += 1

@@ -40,7 +40,7 @@ class Beginning(NamedTuple):
 class Arrival(NamedTuple):
     """A request that was accepted, or that was active when the watch began.
 
-    In the second case `num_generated` and `pause_count` are its progress. `holds_memory` means that
+    If it was active, `num_generated` and `pause_count` are its progress. `holds_memory` means that
     it has started and is not paused.
     """
 

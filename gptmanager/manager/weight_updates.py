@@ -26,8 +26,8 @@ class WeightUpdates:
     """The weights of one manager. `version` counts the complete updates.
 
     `is_incomplete` means that an update has failed half-way, or that `sleep` has dropped the
-    weights. No step may run then until an update with all tensors is complete. `is_asleep` means
-    that the memory is released.
+    weights. In both cases no step may run until an update with all tensors is complete. `is_asleep`
+    means that the memory is released.
     """
 
     def __init__(self, cached: CachedBlocks, calls: RankCalls) -> None:

@@ -33,7 +33,7 @@ class Put(Enum):
 
 
 class PeftCacheCounts(NamedTuple):
-    """The numbers of pages on both levels now, and counts of events since the start.
+    """The numbers of host and device pages now, and counts of events since the start.
 
     When a request starts, or resumes after a pause, it is a hit if its adapter is on the device,
     and a miss if the adapter must be copied there. `copied_bytes` is the size of all these copies.

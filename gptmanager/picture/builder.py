@@ -60,8 +60,8 @@ class _Request:
 class _Wait(NamedTuple):
     """The reasons why requests wait in the column `begin`.
 
-    `head` is the first of these requests, and `wait` its reason. `waits` has the reasons of all,
-    but is kept only if the reason of the head has changed.
+    `head` is the first of these requests, and `wait` its reason. `waits` has the reasons of all of
+    them; it is empty unless the head's reason differs from the previous column's.
     """
 
     begin: int

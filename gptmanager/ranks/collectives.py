@@ -28,7 +28,7 @@ Wait = Callable[[Any], None]
 
 
 class Collectives(Protocol):
-    """The collective operations of one rank. They raise what `wait` raises (`GroupCollectives`)."""
+    """The collective operations of one rank. They raise the errors of `wait`: see `GroupCollectives`."""
 
     layout: RankLayout
 
@@ -39,8 +39,8 @@ class Collectives(Protocol):
     def gather(self, columns: Tensor, widths: Sequence[int]) -> Tensor:
         """Concatenate the columns of all parts: `[S, widths[part]]` -> `[S, sum(widths)]`.
 
-        Part 0 of the stage gets the result, or all parts if results are replicated. The others get
-        `[S, 0]`.
+        Part 0 of the stage gets the result, or all parts if results are replicated. A part without
+        the result gets `[S, 0]`.
         """
         ...
 
@@ -167,7 +167,7 @@ class GroupCollectives:
         return parts
 
     def _gather_to_first(self, tensor: Tensor) -> list[Tensor]:
-        """Return the tensors of all parts on part 0, and an empty list on the others."""
+        """Return the tensors of all parts on part 0, and an empty list on other parts."""
         options, parts = torch.distributed.GatherOptions(), []
         options.rootRank = 0
         if self.layout.part == 0:

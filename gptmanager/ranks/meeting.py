@@ -46,9 +46,9 @@ Blame = tuple[int, str]  # the rank that has failed, and how
 def meet(store: Store, host: str, size: int, boot_s: float) -> tuple[Found, Blame | None]:
     """On rank 0, return the connections of all `size` - 1 other ranks, and None.
 
-    If some are missing after `boot_s` seconds, or a rank connects twice, return the connections so
-    far and the rank to blame; the caller reports it to the connected ranks. Raise RankError if
-    `store` cannot be written.
+    If a connection is missing after `boot_s` seconds, or a rank connects twice, return the
+    connections so far and the rank to blame; the caller reports it to the connected ranks. Raise
+    RankError if `store` cannot be written.
     """
     token = secrets.token_bytes(_TOKEN_BYTES)
     with _listener(host) as listener, _Reception(listener, token, size) as reception:

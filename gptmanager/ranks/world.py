@@ -57,7 +57,7 @@ class World(NamedTuple):
     def _rendezvous(self, timeout: timedelta) -> Any:
         """Return the store of the launcher or of rank 0's process.
 
-        It is kept until the process ends, because it counts the managers.
+        The store is kept until the process ends, because it counts the managers.
         """
         where = os.getpid(), self.layout.rank, *map(os.environ.get, _NEEDED)
         if where not in _stores:

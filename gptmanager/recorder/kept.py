@@ -2,7 +2,7 @@
 
 Requests are copied, because a host may overwrite its arrays later, or pass a part of a larger
 array. Numbers that only the executor reads are kept as a digest, processors as a name, and errors
-as a text. Otherwise the black box would keep the objects that they refer to in memory.
+as a text. Otherwise the black box would keep whole objects of the host in memory.
 """
 
 from __future__ import annotations

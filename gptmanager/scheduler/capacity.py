@@ -46,7 +46,7 @@ class CapacityScheduler(ABC):
     def schedule_request(self, active_requests: RequestList) -> tuple[RequestList, RequestList]:
         """Return the fitting requests and the requests to pause, each in the order of the decision.
 
-        `active_requests` are in scheduling order, highest rank first. They must not be changed.
+        `active_requests` is in scheduling order, highest rank first. It must not be changed.
         """
 
     def why_waiting(self, active_requests: RequestList) -> Mapping[int, Wait] | None:

@@ -28,9 +28,9 @@ class MaxUtilizationScheduler(KvCapacityScheduler):
     The policy walks down the list. If a request does not fit, the last started request at or after
     its place in the list is the victim, possibly the request itself. The victim is paused, and the
     walk is cut off before it. Requests taken earlier in the walk are never paused. A context is
-    skipped if another request is about to compute blocks that it can reuse. This also skips a
-    context that is tried again after it made another one pause, because its own prefix is recorded
-    already. `cross_kv_cache_manager` is not used.
+    skipped if another request is about to compute blocks that it can reuse. A context is also
+    skipped when it is tried again after a request was paused for it, because its own prefix is
+    recorded already. `cross_kv_cache_manager` is not used.
 
     Three guards against thrashing are off by default. A request that was paused `max_pauses` times
     is paused again only if a started request could not continue otherwise and no other victim is
@@ -85,11 +85,11 @@ class MaxUtilizationScheduler(KvCapacityScheduler):
         return [], 0
 
     def _rest_fits(self, walk: RequestList, num_taken: int, blocks: int) -> bool:
-        """Return whether all after the first `num_taken` fit by an upper bound of their needs.
+        """Return whether, by an upper bound of their needs, all but the first `num_taken` fit.
 
-        `blocks` is the number of blocks that the first ones take. The result is also False if none
-        follow or one has an adapter. If it is True, the walk over single requests would take them
-        all, but more slowly.
+        `blocks` is the number of blocks that the first `num_taken` requests take. The result is
+        also False if no others follow or one has an adapter. If it is True, the walk over single
+        requests would take them all, but more slowly.
         """
         manager, lookahead = self.kv_cache_manager, self.two_step_lookahead
         bound = bulk_counts(manager).most_blocks_one_step

@@ -101,8 +101,8 @@ class MicroBatchScheduler:
     ) -> tuple[RequestList, RequestList]:
         """Return the context and the generation requests of the next step.
 
-        Both are sorted by LoRA task id, with requests without an adapter first; equal ones stay in
-        the order of the list. If contexts were cut, unfinished contexts are before the others.
+        Both lists are sorted by LoRA task id, with requests without an adapter first. Requests with
+        equal ids stay in order. If contexts were cut, unfinished contexts are before finished ones.
         """
         most = self._most(fitting_requests)
         if inflight_request_ids:

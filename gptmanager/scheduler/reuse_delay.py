@@ -48,9 +48,9 @@ class ReuseDelay:
         return False
 
     def wait(self, request: LlmRequest, requests: RequestList) -> Wait:
-        """Return the wait of a delayed request: for the first other one with its contribution.
+        """Return the wait of a delayed request: for the first other with the same contribution.
 
-        The other one is before it in `requests`, or between two chunks. Without such a request, the
+        The other request is before it in `requests`, or between two chunks. If there is none, the
         wait is for the request itself, which was recorded earlier in the decision.
         """
         find = self._kv_cache_manager.find_new_context_block

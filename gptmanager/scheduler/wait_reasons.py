@@ -104,10 +104,10 @@ class Waits(dict[int, Wait]):
 
 
 def traced(waits: Mapping[int, Wait]) -> dict[int, Wait]:
-    """Return the waits, where a wait for another waiting request has the cause of that one's wait.
+    """Return the waits. If a request waits for another waiting one, the cause is the other's wait.
 
     So a request that waits for the prefix of a waiting request is reported behind it. If requests
-    were paused for that one, its cause is the resource that it lacked before; it may differ now.
+    were paused for the other, its cause is the resource that it lacked before; it may differ now.
     """
     found = dict(waits)
     for request_id, wait in waits.items():

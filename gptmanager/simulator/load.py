@@ -132,7 +132,7 @@ def host_queue(recording: Recording) -> HostQueue:
     max_active = recording.header.blueprint.max_active  # None means no limit, so no Get is full
     first = recording.iterations[0].intake.now
     arrivals: list[float] = []
-    # The time of the first of the latest consecutive full Gets, or None if the last was not full.
+    # if the last Get was full, the time when this run of full Gets began, otherwise None
     full_since: float | None = None
     num_held, longest_s, num_unknown = 0, 0.0, 0
     for iteration in recording.iterations:

@@ -37,7 +37,7 @@ class Parser(argparse.ArgumentParser):
         return super().parse_known_args(args, namespace)
 
     def _set_defaults(self, arguments: Sequence[str]) -> None:
-        """Make the values of the environment and of the file the defaults of their options."""
+        """Set the defaults of options from the environment and from the file."""
         config = argparse.ArgumentParser(add_help=False, exit_on_error=False)
         config.add_argument(f"--{CONFIG}")
         try:

@@ -33,7 +33,7 @@ class ContractViolation(AssertionError):
 
 @dataclass(frozen=True, slots=True)
 class _Taken:
-    """A request that Get has returned, with a copy of its values at that time."""
+    """A request that Get has returned, with a copy of its original values."""
 
     request: InferenceRequest
     attributes: tuple[Any, ...]

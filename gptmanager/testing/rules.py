@@ -211,7 +211,7 @@ def _in_flight_or_wrong_list(output: SchedulerOutput, in_flight: Set[int]) -> It
 
 
 def _cost(request: LlmRequest) -> int:
-    """Return the number of tokens of a context in this step; cached ones do not count."""
+    """Return how many tokens a context runs in this step; cached tokens do not count."""
     size, remaining = request.context_chunk_size, request.context_remaining_length
     if not request.context_current_position:
         remaining -= request.estimated_reusable_tokens
