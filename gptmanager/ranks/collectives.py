@@ -28,7 +28,7 @@ Wait = Callable[[Any], None]
 
 
 class Collectives(Protocol):
-    """The collective operations of one rank. They raise the errors of `wait`: see `GroupCollectives`."""
+    """The collective operations of one rank, which raise the errors of a `wait` function."""
 
     layout: RankLayout
 
