@@ -125,7 +125,7 @@ def _written(value: Any) -> str:
     try:
         return ascii(value) if isinstance(value, str) and not value.isprintable() else repr(value)
     except Exception:  # nested too deep, an integer of too many digits, or an object of a host
-        return f"a {type(value).__name__} that cannot be written out"
+        return f"(a value of type {type(value).__name__} that cannot be written out)"
 
 
 def _size(value: Any, limit: int) -> int:

@@ -27,8 +27,8 @@ from gptmanager.request.adapter import LORA_MODULE_IDS
 _CONFIG, _TENSORS = "adapter_config.json", "adapter_model.safetensors"
 _PIECE_BYTES = 64 << 20
 _PREFIX = "base_model.model."  # which PEFT adds to the names of modules
-# (this library's name of a parameter, the part of it that a checkpoint's module fills) -> module
-# ids of `lora_config`; if there are two ids, each gets half of the rows of B
+# (this library's name of a parameter, the part of it that a checkpoint's module fills) -> the
+# module's ids in `lora_config`; of two ids, each gets half of the rows of B
 _IDS: Mapping[tuple[str, str | None], tuple[int, ...]] = {
     ours: tuple(LORA_MODULE_IDS[name] for name in names.split())
     for ours, names in {

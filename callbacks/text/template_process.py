@@ -36,11 +36,14 @@ _WITH_TOOLS = "tool_use"
 def read_chat_templates(folder: str | os.PathLike[str]) -> dict[str, str]:
     """Return name -> text of a checkpoint's templates; the usual template is called "default".
 
-    The first of these sources that exists is read, as in transformers: chat_template.jinja with
-    additional_chat_templates/*.jinja, the key `chat_template` of tokenizer_config.json (a string,
-    or a list of named templates), or the same key of chat_template.json. A GGUF file contains its
-    own templates. The result is empty for a model without templates. Raise ConfigError for files
-    that cannot be read.
+    The first of these sources that exists is read, as in transformers:
+
+    - chat_template.jinja, with additional_chat_templates/*.jinja
+    - the key `chat_template` of tokenizer_config.json: a string, or a list of named templates
+    - the key `chat_template` of chat_template.json
+
+    A GGUF file contains its own templates. The result is empty for a model without templates. Raise
+    ConfigError for files that cannot be read.
     """
     if (gguf := gguf_checkpoint(folder)) is not None:
         found = (gguf.part("tokenizer_config.json") or {}).get("chat_template")

@@ -92,8 +92,8 @@ class BackgroundJobs:
     """The jobs of one loop and the rules for sharing the cores with its steps.
 
     With `loop_helps`, the loop's thread may do pieces. `pending` has the jobs that have started and
-    not ended. `last_step` is when the last step ended, on the monotonic clock; -inf before the
-    first step, and after the loop had no step to run, so that idle time does not count as a step.
+    not ended. `last_step` is when the last step ended, on the monotonic clock. It is -inf before
+    the first step, and while the loop has no step to run, because idle time is not a step's time.
     """
 
     def __init__(self) -> None:

@@ -225,7 +225,9 @@ def _read_segment(path: Path, file: IO[bytes]) -> Segment:
     for found in reader:
         try:
             if (found.kind is Kind.BEGIN) != (count == 0):
-                raise JournalError("a segment begins with the record BEGIN, and has no other one")
+                raise JournalError(
+                    "the record BEGIN must be the first of a segment, and occur once"
+                )
             if count == 0:
                 checkpoint = _checkpoint_of(found.payload)
             entries.apply(found.kind, found.payload)

@@ -23,10 +23,12 @@ _CONTEXT_INIT = LlmRequestState.CONTEXT_INIT
 class ReuseCounts(NamedTuple):
     """Counts of block reuse.
 
-    Since the start, `reused_blocks` of the prompts' blocks were found in the cache,
-    `missed_blocks` were not, and `reused_tokens` tokens were found; `offloaded_blocks` were moved
-    to the host tier (CPU memory), and `onboarded_blocks` back. Now, `cached_blocks` blocks of the
-    pool and `cached_host_blocks` of the host tier's `host_blocks` blocks are cached.
+    Counts since the start: `reused_blocks` of the prompts' blocks, with `reused_tokens` tokens,
+    were found in the cache, and `missed_blocks` were not. `offloaded_blocks` were moved to the host
+    tier (CPU memory), and `onboarded_blocks` back.
+
+    Counts now: `cached_blocks` blocks of the pool and `cached_host_blocks` of the host tier's
+    `host_blocks` blocks are cached.
     """
 
     reused_blocks: int = 0

@@ -62,7 +62,7 @@ class KvSequences:
             sequence.num_slots = num_slots + 1
             return ()
         if not self.needs.grows:
-            raise ValueError(f"request {request_id}: a cross KV cache takes no further tokens")
+            raise ValueError(f"request {request_id}: a cross KV cache accepts no further tokens")
         if self.reuse is not None and num_slots == self.needs.max_slots:
             self.reuse.end_sharing(sequence)
             sequence.num_slots = num_slots + 1

@@ -72,9 +72,9 @@ class ChildProcess:
         """Return the answer to `question`, one line of JSON.
 
         `is_wanted` is called at least ten times a second. Raise RefusedError if the module raised
-        an error, which may be a MemoryError. Otherwise the process is ended: raise NotStartedError
-        if no process can be started, TooSlowError after `max_seconds`, and NoAnswerError if the
-        process has ended, as by a lack of memory, or if `is_wanted` returns False.
+        an error, which may be a MemoryError. All other errors end the process: NotStartedError if
+        no process can be started, TooSlowError after `max_seconds`, and NoAnswerError if the
+        process has ended, for example for lack of memory, or if `is_wanted` returns False.
         """
         try:
             answer = self._exchange(self._running(), question, max_seconds, is_wanted)

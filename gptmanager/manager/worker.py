@@ -151,7 +151,7 @@ class Worker:
             except LoopAbandoned:
                 raise
             except BaseException:  # noqa: B036 - the thread must still end
-                logger.exception("the last responses could not be made")
+                logger.exception("the last responses could not be created")
             self._ending.log_failure(error)
             self._lifecycle.leave(ManagerState.FAILED)
 

@@ -230,7 +230,7 @@ def recorded_blueprint(
         return dataclasses.replace(blueprint, scheduler=scheduler)
     if blueprint.custom_scheduler:
         raise RecordingError(
-            f"the run had a scheduler of its own, {blueprint.custom_scheduler}: give it as "
+            f"the run had a scheduler of its own, {blueprint.custom_scheduler}: pass it as "
             "create_scheduler, or on the command line as --scheduler MODULE:NAME"
         )
     return blueprint

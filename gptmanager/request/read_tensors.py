@@ -294,7 +294,7 @@ def _array(name: str, value: Any) -> np.ndarray:
         if odd is None or not odd[0]:
             raise InvalidRequestError(f"{name} has dtype {array.dtype}, expected numbers")
         raise InvalidRequestError(f"{name}{odd[0]} = {reprlib.repr(odd[1])} is not a number")
-    raise InvalidRequestError(f"{name} is a {type(value).__name__}, expected numbers")
+    raise InvalidRequestError(f"{name} is of type {type(value).__name__}, expected numbers")
 
 
 def _from_torch(name: str, value: torch.Tensor) -> np.ndarray:

@@ -35,11 +35,11 @@ class MaxUtilizationScheduler(KvCapacityScheduler):
     Three guards against thrashing are off by default. A request that was paused `max_pauses` times
     is paused again only if a started request could not continue otherwise and no other victim is
     left. While others are taken, a paused request starts again only if `resume_headroom_blocks`
-    blocks stay free, and no request is paused to free them. While others are taken, a request
-    starts, again or for the first time, only if all requests taken could run
-    `start_headroom_steps` steps, or to their ends, with the free blocks; but a first start may
-    still pause requests of lower rank. With the guards, started requests after a victim, or after a
-    request that does not fit, are still considered, but no request starts there.
+    blocks stay free, and no request is paused to free them. While others are taken, a new or
+    paused request starts only if all taken requests could run `start_headroom_steps` steps, or to
+    their ends, with the free blocks; but a first start may still pause requests of lower rank. With
+    the guards, started requests after a victim, or after a request that does not fit, are still
+    considered, but no request starts there.
     """
 
     _: KW_ONLY

@@ -53,8 +53,8 @@ class MicroBatchScheduler:
 
     For drafts at the end of a context, the `draft_rule` "reserve" charges all the space that they
     might take, and "kept" charges only the drafts that are kept. With the `reuse_credit_rule`
-    "prefix", the `estimated_reusable_tokens` of a first chunk make its beginning free; with "shift"
-    they move the start of the chunk, so that only a chunk that ends the context costs less.
+    "prefix", the first `estimated_reusable_tokens` of a context cost nothing. With "shift" they
+    move the start of its first chunk, so that only a chunk that ends the context costs less.
     `mixed_beam_widths` permits generating requests of several beam widths in one step. `num_shares`
     steps run at the same time, on the stages of a pipeline; each takes at most an equal part of the
     requests, so that every step has some.

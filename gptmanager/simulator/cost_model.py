@@ -25,10 +25,10 @@ _position = itemgetter(Row._fields.index("position"))
 class CostModel:
     """The costs of a step in seconds, on one stage with all layers: `fixed`, and per unit of work.
 
-    The units are a token of a context (`context_token`), a pair of a context token and a token that
-    it attends to (`context_pair`), a sequence in generation (`generation_row`), and a cached token
-    that generation reads (`kv_token`). `transfer` is the time from one pipeline stage to the next.
-    The defaults do not describe a particular machine.
+    `context_token` is the cost of a token of a context, `context_pair` of a pair of a context token
+    and a token that it attends to, `generation_row` of a sequence in generation, and `kv_token` of
+    a cached token that generation reads. `transfer` is the time from one pipeline stage to the
+    next. The defaults do not describe a particular machine.
     """
 
     fixed: float = 5e-3

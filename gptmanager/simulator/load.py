@@ -173,9 +173,9 @@ class RecordedLoad:
     """The requests of a recording, with the tokens that they generated.
 
     A policy never changes a request's tokens, so a request that ended early in the recording ends
-    early here. With the `arrivals` "time" a request arrives when it arrived at its host (see
-    `HostQueue`), with "iterations" in the iteration in which Get returned it, with "at_once" at the
-    start. Stop signals, clearing of the KV cache and dropped adapters keep their times, but with
+    early here. `arrivals` says when a request arrives: "time" when it arrived at its host (see
+    `HostQueue`), "iterations" in the iteration in which Get returned it, "at_once" at the start.
+    Stop signals, clearing of the KV cache and dropped adapters keep their times, but with
     "at_once" they are left out. Errors of the recorded host's calls are always left out. `queue`
     has the arrivals in the host's queue; it is None unless `arrivals` is "time". A simulation that
     takes more than `max_request_steps`, which is far more than the recorded run took, is given up.

@@ -57,17 +57,17 @@ class _Taken:
 class ContractChecker:
     """Wraps a host's callbacks and checks that the manager and the host keep their contract.
 
-    It checks that the manager sends exactly one final response for every request that
-    GetInferenceRequests (Get) returns, and nothing after it; that each response has the tensors
-    that it must have; that streamed offsets are contiguous; that top log probabilities have the
-    right shapes; and that a prompt's log probabilities are sent once.
+    Get is the callback GetInferenceRequests, and Poll the callback PollStopSignal.
 
-    It checks that the host's Get returns an iterable of InferenceRequests, each once, and does not
-    raise; that the ids of these requests are not in use (`tolerates_duplicates` permits ids in use,
-    which a manager answers with an error); that the requests do not change afterwards; that
-    SendResponse does not raise for a final response; that PollStopSignal (Poll) returns request ids
-    and does not raise; and that no callback returns a coroutine, which would never be awaited, or
-    takes longer than `callback_budget_s`, because that blocks the loop.
+    The manager must send exactly one final response for every request that Get returns, and nothing
+    after it. Each response must have its tensors, with contiguous streamed offsets, and with the
+    right shapes of top log probabilities. A prompt's log probabilities must be sent once.
+
+    The host's Get must return an iterable of InferenceRequests, each once, with ids that are not in
+    use (`tolerates_duplicates` permits ids in use, which a manager answers with an error). The host
+    must not change these requests afterwards. Poll must return request ids. Get and Poll must not
+    raise, nor SendResponse for a final response. No callback may return a coroutine, which would
+    never be awaited, or take longer than `callback_budget_s`, because it blocks the loop.
 
     `check` raises ContractViolation with a sentence for each violation and each missing response.
     `notes` lists calls of Get that returned more requests than were asked for, which is allowed,

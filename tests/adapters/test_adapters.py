@@ -200,7 +200,7 @@ SPOILT[1, 41] = np.inf
         (torch.ones(3, 50) == 1, CONFIG, InvalidRequestError, "dtype torch.bool, expected a float"),
         (torch.ones(3, 50, device="meta"), CONFIG, InvalidRequestError, "cannot be read"),
         (torch.ones(3, 50).to_sparse(), CONFIG, InvalidRequestError, "cannot be read"),
-        ("abc", CONFIG, InvalidRequestError, "lora_weights is a str"),
+        ("abc", CONFIG, InvalidRequestError, "lora_weights is of type str"),
         (None, CONFIG, InvalidRequestError, "nullptr when calling lora_weights"),
         (SPOILT, CONFIG, InvalidRequestError, "lora_weights[1, 41] = inf is not finite"),
         (numbers()[:, :41], CONFIG, AdapterError, "lora_weights[1] has 41 elements: 0 (attn_qkv) "

@@ -92,7 +92,7 @@ def bad_weights(w):
         "sparse": (w.to_sparse(), "cannot be read: a torch.float32 tensor of layout torch.sparse"),
         "meta": (w.to("meta"), "torch.strided on meta"),
         "nothing": (None, "Cannot set nullptr when calling lora_weights"),
-        "a text": ("x", "lora_weights is a str, expected numbers"),
+        "a text": ("x", "lora_weights is of type str, expected numbers"),
         "one dimension": (w[0], "lora_weights has shape [352], expected [n, width]"),
         "ragged": ([[1.0], [1.0, 2.0]], "lora_weights cannot become a tensor"),
         "short": (w[:, :5], "lora_weights[0] has 5 elements"),

@@ -479,7 +479,7 @@ def test_answers_of_another_number_end_them_all():
 
 
 def test_a_batched_option_that_nobody_could_call_is_refused():
-    with pytest.raises(ConfigError, match="logits_post_processor_batched is a int"):
+    with pytest.raises(ConfigError, match="logits_post_processor_batched is of type int"):
         serve([], logits_post_processor_batched=3)
 
 
@@ -503,7 +503,9 @@ def test_a_recording_survives_processors(tmp_path, run_ahead):
     assert start.processor.name == "choose_by_history" and start.client_id == 4
     report = replay(recording)
     assert report.divergence is None and report.compared == len(recording.iterations)
-    assert host.final(5).error.startswith("InvalidRequestError: logits_post_processor is a str")
+    assert host.final(5).error.startswith(
+        "InvalidRequestError: logits_post_processor is of type str"
+    )
     assert host.final(6).error.startswith("InvalidRequestError: logits_post_processor is a obj")
 
 

@@ -306,7 +306,7 @@ def test_what_has_no_meaning_is_refused_by_name():
     assert "device_ids" in refused(optional_params=tb.TrtGptModelOptionalParams(device_ids=[0]))
     windows = tb.TrtGptModelOptionalParams(tb.KvCacheConfig(max_attention_window=[8, 16]))
     assert "max_attention_window = [8, 16]" in refused(optional_params=windows)
-    assert "got a dict" in refused(optional_params={"max_beam_width": 1})
+    assert "of type dict" in refused(optional_params={"max_beam_width": 1})
     assert "get_inference_requests_cb" in refused(get_inference_requests_cb=None)
     assert "no argument 'engine'" in refused(error=TypeError, engine=1)
 

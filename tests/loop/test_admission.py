@@ -149,7 +149,7 @@ def test_a_tensor_set_to_none_is_named():
 
 def test_a_logits_post_processor_that_nobody_could_call_is_refused():
     with pytest.raises(
-        InvalidRequestError, match="logits_post_processor is a str, expected a call"
+        InvalidRequestError, match="logits_post_processor is of type str, expected a call"
     ):
         admit(
             InferenceRequest.from_tokens(1, [1], 1, logits_post_processor="mine"),
