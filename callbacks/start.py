@@ -97,7 +97,8 @@ def generate(
     which are sampled independently, or are the best beams.
 
     With `progress` None, a progress bar is shown after one second if standard error is a terminal.
-    With True, another standard error gets one line at the end. With False, nothing is shown.
+    With True, another standard error gets a line for each kind of work that took longer, such as
+    loading. With False, nothing is shown.
 
     An interrupt (Ctrl-C) aborts the manager and leaves no thread running. Raise ConfigError as the
     constructor of `GptManager` does, or the error of the first request that fails, with the index

@@ -74,7 +74,8 @@ def translated(params: OptionalParams) -> tuple[int, SchedulerConfig, OptionalPa
     """
     if not isinstance(params, OptionalParams):
         raise ConfigError(
-            f"optional_params must be a TrtGptModelOptionalParams, got a value of type {type(params).__name__}"
+            "optional_params must be a TrtGptModelOptionalParams, got a value of type "
+            f"{type(params).__name__}"
         )
     values = {field.name: getattr(params, field.name) for field in fields(OptionalParams)}
     max_beam_width = values.pop("max_beam_width")

@@ -52,12 +52,12 @@ class PrefixTree:
     """Blocks of `tokens_per_block` tokens, each a child of the block with the tokens before it.
 
     Each `root_key` has a root of its own, and blocks under different roots are never shared.
-    `version` increases with each change, `num_moves` with each move of a cached block. Blocks with
-    ids from `num_primary` on are in host memory, and must be moved before they can be read. Lookups
-    skip blocks with ids from `end_findable` on, and all their descendants. `num_prioritized` is the
-    number of blocks with a priority other than the default. `priority_era` increases whenever this
-    number rises from 0. While the number is above 0, `take_touched` returns the blocks that the
-    order of eviction must consider again.
+    `version` increases when blocks are stored, moved or removed, `num_moves` when one is moved.
+    Blocks with ids from `num_primary` on are in host memory, and must be moved before they can be
+    read. Lookups skip blocks with ids from `end_findable` on, and all their descendants.
+    `num_prioritized` is the number of blocks with a priority other than the default. `priority_era`
+    increases whenever this number rises from 0. While the number is above 0, `take_touched` returns
+    the blocks that the order of eviction must consider again.
     """
 
     __slots__ = (

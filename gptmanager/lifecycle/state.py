@@ -103,11 +103,12 @@ class Lifecycle:
 class Health:
     """The health of a manager.
 
-    `alive` means that the manager has not ended, `progressing` that no request is active or that a
-    step ended in the last ten seconds, and `accepting` that Get is called. After the end, and in a
-    forked process, all three are False. `last_step_age_s` is the number of seconds since the last
-    step ended, None if none has. `callbacks` has the latencies of each callback by its name.
-    `free_blocks` of the `total_blocks` of the KV cache are free.
+    `alive` means that the manager has not ended. `progressing` means that no request is active, or
+    that active requests have not waited ten seconds for the end of a step. `accepting` means that
+    GetInferenceRequests is called. After the end, and in a forked process, all three are False.
+    `last_step_age_s` is the number of seconds since the last step ended, None if none has.
+    `callbacks` has the latencies of each callback by its name. `free_blocks` of the `total_blocks`
+    of the KV cache are free.
     """
 
     alive: bool

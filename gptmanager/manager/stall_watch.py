@@ -33,7 +33,7 @@ class Progress:
             self._last = monotonic()
 
     def is_progressing(self, num_active: int) -> bool:
-        """Return False if requests are active, but no step has ended for ten seconds."""
+        """Return False if active requests have waited ten seconds for the end of a step."""
         return num_active == 0 or monotonic() - self._last < _STUCK_S
 
     def last_step_age_s(self) -> float | None:

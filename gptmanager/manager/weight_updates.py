@@ -103,7 +103,7 @@ class WeightUpdates:
         num_bytes = 0
         for name, tensor in tensors:
             seen.append(name)
-            # a twin is compared with its parameter, so it is loaded last
+            # a twin (tied tensor) is only compared with its parameter, so it is loaded last
             (twins if weights.is_twin(name) else batch)[name] = tensor
             num_bytes += tensor.nbytes
             if num_bytes > _BATCH_BYTES:
