@@ -24,7 +24,7 @@ class ModelType(IntEnum):
 
     V1: a batch runs in lock-step until its last request has ended. INFLIGHT_BATCHING: requests join
     and leave between iterations; context rows and generation rows run in two passes of the network.
-    INFLIGHT_FUSED_BATCHING: the same, in one pass.
+    INFLIGHT_FUSED_BATCHING: like INFLIGHT_BATCHING, but all rows run in one pass.
     """
 
     V1 = 0
@@ -142,7 +142,7 @@ class ParallelConfig:
 
     `tensor_parallel_size` ranks share each layer, and `pipeline_parallel_size` groups of ranks
     share the layers; the number of ranks is the first times the second. `timeout_s`: a rank that
-    does not answer for longer has failed. `respond_on_all_ranks`: SendResponse and
+    does not answer for longer counts as failed. `respond_on_all_ranks`: SendResponse and
     ReturnBatchManagerStats are called on each rank, not only on rank 0.
     `replicate_logits_post_processors`: each rank that has logits calls the post-processors of its
     own host.
@@ -157,11 +157,11 @@ class ParallelConfig:
 
 @dataclass(frozen=True, slots=True)
 class PromptLookup:
-    """Draft tokens by prompt lookup (Saxena 2023), for outputs that copy, such as edits and code.
+    """Draft tokens by prompt lookup (Saxena 2023), for outputs that repeat earlier text.
 
-    The last `max_ngram` tokens of the text are searched for earlier in the text. If they are not
-    there, fewer are, down to `min_ngram`. The tokens after the latest match, at most
-    `max_draft_tokens`, are the draft.
+    The last `max_ngram` tokens of the text are searched for earlier in the text. If there is no
+    match, fewer tokens are searched for, down to `min_ngram`. The tokens after the latest match, at
+    most `max_draft_tokens`, are the draft.
     """
 
     max_draft_tokens: int = 10
@@ -205,10 +205,11 @@ class OptionalParams:
     `speculative_decoding_config`: draft tokens for requests with one beam; None means no drafts.
 
     Providers. `attention_provider`: "own", or the attention of another library on a GPU,
-    "flashinfer" or "flash_attn"; "auto" times all that are installed at the start. On any device it
-    may be an object of the host's own, a `gptmanager.kernels.AttentionProvider`. `linear_provider`:
-    an object of the host's own for matmuls, a `gptmanager.kernels.LinearProvider`. With
-    `deterministic` both are refused, and "auto" means "own".
+    "flashinfer" or "flash_attn"; "auto" times all that are installed at the start, and takes the
+    fastest. On any device it may be an object of the host's own, a
+    `gptmanager.kernels.AttentionProvider`. `linear_provider`: an object of the host's own for
+    matmuls, a `gptmanager.kernels.LinearProvider`. With `deterministic`, "auto" means "own", and
+    all other providers are refused.
 
     The host. `idle_poll_s`: the time between two calls of Get while the manager is idle; with None
     it calls Get only after `notify()`. `callback_budget_s`: a callback that takes longer is logged.

@@ -31,7 +31,7 @@ class RequestError(GptManagerError):
 
 
 class InvalidRequestError(RequestError):
-    """A tensor of the request is unknown, missing, misshapen, or out of its range."""
+    """An input of the request is unknown, missing, misshapen, or out of its range."""
 
 
 class DuplicateRequestIdError(RequestError):

@@ -295,7 +295,7 @@ class _Picture:
         counts, kinds = tap.latest, rows.kinds
         cached = 0 if counts is None else counts.block_reuse.cached_blocks
         used = 0
-        if counts is not None and rows.num_active:  # else they were counted before the last end
+        if counts is not None and rows.num_active:  # else from before the last request ended
             used = counts.total_blocks - counts.free_blocks
         milliseconds = int((now - self._started) * 1000)
         tokens = tap.context_tokens, tap.generated_tokens

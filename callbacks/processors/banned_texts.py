@@ -204,7 +204,7 @@ class _Vocabulary:
 
 
 class _IdCache:
-    """The banned token ids of states of all lists. The least recently used states are dropped."""
+    """The banned token ids of each state, for all lists. Drops the least recently used states."""
 
     def __init__(self) -> None:
         self._found: OrderedDict[Any, Tensor] = OrderedDict()

@@ -1,4 +1,4 @@
-"""`AsyncRequestQueue`: a `RequestQueue` for asyncio: if it is full, a task awaits a free place.
+"""`AsyncRequestQueue`: a `RequestQueue` for asyncio, in which tasks await a free place.
 
 It decides which task gets the next free place, and cancels the request of a task that is cancelled.
 `RequestQueue` does everything else.
@@ -20,7 +20,7 @@ from gptmanager.callbacks.queue.wakeups import AsyncWaiter
 
 
 class AsyncRequestQueue(RequestQueue):
-    """Takes requests from tasks of any event loop; a manager runs them through the callbacks.
+    """Accepts requests from tasks of any event loop; a manager runs them through the callbacks.
 
         queue = AsyncRequestQueue.for_checkpoint(folder)
         ...

@@ -272,7 +272,7 @@ class Generation(concurrent.futures.Future[GenerationResult]):
     # Only for the queue ---------------------------------------------------------------------
 
     def deliver(self, tensors: Iterable[NamedTensor], is_final: bool, error: str) -> None:
-        """Add one response. One thread at a time may call it, with at most one final response."""
+        """Add one response, of which one is final. Only one thread at a time may call this."""
         if error:
             self.fail(error_of(error))
             return

@@ -33,8 +33,8 @@ class GenerationResult:
     """The output of a request that ended without an error: a sequence for each beam, best first.
 
     `generated_ids` are the tokens without prompt and padding; for a cancelled request, the tokens
-    generated so far. `metrics` has the fields of `REQUEST_METRICS`: counts, and times in seconds
-    since the manager fetched the request, NaN for an event that did not happen.
+    generated so far. `metrics` has the fields of `REQUEST_METRICS`. Its times are in seconds
+    since the manager fetched the request, and NaN for an event that did not happen.
 
     `texts` is empty without `stop`. With `stop` it has the text of each sequence. If a stop string
     ended a sequence, its text is cut before the stop string, its last token is the one that
@@ -131,10 +131,10 @@ class ResponseCollector:
         return rows[0].copy() if rows and self._request.is_streaming else []
 
     def new_tensors(self, seen: dict[str, int]) -> dict[str, torch.Tensor]:
-        """Return the tensors by name that were added since the last call with the same `seen`.
+        """Return, by name, the tensors that were added since the last call with the same `seen`.
 
         Parts are joined. Tokens are not included: `add` has returned them. `seen` maps the name of
-        a tensor to the number of its parts that the caller has got, and is updated.
+        a tensor to the number of its parts that the caller has, and is updated.
         """
         found = {}
         for name, parts in self._parts.items():

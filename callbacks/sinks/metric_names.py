@@ -1,7 +1,7 @@
 """The names of metrics, their kinds, labels and buckets, in one table for all prefixes.
 
 The table has vLLM's names for the same numbers, so that vLLM's dashboards work. A second table has
-the metrics of Triton's TensorRT-LLM backend. docs/metrics.md shows them.
+the metrics of Triton's TensorRT-LLM backend. docs/metrics.md shows both.
 """
 
 from __future__ import annotations

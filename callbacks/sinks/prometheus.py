@@ -85,7 +85,10 @@ class PrometheusSink:
         self.requests.respond(request_id, tensors, is_final, error)
 
     def fetching(self, get: _Get) -> _Get:
-        """Return an observed GetInferenceRequests, so that latencies begin at `arrived`."""
+        """Return a callback that calls `get` and notes the requests that it returns.
+
+        Their latencies then include the wait since `arrived`.
+        """
 
         def fetch(max_num_requests: int) -> Iterable[InferenceRequest]:
             requests = get(max_num_requests)

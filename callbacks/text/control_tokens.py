@@ -2,7 +2,7 @@
 
 A template writes both its control tokens and the client's texts as text. So the names of control
 tokens in client texts are marked before the template is rendered. In the rendered text, every
-control token without a mark then belongs to the template.
+control token without a mark belongs to the template.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 Each stop string has an automaton of Knuth, Morris and Pratt, "Fast pattern matching in strings"
 (1977). Its state is the length of the longest prefix of the stop string that the output ends with.
 So no piece is read twice, and the longest state is the number of characters to hold back. The
-automaton is built only as far as its state has advanced: an unmatched stop string costs nothing.
+automaton is built only as far as its state has advanced: an unmatched stop string costs little.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The names of the tensors of requests, followed by those of responses."""
+"""The names of request tensors, followed by the names of response tensors."""
 
 INPUT_IDS = "input_ids"
 DRAFT_INPUT_IDS = "draft_input_ids"

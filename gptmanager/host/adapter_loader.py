@@ -73,8 +73,8 @@ class AdapterLoader:
     ) -> None:
         """Connect to the loop; called once, before it iterates.
 
-        `mark()` returns an event that is set when all launched steps have run, or None if they
-        have. With `loop_helps`, the loop's thread may do pieces of jobs between steps.
+        `mark()` returns an event that is set when all launched steps have run, or None if they have
+        run already. With `loop_helps`, the loop's thread may do pieces of jobs between steps.
         """
         self._pool, self._config, self._mark = pool, config, mark
         # the loop's thread does no copies that wait for a device
@@ -143,7 +143,7 @@ class AdapterLoader:
         digest, failure = "", None
         try:
             digest = function(work, *arguments)
-        except BaseException as error:  # noqa: B036 - a host's tensor may raise, or memory end
+        except BaseException as error:  # noqa: B036 - a host's tensor may raise, or memory run out
             failure = _request_error(work, error)
         self.done.append(AdapterDone(work.job, digest, failure))
         with suppress(ManagerDeadError):
@@ -171,7 +171,8 @@ class AdapterLoader:
     ) -> str:
         """Copy an adapter to the device, when `begun` is set.
 
-        `begun` is set when no launched step reads the pages any more; it is None if none does now.
+        `begun` is set when no launched step reads the pages any more; it is None if no step reads
+        them now.
         """
         while begun is not None and not begun.wait(_LOOK_UP_S):
             self.jobs.check()

@@ -65,7 +65,7 @@ class Job(Generic[Result]):
         except StopIteration as end:
             self.result = end.value
             self._end()
-        except BaseException as error:  # noqa: B036 - a host's tensor may raise, or memory end
+        except BaseException as error:  # noqa: B036 - a host's tensor may raise, or memory run out
             self.error = error
             self._end()
         finally:

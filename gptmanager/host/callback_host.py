@@ -225,7 +225,7 @@ class CallbackHost:
         if self.receiver.received:
             return False
         self.last_fetch = Fetched(0, is_empty=not self.is_accepting, failed=False)
-        # an idle manager sleeps through the pause itself and can be woken
+        # an idle manager sleeps during the pause, and can be woken
         rests = num_active and failures.in_a_row and failures.rests
         return self.is_accepting and room != 0 and not rests
 

@@ -34,7 +34,7 @@ from gptmanager.request.read_tensors import read_int
 _LENGTH = struct.Struct("<I")
 _ADAPTER = ("lora_weights", "lora_config")
 _NO_WEIGHTS = torch.empty(0)
-_MOST_TASKS = 1024  # adapters that later requests may name by their task alone
+_MOST_TASKS = 1024  # adapters that later requests may name by their task id alone
 _MOST_TENSOR_BYTES = 16 << 20  # bytes of a tensor in a stored response
 
 
@@ -45,7 +45,7 @@ class Accepted(NamedTuple):
     """A request as it was accepted, at the wall-clock time `time`.
 
     `objects` maps the kinds of its objects ("adapter", "tokenizer") to their digests. `grammar` is
-    its grammar as data, or None. `num_forgets` belongs to its `_Task`.
+    its grammar as data, or None. For `num_forgets` see `_Task`.
     """
 
     request: InferenceRequest
@@ -219,7 +219,7 @@ class AcceptedRequests:
         return request
 
     def renews_adapter(self, accepted: Accepted) -> bool:
-        """Return whether a request restored before has an adapter with this id, since forgotten.
+        """Return whether a request restored earlier has an adapter of this id, since forgotten.
 
         Call it before `restore`.
         """
@@ -239,7 +239,7 @@ class AcceptedRequests:
 
 
 def _task_id_of(request: InferenceRequest) -> int | None:
-    """Return the task id of a request; None: it has none, or one that admission rejects."""
+    """Return the task id of a request, or None without one that admission would accept."""
     if "lora_task_id" not in request.tensors:
         return None
     with suppress(InvalidRequestError):

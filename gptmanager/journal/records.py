@@ -82,7 +82,7 @@ class RecordReader:
             return None
         (check,) = _CHECK.unpack_from(head, _HEAD.size)
         if check != zlib.crc32(head[: _HEAD.size]):
-            if not any(head) and self._is_zero():  # a file system may lose data, but not length
+            if not any(head) and self._is_zero():  # a crash may lose data, but keep the length
                 return None
             raise self._damage(offset, "the header does not match its checksum")
         length, kind, checksum = _HEAD.unpack_from(head)

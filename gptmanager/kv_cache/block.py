@@ -174,7 +174,7 @@ class KvCacheReport:
     `owners` maps each held block to the ids of the requests that hold it. `cached` counts the
     blocks, held or free, with content that lookups can find. `problem` is the first contradiction
     between counts and block tables, or None if they are consistent. A host block is either free or
-    used. Used ones have cached content.
+    used; used blocks have cached content.
     """
 
     total: int

@@ -1,8 +1,8 @@
 """`BlockReuse`: which blocks of a prompt are found in the cache, and which are stored in it.
 
 It decides which blocks a new sequence shares, takes over or copies, and which blocks of an ended
-one stay cached. Of a request with beams only the prompt is cached. Sequences that may pass their
-attention window do not reuse blocks. It knows nothing of how schedulers use the results.
+sequence stay cached. If a request has beams, only its prompt is cached. Sequences that may pass
+their attention window do not reuse blocks. It knows nothing of how schedulers use the results.
 """
 
 from __future__ import annotations
@@ -49,9 +49,9 @@ class ReuseOptions(NamedTuple):
     itself if no sequence holds it and no block follows it, otherwise a copy, if `copies` permits.
 
     `num_host_blocks` is the size of the host tier. Content evicted from the pool moves there if it
-    has at least `min_offload_tokens` tokens and the priority `min_offload_priority`. With
-    `onboards` lookups find it there: full blocks move back, and the beginning of a block is copied
-    even without `copies`. Without `onboards` lookups do not find it.
+    has at least `min_offload_tokens` tokens and at least `min_offload_priority`. With `onboards`
+    lookups find it there: full blocks move back, and the beginning of a block is copied even
+    without `copies`. Without `onboards` lookups do not find it.
     """
 
     partial: bool

@@ -36,10 +36,10 @@ class KvCacheManager:
     `get_needed_blocks_one_step` of the requests that it takes, and calls
     `scheduling_has_free_blocks(sum)`.
 
-    *Block reuse.* Of a request that has not started, the leading cached blocks that live sequences
-    hold are not counted as needed, because it will share them. A scheduler that may pause requests
-    calls `scheduling_add_sequence` when it takes such a request, so that a later victim does not
-    free these blocks.
+    *Block reuse.* A request that has not started will share the leading cached blocks that live
+    sequences hold, so these are not counted as needed. A scheduler that may pause requests calls
+    `scheduling_add_sequence` when it takes such a request, so that a later victim does not free
+    these blocks.
 
     *Priorities.* Cached free blocks with the lowest priority are evicted first. The blocks that a
     request stores have its `retention_priority`, from 0 to 100, by default 35.
@@ -232,7 +232,7 @@ class KvCacheManager:
 
     @property
     def max_kept_tokens(self) -> int:
-        """The most tokens that a sequence keeps. With more of them, a new token takes no block."""
+        """The most tokens that a sequence keeps. Beyond it, a new token takes no block."""
         return self._needs.window
 
     def get_num_free_blocks(self) -> int:

@@ -21,10 +21,10 @@ _MAX_LOOKUPS = 10_000
 class Lookup:
     """The cached full blocks of a prompt, and its first missing full block.
 
-    `node` is the node of the last cached block; without one it is the root, or None if there is no
-    root. `num_stored` is the number of children that had been stored under the node at the time of
-    the search. `missing` is a number that identifies the missing block, so that it can be compared
-    fast; it is None if all full blocks are cached.
+    `node` is the node of the last cached block. If none is cached, it is the root, or None without
+    a root. `num_stored` is the number of children that had been stored under the node at the time
+    of the search. `missing` is a number that identifies the missing block, so that it can be
+    compared fast; it is None if all full blocks are cached.
     """
 
     __slots__ = (

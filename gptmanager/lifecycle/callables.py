@@ -1,7 +1,8 @@
 """Checks the callables of a host: their work must be done when they return.
 
 A coroutine function only returns a coroutine. The loop does not await it, so nothing would happen
-and no error would be reported. Such functions are refused, and such return values are errors.
+and no error would be reported. This library refuses such functions, and treats such return values
+as errors.
 """
 
 from __future__ import annotations

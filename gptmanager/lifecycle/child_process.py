@@ -40,7 +40,7 @@ class NotStartedError(NoAnswerError):
 
 
 class RefusedError(Exception):
-    """The module raised an error; the text is the module's."""
+    """The module raised an error, which had this text."""
 
 
 class ChildProcess:

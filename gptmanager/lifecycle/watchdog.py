@@ -38,7 +38,8 @@ class CallbackLatency:
 class CallbackTimer:
     """Times the calls of one callback.
 
-    The loop's thread writes its fields, the watchdog's `overstays`. Any thread may read them.
+    The loop's thread writes the fields, except `overstays`, which the watchdog's thread writes. Any
+    thread may read them.
     """
 
     def __init__(self, name: str) -> None:

@@ -208,7 +208,7 @@ class Allocator:
     def _append(
         self, request: LlmRequest, position: int, new_blocks: tuple[int, ...], parts: _Parts
     ) -> None:
-        """Record the new blocks of a request's beams; they start at the block of `position`."""
+        """Record the new blocks of a request's beams; the first one holds `position`."""
         first = position // self.kv_cache.tokens_per_block
         if request.beam_width == 1:
             parts.appends.append(BlockAppend(request.slot, first, new_blocks))

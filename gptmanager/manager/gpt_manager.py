@@ -59,10 +59,9 @@ class GptManager(GenerationControl):
     `send_response_cb` in its place. `get_inference_requests_cb(max_num_requests)`, called Get
     below, must not block.
 
-    Use a `with` block or call `shutdown`. At its end the block drains the manager; if the block
-    raises, it aborts the manager. Without a block or `shutdown`, a manager that is
-    garbage-collected aborts with a ResourceWarning. A manager that its own callbacks refer to is
-    never collected.
+    Use a `with` block or call `shutdown`. At the end of the block the manager drains; if the block
+    raises, it aborts. Without a block or `shutdown`, a manager that is garbage-collected aborts
+    with a ResourceWarning. A manager that its own callbacks refer to is never collected.
     """
 
     def __init__(

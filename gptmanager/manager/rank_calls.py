@@ -30,7 +30,7 @@ class RankCalls:
     def __init__(self, inbox: Inbox, timer: CallbackTimer) -> None:
         self._inbox, self._timer = inbox, timer
         self._ranks: Ranks | None = None
-        self._failure: Exception | None = None  # of a pending step, for the next iteration
+        self._failure: Exception | None = None  # of a pending step, raised in the next iteration
 
     def attach(self, ranks: Ranks | None, loop: TokenLoop) -> None:
         """Connect to the other ranks, and to the loop of this one."""

@@ -1,4 +1,4 @@
-"""`Progress`: records when a step last ended, and whether active requests wait while none runs.
+"""`Progress`: records when a step last ended, and warns if requests wait while no step runs.
 
 The loop's thread writes it, and any thread reads it. This module alone decides when a manager
 counts as stuck.

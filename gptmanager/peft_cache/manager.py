@@ -35,8 +35,9 @@ class Put(Enum):
 class PeftCacheCounts(NamedTuple):
     """The numbers of host and device pages now, and counts of events since the start.
 
-    When a request starts, or resumes after a pause, it is a hit if its adapter is on the device,
-    and a miss if the adapter must be copied there. `copied_bytes` is the size of all these copies.
+    When a request starts, or resumes after a pause, this counts as a hit if its adapter is on the
+    device, and as a miss if the adapter must be copied there. `copied_bytes` is the size of all
+    these copies.
     """
 
     host_total_pages: int = 0
@@ -200,7 +201,8 @@ class PeftCacheManager:
     def forget(self, task_id: int) -> bool:
         """Drop the adapter of this id, and return whether one was cached.
 
-        Requests that have the adapter continue with it. It is removed when the last of them ends.
+        Requests that have the adapter continue with it. The adapter is removed when the last
+        of them ends.
         """
         adapter = self._by_task.pop(task_id, None)
         if adapter is None:

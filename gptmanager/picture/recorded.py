@@ -41,8 +41,9 @@ def trace_of(recording: Recording) -> Trace:
     host's own scheduler.
 
     A black box has no ends. Ends by length, end id, stop signal or an error before a step are
-    derived, and so is the end of a request if its slot is used again; ends by stop words are not. A
-    request that was active before the first kept schedule is drawn from its first row on.
+    derived, and so is the end of a request if its slot is used again; ends by stop words are
+    unknown. A request that was active before the first kept schedule is drawn from its first row
+    on.
     """
     blueprint = recording.header.blueprint
     params, sizes = blueprint.params, blueprint.sizes

@@ -28,7 +28,7 @@ Wait = Callable[[Any], None]
 
 
 class Collectives(Protocol):
-    """The collective operations of one rank, which raise the errors of a `wait` function."""
+    """The collective operations of one rank; they raise an error if another rank has failed."""
 
     layout: RankLayout
 

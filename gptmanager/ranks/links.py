@@ -26,7 +26,7 @@ from gptmanager.ranks.watch import Watch
 
 _GRACE_S = 0.3  # added to timeouts, so that the watch notices a failure before they expire
 _VERDICT_S = 1.2  # how long a rank that has lost another waits for the watch's verdict
-_SEND_S = 0.2  # how long the watch waits until a connection takes a message
+_SEND_S = 0.2  # how long the watch waits until a connection accepts a message
 _PAUSE_S = 0.1  # how often a wait checks whether a rank has failed
 
 

@@ -38,7 +38,7 @@ class World(NamedTuple):
     def store(self, timeout_s: float) -> Any:
         """Return a new `torch.distributed.Store`, which is shared by one manager of each rank.
 
-        The n-th call on one rank returns the store of the n-th call on every other rank. Raises
+        The n-th call on one rank returns the store of the n-th call on every other rank. Raise
         RankError if rank 0 cannot be reached.
         """
         rank = self.layout.rank
