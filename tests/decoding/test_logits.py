@@ -506,7 +506,9 @@ def test_a_recording_survives_processors(tmp_path, run_ahead):
     assert host.final(5).error.startswith(
         "InvalidRequestError: logits_post_processor is of type str"
     )
-    assert host.final(6).error.startswith("InvalidRequestError: logits_post_processor is a obj")
+    assert host.final(6).error.startswith(
+        "InvalidRequestError: logits_post_processor is of type object"
+    )
 
 
 def test_a_black_box_survives_processors(tmp_path, monkeypatch):
