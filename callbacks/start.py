@@ -100,9 +100,8 @@ def generate(
     With True, another standard error gets a line for each kind of work that took longer, such as
     loading. With False, nothing is shown.
 
-    An interrupt (Ctrl-C) aborts the manager and leaves no thread running. Raise ConfigError as the
-    constructor of `GptManager` does, or the error of the first request that fails, with the index
-    of its prompt.
+    An interrupt (Ctrl-C) aborts the manager and leaves no thread. Raise ConfigError like the
+    constructor of `GptManager`, or the error of the first failed request, with its prompt's index.
 
         from gptmanager.callbacks import generate
         print(generate("examples/tiny_llama", "Once upon a time", 40))
