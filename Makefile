@@ -71,9 +71,9 @@ marathon-soak: $(DEV)  ## soak a manager with a tight cache for MINUTES=30
 	OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive \
 	  $(BIN)/python tests/marathon/marathon_soak.py --minutes $(or $(MINUTES),30) $(ARGS)
 
-marathon-hostile: $(DEV)  ## attack a server at random for MINUTES=10, from SEED=1
+marathon-hostile: $(DEV)  ## attack a server at random for MINUTES=30, from SEED=1
 	OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive PYTHONPATH=tests/support \
-	  $(BIN)/python tests/marathon/marathon_hostile.py --minutes $(or $(MINUTES),10) --seed $(or $(SEED),1) $(ARGS)
+	  $(BIN)/python tests/marathon/marathon_hostile.py --minutes $(or $(MINUTES),30) --seed $(or $(SEED),1) $(ARGS)
 
 bench: $(DEV)  ## time what the tests only run once
 	$(BIN)/pytest --benchmark-enable --benchmark-only $(ARGS)

@@ -37,7 +37,7 @@ def result_line(
     outcome: GenerationResult | BaseException | None,
     tokenizer: Tokenizer | None,
 ) -> dict[str, Any]:
-    """Return a line's entry of the output file. `outcome` is None if the line is invalid."""
+    """Return a line's entry of the output file. `outcome` is None if no request was sent."""
     result: dict[str, Any] = {"line": line.number, "request_id": line.request_id}
     if line.prompt is not None:
         result["prompt"] = line.prompt
@@ -98,5 +98,7 @@ class Results:
                 line = line[self.file.write(line) :]
         except OSError as error:
             name = getattr(self.file, "name", "")
-            self.file = None  # results after a gap would be misread
+            self.file = (
+                None  # the last line may be incomplete: another one after it would be misread
+            )
             raise GptManagerError(f"--output {name}: {error.strerror}") from error

@@ -31,7 +31,7 @@ class Bars:
     on_time_s: float = 0.1
     growth_mb: float = 64.0
     mb_a_minute: float = 1.0
-    slope_s: float = 240.0
+    slope_s: float = 1200.0
     warm_share: float = 0.25
     window_s: float = 5.0
 

@@ -1,6 +1,6 @@
 """Attacks a server at random: does it answer all, stay responsive, and keep its size?
 
-make marathon-hostile MINUTES=10 SEED=1
+make marathon-hostile MINUTES=30 SEED=1
 
 Clients send what no client should: OpenAI's API, Triton's over HTTP and gRPC. Meanwhile `/health`
 is polled by another process, a canary asks the same again and again, and memory is measured.
@@ -214,7 +214,7 @@ def attacked(patience_s: float) -> Iterator[tuple[Target, int, Callable[[], str]
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--minutes", type=float, default=10.0)
+    parser.add_argument("--minutes", type=float, default=30.0)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--failed", type=Path, default=Path("build/hostile"), metavar="DIR")
     parser.add_argument("--replay", type=Path, nargs="+", default=[], metavar="FILE")

@@ -187,6 +187,16 @@ def test_where_a_grammar_begins():
     tokenizer.add_special_tokens(list(Reasoning.HARMONY.tags))
     ids = special_tags(tokenizer, Reasoning.HARMONY.tags)
     assert {*ids.values()} == {*Reasoning.HARMONY.tags}
+    within = "<|start|>assistant<|channel|>final<|message|>It"
+    for text, has_start in (
+        ("<|start|>assistant", True),
+        ("<|start|>assistant<|channel|>final", True),
+        ("<|start|>assistant<|channel|>analysis<|message|>Hm", True),
+        (within, False),
+        (within + "<|end|><|start|>assistant", True),
+    ):
+        begun = AnswerStart.of_prompt(Reasoning.HARMONY, text, None)
+        assert (begun.grammar_start(tokenizer) is not None) == has_start, text
     start = AnswerStart(Reasoning.HARMONY).grammar_start(tokenizer)
     named = {tag: token for token, tag in ids.items()}
     final = (named["<|channel|>"], *tokenizer.encode("final").ids)

@@ -16,8 +16,8 @@ Enter sends a message. A line that ends with a backslash continues on the next o
 quotation marks (\"\"\") begin and end a message of several lines. Ctrl-C stops an answer, Ctrl-D
 ends the chat, and /help lists the commands.
 
-If the standard input is not a terminal, each of its lines is a message, and the standard output has
-the answers only.
+If the standard input or output is not a terminal, messages and commands are read in the same way,
+and the standard output has the answers only.
 """
 _SAMPLING = """\
 The defaults are those of the checkpoint's generation_config.json. If it says nothing about

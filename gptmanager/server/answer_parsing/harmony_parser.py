@@ -43,6 +43,12 @@ class _State(Enum):
     BETWEEN = "after a message"
 
 
+def is_in_final(prompt: str) -> bool:
+    """Return whether the text after `prompt`, the last header of a prompt, is the final answer."""
+    channel = _CHANNEL.search(prompt)
+    return channel is not None and channel[1] == "final" and MESSAGE in prompt
+
+
 class HarmonyParser(StepwiseParser):
     """Divides the text of one answer into thoughts, content and calls.
 

@@ -42,7 +42,7 @@ class JsonCallParser(CallParser):
         self._whole, self._num_scanned = ObjectScan(), 0
 
     def _read_header(self, found: list[Found]) -> bool:
-        """Read a call up to its arguments, or the whole object if its keys are in another order."""
+        """Read a call up to its arguments, or the whole object if `_HEADER` does not match."""
         header = _HEADER.match(self._text)
         if header and header[1] in self._names:
             self._call(header[1], found)

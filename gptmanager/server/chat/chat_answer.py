@@ -1,6 +1,7 @@
 """`ChatAnswer`: converts the text of one answer to a chat message, or to the deltas of a stream.
 
-A parser separates thoughts, content and tool calls. Other protocols convert these deltas.
+A parser separates thoughts, content and tool calls. The deltas are those of OpenAI's chat
+completions; /v1/responses and Anthropic's API convert them.
 """
 
 from __future__ import annotations
@@ -63,7 +64,7 @@ class ChatAnswer:
         return self._deltas([Content(text, begin, self._num_pushed)] if text else [])
 
     def flush(self) -> list[dict[str, Any]]:
-        """Return the deltas that were held back, because the answer ends here."""
+        """End the answer: return the deltas that were held back until now."""
         return [] if self._parser is None else self._deltas(self._parser.flush())
 
     def message(self) -> dict[str, Any]:

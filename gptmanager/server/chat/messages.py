@@ -63,8 +63,8 @@ def read_messages(messages: Any) -> list[dict[str, Any]]:
 def count_items(messages: Any, most: int) -> int:
     """Return the number of messages, or the number of their parts and calls if that is larger.
 
-    Each of them becomes at least one token, and at most `most` tokens fit. So the parts of more
-    than `most` messages are not counted.
+    Each of them, except a thought, becomes at least one token, and at most `most` tokens fit. If
+    there are more than `most` messages, they cannot fit, and their parts are not counted.
     """
     if not isinstance(messages, list):
         return 0
@@ -154,10 +154,10 @@ def _read(message: Any, where: str) -> dict[str, Any]:
 
 
 def with_thinking(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Copy a thought before calls to the key `thinking`, which harmony's template reads.
+    """Copy the thought of a message with calls to the key `thinking`, which harmony's template reads.
 
-    In a message with calls, the template allows either a thought or content. The model does not see
-    the thoughts of other messages.
+    In such a message, the template allows either a thought or content. The model does not see the
+    thoughts of other messages.
     """
     return [
         {**one, "thinking": one["reasoning_content"]}
@@ -234,7 +234,10 @@ def _call(call: Any, where: str, *, legacy: bool = False) -> dict[str, Any]:
 
 
 def _arguments(given: Any) -> Any:
-    """Return the object that a JSON string contains, or the string itself if it has no object."""
+    """Parse arguments that are a JSON string with an object. None, "" and "null" give {}.
+
+    Anything else, and a string that would take long to parse, is returned as it is.
+    """
     if given is None:
         return {}
     if not isinstance(given, str):

@@ -1,4 +1,4 @@
-"""Formats of a model's thoughts. `--reasoning-parser` or the chat template decides the format."""
+"""Formats of a model's thoughts. `ChatPrompts` decides which one a model has."""
 
 from __future__ import annotations
 
@@ -47,8 +47,8 @@ class AnswerStart:
     """How an answer begins, as its prompt decides.
 
     `is_open`: the answer begins within a thought. `is_closed`: it begins after the thought. Both
-    are for thoughts in tags. For harmony, `prompt` is the header of the last message in the
-    prompt.
+    are for thoughts in tags. For harmony, `prompt` is the last header of the rendered prompt, from
+    its `<|start|>` on, which the answer continues.
     """
 
     reasoning: Reasoning = Reasoning.NONE
@@ -93,6 +93,8 @@ class AnswerStart:
         if self.reasoning is Reasoning.NONE or self.is_closed:
             return None
         if self.reasoning is Reasoning.HARMONY:
+            if harmony.is_in_final(self.prompt):
+                return None
             final = tokenizer.encode("final", add_special_tokens=False).ids
             channel, message = (_id(tokenizer, tag) for tag in (harmony.CHANNEL, harmony.MESSAGE))
             return GrammarStart((channel, *final), then=message)
