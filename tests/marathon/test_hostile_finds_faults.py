@@ -84,13 +84,13 @@ def test_a_late_answer_counts_if_its_watcher_and_the_machine_were_on_time() -> N
 
 
 def test_memory_is_judged_by_what_stays() -> None:
-    def sizes(size: Any) -> list[Memory]:
-        return [Memory(at / 2, size(at / 2), 0.0) for at in range(1200)]
+    def sizes(size: Any) -> list[Memory]:  # of 20 minutes
+        return [Memory(at, size(at / 2), 0.0) for at in range(1202)]
 
     assert judged([], sizes(lambda s: 500 + (300 if int(s) % 9 == 0 else 0))) == []
     assert judged([], sizes(lambda s: 500 + min(s, 100))) == []  # while it warms up
     assert judged([], sizes(lambda s: 500 + min(s, 440) / 10)) == []  # a cache that becomes full
-    assert "a minute" in judged([], sizes(lambda s: 500 + s / 40))[0]
+    assert "a minute" in judged([], sizes(lambda s: 500 + s / 20))[0]
     assert "grown by" in judged([], sizes(lambda s: 500 + (70 if s > 200 else 0)))[0]
 
 

@@ -154,7 +154,7 @@ def _read(message: Any, where: str) -> dict[str, Any]:
 
 
 def with_thinking(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Copy the thought of a message with calls to the key `thinking`, which harmony's template reads.
+    """Copy thoughts of messages with calls to the key `thinking`, which harmony's template reads.
 
     In such a message, the template allows either a thought or content. The model does not see the
     thoughts of other messages.
