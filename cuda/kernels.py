@@ -26,7 +26,7 @@ from gptmanager.cuda.attention.generation_attention import (
     generation_attention,
 )
 from gptmanager.cuda.attention.generation_plan import WHOLE, max_num_items, plan_generation
-from gptmanager.cuda.attention.paged_kernels import refusal
+from gptmanager.cuda.attention.paged_kernels import HEAD_DIMS, refusal
 from gptmanager.cuda.device.launch import Launcher
 from gptmanager.cuda.gemm import gemv, gemv_int4, lora
 from gptmanager.cuda.gemm.byte_rows import ByteRows, Fp8Rows, Int8Rows
@@ -101,6 +101,9 @@ class CudaKernels(Kernels):
         """Time matmuls with these weights; arguments as in `MatmulChoice.measure`."""
         if self._launcher.has_matmuls and not self.deterministic:
             self._choice.measure(self._own_matmuls, map(on_device, weights), device, timer)
+
+    def padded_head_dim(self, head_dim: int) -> int:
+        return min((it for it in HEAD_DIMS if it >= head_dim), default=head_dim)
 
     def new_matrix(
         self,

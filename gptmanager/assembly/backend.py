@@ -18,7 +18,7 @@ import torch
 from gptmanager.assembly.adapter_sizing import AdapterSizes
 from gptmanager.assembly.attention_choice import Agree, choose
 from gptmanager.assembly.attention_trial import OWN, Seconds, StepLimits
-from gptmanager.assembly.loading import Check, load
+from gptmanager.assembly.loading import Check, load, matrices_of
 from gptmanager.assembly.sizing import MemoryBudget, Sizes, wanted_seq_len
 from gptmanager.config import OptionalParams
 from gptmanager.cuda.attention.provider_libraries import find_providers
@@ -49,7 +49,7 @@ from gptmanager.kernels.simd.threads import keep_within_quota
 from gptmanager.memory.adapter_pool import AdapterPool
 from gptmanager.memory.cuda_kv_pool import CudaKvPool
 from gptmanager.memory.kv_pool import KvPool, PageShape
-from gptmanager.models.decoder.network import CheckpointModel
+from gptmanager.models.hf.network import TransformersModel
 from gptmanager.models.model import Dimensions, Model, page_shapes, state_shapes
 from gptmanager.ranks.collectives import Collectives
 
@@ -261,12 +261,13 @@ class DeviceBackend(Backend):
         model = super().load(source, params, collectives, check)
         if collectives is not None:
             self._token_sizes = ()  # the sizes to capture must be the same on all ranks
+        if isinstance(model, TransformersModel):
+            self._cuda_graphs, self._token_sizes = False, ()  # its steps are not captured
         self.stream.catch_up()  # the model's tensors were filled on this thread's current stream
-        if isinstance(model, CheckpointModel) and isinstance(self.stream, DeviceStream):
+        if isinstance(self.stream, DeviceStream):
             name = torch.cuda.get_device_name(self.device)
             with self.stream:
-                timer = self.stream.timer
-                self.kernels.measure_matmuls(model.weights.matrices, name, timer)
+                self.kernels.measure_matmuls(matrices_of(model), name, self.stream.timer)
         return model
 
     def memory_budget(

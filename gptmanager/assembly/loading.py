@@ -16,9 +16,18 @@ from gptmanager.kernels.gemm.int4_matrix import Int4Matrix
 from gptmanager.kernels.gemm.packed_matrix import Matrix, PackedMatrix, Quantized
 from gptmanager.lifecycle.log import logger
 from gptmanager.models.checkpoint_parts import is_quantized
+from gptmanager.models.decoder.network import CheckpointModel
 from gptmanager.models.hf.loading import Prepare, load_with_transformers
+from gptmanager.models.hf.network import TransformersModel
 from gptmanager.models.hf.sizes import uses_transformers
-from gptmanager.models.model import Dimensions, Model, WeightsDtype, check_fp8, load_model
+from gptmanager.models.model import (
+    Dimensions,
+    Model,
+    WeightsDtype,
+    check_float64,
+    check_fp8,
+    load_model,
+)
 from gptmanager.models.spec import ModelSpec
 from gptmanager.ranks.collectives import Collectives
 
@@ -50,7 +59,7 @@ def load(
 
     if _uses_transformers(source, params) and not isinstance(source, tuple):
         _refuse_for_transformers(params, collectives)
-        return _through_transformers(Path(source), params, kernels, prepare)
+        return _through_transformers(Path(source), params, kernels, device, prepare)
     quantized = not isinstance(source, tuple) and is_quantized(source)
 
     def check_and_prepare(spec: ModelSpec, quantized: Collection[Quantized]) -> None:
@@ -79,21 +88,39 @@ def load(
 
 
 def _through_transformers(
-    source: Path, params: OptionalParams, kernels: Kernels, prepare: Prepare
+    source: Path,
+    params: OptionalParams,
+    kernels: Kernels,
+    device: torch.device,
+    prepare: Prepare,
 ) -> Model:
-    check_fp8(params.weights_dtype, kernels)
+    weights_dtype = None if params.weights_dtype == "none" else params.weights_dtype
+    check_fp8(weights_dtype, kernels)
+
+    def check_and_prepare(dtype: torch.dtype, quantized: Collection[Quantized]) -> None:
+        check_float64(dtype, weights_dtype, kernels, device)
+        prepare(dtype, quantized)
+
     found = load_with_transformers(
         source,
         kernels,
+        device=device,
         dtype=params.dtype,
-        weights_dtype=None if params.weights_dtype == "none" else params.weights_dtype,
+        weights_dtype=weights_dtype,
         head_dtype=params.head_dtype,
         max_seq_len=params.max_seq_len,
         on_progress=params.on_progress,
-        prepare=prepare,
+        prepare=check_and_prepare,
     )
     _log(source, "through transformers", found.matrices, found.spec.dtype)
     return found
+
+
+def matrices_of(model: Model) -> Sequence[Matrix]:
+    """Return the matrices of a model that `load` has read from a checkpoint, else ()."""
+    if isinstance(model, CheckpointModel):
+        return model.weights.matrices
+    return model.matrices if isinstance(model, TransformersModel) else ()
 
 
 def _own_model(source: Any, params: OptionalParams) -> Model:
@@ -147,7 +174,6 @@ def _refuse_for_transformers(params: OptionalParams, collectives: Collectives | 
     """Raise ConfigError for options that need a native model."""
     cache = params.kv_cache_config
     for name, value in (
-        ("device", None if params.device == "cpu" else params.device),
         ("parallel_config", None if collectives is None else params.parallel_config),
         ("deterministic", params.deterministic or None),
         ("kv_cache_config.max_attention_window", cache.max_attention_window),
@@ -157,7 +183,8 @@ def _refuse_for_transformers(params: OptionalParams, collectives: Collectives | 
         if value is not None:
             raise ConfigError(
                 f"OptionalParams.{name} = {value!r} is refused with a model that transformers "
-                "computes (model_backend)"
+                "computes: leave the default, or use an architecture that model_backend = "
+                "'native' computes"
             )
 
 

@@ -120,6 +120,10 @@ class Kernels(DeltaOps):
         """
         return rows
 
+    def padded_head_dim(self, head_dim: int) -> int:
+        """Return the size to which a caller should pad heads, with zeros, before `attention`."""
+        return head_dim
+
     def new_matrix(
         self,
         rows: int,

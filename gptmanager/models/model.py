@@ -340,11 +340,11 @@ def _check_dtypes(
     spec: ModelSpec, weights_dtype: str | None, kernels: Kernels, device: torch.device | str
 ) -> None:
     """Raise ConfigError for dtypes that the kernels do not support for such a model."""
-    _check_float64(spec.dtype, weights_dtype, kernels, device)
+    check_float64(spec.dtype, weights_dtype, kernels, device)
     _check_experts(spec, weights_dtype, kernels)
 
 
-def _check_float64(
+def check_float64(
     dtype: torch.dtype, weights_dtype: str | None, kernels: Kernels, device: torch.device | str
 ) -> None:
     """Raise ConfigError if float64 is requested, by argument or checkpoint, but not supported."""

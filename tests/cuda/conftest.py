@@ -10,7 +10,7 @@ import pytest
 import torch
 from devices import there_is
 from requirements import skip
-from separate_device import DeviceTensor, SeparateDevice, SeparateStream, pin_in, real
+from separate_device import DeviceTensor, SeparateDevice, SeparateStream, move_modules, pin_in, real
 from sticky_errors import StickyErrors
 
 from gptmanager.assembly import assemble as assembly
@@ -155,6 +155,7 @@ def separate(monkeypatch):
     monkeypatch.setattr(assembly, "place", place_apart)
     monkeypatch.setattr(raw_kernel, "emulator", SimpleNamespace(Module=Module))
     pin_in(streams, monkeypatch)
+    move_modules(monkeypatch)
     yield streams
     waits = [wait for stream in streams for wait in stream.waits if "reference.py" not in wait]
     assert not waits  # but for what no kernel covers, which the reference computes

@@ -61,13 +61,14 @@ def finals(
     policy=NO_EVICT,
     model_type=ModelType.INFLIGHT_FUSED_BATCHING,
     cache=None,
+    source=None,
     **options,
 ):
     """The last responses, in the order of the requests, of a manager under a tight pool."""
     host = RecordingCallbacks(requests)
     checker = ContractChecker(host.get_inference_requests, host.send_response)
     with GptManager(
-        (config, checkpoint(tuple(sorted(config.items(), key=str)))),
+        source or (config, checkpoint(tuple(sorted(config.items(), key=str)))),
         model_type,
         max_beam_width,
         SchedulerConfig(policy),

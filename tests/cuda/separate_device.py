@@ -236,6 +236,12 @@ class SeparateStream(EmulatedStream):
             raise RuntimeError(f"{name} cannot be recorded")
 
 
+def move_modules(monkeypatch):
+    """`Module.to` makes new parameters: a `DeviceTensor` cannot be the data of another."""
+    future = torch.__future__
+    monkeypatch.setattr(future, "get_overwrite_module_params_on_conversion", lambda: True)
+
+
 def pin_in(streams, monkeypatch):
     """Memory that torch is to pin, which one for CPUs cannot, is pinned for the last stream."""
 

@@ -155,7 +155,6 @@ def test_the_log_says_which_backend_computes(
     ("given", "message"),
     [
         ({"deterministic": True}, "deterministic = True is refused"),
-        ({"device": "emulator"}, "device = 'emulator' is refused"),
         (
             {"kv_cache_config": KvCacheConfig(max_attention_window=8)},
             "max_attention_window = 8 is refused",

@@ -66,18 +66,17 @@ def hold(network: nn.Module, holder: StepHolder) -> None:
 def _shape(
     query: Tensor,
     key: Tensor,
-    value: Tensor,
+    head_dim: int,
     scaling: float | None,
     window: int | None,
     softcap: float | None,
     has_sinks: bool,
 ) -> AttentionShape:
-    heads, dim = query.shape[1], query.shape[3]
     return AttentionShape(
-        heads,
+        query.shape[1],
         key.shape[1],
-        max(dim, value.shape[3]),
-        scale=dim**-0.5 if scaling is None else float(scaling),
+        head_dim,
+        scale=query.shape[3] ** -0.5 if scaling is None else float(scaling),
         window=window,
         softcap=softcap or 0.0,
         sinks=has_sinks,
@@ -102,21 +101,23 @@ def attend(
     sinks, or None. The mask is ignored.
     """
     step: PagedStep = getattr(module, HOLDER).step
-    given = scaling, sliding_window, softcap, s_aux is not None
-    shape = _shape(query, key, value, *given)
-    q, k, v = (it[0].transpose(0, 1) for it in (query, key, value))
-    width = v.shape[2]
-    # Value heads are smaller than key heads if transformers expands latent attention.
-    q, k, v = (F.pad(it, (0, shape.head_dim - it.shape[2])) for it in (q, k, v))
     layer: Any = module.layer_idx
     pages = Pages(*step.layers[layer])
-    packed = torch.cat((q, k, v), dim=1).flatten(1)
+    head_dim = pages.keys.shape[2]
+    shape = _shape(query, key, head_dim, scaling, sliding_window, softcap, s_aux is not None)
+    # Value heads are smaller than key heads if transformers expands latent attention, and heads of
+    # pages are larger than both if the kernels have no such heads. Zeros change no result.
+    q, k, v = (
+        F.pad(it[0].transpose(0, 1), (0, head_dim - it.shape[3])) for it in (query, key, value)
+    )
+    packed = torch.cat((q, k, v), dim=1).flatten(1).to(pages.keys.dtype)
     queries = step.kernels.rope_and_write(
         packed, step.positions, None, None, None, 0.0, pages, step.rows
     )
-    sinks = None if s_aux is None else s_aux.float()
+    sinks = None if s_aux is None else s_aux.to(queries.dtype)
     found = step.kernels.attention(queries, pages, step.rows, shape, sinks)
-    return found.view(1, len(found), shape.num_heads, -1)[..., :width].to(query.dtype), None
+    heads = found.view(1, len(found), shape.num_heads, head_dim)[..., : value.shape[3]]
+    return heads.to(query.dtype), None
 
 
 def note_call(
@@ -142,16 +143,16 @@ def note_call(
         raise ConfigError(f"{type(module).__name__} has no layer_idx")
     if key.shape[2] != query.shape[2]:
         refused.append("keys of other tokens than the step's")
-    given = scaling, sliding_window, softcap, s_aux is not None
-    shape = _shape(query, key, value, *given)
+    head_dim = max(query.shape[3], value.shape[3])
+    shape = _shape(query, key, head_dim, scaling, sliding_window, softcap, s_aux is not None)
     call = Call(layer, shape, attention_mask, tuple(sorted(refused)))
     getattr(module, HOLDER).calls.append(call)
     batch, heads, tokens, _ = query.shape
     return value.new_zeros(batch, tokens, heads, value.shape[3]), None
 
 
-def describe_mask(mask_function: Any, **_: Any) -> Tensor:
+def describe_mask(mask_function: Any, device: Any = None, **_: Any) -> Tensor:
     """Return a mask with the mask function as its attribute `shows`, for the probe."""
-    mask = torch.zeros(1, 1, 1, 1)
+    mask = torch.zeros(1, 1, 1, 1, device=device)
     mask.shows = mask_function  # type: ignore[attr-defined]
     return mask

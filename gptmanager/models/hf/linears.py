@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from gptmanager.kernels.gemm.packed_matrix import PackedMatrix, Quantized
@@ -35,16 +36,18 @@ def replace_linears(
     kernels: Kernels,
     kind_of: Callable[[str], Quantized | None],
     on_progress: Callable[[int, int], None],
+    device: torch.device | str = "cpu",
 ) -> list[PackedMatrix]:
     """Replace all linear layers that the kernels pack, except routers; return the packed matrices.
 
-    `kind_of` maps the name of a module to the quantization of its matrix, None for no quantization.
+    The packed matrices and their biases are on `device`; nothing else is moved there. `kind_of`
+    maps the name of a module to the quantization of its matrix, None for no quantization.
     `on_progress` is called with the number of finished layers and the number of all.
     """
     named = [(name, it) for name, it in network.named_modules() if _is_linear(name, it)]
     matrices = []
     for done, (name, module) in enumerate(named, start=1):
-        packed = _packed(module, kernels, kind_of(name))
+        packed = _packed(module, kernels, kind_of(name), device)
         on_progress(done, len(named))
         if packed is not None:
             parent, _, own = name.rpartition(".")
@@ -58,19 +61,21 @@ def _is_linear(name: str, module: nn.Module) -> bool:
     return is_one and not _ROUTERS.fullmatch(name)
 
 
-def _packed(module: Any, kernels: Kernels, kind: Quantized | None) -> PackedLinear | None:
+def _packed(
+    module: Any, kernels: Kernels, kind: Quantized | None, device: torch.device | str
+) -> PackedLinear | None:
     """Return a layer with the matrix of `module`, packed; None if the kernels do not pack it."""
     weight = module.weight.detach()
     weight = weight if type(module) is nn.Linear else weight.t()
     rows, columns = weight.shape
-    matrix = kernels.new_matrix(rows, columns, weight.dtype, kind)
+    matrix = kernels.new_matrix(rows, columns, weight.dtype, kind, device)
     if matrix is None:
         return None
     # copied in pieces, because a quantized row needs temporary arrays in float32
     step = max(16, (1 << 20) // weight.shape[1] // 16 * 16)
     for start in range(0, len(weight), step):
         matrix.copy_(weight[start : start + step], start)
-    bias = None if module.bias is None else module.bias.detach()
+    bias = None if module.bias is None else module.bias.detach().to(device)
     return PackedLinear(matrix, bias, kernels)
 
 

@@ -28,6 +28,7 @@ def load_with_transformers(
     folder: Path,
     kernels: Kernels,
     *,
+    device: torch.device | str = "cpu",
     dtype: str | None = None,
     weights_dtype: Quantized | None = None,
     head_dtype: Quantized | None = None,
@@ -37,6 +38,7 @@ def load_with_transformers(
 ) -> TransformersModel:
     """Load a folder with safetensors and an architecture of transformers.
 
+    The network is loaded on the CPU, and then moved to `device`, for which `kernels` must be.
     `prepare` is called before the weights are loaded, with the dtype of the network and the
     quantizations of its matrices. Raises ConfigError for any other folder, and for an architecture
     that attention over pages cannot compute. Code of the folder is never run.
@@ -81,7 +83,12 @@ def load_with_transformers(
             on_progress("weights", done, total)
 
     return TransformersModel(
-        network, kernels, kind_of=kind_of, max_seq_len=max_seq_len, on_progress=progress
+        network,
+        kernels,
+        kind_of=kind_of,
+        max_seq_len=max_seq_len,
+        device=device,
+        on_progress=progress,
     )
 
 

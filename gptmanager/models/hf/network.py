@@ -10,8 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from gptmanager.kernels.attention.attention_arguments import AttentionShape
 from gptmanager.kernels.gemm.packed_matrix import Quantized
-from gptmanager.kernels.reference import Kernels
+from gptmanager.kernels.reference import Ints, Kernels
 from gptmanager.memory.kv_pool import KvPool, PageShape
 from gptmanager.models.batch import Batch
 from gptmanager.models.hf.attention import (
@@ -25,14 +26,15 @@ from gptmanager.models.hf.attention import (
 from gptmanager.models.hf.fixed_rope import fix_rotations
 from gptmanager.models.hf.library import register
 from gptmanager.models.hf.linears import num_bytes, replace_linears
-from gptmanager.models.hf.probe import probe
+from gptmanager.models.hf.probe import check_forward, probe
 
 
 @dataclass(frozen=True, slots=True)
 class TransformersSpec:
     """The sizes of a network for a manager. `pages`: the shape of each layer's pages.
 
-    `num_kv_heads` and `head_dim` are those of the layer with the largest pages.
+    `num_kv_heads` and `head_dim` are those of the layer with the largest pages. Heads of pages may
+    be padded, see `Kernels.padded_head_dim`.
     """
 
     vocab_size: int
@@ -47,9 +49,10 @@ class TransformersSpec:
 
 
 class TransformersModel:
-    """A causal language model of transformers.
+    """A causal language model of transformers, a `PlanningModel` whose steps are not captured.
 
-    `network` is changed: its attention and its linear layers are replaced with ours. `kind_of` maps
+    `network` is on the CPU. It is changed: its attention and its linear layers are replaced with
+    ours, and it is moved to `device`, for which `kernels` must be. `kind_of` maps
     the name of a linear layer to its quantization, or None. `max_seq_len` is by default the
     config's `max_position_embeddings`. The constructor raises ConfigError that names a feature that
     attention over pages cannot compute.
@@ -62,15 +65,19 @@ class TransformersModel:
         *,
         kind_of: Callable[[str], Quantized | None] = lambda name: None,
         max_seq_len: int | None = None,
+        device: torch.device | str = "cpu",
         on_progress: Callable[[int, int], None] = lambda done, total: None,
     ) -> None:
-        self.network, self._kernels = network.eval(), kernels
+        self.network, self._kernels = network.eval().requires_grad_(False), kernels
         config: Any = network.config
         config = config.get_text_config()
         self._holder = StepHolder()
         register(attend, note_call, describe_mask)
         hold(network, self._holder)
-        calls = probe(network, self._holder, config.num_hidden_layers)
+        calls = [
+            call._replace(shape=_padded(call.shape, kernels))
+            for call in probe(network, self._holder, config.num_hidden_layers)
+        ]
         self.attention_shapes = tuple(dict.fromkeys(call.shape for call in calls))
         longest = config.max_position_embeddings
         fix_rotations(network, max_seq_len or longest)
@@ -89,10 +96,20 @@ class TransformersModel:
                 for it in sorted(calls, key=lambda call: call.layer)
             ),
         )
-        self.matrices = replace_linears(network, kernels, kind_of, on_progress)
+        self.matrices = replace_linears(network, kernels, kind_of, on_progress, device)
         hold(network, self._holder)
         self.nbytes = num_bytes(network, self.matrices)
+        if str(device) != "cpu":
+            network.to(device)
+            check_forward(network, self._holder, device)
         self._selects = "logits_to_keep" in inspect.signature(network.forward).parameters
+
+    def plan(
+        self, row_starts: Ints, kv_lengths: Ints, num_context_rows: int, fixed: int = 0
+    ) -> tuple[Ints, ...]:
+        if fixed:  # code of transformers may wait for the device, as that of experts does
+            return ()
+        return self._kernels.plan(self.attention_shapes, row_starts, kv_lengths, num_context_rows)
 
     @torch.inference_mode()
     def forward(self, batch: Batch, kv_pool: KvPool) -> Tensor:
@@ -126,3 +143,7 @@ class TransformersModel:
         embedded = network.get_input_embeddings()(batch.token_ids)
         own = batch.prompt_embeddings.to(embedded)
         return {"inputs_embeds": embedded.index_copy(0, batch.prompt_index, own)[None]}
+
+
+def _padded(shape: AttentionShape, kernels: Kernels) -> AttentionShape:
+    return shape._replace(head_dim=kernels.padded_head_dim(shape.head_dim))

@@ -1,4 +1,7 @@
-"""`probe`: runs a network on a few tokens, and rejects what attention over pages cannot compute."""
+"""`probe`: runs a network on a few tokens, and rejects what attention over pages cannot compute.
+
+`check_forward` does the same on a device, where tensors that did not move there are found.
+"""
 
 from __future__ import annotations
 
@@ -48,15 +51,31 @@ def probe(network: nn.Module, holder: StepHolder, num_layers: int) -> list[Call]
     return calls
 
 
-def _run(network: nn.Module, holder: StepHolder, first: int) -> Tensor:
+@torch.inference_mode()
+def check_forward(network: nn.Module, holder: StepHolder, device: torch.device | str) -> None:
+    """Raise ConfigError if the forward pass of a network fails on `device`."""
+    use_attention(network, PROBE)
+    try:
+        _run(network, holder, 0, device)
+    except Exception as error:  # the code of an architecture may raise any error
+        why = f"its forward fails on the device {str(device)!r}: {error_summary(error)}"
+        raise _refusal(network, why) from error
+    finally:
+        use_attention(network, ATTENTION)
+        holder.calls = []
+
+
+def _run(
+    network: nn.Module, holder: StepHolder, first: int, device: torch.device | str = "cpu"
+) -> Tensor:
     """Return the logits `[1, T, vocab]` of the token `first` and some zeros.
 
     Attention returns zeros, and its calls are recorded in `holder`.
     """
     holder.calls = []
     found = network(
-        input_ids=torch.tensor([[first, *[0] * (_TOKENS - 1)]]),
-        position_ids=torch.arange(_TOKENS)[None],
+        input_ids=torch.tensor([[first, *[0] * (_TOKENS - 1)]]).to(device),
+        position_ids=torch.arange(_TOKENS, device=device)[None],
         use_cache=False,
     )
     logits: Tensor = found.logits
