@@ -15,6 +15,7 @@ import torch
 from late_copies import LateCopies, LateEvent
 from recorded_work import RecordedWork
 from torch import Tensor
+from torch.utils._device import _device_constructors
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
 
@@ -252,5 +253,6 @@ def pin_in(streams, monkeypatch):
 
         return made
 
+    _device_constructors()  # torch lists its functions once: `made` must not be among them
     for name in ("empty", "tensor"):
         monkeypatch.setattr(torch, name, pinning(getattr(torch, name)))

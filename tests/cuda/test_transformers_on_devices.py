@@ -17,6 +17,7 @@ from devices import check_same, finals, prompt, there_is
 from hf_models import ARCHITECTURES, REFUSED, new_network
 from mixed_schedules import mixed
 from separate_device import DEVICE, SeparateDevice, move_modules
+from torch.utils._python_dispatch import _disable_current_modes
 
 from gptmanager import (
     CapacitySchedulerPolicy,
@@ -36,10 +37,22 @@ from gptmanager.kernels import Kernels
 from gptmanager.loop.responses import REQUEST_METRICS
 from gptmanager.models.hf.network import TransformersModel
 
-pytest.importorskip("transformers", reason="transformers is not installed")
+transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 pytestmark = pytest.mark.timeout(180)  # the emulator beside busy neighbors
 from_tokens = InferenceRequest.from_tokens
 THROUGH = {"model_backend": "transformers"}
+
+
+@pytest.fixture(autouse=True)
+def built_elsewhere(monkeypatch):
+    """transformers builds networks on torch's device "meta", which is not the separate device."""
+    from_pretrained = transformers.AutoModelForCausalLM.from_pretrained
+
+    def load_network(*given, **options):
+        with _disable_current_modes():
+            return from_pretrained(*given, **options)
+
+    monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_pretrained", load_network)
 
 
 @functools.cache
@@ -92,17 +105,19 @@ def test_logits_are_those_of_the_cpu_and_of_transformers(device, streams, name):
 def test_six_requests_in_flight_give_the_tokens_of_generate(device, name):
     """In chunks, with pauses, and blocks that later requests reuse."""
     network, folder = saved(name)
-    prompts = [prompt(i, length) for i, length in enumerate((40, 7, 60, 3, 22, 31))]
-    options = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None}
-    with torch.inference_mode():
-        expected = [network.generate(torch.tensor([it]), **options)[0].tolist() for it in prompts]
+    prompts = [prompt(i, length) for i, length in enumerate((30, 7, 41, 3, 22, 17), start=1)]
+    options = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None}
+    expected = []
+    for own in map(torch.tensor, ([it] for it in prompts)):
+        mask = torch.ones_like(own)  # id 0 is also that of padding
+        expected += network.generate(own, attention_mask=mask, **options).tolist()
     found = finals(
-        [from_tokens(i, it, 12) for i, it in enumerate(prompts)],
+        [from_tokens(i, it, 8) for i, it in enumerate(prompts)],
         *(device, None),
         source=folder,
         policy=CapacitySchedulerPolicy.MAX_UTILIZATION,
-        cache=KvCacheConfig(max_tokens=112, tokens_per_block=16, enable_block_reuse=True),
-        **{**THROUGH, "max_batch_size": 6, "max_num_tokens": 24, "max_seq_len": 80},
+        cache=KvCacheConfig(max_tokens=80, tokens_per_block=16, enable_block_reuse=True),
+        **{**THROUGH, "max_batch_size": 6, "max_num_tokens": 24, "max_seq_len": 64},
     )
     assert [it.tensors["output_ids"][0, 0].tolist() for it in found] == expected
     pauses = REQUEST_METRICS.index("pauses")
@@ -179,15 +194,18 @@ def test_torch_computes_attention_that_no_kernel_takes(device, caplog, name, cha
     assert reason in line and "PyTorch computes it" in line
 
 
-@pytest.mark.parametrize("name", ["gpt_oss", "gemma2", "apertus"])
-def test_bfloat16(device, streams, name):
+@pytest.mark.parametrize(
+    ("name", "largest"),
+    [("gpt_oss", 0.1), ("gemma2", 0.05), ("apertus", 0.05)],  # routers may choose other experts
+)
+def test_bfloat16(device, streams, name, largest):
     network, folder = saved(name)
     (found, _) = finals(with_logits(), device, source=folder, dtype="bfloat16", **CHUNKS)
     tokens = found.tensors["output_ids"][0, :, :30]
     with torch.inference_mode():
         exact = network(input_ids=tokens.long(), use_cache=False).logits[0]
     error = (found.tensors["context_logits"][0] - exact).std() / exact.std()
-    assert 1e-4 < error < 0.05
+    assert 1e-4 < error < largest
     if name == "gpt_oss":
         forget_waits_of_experts(streams)
 
