@@ -8,6 +8,7 @@ import torch
 from checkpoints import random_state
 from devices import LLAMA, finals, prompt
 from kernel_values import exact, randn, rounded
+from separate_device import DEVICE, SeparateDevice
 
 from gptmanager import InferenceRequest
 from gptmanager.cuda.device.launch import EmulatorLauncher
@@ -95,6 +96,18 @@ def test_rows_of_a_quantized_table(toolchain, kind):
     found = kernels.embedding(torch.tensor([34, 0, 17, 34]), table)
     assert torch.equal(found, table.unpacked()[[34, 0, 17, 34]])
     assert found.dtype is torch.bfloat16
+
+
+@pytest.mark.parametrize("kind", [Int8Rows, Fp8Rows, Int4Matrix])
+def test_rows_are_written_on_a_device_that_shares_nothing_with_the_host(kind):
+    values, expected = randn(70, 64), kind(70, 64, torch.float32)
+    expected.copy_(values)
+    with SeparateDevice():
+        matrix = kind(70, 64, torch.float32, DEVICE)
+        for first in (0, 35):  # within a panel
+            matrix.copy_(values[first : first + 35], first)
+        assert matrix.values.device == matrix.scales.device == DEVICE
+        assert torch.equal(matrix.unpacked().cpu(), expected.unpacked())
 
 
 @pytest.mark.parametrize("kind", ["int8", "int4", "fp8"])

@@ -117,7 +117,7 @@ def attend(
     sinks = None if s_aux is None else s_aux.to(queries.dtype)
     found = step.kernels.attention(queries, pages, step.rows, shape, sinks)
     heads = found.view(1, len(found), shape.num_heads, head_dim)[..., : value.shape[3]]
-    return heads.to(query.dtype), None
+    return heads.to(query.dtype).contiguous(), None  # callers may use `view`
 
 
 def note_call(

@@ -82,14 +82,8 @@ def load_with_transformers(
         if on_progress is not None:
             on_progress("weights", done, total)
 
-    return TransformersModel(
-        network,
-        kernels,
-        kind_of=kind_of,
-        max_seq_len=max_seq_len,
-        device=device,
-        on_progress=progress,
-    )
+    given: dict[str, Any] = {"max_seq_len": max_seq_len, "device": device}
+    return TransformersModel(network, kernels, kind_of=kind_of, on_progress=progress, **given)
 
 
 def _head(weights_dtype: Quantized | None, head_dtype: Quantized | None) -> Quantized | None:

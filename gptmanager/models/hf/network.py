@@ -49,7 +49,7 @@ class TransformersSpec:
 
 
 class TransformersModel:
-    """A causal language model of transformers, a `PlanningModel` whose steps are not captured.
+    """A causal language model of transformers, without captured steps.
 
     `network` is on the CPU. It is changed: its attention and its linear layers are replaced with
     ours, and it is moved to `device`, for which `kernels` must be. `kind_of` maps
