@@ -146,8 +146,8 @@ def test_all_products_of_tiles_have_the_same_counters(card):
         (66, 128_256, 66 * 2),  # as many as the card runs at a time
         (67, 128_256, 67),
         (256, 128_256, 256),
-        (1, 8_192, 1),  # has work for the warps of one block
-        (1, 8_200, 2),
+        (1, 16_384, 1),  # has work for the warps of one block
+        (1, 16_392, 2),
     ],
 )
 def test_how_many_blocks_share_rows_of_logits(card, rows, vocab_size, blocks):

@@ -9,6 +9,7 @@ write whole cache lines. `PackedMatrix` and `Int4Matrix` describe the layouts of
 from __future__ import annotations
 
 import ctypes
+import math
 from typing import Any
 
 import numpy as np
@@ -141,7 +142,7 @@ def panel_scratch(columns: int, work: int, more_bytes: int = 0) -> tuple[Tensor,
 
 def panel_depth(values: Tensor) -> int:
     """Return the number of bytes of one row in a panel."""
-    return values[0].nbytes // LANES
+    return math.prod(values.shape[1:]) * values.itemsize // LANES
 
 
 @loop
