@@ -290,7 +290,11 @@ def test_a_checkpoint_may_ask_for_it_and_pages_are_as_wide() -> None:
             "device = 'meta': only the CPU supports it",
         ),
         (
-            {"kernels": CudaKernels(cast(Any, SimpleNamespace(has_fp8=False, max_shared_mem=0)))},
+            {
+                "kernels": CudaKernels(
+                    cast(Any, SimpleNamespace(has_fp8=False, max_shared_mem=1 << 20))
+                )
+            },
             "kernels = CudaKernels: they do not support it",
         ),
     ],
