@@ -95,8 +95,7 @@ class AsyncRequestQueue(RequestQueue):
     def submit_all(self, requests: Sequence[InferenceRequest]) -> list[Generation]:
         """Queue all of the requests, or none. Never wait.
 
-        Raise `queue.Full` if there is no room for all of them; the other errors are those of
-        `submit`.
+        Raises `queue.Full` if the queue has no room for all of them, and the errors of `submit`.
         """
         generations: list[Generation] = []
         try:

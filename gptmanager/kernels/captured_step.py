@@ -2,9 +2,8 @@
 
 Steps with the same number of rows run the same tasks on threads: only the contents of the input
 tensors differ. The ops run once for each number of rows; later steps replay the list of tasks. That
-saves the time of the Python code of every op, a third to half of a small model's step. Memory is
-managed as in the pool of CUDA graphs: later ops reuse the memory of tensors that are no longer
-needed.
+saves the time of the Python code of every op, a third to half of a small model's step. As in
+the memory pool of CUDA graphs, later ops reuse the memory of tensors that no op needs any more.
 """
 
 from __future__ import annotations

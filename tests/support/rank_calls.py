@@ -17,8 +17,8 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from forked_ranks import fork_ranks
 from rank_links import outcome
-from ranks_by_hand import free_port
 from shorthand import request
 
 from gptmanager import GptManager, ModelType, OptionalParams, ParallelConfig
@@ -35,23 +35,16 @@ NEVER_S = 150.0  # longer than the test waits
 
 def on_each_rank(body: Callable[[int], Any]) -> list[Any]:
     """What `body(rank)` returns in a process of its own, by rank."""
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    os.environ["WORLD_SIZE"] = str(SIZE)
-    children = []
-    for rank in range(SIZE):
-        reading, writing = os.pipe()
-        pid = os.fork()
-        if pid == 0:
-            os.environ["RANK"] = str(rank)
-            try:
-                os.write(writing, json.dumps(body(rank)).encode())
-            except Exception:
-                traceback.print_exc()
-            os._exit(0)
-        os.close(writing)
-        children.append((pid, reading))
+
+    def be_rank(rank: int, writing: int) -> None:
+        try:
+            os.write(writing, json.dumps(body(rank)).encode())
+        except Exception:
+            traceback.print_exc()
+        os._exit(0)
+
     found = []
-    for pid, reading in children:
+    for pid, reading in fork_ranks(SIZE, be_rank):
         with open(reading, encoding="utf-8") as told:
             found.append(json.loads(told.read() or "null"))
         os.waitpid(pid, 0)

@@ -17,7 +17,7 @@ import time
 from typing import Any, NamedTuple
 
 import torch
-from ranks_by_hand import free_port
+from forked_ranks import Child, fork_ranks
 
 from gptmanager import (
     GptManager,
@@ -51,11 +51,6 @@ class Fault(NamedTuple):
     stages: int
     after_s: float  # the start, of a rank that is `ready` or not
     is_ready: bool
-
-
-class Child(NamedTuple):
-    pid: int
-    told: int  # where it says how it is
 
 
 class Host:
@@ -140,22 +135,12 @@ def plant(manager: GptManager, torn: list[str]) -> None:
 
 
 def start(fault: Fault) -> list[Child]:
-    size = fault.parts * fault.stages
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    os.environ["WORLD_SIZE"] = str(size)
-    children = []
-    for rank in range(size):
-        reading, writing = os.pipe()
-        pid = os.fork()
-        if pid == 0:
-            os.environ["RANK"] = str(rank)
-            null = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(null, 2)  # what it logs is known
-            be_rank(rank, fault, writing)
-            sys.exit(0)  # as any program ends
-        os.close(writing)
-        children.append(Child(pid, reading))
-    return children
+    def run(rank: int, writing: int) -> None:
+        null = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(null, 2)  # what it logs is known
+        be_rank(rank, fault, writing)
+
+    return fork_ranks(fault.parts * fault.stages, run)
 
 
 def lines(child: Child, until: float, count: int) -> list[Any]:

@@ -23,7 +23,7 @@ Status = Literal["ok", "wrong", "failed", "absent", "skipped"]
 
 @dataclass(frozen=True)
 class Entry:
-    """The result of one contender in one case. `note`: why there is no figure, or what is wrong.
+    """The result of one contender in one case. `note`: the reason for a missing or wrong result.
 
     `first_use_s` is the time to its first result, including compilation; `plan_s` is the host's
     time for the plan of one step. Neither is part of `spread`.

@@ -88,9 +88,9 @@ class Adapters:
     def read(self, name: str, path: str, *, is_trusted: bool = False) -> Adapter:
         """Return an adapter read from its files, without adding it. Blocks while it reads.
 
-        `is_trusted`: the operator has named the folder, which may be outside the root. Raises
-        ApiError: 403 if any other folder is outside the root, or if there is no root; 400 for a
-        folder without a valid adapter.
+        `is_trusted`: the operator has named the folder, so it may be outside the root. Raises
+        ApiError: 403 if an untrusted folder is outside the root, or without a root; 400 if the
+        folder has no valid adapter.
         """
         folder = Path(path).resolve() if is_trusted else self._folder(path)
         try:

@@ -60,7 +60,7 @@ def bind_path(path: Path) -> socket.socket:
 
 
 def _remove_stale(path: Path) -> None:
-    """Remove the socket of a server that has ended. Do nothing if there is no file.
+    """Remove the socket file that a stopped server left behind, if there is one.
 
     Raises OSError for the socket of a running server, and for another kind of file.
     """

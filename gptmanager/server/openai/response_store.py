@@ -17,8 +17,8 @@ MAX_AGE_S = 3600.0
 class StoredResponse(NamedTuple):
     """A response and its input items, as JSON.
 
-    `owner`: the name of the API key that may read the response. `expires`: the time of the store's
-    clock, in seconds, at which the response is no longer returned.
+    `owner`: the name of the API key that may read the response. `expires`: when it expires,
+    in seconds of the store's clock.
     """
 
     owner: str

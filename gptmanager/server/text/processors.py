@@ -94,10 +94,7 @@ class Processors:
 
 
 def _started(grammar: Any, start: Callable[[], GrammarStart | None], warnings: Warnings) -> Any:
-    """Return the grammar, to be applied after the thought (reasoning).
-
-    It is unchanged if there is no thought.
-    """
+    """Return the grammar, applied after the thought (reasoning) if there is one."""
     try:
         found = start()
     except ValueError as error:
