@@ -222,6 +222,7 @@ def drop_pages(folder: Path) -> None:
     if os.environ.get("COLD"):
         for file in folder.iterdir():
             with file.open("rb") as opened:
+                os.fsync(opened.fileno())  # pages that are not on the disk yet are not dropped
                 os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
@@ -256,8 +257,10 @@ def seconds(action: Callable[[], Any]) -> tuple[Seconds, Any]:
 
 
 def use_memory(num_bytes: int) -> None:
+    """Use and free memory, in huge pages as weights do."""
     if not os.environ.get("HOST"):
-        with mmap.mmap(-1, num_bytes) as memory:
+        with mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as memory:
+            memory.madvise(mmap.MADV_HUGEPAGE)
             for start in range(0, num_bytes, mmap.PAGESIZE):
                 memory[start] = 1
 
@@ -278,7 +281,7 @@ def measure(name: str, small: Path, folder: Path) -> None:
     nbytes = sum(it.stat().st_size for it in folder.iterdir())
     drop_pages(folder)
     of_read, _ = seconds(lambda: read(folder))
-    use_memory(nbytes)
+    use_memory(2 * nbytes)
     drop_pages(folder)
     resident = forget_peak()
     of_load, model = seconds(lambda: load_model(folder, weights_dtype=kind))
