@@ -21,14 +21,14 @@ from gptmanager.kernels.simd.threads import NEXT_PART, NEXT_THREAD, task_fields
 class GroupTask(ctypes.Structure):
     """Matmuls by `body`, each with consecutive rows of `x` and one of several matrices.
 
-    `given` is the address of int64 numbers: the number of matmuls, then for each of them the number
+    `given` is the address of int64 numbers: the number of matmuls, then for each of them the index
     of its matrix, its number of rows, and its first row. `counters` is the address of int64 zeros,
     one for each matmul. `copies` is the address of memory for one `MatmulTask` per thread. `tails`
     is the address of the values of `MatmulTask.tail` for 0 to 15 rows. `scratch_bytes` is the size
     of a thread's scratch; the other fields that end in `_bytes` are the distances from one row or
-    matrix to the next. For matmuls of up to `streamed_rows` rows, the matrices are divided into
-    about `streamed_parts` parts in all; for others, each group of panels is a part. The fields up
-    to `bias_bytes` depend on the call.
+    matrix to the next. Matmuls of up to `streamed_rows` rows are divided into about
+    `streamed_parts` parts in all; other matmuls have a part for each group of panels and chunk of
+    rows. The fields up to `bias_bytes` depend on the call.
     """
 
     _fields_ = task_fields(

@@ -2,7 +2,7 @@
 
 Each group has a factor of its own, the scale of its integers, so that a large element costs
 precision only within its group. A row has a block of memory for each group, or planes for a matrix
-unit (Intel AMX). An element is stored in one byte (one level), or in two if rows are few: the
+unit (Intel AMX). An element is stored in one byte (one "level"), or in two if rows are few: the
 signed upper byte of an int16, and the signed rest.
 """
 

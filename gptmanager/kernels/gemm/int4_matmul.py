@@ -1,4 +1,4 @@
-"""Matmuls of tokens with a 4-bit matrix, one function for each kind of instructions."""
+"""Matmuls of tokens with a 4-bit matrix, one function for each kind of instruction."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from gptmanager.kernels.gemm.matrix_tiles import over_rows, release
 from gptmanager.kernels.simd.lanes import LANES, claim, loop, loop_named, task_at
 from gptmanager.kernels.simd.threads import NEXT_PART
 
-FEW_ROWS = 8  # up to this number, each thread quantizes all rows, to 16 bits
+FEW_ROWS = 8  # up to this number of rows, each thread quantizes all of them, to 16 bits
 _multiply_lanes = over_rows("float32")
 
 

@@ -111,8 +111,8 @@ class Int4Matrix(PackedMatrix):
     ) -> None:
         """Write `columns` of `values` as whole rows, from `first_row` on.
 
-        Floats are rounded to groups. `Groups` are written unchanged, unless `columns` begin within
-        a group.
+        Floats and `Codes` are rounded to groups. Groups are written unchanged, unless `columns`
+        begin within a group.
         """
         assert self.scales is not None and first_column == 0
         if isinstance(values, PackedGroups) and values.write(columns, self.values, first_row):
@@ -150,7 +150,7 @@ class Int4Matrix(PackedMatrix):
         return numbers.view(panels, groups // size, size, lanes).permute(0, 3, 1, 2)
 
     def _new_minima(self) -> Tensor:
-        """Return the minima. If there were none, they are now those of the values so far."""
+        """Return the minima. If there are none, first create them so that no element changes."""
         if self.minima is None:
             assert self.scales is not None
             self.minima = self.scales * -MIDDLE

@@ -107,9 +107,9 @@ def int8_tile(rows: int) -> Any:
     """Return an intrinsic that computes `rows` x 64 elements of a matmul, or adds to them.
 
     Its arguments are `(c, a, left, marks, a_stride, b, fours, add)`. `c` is float32 with stride 64.
-    `a`, `left` and `marks` are the values, remainders and marks of quantized rows, from the
-    beginning of a stretch. `b` has four panels as `lay_out` writes them, `SPAN` positions apart.
-    `fours` is the number of positions divided by 4.
+    `a`, `left` and `marks` are the addresses of values, remainders and marks of the first row, from
+    the beginning of a stretch; rows are `a_stride` bytes apart. `b` has four panels as `lay_out`
+    writes them, `SPAN` positions apart. `fours` is the number of positions divided by 4.
     """
     per_stretch = ir.Constant(LONG, STRETCH // FOUR)
 

@@ -1,4 +1,7 @@
-"""Matmuls of rows with a matrix of floats or int8, a function per dtype and kind of instruction."""
+"""Multiplies rows with a matrix of floats or int8.
+
+There is one function for each dtype and kind of instruction.
+"""
 
 from __future__ import annotations
 
@@ -36,8 +39,8 @@ from gptmanager.kernels.gemm.quantized_activations import (
 from gptmanager.kernels.simd.lanes import LANES, claim, loop, loop_named, task_at
 from gptmanager.kernels.simd.threads import NEXT_PART
 
-BLOCK = 256  # columns (depth) of four panels that stay in the L1 cache while all rows pass
-WIDE_BYTES = 4 * BLOCK * LANES  # bytes of one panel's BLOCK columns, widened to float32
+BLOCK = 256  # columns (depth) of four panels: these stay in the L1 cache while all rows pass
+WIDE_BYTES = 4 * BLOCK * LANES  # size of BLOCK columns of one panel, widened to float32
 STREAMED_ROWS = 6  # up to this number of rows the matrix is read once, in long pieces
 WIDEN_FROM = 32  # rows: with fewer, widening costs more time than it saves
 
@@ -45,10 +48,10 @@ _thirty_two, _sixteen = unit_tile(2), unit_tile(1)
 
 
 def _share_by_lanes(dtype: str) -> Any:
-    """Return a function that computes the parts that a thread claims, in SIMD lanes.
+    """Return a function that computes the parts that its thread claims, in SIMD lanes.
 
-    `dtype`: the matrix's dtype; "bfloat16 pairs" means bfloat16 multiplied in pairs, without
-    widening. Other panels are first widened to float32 for many rows, which is exact.
+    `dtype`: the matrix's dtype; "bfloat16 pairs" means bfloat16 that is multiplied in pairs. For
+    many rows, panels of other dtypes are first widened to float32, which is exact.
     """
     is_pairs, name = dtype == "bfloat16 pairs", dtype.replace(" ", "_")
     widens, item = not is_pairs and dtype != "float32", 2 if is_pairs else 4
@@ -87,7 +90,7 @@ def _share_by_lanes(dtype: str) -> Any:
 
 
 def _share_by_int8() -> Any:
-    """Return a function that multiplies int8 rows in int8 arithmetic, for the parts it claims."""
+    """Return a function that computes the parts that its thread claims, from int8 rows."""
     three, two, one = (int8_tile(rows) for rows in (3, 2, 1))
 
     @loop_named("share_int8_by_int8")
@@ -124,9 +127,9 @@ def _share_by_int8() -> Any:
 
 
 def _share_by_int16() -> Any:
-    """Return a function that quantizes few rows to int16 and computes the parts it claims.
+    """Return a function for few rows, which computes the parts that its thread claims.
 
-    Each thread quantizes all rows itself.
+    Each thread first quantizes all rows to int16.
     """
     four, three, two, one = (int16_tile(rows) for rows in (4, 3, 2, 1))
 
@@ -171,7 +174,7 @@ _int8_by_int8 = _share_by_int8() if has_int8_dots() else _int8
 
 
 def multiply_float32(address: int) -> None:
-    """Compute `result = x @ matrix.T` in float32. The next three do so for other dtypes."""
+    """Compute `result = x @ matrix.T` with a float32 matrix, and the next three with others."""
     _float32(task_at(address, MATMUL_TASK), address)
 
 

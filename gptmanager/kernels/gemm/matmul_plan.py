@@ -145,7 +145,7 @@ def _variants(stored: torch.dtype, deterministic: bool) -> list[_Variant]:
         return [_Variant(ANY_ROWS, body, _read_pairs)]
     found = []
     if stored is torch.int8 and (has_int8_unit() or not deterministic):
-        found = _for_int8()  # with this unit, any number of rows has the same bits
+        found = _for_int8()  # with this unit, bits do not depend on the number of rows
     if stored is INT4 and not deterministic:
         found = _for_int4()
     if not found or found[-1].most_rows < ANY_ROWS:
@@ -237,10 +237,10 @@ def can_be_packed(dtype: torch.dtype, quantized: Quantized | None = None) -> boo
 
 @functools.cache
 def registers(rows: int) -> int:
-    """Return the address of the configurations of the matrix unit (Intel AMX) for `rows` rows of x.
+    """Return the address of three configurations of the matrix unit (Intel AMX).
 
-    The first one is for `unit_tile`, the second for `stretch_tile`, and the third for
-    `groups_tile`.
+    They are for `rows` rows of x: the first for `unit_tile`, the second for `stretch_tile`, and the
+    third for `groups_tile`.
     """
     tables = b""
     for num_rows, x_bytes, matrix_rows in ((5, 64, 16), (6, 64, 16), (5, 32, 8)):

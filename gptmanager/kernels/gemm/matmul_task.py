@@ -26,17 +26,18 @@ SCRATCH_BYTES = 4 * CHUNK_ROWS * PANELS * LANES
 class MatmulTask(ctypes.Structure):
     """Addresses (or 0), sizes (of scratch in bytes), and the layout of a group of panels.
 
-    The fields up to `tail` depend on the call. `x` has `depth` elements per row. They are float32,
-    bfloat16 for pairs and the matrix unit, or for int16 of `dtype`, the dtype of `result`. For
-    int8, `x` has quantized rows. A part has `part_groups` groups. `num_groups` is the number of all
-    groups and also the distance in panels from the first to the second panel of a group, and from
-    the third to the fourth; `second` is the distance from the first to the third. With `silu`, the
-    SiLU of the first and second panels' sums is multiplied by the sums of the third and fourth.
-    `positions` is the number of adjacent positions that a row has in a panel (unless in 4 bits),
-    and `position_bytes` the size of one position of all rows. `full` and `tail` are the addresses
-    of the configurations of the matrix unit (Intel AMX) for sixteen rows and for the remaining
-    rows. `groups` is the address of the float16 scales of a 4-bit matrix, and `minima` the distance
-    in bytes from these to the minima, or 0 without minima. `counter` is the address of the task
+    The fields up to `tail` depend on the call. `x` has `depth` elements per row: float32, or
+    bfloat16 for pairs and the bfloat16 matrix unit. Functions that quantize `x` to int16 themselves
+    read it in `dtype`, the dtype of `result`; otherwise quantized rows are passed as `x`. A part
+    has `part_groups` groups. `num_groups` is the number of all groups. It is also the distance in
+    panels from the first to the second panel of a group, and from the third to the fourth; `second`
+    is the distance from the first to the third. With `silu`, the SiLU of the first and second
+    panels' sums is multiplied by the sums of the third and fourth. `positions` is the number of
+    positions of a row that are adjacent in a panel (not used for 4 bits), and `position_bytes` the
+    size of one position of all rows of a panel. `full` and `tail` are the addresses of the
+    configurations of the matrix unit (Intel AMX) for sixteen rows and for the remaining rows.
+    `groups` is the address of the float16 scales of a 4-bit matrix, and `minima` the distance in
+    bytes from the scales to the minima, or 0 without minima. `counter` is the address of the task
     that has the counter of parts, or 0 if it is this task.
     """
 
@@ -92,7 +93,7 @@ def finish(t: Any, c: int, group: int, first_row: int, rows: int) -> None:
 
 @loop
 def panel(t: Any, number: int) -> int:
-    """Return the address of a panel; for a number beyond the last panel, that panel's address."""
+    """Return the address of a panel; for a number beyond the last one, of the last panel."""
     address = t.matrix + min(number, t.num_panels - 1) * t.depth * t.position_bytes
     return int(address)
 

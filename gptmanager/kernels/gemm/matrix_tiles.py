@@ -38,9 +38,9 @@ from gptmanager.kernels.simd.lanes import (
 from gptmanager.kernels.simd.pairs import add_pairs, is_amd
 
 PANELS = 4  # panels of a tile: enough sums to hide the latency of additions even with one row
-# How many bytes of a panel ahead we prefetch, further than the processor's prefetcher does; and the
-# cache level (3: L1, 2: L2). AMD's processors can have few lines in flight to the L1 cache, but
-# more to L2; on Intel's, L1 was faster.
+# How many bytes ahead in a panel we prefetch, which is further than the processor's prefetcher
+# does, and the cache level (3: L1, 2: L2). AMD's processors can have few lines in flight to the L1
+# cache, but more to L2; on Intel's, L1 was faster.
 AHEAD, _NEAR = (1024, 2) if is_amd() else (2048, 3)
 # Rows of a tile -> the number of panels with sums that fit into registers. There are 32 registers
 # of 512 bits, or 16 of 256 bits, where a vector takes two.
@@ -52,8 +52,9 @@ class Format(NamedTuple):
     """The instructions that read and multiply a stored dtype.
 
     `kind` is the type of one load from a panel, which has `positions` positions of the depth, or
-    pairs of positions. `widen` converts one of them to a vector of factors. `left` is the type of
-    one load from a row. `add(builder, left, right, total)` returns the new total; all are vectors.
+    for "bfloat16 pairs" that number of pairs. `widen` converts one of them to a vector of factors.
+    `left` is the type of one load from a row. `add(builder, left, right, total)` returns the new
+    total; all are vectors.
     """
 
     kind: Any
@@ -229,7 +230,7 @@ def has_matrix_unit() -> bool:
 
 
 def unit(builder: Any, name: str, *registers: int) -> None:
-    """Emit an instruction on registers, given by their numbers."""
+    """Emit an instruction on the tile registers with these numbers."""
     call(builder, f"llvm.x86.{name}", ir.VoidType(), *(ir.Constant(_BYTE, n) for n in registers))
 
 
@@ -255,9 +256,9 @@ def release(builder: Any) -> None:
 def unit_tile(down: int) -> Any:
     """Return an intrinsic that computes `16 * down` x 64 elements of a bfloat16 matmul.
 
-    `down` is 1 or 2. Its arguments are those of `tile`, with `a_stride` in elements; `a` is
-    bfloat16, and a step is 32 positions. The first registers hold sums, the next ones a, and the
-    last ones b.
+    `down` is 1 or 2. The intrinsic's arguments are the same as in `tile`, but `a_stride` is in
+    elements, `a` is bfloat16, and a step is 32 positions. The first registers hold sums, the next
+    ones a, and the last ones b.
     """
     across = PANELS // down
     lefts, rights = range(PANELS, PANELS + down), range(PANELS + down, 8)

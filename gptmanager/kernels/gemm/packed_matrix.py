@@ -1,9 +1,9 @@
 """`PackedMatrix`: a weight of the network in the order in which matmuls read it.
 
-Sixteen rows make a panel: `values` is `[panels, depth, 16, 1]`, for bfloat16
-`[panels, depth / 2, 16, 2]`, and for int8 `[panels, depth / 4, 16, 4]`, so that a matmul streams
-through each panel, and an instruction reads 32 bits of each row. Rows and positions that pad the
-last panel and the depth are zero.
+Sixteen rows make a panel, through which a matmul streams: `values` is `[panels, depth, 16, 1]`. For
+bfloat16 it is `[panels, depth / 2, 16, 2]`, and for int8 `[panels, depth / 4, 16, 4]`, so that an
+instruction reads 32 bits of each row. Rows and positions that pad the last panel and the depth are
+zero.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from gptmanager.kernels.gemm.weight_quantization import round_to_int8
 
 PANEL_ROWS = 16  # the lanes of a SIMD register, see `lanes`
 _WORD_BYTES = 4
-UNIT_BYTES = 64  # size of the bfloat16 or int8 positions that a matrix unit (AMX) reads at a time
-_OWN_PAGES = 64 << 10  # bytes from which memory gets pages of its own
+UNIT_BYTES = 64  # bytes of a bfloat16 or int8 row that a matrix unit (Intel AMX) reads at a time
+_OWN_PAGES = 64 << 10  # tensors of at least this number of bytes get memory pages of their own
 _ALL = slice(None)
 _Matrix = TypeVar("_Matrix", bound="PackedMatrix")
 
@@ -44,10 +44,10 @@ class Panels(NamedTuple):
 class PackedMatrix:
     """A matrix `[rows, columns]` of float32, bfloat16 or float16.
 
-    It is not a tensor, but can be read and written like one. A `quantized` matrix is stored as int8
-    with one scale per row. The largest magnitude of a row becomes 127, so `copy_` needs whole rows,
-    even to write only some of their columns. `shape` and `dtype` describe the values; `len` counts
-    rows.
+    It is not a tensor: `copy_` writes it, and `unpacked` reads it. A `quantized` matrix is stored
+    as int8 with one scale per row. The largest magnitude of a row becomes 127, so `copy_` needs
+    whole rows, even to write only some of their columns. `shape` and `dtype` describe the unpacked
+    matrix.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class PackedMatrix:
             self.depth = -(-columns // unit_depth) * unit_depth
         panels = -(-rows // PANEL_ROWS)
         self.values = zeros((panels, self.depth // group, PANEL_ROWS, group), stored)
-        self.plans: dict[Any, Any] = {}  # derived by `CpuKernels` from its shape and address
+        self.plans: dict[Any, Any] = {}  # `CpuKernels` derives them from the shape and addresses
         self._parts: tuple[Matrix, ...] = ()
         self.scales = torch.zeros(panels * PANEL_ROWS, dtype=torch.float32) if quantized else None
 
@@ -89,7 +89,7 @@ class PackedMatrix:
 
     @property
     def takes_codes(self) -> bool:
-        """Whether `copy_` rounds `Codes` without an array of floats between."""
+        """Whether `copy_` may be passed `Codes`."""
         return self.scales is not None
 
     @property
@@ -99,7 +99,7 @@ class PackedMatrix:
         return Panels(self.values, self.scales)
 
     def adopt(self, panels: Panels) -> bool:
-        """Use this storage from now on. Return False if its shape, dtype or device differs."""
+        """Use this storage from now on. If its shape, dtype or device differs, return False."""
         for own, other in ((self.values, panels.values), (self.scales, panels.scales)):
             if own is None or own.dtype != other.dtype or own.shape != other.shape:
                 return False
@@ -112,7 +112,7 @@ class PackedMatrix:
     def parts(self, count: int) -> tuple[Matrix, ...]:
         """Split the matrix into `count` matrices with equal numbers of rows.
 
-        They are views if each consists of whole panels, otherwise copies as plain tensors.
+        They are views if each consists of whole panels, otherwise unpacked copies.
         """
         size = len(self) // count
         if size % PANEL_ROWS:
@@ -152,7 +152,7 @@ class PackedMatrix:
     ) -> None:
         """Convert `columns` of `values [n, m]`, and write them from the given row and column on.
 
-        The column must be 0 if the matrix is quantized. Scales are computed from all columns of
+        `first_column` must be 0 if the matrix is quantized. Scales are computed from all columns of
         `values`, so that parts of a row have the same scale.
         """
         if self.scales is not None:
@@ -179,7 +179,7 @@ class PackedMatrix:
             copy_rows(positions, first_row, of_part)
 
     def _copy_words(self, words: Tensor, first_row: int, first_word: int) -> None:
-        """Write words of 32 bits, int32 `[n, words]`: all whole panels in compiled code."""
+        """Write words of 32 bits, int32 `[n, words]`. Compiled code writes whole panels."""
         of_rows = self.values.view(torch.int32)[..., 0].transpose(1, 2)
         of_rows = of_rows[..., first_word:][..., : words.shape[1]]
         head = min(-first_row % PANEL_ROWS, len(words))

@@ -45,14 +45,15 @@ from gptmanager.kernels.simd.threads import NEXT_PART
 
 MAX_POSITIONS = 512  # positions of an int16 stretch: the limit of int32 sums of 127 x 32,512
 STRETCH = 64  # positions of an int8 stretch
-# A stretch's mark has its factor and the value at which its sums begin, and the same two numbers
-# for its remainders.
+# A stretch's mark has its factor and the initial value of its sums, and the same two numbers for
+# its remainders.
 MARK_BYTES = 16
-OUTLIER = 16.0  # a magnitude of this many means of its stretch causes remainders to be stored
-# The upper byte of an int16, which is rounded, is at most 127, too.
+# Remainders are stored if the largest magnitude of a stretch exceeds this multiple of the mean one.
+OUTLIER = 16.0
+# With this largest int16, the upper byte, which is rounded, is at most 127.
 MAX_INT16, MAX_INT8 = np.float32(127.0 * 256.0), np.float32(127.0)
 FINER = np.float32(254.0)  # half a quantization step is 127 steps of the remainder
-LEAST = 1e-30  # a stretch with a smaller largest magnitude counts as zero
+LEAST = 1e-30  # a stretch is quantized to zeros if its largest magnitude is smaller
 
 
 def row_bytes(depth: int) -> int:

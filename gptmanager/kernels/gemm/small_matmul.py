@@ -66,7 +66,7 @@ _INTERLEAVED = _LOW_AND_HIGH[:LANES], _LOW_AND_HIGH[LANES:]
 def _shuffled(
     builder: Any, vectors: Sequence[Any], orders: tuple[list[int], list[int]]
 ) -> list[Any]:
-    """Replace each two vectors by two others that have their lanes in the given `orders`."""
+    """Shuffle each pair of vectors to two vectors: `orders` has the source lanes of each."""
     masks = [ir.Constant(INDICES, order) for order in orders]
     pairs = zip(vectors[::2], vectors[1::2], strict=True)
     return [builder.shuffle_vector(*pair, mask) for pair in pairs for mask in masks]

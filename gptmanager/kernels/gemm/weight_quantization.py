@@ -111,7 +111,7 @@ def round_to_groups(rows: Tensor) -> Groups:
 
 
 def run_in_team(body: Callable[[int], None], task: Any, work: int) -> None:
-    """Run a compiled body in torch's threads; for few elements (`work`), only in the caller's."""
+    """Run a compiled body in torch's threads, or in the caller's if `work`, elements, is small."""
     size = team_size(work)
     task.num_parts = _PARTS_PER_THREAD * size
     _team().run(compiled(body), task, size)
@@ -165,7 +165,7 @@ def _store_values(builder: Any, address: Any, value: Any) -> None:
 
 @intrinsic(real, real)
 def _as_half(builder: Any, value: Any) -> Any:
-    """Round to the precision of float16, ties to even; magnitudes are at most its largest.
+    """Round to the precision of float16, ties to even; magnitudes are at most float16's largest.
 
     This needs no instructions for float16, which some processors do not have.
     """
@@ -174,7 +174,7 @@ def _as_half(builder: Any, value: Any) -> Any:
     normal = builder.add(bits, builder.add(odd, ir.Constant(INT, 0xFFF)))
     normal = builder.bitcast(builder.and_(normal, ir.Constant(INT, 0xFFFFE000)), FLOAT)
     magnitude = call(builder, "llvm.fabs.f32", FLOAT, value)
-    step = ir.Constant(FLOAT, 0.5)  # numbers from here on are 2^-24 apart, as the least float16
+    step = ir.Constant(FLOAT, 0.5)  # from 0.5 to 1, float32 has steps of 2^-24, the least float16
     small = builder.fsub(builder.fadd(magnitude, step), step)
     small = call(builder, "llvm.copysign.f32", FLOAT, small, value)
     is_small = builder.fcmp_ordered("<", magnitude, ir.Constant(FLOAT, 2.0**-14))
@@ -188,7 +188,7 @@ def _inverse(scale: Any) -> Any:
 
 @loop
 def _with_scale(first: Any, second: Any, scale: Any) -> Any:
-    """Return the least-squares scale for the integers of `scale`, and its squared error."""
+    """Round with `scale`; return the least-squares scale of the integers, and its squared error."""
     by = _inverse(scale)
     low, high = _whole(first * by), _whole(second * by)
     squares = sum_lanes(low * low + high * high)
@@ -232,7 +232,7 @@ def _round_group(first: Any, second: Any, values: int) -> Any:
 
 
 def round_groups(address: int) -> None:
-    """Round rows of `RoundingTask` to groups of 4 bits."""
+    """Round the rows of a `RoundingTask` to groups of 4-bit values."""
     t = task_at(address, ROUNDING_TASK)
     groups = (t.width + GROUP - 1) // GROUP
     part = claim(address, NEXT_PART)

@@ -46,7 +46,7 @@ class ScaleTask(ctypes.Structure):
     """The arguments of `scale_rows` and `scale_to_int8`.
 
     `codes`: `num_tokens` rows of bytes, `stride` bytes apart. Each has `width` codes of the same
-    `kind`. `high_first`: the upper four bits of a byte with two codes have its first one. `table`:
+    `kind`. `high_first`: of two codes in a byte, the first one is in the upper four bits. `table`:
     the sixteen values of codes of the kind `NAMED`. `result`: float32 `[num_tokens, width]`.
     `scales` and `zeros`: float32 `[num_tokens, num_blocks]`; if `zeros` is 0, `zero` is used for
     all. Column c is in block `index[c]` (float32), or without an index in block `c // block`, where
@@ -63,7 +63,7 @@ class ScaleTask(ctypes.Structure):
 
 
 # Kinds of codes. Bytes: integers, or float8 (e4m3). Two in a byte: integers, float4 (E2M1), or
-# places in a table of sixteen values.
+# indices into a table of sixteen values.
 UNSIGNED, SIGNED, E4M3, FOUR_BITS, E2M1, NAMED = range(6)
 SCALE_TASK = np.dtype(ScaleTask)
 

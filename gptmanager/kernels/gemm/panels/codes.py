@@ -27,7 +27,7 @@ from gptmanager.kernels.gemm.weight_quantization import run_in_team
 from gptmanager.kernels.simd.lanes import LANES
 
 _PAIRS = (FOUR_BITS, E2M1, NAMED)
-_READ = LANES // 2  # bytes with two codes that are read at a time
+_READ = LANES // 2  # bytes that are read at a time if a byte has two codes
 _KINDS = {torch.int8: SIGNED, torch.float8_e4m3fn: E4M3}
 _FLOAT_BYTES = 4
 
@@ -71,7 +71,7 @@ class Codes:
         return result
 
     def write_int8(self, columns: slice, values: Tensor, scales: Tensor, first: int) -> None:
-        """Write `columns` as `write_int8` of `panel_writing` writes those of `floats()`."""
+        """Do what `panel_writing.write_int8` does for the rows `floats()`, a row at a time."""
         start, stop, _ = columns.indices(self.num_columns)
         floats = (self.num_columns + LANES) * _FLOAT_BYTES
         scratch, sizes = panel_scratch(stop - start, len(self) * self.num_columns, floats)
@@ -129,7 +129,7 @@ def powers_of_two(exponents: Tensor) -> Tensor:
 
 
 def numbers(given: Tensor) -> Tensor:
-    """Convert stored scales or zeros to float32. uint8 is read as E8M0, an exponent of 2."""
+    """Convert stored scales or zeros to float32. uint8 is read as E8M0, a power of two."""
     return powers_of_two(given) if given.element_size() == 1 and _is_e8m0(given) else given.float()
 
 

@@ -49,7 +49,7 @@ _NAN = np.float32(np.nan)
 _TINY = np.finfo(np.float32).tiny
 _MOST_INT8 = np.float32(127.0)
 _STEPS_OF_HALF = 4  # steps of four positions in the lower halves of a group's bytes
-_WORD = 4  # bytes; a panel has a line of words, one of each row
+_WORD = 4  # bytes; a line of a panel has one word of each row
 _PAD = 64  # bytes after each row of scratch, so that not all rows compete for the same cache lines
 _BYTES = ir.VectorType(ir.IntType(8), LANES)
 
@@ -58,8 +58,9 @@ class PanelTask(ctypes.Structure):
     """Rows `x`, `stride` elements apart, and the panels `values` with the `scales` of their rows.
 
     Rows have `width` elements; `num_columns` of them are written, from `first_column` on. They
-    become the matrix's rows from `first_row` on. `depth` is the number of bytes of a panel's row.
-    `scratch`: `scratch_bytes` for each thread, with a row of `row_bytes` for each row of a panel.
+    become the matrix's rows from `first_row` on. `depth` is the number of bytes of a row in its
+    panel; for `int4_rows`, of positions. `scratch` has `scratch_bytes` for each thread, with a row
+    of `row_bytes` for each row of a panel.
     """
 
     _fields_ = task_fields(
@@ -74,7 +75,7 @@ PANEL_TASK = np.dtype(PanelTask)
 def write_words(rows: Tensor, values: Tensor, first: int, first_word: int) -> None:
     """Write words of 32 bits, int32 `[n, words]`, to whole panels from row `first` on.
 
-    `first` and n are multiples of sixteen. A row begins with the word `first_word` of its panel.
+    `first` and n are multiples of sixteen. The words are written from `first_word` of each row on.
     """
     task = PanelTask(
         x=rows.data_ptr(),
@@ -131,9 +132,9 @@ def write_int4(rows: Tensor, values: Tensor, first: int) -> None:
 
 
 def panel_scratch(columns: int, work: int, more_bytes: int = 0) -> tuple[Tensor, dict[str, int]]:
-    """Return memory for the int8 rows of a panel in each thread, and its sizes for a task.
+    """Return scratch for the int8 rows of a panel in each thread, and its sizes for a task.
 
-    Each thread has `more_bytes` after its rows.
+    `work`: see `run_in_team`. Each thread has `more_bytes` after its rows.
     """
     row_bytes = -(-columns // LINE_BYTES) * LINE_BYTES + _PAD
     sizes = {"row_bytes": row_bytes, "scratch_bytes": LANES * row_bytes + more_bytes}
@@ -147,7 +148,7 @@ def panel_depth(values: Tensor) -> int:
 
 @loop
 def panels_of(t: Any, part: int) -> range:
-    """Return the panels of a part. Threads then do not share cache lines."""
+    """Return the panels of a part. Parts are whole panels, so that threads share no cache line."""
     first = t.first_row // LANES
     panels = (t.first_row + t.num_tokens + LANES - 1) // LANES - first
     return range(first + panels * part // t.num_parts, first + panels * (part + 1) // t.num_parts)
@@ -202,7 +203,7 @@ def _quotient(value: Any, step: Any, by: Any) -> Any:
 
 @loop
 def round_row(t: Any, dtype: int, x: int, start: int, to: int) -> Any:
-    """Write a row as int8, with zeros up to a whole line of its panel, and return its scale."""
+    """Round columns of a row to int8 at `to`, padded with zeros; return the scale of the row."""
     own = _int8_scale(dtype, x, start, t.width)
     # a scale of NaN stays NaN; the row's integers are then zeros
     scale = _TINY if own < _TINY else own
@@ -216,7 +217,7 @@ def round_row(t: Any, dtype: int, x: int, start: int, to: int) -> Any:
 
 @loop
 def move_int8(t: Any, panel: int, scratch: int) -> None:
-    """Write the rows of a panel that `round_row` has written to scratch, each at its lane."""
+    """Copy the rows of a panel, which `round_row` has written to scratch, to the panel."""
     rows, to = rows_of(t, panel), t.values + panel * LANES * t.depth
     num_words = (t.num_columns + LINE_BYTES - 1) // LINE_BYTES * LANES
     if len(rows) == LANES:

@@ -42,7 +42,7 @@ from gptmanager.kernels.simd.tiles import (
 
 AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # the place of each of eight rows in a word of AWQ
 AWQ_ROWS = 8 * LANES  # rows in sixteen words of AWQ
-_WORDS = 4  # words with the columns of a group
+_WORDS = 4  # words of a row in a group of 32 columns
 _STEPS, _FOUR = 4, 4  # lines of a group in a panel, and bytes of a row in a line
 _GROUP_BYTES = _STEPS * LINE_BYTES
 _BYTES = ir.VectorType(ir.IntType(8), LANES)
@@ -62,10 +62,11 @@ class UnpackTask(ctypes.Structure):
 class GroupTask(ctypes.Structure):
     """The arguments of `word_groups` and `awq_groups`.
 
-    `words`: int32, with eight numbers of 4 bits in each word. `row_stride` and `word_stride`: the
-    strides in elements between the words of a row, and between rows; for AWQ between columns and
-    between words of eight rows each. `values`: the panels of a matrix, with `num_groups` groups in
-    a row. The numbers become `num_tokens` rows from `first_row` on, which fill whole panels.
+    `words`: int32, with eight numbers of 4 bits in each word. `row_stride` is the distance in
+    elements between rows, for AWQ between columns; `word_stride` the distance between the words of
+    a row, for AWQ between the words of a column. `values`: the panels of a matrix, with
+    `num_groups` groups in a row. The numbers become `num_tokens` rows from `first_row` on, which
+    fill whole panels.
     """
 
     _fields_ = task_fields("words values num_tokens first_row num_groups row_stride word_stride")
@@ -176,7 +177,7 @@ def _put_four_groups(builder: Any, source: Any, stride: Any, target: Any) -> Non
 
 
 def word_groups(address: int) -> None:
-    """Write words of `GroupTask` with eight columns each.
+    """Write the words of a `GroupTask`; each has eight columns of a row.
 
     If `word_stride` is 1, the number of groups is a multiple of four; else `row_stride` is 1.
     """
@@ -223,7 +224,7 @@ def _transposed_numbers(builder: Any, vectors: Sequence[Any]) -> list[Any]:
 def _put_awq_group(builder: Any, source: Any, stride: Any, target: Any, panel: Any) -> None:
     """Write a group of 128 rows to eight panels, `panel` bytes apart.
 
-    Columns are `stride` bytes apart. Each has sixteen words with eight rows.
+    Columns are `stride` bytes apart. Each has sixteen words of eight rows.
     """
     columns = load_lines(builder, source, stride, GROUP)
     in_order = [lane % 8 * 2 + lane // 8 for lane in range(LANES)]
@@ -242,7 +243,7 @@ def _put_awq_group(builder: Any, source: Any, stride: Any, target: Any, panel: A
 
 
 def awq_groups(address: int) -> None:
-    """Write words of `GroupTask` with eight rows each, in AWQ's order.
+    """Write the words of a `GroupTask`; each has eight rows of a column, in AWQ's order.
 
     `num_tokens` is a multiple of 128, and `word_stride` is 1.
     """

@@ -31,10 +31,10 @@ _FOUR_GROUPS = 4 * GROUP
 class PackedGroups:
     """Rows of a 4-bit matrix as a checkpoint stores them: eight values in a word.
 
-    `words`: int32 `[n, columns / 8]` with any strides, or with an `order` `[n / 8, columns]`: then
-    a word has eight rows of a column, and row i is at the place `order[i]`. `scales` and `minima`:
-    float16 `[n, blocks]`; a block has `width` columns, a multiple of 32, or all of a row. The first
-    word of a column with an `order` has `skipped` other rows before the first one.
+    `words`: int32 `[n, columns / 8]` with any strides. With an `order` they are `[words, columns]`:
+    a word has eight rows of a column, row i of them at the place `order[i]`, and the first
+    `skipped` rows do not belong to the matrix. `scales` and `minima`: float16 `[n, blocks]`; a
+    block has `width` columns, a multiple of 32, or all of a row.
     """
 
     words: Tensor
@@ -70,19 +70,19 @@ class PackedGroups:
 
     @property
     def groups_per_block(self) -> int:
-        """The number of groups with the same scale, or 1 if they do not fill all blocks."""
+        """The number of groups in each block, or 1 if the last block has fewer."""
         count = -(-self.columns // GROUP)
         blocks = self.scales.shape[1]
         size = count if blocks == 1 else self.width // GROUP
         return size if blocks * size == count else 1
 
     def by_block(self, numbers: Tensor) -> Tensor:
-        """Return scales or minima as `[n, blocks, groups_per_block]`."""
+        """Return scales or minima, one for each group, as `[n, blocks, groups_per_block]`."""
         size = self.groups_per_block
         return (self.in_groups(numbers) if size == 1 else numbers).unsqueeze(2).expand(-1, -1, size)
 
     def in_groups(self, numbers: Tensor) -> Tensor:
-        """Return a number for each group of 32 columns, from one for each block."""
+        """Return the numbers of blocks, repeated for each group of 32 columns."""
         count = -(-self.columns // GROUP)
         if numbers.shape[1] == 1:
             return numbers.expand(-1, count)
@@ -91,7 +91,7 @@ class PackedGroups:
     def write(self, columns: slice, values: Tensor, first: int) -> bool:
         """Write the values to panels of an `Int4Matrix`, from row `first` on.
 
-        Returns False, and writes nothing, if they must be unpacked first.
+        Returns False, and writes nothing, if the words must be unpacked first.
         """
         strides = self.words.stride()
         row_stride, word_stride = strides[::-1] if self.order else strides

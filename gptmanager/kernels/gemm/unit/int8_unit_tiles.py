@@ -39,7 +39,7 @@ SPAN_GROUPS = 16  # groups of a panel that are unpacked together, to stay in the
 TILE_BYTES = 4 * UNIT_ROWS * LANES  # size of a register's int32 sums
 STRETCH_BYTES = 4 * TILE_BYTES  # size of the sums of two panels, with upper and with lower bytes
 UNPACKED_BYTES = GROUP * LANES  # size of an unpacked group of a panel
-# Unpacked groups, their scales and minima as float32, and the sums of two groups.
+# A span has unpacked groups, their scales and minima as float32, and the sums of two groups.
 _SCALES = SPAN_GROUPS * UNPACKED_BYTES
 _MINIMA = _SCALES + SPAN_GROUPS * 4 * LANES
 _SUMS = _MINIMA + SPAN_GROUPS * 4 * LANES
@@ -69,7 +69,7 @@ def _fetch(builder: Any, address: Any, num_bytes: int) -> None:
 def stretch_tile(fetches: bool) -> Any:
     """Return an intrinsic that computes 16 x 32 elements of a matmul over one stretch.
 
-    With `add`, it adds to `c` instead of overwriting it.
+    With `add`, the intrinsic adds to `c` instead of overwriting it.
 
     Its arguments are `(c, a, a_stride, low, factors, b0, b1, next0, next1, steps, rows, sums,
     add)`. `c` is float32 with stride 64. `a` is the address of the upper bytes of up to sixteen
@@ -178,7 +178,7 @@ def _sum_group(builder: Any, a: Any, a_stride: Any, span: Any, index: Any) -> An
 def groups_tile(rows: int) -> Any:
     """Return an intrinsic that computes `rows` x 16 elements of a matmul over some groups.
 
-    With `add`, it adds to `c` instead of overwriting it.
+    With `add`, the intrinsic adds to `c` instead of overwriting it.
 
     Its arguments are `(c, a, factors, apart, a_stride, span, count, given, minima, following,
     add)`. `c` is float32 with stride 64. `a` is the address of `given` rows of int8, `a_stride`

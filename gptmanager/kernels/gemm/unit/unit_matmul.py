@@ -54,7 +54,7 @@ def _multiply_stretch(
 ) -> int:  # fmt: skip
     """Add to `c` (or write, if `k` is 0) the matmul of one stretch from `k` on with two panels.
 
-    Returns the configuration, as `_configured` does.
+    Returns the address of the unit's configuration.
     """
     depth, stride = t.depth, split_row_size(t.depth)
     steps, factors = min(MAX_POSITIONS, depth - k) // STEP, 2 * depth + 4 * (k // MAX_POSITIONS)
@@ -98,7 +98,7 @@ def _multiply_groups(
 ) -> int:
     """Add to `c` (or write, if `k` is 0) the matmul of a span of groups from `k` on with a panel.
 
-    Returns the configuration, as `_configured` does.
+    Returns the address of the unit's configuration.
     """
     num_groups, minima, stride = t.depth // GROUP, t.minima, planes_size(t.depth)
     count, values = min(SPAN_GROUPS, num_groups - k), panel + k * GROUP_BYTES
