@@ -196,7 +196,7 @@ def _add_experts(commands: Any) -> None:
     text = "runs, of which the fastest counts (default %(default)s)"
     add("--rounds", type=positive, default=20, metavar="N", help=text)
     add_dtype(parser, "bfloat16")
-    text = "dtype of the matrices (default: that of --dtype)"
+    text = "dtype of the matrices (default: as --dtype)"
     add("--weights-dtype", choices=("int8", "int4"), help=text)
     add_json(parser)
 

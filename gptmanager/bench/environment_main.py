@@ -30,7 +30,7 @@ from gptmanager.kernels.simd.machine_code import folder_of
 from gptmanager.kernels.simd.pairs import has_fast_pairs
 from gptmanager.terminal.tables import print_report, table
 
-# Variables that are printed with their values. Those of `serve` are not, because they may be keys.
+# Variables that are printed with their values; the values of `serve`'s variables may be keys.
 _VARIABLES = ("OMP_NUM_THREADS", "OMP_WAIT_POLICY", "NUMBA_CACHE_DIR", "XDG_CACHE_HOME", "HF_HOME")
 _SWITCHES = ("GPTMANAGER_CUDA", "NUMBA_CPU_NAME", "NUMBA_CPU_FEATURES", "CUDA_VISIBLE_DEVICES")
 _KERNELS: dict[str, Callable[[], bool]] = {

@@ -139,7 +139,7 @@ def random_llama(
 ) -> dict[str, Tensor]:
     """Draw the state dict of a Llama or Qwen2 on `device`, by Hugging Face's names.
 
-    Weights are normal(0, 0.02); those of norms are 1.
+    Weights and biases are normal(0, 0.02); the weights of norms are 1.
     """
     generator = torch.Generator(device).manual_seed(seed)
     return {
@@ -149,10 +149,10 @@ def random_llama(
 
 
 class RandomLlama(Mapping[str, Tensor]):
-    """A state dict like that of `random_llama`, but with tensors that are drawn when they are read.
+    """A state dict like the result of `random_llama`, but a tensor is drawn each time it is read.
 
-    A tensor has the same values each time (not those of `random_llama`). The tensors are not kept
-    here, so a manager's copy of the weights is the only one on the device.
+    A tensor has the same values each time, but other values than in `random_llama`. The tensors are
+    not kept here, so a manager's copy of the weights is the only one on the device.
     """
 
     def __init__(

@@ -1,8 +1,7 @@
 """Peak rates of a device, measured by a copy and a matmul, and lower bounds (floors) on times.
 
-This module is independent of kernels and engines. Floors are those of a Llama: a step reads every
-weight except the embeddings once, and the KV cache of its sequences. Matmuls and attention do not
-overlap.
+This module is independent of kernels and engines. Floors assume a Llama: a step reads every weight
+except the embeddings once, and the KV cache of its sequences. Matmuls and attention do not overlap.
 """
 
 from __future__ import annotations

@@ -20,9 +20,9 @@ _PART = re.compile(r"(.+)-(\d{5})(-of-\d{5}\.gguf)")  # the name of a file of a 
 
 
 class LocalModel(NamedTuple):
-    """A checkpoint folder, or a GGUF file: of a split model the first.
+    """A checkpoint folder, or a GGUF file (the first file of a split model).
 
-    `origin`: a description of where it was found.
+    `origin`: where the model was found, such as "hub cache".
     """
 
     name: str
@@ -41,7 +41,7 @@ class LocalModel(NamedTuple):
 
 
 def local_models() -> list[LocalModel]:
-    """Return all models, those of the checkout first."""
+    """Return all models; the models of the checkout come first."""
     return [*_bundled(), *_packaged(), *_cached()]
 
 
@@ -68,7 +68,7 @@ def download_hint(name: str) -> str | None:
 
 
 def missing_hint(path: str) -> str:
-    """Return why the path of a model does not exist, or what to do, if the path shows that."""
+    """Return a hint to add to the error for a path that does not exist; "" if there is none."""
     if os.path.islink(path):
         return "; it is a link to a path that does not exist"
     if path.startswith("~"):
@@ -130,8 +130,9 @@ def _cached() -> Iterator[LocalModel]:
 
 
 def _model_name(file: str) -> str | None:
-    """Return the name of the model in a file; None for a later file of a split model and if it is
-    not a GGUF file.
+    """Return the name of the model in a file.
+
+    Return None for a later file of a split model, and for a file that is not a GGUF file.
     """
     part = _PART.fullmatch(file)
     if part is not None:

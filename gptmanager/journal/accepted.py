@@ -81,7 +81,7 @@ class AcceptedRequests:
         self._folder, self._seed, self._syncs = folder, seed, syncs
         self.is_cached: Callable[[int], bool] = lambda task_id: False
         self._tasks: OrderedDict[int, _Task] = OrderedDict()  # by task id
-        self._given: dict[int, _IsSame] = {}  # task id -> whether its stored tensors are passed
+        self._given: dict[int, _IsSame] = {}  # task id -> test for the tensors that are stored
         self._num_forgets = 0  # in all managers of this journal, as far as it is known
         self._guides: dict[str, GuidedDecoding] = {}  # by the digest of their tokenizer
         self._guide_digests: dict[int, tuple[Any, str]] = {}  # by the identity of the guide
@@ -133,7 +133,7 @@ class AcceptedRequests:
         return task_id, self._tasks.get(task_id)
 
     def _note_task(self, task_id: int, task: _Task) -> bool:
-        """Note the adapter of later requests that have only the task id.
+        """Note the adapter that a later request with only the task id uses.
 
         Return False if the manager keeps another adapter with this id, and will refuse this one.
         """
@@ -219,7 +219,8 @@ class AcceptedRequests:
         return request
 
     def renews_adapter(self, accepted: Accepted) -> bool:
-        """Return whether a request restored earlier has an adapter of this id, since forgotten.
+        """Return whether the adapter of an earlier restored request, with the same task id, was
+        forgotten before this request was accepted.
 
         Call it before `restore`.
         """
@@ -239,7 +240,7 @@ class AcceptedRequests:
 
 
 def _task_id_of(request: InferenceRequest) -> int | None:
-    """Return the task id of a request, or None without one that admission would accept."""
+    """Return the task id of a request; None if it has none, or if admission would refuse it."""
     if "lora_task_id" not in request.tensors:
         return None
     with suppress(InvalidRequestError):

@@ -10,8 +10,8 @@ from gptmanager.terminal.options import add_json, add_parser
 _HELP = """\
 Show the unfinished requests of a journal, and check all its records.
 
-FOLDER is that of OptionalParams(journal_path=...) or `serve --journal`. The command changes
-nothing. A manager that starts on the folder resumes these requests.
+FOLDER is the folder that was passed to OptionalParams(journal_path=...) or `serve --journal`. The
+command changes nothing. A manager that starts on the folder resumes these requests.
 """
 
 

@@ -36,7 +36,7 @@ def main(options: argparse.Namespace) -> int:
 def report_of(folder: JournalFolder, segment: Segment) -> dict[str, Any]:
     """Return the content of a journal as JSON values. Raise JournalError if it is damaged.
 
-    The states of requests are those of docs/reliability.md.
+    docs/reliability.md describes the states of requests.
     """
     accepted = AcceptedRequests(folder, 0, syncs=False)
     requests = [_request(accepted, folder, *it) for it in segment.entries.items()]

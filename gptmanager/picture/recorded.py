@@ -1,7 +1,7 @@
 """`trace_of`: creates a `Trace` of a recorded run.
 
-Recordings lack the reasons why requests waited. A scheduler reports them in a replay, which runs
-an iteration whenever one is read from the recording.
+Recordings lack the reasons why requests waited. So the recording is also replayed, and the
+scheduler of the replay reports the reasons.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def trace_of(recording: Recording) -> Trace:
 def _waits_of(recording: Recording, max_asked: int) -> Iterator[Mapping[int, Wait]]:
     """Yield the scheduler's reasons for each iteration, until the replay diverges.
 
-    Reporting also ends once the scheduler was asked about `max_asked` requests over all iterations.
+    It also ends when the scheduler has been asked about more than `max_asked` requests in all.
     """
     reporters: list[WaitReporter] = []
 

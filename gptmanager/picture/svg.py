@@ -1,7 +1,7 @@
 """SVG as text: elements, numbers, and the style sheet of all pictures.
 
-The colors are those of Okabe and Ito, which readers with any color vision can distinguish, or
-variants of them with more contrast. Every kind of mark also has its own shape.
+The colors are from the palette of Okabe and Ito, which readers with any color vision can
+distinguish, or are variants with more contrast. Every kind of mark also has its own shape.
 """
 
 from __future__ import annotations

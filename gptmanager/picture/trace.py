@@ -36,7 +36,7 @@ class Span(NamedTuple):
 
     A CONTEXT is one chunk of `num_tokens` positions from `position` on. GENERATION computes
     `num_tokens` positions from `position` on, one per column. For other phases `why` completes a
-    sentence that begins with "waits"; its numbers are those of column `begin`.
+    sentence that begins with "waits"; its numbers are from column `begin`.
     """
 
     phase: Phase

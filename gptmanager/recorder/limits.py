@@ -66,7 +66,8 @@ def without_code(blueprint: Blueprint) -> OptionalParams:
 def checked_blueprint(blueprint: Blueprint) -> Blueprint:
     """Check every number of a blueprint, and return it without file names and functions.
 
-    Raise RecordingError for the first field that is out of range or contradicts another one.
+    Raise ConfigError for an invalid option, and RecordingError for the first other field that is
+    out of range or contradicts another one.
     """
     params = without_code(blueprint)
     checked_optional_params(params)

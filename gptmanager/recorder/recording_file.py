@@ -60,7 +60,7 @@ class Header:
     `blueprint` has options, sizes and policy, but only the name of a host's own scheduler.
     `library` is the version of the library that wrote the file. `fields` has the fields of the
     named tuples in the file. `state` is the state of the loop before the first recorded iteration;
-    None if the loop was idle and had never allocated memory.
+    None for a new loop.
     """
 
     blueprint: Blueprint

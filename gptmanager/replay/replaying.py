@@ -69,10 +69,10 @@ class Divergence:
 class ReplayReport:
     """The result of a replay.
 
-    `iterations`: number of iterations that ran. `compared`: how many of them had a recorded
-    schedule to compare. `broke_off`: why the recorded run ended in its last iteration (its error,
-    or that the recording is cut off), and whether the replay failed there, too. It is "" if the
-    replay ran every iteration to its end, or diverged.
+    `iterations`: number of iterations that ran. `compared`: in how many of them the schedule was
+    compared with the recorded one. `broke_off`: why the recorded run ended in its last iteration
+    (its error, or that the recording is cut off), and whether the replay failed there, too. It is
+    "" if the replay ran every iteration to its end, or diverged.
     """
 
     iterations: int

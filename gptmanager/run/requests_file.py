@@ -68,7 +68,8 @@ def read_requests(
             continue
         line = _read_line(number, text, encoder, adapters, max_new_tokens, chats)
         if line.error is None and first_use.setdefault(line.request_id, number) != number:
-            error = f"request_id = {line.request_id} is that of line {first_use[line.request_id]}"
+            first = first_use[line.request_id]
+            error = f"request_id = {line.request_id} is already used in line {first}"
             line = replace(line, request=None, build=None, error=_error(number, error))
         yield line
 

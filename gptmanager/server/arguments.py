@@ -122,7 +122,7 @@ def _add_access(add: _Add) -> None:
     add("--allowed-host", dest="allowed_hosts", metavar="NAME", help=text, **repeated)
     text = "let web pages of this origin (*: of any origin) call the server; may be repeated"
     add("--cors-origin", dest="cors_origins", metavar="ORIGIN", help=text, **repeated)
-    text = "proxies with a trusted X-Forwarded-For (default: those on this machine)"
+    text = "proxies with a trusted X-Forwarded-For (default: proxies on this machine)"
     add("--forwarded-allow-ips", nargs="+", default=("127.0.0.1", "::1"), metavar="IP", help=text)
 
 

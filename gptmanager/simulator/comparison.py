@@ -46,7 +46,7 @@ class Machine:
 
 
 def hypothetical(machine: Machine, max_seq_len: int) -> Blueprint:
-    """Return a manager of a hypothetical model, for sequences of up to `max_seq_len` tokens."""
+    """Return the blueprint of a made-up manager for sequences of up to `max_seq_len` tokens."""
     params = OptionalParams(
         kv_cache_config=KvCacheConfig(max_tokens=_DEFAULT_KV_TOKENS), max_seq_len=max_seq_len
     )

@@ -23,12 +23,13 @@ _position = itemgetter(Row._fields.index("position"))
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class CostModel:
-    """The costs of a step in seconds, on one stage with all layers: `fixed`, and per unit of work.
+    """The costs of a step in seconds, if one pipeline stage has all layers.
 
-    `context_token` is the cost of a token of a context, `context_pair` of a pair of a context token
-    and a token that it attends to, `generation_row` of a sequence in generation, and `kv_token` of
-    a cached token that generation reads. `transfer` is the time from one pipeline stage to the
-    next. The defaults do not describe a particular machine.
+    `fixed` is the cost of each forward pass. The other costs are per unit of work: `context_token`
+    for a context token, `context_pair` for a context token and one token that it attends to,
+    `generation_row` for a sequence in generation, and `kv_token` for a cached token that generation
+    reads. `transfer` is the time from one stage to the next. The defaults do not describe a
+    particular machine.
     """
 
     fixed: float = 5e-3
@@ -101,8 +102,8 @@ def fit(recording: Recording) -> CostModel:
     """Return the nonnegative model with the least squared error over the recorded steps.
 
     A step's time is from the intake of its iteration to the next intake, so it includes the loop
-    and the callbacks. If no intake follows, or no request was active before it, the time ends at
-    the last result that the iteration took; without a result the step is left out. `transfer`
+    and the callbacks. If there is no next intake, or if no request was active before it, the time
+    ends at the last result of the iteration. A step without such a result is left out. `transfer`
     keeps its default. Raise RecordingError if the recording has no step with a time.
     """
     measured = list(_timed_steps(recording))

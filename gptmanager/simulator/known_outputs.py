@@ -20,7 +20,7 @@ _NO_TOKEN = 2**31 - 1  # follows a known output: never an end_id or a part of a 
 
 
 class KnownOutputs:
-    """Returns the tokens of each step. `max_rows` is the usual largest number of rows in a step."""
+    """Returns the tokens of each step. `max_rows`: a number of rows that few steps exceed."""
 
     def __init__(self, load: Load, max_rows: int) -> None:
         self._load = load
@@ -99,6 +99,6 @@ class KnownOutputs:
 
 @functools.cache
 def _endless(beam_width: int, count: int) -> BeamCandidates:
-    """Return `count` candidates for each beam, with tokens that never end it."""
+    """Return `count` candidates for each beam; none of these tokens ever ends a beam."""
     tokens = tuple(range(_NO_TOKEN, _NO_TOKEN - count, -1))
     return BeamCandidates((tokens,) * beam_width, ((0.0,) * count,) * beam_width)

@@ -108,7 +108,7 @@ def add_manager_options(
     add_dtype(group, "the checkpoint's", "float64")
     bits = ("int8", "int4")
     text = (
-        "dtype of the matrices: int8, int4, or fp8 on a GPU; none: that of --dtype (default: none "
+        "dtype of the matrices: int8, int4, or fp8 on a GPU; none: as --dtype (default: none "
         "if --dtype is given, else as in the checkpoint)"
     )
     add("--weights-dtype", choices=(*bits, "fp8", "none"), help=text)

@@ -25,7 +25,7 @@ class ProgressBars:
 
     It draws only in `update` and `close`, on the caller's thread, so that measurements are not
     disturbed. By default, bars are drawn on terminals, and other streams get nothing. If `wanted`
-    is True, other streams get a line when such work is done. If it is False, neither bars nor these
+    is True, other streams get a line when slow work is done. If it is False, neither bars nor these
     lines are written. `notes` has a line for some kinds of work, which is written to any stream
     when the work begins.
     """

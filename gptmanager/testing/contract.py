@@ -60,14 +60,16 @@ class ContractChecker:
     Get is the callback GetInferenceRequests, and Poll the callback PollStopSignal.
 
     The manager must send exactly one final response for every request that Get returns, and nothing
-    after it. Each response must have its tensors, with contiguous streamed offsets, and with the
-    right shapes of top log probabilities. A prompt's log probabilities must be sent once.
+    after it. Each response must have the required tensors. The offsets of streamed responses must
+    be contiguous, and top log probabilities must have the right shapes. A prompt's log
+    probabilities must be sent once.
 
     The host's Get must return an iterable of InferenceRequests, each once, with ids that are not in
     use (`tolerates_duplicates` permits ids in use, which a manager answers with an error). The host
     must not change these requests afterwards. Poll must return request ids. Get and Poll must not
-    raise, nor SendResponse for a final response. No callback may return a coroutine, which would
-    never be awaited, or take longer than `callback_budget_s`, because it blocks the loop.
+    raise. SendResponse must not raise for a final response. No callback may return a coroutine,
+    which would never be awaited, or take longer than `callback_budget_s`, because it blocks the
+    loop.
 
     `check` raises ContractViolation with a sentence for each violation and each missing response.
     `notes` lists calls of Get that returned more requests than were asked for, which is allowed,

@@ -1,6 +1,6 @@
 """Runs one scenario through the real token loop with a user's scheduler.
 
-The loop, its allocation and its KV cache are those of a manager; the network is scripted.
+The loop, its allocation and its block accounting are the real ones; only the model is scripted.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ _NOTHING = 0  # the value of a position that was never written
 
 @dataclass(slots=True)
 class _Sequence:
-    """A running sequence. `expected` has the value that the KV cache must hold per position."""
+    """A running sequence. `expected`: the value of each position in the KV cache."""
 
     tokens: list[int]
     num_computed: int | None = None  # set by its first row
@@ -59,7 +59,7 @@ class _Sequence:
     def fork(self, token: int, *, same: bool) -> _Sequence:
         """Return a beam that continues this one with `token`.
 
-        `same` means that it keeps the index of this beam, and so its blocks.
+        `same`: the new beam has the same index as this one, and so keeps its blocks.
         """
         block_ids = self.block_ids if same else []
         return _Sequence([*self.tokens, token], self.num_computed, block_ids, self.expected.copy())

@@ -141,7 +141,7 @@ def test_wrong_lines_are_answered_and_the_others_run(run, tmp_path):
         "InvalidRequestError: Incorrect sampling config: temperature = -1 must be at least 0"
     )
     assert errors[5].startswith("InvalidRequestError: input_ids[0] = 257 is outside the vocabulary")
-    assert errors[6] == "InvalidRequestError: line 6: request_id = 1 is that of line 1"
+    assert errors[6] == "InvalidRequestError: line 6: request_id = 1 is already used in line 1"
     # and a person has seen each of them once
     for error in filter(None, errors.values()):
         assert outcome.err.count(error) == 1

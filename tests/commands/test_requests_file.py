@@ -319,7 +319,7 @@ def test_a_second_use_of_an_id_is_refused():
         {"prompt": "d"},
     )
     assert [line.request is not None for line in lines] == [True, False, False, True]
-    assert str(lines[2].error) == "line 3: request_id = 5 is that of line 1"
+    assert str(lines[2].error) == "line 3: request_id = 5 is already used in line 1"
 
 
 def test_a_wrong_line_does_not_take_its_id():

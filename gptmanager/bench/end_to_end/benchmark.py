@@ -140,7 +140,7 @@ class Parts:
             return {"status": "failed", "note": f"{type(error).__name__}: {text}"}
 
     def check(self) -> dict[str, Any]:
-        """Compare a manager's logits with those of the dense reference."""
+        """Compare a manager's logits with the dense reference's."""
         reason = unsupported_reason(self.bench.config)
         if reason or self.bench.weights is None:
             return {"status": "skipped", "note": reason or "the weights are not loaded"}

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 Interval = tuple[float, float]  # begin, end, in seconds
-# words in the names of kernels: ours, and those of cuBLAS and CUTLASS
+# words in the names of our kernels, and of the kernels of cuBLAS and CUTLASS
 _KINDS = {
     "attention": ("attention",),
     "gemm": ("multiply", "gemm", "gemv", "nvjet", "cutlass", "xmma", "cublas", "splitk"),

@@ -122,7 +122,7 @@ def _reason_not_to_fit(target: Target, requests: Sequence[Request]) -> str:
 def trace_steps(target: Target, batch_size: int, context: int, num_steps: int) -> dict[str, Any]:
     """Trace the GPU to measure how long it waits for the host in each step.
 
-    The traced steps are not those of `time_steps`, because the profiler slows them down.
+    The profiler slows the traced steps down, so `time_steps` times other steps.
     """
     if target.trace is None:
         return {"status": "skipped", "note": "no GPU to trace"}

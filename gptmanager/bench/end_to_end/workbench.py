@@ -76,7 +76,7 @@ CPU_SCALE = Scale(16, (16, 128), (1, 8), (128,), 16, 16, 64, 1024, 1024, 64 << 2
 class EndToEndOptions:
     """The options of `bench_end_to_end`.
 
-    `device` has the values of OptionalParams. `dtype` is by default that of the checkpoint; random
+    `device` has the values of OptionalParams. `dtype` is by default the checkpoint's; random
     weights are bfloat16 on a GPU and float32 on a CPU. The defaults of `scale` and `run_ahead`
     depend on the device. `ablations` are keys of `benchmark.ABLATIONS`.
     """
@@ -199,7 +199,7 @@ class Workbench:
 
     @property
     def is_goal_shape(self) -> bool:
-        """Whether the model and the scale are those for which the goals are set."""
+        """Whether the goals are set for this model and this scale."""
         return self.config is LLAMA_8B and self.scale is GPU_SCALE
 
     @property

@@ -44,7 +44,7 @@ _TORCH: Peers = {  # not for pages of 8-bit floats
 
 @dataclass(frozen=True, eq=False)
 class _Phase:
-    """A phase of attention. Each of its cases has the time of the first of `peers` as a goal.
+    """A phase of attention. A goal of each case is to be as fast as the first of `peers`.
 
     `start` returns a function that runs our kernel. `plan` makes the plan of a step, on the host.
     """
@@ -119,7 +119,7 @@ def _case(
     dtype: torch.dtype | None = None,
     tokens_per_block: int | None = None,
 ) -> Case:
-    """Return one case. `dtype` and `tokens_per_block` of the pages default to those of `sizes`."""
+    """Return one case. The pages' `dtype` and `tokens_per_block` are by default as in `sizes`."""
     own = dtype or sizes.dtype, tokens_per_block or sizes.tokens_per_block
     kv_bytes = 2 * sizes.num_kv_heads * sizes.head_dim * own[0].itemsize
     num_bytes = kv_bytes * sum(length for _, length in rows)

@@ -60,7 +60,7 @@ class Adapters(NamedTuple):
 class Sizes:
     """The sizes of all cases.
 
-    The defaults are those of Llama-3.1-8B on a large GPU, for matmuls also those of Qwen2.5-0.5B.
+    The defaults are for Llama-3.1-8B on a large GPU, and for matmuls also for Qwen2.5-0.5B.
     `adapters` has its own width.
     """
 

@@ -100,7 +100,7 @@ def paged_rows(
 ) -> PagedRows:
     """Return `rows` of (new tokens, length) with random pages of `dtype`.
 
-    `number` is the seed of the order of pages. `dtype` is by default that of `rig.sizes`.
+    `number` is the seed of the order of pages. `dtype` is by default `rig.sizes.dtype`.
     """
     sizes = rig.sizes
     is_fp8 = dtype is torch.float8_e4m3fn

@@ -86,9 +86,10 @@ class Grammar(BoundProcessor):
 
     @property
     def unenforced(self) -> tuple[str, ...]:
-        """Pointers to the keywords of a lenient schema that are not enforced, once it is compiled.
+        """Pointers to the keywords of a lenient schema that are not enforced.
 
-        For `lark` each pointer begins with the name of its rule.
+        There are none before the grammar is compiled. For `lark` each pointer begins with the name
+        of its rule.
         """
         return self.compiled.unenforced
 

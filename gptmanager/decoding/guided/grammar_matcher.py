@@ -22,7 +22,7 @@ class GrammarSource(NamedTuple):
 
     `schemas` are the (rule, JSON schema) pairs of a Lark grammar. `lenient` has the names of the
     rules with lenient schemas, in which keywords that cannot be enforced are left out. If the whole
-    grammar is one JSON schema, its name is "".
+    grammar is one JSON schema, the name of its rule is "".
     """
 
     kind: str

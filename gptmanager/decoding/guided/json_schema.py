@@ -156,7 +156,7 @@ class SchemaReader:
                 found.update(self._reference(value, at))
             elif name in ENFORCED:
                 self._read_enforced(name, value, at, found, schema)
-        for name in (it for it in own if it in SOMETIMES):  # these may change the others
+        for name in (it for it in own if it in SOMETIMES):  # may replace keywords read above
             getattr(self, f"_read_{_snake(name)}")(schema, schema[name], at, found)
         return found
 

@@ -293,7 +293,7 @@ class _Step:
     """The logits and histories of one step, with its sequences that have a processor, by row."""
 
     logits: Tensor
-    bounds: Sequence[int]  # row r has the beams bounds[r] to bounds[r + 1]
+    bounds: Sequence[int]  # row r has the beams bounds[r] to bounds[r + 1] - 1
     lines: Ints
     lengths: Ints
     tokens: Tokens

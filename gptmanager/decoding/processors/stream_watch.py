@@ -22,8 +22,8 @@ _SETTLED_S = 0.02  # work on other streams has finished by then
 def watched(call: Callable[[], Any], logits: Tensor) -> tuple[Any, str]:
     """Call `call`; return its result, and a description of work it did on another stream, or ''.
 
-    torch's operations are inspected one by one. Those of other libraries (CuPy) are found by their
-    effect: during the call the model's stream is kept busy, so only work on another stream can
+    torch's operations are inspected one by one. Operations of other libraries (CuPy) are found by
+    their effect: the model's stream is busy during the call, so only work on another stream can
     change the logits. On the CPU the description is ''.
     """
     device = logits.device

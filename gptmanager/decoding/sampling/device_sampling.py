@@ -110,8 +110,8 @@ class DeviceSampler(Sampler):
         """Choose the next tokens of S rows in one launch, which may be captured in a CUDA graph.
 
         The kernel reads the parameters that `flush` has uploaded. It reads `lines` on the device,
-        so each replay can serve other lines. The arguments are those of
-        `cuda.sampling.sampling.sample`.
+        so each replay can serve other lines. `cuda.sampling.sampling.sample` describes the
+        arguments.
         """
         table, workspace = self._choice_table, self._workspace
         sampling.sample(
@@ -198,7 +198,7 @@ class DeviceSampler(Sampler):
         self._adjustment_table.view(torch.int64).index_copy_(0, lines, records[1])
 
     def _place_lists(self, upload: Upload) -> None:
-        """Upload the lists of all lines, and compute where those of each line begin."""
+        """Upload the lists of all lines, and compute where each line's lists begin."""
         sizes = [len(own) for own in self._lists]
         self._list_starts = np.cumsum([0, *sizes[:-1]])
         self._changed.update(line for line, size in enumerate(sizes) if size)

@@ -216,7 +216,7 @@ class Sampler:
     def log_probs(self, logits: Tensor, lines: Ints, positions: Ints) -> Tensor:
         """Return the scores that beam search ranks by, float32 `[S, vocab_size]`.
 
-        The arguments are those of `sample`. The scores are the log-softmax after adjustments and
+        `sample` describes the arguments. The scores are the log-softmax after adjustments and
         temperature. If a logit of a row is NaN or +inf, all scores of the row are NaN. If all are
         -inf, all scores are -inf.
         """

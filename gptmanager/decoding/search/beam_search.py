@@ -3,7 +3,7 @@
 It decides from the best continuations of each live beam and their log probabilities (the
 candidates), which the executor computes. It knows nothing of tensors, blocks and logits.
 
-The search is that of transformers' `generate(num_beams=W, do_sample=False)`. In each step all
+The search works like transformers' `generate(num_beams=W, do_sample=False)`. In each step all
 continuations of live beams are ranked. A continuation that ends and is among the best W becomes an
 ended beam; the W ended beams with the best scores are kept. The best W continuations that do not
 end stay live. score = cumulative log probability / generated ** len_penalty. Sums are in single

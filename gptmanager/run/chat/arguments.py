@@ -20,8 +20,8 @@ If the standard input or output is not a terminal, messages and commands are rea
 and the standard output has the answers only.
 """
 _SAMPLING = """\
-The defaults are those of the checkpoint's generation_config.json. If it says nothing about
-sampling: temperature 0.6, top-p 0.9, repetition penalty 1.1.
+The defaults come from the checkpoint's generation_config.json. If it has no sampling fields, they
+are temperature 0.6, top-p 0.9 and repetition penalty 1.1.
 """
 _EXAMPLES = """\
 examples:
@@ -56,9 +56,9 @@ def add_command(commands: Any) -> None:
     add("--temperature", type=number, metavar="X", help="0: always the most likely token")
     text = "sample from the N most likely tokens only; 0: from all"
     add("--top-k", type=natural, metavar="N", help=text)
-    text = "sample from the most likely tokens only, which have this probability together"
+    text = "sample only from the most likely tokens that together have this probability"
     add("--top-p", type=number, metavar="X", help=text)
-    text = "sample only from tokens with this probability, relative to the most likely token"
+    text = "sample only from tokens with at least X times the probability of the most likely one"
     add("--min-p", type=number, metavar="X", help=text)
     add("--repetition-penalty", type=number, metavar="X", help="above 1: fewer repetitions")
     add_manager_options(parser)

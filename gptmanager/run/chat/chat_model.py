@@ -62,8 +62,8 @@ class ChatModel:
     def start(self, messages: Sequence[Mapping[str, str]], count: int) -> list[Generation]:
         """Begin `count` answers to the last message, which are generated in one batch.
 
-        Raises InvalidRequestError if the chat template refuses the messages, CapacityError if they
-        leave no room for an answer.
+        Raises InvalidRequestError if the chat template refuses the messages. Raises CapacityError
+        if they leave no room for an answer, or if the template's process cannot be started.
         """
         prompt = self._template.render(messages)
         if not prompt:

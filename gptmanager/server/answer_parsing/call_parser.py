@@ -70,7 +70,7 @@ class CallParser(StepwiseParser):
         return found
 
     def _step(self, found: list[Found]) -> bool:
-        """Take one step in the state table; return False if it needs more text."""
+        """Take one step of the state machine; return False if it needs more text."""
         if self._state is State.CONTENT:
             return self._read_content(found)
         if self._state is State.START:

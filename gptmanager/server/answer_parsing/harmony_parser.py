@@ -97,7 +97,7 @@ class HarmonyParser(StepwiseParser):
         return found
 
     def _step(self, found: list[Found]) -> bool:
-        """Take one step in the state table; return False if it needs more text."""
+        """Take one step of the state machine; return False if it needs more text."""
         if self._state is _State.HEADER:
             return self._read_header(found)
         if self._state is _State.BODY:

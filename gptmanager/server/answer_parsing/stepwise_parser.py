@@ -8,7 +8,7 @@ from gptmanager.server.answer_parsing.answer_parts import Found, ThoughtSpan
 
 
 class StepwiseParser(ABC):
-    """Receives the text of an answer in pieces. A subclass implements the state table, `_step`."""
+    """Receives the text of an answer in pieces. A subclass is a state machine, see `_step`."""
 
     def __init__(self) -> None:
         self.num_pushed = 0
@@ -30,7 +30,7 @@ class StepwiseParser(ABC):
 
     @abstractmethod
     def _step(self, found: list[Found]) -> bool:
-        """Take one step in the state table; return False if it needs more text."""
+        """Take one step of the state machine; return False if it needs more text."""
 
     def _take(self, length: int) -> str:
         """Remove the next `length` characters from the text, and return them."""

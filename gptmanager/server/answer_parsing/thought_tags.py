@@ -64,7 +64,7 @@ class ThoughtTags(StepwiseParser):
         return found + ([] if self._calls is None else self._calls.flush())
 
     def _step(self, found: list[Found]) -> bool:
-        """Take one step in the state table; return False if it needs more text."""
+        """Take one step of the state machine; return False if it needs more text."""
         if self._state is _State.BEGIN:
             return self._begin()
         if self._state is _State.THOUGHT:

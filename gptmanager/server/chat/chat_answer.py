@@ -1,6 +1,6 @@
 """`ChatAnswer`: converts the text of one answer to a chat message, or to the deltas of a stream.
 
-A parser separates thoughts, content and tool calls. The deltas are those of OpenAI's chat
+A parser separates thoughts, content and tool calls. The deltas have the form of OpenAI's chat
 completions; /v1/responses and Anthropic's API convert them.
 """
 

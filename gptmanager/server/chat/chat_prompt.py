@@ -299,7 +299,8 @@ class ChatPrompts:
 
 def _trial(num_calls: int) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """Return messages, one of which has `num_calls` calls of a tool, and a list with this tool."""
-    ids = [f"call{index:05}" for index in range(num_calls)]  # nine characters, as Mistral's
+    # Mistral's templates require nine characters
+    ids = [f"call{index:05}" for index in range(num_calls)]
     function = {"name": "look", "arguments": {"at": "it"}}
     calls = [{"id": one, "type": "function", "function": function} for one in ids]
     results = [{"role": "tool", "content": "seen", "tool_call_id": one} for one in ids]

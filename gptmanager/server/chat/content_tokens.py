@@ -9,7 +9,7 @@ from gptmanager.server.text.log_probs import TokenLogProb
 
 
 class ContentTokens:
-    """Receives the log probabilities of all tokens in order, and returns those of content."""
+    """Receives the log probabilities of all tokens in order; returns the ones of content tokens."""
 
     def __init__(self) -> None:
         self._waiting: list[TokenLogProb] = []  # neither returned nor dropped yet
@@ -20,7 +20,7 @@ class ContentTokens:
 
     def take(self, begin: int, end: int) -> list[TokenLogProb]:
         """Return the log probabilities of the tokens that have text between the characters `begin`
-        and `end`, and drop those of earlier tokens.
+        and `end`. Drop earlier tokens.
 
         A token that crosses `end` is returned now, and not again with the next text.
         """

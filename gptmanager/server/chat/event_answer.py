@@ -31,7 +31,8 @@ class EventWriter(Protocol):
     def add(self, delta: dict[str, Any]) -> list[dict[str, Any]]:
         """Return the events for a delta of a chat.
 
-        If the request asks for log probabilities, the delta's `logprobs` has those of its content.
+        If the request asks for log probabilities, `delta` has `logprobs`, one for each token of its
+        content.
         """
 
     def end(self, reason: str, stop_reason: str | int | None) -> list[dict[str, Any]]:

@@ -51,8 +51,8 @@ MESSAGES_SCHEMA: Mapping[str, Any] = {
 def read_messages(messages: Any) -> list[dict[str, Any]]:
     """Return the messages with their contents as strings, and the arguments of calls as objects.
 
-    Text parts are joined by line breaks. Arguments that are not a JSON object, such as those of a
-    call that was cut off, stay strings. The deprecated `function_call` and role "function" become
+    Text parts are joined by line breaks. Arguments that are not a JSON object stay strings, for
+    instance if a call was cut off. The deprecated `function_call` and role "function" become
     `tool_calls` and "tool". Raises ApiError (400) with the wrong field and the reason.
     """
     if not isinstance(messages, list) or not messages:

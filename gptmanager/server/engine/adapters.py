@@ -16,8 +16,8 @@ from gptmanager.errors import ConfigError, quoted
 from gptmanager.server.errors import ApiError
 
 # Task ids from here on are reserved for the server. Clients of Triton's protocol choose lower ids,
-# so the weights that they send never replace those of an adapter here. The range is small: clients
-# hash names to ids, and a hash is rarely in a small range.
+# so they can never replace the weights of an adapter here. The range is small: clients hash names
+# to ids, and a hash is rarely in a small range.
 FIRST_OWN_TASK = 2**64 - 2**32
 
 

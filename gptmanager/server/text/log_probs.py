@@ -1,7 +1,8 @@
 """Formats log probabilities of tokens for completions and for chats.
 
 Log probabilities of output tokens include the penalties, bans and temperature of the request, but
-not top-k, top-p and min-p. Those of prompt tokens are from the model's own distribution.
+not top-k, top-p and min-p. Log probabilities of prompt tokens are from the model's own
+distribution.
 """
 
 from __future__ import annotations

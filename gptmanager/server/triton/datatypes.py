@@ -1,7 +1,7 @@
 """Converts tensors of Triton's datatypes between NumPy arrays, bytes and JSON values.
 
 Numbers are little-endian. A BYTES element is its length in four bytes, followed by its content.
-NumPy has no BF16: such tensors are read as float32.
+NumPy has no BF16, so BF16 tensors are read as float32.
 """
 
 from __future__ import annotations

@@ -39,9 +39,9 @@ _CONTENTS = {
 
 
 def read_request(message: Any, model: Model, *, may_have_many: bool) -> InferRequest:
-    """Return the call of a ModelInferRequest. Raises ApiError for the first fault.
+    """Return the call of a ModelInferRequest.
 
-    The rest of the message is then not read.
+    Raises ApiError at the first fault, without reading the rest of the message.
     """
     raw = message.raw_input_contents
     model.reader.check_number(len(message.inputs))

@@ -59,8 +59,8 @@ def read_request(
 ) -> tuple[InferRequest, set[str] | None]:
     """Return the call, and the names of the outputs requested as bytes, or None if all are.
 
-    Raises ApiError for the first fault: 400, or 501 for an extension that is not supported. The
-    rest of the body is then not read.
+    Raises ApiError at the first fault, without checking the rest: 400, or 501 for an extension that
+    is not supported.
     """
     length = _header_length(header_length, len(body))
     fields = _Object("the request", parse_json(body[:length]))

@@ -166,8 +166,8 @@ class TextModel:
     def _bias(self, row: Mapping[str, Any]) -> np.ndarray:
         """Return the bias of each token of the vocabulary, float32 `[vocab_size]`.
 
-        A word's weight is added to the bias of its tokens, both those at the start of a text and
-        those after a space.
+        A word may have other tokens at the start of a text than after a space. Its weight is added
+        to the bias of all of them, once each.
         """
         words = _words("embedding_bias_words", row, MAX_WORD_LETTERS, keeps_empty=True)
         weights = row.get("embedding_bias_weights", ())
