@@ -28,7 +28,7 @@ class EndRule:
     """An output ends with one of `end_ids`, with a stop word, or when it is `max_new_tokens` long.
 
     With `include_stop`, the end id or stop word is part of the output. Lengths count generated
-    tokens, including those that are cut off. A stop state is a result of `StopWords.advance`, 0 at
+    tokens, also the ones that are cut off. A stop state is a result of `StopWords.advance`, 0 at
     first.
     """
 

@@ -32,8 +32,9 @@ class Drafter:
 
     After a draft that was fully accepted, the next one is twice as long; otherwise it has one token
     more than were accepted. After a fully rejected draft, some steps run without drafts; each
-    further rejection doubles their number. So text without repeats costs little. Virtual tokens
-    (ids from `vocab_size` on) are looked up but never proposed, because they are never sampled.
+    further rejection doubles their number, up to 32. So text without repeats costs little. Virtual
+    tokens (ids from `vocab_size` on) are looked up but never proposed, because they are never
+    sampled.
     """
 
     __slots__ = ("_config", "_length", "_found", "_rest", "_seen", "_vocab_size", "_wrong")

@@ -69,9 +69,9 @@ class Entry:
     """A request without a delivered final response.
 
     `accepted` has its inputs as bytes, `tokens` and `log_probs` the sent output. `last` is the
-    final response as bytes; it is b"" before the response is about to be sent, and if the journal
-    does not keep responses. `num_starts` managers have resumed the request since a token of it was
-    sent.
+    final response as bytes, which is written just before it is sent; it is b"" before that, and if
+    the journal does not keep responses. `num_starts` managers have resumed the request since its
+    last token was sent.
     """
 
     accepted: bytes

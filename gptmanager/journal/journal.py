@@ -36,12 +36,12 @@ OnFull = Literal["refuse", "continue"]
 class Journal:
     """The journal in `folder`, for a checkpoint with the digest `checkpoint`.
 
-    `sync` says when records are forced to the disk: "always" in each iteration, before its
-    responses are sent; a number at this interval in milliseconds, by a thread; "never" leaves it to
-    the system. `on_full` says what happens while the disk is full: "refuse" accepts no requests,
-    "continue" serves requests without a journal. With `keeps_responses`, final responses are stored
-    until they are delivered. `entries` has the requests without a delivered final response. Calls
-    of the methods must not overlap.
+    `sync`: with "always", each iteration's records are forced to the disk before its responses are
+    sent. A number is the interval in milliseconds at which a thread forces records to the disk.
+    With "never", the system decides. `on_full`: while the disk is full, "refuse" accepts no
+    requests, and "continue" serves requests without a journal. With `keeps_responses`, final
+    responses are stored until they are delivered. `entries` has the requests without a delivered
+    final response. Calls of the methods must not overlap.
 
     The constructor raises ConfigError if the journal belongs to another checkpoint or is in use by
     another manager, and JournalError if it is damaged or cannot be written.

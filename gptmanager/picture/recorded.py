@@ -71,7 +71,7 @@ def trace_of(recording: Recording) -> Trace:
 def _waits_of(recording: Recording, max_asked: int) -> Iterator[Mapping[int, Wait]]:
     """Yield the scheduler's reasons for each iteration, until the replay diverges.
 
-    It also ends when the scheduler has been asked about more than `max_asked` requests in all.
+    Stop earlier if the scheduler has been asked about more than `max_asked` requests in all.
     """
     reporters: list[WaitReporter] = []
 

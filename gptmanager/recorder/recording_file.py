@@ -77,10 +77,11 @@ class Iteration:
     `index` counts from the start of the run. `num_active` requests were active before the intake.
     `schedule` is None if no request ran, or if the schedule was dropped. `kept` is False only if it
     was dropped. `result` belongs to the schedule with the number `result_of`; with run-ahead this
-    is an earlier schedule. If the iteration took several results, `recalled` has the others, each
-    with the number of its schedule. `ends` is None if it is not recorded, as in a black box.
-    `idle_turns` is the number of iterations without work since the previous one; None if it is not
-    recorded. `recovered` is the state after an iteration that raised, otherwise None.
+    is an earlier schedule. If the iteration took several results, `result` is the last one, and
+    `recalled` has the earlier ones, each with the number of its schedule. `ends` is None if it is
+    not recorded, as in a black box. `idle_turns` is the number of iterations without work since the
+    previous one; None if it is not recorded. `recovered` is the state after an iteration that
+    raised, otherwise None.
     """
 
     index: int

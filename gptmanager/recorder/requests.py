@@ -92,9 +92,9 @@ class Allowance:
 
 
 def without_weights(value: Any) -> Any:
-    """Return `lora_weights` as a recording keeps them: their shape and dtype, filled with zeros.
+    """Return `lora_weights` as a recording keeps them: zeros of the same shape and dtype.
 
-    Their digest is recorded later, after they have been read.
+    The digest of the weights is recorded later, after they have been read.
     """
     if isinstance(value, (list, tuple)):
         value = np.asarray(value)  # as admission does

@@ -25,7 +25,7 @@ class AdapterFolders:
 
     def take(self, fields: dict[str, Any]) -> None:
         """Replace the field "lora" by the adapter's tensors, and set `lora_task_id` if it is
-        absent. Raises InvalidRequestError for an invalid adapter, and for one with tensors as well.
+        absent. Raises InvalidRequestError for an invalid adapter, and if the line also has tensors.
         """
         if "lora" not in fields:
             return

@@ -34,7 +34,7 @@ def latencies(
 ) -> dict[str, dict[str, float]]:
     """Return percentiles of the latencies in milliseconds.
 
-    The time to the first token and the time in the queue are from the submission on. `waits`:
+    The time to the first token and the time in the queue count from the submission. `waits`:
     seconds from each request's submission until Get returned it.
     """
     pairs = list(zip(metrics, waits, strict=True))

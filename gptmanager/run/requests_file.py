@@ -56,8 +56,8 @@ def read_requests(
     line's number.
 
     `max_new_tokens`: the default for lines without it. `folder`: where relative adapter paths
-    start. `max_tokens`: the most tokens, prompt and output together, of a request. A long text that
-    cannot fit is refused before it is encoded, if the tokenizer limits the bytes of a token. A long
+    start. `max_tokens`: the limit of prompt and output together. If a token can represent only a
+    limited number of bytes, a long text that cannot fit is refused before it is encoded. A long
     line is yielded with `build` set, which any thread may call to encode the text. `chats` renders
     messages; without it they are refused. If `model` is given, adapters must fit that checkpoint.
     """

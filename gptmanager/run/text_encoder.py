@@ -103,9 +103,9 @@ class TextEncoder:
 
 
 def longest_token(tokenizer: Tokenizer) -> int | None:
-    """Return the most bytes of text that one token can represent, or None if it is unlimited.
+    """Return the most bytes of text that one token can represent, or None without a known limit.
 
-    It is unlimited if a part of the tokenizer may drop or shorten text.
+    There is none if a part of the tokenizer may drop or shorten text, or if its model is not BPE.
     """
     parts = orjson.loads(tokenizer.to_str())
     factor = _shrinking(parts["normalizer"])

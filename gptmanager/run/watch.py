@@ -44,8 +44,8 @@ class Refusal(NamedTuple):
 class Recorder:
     """Records what the callbacks of a run see, for the main thread.
 
-    It needs no lock, because deques are thread-safe. If not `is_watched`, `news` has no joins and
-    no tokens of requests. `kv_use` is the fraction of the KV cache blocks in use, and `max_kv_use`
+    It needs no lock, because deques are thread-safe. Unless `is_watched`, `news` has only refusals
+    and ends of requests. `kv_use` is the fraction of the KV cache blocks in use, and `max_kv_use`
     its maximum.
     """
 

@@ -13,7 +13,7 @@ from gptmanager.server.http.warning_header import Warnings
 class ContextLength:
     """Checks requests against `most`, the maximum number of tokens in prompt and output together.
 
-    `clamps`: if an output does not fit, it is shortened instead of refused.
+    `clamps`: if more new tokens are requested than fit, their number is lowered.
     """
 
     def __init__(self, most: int, *, clamps: bool = False) -> None:

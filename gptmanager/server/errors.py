@@ -86,7 +86,7 @@ class ApiError(Exception):
 def described_error(status: int, schema: str) -> dict[str, Any]:
     """Return the response with `status` for the OpenAPI document.
 
-    `schema`: the schema of the body, by name, unless the connection sends the error.
+    `schema`: the name of the body's schema. Errors that the connection sends always have "Error".
     """
     name = "Error" if status in CONNECTION_STATUSES else schema
     content = {"application/json": {"schema": {"$ref": f"#/components/schemas/{name}"}}}

@@ -32,7 +32,7 @@ _OF_CACHE = ("max_tokens", "tokens_per_block")
 class Machine:
     """Options of a simulated manager, with lengths in tokens.
 
-    None means the recorded value, or the default without a recording.
+    None means the recorded value or, without a recording, the default.
     """
 
     max_batch_size: int | None = None

@@ -99,7 +99,7 @@ def quantities(schedule: Schedule) -> tuple[int, int, int, float]:
 
 
 def fit(recording: Recording) -> CostModel:
-    """Return the nonnegative model with the least squared error over the recorded steps.
+    """Return the model with the least squared error over the recorded steps. No cost is negative.
 
     A step's time is from the intake of its iteration to the next intake, so it includes the loop
     and the callbacks. If there is no next intake, or if no request was active before it, the time

@@ -52,7 +52,7 @@ def simulate(
 ) -> Figures:
     """Run `load` to its end and return its figures.
 
-    `work` is filled with the steps of each stage. `on_progress` is passed the number of requests
+    The steps of each stage are appended to `work`. `on_progress` is passed the number of requests
     that ended since its last call. Raise SchedulerError if the scheduler stops running requests for
     good, and RecordingError if a recorded load takes far more steps than were recorded.
     """
@@ -163,10 +163,10 @@ class World:
         return Intake(self.now, requests, stops, ready, (), clears_cache, loaded, forgotten)
 
     def _is_idle(self, num_active: int) -> bool:
-        """Return whether nothing is active and nothing has arrived.
+        """Return whether nothing is active and nothing has arrived, but never True twice in a row.
 
-        Return True at most once in a row, as in a recording. The next call lets the time advance to
-        the next arrival.
+        So the loop idles for one iteration, as in a recording. The next `fetch` advances the clock
+        to the next arrival.
         """
         self._was_idle = (
             not (self._was_idle or num_active or self._in_flight or self._load.by_iterations)

@@ -143,7 +143,7 @@ def checkpoint(text: str) -> Path:
 def writable(text: str) -> Path:
     """Read the path of a file to write: in an existing folder, and not a folder itself.
 
-    A wrong path then fails before slow work begins.
+    So a wrong path fails before slow work begins.
     """
     path = Path(text)
     if path.is_dir():

@@ -32,7 +32,7 @@ def table(
     left: Collection[int] = (0, -1),
     widths: Sequence[int] = (),
 ) -> Table:
-    """Return a table with right-aligned columns, except those with an index in `left`.
+    """Return a table. Columns are right-aligned, except the columns with an index in `left`.
 
     Index -1 is the last column. `widths`: minimum widths of the columns, to align several tables.
     """

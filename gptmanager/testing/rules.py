@@ -67,8 +67,8 @@ class JudgedScheduler(RequestScheduler):
     """Checks each answer of a scheduler, and raises Breach if it breaks a rule.
 
     `now` returns the number of the iteration. `decisions` has the answers that broke no rule, each
-    with its iteration. `minor` has the first change of active_requests, if any: the scenario can
-    continue after it.
+    with its iteration. `minor` has the first time that active_requests was changed, if any: the
+    scenario can continue after it.
     """
 
     scheduler: RequestScheduler

@@ -37,7 +37,7 @@ PATIENCE = 4
 class Outcome:
     """The result of a scenario.
 
-    `complaints` are broken rules, `decisions` are answers of the scheduler; each is preceded by its
+    `complaints` are broken rules, and `decisions` answers of the scheduler, each with its
     iteration. `chunks` is the number of chunks that did not end their context.
     """
 

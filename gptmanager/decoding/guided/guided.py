@@ -55,8 +55,9 @@ class GuidedDecoding(RowProcessor):
     they are found by the names of the tokenizer's special tokens. These and a request's own end ids
     are permitted only where the output is complete. Equal grammars are compiled once. The last
     `max_grammars` are kept, or fewer if their texts exceed 4 MiB. A grammar that does not compile
-    within `compile_timeout_s` seconds ends its request. A waiting grammar is dropped with the last
-    reference to it. Raise ConfigError if llguidance is not installed, or cannot use the tokenizer.
+    within `compile_timeout_s` seconds ends its request. A grammar that waits to be compiled is
+    dropped with the last reference to it. Raise ConfigError if llguidance is not installed, or
+    cannot use the tokenizer.
 
     A grammar has at most 1 MiB, and a choice 10,000 texts: the methods raise ValueError for more.
     """

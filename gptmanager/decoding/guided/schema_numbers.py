@@ -17,7 +17,7 @@ _EXACT = 2**53
 
 
 def narrowed(name: str, bound: float) -> float:
-    """Return the bound, or the nearest stricter one that is both a double and a 64-bit integer.
+    """Return the bound or, beyond 2**53, the nearest stricter double that is a 64-bit integer.
 
     `name` is the keyword. Raise ValueError if no integer of 64 bits satisfies the bound.
     """

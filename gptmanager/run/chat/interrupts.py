@@ -10,7 +10,7 @@ from typing import Any
 
 @contextmanager
 def on_interrupt(stop: Callable[[], None]) -> Iterator[None]:
-    """Call `stop` at the first Ctrl-C in the block. The second one is a KeyboardInterrupt.
+    """Call `stop` at the first Ctrl-C in the block. The second one raises KeyboardInterrupt.
 
     The first one raises no exception, so the block runs to its end.
     """

@@ -23,7 +23,7 @@ def read_message(read_line: Callable[[bool], str]) -> Entry:
     `read_message` raises EOFError.
 
     A backslash at the end of a line continues the message on the next line. Three quotation marks
-    begin and end a message that may have any lines; it is never a command.
+    begin and end a message that may contain any lines. Such a message is never a command.
     """
     line = read_line(False)
     if line.lstrip().startswith(_QUOTES):

@@ -37,8 +37,8 @@ class Ends:
 class Delta(NamedTuple):
     """The next piece of an output; the joined deltas are the whole output.
 
-    `token_ids` are the new tokens, including those that ended the output. `log_probs` are the log
-    probabilities of the tokens that begin in the text sent so far, except those in earlier deltas.
+    `token_ids` are the new tokens, including tokens that ended the output. `log_probs` are the log
+    probabilities of the tokens that begin in the text sent so far and were in no earlier delta.
     `finish_reason` is None before the last delta.
     """
 

@@ -109,7 +109,7 @@ def _limits(dtype: np.dtype) -> tuple[int, int]:
 def _flat(name: str, values: Any, shape: Sequence[int]) -> list[Any]:
     """Return the elements of nested lists.
 
-    Raises ApiError if a level has more items than any level of `shape`, before it reads them.
+    Raises ApiError for a level with too many items for `shape`, before it reads them.
     """
     count, most = math.prod(shape), math.prod(max(size, 1) for size in shape)
     found = values if isinstance(values, list) else [values]
