@@ -117,8 +117,7 @@ class Engine:
 
         Raises ApiError: 404 for an adapter that is not loaded; 400 for a request that can never
         run; 422 if the Idempotency-Key was used with another body; 429 if too many requests wait,
-        or if too many have this API key or any Idempotency-Key; 503 if the server shuts down or has
-        failed.
+        use this API key, or use an Idempotency-Key; 503 if the server shuts down or has failed.
         """
         self._check_open()
         call_key = self.kept.current.get()
