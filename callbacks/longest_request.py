@@ -10,7 +10,8 @@ from gptmanager import GptManager, InferenceRequest
 def longest_request(manager: GptManager, at_most: int) -> int:
     """Return how many tokens, prompt and output together, a request of `manager` may have.
 
-    The result is from 2 to `at_most`. The manager may have lowered its limit to fit into memory.
+    The result is from 2 to `at_most`. It may be less than the manager's `max_seq_len` option,
+    because a manager lowers its limit to fit into memory.
     """
 
     def is_taken(length: int) -> bool:

@@ -1,8 +1,8 @@
 """`NamePattern`: a regular expression of an adapter's config, matched in a bounded number of steps.
 
 It supports the syntax that PEFT and its users write. A backtracking matcher takes exponential time
-for some patterns, and blocks the interpreter meanwhile. This matcher simulates the automaton: it
-keeps the set of places that it may have reached as the bits of an integer, and counts its steps.
+for some patterns, and blocks the interpreter meanwhile. This matcher simulates the automaton, and
+counts its steps. The set of places that it may have reached is an integer with one bit per place.
 """
 
 from __future__ import annotations
@@ -88,7 +88,10 @@ class NamePattern:
         reader.check_end()
 
     def matches(self, name: str) -> bool:
-        """Return whether the pattern matches all of `name`. Raise PatternError beyond the limit."""
+        """Return whether the pattern matches all of `name`.
+
+        Raise PatternError beyond the limit of `steps`.
+        """
         return bool(self._step(_Name(name, self._steps), 1) >> len(name) & 1)
 
 

@@ -96,9 +96,9 @@ def generate(
     With `num_return_sequences`, the result has a list of this many completions for each prompt,
     which are sampled independently, or are the best beams.
 
-    With `progress` None, a progress bar is shown after one second if standard error is a terminal.
-    With True, another standard error gets a line for each kind of work that took longer, such as
-    loading. With False, nothing is shown.
+    With `progress` None, work that takes more than a second, such as loading, gets a progress bar
+    if standard error is a terminal. With True, it gets a line at its end if standard error is not
+    a terminal. With False, nothing is shown.
 
     An interrupt (Ctrl-C) aborts the manager and leaves no thread. Raise ConfigError like the
     constructor of `GptManager`, or the error of the first failed request, with its prompt's index.

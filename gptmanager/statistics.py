@@ -27,7 +27,7 @@ class Memory:
     """Bytes of the manager's tensors, by kind of memory.
 
     `adapter_page`: bytes of a page of the adapter cache. On a CPU, and in the host's cache, pages
-    take memory only when they are used; `with_adapters` adds those.
+    take memory only when they are used; `with_adapters` adds the used pages.
     """
 
     cpu: int = 0
@@ -38,7 +38,7 @@ class Memory:
     def with_adapters(self, pages: PeftCacheCounts) -> Memory:
         """Return the memory when adapters use these pages."""
         on_host = pages.host_used_pages * self.adapter_page
-        if self.gpu:  # it includes all pages of the device
+        if self.gpu:  # `gpu` includes all pages of the device
             return replace(self, pinned=self.pinned + on_host)
         on_device = pages.device_used_pages * self.adapter_page
         return replace(self, cpu=self.cpu + on_host + on_device)

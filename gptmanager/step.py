@@ -54,8 +54,9 @@ class Intake:
     """All input of one iteration. `now` is in seconds of a monotonic clock.
 
     `requests`: new requests. `stops`: ids of requests to stop. `ready`: ids of requests with a
-    logits post-processor that has become ready. `failures`: failures of callbacks and preparations
-    since the last intake. `clears_cache`: the weights were replaced, so cached blocks are dropped.
+    logits post-processor that has become ready. `failures`: failures of callbacks, preparations and
+    steps since the last intake. `clears_cache`: the weights were replaced, so cached blocks are
+    dropped.
     `adapters`: finished work on adapters. `forgotten_adapters`: task ids of adapters to remove from
     the cache. `resumed`: the progress of all `requests`, if they are from a journal. `recomputes`:
     running requests compute their contexts again, with the new weights.
@@ -288,7 +289,10 @@ class Host(Protocol):
     def respond(
         self, request_id: int, tensors: list[NamedTensor], is_final: bool, error: str
     ) -> None:
-        """Send a response. If the callback fails, the next intake has the failure."""
+        """Send a response.
+
+        If the callback fails and the response is not final, the next intake has the failure.
+        """
 
     def prepare(self, request_id: int, processor: RequestProcessor) -> None:
         """Begin to prepare `processor`. A later intake has the id as ready, or the failure."""

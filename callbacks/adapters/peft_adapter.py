@@ -28,7 +28,7 @@ _CONFIG, _TENSORS = "adapter_config.json", "adapter_model.safetensors"
 _PIECE_BYTES = 64 << 20
 _PREFIX = "base_model.model."  # which PEFT adds to the names of modules
 # (this library's name of a parameter, the part of it that a checkpoint's module fills) -> the
-# module's ids in `lora_config`; of two ids, each gets half of the rows of B
+# module's ids in `lora_config`; if there are two ids, each gets half of the rows of B
 _IDS: Mapping[tuple[str, str | None], tuple[int, ...]] = {
     ours: tuple(LORA_MODULE_IDS[name] for name in names.split())
     for ours, names in {
@@ -63,10 +63,9 @@ _IDS: Mapping[tuple[str, str | None], tuple[int, ...]] = {
 
 
 def _module_ids(name: str | None) -> dict[str, tuple[int, ...]]:
-    """Return a map from module names to module ids, for the family `name`, or for all if None.
+    """Return a map from a family's module names to module ids; for all families if `name` is None.
 
-    The module names have {} in place of the layer. Each is listed with and without the family's
-    prefix.
+    A module name has {} in place of the layer, and is listed with and without the family's prefix.
     """
     found = {}
     # Llama is first in FAMILIES and last here: where families differ, a name means what it does
@@ -81,10 +80,10 @@ def _module_ids(name: str | None) -> dict[str, tuple[int, ...]]:
 
 
 class _Pair(NamedTuple):
-    """The tensors A and B of a module: their names in the file, and their shapes.
+    """The tensors A and B of a checkpoint's module, as one module id uses them.
 
-    `num_columns` is the number of the module's outputs. B has a row for each output; the module
-    uses the rows of B from `first_column` on.
+    The id has `num_columns` outputs. Its rows of B, one per output, begin with row `first_column`,
+    because two ids may share one B.
     """
 
     module: str
@@ -117,10 +116,10 @@ def load_peft_adapter(
     request with rows that are too short for its model, but it cannot tell a row for a wider model
     from a row with padding.
 
-    Raise ConfigError, which quotes the entry, for everything except plain LoRA (DoRA, biases,
-    embeddings, saved modules, other methods), for other modules, and for files that are broken or
-    contradict each other. Patterns in the config are regular expressions, which are matched in a
-    bounded number of steps.
+    Raise ConfigError, which quotes the entry, for an adapter that is not plain LoRA (DoRA, biases,
+    embeddings, saved modules, other methods), for a module that is not supported, and for files
+    that are broken or contradict each other. Patterns in the config are regular expressions, which
+    are matched in a bounded number of steps.
     """
     path = Path(folder)
     if not path.is_dir():
@@ -199,7 +198,7 @@ def _check_widths(
         if module is not None and own != (module.input_width, module.num_columns):
             raise ConfigError(
                 f"{where} is for another model: its {pair.module} has {own[0]} inputs and "
-                f"{own[1]} outputs, in {model} it has {module.input_width} and "
+                f"{own[1]} outputs, but in {model} it has {module.input_width} and "
                 f"{module.num_columns}"
             )
 

@@ -167,7 +167,7 @@ class LiveFeed:
         if manager is not None and self._viewers and picture.is_due("why", now, _WHY_S):
             reasons = _reasons(manager) if self._rows.num_waiting else []
         changes = tap.take()
-        if changes is None and manager is not None:  # some are lost: the next tick starts over
+        if changes is None and manager is not None:  # changes are lost: the next tick starts over
             self._tap = LiveTap()
             tap.close(manager)
         with self._lock:
@@ -295,7 +295,8 @@ class _Picture:
         counts, kinds = tap.latest, rows.kinds
         cached = 0 if counts is None else counts.block_reuse.cached_blocks
         used = 0
-        if counts is not None and rows.num_active:  # else from before the last request ended
+        # without active requests, `counts` is from before the last one ended
+        if counts is not None and rows.num_active:
             used = counts.total_blocks - counts.free_blocks
         milliseconds = int((now - self._started) * 1000)
         tokens = tap.context_tokens, tap.generated_tokens

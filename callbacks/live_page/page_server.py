@@ -114,7 +114,8 @@ class LivePage:
 def page_headers(html: bytes) -> dict[str, str]:
     """Return HTTP headers that let a browser run only the page's own scripts and styles.
 
-    The headers name their digests. Scripts can connect only to the page's server.
+    The headers list the digests of these scripts and styles. Scripts can connect only to the page's
+    server.
     """
     script, style = (
         " ".join(

@@ -137,7 +137,7 @@ class _Used:
 
 
 def _release(looking_up: Future[_States], used: _Used, size: int) -> None:
-    """Free the bytes of a list that no request uses, and cancel its look-up if it is queued."""
+    """Count the bytes of a freed list as free, and cancel its look-up if it is still queued."""
     looking_up.cancel()
     used.add(-size)
 

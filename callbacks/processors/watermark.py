@@ -69,7 +69,7 @@ class Watermark(RawKernelLogitsPostProcessor):
     def z_score(self, tokens: Sequence[int]) -> float:
         """Return how many standard deviations the number of green tokens is above its mean.
 
-        Mean and deviation are expected for text without the watermark, where a score above 4 is
+        Mean and deviation are those of text without the watermark, for which a score above 4 is
         very unlikely. The first token is not counted; it is only the seed for the second. The
         score is 0 for fewer than two tokens.
         """

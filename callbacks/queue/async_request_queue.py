@@ -41,10 +41,11 @@ class AsyncRequestQueue(RequestQueue):
         max_new_tokens: int | None = None,
         **by_name: Any,
     ) -> AsyncIterator[list[int]]:
-        """Yield lists of new tokens. A list has several tokens if a step or the reader was slow.
+        """Yield lists of new tokens, usually of one token each.
 
-        The arguments are those of `submit`, without its timeout. Raise the errors of `submit`,
-        except `queue.Full`. If the request fails, raise its error after its tokens.
+        A list has several tokens if a step produced several, or if the reader was slow. The
+        arguments are those of `submit`, without its timeout. Raise the errors of `submit`, but
+        never `queue.Full`. If the request fails, raise its error after its tokens.
         """
         if isinstance(prompt, InferenceRequest):
             prompt.is_streaming = True
@@ -95,7 +96,8 @@ class AsyncRequestQueue(RequestQueue):
     def submit_all(self, requests: Sequence[InferenceRequest]) -> list[Generation]:
         """Queue all of the requests, or none. Never wait.
 
-        Raises `queue.Full` if the queue has no room for all of them, and the errors of `submit`.
+        Raise `queue.Full` if the queue has no room for all of them; the other errors are those of
+        `submit`.
         """
         generations: list[Generation] = []
         try:

@@ -272,7 +272,10 @@ class Generation(concurrent.futures.Future[GenerationResult]):
     # Only for the queue ---------------------------------------------------------------------
 
     def deliver(self, tensors: Iterable[NamedTensor], is_final: bool, error: str) -> None:
-        """Add one response, of which one is final. Only one thread at a time may call this."""
+        """Add one response. The final one ends the request.
+
+        Only one thread at a time may call this.
+        """
         if error:
             self.fail(error_of(error))
             return

@@ -225,8 +225,9 @@ class RequestQueue:
     def close(self, error: BaseException | None = None) -> None:
         """End all open handles with `error`, and refuse new requests.
 
-        A handle with an output that a stop string has ended gets its result instead. Requests that
-        still run in the manager are stopped; to let them finish, call `manager.shutdown()` first.
+        If stop strings have ended all outputs of a handle, it gets its result instead. Requests
+        that still run in the manager are stopped; to let them finish, call `manager.shutdown()`
+        first.
         Idempotent: the `error` of a second call is ignored. In a forked process it does nothing.
         """
         if self._is_forked:
@@ -306,7 +307,7 @@ class RequestQueue:
         by_name: dict[str, Any],
         stop: Sequence[str] | None = None,
     ) -> Generation:
-        """Return the handle of a new request. Its id is reserved, but it is not queued yet."""
+        """Reserve the id of a new request, and return its handle. The request is not queued yet."""
         if isinstance(prompt, InferenceRequest):
             if max_new_tokens is not None or request_id is not None or by_name:
                 raise TypeError("submit() of an InferenceRequest accepts only `stop` and `timeout`")

@@ -1,4 +1,4 @@
-"""The counts for metrics: the loop's thread updates them, any thread reads them.
+"""The counts for metrics. The loop's thread updates them, and any thread may read them.
 
 A scrape during an update may miss that update. `RequestCounts` has a lock, because an application
 may end requests on another thread.

@@ -108,7 +108,7 @@ class PrometheusSink:
 
         With `is_scoring`, the request scores its prompt, and its generated tokens do not count.
         With `is_ended_by_caller`, the application may end the request for reasons that the manager
-        does not know: without an error, the request ends only after a call of `ends_as`.
+        does not know. Unless it fails, the request then counts as ended only after `ends_as`.
         """
         self.requests.arrive(
             request_id, is_scoring=is_scoring, is_ended_by_caller=is_ended_by_caller

@@ -58,7 +58,7 @@ class TextStream:
         return self._decode(self._window)[len(returned) :]
 
     def _flush(self, text: str) -> str:
-        """Release the held-back tokens. Return the part of their `text` that is still missing."""
+        """Release the held-back tokens. Return the part of their `text` not returned so far."""
         piece, self._num_characters = text[self._num_characters :], 0
         del self._window[: self._num_returned]
         self._num_returned = len(self._window)

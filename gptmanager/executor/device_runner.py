@@ -31,7 +31,7 @@ from gptmanager.models.batch import Batch
 from gptmanager.models.model import Model, PlanningModel
 from gptmanager.statistics import Memory
 
-_TOKENS = 4  # the input of a captured step that has an element for each token
+_TOKENS = 4  # index of the first input of a captured step with an element for each token
 
 
 class CapturedChooser(Protocol):
@@ -192,10 +192,9 @@ class DeviceRunner(Runner):
             self._launch(rows).float()  # some steps need this copy; see `DeviceChooser.choose`
 
     def run_captured(self, num_rows: int, shapes: Sequence[StepShape] = ()) -> None:
-        """Run the steps that are captured for `num_rows` rows and for `shapes` once, without
-        graphs.
+        """Run, without graphs, each step that is captured for `num_rows` rows and for `shapes`.
 
-        Their rows have no tokens, so they access no block.
+        The rows have no tokens, so they access no block.
         """
         if self._has_fixed_plan(1):
             with self.stream, torch.inference_mode():

@@ -72,8 +72,9 @@ def padded(rows: PackedRows, num_rows: int) -> PackedRows:
 def fitted(rows: PackedRows, shape: StepShape) -> PackedRows | None:
     """Pad to `shape`; return None if the rows do not fit.
 
-    The added rows have no tokens. They are inserted after the last context row and after the last
-    row. The added tokens belong to no row, and the added samples mean nothing.
+    The added rows have no tokens. They are inserted after the last row that is a context or has
+    several tokens, and at the end. The added tokens belong to no row, and the added samples mean
+    nothing.
     """
     counts = np.diff(rows.row_starts)
     several = np.flatnonzero(counts > 1)  # a generation row has several tokens if it has drafts

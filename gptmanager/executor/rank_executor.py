@@ -293,7 +293,7 @@ def _check_equal(step: RankStep, own: StepResult, leading: StepResult) -> None:
         if here != there and row.beam_width == 1:
             raise RankError(
                 f"request {row.request_id}: with this rank's logits post-processor the tokens are "
-                f"{here}, with that of rank 0 {there}"
+                f"{here}, but with that of rank 0 they are {there}"
             )
 
 

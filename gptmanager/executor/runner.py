@@ -114,7 +114,8 @@ class Runner:
     ) -> None:
         """Load a sequence that starts in `line`, with its virtual tokens if it has any.
 
-        Clears the recurrent states of `line` only, because a model with states has no beams.
+        Clears the recurrent states of `line` only: a model with such states has no beams, so a
+        sequence has one line.
         `adapter_slot`: the slot of the adapter that all beams of the sequence use; -1 without an
         adapter.
         """

@@ -124,8 +124,8 @@ def accepted(
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
     """Return the `tokens`, `counts` and `log_probs` of `ChosenTokens`.
 
-    `tokens`, `log_probs` `[S]`: of all choices. A row with drafts gets its right drafts, and the
-    token chosen after them.
+    `tokens` and `log_probs` `[S]` are those of all choices. A row with drafts gets its right
+    drafts, and the token chosen after them.
     """
     counts = 1 + num_right_drafts(rows, tokens)
     choices = rows.firsts[:-1].repeat(counts) + offsets(counts)

@@ -26,7 +26,8 @@ from gptmanager.request.read_tensors import is_too_large
 
 ALIGNMENT = 8  # arrays start at multiples of this many bytes
 _MOST_VIEW_BYTES = 1 << 28  # limit for weights with overlapping elements
-_SHARED_BYTES = 1 << 16  # arrays of longer messages are copied, not views
+# up to this size, the arrays of a message share one copy of it; in a longer one each is copied
+_SHARED_BYTES = 1 << 16
 _PADDING = [bytes(-size % ALIGNMENT) for size in range(ALIGNMENT)]
 _NUMPY = {np.dtype(char): np.dtype(char).str for char in "?bBhHiIlLqQefd"}
 _NUMBERS = "biuf"  # NumPy dtype kinds
@@ -139,7 +140,7 @@ def _dense(name: str, value: Any) -> tuple[str, list[int], np.ndarray] | None:
             value = np.asarray(value)  # same conversion as in admission
         if isinstance(value, np.ndarray) and value.dtype.kind in _NUMBERS:
             if not _claims_too_much(name, value):
-                # read before `ascontiguousarray`, which makes 0 dimensions 1
+                # read before `ascontiguousarray`, which adds a dimension to a scalar
                 shape = list(value.shape)
                 return value.dtype.str, shape, np.ascontiguousarray(value)
     except BaseException:  # noqa: B036 - a host's object; admission reports its error

@@ -141,7 +141,7 @@ def _error_of(done: Future[Any]) -> BaseException | None:
 
 
 class _OnReady:
-    """Reports a processor as ready, once, and drops the references to it.
+    """Reports that a processor's future is done, and drops the references to the processor.
 
     A future keeps its callbacks alive.
     """

@@ -324,8 +324,8 @@ class FollowingHost:
             if own is not None and done.error is None and own != done:
                 why = f"the digest {own.digest!r}, not {done.digest!r}"
                 if own.error is not None:
-                    why = f"the error {response_text(own.error)}, and none on rank 0"
-                self._links.give_up(f"job {done.job} of adapters has {why}")
+                    why = f"the error {response_text(own.error)}, but none on rank 0"
+                self._links.give_up(f"adapter job {done.job} has {why}")
 
 
 def _rank_executor(assembly: Assembly, on_decision: Callable[[Schedule], None]) -> RankExecutor:

@@ -58,8 +58,9 @@ class KvCacheManager:
     *Sink tokens.* The first `sink_token_length` tokens always stay. They are padded to whole blocks
     at the front, so that position = token + padding and the other tokens begin at a block boundary.
 
-    *Cross.* `cross=True` counts a cross attention cache: a request needs `encoder_len` positions
-    from its first context chunk on, shared by all beams, and never more.
+    *Cross attention.* With `cross=True` the blocks are those of a cross attention cache: a request
+    needs `encoder_len` positions from its first context chunk on, which all beams share, and never
+    more.
     """
 
     __slots__ = ("num_blocks", "tokens_per_block", "_lookups", "_needs", "_sequences", "_what_if")

@@ -85,9 +85,9 @@ class CachingBlockPool(BlockPool):
 
     When a block is handed out, its content moves to the host tier if the tier accepts it. If no
     host block is free, the content replaces the evictable leaf of the lowest priority, of several
-    the least recently used. If this leaf has a higher priority, the content is lost. `copies` are
-    the copies that the device must make, in order, before any block is written. For a host block,
-    `ref_counts` has the number of pending reads.
+    the least recently used. If this leaf has a higher priority than the content, the content is
+    lost. `copies` are the copies that the device must make, in order, before any block is written.
+    For a host block, `ref_counts` has the number of pending reads.
     """
 
     __slots__ = ("copies", "host", "queue", "tree")

@@ -27,7 +27,7 @@ class UnfinishedAnswer(CallbackError):
 
 
 def ordinary(name: str, function: _T, *, may_yield: bool = False) -> _T:
-    """Return `function` if a call of it does its work.
+    """Return `function` if calling it does its work.
 
     Raise ConfigError, with `name` for the function, if it is not callable, or if a call only
     returns a coroutine, an async generator or, unless it `may_yield`, a generator.

@@ -156,9 +156,10 @@ class ChildProcess:
 
 
 def _write(file: int, data: memoryview) -> int:
-    """Write some of `data`; return how many bytes. If the pipe is closed, return all of them.
+    """Write some of `data`; return the number of bytes written.
 
-    The read that follows then reports the end of the process.
+    If the pipe is closed, return the length of `data`: the read that follows reports the end of the
+    process.
     """
     try:
         return os.write(file, data)

@@ -99,7 +99,7 @@ class Adapters:
         return self._take_failures()
 
     def forget(self, task_id: int) -> None:
-        """Have later requests with this id pass its weights. Earlier ones keep the adapter."""
+        """Require later requests with this id to send weights. Earlier ones keep the adapter."""
         self.cache.forget(task_id)
         for read in self.reads.values():
             read.is_forgotten |= read.task_id == task_id

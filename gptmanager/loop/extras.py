@@ -72,7 +72,10 @@ class RequestExtras:
         self._context_end = end
 
     def add_prompt(self, prompt_len: int, found: PromptLogProbs) -> None:
-        """Store log probabilities of a part of the prompt, again if the request was restarted."""
+        """Store log probabilities of a part of the prompt.
+
+        A restarted request stores them again.
+        """
         if self._prompt is None:
             shape = prompt_len - 1, found.top_ids.shape[1]
             self._prompt = _PromptScores(

@@ -34,7 +34,7 @@ _TO_COMPLETE = LlmRequestState.GENERATION_TO_COMPLETE
 class LoopState(NamedTuple):
     """The state of a token loop between two iterations. A recording may start from it.
 
-    Black boxes store only these fields. `pending` has the schedules of steps that have no applied
+    A replay restores only these fields. `pending` has the schedules of steps that have no applied
     result yet, oldest first. `failing` has the ids of active requests that failed in a result.
     `drafts` and `num_logits_errors` count since the start.
     """

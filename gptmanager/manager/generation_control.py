@@ -66,7 +66,7 @@ class GenerationControl(LoopQuestions):
         """Allocate the memory that `sleep` has released, and iterate again.
 
         Raise SleepError if the manager is not asleep, and the other errors of `update_weights`. If
-        the memory cannot be allocated, raise its out-of-memory error; the manager stays asleep.
+        too little memory is free, raise an out-of-memory error; the manager stays asleep.
         """
         self._call("wake", self._worker.updates.wake, timeout)
 

@@ -27,7 +27,7 @@ class BoundProcessor:
 
 
 class RequestProcessor:
-    """A request's logits post-processor, which only the executor looks into.
+    """A request's logits post-processor, which the loop only passes on.
 
     Every start of the request passes the same object, so `kept`, the processor's state, survives
     pauses. If it `prepares`, the request waits until it is ready. `post_processor` is None after

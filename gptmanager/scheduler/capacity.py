@@ -136,7 +136,7 @@ class GuaranteedNoEvictScheduler(KvCapacityScheduler):
     `two_step_lookahead` has no effect.
 
     With `started_contexts_first`, which is off by default, contexts that have run some chunks are
-    taken before those that have not started. Otherwise a new request of higher rank may stop
+    taken before those that have not started. Without it, a new request of higher rank may stop
     admission before a partly computed context that holds blocks, and both wait for each other
     forever.
     """

@@ -88,8 +88,9 @@ class MaxUtilizationScheduler(KvCapacityScheduler):
         """Return whether, by an upper bound of their needs, all but the first `num_taken` fit.
 
         `blocks` is the number of blocks that the first `num_taken` requests take. The result is
-        also False if no others follow or one has an adapter. If it is True, the walk over single
-        requests would take them all, but more slowly.
+        also False if no others follow, if one of the others has an adapter, and if `walk` exceeds
+        `max_num_requests`. If it is True, the walk over single requests would take them all, but
+        more slowly.
         """
         manager, lookahead = self.kv_cache_manager, self.two_step_lookahead
         bound = bulk_counts(manager).most_blocks_one_step
@@ -126,7 +127,8 @@ class _PausingWalk:
     _pages: AdapterPages = field(init=False)
     _index: int = field(init=False)
     _paused: RequestList = field(default_factory=list)
-    _preempting: LlmRequest | None = None  # the request that others were paused for last
+    # the last request that did not fit; others may have been paused for it
+    _preempting: LlmRequest | None = None
     _misfits: list[tuple[LlmRequest, Wait, RequestList]] = field(default_factory=list)
     _growth: int = 0  # `_growth_of` the first `_num_grown` fitting requests
     _num_grown: int = 0

@@ -32,8 +32,8 @@ class Wait:
     """Why a request waits. In most cases `needed` > `free` - `reserved`.
 
     These three count blocks, tokens of a step, adapter pages or requests, depending on `reason`.
-    Before the request, `running` requests that hold memory and `starting` requests that do not were
-    taken, and `reserved` is kept for them. `behind` is the id of the request that it waits for.
+    `running` requests that hold memory, and `starting` requests that hold none, were taken before
+    this request; `reserved` is kept for them. `behind` is the id of the request that it waits for.
     With BEHIND, `cause` and the numbers describe that request's wait.
     """
 

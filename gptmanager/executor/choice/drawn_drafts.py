@@ -41,8 +41,9 @@ class DrawnDrafts:
     def at(self, offset: int, rows: SamplingRows, logits: Tensor) -> dict[int, np.ndarray]:
         """Return index of a row -> log probabilities `[vocab]` to compare its draft with.
 
-        Only rows with a host's draft at `offset` are included. `rows` has one choice per row, for
-        this offset. `logits` `[S, vocab]` are already post-processed, and are not changed.
+        Only rows with at least `offset` + 1 drafts of a host are included. `rows` has one choice
+        per row, for draft number `offset`. `logits` `[S, vocab]` are already post-processed, and
+        are not changed.
         """
         own = [
             index
@@ -64,7 +65,7 @@ class DrawnDrafts:
         log_probs: np.ndarray | None,
         histories: np.ndarray,
     ) -> None:
-        """Accept or replace the drafts at `offset` of the rows in `compared`, the result of `at`.
+        """Accept or replace draft number `offset` of each row in `compared`, the result of `at`.
 
         The token is written to `tokens` `[S]` and to `histories` `[lines, positions]`, and its log
         probability to `log_probs` `[S]` unless that is None. A row without a valid token is

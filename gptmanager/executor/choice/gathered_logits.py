@@ -1,7 +1,7 @@
 """`GatheredLogits`: which logits and log probabilities the sequence in each slot asks for.
 
-This module decides which rows of a step's logits are copied to the CPU, before any processing. It
-does not know requests and responses, or how logits are copied.
+This module decides which rows of a step's logits are copied to the CPU, before the logits
+post-processors run. It does not know requests and responses, or how logits are copied.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ class GatheredLogits:
     def batches(self, context_rows: Sequence[Row], most: int) -> Iterator[tuple[Row, ...]]:
         """Yield batches of the rows, in order, with at most `most` tokens to score in each.
 
-        A row with more tokens to score is split.
+        A row that does not fit into the rest of a batch is split.
         """
         batch: list[Row] = []
         room = most
