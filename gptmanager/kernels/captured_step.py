@@ -28,9 +28,9 @@ Compute = Callable[[Sequence[Tensor]], Tensor]
 Begin = Callable[[bool], None]
 
 MAX_CAPTURED_STEPS = 64
-# Steps that take longer release the interpreter lock, once: other threads of the host then run
-# while the step computes. Getting the lock back takes up to 5 ms if one of them is still busy, so
-# with a lower limit a busy thread of the host would slow short steps down even more.
+# Steps that take longer release the interpreter lock, so that other threads of the host run while
+# the step computes. Getting the lock back takes up to 5 ms if one of them is still busy. With a
+# lower limit, a busy thread of the host would slow short steps down even more.
 LONG_S = 0.005
 TASK_ALIGNMENT = 64
 _aten = torch.ops.aten
@@ -38,7 +38,7 @@ _NEW = {_aten.empty.memory_format, _aten.empty_like.default, _aten.new_empty.def
 
 
 def ignore(is_unlocked: bool) -> None:
-    """Do nothing: the `begin` of steps that are not announced."""
+    """Do nothing. This is the default `begin`."""
 
 
 class _Memory:
@@ -70,14 +70,14 @@ class _Memory:
         free = self._free.setdefault(size, [])
         own = free.pop() if free else self._bytes(size)
         array = own.numpy()
-        # only the tensor's storage holds the array
+        # only the tensor's storage refers to the array, so both are freed together
         weakref.finalize(array, free.append, own).atexit = False
         tensor = torch.from_numpy(array)[: like.nbytes]
         return tensor.view(like.dtype).view(like.shape)
 
 
 class _Capture(TorchOperations):  # type: ignore[no-untyped-call]
-    """Captures the tasks that run while it is active. `is_whole`: torch itself computed nothing."""
+    """Captures the tasks that run while it is active. `is_whole`: torch computed nothing itself."""
 
     def __init__(self, memory: _Memory) -> None:
         super().__init__()

@@ -25,7 +25,7 @@ from gptmanager.lifecycle.log import logger
 Progress = Callable[[str, int, int], None]
 
 WORK = "kernels"  # the name under which progress is reported
-_MOST_PROCESSES = 4  # more would not help: the longest body takes a third of the time of all
+_MOST_PROCESSES = 4  # more would not help: the longest body takes a third of the total time
 _BYTES_OF_PROCESS = 600 << 20
 # How long this process waits for a report of the other processes: 10 s, or three times the longest
 # compile time of its own bodies so far, whichever is longer.
@@ -118,7 +118,7 @@ def _processes(count: int) -> Iterator[list[subprocess.Popen[str]]]:
         "stderr": subprocess.DEVNULL,
     }
     try:
-        with suppress(OSError):  # such as a limit on processes: fewer are used
+        with suppress(OSError):  # at a limit on processes, fewer are used
             for _ in range(count):
                 command = [sys.executable, "-c", _PROGRAM]
                 # this process handles Ctrl-C

@@ -34,12 +34,12 @@ class EmbeddingTask(ctypes.Structure):
     """Addresses (0: none), sizes, and the layout of `table`.
 
     Element k of row i is at index
-    `i // lanes * panel + i % lanes * positions + k // positions * step + k % positions`. In a table
-    in 4 bits this is the index of a byte: elements k and k + 16 of a group share the byte `k % 16`
-    of the group's 16 bytes (see `Int4Matrix`). `wide` is scratch, float32 `[width]` for each
-    thread. `dtype` is the dtype of `result`, and of the table unless it is quantized: an int8 table
-    has `scales`, and a 4-bit table has `groups`, the scales of its groups, and maybe `minima`. With
-    `adds`, rows are added to `result`; the table is then a tensor.
+    `i // lanes * panel + i % lanes * positions + k // positions * step + k % positions`. In a 4-bit
+    table, this is the index of byte k of row i. A group of 32 elements has 16 bytes, and byte j of
+    them has the elements j and j + 16 (see `Int4Matrix`). `wide` is scratch, float32 `[width]` for
+    each thread. `dtype` is the dtype of `result`, and of the table unless it is quantized: an int8
+    table has `scales`, and a 4-bit table has `groups`, the scales of its groups, and maybe
+    `minima`. With `adds`, rows are added to `result`; the table is then a tensor.
     """
 
     _fields_ = task_fields(

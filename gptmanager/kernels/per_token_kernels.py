@@ -41,7 +41,7 @@ MINUS_LOG2_E = -LOG2_E
 KINDS: Mapping[Activation, int] = {name: kind for kind, name in enumerate(get_args(Activation))}
 SILU, GELU_ERF, GELU_TANH, RELU, RELU2, CLAMPED_SWIGLU = range(6)  # as `Activation` lists them
 SCALE = 6
-# 2 * sqrt(2 / pi), which makes the tanh of GELU a logistic function, and that times 0.044715.
+# GELU's tanh as a logistic function: 2 * sqrt(2 / pi), and 0.044715 times this number.
 TANH_LINEAR, TANH_CUBIC = np.float32(1.5957691216057308), np.float32(0.07135481282565715)
 # Abramowitz and Stegun 7.1.26: erfc to 1.5e-7.
 ERFC_STEP = np.float32(0.3275911)
@@ -81,7 +81,7 @@ class NormTask(ctypes.Structure):
 
 
 class ActivationTask(ctypes.Structure):
-    """Addresses and sizes. `factor` is multiplied by the activation; 0 means it is not gated.
+    """Addresses and sizes. `factor` is multiplied by the activation; 0 means that there is no gate.
 
     Tokens are `stride` elements apart in `x` and `factor`, and `width` elements apart in `result`.
     `scale` and `cap` are for the kind SCALE.
@@ -126,7 +126,8 @@ def _norm_head(t: Any, source: int, start: int, dtype: int, to: int, weight: int
 def _rotate_head(t: Any, start: int, rotated: int, weight: int, cos_sin: int) -> None:
     """Write the head of `qkv` that begins at element `start` to `rotated`, as float32.
 
-    It is normalized if there is a weight, before or after it is rotated if there are angles.
+    It is normalized if there is a weight, and rotated if there are angles. `norm_last` is the order
+    of the two.
     """
     source, dtype, dim = t.qkv, t.dtype, t.head_dim
     if weight and not t.norm_last:

@@ -51,7 +51,7 @@ _OWN = Served()
 
 
 class ProvidedKernels(Kernels):
-    """A mixin for other kernels, which must follow it: `class ProvidedOwn(ProvidedKernels, Own)`.
+    """A mixin, listed before the kernels it extends: `class ProvidedOwn(ProvidedKernels, Own)`.
 
     Nothing changes until `use_attention` or `use_linear` is called.
     """
@@ -80,10 +80,11 @@ class ProvidedKernels(Kernels):
         num_context_rows: int,
         fixed: int = 0,
     ) -> tuple[Ints, ...]:
-        """Return the plan of the other kernels, or () for a step that must not be captured.
+        """Return the plan of the extended kernels, or () for a step that must not be captured.
 
-        A step is not captured if a provider in it is not capturable. Nor is one with contexts if a
-        provider computes attention, because the CPU does not know the lengths of captured rows.
+        A step is not captured if a provider in it is not capturable. A step with context rows is
+        not captured if a provider computes attention, which would need the lengths of the rows on
+        the CPU.
         """
         served = [self._served.get(shape, _OWN) for shape in shapes]
         used = [self._linear, *(it.generation for it in served)]
@@ -175,7 +176,7 @@ def is_capturable(provider: Any) -> bool:
 
 
 def name_of(provider: Any) -> str:
-    """Return what the log calls a provider."""
+    """Return a provider's name in the log."""
     return str(getattr(provider, "name", None) or type(provider).__name__)
 
 

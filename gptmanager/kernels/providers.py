@@ -72,10 +72,11 @@ class AttentionProvider(Protocol):
         """Return the attention `[R, H, D]` of rows with one query each, `queries [R, H, D]`.
 
         `pages.keys.mT` and `pages.values` are `[P, K, B, D]`: P blocks of B tokens, with K KV
-        heads. On a device each block is contiguous, and so are both tensors, except in V1, where
-        there are gaps between blocks. A query sees the positions from 0 to its own, or those that
-        `shape` says. `sinks [H]` is None unless `shape.sinks`. Memory after the end of a row may
-        hold NaN, and block ids after its last block, or before its window, mean nothing.
+        heads. On a device each block is contiguous, and so are both tensors, except with
+        `ModelType.V1`, where there are gaps between blocks. A query sees the positions from 0 to
+        its own, or those that `shape` says. `sinks [H]` is None unless `shape.sinks`. Memory after
+        the end of a row may hold NaN, and block ids after its last block, or before its window,
+        mean nothing.
         """
         ...
 

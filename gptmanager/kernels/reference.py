@@ -100,9 +100,9 @@ class Kernels(DeltaOps):
         `shapes` are the distinct attention shapes of all layers. `row_starts` and `kv_lengths` are
         those of `RowSpans`, in NumPy. The first `num_context_rows` rows may have several tokens.
         `fixed` is the number of tokens of a captured step, including padding, or 0 for other steps.
-        In a captured step, rows after the contexts have at most one token, and the number and sizes
-        of the arrays depend only on `fixed`, `num_context_rows` and the number of rows, so that a
-        step captured for one batch can run for another.
+        In a captured step, rows after the context rows have at most one token. The number and sizes
+        of the arrays then depend only on `fixed`, `num_context_rows` and the number of rows, so
+        that a step captured for one batch can run for another.
         """
         return ()
 
@@ -171,9 +171,10 @@ class Kernels(DeltaOps):
         return mix_experts(self, *experts.choose(x, logits, routing, correction), experts)
 
     def begin_adapters(self, adapters: StepAdapters | None) -> StepAdapters | None:
-        """Return a step's adapters for the ops of each layer; None may mean that no token has one.
+        """Return a step's adapters for the ops of each layer.
 
-        Called once per step, before the first layer. Ops also accept adapters without this call.
+        The result may be None if no token has an adapter. Called once per step, before the first
+        layer. Ops also accept adapters without this call.
         """
         return adapters
 

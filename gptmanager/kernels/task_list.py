@@ -14,10 +14,10 @@ from gptmanager.kernels.simd.threads import task_fields
 
 
 class TaskList(ctypes.Structure):
-    """`calls`: the address of `count` calls `[address of a body, address of a task, threads]`.
+    """`calls`: the address of `count` calls, which are three int64 each.
 
-    These are int64. `parallel`: the address of OpenMP's `GOMP_parallel`; with 0, each call runs on
-    one thread.
+    These are the address of a body, the address of its task, and the number of threads. `parallel`:
+    the address of OpenMP's `GOMP_parallel`; with 0, each call runs on one thread.
     """
 
     _fields_ = task_fields("calls count parallel")

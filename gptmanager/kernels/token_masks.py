@@ -37,9 +37,9 @@ TASK = np.dtype(MaskTask)
 def mask_logits(logits: Tensor, rows: Ints, masks: Words) -> int:
     """Set the logits of masked tokens to -inf; return the number of masks that allow no token.
 
-    `logits` is float32 `[S, vocab]`; its row `rows[i]`, of `rows` int64 `[n]`, is changed by
-    `masks[i]`, of `masks` int32 `[n, words]`. Tokens beyond the last word are not allowed. On the
-    CPU, the first call compiles the loop or loads it from Numba's cache.
+    `logits` is float32 `[S, vocab]`, `rows` int64 `[n]`, and `masks` int32 `[n, words]`: `masks[i]`
+    applies to row `rows[i]` of `logits`. Tokens beyond the last word are not allowed. On the CPU,
+    the first call compiles the loop or loads it from Numba's cache.
     """
     if logits.device.type != "cpu" or not logits.is_contiguous():
         return mask_logits_reference(logits, rows, masks)

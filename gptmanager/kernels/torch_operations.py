@@ -30,6 +30,6 @@ def _run(
     return self.see(function, function(*args, **(kwargs or {})))
 
 
-# If it were defined in the class, torch would wrap it and import its compiler (1 s) at its first
-# call.
+# torch would wrap a method that is defined in the class, and at the first call of the method import
+# torch's compiler (1 s).
 TorchOperations.__torch_dispatch__ = _run  # type: ignore[assignment]

@@ -58,7 +58,7 @@ class RowSpans(NamedTuple):
     def part(self, first: int, last: int) -> RowSpans:
         """Return the rows from `first` to `last` (excluded), for use with the tokens of all rows.
 
-        With a plan, they must be all context rows, or all generation rows.
+        With a plan, they must be exactly the context rows, or exactly the generation rows.
         """
         return self._replace(
             row_starts=self.row_starts[first : last + 1],

@@ -276,7 +276,10 @@ def _mix(
 def _attend(
     t: Any, areas: tuple[int, ...], token: int, position: int, end: int, table: int, kv_head: int
 ) -> None:
-    """Compute a KV head's attention for the tokens at `position` to `end`, packed from `token`."""
+    """Compute a KV head's attention for the tokens at `position` to `end` (excluded).
+
+    The first of them is the packed token `token`.
+    """
     compact()
     rows = (end - position) * (t.num_heads // t.num_kv_heads)
     seen_from = max(0, _first_seen(t, position)) if t.window else 0
@@ -292,7 +295,7 @@ def _attend(
 
 @loop
 def _tile_at(t: Any, row: int, token: int) -> tuple[int, int, int]:
-    """Return position, end, and cost per KV head of the tile of `row` at packed `token`."""
+    """Return the position, end and cost per KV head of the tile of `row` that begins at `token`."""
     group = t.num_heads // t.num_kv_heads
     row_stop = get_int(t.row_starts, row + 1)
     count = min(tile_tokens(group), row_stop - token)

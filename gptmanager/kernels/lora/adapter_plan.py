@@ -175,7 +175,7 @@ class AdapterPlan:
     def tokens_of(self, matrix: str, layer: int) -> list[int]:
         """Return the tokens that have a module of this matrix in this layer, in ascending order."""
         modules, num_layers = self._adapters.layout[matrix], self._adapters.table.shape[1]
-        bits = _fields(modules)[1] & ((1 << MOST_BITS) - 1)  # without the bit of several modules
+        bits = _fields(modules)[1] & ((1 << MOST_BITS) - 1)  # without the bit that modules share
         if bits & self._found[LAYERS + num_layers + layer]:
             return self._tokens
         ranks = self._adapters.table[:, layer, [it.number for it in modules], 1]

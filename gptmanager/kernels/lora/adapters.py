@@ -45,11 +45,11 @@ class AdapterTask(ctypes.Structure):
     """Addresses, and sizes in elements (`scratch_bytes` in bytes).
 
     `order` has the tokens with adapters, int64, sorted by adapter. `runs` int64 `[num_parts, 3]`
-    has the indices in `order` at which a run and the next one begin, and the slot; a run has at
-    most BLOCK tokens. `modules` int64 `[num_modules, 4]` has the fields of `AdapterModule`.
-    `h_stride` is the number of floats between the h of two tokens, a multiple of the tile size that
-    is at least the rank. `dtype` is the dtype of `result`. `pairs` is set if A is bfloat16 and is
-    multiplied in pairs with an x in bfloat16.
+    has the indices in `order` of a run's first token and of the token after its last one, and the
+    slot; a run has at most BLOCK tokens. `modules` int64 `[num_modules, 4]` has the fields of
+    `AdapterModule`. `h_stride` is the number of floats between the h of two tokens, a multiple of
+    the tile size that is at least the rank. `dtype` is the dtype of `result`. If `pairs` is set, A
+    is bfloat16, and is multiplied in pairs with an x in bfloat16.
     """
 
     _fields_ = task_fields(
@@ -75,7 +75,7 @@ _thirty_two_bfloat16, _sixteen_bfloat16 = expanded(2, "bfloat16"), expanded(1, "
 
 
 def scratch_floats(width: int, num_modules: int, h_stride: int) -> int:
-    """Return how many float32 of scratch a thread needs; the last ones hold one spare token."""
+    """Return how many float32 of scratch a thread needs; at the end is space for one more h."""
     return FIXED + ROWS * (width + LANES) + (num_modules * BLOCK + 1) * h_stride
 
 

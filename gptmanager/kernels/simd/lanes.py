@@ -171,7 +171,7 @@ def load_either(builder: Any, count: Any, load_lanes: Callable[[Any], Any]) -> A
 
 
 def store_either(builder: Any, count: Any, value: Any, pointer: Any, size: int, kind: str) -> None:
-    """Store the first `count` lanes of `value`, of `size` bytes each; `kind` is its LLVM type."""
+    """Store the first `count` lanes of `value`. A lane has `size` bytes. `kind`: the LLVM type."""
     with builder.if_else(_is_full(builder, count)) as (full, part):
         with full:
             builder.store(value, pointer, align=size)

@@ -1,8 +1,8 @@
 """Machine code of the bodies that run in `Team`'s threads, cached on disk.
 
 Only this module uses Numba's cache. Numba chooses the folder: `NUMBA_CACHE_DIR`, else `__pycache__`
-next to the sources, else the user's cache. If a cached file is damaged, or no folder can be used,
-the body is compiled, and this is logged once.
+next to the sources, else the user's cache folder. If a cached file is damaged, or no folder can be
+used, the body is compiled, and this is logged once.
 """
 
 # mypy: allow-untyped-calls

@@ -1,11 +1,11 @@
 """`Team`: runs compiled bodies in torch's own OpenMP threads, each with a task as its argument.
 
-A second pool of threads, such as that of Numba's prange, would compete with torch's for the cores:
-each spins while it waits for the other. Without OpenMP, Numba's default layer (workqueue) also
-aborts the process when two managers use it from two threads. So bodies run in the OpenMP runtime
-that torch has loaded: without another pool or library, and for any number of managers. The
-interpreter lock stays held: bodies never need it, and getting it back takes up to 5 ms if another
-thread of the application is busy.
+A second pool of threads, such as that of Numba's prange, would compete with torch's pool for the
+cores, because waiting threads spin. Without OpenMP, Numba's default layer (workqueue) also aborts
+the process when two managers use it from two threads. So bodies run in the OpenMP runtime that
+torch has loaded: without another pool or library, and for any number of managers. The caller keeps
+the interpreter lock: bodies never need it, and getting it back takes up to 5 ms if another thread
+of the application is busy.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def with_first(task: Task, *values: int) -> Task:
 def address_of(tensor: Tensor | None, dtype: torch.dtype) -> int:
     """Return the address of the tensor's first element, or 0 for None.
 
-    Raises as `check_layout`.
+    Raises TypeError as `check_layout` does.
     """
     if tensor is None:
         return 0
@@ -92,11 +92,12 @@ def alike(x: Tensor, *others: Tensor | None) -> tuple[Any, ...]:
 
 
 def end_threads_of_caller() -> None:
-    """End the OpenMP threads that torch keeps for the calling thread; it makes new ones on demand.
+    """End the OpenMP threads that torch keeps for the calling thread.
 
-    Each thread that uses torch gets OpenMP threads of its own. If all of them together are more
-    than the cores, the GNU runtime lets none of them wait actively, and each parallel region must
-    wake them: a step of a small model took 1.6 times as long after another thread had used torch.
+    torch creates new ones when they are needed. Each thread that uses torch gets OpenMP threads of
+    its own. If all of them together are more than the cores, the GNU runtime lets none of them wait
+    actively, and each parallel region must wake them: a step of a small model took 1.6 times as
+    long after another thread had used torch.
     """
     pause = getattr(ctypes.PyDLL(torch._C.__file__), "omp_pause_resource_all", None)
     if pause is not None:
@@ -146,7 +147,7 @@ class Team:
     """Torch's OpenMP threads, or only the caller's if the runtime has no `GOMP_parallel`."""
 
     def __init__(self) -> None:
-        # Symbols are looked up in the library and all it was linked with.
+        # Symbols are looked up in this library and in all libraries that it was linked with.
         runtime = ctypes.PyDLL(torch._C.__file__)
         self._parallel = getattr(runtime, "GOMP_parallel", None)
         if self._parallel is not None:

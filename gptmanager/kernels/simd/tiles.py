@@ -1,6 +1,6 @@
-"""Tiles of sixteen rows, transposed in registers.
+"""Tiles of sixteen rows, which are transposed in registers.
 
-Memory is then read and written in whole cache lines.
+So memory is read and written in whole cache lines.
 """
 
 # mypy: allow-untyped-calls
