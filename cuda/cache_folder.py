@@ -19,9 +19,9 @@ logger = logging.getLogger("gptmanager")
 def cache_folder(name: str) -> Path:
     """Return the writable folder `gptmanager/name` in the user's cache; create it if necessary.
 
-    If the cache is not writable (a read-only home), log a warning and use a folder below the one
-    for temporary files. Raises `ConfigError` if that is not writable, or if other users can write
-    to it: libraries are loaded from it.
+    If the cache is not writable (a read-only home), log a warning and use a private folder below
+    the folder for temporary files. Raises `ConfigError` if this folder is not writable, or if other
+    users can write to it, because libraries are loaded from it.
     """
     try:
         folder = _user_cache() / "gptmanager" / name

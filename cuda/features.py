@@ -1,4 +1,4 @@
-"""`Features`: parts of the CUDA code that can be switched, to find out which one is at fault.
+"""`Features`: switches for parts of the CUDA code, to find out which one is at fault.
 
 The environment variable `GPTMANAGER_CUDA` names them. Each launcher reads it once, when it is
 created, and holds the value for the code that chooses kernels and launches.
@@ -31,7 +31,7 @@ class Features:
     split: bool = True  # several blocks may share a row of generation attention (flash decoding)
     async_copies: bool = True  # `cp.async` copies tiles to shared memory while the kernel computes
     pinned: bool = True  # copies from and to the device use pinned memory
-    carveout: bool = False  # kernels with much shared memory get the largest share of L1 for it
+    carveout: bool = False  # kernels with dynamic shared memory get the largest share of L1 for it
     extra_syncwarp: bool = False  # `__syncwarp` before the matmuls of each tile or chunk
 
     @classmethod

@@ -137,8 +137,8 @@ template <int PENDING> __device__ inline void cp_async_wait() PTX(
 
 // Warps -------------------------------------------------------------------------------------------
 
-// Before `ldmatrix`, `mma` and `wgmma`, which all lanes of a warp must execute together. After a branch on the
-// lane the compiler lets the lanes meet by itself. EXTRA_SYNCWARP is to find out whether they did.
+// Called before `ldmatrix`, `mma` and `wgmma`, which all lanes of a warp must execute together. After a branch
+// on the lane, the compiler lets the lanes meet by itself. EXTRA_SYNCWARP is to find out whether it did so.
 __device__ inline void gather_lanes() {
 #ifdef EXTRA_SYNCWARP
     __syncwarp();

@@ -57,10 +57,10 @@ class _Work(NamedTuple):
 
 
 class StepPlan(NamedTuple):
-    """A step's plan: the cell in the pages of each token, and the rows and work for attention.
+    """A step's plan: each token's cell in the pages, and the rows and work for attention.
 
-    `cells` is int32 `[T]`. `context` and `generation` are the rows of each attention kernel, None
-    if it has none. `work` has an entry for each kind of layers.
+    `cells` is int32 `[T]`. `context` and `generation` are the rows of the two attention kernels,
+    None if a kernel has no rows. `work` has an entry for each kind of layer.
     """
 
     cells: Tensor

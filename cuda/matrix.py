@@ -60,7 +60,8 @@ PROGRAMS: tuple[Program, ...] = (
 )
 
 
-# their 8-bit floats are weights, which managers refuse on devices that do not convert them
+# In these programs, 8-bit floats are weights, which managers refuse on devices that do not convert
+# such floats.
 _FP8_WEIGHTS = (gemv.PROGRAM, gemm.PROGRAM, moe.PROGRAM)
 _FIRST_WITH_FP8 = 89
 _SLOW = ("sampling/sampling.cu", "sampling/beam_step.cu")  # these are compiled first
@@ -220,7 +221,7 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("page", nargs="?", type=Path, help="the page to write the table into")
     add("--arch", default="", help="one architecture, as sm_90a, or `device` (default: all)")
-    add("--only", default="", metavar="WORD", help="leave out typed kernels without it in the name")
+    add("--only", default="", metavar="WORD", help="skip kernels of a dtype that do not name WORD")
     add("--workers", type=int, default=1, help="processes (default 1; 0: one per core)")
     return parser
 

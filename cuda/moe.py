@@ -107,8 +107,8 @@ def choose_experts(
 def sort_slots(launcher: Launcher, chosen: Tensor, first: int, count: int) -> SortedSlots:
     """Sort the slots of `chosen` int32 `[T, k]` by expert.
 
-    Only slots of the experts `first` to `first + count` (excluded) are in the result, where experts
-    are numbered from `first`. Raises ValueError for other tensors.
+    The result has only slots of the experts `first` to `first + count` (excluded); its tiles number
+    these experts from 0. Raises ValueError for other tensors.
     """
     check_tensors(chosen=(chosen, (None, None), torch.int32))
     num_slots = chosen.numel()

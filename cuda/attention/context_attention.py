@@ -66,11 +66,11 @@ PROGRAM = Program(
 def plan_context(num_new: Ints, kv_lengths: Ints, shape: AttentionShape) -> Ints:
     """Return the work items for `context_attention`, int32 `[N, 4]`, those with most keys first.
 
-    An item has a row, the first of its packed queries, and its first and last key (excluded), apart
-    from the sink. Row r has `num_new[r]` new tokens, the last of its `kv_lengths[r]` positions. The
-    query heads of a KV head are packed token by token: packed query m belongs to new token
-    m // group. Rows without new tokens have no items. The items serve all layers of a step that
-    have the same heads, window and sink.
+    The columns are a row, the first of the item's packed queries, and its first and last (excluded)
+    key apart from the sink. Row r has `num_new[r]` new tokens, the last of its `kv_lengths[r]`
+    positions. The query heads of a KV head are packed token by token: packed query m belongs to new
+    token m // group. Rows without new tokens have no items. The items serve all layers of a step
+    that have the same heads, window and sink.
     """
     if not num_new.size:  # most steps have no context rows
         return np.zeros((0, 4), dtype=np.int32)
@@ -111,7 +111,7 @@ def context_attention(
     `[T, H, D]` have the same dtype: float32, float16 or bfloat16. D is one of HEAD_DIMS, and H / K
     at most MAX_GROUP. Pages have the same dtype, or float8_e4m3fn. `items` int32 `[N, 4]` is from
     `plan_context`, for the same `shape`. `sinks` `[H]`, of the queries' dtype, has a score without
-    a value for each head; it is passed exactly if `shape.sinks`. Raises ValueError otherwise.
+    a value for each head; pass it if and only if `shape.sinks`. Raises ValueError otherwise.
     """
     cache = check_attention(
         *(out, queries, pages, rows, shape, sinks),

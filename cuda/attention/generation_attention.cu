@@ -10,7 +10,7 @@
 
 constexpr int WARPS = 4, TILE = 16;
 // Tiles of a warp in shared memory: one is computed while the others are copied. With 8-bit elements two
-// are copied instead of one, so that as many bytes are in flight.
+// tiles are copied at a time instead of one, so that about as many bytes are in flight.
 template <class C> constexpr int STAGES = IS_FP8<C> ? 3 : 2;
 // Blocks per multiprocessor for which registers suffice without spilling; the plan relies on this
 // (`resident_blocks` in the .py file).

@@ -32,8 +32,8 @@ _LIBRARIES = {
 def find_providers(choice: Any, device: torch.device) -> tuple[AttentionProvider, ...]:
     """Return the providers for `choice`, a value of the option.
 
-    For "auto" on a GPU, these are the installed ones. For the name of a library, it is this one. If
-    `choice` is not a string, it is `choice` itself. Other values have no provider. Raises
+    `choice` may be "auto" (on a GPU: all installed libraries), the name of a library, or a
+    provider. For any other string, and for "auto" on the CPU, the result is empty. Raises
     ConfigError if the named library cannot be imported.
     """
     if not isinstance(choice, str):

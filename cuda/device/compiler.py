@@ -185,7 +185,7 @@ def _texts(text: str, folder: Path) -> list[str]:
 
 
 def _cuda_includes() -> tuple[str, ...]:
-    """Return options for the folder of CUDA's headers: next to NVRTC, in a wheel, or a toolkit."""
+    """Return options for the folder of CUDA's headers: CuPy's, a wheel's, or a toolkit's."""
     for folder in _header_folders():
         if (folder / "cuda_fp16.h").exists():
             return f"-I{folder}", f"-I{folder / 'cccl'}"

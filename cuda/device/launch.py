@@ -274,10 +274,10 @@ def ints(*values: int) -> tuple[np.int32, ...]:
 
 
 def check_tensors(**tensors: Expected) -> None:
-    """Check that each tensor is contiguous, on one device, of its shape (None: any size) and dtype.
+    """Check that each tensor has its shape (None: any size) and dtype, and is contiguous.
 
-    Tensors that are None are skipped. Raises ValueError with the tensor's name. Reads only
-    metadata, and so does not wait for the device.
+    All must be on one device. Tensors that are None are skipped. Raises ValueError, with the name
+    of a wrong tensor. Reads only metadata, and so does not wait for the device.
     """
     first = None
     for name, (tensor, shape, dtype) in tensors.items():  # plain loops: this runs at each launch

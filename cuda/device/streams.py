@@ -130,8 +130,8 @@ class DeviceStream:
     def timer(self, run: Callable[[], Tensor], is_captured: bool = True) -> Callable[[], float]:
         """Return a function that repeats `run` once, and returns its time in seconds.
 
-        If `is_captured`, a CUDA graph of it is timed, in which launches cost almost nothing;
-        otherwise the time includes its launches.
+        If `is_captured`, a CUDA graph of `run` is timed, in which launches cost almost nothing;
+        otherwise the time includes the launches.
         """
         repeat: Callable[[], object] = run
         if is_captured:
@@ -209,7 +209,7 @@ def _without_collection() -> Iterator[None]:
 class EmulatedStream:
     """CUDA kernels on the CPU, each completed when it is launched. For tests."""
 
-    token_sizes: Sequence[int] = ()  # captured steps save no time here, and their padding costs it
+    token_sizes: Sequence[int] = ()  # here, captured steps only cost time: that of their padding
 
     def __init__(self, launcher: EmulatorLauncher | None = None) -> None:
         self.name, self.device = "emulator", torch.device("cpu")

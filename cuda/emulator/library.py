@@ -139,7 +139,7 @@ class Library:
     def static_shared(self, number: int) -> int:
         """Return the size in bytes of the kernel's own `__shared__` variables; 0 without binutils.
 
-        Those in functions that the kernel calls are not counted.
+        Variables of functions that the kernel calls are not counted.
         """
         if number not in self._static_shared:
             self._static_shared[number] = self._find_static_shared(number)

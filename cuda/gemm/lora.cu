@@ -6,8 +6,8 @@
 
 using Packed = unsigned long long;
 
-// A module that adapters change, one of those that are fused in this matrix: its number in the table, and its
-// columns of the matrix's output. 0 columns stand for no module.
+// One of the modules that are fused in this matrix: its number in the table of adapters, and its columns of
+// the matrix's output. 0 columns stand for no module.
 struct Module {
     int number, first, columns;
 

@@ -35,8 +35,8 @@ def covers(
 ) -> bool:
     """Return whether `add_adapters` supports the arguments.
 
-    All tensors must have one dtype, and `x` must have rows of aligned 16-byte pieces. The numbers
-    of modules and of columns are limited.
+    All tensors must have one dtype. `x` must be aligned to 16 bytes, with rows of a multiple of 16
+    bytes. The numbers of modules and of columns are limited.
     """
     return (
         x.dtype in NAMES

@@ -1,6 +1,6 @@
 """`OwnMatmuls`: runs the gemv or the gemm kernel, by the number of rows.
 
-More rows of a weight in 8 bits than one gemm supports are divided among several.
+With a weight in 8 bits, more rows than one gemm supports are divided among several gemms.
 """
 
 from __future__ import annotations

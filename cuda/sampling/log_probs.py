@@ -28,10 +28,10 @@ def log_probs(
 
     `logits` `[S, V]`, bfloat16, float16 or float32, are already adjusted. `params`
     `[slots, sampling.PARAMS.itemsize]` uint8 is an array of PARAMS, as bytes, and `slots` `[S]`
-    int32 has the index of each row in that array. `wanted` `[slots]` uint8 selects the value: for
-    LOGIT, it is x, the token's logit divided by the temperature; for LOG_PROB, it is x -
-    log(sum(exp(x))) over the row, which is read once. With NOTHING, or the slot -1, the row's
-    values are not changed.
+    int32 has the index of each row in that array. `wanted` `[slots]` uint8 selects the value: LOGIT
+    is the token's logit divided by the temperature; LOG_PROB is x - log(sum(exp(x))), where x are
+    the row's logits divided by the temperature, and reads the whole row once. With NOTHING, or the
+    slot -1, the row's values are not changed.
 
     `sampling.pack` stores a temperature of 0 as 1. NaN counts as -inf in the sum. If one x is +inf,
     all log probabilities of the row are 0. If all logits are -inf, so are the log probabilities. If
