@@ -64,8 +64,8 @@ class BannedTexts:
     def bind(self, words: Sequence[str]) -> BannedWords:
         """Return the processor that bans `words`; requests with the same words share it.
 
-        Raise ValueError for an empty list, an empty word, or a list beyond the limits, TypeError
-        for a string instead of a list, and CapacityError if the lists in use are too large.
+        Raise ValueError for an empty list, an empty word, or a list beyond the limits; TypeError
+        for a string instead of a list; CapacityError if the lists in use are too large.
         """
         _check(words)
         key = tuple(sorted(set(words)))

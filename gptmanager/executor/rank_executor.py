@@ -142,8 +142,8 @@ class RankStep:
 class RankExecutor(ABC):
     """The base of the executors of all ranks.
 
-    `shared`: copies tokens between devices, so that the next forward pass can be enqueued before
-    the tokens are known on the CPU, or None if tokens are sent only by messages.
+    `shared` copies tokens between devices, so that the next forward pass can be enqueued before the
+    tokens are known on the CPU. It is None if tokens are sent only by messages.
     """
 
     _receives = False  # whether the tokens come from rank 0
@@ -215,9 +215,9 @@ class RankExecutor(ABC):
     def _write(self, step: RankStep, result: StepResult) -> None:
         """Write the tokens of a result as the next inputs of their sequences.
 
-        A sequence is skipped if another one has started in its slot since, or if it has several
-        beams, because the next schedule writes their tokens with its forks. Tokens after a wrong
-        draft are overwritten before they are read.
+        A row is skipped if another sequence has started in its slot since the launch. A row with
+        several beams is also skipped, because the beam forks of the next schedule write its tokens.
+        Tokens after a wrong draft are overwritten before they are read.
         """
         rows = step.inner.computed().rows
         is_current = step.num_starts == self._starts[rows.slots]

@@ -15,8 +15,8 @@ class JournalSeam(Protocol):
     def note_ends(self, request_ids: Sequence[int], error: str) -> None:
         """Record in the journal that these requests end with `error`.
 
-        This is for final responses that the loop does not send. Any thread may call it, before it
-        sends them.
+        This is for final responses that the loop does not send. The thread that sends them calls
+        this method first.
         """
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""`AttentionWindow`: which positions of a sequence are kept, and in which of its blocks.
+"""`AttentionWindow`: which positions of a sequence are kept, and in which blocks.
 
 It only computes positions, and knows neither the owners of blocks nor how attention is computed.
 """

@@ -127,11 +127,11 @@ class BlockReuse:
         """Take a sequence's blocks. Return the tables, the number of cached tokens, and the copies.
 
         Each beam has a table of `num_shared` blocks that all beams share and, if `num_private` is
-        not 0, a private block at the end. If a part of this last block is found in the cache, only
-        the first beam's block begins with it, because the context is computed there and the other
-        beams are forked from it. The copies include pending ones, which save the content of blocks
-        that were handed out before. `require(request_id, count)` raises unless `count` blocks are
-        free.
+        not 0, a private block at the end. If the cache has a part of the private block, only the
+        first beam's block begins with this part: the context is computed in the first beam, and the
+        other beams are forked from it. The copies include pending ones, which save the content of
+        blocks that were handed out before. `require(request_id, count)` raises unless `count`
+        blocks are free.
         """
         match = self.tree.match(
             root_key(request),

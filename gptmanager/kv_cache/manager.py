@@ -45,10 +45,10 @@ class KvCacheManager:
     request stores have its `retention_priority`, from 0 to 100, by default 35.
 
     *Host tier.* `num_host_blocks` host blocks have ids from `num_blocks` on. When a cached block is
-    handed out, its content moves to a host block if it has `min_offload_tokens` tokens and a
-    priority of at least `secondary_offload_min_priority`. With `onboard_blocks` lookups find it
-    there, and it moves back to a block of the pool when a request that shares it starts. Calls that
-    hand out blocks return the copies; see `take_moves`.
+    handed out, its content moves to a host block if it has at least `min_offload_tokens` tokens and
+    a priority of at least `secondary_offload_min_priority`. With `onboard_blocks` lookups find the
+    content there, and it returns to the pool when a request that shares it starts. Calls that hand
+    out blocks return the copies; see `take_moves`.
 
     *Attention window.* A sequence of more than `max_attention_window` tokens is cyclic: a new token
     replaces the oldest one, and the tables do not grow. Beams would overwrite the blocks of the
@@ -58,8 +58,8 @@ class KvCacheManager:
     *Sink tokens.* The first `sink_token_length` tokens always stay. They are padded to whole blocks
     at the front, so that position = token + padding and the other tokens begin at a block boundary.
 
-    *Cross attention.* With `cross=True` the blocks are those of a cross attention cache: a request
-    needs `encoder_len` positions from its first context chunk on, which all beams share, and never
+    *Cross attention.* With `cross=True` the blocks are those of a cross attention cache. A request
+    needs `encoder_len` positions, which all beams share, from its first context chunk on, and never
     more.
     """
 
@@ -126,11 +126,11 @@ class KvCacheManager:
         """Take the blocks of the whole prompt, even if only its first chunk runs now.
 
         All beams share them, except a partial last block: each beam has its own. With block reuse
-        the context of `request` starts after its cached tokens. Only the first beam has these in
-        its partial block, so the context must be computed there, and the other beams be forked from
-        it. The returned copies must be made in order, after those of earlier calls and before any
-        block is written. They include pending copies of `add_token`. Raise DuplicateRequestIdError,
-        or CapacityError if too few blocks are free.
+        the context of `request` starts after its cached tokens. Of the beams' partial blocks, only
+        the first beam's has cached tokens, so the context must be computed in the first beam, and
+        the other beams must be forked from it. The returned copies must be made in order, after
+        those of earlier calls and before any block is written. They include pending copies of
+        `add_token`. Raise DuplicateRequestIdError, or CapacityError if too few blocks are free.
         """
         return self._sequences.add_sequence(request)
 

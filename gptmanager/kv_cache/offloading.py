@@ -63,7 +63,7 @@ class HostTier:
             self.drop(block)
 
     def problem(self, cached: set[int]) -> str | None:
-        """Return the first contradiction, given the host blocks with cached content."""
+        """Return the first contradiction, or None. `cached` are the host blocks with content."""
         if set(self.evictable) != cached:
             odd = sorted(cached ^ set(self.evictable))
             return f"host blocks {odd} are cached or evictable, but not both"

@@ -1,7 +1,7 @@
-"""`Lookups`: which part of each waiting prompt is in the prefix tree, kept until it may change.
+"""`Lookups`: remembers which part of each waiting prompt is in the prefix tree.
 
-Schedulers look up all waiting requests in each iteration. This module knows nothing of blocks in
-use.
+Schedulers look up all waiting requests in each iteration, so the tree is searched again only if the
+result may have changed. This module knows nothing of blocks in use.
 """
 
 from __future__ import annotations

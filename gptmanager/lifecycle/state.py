@@ -81,7 +81,7 @@ class Lifecycle:
     def abandon(self, error: BaseException) -> bool:
         """End the manager in place of the loop's thread, with state FAILED because of `error`.
 
-        Return False, and change nothing, if the loop has left or is already abandoned.
+        Return False, and change nothing, after `leave` or an earlier call of `abandon`.
         """
         with self._lock:
             if self._is_left or self.is_abandoned:

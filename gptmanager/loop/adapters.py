@@ -322,7 +322,7 @@ class Adapters:
         request.wait_for(FOR_ADAPTER)
 
     def _ensure(self, request: ActiveRequest, adapter: CachedAdapter) -> bool:
-        """Reserve device pages, and copy if necessary. Return whether it held none before."""
+        """Reserve device pages, and copy if necessary. Return whether the request had none."""
         request_id = request.request_id
         is_new = request_id not in adapter.running
         copies = self.cache.ensure(request_id)

@@ -64,8 +64,8 @@ class LoopQuestions:
 
         The loop answers between two iterations; a callback gets the answer at once, in the middle
         of an iteration. The call also works after the loop has ended. With `timeout` None, wait
-        without a limit. Raise TimeoutError, which says what the loop is doing, if it does not
-        answer within `timeout` seconds, and ManagerDeadError if it cannot answer.
+        without a limit. Raise TimeoutError, which says what the loop is doing, if there is no
+        answer within `timeout` seconds, and ManagerDeadError if the loop cannot answer.
         """
         return self._ask("audit", audit, timeout)
 

@@ -51,9 +51,9 @@ class RankCalls:
     def run(self, name: str, loop: TokenLoop, call: Callable[[], _T]) -> _T:
         """Announce the call `name` if this is rank 0, finish pending steps, and return `call()`.
 
-        `call` must pass every step that may fail to `agree`, and at least one step: a rank on which
-        the host does not make the call reports this in the first `agree`. Raise ManagerDeadError
-        if the loop has ended.
+        `call` must use `agree` at least once, and for each of its steps that may fail: a rank on
+        which the host does not make the call reports this in the first `agree`. Raise
+        ManagerDeadError if the loop has ended.
         """
         if not hasattr(loop, "executor"):
             raise ManagerDeadError(f"{name}: the loop has ended")

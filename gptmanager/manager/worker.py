@@ -85,7 +85,7 @@ class Worker:
     def run(self, assemble: Callable[[], Assembly], booted: Future[None]) -> None:
         """Build and run the loop, from the start of the thread to its end.
 
-        `booted` is settled when the loop is built, with the error if that fails.
+        `booted` is done when the loop is built, or has the error if that fails.
         """
         self._thread = threading.current_thread()
         try:

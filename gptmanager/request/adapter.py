@@ -128,8 +128,8 @@ class AdapterLimits(NamedTuple):
     """The limits of the adapters that a model accepts.
 
     `modules` has the modules that adapters may change, by id. `max_adapter_size` is the largest
-    LoRA rank. If this process keeps only a part of a module, `widths` has its kept width by module
-    id, and `layer_widths` the kept widths that differ from it, by layer and module id.
+    LoRA rank. If this process keeps only parts of modules, `widths` has the kept width by module
+    id, and `layer_widths` has the kept widths of layers that differ, by layer and module id.
     """
 
     modules: Mapping[int, LoraModule]

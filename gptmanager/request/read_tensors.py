@@ -350,10 +350,10 @@ def _refuse_odd(name: str, items: Any, kinds: tuple[type, ...], expected: str) -
 
 
 def _first_odd(items: Any, kinds: tuple[type, ...]) -> tuple[str, Any] | None:
-    """Return index and value of the first element of nested lists that is not of these `kinds`.
+    """Find the first element of nested lists that is not of these `kinds`.
 
-    The index is a text such as "[0][2]". A bool does not count as an int. Return None if all
-    elements are of these kinds.
+    Return its index as a text such as "[0][2]", and its value; None if all elements are of these
+    kinds. A bool does not count as an int.
     """
     if not isinstance(items, (list, tuple)):
         if isinstance(items, (np.ndarray, torch.Tensor)):

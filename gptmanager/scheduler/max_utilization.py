@@ -28,17 +28,17 @@ class MaxUtilizationScheduler(KvCapacityScheduler):
     The policy walks down the list. If a request does not fit, the last started request at or after
     its place in the list is the victim, possibly the request itself. The victim is paused, and the
     walk is cut off before it. Requests taken earlier in the walk are never paused. A context is
-    skipped if another request is about to compute blocks that it can reuse. A context is also
-    skipped when it is tried again after a request was paused for it, because its own prefix is
-    recorded already. `cross_kv_cache_manager` is not used.
+    skipped if another request is about to compute blocks that it can reuse. With block reuse, a
+    context for which a request was paused is skipped when it is tried again, because its own prefix
+    is recorded already. `cross_kv_cache_manager` is not used.
 
     Three guards against thrashing are off by default. A request that was paused `max_pauses` times
     is paused again only if a started request could not continue otherwise and no other victim is
     left. While others are taken, a paused request starts again only if `resume_headroom_blocks`
     blocks stay free, and no request is paused to free them. While others are taken, a new or
     paused request starts only if all taken requests could run `start_headroom_steps` steps, or to
-    their ends, with the free blocks; but a first start may still pause requests of lower rank. With
-    the guards, started requests after a victim, or after a request that does not fit, are still
+    their ends, with the free blocks. A first start may still pause requests of lower rank. With the
+    guards, started requests after a victim, or after a request that does not fit, are still
     considered, but no request starts there.
     """
 
@@ -171,8 +171,8 @@ class _PausingWalk:
     def _skip(self, request: LlmRequest, delay: ReuseDelay) -> None:
         """Skip a request that waits for a prefix.
 
-        If other requests were paused for it, the prefix is its own, and the reported wait is for
-        the resource that it lacked before the pause.
+        If the request did not fit before, the prefix is its own. The reported wait is then for the
+        resource that it lacked.
         """
         if self.waits is not None:
             is_own = request is self._preempting

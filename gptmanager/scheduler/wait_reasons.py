@@ -104,10 +104,10 @@ class Waits(dict[int, Wait]):
 
 
 def traced(waits: Mapping[int, Wait]) -> dict[int, Wait]:
-    """Return the waits. If a request waits for another waiting one, the cause is the other's wait.
+    """Return the waits. A request that waits for a waiting request gets the cause of that wait.
 
-    So a request that waits for the prefix of a waiting request is reported behind it. If requests
-    were paused for the other, its cause is the resource that it lacked before; it may differ now.
+    For example, a request that waits for the prefix of a waiting request is reported behind it. If
+    requests were paused for the waiting request, the cause is what it lacked before the pause.
     """
     found = dict(waits)
     for request_id, wait in waits.items():

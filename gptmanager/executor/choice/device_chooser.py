@@ -34,9 +34,9 @@ class DeviceChooser(TokenChooser):
 
     The tokens are written to the inputs of the next step without leaving the device. Tokens are
     chosen on the CPU if a beam needs more than MAX_CONTINUATIONS candidates, or if drafts must be
-    verified one after the other: drafts of a request with a logits post-processor, and drafts that
-    the host sampled from the logits of its own draft model. A line is the index of a sequence, or
-    of one of its beams, in the tables; see `Lines`.
+    verified one by one. This is necessary for the drafts of a request with a logits post-processor,
+    and for drafts that the host sampled from the logits of its own draft model. A line is the index
+    of a sequence, or of one of its beams, in the tables; see `Lines`.
     """
 
     _tables: DeviceTables
@@ -121,7 +121,7 @@ class DeviceChooser(TokenChooser):
             beams: tuple[BeamCandidates, ...] = ()
             if not is_single.all():
                 beams = candidates(rows, counts, tokens, log_probs, *best)
-            # A line is skipped if another sequence has started in it since.
+            # A line is skipped if another sequence has started in it since this step.
             self._write(rows, tokens, is_single & (starts == self._num_starts[rows.lines]))
             pieces = tuple((row, pinned.clone()) for row, pinned in raw)
             found = self._by_row(rows, tokens, log_probs)

@@ -27,7 +27,7 @@ class DrawnDrafts:
         self._sampler = sampler
 
     def load(self, start: SequenceStart) -> None:
-        """Keep or clear the draft logits of a slot in which a sequence starts."""
+        """Store the draft logits of a sequence that starts, or clear those of its slot."""
         if start.draft_logits is not None and start.draft_logits.numbers is not None:
             self.by_slot[start.slot] = start.sampling, start.draft_logits.numbers
         elif self.by_slot:

@@ -75,8 +75,8 @@ class DevicePromptScorer:
     ) -> tuple[Tensor, Tensor]:
         """Score like `PromptScorer.score`, on the device.
 
-        Returns the scores `[n, 1 + count]`, first of `targets`, then of the best tokens, and the
-        ids of the best tokens `[n, count]`.
+        Returns the scores `[n, 1 + count]` of `targets` and of the best tokens, in this order, and
+        the ids `[n, count]` of the best tokens.
         """
         num_rows, device = len(targets), logits.device
         line = np.full(num_rows, int(normalized), dtype=np.int32)
