@@ -105,8 +105,8 @@ def attend(
     pages = Pages(*step.layers[layer])
     head_dim = pages.keys.shape[2]
     shape = _shape(query, key, head_dim, scaling, sliding_window, softcap, s_aux is not None)
-    # Value heads are smaller than key heads if transformers expands latent attention, and heads of
-    # pages are larger than both if the kernels have no such heads. Zeros change no result.
+    # transformers expands latent attention to value heads that are smaller than key heads. Pages
+    # have larger heads if the kernels do not support the size. Zeros do not change the result.
     q, k, v = (
         F.pad(it[0].transpose(0, 1), (0, head_dim - it.shape[3])) for it in (query, key, value)
     )
@@ -134,7 +134,7 @@ def note_call(
     is_causal: bool | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """Record a layer's call instead of computing attention; return zeros of the same shape."""
+    """Record a layer's call instead of computing attention; return zeros."""
     refused = [name for name, it in others.items() if it is not None and name not in _KNOWN]
     if is_causal is False or getattr(module, "is_causal", True) is False:
         refused.append("is_causal = False")

@@ -1,7 +1,7 @@
 """Sets longrope and dynamic RoPE frequencies of a transformers network once.
 
-transformers itself chooses them in each forward pass, by the longest sequence in the batch. Then
-requests would change each other's tokens, and cached keys would not fit later queries.
+transformers chooses them in each forward pass, by the longest sequence in the batch: requests would
+change each other's tokens, and cached keys would not fit later queries.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _CHANGING = ("longrope", "dynamic")
 def fix_rotations(network: nn.Module, max_seq_len: int) -> list[str]:
     """Fix the frequencies that depend on the sequence length, as for `max_seq_len` tokens.
 
-    Returns the RoPE types that were set, one for each module or type of layers.
+    Returns their RoPE types, one for each module, or for each layer type of a module.
     """
     utilities = importlib.import_module("transformers.modeling_rope_utils")
     found = []

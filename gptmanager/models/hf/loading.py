@@ -36,9 +36,9 @@ def load_with_transformers(
     on_progress: ProgressCallback | None = None,
     prepare: Prepare | None = None,
 ) -> TransformersModel:
-    """Load a folder with safetensors and an architecture of transformers.
+    """Load a folder of safetensors with an architecture that transformers has.
 
-    The network is loaded on the CPU, and then moved to `device`, for which `kernels` must be.
+    The network is loaded on the CPU, and then moved to `device`. `kernels` must be for this device.
     `prepare` is called before the weights are loaded, with the dtype of the network and the
     quantizations of its matrices. Raises ConfigError for any other folder, and for an architecture
     that attention over pages cannot compute. Code of the folder is never run.

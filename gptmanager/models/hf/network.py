@@ -52,10 +52,10 @@ class TransformersModel:
     """A causal language model of transformers, without captured steps.
 
     `network` is on the CPU. It is changed: its attention and its linear layers are replaced with
-    ours, and it is moved to `device`, for which `kernels` must be. `kind_of` maps
-    the name of a linear layer to its quantization, or None. `max_seq_len` is by default the
-    config's `max_position_embeddings`. The constructor raises ConfigError that names a feature that
-    attention over pages cannot compute.
+    ours, and it is moved to `device`. `kernels` must be for this device. `kind_of` maps the name of
+    a linear layer to its quantization, or None. `max_seq_len` is by default the config's
+    `max_position_embeddings`. The constructor raises a ConfigError that names the feature if
+    attention over pages cannot compute the network.
     """
 
     def __init__(
@@ -107,7 +107,9 @@ class TransformersModel:
     def plan(
         self, row_starts: Ints, kv_lengths: Ints, num_context_rows: int, fixed: int = 0
     ) -> tuple[Ints, ...]:
-        if fixed:  # code of transformers may wait for the device, as that of experts does
+        if (
+            fixed
+        ):  # no captured steps: code of transformers, as for experts, may wait for the device
             return ()
         return self._kernels.plan(self.attention_shapes, row_starts, kv_lengths, num_context_rows)
 

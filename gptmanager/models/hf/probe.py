@@ -1,6 +1,6 @@
 """`probe`: runs a network on a few tokens, and rejects what attention over pages cannot compute.
 
-`check_forward` does the same on a device, where tensors that did not move there are found.
+`check_forward` runs a network on a device, which fails if a tensor was not moved there.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from gptmanager.models.hf.library import ATTENTION, PROBE, use_attention
 
 _TOKENS = 3
 _TOLERANCE = 1e-2  # for 16-bit floats, relative to the largest logit
-# Positions at which masks are compared with causal masks, next to powers of two.
+# Positions next to powers of two, at which masks are compared with causal masks.
 _POSITIONS = sorted({max(0, (1 << n) + d) for n in range(0, 18) for d in (-1, 0, 1)})
 
 
 @torch.inference_mode()
 def probe(network: nn.Module, holder: StepHolder, num_layers: int) -> list[Call]:
-    """Return the call of attention of each layer.
+    """Return each layer's call of attention.
 
-    Raises ConfigError that names a feature that attention over pages cannot compute.
+    Raises a ConfigError that names the feature if attention over pages cannot compute the network.
     """
     _check_arguments(network)
     use_attention(network, PROBE)
@@ -68,7 +68,7 @@ def check_forward(network: nn.Module, holder: StepHolder, device: torch.device |
 def _run(
     network: nn.Module, holder: StepHolder, first: int, device: torch.device | str = "cpu"
 ) -> Tensor:
-    """Return the logits `[1, T, vocab]` of the token `first` and some zeros.
+    """Return the logits `[1, T, vocab]` of T tokens: `first`, and then zeros.
 
     Attention returns zeros, and its calls are recorded in `holder`.
     """

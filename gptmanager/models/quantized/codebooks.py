@@ -28,7 +28,7 @@ Take = Callable[..., TensorInfo]
 def codebook_matrix(
     name: str, given: Mapping[str, TensorInfo], take: Take, read: Read
 ) -> CodebookMatrix:
-    """Return the description of the matrix with the packed elements in the tensor `name`.
+    """Describe the matrix whose packed elements are in the tensor `name`.
 
     `take` checks that a tensor exists and has the given dtype and shape, and returns its
     `TensorInfo`. `read` returns its values. Raises ConfigError if a tensor of the matrix is missing
@@ -110,12 +110,12 @@ class _State:
         if isinstance(value, bool) or not isinstance(value, (int, float)):
             raise self._error(field, "must be a number")
         if not abs(value) < LIMIT:
-            raise self._error(field, f"must be less than {LIMIT:g}")
+            raise self._error(field, f"its magnitude must be less than {LIMIT:g}")
         return float(value)
 
     def _positive(self, field: str, value: Any) -> int:
         if type(value) is not int or not 1 <= value <= 2**31 - 1:
-            raise self._error(field, "must have positive integers")
+            raise self._error(field, "sizes must be integers from 1 to 2147483647")
         return value
 
     def _error(self, field: str, need: str) -> ConfigError:

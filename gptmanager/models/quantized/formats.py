@@ -34,8 +34,8 @@ from gptmanager.models.quantized.scheme import Block, Scheme
 _FLOAT8, _INTEGERS = "float8_e4m3fn", "compressed-tensors"
 _SCALES = {*FLOATS.values(), _FLOAT8, "float8_e8m0fnu", "uint8"}
 _ZEROS = {*FLOATS.values(), _FLOAT8, "int8"}
-# Ignored: scales and zeros of activations, which are quantized differently here, if at all, and
-# the `weight_format` of bitsandbytes.
+# Ignored tensors. Most are scales and zeros of activations, which are quantized differently here, if
+# at all. `weight_format` is written by bitsandbytes.
 _IGNORED = (
     ".input_scale",
     ".input_zero_point",
@@ -46,7 +46,7 @@ _IGNORED = (
     ".weight_format",
 )
 _INT8_FACTOR = 7.874015718698502e-3  # bitsandbytes' 1 / 127
-_NVFP4, _MXFP4 = 16, 32  # columns with one scale
+_NVFP4, _MXFP4 = 16, 32  # columns that share a scale
 
 
 _Describe = Callable[[str, TensorInfo], StoredMatrix | ExpertBlocks | None]
@@ -85,7 +85,7 @@ class MatrixFinder:
     ) -> TensorInfo:
         """Return the info of a tensor, and add its name to `used`.
 
-        Raises ConfigError if the tensor is missing or has none of these dtypes and shapes.
+        Raises ConfigError if the tensor is missing, or has another dtype or shape.
         """
         info = self._given.get(name)
         if info is None:
@@ -146,7 +146,7 @@ class MatrixFinder:
         return Grid(name, info.shape, height, width, bits=bits)
 
     def _scaled(self, name: str, info: TensorInfo) -> StoredMatrix | None:
-        """Describe a matrix in an 8-bit format of compressed-tensors, or in fine-grained fp8.
+        """Describe an 8-bit matrix of compressed-tensors or fp8.
 
         Returns None for a matrix of floats.
         """
@@ -251,7 +251,7 @@ class MatrixFinder:
             return None
         self._take(name, {"int32", "int64"}, (count,))
         found = self._read(name)
-        if (found == -1).any():  # compressed-tensors: the index is not used
+        if (found == -1).any():  # in compressed-tensors: not used
             return None
         if not ((found >= 0) & (found < _ceil(count, width))).all():
             raise ConfigError(
@@ -263,7 +263,10 @@ class MatrixFinder:
         return None if torch.equal(found, in_order) else found
 
     def _with_groups(self, matrix: IntegerMatrix) -> IntegerMatrix:
-        """Return the matrix with `in_groups` set if `Groups` of 32 columns can express it."""
+        """Return the matrix, with `in_groups` set if its method `groups` can be called.
+
+        It needs 4 bits, columns in order, groups of whole 32 columns, and scales that fit float16.
+        """
         width, columns = matrix.scales.width, matrix.shape[1]
         if matrix.bits != 4 or matrix.column_groups is not None:
             return matrix

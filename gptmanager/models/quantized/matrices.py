@@ -20,7 +20,7 @@ from gptmanager.kernels.gemm.panels.codes import Codes, numbers
 from gptmanager.kernels.gemm.panels.words import PackedGroups, unpack, unpack_columns
 from gptmanager.memory.tensor_sources import tensor_name
 
-LIMIT = 2.0**64  # of the magnitude of a scale; a weight is then far from infinity
+LIMIT = 2.0**64  # scales must be smaller in magnitude, so that weights are far from infinity
 # A function (name, *ranges) that returns these ranges of a tensor, or all of it without ranges.
 Read = Callable[..., Tensor]
 
@@ -38,8 +38,8 @@ class Grid:
     """A tensor of scales or zeros, one for each block of `height` rows and `width` columns.
 
     `shape`: the shape of the tensor. `transposed`: the tensor has a row for each block of columns.
-    `bits`: the size of a number if words have the numbers of several rows, or 0 if nothing is
-    packed. `order`: see `unpack_columns`.
+    `bits`: the size of a packed number; a word then has the numbers of several rows. 0 if numbers
+    are not packed. `order`: see `unpack_columns`.
     """
 
     name: str
@@ -53,7 +53,7 @@ class Grid:
     def rows(self, read: Read, rows: range) -> Tensor:
         """Return the numbers of these rows, `[n, blocks of columns]`.
 
-        Packed numbers are uint8, others are float32.
+        They are uint8 if the tensor is packed, otherwise float32.
         """
         step = 32 // self.bits if self.bits else self.height
         first, last = rows.start // step, -(-rows.stop // step)
@@ -74,8 +74,8 @@ class Grid:
 class StoredMatrix(ABC):
     """A quantized matrix of `shape` `[rows, columns]`.
 
-    `in_groups` is only true for an `IntegerMatrix`, if its method `groups` can be called.
-    `has_codes`: whether `codes` can be called.
+    `in_groups`: whether `groups`, a method of `IntegerMatrix`, can be called. `has_codes`: whether
+    `codes` can be called.
     """
 
     shape: tuple[int, ...]
@@ -84,7 +84,7 @@ class StoredMatrix(ABC):
 
     @abstractmethod
     def codes(self, read: Read, rows: range) -> Codes:
-        """Return `rows` as they are stored."""
+        """Return `rows` as stored numbers with their scales and zeros."""
 
     def floats(self, read: Read, rows: range) -> Tensor:
         """Return `rows` in float32, `[n, columns]`."""
@@ -140,7 +140,7 @@ class IntegerMatrix(StoredMatrix):
     `bits`: 2, 4 or 8. `transposed`: the tensor is `[columns, rows]`, packed along its second
     dimension if `order` is given, otherwise along its first. `order`: see `unpack_columns`.
     `offset` is added to the stored zeros, modulo 2 ** bits. Without `zeros`, all zeros are the
-    middle of the range, 2 ** (bits - 1). `middle`: the stored zeros must be the middle.
+    middle of the range, 2 ** (bits - 1). `middle`: the zeros must be this middle.
     `column_groups`: the group of each column, int32 `[columns]`, or None if groups are in order.
     `in_groups`: whether `groups` can return the matrix.
     """
@@ -199,11 +199,11 @@ class IntegerMatrix(StoredMatrix):
         return read(self.name, rows, range(-(-self.shape[1] * self.bits // 32)))
 
     def _rows_skipped(self, rows: range) -> int:
-        """Return how many rows of the first word are not in `rows`."""
+        """Return how many rows of the first word come before `rows`."""
         return rows.start % (32 // self.bits) if self.order else 0
 
     def words_of(self, rows: range) -> tuple[range, range]:
-        """Return the range of each dimension of the transposed tensor that has these rows."""
+        """Return the ranges of both dimensions of the transposed tensor that hold these rows."""
         per_word, count = 32 // self.bits, self.shape[1]
         if not self.order:
             return range(count // per_word), rows
@@ -292,7 +292,7 @@ class NestedScales:
 class ExpertBlocks:
     """The experts of a layer of gpt-oss, with 4-bit floats in groups of 32 columns.
 
-    `name`, `scales`: the names of the tensors. `shape`: the shape as floats, `[experts, columns,
+    `name`, `scales`: the names of the tensors. `shape`: the dequantized shape, `[experts, columns,
     rows]`. `stored`: the shape of the tensor `name`, `[experts, rows, groups, bytes]`.
     """
 
@@ -308,7 +308,7 @@ class ExpertBlocks:
         return experts, groups * size * 2, rows
 
     def codes(self, read: Read, rows: range) -> Codes:
-        """Return rows, which are numbered through all experts. They must be of one expert."""
+        """Return rows of one expert. Row numbers count through all experts."""
         expert, first = divmod(rows.start, self.stored[1])
         each = range(expert, expert + 1), range(first, first + len(rows)), range(self.stored[2])
         packed = read(self.name, *each, range(self.stored[3]))[0]

@@ -31,11 +31,11 @@ Block = tuple[int, int]
 class Scheme(NamedTuple):
     """The options of a quantized checkpoint.
 
-    `method`: `quant_method` of the config. `bits`: the allowed sizes of an integer. `blocks`: the
-    allowed numbers of rows and columns that share a scale, in addition to whole rows and the whole
-    matrix. `symmetric`: stored zero points must be the middle of the range. `offset`: a number that
-    is added to stored zero points. `asymmetric`: integers must have zero points. `reordered`:
-    integers in groups must have an index with the group of each column.
+    `method`: `quant_method` of the config. `bits`: the allowed sizes of a packed integer, in bits.
+    `blocks`: the allowed numbers of rows and columns that share a scale, in addition to whole rows
+    and the whole matrix. `symmetric`: zero points must be the middle of the range. `offset`: a
+    number that is added to stored zero points. `asymmetric`: matrices of integers must have zero
+    points. `reordered`: matrices of integers in groups must have a tensor with each column's group.
     """
 
     method: str
@@ -100,14 +100,14 @@ def _compressed_tensors(own: Mapping[str, Any]) -> Scheme:
         "compressed-tensors",
         bits=tuple(sorted(bits)),
         blocks=tuple(dict.fromkeys(block for _, block in found if block is not None)),
-        # With several groups of modules, tensors show which modules have zero points.
+        # If only some groups have zero points, the tensors show which modules have them.
         asymmetric=bool(weights) and all(it.get("symmetric") is False for it in weights),
         reordered=bool(weights) and all(it.get("actorder") in _BY_GROUP for it in weights),
     )
 
 
 def _ct_weights(name: str, weights: Any) -> tuple[int, Block | None]:
-    """Return the bits of a group of modules, and the block of weights that share a scale.
+    """Return the bits of a weight in a group of modules, and the block that shares a scale.
 
     The block is None if a scale is shared by a whole row or matrix.
     """
@@ -126,7 +126,8 @@ def _ct_weights(name: str, weights: Any) -> tuple[int, Block | None]:
     if strategy == "block":
         return bits, _block(f"{field}.block_structure", weights.get("block_structure"))
     if strategy not in (None, "tensor", "channel"):
-        raise _error(f"{field}.strategy", strategy, "must be tensor, channel, group or block")
+        allowed = "must be tensor, channel, group, tensor_group or block"
+        raise _error(f"{field}.strategy", strategy, allowed)
     return bits, None
 
 

@@ -18,14 +18,14 @@ from gptmanager.models.quantized.matrices import ExpertBlocks, IntegerMatrix, Re
 from gptmanager.models.quantized.scheme import Scheme
 
 _FLOAT_BYTES = 6  # memory per element that becomes a float32: the float and its stored bits
-_CODE_BYTES = 1  # memory per element that is written from its stored bits, or from a byte
-_PIECE_BYTES = 16 << 20  # memory of a piece, which should fit into the last cache
+_CODE_BYTES = 1  # memory per element that stays quantized: at most a byte
+_PIECE_BYTES = 16 << 20  # memory of a piece, which should fit into the last-level cache
 _STEP = 8  # rows that share a word in some formats
 _READ_BYTES = 8 << 20  # bytes that are read at a time
 
 
 class QuantizedSource:
-    """A `GroupedSource` over the tensors of a quantized checkpoint.
+    """A `GroupedSource` and `CodedSource` over the tensors of a quantized checkpoint.
 
     The constructor raises ConfigError if tensors of a matrix are missing or do not fit the scheme;
     reading raises it for scales or zeros that are not allowed.
@@ -88,8 +88,9 @@ class QuantizedSource:
     ) -> Iterator[tuple[range, Read]]:
         """Yield pieces of `rows` that fit into the cache, each with the function that reads it.
 
-        Each row of a transposed tensor has elements in all of its memory pages, so more rows are
-        read at once. Without a limit (`max_bytes` is `sys.maxsize`), all rows are one piece.
+        If the tensor is transposed, a row of the matrix has elements on all memory pages of the
+        tensor, so a read covers more rows. Without a limit (`max_bytes` is `sys.maxsize`), all rows
+        are one piece.
         """
         columns = matrix.shape[1]
         size = max_bytes if max_bytes == sys.maxsize else min(max_bytes, _PIECE_BYTES)
@@ -103,7 +104,7 @@ class QuantizedSource:
             yield from ((own, read) for own in _split(many, size))
 
     def _held(self, max_bytes: int, name: str, rows: range, columns: range) -> Read:
-        """Return a function like `_view` that reads the tensor `name` from this part of it."""
+        """Read a part of the tensor `name`; return a `_view` that takes this tensor from the part."""
         others = self._reader(max_bytes)
         part = others(name, rows, columns)
 
@@ -121,8 +122,8 @@ class QuantizedSource:
     def _view(self, max_bytes: int, name: str, *ranges: range) -> Tensor:
         """Return the given ranges of a tensor as `_read` does, but without a copy if possible.
 
-        Only the elements of the last dimension are sure to be contiguous.
-        Pages of a file stay resident as long as a view of them, so do not keep it.
+        Only the elements of the last dimension are sure to be contiguous. A view keeps pages of the
+        file resident, so drop it soon.
         """
         if ranges:
             _, piece = next(self._source.pieces(name, max_bytes, ranges))

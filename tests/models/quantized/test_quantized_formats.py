@@ -293,9 +293,9 @@ def test_numbers_of_a_file_size_nothing_before_they_are_checked() -> None:
     state = json.loads(bytes(tensors[name].tolist()))
     for fields, message in [
         ({"shape": [2**30, 2**30]}, r"weight is uint8 .*: it must be uint8 \["),
-        ({"shape": [64, -1]}, "shape = .*must have positive integers"),
+        ({"shape": [64, -1]}, "shape = .*sizes must be integers from 1"),
         ({"shape": 5}, r"shape = 5: must be \[rows, columns\]"),
-        ({"blocksize": 0}, "blocksize = 0: must have positive integers"),
+        ({"blocksize": 0}, "blocksize = 0: sizes must be integers from 1"),
         ({"blocksize": 1}, r"blocksize = 1: must be one of \[32, 64"),
         ({"blocksize": 32}, "absmax is "),
     ]:
@@ -309,7 +309,9 @@ def test_numbers_of_a_file_size_nothing_before_they_are_checked() -> None:
     nested = name.replace("self_attn.o_proj", "mlp.down_proj")
     state = json.loads(bytes(tensors[nested].tolist())) | {"nested_offset": 10**400}
     content = torch.tensor(list(json.dumps(state).encode()), dtype=torch.uint8)
-    with pytest.raises(ConfigError, match="nested_offset = 10.*: must be less than 1.8"):
+    with pytest.raises(
+        ConfigError, match="nested_offset = 10.*: its magnitude must be less than 1.8"
+    ):
         load_model((config, {**tensors, nested: content}))
     config, tensors = checkpoint("gptq-reordered")
     wild = torch.full_like(tensors[f"{LAYER}mlp.gate_proj.g_idx"], 1 << 30)
