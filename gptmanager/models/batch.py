@@ -19,9 +19,9 @@ class Batch:
     positions of each row in the KV cache, including those of this step. `slots` int32 `[R]`: the
     index of each row in the first dimension of `block_tables` int32 `[slots, blocks]` and of
     `token_table` int32 `[slots, max_seq_len]`, which has all known tokens, including those of this
-    step. `sample_index` int64 `[S]`: indices of the packed tokens that need logits. First are those
-    from which tokens are chosen: one for each sampling row, and one for each of its drafts. Prompt
-    tokens follow for which a host asked for logits. `sample_rows` int64 `[S]`: the rows of these
+    step. `sample_index` int64 `[S]`: indices of the packed tokens that need logits. First are the
+    tokens whose logits choose new tokens: one for each sampling row, and one for each of its
+    drafts. Then follow prompt tokens whose logits a request wants. `sample_rows` int64 `[S]`: the rows of these
     tokens. `num_context_rows`: how many rows are in the context phase; they are the first rows.
     `prompt_embeddings` float32 `[n, hidden]` replace the embeddings of the packed tokens with the
     indices `prompt_index` int64 `[n]`; the `token_ids` of these tokens are ignored. Both are None

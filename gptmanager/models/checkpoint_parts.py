@@ -1,6 +1,6 @@
 """Reads configs and tensors of a checkpoint: a Hugging Face folder or a GGUF file.
 
-A path refers to a Hugging Face folder, to a GGUF file (the first file of a split model), or to a
+A path refers to a Hugging Face folder, to a GGUF file (the first one of a split model), or to a
 folder without `config.json` that has one GGUF file or all files of one split model.
 """
 
@@ -75,7 +75,7 @@ def as_floats(config: Mapping[str, Any], tensors: TensorSource) -> TensorSource:
 
 
 def is_quantized(path: str | os.PathLike[str]) -> bool:
-    """Return whether the checkpoint has weights of 8 bits or fewer."""
+    """Return whether the config or the GGUF file has quantized weights."""
     gguf = gguf_checkpoint(path)
     if gguf is not None:
         return gguf.is_quantized

@@ -76,7 +76,7 @@ class ConvertedTensors:
         }
 
     def _checked(self, name: str, stored: tuple[int, ...], kind: Quantized) -> tuple[int, int]:
-        """Return the shape of a matrix from `stored`, the shape of its values."""
+        """Return the shape of a matrix, checked against `stored`, the shape of its values."""
         shape = self._given.get(name + SHAPE)
         if shape is None or shape[:2] != ((2,), "int64"):
             raise ConfigError(
@@ -151,7 +151,8 @@ class ConvertedTensors:
     ) -> Iterator[tuple[int, Tensor]]:
         """Yield (first row, panels) for the panels of `part` that have `rows`.
 
-        `name`: the tensor with the values of the matrix. `part`: this tensor or one of its scales.
+        `name`: the tensor with the values of the matrix. `part`: this tensor, or that with the scales or
+        the minima.
         """
         shape = self._given[name].shape
         lanes = shape[-2]

@@ -74,7 +74,7 @@ def page_shapes(spec: Dimensions) -> Sequence[PageShape]:
 
 
 def state_shapes(spec: Dimensions) -> Sequence[StateShape]:
-    """Return the shapes of a model's states of each sequence: the spec's `states`, or none."""
+    """Return the shapes of a sequence's recurrent states: the spec's `states`, or none."""
     return getattr(spec, "states", ())
 
 
@@ -143,7 +143,8 @@ class CapturableModel(Model, Protocol):
 def capturable(model: Model) -> CapturableModel | None:
     """Return the model if its class itself defines or inherits `forward_captured`, else None.
 
-    A wrapper that forwards attributes with `__getattr__` may have a different `forward`.
+    A wrapper that forwards attributes with `__getattr__` gets None, because its `forward` may
+    differ.
     """
     is_own = hasattr(type(model), "forward_captured")
     return model if is_own and isinstance(model, CapturableModel) else None
@@ -169,17 +170,18 @@ def load_model(
 
     `kernels` are by default the CPU's; `device` "cuda" needs a `CudaKernels`. `dtype` is by default
     the config's, or float32; float64 is only for the CPU. `max_seq_len` is by default
-    `max_position_embeddings`. `attention_window`: the largest number of positions that a token sees
-    in any layer, including its own; the first `sink` positions are always visible.
+    `max_position_embeddings`. `attention_window` limits the window of each layer: the number of
+    positions that a token sees, with its own. The first `sink` positions are visible in addition.
     `kv_cache_dtype`: float8_e4m3fn for pages of that dtype, None for any other. `weights_dtype`
     quantizes the matrices of matmuls except routers. "int8", and on GPUs "fp8", have one scale per
     row. "int4" has a float16 scale for each group of 32; the output matrix then has `head_dtype`
     (by default "int8"). "file" is "int4" for matrices with 4 bits in the checkpoint, else "int8".
     4-bit groups of the checkpoint are not quantized again. `on_progress`: as in `OptionalParams`.
-    `collectives`: communication of one of several ranks, which reads only its share. `prepare` is
-    called before weights are read, with the spec and the formats of quantized matrices.
+    `collectives`: if the model is split over ranks, the communication of this rank, which reads
+    only its share. `prepare` is called before weights are read, with the spec and the formats of
+    quantized matrices.
 
-    Raises ConfigError that names the argument, config field or tensor that cannot be used. The peak
+    Raises a ConfigError that names the argument, config field or tensor that cannot be used. The peak
     memory is the final weights plus a sixteenth of them, or plus a matrix that must be read whole.
     """
     kernels = kernels or _cpu_kernels(device)
@@ -339,7 +341,7 @@ def _check_pages(spec: ModelSpec, dtype: torch.dtype | None) -> None:
 def _check_dtypes(
     spec: ModelSpec, weights_dtype: str | None, kernels: Kernels, device: torch.device | str
 ) -> None:
-    """Raise ConfigError for dtypes that the kernels do not support for such a model."""
+    """Raise ConfigError for dtypes that the kernels do not support for this model."""
     check_float64(spec.dtype, weights_dtype, kernels, device)
     _check_experts(spec, weights_dtype, kernels)
 

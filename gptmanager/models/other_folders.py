@@ -43,7 +43,7 @@ _KINDS = {
         for suffix in ("bin", "pt", "pth", "ckpt")
     },
 }
-# The same for folders that have no config.json either.
+# The same, but only for folders without a config.json.
 _WITHOUT_CONFIG = {
     "snapshots": "it is a folder of the Hugging Face cache: pass the folder in its snapshots/",
     "*.safetensors": "it holds safetensors without their config.json: add the config.json of the "
@@ -71,7 +71,7 @@ def describe_other(path: Path) -> str:
 
 def describe_other_weights(path: Path, config: Mapping[str, Any]) -> str:
     """Return what a folder with the config.json `config` is; "" if it may be a checkpoint."""
-    if not os.path.lexists(path / "config.json"):  # the config is that of a GGUF file
+    if not os.path.lexists(path / "config.json"):  # the config is from a GGUF file
         return ""
     quantization = config.get("quantization")
     is_alone = config.get("quantization_config") in (None, quantization)

@@ -35,9 +35,9 @@ _ACTIVATIONS: Mapping[str, Activation] = {
     "relu": "relu",
     "relu2": "relu2",
 }
-_MAX_LAYERS = 10_000  # each has a dozen named parameters
+_MAX_LAYERS = 10_000  # each layer has a dozen named parameters
 _MAX_PARTS = 100_000  # heads, or experts, of all layers together: loading lists each of them
-_MAX_EPS = 1.0  # a norm divides by the root of a mean square plus epsilon
+_MAX_EPS = 1.0  # epsilon is added to a mean square, and is far smaller in real models
 _DTYPES = {
     "float32": torch.float32,
     "bfloat16": torch.bfloat16,
@@ -207,7 +207,7 @@ def _read_max_seq_len(fields: Fields, rotary: bool, max_seq_len: int | None) -> 
 
 
 def read_dtype(config: Mapping[str, Any], dtype: str | torch.dtype | None) -> torch.dtype:
-    """Return `dtype`, or if it is None, the dtype that a `config.json` names, or float32."""
+    """Return `dtype`; if it is None, the dtype in the `config.json`, by default float32."""
     return _read_dtype(Fields(config, {}, {}), dtype)
 
 

@@ -80,6 +80,6 @@ def _packed(
 
 
 def num_bytes(network: nn.Module, matrices: list[PackedMatrix]) -> int:
-    """Return the size in bytes of a network's tensors and packed matrices. Tied tensors count once."""
+    """Return the size of all tensors and packed matrices in bytes. Tied tensors count once."""
     tensors = {it.data_ptr(): it.nbytes for it in [*network.parameters(), *network.buffers()]}
     return sum(tensors.values()) + sum(it.nbytes for it in matrices)

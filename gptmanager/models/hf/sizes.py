@@ -38,9 +38,10 @@ def uses_transformers(path: str | os.PathLike[str], backend: str) -> bool:
 
 
 def read_sizes(path: Path, backend: str, max_seq_len: int | None = None) -> CheckpointSizes:
-    """Return the sizes of a checkpoint from its config. Raises ConfigError that names a field.
+    """Return the sizes of a checkpoint from its config.
 
-    `backend` and `max_seq_len` are as in `OptionalParams`.
+    `backend` and `max_seq_len` are as in `OptionalParams`. Raises ConfigError if the config cannot
+    be read, or if a size is missing or wrong.
     """
     if not uses_transformers(path, backend):
         spec = read_spec(read_config(path), max_seq_len=max_seq_len)

@@ -34,8 +34,8 @@ from gptmanager.models.quantized.scheme import Block, Scheme
 _FLOAT8, _INTEGERS = "float8_e4m3fn", "compressed-tensors"
 _SCALES = {*FLOATS.values(), _FLOAT8, "float8_e8m0fnu", "uint8"}
 _ZEROS = {*FLOATS.values(), _FLOAT8, "int8"}
-# Ignored tensors. Most are scales and zeros of activations, which are quantized differently here, if
-# at all. `weight_format` is written by bitsandbytes.
+# Ignored tensors. Most are scales and zeros of activations, which are quantized differently here,
+# if at all. `weight_format` is written by bitsandbytes.
 _IGNORED = (
     ".input_scale",
     ".input_zero_point",

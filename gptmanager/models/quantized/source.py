@@ -104,7 +104,7 @@ class QuantizedSource:
             yield from ((own, read) for own in _split(many, size))
 
     def _held(self, max_bytes: int, name: str, rows: range, columns: range) -> Read:
-        """Read a part of the tensor `name`; return a `_view` that takes this tensor from the part."""
+        """Read a part of the tensor `name`; return a `_view` that reads this tensor from it."""
         others = self._reader(max_bytes)
         part = others(name, rows, columns)
 
