@@ -151,8 +151,8 @@ class ConvertedTensors:
     ) -> Iterator[tuple[int, Tensor]]:
         """Yield (first row, panels) for the panels of `part` that have `rows`.
 
-        `name`: the tensor with the values of the matrix. `part`: this tensor, or that with the scales or
-        the minima.
+        `name`: the tensor with the values of the matrix. `part`: this tensor, or the tensor with
+        the scales or the minima.
         """
         shape = self._given[name].shape
         lanes = shape[-2]

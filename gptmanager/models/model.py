@@ -181,8 +181,9 @@ def load_model(
     only its share. `prepare` is called before weights are read, with the spec and the formats of
     quantized matrices.
 
-    Raises a ConfigError that names the argument, config field or tensor that cannot be used. The peak
-    memory is the final weights plus a sixteenth of them, or plus a matrix that must be read whole.
+    Raises a ConfigError that names the argument, config field or tensor that cannot be used. The
+    peak memory is the final weights plus a sixteenth of them, or plus a matrix that must be read
+    whole.
     """
     kernels = kernels or _cpu_kernels(device)
     _check_weights_dtype(weights_dtype, head_dtype, kernels, device)

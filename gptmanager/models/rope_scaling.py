@@ -116,7 +116,7 @@ def _with_alpha(rope: Fields, head_dim: int) -> Rope:
 
 
 def _rope_values(fields: Fields, layer_type: str) -> tuple[Mapping[str, Any], str, Any]:
-    """Return the fields that describe a layer type's RoPE, their name in errors, and the base."""
+    """Return the object with a layer type's RoPE, its name in errors, and the base."""
     scaling, parameters = fields.get("rope_scaling"), fields.get("rope_parameters")
     if scaling and not fields.is_given("rope_parameters"):
         parameters = None

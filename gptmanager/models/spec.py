@@ -82,14 +82,14 @@ class Attention:
     `scale` multiplies the scores. `softcap` then limits them to softcap * tanh(score / softcap); 0
     for no limit. `window`: the number of positions that a token sees, including its own; None for
     all. `chunked`: a token sees the positions from the last multiple of `window` on instead.
-    `sinks`: each head has a learned score that only takes part in the sum of the softmax. `rope`:
-    the RoPE of queries and keys, or None without RoPE. `temperature`: a factor of the queries, or
-    None. `kv_layer`: the layer with the keys and values that this layer reads, or None if it
-    computes its own. `keys_as_values`: values are the keys before their norm and RoPE. `latent`:
-    the layer has multi-head latent attention, and stores a latent instead of keys and values.
-    `delta`: the layer has linear attention with a state, and the other fields have no effect.
-    `gated`: the result of a token is multiplied by the sigmoid of its gates, which are projected
-    with its queries.
+    `sinks`: each head has a learned score, whose exponential is added only to the denominator of
+    the softmax. `rope`: the RoPE of queries and keys, or None. `temperature`: a factor of the
+    queries, or None. `kv_layer`: the layer with the keys and values that this layer reads, or None
+    if it computes its own. `keys_as_values`: values are the keys before their norm and RoPE.
+    `latent`: the layer has multi-head latent attention, and stores a latent instead of keys and
+    values. `delta`: the layer has linear attention with a state, which the other fields do not
+    describe. `gated`: the output of attention is multiplied by the sigmoid of gates, which are
+    projected together with the queries.
     """
 
     num_heads: int
@@ -203,10 +203,10 @@ class TokenInputs:
     """A further input of each layer for each token, of `width` elements (Gemma 4's E models).
 
     The input is (e + p) / sqrt(2). e is a second embedding of the token, times sqrt(`width`), and p
-    is a normed projection of its first residual. A layer multiplies the input by a gate with this
-    `activation`, and adds the projected and normed result to the residual. `vocab_size`: the number
-    of tokens with a second embedding. `padding_id`: the token that is used in the place of a prompt
-    embedding.
+    is a normed projection of the residual before the first layer. A layer multiplies the input by a
+    gate with this `activation`, and adds the projected and normed result to the residual.
+    `vocab_size`: the number of tokens with a second embedding. `padding_id`: the token that is used
+    in the place of a prompt embedding.
     """
 
     width: int

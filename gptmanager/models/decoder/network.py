@@ -43,7 +43,7 @@ from gptmanager.ranks.collectives import Collectives
 from gptmanager.ranks.layout import RankLayout
 from gptmanager.request.adapter import AdapterShare, LoraModule
 
-# the tensors of a batch that differ between captured steps
+# the tensors of a batch that differ between replays of a captured step
 _CAPTURED = ("token_ids", "positions", "row_starts", "kv_lengths", "slots")
 
 
@@ -168,7 +168,8 @@ class CheckpointModel:
     def new_step_capture(self) -> StepCapture | None:
         """Return a capture for `forward_captured` over one KV cache.
 
-        Returns None if kernels capture no steps, with several ranks, or if `forward` is overridden.
+        Returns None if the kernels capture no steps, if there are several ranks, or if `forward` is
+        overridden.
         """
         is_own = type(self).forward is CheckpointModel.forward and "forward" not in vars(self)
         return self._kernels.new_step_capture() if is_own and self._collectives is None else None

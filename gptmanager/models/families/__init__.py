@@ -1,4 +1,4 @@
-"""A table of checkpoint families: their config fields and tensors, by name, and their meaning."""
+"""A table of checkpoint families: the names and meaning of their config fields and tensors."""
 
 from gptmanager.models.families.family import Family
 from gptmanager.models.families.places import place_tensors

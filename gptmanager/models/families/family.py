@@ -25,24 +25,24 @@ class Family:
     """A model family: the names of its config fields and tensors, and their meaning.
 
     `title`: the name for users. `tensors`: tensor names, see `names`. `prefix`: the start of these
-    names that a checkpoint may omit. `other_tensors`: further names of the same parameters, in GGUF
-    files or for stacked experts. `ignored`: names of tensors that are not used. `spellings`: our
-    name of a config field -> the family's. `defaults`: values of absent fields, by our names. A
-    `bool | str` property is either the value or the name of the config field that has the value.
-    `norms`: the norms; the config has their epsilon. `qk_norm`: whether `norms.query_key` applies.
-    `interleaved`: the checkpoint stores the two rows of a RoPE pair next to each other.
-    `position_offset`: added to a position to index the learned position embeddings; None without
-    them. `activation`: overrides `hidden_act`. `one_norm`: attention and MLP read the output of the
-    same norm. `neutral`: config field -> the only value, besides null, that it may have.
-    `transposed`: layers store their matrices as [in, out]. `scaled`: see `Layer`. `parallel`: see
-    `ModelSpec`.
+    names that a checkpoint may omit. `other_tensors`: further names of the same parameters, for
+    example in GGUF files or for stacked experts. `ignored`: names of tensors that are not used.
+    `spellings`: our name of a config field -> the family's. `defaults`: values of absent fields, by
+    our names. A `bool | str` property is either the value or the name of the config field that has
+    the value. `norms`: the norms; the config has their epsilon. `qk_norm`: whether
+    `norms.query_key` applies. `interleaved`: the checkpoint stores the two rows of a RoPE pair next
+    to each other. `position_offset`: added to a position to index the learned position embeddings;
+    None without them. `activation`: overrides `hidden_act`. `one_norm`: attention and MLP read the
+    output of the same norm. `neutral`: config field -> the only value, besides null, that it may
+    have. `transposed`: layers store their matrices as [in, out]. `scaled`: see `Layer`. `parallel`:
+    see `ModelSpec`.
 
     `windows`: which layers have a sliding window. "none" and "all": no layer or each layer. "some":
-    the layers that the field `layer_types` lists, or without it those from `max_window_layers` on.
-    An integer: the layers that `layer_types` lists; without it, n selects all but the last of every
-    n layers, -n all but the first of every n layers, and 0 all layers. "chunks": attention in
-    chunks, with windows that begin at multiples of their size. "linear": no layer has a window, and
-    some have linear attention.
+    the layers that the field `layer_types` marks; without this field, the layers from
+    `max_window_layers` on. An integer: the layers that `layer_types` marks; without this field, n
+    selects all but the last of every n layers, -n all but the first of every n layers, and 0 all
+    layers. "chunks": attention in chunks, with windows that begin at multiples of their size.
+    "linear": no layer has a window, and some have linear attention.
 
     `network` returns further fields of the `ModelSpec`. For a layer, `attention` returns further
     fields of its `Attention` (and `rope_dim`, if RoPE rotates only a part of each head), `mlp`

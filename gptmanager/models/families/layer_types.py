@@ -17,9 +17,9 @@ def read_windows(
 ) -> tuple[tuple[int | None, ...], list[str]]:
     """Return the window of each layer, and the type of each layer, such as "full_attention".
 
-    A window is a number of positions, or None if the layer has no window, or one that covers all of
-    `max_seq_len`. `concerned`: see `Family.windows`. The list of types is empty if `concerned` is
-    "none", "all" or "some".
+    A window is a number of positions. It is None if the layer has no window, or if the window
+    covers all of `max_seq_len`. `concerned`: see `Family.windows`. The list of types is empty if
+    `concerned` is "none", "all" or "some".
     """
     if concerned == "chunks":
         return _in_chunks(fields, num_layers, max_seq_len)
@@ -122,9 +122,10 @@ def _wrong_types(fields: Fields, num_layers: int, possible: list[str]) -> Config
 
 
 def is_rotated(fields: Fields, layer: int) -> bool:
-    """Return whether a layer uses RoPE, which means that it has a 1 in `no_rope_layers`.
+    """Return whether a layer uses RoPE. In `no_rope_layers`, despite the name, 1 means that it
+    does.
 
-    Without that list, every layer uses RoPE except each `no_rope_layer_interval`-th.
+    Without this list, all layers use RoPE except every `no_rope_layer_interval`-th.
     """
     given, interval = fields.get("no_rope_layers"), fields.size("no_rope_layer_interval")
     if given is None or given == []:
