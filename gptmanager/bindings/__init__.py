@@ -1,4 +1,4 @@
-"""The names of `tensorrt_llm.bindings`. A host of that module changes only its import:
+"""The names of `tensorrt_llm.bindings`. A program that uses that module changes only its import:
 
     import gptmanager.bindings as tb
 

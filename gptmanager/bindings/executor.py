@@ -1,4 +1,4 @@
-"""The names of `tensorrt_llm.bindings.executor` that a host of GptManager uses."""
+"""The names of `tensorrt_llm.bindings.executor` that programs with a GptManager use."""
 
 from gptmanager import CapacitySchedulerPolicy, ContextChunkingPolicy, SchedulerConfig
 

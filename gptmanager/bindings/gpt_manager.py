@@ -1,4 +1,4 @@
-"""`GptManager` with the arguments that `tensorrt_llm.bindings` had, in both of their orders."""
+"""`GptManager` with the arguments of `tensorrt_llm.bindings`, in their older or newer order."""
 
 from __future__ import annotations
 

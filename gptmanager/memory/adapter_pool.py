@@ -242,8 +242,8 @@ def adapter_table(
 ) -> Tensor:
     """Return the kernels' table entry of an adapter: int64 `[layers, modules, 2]`, on the CPU.
 
-    The two values are the index in `AdapterPool.pages` where A begins, and the rank, which is 0 if
-    the adapter does not have the module. `modules` maps each module id to its index.
+    The two values are the index in `AdapterPool.pages` where A begins, and the LoRA rank, which is
+    0 if the adapter does not have the module. `modules` maps each module id to its index.
     """
     table = torch.zeros((len(layers), len(modules), 2), dtype=torch.int64)
     found = table.numpy()

@@ -1,4 +1,4 @@
-"""Compute a digest that identifies a checkpoint, from samples of its weights.
+"""Computes a digest that identifies a checkpoint, from samples of its weights.
 
 Two checkpoints of one shape differ in almost every tensor, so a few values of each tensor suffice.
 Reading all values would take as long as loading.

@@ -55,7 +55,7 @@ class PageStack(NamedTuple):
 
 
 class KvPool:
-    """The keys and values of all blocks, by block id. Does not know which sequence holds a block.
+    """The keys and values of all blocks, by block id. It does not know which sequence has a block.
 
     `shapes` has the shape of each layer's pages. Layers of one shape are in one `PageStack`.
     `layers` has the keys and values of each layer. Keys are transposed inside a block, so that the
@@ -64,7 +64,7 @@ class KvPool:
 
     With `token_major`, keys have the memory layout of values, and the keys of a stack are a
     transposed view, because CUDA kernels read whole tokens. Keys that are also values always have
-    this layout. With `contiguous`, blocks on the device have the same layout, and the values of a
+    this layout. With `contiguous`, blocks on the device have this layout, too, and the values of a
     block follow its keys, so that both are views of one tensor.
 
     `num_host_blocks` more blocks are in CPU memory, with ids from `num_blocks` on. They are copied
@@ -125,9 +125,9 @@ class KvPool:
     def contiguous(self, layer: int) -> Tensor:
         """Return a layer's keys and values, `[blocks, 2, kv_heads, tokens_per_block, head_dim]`.
 
-        The result is a view if the pool was created `contiguous`, otherwise a copy. In V1 a
-        sequence has one block, so this is `[sequences, 2, kv_heads, max_seq_len, head_dim]`. The
-        index of a sequence is the only entry of its row in `Batch.block_tables`.
+        The result is a view if the pool was created `contiguous`, otherwise a copy. With the model
+        type V1, a sequence has one block, so this is `[sequences, 2, kv_heads, max_seq_len,
+        head_dim]`. The index of a sequence is the only entry of its row in `Batch.block_tables`.
         """
         keys, values = self.layers[layer]
         if not self._is_contiguous or not self._shapes[layer].has_values:

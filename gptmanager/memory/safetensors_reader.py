@@ -111,8 +111,8 @@ class SafetensorsFolder:
         names = handle.keys()
         if len(self._tensors) + len(names) > _MAX_TENSORS:
             raise ConfigError(
-                f"{quoted_path(file)} holds {len(names)} tensors: a checkpoint may have "
-                f"{_MAX_TENSORS} in all its files"
+                f"{quoted_path(file)} holds {len(names)} tensors: a checkpoint may have at "
+                f"most {_MAX_TENSORS} in all its files"
             )
         self.formats.add((handle.metadata() or {}).get("format", ""))
         for name in names:

@@ -30,8 +30,8 @@ class SafetensorsWriter:
     """A context manager that writes a new file. `tensors` has the shape and dtype of each tensor.
 
     The file has the tensors in the order of this mapping. The first one begins at a multiple of 64
-    bytes, a line of the processor's cache. Each is written by one or more calls of `write`, from
-    its first element to its last. Raises FileExistsError if the file exists.
+    bytes, the size of a CPU cache line. Each is written by one or more calls of `write`, from its
+    first element to its last. Raises FileExistsError if the file exists.
     """
 
     def __init__(

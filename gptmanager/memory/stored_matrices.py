@@ -16,7 +16,7 @@ from gptmanager.memory.tensor_sources import CodedSource, GroupedSource, PanelSo
 
 
 class MappedMatrix(NamedTuple):
-    """The memory of a matrix in a source. `names` are the library's names of its tensors."""
+    """The memory of a matrix in a source. `names`: the names of its tensors in `places`."""
 
     names: list[str]
     panels: Panels
@@ -30,8 +30,8 @@ def mapped_matrices(
 ) -> dict[str, MappedMatrix]:
     """Return those matrices of `parameters` that can be mapped from `source`, by parameter.
 
-    `places` has the place of each tensor by the library's name, and `names` maps this name to the
-    source's. Later writes to the memory change private copies of its pages, not the file.
+    `names` maps the name of each tensor in `places` to its name in the source. Later writes to the
+    memory change private copies of its pages, not the file.
     """
     if not isinstance(source, PanelSource):
         return {}
@@ -53,7 +53,7 @@ def mapped_matrices(
 def packed_pieces(
     source: TensorSource, name: str, storage: Matrix, place: Place, max_bytes: int, rows: range
 ) -> Iterator[tuple[int, Any]] | None:
-    """Yield (first index, slice) of these rows of a tensor; return None if floats must be read.
+    """Return an iterator of (first index, slice) over rows of a tensor; None if it must be floats.
 
     Slices are groups if the tensor is int4 both in the source and in the storage, or `Codes` if the
     storage is int8.

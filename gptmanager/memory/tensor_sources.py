@@ -21,8 +21,8 @@ from gptmanager.kernels.gemm.panels.words import PackedGroups
 class TensorInfo(NamedTuple):
     """The shape and dtype of a tensor, known before it is read.
 
-    `dtype` is the name of a torch dtype. `in_groups` is True for an int4 matrix of a
-    `GroupedSource`, and `has_codes` for a matrix, or matrices, of a `CodedSource` with `codes`.
+    `dtype` is the name of a torch dtype. `in_groups`: `GroupedSource.groups` can read the matrix.
+    `has_codes`: `CodedSource.codes` can read the matrix, or the matrices of all experts.
     """
 
     shape: tuple[int, ...]
@@ -65,13 +65,13 @@ class GroupedSource(TensorSource, Protocol):
 
 
 class CodedSource(TensorSource, Protocol):
-    """A source that can also return quantized matrices as they are stored."""
+    """A source that can also return quantized matrices without dequantizing them."""
 
     def codes(self, name: str, max_bytes: int, rows: range) -> Iterator[tuple[int, Codes]]:
         """Yield (first index, codes) for slices of these rows of a matrix.
 
-        Of a tensor `[experts, inputs, outputs]`, these are outputs of one expert, numbered through
-        all experts.
+        For a tensor `[experts, inputs, outputs]`, `rows` are outputs of one expert, and their
+        numbers count through all experts.
         """
         ...
 

@@ -53,7 +53,7 @@ def _is_lfs_pointer(path: Path) -> bool:
     try:
         with path.open("rb") as file:
             return file.read(len(_LFS)) == _LFS
-    except OSError:  # is reported where the file is read
+    except OSError:  # the code that reads the file reports it
         return False
 
 
@@ -88,7 +88,7 @@ def check_depth(where: str, value: Any) -> None:
     level: Iterable[Any] = [value]
     for _ in range(_MAX_DEPTH):
         inner = [child for parent in level for child in _children(parent)]
-        # Each object is followed once per level: a host's value may contain it many times.
+        # Each object is followed once per level, because a value may contain it many times.
         level = {id(child): child for child in inner}.values()
         if not level:
             return

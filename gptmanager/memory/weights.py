@@ -50,7 +50,7 @@ class Weights:
     are int4 in the first source stay int4. `cuts` has the kept part of each parameter, by default
     all of it; `shapes` and `places` describe whole parameters. The first `load` allocates the
     storage. A parameter in `matrices` is stored in the result of `new_matrix(rows, columns, dtype,
-    quantized)`, or in a tensor if this is None. `version` counts the loads, so that results of
+    quantized)`, or in a tensor if it returns None. `version` counts the loads, so that results of
     older weights can be recognized.
     """
 
@@ -82,7 +82,7 @@ class Weights:
         self._wide = frozenset(wide)
         self._quantized, self._keeps_groups = quantized, keeps_groups
         self._storage: dict[str, Matrix] = {}
-        self._mapped: list[str] = []  # matrices that are unchanged memory of a file
+        self._mapped: list[str] = []  # matrices that are mapped from a file, and not changed since
 
     def __getitem__(self, name: str) -> Matrix:
         return self._storage[name]
@@ -154,7 +154,7 @@ class Weights:
     def check(
         self, tensors: TensorSource | Mapping[str, Tensor], *, partial: bool = False
     ) -> dict[str, str]:
-        """Check names, shapes and dtypes as `load` does. Return our names -> the checkpoint's."""
+        """Check names, shapes and dtypes as `load` does. Return name in `places` -> checkpoint."""
         source = StateDict(tensors) if isinstance(tensors, Mapping) else tensors
         found = source.describe()
         names = self._names(found)
@@ -266,7 +266,8 @@ class Weights:
         return len(part.rows) * num_columns * self._storage[parameter].dtype.itemsize
 
     def _names(self, given_names: Iterable[str]) -> dict[str, str]:
-        """Return our names -> the checkpoint's. Raises ConfigError for unknown names."""
+        """Return name in `places` -> name in the checkpoint. Raises ConfigError for unknown
+        names."""
         names: dict[str, str] = {}
         unknown = []
         for given in given_names:

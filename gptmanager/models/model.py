@@ -177,13 +177,13 @@ def load_model(
     row. "int4" has a float16 scale for each group of 32; the output matrix then has `head_dtype`
     (by default "int8"). "file" is "int4" for matrices with 4 bits in the checkpoint, else "int8".
     4-bit groups of the checkpoint are not quantized again. `on_progress`: as in `OptionalParams`.
-    `collectives`: if the model is split over ranks, the communication of this rank, which reads
-    only its share. `prepare` is called before weights are read, with the spec and the formats of
-    quantized matrices.
+    `collectives`: communication with the other ranks, if any; a rank reads only its share.
+    `prepare` is called before weights are read, with the spec and the formats of quantized
+    matrices.
 
-    Raises a ConfigError that names the argument, config field or tensor that cannot be used. The
-    peak memory is the final weights plus a sixteenth of them, or plus a matrix that must be read
-    whole.
+    Raises ConfigError, with the name of an argument, config field or tensor that cannot be used.
+    The peak memory is the final weights plus a sixteenth of them, or plus a matrix that must be
+    read whole.
     """
     kernels = kernels or _cpu_kernels(device)
     _check_weights_dtype(weights_dtype, head_dtype, kernels, device)

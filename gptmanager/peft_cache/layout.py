@@ -1,6 +1,7 @@
 """The layout of adapters in pages: page size, number of pages, and the place of each row.
 
-Sizes are in elements of the model's dtype. This module does not know which adapters are cached.
+A row has the weights of an adapter for one module in one layer. Sizes are in elements of the
+model's dtype. This module does not know which adapters are cached.
 """
 
 from __future__ import annotations

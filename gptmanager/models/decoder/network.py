@@ -168,7 +168,7 @@ class CheckpointModel:
     def new_step_capture(self) -> StepCapture | None:
         """Return a capture for `forward_captured` over one KV cache.
 
-        Returns None if the kernels capture no steps, if there are several ranks, or if `forward` is
+        Returns None for kernels without captures, for several ranks, and if `forward` is
         overridden.
         """
         is_own = type(self).forward is CheckpointModel.forward and "forward" not in vars(self)

@@ -143,7 +143,7 @@ def experts_of(
         own = (width, per_token, shared, num_shared, renormalize, "n_group", "topk_group")
         fields.note_read(*(it for it in own if isinstance(it, str)), "routed_scaling_factor")
         number = 0 if fields.get(count) is None else fields.count(count)
-        if is_dense(fields, layer) or number == 0:  # the first reads fields also without experts
+        if is_dense(fields, layer) or number == 0:  # `is_dense` first, as it marks fields as read
             return None
         each, most = fields.size(width), fields.size(per_token)
         if most > number:

@@ -135,8 +135,8 @@ GPT2: Mapping[str, str] = {
 class Architecture:
     """Maps one `general.architecture` to the `model_type` and the names of a checkpoint.
 
-    `fields`: config field -> key in the file. `constants`: values of config fields that have no key
-    in the file. `further`: returns more fields, from the metadata, the prefix of its keys, the
+    `fields`: config field -> key in the file. `constants`: values of config fields for which the
+    file has no key. `further`: returns more fields, from the metadata, the prefix of its keys, the
     names of tensors and the config so far.
 
     `layer`: the prefix of a layer's modules in a Hugging Face checkpoint. `modules`: name in a file

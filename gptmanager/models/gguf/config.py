@@ -19,7 +19,7 @@ from gptmanager.models.gguf.architectures import ARCHITECTURES, VARIANTS
 from gptmanager.models.gguf.header import Header
 from gptmanager.models.gguf.metadata import Metadata
 
-# Keys that are ignored, because other keys or tensors define the value, or it never differs.
+# Keys that are ignored, because other keys or tensors define the value, or the value never differs.
 _IGNORED = frozenset(
     """
     vocab_size tensor_data_layout rope.scaling.finetuned attention.key_length
@@ -35,7 +35,7 @@ _ROPE = frozenset(
 )
 _ONE_VALUE: Mapping[str, Any] = {"expert_count": 0, "attention.causal": True}
 _ZERO_IS_NONE = {"sliding_window", "attn_logit_softcapping", "final_logit_softcapping"}
-_MAX_FACTORS = 1 << 16  # limit of RoPE pairs, of which a head of size n has n / 2
+_MAX_FACTORS = 1 << 16  # limit of RoPE pairs in a head
 
 
 def architecture_of(header: Header) -> Architecture:
@@ -59,7 +59,7 @@ def architecture_of(header: Header) -> Architecture:
 def config_of(header: Header) -> dict[str, Any]:
     """Return the content of the checkpoint's `config.json`.
 
-    Raises ConfigError that names the key or tensor if one is not supported or is missing.
+    Raises a ConfigError that names the key or tensor that is missing or not supported.
     """
     own, metadata = architecture_of(header), Metadata(header.path, header.metadata)
     prefix = f"{header.metadata['general.architecture']}."
@@ -124,7 +124,7 @@ def _refuse_unknown(metadata: Metadata, own: Architecture, prefix: str) -> None:
 
 
 def _dtype(header: Header) -> str:
-    """Return the dtype that most bytes of the tensors have; quantized ones count as float32."""
+    """Return the dtype of most tensor bytes; quantized tensors count as float32."""
     num_bytes: dict[str, int] = {}
     for tensor in header.tensors.values():
         own = tensor.num_rows * tensor.row_bytes

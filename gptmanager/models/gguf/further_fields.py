@@ -85,7 +85,9 @@ def gemma4_fields(metadata: Metadata, prefix: str, names: Names, config: Config)
         need = "must be equal or twice as large in layers that share keys and values"
         raise metadata.error(f"{prefix}feed_forward_length", need)
     factors = (config.get("rope_scaling") or {}).get("long_factor", [1.0])
-    rotated = sum(factor == 1 for factor in factors) / len(factors)  # others, 1e30, do not rotate
+    rotated = sum(factor == 1 for factor in factors) / len(
+        factors
+    )  # with 1e30, a pair does not rotate
     theta = config.get("rope_theta")
     return {
         "num_key_value_heads": windowed,

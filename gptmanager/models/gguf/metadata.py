@@ -14,7 +14,7 @@ from gptmanager.errors import ConfigError, quoted, quoted_path
 class Metadata:
     """The values of a file by key.
 
-    Methods that check a type raise ConfigError that names the key and what its value must be.
+    Methods that check a type raise a ConfigError that names the key and what its value must be.
     """
 
     def __init__(self, path: Path, values: Mapping[str, Any]) -> None:

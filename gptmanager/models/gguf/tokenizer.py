@@ -100,8 +100,8 @@ def _gemma4(metadata: Metadata, vocabulary: Vocabulary) -> tuple[Tokenizer, bool
 
 
 def _sentence_piece(metadata: Metadata, vocabulary: Vocabulary) -> tuple[Tokenizer, bool]:
-    """Return a BPE tokenizer that merges within the whole text, the best score of a merged token
-    first. The second value is as for `_byte_level`.
+    """Return a BPE tokenizer that merges within the whole text. The pair that makes the token with
+    the best score is merged first. The second value is as for `_byte_level`.
     """
     scores = metadata.numbers(f"{_GGML}scores", len(vocabulary.texts))
     by_text = _by_text(vocabulary)
@@ -147,7 +147,7 @@ def _by_text(vocabulary: Vocabulary) -> dict[str, int]:
 
 def _added_tokens(metadata: Metadata, vocabulary: Vocabulary) -> list[AddedToken]:
     """Return the tokens that are matched in a text before all others."""
-    # As in llama.cpp: Phi 3 drops spaces after these tokens, which its files do not say.
+    # Phi 3 drops spaces after these tokens. Only its name shows this, in llama.cpp as well.
     name = (metadata.text("general.name") or "").lower()
     strips = "phi-3" in name or "phi3" in name
     kept = ("<unk>", "<s>", "<|endoftext|>")

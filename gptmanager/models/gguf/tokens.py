@@ -12,7 +12,8 @@ from gptmanager.models.gguf.metadata import Metadata
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
 _GGML = "tokenizer.ggml."
 _IDS = ("bos", "eos", "eot", "eom", "unknown", "padding")
-# A token with one of these texts ends an output, regardless of its type, as in llama.cpp.
+# A token with one of these texts ends an output, regardless of its type, as in llama.cpp. The
+# exception is in `_without_message_end`.
 _ENDS = frozenset(
     """
     <|eot_id|> <|im_end|> <|end|> <|return|> <|call|> <|flush|> <|calls|> <end_of_turn>
