@@ -1,1 +1,1 @@
-"""Builds all parts of a running loop from a host's options and a checkpoint."""
+"""Builds all parts of a running loop from options and a checkpoint."""

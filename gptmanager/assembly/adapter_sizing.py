@@ -1,4 +1,4 @@
-"""The size of the cache of LoRA adapters, with its log line."""
+"""Computes and logs the sizes of the cache of LoRA adapters."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from gptmanager.request.adapter import AdapterLimits, AdapterShare, LoraModule
 
 logger = logging.getLogger("gptmanager")
 
-MAX_PAGES = 1 << 22  # per cache level; more than any host needs
+MAX_PAGES = 1 << 22  # per cache level; more than any manager needs
 _DEFAULT = PeftCacheManagerConfig()
 
 
@@ -59,9 +59,9 @@ def adapter_sizes(
 ) -> AdapterSizes | None:
     """Return the sizes for a model, or None if it has no `adapter_modules` or if no page fits.
 
-    With None, requests with adapters are refused. `free_bytes` is the free memory of the device.
-    Ranks that share a model must pass the same number, and then get the same sizes. Raise
-    ConfigError if a configured size is too small for one page.
+    If the result is None, requests with adapters are refused. `free_bytes` is the free memory of
+    the device. Ranks that share a model must pass the same number, and then get the same sizes.
+    Raise ConfigError if a configured size is too small for one page.
     """
     modules: Mapping[int, LoraModule] | None = getattr(model, "adapter_modules", None)
     if not modules:

@@ -25,7 +25,7 @@ from gptmanager.lifecycle.watchdog import CallbackTimer
 from gptmanager.memory.checkpoint_digest import checkpoint_digest
 from gptmanager.models.model import Dimensions, Model
 
-# parts of the errors of torch and NumPy if memory is short or a size exceeds the address space
+# parts of the messages of torch and NumPy if memory is short or exceeds the address space
 _ALLOCATION_ERRORS = ("allocate memory", "is too big", "Maximum allowed dimension", "overflow")
 
 ConnectRanks = Callable[[Any, SchedulerConfig, ModelType, int], Ranks | None]

@@ -43,11 +43,12 @@ def choose(
     agree: Agree = lambda names: names,
     device: torch.device | str = "cpu",
 ) -> None:
-    """Let `kernels` use the provider for the shapes that it accepts; log what it refuses.
+    """Let `kernels` use a provider for the shapes that it accepts; log what it refuses.
 
-    With `seconds`, all providers and our own kernels are timed, and the fastest is used, for each
-    phase. Our own are used if steps with contexts are captured. `agree` receives the chosen name of
-    each phase. It returns the name, or "own" if another rank chose another one.
+    Without `seconds`, `providers` has this provider only. With `seconds`, all providers and our own
+    kernels are timed, and the fastest is used, for each phase. Our own kernels are used if steps
+    with contexts are captured. `agree` receives the chosen name for each phase. It returns the
+    name, or "own" if another rank chose another one.
     """
     able = {
         name_of(it): _Able(it, _accepted(it, shapes, dtype, limits.tokens_per_block))
@@ -59,7 +60,7 @@ def choose(
     if seconds is None:
         names: Sequence[str] = [name for name in able for _ in PHASES]
     elif limits.captures_mixed:
-        names = agree((OWN, OWN))  # another rank may not capture them, and wait for this call
+        names = agree((OWN, OWN))  # a rank that does not capture them waits for this call
         logger.info("attention: our own kernels, because steps with contexts are captured too")
     else:
         trial = AttentionTrial(kernels, dtype, limits, seconds, device)

@@ -80,7 +80,7 @@ class AttentionTrial:
         """Return the shortest time in seconds of each provider, by name, "own" first; log them.
 
         Runs of different providers alternate. A provider that raises in a run is left out, with a
-        warning. If memory does not suffice, all are left out.
+        warning. If memory does not suffice, all providers are left out.
         """
         best: dict[str, float] = {}
         runs: dict[str, Run] = {}

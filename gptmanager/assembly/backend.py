@@ -105,7 +105,8 @@ class Backend(ABC):
         collectives: Collectives | None = None,
         check: Check = lambda spec: None,
     ) -> Model:
-        """Load a checkpoint, or return the host's model. Raise ConfigError if `source` is neither.
+        """Load a checkpoint, or return `source` if it is a model. Raise ConfigError if it is
+        neither.
 
         One of several ranks passes its `collectives`, and loads a part of the checkpoint. `check`
         is explained at `assembly.loading.load`.
@@ -281,7 +282,7 @@ class DeviceBackend(Backend):
         rows = params.max_batch_size * max_beam_width
         peak = self._peak_bytes(model, params, rows)
         gc.collect()  # all memory of the measurement must be free again
-        # the measured steps do not use the marks of the sampler
+        # the measured steps do not use the sampler's marks, a float32 for each row and token
         marks = rows * model.spec.vocab_size * torch.float32.itemsize
         free = self.stream.free_bytes() - peak - marks
         return MemoryBudget(free, self._dtype(model), shared=self.device.type == "cpu")
@@ -353,7 +354,7 @@ class DeviceBackend(Backend):
     def _peak_bytes(self, model: Model, params: OptionalParams, rows: int) -> int:
         """Return the peak bytes of steps with `rows` sampled rows, including their CUDA graphs.
 
-        Steps and graphs are added, because other steps do not use the memory of a graph.
+        Both peaks are added, because other steps do not use the memory of a graph.
         """
         longest = wanted_seq_len(params, model.spec)
         block = params.kv_cache_config.tokens_per_block
@@ -395,6 +396,6 @@ def _shape(spec: Dimensions, sizes: Sizes) -> tuple[Sequence[PageShape], int, in
 
 
 def _reserve(model: Model, num_positions: int) -> None:
-    reserve = getattr(model, "reserve_positions", None)  # a host's own model may lack it
+    reserve = getattr(model, "reserve_positions", None)  # a caller's own model may lack it
     if reserve is not None:
         reserve(num_positions)

@@ -1,7 +1,7 @@
 """`Blueprint`: all settings of a loop, and `build_loop`, which builds the loop from them.
 
-A recording contains the blueprint, so a replay can build the same loop again without its model and
-host. Options with defaults that depend on the machine or the model have been set.
+A recording contains the blueprint, so a replay can build the same loop again without the model and
+the callbacks. Options with defaults that depend on the machine or the model have been set.
 """
 
 from __future__ import annotations

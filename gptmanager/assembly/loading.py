@@ -43,11 +43,11 @@ def load(
     collectives: Collectives | None = None,
     check: Check = lambda spec: None,
 ) -> Model:
-    """Load a checkpoint, or return the host's model. Raise ConfigError if `source` is neither.
+    """Load a checkpoint, or return `source` if it is a model. Raise ConfigError if it is neither.
 
     `bodies` are functions to compile, in addition to the kernels' own. One of several ranks passes
-    its `collectives`, and loads a part of the checkpoint. `check` is called with the spec of the
-    host's model, or of a native one before its weights are read, and may raise ConfigError.
+    its `collectives`, and loads a part of the checkpoint. `check` is called with the spec of
+    `source`, or of a native model before its weights are read; it may raise ConfigError.
     """
     if not isinstance(source, (str, os.PathLike, tuple)):
         model = _own_model(source, params)

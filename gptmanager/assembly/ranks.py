@@ -234,7 +234,7 @@ class ResultChannel:
 
 
 class _ProcessGroups:
-    """Creates process groups of torch, which are independent of the host's groups."""
+    """Creates process groups of torch, which are independent of the program's own groups."""
 
     def __init__(self, store: Any, links: Links, timeout_s: float, backend: str) -> None:
         self._store, self._links = store, links

@@ -1,4 +1,4 @@
-"""The size of the KV cache and the length of sequences, with their log lines."""
+"""Computes and logs the size of the KV cache and the length of sequences."""
 
 from __future__ import annotations
 
@@ -172,8 +172,8 @@ def wanted_seq_len(params: OptionalParams, spec: Dimensions) -> int:
 def _cut_seq_len(max_seq_len: int, num_blocks: int, tokens_per_block: int) -> int:
     """Return the reduced `max_seq_len` for a pool that is too small for one such sequence.
 
-    It is the length of the shortest sequence that needs all blocks. Hosts rely on this value, so it
-    stays, although longer sequences would fit.
+    It is the length of the shortest sequence that needs all blocks. Programs rely on this value, so
+    it stays, although longer sequences would fit.
     """
     in_pool = (num_blocks - 1) * tokens_per_block + 1
     if in_pool < 2:

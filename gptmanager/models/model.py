@@ -178,12 +178,10 @@ def load_model(
     (by default "int8"). "file" is "int4" for matrices with 4 bits in the checkpoint, else "int8".
     4-bit groups of the checkpoint are not quantized again. `on_progress`: as in `OptionalParams`.
     `collectives`: communication with the other ranks, if any; a rank reads only its share.
-    `prepare` is called before weights are read, with the spec and the formats of quantized
-    matrices.
+    `prepare` is called before weights are read, with the spec and the formats of quantization.
 
-    Raises ConfigError, with the name of an argument, config field or tensor that cannot be used.
-    The peak memory is the final weights plus a sixteenth of them, or plus a matrix that must be
-    read whole.
+    Raises ConfigError that names the argument, config field or tensor that cannot be used. The peak
+    memory is the final weights plus a sixteenth of them, or plus a matrix that must be read whole.
     """
     kernels = kernels or _cpu_kernels(device)
     _check_weights_dtype(weights_dtype, head_dtype, kernels, device)

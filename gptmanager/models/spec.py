@@ -82,14 +82,14 @@ class Attention:
     `scale` multiplies the scores. `softcap` then limits them to softcap * tanh(score / softcap); 0
     for no limit. `window`: the number of positions that a token sees, including its own; None for
     all. `chunked`: a token sees the positions from the last multiple of `window` on instead.
-    `sinks`: each head has a learned score, whose exponential is added only to the denominator of
-    the softmax. `rope`: the RoPE of queries and keys, or None. `temperature`: a factor of the
-    queries, or None. `kv_layer`: the layer with the keys and values that this layer reads, or None
-    if it computes its own. `keys_as_values`: values are the keys before their norm and RoPE.
-    `latent`: the layer has multi-head latent attention, and stores a latent instead of keys and
-    values. `delta`: the layer has linear attention with a state, which the other fields do not
-    describe. `gated`: the output of attention is multiplied by the sigmoid of gates, which are
-    projected together with the queries.
+    `sinks`: each head has a learned score, which only adds to the denominator of the softmax.
+    `rope`: the RoPE of queries and keys, or None. `temperature`: a factor of the queries, or None.
+    `kv_layer`: the layer with the keys and values that this layer reads, or None if it computes its
+    own. `keys_as_values`: values are the keys before their norm and RoPE. `latent`: the layer has
+    multi-head latent attention, and stores a latent instead of keys and values. `delta`: the layer
+    has linear attention with a state, which the other fields do not describe. `gated`: the output
+    of attention is multiplied by the sigmoid of gates, which are projected together with the
+    queries.
     """
 
     num_heads: int

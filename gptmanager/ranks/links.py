@@ -34,13 +34,13 @@ class Message(IntEnum):
     """The kinds of messages between loops."""
 
     EXCHANGE = 1  # data that managers exchange at the start
-    INTAKE = 2  # rank 0's intake: an iteration begins
+    INTAKE = 2  # what rank 0 has taken in, such as requests: an iteration begins
     ASK = 3  # call Get on every rank
     DECISION = 4  # digest of rank 0's decisions: a step begins
     RESULT = 5  # the result of a step
     ABORT = 6  # rank 0 ends its requests with an error
     END = 7  # rank 0 has answered all requests
-    CALL = 8  # rank 0's host has made a call that all ranks make
+    CALL = 8  # a call of rank 0's user that all ranks must make
     PAUSED = 9  # no iteration begins yet; sent again and again
 
 
@@ -165,7 +165,7 @@ class Links:
     def exchange(self, payload: bytes) -> list[bytes]:
         """Send `payload` to all ranks, and return the payloads of all ranks, by rank.
 
-        It waits for their payloads without a time limit, because ranks may start slowly.
+        There is no time limit, because ranks may start slowly.
         """
         kind = Message.EXCHANGE
         if self.rank:
@@ -219,7 +219,7 @@ class Links:
         self._watch.explain = explain
 
     def blame(self, rank: int, why: str) -> NoReturn:
-        """Raise RankError on this rank, because `rank` has failed, which all ranks know already."""
+        """Raise RankError, because `rank` has failed. The other ranks must know this already."""
         self._watch.fail(rank, why)
         self.check()
         raise AssertionError

@@ -52,7 +52,7 @@ class SmallTensors:
 def connect_parts(
     store: Any, part: int, size: int, links: Links, boot_s: float, *, prefix: str
 ) -> SmallTensors:
-    """Connect each part of a stage with each other part; of two parts, the lower one listens.
+    """Connect this part of a stage with each other part; of two parts, the lower one listens.
 
     All parts of the stage call this at the same time. Their keys in `store` begin with `prefix`.
     Raise RankError if a part does not connect within `boot_s` seconds.

@@ -207,7 +207,7 @@ class Watch:
             self.fail(rank, why)
 
     def fail(self, rank: int, why: str) -> None:
-        """Store the verdict on this rank and call `on_failure`. Any thread may call this."""
+        """Store that `rank` has failed, and call `on_failure`. Any thread may call this."""
         if self.failure is None:
             self.failure = RankError(f"rank {rank} {why}")
             self.failed.set()

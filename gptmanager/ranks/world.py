@@ -29,7 +29,7 @@ _stores: dict[tuple[Any, ...], Any] = {}  # by process, rank and address
 
 
 class World(NamedTuple):
-    """All ranks, as this process sees them. `group` is a process group that exists, or None."""
+    """All ranks, as this process sees them. `group`: an existing process group, or None."""
 
     layout: RankLayout
     host: str = ""  # the host of rank 0; "": unknown

@@ -168,8 +168,7 @@ class CheckpointModel:
     def new_step_capture(self) -> StepCapture | None:
         """Return a capture for `forward_captured` over one KV cache.
 
-        Returns None for kernels without captures, for several ranks, and if `forward` is
-        overridden.
+        Returns None for kernels without captures, for several ranks, or an overridden `forward`.
         """
         is_own = type(self).forward is CheckpointModel.forward and "forward" not in vars(self)
         return self._kernels.new_step_capture() if is_own and self._collectives is None else None

@@ -28,7 +28,7 @@ Take = Callable[..., TensorInfo]
 def codebook_matrix(
     name: str, given: Mapping[str, TensorInfo], take: Take, read: Read
 ) -> CodebookMatrix:
-    """Describe the matrix whose packed elements are in the tensor `name`.
+    """Describe the matrix with the packed elements in the tensor `name`.
 
     `take` checks that a tensor exists and has the given dtype and shape, and returns its
     `TensorInfo`. `read` returns its values. Raises ConfigError if a tensor of the matrix is missing
