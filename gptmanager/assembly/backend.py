@@ -105,8 +105,7 @@ class Backend(ABC):
         collectives: Collectives | None = None,
         check: Check = lambda spec: None,
     ) -> Model:
-        """Load a checkpoint, or return `source` if it is a model. Raise ConfigError if it is
-        neither.
+        """Load a checkpoint, or return `source` if it is a model. Raise ConfigError otherwise.
 
         One of several ranks passes its `collectives`, and loads a part of the checkpoint. `check`
         is explained at `assembly.loading.load`.

@@ -43,7 +43,7 @@ def load(
     collectives: Collectives | None = None,
     check: Check = lambda spec: None,
 ) -> Model:
-    """Load a checkpoint, or return `source` if it is a model. Raise ConfigError if it is neither.
+    """Load a checkpoint, or return `source` if it is a model. Raise ConfigError otherwise.
 
     `bodies` are functions to compile, in addition to the kernels' own. One of several ranks passes
     its `collectives`, and loads a part of the checkpoint. `check` is called with the spec of

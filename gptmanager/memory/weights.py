@@ -266,8 +266,7 @@ class Weights:
         return len(part.rows) * num_columns * self._storage[parameter].dtype.itemsize
 
     def _names(self, given_names: Iterable[str]) -> dict[str, str]:
-        """Return name in `places` -> name in the checkpoint. Raises ConfigError for unknown
-        names."""
+        """Return name in `places` -> in the checkpoint. Raises ConfigError for unknown names."""
         names: dict[str, str] = {}
         unknown = []
         for given in given_names:

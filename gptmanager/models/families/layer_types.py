@@ -122,8 +122,7 @@ def _wrong_types(fields: Fields, num_layers: int, possible: list[str]) -> Config
 
 
 def is_rotated(fields: Fields, layer: int) -> bool:
-    """Return whether a layer uses RoPE. In `no_rope_layers`, despite the name, 1 means that it
-    does.
+    """Return whether a layer uses RoPE: despite its name, `no_rope_layers` has a 1 for it if so.
 
     Without this list, all layers use RoPE except every `no_rope_layer_interval`-th.
     """
