@@ -59,7 +59,7 @@ class JournalFolder:
 
         Raise ConfigError with the other process's id if another manager has the lock.
         """
-        lock = os.fdopen(_open(self.path / "lock", os.O_RDWR | os.O_CREAT), "r+")
+        lock = os.fdopen(_opened(self.path / "lock", os.O_RDWR | os.O_CREAT), "r+")
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
@@ -92,7 +92,7 @@ class JournalFolder:
         if not numbers:
             return None
         path = self._segment(numbers[-1])
-        with os.fdopen(_open(path, os.O_RDONLY), "rb") as file:
+        with os.fdopen(_opened(path, os.O_RDONLY), "rb") as file:
             return _read_segment(path, file)
 
     def _segment(self, number: int) -> Path:
@@ -253,8 +253,13 @@ def _checkpoint_of(payload: bytes) -> str:
 
 
 def _open(path: Path, flags: int) -> int:
+    return os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW, _MODE)
+
+
+def _opened(path: Path, flags: int) -> int:
+    """Open a file. Raise JournalError if that fails."""
     try:
-        return os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW, _MODE)
+        return _open(path, flags)
     except OSError as error:
         raise _failed(f"cannot open {quoted_path(path)}", error) from error
 

@@ -154,6 +154,25 @@ def test_an_adapter_that_does_not_fit_is_not_half_stored(tmp_path, disk, on_full
     run.journal.close()
 
 
+@pytest.mark.parametrize("on_full", ["refuse", "continue"])
+def test_an_adapter_without_a_file_is_as_on_a_full_disk(tmp_path, disk, monkeypatch, on_full):
+    run = JournaledRun(tmp_path / "journal", [], on_full=on_full)
+    real = os.open
+
+    def open_(path, *more):
+        if "objects" in str(path):
+            raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+        return real(path, *more)
+
+    monkeypatch.setattr(segments.os, "open", open_)
+    weights = {"lora_task_id": 5, "lora_weights": np.ones((1, 64), dtype=np.float32)}
+    run.journaled._accept([stream(1, **weights, lora_config=np.array([[0, 0, 1]]))])
+    assert run.journal.is_full and not run.journal.entries
+    errors = [str(failure.error) for failure in run.host.failures]
+    assert len(errors) == (on_full == "refuse") and all("on a full disk" in it for it in errors)
+    run.journal.close()
+
+
 def test_always_forces_the_records_out_before_their_responses_are_sent(tmp_path, monkeypatch):
     run = JournaledRun(tmp_path / "journal", [stream(1), stream(2, 3)], sync="always")
     synced, real = [0], os.fdatasync
