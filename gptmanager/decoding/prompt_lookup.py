@@ -91,7 +91,7 @@ class Drafter:
             self._length = 1
 
     def _learn(self, tokens: Sequence[int]) -> None:
-        """Index the new n-grams, except those that end the text, which no token follows."""
+        """Index the new n-grams, except n-grams at the end of the text: no token follows them."""
         found, config = self._found, self._config
         for end in range(max(self._seen, config.min_ngram), len(tokens)):
             for size in range(config.min_ngram, min(config.max_ngram, end) + 1):

@@ -48,7 +48,7 @@ class JournaledHost(HostTap):
         self.held: list[Response] = []
         self._journal, self._accepted = journal, accepted
         accepted.is_cached = self._is_cached
-        self._delivered: list[int] = []  # requests: their final SendResponse has returned
+        self._delivered: list[int] = []  # requests: the final SendResponse has returned
         self._duplicates: Counter[int] = Counter()  # requests refused because their id is in use
         self._refused: set[int] = set()  # requests that could not be written
         self._is_broken = False  # a write to the journal has failed

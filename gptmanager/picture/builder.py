@@ -100,7 +100,7 @@ class TraceBuilder:
         self._waits: list[_Wait] = []  # one per column in which a request has no memory
         self._changes: list[int] = []  # indices into _waits where the reason changes
         self._new_waiters: list[_Request] = []  # requests that wait since the next column
-        self._unknown = 0  # the last invented block id; these are negative
+        self._unknown = 0  # the lowest invented block id; invented ids are negative
         self._work = 0  # number of updates for requests that do not run
         self.max_work: int | None = None
 

@@ -1,7 +1,8 @@
 """`BlackBoxFile`: writes a black box to the path that the host names, or to the temporary folder.
 
-The file contains prompts. So in the temporary folder only its owner can read it, at most 16 files
-of a user are kept, and when a process writes its first one, files older than a week are deleted.
+The file contains prompts. So in the temporary folder only its owner can read it, and at most 16
+files of a user are kept. When a process writes its first file there, it deletes files older than a
+week.
 """
 
 from __future__ import annotations

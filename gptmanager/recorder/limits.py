@@ -135,7 +135,7 @@ class Bounds:
         self._beams = blueprint.max_beam_width
 
     def check(self, intake: Intake, schedule: Schedule | None) -> None:
-        """Raise RecordingError for the first number that is impossible in such a run."""
+        """Raise RecordingError for the first number that is impossible with this blueprint."""
         _require("intake.now", intake.now, -_SECONDS, _SECONDS)
         if schedule is not None:
             self._check_schedule(schedule)

@@ -95,9 +95,9 @@ def read_fields(text: bytes) -> dict[str, Any]:
 
 
 def _need(name: str, value: Any) -> str | None:
-    """Return a description of valid values if a field's value is invalid.
+    """Return a description of valid values if a field's value is invalid, otherwise None.
 
-    Some fields are checked later.
+    It is None too for a field that is checked later.
     """
     for names, fits, need in _KINDS:
         if name in names:

@@ -21,7 +21,7 @@ RENAMED = (
     ("].function", "]"),
     ("stop[", "stop_sequences["),
 )
-# Fields that mean the same for chats.
+# Fields with the same meaning in Chat Completions.
 PASSED_ON = (
     *("model", "stream", "temperature", "top_p", "top_k", "max_tokens"),
     *("min_p", "seed", "chat_template_kwargs", "priority", "deadline_s", "cache_salt"),

@@ -45,7 +45,7 @@ class RestoredResponses:
         The result says that nothing has been delivered yet; it is None for a request without a key.
         """
         if not is_keyed(request_id):
-            return None  # the client has disconnected: the manager uses what the journal says
+            return None  # the client has disconnected: the manager decides by the journal alone
         self._held[request_id] = _Restored()
         return Delivered(0, False)
 

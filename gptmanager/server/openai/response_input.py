@@ -18,7 +18,7 @@ RENAMED = (
     ("].function", "]"),
     ("max_completion_tokens", "max_output_tokens"),
 )
-# Fields that mean the same for chats, including fields that OpenAI's API does not have.
+# Fields with the same meaning in Chat Completions, also fields that OpenAI's API does not have.
 SAME = (
     *("model", "stream", "temperature", "top_p", "parallel_tool_calls"),
     *("top_k", "min_p", "seed", "stop", "stop_token_ids", "presence_penalty", "frequency_penalty"),

@@ -127,7 +127,7 @@ class Answer:
         return await run_in_thread(shape) if of_prompts + num_listed >= MANY_LISTED else shape()
 
     def usage(self) -> dict[str, Any]:
-        """Return the OpenAI `usage` object: tokens so far, including those that ended an output."""
+        """Return the OpenAI `usage` object: tokens so far, with the tokens that ended an output."""
         prompt = sum(map(len, self.prompts))
         generated = self._num_generated
         return {

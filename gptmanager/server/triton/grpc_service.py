@@ -62,7 +62,7 @@ _UNSUPPORTED = {
     "TraceSetting": "tracing",
     "LogSettings": "changing what is logged",
 }
-_EXTRA_CALLS = 16  # calls of a stream in addition to those that may run and wait
+_EXTRA_CALLS = 16  # calls of a stream in addition to the calls that may run and wait
 _MAX_STREAMS = 1024  # concurrent calls of a connection
 _LARGE = 1 << 14  # a call is read on a worker thread if a dimension of an input is at least this
 _CALLS = ("ModelInfer", "ModelStreamInfer")  # methods with large messages
