@@ -120,9 +120,10 @@ class SequenceStart(NamedTuple):
 
 
 class BlockAppend(NamedTuple):
-    """Blocks appended to a beam of the sequence in `slot`.
+    """Blocks to write to the block table of a beam of the sequence in `slot`.
 
-    `first`: the index that the first new block gets in the beam's list of blocks.
+    `first`: the index of the first of these blocks in the table. After a fork it is 0, because the
+    whole table of the beam changes.
     """
 
     slot: int

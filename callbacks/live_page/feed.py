@@ -263,11 +263,10 @@ class _Picture:
         self.put("why", [[*key, ranges(sorted(numbers))] for key, numbers in groups.items()])
 
     def take(self, rows: LiveRows, tap: LiveTap, now: float) -> dict[str, Any]:
-        """Return the values that have changed, by name, perhaps with "p" and "g".
+        """Return the values that have changed, by name.
 
-        "p", the result of `_point`, is included after each new iteration, and at least once a
-        second. "g", the result of `rows.take_progress`, is included once a second if it is not
-        empty.
+        "p", the result of `_point`, is added after each new iteration, and at least once a second.
+        "g", the result of `rows.take_progress`, is added once a second if it is not empty.
         """
         if rows.outcomes:
             self.put("ended", dict(rows.outcomes))

@@ -28,8 +28,8 @@ class LiveRow:
     """The row of one request.
 
     `number` identifies it in changes, because ids may be reused, and may be long. `spans` is a list
-    of [kind, first iteration, tokens]; each span lasts until the next begins. `generated` tokens
-    have been generated, and pages know of `reported` tokens.
+    of [kind, first iteration, tokens]; each span lasts until the next begins. `generated` is the
+    number of tokens generated so far, and `reported` the number that was sent to pages.
     """
 
     __slots__ = ("arrival", "begin", "end", "generated", "kind", "number", "reported", "spans")

@@ -28,8 +28,8 @@ _FINISH_REASONS = {
     FinishReason.TIMED_OUT: "timeout",
     FinishReason.CANCELLED: "cancelled",
 }
-# If a request is `is_ended_by_caller`, this number of its latest streamed tokens is not counted
-# yet, because the application may still decide that the request ends before them.
+# With `is_ended_by_caller`, this number of a request's latest streamed tokens is not counted yet,
+# because the application may still decide that the request ends before them.
 _LAG = 32
 Totals = dict[tuple[str, tuple[str, ...]], float]
 
@@ -158,8 +158,8 @@ class _Open:
 class RequestCounts:
     """Counts from responses. `finished` has the number of requests that ended, by finish reason.
 
-    A request is open from `arrive`, `fetch`, or its first response until its final response. A
-    request that its caller ends also stays open until `end_as`.
+    A request is open from `arrive`, `fetch`, or its first response until its final response. With
+    `is_ended_by_caller` it stays open until `end_as`, too.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:

@@ -127,7 +127,7 @@ class PrometheusSink:
         """Report that the application ends a request that has arrived.
 
         `finish_reason` is "stop" for a stop string, "timeout", or None for the manager's reason.
-        Call this before the final response, or at any time if the request is `is_ended_by_caller`.
+        Call this before the final response, or at any time for a request with `is_ended_by_caller`.
         `num_tokens` is the number of generated tokens that count, by default all.
         """
         self.requests.end_as(request_id, finish_reason, num_tokens)

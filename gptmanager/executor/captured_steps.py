@@ -1,4 +1,4 @@
-"""`CapturedSteps`: the CUDA graphs of one kind of steps, with and without adapters.
+"""`CapturedSteps`: the CUDA graphs of one kind of step, with and without adapters.
 
 `step_shapes` returns the shapes for which steps with contexts are captured.
 """
@@ -28,7 +28,7 @@ def step_shapes(sizes: Sequence[int], max_rows: int) -> tuple[StepShape, ...]:
 
 
 class CapturedSteps:
-    """Steps of each of `sizes`, in tokens. With adapters all are captured a second time."""
+    """One captured step for each of `sizes`, in tokens, and a second one if there are adapters."""
 
     def __init__(self, stream: Stream, uploads: Uploads, sizes: Sequence[int]) -> None:
         self._plain, self._adapted = (StepGraphs(stream, uploads, sizes) for _ in range(2))

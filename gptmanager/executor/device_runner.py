@@ -263,9 +263,13 @@ class DeviceRunner(Runner):
     def _fixed_arrays(self, rows: PackedRows, num_chosen: int = 0) -> tuple[Array, ...]:
         """Return the inputs of a captured step, which are uploaded in one copy.
 
-        They are: the lines for which tokens are chosen (-1 after the first `num_chosen`); the
-        lines, positions and cells (indices into `DeviceTables.token_cells`) of the tokens that
-        follow the samples; the arrays of the batch; the model's plan.
+        In this order:
+
+        - the lines for which tokens are chosen, -1 after the first `num_chosen`
+        - the lines, the positions and the cells (indices into `DeviceTables.token_cells`) of the
+          tokens that follow the samples
+        - the arrays of the batch
+        - the model's plan
         """
         lines, positions = (it[rows.sample_index] for it in (rows.token_lines, rows.positions + 1))
         cells = self.tables.cells(lines, positions)

@@ -169,9 +169,9 @@ class AdapterLoader:
     def _copy_adapter(
         self, work: CopyAdapter, pool: AdapterPool, begun: threading.Event | None
     ) -> str:
-        """Copy an adapter to the device, when `begun` is set.
+        """Wait for `begun`, then copy an adapter to the device.
 
-        `begun` is set when no launched step reads the pages any more; it is None if no step reads
+        `begun` is set when no launched step reads the pages any more. It is None if no step reads
         them now.
         """
         while begun is not None and not begun.wait(_LOOK_UP_S):

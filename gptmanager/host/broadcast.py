@@ -1,4 +1,4 @@
-"""`Broadcast`: marks a callback. Rank 0's manager sends its answers to the other ranks.
+"""`Broadcast`: marks a callback of rank 0, so that the other ranks receive its answers.
 
 The class only marks the callback: `ranked_host` decides what is sent, and when.
 """

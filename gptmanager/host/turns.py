@@ -18,7 +18,7 @@ class Turn(Enum):
 
 
 class LoopHost(Host, Protocol):
-    """The host of a loop: the callbacks themselves, or one rank of several."""
+    """The host of a loop: a `CallbackHost`, or the host of one of several ranks."""
 
     def await_turn(self, *, ends: bool, aborts: bool, is_active: bool) -> Turn:
         """Return what the loop does next. Ranks other than 0 wait for rank 0 first.

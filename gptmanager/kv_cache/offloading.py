@@ -78,13 +78,13 @@ class HostTier:
 class CachingBlockPool(BlockPool):
     """A pool in which free blocks keep their content until they are handed out.
 
-    Blocks without cached content are handed out first, then blocks of the lowest priority; of equal
-    priority the least recently freed. Leaves of the tree are handed out before their parents,
-    whatever their priorities. A block with held blocks after it in the tree is handed out only if
-    no other is free.
+    Blocks without cached content are handed out first, then blocks in the order of their priority,
+    the lowest first. Blocks of equal priority are handed out in the order in which they were freed.
+    Leaves of the tree are handed out before their parents, whatever their priorities. A block with
+    held blocks after it in the tree is handed out only if no other is free.
 
     When a block is handed out, its content moves to the host tier if the tier accepts it. If no
-    host block is free, the content replaces the evictable leaf of the lowest priority, of several
+    host block is free, the content replaces the evictable leaf of the lowest priority; of several,
     the least recently used. If this leaf has a higher priority than the content, the content is
     lost. `copies` are the copies that the device must make, in order, before any block is written.
     For a host block, `ref_counts` has the number of pending reads.

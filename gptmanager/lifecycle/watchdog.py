@@ -103,8 +103,8 @@ class Watchdog:
 
     An iteration that takes more than `step_budget_s` is a hang. `on_hang` is called with a `Hang`
     on the watchdog's thread, once per iteration, and returns whether to continue watching.
-    `iteration` times the iterations, `watched` is the ident of the loop's thread. A budget of None
-    disables its check.
+    `iteration` times the iterations, and `watched` is the ident of the loop's thread. A budget of
+    None disables its check.
     """
 
     def __init__(

@@ -171,8 +171,8 @@ class ActiveRequest(LlmRequest):
         """Continue a new request after the progress that it made in another process.
 
         Beams start anew: their tokens are computed again, but tokens that were sent before are not
-        sent again. Raise CapacityError if the request has as many tokens as it may generate, or if
-        more than this number were sent.
+        sent again. Raise CapacityError if the request already has all tokens that it may generate,
+        or if the host has more.
         """
         tokens, times = progress.tokens, self.times
         if progress.num_sent > self.max_new_tokens:

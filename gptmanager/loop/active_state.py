@@ -1,4 +1,4 @@
-"""The state of an active request as data, and functions that take it and restore it."""
+"""The state of an active request as data, and functions that read and restore it."""
 
 from __future__ import annotations
 

@@ -147,7 +147,7 @@ class TokenLoop:
         self.table.take_in(intake)
 
     def finish_awaited(self) -> None:
-        """Apply pending results before a step with beams or drafts, because it depends on them."""
+        """Apply pending results before a step with beams or drafts, which depends on them."""
         if self.table.num_serial and self.num_micro_batches == 1:
             self.finish_pending()  # run-ahead has at most one pending step
 

@@ -214,7 +214,7 @@ class Worker:
         self._calls.raise_failure()
         had_active, pending = bool(loop.active), loop.pending
         is_idle = not (loop.holds_requests or loop.pending) and self._host.is_accepting
-        # an idle iteration only calls Get, a hundred times a second
+        # an idle iteration only calls Get, by default a hundred times a second
         has_work = not is_idle or self._ending.loop_host.peek(loop.max_active)
         worked = has_work and loop.iterate()
         self.steps.end_iteration()

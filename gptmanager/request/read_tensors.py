@@ -203,7 +203,10 @@ def as_float_rows(name: str, value: Any) -> np.ndarray | torch.Tensor:
 def read_start(
     name: str, rows: np.ndarray | torch.Tensor, row: int, length: int, dtype: torch.dtype
 ) -> Pieces[torch.Tensor]:
-    """Copy the first `length` numbers of a row of `as_float_rows` to the CPU, as `dtype`."""
+    """Copy the first `length` numbers of `rows[row]` to the CPU, as `dtype`.
+
+    `rows` is a result of `as_float_rows`.
+    """
     numbers = torch.empty(length, dtype=dtype)
     for first in range(0, length, PIECE):
         piece = numbers[first : first + PIECE]

@@ -1,7 +1,8 @@
 """`ReuseCredit`: records how many tokens of each context are cached.
 
-`MicroBatchScheduler` reads them from `LlmRequest.estimated_reusable_tokens`. In a manager this
-class sets them; without a manager the caller of a scheduler does. This module makes no decisions.
+`MicroBatchScheduler` reads the number from `LlmRequest.estimated_reusable_tokens`. In a manager
+this class sets it; without a manager the caller of a scheduler does. This module makes no
+decisions.
 """
 
 from __future__ import annotations

@@ -48,10 +48,10 @@ class ReuseDelay:
         return False
 
     def wait(self, request: LlmRequest, requests: RequestList) -> Wait:
-        """Return the wait of a delayed request: for the first other with the same contribution.
+        """Return the wait of a delayed request for another one with the same contribution.
 
-        The other request is before it in `requests`, or between two chunks. If there is none, the
-        wait is for the request itself, which was recorded earlier in the decision.
+        This is the first one that is before it in `requests`, or between two chunks. If there is
+        none, the wait is for the request itself, which was recorded earlier in the decision.
         """
         find = self._kv_cache_manager.find_new_context_block
         contribution, is_before = find(request), True
