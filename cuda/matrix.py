@@ -221,7 +221,12 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("page", nargs="?", type=Path, help="the page to write the table into")
     add("--arch", default="", help="one architecture, as sm_90a, or `device` (default: all)")
-    add("--only", default="", metavar="WORD", help="skip kernels of a dtype that do not name WORD")
+    add(
+        "--only",
+        default="",
+        metavar="WORD",
+        help="skip kernels with a dtype but not WORD in the name",
+    )
     add("--workers", type=int, default=1, help="processes (default 1; 0: one per core)")
     return parser
 

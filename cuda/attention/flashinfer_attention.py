@@ -16,7 +16,7 @@ from gptmanager.kernels.providers import AttentionRows
 
 HEAD_DIMS = (64, 128, 256)
 _WORKSPACE_BYTES = 128 << 20
-_NUM_WRAPPERS = 2  # as many steps may be in flight
+_NUM_WRAPPERS = 2  # the number of steps that may be in flight
 
 
 class _PageLists(NamedTuple):
@@ -35,7 +35,7 @@ class _Wrappers:
     """FlashInfer's wrappers for one attention shape, each with pinned memory for its plan.
 
     The copy of a plan to the device is enqueued, so the pinned memory must not be written again
-    before the copy has run. Steps alternate between the wrappers, so that they seldom wait for it.
+    before the copy has run. Steps alternate between wrappers, so that they seldom wait for a copy.
     """
 
     def __init__(self, new_wrapper: Any, device: torch.device) -> None:

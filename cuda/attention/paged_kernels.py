@@ -22,7 +22,7 @@ NARROW = (torch.float16, torch.bfloat16)  # for tensor cores; float32 has separa
 
 
 class Cache(NamedTuple):
-    """Token-major keys, the pages' dtype, and the template argument for it in a kernel's name."""
+    """Token-major keys, the pages' dtype, and this dtype as a template argument in names."""
 
     keys: Tensor
     dtype: torch.dtype

@@ -1,4 +1,4 @@
-"""Compile CUDA C++ with NVRTC (through CuPy) to a cubin, with the resources of its kernels.
+"""Compile CUDA C++ with NVRTC (through CuPy) to a cubin, and find the resources of its kernels.
 
 No device is needed. Cubins are kept in the user's cache folder, under a hash of all their inputs:
 the file's name and text, the headers of this package that it includes, the architecture, the
@@ -48,7 +48,7 @@ class CompilationError(GptManagerError):
 
 @dataclass(frozen=True)
 class Figures:
-    """The resources of one kernel: registers per thread; the others in bytes.
+    """The resources of one kernel: registers per thread, and sizes in bytes.
 
     `shared_memory` is the static shared memory of a block; spills and the stack are per thread.
     """

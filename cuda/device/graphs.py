@@ -53,8 +53,7 @@ class StepGraphs:
     ) -> None:
         """Capture `step` for each size.
 
-        Capturing runs the step: `inputs(size)` returns arrays with which it has no effect.
-
+        Capturing runs the step, so `inputs(size)` must return arrays with which it has no effect.
         `on_progress` is called with `what`, the number of captured graphs, and their total.
         """
         sizes = self._sizes[::-1]  # the largest first: the others reuse its memory

@@ -1,7 +1,7 @@
 """`Stream`: enqueues work on a CUDA device, or runs it immediately in the emulator.
 
 Both implementations provide what an executor needs: staging memory for copies, events, and capture
-of work as a CUDA graph, which the emulator replaces by another run.
+of work as a CUDA graph. The emulator runs the work again instead of replaying a graph.
 """
 
 from __future__ import annotations
@@ -209,7 +209,7 @@ def _without_collection() -> Iterator[None]:
 class EmulatedStream:
     """CUDA kernels on the CPU, each completed when it is launched. For tests."""
 
-    token_sizes: Sequence[int] = ()  # here, captured steps only cost time: that of their padding
+    token_sizes: Sequence[int] = ()  # captured steps save no time here, and padding costs time
 
     def __init__(self, launcher: EmulatorLauncher | None = None) -> None:
         self.name, self.device = "emulator", torch.device("cpu")

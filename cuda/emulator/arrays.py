@@ -1,6 +1,6 @@
 """NumPy arrays for kernels, between guard pages; new elements are NaN, not 0.
 
-The functions have the names of CuPy's, so that a test can use either module.
+The functions are named as in CuPy, so that a test can use either module.
 """
 
 from __future__ import annotations

@@ -58,9 +58,9 @@ struct dim3 {
 };
 #endif
 
-// One OS thread runs a block, so that thread_local memory is that of the block. Arrays without a size are
-// replaced by Python, see source.py. Without __constinit g++ guards a variable with a constructor, even a
-// trivial one, by another variable, which would be poisoned and checked like one of the kernel's.
+// One OS thread runs a block, so thread_local memory is memory of the block. Arrays without a size are replaced
+// by Python, see source.py. Without __constinit g++ guards a variable with a constructor, even a trivial one,
+// by another variable, which would be poisoned and checked like a variable of the kernel.
 #define __shared__ __constinit thread_local
 #define __launch_bounds__(...)
 #define __grid_constant__

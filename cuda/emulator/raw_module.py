@@ -125,9 +125,9 @@ class Module:
     `options` has macros and folders as for NVRTC; options that only concern GPUs are ignored. With
     `check`, every access is checked, and races and uninitialized shared memory are reported, which
     is slow. The `order` of blocks, warps and lanes is "forward", "reverse", or the seed of a
-    shuffle. With `only`, some of `name_expressions`, the others are not built, and the preprocessed
-    source is kept for later modules. Raises `EmulatorError` with g++'s messages if the source does
-    not compile, and `ConfigError` without g++.
+    shuffle. `only` selects some of `name_expressions`: other kernels are not built, and the
+    preprocessed source is kept for later modules. Raises `EmulatorError` with g++'s messages if the
+    source does not compile, and `ConfigError` without g++.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""GEMM of up to 256 rows with a weight matrix, which it reads once, and its plan.
+"""GEMM of up to 256 rows with a weight matrix, which is read once, and the plan of its blocks.
 
 `matmul_choice` decides when to use it instead of torch.
 """
@@ -149,12 +149,12 @@ def gemm(
     """Compute `out [T, O] = x [T, I] @ weight [O, I]^T + bias [O]`, in float16 or bfloat16.
 
     For `ByteRows`, the stored values are multiplied, and each sum is then multiplied by the scale
-    of its weight row. With `silu`, `weight [2O, I]` contains the rows of the gate, then those of
+    of its weight row. With `silu`, `weight [2O, I]` contains the rows of the gate, then the rows of
     the up projection, and `out [T, O] = silu(gate) * up`. Sums are float32, and rounded once, at
-    the end. A row of `out` is bitwise independent of the other rows. It depends on T only by its
-    range: 1 to 32, 33 to 64, 65 to 128, or 129 to 256 (the most). Rows of `weight` must be a
-    multiple of 16 bytes. `arrived` is from `new_counters`, and zero before and after each launch.
-    Raises ValueError for other tensors.
+    the end. The bits of a row of `out` do not depend on the other rows, and on T only by its range:
+    1 to 32, 33 to 64, 65 to 128, or 129 to 256 (the most). Rows of `weight` must be a multiple of
+    16 bytes. `arrived` is from `new_counters`, and zero before and after each launch. Raises
+    ValueError for other tensors.
     """
     num_rows, width = out.shape
     depth, dtype, num_weights = x.shape[1], out.dtype, (1 + silu) * width
@@ -223,7 +223,7 @@ def _plan(
 def _plans(
     kind: _Kind, width: int, depth: int, silu: bool, multiprocessors: int, max_shared_mem: int
 ) -> Iterator[MatmulPlan]:
-    """Yield plans with as many shares as there are multiprocessors, or resident blocks.
+    """Yield plans with one share per multiprocessor, and with one per resident block.
 
     If there are at least as many resident blocks as tiles, also yield plans that cut each tile into
     equal parts.

@@ -167,8 +167,8 @@ template <class K> struct TileSums {
     __device__ void clear() {
         each([](float(&own)[4], int, int) { own[0] = own[1] = own[2] = own[3] = 0; });
     }
-    // Stores the results in the columns of the tile, the first of which is `first`. Row r of the tile is row
-    // `place(r)` of the result. `scales`: of weight rows in 8 bits, as many as `bias` has.
+    // Stores the results in the columns of the tile, from column `first` on. Row r of the tile is row `place(r)`
+    // of the result. `scales`: of weight rows in 8 bits, as many as `bias` has.
     template <class T, class Place>
     __device__ void store(
         T* out, const float* scales, const T* bias, int first, int num_rows, int width, Place place) {

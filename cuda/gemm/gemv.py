@@ -59,10 +59,10 @@ def multiply(
 
     With `silu`, `weight [2O, I]` contains the rows of the gate, then the rows of the up projection,
     and `out [T, O] = silu(gate) * up`; gate and up are not rounded before the activation.
-    Accumulates in float32 and rounds once. Batch-invariant: a row of `out` is bitwise the same
-    whatever the other rows and their number are. The weight is read once for each 16 rows
-    (`FEW_ROWS`) of `x`, or for each 8 rows in float32. The row size of `weight` must be a multiple
-    of 16 bytes. Raises ValueError for other tensors.
+    Accumulates in float32 and rounds once. Batch-invariant: the bits of a row of `out` do not
+    depend on the other rows or their number. The weight is read once for each 16 rows (`FEW_ROWS`)
+    of `x`, or for each 8 rows in float32. The row size of `weight` must be a multiple of 16 bytes.
+    Raises ValueError for other tensors.
     """
     num_rows, width = out.shape
     depth, dtype, num_weights = x.shape[1], out.dtype, (1 + silu) * width

@@ -38,9 +38,9 @@ def multiply(
 
     The 4-bit values are multiplied, and the sum of each group of 32 columns is then multiplied by
     its scale in float32. A group's minimum is multiplied by the sum of its elements of `x`. The
-    result is rounded once. Batch-invariant: a row of `out` is bitwise the same whatever the other
-    rows and their number are. Rows of `x` must be a multiple of 8 bytes. Raises ValueError for
-    other tensors.
+    result is rounded once. Batch-invariant: the bits of a row of `out` do not depend on the other
+    rows or their number. Rows of `x` must be a multiple of 8 bytes. Raises ValueError for other
+    tensors.
     """
     (num_rows, width), depth, dtype = out.shape, x.shape[1], out.dtype
     values, scales, minima = weight.panels

@@ -1,10 +1,10 @@
 """`MatmulChoice`: chooses between our matmul kernels and torch's, by the number of rows.
 
 When a model is loaded, the engines that support a weight are timed on weights of its size: our
-kernels, torch's matmul, and for fp8 weights `scaled_matmul`, the time of which includes rounding
-the activations to fp8. Torch's matmul of a quantized weight includes dequantizing it, which each
-matmul has to repeat. Without measurements, our kernels compute up to 16 rows, or up to 256 with
-8-bit and 4-bit weights if they support as many.
+kernels, torch's matmul, and for fp8 weights `scaled_matmul`. The time of `scaled_matmul` includes
+rounding the activations to fp8. The time of torch's matmul includes dequantizing a quantized
+weight, which each matmul has to repeat. Without measurements, our kernels compute up to 16 rows, or
+up to 256 with 8-bit and 4-bit weights, if they support that number.
 """
 
 from __future__ import annotations
@@ -113,10 +113,10 @@ def _bytes_of(weight: DeviceMatrix) -> int:
 
 
 def _beyond_caches(group: Sequence[DeviceMatrix], num_bytes: int) -> list[DeviceMatrix]:
-    """Return weights of one size for a run: enough that L2 no longer has one when it is repeated.
+    """Return weights of one size for a run, so many that a repeated run finds none of them in L2.
 
-    A model of `num_bytes` that fits into L2 is timed with as many bytes as it has. If the group has
-    too few weights, the others are copies.
+    A model of `num_bytes` that fits into L2 is timed with weights of `num_bytes` in all. If the
+    group has too few weights, copies are added.
     """
     needed = -(-min(num_bytes, _BEYOND_CACHES) // _bytes_of(group[0]))
     count = min(needed, _MOST_WEIGHTS)

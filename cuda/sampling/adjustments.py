@@ -1,6 +1,6 @@
 """Apply bias, penalties and bans to rows of logits on a device.
 
-The rules are those of `gptmanager.decoding.sampling.adjustments`, which does the same on the CPU.
+The rules are in `gptmanager.decoding.sampling.adjustments`, which applies them on the CPU.
 Penalties and bans of n-grams read the whole history of a row. For a row without adjustments only
 its record of PARAMS is read.
 """

@@ -141,7 +141,7 @@ template <class R> __device__ int find_equal(const R& row, const Pieces& pieces,
 }
 
 // Returns the token at which the running sum of the weights of a row exceeds `rest`; one warp calls it.
-// `sums`: the sums of the pieces. If rounding leaves no such token, returns the last one with a weight.
+// `sums`: the sums of the pieces. If rounding leaves no such token, returns the last token with a weight.
 template <class R, class F>
 __device__ int find_token(const R& row, const double (&sums)[PIECES], double rest, F weight) {
     int lane = threadIdx.x % 32, count = row.num_pieces(), piece = 0, last = -1, found = -1;

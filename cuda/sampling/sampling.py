@@ -42,7 +42,7 @@ def instantiation(kernel: str, dtype: torch.dtype, vocab_size: int) -> str:
 
 
 def logits_dtype(logits: Tensor) -> torch.dtype:
-    """Return the dtype that `check_tensors` shall expect: that of `logits` if it is supported."""
+    """Return the dtype that `check_tensors` expects: the dtype of `logits` if it is supported."""
     return logits.dtype if logits.dtype in NAMES else torch.float32
 
 
@@ -99,7 +99,8 @@ def sample(
     """Choose a token for each row of `logits` `[S, V]`, bfloat16, float16 or float32.
 
     The tokens are written to `tokens` `[S]` int32, and to `inputs` int32 `[S]`, which gets 0 if no
-    token can be chosen. With `cells` int64 `[S]`, row i is written to `inputs[cells[i]]`.
+    token can be chosen. With `cells` int64 `[S]`, the token of row i is written to
+    `inputs[cells[i]]`.
 
     `params` `[slots, PARAMS.itemsize]` uint8 is an array of PARAMS, as bytes, and `slots` `[S]`
     int32 has the index of each row in that array; for -1 nothing is chosen or written. `positions`

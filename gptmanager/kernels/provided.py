@@ -39,7 +39,7 @@ class Served(NamedTuple):
 class _Phase(NamedTuple):
     """The rows of a phase: `own` for our kernels, and `given` for a provider.
 
-    Our kernels get the queries of all rows, a provider only those of `tokens`.
+    Our kernels get the queries of all rows, a provider only the queries of `tokens`.
     """
 
     own: RowSpans

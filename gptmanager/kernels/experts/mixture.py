@@ -32,7 +32,7 @@ class ExpertMatrices(NamedTuple):
     """The experts of this rank: `count` from number `first` on, one after another in each matrix.
 
     `up` is `[count * U, C]` and `down` is `[count * C, F]`. U is F, or 2F if `gated`: the rows of
-    an expert's gate, then those of its up projection. `up_bias [count * U]` and
+    an expert's gate, then the rows of its up projection. `up_bias [count * U]` and
     `down_bias [count * C]` are None if experts have no biases. `factors [E]` multiply the weights
     of the E experts of all ranks; None means no factors.
     """

@@ -57,10 +57,10 @@ class RoutingTask(ctypes.Structure):
     `[num_tokens * per_token, width]`, the inputs of experts. `starts` is int64 scratch
     `[count + 1]`, and `zeros` int64 memory `[num_zeros]` that is set to 0.
 
-    `lists` int64 `[num_lists, 1 + 3 * count]` has a list of experts for each pair in `bounds`:
-    those with more rows than the first number of the pair and at most as many as the second. A list
-    begins with its number of experts. Each expert has its number minus `first`, its number of rows,
-    and its first row.
+    `lists` int64 `[num_lists, 1 + 3 * count]` has a list of experts for each pair in `bounds`: the
+    experts whose number of rows is above the first number of the pair, and at most the second. A
+    list begins with its number of experts. Then it has for each expert its number minus `first`,
+    its number of rows, and its first row.
     """
 
     _fields_ = task_fields(

@@ -1,6 +1,6 @@
 """Quantizes rows of activations, for matmuls with int8 matrices.
 
-A row is divided into stretches, each of which has a factor derived from its largest magnitude. Few
+A row is divided into stretches. Each stretch has a factor, derived from its largest magnitude. Few
 rows become int16. Many rows become int16 for a matrix unit (Intel AMX), which reads upper and lower
 bytes, and int8 otherwise. In int8, a stretch with an outlier would lose its other elements, so the
 remainders of the rounding are also stored. Activations of language models have such outliers, in

@@ -72,8 +72,8 @@ def folder_of(body: Body) -> str | None:
 def _stamped(body: Body) -> FunctionType:
     """Return the function under a name that changes with the sources and record layouts it uses.
 
-    The sources are those of `kernels/` and of the function's own folder. Numba's cache checks the
-    file of the body alone, not the files of the intrinsics it calls.
+    The sources are all files of `kernels/` and of the function's own folder. Numba's cache checks
+    only the file of the body, not the files of the intrinsics that the body calls.
     """
     digest = hashlib.sha256()
     for folder in sorted({Path(__file__).parents[1], Path(body.__code__.co_filename).parent}):

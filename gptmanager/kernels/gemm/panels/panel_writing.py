@@ -1,7 +1,7 @@
 """Writes rows to panels: as they are, rounded to int8 with a scale each, or in 4 bits.
 
-Compiled functions do it in torch's threads. They copy sixteen rows at a time, so that they read and
-write whole cache lines. `PackedMatrix` and `Int4Matrix` describe the layouts of panels.
+Compiled functions in torch's threads copy sixteen rows at a time, so that they read and write whole
+cache lines. `PackedMatrix` and `Int4Matrix` describe the layouts of panels.
 """
 
 # mypy: allow-untyped-calls

@@ -1,7 +1,7 @@
 """Register tiles of matmuls with 8-bit and 4-bit matrices, by a matrix unit (Intel AMX).
 
-The unit multiplies bytes. The sums have the same bits as those of `int16_tiles` (8 bits) and of
-`int4_tiles` (4 bits): sums over a stretch or a group are exact, and are added in the same order.
+The unit multiplies bytes. Results have the same bits as in `int16_tiles` (8 bits) and `int4_tiles`
+(4 bits): sums over a stretch or a group are exact, and are added in the same order.
 """
 
 # mypy: allow-untyped-calls
@@ -75,8 +75,8 @@ def stretch_tile(fetches: bool) -> Any:
     add)`. `c` is float32 with stride 64. `a` is the address of the upper bytes of up to sixteen
     rows; the lower bytes are `low` bytes after them. `factors` is the address of the rows' factors.
     `a_stride` is the distance in bytes from a row, or its factor, to the next. `b0` and `b1` are
-    the addresses of two int8 panels, `next0` and `next1` those of the next two, which are
-    prefetched with `fetches`. A step is 64 positions. `sums` is memory of `STRETCH_BYTES`.
+    the addresses of two int8 panels. `next0` and `next1` are the addresses of the next two panels,
+    which are prefetched if `fetches`. A step is 64 positions. `sums` is memory of `STRETCH_BYTES`.
     """
 
     @intrinsic(nothing, *[long] * 12, types.boolean)
