@@ -132,7 +132,7 @@ class CudaKernels(Kernels):
         num_context_rows: int,
         fixed: int = 0,
     ) -> tuple[Ints, ...]:
-        """Return the plans of both attention kernels: four arrays for each `_Kind` of layers.
+        """Return the plans of both attention kernels: four arrays for each `_Kind` of layer.
 
         These are the items of context attention, then the items, block starts and partial starts of
         generation attention. With `fixed`, the arrays are padded to sizes that do not depend on the

@@ -115,10 +115,11 @@ def plan_generation(
 
     With a `window`, only the last `window` positions and the first `sink` positions are visible.
     If `chunked`, the window begins at the last multiple of `window` instead. An item has at most
-    `stretch` tokens; other stretches than positive multiples of PASS raise ValueError. By default
-    each block has at most one item. If the rows are too many for that or too uneven, all blocks
-    have equal shares of the work instead, across rows. Because of rounding, the result of a row
-    depends on where the row is cut. With a given `stretch`, this does not depend on other rows.
+    `stretch` tokens, a multiple of PASS. By default each block has at most one item. If the rows
+    are too many for that or too uneven, all blocks have equal shares of the work instead, across
+    rows. Because of rounding, the result of a row depends on where the row is cut. With a given
+    `stretch`, this does not depend on other rows. Raises ValueError if `stretch` is not positive,
+    or not a multiple of PASS.
     """
     spans = _spans(kv_lengths.astype(np.int64), window, sink, chunked)
     num_blocks = places.blocks(num_kv_heads)

@@ -46,7 +46,7 @@ def find_driver(major: int) -> Any:
 
 
 class DependentLaunch:
-    """One kernel, launched by the driver. Like its stream, only one thread at a time may use it."""
+    """One kernel, launched by the driver. Like its stream, it is for one thread at a time."""
 
     def __init__(self, driver: Any, name: str, function: int) -> None:
         attribute = driver.CUlaunchAttribute()

@@ -36,7 +36,7 @@ class Kernel:
 
     With `dependent`, a launch may begin before the previous kernel has ended (programmatic
     dependent launch): a thread that ends without `ptx::wait_for_previous` is an error. In check
-    mode, so is an access to an argument's memory before this call.
+    mode, an access to an argument's memory before this call is also an error.
     """
 
     dependent = False

@@ -48,7 +48,7 @@ def only_kernels(unit: str, numbers: Iterable[int]) -> str:
 def compiler_options(options: Sequence[str], folder: Path) -> list[str]:
     """Return options for g++: our own, and the NVRTC `options` that g++ understands.
 
-    It understands macros, folders and the C++ standard. `folder` is also searched for headers.
+    These are macros, folders and the C++ standard. `folder` is also searched for headers.
     """
     kept = [
         option.removeprefix("-") if option.startswith("--std") else option for option in options

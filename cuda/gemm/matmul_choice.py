@@ -113,7 +113,7 @@ def _bytes_of(weight: DeviceMatrix) -> int:
 
 
 def _beyond_caches(group: Sequence[DeviceMatrix], num_bytes: int) -> list[DeviceMatrix]:
-    """Return weights of one size for a run, so many that a repeated run finds none of them in L2.
+    """Return weights of one size for a run: enough that a repeated run finds none of them in L2.
 
     A model of `num_bytes` that fits into L2 is timed with weights of `num_bytes` in all. If the
     group has too few weights, copies are added.
@@ -125,7 +125,7 @@ def _beyond_caches(group: Sequence[DeviceMatrix], num_bytes: int) -> list[Device
 
 
 def _choose(own: OwnMatmuls, weights: Sequence[DeviceMatrix], timer: Timer) -> dict[int, Engine]:
-    """Return the fastest engine for each number of rows at which there are several."""
+    """Return the fastest engine for each number of rows that several engines support."""
     depth, device = weights[0].shape[1], values_of(weights[0]).device
     chosen: dict[int, Engine] = {}
     times = []

@@ -110,7 +110,7 @@ def _num_processes(missing: Sequence[Body]) -> int:
 
 @contextmanager
 def _processes(count: int) -> Iterator[list[subprocess.Popen[str]]]:
-    """Start processes that compile the bodies they receive; they end with the block."""
+    """Start processes that compile the bodies they receive; they end with the `with` block."""
     found: list[subprocess.Popen[str]] = []
     pipes: dict[str, Any] = {
         "stdin": subprocess.PIPE,

@@ -282,7 +282,7 @@ class CpuExperts(CpuDelta):
 
 @functools.cache
 def _address_of(bounds: tuple[tuple[int, int], ...]) -> int:
-    """Return the address of an int64 array of these numbers, which is kept forever."""
+    """Return the address of an int64 array of these numbers, which is never freed."""
     numbers = (ctypes.c_int64 * (2 * len(bounds)))(*chain(*bounds))
     _kept.append(numbers)
     return ctypes.addressof(numbers)

@@ -35,7 +35,7 @@ TASK = np.dtype(MaskTask)
 
 
 def mask_logits(logits: Tensor, rows: Ints, masks: Words) -> int:
-    """Set the logits of masked tokens to -inf; return the number of masks that allow no token.
+    """Set the logits of masked tokens to -inf; return the number of masks in which no bit is set.
 
     `logits` is float32 `[S, vocab]`, `rows` int64 `[n]`, and `masks` int32 `[n, words]`: `masks[i]`
     applies to row `rows[i]` of `logits`. Tokens beyond the last word are not allowed. On the CPU,

@@ -1,6 +1,6 @@
 """The task of attention: its fields, the pages it reads, and the layout of a thread's scratch.
 
-Python and compiled code compute these sizes with the same functions.
+Python and compiled code compute the sizes of tiles and scratch with the same functions.
 """
 
 from __future__ import annotations
@@ -60,8 +60,8 @@ def tile_tokens(group: int) -> int:
 def page_of(tokens_per_block: int, token_major: bool, blocks_per_sequence: int) -> int:
     """Return how many positions are read as one page: usually all positions of a block.
 
-    With token-major keys, a longer block is read as pages of SPAN positions, if SPAN divides it or
-    a sequence has only one block.
+    With token-major keys, a block of more than SPAN positions is read as pages of SPAN positions,
+    if SPAN divides it or a sequence has only one block.
     """
     fits = blocks_per_sequence == 1 or tokens_per_block % SPAN == 0
     return min(SPAN, tokens_per_block) if token_major and fits else tokens_per_block

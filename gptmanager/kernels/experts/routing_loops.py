@@ -58,9 +58,9 @@ class RoutingTask(ctypes.Structure):
     `[count + 1]`, and `zeros` int64 memory `[num_zeros]` that is set to 0.
 
     `lists` int64 `[num_lists, 1 + 3 * count]` has a list of experts for each pair in `bounds`: the
-    experts whose number of rows is above the first number of the pair, and at most the second. A
-    list begins with its number of experts. Then it has for each expert its number minus `first`,
-    its number of rows, and its first row.
+    experts with a number of rows above the first number of the pair, and at most the second. A list
+    begins with its number of experts. Then it has for each expert its number minus `first`, its
+    number of rows, and its first row.
     """
 
     _fields_ = task_fields(

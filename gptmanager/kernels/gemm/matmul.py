@@ -90,7 +90,7 @@ def _share_by_lanes(dtype: str) -> Any:
 
 
 def _share_by_int8() -> Any:
-    """Return a function that computes the parts that its thread claims, from int8 rows."""
+    """Return a function that computes the parts that its thread claims, in int8 arithmetic."""
     three, two, one = (int8_tile(rows) for rows in (3, 2, 1))
 
     @loop_named("share_int8_by_int8")
@@ -127,7 +127,7 @@ def _share_by_int8() -> Any:
 
 
 def _share_by_int16() -> Any:
-    """Return a function for few rows, which computes the parts that its thread claims.
+    """Return a function that computes, for few rows, the parts that its thread claims.
 
     Each thread first quantizes all rows to int16.
     """
@@ -174,7 +174,7 @@ _int8_by_int8 = _share_by_int8() if has_int8_dots() else _int8
 
 
 def multiply_float32(address: int) -> None:
-    """Compute `result = x @ matrix.T` with a float32 matrix, and the next three with others."""
+    """Compute `result = x @ matrix.T` for a float32 matrix; the next three are for other dtypes."""
     _float32(task_at(address, MATMUL_TASK), address)
 
 

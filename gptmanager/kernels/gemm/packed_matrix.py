@@ -229,7 +229,7 @@ def stored(matrix: Matrix) -> list[Tensor]:
 
 
 def zeros(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """Return zeros in the CPU's memory, in huge pages if the system has them.
+    """Return zeros in the CPU's memory; large tensors get huge pages if the system has them.
 
     The system provides zeros when the memory is first used.
     """

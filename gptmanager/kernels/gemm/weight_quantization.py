@@ -111,7 +111,7 @@ def round_to_groups(rows: Tensor) -> Groups:
 
 
 def run_in_team(body: Callable[[int], None], task: Any, work: int) -> None:
-    """Run a compiled body in torch's threads, or in the caller's if `work`, elements, is small."""
+    """Run a compiled body in torch's threads; for few elements (`work`), in the caller's thread."""
     size = team_size(work)
     task.num_parts = _PARTS_PER_THREAD * size
     _team().run(compiled(body), task, size)

@@ -37,8 +37,8 @@ class PlanTask(ctypes.Structure):
 
     It starts with the number of tokens that have an adapter and the number of their runs. Then it
     has, for each layer, a bit mask of the modules that at least one of the step's adapters has, and
-    again for each layer, a bit mask of those that all of them have. `runs` and `order` follow, as
-    in `AdapterTask`, and one element per slot as scratch.
+    again for each layer, a bit mask of the modules that all these adapters have. `runs` and `order`
+    follow, as in `AdapterTask`, and one element per slot as scratch.
     """
 
     _fields_ = task_fields("rows table num_tokens num_slots num_layers num_modules found size")

@@ -42,7 +42,7 @@ def store_line(builder: Any, address: Any, offset: int, words: Any) -> None:
 
 
 def exchanged(builder: Any, vectors: Sequence[Any], distance: int, lanes: int) -> list[Any]:
-    """Exchange one bit of the number of a vector with one bit of the number of a lane.
+    """Permute lanes: exchange one bit of the index of a vector with one bit of the index of a lane.
 
     `distance` and `lanes` are the values of these bits.
     """
@@ -86,6 +86,6 @@ def move_panel(source: int, stride: int, num_words: int, target: int) -> None:
 
 @loop
 def move_row(source: int, num_words: int, target: int, lane: int) -> None:
-    """Write the words of one row to a lane of one line each."""
+    """Write each word of a row to the lane `lane` of a line of its own."""
     for i in range(num_words):
         put_int(target + LINE_BYTES * i, lane, get_int(source, i))

@@ -71,7 +71,7 @@ class Codes:
         return result
 
     def write_int8(self, columns: slice, values: Tensor, scales: Tensor, first: int) -> None:
-        """Do what `panel_writing.write_int8` does for the rows `floats()`, a row at a time."""
+        """Write what `panel_writing.write_int8` writes for `floats()`, which is not computed."""
         start, stop, _ = columns.indices(self.num_columns)
         floats = (self.num_columns + LANES) * _FLOAT_BYTES
         scratch, sizes = panel_scratch(stop - start, len(self) * self.num_columns, floats)

@@ -244,7 +244,7 @@ def int8_rows(address: int) -> None:
 
 
 def int4_rows(address: int) -> None:
-    """Write rows of `PanelTask` in 4 bits. `depth` is the number of positions of a panel."""
+    """Write rows of `PanelTask` in 4 bits."""
     t = task_at(address, PANEL_TASK)
     groups = t.depth // GROUP
     part = claim(address, NEXT_PART)
