@@ -335,7 +335,7 @@ class RequestQueue:
 
     def _take_id(self, request_id: int | None) -> int:
         if self._is_forked:
-            raise ManagerDeadError(f"the queue lives in process {self._process}, not in its fork")
+            raise ManagerDeadError(f"the queue works in process {self._process}, not in its fork")
         with self._changed:
             if request_id is None:
                 request_id = next(i for i in self._ids if i not in self._open)

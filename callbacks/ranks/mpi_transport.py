@@ -89,6 +89,6 @@ def _world() -> Any:
         from mpi4py import MPI
     except ImportError as error:
         raise ConfigError(
-            f"broadcast(transport='mpi') needs mpi4py: {install_command('mpi')}, and an MPI"
+            f"broadcast(transport='mpi') needs mpi4py: {install_command('mpi')}, and an MPI library"
         ) from error
     return MPI.COMM_WORLD

@@ -38,7 +38,7 @@ class NoChooser:
 
     def choose(self, step: StepInFlight) -> PendingTokens:
         """Raise RuntimeError, because this executor does not choose tokens."""
-        raise RuntimeError("this rank receives its tokens")
+        raise RuntimeError("this executor does not choose tokens")
 
 
 @dataclass(slots=True, eq=False)

@@ -178,7 +178,7 @@ class ActiveRequest(LlmRequest):
         if progress.num_sent > self.max_new_tokens:
             raise CapacityError(
                 f"restore_cb says that the host has {progress.num_sent} tokens of the request, "
-                f"which may have {self.max_new_tokens}"
+                f"which may have at most {self.max_new_tokens}"
             )
         times.arrival -= progress.age_s
         if tokens:  # the prompt was computed, and its outputs were sent
@@ -189,7 +189,7 @@ class ActiveRequest(LlmRequest):
         if len(tokens) >= self.max_new_tokens:
             raise CapacityError(
                 f"the request has {len(tokens)} tokens from before a restart, and may now have "
-                f"{self.max_new_tokens}"
+                f"at most {self.max_new_tokens}"
             )
         for length, token in enumerate(tokens, 1):
             self.stop_state, _ = self.end_rule.find(self.stop_state, token, length)

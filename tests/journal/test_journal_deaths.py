@@ -348,4 +348,4 @@ def test_an_answer_of_restore_cb_that_makes_no_sense_is_refused(tmp_path):
     life = JournaledRun(folder, [], record={1: Delivered(7)})
     life.run()
     [(_, _, _, is_final, error)] = life.host.got
-    assert is_final and "the host has 7 tokens of the request, which may have 6" in error
+    assert is_final and "the host has 7 tokens of the request, which may have at most 6" in error
