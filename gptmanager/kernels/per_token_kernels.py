@@ -126,8 +126,8 @@ def _norm_head(t: Any, source: int, start: int, dtype: int, to: int, weight: int
 def _rotate_head(t: Any, start: int, rotated: int, weight: int, cos_sin: int) -> None:
     """Write the head of `qkv` that begins at element `start` to `rotated`, as float32.
 
-    It is normalized if there is a weight, and rotated if there are angles. `norm_last` is the order
-    of the two.
+    It is normalized if there is a weight, and rotated if there are angles; with `norm_last`, it is
+    rotated first.
     """
     source, dtype, dim = t.qkv, t.dtype, t.head_dim
     if weight and not t.norm_last:

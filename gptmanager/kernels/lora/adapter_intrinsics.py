@@ -83,7 +83,7 @@ def dots(rows: int, ranks: int, dtype: str) -> Any:
     adjacent tokens are `stride` floats apart. Tokens after `last_row` repeat token `last_row`, and
     rows of A after `last_rank` repeat row `last_rank`. From `ahead` on, as many bytes are
     prefetched as are read of A. `x` is float32. `width` is the width of x and A, at least LANES. An
-    element is the sum of sixteen chains along the width. With `dtype` "bfloat16 pairs" x, too, is
+    element is the sum of sixteen chains along the width. With `dtype` "bfloat16 pairs" x is also
     bfloat16, `width` is at least 2 * LANES, and a chain adds two elements at a time.
     """
     kept = dtype.removesuffix(" pairs")

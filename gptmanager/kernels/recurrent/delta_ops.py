@@ -29,7 +29,7 @@ class DeltaOps:
     deterministic: bool
 
     def captures_delta(self, shape: DeltaShape) -> bool:
-        """Return whether CUDA graphs can contain `gated_delta`: it never waits for the device."""
+        """Return whether CUDA graphs can contain `gated_delta`, which must never wait."""
         return False
 
     def gated(self, x: Tensor, gates: Tensor) -> Tensor:

@@ -71,7 +71,7 @@ class Codes:
         return result
 
     def write_int8(self, columns: slice, values: Tensor, scales: Tensor, first: int) -> None:
-        """Write what `panel_writing.write_int8` writes for `floats()`, which is not computed."""
+        """Round and write `columns`, as `panel_writing.write_int8` does with `floats()`."""
         start, stop, _ = columns.indices(self.num_columns)
         floats = (self.num_columns + LANES) * _FLOAT_BYTES
         scratch, sizes = panel_scratch(stop - start, len(self) * self.num_columns, floats)
