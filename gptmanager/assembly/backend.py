@@ -74,8 +74,8 @@ def place(params: OptionalParams, local_rank: int | None = None) -> Backend:
 class StepOptions:
     """Options of the executor.
 
-    `fused` is explained at `TorchExecutor`. `processing` is None without logits post-processors,
-    `adapters` without adapters, and `rank` for a single rank.
+    `fused` is explained at `TorchExecutor`. If `processing` is None, the backend creates one.
+    `adapters` is None without adapters, and `rank` is None for a single rank.
     """
 
     lines: Lines
@@ -117,7 +117,7 @@ class Backend(ABC):
     ) -> None:
         """Let providers compute attention as `attention_provider` says; `agree`: see `choose`."""
         if not isinstance(self.kernels, ProvidedKernels) or not self.providers:
-            if params.attention_provider == "auto":  # a rank with a library waits for it
+            if params.attention_provider == "auto":  # a rank with a library waits for this
                 agree((OWN, OWN))
             return
         graphs = self._cuda_graphs, bool(self._shapes(model, params.max_batch_size))
@@ -353,7 +353,7 @@ class DeviceBackend(Backend):
     def _peak_bytes(self, model: Model, params: OptionalParams, rows: int) -> int:
         """Return the peak bytes of steps with `rows` sampled rows, including their CUDA graphs.
 
-        Both peaks are added, because other steps do not use the memory of a graph.
+        The peaks of steps and graphs are added, because other steps do not use a graph's memory.
         """
         longest = wanted_seq_len(params, model.spec)
         block = params.kv_cache_config.tokens_per_block

@@ -45,7 +45,7 @@ _REFUSED: dict[type, dict[str, str]] = {
 
 _MANY = 2**31 - 1  # limit for numbers of tokens, requests and blocks, which must fit in int32
 _HUGE = 2**63 - 1  # bytes
-_MOST_RANK = 1 << 16  # the rank of an adapter
+_MOST_RANK = 1 << 16  # limit of the rank of an adapter
 _MOST_THREADS = 256
 _MOST_RANKS = 1024
 

@@ -146,7 +146,7 @@ def _uses_transformers(source: Any, params: OptionalParams) -> bool:
 def _weights_dtype(
     params: OptionalParams, kernels: Kernels, quantized: bool
 ) -> WeightsDtype | None:
-    """Return the option, or "file" if no dtype is set and the CPU reads a quantized file.
+    """Return `weights_dtype`, or "file" if no dtype is set and the CPU reads a quantized file.
 
     Floats would be larger and slower, and no more exact than the file is.
     """

@@ -231,7 +231,7 @@ def _settle_dtypes(params: OptionalParams) -> None:
 def check_arguments(
     model_type: Any, max_beam_width: Any, params: OptionalParams, scheduler_config: SchedulerConfig
 ) -> None:
-    """Check the constructor's arguments as far as possible before a model is loaded.
+    """Check the arguments of `GptManager` as far as possible before a model is loaded.
 
     Raise ConfigError for the first invalid one.
     """

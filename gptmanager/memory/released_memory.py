@@ -15,7 +15,7 @@ from gptmanager.errors import ConfigError, error_summary
 
 
 class ReleasedMemory:
-    """Releases the memory of `tensors` when created. They must not be used until `restore`.
+    """The constructor releases the memory of `tensors`, which must not be used until `restore`.
 
     On the CPU only the pages are returned to the system. The tensors keep their addresses, so
     pointers to them stay valid. On a device the tensors get new addresses.

@@ -1,7 +1,7 @@
 """Finds the matrices of a checkpoint that need not become floats.
 
-Matrices that a file stores in the order in which matmuls read them are mapped. Others are copied as
-they are stored, where the memory of the matrix can hold them.
+Matrices that a file stores in the order in which matmuls read them are mapped. Others are copied
+without becoming floats, if the storage of the parameter accepts that.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def mapped_matrices(
 def packed_pieces(
     source: TensorSource, name: str, storage: Matrix, place: Place, max_bytes: int, rows: range
 ) -> Iterator[tuple[int, Any]] | None:
-    """Return an iterator of (first index, slice) over rows of a tensor; None if it must be floats.
+    """Return an iterator of (first index, slice) over `rows`, or None if floats must be read.
 
     Slices are groups if the tensor is int4 both in the source and in the storage, or `Codes` if the
     storage is int8.

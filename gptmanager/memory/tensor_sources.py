@@ -43,7 +43,7 @@ class TensorSource(Protocol):
     ) -> Iterator[tuple[int, Tensor]]:
         """Yield slices of a tensor along its first dimension, (first index, slice), in order.
 
-        `region` is the range of each dimension to read; the first index counts from its beginning.
+        `region` is the range of each dimension to read. The first index counts from its beginning.
         A slice that is read from a file has at most about `max_bytes`, and is valid until the next
         one is requested.
         """

@@ -154,7 +154,7 @@ class Weights:
     def check(
         self, tensors: TensorSource | Mapping[str, Tensor], *, partial: bool = False
     ) -> dict[str, str]:
-        """Check names, shapes and dtypes as `load` does. Return name in `places` -> checkpoint."""
+        """Check names, shapes and dtypes as `load` does. Return name in `places` -> given name."""
         source = StateDict(tensors) if isinstance(tensors, Mapping) else tensors
         found = source.describe()
         names = self._names(found)
@@ -266,7 +266,7 @@ class Weights:
         return len(part.rows) * num_columns * self._storage[parameter].dtype.itemsize
 
     def _names(self, given_names: Iterable[str]) -> dict[str, str]:
-        """Return name in `places` -> in the checkpoint. Raises ConfigError for unknown names."""
+        """Return name in `places` -> given name. Raises ConfigError for unknown names."""
         names: dict[str, str] = {}
         unknown = []
         for given in given_names:

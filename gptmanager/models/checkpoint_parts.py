@@ -75,7 +75,7 @@ def as_floats(config: Mapping[str, Any], tensors: TensorSource) -> TensorSource:
 
 
 def is_quantized(path: str | os.PathLike[str]) -> bool:
-    """Return whether the config or the GGUF file has quantized weights."""
+    """Return whether a checkpoint is quantized, by its config or the types of its GGUF tensors."""
     gguf = gguf_checkpoint(path)
     if gguf is not None:
         return gguf.is_quantized

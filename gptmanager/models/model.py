@@ -171,14 +171,15 @@ def load_model(
     `kernels` are by default the CPU's; `device` "cuda" needs a `CudaKernels`. `dtype` is by default
     the config's, or float32; float64 is only for the CPU. `max_seq_len` is by default
     `max_position_embeddings`. `attention_window` limits the window of each layer: the number of
-    positions that a token sees, with its own. The first `sink` positions are visible in addition.
-    `kv_cache_dtype`: float8_e4m3fn for pages of that dtype, None for any other. `weights_dtype`
-    quantizes the matrices of matmuls except routers. "int8", and on GPUs "fp8", have one scale per
-    row. "int4" has a float16 scale for each group of 32; the output matrix then has `head_dtype`
-    (by default "int8"). "file" is "int4" for matrices with 4 bits in the checkpoint, else "int8".
-    4-bit groups of the checkpoint are not quantized again. `on_progress`: as in `OptionalParams`.
-    `collectives`: communication with the other ranks, if any; a rank reads only its share.
-    `prepare` is called before weights are read, with the spec and the formats of quantization.
+    positions that a token sees, including its own. The first `sink` positions are visible in
+    addition. `kv_cache_dtype`: float8_e4m3fn for pages of that dtype, None for any other.
+    `weights_dtype` quantizes the matrices of matmuls except routers. "int8", and on GPUs "fp8",
+    have one scale per row. "int4" has a float16 scale for each group of 32 columns; the output
+    matrix then has `head_dtype` (by default "int8"). "file" is "int4" for matrices with 4 bits in
+    the checkpoint, else "int8". 4-bit groups of the checkpoint are not quantized again.
+    `on_progress`: as in `OptionalParams`. `collectives`: communication with the other ranks, if
+    any; a rank reads only its share. `prepare` is called before weights are read, with the spec and
+    the formats of quantization.
 
     Raises ConfigError that names the argument, config field or tensor that cannot be used. The peak
     memory is the final weights plus a sixteenth of them, or plus a matrix that must be read whole.

@@ -253,7 +253,7 @@ def _modules(spec: ModelSpec, layout: RankLayout, layers: range) -> set[str]:
         found |= {"embedding", "positions", "token_"}
     if layout.is_last_stage:
         return found | {"final_norm", "embedding" if spec.tied_embeddings else "lm_head"}
-    # the norm after the last layer of this stage is the first norm of the next
+    # the last layer of a stage also applies the first norm of the next stage
     return found | {f"layers.{layers.stop}.attention_norm"}
 
 

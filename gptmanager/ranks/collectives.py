@@ -4,8 +4,8 @@
 work is enqueued on the current stream and may be captured in a CUDA graph. `world` creates process
 groups, and `watch` notices failed ranks.
 
-Each rank of a stage calls the same methods in the same order, with equal shapes and with equal
-dtypes that gloo and NCCL support.
+Each rank of a stage calls the same methods in the same order, with equal shapes and equal dtypes.
+The process group must support the dtype.
 """
 
 from __future__ import annotations

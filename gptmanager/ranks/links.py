@@ -40,7 +40,7 @@ class Message(IntEnum):
     RESULT = 5  # the result of a step
     ABORT = 6  # rank 0 ends its requests with an error
     END = 7  # rank 0 has answered all requests
-    CALL = 8  # a call of rank 0's user that all ranks must make
+    CALL = 8  # a call to rank 0's manager that all ranks must make
     PAUSED = 9  # no iteration begins yet; sent again and again
 
 
@@ -56,8 +56,8 @@ class Links:
 
     All ranks share `store`. `host` is the address of rank 0. `timeout_s` is how long a rank may be
     silent, or keep other ranks waiting. The constructor returns when all ranks are connected, and
-    raises RankError if they are not after `boot_s`. `on_failure` is called in another thread when a
-    rank has failed.
+    raises RankError if they are not connected within `boot_s` seconds. `on_failure` is called in
+    another thread when a rank has failed.
     """
 
     def __init__(

@@ -44,7 +44,7 @@ Blame = tuple[int, str]  # the rank that has failed, and how
 
 
 def meet(store: Store, host: str, size: int, boot_s: float) -> tuple[Found, Blame | None]:
-    """On rank 0, return the connections of all `size` - 1 other ranks, and None.
+    """On rank 0, return the connections of the `size` - 1 other ranks, and no blame (None).
 
     If a connection is missing after `boot_s` seconds, or a rank connects twice, return the
     connections so far and the rank to blame; the caller reports it to the connected ranks. Raise

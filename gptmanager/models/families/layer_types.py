@@ -122,7 +122,7 @@ def _wrong_types(fields: Fields, num_layers: int, possible: list[str]) -> Config
 
 
 def is_rotated(fields: Fields, layer: int) -> bool:
-    """Return whether a layer uses RoPE: despite its name, `no_rope_layers` has a 1 for it if so.
+    """Return whether a layer uses RoPE. `no_rope_layers`, despite its name, has a 1 if it does.
 
     Without this list, all layers use RoPE except every `no_rope_layer_interval`-th.
     """

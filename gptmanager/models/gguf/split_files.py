@@ -1,4 +1,4 @@
-"""`read_model`: reads the header of a model in one GGUF file, or split into files by llama.cpp.
+"""`read_model`: reads the header of a GGUF model, which llama.cpp may have split into files.
 
 The files of a split model are called NAME-00001-of-00003.gguf and so on. The first file has the
 metadata of the model. Each file has a part of the tensors.

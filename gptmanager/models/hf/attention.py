@@ -106,7 +106,7 @@ def attend(
     head_dim = pages.keys.shape[2]
     shape = _shape(query, key, head_dim, scaling, sliding_window, softcap, s_aux is not None)
     # transformers expands latent attention to value heads that are smaller than key heads. Pages
-    # have larger heads if the kernels do not support the size. Zeros do not change the result.
+    # have larger heads if the kernels do not support the size. Padding with zeros changes nothing.
     q, k, v = (
         F.pad(it[0].transpose(0, 1), (0, head_dim - it.shape[3])) for it in (query, key, value)
     )

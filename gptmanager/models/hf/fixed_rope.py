@@ -1,7 +1,7 @@
 """Sets longrope and dynamic RoPE frequencies of a transformers network once.
 
-transformers chooses them in each forward pass, by the longest sequence in the batch: requests would
-change each other's tokens, and cached keys would not fit later queries.
+transformers chooses them in each forward pass, by the longest sequence in the batch. Requests would
+then change each other's tokens, and cached keys would not fit later queries.
 """
 
 from __future__ import annotations

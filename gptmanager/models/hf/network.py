@@ -49,7 +49,7 @@ class TransformersSpec:
 
 
 class TransformersModel:
-    """A causal language model of transformers, without captured steps.
+    """A causal language model of transformers. Its steps are not captured.
 
     `network` is on the CPU. It is changed: its attention and its linear layers are replaced with
     ours, and it is moved to `device`. `kernels` must be for this device. `kind_of` maps the name of
@@ -107,9 +107,7 @@ class TransformersModel:
     def plan(
         self, row_starts: Ints, kv_lengths: Ints, num_context_rows: int, fixed: int = 0
     ) -> tuple[Ints, ...]:
-        if (
-            fixed
-        ):  # no captured steps: code of transformers, as for experts, may wait for the device
+        if fixed:  # not captured, because code of transformers may wait for the device
             return ()
         return self._kernels.plan(self.attention_shapes, row_starts, kv_lengths, num_context_rows)
 

@@ -1,1 +1,1 @@
-"""Reads quantized safetensors checkpoints: matrices as floats, or as groups of 4-bit values."""
+"""Reads quantized safetensors checkpoints: matrices as floats, 4-bit groups, or `Codes`."""

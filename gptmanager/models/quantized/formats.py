@@ -251,7 +251,7 @@ class MatrixFinder:
             return None
         self._take(name, {"int32", "int64"}, (count,))
         found = self._read(name)
-        if (found == -1).any():  # in compressed-tensors: not used
+        if (found == -1).any():  # compressed-tensors: the index is unused
             return None
         if not ((found >= 0) & (found < _ceil(count, width))).all():
             raise ConfigError(
@@ -265,7 +265,8 @@ class MatrixFinder:
     def _with_groups(self, matrix: IntegerMatrix) -> IntegerMatrix:
         """Return the matrix, with `in_groups` set if its method `groups` can be called.
 
-        It needs 4 bits, columns in order, groups of whole 32 columns, and scales that fit float16.
+        This needs 4 bits, columns in order, groups of multiples of 32 columns, and scales that are
+        exact in float16.
         """
         width, columns = matrix.scales.width, matrix.shape[1]
         if matrix.bits != 4 or matrix.column_groups is not None:

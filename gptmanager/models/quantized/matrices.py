@@ -26,10 +26,11 @@ Read = Callable[..., Tensor]
 
 
 def check_scales(name: str, scales: Tensor) -> None:
-    """Raise ConfigError if the tensor `name` leads to a scale that is too large, or NaN."""
+    """Raise ConfigError if the tensor `name` leads to a scale or zero that is too large, or NaN."""
     if not (scales.abs() < LIMIT).all():
         raise ConfigError(
-            f"tensor {tensor_name(name)} leads to a scale that is NaN, or not less than {LIMIT:g}"
+            f"tensor {tensor_name(name)} leads to a scale or zero that is NaN, or has a magnitude "
+            f"of {LIMIT:g} or more"
         )
 
 

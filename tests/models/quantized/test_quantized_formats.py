@@ -343,7 +343,7 @@ def test_a_scale_that_is_no_number_is_named(name: str, part: str, number: float,
     config, tensors = checkpoint(name)
     broken = tensors[LAYER + part].clone()
     broken.view(-1)[0] = number
-    with pytest.raises(ConfigError, match=f"{part} leads to a scale that is NaN, or not less"):
+    with pytest.raises(ConfigError, match=f"{part} leads to a scale or zero that is NaN, or has"):
         load_model((config, {**tensors, LAYER + part: broken}), weights_dtype=kind, dtype="float32")
 
 
