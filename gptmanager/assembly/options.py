@@ -167,7 +167,7 @@ def _check_modes(params: OptionalParams) -> None:
         raise ConfigError(
             f"OptionalParams.enable_trt_overlap = True is refused with run_ahead = "
             f"{params.run_ahead}: enable_trt_overlap overlaps steps of different requests, "
-            "run_ahead steps of the same requests; set one of them"
+            "and run_ahead overlaps steps of the same requests; set only one of them"
         )
 
 
@@ -181,7 +181,7 @@ def _check_ranks(params: OptionalParams) -> None:
         raise ConfigError(
             f"OptionalParams.run_ahead = {params.run_ahead} is refused with "
             f"ParallelConfig.pipeline_parallel_size = {ranks.pipeline_parallel_size}: stages "
-            "overlap steps of different requests, run-ahead overlaps steps of the same requests"
+            "overlap steps of different requests, and run-ahead overlaps steps of the same requests"
         )
 
 

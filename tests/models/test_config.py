@@ -51,7 +51,7 @@ def test_the_documented_defaults_are_taken():
         ({"dtype": "int8"}, "dtype = 'int8' must be one of"),
         ({"deterministic": "no"}, "deterministic = 'no' must be True or False"),
         ({"enable_chunked_context": "off"}, "enable_chunked_context = 'off'"),
-        ({"enable_trt_overlap": True, "run_ahead": 1}, "set one of them"),
+        ({"enable_trt_overlap": True, "run_ahead": 1}, "set only one of them"),
         ({"gpu_weights_percent": 0.5}, "gpu_weights_percent = 0.5 is refused: it has no effect"),
         ({"debug_config": np.zeros(2)}, "debug_config"),
         ({"gather_context_logits": 1}, "gather_context_logits = 1 must be True"),

@@ -189,7 +189,7 @@ def _partial(metadata: Metadata, prefix: str, config: Mapping[str, Any]) -> dict
     if rotated is None or rotated == head or not isinstance(head, int) or head < 1:
         return {"partial_rotary_factor": 1.0}
     if not 0 < rotated < head:
-        raise metadata.error(key, f"must be at most {head}, the size of a head")
+        raise metadata.error(key, f"must be 1 to {head}, the size of a head")
     return {"partial_rotary_factor": rotated / head}
 
 
