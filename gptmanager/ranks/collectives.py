@@ -64,8 +64,8 @@ class Collectives(Protocol):
 class GroupCollectives:
     """Collectives on process groups of torch.
 
-    `stage_group` has the ranks of the stage, by part. `from_previous` and `to_next` have two ranks
-    each, the sender first, and are None at the ends of the pipeline.
+    `stage_group` has the ranks of the stage, by part; it is None for a single part. `from_previous`
+    and `to_next` have two ranks each, the sender first, and are None at the ends of the pipeline.
 
     `wait` is called with each `Work`. It returns when the work is done, or is enqueued on the
     current CUDA stream, and raises the error that ends the step. If `replicates`, `gather` returns

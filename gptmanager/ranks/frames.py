@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from gptmanager.errors import RankError
 
-_HEAD = struct.Struct("<QB")  # bytes that follow, kind
+_HEADER = struct.Struct("<QB")  # bytes that follow, kind
 _MOST_BYTES = 1 << 36  # enough for adapters' weights; memory grows only as bytes arrive
 _AT_ONCE = 1 << 16
 _SMALL = 1 << 12
@@ -87,11 +87,11 @@ class Frames:
             raise RankError(
                 f"a message has {len(payload)} bytes, but must have at most {_MOST_BYTES}"
             )
-        head = _HEAD.pack(len(payload), kind)
+        header = _HEADER.pack(len(payload), kind)
         if len(payload) <= _AT_ONCE:
-            self._send(memoryview(head + payload))
+            self._send(memoryview(header + payload))
         else:
-            self._send(memoryview(head))
+            self._send(memoryview(header))
             self._send(memoryview(payload))
 
     def receive(self, *, returns_when_rung: bool = False) -> Frame | None:
@@ -149,24 +149,24 @@ class Frames:
 
     def _missing(self) -> int:
         """Return how many bytes of the current message have not arrived yet."""
-        if len(self._buffer) < _HEAD.size:
+        if len(self._buffer) < _HEADER.size:
             return 0
-        size: int = _HEAD.unpack_from(self._buffer)[0]
-        return size + _HEAD.size - len(self._buffer)
+        size: int = _HEADER.unpack_from(self._buffer)[0]
+        return size + _HEADER.size - len(self._buffer)
 
     def _taken(self) -> Frame | None:
-        if len(self._buffer) < _HEAD.size:
+        if len(self._buffer) < _HEADER.size:
             return None
-        size, kind = _HEAD.unpack_from(self._buffer)
+        size, kind = _HEADER.unpack_from(self._buffer)
         if size > _MOST_BYTES:
             raise EOFError(
                 f"a message of {size} bytes is over the limit of {_MOST_BYTES}: the stream of "
                 "messages is broken"
             )
-        end = _HEAD.size + size
+        end = _HEADER.size + size
         if len(self._buffer) < end:
             return None
-        payload = bytes(memoryview(self._buffer)[_HEAD.size : end])
+        payload = bytes(memoryview(self._buffer)[_HEADER.size : end])
         del self._buffer[:end]
         return Frame(kind, payload)
 

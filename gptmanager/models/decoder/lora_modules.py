@@ -1,4 +1,4 @@
-"""The modules that LoRA adapters may change, as columns of the network's matrices.
+"""The modules that LoRA adapters may change, as output columns of the network's matmuls.
 
 This module does not know adapters or the names of modules in checkpoints.
 """
@@ -29,9 +29,9 @@ def lora_modules(spec: ModelSpec) -> dict[int, LoraModule]:
     attn_v are parts of it. With a gated activation, mlp_h_to_4h is the half of up with the
     activation's input, and mlp_gate is the other half. Otherwise mlp_h_to_4h is all of up, and
     mlp_gate does not exist. In a layer with experts, these are parts of the shared MLP. In a layer
-    with linear attention, linear_attn_z is the gates of the output; if the checkpoint joins them
-    with queries, keys and values, they are a part of attn_qkv instead. With gated attention, attn_q
-    has the gates, too.
+    with linear attention, linear_attn_z has the gates of the output; if the checkpoint joins them
+    with queries, keys and values, attn_qkv has them instead. With gated attention, attn_q has the
+    gates, too.
     """
     layers: dict[int, dict[LoraVariant, list[int]]] = {}
     for index in range(len(spec.layers)):
@@ -92,7 +92,7 @@ def _in_layer(spec: ModelSpec, index: int) -> Iterator[tuple[str, LoraVariant]]:
 
 
 def _of_delta(own: DeltaShape, is_joined: bool) -> Iterator[tuple[str, str, range]]:
-    """Yield the modules of linear attention as (name, matrix, rows of the matrix).
+    """Yield the modules of linear attention as (name, matrix, output columns).
 
     `is_joined`: each matrix is one module in the checkpoint.
     """

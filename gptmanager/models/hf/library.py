@@ -11,7 +11,7 @@ from gptmanager.environment.distribution import install_command
 from gptmanager.errors import ConfigError
 
 # The names under which our attention functions are registered: one for steps, and one for the
-# forward pass of `probe.py`, the only one that uses masks.
+# forward passes of `probe.py`. Only the probe uses masks.
 ATTENTION, PROBE = "gptmanager", "gptmanager_probe"
 
 
