@@ -39,10 +39,11 @@ class Family:
 
     `windows`: which layers have a sliding window. "none" and "all": no layer or each layer. "some":
     the layers that the field `layer_types` marks; without this field, the layers from
-    `max_window_layers` on. An integer: the layers that `layer_types` marks; without this field, n
-    selects all but the last of every n layers, -n all but the first of every n layers, and 0 all
-    layers. "chunks": attention in chunks, with windows that begin at multiples of their size.
-    "linear": no layer has a window, and some have linear attention.
+    `max_window_layers` on. An integer n: the layers that `layer_types` marks; without this field,
+    all but the last of every n layers, all but the first of every -n layers if n is negative, and
+    all layers if n is 0. The config's `sliding_window_pattern` replaces n. "chunks": attention in
+    chunks, with windows that begin at multiples of their size. "linear": no layer has a window, and
+    some have linear attention.
 
     `network` returns further fields of the `ModelSpec`. For a layer, `attention` returns further
     fields of its `Attention` (and `rope_dim`, if RoPE rotates only a part of each head), `mlp`

@@ -18,7 +18,7 @@ from gptmanager.models.hf.library import ATTENTION, PROBE, use_attention
 
 _TOKENS = 3
 _TOLERANCE = 1e-2  # for 16-bit floats, relative to the largest logit
-# Positions next to powers of two, at which masks are compared with causal masks.
+# Positions at and next to powers of two, at which masks are compared with causal masks.
 _POSITIONS = sorted({max(0, (1 << n) + d) for n in range(0, 18) for d in (-1, 0, 1)})
 
 
