@@ -7,7 +7,7 @@ The launcher decides where the kernels run: on a GPU, or on the CPU in the emula
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -31,7 +31,7 @@ from gptmanager.cuda.device.launch import Launcher
 from gptmanager.cuda.gemm import gemv, gemv_int4, lora
 from gptmanager.cuda.gemm.byte_rows import ByteRows, Fp8Rows, Int8Rows
 from gptmanager.cuda.gemm.device_matrices import DeviceMatrix, on_device
-from gptmanager.cuda.gemm.matmul_choice import OWN, MatmulChoice, Timer, multiply_by_torch
+from gptmanager.cuda.gemm.matmul_choice import OWN, MatmulChoice, multiply_by_torch
 from gptmanager.cuda.gemm.own_matmuls import OwnMatmuls
 from gptmanager.kernels.activation_kinds import Activation
 from gptmanager.kernels.attention.attention_arguments import AttentionShape, Pages, RowSpans
@@ -97,10 +97,11 @@ class CudaKernels(Kernels):
         self._choice = MatmulChoice()
         self._is_refusal_logged = False
 
-    def measure_matmuls(self, weights: Iterable[Matrix], device: str, timer: Timer) -> None:
-        """Time matmuls with these weights; arguments as in `MatmulChoice.measure`."""
-        if self._launcher.has_matmuls and not self.deterministic:
-            self._choice.measure(self._own_matmuls, map(on_device, weights), device, timer)
+    def measure_matmuls(self, weights: Iterable[Matrix], *given: Any) -> None:
+        """Time matmuls with these weights; further arguments as in `MatmulChoice.measure`."""
+        is_measured = self._launcher.has_matmuls and not self.deterministic
+        measured = map(on_device, weights) if is_measured else ()  # but all ranks have to agree
+        self._choice.measure(self._own_matmuls, measured, *given)
 
     def padded_head_dim(self, head_dim: int) -> int:
         return min((it for it in HEAD_DIMS if it >= head_dim), default=head_dim)

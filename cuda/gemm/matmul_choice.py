@@ -30,6 +30,8 @@ Run = Callable[[], Tensor]
 Timer = Callable[[Run], Callable[[], float]]  # returns a function that times one repetition
 Engine = Literal["own", "scaled", "torch"]
 Key = tuple[torch.Size, torch.dtype, torch.dtype]  # dtypes: of the matmul, of the stored weight
+Table = Mapping[str, Sequence[tuple[int, Engine]]]  # text of a key -> engines by number of rows
+Agree = Callable[[Table], Table]
 
 OWN: Engine = "own"
 SCALED: Engine = "scaled"  # `scaled_matmul`
@@ -59,12 +61,19 @@ class MatmulChoice:
         return OWN if num_rows <= most else SCALED if isinstance(weight, Fp8Rows) else TORCH
 
     def measure(
-        self, own: OwnMatmuls, weights: Iterable[DeviceMatrix], device: str, timer: Timer
+        self,
+        own: OwnMatmuls,
+        weights: Iterable[DeviceMatrix],
+        device: str,
+        timer: Timer,
+        agree: Agree = lambda table: table,
     ) -> None:
         """Time all engines on `weights`, and log the results.
 
         Results are cached for all devices of the name `device`. `timer` prepares a run. If memory
-        runs out, the rule without measurements holds for what was not timed.
+        runs out, the rule without measurements holds for what was not timed. `agree` receives the
+        results and returns the table that all ranks use: what each of them computes, such as the
+        scores of experts, must have the same bits on all.
         """
         groups: dict[Key, list[DeviceMatrix]] = {}
         num_bytes = 0
@@ -85,6 +94,8 @@ class MatmulChoice:
                 )
             else:
                 self._chosen[key] = _known[device, key] = chosen
+        table = agree({str(key): [*chosen.items()] for key, chosen in self._chosen.items()})
+        self._chosen = {key: dict(table[str(key)]) for key in groups if str(key) in table}
 
 
 def multiply_by_torch(

@@ -88,7 +88,7 @@ def _assemble(
         scheduler_config = replace(scheduler_config, capacity_scheduler_policy=policy)
     backend = place(params, None if ranks is None else ranks.local_rank)
     check = functools.partial(refuse_for_states, params, max_beam_width)
-    model = backend.load(source, params, None if ranks is None else ranks.collectives, check)
+    model = backend.load(source, params, ranks, check)
     params = settle_reuse(params, model.spec, model_type)
     backend.choose_attention(model, params, *(() if ranks is None else (ranks.agree,)))
     budget = backend.memory_budget(model, params, max_beam_width)

@@ -19,6 +19,7 @@ from gptmanager.assembly.adapter_sizing import AdapterSizes
 from gptmanager.assembly.attention_choice import Agree, choose
 from gptmanager.assembly.attention_trial import OWN, Seconds, StepLimits
 from gptmanager.assembly.loading import Check, load, matrices_of
+from gptmanager.assembly.ranks import Ranks
 from gptmanager.assembly.sizing import MemoryBudget, Sizes, wanted_seq_len
 from gptmanager.config import OptionalParams
 from gptmanager.cuda.attention.provider_libraries import find_providers
@@ -48,10 +49,9 @@ from gptmanager.kernels.simd.dtypes import DTYPES
 from gptmanager.kernels.simd.threads import keep_within_quota
 from gptmanager.memory.adapter_pool import AdapterPool
 from gptmanager.memory.cuda_kv_pool import CudaKvPool
-from gptmanager.memory.kv_pool import KvPool, PageShape
+from gptmanager.memory.kv_pool import KvPool
 from gptmanager.models.hf.network import TransformersModel
-from gptmanager.models.model import Dimensions, Model, page_shapes, state_shapes
-from gptmanager.ranks.collectives import Collectives
+from gptmanager.models.model import Model, page_shapes, state_shapes
 
 
 def place(params: OptionalParams, local_rank: int | None = None) -> Backend:
@@ -102,14 +102,15 @@ class Backend(ABC):
         self,
         source: Any,
         params: OptionalParams,
-        collectives: Collectives | None = None,
+        ranks: Ranks | None = None,
         check: Check = lambda spec: None,
     ) -> Model:
         """Load a checkpoint, or return `source` if it is a model. Raise ConfigError otherwise.
 
-        One of several ranks passes its `collectives`, and loads a part of the checkpoint. `check`
-        is explained at `assembly.loading.load`.
+        One of several `ranks` loads a part of the checkpoint. `check` is explained at
+        `assembly.loading.load`.
         """
+        collectives = None if ranks is None else ranks.collectives
         return load(source, params, self.kernels, self.device, self.bodies, collectives, check)
 
     def choose_attention(
@@ -186,7 +187,7 @@ class CpuBackend(Backend):
         self, model: Model, sizes: Sizes, options: StepOptions
     ) -> TorchExecutor | RankExecutor:
         pool = KvPool(
-            *_shape(model.spec, sizes),
+            *(page_shapes(model.spec), sizes.num_blocks, sizes.tokens_per_block),
             num_host_blocks=sizes.num_host_blocks,
             state_shapes=state_shapes(model.spec),
             num_lines=options.lines.count,
@@ -255,19 +256,20 @@ class DeviceBackend(Backend):
         self,
         source: Any,
         params: OptionalParams,
-        collectives: Collectives | None = None,
+        ranks: Ranks | None = None,
         check: Check = lambda spec: None,
     ) -> Model:
-        model = super().load(source, params, collectives, check)
-        if collectives is not None:
+        model = super().load(source, params, ranks, check)
+        if ranks is not None:
             self._token_sizes = ()  # the sizes to capture must be the same on all ranks
         if isinstance(model, TransformersModel):
             self._cuda_graphs, self._token_sizes = False, ()  # its steps are not captured
         self.stream.catch_up()  # the model's tensors were filled on this thread's current stream
         if isinstance(self.stream, DeviceStream):
             name = torch.cuda.get_device_name(self.device)
+            agree = () if ranks is None else (ranks.share_matmuls,)
             with self.stream:
-                self.kernels.measure_matmuls(matrices_of(model), name, self.stream.timer)
+                self.kernels.measure_matmuls(matrices_of(model), name, self.stream.timer, *agree)
         return model
 
     def memory_budget(
@@ -313,7 +315,7 @@ class DeviceBackend(Backend):
         lines, stream, vocab_size = options.lines, self.stream, model.spec.vocab_size
         pool = CudaKvPool(
             stream.launcher,
-            *_shape(model.spec, sizes),
+            *(page_shapes(model.spec), sizes.num_blocks, sizes.tokens_per_block),
             num_host_blocks=sizes.num_host_blocks,
             state_shapes=state_shapes(model.spec),
             num_lines=lines.count,
@@ -387,11 +389,6 @@ def _torch_executor(
         fused=options.fused,
         splits_batches=splits,
     )
-
-
-def _shape(spec: Dimensions, sizes: Sizes) -> tuple[Sequence[PageShape], int, int]:
-    """Return the shape arguments of a `KvPool`."""
-    return page_shapes(spec), sizes.num_blocks, sizes.tokens_per_block
 
 
 def _reserve(model: Model, num_positions: int) -> None:

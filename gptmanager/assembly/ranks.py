@@ -108,6 +108,14 @@ class Ranks(NamedTuple):
         columns = zip(*self._exchange("attention providers", names), strict=True)
         return [column[0] if len({*column}) == 1 else "own" for column in columns]
 
+    def share_matmuls(self, own: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the entries of all ranks, each from the first rank that has it.
+
+        All ranks must call it.
+        """
+        tables = self._exchange("engines of matmuls", own)
+        return {key: value for table in reversed(tables) for key, value in table.items()}
+
     def check_equal(self, what: str, value: Any) -> None:
         """Raise RankError if the value of a rank differs from rank 0's value."""
         given = self.links.exchange(repr(value).encode())
@@ -120,7 +128,7 @@ class Ranks(NamedTuple):
         """Return the minimum of each number over all ranks."""
         return [min(column) for column in zip(*self._exchange("sizes", numbers), strict=True)]
 
-    def _exchange(self, what: str, values: Sequence[Any]) -> list[list[Any]]:
+    def _exchange(self, what: str, values: Any) -> list[Any]:
         """Return the values of all ranks. Raise RankError if a rank exchanges something else."""
         given = [orjson.loads(it) for it in self.links.exchange(orjson.dumps((what, values)))]
         for rank, (own, _) in enumerate(given):

@@ -4,7 +4,8 @@
 
 Needs no environment of the project's and no network: only this Python, with torch, CuPy, numba and
 what else the library imports. Writes FOLDER/a.txt, a summary, and FOLDER/a.tar.gz, its logs.
-Exit status: 0 all steps are right, 1 some are not, 2 there is no GPU or the call was wrong.
+Exit status: 0 all steps are right, 1 some are not, 2 there is no GPU or the call was wrong, 3 some
+are left for the next run, which goes on from there, and no other one is wrong.
 """
 
 from __future__ import annotations
@@ -25,12 +26,11 @@ from typing import Any
 import card_steps
 import wheels
 from card_steps import PHASES, Setup, Step
-from running import Phase, Record, read_record
-from summary import summary, write
+from running import PHASE_S, PROBE_S, Phase, Record, read_record, status_of
+from summary import restore, summary, write
 
 ROOT = Path(__file__).resolve().parents[2]
 SOURCES = ("gptmanager", "callbacks", "cuda", "tests/cuda", "tests/card")
-PROBE_S = 60
 
 
 def main(arguments: Sequence[str], root: Path = ROOT) -> int:
@@ -40,6 +40,7 @@ def main(arguments: Sequence[str], root: Path = ROOT) -> int:
     folder.mkdir(parents=True, exist_ok=True)
     environment = environment_of(options.work.resolve(), root)
     notes = unpack_wheels(options, options.work.resolve() / "site")
+    notes += restore(options.out, options.phase, folder, but=card_steps.OF_MACHINE)
     setup = Setup(root, folder, sys.executable, options.device, options.requests)
     steps = chosen(card_steps.steps_of(options.phase, setup), options.only)
     forget(steps, folder, options.again)
@@ -47,7 +48,7 @@ def main(arguments: Sequence[str], root: Path = ROOT) -> int:
     (folder / "probe.json").write_text(json.dumps(probe, indent=1), "utf-8")
     switches = os.environ.get("GPTMANAGER_CUDA", "")
     notes += [f"GPTMANAGER_CUDA={switches}"] if switches else []
-    code = f"{fingerprint(root)} {switches}"
+    code = f"{fingerprint(root)} {switches} {probe.get('gpu', '')}"
 
     def told(records: Sequence[Record]) -> list[str]:
         lines = summary(options.phase, probe, notes, steps, records, folder, code)
@@ -72,7 +73,7 @@ def main(arguments: Sequence[str], root: Path = ROOT) -> int:
     print(f"\n{options.out / options.phase}.txt and .tar.gz")
     if why:
         return 2
-    return int(not all(record.is_right for record in records))
+    return status_of(records)
 
 
 def environment_of(work: Path, root: Path) -> dict[str, str]:
@@ -169,7 +170,9 @@ def parser() -> argparse.ArgumentParser:
     add("--out", type=Path, default=build, help="where summary and archive are written")
     add("--work", type=Path, default=build, help="what later runs go on from, and compiled kernels")
     add("--wheels", default="", help="a folder of wheels of what this Python lacks")
-    add("--minutes", type=float, default=9.0, help="the phase ends within them (default 9)")
+    add(
+        "--minutes", type=float, default=PHASE_S / 60, help="the phase ends within them (default 9)"
+    )
     add("--only", type=words, default=[], help="steps whose names begin like that")
     add("--again", type=words, default=[], help="done steps to run again: all, failed, or names")
     add("--device", default="cuda", help="where managers run; emulator: to rehearse without a GPU")

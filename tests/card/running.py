@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
+import math
 import os
 import shlex
 import shutil
@@ -22,11 +23,17 @@ from pathlib import Path
 
 from card_steps import Step
 
+PHASE_S = 540.0  # a phase, unless it is given another time
+PROBE_S = 60.0  # at its begin
 # of `timeout`, where its first signal sufficed and where the second one ended itself, too
 TIMED_OUT = (124, 137, -signal.SIGKILL)
 _KILL_S = 5.0  # from the first signal to the second
 _STUCK_S = 10.0  # after both: a process that waits inside the driver may outlive them
-_BACKSTOP_S = 15.0  # kept for the archive
+_ARCHIVE_S = 10.0  # kept for the summary and the archive
+RESERVED_S = _KILL_S + _STUCK_S + _ARCHIVE_S  # no step runs in the last seconds of a phase
+# notes of steps that the next run begins, or goes on with
+NO_TIME, ENDED = "no time left", "the phase was ended"
+CUT_OFF = "cut off by the end of the phase"
 
 
 @dataclass(frozen=True)
@@ -45,6 +52,11 @@ class Record:
     @property
     def is_right(self) -> bool:
         return self.status == 0
+
+    @property
+    def is_left(self) -> bool:
+        """Whether the step is left for the next run because the time was up."""
+        return self.note in (NO_TIME, ENDED, CUT_OFF)
 
 
 class Phase:
@@ -76,7 +88,7 @@ class Phase:
         self._say = say
         self._on_record = on_record
         self._clock = clock
-        self._end = clock() + seconds - _BACKSTOP_S
+        self._end = clock() + seconds - RESERVED_S
         self._started = clock()
         self._lock = threading.Lock()
         self._running: dict[int, subprocess.Popen[bytes]] = {}
@@ -111,18 +123,18 @@ class Phase:
     def _run(self, step: Step) -> None:
         left = self._end - self._clock()
         if self._is_ending:
-            self._note(step, "the phase was ended")
+            self._note(step, ENDED)
         elif step.tool and shutil.which(step.tool) is None:
             self._note(step, f"{step.tool} is not installed")
         elif left < step.least_s:
-            self._note(step, "no time left")
+            self._note(step, NO_TIME)
         else:
             self._start(step, min(step.limit_s, left))
 
     def _start(self, step: Step, limit_s: float) -> None:
         settings = " ".join(f"{name}={value}" for name, value in step.environment.items())
         self._tell(f"{step.name}: {settings} {shlex.join(step.command)}".replace("  ", " "))
-        command = ["timeout", f"--kill-after={_KILL_S:g}", f"{limit_s:.0f}", *step.command]
+        command = ["timeout", f"--kill-after={_KILL_S:g}", f"{math.ceil(limit_s)}", *step.command]
         started = self._clock()
         with open(self._folder / f"{step.name}.log", "wb") as log:
             log.write(f"$ {settings} {shlex.join(command)}\n".encode())
@@ -152,7 +164,7 @@ class Phase:
             step.name,
             status,
             round(seconds, 1),
-            "cut off by the end of the phase" if was_cut or self._is_ending else note,
+            CUT_OFF if was_cut or self._is_ending else note,
             is_done=not was_cut and not self._is_ending,
             code=self._code,
         )
@@ -173,6 +185,13 @@ class Phase:
 
     def _tell(self, line: str) -> None:
         self._say(f"{self._clock() - self._started:5.0f} s  {line}")
+
+
+def status_of(records: Sequence[Record]) -> int:
+    """Return the exit status of a phase that had a GPU."""
+    if all(record.is_right or record.is_left for record in records):
+        return 3 if any(record.is_left for record in records) else 0
+    return 1
 
 
 def describe(record: Record) -> str:

@@ -8,7 +8,8 @@ import io
 import json
 import os
 import tarfile
-from collections.abc import Callable, Iterator, Sequence
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,12 +34,14 @@ def summary(
     folder: Path,
     code: str,
 ) -> list[str]:
-    """What to read first: the machine, what is wrong, what did not run, then figures."""
+    """What to read first: what is left, the machine, what is wrong or did not run, then figures."""
     by_name = {record.name: record for record in records}
-    lines = [f"phase {phase}: {_counts(records)}", *_machine_lines(probe), *notes]
+    lines = [f"phase {phase}: {_counts(records)}", *_left(steps, by_name)]
+    lines += [*_machine_lines(probe), *notes]
     if any(record.status is not None and record.code != code for record in records):
         lines.append(
-            "some steps ran with other code, or another GPTMANAGER_CUDA: AGAIN=all runs them again"
+            "some steps ran with other code, another GPTMANAGER_CUDA or another GPU: AGAIN=all "
+            "runs them again"
         )
     ran = [step for step in steps if by_name.get(step.name)]
     wrong = [step for step in ran if by_name[step.name].status not in (0, None)]
@@ -74,6 +77,24 @@ def write(out: Path, phase: str, lines: Sequence[str], folder: Path) -> None:
     _replace(out / f"{phase}.tar.gz", lambda file: _pack(file, phase, text, folder))
 
 
+def restore(out: Path, phase: str, folder: Path, but: Sequence[str]) -> list[str]:
+    """Unpack the archive of an earlier run in `out`, unless `folder` has records already.
+
+    So a run on one machine goes on on another. `but`: steps whose results the other machine has
+    kept, which run again. Return a note if there are records now.
+    """
+    file = out / f"{phase}.tar.gz"
+    if not file.exists() or any(folder.glob("*.record")):
+        return []
+    broken = OSError, EOFError, tarfile.TarError, zlib.error  # a file that was copied in part
+    with contextlib.suppress(*broken), tarfile.open(file) as archive:
+        for member in archive:
+            name, data = Path(member.name).name, archive.extractfile(member)
+            if data is not None and name.partition(".")[0] not in ("summary", *but):
+                (folder / name).write_bytes(data.read())
+    return [f"it goes on from the records in {file}"] if any(folder.glob("*.record")) else []
+
+
 def _replace(file: Path, write_to: Callable[[Path], object]) -> None:
     part = file.with_name(f".{file.name}.{os.getpid()}")
     write_to(part)
@@ -107,9 +128,17 @@ def _shortened(log: bytes) -> bytes:
 
 
 def _counts(records: Sequence[Record]) -> str:
-    right = sum(record.is_right for record in records)
-    none = sum(record.status is None for record in records)
-    return f"{right} steps ok, {len(records) - right - none} not, {none} not run"
+    ended = [record for record in records if record.is_right or not record.is_left]
+    right = sum(record.is_right for record in ended)
+    none = sum(record.status is None for record in ended)
+    return f"{right} steps ok, {len(ended) - right - none} not, {none} not run"
+
+
+def _left(steps: Sequence[Step], by_name: Mapping[str, Record]) -> Iterator[str]:
+    names = [step.name for step in steps if step.name not in by_name or by_name[step.name].is_left]
+    if names:
+        count = "1 step is" if len(names) == 1 else f"{len(names)} steps are"
+        yield f"{count} left for the next run of the same command: {', '.join(names)}"
 
 
 def _machine_lines(probe: dict[str, Any]) -> Iterator[str]:
@@ -125,7 +154,7 @@ def _machine_lines(probe: dict[str, Any]) -> Iterator[str]:
 def _not_run(records: Sequence[Record]) -> Iterator[str]:
     by_note: dict[str, list[str]] = {}
     for record in records:
-        if record.status is None:
+        if record.status is None and not record.is_left:
             by_note.setdefault(record.note, []).append(record.name)
     for note, names in by_note.items():
         yield f"not run, {note}: {', '.join(names)}"

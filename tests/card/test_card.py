@@ -12,7 +12,7 @@ import tarfile
 import threading
 import time
 import zipfile
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 
 import card_steps
@@ -23,8 +23,17 @@ import wheels
 from card_steps import PHASES, Setup, Step, steps_of
 from compare_texts import main as compare_texts
 from outcomes import Outcomes
-from running import TIMED_OUT, Phase, Record
-from summary import MOST_LINES, WIDTH, summary, write
+from running import (
+    PHASE_S,
+    PROBE_S,
+    RESERVED_S,
+    TIMED_OUT,
+    Phase,
+    Record,
+    read_record,
+    status_of,
+)
+from summary import MOST_LINES, WIDTH, restore, summary, write
 
 from gptmanager import cli
 from gptmanager.bench.kernels.benchmark import all_cases
@@ -70,7 +79,7 @@ def test_commands_that_run_without_a_gpu_fail_as_they_should(tmp_path):
     """With --anyway they run."""
     done = run_card("a", tmp_path, "--anyway", "--only", "kernels-norms,test_norms")
     assert done.returncode == 2, done.stderr  # make's own, for 1
-    assert "0 steps ok, 2 not, 0 not run" in done.stdout
+    assert "0 steps ok, 2 not, 0 not run" in done.stdout and "left for" not in done.stdout
     assert "no CUDA device: torch" in done.stdout
     assert re.search(r"\b[1-9]\d* failed", done.stdout), done.stdout
 
@@ -174,12 +183,99 @@ def test_a_step_that_hangs_does_not_stop_the_rest(run):
 
 
 def test_what_does_not_fit_is_left_for_the_next_run(run):
-    """15 s are kept for the archive."""
     steps = [shell("cut", "sleep 60"), shell("late", "true", least_s=30)]
-    found = run(*steps, seconds=16.0)
+    found = run(*steps, seconds=RESERVED_S + 1)
     assert found["cut"].note == "cut off by the end of the phase" and not found["cut"].is_done
     assert (found["late"].status, found["late"].note) == (None, "no time left")
+    assert all(record.is_left for record in found.values())
     assert run(steps[1])["late"].is_right
+
+
+@pytest.mark.parametrize("phase", PHASES)
+def test_each_step_fits_into_a_phase(phase):
+    """So each run of a phase ends a step at least, and the last run ends the last one."""
+    for step in steps_of(phase, Setup(ROOT, Path("."), "python")):
+        assert step.least_s < step.limit_s <= PHASE_S - RESERVED_S - PROBE_S, step.name
+
+
+def test_phase_b_in_runs_of_nine_minutes(tmp_path):
+    """Its benchmarks take as long as they are told to, by a clock that each of them moves on."""
+    steps = [
+        replace(step, command=("true",)) for step in steps_of("b", Setup(ROOT, Path("."), "python"))
+    ]
+    runs = []
+    for _ in range(4):
+        began, now = [], [0.0]
+
+        def say(line, began=began, now=now):
+            name, _, told = line.split("s  ", 1)[1].partition(": ")
+            if not told.startswith("ok"):
+                began.append(name)
+                now[0] += next(step.least_s for step in steps if step.name == name)
+
+        phase = Phase(
+            *(steps, tmp_path),
+            **{"seconds": PHASE_S, "environment": {}, "root": tmp_path},
+            **{"say": say, "clock": lambda now=now: now[0]},
+        )
+        records = phase.run()
+        assert now[0] <= PHASE_S - RESERVED_S
+        runs.append(began)
+        if not any(record.is_left for record in records):
+            break
+        assert status_of(records) == 3
+    assert status_of(records) == 0 and len(runs) <= 3
+    assert runs[0][:4] == ["compile", "model", "kernels-matmuls", "kernels-attention"]
+    assert sorted(it for began in runs for it in began) == sorted(step.name for step in steps)
+
+
+def test_what_is_left_is_told_first(tmp_path):
+    steps = [shell(name, "true") for name in ("done", "cut", "late", "lacking", "next")]
+    records = [
+        Record("done", status=0, is_done=True),
+        Record("cut", status=124, note="cut off by the end of the phase"),
+        Record("late", note="no time left"),
+        Record("lacking", note="ncu is not installed"),
+    ]  # of a run that is killed now
+    lines = summary("b", {}, [], steps, records, tmp_path, "")
+    assert lines[:2] == [
+        "phase b: 1 steps ok, 0 not, 1 not run",
+        "3 steps are left for the next run of the same command: cut, late, next",
+    ]
+    assert "not run, ncu is not installed: lacking" in lines
+    assert not any("no time left" in line for line in lines)
+    lines = summary("b", {}, [], steps[:1], records[:1], tmp_path, "")
+    assert not any("left" in line for line in lines)
+    assert status_of(records) == 1 and status_of(records[:3]) == 3 and status_of(records[:1]) == 0
+
+
+def test_another_machine_goes_on_from_the_archive(run, tmp_path):
+    """The machine is lent for minutes, and comes back empty."""
+    out, fresh = tmp_path / "out", tmp_path / "fresh"
+    fresh.mkdir()
+    assert restore(out, "b", fresh, but=("compile",)) == []
+    (tmp_path / "model.json").write_text("{}")
+    run(shell("compile", "true"), shell("model", "true"), shell("wrong", "false"))
+    (tmp_path / "cut.record").write_text(json.dumps({"name": "cut", "status": 124}))
+    write(out, "b", ["lines"], tmp_path)
+    assert restore(out, "b", fresh, but=("compile",))
+    kept = {path.name for path in fresh.iterdir()}
+    assert kept == {"cut.record", "model.json", "model.log", "model.record", "wrong.log",
+                    "wrong.record"}  # fmt: skip
+    assert read_record(fresh, "model").is_done and not read_record(fresh, "cut").is_done
+    (fresh / "model.json").write_text("[]")
+    assert restore(out, "b", fresh, but=()) == [] and (fresh / "model.json").read_text() == "[]"
+
+
+def test_an_archive_that_was_copied_in_part(tmp_path):
+    (tmp_path / "steps").mkdir()
+    (tmp_path / "steps" / "one.log").write_bytes(os.urandom(100_000))
+    archive = tmp_path / "b.tar.gz"
+    for size in (0, 20, 50_000):
+        write(tmp_path, "b", ["lines"], tmp_path / "steps")
+        archive.write_bytes(archive.read_bytes()[:size])
+        (tmp_path / f"fresh-{size}").mkdir()
+        assert restore(tmp_path, "b", tmp_path / f"fresh-{size}", but=()) == []
 
 
 def test_a_signal_ends_the_phase(tmp_path):
@@ -189,7 +285,7 @@ def test_a_signal_ends_the_phase(tmp_path):
     timer.start()
     records = phase.run()
     assert not records[0].is_done and records[0].note == "cut off by the end of the phase"
-    assert records[1].note == "the phase was ended"
+    assert records[1].note == "the phase was ended" and all(record.is_left for record in records)
 
 
 def test_steps_of_a_lane_run_side_by_side(run, tmp_path):

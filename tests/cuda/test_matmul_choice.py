@@ -3,16 +3,21 @@ from __future__ import annotations
 import functools
 import itertools
 import re
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.nn.functional as F
 from adapter_cases import LAYER, new_case
-from devices import there_is
+from checkpoints import random_state
+from devices import LLAMA, there_is
 from kernel_values import close, exact, randn, rounded
+from rank_links import at_once, linked
 
+from gptmanager import OptionalParams, assembly
+from gptmanager.assembly.ranks import Ranks
 from gptmanager.cuda.device.launch import EmulatorLauncher
-from gptmanager.cuda.device.streams import DeviceStream
+from gptmanager.cuda.device.streams import DeviceStream, EmulatedStream
 from gptmanager.cuda.gemm import matmul_choice, scaled_matmul
 from gptmanager.cuda.gemm.byte_rows import Fp8Rows, Int8Rows
 from gptmanager.cuda.gemm.device_matrices import values_of
@@ -207,6 +212,78 @@ def test_no_memory_to_measure(own, caplog):
     choice.measure(own, [weight], "card", timer)
     assert [choice.engine(rows, weight) for rows in (16, 17)] == [OWN, TORCH]
     assert "not enough memory to time matmuls with 8 x 16" in caplog.text
+
+
+def at(*seconds):
+    """Return a timer for which the engines take these times, in turn, for any number of rows."""
+    times = itertools.cycle(seconds)
+    return lambda run: functools.partial(float, next(times))
+
+
+def without_memory(run):
+    raise torch.OutOfMemoryError("none")
+
+
+def test_all_ranks_use_the_engines_of_the_first_rank_that_has_timed_a_weight(own):
+    """Times differ from rank to rank, and so does a share: a rank may have weights of its own."""
+    both, small, large = weights(3, 8, 16)[0], weights(1, 16, 16)[0], weights(1, 24, 16)[0]
+    of_rank = [
+        ([both, small], at(1, 2), [OWN, OWN]),
+        ([both, large], at(2, 1), [OWN, TORCH]),
+        ([small], without_memory, [OWN]),
+    ]
+
+    def measure(links, given):
+        measured, timer, _ = given
+        choice = MatmulChoice()
+        ranks = Ranks(links, None, 3, links.rank)
+        choice.measure(own, measured, f"card {links.rank}", timer, ranks.share_matmuls)
+        return [choice.engine(32, weight) for weight in measured]
+
+    with linked(3) as links:
+        found = at_once(lambda pair: measure(*pair), list(zip(links, of_rank, strict=True)))
+    assert found == [expected for *_, expected in of_rank]
+
+
+@pytest.mark.parametrize(
+    "options", [{"has_matmuls": False}, {"has_matmuls": True, "deterministic": True}], ids=str
+)
+def test_a_rank_that_times_nothing_takes_part(toolchain, options):
+    """Another rank, whose kernels are not switched off, would wait for it."""
+    shared, (weight,) = [], weights(1, 8, 16)
+    has_matmuls, deterministic = options["has_matmuls"], options.get("deterministic", False)
+    kernels = CudaKernels(CountingLauncher(has_matmuls=has_matmuls), deterministic)
+    kernels.measure_matmuls([weight], "card", None, lambda table: shared.append(table) or table)
+    assert shared == [{}]
+
+
+class TimedStream(EmulatedStream):
+    """A stream of a GPU, as far as loading knows: torch's matmuls are faster."""
+
+    seconds = None
+
+    def __init__(self):
+        super().__init__(CountingLauncher(has_matmuls=True))
+        self.timer = at(2, 1)
+
+
+def test_ranks_share_what_they_have_timed_when_they_load(toolchain, monkeypatch):
+    monkeypatch.setattr(assembly.backend, "DeviceStream", TimedStream)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "card")
+    shared = []
+
+    def share(table):
+        shared.append(table)
+        return {name: [(rows, OWN) for rows, _ in engines] for name, engines in table.items()}
+
+    params = OptionalParams(device="emulator")
+    backend = assembly.backend.DeviceBackend(TimedStream(), params)
+    ranks = SimpleNamespace(collectives=None, share_matmuls=share)
+    model = backend.load((LLAMA, random_state(LLAMA)), params, ranks)
+    (table,) = shared
+    assert {engine for engines in table.values() for _, engine in engines} == {TORCH}
+    for weight in model.weights.matrices:
+        assert backend.kernels._choice.engine(1, weight) == OWN
 
 
 @pytest.fixture
