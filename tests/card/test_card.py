@@ -182,9 +182,11 @@ def test_a_step_that_hangs_does_not_stop_the_rest(run):
     assert time.monotonic() - started < 30
 
 
-def test_what_does_not_fit_is_left_for_the_next_run(run):
+def test_what_does_not_fit_is_left_for_the_next_run(run, tmp_path):
     steps = [shell("cut", "sleep 60"), shell("late", "true", least_s=30)]
-    found = run(*steps, seconds=RESERVED_S + 1)
+    found = run(*steps, seconds=26.0)
+    log = (tmp_path / "cut.log").read_text()
+    assert "timeout --kill-after=5 1 sh" in log, "25 s are kept to kill it, and for the archive"
     assert found["cut"].note == "cut off by the end of the phase" and not found["cut"].is_done
     assert (found["late"].status, found["late"].note) == (None, "no time left")
     assert all(record.is_left for record in found.values())

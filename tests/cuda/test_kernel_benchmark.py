@@ -26,12 +26,16 @@ from gptmanager.bench.kernels.cases import (
     Absent,
     Case,
     Goal,
+    Mixture,
     Planned,
     Prepared,
     Rig,
     Sizes,
     largest_error,
 )
+from gptmanager.bench.kernels.delta_cases import delta_cases
+from gptmanager.bench.kernels.expert_cases import _logits as expert_logits
+from gptmanager.bench.kernels.expert_cases import expert_cases
 from gptmanager.bench.kernels.kernel_runs import report as kernel_report
 from gptmanager.bench.kernels.kernel_runs import run_case
 from gptmanager.bench.kernels.matmul_cases import matmul_cases
@@ -144,6 +148,8 @@ def test_a_fast_wrong_kernel_is_wrong(toolchain):
         "log_probs",
         "beam_step",
         "adapters",
+        "experts",
+        "delta_rule",
     )
     options = KernelOptions(only=parts)
     report = bench_kernels(options, ground(SpoilingLauncher()))
@@ -376,9 +382,24 @@ def test_matmuls_with_weights_in_8_bits(toolchain, monkeypatch, stored):
     assert (why in report["notes"]) is is_skipped
 
 
+def test_matmuls_with_weights_in_4_bits(toolchain, monkeypatch):
+    monkeypatch.setattr("gptmanager.bench.kernels.matmul_cases._LARGE", 1)
+    options = KernelOptions(only=("narrow, int4",))
+    rows = bench_kernels(options, ground(EmulatorLauncher()))["kernels"]
+    assert len(rows) == 4 * 2
+    for row in rows:
+        ours, peer = row["engines"][OURS], row["engines"]["torch"]
+        assert ours["status"] == peer["status"] == "ok" and 0 <= ours["error"] <= row["tolerance"]
+
+
 def test_products_of_both_models():
     """Each reads its weight once, and those that are large have goals by that."""
     cases = {case.name: case for case in matmul_cases(Sizes())}
+    narrow = {name: cases.pop(name) for name in [*cases] if ", int4, " in name}
+    assert len(narrow) == 5 * 4, "neither with SiLU nor of 256 rows"
+    for name, case in narrow.items():
+        assert "<= 0.4 x torch" in texts(case) and case.quick == (", 1 x" in name or ", 64" in name)
+        assert 0.28 <= case.num_bytes / cases[name.replace(", int4", "")].num_bytes < 0.34
     for stored in (", int8", ", fp8"):
         narrow = {name: cases.pop(name) for name in [*cases] if f"{stored}, " in name}
         for name, case in narrow.items():  # of the large weights, next to torch with 16 bits
@@ -407,6 +428,43 @@ def test_products_of_both_models():
     assert {name for name, case in cases.items() if case.quick} == {
         name for name in large if ", 1 x" in name or ", 256 x" in name
     }
+
+
+def test_experts_read_what_their_tokens_choose():
+    cases = {case.name: case for case in expert_cases(Sizes())}
+    for tokens, num_read in ((1, 8), (32, 128), (256, 128), (4096, 128)):
+        for kind, itemsize in (("", 2), (", int8", 1)):
+            case = cases.pop(f"{tokens} x 2048, 8 of 128 x 768{kind}")
+            weights = num_read * 3 * 768 * 2048
+            assert case.num_bytes == weights * itemsize + 2 * 2 * tokens * 2048
+            assert case.flops == 2 * tokens * 8 * 3 * 768 * 2048
+            assert case.quick == (not kind or tokens == 1)
+    assert not cases
+
+
+def test_tokens_choose_experts_in_turn(launcher):
+    """So that no set of inputs finds in the cache what another one has read."""
+    rig = Rig(torch.device("cpu"), launcher, replace(TINY, mixture=Mixture(64, 32, 12, 2, (1, 3))))
+    for tokens, num_sets in ((1, 6), (3, 2), (7, 1)):
+        sets = expert_logits(rig, rig.sizes.mixture, tokens)
+        chosen = [it.topk(2, dim=1).indices.flatten().tolist() for it in sets]
+        assert len(sets) == num_sets
+        assert sorted(it for own in chosen for it in {*own}) == list(range(12))
+
+
+def test_the_delta_rule_reads_and_writes_its_memories():
+    names = {case.name: case for case in delta_cases(Sizes())}
+    assert [*names] == [
+        *(f"{rows} x 1, 32 heads of 128 x 128" for rows in (1, 32, 256)),
+        "1 x 512, 32 heads of 128 x 128",
+    ]
+    generation, context = names["256 x 1, 32 heads of 128 x 128"], [*names.values()][-1]
+    memories, inputs = 2 * 256 * 4 * 32 * 128 * 128, 2 * 256 * 2 * 3 * 8192
+    tokens = 2 * (8192 + 2 * 4096) + 4 * 2 * 32
+    assert generation.num_bytes == memories + inputs + 256 * tokens
+    assert context.num_bytes == (memories + inputs) // 256 + 512 * tokens
+    assert texts(generation) == ["<= 1.3 x roofline", "<= 1 x torch"]
+    assert texts(context) == ["<= 1 x torch"]
 
 
 def test_adapters_read_each_weight_once():

@@ -200,8 +200,17 @@ def test_many_rows_of_float32_are_torchs(own, caplog):
     assert [choice.engine(rows, weight.float()) for rows in (16, 17)] == [OWN, TORCH]
 
 
-def test_what_only_torch_supports_is_not_timed(own):
+def test_what_only_torch_supports_is_not_timed(own, caplog):
+    caplog.set_level("INFO", "gptmanager")
     MatmulChoice().measure(own, weights(1, 8, 12), "card", None)
+    assert not caplog.messages
+
+
+@pytest.mark.parametrize(("by_torch", "engine"), [(0.97, OWN), (0.969, TORCH)])
+def test_a_difference_of_three_percent_is_noise(own, by_torch, engine):
+    choice, (weight,) = MatmulChoice(), weights(1, 8, 16)
+    choice.measure(own, [weight], "card", at(1.0, by_torch))
+    assert choice.engine(32, weight) == engine
 
 
 def test_no_memory_to_measure(own, caplog):
@@ -338,6 +347,19 @@ def test_many_rows_of_a_weight_in_8_bits_are_divided(own, launcher, kind):
     close(out, product)
     gate, up = product.chunk(2, dim=1)
     close(gated, F.silu(gate) * up)
+
+
+def test_few_rows_of_a_weight_in_4_bits_are_ours(own, launcher):
+    """And none whose activation would be computed with them."""
+    weight = rounded(randn(48, 64, dtype=torch.bfloat16), Int4Matrix)
+    x, bias = randn(65, 64, dtype=torch.bfloat16), randn(48, dtype=torch.bfloat16, seed=2)
+    covered = [own.covers(x[:rows], weight) for rows in (1, 16, 17, 64, 65)]
+    assert covered == [True, True, True, True, False]
+    assert not own.covers(x[:1], weight, silu=True) and not own.covers(x[:1].float(), weight)
+    out = x.new_empty(64, 48)
+    own.multiply(out, x[:64], weight, bias)
+    close(out, x[:64].double() @ exact(weight).T + bias.double(), absolute=2e-3)
+    assert launcher.names == ["gemv_int4"]
 
 
 def test_ops_of_few_rows_are_kernels(launcher):

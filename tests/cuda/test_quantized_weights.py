@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import devices
 import pytest
 import torch
@@ -160,6 +162,17 @@ def test_torchs_matmul_of_8_bit_floats():
     expected = x.double() @ exact(weight).T + bias.double()
     assert found.dtype is torch.bfloat16
     assert (found.double() - expected).std() < 0.04 * expected.std()
+
+
+@pytest.mark.parametrize(
+    ("rows", "columns", "is_covered"), [(48, 64, True), (8, 64, False), (48, 72, False)]
+)
+def test_what_torch_multiplies_in_8_bit_floats(rows, columns, is_covered):
+    weight = Fp8Rows(rows, columns, torch.bfloat16)
+    x = SimpleNamespace(is_cuda=True, dtype=torch.bfloat16)
+    assert scaled_matmul.covers(x, weight) == is_covered
+    assert not scaled_matmul.covers(SimpleNamespace(is_cuda=True, dtype=torch.float16), weight)
+    assert not scaled_matmul.covers(x, Int8Rows(rows, columns, torch.bfloat16))
 
 
 def test_4_bits_of_experts_are_refused_by_name(load):

@@ -17,6 +17,7 @@ from torch import Tensor
 from gptmanager.bench.roofline import Ceilings
 from gptmanager.bench.timing import Spread
 from gptmanager.cuda.device.launch import Launcher
+from gptmanager.kernels.recurrent.delta_formulas import DeltaShape
 
 OURS = "gptmanager"
 Contender = Callable[[int], Tensor]  # number of the set -> result
@@ -56,11 +57,24 @@ class Adapters(NamedTuple):
     ranks: tuple[int, ...] = (8, 64)
 
 
+class Mixture(NamedTuple):
+    """A layer's experts: the model's width, the experts' width and number, how many a token
+    chooses, and the numbers of tokens that are timed.
+    """
+
+    hidden: int = 2048
+    width: int = 768
+    number: int = 128
+    per_token: int = 8
+    tokens: tuple[int, ...] = (1, 32, 256, 4096)
+
+
 @dataclass(frozen=True, slots=True)
 class Sizes:
     """The sizes of all cases.
 
-    The defaults are for Llama-3.1-8B on a large GPU, and for matmuls also for Qwen2.5-0.5B.
+    The defaults are for Llama-3.1-8B on a large GPU, and for matmuls also for Qwen2.5-0.5B,
+    for experts for Qwen3-30B-A3B, and for the delta rule for Qwen3-Next.
     `adapters` has its own width.
     """
 
@@ -86,6 +100,8 @@ class Sizes:
     )
     matmul_rows: tuple[int, ...] = (1, 4, 16, 64, 256)  # rows of generation steps
     adapters: Adapters = Adapters()
+    mixture: Mixture = Mixture()
+    delta: DeltaShape = DeltaShape(16, 32, 128, 128, 4)
 
 
 @dataclass(frozen=True, eq=False)

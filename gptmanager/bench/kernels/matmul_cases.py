@@ -1,7 +1,7 @@
 """Kernel benchmark cases for the matmuls of a generation step, of a small and a large model.
 
 The matmuls run as in a manager that has chosen our kernel for them, with weights in the dtype of
-the activations. Large matmuls also run with int8 and with fp8 weights. They are compared with
+the activations. Large matmuls also run with int8, fp8 and int4 weights. They are compared with
 torch's matmul of weights in the dtype of the activations.
 """
 
@@ -25,18 +25,27 @@ from gptmanager.bench.kernels.cases import (
     tolerance,
 )
 from gptmanager.cuda.activations import activate_gated
+from gptmanager.cuda.gemm import gemv_int4
 from gptmanager.cuda.gemm.byte_rows import ByteRows, Fp8Rows, Int8Rows
 from gptmanager.cuda.gemm.device_matrices import DeviceMatrix
 from gptmanager.cuda.gemm.gemv import FEW_ROWS
 from gptmanager.cuda.gemm.own_matmuls import OwnMatmuls
+from gptmanager.kernels.gemm.int4_groups import GROUP
+from gptmanager.kernels.gemm.int4_matrix import Int4Matrix
 from gptmanager.kernels.gemm.packed_matrix import plain
 
-Bytes = Literal["int8", "fp8"]
-_ROWS: dict[Bytes, type[ByteRows]] = {"int8": Int8Rows, "fp8": Fp8Rows}
+Stored = Literal["int8", "fp8", "int4"]
+_ROWS: dict[Stored, type[ByteRows | Int4Matrix]] = {
+    "int8": Int8Rows,
+    "fp8": Fp8Rows,
+    "int4": Int4Matrix,
+}
+_ITEM_BYTES: dict[Stored, float] = {"int8": 1, "fp8": 1, "int4": 0.5 + 2 / GROUP}  # with scales
 _LARGE = 32 << 20  # bytes of a weight; a matmul of a smaller one hardly takes longer than a launch
 _SHARE_OF_COPY = 0.85  # goal for few rows
 _TIMES_ROOFLINE = 1.3  # goal for more rows
-_TIMES_FLOATS = 0.65  # goal with 8-bit weights: at most this multiple of torch's time with 16 bits
+# goals with quantized weights: at most these multiples of torch's time with 16 bits
+_TIMES_FLOATS: dict[Stored, float] = {"int8": 0.65, "fp8": 0.65, "int4": 0.4}
 
 
 def matmul_cases(sizes: Sizes) -> list[Case]:
@@ -63,15 +72,18 @@ def _weights(model: Decoder) -> dict[str, tuple[int, int]]:
 
 
 def _case(
-    sizes: Sizes, model: Decoder, size: tuple[int, int], name: str, rows: int, stored: Bytes | None
+    sizes: Sizes, model: Decoder, size: tuple[int, int], name: str, rows: int, stored: Stored | None
 ) -> Case | None:
     width, depth = size
     has_silu = "SiLU" in name
     itemsize, out_width = sizes.dtype.itemsize, width // 2 if has_silu else width
     is_large = width * depth * itemsize >= _LARGE
-    if stored and not is_large:
+    numbers = sizes.matmul_rows
+    if stored == "int4":  # a manager leaves more rows, and the fusion with SiLU, to other kernels
+        numbers = tuple(it for it in numbers if it <= gemv_int4.MOST_ROWS)
+    if stored and not is_large or rows not in numbers or (stored == "int4" and has_silu):
         return None
-    weight_bytes = width * depth * (1 if stored else itemsize)
+    weight_bytes = round(width * depth * (_ITEM_BYTES[stored] if stored else itemsize))
     is_few = rows <= FEW_ROWS
     goal = Goal("copy", _SHARE_OF_COPY) if is_few else Goal("roofline", _TIMES_ROOFLINE)
     return Case(
@@ -80,13 +92,16 @@ def _case(
         weight_bytes + rows * (depth + out_width) * itemsize,
         partial(_prepare, rows, width, depth, has_silu, stored),
         2 * rows * width * depth,
-        (*([goal] if is_large else ()), Goal("peer", _TIMES_FLOATS if stored else 1.0, "torch")),
-        quick=is_large and rows in (sizes.matmul_rows[0], sizes.matmul_rows[-1]),
+        (
+            *([goal] if is_large else ()),
+            Goal("peer", _TIMES_FLOATS[stored] if stored else 1.0, "torch"),
+        ),
+        quick=is_large and rows in (numbers[0], numbers[-1]),
     )
 
 
 def _prepare(
-    rows: int, width: int, depth: int, has_silu: bool, stored: Bytes | None, rig: Rig
+    rows: int, width: int, depth: int, has_silu: bool, stored: Stored | None, rig: Rig
 ) -> Prepared:
     """Prepare several sets of weights, and one set of input rows.
 
@@ -96,9 +111,11 @@ def _prepare(
     if stored == "fp8" and not rig.launcher.has_fp8:
         raise Absent("weights in 8-bit floats need compute capability 8.9 or later")
     x = rig.randn(rows, depth)
-    num_bytes = width * depth * (1 if stored else x.itemsize)
+    num_bytes = round(width * depth * (_ITEM_BYTES[stored] if stored else x.itemsize))
     floats = rig.sets(num_bytes, width, depth, scale=depth**-0.5)
-    weights: list[DeviceMatrix] = [_rounded(it, stored) if stored else it for it in floats]
+    weights: list[DeviceMatrix] = [_quantized(it, stored) if stored else it for it in floats]
+    if stored == "int4":
+        floats = [plain(it) for it in weights]
     out = x.new_empty(rows, width // 2 if has_silu else width)
     own = out.clone()
     matmuls = OwnMatmuls(rig.launcher)
@@ -122,8 +139,13 @@ def _prepare(
     return Prepared(len(weights), ours, error, tolerance(rig.sizes.dtype), peers)
 
 
-def _rounded(weight: Tensor, stored: Bytes) -> ByteRows:
+def _quantized(weight: Tensor, stored: Stored) -> ByteRows | Int4Matrix:
+    """Return the weight quantized; in 4 bits random values, which the CPU would quantize slowly."""
     rows, columns = weight.shape
     found = _ROWS[stored](rows, columns, weight.dtype, weight.device)
-    found.copy_(weight)
+    if isinstance(found, Int4Matrix):
+        found.values.random_(0, 256)
+        found.panels.scales.fill_(0.2 * columns**-0.5)
+    else:
+        found.copy_(weight)
     return found
