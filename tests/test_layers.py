@@ -387,8 +387,8 @@ assembly/                     builds a loop from options and a checkpoint
     loading                   loads a checkpoint, natively or through transformers
     attention_trial           times attention of providers, and ours
     attention_choice          chooses who computes attention in each phase
-    backend                   device, kernels and memory of a model
     ranks                     settings that all ranks must agree on
+    backend                   device, kernels and memory of a model
     assemble                  builds a loop from checked options and a model
 recorder/                     recordings of a loop's inputs and decisions; the black box
     requests                  requests in a recording, as JSON
@@ -701,6 +701,8 @@ bench/                        benchmarks, also of other libraries
         attention_cases       attention
         matmul_cases          matmuls
         adapter_cases         LoRA
+        expert_cases          mixtures of experts
+        delta_cases           the gated delta rule
         token_cases           kernels over tokens or blocks
         sampling_cases        sampling
         logits_cases          kernels before and after sampling

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from gptmanager.bench.kernels.benchmark import BenchSetup
-from gptmanager.bench.kernels.cases import Adapters, Decoder, Mixture, Rig, Sizes
+from gptmanager.bench.kernels.cases import Adapters, Decoder, Mixture, OtherLayers, Rig, Sizes
 from gptmanager.bench.timing import Stopwatch
 from gptmanager.cuda.device.launch import EmulatorLauncher
 from gptmanager.kernels.recurrent.delta_formulas import DeltaShape
@@ -29,8 +29,7 @@ TINY = Sizes(
     decoders=(Decoder("narrow", 64, 96, 48, 200),),
     matmul_rows=(1, 20),
     adapters=Adapters(3, 64, (8,)),
-    mixture=Mixture(64, 32, 6, 2, (1, 7)),
-    delta=DeltaShape(1, 2, 32, 24, 4),
+    others=OtherLayers(Mixture(64, 32, 6, 2, (1, 7)), DeltaShape(1, 2, 32, 24, 4)),
 )
 
 

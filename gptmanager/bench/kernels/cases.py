@@ -69,13 +69,19 @@ class Mixture(NamedTuple):
     tokens: tuple[int, ...] = (1, 32, 256, 4096)
 
 
+class OtherLayers(NamedTuple):
+    """The sizes of layers that a Llama lacks: experts, and a gated delta rule."""
+
+    mixture: Mixture = Mixture()
+    delta: DeltaShape = DeltaShape(16, 32, 128, 128, 4)
+
+
 @dataclass(frozen=True, slots=True)
 class Sizes:
     """The sizes of all cases.
 
-    The defaults are for Llama-3.1-8B on a large GPU, and for matmuls also for Qwen2.5-0.5B,
-    for experts for Qwen3-30B-A3B, and for the delta rule for Qwen3-Next.
-    `adapters` has its own width.
+    The defaults are for Llama-3.1-8B on a large GPU, and for matmuls also for Qwen2.5-0.5B, for
+    experts for Qwen3-30B-A3B, and for the delta rule for Qwen3-Next. `adapters` has its own width.
     """
 
     dtype: torch.dtype = torch.bfloat16
@@ -100,8 +106,7 @@ class Sizes:
     )
     matmul_rows: tuple[int, ...] = (1, 4, 16, 64, 256)  # rows of generation steps
     adapters: Adapters = Adapters()
-    mixture: Mixture = Mixture()
-    delta: DeltaShape = DeltaShape(16, 32, 128, 128, 4)
+    others: OtherLayers = OtherLayers()
 
 
 @dataclass(frozen=True, eq=False)

@@ -34,7 +34,7 @@ def delta_cases(sizes: Sizes) -> list[Case]:
 
 def _case(sizes: Sizes, rows: int, tokens: int) -> Case:
     """Return the case of `rows` rows with `tokens` tokens each."""
-    shape, itemsize = sizes.delta, sizes.dtype.itemsize
+    shape, itemsize = sizes.others.delta, sizes.dtype.itemsize
     memory = 4 * shape.value_heads * shape.key_dim * shape.value_dim
     inputs = (shape.width - 1) * shape.channels * itemsize
     of_token = (shape.channels + 2 * shape.values) * itemsize + 4 * 2 * shape.value_heads
@@ -53,7 +53,7 @@ def _case(sizes: Sizes, rows: int, tokens: int) -> Case:
 
 def _prepare(num_rows: int, num_tokens: int, num_bytes: int, rig: Rig) -> Prepared:
     """Prepare a state per set. Calls change it, so only the first result of set 0 is checked."""
-    shape, dtype, count = rig.sizes.delta, rig.sizes.dtype, num_rows * num_tokens
+    shape, dtype, count = rig.sizes.others.delta, rig.sizes.dtype, num_rows * num_tokens
     projected = rig.randn(count, shape.channels + shape.values)
     gates = rig.randn(count, 2 * shape.value_heads, dtype=torch.float32)
     tensors = DeltaTensors(

@@ -1,7 +1,7 @@
 """Kernel benchmark cases for the experts of a layer of Qwen3-30B-A3B.
 
-Tokens choose experts in turn, so that the number of experts that a step reads is known: with few
-tokens each set of inputs chooses other experts of the same weights.
+Tokens choose the experts one after another, so that the number of experts that a step reads is
+known. With few tokens each set of inputs chooses other experts of the same weights.
 """
 
 from __future__ import annotations
@@ -44,14 +44,16 @@ class _Group(NamedTuple):
 
 
 def expert_cases(sizes: Sizes) -> list[Case]:
-    """Return the cases for all numbers of tokens of `sizes.mixture`."""
+    """Return the cases for all numbers of tokens of `sizes.others.mixture`."""
     return [
-        _case(sizes, tokens, stored) for tokens in sizes.mixture.tokens for stored in (None, "int8")
+        _case(sizes, tokens, stored)
+        for tokens in sizes.others.mixture.tokens
+        for stored in (None, "int8")
     ]
 
 
 def _case(sizes: Sizes, tokens: int, stored: Literal["int8"] | None) -> Case:
-    own, itemsize = sizes.mixture, sizes.dtype.itemsize
+    own, itemsize = sizes.others.mixture, sizes.dtype.itemsize
     num_read = min(own.number, tokens * own.per_token)
     weights = num_read * 3 * own.width * own.hidden * (1 if stored else itemsize)
     kind = f", {stored}" if stored else ""
@@ -67,7 +69,7 @@ def _case(sizes: Sizes, tokens: int, stored: Literal["int8"] | None) -> Case:
 
 
 def _prepare(num_tokens: int, stored: Literal["int8"] | None, rig: Rig) -> Prepared:
-    own, dtype = rig.sizes.mixture, rig.sizes.dtype
+    own, dtype = rig.sizes.others.mixture, rig.sizes.dtype
     routing = Routing(own.per_token, renormalize=True)
     x = rig.randn(num_tokens, own.hidden)
     up = rig.randn(own.number * 2 * own.width, own.hidden, scale=own.hidden**-0.5)
