@@ -269,16 +269,16 @@ class FollowingHost:
     def _check_alone(self) -> None:
         """Fail if Get has returned requests here, because Get on rank 0 has returned none."""
         if self._host.receiver.received:
-            self._tell_answers(self._host.receiver.received, (), 0)
+            self._report_answers(self._host.receiver.received, (), 0)
 
     def _with_own_answers(self, message: IntakeMessage) -> Intake:
         requests, stops = self._host.take_answers()
         self._num_iterations += 1
         if (requests_digest(requests), stops_digest(stops)) != (message.requests, message.stops):
-            self._tell_answers(requests, stops, self._num_iterations)
+            self._report_answers(requests, stops, self._num_iterations)
         return _with_answers(message.intake, requests, stops)
 
-    def _tell_answers(
+    def _report_answers(
         self, requests: Iterable[InferenceRequest], stops: Iterable[int], iteration: int
     ) -> NoReturn:
         """Fail because the answers differ from rank 0's in `iteration`.

@@ -93,7 +93,7 @@ class Hang(NamedTuple):
     text: str
     stacks: str
 
-    def tell(self, more: str) -> None:
+    def log(self, more: str) -> None:
         """Log the text, followed by `more`, and the stacks."""
         logger.error("%s%s\nAll threads:\n%s", self.text, more, self.stacks)
 

@@ -56,7 +56,7 @@ class RequestTable:
     """The requests between their admission and their final response.
 
     `active` is sorted by priority, then arrival; `by_id` has the same requests. `preparing` has the
-    ids of requests that wait for their logits post-processor; `adapters` knows the requests that
+    ids of requests that wait for their logits post-processor; `adapters` has the requests that
     wait for an adapter. `weights_version` is the number of updates of the weights so far.
     `num_serial` is the number of requests with a next step that depends on the last result. `final`
     creates the tensors of final responses from `extras`.

@@ -93,7 +93,7 @@ class Ending:
             except Exception as error:  # this must not prevent the handling of the hang
                 statistics = f"none: {response_text(error)}"
             if params.on_hang == "log":
-                hang.tell(f"; statistics: {statistics}")
+                hang.log(f"; statistics: {statistics}")
                 return True
             self._give_up(hang, statistics, loop, watched)
             return False
@@ -120,7 +120,7 @@ class Ending:
         is_sent = host.answer_abandoned(error, _SEND_S)
         self.close()
         self._inbox.refuse(error)
-        hang.tell(f"; on_hang = 'fail': the manager has ended; statistics: {statistics}")
+        hang.log(f"; on_hang = 'fail': the manager has ended; statistics: {statistics}")
         if not is_sent:
             logger.error("SendResponse itself hangs: no final response is sent until it returns")
         self.log_failure(error)

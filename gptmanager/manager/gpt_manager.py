@@ -76,7 +76,7 @@ class GptManager(GenerationControl):
         return_batch_manager_stats_cb: ReturnBatchManagerStatsCallback | None = None,
         optional_params: OptionalParams | None = None,
     ) -> None:
-        with _telling_ranks(optional_params):
+        with _reporting_to_ranks(optional_params):
             params = checked_optional_params(
                 OptionalParams() if optional_params is None else optional_params
             )
@@ -264,7 +264,7 @@ def _end_at_exit(
 
 
 @contextmanager
-def _telling_ranks(params: OptionalParams | None) -> Iterator[None]:
+def _reporting_to_ranks(params: OptionalParams | None) -> Iterator[None]:
     """Report an error raised in the block to the other ranks, which would wait for this one."""
     try:
         yield
