@@ -28,7 +28,7 @@ def mapped_matrices(
     places: Mapping[str, Place],
     parameters: Collection[str],
 ) -> dict[str, MappedMatrix]:
-    """Return those matrices of `parameters` that can be mapped from `source`, by parameter.
+    """Return the matrices among `parameters` that can be mapped from `source`, by parameter.
 
     `names` maps the name of each tensor in `places` to its name in the source. Later writes to the
     memory change private copies of its pages, not the file.

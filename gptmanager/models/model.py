@@ -112,8 +112,7 @@ class PlanningModel(Model, Protocol):
     ) -> tuple[Ints, ...]:
         """Return `Batch.plan` for these rows: how the attention kernels divide their work.
 
-        The arguments are those of `Kernels.plan`. With `fixed`, returns () if the step cannot be
-        captured.
+        Arguments: see `Kernels.plan`. With `fixed`, returns () if the step cannot be captured.
         """
         ...
 

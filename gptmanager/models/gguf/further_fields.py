@@ -113,7 +113,7 @@ def gemma4_fields(metadata: Metadata, prefix: str, names: Names, config: Config)
 
 
 def _two(metadata: Metadata, key: str, is_second: Sequence[bool]) -> tuple[Any, Any]:
-    """Return the value of `key` for the layers with `is_second` false, and for those with true.
+    """Return the values of `key` in the layers with `is_second` False, and in the layers with True.
 
     Raises ConfigError if the values of one kind of layers differ.
     """

@@ -87,7 +87,7 @@ def _merging(metadata: Metadata, vocabulary: Vocabulary, **options: Any) -> BPE:
 
 def _gemma4(metadata: Metadata, vocabulary: Vocabulary) -> tuple[Tokenizer, bool]:
     """Return a BPE tokenizer that splits a text into lines, with byte fallback and the file's
-    merges. The second value is as for `_byte_level`.
+    merges. The second value: see `_byte_level`.
     """
     own = {"unk_token": vocabulary.text("unknown"), "fuse_unk": True, "byte_fallback": True}
     tokenizer = Tokenizer(_merging(metadata, vocabulary, **own))
@@ -101,7 +101,7 @@ def _gemma4(metadata: Metadata, vocabulary: Vocabulary) -> tuple[Tokenizer, bool
 
 def _sentence_piece(metadata: Metadata, vocabulary: Vocabulary) -> tuple[Tokenizer, bool]:
     """Return a BPE tokenizer that merges within the whole text. The pair that makes the token with
-    the best score is merged first. The second value is as for `_byte_level`.
+    the best score is merged first. The second value: see `_byte_level`.
     """
     scores = metadata.numbers(f"{_GGML}scores", len(vocabulary.texts))
     by_text = _by_text(vocabulary)

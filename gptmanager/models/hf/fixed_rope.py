@@ -15,7 +15,7 @@ _CHANGING = ("longrope", "dynamic")
 
 
 def fix_rotations(network: nn.Module, max_seq_len: int) -> list[str]:
-    """Fix the frequencies that depend on the sequence length, as for `max_seq_len` tokens.
+    """Fix the frequencies that depend on the length: use the values for `max_seq_len` tokens.
 
     Returns their RoPE types, one for each module, or for each layer type of a module.
     """
