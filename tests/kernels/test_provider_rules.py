@@ -21,7 +21,9 @@ from gptmanager.cuda.attention.flashinfer_attention import FlashInferAttention
 from gptmanager.cuda.attention.provider_libraries import find_providers
 from gptmanager.errors import ConfigError
 from gptmanager.kernels import AttentionShape, Kernels
+from gptmanager.kernels.attention.attention_arguments import Pages, RowLengths
 from gptmanager.kernels.provided import ProvidedCpuKernels, ProvidedKernels, Served
+from gptmanager.kernels.providers import AttentionRows
 
 SHAPE = AttentionShape(4, 2, 32, 32**-0.5)
 WINDOWED = SHAPE._replace(window=9)
@@ -108,6 +110,29 @@ def test_auto_looks_for_libraries_only_for_a_gpu(monkeypatch):
     assert len(find_providers("auto", CUDA)) == 1
 
 
+def test_a_library_that_is_named_is_found(monkeypatch):
+    monkeypatch.setattr(provider_libraries.importlib, "import_module", lambda name: FlashAttn())
+    (found,) = find_providers("flash_attn", CUDA)
+    assert isinstance(found, FlashAttention)
+    assert find_providers("own", CUDA) == ()
+
+
+def test_layers_of_a_step_share_what_flash_attn_reads():
+    class Noting(FlashAttn):
+        def flash_attn_varlen_func(self, q, *pages, cu_seqlens_k, **options):
+            seen.append(cu_seqlens_k)
+            return q
+
+    seen, library = [], FlashAttention(Noting())
+    lengths = torch.tensor([0, 3, 5], dtype=torch.int32), torch.tensor([4, 2], dtype=torch.int32)
+    tables = torch.zeros(2, 1, dtype=torch.int32)
+    rows = AttentionRows(*lengths, tables, RowLengths(*(it.numpy() for it in lengths)))
+    pages = Pages(torch.zeros(1, 2, 32, 256), torch.zeros(1, 2, 256, 32), None, False)
+    for _ in range(2):
+        library.attend_context(torch.zeros(5, 4, 32), pages, rows, SHAPE, None)
+    assert seen[0] is seen[1] and seen[0].tolist() == [0, 4, 6]
+
+
 def test_a_model_of_transformers_has_no_matmuls_of_a_provider():
     params = checked_optional_params(OptionalParams(device="cpu", linear_provider=Linear()))
     with pytest.raises(ConfigError, match="linear_provider = .* is refused with a model that tra"):
@@ -164,6 +189,22 @@ def test_the_shortest_of_the_runs_counts(monkeypatch):
     provider = Scripted("slow at first", lambda shape: next(times), (SHAPE,))
     monkeypatch.setattr(attention_trial, "_MOST_SETS", 1)
     assert chosen(monkeypatch, provider, shapes=(SHAPE,))[SHAPE] == Served(provider, provider)
+
+
+@pytest.mark.parametrize("is_once", [False, True])
+def test_keys_and_values_are_timed_as_a_step_has_them(monkeypatch, is_once):
+    """A model whose keys are its values reads half as much."""
+
+    class Noting(Scripted):
+        def _attend(self, queries, pages, *given):
+            self.same.append(pages.keys.data_ptr() == pages.values.data_ptr())
+            return super()._attend(queries, pages, *given)
+
+    shape = SHAPE._replace(is_once=is_once)
+    provider = Noting("noting", lambda shape: 0.5, (shape,))
+    provider.same = []
+    chosen(monkeypatch, provider, shapes=(shape,))
+    assert {*provider.same} == {is_once}
 
 
 def test_auto_is_own_if_steps_with_contexts_are_captured(monkeypatch, caplog):

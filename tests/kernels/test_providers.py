@@ -155,16 +155,19 @@ class Scripted(HostAttention):
 
 
 def timed(providers, own=(1.0, 1.0)):
-    """A `seconds` that returns what the provider that has run says; own times by phase."""
+    """A `seconds` that returns what the provider that has run says; own times by phase.
+
+    The second result has the phase of each run of a provider, and whether it was captured.
+    """
     order = []
 
     def seconds(run, captured):
         before = [dict(it.calls) for it in providers]
         run()
-        order.append(captured)
         for it, calls in zip(providers, before, strict=True):
             for phase, count in it.calls.items():
                 if count > calls[phase]:
+                    order.append((phase, captured))
                     return it.figures[phase]
         return own[captured]
 
@@ -195,7 +198,9 @@ def test_auto_takes_the_fastest_of_each_phase(fast, other, expected, caplog, mon
     names = [name or "own" for name in expected]
     assert f"attention: context by {names[0]}, generation by {names[1]}" in text
     assert ("no such GPU" in text) == ("fails" in fast)
-    assert ("without CUDA graphs" not in text) and (True in order or expected[1] is None)
+    assert "without CUDA graphs" not in text
+    assert all(captured == (phase == "generation") for phase, captured in order)
+    assert any(captured for _, captured in order) or expected[1] is None
 
 
 def test_auto_without_enough_memory_stays_with_our_kernels(caplog):

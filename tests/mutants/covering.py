@@ -19,6 +19,7 @@ _CUDA = {
     "context_tiles.cuh": _CONTEXT,
     "context_work.cuh": _CONTEXT,
     "delta_rule.cu": "test_delta_kernels",
+    "float8_weights.cuh": "test_quantized_weights test_gemv test_gemm test_moe",
     "float_attention.cu": "test_attention_borders test_generation_attention test_context_attention"
     " test_far_pages",
     "fp8.cuh": "test_fp8_conversion test_cache_write test_generation_attention",
@@ -41,7 +42,7 @@ _CUDA = {
     "warpgroup_attention.cu": "test_context_attention test_far_pages test_machine_code",
 }
 _CHOICES = "test_launch_choices test_dependent_kernels"  # which kernel is launched, and how
-_PROVIDERS = "test_attention_providers"
+_PROVIDERS = "test_provider_rules test_attention_providers"
 # What launches kernels, plans for them and brings them what they read.
 _LAUNCHES = {
     "adjustments.py": f"test_adjustments_kernel test_adjustments {_CHOICES}",

@@ -29,6 +29,7 @@ def dense(queries, keys, values, scale, left=-1, cap=0.0):
 class _Wrapper:
     def __init__(self, workspace, kv_layout="NHD", use_tensor_cores=False):
         assert workspace.dtype is torch.uint8 and kv_layout == "HND"
+        assert workspace.numel() >= 128 << 20, "what its documentation recommends"
         self.is_planned = False
 
     def _plan(self, starts, indptr, indices, last_page_len, *sizes, causal=False, **options):
