@@ -21,6 +21,8 @@ _DYNAMIC = re.compile(
 _NOINLINE = re.compile(r"\b__noinline__\b(?!\s*[,)])")
 _MEANINGFUL = ("-D", "-U", "-I", "-include", "-std=", "--std=")
 _EXPORTS = '"name_expressions"'  # the name of the part with one line per kernel
+_PRELUDE = str(Path(__file__).resolve().parent / "cuda_cpu.h")
+_MARK = re.compile(r'^# \d+ "([^"]*)"([ \d]*)$', re.MULTILINE)  # flags: 1 enters a file, 2 returns
 _TEXT = re.compile(r'"(?:\\.|[^"\\])*"|\'(?:\\.|[^\'\\])*\'')
 
 
@@ -43,6 +45,35 @@ def only_kernels(unit: str, numbers: Iterable[int]) -> str:
     source, mark, exports = unit.partition(f"# 1 {_EXPORTS}\n")
     lines = exports.splitlines()
     return source + mark + "\n".join(lines[number] for number in numbers)
+
+
+def separate_headers(unit: str, cuda_headers: Path | None) -> tuple[str, str]:
+    """Return the text of system and CUDA headers, and the rest of preprocessed `unit`.
+
+    The rest keeps its line numbers. `cuda_headers` is the folder of NVIDIA's headers, None if they
+    are not installed; `cuda_cpu.h` is one of the headers.
+    """
+    folder = f"{cuda_headers}/"
+    headers: list[str] = []
+    rest: list[str] = []
+    depth = 0  # of the includes inside of a header
+    begin = 0  # of the text that is in neither list yet
+    for mark in _MARK.finditer(unit):
+        name, flags = mark[1], mark[2].split()
+        if "1" in flags:
+            if not depth and not ("3" in flags or name.startswith(folder) or name == _PRELUDE):
+                continue
+            if not depth:
+                rest.append(unit[begin : mark.start()])
+                begin = mark.start()
+            depth += 1
+        elif "2" in flags and depth:
+            depth -= 1
+            if not depth:
+                headers.append(unit[begin : mark.start()])
+                begin = mark.start()
+    rest.append(unit[begin:])
+    return "".join(headers), "".join(rest)
 
 
 def compiler_options(options: Sequence[str], folder: Path) -> list[str]:

@@ -19,6 +19,7 @@ from pathlib import Path
 
 from gptmanager.cuda.cache_folder import cache_folder, seal, unseal
 from gptmanager.cuda.emulator.reports import EmulatorError
+from gptmanager.cuda.emulator.source import separate_headers
 from gptmanager.errors import ConfigError
 
 FOLDER = Path(__file__).resolve().parent
@@ -36,10 +37,7 @@ FAST = (
     *("-O1", "-fsanitize=alignment,shift-exponent,float-cast-overflow"),
     *("-fno-sanitize-recover=all", "-fno-thread-jumps"),
 )
-CHECKED = (
-    *(*FAST, "-fsanitize=thread,bounds-strict"),
-    *("-fno-omit-frame-pointer", "-DEMULATOR_CHECKED"),
-)
+CHECKED = (*FAST, "-fsanitize=thread,bounds-strict", "-fno-omit-frame-pointer")
 
 _INSTALL_HEADERS = (
     "NVIDIA's headers are not installed: pip install 'nvidia-cuda-runtime==13.0.*' "
@@ -100,11 +98,28 @@ class Toolchain:
 
     def _compile(self, text: str, name: str, flags: list[str], target: Path) -> None:
         compiled = target.with_suffix(".o")
-        self._run([*flags, "-x", "c++-cpp-output", "-c", "-", "-o", str(compiled)], text, name)
+        arguments = [*flags, "-x", "c++-cpp-output", "-c", "-", "-o", str(compiled)]
+        headers, own = separate_headers(text, self.headers)
+        try:
+            used = f'#pragma GCC pch_preprocess "{self._precompiled(headers, flags)}"\n'
+            self._run(arguments, f'# 0 "{name}"\n{used}{own}', name)
+        except EmulatorError:  # in `text`, or this g++ cannot use the precompiled headers
+            self._run(arguments, text, name)
         # Linked without sanitizers: the machine defines the functions that instrumented code calls.
         files = [str(compiled), str(self._runtime())]
         self._run(["-shared", "-Wl,-Bsymbolic", *files, "-o", str(target)], "", name)
         compiled.unlink()
+
+    def _precompiled(self, headers: str, flags: list[str]) -> Path:
+        """Return precompiled headers. Parsing them takes most of the time of a small kernel."""
+
+        def make(target: Path) -> None:
+            text = target.with_suffix(".ii")
+            text.write_text(headers, "utf-8")
+            arguments = ["-x", "c++-header", "-fpreprocessed", str(text), "-o", str(target)]
+            self._run([*flags, *arguments], "", "CUDA's headers")
+
+        return self._kept(f"{self._key([_SEALED, headers, *flags])}.gch", make)
 
     def _runtime(self) -> Path:
         sources = [*_RUNTIME, "machine.h", "state.h"]

@@ -446,16 +446,41 @@ def test_a_library_is_built_once(tmp_path, monkeypatch):
     for _ in range(2):
         emulator.Module(source=source, name_expressions=["f"])
     kept = sorted((tmp_path / "gptmanager" / "emulator").iterdir())
-    assert sorted(path.suffix for path in kept) == [".machine", ".so"]
+    assert sorted(path.suffix for path in kept) == [".gch", ".machine", ".so"]
     emulator.Module(source=source, name_expressions=["f"], options=["-DX=1"])
-    assert len(list(kept[0].parent.iterdir())) == 2, "an unused macro changes nothing"
+    assert len(list(kept[0].parent.iterdir())) == 3, "an unused macro changes nothing"
     emulator.Module(source=source, name_expressions=["f"], check=True)
-    assert len(list(kept[0].parent.iterdir())) == 3
+    assert len(list(kept[0].parent.iterdir())) == 5
 
 
-@pytest.mark.parametrize("kind", ["so", "machine"])
+@pytest.mark.parametrize("works", [True, False])
+def test_headers_are_parsed_once_for_all_kernels(works, tmp_path, monkeypatch):
+    chain = emulator.Toolchain(copy_machine(tmp_path))
+    parsed = []
+
+    def run(arguments, text, name, original=chain._run):
+        parsed.extend([len(text)] * ("c++-cpp-output" in arguments))
+        if "c++-header" in arguments and not works:
+            raise emulator.EmulatorError("no precompiled headers")
+        return original(arguments, text, name)
+
+    monkeypatch.setattr(chain, "_run", run)
+    for number in range(2):
+        source = f"#include <cuda_fp16.h>\n#define N {number}\n" + (
+            "__device__ half f(half x) { return __hmul(x, __float2half(N)); }\n"
+            'extern "C" __global__ void g(half* x) { x[0] = f(x[0]); }'
+        )
+        module = emulator.Module(source=source, name_expressions=["g"], toolchain=chain)
+        x = emulator.asarray(np.full(1, 3, np.float16))
+        module.get_function("g")((1,), (1,), (x,))
+        assert x.tolist() == [3 * number]
+    assert len(list(tmp_path.glob("*.gch"))) == works
+    assert len(parsed) == 2 and (max(parsed) < 10_000) == works
+
+
+@pytest.mark.parametrize("kind", ["so", "machine", "gch"])
 @pytest.mark.every(2)
-def test_a_damaged_library_is_built_anew(tmp_path, caplog, kind):
+def test_a_damaged_file_is_built_anew(tmp_path, caplog, kind):
     chain = emulator.Toolchain(copy_machine(tmp_path))
 
     def build():
@@ -466,6 +491,8 @@ def test_a_damaged_library_is_built_anew(tmp_path, caplog, kind):
     content = path.read_bytes()
     path.unlink()  # the file that is loaded stays whole
     path.write_bytes(content[:-1000])
+    if kind == "gch":
+        next(tmp_path.glob("*.so")).unlink()
     assert build().get_function("fill") is not None
     assert f"{path} is damaged: compiling it again" in caplog.text
     caplog.clear()
@@ -500,7 +527,7 @@ def test_two_threads_build_the_same_at_once(tmp_path):
         x = emulator.empty(3, np.uint64)
         kernel((1,), (3,), (x, np.int64(5)))
         assert x.tolist() == [5, 5, 5]
-    assert sorted(path.suffix for path in tmp_path.iterdir()) == [".machine", ".so"]
+    assert sorted(path.suffix for path in tmp_path.iterdir()) == [".gch", ".machine", ".so"]
 
 
 # Signals -----------------------------------------------------------------------------------------
