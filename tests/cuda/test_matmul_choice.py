@@ -323,7 +323,7 @@ def test_each_number_of_rows_of_8_bit_floats_has_its_fastest_engine(launcher, sc
     kernels, weight = CudaKernels(launcher), rounded(randn(40, 64, dtype=torch.bfloat16), Fp8Rows)
     kernels.measure_matmuls([weight], "card", timer)
     expected = {1: "gemv", 2: "scaled", 3: "torch", 32: "scaled", 64: "gemm", 200: "torch",
-                300: "gemm", 1025: "scaled", 5000: "scaled"}  # fmt: skip
+                300: "gemm", 1024: "gemm", 1025: "scaled", 5000: "scaled"}  # fmt: skip
     for rows, engine in expected.items():
         x = randn(rows, 64, dtype=torch.bfloat16, seed=3)
         launcher.names.clear()

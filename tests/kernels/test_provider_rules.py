@@ -207,6 +207,31 @@ def test_keys_and_values_are_timed_as_a_step_has_them(monkeypatch, is_once):
     assert {*provider.same} == {is_once}
 
 
+@pytest.mark.parametrize("is_fp8", [False, True])
+def test_a_timed_step_reads_as_much_as_it_needs_to_exceed_caches(monkeypatch, is_fp8):
+    read = []
+
+    class Noting(Scripted):
+        def attend_generation(self, queries, pages, *given):
+            read.append(pages.keys.nbytes + pages.values.nbytes)
+            return torch.zeros_like(queries)
+
+    shape = SHAPE._replace(fp8=is_fp8)
+    provider = Noting("noting", lambda shape: 0.5, (shape,))
+    provider.taken = None
+    monkeypatch.setattr(attention_trial, "_BEYOND_CACHES", 1 << 20)
+    trial = attention_trial.AttentionTrial(
+        *(OnReference(), torch.float32, LIMITS, lambda run, captured: len(run()), "cpu")
+    )
+    trial.seconds_of(attention_trial.GENERATION, shape, {"noting": provider})
+    assert sum(read) == 3 * (1 << 20), "three rounds"
+
+
+def test_a_provider_that_is_three_percent_faster_is_not_clearly_faster():
+    assert attention_trial.fastest({"own": 1.0, "a": 0.97}) == "own"
+    assert attention_trial.fastest({"own": 1.0, "a": 0.969, "b": 0.98}) == "a"
+
+
 def test_auto_is_own_if_steps_with_contexts_are_captured(monkeypatch, caplog):
     caplog.set_level(logging.INFO)
     monkeypatch.setattr(OnReference, "plan", lambda *given, fixed=0: (given[2],))

@@ -122,7 +122,7 @@ _CPU = {
     "words.py": "test_panel_writing test_quantized_formats",
     "weight_quantization.py": f"{_MATMULS} test_int4_rounding",
     "paged_attention.py": "test_kernel_memory test_kernels",
-    "provided.py": _RULES,
+    "provided.py": f"{_RULES} test_attention_providers",
     "providers.py": _RULES,
     "pairs.py": "test_kernel_memory test_packed_matmul test_adapter_kernels",
     "matmul_plan.py": _MATMULS,
