@@ -85,8 +85,8 @@ def _prepare(num_tokens: int, stored: Literal["int8"] | None, rig: Rig) -> Prepa
         groups = [_groups(it, routing) for it in logits]
         return lambda number: _mixed(x, groups[number], up, down, dtype)
 
-    floats = [plain(it) for it in read]
-    expected = _mixed(x.float(), _groups(logits[0], routing), *floats, torch.float32)
+    wide_up, wide_down = (plain(it) for it in read)
+    expected = _mixed(x.float(), _groups(logits[0], routing), wide_up, wide_down, torch.float32)
     error, peers = largest_error(expected), {"torch": by_torch}
     return Prepared(len(logits), ours, error, tolerance(dtype), peers)
 
@@ -108,7 +108,7 @@ def _groups(logits: Tensor, routing: Routing) -> list[_Group]:
     chosen, weights = choose_experts(logits, routing, None)
     numbers = chosen.cpu()
     found = []
-    for expert in numbers.unique().tolist():
+    for expert in sorted({*numbers.flatten().tolist()}):
         tokens, places = (it.to(logits.device) for it in torch.where(numbers == expert))
         found.append(_Group(expert, tokens, weights[tokens, places, None]))
     return found
@@ -130,6 +130,7 @@ def _mixed(
 
 
 def _rounded(weight: Tensor) -> Int8Rows:
-    found = Int8Rows(*weight.shape, weight.dtype, weight.device)
+    rows, columns = weight.shape
+    found = Int8Rows(rows, columns, weight.dtype, weight.device)
     found.copy_(weight)
     return found
