@@ -106,9 +106,10 @@ kernels/                      all operations of a model in torch, and compiled o
         panels/               rows of weights, and of quantized checkpoints, written to panels
             panel_writing     writes rows of weights to panels
             code_loops        numbers of 8 bits or fewer to floats, or to int8 panels
-            codes             numbers of 8 bits or fewer, as a checkpoint stores them
+            column_loops      integers in words to int8 panels, sixteen rows at a time
             word_loops        numbers in words to bytes, or to panels of 4 bits
             words             4-bit values in words, as a checkpoint stores them
+            codes             numbers of 8 bits or fewer, as a checkpoint stores them
         packed_matrix         weights as floats or in int8, packed for matmuls
         small_matmul          small matmuls in register tiles
         matrix_tiles          register tiles of matmuls, by dtype

@@ -338,11 +338,13 @@ class Weights:
         itemsize = self._storage[place.parameter].dtype.itemsize
         every = range(rows.start, rows[-1] + 1)
         packed = packed_pieces(
-            source, given, self._storage[place.parameter], place, sys.maxsize, every
+            source, given, self._storage[place.parameter], place, max_bytes, every
         )
         if packed is not None:
-            [(_, own)] = packed
-            self._copy(place, own.rows(slice(None, None, rows.step)), part.row, 0, columns)
+            for start, own in packed:
+                skipped = -start % rows.step
+                row = part.row + (start + skipped) // rows.step
+                self._copy(place, own.rows(slice(skipped, None, rows.step)), row, 0, columns)
             return len(rows) * self._shapes[place.parameter][1] * itemsize
         size = sum(len(own) for own, _ in runs(place, self._shapes[place.parameter])) // max(
             1, place.stacked

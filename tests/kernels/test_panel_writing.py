@@ -104,15 +104,82 @@ def test_codes_become_the_int8_of_their_floats(kind: str, columns: int, block: i
     assert matrix.holds(given, 5, columns=own)
 
 
-def test_codes_with_a_scale_that_is_not_finite_have_the_scale_nan() -> None:
-    scales = torch.ones(20, 1)
-    scales[3], scales[18] = torch.inf, torch.nan
-    matrix = PackedMatrix(20, 40, torch.float32, quantized=True)
-    codes = torch.ones(20, 40, dtype=torch.int8)
-    matrix.copy_(Codes(codes=codes, scales=scales, block=40))
+def integers_of(words: Tensor, bits: int) -> Tensor:
+    """The integers of each row of words, by torch's operations."""
+    shifts = torch.arange(0, 32, bits, dtype=torch.int32)
+    return (words.unsqueeze(2) >> shifts & (1 << bits) - 1).flatten(1)
 
-    broken = [row for row, own in enumerate(matrix.unpacked().isfinite().all(1)) if not own]
-    assert broken == [3, 18]
+
+# rows, columns, first row, columns that are written, and whether panels are written from words
+SIZES = [
+    (64, 448, 16, slice(None), True),
+    (32, 144, 0, slice(20, 132), True),
+    (32, 140, 0, slice(None), True),  # a part of the last word
+    (40, 144, 16, slice(None), False),
+    (32, 144, 3, slice(None), False),
+    (32, 144, 0, slice(1, 144), False),
+    (32, 141, 0, slice(None), False),
+]
+
+
+@pytest.mark.parametrize("bits", [2, 4, 8])
+@pytest.mark.parametrize("is_by_row", [False, True])
+@pytest.mark.parametrize("has_index", [False, True])
+@pytest.mark.parametrize("zeros", ["of groups", "of rows", "one"])
+@pytest.mark.parametrize(("rows", "columns", "first", "own", "is_direct"), SIZES)
+def test_integers_in_words_become_the_int8_of_their_floats(
+    rows: int, columns: int, first: int, own: slice, is_direct: bool, zeros: str,
+    has_index: bool, is_by_row: bool, bits: int,
+) -> None:  # fmt: skip
+    generator = torch.Generator().manual_seed(rows + columns + bits)
+    num_words = -(-columns * bits // 32)
+    shape = (rows, num_words + 5) if is_by_row else (num_words, rows + 5)
+    wide = torch.randint(-(2**31), 2**31, shape, generator=generator).int()[:, 2:-3]
+    words = wide if is_by_row else wide.t()
+    index = torch.randint(0, 5, (columns,), generator=generator)
+    scales, middles = torch.rand(2, rows, 5, generator=generator)
+    scales[3], scales[5], scales[7, 1] = 0, 1e-36 / 2**bits, -3
+    given = Codes(
+        codes=words,
+        bits=bits,
+        scales=scales,
+        block=96,
+        columns=columns,
+        zeros={"of groups": middles * 9, "of rows": middles[:, :1] * 9, "one": 2.0}[zeros],
+        index=index.int() if has_index else None,
+    )
+    group = index if has_index else torch.arange(columns) // 96
+    middles = torch.as_tensor(given.zeros).expand(rows, 5)
+    exact = (integers_of(words, bits)[:, :columns] - middles[:, group]) * scales[:, group]
+    matrix, expected = (
+        PackedMatrix(rows + 16, len(range(columns)[own]), torch.float32, quantized=True)
+        for _ in range(2)
+    )
+    for it in (matrix, expected):
+        it.values.fill_(5)
+        it.panels.scales.fill_(5)
+    matrix.copy_(given, first, columns=own)
+    expected.copy_(exact, first, columns=own)
+
+    assert torch.equal(given.floats(), exact)
+    for found, wanted in zip(matrix.panels[:2], expected.panels[:2], strict=True):
+        assert torch.equal(found, wanted)
+    start, stop, _ = own.indices(columns)
+    assert given.write_words(start, stop, *matrix.panels[:2], first) == is_direct
+
+
+@pytest.mark.parametrize("bits", [0, 8])
+def test_codes_with_a_scale_that_is_not_finite_have_the_scale_nan(bits: int) -> None:
+    scales = torch.ones(32, 2)
+    scales[3, 1], scales[18, 0], scales[20, 0] = torch.inf, torch.nan, -torch.inf
+    matrix = PackedMatrix(32, 40, torch.float32, quantized=True)
+    codes = torch.ones(32, 40, dtype=torch.int8)
+    codes = codes.view(torch.int32) if bits else codes
+    matrix.copy_(Codes(codes=codes, bits=bits, scales=scales, block=32))
+
+    broken = [row for row, own in enumerate(matrix.panels.scales.isnan()) if own]
+    assert broken == [3, 18, 20]
+    assert not matrix.values.transpose(1, 2).flatten(0, 1)[broken].any()
 
 
 def test_a_part_of_the_columns_has_the_scales_of_whole_rows() -> None:

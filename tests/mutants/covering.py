@@ -118,6 +118,7 @@ _CPU = {
     "tiles.py": "test_panel_writing",
     "code_loops.py": "test_panel_writing test_quantized_formats",
     "codes.py": "test_panel_writing test_quantized_formats",
+    "column_loops.py": "test_panel_writing test_quantized_formats",
     "word_loops.py": "test_panel_writing test_quantized_formats",
     "words.py": "test_panel_writing test_quantized_formats",
     "weight_quantization.py": f"{_MATMULS} test_int4_rounding",

@@ -15,9 +15,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from gptmanager.errors import ConfigError
-from gptmanager.kernels.gemm.panels.code_loops import E2M1, FOUR_BITS, NAMED, UNSIGNED
+from gptmanager.kernels.gemm.panels.code_loops import E2M1, NAMED
 from gptmanager.kernels.gemm.panels.codes import Codes, numbers
-from gptmanager.kernels.gemm.panels.words import PackedGroups, unpack, unpack_columns
+from gptmanager.kernels.gemm.panels.words import PackedGroups, unpack_columns
 from gptmanager.memory.tensor_sources import tensor_name
 
 LIMIT = 2.0**64  # scales must be smaller in magnitude, so that weights are far from infinity
@@ -159,15 +159,12 @@ class IntegerMatrix(StoredMatrix):
     in_groups: bool = False
 
     def codes(self, read: Read, rows: range) -> Codes:
-        if self.bits == 4 and not self.transposed:
-            codes, kind = self._words(read, rows).view(torch.uint8), FOUR_BITS
-        else:
-            codes, kind = self._integers(read, rows), UNSIGNED
+        words = self._words(read, rows)
         return Codes(
-            codes=codes,
+            codes=self._integers(words, rows) if self.order else words,
+            bits=0 if self.order else self.bits,
             scales=self.scales.rows(read, rows),
             block=self.scales.width,
-            kind=kind,
             columns=self.shape[1],
             zeros=self._zeros(read, rows),
             index=self.column_groups,
@@ -185,11 +182,8 @@ class IntegerMatrix(StoredMatrix):
         skipped = self._rows_skipped(rows)
         return PackedGroups(words, self.shape[1], scales, width, minima, self.order, skipped)
 
-    def _integers(self, read: Read, rows: range) -> Tensor:
-        """Return the stored integers of `rows`, uint8 `[n, columns]`."""
-        words = self._words(read, rows)
-        if not self.order:
-            return unpack(words, self.bits)[:, : self.shape[1]]
+    def _integers(self, words: Tensor, rows: range) -> Tensor:
+        """Return the integers of `rows`, uint8 `[n, columns]`; only with an `order`."""
         start = self._rows_skipped(rows)
         return unpack_columns(words.t(), self.bits, self.order)[start : start + len(rows)]
 

@@ -22,12 +22,21 @@ from gptmanager.kernels.gemm.panels.code_loops import (
     scale_rows,
     scale_to_int8,
 )
+from gptmanager.kernels.gemm.panels.column_loops import (
+    FOUR,
+    GROUP_BYTES,
+    ColumnTask,
+    columns_to_int8,
+)
 from gptmanager.kernels.gemm.panels.panel_writing import panel_depth, panel_scratch
-from gptmanager.kernels.gemm.weight_quantization import run_in_team
+from gptmanager.kernels.gemm.panels.words import unpack
+from gptmanager.kernels.gemm.weight_quantization import run_in_team, team_size
 from gptmanager.kernels.simd.lanes import LANES
+from gptmanager.kernels.simd.tiles import LINE_BYTES
 
 _PAIRS = (FOUR_BITS, E2M1, NAMED)
 _READ = LANES // 2  # bytes that are read at a time if a byte has two codes
+_IN_BYTES = {4: FOUR_BITS, 8: UNSIGNED}  # by size: integers that are whole bytes, or halves
 _KINDS = {torch.int8: SIGNED, torch.float8_e4m3fn: E4M3}
 _FLOAT_BYTES = 4
 
@@ -36,10 +45,11 @@ _FLOAT_BYTES = 4
 class Codes:
     """Rows of codes. An element is (value - zero) * scale * factor, in float32.
 
-    `codes`: `[n, bytes]` of int8, float8_e4m3fn, or uint8 with codes of the given `kind`.
-    `columns`: the number of codes in a row, by default all. `scales`: `[n, blocks]`. `zeros`: `[n,
-    blocks]`, or one number. A block has `block` consecutive columns, unless `index` `[columns]` has
-    the block of each column. `table`, `high_first`: see `ScaleTask`.
+    `codes`: `[n, bytes]` of int8, float8_e4m3fn, or uint8 with codes of the given `kind`; or int32
+    `[n, words]` with any strides, where a word has integers of `bits` bits, the first one in the
+    lowest bits. `columns`: the number of codes in a row, by default all. `scales`: `[n, blocks]`.
+    `zeros`: `[n, blocks]`, or one number. A block has `block` consecutive columns, unless `index`
+    `[columns]` has the block of each column. `table`, `high_first`: see `ScaleTask`.
     """
 
     codes: Tensor
@@ -52,13 +62,15 @@ class Codes:
     index: Tensor | None = None
     high_first: bool = False
     factor: float = 1.0
+    bits: int = 0
 
     def __len__(self) -> int:
         return len(self.codes)
 
     @property
     def num_columns(self) -> int:
-        return self.columns or self.codes.shape[1] * (2 if self.kind in _PAIRS else 1)
+        per_code = 32 // self.bits if self.bits else 2 if self.kind in _PAIRS else 1
+        return self.columns or self.codes.shape[1] * per_code
 
     def rows(self, rows: slice) -> Codes:
         zeros = self.zeros[rows] if isinstance(self.zeros, Tensor) else self.zeros
@@ -73,6 +85,8 @@ class Codes:
     def write_int8(self, columns: slice, values: Tensor, scales: Tensor, first: int) -> None:
         """Round and write `columns`, as `panel_writing.write_int8` does with `floats()`."""
         start, stop, _ = columns.indices(self.num_columns)
+        if self.bits and self.write_words(start, stop, values, scales, first):
+            return
         floats = (self.num_columns + LANES) * _FLOAT_BYTES
         scratch, sizes = panel_scratch(stop - start, len(self) * self.num_columns, floats)
         fields = {
@@ -87,7 +101,65 @@ class Codes:
         }
         self._run(scale_to_int8, fields)
 
+    def write_words(
+        self, start: int, stop: int, values: Tensor, scales: Tensor, first: int
+    ) -> bool:
+        """Write the columns from `start` to `stop` of integers in words, as `write_int8` does.
+
+        Returns False, and writes nothing, if the integers must be unpacked first.
+        """
+        count, columns, strides = len(self), self.num_columns, self.codes.stride()
+        if 1 not in strides or self.factor != 1 or count % LANES or first % LANES:
+            return False
+        if any(size % FOUR for size in (start, stop, columns)):
+            return False
+        index = torch.arange(columns) // self.block if self.index is None else self.index
+        index = index.int().contiguous()
+        own_scales, zeros = (
+            it.float().expand_as(self.scales).t().contiguous() if isinstance(it, Tensor) else None
+            for it in (self.scales, self.zeros)
+        )
+        assert own_scales is not None
+        num_words, num_groups = self.codes.shape[1], self.scales.shape[1]
+        scratch_bytes = num_groups * GROUP_BYTES + num_words * LINE_BYTES
+        scratch = torch.empty(team_size(count * columns) * scratch_bytes, dtype=torch.uint8)
+        task = ColumnTask(
+            words=self.codes.data_ptr(),
+            scales=own_scales.data_ptr(),
+            zeros=0 if zeros is None else zeros.data_ptr(),
+            index=index.data_ptr(),
+            values=values.data_ptr(),
+            row_scales=scales.data_ptr(),
+            num_tokens=count,
+            num_words=num_words,
+            width=columns,
+            num_groups=num_groups,
+            bits=self.bits,
+            row_stride=strides[0],
+            word_stride=strides[1],
+            first_column=start,
+            num_columns=stop - start,
+            first_row=first,
+            depth=panel_depth(values),
+            scratch=scratch.data_ptr(),
+            scratch_bytes=scratch_bytes,
+            zero=0.0 if isinstance(self.zeros, Tensor) else self.zeros,
+        )
+        run_in_team(columns_to_int8, task, count * columns)
+        return True
+
+    def _unpacked(self) -> Codes:
+        """Return the codes with the integers of words in bytes."""
+        if self.bits in _IN_BYTES and self.codes.stride(1) == 1:
+            codes, kind = self.codes.view(torch.uint8), _IN_BYTES[self.bits]
+        else:
+            codes, kind = unpack(self.codes, self.bits), UNSIGNED
+        return replace(self, codes=codes, kind=kind, bits=0)
+
     def _run(self, body: Any, fields: Mapping[str, int]) -> None:
+        if self.bits:
+            self._unpacked()._run(body, fields)
+            return
         kind = _KINDS.get(self.codes.dtype, self.kind)
         codes, columns, block = self.codes, self.num_columns, self.block
         if kind in _PAIRS and codes.shape[1] % _READ:

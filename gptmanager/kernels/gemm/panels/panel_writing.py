@@ -191,7 +191,7 @@ def _int8_scale(dtype: int, x: int, start: int, width: int) -> Any:
 
 
 @loop
-def _quotient(value: Any, step: Any, by: Any) -> Any:
+def quotient(value: Any, step: Any, by: Any) -> Any:
     """Return value / step, rounded once. `by` is 1 / step.
 
     A division of sixteen lanes would take three times as long as these corrections.
@@ -211,7 +211,7 @@ def round_row(t: Any, dtype: int, x: int, start: int, to: int) -> Any:
     start += t.first_column
     for i in range(0, (t.num_columns + LINE_BYTES - 1) // LINE_BYTES * LINE_BYTES, LANES):
         value = load_as(dtype, x, start + i, t.num_columns - i)
-        _store_int8(to + i, _quotient(value, step, by))
+        _store_int8(to + i, quotient(value, step, by))
     return own
 
 
