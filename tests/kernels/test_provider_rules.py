@@ -227,6 +227,29 @@ def test_a_timed_step_reads_as_much_as_it_needs_to_exceed_caches(monkeypatch, is
     assert sum(read) == 3 * (1 << 20), "three rounds"
 
 
+def test_an_error_of_our_own_kernels_is_not_hidden_and_one_of_memory_ends_the_trial(caplog):
+    provider = Scripted("x", lambda shape: 0.5, (SHAPE,))
+    provider.taken = None
+
+    def result(own, others):
+        given = OnReference(), torch.float32, LIMITS
+        raised = iter((own, others))
+
+        def seconds(run, captured):
+            error = next(raised)
+            if error is not None:
+                raise error
+            return 1.0
+
+        trial = attention_trial.AttentionTrial(*given, seconds, "cpu")
+        return trial.seconds_of(attention_trial.GENERATION, SHAPE, {"x": provider})
+
+    with pytest.raises(RuntimeError, match="illegal address"):
+        result(RuntimeError("illegal address"), None)
+    assert result(None, torch.OutOfMemoryError("no")) == {"own": 0.0}
+    assert "not enough memory to time attention" in caplog.text
+
+
 def test_a_provider_that_is_three_percent_faster_is_not_clearly_faster():
     assert attention_trial.fastest({"own": 1.0, "a": 0.97}) == "own"
     assert attention_trial.fastest({"own": 1.0, "a": 0.969, "b": 0.98}) == "a"
