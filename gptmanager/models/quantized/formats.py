@@ -251,7 +251,7 @@ class MatrixFinder:
             return None
         self._take(name, {"int32", "int64"}, (count,))
         found = self._read(name)
-        if (found == -1).any():  # compressed-tensors: the index is unused
+        if self._scheme.method == _INTEGERS and (found == -1).any():  # the index is unused
             return None
         if not ((found >= 0) & (found < _ceil(count, width))).all():
             raise ConfigError(

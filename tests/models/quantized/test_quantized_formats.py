@@ -315,7 +315,8 @@ def test_numbers_of_a_file_size_nothing_before_they_are_checked() -> None:
         load_model((config, {**tensors, nested: content}))
     config, tensors = checkpoint("gptq-reordered")
     wild = torch.full_like(tensors[f"{LAYER}mlp.gate_proj.g_idx"], 1 << 30)
-    for broken in (wild, wild.long() << 3, wild.long() << 33):
+    unused = torch.full_like(wild, -1)  # only compressed-tensors has this
+    for broken in (wild, wild.long() << 3, wild.long() << 33, unused):
         with pytest.raises(ConfigError, match="g_idx must have numbers of groups, 0 to 1"):
             load_model((config, {**tensors, f"{LAYER}mlp.gate_proj.g_idx": broken}))
     config, tensors = checkpoint("ct-int4")
