@@ -7,7 +7,7 @@ sets the number of layers (24). FOLDERS names a folder in which they are kept fo
 default they are temporary. `read`: copying all tensors of the folder to memory. Seconds are those
 of the clock, and of the CPU in the program and in the system. Each of ROUNDS (3) lines is a process
 of its own, so that no load uses memory of the one before. All files are in the page cache; with
-COLD=1 they are dropped from it before each read and each load. Before the load, memory of its size
+COLD=1 they are dropped from it before each read and each load. Before the load, twice its memory
 is used and freed: the host of a virtual machine may have to provide memory at its first use, which
 can take longer than the load. HOST=1 leaves this out. `peak`: the largest resident memory while the
 folder is loaded, without what was resident before, next to the bytes of the weights.
