@@ -37,6 +37,13 @@ __device__ inline unsigned shared_address(const void* pointer) PTX(
     return static_cast<unsigned>(__cvta_generic_to_shared(pointer));
 )
 
+// Returns threadIdx.x, read anew: what a kernel computes from it needs no registers before this call.
+__device__ inline int thread_index() PTX(
+    int index;
+    asm volatile("mov.u32 %0, %%tid.x;" : "=r"(index));
+    return index;
+)
+
 // Programmatic dependent launch --------------------------------------------------------------------
 
 // A kernel of a Program that is `dependent` may begin while the previous kernel in the stream still

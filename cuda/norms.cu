@@ -109,7 +109,7 @@ __global__ void __launch_bounds__(1024, 1) norm_heads(
     float scale = standardize<CENTERED>(values, sum, width, eps);
 #pragma unroll
     for (int i = 0; i < COUNT; i++) {
-        int column = (i * blockDim.x + threadIdx.x) * WIDTH;
+        int column = (i * blockDim.x + ptx::thread_index()) * WIDTH;
         if (column >= width) continue;
         float factors[WIDTH];
         load(factors, weight + column);

@@ -59,7 +59,7 @@ __device__ inline void mask(TileScores<K>& scores, const Work<K>& work, int pack
 #pragma unroll
         for (int half = 0; half < 2; half++) {
             int position = work.position(packed + m * 16 + half * 8);
-            int key = tile.start + threadIdx.x % 4 * 2;
+            int key = tile.start + ptx::thread_index() % 4 * 2;  // registers are scarce
             // A query sees the keys in (low, high].
             int low = window.before(position), high = position;
             if (K::SINK) {

@@ -100,6 +100,8 @@ inline unsigned char* dynamic_shared() {
     return static_cast<unsigned char*>(::emulator::dynamic_shared());
 }
 
+inline int thread_index() { return threadIdx.x; }
+
 inline void wait_for_previous() { ::emulator::wait_for_previous(); }
 EMULATED void prefetch_l2(const void* address) { ::emulator::prefetch(address, EMULATOR_RETURN); }
 
