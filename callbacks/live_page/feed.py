@@ -10,6 +10,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable
+from math import inf
 from queue import Full
 from time import monotonic
 from typing import Any
@@ -26,6 +27,7 @@ from gptmanager.scheduler.wait_reasons import WaitReason
 TICK_S = 0.2
 GRACE_S = 30.0  # the loop is watched for this time after the last viewer has left
 _STATUS_S = 1.0
+_OWN_ERROR_S = 5.0  # an error of the page itself is shown for this time
 _HANG_S = 1.0  # the page shows that the loop hangs if active requests get no step for this time
 _WHY_S = 2.0  # time between two calls of `explain_waiting`
 _ANSWER_S = 0.5  # timeout of `explain_waiting`, which the loop answers between two iterations
@@ -138,8 +140,15 @@ class LiveFeed:
             try:
                 self._tick()
             except Exception as error:  # the page shows it, and continues
-                self._picture.put("error", f"the live page itself: {response_text(error)}")
+                self._show_own_error(error)
             self._ended.wait(TICK_S)
+
+    def _show_own_error(self, error: Exception) -> None:
+        with self._lock:
+            text = self._picture.keep_own_error(error, monotonic())
+            self._picture.put("error", text)
+            self._num_frames += 1
+            self._frames.append(_frame(self._num_frames, {"error": text}))
 
     def _is_wanted(self) -> bool:
         with self._lock:
@@ -201,6 +210,7 @@ class _Picture:
         self._started = monotonic()
         self._moved: float | None = None  # when a step last began, or the loop was last idle
         self._column = -1
+        self._own_error = (-inf, "")  # when the page last failed, and its text
 
     def is_due(self, name: str, now: float, every_s: float) -> bool:
         if now < self._due.get(name, 0.0):
@@ -212,6 +222,11 @@ class _Picture:
         """Set a value, and send it if it has changed."""
         if self.all.get(name) != value:
             self.all[name] = self._news[name] = value
+
+    def keep_own_error(self, error: Exception, now: float) -> str:
+        """Show an error of the page itself for a few seconds; return its text."""
+        self._own_error = (now, f"the live page itself: {response_text(error)}"[:_MAX_TEXT])
+        return self._own_error[1]
 
     def add_endings(self, endings: Iterable[Any], now: float) -> None:
         for ending in endings:
@@ -231,7 +246,10 @@ class _Picture:
         if not health.progressing or now - (self._moved or now) > _HANG_S:
             age = health.last_step_age_s
             hangs = -1 if age is None else max(1, int(age))
-        error = "" if manager.exception is None else response_text(manager.exception)[:_MAX_TEXT]
+        failed, own_error = self._own_error
+        error = own_error if now - failed < _OWN_ERROR_S else ""
+        if manager.exception is not None:
+            error = response_text(manager.exception)[:_MAX_TEXT]
         self.put("state", manager.state.value)
         self.put("error", error)
         self.put("hangs", 0 if is_idle else hangs)
@@ -239,8 +257,12 @@ class _Picture:
     def update_status(
         self, manager: GptManager, num_outside: Callable[[], int] | None, now: float
     ) -> None:
-        health = manager.health()
-        self.put("outside", None if num_outside is None else num_outside())
+        health, outside = manager.health(), None
+        try:
+            outside = None if num_outside is None else num_outside()
+        except Exception as error:  # of the host
+            self.keep_own_error(error, now)
+        self.put("outside", outside)
         self.put(
             "calls",
             {

@@ -257,11 +257,10 @@ class Generation(concurrent.futures.Future[GenerationResult]):
         if len(items) == seen:
             self._refuse_to_wait_in_fork()
         with self._news:
-            while len(items) == seen and not self.done():
-                if not self._news.wait(timeout):
-                    raise concurrent.futures.TimeoutError(
-                        f"request {self.request_id}: no new {noun} in {timeout} s"
-                    )
+            if not self._news.wait_for(lambda: len(items) > seen or self.done(), timeout):
+                raise concurrent.futures.TimeoutError(
+                    f"request {self.request_id}: no new {noun} in {timeout} s"
+                )
             return items[seen:]
 
     def _forget(self, waiter: AsyncWaiter) -> None:

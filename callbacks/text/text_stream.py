@@ -54,8 +54,13 @@ class TextStream:
         return self._flush(self._held_text())
 
     def _held_text(self) -> str:
-        returned = self._decode(self._window[: self._num_returned])
-        return self._decode(self._window)[len(returned) :]
+        returned, text = (
+            self._decode(self._window[: self._num_returned]),
+            self._decode(self._window),
+        )
+        if not text.startswith(returned):  # held-back tokens complete the prompt's last character
+            returned = returned.rstrip(_REPLACEMENT)
+        return text[len(returned) :]
 
     def _flush(self, text: str) -> str:
         """Release the held-back tokens. Return the part of their `text` not returned so far."""

@@ -159,7 +159,7 @@ __global__ void __launch_bounds__(THREADS) context_attention(
         multiply_keys<K>(scores, own, key_tile);
         if constexpr (SOFTCAP) cap<K>(scores, to_score);
         if (work.tiles.need_mask(tile, window)) {
-            int index = ptx::thread_index();
+            int index = thread_index<K>();
             int packed = work.first_query + index / 32 * 16 * K::MATRICES + index % 32 / 4;
             mask<K>(scores, work, packed, tile, window);
         }

@@ -15,6 +15,12 @@ template <class K> using TileScores = float[K::MATRICES][K::TOKENS / 8][4];
 // The left operand of the matmul with values.
 template <class K> using TileWeights = unsigned[K::MATRICES][K::TOKENS / 16][4];
 
+// Returns threadIdx.x. With heads of 128 dimensions, no register is left to hold what is computed from it.
+template <class K> __device__ inline int thread_index() {
+    if constexpr (K::D == 128) return ptx::thread_index();
+    else return threadIdx.x;
+}
+
 template <class K> __device__ inline void reset(WarpState<K>& state) {
     state = {};
 #pragma unroll
@@ -59,7 +65,7 @@ __device__ inline void mask(TileScores<K>& scores, const Work<K>& work, int pack
 #pragma unroll
         for (int half = 0; half < 2; half++) {
             int position = work.position(packed + m * 16 + half * 8);
-            int key = tile.start + ptx::thread_index() % 4 * 2;  // registers are scarce
+            int key = tile.start + thread_index<K>() % 4 * 2;
             // A query sees the keys in (low, high].
             int low = window.before(position), high = position;
             if (K::SINK) {

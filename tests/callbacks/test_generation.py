@@ -92,6 +92,24 @@ def test_no_token_in_time_is_a_timeout(cancellations):
         next(generation.tokens(timeout=0.01))
 
 
+def test_news_of_other_kinds_do_not_begin_the_timeout_again(cancellations):
+    generation, has_ended = make(cancellations), threading.Event()
+
+    def notify():
+        while not has_ended.wait(0.001):
+            with generation._news:
+                generation._news.notify_all()
+
+    reader = in_thread(next, generation.tokens(timeout=0.05))
+    notifier = in_thread(notify)
+    with pytest.raises(concurrent.futures.TimeoutError, match="no new token in 0.05 s"):
+        try:
+            reader.result(TIMEOUT)
+        finally:
+            has_ended.set()
+    notifier.result(TIMEOUT)
+
+
 def test_an_error_is_raised_after_the_tokens_before_it(cancellations):
     generation = make(cancellations)
     generation.deliver(streamed([9]), False, "")

@@ -287,6 +287,34 @@ def test_why_requests_wait():
         manager.shutdown(drain=False)
 
 
+@pytest.mark.parametrize("broken", ["host", "page"])
+def test_an_error_of_the_page_itself_is_shown_and_the_page_goes_on(broken, monkeypatch):
+    host, asked, calls = RecordingCallbacks(), [], []
+
+    def num_outside():
+        asked.append(None)
+        if broken == "host":
+            raise OSError("no count")
+        return 17
+
+    def health(of, original=GptManager.health):
+        calls.append(None)
+        if broken == "page" and len(calls) % 3 == 0:
+            raise OSError("no count")
+        return original(of)
+
+    monkeypatch.setattr(GptManager, "health", health)
+    with managed(host, 0.002) as manager:
+        with LivePage(num_outside=num_outside) as page, page.viewer() as viewer:
+            page.attach(manager)
+            browser = Browser(viewer)
+            browser.wait_for(lambda it: it.told.get("error"))
+            assert browser.told["error"] == "the live page itself: OSError: no count"
+            host.submit(request(0, 4, 5))
+            browser.wait_for(lambda it: it.told.get("ended") == {"LENGTH": 1})
+            assert len(asked) < 1000 and browser.told["error"]
+
+
 def test_a_pause_is_seen_and_tokens_are_counted():
     host = RecordingCallbacks()
     cache = KvCacheConfig(max_tokens=64, tokens_per_block=4)

@@ -36,6 +36,11 @@ def byte_ids(text):
     return [4 + byte for byte in text.encode()]
 
 
+def byte_tokens(tokenizer, character):
+    assert character == "🙂"
+    return [tokenizer.token_to_id(letter) for letter in "ðŁĻĤ"]
+
+
 @pytest.mark.parametrize("text", ["once upon a time", "café 🙂 naïve", "日本語", "12 + 30 = 42"])
 def test_the_pieces_are_the_text(tokenizer, text):
     ids = tokenizer.encode(text).ids
@@ -44,7 +49,7 @@ def test_the_pieces_are_the_text(tokenizer, text):
 
 
 def test_an_incomplete_character_is_held_back(tokenizer):
-    ids = [tokenizer.token_to_id(letter) for letter in "ðŁĻĤ"]  # the four bytes of one emoji
+    ids = byte_tokens(tokenizer, "🙂")
     stream = TextStream(tokenizer)
 
     assert [stream.push(token) for token in ids] == ["", "", "", "🙂"]
@@ -94,6 +99,16 @@ def test_any_tokens_in_any_portions_give_the_text_of_all(tokenizer, data):
 def test_the_space_after_the_prompt_is_kept(fallback_tokenizer):
     assert "".join(pieces(TextStream(fallback_tokenizer), [1, 2])) == "once upon"
     assert "".join(pieces(TextStream(fallback_tokenizer, [1]), [2, 1])) == " upon once"
+
+
+def test_a_character_that_begins_in_the_prompt_is_completed(tokenizer):
+    before, (first, *rest) = tokenizer.encode("12 ").ids, byte_tokens(tokenizer, "🙂")
+    for num_rest in range(4):
+        prompt = [*before, first, *rest[:num_rest]]
+        found = pieces(TextStream(tokenizer, prompt), [*rest[num_rest:], *before])
+        assert "".join(found) == ("🙂" if num_rest < 3 else "") + "12 "
+    broken = TextStream(tokenizer, [*before, first])
+    assert "".join(pieces(broken, before)) == "12 "
 
 
 def test_a_long_prompt_costs_no_more_than_its_end(fallback_tokenizer):
