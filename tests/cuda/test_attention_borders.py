@@ -88,7 +88,7 @@ def test_8_bit_pages_of_more_tiles_have_no_race(checked_machine):
     generation.check(checked_machine, rows, stretch=512)
 
 
-@pytest.mark.every(5)
+@pytest.mark.every(10)
 @both
 @pytest.mark.parametrize("softcap", [0.0, 100.0])
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
@@ -108,7 +108,7 @@ def test_windows_that_begin_at_the_first_key_of_a_tile(
             attention.check(machine, rows, window=window, softcap=softcap)
 
 
-@pytest.mark.every(3)
+@pytest.mark.every(6)
 @both
 @pytest.mark.parametrize("sink", [16, 32, 64, 128])
 def test_sinks_of_whole_blocks(machine, attention, num_new, sink):

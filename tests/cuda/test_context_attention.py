@@ -149,7 +149,7 @@ def test_heads_with_sinks_have_no_race(checked_machine, kind, monkeypatch):
 CROSSED = list(crossings([(20, 110), (3, 3)], seed=1, count=24))
 
 
-@pytest.mark.every(3)
+@pytest.mark.every(6)
 @pytest.mark.parametrize(("rows", "options"), CROSSED, ids=map(str, (rows for rows, _ in CROSSED)))
 def test_all_of_it_crossed(machine, rows, options):
     check(machine, rows, **options)

@@ -140,7 +140,7 @@ def test_the_instructions_are_there_from_sm_90_on(program):
 
 
 @DEPENDENT
-@pytest.mark.every(4)
+@pytest.mark.every(8)
 @pytest.mark.timeout(240)  # gemm.cu takes long to compile
 def test_machine_code_has_no_access_before_the_wait(program, tmp_path):
     """Neither NVRTC nor ptxas moves one up; only what is asked for with `prefetch_l2` is there."""

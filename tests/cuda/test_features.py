@@ -136,8 +136,8 @@ def test_no_pinned(monkeypatch):
 @pytest.mark.parametrize(
     "words",
     [
-        "no-graphs,no-split,no-early,no-warpgroups,no-pinned",
         "no-async-copies",
+        "no-graphs,no-split,no-early,no-warpgroups,no-pinned",
         "carveout,extra-syncwarp",
     ],
 )

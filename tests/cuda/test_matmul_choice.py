@@ -334,6 +334,7 @@ def test_each_number_of_rows_of_8_bit_floats_has_its_fastest_engine(launcher, sc
         assert used == {engine} and len(scaled) == (engine == "scaled"), rows
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("kind", [Int8Rows, Fp8Rows])
 def test_many_rows_of_a_weight_in_8_bits_are_divided(own, launcher, kind):
     plain, bias = randn(48, 64, dtype=torch.bfloat16), randn(48, dtype=torch.bfloat16, seed=2)

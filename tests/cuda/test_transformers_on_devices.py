@@ -88,7 +88,7 @@ def with_logits():
 CHUNKS = {**THROUGH, "enable_chunked_context": True, "max_num_tokens": 24, "max_seq_len": 48}
 
 
-@pytest.mark.every(9)
+@pytest.mark.every(18)
 @pytest.mark.parametrize("name", [it for it in ARCHITECTURES if it not in REFUSED])
 def test_logits_are_those_of_the_cpu_and_of_transformers(device, streams, name):
     network, folder = saved(name)
@@ -102,6 +102,7 @@ def test_logits_are_those_of_the_cpu_and_of_transformers(device, streams, name):
         forget_waits(streams)
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("name", ["apertus", "vaultgemma"])
 def test_six_requests_in_flight_give_the_tokens_of_generate(device, name):
     """In chunks, with pauses, and blocks that later requests reuse."""
@@ -195,6 +196,7 @@ def test_torch_computes_attention_that_no_kernel_takes(device, caplog, name, cha
     assert reason in line and "PyTorch computes it" in line
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize(
     ("name", "largest"),
     [("gpt_oss", 0.1), ("gemma2", 0.05), ("apertus", 0.05)],  # routers may choose other experts
@@ -211,6 +213,7 @@ def test_bfloat16(device, streams, name, largest):
         forget_waits(streams)
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize(
     ("kind", "largest", "stored"),
     [

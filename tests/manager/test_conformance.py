@@ -111,7 +111,7 @@ CONFORMING = {
 
 
 @pytest.mark.parametrize("name", CONFORMING)
-@pytest.mark.every(2)
+@pytest.mark.every(4)
 def test_what_is_right_conforms(name):
     create_scheduler, evicts = CONFORMING[name]
     report = check_scheduler(create_scheduler, evicts=evicts, num_scenarios=30 * FUZZ)

@@ -75,7 +75,7 @@ def test_when_one_rank_fails_the_others_end():
         ("sleep", 0, "paused"),
     ],
 )
-@pytest.mark.every(2)
+@pytest.mark.every(4)
 def test_a_step_that_fails_during_a_call_ends_all_ranks_at_once(name, failing, how):
     """Before `timeout_s`, which is longer than the test may take."""
     [found] = run(name, str(failing), how, timeout=PATIENCE_S, script="rank_calls")
