@@ -9,7 +9,6 @@ of a batch that use the same object, such as `banned`, are processed by one laun
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -24,6 +23,7 @@ Logits = npt.NDArray[np.float32]
 Ints = npt.NDArray[np.int32]
 Params = npt.NDArray[np.void]
 
+_MAX_BIAS = float(np.finfo(np.float32).max)
 _SIGNATURE = """
 static_assert(sizeof(Params) == PARAMS_SIZE, "sizeof(Params) differs from the dtype's item size");
 
@@ -134,11 +134,11 @@ class TokenBias(RawKernelLogitsPostProcessor):
         """Return the processor of a request. `bias` maps token ids to biases; -inf bans a token.
 
         Raise ValueError for more than `max_tokens` ids, for an id outside 0..2**31-1, and for NaN
-        and +inf; TypeError for an id that is not an integer.
+        and more than float32's largest number; TypeError for an id that is not an integer.
         """
         for token, added_to in bias.items():
-            if not added_to < math.inf:
-                raise ValueError(f"bias[{token}] = {added_to} must be a number below infinity")
+            if not added_to <= _MAX_BIAS:
+                raise ValueError(f"bias[{token}] = {added_to} must be at most {_MAX_BIAS:.8g}")
         added = np.zeros(self.max_tokens, dtype=np.float32)
         params = _padded(list(bias), self.max_tokens)
         added[: len(bias)] = [bias[token] for token in sorted(bias)]

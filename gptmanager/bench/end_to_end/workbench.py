@@ -130,8 +130,7 @@ class Workbench:
         timer = ClockTimer() if self.device.type == "cpu" else DeviceTimer()
         sizes = (self.scale.copy_bytes, self.scale.matmul_width)
         self.ceilings = measure_ceilings(timer, self.device, dtype, *sizes)
-        kv_itemsize = 4 if self.options.device == "cpu" else dtype.itemsize
-        self.shape = ModelShape.of(self.config, dtype.itemsize, kv_itemsize)
+        self.shape = ModelShape.of(self.config, dtype.itemsize, dtype.itemsize)
         return {
             "construction": {"weights_s": round(weights_s, 1), "managers": self.startups},
             "model": {

@@ -146,7 +146,10 @@ def _allowed(choice: Any) -> tuple[Any, list[str] | None]:
     if None in names:
         index = names.index(None)
         raise field_error(f"tool_choice.allowed_tools.tools[{index}]", "must name a function")
-    return own.get("mode", "auto"), [name for name in names if name is not None]
+    mode = own.get("mode", "auto")
+    if mode not in ("auto", "required", "none"):
+        raise field_error("tool_choice.allowed_tools.mode", "must be 'auto' or 'required'")
+    return mode, [name for name in names if name is not None]
 
 
 def _named(choice: Any) -> str | None:
