@@ -389,12 +389,13 @@ def _collect_ids(stops: Any, into: set[int]) -> None:
     """Add the ids that PollStopSignal returned. Raise CallbackError for other values."""
     foreign = []
     try:
-        for stop in stops:
-            try:
-                into.add(operator.index(stop))
-            except TypeError:
-                foreign.append(stop)
+        ids = iter(stops)
     except TypeError:
-        foreign.append(stops)
+        ids, foreign = iter(()), [stops]
+    for stop in ids:
+        try:
+            into.add(operator.index(stop))
+        except TypeError:
+            foreign.append(stop)
     if foreign:
         raise CallbackError(f"PollStopSignal returned {foreign[0]!r}, expected request ids")

@@ -88,7 +88,10 @@ class TextEncoder:
     def _refuse_endless(self, name: str, text: str) -> None:
         if self._max_tokens is None or self._longest_token is None:
             return
-        size, limit = len(text.encode()), self._max_tokens * self._longest_token
+        size, limit = (
+            len(text.encode(errors="surrogatepass")),
+            self._max_tokens * self._longest_token,
+        )
         if size > limit:
             error = TextTooLongError(
                 f"{name} has {size} bytes: a request may have {self._max_tokens} tokens "

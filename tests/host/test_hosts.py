@@ -256,6 +256,18 @@ def test_other_stop_signals_are_counted_and_stop_nothing(host, stops):
         assert manager.health().callbacks["PollStopSignal"].errors == 5
 
 
+def test_an_error_in_a_generator_of_stop_signals_is_logged_as_it_is(host, caplog):
+    def ids():
+        yield 7
+        raise TypeError("of the host's own generator")
+
+    with start(host, poll_stop_signal_cb=ids) as manager:
+        host.submit(request(1, [1], 5))
+        assert host.final(1).error == ""
+        assert manager.wait_idle(10)
+    assert "TypeError: of the host's own generator" in caplog.text
+
+
 def test_a_stop_set_that_still_holds_a_finished_id_ends_its_next_life_only_by_a_new_poll(host):
     # Given a host that never takes an id out of its stop set
     with start(host, poll_stop_signal_cb=lambda: {1}):

@@ -84,6 +84,8 @@ def test_a_long_text_is_refused_only_if_it_cannot_fit():
         encoder.encode("prompt", "x" * (limit + 7), special=True)
     roomy = TextEncoder(byte_tokenizer(), max_tokens=LONG_TEXT)
     assert len(roomy.encode("prompt", "x" * (limit + 7), special=True)) == limit + 7
+    with pytest.raises(InvalidRequestError, match="^prompt cannot be encoded"):
+        roomy.encode("prompt", "\ud800" * LONG_TEXT, special=True)
     boundless = TextEncoder(UNBOUNDED["stripped"], max_tokens=1)
     assert boundless.encode("prompt", " " * LONG_TEXT, special=True) == []
 
