@@ -387,9 +387,8 @@ def _taken(queue: deque[_T]) -> tuple[_T, ...]:
 
 def _collect_ids(stops: Any, into: set[int]) -> None:
     """Add the ids that PollStopSignal returned. Raise CallbackError for other values."""
-    foreign = []
     try:
-        ids = iter(stops)
+        ids, foreign = iter(stops), []
     except TypeError:
         ids, foreign = iter(()), [stops]
     for stop in ids:
