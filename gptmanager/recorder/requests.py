@@ -31,6 +31,7 @@ _DTYPES = {"torch": (*_NUMBERS, "bfloat16"), "numpy": (*_NUMBERS, "uint16", "uin
 _ITEMS: dict[str, set[type]] = {"b": {bool}, "i": {int}, "u": {int}, "f": {int, float}}
 _NOT_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 _DEFAULT = InferenceRequest(0)  # has the default of each keyword
+_MOST_VALUES = 1 << 48  # of a tensor; torch and NumPy cannot count the bytes of far larger ones
 _LONGEST = (1 << 31) - 1  # the longest dimension of a shape
 _MAX_DEPTH = 32  # limit of nested lists, and of dimensions in a shape
 _CHEAP = 16  # this many numbers that are never converted to a list count as one value
@@ -235,6 +236,8 @@ def _shape(name: str, shape: Any) -> list[int]:
     if not is_list or any(type(n) is not int or not 0 <= n <= _LONGEST for n in shape):
         raise RecordingError(f"{name} must have a valid shape")
     lengths: list[int] = shape
+    if math.prod(lengths) > _MOST_VALUES:
+        raise RecordingError(f"{name} must have a valid shape, of at most {_MOST_VALUES} values")
     return lengths
 
 

@@ -142,6 +142,21 @@ def test_a_fill_stands_for_no_more_than_the_file_could_hold(run, tmp_path, capsy
             assert f"line {number + 1}: " in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("kind", ["torch", "numpy"])
+def test_weights_of_an_adapter_that_no_library_could_count(run, tmp_path, capsys, kind):
+    path, number = tmp_path / "r.jsonl", first_request(run)
+
+    def fill(line):
+        filled = {kind: "float32", "shape": [2**31 - 1] * 32, "fill": 0}
+        line["intake"]["requests"][0]["tensors"]["lora_weights"] = filled
+
+    path.write_bytes(changed(run, number, fill))
+    for command in COMMANDS:
+        assert call(command, path, tmp_path) == 2
+        told = capsys.readouterr().err
+        assert f"line {number + 1}: " in told and "lora_weights must have a valid shape, of" in told
+
+
 def first_request(lines):
     return next(n for n, line in enumerate(lines) if n and orjson.loads(line)["intake"]["requests"])
 
