@@ -133,6 +133,27 @@ def test_layers_of_a_step_share_what_flash_attn_reads():
     assert seen[0] is seen[1] and seen[0].tolist() == [0, 4, 6]
 
 
+@pytest.mark.parametrize("is_context", [False, True])
+def test_layers_of_a_step_share_a_plan_of_flashinfer(is_context, monkeypatch):
+    planned = []
+    wrapper = flashinfer_attention._Wrappers
+    plan = wrapper.planned
+    monkeypatch.setattr(
+        wrapper, "planned", lambda *given, **options: planned.append(1) or plan(*given, **options)
+    )
+    library = FlashInferAttention(FlashInfer, torch.device("cpu"))
+    lengths = torch.tensor([0, 1, 2], dtype=torch.int32), torch.tensor([4, 2], dtype=torch.int32)
+    tables = torch.zeros(2, 1, dtype=torch.int32)
+    values = torch.zeros(1, 2, 16, 32)
+    pages = Pages(values.mT, values, None, False)
+    attend = library.attend_context if is_context else library.attend_generation
+    for step in (1, 2):
+        rows = AttentionRows(*lengths, tables, RowLengths(*(it.numpy() for it in lengths)))
+        for _ in range(3):
+            attend(torch.zeros(2, 4, 32), pages, rows, SHAPE, None)
+        assert len(planned) == step
+
+
 def test_a_model_of_transformers_has_no_matmuls_of_a_provider():
     params = checked_optional_params(OptionalParams(device="cpu", linear_provider=Linear()))
     with pytest.raises(ConfigError, match="linear_provider = .* is refused with a model that tra"):
@@ -189,6 +210,26 @@ def test_the_shortest_of_the_runs_counts(monkeypatch):
     provider = Scripted("slow at first", lambda shape: next(times), (SHAPE,))
     monkeypatch.setattr(attention_trial, "_MOST_SETS", 1)
     assert chosen(monkeypatch, provider, shapes=(SHAPE,))[SHAPE] == Served(provider, provider)
+
+
+def test_a_provider_that_fails_after_a_fast_run_is_left_out(monkeypatch, caplog):
+    times = iter([0.1])
+    provider = Scripted("once", lambda shape: next(times), (SHAPE,))
+    monkeypatch.setattr(attention_trial, "_MOST_SETS", 1)
+    assert chosen(monkeypatch, provider, shapes=(SHAPE,))[SHAPE] == Served()
+    assert "the attention provider once fails, and is not used" in caplog.text
+
+
+def test_a_timed_context_is_one_row_of_at_most_the_tokens_of_a_step(monkeypatch):
+    class Noting(Scripted):
+        def attend_context(self, queries, pages, rows, *given):
+            self.seen.append((len(queries), len(rows.lengths.row_starts) - 1))
+            return super().attend_context(queries, pages, rows, *given)
+
+    provider = Noting("noting", lambda shape: 0.5, (SHAPE,))
+    provider.seen = []
+    chosen(monkeypatch, provider, shapes=(SHAPE,))
+    assert {*provider.seen} == {(LIMITS.max_num_tokens, 1)}
 
 
 @pytest.mark.parametrize("is_once", [False, True])
