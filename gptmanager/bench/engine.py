@@ -87,9 +87,10 @@ class IterationLog:
     def counts(self) -> dict[str, Any]:
         """Return the counts over all iterations, for a report."""
         records = [record for _, record in self.since()]
+        sizes = [record["Scheduled Requests"] for record in records]
         return {
             "iterations": len(records),
-            "mean_batch": round(statistics.mean(it["Scheduled Requests"] for it in records), 1),
+            "mean_batch": round(statistics.fmean(sizes), 1) if sizes else 0.0,
             "pauses": sum(it["Paused Requests"] for it in records),
         }
 

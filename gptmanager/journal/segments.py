@@ -124,11 +124,12 @@ class JournalFolder:
                 _sync_names(self.path)
         except BaseException:
             file.close()
-            with suppress(OSError):
-                temporary.unlink()
+            for name in (temporary, path):  # the records that follow are in the older segment
+                with suppress(OSError):
+                    name.unlink()
             raise
         for number in numbers:
-            with suppress(FileNotFoundError):
+            with suppress(OSError):  # the newest segment counts; the next one removes this one
                 self._segment(number).unlink()
         return file
 

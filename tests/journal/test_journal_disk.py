@@ -140,6 +140,25 @@ def test_a_disk_with_space_again_loses_no_request_that_comes_then(tmp_path, disk
     run.journal.close()
 
 
+@pytest.mark.parametrize("failing", ["_sync_names", "unlink"])
+def test_a_new_segment_that_fails_late_loses_no_record(tmp_path, monkeypatch, failing):
+    run = JournaledRun(tmp_path / "journal", [stream(1)], sync="always")
+    iterate(run, 2)
+
+    def fail(*given):
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(segments if failing == "_sync_names" else type(tmp_path), failing, fail)
+        run.journal._rotate()
+    run.journal.accept([(2, b"after the failure")])
+    assert [*JournalFolder(tmp_path / "journal").read().entries] == [1, 2]
+    run.journal._rotate()
+    assert len(list((tmp_path / "journal").glob("segment-*"))) == 1
+    assert [*JournalFolder(tmp_path / "journal").read().entries] == [1, 2]
+    run.journal.close()
+
+
 @pytest.mark.parametrize("on_full", ["refuse", "continue"])
 def test_an_adapter_that_does_not_fit_is_not_half_stored(tmp_path, disk, on_full):
     run = JournaledRun(tmp_path / "journal", [], on_full=on_full)

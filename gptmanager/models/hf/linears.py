@@ -19,10 +19,13 @@ _ROUTERS = re.compile(r".*(router|gate|gate\.wg|shared_expert_gate)")
 class PackedLinear(nn.Module):
     """A linear layer that multiplies by a packed matrix."""
 
+    bias: Tensor | None
+
     def __init__(self, matrix: PackedMatrix, bias: Tensor | None, kernels: Kernels) -> None:
         super().__init__()
         self.out_features, self.in_features = matrix.shape
-        self.matrix, self.bias = matrix, bias
+        self.matrix = matrix
+        self.register_buffer("bias", bias)
         self._kernels = kernels
 
     def forward(self, x: Tensor) -> Tensor:
