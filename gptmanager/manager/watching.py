@@ -90,6 +90,7 @@ class Watchers:
 
     def __init__(self) -> None:
         self._sees: tuple[WatchCallback, ...] = ()
+        self._has_taps = False
 
     def add(self, loop: TokenLoop, see: WatchCallback) -> None:
         """Call `see` with a `Beginning` and the active requests, then with events as they happen.
@@ -112,15 +113,17 @@ class Watchers:
         )
         for request in loop.active:
             see(_arrival(request, now))
-        if not self._sees:
+        if not self._has_taps:
             _put_taps(loop, self.report_event)
+            self._has_taps = True
         self._sees += (see,)
 
     def remove(self, loop: TokenLoop, see: WatchCallback) -> None:
         """Stop calling `see`; do nothing if it is not a watcher."""
         left = tuple(other for other in self._sees if other != see)
-        if self._sees and not left and hasattr(loop, "executor"):
+        if self._has_taps and not left and hasattr(loop, "executor"):
             _take_taps_away(loop)
+            self._has_taps = False
         self._sees = left
 
     def report_event(self, event: Event) -> None:

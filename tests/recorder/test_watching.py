@@ -135,6 +135,27 @@ def test_one_that_raises_harms_nobody(caplog):
     assert host.responses[-1].is_final and not host.responses[-1].error
 
 
+def test_after_the_last_one_has_raised_the_next_gets_each_event_once():
+    host, events = RecordingCallbacks(), []
+
+    def raises(event):
+        if isinstance(event, Ran):
+            raise RuntimeError("planted")
+
+    with managed(host.keywords()) as manager:
+        loop = manager._worker.loop
+        manager.watch(raises)
+        host.submit(request(1))
+        assert manager.wait_idle(20)
+        manager.watch(events.append)
+        host.submit(request(2))
+        assert manager.wait_idle(20)
+        assert [it.request_id for it in events if isinstance(it, Ending)] == [2]
+        manager.unwatch(events.append)
+        taps = loop.table.host, loop.executor
+        assert not any(isinstance(it, (HostTap, ExecutorTap)) for it in taps)
+
+
 @pytest.mark.parametrize("policy", list(CapacitySchedulerPolicy))
 def test_all_waits_are_told_as_each_is(policy):
     host, constructed, found = RecordingCallbacks(), Future(), []
