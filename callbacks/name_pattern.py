@@ -1,8 +1,9 @@
 """`NamePattern`: a regular expression of an adapter's config, matched in a bounded number of steps.
 
-It supports the syntax that PEFT and its users write. A backtracking matcher takes exponential time
-for some patterns, and blocks the interpreter meanwhile. This matcher simulates the automaton, and
-counts its steps. The set of places that it may have reached is an integer with one bit per place.
+`NamePattern` supports the syntax that PEFT and its users write. A backtracking matcher such as `re`
+takes exponential time for some patterns, and blocks the interpreter meanwhile. This matcher
+simulates the pattern's automaton, and counts its own steps. A set of places in the text, up to
+which a part of the pattern may have matched, is an integer with one bit per place.
 """
 
 from __future__ import annotations
@@ -69,12 +70,13 @@ _Step = Callable[[_Name, int], int]
 
 
 class NamePattern:
-    """A compiled pattern. The constructor raises PatternError if it is invalid or not supported.
+    """A compiled pattern.
 
-    `steps` counts the steps of compiling and matching; several patterns may share it.
+    The constructor raises PatternError if the pattern is invalid or not supported. `steps` counts
+    the steps of compiling and matching; several patterns may share one `Steps`.
 
     Supported are characters, classes, groups, alternatives, repeats, `^`, `$` and look-ahead.
-    Backreferences, look-behind, flags and atomic groups are not. `matches` agrees with
+    Backreferences, look-behind, flags and atomic groups are not supported. `matches` agrees with
     `re.fullmatch(..., re.ASCII)`, except that `$` matches only at the very end.
     """
 
@@ -90,7 +92,7 @@ class NamePattern:
     def matches(self, name: str) -> bool:
         """Return whether the pattern matches all of `name`.
 
-        Raise PatternError beyond the limit of `steps`.
+        Raise PatternError if matching exceeds the limit of `steps`.
         """
         return bool(self._step(_Name(name, self._steps), 1) >> len(name) & 1)
 

@@ -1,7 +1,7 @@
 // activate: out = activation(x). activate_gated: out = activation(gate) * up.
 #include "activation_kinds.cuh"
 
-// Grid: (tokens, parts of the width). A thread computes WIDTH elements.
+// Grid: (tokens, blocks along the width). A thread computes WIDTH elements.
 template <class T, int WIDTH, Activation KIND>
 __global__ void activate_gated(
     T* out,            // [tokens, width]
@@ -19,7 +19,7 @@ __global__ void activate_gated(
     store(out + size_t(blockIdx.x) * width + column, gate);
 }
 
-// Grid: (parts of `size`). A thread computes WIDTH elements.
+// Grid: (blocks along `size`). A thread computes WIDTH elements.
 template <class T, int WIDTH, Activation KIND>
 __global__ void activate(
     T* out,      // [size], may be x

@@ -33,7 +33,7 @@ PROGRAM = Program(
 def activate_gated(
     launcher: Launcher, out: Tensor, gate_up: Tensor, activation: Activation = "silu"
 ) -> None:
-    """Compute `out = activation(gate) * up`; `activation_kinds` defines "clamped_swiglu".
+    """Compute `out = activation(gate) * up`. For "clamped_swiglu" see `activation_kinds`.
 
     `gate_up` `[T, 2F]` has the columns of the gate, then the columns of up. `out` `[T, F]` must not
     overlap `gate_up`. Both have the same dtype: float32, float16 or bfloat16. Raises ValueError for

@@ -78,9 +78,10 @@ class StepPlan(NamedTuple):
 class CudaKernels(Kernels):
     """Ops on tensors of the launcher's device. They are enqueued on its current stream.
 
-    Pages are token-major in memory: `keys [P, K, D, B]` is a transposed view. If `deterministic`,
-    a matmul uses the same kernel for any number of rows, and context attention computes all rows,
-    because generation attention divides a row into parts that depend on the other rows.
+    Pages are token-major in memory: `keys [P, K, D, B]` is a view of `[P, K, B, D]`. If
+    `deterministic`, a matmul uses the same kernel for any number of rows, and context attention
+    computes all rows, because generation attention divides a row into parts that depend on the
+    other rows.
     """
 
     has_float64, plans_experts = False, True
@@ -100,7 +101,7 @@ class CudaKernels(Kernels):
     def measure_matmuls(self, weights: Iterable[Matrix], *given: Any) -> None:
         """Time matmuls with these weights; further arguments as in `MatmulChoice.measure`."""
         is_measured = self._launcher.has_matmuls and not self.deterministic
-        measured = map(on_device, weights) if is_measured else ()  # but all ranks have to agree
+        measured = map(on_device, weights) if is_measured else ()  # but `measure` lets ranks agree
         self._choice.measure(self._own_matmuls, measured, *given)
 
     def padded_head_dim(self, head_dim: int) -> int:
@@ -178,7 +179,7 @@ class CudaKernels(Kernels):
         cells = torch.empty(num_tokens, dtype=torch.int32, device=device)
         cache_write.locate_tokens(self._launcher, cells, rows, tokens_per_block)
         contexts, items, blocks, starts = (plan[kind::4] for kind in range(4))
-        # one partial result per item is enough; their exact number is only known on the device
+        # One partial result per item is enough. Only the device knows how many there are.
         most, num_single = max(len(own) for own in items), len(starts[0]) - 1
         memory = {
             heads: (
@@ -214,7 +215,7 @@ class CudaKernels(Kernels):
 
     def linear_silu_mul(self, x: Tensor, weight: Matrix, bias: Tensor | None = None) -> Tensor:
         x, matrix = x.to(weight.dtype).contiguous(), on_device(weight)
-        # The deterministic path rounds before the activation, as rows with an adapter do.
+        # If deterministic, round before the activation, as for rows with an adapter.
         if self.deterministic or not self._multiplies(x, matrix, silu=True):
             return super().linear_silu_mul(x, matrix, bias)
         out = x.new_empty(len(x), len(matrix) // 2)
@@ -284,7 +285,7 @@ class CudaKernels(Kernels):
         plus_one: bool,
     ) -> None:
         given = qkv, columns, head_dim, weight, eps
-        if plus_one:  # no family has such norms
+        if plus_one:  # no model family has such norms
             super().norm_heads(*given, centered=centered, plus_one=True)
         else:
             norms.norm_heads(self._launcher, *given, centered=centered)

@@ -1,13 +1,13 @@
 // A mixture of experts. Each token chooses `per_token` experts. Slot `token * per_token + i` is choice i of a
 // token. The slots are sorted by expert and cut into tiles; the matmuls of a tile read the matrices of its
-// expert; and each token adds the outputs of its slots. The launches do not depend on which experts are
+// expert; and the outputs of a token's slots are summed. The launches do not depend on which experts are
 // chosen, so they can be captured in a CUDA graph.
 //
 // The bits of a row of a result depend neither on other rows nor on the size of tiles.
 #include "gemm/float8_weights.cuh"
 #include "gemm/gemm_tiles.cuh"
 
-constexpr int MAX_EXPERTS = 1024;  // as in the .py file
+constexpr int MAX_EXPERTS = 1024;  // as in moe.py
 enum Score { SOFTMAX, SIGMOID, SOFTMAX_OF_BEST, SIGMOID_OF_BEST };
 
 struct Best {
@@ -19,7 +19,7 @@ struct Best {
     }
 };
 
-// Returns the index of the largest of `values`, in every lane; of equal ones the first. NaN is left out.
+// Returns the index of the largest of `values`, in every lane; of equal values the first. NaN is ignored.
 __device__ inline int best_of(const float* values, int count) {
     Best best;
     for (int i = threadIdx.x; i < count; i += 32) best.consider(values[i], i);
@@ -36,10 +36,10 @@ __device__ inline float warp_max(float x) {
     return x;
 }
 
-// Returns the mark of a value that has been chosen: NaN, which `best_of` leaves out.
+// Returns the mark of a value that has been chosen: NaN, which `best_of` ignores.
 __device__ inline float taken() { return __int_as_float(0x7FC00000); }
 
-// Returns x, or -inf for NaN, which `best_of` would leave out.
+// Returns x, or -inf if x is NaN, which `best_of` would ignore.
 __device__ inline float ranking(float x) { return x == x ? x : -INFINITY; }
 
 // Sets the ranks of experts to -inf in all groups except the `top_groups` best. The quality of a group is its
@@ -117,7 +117,7 @@ __global__ void __launch_bounds__(32) choose_experts(
     weights[blockIdx.x * per_token + lane] = weight * factor;
 }
 
-// The sorted slots [first, last), all of one expert; -1: nothing to do.
+// A tile: sorted slots [first, last), all of `expert`, which counts from `first_expert`; -1: no tile.
 struct ExpertTile {
     int expert, first, last;
 };
@@ -140,7 +140,7 @@ __device__ inline int sum_before(int x, int (&sums)[33], int& total) {
     return sums[warp] + sum - x;
 }
 
-// Sorts the slots of the `num_experts` experts from `first_expert` on by expert, and cuts them into tiles.
+// Sorts the slots of `num_experts` experts, from `first_expert` on, by expert, and cuts them into tiles.
 // Grid: one block. The order of an expert's slots varies from run to run, but changes no bits of a row.
 __global__ void __launch_bounds__(MAX_EXPERTS, 1) sort_slots(
     int* sorted,        // [slots]
@@ -181,10 +181,10 @@ __global__ void __launch_bounds__(THREADS, 2) expert_gemm(
     const T* x,               // [slots / slots_per_row, depth]
     const W* weight,          // [experts, width, depth], with GATED [experts, 2 * width, depth]
     const float* scales,      // [experts, width], with GATED [experts, 2 * width]; null unless W has 8 bits
-    const T* bias,            // as `scales`; or null
+    const T* bias,            // shaped like `scales`; or null
     const int* sorted,        // [slots]
     const ExpertTile* tiles,  // [max_tiles]
-    int slots_per_row, int width, int depth) {  // depth: a multiple of 8, of 16 for 8 bits
+    int slots_per_row, int width, int depth) {  // depth: a multiple of 8, or of 16 if W has 8 bits
     using K = Kind<T, M, 4, STAGES, 2, GATED, KIND, W>;
     ptx::wait_for_previous();
     ExpertTile tile = tiles[blockIdx.x];
@@ -230,7 +230,7 @@ __global__ void __launch_bounds__(THREADS, 2) expert_gemm(
     sums.store(out, own_scales, own_bias, blockIdx.y * K::COLUMNS, num_rows, width, place);
 }
 
-// The same without tensor cores, for float32 and for rows of any size: a warp computes a column of all rows
+// `expert_gemm` without tensor cores, for float32 and for any depth: a warp computes a column for all rows
 // of a tile. Grid: (max_tiles, parts of 4 columns).
 template <class T, bool GATED, Activation KIND, class W = T>
 __global__ void __launch_bounds__(128) expert_columns(

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from gptmanager.cuda.device.launch import NAMES, Argument, Launcher, Program, check_tensors, ints
 
-_COUNTS = {True: (1, 2, 4), False: (1, 2, 8)}  # vectors per thread, for wide and narrow vectors
+_COUNTS = {True: (1, 2, 4), False: (1, 2, 8)}  # vectors per thread, by whether they have 16 bytes
 _MAX_THREADS = 1024
 
 
@@ -52,10 +52,10 @@ def norm(
 
     The RMSNorm is `out = y / sqrt(mean(y^2) + eps) * weight + bias`. For a LayerNorm, the mean of y
     is first subtracted from y. Here y is `x`, or with a `residual` the rounded sum of both, which
-    is also written to `residual`. With `plus_one`, `weight` is stored minus 1. `out`, `x` and
-    `residual` are `[T, C]`, `weight` and `bias` `[C]`. All have the same dtype: float32, float16 or
-    bfloat16. `out` may be `x`. Raises ValueError for other tensors, and for rows of more than
-    64 KiB, or of more than 8192 elements if a row is not a multiple of 16 bytes.
+    is also written to `residual`. If `plus_one`, `weight` holds the weights minus 1. `out`, `x` and
+    `residual` are `[T, C]`, `weight` and `bias` are `[C]`. All have the same dtype: float32,
+    float16 or bfloat16. `out` may be `x`. Raises ValueError for other tensors, and for rows of more
+    than 64 KiB, or of more than 8192 elements if a row is not a multiple of 16 bytes.
     """
     num_tokens, width = x.shape
     row = (num_tokens, width)

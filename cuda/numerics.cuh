@@ -1,5 +1,5 @@
-// Loads and stores of tensor elements as floats, 16 bytes at a time; sums over a warp or a block; a
-// test for the last of several blocks.
+// Loads and stores of tensor elements as floats, up to 16 bytes at a time; sums over a warp or a block; a
+// test whether a block is the last of several to arrive.
 #pragma once
 
 #include "intrinsics.cuh"
@@ -23,7 +23,7 @@ template <> __device__ inline __nv_bfloat16 from_float<__nv_bfloat16>(float x) {
     return __float2bfloat16_rn(x);
 }
 
-// Packs two floats into one register of a matrix, the first in its lower half.
+// Rounds two floats to T and packs them into one 32-bit register of an MMA fragment, `low` in the lower half.
 template <class T> __device__ inline unsigned pack(float low, float high);
 template <> __device__ inline unsigned pack<__half>(float low, float high) {
     __half2 both = __floats2half2_rn(low, high);
@@ -57,7 +57,7 @@ template <int N, class T> __device__ inline void store(T* to, const float (&from
     }
 }
 
-// Returns, in every lane, the sum over its group of LANES adjacent lanes, a power of two.
+// Returns, in every lane, the sum over that lane's group of LANES adjacent lanes. LANES is a power of two.
 template <int LANES = 32> __device__ inline float warp_sum(float x) {
 #pragma unroll
     for (int step = LANES / 2; step > 0; step /= 2) x += __shfl_xor_sync(0xFFFFFFFFu, x, step);
@@ -74,11 +74,11 @@ __device__ inline float block_sum(float x, float (&partial)[32]) {
     return warp_sum(lane < blockDim.x / 32 ? partial[lane] : 0.0f);
 }
 
-// Returns whether this block is the last of `count` to call this; it then sees the writes of all of them.
-// `arrived` is 0 before the first call and after the last.
+// Returns whether this block is the last of `count` blocks to call this function. All threads of the last
+// block then see the writes of all the blocks. `*arrived` is 0 before the first call and after the last.
 //
-// The first barrier orders the writes of a block's threads before its atomic, which releases them. The
-// atomic of the last block acquires them, and the second barrier passes them on to its other threads.
+// The first barrier orders the writes of a block's threads before thread 0's atomic, which releases the
+// writes. The last block's atomic acquires them; the second barrier passes them on to its other threads.
 __device__ inline bool is_last_block(unsigned* arrived, int count) {
     __syncthreads();
     unsigned last = count - 1;  // resets the counter to 0

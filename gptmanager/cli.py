@@ -122,13 +122,13 @@ def _call(arguments: Sequence[str] | None) -> int:
 
 
 class _Terminated(KeyboardInterrupt):
-    """SIGTERM has arrived. Launchers of ranks send it to all other ranks when one has died."""
+    """SIGTERM has arrived. If a rank dies, launchers send SIGTERM to all other ranks."""
 
 
 def _terminable() -> contextlib.AbstractContextManager[None]:
     """Return a context that handles SIGTERM like Ctrl-C.
 
-    So requests get their final responses, and files are completed.
+    Requests then get their final responses, and files are completed.
     """
 
     def terminate(*_: Any) -> None:

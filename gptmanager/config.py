@@ -1,8 +1,8 @@
 """The configuration of a manager: enums, and plain mutable dataclasses.
 
-TensorRT-LLM's optional parameters, which have camelCase names, are snake_case fields here, with
-their documented defaults. Setting an unknown name raises AttributeError. `assembly.options` checks
-the values.
+TensorRT-LLM's optional parameters, which have camelCase names, are snake_case fields here, with the
+defaults that TensorRT-LLM documents. Setting an unknown name raises AttributeError. The module
+`assembly.options` checks the values.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class ModelType(IntEnum):
 class CapacitySchedulerPolicy(IntEnum):
     """The policy by which active requests get memory in an iteration.
 
-    MAX_UTILIZATION: as many requests run as fit; running requests may be paused.
+    MAX_UTILIZATION: as many requests run as fit in memory; running requests may be paused.
     GUARANTEED_NO_EVICT: a request starts if the memory for its longest output is free, and is never
     paused. STATIC_BATCH: like GUARANTEED_NO_EVICT, but requests start only when no request runs.
     """
@@ -87,12 +87,12 @@ class KvCacheConfig:
     """The size and the features of the paged KV cache. Lengths are in tokens, sizes in bytes.
 
     `host_swap`: whether evicted blocks move to `host_cache_size` bytes of CPU memory. "always"
-    moves them. "auto" moves them if two copies of a block, at `host_bytes_per_s`, take less time
+    moves them. "auto" moves them if copying a block twice, at `host_bytes_per_s`, takes less time
     than computing its tokens again, at `recompute_tokens_per_s`.
 
     `enable_block_reuse`: None means True, unless the batching is V1 or the model keeps a state for
-    each sequence. `dtype`: the dtype of keys and values, by default the model's. "fp8" stores 8-bit
-    floats (e4m3), which are multiplied by the checkpoint's scales. "fp8" is rejected on the CPU.
+    each sequence. `dtype`: the dtype of keys and values; None means the model's dtype. "fp8" stores
+    8-bit floats (e4m3) and uses the checkpoint's scales. "fp8" is rejected on the CPU.
     """
 
     max_tokens: int | None = None
@@ -141,11 +141,11 @@ class ParallelConfig:
     """One model over several processes (ranks), each with its own manager.
 
     `tensor_parallel_size` ranks share each layer, and `pipeline_parallel_size` groups of ranks
-    share the layers; the number of ranks is the first times the second. `timeout_s`: a rank that
-    does not answer for longer counts as failed. `respond_on_all_ranks`: SendResponse and
-    ReturnBatchManagerStats are called on each rank, not only on rank 0.
-    `replicate_logits_post_processors`: each rank that has logits calls the post-processors of its
-    own host.
+    share the layers; the number of ranks is the product of the two sizes. `timeout_s`: a rank that
+    does not answer within this time counts as failed. `respond_on_all_ranks`: whether SendResponse
+    and ReturnBatchManagerStats are called on each rank, not only on rank 0.
+    `replicate_logits_post_processors`: whether each rank that has logits calls the post-processors
+    of its own host.
     """
 
     tensor_parallel_size: int = 1
@@ -159,9 +159,9 @@ class ParallelConfig:
 class PromptLookup:
     """Draft tokens by prompt lookup (Saxena 2023), for outputs that repeat earlier text.
 
-    The last `max_ngram` tokens of the text are searched for earlier in the text. If there is no
-    match, fewer tokens are searched for, down to `min_ngram`. The tokens after the latest match, at
-    most `max_draft_tokens`, are the draft.
+    The last `max_ngram` tokens of the text are searched for in the text before them. If there is no
+    match, fewer tokens are searched for, down to `min_ngram`. The draft is the tokens after the
+    latest match, at most `max_draft_tokens`.
     """
 
     max_draft_tokens: int = 10
@@ -170,10 +170,10 @@ class PromptLookup:
 
 
 class Delivered(NamedTuple):
-    """The part of a request's output that its host has, see `OptionalParams.restore_cb`.
+    """The part of a request's output that its host has received; see `OptionalParams.restore_cb`.
 
-    `num_tokens`: the number of generated tokens of a streaming request. `final`: whether the host
-    has the final response.
+    `num_tokens`: the number of received tokens of a streaming request, without the prompt. `final`:
+    whether the host has received the final response.
     """
 
     num_tokens: int
@@ -190,31 +190,31 @@ class OptionalParams:
     Sizes. `max_seq_len`: None means the checkpoint's `max_position_embeddings`.
     `max_active_requests`: "auto" means `max_batch_size` times the number of micro batches. None
     means no limit, so Get is called with -1. `max_waiting_requests`: the number of requests that
-    may wait beyond the batch; more are refused with a CapacityError. None means no limit.
+    may wait in addition to the batch; further requests are refused with a CapacityError. None means
+    no limit.
 
     The step. `device`: None means the CPU. `run_ahead`: None means 0 on the CPU, with
-    `enable_trt_overlap` and with pipeline stages, otherwise 1. `cuda_graphs`: steps on a device are
-    captured at the start and later replayed; steps with contexts only for small models.
-    `weights_dtype`: "int8" quantizes the network's matrices to 8 bits, "fp8" to 8-bit floats (only
-    on a GPU), "int4" to 4 bits, with the output matrix in `head_dtype` (None: 8 bits). On a device,
-    "int4" is not for models with experts. "none" keeps matrices in `dtype`. None means "none",
-    except that on the CPU a quantized checkpoint stays quantized if `dtype` is None: 4-bit matrices
-    in 4 bits, all others in 8. `model_backend`: "native" computes the network here, "transformers"
-    in that library; "auto" means "native" if the architecture is in the table of families, else
-    "transformers".
+    `enable_trt_overlap` and with pipeline stages, otherwise 1. `cuda_graphs`: whether steps on a
+    device are captured at the start and later replayed. Steps with contexts are captured only for
+    small models. `weights_dtype`: "int8" quantizes the network's matrices to 8 bits, "fp8" to 8-bit
+    floats (only on a GPU), "int4" to 4 bits, with the output matrix in `head_dtype` (None means 8
+    bits). On a device, "int4" is rejected for models with experts. "none" keeps matrices in
+    `dtype`. None means "none", except that on the CPU a quantized checkpoint stays quantized if
+    `dtype` is None: 4-bit matrices in 4 bits, all others in 8. `model_backend`: "native" computes
+    the network in this package, "transformers" in the transformers library. "auto" means "native"
+    if the architecture is in the table of families, otherwise "transformers".
     `speculative_decoding_config`: draft tokens for requests with one beam; None means no drafts.
 
     Providers. `attention_provider`: "own", or the attention of another library on a GPU,
-    "flashinfer" or "flash_attn"; "auto" times all that are installed at the start, and takes the
-    fastest. On any device it may be an object of the host's own, a
-    `gptmanager.kernels.AttentionProvider`. `linear_provider`: an object of the host's own for
-    matmuls, a `gptmanager.kernels.LinearProvider`. With `deterministic`, "auto" means "own", and
-    all other providers are refused.
+    "flashinfer" or "flash_attn". "auto" times all installed ones at the start, and takes the
+    fastest. On any device the host may pass a `gptmanager.kernels.AttentionProvider` instead.
+    `linear_provider`: a `gptmanager.kernels.LinearProvider` of the host, for matmuls. With
+    `deterministic`, "auto" means "own", and all other providers are refused.
 
-    The host. `idle_poll_s`: the time between two calls of Get while the manager is idle; with None
-    it calls Get only after `notify()`. `callback_budget_s`: a callback that takes longer is logged.
-    `max_get_failures`: the number of times that Get may fail in a row, with growing pauses; one
-    more ends the manager.
+    The host. `idle_poll_s`: the time between two calls of Get while the manager is idle. If it is
+    None, an idle manager calls Get only after `notify()`. `callback_budget_s`: a callback that
+    takes longer is logged; None means no limit. `max_get_failures`: the number of times that Get
+    may fail in a row, with growing pauses; one more failure ends the manager.
 
     Failures. `max_step_failures`: the number of failed iterations in a row that ends the manager;
     before that, a failure ends only the requests that have started. With a `parallel_config` the
@@ -232,8 +232,9 @@ class OptionalParams:
 
     Recordings. `recording_path`: a file for the whole run (`gptmanager replay`). Without it the
     last `black_box_iterations` iterations are kept in memory, in about `black_box_bytes`, and
-    written to `black_box_path` when the loop fails. By default this is a new file in the temporary
-    folder, which the log names. With `black_box_iterations` 0 no iterations are kept.
+    written to `black_box_path` when the loop fails. If `black_box_path` is None, they are written
+    to a new file in the temporary folder, and the log names the file. With `black_box_iterations` 0
+    no iterations are kept.
 
     The journal. `journal_path`: a folder; the requests that are unfinished when the process dies
     continue in the next manager on this folder (docs/reliability.md). `journal_sync`: when records
@@ -241,9 +242,9 @@ class OptionalParams:
     background, at intervals of this number of milliseconds; "never". `journal_on_full`: while the
     disk is full, "refuse" new requests, or "continue" without a journal. `journal_max_resumes`: how
     many managers in a row may resume a request without sending a token of it.
-    `restore_cb(request_id)`: returns what the host has of a request, a `Delivered`, or None.
-    `restore_processor_cb(request_id, client_id)`: returns the logits post-processor of a request
-    that continues.
+    `restore_cb(request_id)`: returns a `Delivered`, the part of the request's output that the host
+    has received, or None. `restore_processor_cb(request_id, client_id)`: returns the logits
+    post-processor of a request that continues.
     """
 
     kv_cache_config: KvCacheConfig = field(default_factory=KvCacheConfig)

@@ -1,7 +1,7 @@
 """`LiveRows`: the requests of a watched loop as rows of spans, and their changes for a page.
 
-A page first gets `snapshot`, then the result of each `take_changes`. Both consist of plain lists
-and numbers, which `docs/live_page.md` describes.
+A page first gets `snapshot`, then the result of each `take_changes`. `docs/live_page.md` describes
+the format of both.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from typing import Any
 from gptmanager.callbacks.live_page.tap import Change, Step
 from gptmanager.manager.watching import Arrival, Beginning, Ending, Ran
 
-# the kinds of spans are the states of a request; a HELD request does not run, but keeps its memory
+# The kind of a span is the state of the request. A HELD request does not run, but keeps its memory.
 WAITING, CONTEXT, GENERATION, PAUSED, HELD = "w", "c", "g", "p", "h"
 
 _NO_IDS: frozenset[int] = frozenset()
-_MAX_SPANS = 256  # spans of a row; the oldest are dropped
+_MAX_SPANS = 256  # spans of a row; if there are more, the oldest half is dropped
 _MAX_ENDED = 256  # ended rows in a snapshot, in addition to the active ones
 _MAX_NEW = 64  # ended rows in one change
 _request_id = itemgetter(0)  # of a `Row`
@@ -27,9 +27,10 @@ _request_id = itemgetter(0)  # of a `Row`
 class LiveRow:
     """The row of one request.
 
-    `number` identifies it in changes, because ids may be reused, and may be long. `spans` is a list
-    of [kind, first iteration, tokens]; each span lasts until the next begins. `generated` is the
-    number of tokens generated so far, and `reported` the number that was sent to pages.
+    Changes identify the row by `number`, because request ids may be long, and may be reused.
+    `spans` is a list of [kind, first iteration, context tokens]; each span lasts until the next
+    begins. `generated` is the number of tokens generated so far, and `reported` the number that
+    was last sent to pages.
     """
 
     __slots__ = ("arrival", "begin", "end", "generated", "kind", "number", "reported", "spans")
@@ -52,9 +53,10 @@ class LiveRow:
 
 
 class LiveRows:
-    """The rows of one watch. `feed` gets all changes, in order.
+    """The rows of one watch. `feed` must be called with all changes, in order.
 
-    `kinds` has the number of active rows by kind.
+    `kinds` has the number of active rows of each kind, and `outcomes` the number of ended requests
+    with each outcome.
     """
 
     def __init__(self) -> None:
@@ -65,7 +67,7 @@ class LiveRows:
         self._num_rows = 0
         self._active: dict[int, LiveRow] = {}
         self._ended: deque[LiveRow] = deque(maxlen=_MAX_ENDED)
-        self._running: dict[int, frozenset[int]] = {}  # by micro batch
+        self._running: dict[int, frozenset[int]] = {}  # request ids by micro batch
         self._new: list[LiveRow] = []
         self._changed: list[list[Any]] = []
         self._ends: list[LiveRow] = []
@@ -107,8 +109,8 @@ class LiveRows:
 
         "n" lists new rows, with all their spans. "c" lists [row number, kind, iteration, tokens]
         for each span that began in an older row, and "e" lists [row number, *end] for each older
-        row that ended. Empty lists are omitted. Of the rows that both began and ended since the
-        last call, only the newest 64 are included.
+        row that ended. Empty lists are omitted. If more than 64 rows both began and ended since the
+        last call, only the newest 64 of these rows are included.
         """
         short_lived = [row.number for row in self._new if row.end is not None][:-_MAX_NEW]
         hidden, changes = frozenset(short_lived), dict[str, list[Any]]()
@@ -126,9 +128,10 @@ class LiveRows:
         return changes
 
     def take_progress(self, last: Iterable[Ran]) -> list[list[Any]]:
-        """Return [number of new tokens, rows as ranges] of rows that grew since the last call.
+        """Return the active rows that have new generated tokens since the last call.
 
-        `last` has the last iteration of each micro batch.
+        An item is [number of new tokens per row, row numbers as `ranges`]. `last` has the last
+        iteration of each micro batch.
         """
         grown: dict[int, list[int]] = {}
         for ran in last:

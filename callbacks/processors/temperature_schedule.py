@@ -32,7 +32,7 @@ extern "C" __global__ void temperature_schedule(
 
 
 class TemperatureSchedule(RawKernelLogitsPostProcessor):
-    """Changes the temperature over the first tokens in equal steps, and then keeps it constant.
+    """Changes the temperature linearly over the first tokens, and then keeps it constant.
 
     A request without sampling parameters is greedy, so dividing its logits changes nothing. Set
     `temperature=1.0` on the request, so that it samples.
@@ -47,7 +47,7 @@ class TemperatureSchedule(RawKernelLogitsPostProcessor):
     ) -> BoundKernel:
         """Return the processor of a request. Raise ValueError unless all values are above 0.
 
-        `steps` is the number of tokens until the temperature is `end`.
+        The temperature is `start` for the first token, and `end` after `steps` tokens.
         """
         for name, value in (("start", start), ("end", end), ("steps", steps)):
             if not value > 0:

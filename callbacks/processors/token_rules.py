@@ -117,7 +117,7 @@ class BannedTokens(RawKernelLogitsPostProcessor):
 
 
 class TokenBias(RawKernelLogitsPostProcessor):
-    """Adds a bias to the logits of given tokens: log 2 doubles the odds of a token."""
+    """Adds a bias to the logits of given tokens: a bias of log 2 doubles the odds of a token."""
 
     def __init__(self, max_tokens: int = 256) -> None:
         at_least(1, "max_tokens", max_tokens)

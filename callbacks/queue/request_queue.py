@@ -1,7 +1,7 @@
 """`RequestQueue`: three of the four callbacks as a thread-safe bounded queue with futures.
 
-It decides which request is fetched next, and which handle gets a response. It does not check
-requests: the manager does.
+The queue decides which request is fetched next, and which handle gets a response. The manager
+checks the requests.
 """
 
 from __future__ import annotations
@@ -42,15 +42,15 @@ class RequestQueue:
                 ...
 
     In the `with` statement the queue is the outer context manager. So the manager finishes its
-    requests first, and then `close` answers the requests that it never fetched. After `attach` the
-    queue also closes when the manager ends or dies, so no handle waits forever. One queue serves
-    one manager.
+    requests first, and then `close` ends the requests that the manager never fetched. After
+    `attach` the queue also closes when the manager ends or dies, so no handle waits forever. One
+    queue serves one manager.
 
     `max_pending` limits the number of requests that wait for the manager, `max_pending_tokens` the
     tokens of their prompts, and `max_pending_bytes` the bytes of their tensors. None means no
     limit. Requests with a higher priority are fetched first; requests of equal priority are fetched
     in the order of arrival. `default_end_id` (an id or several, see `TokenDefaults`) and
-    `default_pad_id` are for requests without these tensors. Set `exclude_input_in_output` as in
+    `default_pad_id` are for requests that do not set these ids. Set `exclude_input_in_output` as in
     the manager's `OptionalParams`. `tokenizer` decodes the output of requests with `stop`. It is a
     tokenizer, or a checkpoint folder, which is read at the first request with `stop`.
     """
@@ -81,7 +81,7 @@ class RequestQueue:
         # guards all fields below; reentrant, because a signal handler may take it again
         self._changed = threading.Condition(threading.RLock())
         self._pending = PendingRequests(limits)
-        self._open: dict[int, Generation | None] = {}  # None while a `submit` waits with this id
+        self._open: dict[int, Generation | None] = {}  # None: reserved, not queued yet
         self._stops: set[int] = set()
         self._ids = itertools.count(1)
         self._process = os.getpid()
@@ -93,7 +93,7 @@ class RequestQueue:
     def for_checkpoint(cls, folder: str | os.PathLike[str], **options: Any) -> RequestQueue:
         """Create a queue with the end tokens, the pad token and the tokenizer of a checkpoint.
 
-        `options` are those of `RequestQueue`, and take precedence.
+        `options` are arguments of `RequestQueue`. They take precedence over the checkpoint.
         """
         defaults = TokenDefaults.of_folder(folder)
         options.setdefault("default_end_id", defaults.end_ids)
@@ -136,19 +136,19 @@ class RequestQueue:
         """Queue a request, and return its handle.
 
         `prompt` is a list of token ids, with the keywords of `InferenceRequest.from_tokens`, or a
-        whole `InferenceRequest`. The queue's defaults are set on the request.
+        whole `InferenceRequest`. The queue sets its defaults on the request.
 
-        A full queue blocks for up to `timeout` seconds (None: forever), then raises `queue.Full`.
-        It never blocks on the manager's own thread, on which done callbacks run. In asyncio use
-        `timeout=0`, or `asyncio.to_thread`. Without `request_id` the ids count from 1, so a
+        If the queue is full, wait up to `timeout` seconds (None: forever), then raise `queue.Full`.
+        On the manager's own thread, on which done callbacks run, the call never waits. In asyncio
+        use `timeout=0`, or `asyncio.to_thread`. Without `request_id` the ids count from 1, so a
         repeated run has the same ids and the same seeds.
 
         `stop` has at most 64 stop strings of 1 to 4,096 characters. The output ends when its text,
         without the prompt, contains one of them, in any split into tokens. Its finish reason is
         then STOP_WORDS, its text is cut before the stop string, and its last token is the one that
-        completes the stop string. An empty list only decodes the text. A request with several
-        outputs runs until all of them have ended.
-        Raise ConfigError without a `tokenizer`, InvalidRequestError for an invalid `stop`.
+        completes the stop string. With an empty list the text is only decoded. A request
+        with several outputs runs until all of them have ended. Raise ConfigError if the queue has
+        no `tokenizer`, and InvalidRequestError for an invalid `stop`.
 
         Raise DuplicateRequestIdError for the id of an open request, CapacityError for a request
         that alone exceeds `max_pending_tokens` or `max_pending_bytes`, and ManagerDeadError if the
@@ -169,8 +169,8 @@ class RequestQueue:
     ) -> Generation:
         """Return the handle of a request that the manager already has, for example from a journal.
 
-        Nothing is queued, so the limits of the queue do not apply. The arguments and the other
-        errors are those of `submit`, without its timeout.
+        Nothing is queued, so the limits of the queue do not apply. The arguments and errors are
+        those of `submit`, except for `timeout` and the errors about limits.
         """
         generation = self._take(prompt, max_new_tokens, request_id, by_name, stop)
         with self._changed:
@@ -181,7 +181,7 @@ class RequestQueue:
         return generation
 
     def cancel(self, request_id: int) -> bool:
-        """End a request early; return False if it is not open. Never wait.
+        """End a request early, without waiting. Return False if the request is not open.
 
         A pending request ends at once, and the manager never sees it. A request that the manager
         has fetched ends at the next iteration. Both end without an error, with finish reason
@@ -225,10 +225,10 @@ class RequestQueue:
     def close(self, error: BaseException | None = None) -> None:
         """End all open handles with `error`, and refuse new requests.
 
-        If stop strings have ended all outputs of a handle, it gets its result instead. Requests
-        that still run in the manager are stopped; to let them finish, call `manager.shutdown()`
-        first.
-        Idempotent: the `error` of a second call is ignored. In a forked process it does nothing.
+        If stop strings have ended all outputs of a handle, the handle gets its result instead.
+        Requests that still run in the manager are stopped. To let them finish, call
+        `manager.shutdown()` first. Idempotent: the `error` of a second call is ignored. In a forked
+        process this method does nothing.
         """
         if self._is_forked:
             return
@@ -259,7 +259,7 @@ class RequestQueue:
     def get_inference_requests(self, max_num_requests: int) -> list[InferenceRequest]:
         """Return the next requests: the GetInferenceRequests callback."""
         self._loop_thread = threading.get_ident()
-        if not len(self._pending):  # without the lock: it runs in every iteration
+        if not len(self._pending):  # without the lock, because this runs in every iteration
             return []
         with self._changed:
             count = len(self._pending) if max_num_requests < 0 else max_num_requests
@@ -286,7 +286,10 @@ class RequestQueue:
             self._deliver(generation, tensors, is_final, error)
 
     def poll_stop_signal(self) -> frozenset[int]:
-        """Return the ids to stop, each until its final response: the PollStopSignal callback."""
+        """Return the ids of the requests to stop: the PollStopSignal callback.
+
+        Each id is returned until the final response of its request.
+        """
         if not self._stops:
             return frozenset()
         with self._changed:
@@ -380,7 +383,7 @@ class RequestQueue:
         try:
             generation.deliver(tensors, is_final, error)
         except Exception as malformed:
-            # with this exception the manager would end only the request; the handle must end, too
+            # if this were raised, the manager would end the request, but the handle would not end
             with self._changed:
                 was_open = self._open.pop(generation.request_id, None) is not None
                 if was_open:

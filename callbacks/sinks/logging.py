@@ -32,7 +32,7 @@ class LoggingSink:
         self._every_s = every_s
         self._clock = clock
         self._lock = threading.Lock()
-        self._last: tuple[float, int] | None = None  # time and iteration of the last summary
+        self._last: tuple[float, int] | None = None  # of the last summary: time, iteration or 0
 
     def __call__(self, record: str) -> None:
         now = self._clock()
@@ -56,7 +56,7 @@ class LoggingSink:
 
 
 def summary(statistics: Mapping[str, Any]) -> str:
-    """Return the record as one line; optional keys that are missing are omitted."""
+    """Return the statistics of a record as one line, without the optional keys that are missing."""
     parts = [f"iteration {statistics['Iteration Counter']}", _requests(statistics)]
     if "Used KV cache blocks" in statistics:
         used, total = statistics["Used KV cache blocks"], statistics["Max KV cache blocks"]

@@ -1,8 +1,8 @@
 """`ControlTokens`: prevents texts of clients in a chat from becoming control tokens.
 
-A template writes both its control tokens and the client's texts as text. So the names of control
-tokens in client texts are marked before the template is rendered. In the rendered text, every
-control token without a mark belongs to the template.
+A template writes both its control tokens and the client's texts as text. So the control tokens
+in client texts are marked before the template is rendered. In the rendered text, every control
+token without a mark belongs to the template.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class ControlTokens:
         return value
 
     def pieces(self, text: str) -> Iterator[str | int]:
-        """Yield the parts of a rendered template: ids of control tokens, and plain text."""
+        """Yield the parts of a rendered template: ids of control tokens, and unmarked text."""
         at = 0
         for found in self._any.finditer(text):
             if at < found.start():

@@ -2,7 +2,7 @@
 
 Each stop string has an automaton of Knuth, Morris and Pratt, "Fast pattern matching in strings"
 (1977). Its state is the length of the longest prefix of the stop string that the output ends with.
-So no piece is read twice, and the longest state is the number of characters to hold back. The
+So no piece is read twice, and the largest state is the number of characters to hold back. The
 automaton is built only as far as its state has advanced: an unmatched stop string costs little.
 """
 
@@ -28,7 +28,7 @@ class StopStrings:
     """Searches for several stop strings in one output."""
 
     def __init__(self, stops: Sequence[str]) -> None:
-        # stop strings, each with the values of its failure function that were needed so far
+        # stop strings, each with the values of its failure function that are known so far
         self._stops: list[tuple[str, list[int]]] = [(stop, []) for stop in stops]
         self._states = [0] * len(stops)
         self._num_seen = 0  # characters
@@ -41,8 +41,8 @@ class StopStrings:
     def push(self, text: str, *, may_end: bool = True) -> Found | None:
         """Read more text; return the first stop string that is complete, or None.
 
-        If several end at the same character, return the longest. With `may_end=False`, stop strings
-        that are complete in this text are ignored.
+        If several stop strings end at the same character, return the longest. With `may_end=False`,
+        ignore stop strings that end in this text.
         """
         for character in text:
             self._num_seen += 1

@@ -17,9 +17,9 @@ from gptmanager.callbacks.text.text_stream import TextStream
 class StoppedText:
     """Decodes the tokens of one output until a stop string is complete.
 
-    Stop strings are searched for in the output only, not in the prompt. If several occur, the one
-    that is complete first ends the output; of several that end at the same character, the longest.
-    The result does not depend on how the text is split into tokens and pieces.
+    Stop strings are searched for in the output only, not in the prompt. The stop string that is
+    complete first ends the output. If several are complete at the same character, the longest one
+    ends the output. The result does not depend on how the text is split into tokens and pieces.
     """
 
     def __init__(self, tokenizer: Tokenizer, prompt_ids: Sequence[int], stops: Sequence[str]):
@@ -38,7 +38,7 @@ class StoppedText:
     def push(self, tokens: Sequence[int]) -> int:
         """Add tokens; return how many of them belong to the output.
 
-        All tokens belong to it, up to and including the one that completes a stop string.
+        These are all tokens up to and including the token that completes a stop string.
         """
         for index, token in enumerate(tokens):
             if self.is_stopped:

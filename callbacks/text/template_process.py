@@ -71,7 +71,7 @@ def read_template_file(path: str | os.PathLike[str]) -> dict[str, str]:
 
 
 def pick(templates: Mapping[str, str], has_tools: bool) -> str | None:
-    """Return the template for a request, with or without tools; None if `templates` lacks it."""
+    """Return the template for a request with or without tools, or None if there is none."""
     if has_tools and _WITH_TOOLS in templates:
         return templates[_WITH_TOOLS]
     return templates.get(_DEFAULT)
@@ -142,7 +142,7 @@ class TemplateProcess:
     def ask(self, given: Mapping[str, Any]) -> str:
         """Do the same as `fill_in`, with its arguments in `given`.
 
-        Only one thread at a time may call it.
+        Only one thread at a time may call this method.
         """
         try:
             return str(self._child.ask(orjson.dumps(given), self._max_seconds))

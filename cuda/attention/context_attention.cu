@@ -3,7 +3,7 @@
 //
 // FlashAttention-2: a block holds a tile of queries and iterates over keys and values in tiles of 64 or
 // 32 tokens; the next tile is copied while the current one is used. The query heads of one KV head are
-// packed: packed query m of a row is head m % group of the group, in token m / group.
+// packed: with `group` heads per KV head, packed query m of a row is head m % group of token m / group.
 #include "attention/context_softmax.cuh"
 #include "attention/context_tiles.cuh"
 
@@ -137,7 +137,7 @@ __global__ void __launch_bounds__(THREADS) context_attention(
     for (int stage = 0; tile.start < work.tiles.last; stage ^= 1, tile = work.tiles.after(tile)) {
         Tile next = work.tiles.after(tile);
         const T* key_tile = tiles;
-        if constexpr (K::FP8) {  // the next tile replaces this one once it is expanded
+        if constexpr (K::FP8) {  // after its expansion, the raw tile is overwritten by the next one
             ptx::cp_async_wait<0>();
             __syncthreads();
             expand_tokens<K>(tiles, raw_tiles);

@@ -34,14 +34,14 @@ template <> __device__ inline unsigned rebase<__nv_bfloat16>(unsigned both) {
     return *reinterpret_cast<unsigned*>(&result);
 }
 
-// Whether the device has instructions that convert elements. A test may define it, to run either
-// version on the CPU emulator of these kernels.
+// Whether the device has instructions that convert elements. A test may define DEVICE_CONVERTS_FP8, to
+// run either version of `expand` on the CPU emulator of these kernels.
 #ifndef DEVICE_CONVERTS_FP8
 #define DEVICE_CONVERTS_FP8 (__CUDA_ARCH__ >= 890)
 #endif
 
-// Converts the two elements in the lower 16 bits to two elements of T, as a register of an mma
-// fragment holds them; exact, since T has more bits.
+// Converts the two elements in the lower 16 bits of `both` to two elements of T, packed as in a register
+// of an mma fragment. The conversion is exact, because T has more bits.
 template <class T> __device__ inline unsigned expand(unsigned both) {
 #if DEVICE_CONVERTS_FP8
     __half2 halves(__nv_cvt_fp8x2_to_halfraw2(__nv_fp8x2_storage_t(both), __NV_E4M3));

@@ -12,8 +12,8 @@ constexpr int WARPS = 4, TILE = 16;
 // Tiles of a warp in shared memory: one is computed while the others are copied. With 8-bit elements two
 // tiles are copied at a time instead of one, so that about as many bytes are in flight.
 template <class C> constexpr int STAGES = IS_FP8<C> ? 3 : 2;
-// Blocks per multiprocessor for which registers suffice without spilling; the plan relies on this
-// (`resident_blocks` in the .py file).
+// Blocks per multiprocessor for which registers suffice without spilling. The plan relies on this number
+// (`resident_blocks` in generation_attention.py).
 template <int WIDTH> constexpr int BLOCKS = WIDTH <= 32 ? 5 : WIDTH <= 64 ? 4 : WIDTH <= 160 ? 3 : 2;
 
 // Tensor cores compute the transposed matmul, keys [16 tokens, D] @ queries^T [D, 8 heads], so that a
@@ -21,7 +21,7 @@ template <int WIDTH> constexpr int BLOCKS = WIDTH <= 32 ? 5 : WIDTH <= 64 ? 4 : 
 // its own.
 template <class T, int D, int TILES> struct WarpState {
     unsigned queries[TILES][D / 16][2];
-    // Transposed: (row g, heads 2t, 2t + 1), (row g + 8, ...). `Chunks` has the dimensions of rows.
+    // Transposed: (row g, heads 2t, 2t + 1), (row g + 8, ...). `Chunks` maps rows to dimensions.
     float out[TILES][D / 16][4];
     Softmax softmax[TILES][2];    // heads 2t and 2t + 1; sums of this lane's tokens only
 
@@ -109,7 +109,7 @@ template <class T, int D> struct Chunks<T, __nv_fp8_e4m3, D> {
         key = keys + row;
         value = values + row;
     }
-    // The first dimension of the lane's chunk; the last chunk has no partner if their number is odd.
+    // The first dimension of the lane's chunk. If the number of chunks is odd, the last has no partner.
     __device__ int column(int k) const { return min(k + later, D / 16 - 1) * 16; }
     __device__ void load_key(unsigned (&a)[4], int k) {
         if (k % 2 == 0) ptx::load_matrix_x4(pair, key + column(k));
@@ -181,9 +181,9 @@ __device__ inline void attend_tile(WarpState<T, D, TILES>& state, const C* keys,
     }
 }
 
-// Merges the results of the four warps and multiplies them with the scale of values. Writes the results to
-// `out` if the item is a `whole` row; otherwise to `partial`, and log2 of the sum of 2^score to
-// `partial_log`.
+// Merges the results of the four warps and multiplies them by the scale of values. If the item is a `whole`
+// row, the results are written to `out`. Otherwise they are written to `partial`, and log2 of the sum of
+// 2^score to `partial_log`.
 template <class Chunks, class T, int D, int TILES>
 __device__ inline void merge_warps(WarpState<T, D, TILES>& state, T* out, float* partial,
                                    float* partial_log, int group, bool whole, float value_scale) {
@@ -280,7 +280,7 @@ __global__ void __launch_bounds__(WARPS * 32, BLOCKS<D * TILES>) generation_atte
         int num_tiles = start < item.last ? (item.last - start + STEP - 1) / STEP : 0;
         auto rows_of = [&](int tile) {  // reads the block table, ahead of the copies
             int position = start + tile * STEP + lane % TILE;
-            // Pages outside of the item may be freed, and those after the end of the row were never written.
+            // Pages before the item may have been freed, and positions after the row were never written.
             return position >= item.first && position < item.last ? pages.row(position) : -1;
         };
         auto copy = [&](int tile, int rows) {

@@ -1,7 +1,7 @@
-"""Divide the work of generation attention among blocks: once a step, on the CPU.
+"""Divide the work of generation attention among thread blocks: once a step, on the CPU.
 
 A plan depends only on lengths, and serves all layers with the same heads and window. It never has
-more blocks than can run at the same time: one that had to wait would run alone after all others.
+more blocks than can run at the same time: a block that had to wait would run after all others.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ WHOLE = 1 << 30  # a `stretch` longer than any row: rows are not cut
 _START = 1  # passes that a block could do while it finds the pages of an item
 _MERGE = 0.09  # passes that a block could do while it merges one more partial result
 _SNAP = 1  # passes: a cut this close to the start or end of a span moves there
-_SHORTEST = 3  # least share of the work for a block, in passes, with `_START` for each span
+_SHORTEST = 3  # passes: the least work of a block, including `_START` for each span
 
 
 class Places(NamedTuple):
-    """The blocks that a device runs at a time: `resident` on each of its multiprocessors."""
+    """The thread blocks that a device runs at a time: `resident` on each multiprocessor."""
 
     multiprocessors: int
     resident: int
@@ -40,8 +40,8 @@ class Places(NamedTuple):
 class GenerationPlan:
     """The division of rows into items, and of the items among blocks.
 
-    `items` int32 `[N, 4]`: row, first and last (excluded) position, and the number of its partial
-    result (-1 if it is the row's only item), in the order of rows. Block b of each KV head
+    `items` int32 `[N, 4]`, in the order of rows: row, first and last (excluded) position, and the
+    number of the item's partial result (-1 if the row has no other item). Block b of each KV head
     processes the items `block_starts[b]` to `block_starts[b + 1]` (excluded); int32 `[B + 1]`. The
     partial results of row r begin at `partial_starts[r]`; int32 `[R + 1]`.
     """
@@ -74,7 +74,7 @@ class GenerationPlan:
 class _Spans(NamedTuple):
     """Spans of positions to read, `first` to `last` (excluded) of `rows`, in the order of rows.
 
-    A row has up to two spans: the sink, then the window. They are cut at multiples of PASS.
+    A row has up to two spans: the sink, then the window. Spans are cut at multiples of PASS.
     """
 
     rows: Numbers
@@ -111,15 +111,16 @@ def plan_generation(
     chunked: bool = False,
     stretch: int | None = None,
 ) -> GenerationPlan:
-    """Plan the items of rows with one token each, the last of `kv_lengths[r]` >= 1 positions.
+    """Plan the items of rows with one new token each.
 
-    With a `window`, only the last `window` positions and the first `sink` positions are visible.
-    If `chunked`, the window begins at the last multiple of `window` instead. An item has at most
-    `stretch` tokens, a multiple of PASS. By default each block has at most one item. If the rows
-    are too many for that or too uneven, all blocks have equal shares of the work instead, across
-    rows. Because of rounding, the result of a row depends on where the row is cut. With a given
-    `stretch`, this does not depend on other rows. Raises ValueError if `stretch` is not positive,
-    or not a multiple of PASS.
+    Row r has `kv_lengths[r]` >= 1 positions; its new token is at the last one. With a
+    `window`, only the last `window` positions and the first `sink` positions are visible. If
+    `chunked`, the window begins at the last multiple of `window` instead. An item has at most
+    `stretch` tokens, a multiple of PASS. By default each block has at most one item. If there are
+    too many rows for that, or too uneven rows, all blocks have equal shares of the work instead (a
+    share may have parts of several rows). Because of rounding, the result of a row depends on where
+    the row is cut. With a given `stretch`, the cuts do not depend on other rows. Raises ValueError
+    if `stretch` is not positive, or not a multiple of PASS.
     """
     spans = _spans(kv_lengths.astype(np.int64), window, sink, chunked)
     num_blocks = places.blocks(num_kv_heads)
@@ -144,7 +145,7 @@ def max_num_items(
     """Return the most items that `plan_generation` creates for rows of any lengths.
 
     This holds for a `stretch` of WHOLE or None: each span is an item, and each cut between two
-    blocks adds one.
+    blocks adds an item.
     """
     spans = num_rows * (1 + (window is not None and sink > 0))
     return spans and spans + places.blocks(num_kv_heads) - 1
@@ -172,7 +173,7 @@ def _stretch_of_one_item_each(
 
     Merging a row must not take longer than reading it. A row of p passes in n items is read in
     p / n passes and merged in n * _MERGE passes, so an item has at least sqrt(p * _MERGE) passes.
-    The result is None if there are more spans than blocks, or none. It is also None if an item
+    The result is None if there are more spans than blocks, or no spans. It is also None if an item
     would be longer than a multiprocessor's share of all work, because too few blocks would remain
     at the end to keep the memory busy.
     """
@@ -194,10 +195,10 @@ def _stretch_of_one_item_each(
 
 
 def _equal_shares(spans: _Spans, num_blocks: int) -> tuple[_Spans, Numbers]:
-    """Cut the concatenated work of all spans evenly; return pieces and each block's first one.
+    """Cut the concatenated work of all spans evenly; return pieces, and each block's first piece.
 
-    The work of a span is its passes plus `_START`. A block that continues a span has another start,
-    which is not counted because nearly all blocks have one.
+    The work of a span is its passes plus `_START`. A block that begins within a span has another
+    start, which is not counted because nearly all blocks have one.
     """
     ends = np.cumsum(spans.passes + _START)
     begins = ends - spans.passes - _START

@@ -1,7 +1,8 @@
 """Head dimensions, dtypes and checks shared by the launchers of kernels that access pages.
 
-On a GPU, pages of keys are token-major in memory, like pages of values: `[P, K, B, D]`. The keys of
-`Pages` are a transposed view, `[P, K, D, B]`, as in the reference.
+On a GPU, pages of keys are token-major in memory, like pages of values: `[pages, KV heads, tokens,
+head dim]`. The keys of `Pages` are a transposed view, with the last two dimensions swapped, as in
+the reference.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ NARROW = (torch.float16, torch.bfloat16)  # for tensor cores; float32 has separa
 
 
 class Cache(NamedTuple):
-    """Token-major keys, the pages' dtype, and this dtype as a template argument in names."""
+    """Token-major keys, the dtype that pages must have, and the template argument for it."""
 
     keys: Tensor
     dtype: torch.dtype
@@ -33,7 +34,7 @@ def check_cache(dtype: torch.dtype, pages: Pages) -> Cache:
     """Return the keys of `pages` and the dtype that they must have for tensors of `dtype`.
 
     Raises ValueError for pages of float8_e4m3fn without `cache_scales`, and for pages of another
-    dtype with them.
+    dtype with `cache_scales`.
     """
     keys, _, scales = pages[:3]
     if (keys.dtype is FP8) != (scales is not None):
@@ -112,8 +113,8 @@ def refusal(shape: AttentionShape) -> str | None:
 def sinks_arguments(dtype: torch.dtype, cache: str, *others: str) -> str:
     """Return the last template arguments of a kernel for heads with sinks.
 
-    `cache` is one of CACHES, the `others` follow it. They are all listed, even if they equal their
-    defaults, because the argument for the sinks comes after them.
+    `cache` is one of CACHES, and `others` are the template arguments after it. All arguments are
+    listed, even if they equal their defaults, because the argument for the sinks comes last.
     """
     element = NAMES[dtype]
     others = tuple(f", {other}" for other in others)

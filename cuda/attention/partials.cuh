@@ -4,8 +4,8 @@
 
 #include "attention/pages.cuh"
 
-// Positions [first, last) of a row. `partial`: index of the item's partial result; -1: the row has no other
-// item.
+// Positions [first, last) of a row. `partial`: index of the item's partial result, or -1 if the item is the
+// only item of its row.
 struct Item {
     int row, first, last, partial;
 };
@@ -16,7 +16,7 @@ __device__ inline bool is_first(Item item, const int* partial_starts) {
 }
 
 // The weighted sum of partial results of one head, computed by a warp; lane l holds elements l, l + 32, ...
-// AT_ONCE results, a divisor of 32, are loaded at a time.
+// AT_ONCE, a divisor of 32, is the number of partial results that are loaded together.
 template <int D, int AT_ONCE> struct PartialSum {
     static constexpr int COUNT = (D + 31) / 32;
     int lane = threadIdx.x % 32;

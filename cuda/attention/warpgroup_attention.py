@@ -10,13 +10,13 @@ from gptmanager.kernels.attention.attention_arguments import AttentionShape
 
 _HEAD_DIMS = (64, 128)
 _TOKENS = 128  # tokens in a tile of keys and values, as in the .cu
-_ALIGNMENT = 1024  # bytes; of tiles in shared memory
+_ALIGNMENT = 1024  # of the tiles in shared memory, in bytes
 
 
 def warpgroup_kernel(kind: str, dtype: torch.dtype, sinks: bool) -> str:
-    """Return the name of a kernel. `kind`: its first template arguments, joined by commas.
+    """Return the name of a kernel. `kind`: the first template arguments, joined by commas.
 
-    With `sinks`, the type of the sinks follows them.
+    If `sinks`, the last template argument is the type of the pointer to the sinks.
     """
     return f"warpgroup_attention<{kind}{f', const {NAMES[dtype]}*' if sinks else ''}>"
 
@@ -34,7 +34,7 @@ PROGRAM = Program(
     ),
     architectures=("sm_90a",),
     dependent=True,
-    at_once=1,  # each takes long to compile, and a model needs few of them
+    at_once=1,  # a kernel takes long to compile, and a model needs few of them
 )
 
 

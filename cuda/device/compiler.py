@@ -1,6 +1,6 @@
 """Compile CUDA C++ with NVRTC (through CuPy) to a cubin, and find the resources of its kernels.
 
-No device is needed. Cubins are kept in the user's cache folder, under a hash of all their inputs:
+No CUDA device is needed. Cubins are kept in the user's cache folder, under a hash of their inputs:
 the file's name and text, the headers of this package that it includes, the architecture, the
 options, the kernels' names, and the compiler's version.
 """
@@ -24,7 +24,7 @@ from typing import Any
 from gptmanager.cuda.cache_folder import cache_folder, seal, unseal
 from gptmanager.errors import ConfigError, GptManagerError
 
-FOLDER = Path(__file__).resolve().parents[1]  # includes are relative to it
+FOLDER = Path(__file__).resolve().parents[1]  # the root of include paths
 ARCHITECTURES = ("sm_80", "sm_90a", "sm_100", "sm_120")
 _WHEELS = {  # wheels with CUDA's headers -> the folder in the wheel
     "nvidia-cuda-runtime": "nvidia/cu13/include",
@@ -114,7 +114,7 @@ def compile(
     if described is None or code is None:
         includes = (f"-I{folder}", f"-I{FOLDER}", *_cuda_includes())
         made = _compile(nvrtc, text, file, names, (*flags, *includes))
-        with contextlib.suppress(OSError):  # without a writable cache it is compiled each time
+        with contextlib.suppress(OSError):  # without a writable cache, each call compiles
             _keep(kept, made)
         return made
     found = json.loads(described)
@@ -144,8 +144,8 @@ def _compile(
 def _whole(code: bytes) -> bytes:
     """Restore the last byte of a cubin, which CuPy cuts off as the terminator of a string.
 
-    It is the highest byte of the alignment in the last program header, and therefore 0. The ELF
-    header says where its tables end. Raises `CompilationError` if more is missing.
+    This is the highest byte of the alignment in the last program header, and therefore 0. The ELF
+    header says where its tables end. Raises `CompilationError` if more bytes are missing.
     """
     tables = struct.unpack_from("<2Q", code, 32)
     sizes = struct.unpack_from("<4H", code, 54)
@@ -172,7 +172,7 @@ def _figures_of(section: str) -> Figures:
 
 
 def _texts(text: str, folder: Path) -> list[str]:
-    """Return `text` and the texts of all our headers that it includes, directly or indirectly."""
+    """Return `text` and the texts of this package's headers that it includes, at any depth."""
     texts, pending, seen = [text], _INCLUDE.findall(text), set()
     while pending:
         name = pending.pop()
@@ -220,6 +220,6 @@ def _keep(folder: Path, cubin: Cubin) -> None:
         made.mkdir()
         (made / "kernels.json").write_bytes(seal(json.dumps(described).encode()))
         (made / "cubin").write_bytes(seal(cubin.code))
-        shutil.rmtree(folder, ignore_errors=True)  # a damaged one
+        shutil.rmtree(folder, ignore_errors=True)  # a damaged entry
         with contextlib.suppress(OSError):  # another process has just stored it
             made.rename(folder)

@@ -1,8 +1,8 @@
-"""`DependentLaunch`: launches that let a kernel begin before the previous one has ended.
+"""`DependentLaunch`: launches that let a kernel begin before the previous kernel has ended.
 
 CuPy does not support such launches. Therefore the driver is called through cuda-bindings, with
 programmatic stream serialization (CUDA programming guide, "Programmatic Dependent Launch").
-`wait_for_previous` in intrinsics.cuh explains why this is correct.
+The comment of `wait_for_previous` in intrinsics.cuh explains why this is correct.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import numpy as np
 from gptmanager.lifecycle.log import logger
 
 _OLDEST_DRIVER = 12030  # from this version on, CUDA graphs preserve such launches
-_OLDEST_DEVICE = 9
+_OLDEST_DEVICE = 9  # major compute capability
 _CODES = {"i": "i4x", "u": "I4x", "f": "f4x"}  # 4 bytes, padded to 8
 
 
@@ -46,7 +46,7 @@ def find_driver(major: int) -> Any:
 
 
 class DependentLaunch:
-    """One kernel, launched by the driver. Like its stream, it is for one thread at a time."""
+    """One kernel, launched through the driver. Only one thread at a time may launch it."""
 
     def __init__(self, driver: Any, name: str, function: int) -> None:
         attribute = driver.CUlaunchAttribute()
@@ -70,10 +70,10 @@ class DependentLaunch:
         shared_mem: int,
         stream: int,
     ) -> None:
-        """Launch the kernel. Raises RuntimeError if the driver refuses.
+        """Launch the kernel. Raise RuntimeError if the driver refuses.
 
-        `values`: addresses as Python ints, and other arguments as NumPy scalars of the types of the
-        kernel's parameters.
+        `values` are the kernel's arguments: addresses as Python ints, all others as NumPy scalars
+        of the types of the kernel's parameters.
         """
         if not self._format:
             self._lay_out(values)
@@ -89,7 +89,7 @@ class DependentLaunch:
             raise RuntimeError(f"{self._name} was not launched: {error.name}")
 
     def _lay_out(self, values: Sequence[int | np.generic]) -> None:
-        """Allocate 8 bytes per value, and an array of the addresses of all values."""
+        """Allocate 8 bytes per value, and an array of the addresses of these bytes."""
         self._format = "=" + "".join(map(_code, values))
         self._values = ctypes.create_string_buffer(struct.calcsize(self._format))
         first = ctypes.addressof(self._values)

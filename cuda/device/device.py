@@ -9,7 +9,7 @@ from gptmanager.errors import ConfigError
 
 
 def find_cupy() -> Any:
-    """Return CuPy. Raises a ConfigError that says what is missing if it can use no CUDA device."""
+    """Return CuPy. If CuPy can use no CUDA device, raise a ConfigError that says why."""
     try:
         import cupy
     except ImportError as error:
@@ -18,7 +18,7 @@ def find_cupy() -> Any:
             f"CUDA 13: {install_command('cuda12')} ({error})"
         ) from error
     try:
-        cupy.cuda.runtime.getDeviceCount()  # also raises if there is none
+        cupy.cuda.runtime.getDeviceCount()  # also raises if there is no device
     except cupy.cuda.runtime.CUDARuntimeError as error:
         raise ConfigError(
             f"device='cuda' needs a CUDA device, and CuPy {cupy.__version__} finds none: {error}. "

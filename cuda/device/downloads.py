@@ -21,9 +21,10 @@ class Download(NamedTuple):
 
 
 class Downloads:
-    """Copies tensors through a ring of pinned buffers of `num_bytes` each, enough for most steps.
+    """A ring of pinned buffers that tensors are copied to.
 
-    A call with more bytes gets a new buffer.
+    Each buffer has `num_bytes` bytes, which should be enough for most steps. A call of `send` with
+    more bytes allocates a new buffer.
     """
 
     def __init__(self, stream: Stream, num_bytes: int) -> None:
@@ -34,8 +35,8 @@ class Downloads:
     def send(self, tensors: Sequence[Tensor | None]) -> Download:
         """Enqueue copies of tensors with 4 bytes per element; None stays None.
 
-        The memory is reused after `_NUM_BUFFERS` calls. The copies that `fetch` has enqueued before
-        this call are also complete after the event `copied`.
+        The memory of the copies is reused after `_NUM_BUFFERS` calls. The copies that `fetch` has
+        enqueued before this call are also complete after the event `copied`.
         """
         memory, copied = self._buffers[self._next]
         self._next = (self._next + 1) % len(self._buffers)

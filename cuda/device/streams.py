@@ -47,9 +47,9 @@ class Stream(Protocol):
     def event(self) -> Event: ...
 
     def capture(self, run: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
-        """Capture `run`; return a function that replays it on the same memory, and the result.
+        """Capture `run`; return a function that replays the captured work, and the result of `run`.
 
-        Each replay overwrites the result.
+        Each replay uses the same memory, and overwrites the result.
         """
 
     def synchronize(self) -> None:
@@ -59,7 +59,7 @@ class Stream(Protocol):
         """Wait for the work that is enqueued on this thread's current stream of the device."""
 
     def relieve(self) -> None:
-        """Return the allocator's unused cached memory to the device."""
+        """Give the allocator's unused cached memory back to the device."""
 
     def free_bytes(self) -> int:
         """Return the free memory of the device in bytes, after `relieve`."""
@@ -75,8 +75,8 @@ class DeviceStream:
     """A new stream of a CUDA device. Raises ConfigError without CuPy, or without this device."""
 
     token_sizes: Sequence[int] = (64, 128, 256, 512)
-    # While a stream captures, no thread may synchronize the whole device (as each capture does at
-    # its start) or empty the memory cache: the lock serializes this between managers.
+    # While a stream captures, no thread may empty the memory cache or synchronize the whole device,
+    # which each capture does at its start. The lock keeps the managers of a process apart.
     _device_lock = threading.RLock()
 
     def __init__(self, device: torch.device | str) -> None:
@@ -128,10 +128,10 @@ class DeviceStream:
         return statistics.median(once() for _ in range(_REPEATS))
 
     def timer(self, run: Callable[[], Tensor], is_captured: bool = True) -> Callable[[], float]:
-        """Return a function that repeats `run` once, and returns its time in seconds.
+        """Return a function that runs `run` once, and returns the time of this run in seconds.
 
-        If `is_captured`, a CUDA graph of `run` is timed, in which launches cost almost nothing;
-        otherwise the time includes the launches.
+        If `is_captured`, the function runs a CUDA graph of `run`, in which launches cost almost
+        nothing. Otherwise the time includes the launches.
         """
         repeat: Callable[[], object] = run
         if is_captured:
@@ -154,7 +154,7 @@ class DeviceStream:
     def _capture(
         self, run: Callable[[], Tensor], memory: Any
     ) -> tuple[torch.cuda.CUDAGraph, Tensor]:
-        run()  # compiling, loading and choosing at a first call cannot be captured
+        run()  # a first call compiles, loads and chooses kernels, which cannot be captured
         self._stream.synchronize()
         graph = torch.cuda.CUDAGraph()
         with (

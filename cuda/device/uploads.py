@@ -15,7 +15,7 @@ from gptmanager.cuda.device.streams import Event, Stream
 Array = npt.NDArray[Any]
 Upload = Callable[[Sequence[Array]], tuple[Tensor, ...]]  # returns copies of arrays on the device
 _ALIGNMENT = 16
-_NUM_BUFFERS = 16  # more than the copies in flight when the loop is a step ahead of its device
+_NUM_BUFFERS = 16  # exceeds the copies in flight when the host is one step ahead of the device
 _DTYPES = {
     np.dtype(np.uint8): torch.uint8,
     np.dtype(np.int32): torch.int32,
@@ -25,7 +25,7 @@ _DTYPES = {
 
 
 class Layout:
-    """The offsets, in bytes, at which arrays like the given ones are packed into one tensor."""
+    """The byte offsets that pack arrays of the given dtypes and shapes into one tensor."""
 
     def __init__(self, arrays: Sequence[Array]) -> None:
         self.spans: list[tuple[int, int]] = []  # first byte and size of each array
@@ -37,7 +37,7 @@ class Layout:
             self.num_bytes = start + array.nbytes
 
     def views(self, memory: Tensor) -> tuple[Tensor, ...]:
-        """Return the arrays as tensors in `memory`, uint8 `[at least num_bytes]`."""
+        """Return a view of each array in `memory`, uint8 `[at least num_bytes]`."""
         return tuple(
             memory[start : start + size].view(_DTYPES[dtype]).view(shape)
             for (start, size), (dtype, shape) in zip(self.spans, self._kinds, strict=True)
@@ -45,7 +45,7 @@ class Layout:
 
 
 class Uploads:
-    """A ring of pinned buffers. A buffer is reused once its last copy has completed."""
+    """A ring of pinned host buffers. A buffer is reused once its last copy has completed."""
 
     def __init__(self, stream: Stream, num_buffers: int = _NUM_BUFFERS) -> None:
         self._stream = stream
@@ -83,7 +83,7 @@ class _Buffer:
         self.copied: Event = stream.event()
 
     def reserve(self, num_bytes: int) -> np.ndarray:
-        """Wait for the last copy, and return the buffer's memory, at least `num_bytes`."""
+        """Wait for the last copy from this buffer; return memory of at least `num_bytes`."""
         self.copied.synchronize()
         if len(self.memory) < num_bytes:
             self.memory = self._stream.staging(2 * num_bytes)

@@ -1,6 +1,6 @@
-"""NumPy arrays for kernels, between guard pages; new elements are NaN, not 0.
+"""NumPy arrays for kernels, between guard pages. New elements are NaN, not 0.
 
-The functions are named as in CuPy, so that a test can use either module.
+The functions have the names of CuPy's functions, so that a test can use either module.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ Array = npt.NDArray[Any]
 
 
 def empty(shape: int | Sequence[int], dtype: npt.DTypeLike = np.float32) -> Array:
-    """Return a C-contiguous array of NaN (-1 for integers).
+    """Return a C-contiguous array of NaN (-1 for signed integers).
 
-    The array, padded to a multiple of 16 bytes, ends at a page that cannot be read.
+    After padding to a multiple of 16 bytes, the array ends at a page that cannot be accessed.
     """
     shape = (shape,) if isinstance(shape, int) else tuple(shape)
     dtype = np.dtype(dtype)

@@ -1,5 +1,5 @@
-// Atomic operations; each returns the previous value. One OS thread runs all threads, so they are plain
-// updates, which are reported to check mode.
+// Atomic operations. Each returns the previous value. One OS thread runs all GPU threads, so the atomic
+// operations are plain updates. They are reported to check mode.
 #pragma once
 
 #include "machine.h"

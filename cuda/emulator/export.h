@@ -1,4 +1,4 @@
-// What Python needs to launch a kernel: its descriptor, and a function that calls it with arguments.
+// The descriptor of a kernel, and a function that calls the kernel: Python needs both to launch it.
 #pragma once
 
 #include <cstddef>
@@ -7,11 +7,11 @@
 
 namespace emulator {
 
-// library.py has the same structure. kind: pointer p, signed i, unsigned u, float f, bool b, other V.
+// library.py has the same structure. kind: p pointer, i signed, u unsigned, f float, b bool, V other.
 struct Parameter {
     size_t size;
     char kind, pointee_kind;
-    size_t pointee_size;  // 0: unknown
+    size_t pointee_size;  // in bytes; 0 for void and for parameters that are not pointers
 };
 
 template <class T> constexpr char kind_of() {
@@ -32,7 +32,7 @@ template <class T> constexpr Parameter describe() {
 template <auto kernel> struct Export;
 template <class... P, void (*kernel)(P...)> struct Export<kernel> {
     static constexpr Parameter parameters[sizeof...(P) + 1] = {describe<P>()..., {0, 0, 0, 0}};
-    // Not instrumented: the array of arguments, written by Python, is not memory of the kernel.
+    // Not instrumented, because Python writes the array of arguments: it is not memory of the kernel.
     template <size_t... I>
     __attribute__((no_sanitize("thread"))) static void call(
         void** arguments, std::index_sequence<I...>) {

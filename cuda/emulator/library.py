@@ -70,7 +70,7 @@ class _Launch(ctypes.Structure):  # state.h
 class Parameter:
     """A kernel's parameter; sizes are in bytes.
 
-    Its kind is p (pointer), i (signed), u (unsigned), f (float), b (bool) or V (struct).
+    A kind is p (pointer), i (signed), u (unsigned), f (float), b (bool) or V (struct).
     """
 
     size: int
@@ -85,7 +85,7 @@ class Argument:
 
     value: bytes
     memory: tuple[int, int] | None = None  # address, bytes
-    unknown: bool = False  # it points to memory without a known size
+    unknown: bool = False  # True: the value is an address of memory of unknown size
 
 
 class _Symbol(NamedTuple):
@@ -95,13 +95,13 @@ class _Symbol(NamedTuple):
     size: int
 
 
-@functools.cache  # for all libraries of a process
+@functools.cache  # one arena for all libraries of the process
 def _arena() -> _Arena:
     return _Arena()
 
 
 def _encoding(function: str) -> str:
-    """Return how the mangled names of a function's static variables name the function."""
+    """Return the function's name as the mangled names of its static variables contain it."""
     return function[2:] if function.startswith("_Z") else f"{len(function)}{function}"
 
 
@@ -116,7 +116,7 @@ class Library:
         self._checked = checked
         self._order = order
         self._static_shared: dict[int, int] = {}
-        # The machine has global state: the interpreter lock must be held while it runs.
+        # The emulator has global state: a call must keep the interpreter lock, so PyDLL is used.
         try:
             self._library = ctypes.PyDLL(str(path))
         except OSError as error:  # the kernel calls a function that is declared but not defined
@@ -129,7 +129,7 @@ class Library:
         return descriptor
 
     def parameters(self, number: int) -> tuple[Parameter, ...]:
-        """Return the parameters of a kernel: number `number` of the name expressions."""
+        """Return the parameters of the kernel with the index `number` in the name expressions."""
         descriptor = self._descriptor(number)
         return tuple(
             Parameter(it.size, it.kind.decode(), it.pointee_kind.decode(), it.pointee_size)
@@ -179,9 +179,10 @@ class Library:
         dynamic_shared: int,
         dependent: bool = False,
     ) -> None:
-        """Run all blocks of a launch. Raises `EmulatorError` with the kernel's error and its line.
+        """Run all blocks of a launch. Raise `EmulatorError` with the kernel's error and its line.
 
-        `dynamic_shared` is in bytes.
+        `dynamic_shared` is in bytes. If `dependent`, the launch may begin before the previous
+        kernel has ended.
         """
         values = [ctypes.create_string_buffer(it.value, len(it.value)) for it in arguments]
         pointers = (ctypes.c_void_p * max(1, len(values)))(*map(ctypes.addressof, values))

@@ -36,7 +36,7 @@ class Kernel:
 
     With `dependent`, a launch may begin before the previous kernel has ended (programmatic
     dependent launch): a thread that ends without `ptx::wait_for_previous` is an error. In check
-    mode, an access to an argument's memory before this call is also an error.
+    mode, an access to an argument's memory before `ptx::wait_for_previous` is also an error.
     """
 
     dependent = False
@@ -66,8 +66,8 @@ class Kernel:
         """Run the kernel to its end.
 
         `grid` and `block` have one to three sizes. `args` are NumPy arrays, CPU tensors of torch or
-        addresses for pointers, and NumPy scalars of the declared types for others. `shared_mem` is
-        in bytes. The stream is ignored.
+        addresses for pointers, and NumPy scalars of the declared types for the other parameters.
+        `shared_mem` is in bytes. The stream is ignored.
         """
         self._check_shared(shared_mem)
         sizes = self._sizes("block", block, _MAX_BLOCK)
@@ -122,12 +122,12 @@ class Kernel:
 class Module:
     """The kernels `name_expressions` (such as `decode<128, 4>`) of CUDA C++ in a file or a string.
 
-    `options` has macros and folders as for NVRTC; options that only concern GPUs are ignored. With
+    `options` are macros and folders as for NVRTC. Options that only concern GPUs are ignored. With
     `check`, every access is checked, and races and uninitialized shared memory are reported, which
     is slow. The `order` of blocks, warps and lanes is "forward", "reverse", or the seed of a
-    shuffle. `only` selects some of `name_expressions`: other kernels are not built, and the
-    preprocessed source is kept for later modules. Raises `EmulatorError` with g++'s messages if the
-    source does not compile, and `ConfigError` without g++.
+    shuffle. `only` selects some of `name_expressions`: only these kernels are built, and the
+    preprocessed source is kept for later modules with `only`. Raises `EmulatorError` with g++'s
+    messages if the source does not compile, and `ConfigError` if g++ is missing.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""`ByteRows`: a weight of the network in 8 bits, in the order in which CUDA kernels read it."""
+"""`ByteRows`: a weight matrix with 8 bits a weight, row by row, as the CUDA kernels read it."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ _ALL = slice(None)
 
 
 class ByteRows(PackedMatrix):
-    """A matrix `[rows, columns]` of float32, bfloat16 or float16 in 8 bits, on any device.
+    """A matrix `[rows, columns]` of float32, bfloat16 or float16, stored in 8 bits, on any device.
 
-    `values` `[rows, columns]` has the dtype `stored`; `scales` is float32 `[rows]`. The largest
-    magnitude of a row becomes the largest number of `stored`, so `copy_` needs whole rows, even to
-    write only some of their columns.
+    `values` is `[rows, columns]` of the dtype `stored`; `scales` is float32 `[rows]`. The scale of
+    a row maps the row's largest magnitude to the largest number that is stored. `copy_` therefore
+    needs whole rows, even to write only some of their columns.
     """
 
     stored: torch.dtype
@@ -38,7 +38,7 @@ class ByteRows(PackedMatrix):
     @staticmethod
     @abstractmethod
     def round(values: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the numbers to store for these rows, in any dtype, and the rows' scales."""
+        """Return the numbers to store, not yet converted to `stored`, and the scale of each row."""
 
     @property
     def takes_codes(self) -> bool:
@@ -96,7 +96,7 @@ class Int8Rows(ByteRows):
 
 
 class Fp8Rows(ByteRows):
-    """Rows of floats with 3 bits after the leading one (e4m3), from -448 to 448."""
+    """Rows of FP8 numbers (e4m3: 3 bits of mantissa), from -448 to 448."""
 
     stored = FP8
 

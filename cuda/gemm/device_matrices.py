@@ -10,7 +10,7 @@ from gptmanager.kernels.gemm.int4_matrix import Int4Matrix
 from gptmanager.kernels.gemm.packed_matrix import Matrix, plain
 
 DeviceMatrix = Tensor | ByteRows | Int4Matrix
-# the last template argument of kernels for weights in 8 bits, by the stored dtype
+# stored dtype of an 8-bit weight -> text of the last template argument of the kernels that read it
 BYTES = {torch.int8: ", int8", FP8: ", __nv_fp8_e4m3"}
 
 
@@ -25,5 +25,5 @@ def values_of(weight: DeviceMatrix) -> Tensor:
 
 
 def scales_of(weight: Tensor | ByteRows) -> Tensor | None:
-    """Return the scales of a weight's rows; None if it is a tensor."""
+    """Return the scales of a weight's rows; None if the weight is a tensor."""
     return weight.scales if isinstance(weight, ByteRows) else None

@@ -4,20 +4,20 @@
 //
 // A tile covers all rows of x and 32 * N rows of the weight, so that each weight is read once. It is
 // computed in rounds of DEPTH values of k. The rounds of all tiles are concatenated and divided into
-// equal shares, one per block (stream-K). The sum of an element adds its rounds in order; if blocks
-// share a tile, the last one to finish adds their sums, in the order of the blocks. So the result
-// depends on M, N and the length of a share, but neither on other rows nor on which block is last.
+// equal shares, one per block (stream-K). The rounds of an element are added in order. If blocks share
+// a tile, the last of them to finish adds the blocks' sums in the order of the blocks. So the result of
+// a row depends on M, N and the length of a share, but not on the other rows or on which block is last.
 #include "gemm/float8_weights.cuh"
 #include "gemm/gemm_tiles.cuh"
 
-// The copies of a block to shared memory, one round at a time. They run ahead of the sums, also across
-// the border between two tiles.
+// Copies the rounds of a block's share to shared memory, one round at a time. The copies run ahead of
+// the sums, also across the border between two tiles.
 template <class K, class T = typename K::T, class W = typename K::W> struct Copies {
     static constexpr int WEIGHT_VECTORS = K::WEIGHT_VECTORS, WEIGHTS_COPIED = THREADS / WEIGHT_VECTORS;
     const T* x;
     const W* weight;
     int num_rows, width, depth, rounds;
-    int last, ahead, tile, round, stage;  // `ahead`: the next round; `last`: the end of the share
+    int last, ahead, tile, round, stage;  // `ahead`: the next round to copy; `last`: end of the share
 
     __device__ Copies(const T* x, const W* weight, int num_rows, int width, int depth, int share)
         : x(x), weight(weight), num_rows(num_rows), width(width), depth(depth),
@@ -100,7 +100,7 @@ __global__ void __launch_bounds__(THREADS, RESIDENT) gemm(
         }
         int first_block = begin / share, last_block = (end - 1) / share;
         if (first_block < last_block) {
-            // A block shares at most two tiles: one that an earlier block begins, and one that it begins.
+            // A block shares at most two tiles: one that an earlier block began, and one it began itself.
             auto slot = [&](int of) { return 2 * of + (of == first_block); };
             sums.save(partial, slot(block));
             if (!is_last_block(arrived + first_block, last_block - first_block + 1)) continue;

@@ -1,4 +1,4 @@
-"""`scaled_matmul`: torch's matmul (cuBLAS) of rows and a weight that are both in 8-bit floats."""
+"""`multiply`: torch's matmul (cuBLAS) of rows and a weight that are both in 8-bit floats."""
 
 from __future__ import annotations
 
@@ -8,11 +8,14 @@ from torch import Tensor
 from gptmanager.cuda.gemm.byte_rows import FP8, Fp8Rows
 from gptmanager.cuda.gemm.device_matrices import DeviceMatrix
 
-_ALIGNMENT = 16  # the sizes of matrices are multiples of this number
+_ALIGNMENT = 16  # the sizes of the weight are multiples of this number
 
 
 def covers(x: Tensor, weight: DeviceMatrix) -> bool:
-    """Return whether `multiply` supports the tensors: bfloat16 on a GPU, and aligned sizes."""
+    """Return whether `multiply` supports the tensors.
+
+    `x` must be bfloat16 on a GPU. `weight` must be `Fp8Rows` with aligned sizes.
+    """
     return (
         isinstance(weight, Fp8Rows)
         and x.is_cuda

@@ -1,9 +1,10 @@
 """Find the best continuations of each beam, as `BeamCandidates` holds them.
 
-A row is read twice, and 32 more times if it asks for more continuations than a block has threads.
-If too many tokens may be among the best, it is read once more for each continuation. The CPU ranks
-the continuations of all beams of a request, because only it has the sums of their log
-probabilities. Requests with different beam widths share a launch.
+The kernel reads each row of logits twice, and 32 more times if the row needs more continuations
+than a block has threads. If more tokens than MAX_COUNT may be among the best, the kernel reads the
+row once more for each continuation. The CPU ranks the continuations of all beams of a request,
+because only the CPU has the sums of the beams' log probabilities. Requests with different beam
+widths share a launch.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from gptmanager.cuda.device.launch import Argument, Launcher, Program, check_ten
 from gptmanager.cuda.sampling import sampling
 
 _THREADS = 512
-MAX_COUNT = 4 * _THREADS  # continuations of one row: CANDIDATES of beam_step.cu
+MAX_COUNT = 4 * _THREADS  # most continuations of one row: CANDIDATES of beam_step.cu
 PROGRAM = Program("sampling/beam_step.cu", sampling.instantiations("best_of_rows"), dependent=True)
 
 
@@ -30,8 +31,9 @@ def best_of_rows(
 ) -> None:
     """Write the best tokens of each row to `tokens` int32 and `log_probs` float32, `[S, most]`.
 
-    `counts` `[S]` int32 has the number of continuations of each row; for 0, nothing is written. The
-    rest of a row is filled with -1 and -inf, also if the vocabulary has fewer tokens than `counts`.
+    `counts` `[S]` int32 has the number of continuations of each row; if the number is 0, nothing is
+    written to the row. Otherwise the rest of the row is filled with -1 and -inf, also if the
+    vocabulary has fewer tokens than `counts`.
     `logits` `[S, V]`, bfloat16, float16 or float32, are already adjusted.
     `params` `[slots, sampling.PARAMS.itemsize]` uint8 is an array of PARAMS, as bytes, and `slots`
     `[S]` int32 has the index of each row in that array.
@@ -39,8 +41,8 @@ def best_of_rows(
     Log probabilities are computed in single precision from the logits divided by the temperature
     (`sampling.pack` stores a temperature of 0 as 1). Tokens of equal log probability rank by
     ascending id. NaN counts as -inf, +inf as the largest finite number. If all logits of a row are
-    -inf, so are its log probabilities. Raises ValueError for other tensors, and for `most` above
-    MAX_COUNT.
+    -inf, all its log probabilities are -inf. Raises ValueError for other tensors, and for `most`
+    above MAX_COUNT.
     """
     num_rows, vocab_size = logits.shape
     most = tokens.shape[-1]

@@ -1,5 +1,5 @@
-// A row of logits, divided into pieces: each piece is read by one warp, and has its own sum of the weights of
-// tokens, which are proportional to their probabilities.
+// A row of logits, divided into pieces. One warp reads a piece, and sums the weights of its tokens. The
+// weight of a token is proportional to its probability.
 #pragma once
 
 #include "sampling/choice.cuh"
@@ -15,16 +15,16 @@ struct Token {
     }
 };
 
-// The sum of weights and the best logit of each piece of a row. `ties`: the sum of the weights of logits that
-// equal a limit, which `add_ties` adds to `sums`.
+// The sum of weights and the best logit of each piece of a row. `ties`: per piece, the sum of the weights
+// of logits that equal a limit; `sums` excludes these weights until `add_ties` adds them.
 struct Pieces {
     double sums[PIECES], ties[PIECES];
     float best[PIECES];
 };
 
-// A lane reads WIDTH logits at a time and a warp STEP logits, with LOADS loads in flight. The division into
-// pieces depends on the row's size and on WIDTH, and therefore only on the size of the vocabulary: each sum
-// has the same bits for every type, block and number of blocks.
+// In a step, each lane loads WIDTH logits, and the warp STEP logits; LOADS steps are in flight. The division
+// into pieces depends on the row's size and on WIDTH, which depends on that size only. Each sum therefore has
+// the same bits for every type T, block and number of blocks.
 template <class T, int WIDTH> struct Row {
     static constexpr int EACH = WIDTH, STEP = 32 * WIDTH;
     static constexpr int LOADS = WIDTH == 1 ? 16 : WIDE<T> / 2;
@@ -37,7 +37,7 @@ template <class T, int WIDTH> struct Row {
     __device__ int piece() const { return (size + PIECES * UNIT - 1) / (PIECES * UNIT) * UNIT; }
     __device__ int num_pieces() const { return (size + piece() - 1) / piece(); }
 
-    // Loads the lane's logits of the LOADS steps that begin at `start`; -inf past the end of the row.
+    // Loads the lane's logits of the LOADS steps from `start` on; past the end of the row, -inf.
     __device__ void load(Loaded& loaded, int start) const {
 #pragma unroll
         for (int i = 0; i < LOADS; i++) {
@@ -57,7 +57,7 @@ template <class T, int WIDTH> struct Row {
         for (int j = 0; j < WIDTH; j++) to[j] = to_float(from.values[j]);
     }
 
-    // Calls visit(the lane's logits of a step, its first id) for each step from `first` to `end`.
+    // Calls visit(logits of the lane, id of the first of them) for each step from `first` to `end`.
     template <class F> __device__ void each_step(int first, int end, F visit) const {
 #pragma unroll 1
         for (int start = first; start < end; start += LOADS * STEP) {
@@ -71,8 +71,8 @@ template <class T, int WIDTH> struct Row {
             }
         }
     }
-    // Calls visit(piece, first id, end) for each piece of this warp. The warps of `parts` blocks share the
-    // pieces; this block is number `part`.
+    // Calls visit(number of the piece, first id, end of the ids) for each piece of this warp. The warps of
+    // `parts` blocks share the pieces; this block is block `part` of them.
     template <class F> __device__ void each_piece(F visit, int part = 0, int parts = 1) const {
         int count = num_pieces(), length = piece();
 #pragma unroll 1
@@ -100,15 +100,15 @@ __device__ inline double warp_total(double x) {
 // Returns the largest value of the lanes of a warp.
 __device__ inline float warp_max(float x) { return from_key(__reduce_max_sync(~0u, to_key(x))); }
 
-// Returns the total of the pieces' `sums`; each warp computes it.
+// Returns the total of the pieces' `sums` in every lane; each warp that calls this computes the total.
 __device__ inline double sum_pieces(const double (&sums)[PIECES], int count) {
     double own = 0;
     for (int i = threadIdx.x % 32; i < count; i += 32) own += sums[i];
     return warp_total(own);
 }
 
-// Returns the first lane at which the running sum of the lanes' `own` exceeds `rest`, or -1. Subtracts the
-// sum of the lanes before it (of all lanes, if -1) from `rest`.
+// Returns the first lane at which the running sum of the lanes' `own` exceeds `rest`, or -1 if there is none.
+// Subtracts from `rest` the sum of the lanes before the returned lane, or of all lanes if the result is -1.
 __device__ inline int lane_passing(double own, double& rest) {
     int lane = threadIdx.x % 32;
     double up_to = own;
@@ -124,7 +124,7 @@ __device__ inline int lane_passing(double own, double& rest) {
     return found;
 }
 
-// Returns the lowest id of the logits that equal `best`, the best of the row; one warp calls it.
+// Returns the lowest token id with a logit equal to `best`, the best logit of the row. One warp calls this.
 template <class R> __device__ int find_equal(const R& row, const Pieces& pieces, float best) {
     int lane = threadIdx.x % 32, count = row.num_pieces(), piece = 0, token = -1;
     for (unsigned found = 0; !found; piece += found ? __ffs(found) - 1 : 32)
@@ -140,8 +140,8 @@ template <class R> __device__ int find_equal(const R& row, const Pieces& pieces,
     return token;
 }
 
-// Returns the token at which the running sum of the weights of a row exceeds `rest`; one warp calls it.
-// `sums`: the sums of the pieces. If rounding leaves no such token, returns the last token with a weight.
+// Returns the first token at which the running sum of the row's weights exceeds `rest`. One warp calls this.
+// `sums`: the weight of each piece. If rounding leaves no such token, returns the last token with a weight.
 template <class R, class F>
 __device__ int find_token(const R& row, const double (&sums)[PIECES], double rest, F weight) {
     int lane = threadIdx.x % 32, count = row.num_pieces(), piece = 0, last = -1, found = -1;

@@ -31,17 +31,17 @@ __device__ inline float weigh(float scaled, float largest) {
     return ptx::exp2_approx((scaled - largest) * 1.4426950408889634f);
 }
 
-// Sets the best logit of each of this block's pieces, and the sum of its weights if the row is drawn without
-// top-k. Returns the best of the logits that the thread read; NaN counts as +inf.
+// Sets the best logit of each of this block's pieces and, if the row is drawn without top-k, the sum of the
+// piece's weights. Returns the best of the logits that the thread read; NaN counts as +inf.
 template <class R>
 __device__ inline float find_best(
     const R& row, const Params& own, int part, int parts, Pieces& pieces) {
-    constexpr int AT_ONCE = 16 / R::EACH;  // loads in a group: first its best logit, then its weights
+    constexpr int AT_ONCE = 16 / R::EACH;  // loads in a group; a group's weights need its best logit
     bool weighs = !own.greedy && own.top_k == 0;
     float own_best = -INFINITY;
     row.each_piece([&](int number, int first, int end) {
         float best = -INFINITY;
-        Mass mass{-INFINITY, 0};  // the lane's
+        Mass mass{-INFINITY, 0};  // of this lane
 #pragma unroll 1
         for (int start = first; start < end; start += R::LOADS * R::STEP) {
             typename R::Loaded loaded;
@@ -89,15 +89,15 @@ __device__ inline float find_best(
     return own_best;
 }
 
-// The results that the blocks of a row write for the last of them.
+// The results that the blocks of a row write for the block of the row that finishes last.
 struct SharedRow {
     Pieces* pieces;     // [rows]
     float* own_bests;   // [rows, parts, THREADS]
     unsigned* arrived;  // [rows]; zeros before and after the launch
 };
 
-// Returns whether this block is the last of its row to finish. If it is, `pieces` and `own_best` are
-// completed, as if the block had read the whole row.
+// Returns whether this block is the last block of its row to finish. The last block completes `pieces` and
+// `own_best`, as if the block had read the whole row.
 __device__ inline bool gather(
     const SharedRow& shared, int row, int part, int parts, int count, Pieces& pieces,
     float& own_best) {
@@ -134,8 +134,8 @@ struct Drawable {
     }
 };
 
-// Sums, for each piece, the weights of logits above `limit.logit`, and of those that equal it. Pieces with
-// a best logit below it are not read.
+// For each piece, sums the weights of logits above `limit.logit`, and the weights of logits equal to
+// `limit.logit`. Pieces with a best logit below `limit.logit` are not read.
 template <class R>
 __device__ inline void sum_weights(
     const R& row, const Params& own, const Drawable& drawable, Pieces& pieces) {
@@ -209,7 +209,7 @@ __device__ inline int draw_token(
         if (own.top_p >= 1) return token;
         drawable.limit = {own.scaled(to_float(row.logits[token])), token};
         sum_weights(row, own, drawable, pieces);
-        // Outside of the nucleus if the tokens above it have probability p already; 1 - p is compared.
+        // The token is outside the nucleus if the tokens above it have probability p; 1 - p is compared.
         auto outside = [&] { return kept > 0 && float(1 - kept / total) <= float(1 - own.top_p); };
         kept = sum_pieces(pieces.sums, count);
         if (outside()) {
@@ -231,8 +231,8 @@ __device__ inline int draw_kept(
 }
 
 // The results for rows from which no token can be chosen, as in gptmanager.step.
-constexpr int NO_TOKEN = -1;    // all are -inf
-constexpr int NOT_FINITE = -2;  // one is NaN or +inf
+constexpr int NO_TOKEN = -1;    // all logits are -inf
+constexpr int NOT_FINITE = -2;  // a logit is NaN or +inf
 
 // Grid: (rows * parts).
 template <class T, int WIDTH>
@@ -273,7 +273,7 @@ __global__ void __launch_bounds__(THREADS, 1) sample(
         if (threadIdx.x < 32) choose(find_equal(row, pieces, best));
         return;
     }
-    Token limit{-INFINITY, vocab_size};  // tokens above it are drawn, with top-k all ties as well
+    Token limit{-INFINITY, vocab_size};  // tokens above it are drawn; with top-k, so are all ties
     if (own.top_k > 0) {
         int num_found;
         limit.logit =

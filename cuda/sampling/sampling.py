@@ -29,9 +29,9 @@ PARAMS = np.dtype(  # `Params` of choice.cuh
 
 
 def instantiations(kernel: str) -> tuple[str, ...]:
-    """Return the instantiations of a kernel: every dtype, with vectors of 8 logits or of 1.
+    """Return the instantiations of a kernel: each dtype, with vectors of 8 logits and of 1.
 
-    The width of vectors does not depend on the dtype, so that sums have the same bits.
+    The width of vectors does not depend on the dtype, so that sums have the same bits for all.
     """
     return tuple(f"{kernel}<{name}, {width}>" for name in NAMES.values() for width in (8, 1))
 
@@ -42,7 +42,7 @@ def instantiation(kernel: str, dtype: torch.dtype, vocab_size: int) -> str:
 
 
 def logits_dtype(logits: Tensor) -> torch.dtype:
-    """Return the dtype that `check_tensors` expects: the dtype of `logits` if it is supported."""
+    """Return the dtype for `check_tensors`: that of `logits` if it is supported, else float32."""
     return logits.dtype if logits.dtype in NAMES else torch.float32
 
 
@@ -65,9 +65,9 @@ def pack(params: SamplingParams, vocab_size: int) -> tuple[object, ...]:
 
 
 class Workspace(NamedTuple):
-    """Memory in which blocks that share a row exchange results; one per stream is enough.
+    """Memory in which blocks that share a row exchange results. One per stream is enough.
 
-    `pieces` uint8, `own_bests` float32, and `arrived` int32, which is zero between launches.
+    `pieces` is uint8, `own_bests` is float32. `arrived` is int32, and zero between launches.
     """
 
     pieces: Tensor
@@ -76,8 +76,8 @@ class Workspace(NamedTuple):
 
     @classmethod
     def of(cls, launcher: Launcher, device: torch.device) -> Workspace:
-        """Return a workspace for any number of rows; blocks share rows only if there are few."""
-        most = launcher.num_multiprocessors  # blocks that share rows, at least two per row
+        """Return a workspace for any number of rows. Blocks share a row only if rows are few."""
+        most = launcher.num_multiprocessors  # limit of blocks that share rows, at least two per row
         return cls(
             torch.empty(most // 2 * _PIECES_BYTES, dtype=torch.uint8, device=device),
             torch.empty(most * _THREADS, device=device),
@@ -98,15 +98,16 @@ def sample(
 ) -> None:
     """Choose a token for each row of `logits` `[S, V]`, bfloat16, float16 or float32.
 
-    The tokens are written to `tokens` `[S]` int32, and to `inputs` int32 `[S]`, which gets 0 if no
-    token can be chosen. With `cells` int64 `[S]`, the token of row i is written to
+    The tokens are written to `tokens` int32 `[S]`, and to `inputs` int32 `[S]`. If no token can be
+    chosen, `inputs` gets 0. With `cells` int64 `[S]`, the token of row i is written to
     `inputs[cells[i]]`.
 
-    `params` `[slots, PARAMS.itemsize]` uint8 is an array of PARAMS, as bytes, and `slots` `[S]`
-    int32 has the index of each row in that array; for -1 nothing is chosen or written. `positions`
-    `[S]` int64 has the positions of the tokens to be chosen. A row's token does not depend on other
-    rows. The logits are not changed. With a `workspace`, several blocks share each row if there are
-    few rows; the result has the same bits. Raises ValueError for other tensors.
+    `params` uint8 `[slots, PARAMS.itemsize]` is an array of PARAMS records, as bytes. `slots` int32
+    `[S]` has each row's index in that array; for a row with -1 nothing is chosen or written.
+    `positions` int64 `[S]` has the positions of the tokens to be chosen. A row's token does not
+    depend on other rows. The logits are not changed. With a `workspace`, several blocks share each
+    row if there are few rows; the result is the same. Raise ValueError if a tensor has another
+    shape or dtype.
 
     top_k keeps all tokens that tie with the k-th best. top_p keeps the fewest best tokens that have
     a total probability of at least p, in single precision. min_p is relative to the best token's
@@ -137,7 +138,7 @@ def sample(
 
 
 def num_parts(launcher: Launcher, num_rows: int, vocab_size: int) -> int:
-    """Return the number of blocks that share a row: at most one for each 16 pieces."""
+    """Return the number of blocks that share a row: at most one for each 16 pieces of it."""
     # At most one block per multiprocessor: more would wait for the first ones, and save no time.
     resident = launcher.num_multiprocessors // num_rows
     unit = 512 if vocab_size % 8 else 1024  # UNIT of logits_row.cuh: logits in a piece, at least

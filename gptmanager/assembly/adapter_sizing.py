@@ -20,11 +20,12 @@ _DEFAULT = PeftCacheManagerConfig()
 
 
 class AdapterSizes(NamedTuple):
-    """The sizes of the adapter cache, and of the adapters that it can hold.
+    """The sizes of the adapter cache, and the shapes of the adapters that the cache can hold.
 
-    `modules` has (id, module) in ascending order. `dtype` is the name of the pages' dtype. If ranks
-    share modules, `widths` has (id, width of this rank's part), and `layer_widths` has (layer, id,
-    width) for layers with another width.
+    `modules` holds the pairs (module id, module) in ascending order. `dtype` is the name of the
+    pages' dtype. If each rank holds a part of the modules, `widths` holds the pairs (module id,
+    width of this rank's part). If the part has a different width in some layers, `layer_widths`
+    holds (layer, module id, width) for each of these layers.
     """
 
     cache: CacheSizes
@@ -57,11 +58,11 @@ class AdapterSizes(NamedTuple):
 def adapter_sizes(
     config: PeftCacheManagerConfig, model: Any, free_bytes: float
 ) -> AdapterSizes | None:
-    """Return the sizes for a model, or None if it has no `adapter_modules` or if no page fits.
+    """Return the sizes for a model, or None if it has no `adapter_modules` or no room for a page.
 
-    If the result is None, requests with adapters are refused. `free_bytes` is the free memory of
-    the device. Ranks that share a model must pass the same number, and then get the same sizes.
-    Raise ConfigError if a configured size is too small for one page.
+    If the result is None, requests with adapters are refused. `free_bytes` is the number of free
+    bytes of device memory. Ranks that share a model must pass the same number to get the same
+    sizes. Raise ConfigError if a size that differs from the default is too small for one page.
     """
     modules: Mapping[int, LoraModule] | None = getattr(model, "adapter_modules", None)
     if not modules:

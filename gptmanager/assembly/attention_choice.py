@@ -43,12 +43,13 @@ def choose(
     agree: Agree = lambda names: names,
     device: torch.device | str = "cpu",
 ) -> None:
-    """Let `kernels` use a provider for the shapes that it accepts; log what it refuses.
+    """Choose the attention of `kernels` for each phase, and log which shapes providers refuse.
 
-    Without `seconds`, `providers` has this provider only. With `seconds`, all providers and our own
-    kernels are timed, and the fastest is used, for each phase. Our own kernels are used if steps
-    with contexts are captured. `agree` receives the chosen name for each phase. It returns the
-    name, or "own" if another rank chose another one.
+    Without `seconds`, `providers` has one provider, which is used for the shapes that it accepts.
+    With `seconds`, all providers and our own kernels are timed, and the fastest is used in each
+    phase; but if steps with contexts are captured, our own kernels are used without a trial.
+    `agree` receives the name that this rank chose for each phase. For each phase it returns the
+    same name, or "own" if another rank chose another name.
     """
     able = {
         name_of(it): _Able(it, _accepted(it, shapes, dtype, limits.tokens_per_block))
@@ -60,7 +61,7 @@ def choose(
     if seconds is None:
         names: Sequence[str] = [name for name in able for _ in PHASES]
     elif limits.captures_mixed:
-        names = agree((OWN, OWN))  # a rank that does not capture them waits for this call
+        names = agree((OWN, OWN))  # ranks that do not capture such steps wait for this
         logger.info("attention: our own kernels, because steps with contexts are captured too")
     else:
         trial = AttentionTrial(kernels, dtype, limits, seconds, device)
@@ -89,7 +90,7 @@ def _accepted(
     dtype: torch.dtype,
     tokens_per_block: int,
 ) -> frozenset[AttentionShape]:
-    """Return the shapes that a provider does not refuse; log each reason once."""
+    """Return the shapes that a provider does not refuse, and log each reason of a refusal once."""
     reasons = {it: provider.refusal(it, dtype, tokens_per_block) for it in shapes}
     for reason in dict.fromkeys(it for it in reasons.values() if it is not None):
         logger.warning(
@@ -107,9 +108,9 @@ def _fastest(
     shapes: Sequence[AttentionShape],
     limits: StepLimits,
 ) -> str:
-    """Return the name of the fastest provider over all shapes, or "own".
+    """Return the name of the fastest provider over all shapes, or "own" for our own kernels.
 
-    A provider is not chosen for generation if steps could then not be captured.
+    If generation steps are to be captured, a provider that prevents that is not chosen for them.
     """
     keeps_all = phase != GENERATION or not limits.captures
     used = {

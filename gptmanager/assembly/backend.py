@@ -1,7 +1,7 @@
 """`Backend`: the device of a model and its KV cache, and the executor that runs steps there.
 
 A backend selects the kernels, the dtype of pages and the memory budget for its device. This module
-knows nothing of scheduling.
+knows nothing about scheduling.
 """
 
 from __future__ import annotations
@@ -57,8 +57,9 @@ from gptmanager.models.model import Model, page_shapes, state_shapes
 def place(params: OptionalParams, local_rank: int | None = None) -> Backend:
     """Return the backend for `OptionalParams.device`.
 
-    If there are several ranks, `local_rank` is the number of this rank on this machine. It selects
-    the CUDA device unless the option names one. Raise ConfigError if the device does not exist.
+    If there are several ranks, `local_rank` is the number of this rank on this machine. If the
+    device is "cuda" without a number, `local_rank` is its number. Raise ConfigError if the device
+    does not exist.
     """
     kind = (params.device or "cpu").partition(":")[0]
     if kind == "cpu":
@@ -75,7 +76,7 @@ class StepOptions:
     """Options of the executor.
 
     `fused` is explained at `TorchExecutor`. If `processing` is None, the backend creates one.
-    `adapters` is None without adapters, and `rank` is None for a single rank.
+    `adapters` is None if no adapters are used, and `rank` is None if there is a single rank.
     """
 
     lines: Lines
@@ -91,12 +92,12 @@ class Backend(ABC):
 
     device: torch.device
     kernels: Kernels
-    bodies: Sequence[Callable[[int], None]] = ()  # functions to compile, in addition to its kernels
-    stream: Stream | None = None  # steps are enqueued on it; if it is None, they run at once
-    providers: Sequence[AttentionProvider] = ()  # candidates, until `choose_attention` has run
+    bodies: Sequence[Callable[[int], None]] = ()  # functions to compile besides the kernels
+    stream: Stream | None = None  # steps are enqueued on it; if None, they run at once
+    providers: Sequence[AttentionProvider] = ()  # for `choose_attention`, which empties it
     _cuda_graphs, _max_num_tokens = False, 0
     _token_sizes: Sequence[int] = ()  # numbers of tokens of captured steps with contexts
-    _seconds: Seconds | None = None  # times a run; None except on a GPU
+    _seconds: Seconds | None = None  # times a function on the GPU; else None
 
     def load(
         self,
@@ -107,8 +108,8 @@ class Backend(ABC):
     ) -> Model:
         """Load a checkpoint, or return `source` if it is a model. Raise ConfigError otherwise.
 
-        One of several `ranks` loads a part of the checkpoint. `check` is explained at
-        `assembly.loading.load`.
+        If there are several `ranks`, each loads its part of the checkpoint. `check` is explained
+        at `assembly.loading.load`.
         """
         collectives = None if ranks is None else ranks.collectives
         return load(source, params, self.kernels, self.device, self.bodies, collectives, check)
@@ -116,9 +117,12 @@ class Backend(ABC):
     def choose_attention(
         self, model: Model, params: OptionalParams, agree: Agree = lambda names: names
     ) -> None:
-        """Let providers compute attention as `attention_provider` says; `agree`: see `choose`."""
+        """Select what computes attention, by the option `attention_provider`.
+
+        `agree` is explained at `attention_choice.choose`.
+        """
         if not isinstance(self.kernels, ProvidedKernels) or not self.providers:
-            if params.attention_provider == "auto":  # a rank with a library waits for this
+            if params.attention_provider == "auto":  # a rank that has providers waits for this call
                 agree((OWN, OWN))
             return
         graphs = self._cuda_graphs, bool(self._shapes(model, params.max_batch_size))
@@ -154,7 +158,7 @@ class Backend(ABC):
     def memory_budget(
         self, model: Model, params: OptionalParams, max_beam_width: int
     ) -> MemoryBudget:
-        """Return the memory for the KV cache; on a device, without memory for the largest step."""
+        """Return the memory for the KV cache; a device keeps memory free for its largest step."""
 
     @abstractmethod
     def executor(
@@ -275,15 +279,15 @@ class DeviceBackend(Backend):
     def memory_budget(
         self, model: Model, params: OptionalParams, max_beam_width: int
     ) -> MemoryBudget:
-        """Return the memory that is left after the largest step and the largest CUDA graph.
+        """Return the memory that remains beside the largest step and the largest CUDA graphs.
 
-        Both are run with a KV cache of one block, to measure their memory.
+        Both run here with a KV cache of one block, to measure their memory.
         """
         self._reserve(model, wanted_seq_len(params, model.spec))
         rows = params.max_batch_size * max_beam_width
         peak = self._peak_bytes(model, params, rows)
         gc.collect()  # all memory of the measurement must be free again
-        # the measured steps do not use the sampler's marks, a float32 for each row and token
+        # the measured steps lack the sampler's marks: 4 bytes for each row and token id
         marks = rows * model.spec.vocab_size * torch.float32.itemsize
         free = self.stream.free_bytes() - peak - marks
         return MemoryBudget(free, self._dtype(model), shared=self.device.type == "cpu")
@@ -350,12 +354,12 @@ class DeviceBackend(Backend):
 
     def _reserve(self, model: Model, num_positions: int) -> None:
         _reserve(model, num_positions)
-        self.stream.catch_up()  # as after a load of the model
+        self.stream.catch_up()  # the position tables were filled on this thread's current stream
 
     def _peak_bytes(self, model: Model, params: OptionalParams, rows: int) -> int:
-        """Return the peak bytes of steps with `rows` sampled rows, including their CUDA graphs.
+        """Return the peak bytes of steps with `rows` sampled rows, plus those of their CUDA graphs.
 
-        The peaks of steps and graphs are added, because other steps do not use a graph's memory.
+        The two peaks are added, because a graph keeps its memory while other steps run.
         """
         longest = wanted_seq_len(params, model.spec)
         block = params.kv_cache_config.tokens_per_block
@@ -380,8 +384,8 @@ class DeviceBackend(Backend):
 def _torch_executor(
     runner: Runner, chooser: Chooser, sizes: Sizes, options: StepOptions
 ) -> TorchExecutor:
-    # Ranks must run the same batches, and their memory differs. A batch that fails in the middle
-    # may have changed states, so it cannot run again in parts.
+    # Ranks must run the same batches, but may run out of memory at different ones. A batch that
+    # fails in the middle may have changed recurrent states, so it cannot run again in parts.
     splits = options.rank is None and not state_shapes(runner.model.spec)
     return TorchExecutor(
         *(runner, chooser),

@@ -1,7 +1,7 @@
 """`Blueprint`: all settings of a loop, and `build_loop`, which builds the loop from them.
 
 A recording contains the blueprint, so a replay can build the same loop again without the model and
-the callbacks. Options with defaults that depend on the machine or the model have been set.
+the callbacks. Options with defaults that depend on the machine or the model already have values.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from gptmanager.statistics import PhaseTimes
 from gptmanager.step import Executor, Host
 
 # The manager's limits for MAX_UTILIZATION, measured in docs/scheduling.md.
-_MAX_PAUSES = 3  # a request that was paused this often is paused again only as a last resort
+_MAX_PAUSES = 3  # a request that was paused so many times is paused again only as a last resort
 _RESUME_HEADROOM_BLOCKS = 1  # blocks that must stay free when a paused request resumes
 # when a request starts, the free blocks must suffice for this many steps of all running requests
 _START_HEADROOM_STEPS = 16
@@ -80,7 +80,7 @@ class Blueprint:
 
     @property
     def max_active(self) -> int | None:
-        """The highest number of active requests; None if Get may return any number."""
+        """The highest number of active requests; None if there is no limit."""
         most = self.params.max_active_requests
         return self.max_num_requests if most == "auto" else most
 
@@ -116,7 +116,7 @@ def build_loop(
     allocator: Allocator | None = None,
     final: MakeFinal = final_tensors,
 ) -> TokenLoop:
-    """Build a loop with `allocator`, by default an empty one.
+    """Build a loop with `allocator`, by default one with all blocks and slots free.
 
     `final` creates the tensors of final responses.
     """
@@ -188,8 +188,8 @@ def _scheduler(blueprint: Blueprint, kv_cache: KvCacheManager) -> RequestSchedul
         max_context_length=sizes.max_context_length,
         context_chunking_policy=chunking if sizes.chunked else None,
         chunk_unit=sizes.chunk_unit if sizes.chunked else None,
-        # in a step, cached tokens move the start of a first chunk and do not shorten it, so only a
-        # chunk that reaches the end of the prompt costs fewer tokens
+        # Cached tokens move the start of a prompt's first chunk, but do not shorten this chunk. So
+        # only a first chunk that reaches the end of the prompt costs fewer tokens in its step.
         reuse_credit_rule="shift",
         mixed_beam_widths=True,
         num_shares=blueprint.num_stages,

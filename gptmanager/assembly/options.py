@@ -27,7 +27,7 @@ from gptmanager.errors import ConfigError, quoted
 from gptmanager.lifecycle.callables import checked, ordinary
 from gptmanager.request.post_processor import problem_of
 
-_MANY = 2**31 - 1  # int32
+_MANY = 2**31 - 1  # the highest int32
 _CHOICES = {
     "dtype": (None, "float32", "bfloat16", "float16", "float64"),
     "weights_dtype": (None, "int8", "int4", "fp8", "none"),
@@ -51,8 +51,7 @@ def checked_scheduler_config(config: SchedulerConfig) -> SchedulerConfig:
 
 
 def checked_optional_params(params: OptionalParams) -> OptionalParams:
-    """Return a private copy of `params`, with the defaults that depend on the device.
-
+    """Return a private copy of `params`, with the defaults that depend on the device filled in.
     Raise ConfigError, which names the first invalid field.
     """
     params = checked_fields(params, OptionalParams, "optional_params")
@@ -210,7 +209,7 @@ def _settle_device(params: OptionalParams) -> None:
 
 
 def _settle_dtypes(params: OptionalParams) -> None:
-    """Convert `dtype` to a str, and check that the device supports all dtypes."""
+    """Convert `dtype` to a str. Check all dtypes, and that the device supports `dtype`."""
     if params.dtype is not None:
         params.dtype = str(params.dtype).removeprefix("torch.")
     for name, allowed in _CHOICES.items():
@@ -233,7 +232,7 @@ def check_arguments(
 ) -> None:
     """Check the arguments of `GptManager` as far as possible before a model is loaded.
 
-    Raise ConfigError for the first invalid one.
+    Raise ConfigError for the first invalid argument.
     """
     if not isinstance(model_type, ModelType):
         raise ConfigError(f"model_type must be a ModelType, got {model_type!r}")

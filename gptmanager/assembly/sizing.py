@@ -27,9 +27,10 @@ _UNBOUNDED = 1 << 62
 class MemoryBudget(NamedTuple):
     """The memory for the KV cache.
 
-    `dtype` is the dtype of its pages. If other programs use the memory, too, it is `shared`; by
-    default the KV cache then gets at most a quarter of the free bytes, and no more than a full
-    batch can fill. `most_blocks` and `most_host_blocks` are limits that other ranks set.
+    `dtype` is the dtype of the pages. If other programs use the same memory, `shared` is True: by
+    default the KV cache then gets at most a quarter of `free_bytes`, and at most the blocks that a
+    full batch can fill. `most_blocks` (of the KV cache) and `most_host_blocks` (of the host cache)
+    are upper limits that other ranks set.
     """
 
     free_bytes: float
@@ -75,10 +76,11 @@ class Sizes:
 
     @property
     def chunk_unit(self) -> int:
-        """The unit of chunks: each chunk except the last one of a context is a multiple of it.
+        """The unit of chunk lengths, in tokens.
 
-        It is one block. With an attention window below `max_input_len` it is at least 256 tokens,
-        because every context longer than the window runs in chunks.
+        Each chunk of a context, except the last chunk, is a multiple of the unit. The unit is one
+        block. With an attention window below `max_input_len`, the unit is as many blocks as hold
+        256 tokens, because every context longer than the window runs in chunks.
         """
         size = self.tokens_per_block
         if self.attention_window is None or self.attention_window >= self.max_input_len:
@@ -96,9 +98,9 @@ def size(
 ) -> Sizes:
     """Return the sizes for a model.
 
-    The default `budget` is the free memory of the CPU. V1 has a contiguous KV cache, with one block
-    of max_seq_len tokens for each sequence of a batch, or with fewer blocks if max_tokens or the
-    memory limits them. Raise ConfigError, which names the option that is too small or too large.
+    The default `budget` is the free memory of the CPU. ModelType.V1 has a contiguous KV cache: one
+    block of max_seq_len tokens for each sequence of a batch. V1 gets fewer blocks if max_tokens or
+    the memory does not allow them all. If an option is too small or too large, raise ConfigError.
     """
     max_seq_len = wanted_seq_len(params, spec)
     contiguous = model_type is ModelType.V1
@@ -154,9 +156,9 @@ def num_slots(params: OptionalParams) -> int:
 
 
 def wanted_seq_len(params: OptionalParams, spec: Dimensions) -> int:
-    """Return the longest sequence that options and model allow, before the KV cache is sized.
+    """Return the longest sequence that options and model allow, whatever the KV cache can hold.
 
-    Raise ConfigError if the option exceeds the model's length.
+    Raise ConfigError if `params.max_seq_len` exceeds the model's max_position_embeddings.
     """
     longest = spec.max_position_embeddings
     if params.max_seq_len is None:
@@ -170,10 +172,10 @@ def wanted_seq_len(params: OptionalParams, spec: Dimensions) -> int:
 
 
 def _cut_seq_len(max_seq_len: int, num_blocks: int, tokens_per_block: int) -> int:
-    """Return the reduced `max_seq_len` for a pool that is too small for one such sequence.
+    """Reduce `max_seq_len` for a pool that cannot hold one sequence of this length.
 
-    It is the length of the shortest sequence that needs all blocks. Programs rely on this value, so
-    it stays, although longer sequences would fit.
+    Return the length of the shortest sequence that needs all blocks. Longer sequences would fit,
+    but programs rely on this value.
     """
     in_pool = (num_blocks - 1) * tokens_per_block + 1
     if in_pool < 2:
@@ -258,7 +260,7 @@ def _is_chunked(params: OptionalParams, scheduler: SchedulerConfig) -> bool:
     chunked = params.enable_chunked_context
     if chunked is None:
         policy = scheduler.capacity_scheduler_policy
-        # A request that a journal resumes may have a longer context than any prompt.
+        # The context of a request that a journal resumes may exceed the longest prompt.
         is_resumed = params.journal_path is not None and (
             policy is not CapacitySchedulerPolicy.STATIC_BATCH
         )

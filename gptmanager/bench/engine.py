@@ -21,7 +21,7 @@ from gptmanager.manager.gpt_manager import GptManager
 from gptmanager.request.inference_request import SendResponseCallback
 from gptmanager.run.latencies import FetchTimes, latencies
 
-WARM_UP = [0] * 16  # a prompt before the first timed one
+WARM_UP = [0] * 16  # the prompt of the requests that run before anything is timed
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +66,7 @@ class IterationLog:
         return found
 
     def since(self, start: int = 0) -> list[tuple[float, Mapping[str, Any]]]:
-        """Return (time of the call in seconds, statistics record) from record `start` on."""
+        """Return pairs (time of the call in seconds, statistics record), from record `start` on."""
         return [(at, orjson.loads(record)) for at, record in self._records[start:]]
 
     def step_seconds(self, batch_size: int, start: int = 0) -> list[float]:
@@ -95,7 +95,7 @@ class IterationLog:
         }
 
     def host_milliseconds(self) -> float | None:
-        """Return the loop thread's median time per iteration, without waits for results."""
+        """Return the loop thread's median time per iteration, except its waits for results."""
         times = [record["gptmanager"]["iteration_latency_us"] for _, record in self.since()]
         own = [split["total"] - split.get("result", 0) for split in times]
         return statistics.median(own) / 1e3 if own else None

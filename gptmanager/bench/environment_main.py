@@ -30,7 +30,7 @@ from gptmanager.kernels.simd.machine_code import folder_of
 from gptmanager.kernels.simd.pairs import has_fast_pairs
 from gptmanager.terminal.tables import print_report, table
 
-# Variables that are printed with their values; the values of `serve`'s variables may be keys.
+# Variables that are printed with their values. `serve`'s variables are not: they may hold keys.
 _VARIABLES = ("OMP_NUM_THREADS", "OMP_WAIT_POLICY", "NUMBA_CACHE_DIR", "XDG_CACHE_HOME", "HF_HOME")
 _SWITCHES = ("GPTMANAGER_CUDA", "NUMBA_CPU_NAME", "NUMBA_CPU_FEATURES", "CUDA_VISIBLE_DEVICES")
 _KERNELS: dict[str, Callable[[], bool]] = {
@@ -51,7 +51,7 @@ def main(options: argparse.Namespace) -> int:
 
 
 def _rows(found: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yield (name, value) for each line of the table. An object has one line per value."""
+    """Yield (name, text) for each line of the table. A mapping has one line per key."""
     for name, value in found.items():
         if not isinstance(value, Mapping):
             yield name, str(value)
@@ -99,9 +99,9 @@ def _gpu() -> Any:
 
 
 def _environment() -> dict[str, str]:
-    """Return name -> value of the variables that are set in `_VARIABLES` and `_SWITCHES`.
+    """Return name -> value for the variables in `_VARIABLES` and `_SWITCHES` that are set.
 
-    For each variable of `serve`, the value is "set".
+    The result also has each variable of `serve` that is set, but with "set" in place of its value.
     """
     found = {name: os.environ[name] for name in (*_VARIABLES, *_SWITCHES) if name in os.environ}
     found |= {name: "set" for name in sorted(os.environ) if name.startswith("GPTMANAGER_SERVE_")}
@@ -109,7 +109,7 @@ def _environment() -> dict[str, str]:
 
 
 def _extras() -> dict[str, str]:
-    """Return extra -> "installed", or a text that names the missing packages."""
+    """Return, for each extra, "installed" or a text that names the missing packages."""
     try:
         requirements = metadata.requires(DISTRIBUTION) or []
     except metadata.PackageNotFoundError:

@@ -1,4 +1,4 @@
-"""Describes the machine, GPU and library versions that figures were measured with."""
+"""Descriptions of the machine, GPU and library versions that figures were measured with."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def _switches() -> dict[str, list[str]]:
 
 
 def machine() -> str:
-    """Return the machine's architecture, number of cores and load."""
+    """Return the machine's architecture, number of logical cores and load of the last minute."""
     return f"{platform.machine()}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}"
 
 
@@ -92,7 +92,7 @@ def card() -> dict[str, Any]:
 
 
 def _smi() -> dict[str, str]:
-    """Return fields of the first GPU that `nvidia-smi` lists; {} if it is not installed."""
+    """Return fields of the first GPU that `nvidia-smi` lists, or {} without `nvidia-smi`."""
     program = shutil.which("nvidia-smi")
     if program is None:
         return {}

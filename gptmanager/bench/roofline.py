@@ -139,7 +139,7 @@ class ModelShape:
         """
         seconds = sum(self.context_s(ceilings, prompt) for prompt, _ in lengths)
         waiting = list(reversed(lengths))
-        running: list[list[int]] = []  # context, remaining tokens
+        running: list[list[int]] = []  # [context, tokens to go]
         while waiting or running:
             while waiting and len(running) < max_batch_size:
                 prompt, new_tokens = waiting.pop()

@@ -1,7 +1,8 @@
 """Times calls, on the host or on a device, within the time budget of a benchmark.
 
 On a device, calls are captured in a CUDA graph if possible, so that launches are not measured.
-Consecutive calls use different sets of inputs, so that no call finds its inputs in the cache.
+Consecutive calls use different sets of inputs. With enough sets, no call finds its inputs in the
+cache.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ _HOST_ROUNDS = 20
 
 @dataclass(frozen=True, eq=False)
 class Stopwatch:
-    """A prepared measurement: `seconds()` repeats the call and returns the mean time per call."""
+    """A prepared measurement: `seconds()` repeats the call and returns the mean seconds per call."""
 
     seconds: Callable[[], float]
     timed_by: Literal["graph", "events", "clock"]
@@ -32,15 +33,22 @@ class Timer(Protocol):
     """Prepares the measurement of calls."""
 
     def prepare(self, run: Run, num_sets: int) -> Stopwatch:
-        """Call `run` on each set of inputs, so that all code is compiled; return its stopwatch."""
+        """Return a stopwatch for `run`, after one call of `run` on each set of inputs.
+
+        These first calls compile all code, so that the stopwatch measures no compilation.
+        """
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceTimer:
-    """Times with CUDA events on the current stream. A measurement lasts about `seconds`."""
+    """Times with CUDA events on the current stream. A measurement lasts about `seconds`.
+
+    A measurement may be shorter, because it has at most `max_calls` calls, or one per set of inputs
+    if there are more sets than `max_calls`.
+    """
 
     seconds: float = 0.004
-    max_calls: int = 512  # in a measurement
+    max_calls: int = 512
 
     def prepare(self, run: Run, num_sets: int) -> Stopwatch:
         for number in range(num_sets):
@@ -80,7 +88,7 @@ def _capture(run: Callable[[], object]) -> torch.cuda.CUDAGraph | None:
         with torch.cuda.graph(graph):
             run()
     except RuntimeError:
-        torch.cuda.set_stream(before)  # a failed capture leaves torch on the capture's stream
+        torch.cuda.set_stream(before)  # after a failed capture, the capture stream is still current
         torch.cuda.synchronize()
         return None
     return graph
@@ -103,9 +111,9 @@ class ClockTimer:
 
 
 def host_seconds(work: Callable[[], object], device: torch.device, calls: int = 1) -> float:
-    """Return the median host time per call, in seconds.
+    """Return the median host time per call, in seconds, of several measurements.
 
-    Each measurement has `calls` calls in a row, and begins when the device is idle.
+    Each measurement begins when the device is idle, and makes `calls` calls in a row.
     """
     costs = []
     for _ in range(_HOST_ROUNDS):
@@ -129,7 +137,7 @@ class Spread:
 
     @classmethod
     def of(cls, seconds: Sequence[float]) -> Spread:
-        """Return the spread of these times. Raises ValueError without any."""
+        """Return the spread of the measured `seconds`. Raises ValueError if there are none."""
         if not seconds:
             raise ValueError("nothing was measured")
         if len(seconds) == 1:
@@ -150,12 +158,12 @@ class Budget:
 
     @property
     def used(self) -> float:
-        """The seconds since the start."""
+        """The seconds since the budget was created."""
         return self._clock() - self._started
 
     @property
     def left(self) -> float:
-        """The seconds until the limit, negative after it."""
+        """The seconds until the limit. Negative once the limit is past."""
         return self.seconds - self.used
 
     @property
@@ -170,9 +178,10 @@ class Budget:
 def measure_all(
     watches: dict[str, Stopwatch], rounds: int, budget: Budget
 ) -> dict[str, list[float]]:
-    """Measure with all stopwatches in alternation for `rounds` rounds; return their seconds.
+    """Measure `rounds` times with each stopwatch; return the measured seconds per stopwatch name.
 
-    If the budget is spent earlier, the measurement ends after at least three rounds.
+    Each round measures once with each stopwatch, and every second round in reverse order. Once the
+    budget is spent and three rounds are done, no further round begins.
     """
     seconds: dict[str, list[float]] = {name: [] for name in watches}
     for number in range(rounds):

@@ -35,13 +35,16 @@ class SchedulerPolicy(IntEnum):
 
 @dataclass(slots=True)
 class KvCacheConfig(gptmanager.KvCacheConfig):
-    """A `gptmanager.KvCacheConfig`. `max_attention_window` may be a list, of equal values only."""
+    """A `gptmanager.KvCacheConfig`; `max_attention_window` may also be a list of equal values."""
 
     max_attention_window: Any = None
 
 
 class TrtGptModelOptionalParams(OptionalParams):
-    """A `gptmanager.OptionalParams` with the old argument order; `keywords`: its other fields."""
+    """A `gptmanager.OptionalParams` with the argument order of older TensorRT-LLM releases.
+
+    `keywords` are the other fields.
+    """
 
     __slots__ = ()
 
@@ -67,10 +70,10 @@ class TrtGptModelOptionalParams(OptionalParams):
 
 
 def translated(params: OptionalParams) -> tuple[int, SchedulerConfig, OptionalParams]:
-    """Return the beam width, the scheduler and the other options, for `gptmanager.GptManager`.
+    """Return the maximum beam width, the scheduler and the other options, for GptManager.
 
-    Raise ConfigError if `params` is not an OptionalParams, or if layers have different attention
-    windows.
+    Raise ConfigError if `params` is not an OptionalParams, or if its layers have different
+    attention windows.
     """
     if not isinstance(params, OptionalParams):
         raise ConfigError(
@@ -85,9 +88,9 @@ def translated(params: OptionalParams) -> tuple[int, SchedulerConfig, OptionalPa
 
 
 def with_policy(scheduler: SchedulerConfig, policy: Any) -> SchedulerConfig:
-    """Return `scheduler` with another capacity policy.
+    """Return a copy of `scheduler` with this capacity policy.
 
-    Raise ConfigError if `policy` is not a policy.
+    Raise ConfigError if `policy` is not a capacity policy.
     """
     if not isinstance(policy, (SchedulerPolicy, CapacitySchedulerPolicy)):
         raise ConfigError(f"scheduler_policy must be a SchedulerPolicy, got {policy!r}")

@@ -9,10 +9,10 @@ from gptmanager.environment.control_groups import ROOT, cpu_quota
 
 
 def num_cores(root: Path = ROOT) -> int:
-    """Return the number of cores that this process may run on, at least 1, limited by the quota of
-    its control groups.
+    """Return the number of cores that this process may use, within the quota of its control groups.
 
-    A fraction of a core is not counted, because parallel work waits for its slowest thread.
+    The number is rounded down, because parallel work waits for its slowest thread, but is at least
+    1.
     """
     return max(1, int(min(num_schedulable(), cpu_quota(root))))
 

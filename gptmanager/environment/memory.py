@@ -16,18 +16,19 @@ _HUGE_PAGES = getattr(mmap, "MADV_HUGEPAGE", None)  # only Linux has it
 
 
 def free_memory_bytes() -> float:
-    """Return how many bytes can be allocated without swapping, within the limits of this process
-    and of its control groups.
+    """Return how many bytes can be allocated without swapping.
+
+    The limits of this process and of its control groups are respected.
     """
     return min(_free_in_system(), memory_left(), _free_in_process())
 
 
 def give_back() -> None:
-    """Return free memory of the C library to the system. Do nothing unless it is glibc.
+    """Return freed memory to the system. Do nothing if the C library is not glibc.
 
-    glibc keeps freed memory in the arena of the thread that allocated it. After a large block was
-    freed, it keeps blocks of up to that size for later allocations. The thread of a manager's loop
-    leaves tens of megabytes behind in this way after it has ended.
+    glibc keeps freed memory in the arena of the thread that allocated the memory. After a large
+    block was freed, glibc also keeps later blocks of up to that size when they are freed. In this
+    way the thread of a manager's loop leaves tens of megabytes behind after it has ended.
     """
     if sys.platform == "linux":
         trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # musl has none
@@ -36,7 +37,7 @@ def give_back() -> None:
 
 
 def zeroed_memory(num_bytes: int) -> mmap.mmap:
-    """Return memory of zeros in pages of its own, in huge pages if the system has them.
+    """Return memory of zeros in separate pages, in huge pages if the system has them.
 
     Nothing is written here, so the system can still join neighboring memory into huge pages.
     Raises MemoryError if the system refuses the memory.
@@ -54,9 +55,9 @@ def zeroed_memory(num_bytes: int) -> mmap.mmap:
 def prefer_huge_pages(address: int, num_bytes: int) -> None:
     """Ask the system to back memory that has not been used yet with huge pages.
 
-    With pages of 4 KiB, attention waits for the translation of addresses: it reads blocks that are
-    spread over the whole KV cache. Many systems use huge pages only where a program asks for them.
-    Nothing happens where they do not exist or are turned off.
+    Attention reads blocks that are spread over the whole KV cache. With pages of 4 KiB, it waits
+    for the translation of addresses. Many systems use huge pages only where a program asks for
+    them. Nothing happens if huge pages do not exist or are turned off.
     """
     size, end = mmap.PAGESIZE, address + num_bytes
     first, last = -(-address // size) * size, end // size * size

@@ -17,18 +17,19 @@ from gptmanager.cuda.device.uploads import Array, Uploads
 from gptmanager.executor.packed_rows import StepShape
 
 Step = Callable[[Tensors, Tensor | None], Tensor]  # called with the inputs and the adapter slots
-# Each of these rows adds a thread block of context attention per KV head, even without tokens.
+# The most rows with more than one token in a captured step. Each of the rows, even if it has no
+# tokens, adds a thread block of context attention per KV head.
 _LONG_ROWS = 16
 
 
 def step_shapes(sizes: Sequence[int], max_rows: int) -> tuple[StepShape, ...]:
-    """Return a shape for each of `sizes`, in tokens. A step has at most `max_rows` rows."""
+    """Return a shape for each size in tokens. A step has at most `max_rows` rows of each kind."""
     long_rows = min(max_rows, _LONG_ROWS)
     return tuple(StepShape(it, long_rows, *[min(max_rows, it)] * 2) for it in sizes)
 
 
 class CapturedSteps:
-    """One captured step for each of `sizes`, in tokens, and a second one if there are adapters."""
+    """Captured steps of each of `sizes`, in tokens: one without adapters, and one with any."""
 
     def __init__(self, stream: Stream, uploads: Uploads, sizes: Sequence[int]) -> None:
         self._plain, self._adapted = (StepGraphs(stream, uploads, sizes) for _ in range(2))
@@ -41,7 +42,7 @@ class CapturedSteps:
         on_progress: ProgressCallback | None,
         what: str,
     ) -> None:
-        """Capture `step` for each size; see `StepGraphs.record`."""
+        """Capture `step` for each size; see `StepGraphs.record`, also for `what`."""
         self._plain.record(arrays, lambda tensors: step(tensors, None), on_progress, what)
         if has_adapters:
             self._adapted.record(
@@ -52,13 +53,13 @@ class CapturedSteps:
             )
 
     def size_for(self, num_tokens: int) -> int | None:
-        """Return the smallest captured size of at least `num_tokens`; None if there is none."""
+        """Return the smallest captured size of at least `num_tokens`, or None if there is none."""
         return self._plain.size_for(num_tokens)
 
     def run(self, size: int, arrays: Arrays, slots: Array | None) -> tuple[Tensor, Tensors]:
-        """Replay a step; return its result and the arrays on the device, valid until the next run.
+        """Replay a step. Return its result and its arrays on the device, valid until the next run.
 
-        `slots`: the adapter slot of each token, int32; None if no token has an adapter.
+        `slots` is int32, the adapter slot of each token, or None if no token has an adapter.
         """
         if slots is None:
             return self._plain.run(size, arrays)

@@ -37,20 +37,24 @@ class ForwardThread:
     def submit(self, schedule: Schedule) -> Callable[[], StepInFlight]:
         """Enqueue a call of `forward`.
 
-        Returns a function that waits for its result, and raises the error that `forward` raised.
+        Return a function that waits for the call, and returns the result of `forward` or raises
+        the error that `forward` raised.
         """
         future: Future[StepInFlight] = Future()
         self._queue.put((schedule, future))
         return future.result
 
     def mark(self) -> threading.Event:
-        """Return an event that is set when all calls that were submitted before have ended."""
+        """Return an event that is set when all calls submitted before this mark have ended."""
         mark = threading.Event()
         self._queue.put(mark)
         return mark
 
     def close(self, timeout_s: float) -> bool:
-        """End the thread after all submitted calls. Return False if that takes too long."""
+        """End the thread after all submitted calls.
+
+        Return whether the thread has ended within `timeout_s`.
+        """
         self._queue.put(None)
         self._thread.join(timeout_s)
         return not self._thread.is_alive()

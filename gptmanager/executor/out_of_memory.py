@@ -30,8 +30,8 @@ class BatchSplitter:
     def run(self, rows: PackedRows, reason: str, run: Callable[[PackedRows], Computed]) -> Computed:
         """Run the rows in parts with `run`, and join the results.
 
-        `reason`: the error of the whole batch. A single token cannot be split, so its logits are
-        NaN, and its line and `reason` are in `Computed.lost`.
+        `reason`: the error of the whole batch. If `rows` is a single token, it cannot be split: the
+        logits of the token are NaN, and `Computed.lost` has its line and `reason`.
         """
         parts = halves(rows)
         if not parts:

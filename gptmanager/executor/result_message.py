@@ -58,7 +58,7 @@ def pack(iteration: int, result: StepResult, *, with_extras: bool = False) -> by
 
 
 def unpack(message: bytes, iteration: int, num_rows: int) -> StepResult:
-    """Return the result in a message. It must be that of `iteration`, with `num_rows` rows.
+    """Return the result in a message: that of the schedule of `iteration`, with `num_rows` rows.
 
     Raises RankError if the message is malformed, or is the result of another schedule.
     """

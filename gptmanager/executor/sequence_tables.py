@@ -1,6 +1,6 @@
 """`SequenceTables`: the tokens and the blocks of each started sequence.
 
-A line is a row of these tables; each beam of a sequence has one (see `Lines`). The tables are
+A line is a row of these tables; each beam of a sequence has its own (see `Lines`). The tables are
 arrays on the CPU; `DeviceTables` also has copies on a device. This module does not know schedules
 and models.
 """
@@ -24,8 +24,8 @@ class SequenceTables:
     """The tables of tokens and of block ids on the CPU.
 
     `tokens` is int32 `[lines, max_seq_len]`, `blocks` int32 `[lines, blocks_per_sequence]`.
-    `token_tensor` and `block_tensor` are the tables as tensors. On the CPU they share the arrays'
-    memory; `DeviceTables` has copies on its device.
+    `token_tensor` and `block_tensor` are the tables as tensors. They share the memory of the
+    arrays, except in `DeviceTables`, where they are copies on a device.
     """
 
     def __init__(self, num_lines: int, max_seq_len: int, blocks_per_sequence: int) -> None:
@@ -62,11 +62,11 @@ class SequenceTables:
 
 
 class DeviceTables(SequenceTables):
-    """Tables with a copy on a device, which `flush` updates with all that was written.
+    """Tables with a copy on a device, to which `flush` sends what was written since the last flush.
 
     Tokens chosen on the device are written to its copy first, and later to the CPU's arrays.
-    `token_cells`: the token table of the device as a vector, with one unused element at the end,
-    which padding reads and writes. A cell is an index into this vector.
+    `token_cells` is the device's token table as a vector, plus one element at the end, which only
+    padding reads and writes. A cell of the token table is an index into this vector.
     """
 
     def __init__(
@@ -106,7 +106,7 @@ class DeviceTables(SequenceTables):
     def cells(self, lines: Ints, positions: Ints) -> Ints:
         """Return the indices of these positions in `token_cells`.
 
-        A position past the end of its line has the index of the unused element.
+        A position past the end of its line has the index of the last element, for padding.
         """
         width = self.tokens.shape[1]
         return np.where(positions < width, lines * width + positions, self.tokens.size)
@@ -127,7 +127,7 @@ class DeviceTables(SequenceTables):
             self.token_cells.index_copy_(0, sent[2], sent[3])
         if len(blocks):
             self.block_tensor.view(-1).index_copy_(0, sent[4], sent[5])
-        # cleared only now, because a step that runs out of memory above runs again in parts
+        # cleared only now: if the step runs out of memory above, it runs again in parts
         self._forks, self._written_tokens, self._written_blocks = [], [], []
         self._may_repeat = False
 

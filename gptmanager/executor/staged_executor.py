@@ -1,8 +1,8 @@
 """`StagedExecutor`: runs a pipeline stage on the CPU, in parallel with the loop.
 
-The loop submits micro batches while earlier ones are computed. When it chooses the tokens of a
-step, the forward passes of later steps may have run already. Therefore the chooser has separate
-tables, which are updated with each result, in the order of the steps.
+The loop submits micro batches while earlier micro batches are computed. When the tokens of a step
+are chosen, the forward passes of later steps may have run already. Therefore the chooser has
+separate tables, which are updated with each result, in the order of the steps.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class NoChooser:
 
 @dataclass(slots=True, eq=False)
 class StagedStep:
-    """A step of a stage. `computed` waits for its forward pass, and raises its errors."""
+    """A step of a stage. `computed` waits for the forward pass, and raises its errors."""
 
     schedule: Schedule
     computed: Callable[[], StepInFlight]
@@ -52,7 +52,7 @@ class StagedStep:
 class StagedExecutor:
     """Runs the forward passes of `executor`, which has a `NoChooser`, in a thread.
 
-    `chooser`: chooses the tokens; None if this rank receives its tokens. `histories`: the tables
+    `chooser` is None if this rank receives its tokens from another rank. `histories` has the tables
     that the chooser reads and writes. The `RankExecutor` writes the tokens to the tables of
     `executor`.
     """
@@ -71,7 +71,7 @@ class StagedExecutor:
         self._forwards = ForwardThread(executor.forward)
 
     def forward(self, schedule: Schedule) -> StagedStep:
-        """Enqueue a forward pass, which runs after those that were submitted before."""
+        """Enqueue a forward pass, which runs after all forward passes that were enqueued before."""
         return StagedStep(schedule, self._forwards.submit(schedule))
 
     def sample(self, step: StagedStep) -> None:

@@ -1,8 +1,8 @@
 """`StepInFlight`: a step that is being computed, from its rows to the tokens chosen for them.
 
-A choice is one token that is chosen from one row of logits. A row of a step has one choice, or one
-for each beam, or one for each draft and one after the drafts. This module maps choices to rows; it
-does not choose tokens.
+A choice is one token that is chosen from one row of logits. A row of a step with beams has one
+choice for each beam. A row with drafts has one choice for each draft, and one more after the last
+draft. Any other row has one choice. This module maps choices to rows; it does not choose tokens.
 """
 
 from __future__ import annotations
@@ -33,9 +33,10 @@ from gptmanager.step import (
 class SamplingRows(NamedTuple):
     """The rows for which tokens are chosen, and their S choices.
 
-    Row r is in slot `slots[r]`. Its choices, one per beam or per position, are `firsts[r]` to
-    `firsts[r + 1]` (excluded). Choice s is the token at `positions[s]` in line `lines[s]` of the
-    tables (see `Lines`). All arrays are int64. `drafts`: the draft tokens that the rows verify.
+    Row r is in slot `slots[r]`. The choices of row r, one per beam or per position, have the
+    numbers from `firsts[r]` to `firsts[r + 1]` (excluded). Choice s is the token at `positions[s]`
+    in line `lines[s]` of the tables (see `Lines`). All arrays are int64. `drafts` holds the draft
+    tokens that the rows verify.
     """
 
     rows: tuple[Row, ...]
@@ -47,11 +48,11 @@ class SamplingRows(NamedTuple):
 
 
 class ChoiceInputs(NamedTuple):
-    """The places in a device's tables for S chosen tokens, as tensors `[S]`.
+    """The places of S chosen tokens in the tables on a device, as tensors `[S]`.
 
     `lines` is int32, `positions` and `cells` are int64; `cells` are indices into
-    `DeviceTables.token_cells`. `counts` int32: number of candidates per beam; None without beams.
-    `tokens` int32: the chosen tokens, if the forward pass has chosen them already, otherwise None.
+    `DeviceTables.token_cells`. `counts` int32: number of best tokens that each choice returns, or
+    None. `tokens` int32: the chosen tokens if the forward pass has already chosen them, or None.
     """
 
     lines: Tensor
@@ -64,11 +65,12 @@ class ChoiceInputs(NamedTuple):
 class ChosenTokens(NamedTuple):
     """The tokens chosen for the rows of a step.
 
-    `tokens` int32 and `log_probs` float32 `[rows, n]`; `log_probs` is None if no row asks for them.
-    `counts` int32 `[rows]`: number of valid tokens per row, or None if all n are valid. `beams`:
-    the candidates of rows with several beams. `failed`: index of a row -> error of its logits
-    post-processor. `generation_logits`: (index of a row, float32 `[n, vocab]`) for the rows that
-    ask for them. `top_log_probs`: the top tokens of the rows that ask for them.
+    `tokens` is int32 and `log_probs` is float32, both `[rows, n]`. `log_probs` is None if no row
+    asks for log probabilities. `counts` int32 `[rows]` is the number of valid tokens of each row,
+    or None if all n are valid. `beams` holds the candidates of rows with several beams. `failed`
+    maps the index of a row to the error of the row's logits post-processor. `generation_logits`
+    holds the pairs (index of a row, float32 `[n, vocab]`) of the rows that ask for logits.
+    `top_log_probs` holds the top tokens of the rows that ask for top log probabilities.
     """
 
     tokens: np.ndarray
@@ -87,8 +89,9 @@ PendingTokens = Callable[[], ChosenTokens]  # waits for the tokens; called once
 class StepInFlight:
     """A step being computed. `logits` `[S, vocab]`: float32, or the model's dtype on a device.
 
-    `inputs`: as in `Computed`. `out_of_memory`: a failure for each request with a row that could
-    not be computed. `pending`: waits for the chosen tokens; None until the step is sampled.
+    `inputs` has the same meaning as in `Computed`. `out_of_memory` has a failure for each request
+    with a row that could not be computed. `pending` waits for the chosen tokens; it is None until
+    their choice has begun.
     """
 
     schedule: Schedule
@@ -101,12 +104,12 @@ class StepInFlight:
     pending: PendingTokens | None = None
 
     def computed(self) -> StepInFlight:
-        """Return this step, because its forward pass has run or is enqueued."""
+        """Return this step itself: its forward pass has run already, or is enqueued."""
         return self
 
 
 def num_right_drafts(rows: SamplingRows, tokens: np.ndarray) -> np.ndarray:
-    """Return how many drafts of each row precede the first wrong one, int32 `[rows]`.
+    """Return the number of drafts of each row before its first wrong draft, int32 `[rows]`.
 
     A draft is right if it equals the token that `tokens` `[S]` has at the draft's position.
     """
@@ -124,8 +127,8 @@ def accepted(
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
     """Return the `tokens`, `counts` and `log_probs` of `ChosenTokens`.
 
-    `tokens` and `log_probs` `[S]` are those of all choices. A row with drafts gets its right
-    drafts, and the token chosen after them.
+    The arguments `tokens` and `log_probs` `[S]` belong to all choices. A row with drafts gets its
+    right drafts, and the token chosen after them.
     """
     counts = 1 + num_right_drafts(rows, tokens)
     choices = rows.firsts[:-1].repeat(counts) + offsets(counts)
@@ -150,10 +153,11 @@ def candidates(
 ) -> tuple[BeamCandidates, ...]:
     """Return the candidates of each row with several beams.
 
-    For a row with sampled beams, they are its `tokens` and `log_probs` `[S]`. For a row with
-    searched beams, they are its `best_tokens` and `best_log_probs` `[S, n]`. `counts` `[rows]`:
-    number of best tokens per beam; 0 for a row with sampled beams. If `log_probs` is None, 0 is
-    used. If a searched beam has the token NOT_FINITE, the row's only candidate is NOT_FINITE.
+    `counts` `[rows]` is the number of best tokens per beam of a row, 0 for a row with sampled
+    beams. The candidates of a row with sampled beams come from `tokens` and `log_probs` `[S]`; if
+    `log_probs` is None, they are 0. The candidates of a row with searched beams come from
+    `best_tokens` and `best_log_probs` `[S, n]`; if a searched beam has the token NOT_FINITE, the
+    row's only candidate is NOT_FINITE.
     """
     found = []
     if log_probs is None:
@@ -180,7 +184,7 @@ def part_of(
 ) -> tuple[SamplingRows, Tensor]:
     """Return the rows with the indices `chosen`, and their logits.
 
-    A row with drafts keeps only its choice number `offset`.
+    A row with drafts keeps only its choice number `offset`. Rows without drafts need `offset` 0.
     """
     pieces = []
     for index in chosen:

@@ -1,8 +1,8 @@
 """`TorchExecutor`: runs the steps of a model over the paged KV cache, on any device.
 
-Preallocated tables have the tokens and blocks of each started sequence. A step writes the changes
-to these tables, packs its rows, computes their logits and chooses tokens. This module does not
-decide which requests run.
+Preallocated tables hold the tokens and the ids of the KV cache blocks of each running sequence. A
+step writes its new tokens and blocks to these tables, packs its rows, computes their logits and
+chooses tokens. This module does not decide which requests run.
 """
 
 from __future__ import annotations
@@ -42,10 +42,11 @@ Rows = tuple[Row, ...]
 class TorchExecutor:
     """Runs schedules on a torch model. `runner` computes logits, and `chooser` chooses tokens.
 
-    `fused`: context and generation rows run in one pass of the model, otherwise in two.
-    `splits_batches`: a batch that does not fit into memory runs in parts, otherwise the error is
-    raised. On the CPU, the work of a call is done when it returns. On a device, `forward` and
-    `sample` do not wait for the device, except if `DeviceChooser` chooses tokens on the CPU.
+    If `fused`, the context and generation rows of a step run in one pass of the model, otherwise in
+    two. If `splits_batches`, a batch that does not fit into memory runs in parts, otherwise the
+    out-of-memory error is raised. On the CPU, `forward` and `sample` return when their work is
+    done. On a device, they do not wait for the device, except if `DeviceChooser` chooses tokens on
+    the CPU.
     """
 
     writes_tokens = True
@@ -67,7 +68,7 @@ class TorchExecutor:
         self._chooser = chooser
         self._gathered = chooser.gathered
         self._window = attention_window
-        self._most_scored = max(1, MOST_LOGITS // runner.model.spec.vocab_size)  # tokens at once
+        self._most_scored = max(1, MOST_LOGITS // runner.model.spec.vocab_size)  # tokens per pass
         self._splitter: BatchSplitter | None = None
         if splits_batches:
             spec, device = runner.model.spec, runner.kv_pool.device
@@ -126,7 +127,7 @@ class TorchExecutor:
         return True
 
     def mark(self) -> None:
-        """Return None, because forward passes have run or a stream orders them.
+        """Return None: forward passes have run already, or a stream orders them and later work.
 
         See `RankExecutor.mark`.
         """
@@ -134,8 +135,8 @@ class TorchExecutor:
     def take_gil_wait_us(self) -> int:
         """Return for how many microseconds the loop's thread waited in steps since the last call.
 
-        On the CPU a step computes all the time. Wall time in excess of the thread's CPU time is
-        therefore spent waiting for the interpreter lock or for a core.
+        A step on the CPU never sleeps. If its wall time exceeds the CPU time of the thread, the
+        thread has spent the difference waiting for the interpreter lock or for a core.
         """
         stalled, self._stalled_ns = self._stalled_ns, 0
         return stalled // 1000
@@ -168,12 +169,12 @@ class TorchExecutor:
             tables.write_blocks(line, append.first, append.block_ids)
 
     def _compute(self, schedule: Schedule) -> StepInFlight:
-        """Compute the logits to sample from, and the outputs of prompts that requests ask for."""
+        """Compute the logits to sample from, and the prompt outputs that requests ask for."""
         results: list[Computed] = []
         sampled: list[tuple[np.ndarray, np.ndarray]] = []
         prompt_outputs: list[ContextLogits | PromptLogProbs] = []
         for context, generation in self._batches(schedule):
-            if results:  # a copy: captured steps write their logits to the same memory
+            if results:  # copy the logits: all captured steps write to the same memory
                 results[-1] = results[-1]._replace(logits=results[-1].logits.clone())
             rows = self._pack(context, generation)
             index = rows.sample_index
@@ -235,7 +236,7 @@ class TorchExecutor:
             yield (), generation
 
     def _run(self, rows: PackedRows) -> Computed:
-        """Return the logits of the sampled tokens. Rows that exceed memory run in parts."""
+        """Run the model. Rows that do not fit into memory run in parts if batches may be split."""
         try:
             return self.runner.run(rows)
         except (torch.OutOfMemoryError, MemoryError) as error:
@@ -247,7 +248,7 @@ class TorchExecutor:
         return self._splitter.run(rows, reason, self._run)
 
     def _pack(self, context: Rows, generation: Rows) -> PackedRows:
-        """Pack the rows. A context row is one sequence, a generation row one per beam."""
+        """Pack context rows as one sequence each, and generation rows as one sequence per beam."""
         rows = (*context, *generation)
         lines = np.array([row.slot for row in rows], dtype=np.int64)
         starts = np.array([row.position for row in rows], dtype=np.int64)
@@ -290,7 +291,10 @@ def load_tokens(schedule: Schedule, lines: Lines, tables: SequenceTables) -> Non
 
 
 def _sampling_rows(schedule: Schedule, lines: np.ndarray, positions: np.ndarray) -> SamplingRows:
-    """Return the rows for which tokens are chosen, with the `lines` and `positions` of choices."""
+    """Return the rows for which tokens are chosen.
+
+    `lines` and `positions` say where in the tables the token of each choice belongs.
+    """
     rows, num_generating = schedule.sampling_rows, len(schedule.generation_rows)
     firsts = np.arange(len(rows) + 1)
     if len(lines) > len(rows):  # a context has one choice for all its beams
@@ -303,10 +307,10 @@ def _sampling_rows(schedule: Schedule, lines: np.ndarray, positions: np.ndarray)
 
 
 def _pieces(row: Row, window: AttentionWindow) -> Iterator[tuple[Row, bool]]:
-    """Yield (piece, whether it ends the row) for the pieces of a context that run one by one.
+    """Split a context row into pieces, and yield (piece, whether it is the last) for each.
 
-    With an attention window the cache is cyclic, and no piece overwrites keys that its own tokens
-    still attend to. Only the last piece runs together with other rows.
+    With an attention window, the cache is cyclic. The pieces are so short that none overwrites keys
+    to which its own tokens still attend. Only the last piece runs together with other rows.
     """
     *early, last = window.pieces(row.position, row.position + row.num_tokens)
     for first, end in early:
@@ -315,5 +319,5 @@ def _pieces(row: Row, window: AttentionWindow) -> Iterator[tuple[Row, bool]]:
 
 
 def _off_cpu_ns() -> int:
-    """Return a clock that advances while this thread is off the CPU."""
+    """Return the time of a clock that advances only while this thread is off the CPU."""
     return perf_counter_ns() - thread_time_ns()

@@ -1,9 +1,9 @@
 """`BackgroundJobs`: long work in pieces, done in parallel with the steps of a loop or between them.
 
-It decides which thread does the next piece, and when. With a spare core, a separate thread does the
-work without delaying steps. If steps use all cores, a thread that wakes up takes a core from a
-step, and each operation of the step waits for that core. In this case the loop's thread does the
-work, a little after each step.
+`BackgroundJobs` decides which thread does the next piece, and when. If there is a spare core, a
+separate thread does the work without delaying steps. If steps use all cores, a thread that wakes up
+takes a core from a step, and each operation of the step waits for that core. In this case the
+loop's thread does the work, a little after each step.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from gptmanager.lifecycle.clock import monotonic, perf_counter_ns, thread_time_n
 from gptmanager.request.pieces import Pieces, Result
 
 _LOOK_UP_S = 0.05  # interval at which a waiting thread checks its job
-_SOON_S = 0.001  # this interval until the first step shows whether steps use all cores
-# The loop counts as busy until _BUSY_STEPS times the last step's time has passed, within limits.
+_SOON_S = 0.001  # the same interval while it is unknown whether steps use all cores
+# After a step the loop counts as busy for _BUSY_STEPS times the step's time, within limits.
 _BUSY_STEPS, _LEAST_BUSY_S, _MOST_BUSY_S = 4, 0.05, 1.0
 # While the loop is busy, a thread works for _PIECE_NS and then rests _RESTS times as long.
 _PIECE_NS, _RESTS, _LONGEST_REST_S = 200_000, 5, 0.01
@@ -32,7 +32,7 @@ _SHARE, _LONGEST_WORK_S = 0.03, 0.05
 # No work follows a step slower than _SLOW times the median of the last _USUAL_STEPS steps: the work
 # would delay the slowest tokens even more.
 _SLOW, _USUAL_STEPS = 1.05, 31
-_LONGEST_WAIT_NS = 10_000_000  # if a piece waits longer, e.g. for a disk, a thread does the next
+_LONGEST_WAIT_NS = 10_000_000  # if a piece waits longer, the loop's thread leaves the job alone
 
 
 class Job(Generic[Result]):
@@ -52,9 +52,9 @@ class Job(Generic[Result]):
         self._lock = threading.Lock()
 
     def advance(self, *, waits: bool) -> bool:
-        """Do one piece. Return False if the job has ended, or if another thread does a piece.
+        """Do one piece. Return False if the job has ended, or if another thread is doing a piece.
 
-        With `waits`, the call waits for the other thread.
+        With `waits`, wait for the other thread and then do a piece.
         """
         if not self._lock.acquire(blocking=waits):
             return False
@@ -114,8 +114,8 @@ class BackgroundJobs:
     def finish(self, pieces: Pieces[Result], *, by_loop: bool = True) -> Result:
         """Do a whole job on the calling thread, except for the pieces that the loop's thread does.
 
-        With `by_loop`, the loop's thread may do pieces, because none of them blocks. Raise the
-        error of the job, and RuntimeError after `is_released` was set.
+        `by_loop`: the loop's thread may do pieces, because no piece blocks. Raise the error of the
+        job, and RuntimeError once `is_released` is set.
         """
         job, since_ns = Job(pieces, by_loop=by_loop), thread_time_ns()
         self.pending.append(job)
@@ -139,7 +139,8 @@ class BackgroundJobs:
     def _is_left_to_loop(self, job: Job[Any]) -> bool:
         """Return whether the loop's thread does the next piece of a job.
 
-        It does so while steps run, if they use all cores. Until this is known, assume that they do.
+        The condition is that steps run and use all cores. Until the use of cores is known, assume
+        that steps use all.
         """
         may_be = self.loop_helps and self._is_crowded is not False
         return may_be and job.by_loop and self.is_busy
@@ -152,7 +153,7 @@ class BackgroundJobs:
     def rest(self, since_ns: int) -> int:
         """Sleep after a piece if steps are running, so that a thread works only part of the time.
 
-        `since_ns` is the thread's CPU time after its last rest. Return the value for the next call.
+        `since_ns`: the thread's CPU time at the end of its last rest. Return its next value.
         """
         worked_ns = thread_time_ns() - since_ns
         if worked_ns < _PIECE_NS:
@@ -182,7 +183,7 @@ class BackgroundJobs:
         self.last_step = now
 
     def _work_after_step(self, step_s: float) -> None:
-        """Do pieces for a fraction of the step's time, for less if earlier pieces took longer."""
+        """Do pieces for a fraction of the step's time, less the excess of earlier pieces."""
         self._steps_s.append(step_s)
         if step_s > _SLOW * statistics.median(self._steps_s):
             return

@@ -10,11 +10,14 @@ from typing import Any
 
 
 class Broadcast:
-    """Wraps rank 0's callback; on other ranks, which receive its answers, `callback` is None."""
+    """Wraps a callback of rank 0.
+
+    On the other ranks, which receive the answers of rank 0's callback, `callback` is None.
+    """
 
     def __init__(self, callback: Callable[..., Any] | None = None) -> None:
         self.callback = callback
 
     def __call__(self, *arguments: Any) -> Any:
-        """Call the callback. Only rank 0, or a manager without ranks, does this."""
+        """Call the callback. Only rank 0, or a manager without ranks, calls this method."""
         return () if self.callback is None else self.callback(*arguments)

@@ -10,7 +10,7 @@ class CachedBlocks:
     """Collects the reasons to clear cached blocks, or to compute contexts again.
 
     `clears` and `recomputes` are the reasons that the next intake must contain. `version()` returns
-    the version of the weights, and `last_version` is its result for the last intake. All four are
+    the version of the weights, and `last_version` is the version at the last intake. All four are
     plain attributes, because a host reads them in each step.
     """
 

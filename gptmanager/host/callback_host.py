@@ -1,7 +1,8 @@
 """`CallbackHost`: the four callbacks of a host application, as the `Host` of a loop.
 
-Every error of a callback becomes a log line, a count, or a failure in the next intake. Only
-GetInferenceRequests, called Get in this package, ends the loop if it fails too often.
+Every error of a callback is logged and counted. If SendResponse fails for a response that is not
+final, the next intake fails the request. GetInferenceRequests, called Get in this package, is the
+only callback that ends the loop if it fails too often.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ _STALL_S = 0.01  # pause after an iteration that scheduled no active request
 
 
 class Fetched(NamedTuple):
-    """The result of the last fetch. `is_empty` means that the host has no requests now."""
+    """The result of the last fetch. `is_empty`: Get returned no requests, or may not be called."""
 
     num_requests: int
     is_empty: bool
@@ -117,7 +118,7 @@ class CallbackHost:
         self._send = self._return_stats = None
 
     def await_turn(self, *, ends: bool, aborts: bool, is_active: bool) -> Turn:
-        """Return what the loop does next; see `LoopHost.await_turn`."""
+        """Return the next action of the loop; see `LoopHost.await_turn`."""
         if ends or aborts:
             self.is_accepting = False
         if aborts:
@@ -147,7 +148,7 @@ class CallbackHost:
     def peek(self, room: int | None) -> bool:
         """Call Get outside an iteration, for an idle manager. Return whether there are requests.
 
-        If so, the caller must call `fetch`, which passes them to the loop.
+        If there are, the caller must call `fetch`, which passes the requests to the loop.
         """
         if not self.holds_requests:
             self.ask(room)
@@ -161,9 +162,10 @@ class CallbackHost:
     # Final responses that the loop does not send ---------------------------------------------
 
     def answer_lost(self, known: Iterable[int], error: BaseException) -> None:
-        """Send an error response to each request that Get has returned and the loop does not know.
+        """Send an error response to each unanswered request that the loop does not know.
 
-        `known` are the ids that the loop will answer. Requests for the next intake are left out.
+        `known` are the ids that the loop will answer. Requests that wait for the next intake get no
+        error response either.
         """
         self.journal.flush()
         waiting = [request.request_id for request in self.receiver.received]
@@ -173,7 +175,7 @@ class CallbackHost:
             self.respond(request_id, [], True, response_text(error))
 
     def answer_all(self, error: BaseException) -> None:
-        """Send an error response to each request that got no final response."""
+        """Send an error response to each request that has had no final response."""
         try:
             self._receive()
         finally:
@@ -183,8 +185,8 @@ class CallbackHost:
     def answer_abandoned(self, error: BaseException, timeout: float | None = None) -> bool:
         """Answer all requests like `answer_all`, on another thread, after the loop was abandoned.
 
-        With a `timeout`, SendResponse is the only host code that is called. Return False if a
-        SendResponse call that is in progress does not return within `timeout` seconds.
+        With a `timeout`, SendResponse is the only host code that is called. If a SendResponse call
+        is in progress and does not return within `timeout` seconds, return False.
         """
         waited_s = 0.0
         while self.timers.send.started_ns:
@@ -225,12 +227,12 @@ class CallbackHost:
         if self.receiver.received:
             return False
         self.last_fetch = Fetched(0, is_empty=not self.is_accepting, failed=False)
-        # an idle manager sleeps during the pause, and can be woken
+        # in the pause after a failed Get, a busy loop skips Get; an idle manager sleeps instead
         rests = num_active and failures.in_a_row and failures.rests
         return self.is_accepting and room != 0 and not rests
 
     def take_intake(self) -> Intake:
-        """Return the next intake: everything that has arrived since the last one."""
+        """Return the next intake: everything that has arrived since the last intake."""
         receiver, preparation = self.receiver, self.preparation
         if receiver.received or preparation.prepared:
             preparation.collect(receiver.received)
@@ -270,7 +272,7 @@ class CallbackHost:
                 self.receiver.owed.settle(request_id)
             return
         timer = self.timers.send
-        # started first: a thread that abandons the loop then waits for this call, or `start` raises
+        # start before the check: a thread that then abandons the loop waits for this call
         timer.start()
         try:
             if self.lifecycle.is_abandoned:
@@ -337,7 +339,7 @@ class CallbackHost:
             answer = self._get(-1 if room is None else room)
             if type(answer) not in _READY:
                 check_answer("GetInferenceRequests", answer, may_yield=True)
-            try:  # nothing here may fail, or requests that Get has returned would be lost
+            try:  # do nothing else here: an error would lose requests that Get has returned
                 items = iter(answer)
             except TypeError:
                 raise not_iterable(answer) from None
@@ -355,7 +357,7 @@ class CallbackHost:
         )
 
     def _receive(self) -> CallbackError | None:
-        """Read the items that Get has returned. Return an error if some are not requests."""
+        """Read the items that Get has returned. If some are not requests, return an error."""
         foreign = self.receiver.receive(self._refuse)
         if foreign is not None:
             self.timers.get.errors += 1
@@ -367,7 +369,7 @@ class CallbackHost:
 
     @contextmanager
     def _guarded(self, timer: CallbackTimer) -> Iterator[list[BaseException]]:
-        """Catch and log what the `with` block raises, and append it to the yielded list."""
+        """Catch and log an error of the `with` block, and append the error to the yielded list."""
         raised: list[BaseException] = []
         timer.start()
         try:

@@ -1,4 +1,4 @@
-"""Converts an intake of rank 0 to a message for the other ranks, and back.
+"""Conversion of an intake of rank 0 to a message for the other ranks, and back.
 
 Messages contain only data, no pickled objects. Most intakes have only a time, or a time and
 requests. Other fields are JSON, as in a recording.
@@ -30,9 +30,9 @@ _HEAD = struct.Struct("<IdII??2x")
 class IntakeMessage(NamedTuple):
     """The message that rank 0 sends to the others at the start of an iteration.
 
-    If each rank's own host provides requests and stop signals, the intake contains none, and
-    `requests` and `stops` are their digests; otherwise these are 0. `is_empty` means that Get
-    returned no requests.
+    If each rank's own host provides requests and stop signals, the intake contains neither;
+    `requests` is then a digest of the requests, and `stops` a digest of the stop signals. Otherwise
+    both digests are 0. `is_empty` means that GetInferenceRequests returned no requests.
     """
 
     intake: Intake
@@ -58,7 +58,7 @@ def pack(message: IntakeMessage) -> bytes:
 
 
 class Unpacker:
-    """Creates an `IntakeMessage` from bytes; raises RankError if they are malformed."""
+    """Function from bytes to an `IntakeMessage`. Raises RankError if the bytes are malformed."""
 
     def __init__(self) -> None:
         self._decoder = Decoder(field_names(Intake))
@@ -124,9 +124,9 @@ def stops_digest(stops: Iterable[int]) -> int:
 
 
 def schedule_digest(schedule: Schedule) -> int:
-    """Return a digest of a schedule.
+    """Return a digest of a schedule, equal on all ranks if the schedules are equal.
 
-    It hashes only integers, because their hashes are equal in all processes.
+    Only integers are hashed, because their hashes are equal in all processes.
     """
     starts = tuple(
         (it.slot, len(it.tokens), it.beam_width, it.adapter_slot) for it in schedule.starts
@@ -148,7 +148,7 @@ def schedule_digest(schedule: Schedule) -> int:
 
 
 def _error(error: BaseException) -> BaseException:
-    """Return an error with the class name and text that rank 0's response contains."""
+    """Return an error with the class and text that are in the text of a recorded `error`."""
     name, _, text = str(error).partition(": ")
     known = getattr(errors, name, None)
     if isinstance(known, type) and issubclass(known, GptManagerError):

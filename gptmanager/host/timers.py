@@ -1,4 +1,4 @@
-"""Checks of callbacks, and `HostTimers`: how long each call into the host's code takes."""
+"""Checks of callbacks, and `HostTimers`, which measure how long calls of the host's code take."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from gptmanager.lifecycle.watchdog import CallbackTimer
 class HostTimers:
     """The timers of all calls into the host's code.
 
-    `all` has them in the order of the statistics. The timer of the loop's scheduler is appended.
+    `all` has the timers in the order of the statistics. A loop appends its scheduler's timer.
     """
 
     def __init__(self) -> None:
@@ -26,12 +26,12 @@ class HostTimers:
 
 
 def required(callback: Any, name: str, *, may_yield: bool = False) -> Any:
-    """Return a mandatory callback; raise ConfigError if it is None or cannot be called."""
+    """Return a mandatory callback. Raise ConfigError if `callback` is None or cannot be called."""
     if callback is None:
         raise ConfigError(f"{name} is mandatory")
     return ordinary(name, callback, may_yield=may_yield)
 
 
 def optional(callback: Any, name: str, *, may_yield: bool = False) -> Any:
-    """Return an optional callback, or None; raise ConfigError if it cannot be called."""
+    """Return an optional callback, or None. Raise ConfigError if `callback` cannot be called."""
     return None if callback is None else ordinary(name, callback, may_yield=may_yield)

@@ -1,7 +1,7 @@
 """`Entries`: the unfinished requests of a journal, computed from its records.
 
-A running manager and a reader apply records in the same way. This module knows neither files nor
-the bytes of an accepted request.
+A running manager and a reader of a journal apply records in the same way. This module does not
+access files, and does not interpret the bytes of an accepted request.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from gptmanager.journal.records import Kind
 
 _ID = struct.Struct("<Q")
 _COUNT = struct.Struct("<I")
-_COLUMNS_BYTES = 16  # of a response in a SENT record, without its tokens
-_WITH_LOG_PROBS = 1 << 31  # added to a number of tokens that have log probabilities
-_UNFINISHED = struct.Struct("<QIIIII")  # id, `num_starts`, and the lengths of the parts
+_COLUMNS_BYTES = 16  # id, start and count of a response in a SENT record
+_WITH_LOG_PROBS = 1 << 31  # added to the count of tokens if they have log probabilities
+_UNFINISHED = struct.Struct("<QIIIII")  # id, `num_starts`, and the bytes of each part
 
 
 class Sent:
     """The tokens of responses that are about to be sent, as columns.
 
-    The columns `ids` (of requests), `starts` (the index of the first token in the output) and
-    `counts` (of tokens) have a value for each response. The loop adds values one by one, because an
-    iteration sends responses to many requests.
+    Three columns have a value for each response: `ids` (of requests), `starts` (the index of the
+    response's first token in the request's output) and `counts` (of tokens). `tokens` and
+    `log_probs` concatenate the values of all responses.
     """
 
     __slots__ = ("counts", "ids", "log_probs", "starts", "tokens")
@@ -68,10 +68,9 @@ class Sent:
 class Entry:
     """A request without a delivered final response.
 
-    `accepted` has its inputs as bytes, `tokens` and `log_probs` the sent output. `last` is the
-    final response as bytes, which is written just before it is sent; it is b"" before that, and if
-    the journal does not keep responses. `num_starts` managers have resumed the request since its
-    last token was sent.
+    `accepted`: the request's inputs as bytes. `tokens`, `log_probs`: the output sent so far. `last`:
+    the final response as bytes, or b"" if it has not been written to the journal. `num_starts`: how
+    many managers have resumed the request since its last token was sent.
     """
 
     accepted: bytes
@@ -106,7 +105,7 @@ class Entries(dict[int, Entry]):
     """The unfinished requests by id, in the order of their acceptance."""
 
     def apply(self, kind: Kind, payload: bytes) -> None:
-        """Apply a record. Raise JournalError if it contradicts earlier records."""
+        """Apply a record. Raise JournalError if it is malformed or contradicts earlier records."""
         try:
             if kind is Kind.ACCEPTED:
                 self._accept(_ID.unpack_from(payload)[0], payload[_ID.size :])

@@ -1,7 +1,7 @@
 """`JournaledHost`: records the requests and responses of a host in a journal.
 
-It is between a loop and its host, and is the only place where a running manager uses its journal.
-It holds responses back until their records are written, at the end of the iteration.
+A `JournaledHost` is between a loop and its host. It holds responses back until their records are
+written to the journal, at the end of the iteration.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ Response = tuple[int, list[NamedTensor], bool, str]
 
 
 class JournaledHost(HostTap):
-    """A `Host` and `JournalSeam`, which passes calls to `host` and writes a journal.
+    """A `Host` and `JournalSeam` that passes calls to `host` and writes a journal.
 
-    `table` is the loop's table of requests, which is set before the loop iterates. `held` has the
-    responses that are not in the journal yet.
+    `table` is the loop's table of requests; it is set before the loop iterates. `held` has the
+    responses that wait for their records in the journal.
     """
 
     def __init__(self, host: Host, journal: Journal, accepted: AcceptedRequests) -> None:
@@ -49,8 +49,8 @@ class JournaledHost(HostTap):
         self._journal, self._accepted = journal, accepted
         accepted.is_cached = self._is_cached
         self._delivered: list[int] = []  # requests: the final SendResponse has returned
-        self._duplicates: Counter[int] = Counter()  # requests refused because their id is in use
-        self._refused: set[int] = set()  # requests that could not be written
+        self._duplicates: Counter[int] = Counter()  # by id: requests refused as the id is in use
+        self._refused: set[int] = set()  # requests refused because they could not be written
         self._is_broken = False  # a write to the journal has failed
         self._lock = threading.Lock()  # guards the journal
         host_fetch, host_poll = host.fetch, host.poll
@@ -138,7 +138,7 @@ class JournaledHost(HostTap):
             self._accepted.end([request_id for request_id, _ in ends])
 
     def _respond_refused(self, response: Response) -> None:
-        """Send a response to a request that is not in the journal, if it is the final one."""
+        """Send a response to a refused request if the response is final; otherwise drop it."""
         if response[2]:
             self._respond(*response)
             self._refused.discard(response[0])
@@ -159,7 +159,7 @@ class JournaledHost(HostTap):
                     ends.append((request_id, self._last(request_id, tensors, error)))
                 continue
             request = requests.get(request_id)
-            if entry is None or request is None:  # without a request, its final response follows
+            if entry is None or request is None:  # a request not in the table: its end follows
                 continue
             known = entry.tokens
             start, end = request.orig_prompt_len + len(known), request.num_sent
@@ -167,7 +167,7 @@ class JournaledHost(HostTap):
                 sent.add(request_id, entry, *self._with_extras(request, start, tensors))
             elif start != end - 1:
                 sent.add(request_id, entry, request.tokens[start:end], [])
-            else:  # what `add` does, for the one token that most responses have
+            else:  # `sent.add`, inlined for one token, which most responses have
                 token = request.tokens[start]
                 add_id(request_id)
                 add_start(len(known))
@@ -180,7 +180,10 @@ class JournaledHost(HostTap):
     def _with_extras(
         self, request: ActiveRequest, start: int, tensors: list[NamedTensor]
     ) -> tuple[list[int], list[float]]:
-        """Return the tokens from `start` to the end of a response, and their log probabilities."""
+        """Return a response's tokens from history position `start`, and their log probabilities.
+
+        For beams, and for requests without `log_probs`, the log probabilities are an empty list.
+        """
         assert self.table is not None
         if request.search is not None:
             ids = dict(tensors)["output_ids"]
@@ -199,7 +202,7 @@ class JournaledHost(HostTap):
         try:
             ids = []
             for request_id in request_ids:
-                if self._duplicates[request_id] > 0:  # a refused copy ends, not the request
+                if self._duplicates[request_id] > 0:  # the refused request ends, not the first
                     self._duplicates[request_id] -= 1
                 elif request_id in self._journal.entries:
                     ids.append(request_id)
@@ -212,7 +215,7 @@ class JournaledHost(HostTap):
             self._lock.release()
 
     def _last(self, request_id: int, tensors: list[NamedTensor], error: str) -> bytes:
-        """Return a final response as bytes if the journal keeps it, or b""."""
+        """Return a final response as bytes, or b"" if the journal does not keep responses."""
         keeps = self._journal.keeps_responses
         return pack_response(request_id, tensors, error) if keeps else b""
 

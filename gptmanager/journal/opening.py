@@ -15,7 +15,7 @@ from gptmanager.lifecycle.log import logger
 def open_journal(
     params: OptionalParams, callbacks: CallbackHost, host: LoopHost, checkpoint: str
 ) -> JournaledHost:
-    """Return a host that passes calls to `host` and records them in the journal of `params`.
+    """Return a host that passes calls on to `host` and records them in the journal of `params`.
 
     `callbacks` has the callbacks that `host` calls. `checkpoint` is the digest of the checkpoint.
     Raise the errors of `Journal`, and CallbackError if `restore_cb` fails.

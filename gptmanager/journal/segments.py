@@ -1,7 +1,8 @@
 """The files of a journal's folder: segments, objects, the lock and the reserve.
 
-A segment starts with all unfinished requests, so only the newest segment counts. A new segment is
-renamed when it is complete, so that the death of the process leaves the old segment or the new one.
+A segment starts with all unfinished requests, so only the newest segment counts. A new segment has
+a temporary name until these requests are written, so that the death of the process always leaves
+the old or the new segment.
 """
 
 from __future__ import annotations
@@ -28,7 +29,11 @@ _MODE = 0o600
 
 
 class Segment(NamedTuple):
-    """The content of a segment. `torn` bytes follow the last complete record, at offset `end`."""
+    """The content of a segment.
+
+    `end` is the offset in bytes at which the last complete record ends. `torn` is the number of
+    bytes after it, which are part of an incomplete record.
+    """
 
     path: Path
     checkpoint: str
@@ -39,7 +44,7 @@ class Segment(NamedTuple):
 
 
 class JournalFolder:
-    """The folder of a journal. Its methods raise JournalError if it cannot be created or read."""
+    """The folder of a journal. Methods raise JournalError if they cannot create or read it."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
@@ -55,7 +60,9 @@ class JournalFolder:
             raise _failed(f"cannot create the journal {quoted_path(self.path)}", error) from error
 
     def lock(self) -> IO[Any]:
-        """Return the lock of the folder, held until it is closed or the process ends.
+        """Lock the folder, and return the lock file.
+
+        The lock is held until the file is closed or the process ends.
 
         Raise ConfigError with the other process's id if another manager has the lock.
         """
@@ -84,9 +91,10 @@ class JournalFolder:
         return sorted(int(found[1]) for name in names if (found := _SEGMENT.fullmatch(name)))
 
     def read(self) -> Segment | None:
-        """Return the content of the newest segment, or None without a segment.
+        """Return the content of the newest segment, or None if there is no segment.
 
-        Raise JournalError for another version, and for a damaged record, with its offset.
+        Raise JournalError if the segment has another version or a damaged record. The error has the
+        record's offset.
         """
         numbers = self._numbers()
         if not numbers:
@@ -99,10 +107,11 @@ class JournalFolder:
         return self.path / f"segment-{number:08d}"
 
     def begin(self, checkpoint: str, unfinished: Iterable[bytes], *, syncs: bool) -> IO[bytes]:
-        """Write a new segment with UNFINISHED records, remove the older ones, and return its file.
+        """Write a new segment with UNFINISHED records, and remove the older segments.
 
-        `unfinished` has the payloads of the records. Raise OSError if the segment cannot be
-        written, and JournalError for a payload that is too large.
+        Return the file of the new segment, to which more records can be appended. `unfinished` has
+        the payloads of the UNFINISHED records. Raise OSError if the segment cannot be written, and
+        JournalError for a payload that is too large.
         """
         numbers = self._numbers()
         path = self._segment(numbers[-1] + 1 if numbers else 1)
@@ -133,12 +142,12 @@ class JournalFolder:
                 self._segment(number).unlink()
         return file
 
-    # Objects: what several requests share ----------------------------------------------------
+    # Objects: data that several requests share -----------------------------------------------
 
     def put(self, data: bytes, *, syncs: bool) -> str:
-        """Write an object, unless the folder has it, and return its digest.
+        """Write an object, unless the folder already has it, and return its digest.
 
-        Raise OSError if it cannot be written, for example because the disk is full.
+        Raise OSError if the object cannot be written, for example because the disk is full.
         """
         digest = hashlib.blake2b(data, digest_size=32).hexdigest()
         path = self._objects / digest
@@ -175,14 +184,14 @@ class JournalFolder:
         return data
 
     def keep_only(self, digests: Iterable[str]) -> None:
-        """Remove all objects except these."""
+        """Remove all objects except those with these digests."""
         kept = set(digests)
         for name in os.listdir(self._objects):
             if name not in kept:
                 with suppress(FileNotFoundError):
                     (self._objects / name).unlink()
 
-    # The reserve: space for the requests that run when the disk is full ----------------------
+    # The reserve: disk space for the records of running requests if the disk becomes full -----
 
     def take_reserve(self) -> None:
         """Allocate the reserve. Raise OSError if the disk is full."""

@@ -25,11 +25,11 @@ _STORED = {"int8": torch.int8, "int4": INT4}
 def bodies_of_model(
     dtype: torch.dtype | None, quantized: Collection[Quantized], deterministic: bool
 ) -> Sequence[Body]:
-    """Return the bodies, except bodies for adapters, in descending order of compile time.
+    """Return the bodies that a model needs without adapters, in descending order of compile time.
 
-    `dtype` is the dtype of the matrices, which are stored as `quantized` if that is not empty; None
-    means that the model has no matrices. In float64 torch computes everything, so no body is
-    needed.
+    `dtype` is the dtype of the model's matrices, or None if the model has no matrices. `quantized`
+    holds the kinds of quantization of the matrices; if it is empty, they are stored in `dtype`. For
+    float64 the result is empty, because torch computes everything.
     """
     if dtype is torch.float64:
         return []
@@ -53,5 +53,5 @@ def bodies_of_model(
 
 @functools.cache
 def compile_for_adapters() -> None:
-    """Compile or load, once in a process, what a step with adapters needs."""
+    """Compile or load, once in a process, the bodies that a step with adapters needs."""
     compile_all([add_adapters, plan_runs])

@@ -1,7 +1,8 @@
 """`CpuExperts`: the experts of a layer on the CPU. One task runs the matmuls of many experts.
 
-Only experts that tokens have chosen are read. Compiled tasks choose them and add up their outputs,
-so that a step with experts can be captured. Matrices that are not packed use the reference.
+Only the matrices of chosen experts are read. Compiled tasks choose the experts and add up their
+outputs, so that a step with experts can be captured. The reference computes experts with matrices
+that are not packed, or with other unsupported shapes and dtypes.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ _kept: list[Any] = []  # owns memory that tasks refer to by address
 
 
 class _GroupPlan(NamedTuple):
-    """The plan of the first expert's matmul. `task` has the strides to the other experts."""
+    """The plan of the first expert's matmul. `task` has the strides between experts' matrices."""
 
     plan: MatmulPlan
     task: GroupTask
@@ -55,10 +56,10 @@ class _GroupPlan(NamedTuple):
     dtype: torch.dtype  # of the result
 
     def bounds(self, num_tokens: int) -> list[tuple[int, int]]:
-        """Return a pair of numbers for each of the plan's instructions that `num_tokens` can need.
+        """Return bounds on the rows of an expert, for each of the plan's instructions in use.
 
-        The instructions are for experts that have more rows than the first number and at most the
-        second. An expert has at most `num_tokens` rows.
+        Instructions with bounds (a, b) are for experts to which more than a and at most b rows are
+        routed. Instructions with a >= `num_tokens`, the most rows of an expert, are left out.
         """
         most = [it.most_rows for it in self.plan.instructions]
         return [it for it in zip([0, *most], most, strict=False) if it[0] < num_tokens]
@@ -67,9 +68,9 @@ class _GroupPlan(NamedTuple):
 class _Routed(NamedTuple):
     """The inputs of experts, one row for each choice, and addresses of arrays in `memory`.
 
-    `RoutingTask` describes `choices`, `places`, `weights` and `lists`, `GroupTask` describes
-    `counters` and `copies`. `weights` is 0 if the weights have already multiplied the inputs.
-    `count` is the number of this rank's experts.
+    The fields `choices` to `copies` are the addresses. `RoutingTask` describes `choices`, `places`,
+    `weights` and `lists`; `GroupTask` describes `counters` and `copies`. If the inputs have already
+    been multiplied by the weights, `weights` is 0. `count` is the number of this rank's experts.
     """
 
     rows: Tensor
@@ -123,7 +124,7 @@ class CpuExperts(CpuDelta):
         return result
 
     def _grouped(self, matrix: Matrix, count: int, silu: bool) -> _GroupPlan | None:
-        """Return the plan for a matrix of `count` experts; None if it is not supported.
+        """Return the plan for a matrix of `count` experts, or None if the matrix is not supported.
 
         The matrix must be packed, and each expert must have a multiple of 2 * PANEL_ROWS rows.
         """
@@ -159,7 +160,10 @@ class CpuExperts(CpuDelta):
         experts: ExpertMatrices,
         bounds: tuple[tuple[int, int], ...],
     ) -> _Routed:
-        """Choose the experts of `x`, and gather their inputs. `bounds` has a pair for each list."""
+        """Choose the experts of the rows of `x`, list the experts by `bounds`, and gather inputs.
+
+        A pair of `bounds` has a list of the experts with a number of rows in the range of the pair.
+        """
         (num_tokens, num_experts), count = logits.shape, experts.count
         num_choices, size = num_tokens * routing.per_token, self._team.max_size
         counters = len(bounds) * count
@@ -197,7 +201,7 @@ class CpuExperts(CpuDelta):
         experts: ExpertMatrices,
         bounds: tuple[tuple[int, int], ...],
     ) -> RoutingTask:
-        """Return a task with the fields that are the same in each step. It is cached."""
+        """Return a cached task with the fields that are the same in each step."""
         vectors = correction, experts.factors
         addresses = tuple(address_of(it, torch.float32) for it in vectors)
         kinds = x.shape[1], x.dtype, logits.dtype
@@ -232,7 +236,7 @@ class CpuExperts(CpuDelta):
     def _multiply_group(
         self, x: Tensor, group: _GroupPlan, routed: _Routed, lists: range, bias: Tensor | None
     ) -> Tensor:
-        """Multiply the rows of all experts; the plan's instruction i runs the list `lists[i]`."""
+        """Multiply the rows of all experts: `plan.instructions[i]` for those in list `lists[i]`."""
         result = torch.empty(len(x), group.plan.columns, dtype=group.dtype)
         for number, instructions in zip(lists, group.plan.instructions, strict=False):
             self._run_group(x, group, routed, number, bias, instructions, result)
@@ -282,7 +286,7 @@ class CpuExperts(CpuDelta):
 
 @functools.cache
 def _address_of(bounds: tuple[tuple[int, int], ...]) -> int:
-    """Return the address of an int64 array of these numbers, which is never freed."""
+    """Return the address of an int64 array with the numbers of `bounds`. It is never freed."""
     numbers = (ctypes.c_int64 * (2 * len(bounds)))(*chain(*bounds))
     _kept.append(numbers)
     return ctypes.addressof(numbers)

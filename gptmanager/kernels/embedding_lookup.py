@@ -1,4 +1,4 @@
-"""Looks up tokens in an embedding table, which is a tensor or a packed matrix."""
+"""The lookup of tokens in an embedding table, which is a tensor or a packed matrix."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ class EmbeddingTask(ctypes.Structure):
 
     Element k of row i is at index
     `i // lanes * panel + i % lanes * positions + k // positions * step + k % positions`. In a 4-bit
-    table, this is the index of byte k of row i. A group of 32 elements has 16 bytes, and byte j of
-    them has the elements j and j + 16 (see `Int4Matrix`). `wide` is scratch, float32 `[width]` for
-    each thread. `dtype` is the dtype of `result`, and of the table unless it is quantized: an int8
-    table has `scales`, and a 4-bit table has `groups`, the scales of its groups, and maybe
-    `minima`. With `adds`, rows are added to `result`; the table is then a tensor.
+    table, this is the index of byte k of row i. Each group of 32 elements takes 16 bytes; byte j of
+    a group holds its elements j and j + 16 (see `Int4Matrix`). `wide` is scratch, float32 `[width]`
+    for each thread. `dtype` is the dtype of `result`, and of a table that is not quantized. An int8
+    table has `scales`, one for each row. A 4-bit table has `groups`, the scales of its groups, and
+    maybe `minima`. With `adds`, rows are added to `result`; the table is then not quantized.
     """
 
     _fields_ = task_fields(

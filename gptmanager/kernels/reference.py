@@ -1,10 +1,10 @@
 """`Kernels`: every op of the network in plain torch, the specification of all overrides.
 
-It defines the formulas, the dtypes of inputs and results, and the layout of a page.
+`Kernels` defines the formulas, the dtypes of inputs and results, and the layout of a page.
 
 Letters: T packed tokens, R rows (sequences), H query heads, K KV heads (H is a multiple of K),
 D head dimension, P blocks of the pool, B tokens per block. Rows are packed without padding: row r
-owns the tokens `row_starts[r]:row_starts[r + 1]`, which are the last ones of its `kv_lengths[r]`
+owns the tokens `row_starts[r]:row_starts[r + 1]`, which are the last of its `kv_lengths[r]`
 positions. Arithmetic is float32 inside an op (float64 for float64 inputs), rounded once to the
 result's dtype.
 """
@@ -47,14 +47,14 @@ Ints = npt.NDArray[np.int32]
 
 
 class Kernels(DeltaOps):
-    """The ops in torch. A subclass overrides the ops that it computes faster.
+    """The ops in torch. A subclass overrides the ops that it can compute faster.
 
     With `deterministic`, the result of an op for a token is bitwise independent of the other tokens
     in the call. Without it, the same formulas may round differently from batch to batch.
     `has_float64` is True if the ops accept float64. `plans_experts` is True if `experts` never
-    waits for the device; else `plan` is not called for models with experts. `quantized_kinds` are
-    the formats of quantized matrices, and `expert_kinds` the formats of quantized matrices of
-    experts.
+    waits for the device. If it is False, steps of models with experts are not planned.
+    `quantized_kinds` are the supported formats of quantized matrices, and `expert_kinds` those of
+    the matrices of experts.
     """
 
     has_float64, plans_experts = True, False
@@ -71,9 +71,9 @@ class Kernels(DeltaOps):
         others: Sequence[Callable[[int], None]] = (),
         on_progress: Callable[[str, int, int], None] | None = None,
     ) -> None:
-        """Compile or load the ops now, so that the first calls do not wait for it.
+        """Compile or load the ops now, so that the first calls do not wait for this.
 
-        `dtype` is the dtype of matrices; `quantized` are the formats of those stored in fewer bits.
+        `dtype` is the dtype of plain matrices. `quantized` are the formats of quantized matrices.
         `others` are further CPU functions to compile. `compile_all` explains `on_progress`.
         """
 
@@ -134,7 +134,8 @@ class Kernels(DeltaOps):
     ) -> PackedMatrix | None:
         """Return storage for a weight of `linear`, or None if the weight stays a plain tensor.
 
-        With `quantized`, it is stored in 8 or 4 bits, and None means that this is not supported.
+        With `quantized`, the weight is stored in 8 or 4 bits. The result is then None if this
+        format is not supported.
         """
         return None
 
@@ -329,10 +330,10 @@ class Kernels(DeltaOps):
     ) -> Tensor:
         """Rotate queries and keys, write keys and values to pages, and return the queries.
 
-        `qkv [T, (H + 2K) * D]` has all query heads, then key heads, then value heads; if pages are
-        `is_once`, it has no value heads. `cos_sin [max_pos, N]` float32, with N <= D and even, has
-        the cosines of N / 2 frequencies, then their sines. Dimension i < N / 2 of a head rotates
-        with i + N / 2 (the "NeoX" form of HF's Llama); dimensions from N on are unchanged.
+        `qkv [T, (H + 2K) * D]` has all query heads, then key heads, then value heads. If
+        `pages.is_once`, there are no value heads. `cos_sin [max_pos, N]` float32, with N <= D and
+        even, has the cosines of N / 2 angles, then their sines. Dimension i < N / 2 of a head
+        rotates with i + N / 2 (the "NeoX" form of HF's Llama); dimensions from N on are unchanged.
         `positions [T]` int64 are rows of `cos_sin`; without `cos_sin` nothing rotates. `q_norm [D]`
         and `k_norm [D]`, if given, are the weights of an `rms_norm` of each head before the
         rotation (Qwen3), or after it if `norm_last` (HunYuan). Returns `[T, H, D]` in the pages'
@@ -372,7 +373,7 @@ class Kernels(DeltaOps):
         """Causal attention of `q [T, H, D]` over the pages -> `[T, H * D]`, in q's dtype.
 
         `sinks [H]`, if given, has for each head a score that is in the softmax but has no value.
-        Blocks without a position that a token of the row sees may be freed: their ids are not read.
+        A block may be freed when no token of the row sees its positions: its id is not read.
         """
         result = q.new_empty(q.shape[0], q.shape[1] * q.shape[2])
         for start, stop, length, slot in self._pieces(rows):
@@ -390,7 +391,8 @@ class Kernels(DeltaOps):
     def _pieces(self, rows: RowSpans) -> Iterator[tuple[int, int, int, int]]:
         """Yield `(start, stop, KV length at stop, slot)` for tokens that attend together.
 
-        If deterministic, each token attends alone: matmuls of other sizes may round differently.
+        If `deterministic`, each token attends alone, because matmuls of different sizes may round
+        differently.
         """
         starts, lengths, slots = (it.tolist() for it in rows[:3])
         for (first, end), length, slot in zip(pairwise(starts), lengths, slots, strict=True):

@@ -17,7 +17,7 @@ class TorchOperations(TorchDispatchMode, ABC):  # type: ignore[no-untyped-call]
 
     @abstractmethod
     def see(self, function: Any, result: Any) -> Any:
-        """Handle the `result` of `function`, an `OpOverload`; the return value replaces it."""
+        """Handle the `result` of `function`, an `OpOverload`, and return its replacement."""
 
 
 def _run(
@@ -30,6 +30,6 @@ def _run(
     return self.see(function, function(*args, **(kwargs or {})))
 
 
-# torch would wrap a method that is defined in the class, and at the first call of the method import
-# torch's compiler (1 s).
+# Assigned after the class: torch wraps a `__torch_dispatch__` that the class body defines, and the
+# first call of the wrapper imports torch's compiler (1 s).
 TorchOperations.__torch_dispatch__ = _run  # type: ignore[assignment]

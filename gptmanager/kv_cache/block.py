@@ -1,7 +1,7 @@
 """Blocks of the KV cache: which are free, which tables hold the other blocks, and an audit.
 
-It decides which block is handed out next. It knows nothing of requests and their needs, nor of the
-contents of blocks.
+This module decides which block is handed out next. It knows nothing of the needs of requests, nor
+of the contents of blocks.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from gptmanager.errors import GptManagerError
 
-NEVER = -1  # a number of slots that no sequence reaches
+NEVER = -1  # a number of slots or tokens that no sequence reaches
 
 
 class LedgerError(GptManagerError, AssertionError):
@@ -23,9 +23,8 @@ class LedgerError(GptManagerError, AssertionError):
 class BlockCopy(NamedTuple):
     """A copy of the first `num_tokens` positions of block `source` to block `destination`.
 
-    Block ids from the pool's `num_blocks` on are in the host tier. Copies run in order. In the
-    copies of one fork a block is never both a source and a destination, so they may run in
-    parallel.
+    Block ids from the pool's `num_blocks` on are in the host tier. Copies run in order, but the
+    copies of one fork may run in parallel: none of their blocks is both a source and a destination.
     """
 
     source: int
@@ -37,13 +36,15 @@ class BlockCopy(NamedTuple):
 class BlockTables:
     """The blocks of one request: a block table for each beam, all of the same length.
 
-    `num_slots` counts stored positions, including padding of the sink tokens; past the attention
-    window it still increases, but the tables do not grow. The next block is taken at `grows_at`
-    slots. `peak_slots` is the largest `num_slots` at any rewind so far, 0 before the first.
+    `num_slots` counts stored positions, including the padding of the sink tokens. Past the
+    attention window, `num_slots` still increases, but the tables do not grow. When `num_slots` is
+    `grows_at`, the next token needs a new block or, past the window, the end of block sharing.
+    `peak_slots` is the largest `num_slots` at any rewind so far, 0 before the first rewind.
     `total_blocks` is the number of blocks that the request needs until it has `life_tokens` tokens,
-    and `remaining_blocks` the number of these that it does not hold yet. With beams `life_tokens`
-    is NEVER, and both numbers are meaningless. If `may_share`, other sequences may hold its full
-    blocks. `num_cached` is the number of leading tokens that were found in the cache.
+    and `remaining_blocks` is the number of these blocks that it does not hold yet. With beams,
+    `life_tokens` is NEVER, and the two numbers of blocks are meaningless. If `may_share`, other
+    sequences may hold full blocks of this request. `num_cached` is the number of leading tokens
+    that were found in the cache.
     """
 
     request_id: int
@@ -63,7 +64,7 @@ class BlockPool:
 
     `ref_counts[block]` is the number of block tables that hold the block; a block that all beams of
     a sequence share counts once for each beam. `free` has the blocks without a reference, in the
-    order in which they are handed out, the least recently freed first.
+    order in which they are handed out: the least recently freed block first.
     """
 
     __slots__ = ("free", "num_blocks", "ref_counts")
@@ -84,7 +85,7 @@ class BlockPool:
         return blocks
 
     def release(self, blocks: Iterable[int]) -> None:
-        """Remove one reference from each of `blocks`; free those without a reference, in order."""
+        """Remove one reference from each of `blocks`. Free, in order, those with none left."""
         ref_counts = self.ref_counts
         for block in blocks:
             ref_counts[block] -= 1
@@ -121,7 +122,7 @@ def _inherited_tails(parents: Sequence[int]) -> list[int]:
 
     One child of each parent takes over the parent's block; this is the parent itself if it
     continues itself. The other beams get the blocks of beams without a child. So there are as few
-    copies as possible, and no copy reads a block that another one writes.
+    copies as possible, and no copy reads a block that another copy writes.
     """
     heirs: dict[int, int] = {}
     for beam, parent in enumerate(parents):
@@ -136,7 +137,7 @@ def _inherited_tails(parents: Sequence[int]) -> list[int]:
 class WhatIf:
     """Counts how many blocks would be free if some sequences were removed from `pool`.
 
-    `share` records that a future sequence will also hold blocks that are held now.
+    `share` records that a future sequence will also hold some blocks that are held now.
     """
 
     __slots__ = ("num_free", "_pool", "_released", "_removed")
@@ -174,7 +175,7 @@ class KvCacheReport:
     `owners` maps each held block to the ids of the requests that hold it. `cached` counts the
     blocks, held or free, with content that lookups can find. `problem` is the first contradiction
     between counts and block tables, or None if they are consistent. A host block is either free or
-    used; used blocks have cached content.
+    used; a used host block has cached content.
     """
 
     total: int
@@ -202,8 +203,8 @@ def audit(
 ) -> KvCacheReport:
     """Recount all blocks, and return the report.
 
-    `max_slots` is the number of slots at which a sequence stops growing. With `private_tails`, a
-    partial last block may be in one table only.
+    `max_slots` is the number of slots at which the tables of a sequence stop growing. With
+    `private_tails`, a partly filled last block may be in one table only.
     """
     holders: dict[int, list[int]] = {}
     problem = None

@@ -1,8 +1,8 @@
-"""The program of a `ChildProcess`: it answers questions, one line of JSON each.
+"""The program of a `ChildProcess`, which answers questions. Each question is a line of JSON.
 
-It starts fast, because it is run by its path, and imports one module without the `__init__` of that
-module's packages. The module has a function `answerer(**given)`, which returns the function that
-answers a question.
+The program starts fast, because it is run by its path, and imports one module without running the
+`__init__` of the packages that contain the module. The module has a function `answerer(**given)`,
+which returns the function that answers a question.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def _bound_memory(max_bytes: int) -> None:
 
         with open("/proc/self/statm") as file:
             pages = int(file.read().split()[0])
-    except (ImportError, OSError):  # not Linux: only time is limited
+    except (ImportError, OSError):  # not Linux: memory is not limited
         return
     most = pages * resource.getpagesize() + max_bytes
     resource.setrlimit(resource.RLIMIT_AS, (most, most))

@@ -21,14 +21,14 @@ import orjson
 
 from gptmanager.lifecycle import child_loop
 
-_START_S = 30.0  # time limit for the interpreter to start and import libraries
+_START_S = 30.0  # time limit for the interpreter to start and import the module
 _LOOK_S = 0.1  # longest interval between calls of `is_wanted`
-_MOST_KEPT_BYTES = 8 << 20  # memory beyond `_first_size` that a process may keep after an answer
+_MOST_KEPT_BYTES = 8 << 20  # growth since its start that a process may keep after an answer
 _PACKAGE = __name__.split(".")[0]  # its `__path__` has two folders in a checkout
 
 
 class NoAnswerError(Exception):
-    """The process did not answer. The text is the reason, with "it" for the answer."""
+    """The process did not answer. The text is the reason, in which "it" is the answer."""
 
 
 class TooSlowError(NoAnswerError):
@@ -36,19 +36,21 @@ class TooSlowError(NoAnswerError):
 
 
 class NotStartedError(NoAnswerError):
-    """No process can be started; the question is not the cause. The text is a whole sentence."""
+    """No process can be started. The question is not the cause, and the text is a sentence."""
 
 
 class RefusedError(Exception):
-    """The module raised an error, which had this text."""
+    """The module raised an error. The text is the text of this error."""
 
 
 class ChildProcess:
-    """Asks the function that `answerer(**given)` of `module` returns. Use it from one thread.
+    """Sends questions to a function in a child process. Use it from one thread.
 
-    The process starts with the first question, and again after it has ended. On Linux it may
-    allocate `max_bytes` of memory after its start. A process that keeps more than 8 MiB of this
-    memory after an answer is ended, so that no question affects later questions.
+    The process calls `answerer(**given)` of `module` once, and passes each question to the function
+    that this call returns. The first question starts the process, and so does a question after the
+    process has ended. On Linux, the process may allocate `max_bytes` of memory after its start. If
+    it still holds more than 8 MiB of this memory after an answer, it is ended, so that no question
+    affects later questions.
     """
 
     def __init__(self, module: str, given: Mapping[str, Any], max_bytes: int) -> None:
@@ -69,12 +71,14 @@ class ChildProcess:
     def ask(
         self, question: bytes, max_seconds: float, is_wanted: Callable[[], bool] = lambda: True
     ) -> Any:
-        """Return the answer to `question`, one line of JSON.
+        """Return the answer to `question`, one line of JSON without the newline.
 
-        `is_wanted` is called at least ten times a second. Raise RefusedError if the module raised
-        an error, which may be a MemoryError. All other errors end the process: NotStartedError if
-        no process can be started, TooSlowError after `max_seconds`, and NoAnswerError if the
-        process has ended, for example for lack of memory, or if `is_wanted` returns False.
+        If the process must be started first, the start may take 30 s more. While the answer is
+        awaited, `is_wanted` is called at least ten times a second. Raise RefusedError if the module
+        raised an error, which may be a MemoryError. All other errors end the process:
+        NotStartedError if no process can be started, TooSlowError after `max_seconds`, and
+        NoAnswerError if the process has ended, for example for lack of memory, or if `is_wanted`
+        returns False.
         """
         try:
             answer = self._exchange(self._running(), question, max_seconds, is_wanted)
@@ -107,7 +111,7 @@ class ChildProcess:
                 stdout=pipe,
                 stderr=subprocess.DEVNULL,
                 bufsize=0,
-                start_new_session=True,  # Ctrl-C on a terminal is for the command only
+                start_new_session=True,  # Ctrl-C on a terminal does not reach the child
             )
         except (OSError, MemoryError) as error:
             raise NotStartedError(f"no process can be started: {error}") from None
@@ -127,7 +131,7 @@ class ChildProcess:
         max_seconds: float,
         is_wanted: Callable[[], bool],
     ) -> dict[str, Any]:
-        """Write one line and read one line, within `max_seconds`."""
+        """Write one line and return the object of the line that is read, within `max_seconds`."""
         assert process.stdin is not None and process.stdout is not None
         give_up = time.monotonic() + max_seconds
         writing, reading, found = process.stdin.fileno(), process.stdout.fileno(), [b""]

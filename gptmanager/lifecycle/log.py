@@ -1,6 +1,6 @@
 """The library's logger. It never raises an Exception, so the code that logs always continues.
 
-Handlers, filters and `time.time`, which every record calls, may be code of the host.
+Every record calls handlers, filters and `time.time`. These may be code of the host, and may fail.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ _RARELY_S = 10.0
 
 
 class SteadyLogger:
-    """Wraps a `logging.Logger` and ignores its failures. Records have the caller's line."""
+    """Wraps a `logging.Logger` and ignores its failures. Records name the line of the caller."""
 
     def __init__(self, logger: logging.Logger) -> None:
         self._logger = logger

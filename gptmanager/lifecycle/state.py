@@ -1,4 +1,4 @@
-"""The states of a manager, its health, and the error that its requests get if the loop fails."""
+"""The states of a manager, its health, and the error for its requests after the loop has failed."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ class LoopAbandoned(BaseException):
 
 
 class Lifecycle:
-    """The state of a manager. The loop's thread changes it until `leave` or `abandon`.
+    """The state of a manager. Until `leave` or `abandon`, the loop's thread changes the state.
 
-    Threads of the host never hold the lock, so a signal handler may read at any time.
+    Threads of the host never hold the lock, so a signal handler may read the state at any time.
     """
 
     def __init__(self) -> None:
@@ -104,11 +104,13 @@ class Health:
     """The health of a manager.
 
     `alive` means that the manager has not ended. `progressing` means that no request is active, or
-    that active requests have not waited ten seconds for the end of a step. `accepting` means that
-    GetInferenceRequests is called. After the end, and in a forked process, all three are False.
-    `last_step_age_s` is the number of seconds since the last step ended, None if none has.
-    `callbacks` has the latencies of each callback by its name. `free_blocks` of the `total_blocks`
-    of the KV cache are free.
+    that active requests have waited for the end of a step for less than ten seconds. `accepting`
+    means that GetInferenceRequests may be called. After the end, and in a forked process, all three
+    are False.
+    `num_active` is the number of active requests. `last_step_age_s` is the number of seconds since
+    the last step ended, or None before the end of the first step. `callbacks` has the latencies of
+    each callback by name. `total_blocks` is the number of blocks of the KV cache, and `free_blocks`
+    the number of them that are free.
     """
 
     alive: bool
@@ -122,7 +124,7 @@ class Health:
 
 
 def as_final(error: BaseException) -> GptManagerError:
-    """Return the error that every active request gets when the loop has failed."""
+    """Return the error that every active request gets after the loop has failed with `error`."""
     if isinstance(error, GptManagerError):
         return error
     return ManagerDeadError(

@@ -1,7 +1,7 @@
 """`Adapters`: the LoRA adapters of the active requests, from their arrival to the device.
 
-It decides which requests wait for an adapter, and which adapters get device pages. The work on
-adapters runs elsewhere, as `AdapterWork`. `peft_cache` counts the pages.
+`Adapters` decides which requests wait for an adapter, and which adapters get device pages. Reads
+and copies of adapters run elsewhere, as `AdapterWork`. `peft_cache` counts the pages.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ class Read:
     """An adapter that was sent with a request and is not cached; `digest` is "" until it is read.
 
     `brought_by` is the id of the request that sent the adapter. `wanted_by` has the ids of the
-    active requests that use it: this request, and later ones with the same task id. No new request
-    may use the adapter if `is_forgotten`.
+    active requests that use it: the sender, and later requests with the same task id. If
+    `is_forgotten`, no new request may use the adapter.
     """
 
     task_id: int
@@ -55,9 +55,10 @@ class Adapters:
 
     `load` starts work on an adapter; `take_in` applies the results.
 
-    Started requests get device pages first, then the others in the order of the active requests. A
-    request is passed over if its adapter needs more pages than are free, and later requests may
-    overtake it. When the first request passed over was overtaken `patience` times, later ones wait.
+    Started requests get device pages first, then the others in the order of the active requests. If
+    an adapter needs more pages than are free, its request is passed over, and later requests may
+    overtake it. When the first request that was passed over has been overtaken `patience` times,
+    all requests after it wait.
 
     `waiting` has the ids of requests in PREPARING that must not start without their adapter.
     """
@@ -91,7 +92,7 @@ class Adapters:
         self.has_changed = True
 
     def take_in(self) -> list[Failure]:
-        """Apply noted changes, before requests are added. Return failures that end requests."""
+        """Apply noted changes before requests are added; return failures that end requests."""
         while self._forgotten:
             self.forget(self._forgotten.popleft())
         while self._done:
@@ -99,7 +100,7 @@ class Adapters:
         return self._take_failures()
 
     def forget(self, task_id: int) -> None:
-        """Require later requests with this id to send weights. Earlier ones keep the adapter."""
+        """Require new requests with this id to send weights. Earlier requests keep the adapter."""
         self.cache.forget(task_id)
         for read in self.reads.values():
             read.is_forgotten |= read.task_id == task_id
@@ -124,7 +125,7 @@ class Adapters:
         self._load(ReadAdapter(job, task_id, tensors))
 
     def settle(self, active: Iterable[ActiveRequest]) -> list[Failure]:
-        """Assign pages after requests were added. Return failures that end requests."""
+        """Assign pages after requests were added; return failures that end requests."""
         while self.unknown:
             self._follow_or_fail(self.unknown.pop(0))
         for job in self._next_reads():
@@ -175,7 +176,7 @@ class Adapters:
         return self.num_jobs
 
     def _follow(self, request_id: int, task_id: int) -> bool:
-        """Let the request use the adapter that another has sent. Return False if none has."""
+        """Let the request use an adapter that is cached or being read; return False if none is."""
         if task_id in self.cache:
             self.cache.use(request_id, task_id)
             self._attach(request_id)
@@ -215,10 +216,10 @@ class Adapters:
             self._end_move(done, self.moves.pop(done.job))
 
     def _fail(self, job: int, error: BaseException) -> None:
-        """End the request that sent the adapter of a job that failed.
+        """Drop a job that failed, and end the request that sent its adapter.
 
-        The other requests that wait for it use another adapter with this id, if there is one and
-        the failed one was not forgotten. Otherwise they end as well.
+        If the adapter was not forgotten, and another one with this task id exists, the other
+        requests that wait for the adapter use that one. Otherwise they end as well.
         """
         read = self._drop(job)
         if read.brought_by in read.wanted_by:
@@ -227,7 +228,7 @@ class Adapters:
         if not read.is_forgotten:
             self._follow_or_fail(*read.wanted_by)
             return
-        # a later adapter with this id may differ from the one that these requests named
+        # A later adapter with this task id may not be the adapter that these requests want.
         text = f"lora_task_id {read.task_id} was forgotten, and had not been cached: "
         gone = AdapterError(text + response_text(error))
         self._failures += [Failure(request_id, gone) for request_id in read.wanted_by]
@@ -254,7 +255,7 @@ class Adapters:
                 unread.add(read.task_id)
 
     def _put(self, job: int) -> None:
-        """Write an adapter to host pages if enough pages are free."""
+        """Start to write an adapter to host pages if enough host pages are free."""
         read = self.reads[job]
         first, *others = read.wanted_by
         try:
@@ -314,7 +315,7 @@ class Adapters:
             self.num_overtaken += self._ensure(request, adapter) and overtakes
 
     def _take_pages(self, request: ActiveRequest) -> None:
-        """Take the device pages from a request that has not started, and make it wait."""
+        """Take the device pages from a request that does not run, and make it wait."""
         request_id = request.request_id
         self.cache.pause(request_id)
         self.waiting.add(request_id)
@@ -322,7 +323,10 @@ class Adapters:
         request.wait_for(FOR_ADAPTER)
 
     def _ensure(self, request: ActiveRequest, adapter: CachedAdapter) -> bool:
-        """Reserve device pages, and copy if necessary. Return whether the request had none."""
+        """Reserve device pages, and start to copy the adapter if necessary.
+
+        Return whether the request had no device pages before and has them now.
+        """
         request_id = request.request_id
         is_new = request_id not in adapter.running
         copies = self.cache.ensure(request_id)
@@ -344,7 +348,7 @@ class Adapters:
     # Questions -----------------------------------------------------------------------------
 
     def require_known(self, request: ActiveRequest) -> None:
-        """Raise AdapterError if a new request has no weights, and its adapter is unknown."""
+        """Raise AdapterError if a new request sends no weights, and its adapter is unknown."""
         task_id = request.lora_task_id
         if task_id is None or request.adapter_tensors is not None:
             return
@@ -370,7 +374,7 @@ class Adapters:
         )
 
     def lacks_pages(self, request_id: int) -> bool:
-        """Return whether a request waits only for device pages, with its adapter on the host."""
+        """Return whether the adapter of a request is on the host, and only lacks device pages."""
         adapter = self.cache.find(request_id)
         is_there = adapter is not None and not (adapter.is_loading or adapter.is_copying)
         return request_id in self.waiting and is_there

@@ -52,10 +52,11 @@ class Allocator:
     def allocate(
         self, output: SchedulerOutput, now: float, max_input_len: int, micro_batch_id: int = 0
     ) -> Schedule | None:
-        """Allocate memory for a checked decision; return None if no request runs.
+        """Allocate memory for a checked decision. Return the schedule, or None if no request runs.
 
-        Raise SchedulerError if too little memory is free. The text of the error starts with a verb,
-        because `blamed` puts the scheduler's name before it.
+        `max_input_len` is the limit that `pause` needs for the paused requests. Raise
+        SchedulerError if too little memory or no slot is free. The text of the error starts with a
+        verb, because `blamed` puts the scheduler's name before the text.
         """
         for request in output.paused_requests:
             self.pause(request, max_input_len)
@@ -110,15 +111,18 @@ class Allocator:
             self.kv_cache.rewind(request.request_id, num_drafts - num_accepted)
 
     def pause(self, request: LlmRequest, max_input_len: int) -> None:
-        """Free what a request holds; its history becomes a context that is computed again."""
+        """Free a request's slot and blocks. When it restarts, its context is computed again.
+
+        `LlmRequest.pause` describes the new context and `max_input_len`.
+        """
         self.release(request)
         request.pause(max_input_len)
         self._paused.append(request.request_id)
 
     def release(self, request: LlmRequest) -> None:
-        """Free what a request holds.
+        """Free a request's slot and blocks, if the request has started.
 
-        Steps run in order, so a later step may reuse the memory at once.
+        The executor runs steps in order, so a later step may use the freed blocks at once.
         """
         if request.slot >= 0:
             self.kv_cache.remove(request.request_id)
@@ -208,7 +212,7 @@ class Allocator:
     def _append(
         self, request: LlmRequest, position: int, new_blocks: tuple[int, ...], parts: _Parts
     ) -> None:
-        """Record the new blocks of a request's beams; the first one holds `position`."""
+        """Record the new blocks, one per beam. Each of them holds `position` of its beam."""
         first = position // self.kv_cache.tokens_per_block
         if request.beam_width == 1:
             parts.appends.append(BlockAppend(request.slot, first, new_blocks))
@@ -235,9 +239,10 @@ class Allocator:
         return row._replace(num_tokens=num_tokens, num_drafts=len(tokens))
 
     def _close_ring(self, request: LlmRequest, num_blocks: int, parts: _Parts) -> None:
-        """Once the window is full, repeat its blocks in the request's block table.
+        """Fill the rest of the block table, once the window's last block has been allocated.
 
-        So later positions overwrite the oldest ones.
+        The added entries repeat the blocks of the window's ring buffer, so later positions
+        overwrite the oldest positions in the ring.
         """
         tokens_per_block = self.kv_cache.tokens_per_block
         total = -(-(request.prompt_len + request.max_new_tokens) // tokens_per_block)

@@ -1,8 +1,8 @@
 """`HeldExtras`: the log probabilities and logits that requests ask for, until they are sent.
 
-These extras are kept outside of the requests, and survive pauses. The module tracks what has been
-sent, but not when a request ends. An index counts generated tokens from the start of the output;
-pauses do not change it.
+These extras are kept outside of the requests, and survive pauses. The module tracks which extras
+have been sent, but does not notice the end of a request. An index counts generated tokens from the
+start of the output. Pauses do not change the index.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ class LogProbsByRank(NamedTuple):
 class _PromptScores(NamedTuple):
     """Scores of the n prompt tokens after the first.
 
-    `log_probs` are `[n]`, the best k log probabilities and ids at each position `[n, k]`.
+    `log_probs` `[n]` are of the tokens themselves, `top_log_probs` and `top_ids` `[n, k]` of the
+    best k tokens at each position.
     """
 
     log_probs: Tensor
@@ -63,7 +64,7 @@ class RequestExtras:
     def add_context(self, prompt_len: int, position: int, logits: Tensor) -> None:
         """Store logits `[n, vocab]` of the prompt from `position` on.
 
-        A restarted request stores them again.
+        A restarted request stores its logits again.
         """
         if self._context is None:
             self._context = torch.empty(prompt_len, self._vocab_size)
@@ -74,7 +75,7 @@ class RequestExtras:
     def add_prompt(self, prompt_len: int, found: PromptLogProbs) -> None:
         """Store log probabilities of a part of the prompt.
 
-        A restarted request stores them again.
+        A restarted request stores its log probabilities again.
         """
         if self._prompt is None:
             shape = prompt_len - 1, found.top_ids.shape[1]
@@ -87,11 +88,14 @@ class RequestExtras:
             whole[own] = part
 
     def add_top(self, index: int, each: Sequence[tuple[np.ndarray, np.ndarray]]) -> None:
-        """Store top log probabilities and ids, `[beam, k]` each, of the tokens from `index` on."""
+        """Store top log probabilities and ids for the generated tokens from `index` on.
+
+        `each` has two arrays `[beam, k]` for each of these tokens.
+        """
         self._top.update(enumerate(each, index))
 
     def add_generation(self, index: int, logits: Sequence[Tensor]) -> None:
-        """Store the logits, `[beam, vocab]` each, of the generated tokens from `index` on."""
+        """Store the logits of the generated tokens from `index` on, `[beam, vocab]` per token."""
         self._generation.update(enumerate(logits, index))
 
     def beam_generation(self, nodes: Sequence[BeamNode]) -> Tensor:
@@ -116,7 +120,7 @@ class RequestExtras:
         return context[None, :end]
 
     def take_prompt(self, count: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Remove and return the scores of the prompt, for the computed tokens after the first one.
+        """Remove and return the scores of the prompt's computed tokens after the first token.
 
         The scores are the log probabilities `[1, n]` of the tokens, and the log probabilities and
         ids `[1, n, count]` of the best `count` tokens. A second call returns empty tensors.
@@ -140,7 +144,10 @@ class RequestExtras:
         return _stacked([self._top.pop(i) for i in range(start, end) if i in self._top], count)
 
     def beam_top(self, nodes: Sequence[BeamNode], count: int) -> LogProbsByRank:
-        """Return the top log probabilities at the token of each node; nothing in a replay."""
+        """Return the top log probabilities at the token of each node.
+
+        The result is empty in a replay, which does not compute them.
+        """
         known = self._top
         found = [
             tuple(array[node.beam, None] for array in known[node.length - 1])
@@ -179,7 +186,7 @@ class HeldExtras(dict[int, RequestExtras]):
     def resume(self, progress: Progress) -> None:
         """Keep the log probabilities that an earlier process has computed for a request.
 
-        The log probabilities of the prompt are not sent again if a token was generated.
+        If that process has generated a token, the prompt's log probabilities are not sent again.
         """
         extras = self[progress.request_id]
         extras.add_log_probs(0, list(progress.log_probs))
@@ -188,8 +195,7 @@ class HeldExtras(dict[int, RequestExtras]):
     def take(self, by_id: Mapping[int, ActiveRequest], rows: Sequence[Row], extras: Extras) -> None:
         """Keep the extras of a step. Call this before the step's tokens are confirmed.
 
-        Extras of a request that has ended or restarted since the launch are dropped, like its
-        tokens.
+        Extras and tokens of a request that has ended or restarted since the launch are dropped.
         """
         for request_id, epoch, position, logits in extras.context_logits:
             if (request := _find(by_id, request_id, epoch)) is not None:
@@ -222,7 +228,7 @@ def _find(by_id: Mapping[int, ActiveRequest], request_id: int, epoch: int) -> Ac
 
 
 def _stacked(found: Sequence[tuple[np.ndarray, ...]], count: int) -> LogProbsByRank:
-    """Concatenate log probabilities and ids of n tokens, each `[1, count]`."""
+    """Concatenate the log probabilities and ids `[1, count]` of each of n tokens."""
     if not found:
         return LogProbsByRank(torch.empty(0, count), torch.empty(0, count, dtype=torch.int32))
     log_probs, ids = (torch.from_numpy(np.concatenate(own)) for own in zip(*found, strict=True))

@@ -26,8 +26,8 @@ class RequestTimes:
     """The times of a request, in seconds of the clock of `Intake.now`.
 
     The request must be finished by `deadline`, and its first computation must have started by
-    `queue_deadline`. Both are None without a limit. `first_scheduled`, `first_token` and
-    `last_token` are None until their event.
+    `queue_deadline`. A deadline is None if the request has no such limit. `first_scheduled`,
+    `first_token` and `last_token` are None until the event has happened.
     """
 
     arrival: float

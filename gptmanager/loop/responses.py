@@ -1,9 +1,8 @@
 """The tensors of responses, in the order of the table in docs/requests.md.
 
-This module knows what a request has generated and sent, but does not decide when a request ends.
-With several beams the tensors have a row per beam, the best beam first. During the search only the
-tokens that all beams share are sent, because later steps cannot change them. The final response has
-the rest of each beam.
+This module does not decide when a request ends. With several beams the tensors have a row per beam,
+the best beam first. During the search a streaming response has only the tokens that all beams
+share, because later steps cannot change these tokens. The final response has the rest of each beam.
 """
 
 from __future__ import annotations
@@ -22,17 +21,17 @@ from gptmanager.loop.active_request import ActiveRequest
 from gptmanager.loop.extras import HeldExtras, RequestExtras
 from gptmanager.request.inference_request import NamedTensor
 
-# creates the tensors of a final response from the request, its finish reason, the end of its output
-# and its extras
+# creates the tensors of a final response from the request, its finish reason, the history position
+# at which its output ends, and the extras of all requests
 MakeFinal = Callable[[ActiveRequest, FinishReason, int, HeldExtras], list[NamedTensor]]
 
-# the fields of `request_metrics`; times are in seconds since GetInferenceRequests returned the
-# request, NaN for an event that did not happen
+# the values of `request_metrics`; times are in seconds since GetInferenceRequests returned the
+# request, and NaN for an event that did not happen
 REQUEST_METRICS = (
     "queue_s",  # until its first computation
     "first_token_s",
     "last_token_s",
-    "pauses",
+    "pauses",  # number of pauses
     "cached_tokens",  # prompt tokens taken from the KV cache instead of computed
     "prompt_tokens",
     "generated_tokens",  # including end_id and stop words
@@ -41,13 +40,13 @@ REQUEST_METRICS = (
 )
 
 _NEVER = float("-inf")  # the log probability of a missing beam
-# tensors other than the tokens, in the order of the table
+# the tensors that depend on a request's output options, in the order of the table
 _EXTRAS = (
     *("context_logits", "generation_logits", "output_log_probs", "cum_log_probs"),
     *("top_log_probs", "top_log_prob_ids"),
     *("prompt_log_probs", "prompt_top_log_probs", "prompt_top_log_prob_ids"),
 )
-# placeholders of final responses without logits; all responses share them
+# placeholders in final responses without logits; all responses share these tensors
 _NO_LOGITS = (
     NamedTensor("context_logits", torch.zeros(1, 1, 1, dtype=torch.float32)),
     NamedTensor("generation_logits", torch.zeros(1, 1, 1, 1, dtype=torch.float32)),
@@ -55,10 +54,9 @@ _NO_LOGITS = (
 
 
 def stream_one_token(requests: Sequence[ActiveRequest]) -> list[list[NamedTensor]]:
-    """Return one response per request: its last token, the only one that is not sent yet.
+    """Return one response per request, with the request's last token, its only unsent one.
 
-    The tensors are views of one tensor per step, because a separate tensor for each value would
-    cost 2.6 us each.
+    The tensors are views of one tensor per step, because a new tensor costs 2.6 us.
     """
     rows = len(requests)
     values = np.empty((3, rows), dtype=np.int32)
@@ -91,7 +89,7 @@ def stream_tokens(request: ActiveRequest, end: int, held: HeldExtras) -> list[Na
     if request.has_extras:
         extras = _extras(request, held[request.request_id], start, end, beams)
         are_sent = request.output.config.context_logits and not extras[0].tensor.shape[1]
-        tensors[2:2] = extras[are_sent:]  # without the context logits
+        tensors[2:2] = extras[are_sent:]  # leaves out empty context logits
     return tensors
 
 
@@ -165,10 +163,10 @@ def _top(
 
 
 def _tokens(request: ActiveRequest, start: int, end: int, beams: Beams | None) -> list[NamedTensor]:
-    """Return the tokens and lengths, one row per beam.
+    """Return the tokens and their numbers, one row per beam.
 
-    A streaming response has only new tokens, and `output_offset`, the position of the first one.
-    Without streaming, the tokens start with the prompt, unless the input is excluded.
+    A streaming response has only new tokens, and `output_offset`, the output position of the first
+    new token. Without streaming, the tokens start with the prompt, unless the request excludes it.
     """
     rows = [request.tokens[start:end]] if beams is None else beams.tokens
     is_streaming, prompt_len = request.output.is_streaming, request.orig_prompt_len
@@ -210,7 +208,8 @@ def _metrics(request: ActiveRequest) -> Tensor:
 class Beams(NamedTuple):
     """The beams of a response.
 
-    `cum_log_probs` are sums over all output so far, without tokens that were cut off.
+    `nodes` has the unsent tokens of each beam. `cum_log_probs` has, for each beam, the sum of the
+    log probabilities of all output so far, without tokens that were cut off.
     """
 
     nodes: list[list[BeamNode]]
@@ -223,7 +222,7 @@ class Beams(NamedTuple):
 
 
 def stable_beams(request: ActiveRequest, search: BeamSearch, end: int) -> Beams:
-    """Return the unsent output up to history position `end`, which all beams share for good."""
+    """Return the unsent output, up to history position `end`, that all beams share for good."""
     start = request.num_sent - request.orig_prompt_len
     path = search.stable_path()[: end - request.orig_prompt_len]
     total, nodes = _sum(path), path[start:]
@@ -233,10 +232,10 @@ def stable_beams(request: ActiveRequest, search: BeamSearch, end: int) -> Beams:
 def final_beams(request: ActiveRequest, search: BeamSearch, reason: FinishReason) -> Beams:
     """Return the unsent output of all beams.
 
-    `reason` is the finish reason of beams if the search is not over.
+    If the search is not over, `reason` is the finish reason of the beams that have not finished.
     """
     found = search.hypotheses(None if search.is_over else reason)
-    missing = search.num_results - len(found)  # a small vocabulary permits fewer
+    missing = search.num_results - len(found)  # a small vocabulary permits fewer beams
     start = request.num_sent - request.orig_prompt_len if request.output.is_streaming else 0
     paths = [beam.node.path()[: beam.end] for beam in found]
     return Beams(

@@ -14,11 +14,11 @@ _T = TypeVar("_T")
 
 
 class GenerationControl(LoopQuestions):
-    """The calls that a host makes in order to train the model that it serves.
+    """The calls of a program that trains the model which the manager serves.
 
-    With several ranks, each call must be made on all of them, except `pause_generation` and
-    `resume_generation`, about which rank 0 decides. If the call fails on a rank, or is not made
-    there within `ParallelConfig.timeout_s`, it raises RankError on the other ranks.
+    With several ranks, each call must be made on every rank, except `pause_generation` and
+    `resume_generation`, about which rank 0 decides. If a call fails on one rank, or is not made on
+    one rank within `ParallelConfig.timeout_s`, the call raises RankError on the other ranks.
     """
 
     def update_weights(
@@ -27,9 +27,9 @@ class GenerationControl(LoopQuestions):
         """Replace weights between two iterations, in place; return the new `weights_version`.
 
         `tensors` is a mapping or an iterator of (name, tensor), by the checkpoint's names. All
-        other weights are unchanged. Running requests keep their keys and values, or compute them
-        again with `recompute`. Later requests do not reuse blocks that were cached before. A
-        manager that is asleep allocates the memory of its weights, and stays asleep.
+        other weights are unchanged. Running requests keep their keys and values; if `recompute`,
+        they compute them again. Later requests do not reuse blocks that were cached before. If the
+        manager is asleep, it allocates the memory of its weights, and stays asleep.
 
         Raise ConfigError for unknown names and wrong shapes; for a mapping this happens before
         anything is copied. If an iterator fails half-way, no step runs until an update with all
@@ -50,11 +50,11 @@ class GenerationControl(LoopQuestions):
         """Release the memory of the weights and of the KV cache, between two iterations.
 
         Until `wake`, no step runs and Get is not called. Active requests stay, and compute their
-        contexts again afterwards. With `keep_weights`, the weights are written to a temporary file,
-        or from a device to CPU memory, and `wake` reads them from there. Without it they are
-        dropped, and no step runs until `update_weights` has passed all tensors, before or after
-        `wake`. The weights of a `Model` object, or of a model that transformers computes, stay in
-        memory.
+        contexts again afterwards. If `keep_weights`, weights in CPU memory are written to a
+        temporary file, weights on a device are copied to CPU memory, and `wake` restores both.
+        Otherwise the weights are dropped, and no step runs until `update_weights` has replaced all
+        tensors, before or after `wake`. The weights of a `Model` object, or of a model that
+        transformers computes, stay in memory.
 
         Raise SleepError if the manager is asleep, ConfigError if the file cannot be written, and
         the other errors of `update_weights`.
@@ -80,9 +80,9 @@ class GenerationControl(LoopQuestions):
 
         Requests keep their memory. With run-ahead or micro batches, steps that were launched before
         may still run on the device; their results are read after the pause, or by `update_weights`,
-        `sleep` or `abort_all`. In a callback it returns at once, and the pause begins after the
-        current iteration. `shutdown` also ends the pause. Raise TimeoutError and ManagerDeadError
-        as `explain` does.
+        `sleep` or `abort_all`. In a callback, this call returns at once, and the pause begins after
+        the current iteration. `shutdown` also ends the pause. Raise TimeoutError and
+        ManagerDeadError as `explain` does.
         """
         self._raise_if_failed()
         self._inbox.is_paused = not self._inbox.defers_calls
@@ -97,8 +97,8 @@ class GenerationControl(LoopQuestions):
         """End all active requests before the next step, like stop signals; return their number.
 
         Each request gets a final response with its tokens so far and the finish reason CANCELLED.
-        During a pause or a sleep, the responses are sent when it ends. Raise the errors of
-        `update_weights`.
+        During a pause or a sleep, the responses are sent when the pause or sleep ends. Raise the
+        errors of `update_weights`.
         """
         return self._call("abort_all", self._worker.stop_all, timeout)
 

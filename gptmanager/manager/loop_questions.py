@@ -28,7 +28,7 @@ from gptmanager.request.inference_request import InferenceRequest
 
 _T = TypeVar("_T")
 
-ANSWER_S = 30.0  # how long a question waits for an iteration to end
+ANSWER_S = 30.0  # default limit of the wait for an answer
 
 
 class LoopQuestions:
@@ -82,7 +82,7 @@ class LoopQuestions:
     ) -> tuple[Explanation, ...]:
         """Explain the first `most` waiting requests, by priority, then arrival.
 
-        The scheduler is asked once for all of them.
+        The scheduler is asked once for all these requests.
         """
         self._raise_if_failed()
         return self._ask("explain_waiting", lambda loop: explain_waiting(loop, most), timeout)
@@ -92,15 +92,15 @@ class LoopQuestions:
 
         `see` is called on the loop's thread, first with a `Beginning` and an `Arrival` for each
         active request, then with each `Event` of `gptmanager.manager.watching`. The `append` of a
-        bounded deque is a good choice. If `see` raises, it is not called again: `watch` raises an
-        error of the first events, and later errors are logged. Raise ConfigError if `see` is not an
-        ordinary function, and the errors of `explain`.
+        bounded deque is a good choice. If `see` raises an error, it is not called again. If the
+        error occurs in the first events, `watch` raises it; otherwise it is logged. Raise
+        ConfigError if `see` is not an ordinary function, and raise the errors of `explain`.
         """
         self._raise_if_failed()
         self._ask("watch", lambda loop: self._watchers.add(loop, see), timeout)
 
     def unwatch(self, see: WatchCallback, timeout: float | None = ANSWER_S) -> None:
-        """Stop calling `see`. Do nothing if it is not a watcher, or if the loop has ended.
+        """Stop calling `see`. Do nothing if `see` is not a watcher, or if the loop cannot answer.
 
         Raise TimeoutError as `audit` does.
         """
@@ -178,5 +178,5 @@ class LoopQuestions:
 
 
 def bounded(timeout: float | None) -> float | None:
-    """Return a timeout that a wait accepts."""
+    """Return `timeout`, limited to what a wait of `threading` accepts."""
     return None if timeout is None else min(max(timeout, 0.0), threading.TIMEOUT_MAX)

@@ -1,7 +1,7 @@
 """`Progress`: records when a step last ended, and warns if requests wait while no step runs.
 
-The loop's thread writes it, and any thread reads it. This module alone decides when a manager
-counts as stuck.
+The loop's thread writes the progress, and any thread may read it. This module alone decides when a
+manager counts as stuck.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from gptmanager.loop.token_loop import TokenLoop
 from gptmanager.manager.inspection import explain
 
 _STALL_WARNING_S = 1.0
-_STUCK_S = 10.0  # without a step for this time, a loop with active requests is not progressing
+_STUCK_S = 10.0  # a loop with active requests is stuck after this time without a step
 
 
 class Progress:
-    """The progress of a loop. `last_step` is when a step last ended, by the monotonic clock."""
+    """The progress of a loop. `last_step`: the monotonic time when a step last ended, or None."""
 
     __slots__ = ("last_step", "_last", "_has_warned")
 
@@ -26,7 +26,7 @@ class Progress:
         self._has_warned = False
 
     def note(self, *, worked: bool, is_active: bool) -> None:
-        """Record that an iteration has ended. `worked` means that it ran a step."""
+        """Record that an iteration of the loop has ended. `worked`: the iteration ran a step."""
         if worked:
             self.last_step = self._last = monotonic()
         elif not is_active:

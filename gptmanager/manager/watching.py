@@ -1,7 +1,8 @@
 """Events of a running loop: which requests arrived, ran and ended.
 
 Taps report the events. A tap is an object in front of the loop's host or executor that passes every
-call on unchanged. Taps are placed for the first watcher, and removed with the last one.
+call on unchanged. Taps are placed for the first watcher, and taken away when the last one is
+removed.
 """
 
 from __future__ import annotations
@@ -40,8 +41,8 @@ class Beginning(NamedTuple):
 class Arrival(NamedTuple):
     """A request that was accepted, or that was active when the watch began.
 
-    If it was active, `num_generated` and `pause_count` are its progress. `holds_memory` means that
-    it has started and is not paused.
+    `num_generated` (tokens) and `pause_count` are the progress of a request that was active.
+    `holds_memory`: whether the request has started and is not paused.
     """
 
     time_s: float

@@ -1,6 +1,6 @@
 """`WeightUpdates`: replaces a model's weights, and releases the memory of a manager that sleeps.
 
-Its methods are called between two iterations, on the loop's thread, on all ranks alike.
+Updates, `sleep` and `wake` run on the loop's thread between two iterations, on all ranks.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from gptmanager.manager.rank_calls import RankCalls
 from gptmanager.memory.released_memory import ReleasedMemory
 from gptmanager.memory.weights import Weights
 
-_BATCH_BYTES = 256 << 20  # of an iterator's tensors that are loaded together
+_BATCH_BYTES = 256 << 20  # an iterator's tensors are loaded as soon as they exceed this size
 
 NewWeights = Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]
 
 
 class WeightUpdates:
-    """The weights of one manager. `version` counts the complete updates.
+    """The weights of one manager. `version` is the number of updates that have succeeded.
 
     `is_incomplete` means that an update has failed half-way, or that `sleep` has dropped the
-    weights. In both cases no step may run until an update with all tensors is complete. `is_asleep`
-    means that the memory is released.
+    weights. In both cases no step may run until an update with all tensors succeeds. `is_asleep`
+    means that the memory of the weights and of the KV cache is released.
     """
 
     def __init__(self, cached: CachedBlocks, calls: RankCalls) -> None:
@@ -39,7 +39,7 @@ class WeightUpdates:
         self._cached, self._calls = cached, calls
 
     def attach(self, runner: Any) -> None:
-        """Connect to the runner of a loop. Only a checkpoint's model has `Weights`."""
+        """Connect to the runner of a loop. Only a natively loaded model has `Weights`."""
         weights = getattr(runner.model, "weights", None)
         self._runner, self._weights = runner, weights if isinstance(weights, Weights) else None
 
@@ -76,7 +76,10 @@ class WeightUpdates:
         return self.version
 
     def _prepared(self, tensors: NewWeights) -> Weights:
-        """Check a mapping, allocate memory that `sleep` has released, and return the weights."""
+        """Allocate memory that `sleep` has released, and return the weights.
+
+        If `tensors` is a mapping, check it first.
+        """
         if self._weights is None:
             raise ConfigError(
                 "update_weights needs a model that the manager has loaded natively: it does not "
@@ -97,13 +100,13 @@ class WeightUpdates:
             weights.load(tensors, partial=not was_incomplete)
 
     def _load_one_by_one(self, weights: Weights, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """Load the tensors of an iterator, which may be too large to exist together."""
+        """Load the tensors of an iterator in batches: all at once may not fit into memory."""
         was_incomplete, seen = self.is_incomplete, list[str]()
         batch, twins = dict[str, Tensor](), dict[str, Tensor]()
         num_bytes = 0
         for name, tensor in tensors:
             seen.append(name)
-            # a twin (tied tensor) is only compared with its parameter, so it is loaded last
+            # A twin (tied tensor) is only compared with its parameter, which must be loaded before.
             (twins if weights.is_twin(name) else batch)[name] = tensor
             num_bytes += tensor.nbytes
             if num_bytes > _BATCH_BYTES:
@@ -153,7 +156,7 @@ class WeightUpdates:
 
     def _release_weights(self, keep: bool) -> None:
         if self._weights is None:
-            return  # they are the host's
+            return  # the host owns the weights
         with self._runner.stream:
             self._released = ReleasedMemory(*self._weights.memory(keeps=keep))
         self.is_incomplete |= not keep

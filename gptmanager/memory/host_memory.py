@@ -1,7 +1,4 @@
-"""`HostMemory`: host tensors that a device can read and write directly.
-
-It decides how memory is pinned, and does not know what is stored there.
-"""
+"""`HostMemory`: host tensors that a device can read and write directly."""
 
 from __future__ import annotations
 
@@ -16,7 +13,7 @@ from torch import Tensor
 
 from gptmanager.lifecycle.log import logger
 
-Register = Callable[[int, int], object]  # address, bytes
+Register = Callable[[int, int], object]  # called with an address and a number of bytes
 _PORTABLE = 1  # cudaHostRegisterPortable: pinned for every context
 
 
@@ -24,9 +21,9 @@ class HostMemory:
     """An allocator of host tensors, which stay pinned until the allocator is deleted.
 
     torch rounds a pinned tensor up to a power of two, for example 40 GiB to 64 GiB. Here only the
-    pages of the tensor are mapped and registered with CUDA. If CUDA refuses, torch pins the memory.
-    `register` and `unregister` raise RuntimeError if CUDA refuses; by default they call the CUDA
-    runtime through torch.
+    pages of the tensor are mapped and registered with CUDA. If CUDA refuses to register them, torch
+    pins a tensor. `register` and `unregister` raise RuntimeError if CUDA refuses; by default they
+    call the CUDA runtime through torch.
     """
 
     def __init__(
@@ -56,7 +53,7 @@ class HostMemory:
                 *(num_bytes, error),
             )
             return torch.empty(shape, dtype=dtype, pin_memory=True)
-        # the arguments keep the memory alive until it is unregistered
+        # the finalizer's arguments keep the memory alive until it is unregistered
         end = weakref.finalize(self, _end, self._unregister, tensor.data_ptr(), memory)
         end.atexit = False  # at exit, CUDA unregisters the memory itself
         return tensor

@@ -13,7 +13,7 @@ _LENGTH_BYTES = 8  # a file begins with the length of its header, in this many b
 
 
 class MappedFile:
-    """A mapped safetensors file, which the caller has checked.
+    """A mapped safetensors file. The caller must have checked the file.
 
     Pages are read when they are first used, and shared with other processes that map the file.
     Writes to the tensors do not change the file.
@@ -33,10 +33,11 @@ class MappedFile:
                 self._places[name] = first, end
 
     def joined(self, names: Sequence[str], dtype: torch.dtype) -> Tensor | None:
-        """Return tensors that follow each other in the file as one tensor of one dimension.
+        """Return the tensors `names`, which follow each other in the file, as one 1-D tensor.
 
-        Returns None if they do not follow each other, if they are empty, if they end after the
-        file, or if their address is not a multiple of the dtype's size.
+        Return None if the tensors do not follow each other in this order, if all are empty, if
+        they extend past the end of the file, or if their address is not a multiple of the dtype's
+        size.
         """
         places = [self._places[name] for name in names]
         first, end = places[0][0], places[-1][1]

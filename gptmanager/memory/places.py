@@ -8,7 +8,11 @@ from typing import NamedTuple
 
 
 class Run(NamedTuple):
-    """Rows of a tensor, possibly every n-th one. They fill a parameter's rows from `row` on."""
+    """A run of rows that is copied from a tensor to a parameter.
+
+    `source` has the tensor's rows, possibly every n-th row. They fill the parameter's rows from
+    `row` on.
+    """
 
     source: range
     row: int
@@ -22,10 +26,11 @@ class Place:
     there. If `transposed`, the checkpoint has the transpose. A `twin` shares its storage with
     another tensor, which fills it (tied embeddings); the twin may be missing, otherwise it must be
     equal to the other tensor. A `scale` has one number for all rows, or one per row, kept as
-    float32; a missing scale is 1. `runs` is the order of the tensor's rows, if they are not
-    consecutive from `first_row`. If `stacked` is not 0, the tensor has this number of matrices (or
-    bias vectors), one per expert, and its rows are numbered through all of them. If `squeezed`, the
-    tensor is transposed, and has a dimension of size 1 after its first one.
+    float32; a missing scale is 1. `runs` has the places of the tensor's rows, if they do not
+    fill consecutive rows from `first_row` on. If `stacked` is not 0, the tensor has this number of
+    matrices (or bias vectors), one per expert, and its rows are numbered through all of them.
+    If `squeezed`, which is used with `transposed`, the tensor has a dimension of size 1 after its
+    first dimension.
     """
 
     parameter: str
@@ -41,7 +46,7 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """The part of a parameter that is kept: ranges of rows, and a range of their columns."""
+    """The part of a parameter that is kept: ranges of rows, and one range of columns."""
 
     rows: tuple[range, ...]
     columns: range | None = None  # None for a vector
@@ -53,7 +58,7 @@ def whole(shape: tuple[int, ...]) -> Cut:
 
 
 def kept_shape(cut: Cut) -> tuple[int, ...]:
-    """Return the shape that a cut keeps."""
+    """Return the shape of the part that a cut keeps."""
     num_rows = sum(map(len, cut.rows))
     return (num_rows,) if cut.columns is None else (num_rows, len(cut.columns))
 

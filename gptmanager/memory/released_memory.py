@@ -17,13 +17,14 @@ from gptmanager.errors import ConfigError, error_summary
 class ReleasedMemory:
     """The constructor releases the memory of `tensors`, which must not be used until `restore`.
 
-    On the CPU only the pages are returned to the system. The tensors keep their addresses, so
-    pointers to them stay valid. On a device the tensors get new addresses.
+    On the CPU, only memory pages are returned to the system: the tensors keep their addresses, so
+    pointers to them stay valid. On a device, the tensors get new addresses.
 
     The contents of the tensors `kept` are saved until `restore`: tensors on the CPU in a temporary
-    file, tensors on a device in CPU memory. After `restore`, a tensor that was mapped from a file
-    has the contents of the file again, and any other tensor has zeros or its old contents. Raises
-    ConfigError if the temporary file cannot be written, and then releases nothing.
+    file, tensors on a device in CPU memory. After `restore`, a tensor that was not kept has
+    the contents of its file if it is mapped from a file, and otherwise zeros or its old contents.
+    If the temporary file cannot be written, the constructor raises ConfigError and releases
+    nothing.
     """
 
     def __init__(self, tensors: Iterable[Tensor], kept: Iterable[Tensor] = ()) -> None:

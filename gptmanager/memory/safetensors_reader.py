@@ -1,6 +1,6 @@
 """`SafetensorsFolder`: reads the tensors of a folder of safetensors files, in slices.
 
-It decides how the files are found and mapped. It does not know how a tensor is used.
+This module decides how the files are found and mapped. It does not know how a tensor is used.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ _DTYPES = {
 _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt")
-_MAX_TENSORS = 200_000  # enough for 10,000 layers
+_MAX_TENSORS = 200_000  # in all files: 10,000 layers of 20 tensors
 
 
 class SafetensorsFolder:
     """A Hugging Face checkpoint folder: `model.safetensors`, or the shards that an index names.
 
     `single` is the name of the file of an unsharded checkpoint. With a name other than the default,
-    no index is read. Files are memory-mapped. A page that was read stays resident as long as its
-    mapping, so `pieces` renews the mapping after reading `max_bytes` through it. Raises ConfigError
+    no index is read. Files are memory-mapped. A page that was read stays resident until the file is
+    unmapped, so `pieces` maps the file anew after every `max_bytes` bytes read. Raises ConfigError
     if the folder has no safetensors, if a file is broken, or if a tensor is in two files or not in
-    the file that the index names. `formats` has the values of "format" in the files' metadata, such
-    as "pt" or "mlx".
+    the file that the index names. `formats` holds the values of "format" in the files' metadata,
+    such as "pt" or "mlx", and "" for a file without this entry.
     """
 
     def __init__(self, folder: Path, single: str = _SINGLE) -> None:
@@ -83,7 +83,7 @@ class SafetensorsFolder:
             del piece, mapping  # drop the old mapping before the file is mapped again
 
     def joined(self, names: Sequence[str], dtype: torch.dtype) -> Tensor | None:
-        """Return tensors as `MappedFile.joined` does. Returns None if they are in several files."""
+        """Join tensors as `MappedFile.joined` does, or return None if they are in several files."""
         files = {self._files[name] for name in names}
         if len(files) > 1:
             return None
@@ -138,7 +138,7 @@ def _open(file: Path) -> Any:
 
 
 def _read_index(folder: Path, single: str) -> dict[str, str] | None:
-    """Return tensor name -> file name; None if the checkpoint is a single file."""
+    """Return {tensor name: file name}, or None if the checkpoint is a single file."""
     if os.path.lexists(folder / single):
         return None
     file = folder / _INDEX

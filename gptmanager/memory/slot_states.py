@@ -1,4 +1,4 @@
-"""`SlotStates`: the states of recurrent layers, one for each line (place of a running sequence)."""
+"""`SlotStates`: the states of recurrent layers, for each line (the place of a running sequence)."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ class StateShape(NamedTuple):
 class SlotStates:
     """The states of all lines. `tensors[i]` has the shape `[num_lines, *shapes[i].shape]`.
 
-    The caller clears a line before a sequence begins in it. Only the model writes other values.
+    The caller clears a line before a sequence begins in it. Only the model writes nonzero values.
     """
 
     def __init__(
         self, shapes: Sequence[StateShape], num_lines: int, device: torch.device | str = "cpu"
     ) -> None:
         kinds = [*dict.fromkeys(shapes)]
-        # All states of a shape are in one tensor, so that one operation clears a line.
+        # All states of a kind are in one tensor, so that one operation per kind clears a line.
         self.stacks = [
             torch.zeros((shapes.count(it), num_lines, *it.shape), dtype=it.dtype, device=device)
             for it in kinds

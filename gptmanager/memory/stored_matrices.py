@@ -1,7 +1,7 @@
 """Finds the matrices of a checkpoint that need not become floats.
 
-Matrices that a file stores in the order in which matmuls read them are mapped. Others are copied
-without becoming floats, if the storage of the parameter accepts that.
+If a file stores a matrix in the order in which matmuls read matrices, the matrix is mapped. Other
+matrices are copied without conversion to floats, if the parameter's storage accepts their format.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ def mapped_matrices(
 ) -> dict[str, MappedMatrix]:
     """Return the matrices among `parameters` that can be mapped from `source`, by parameter.
 
-    `names` maps the name of each tensor in `places` to its name in the source. Later writes to the
-    memory change private copies of its pages, not the file.
+    `names` maps the name of each tensor in `places` to its name in the source. Later writes to a
+    mapped matrix change private copies of the pages, not the file.
     """
     if not isinstance(source, PanelSource):
         return {}
@@ -53,17 +53,17 @@ def mapped_matrices(
 def packed_pieces(
     source: TensorSource, name: str, storage: Matrix, place: Place, max_bytes: int, rows: range
 ) -> Iterator[tuple[int, Any]] | None:
-    """Return an iterator of (first index, slice) over `rows`, or None if floats must be read.
+    """Return an iterator of (first index, slice) over `rows`, or None if only floats can be read.
 
-    Slices are groups if the tensor is int4 both in the source and in the storage, or `Codes` if the
-    storage is int8.
+    A slice is `Groups` or `PackedGroups` if the tensor is int4 both in the source and in the
+    storage. A slice is `Codes` if the source has codes and the storage is int8.
     """
     info = source.describe()[name]
     if isinstance(storage, Int4Matrix):
         if not info.in_groups or place.stacked:
             return None
         return cast(GroupedSource, source).groups(name, max_bytes, rows)
-    # rows of codes are outputs: rows of a matrix, or columns of stacked matrices
+    # each row of codes is one output: a row of a matrix, or a column of stacked matrices
     has_outputs = info.has_codes and place.transposed == (len(info.shape) > 2)
     if has_outputs and isinstance(storage, PackedMatrix) and storage.takes_codes:
         return cast(CodedSource, source).codes(name, max_bytes, rows)

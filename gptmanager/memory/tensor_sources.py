@@ -1,4 +1,4 @@
-"""`TensorSource`: the tensors of a checkpoint by name; `StateDict` has tensors in memory.
+"""`TensorSource`: the tensors of a checkpoint by name. `StateDict`: a source of tensors in memory.
 
 A source finds tensors and reads slices of them. It does not know how a tensor is used.
 """
@@ -19,7 +19,7 @@ from gptmanager.kernels.gemm.panels.words import PackedGroups
 
 
 class TensorInfo(NamedTuple):
-    """The shape and dtype of a tensor, known before it is read.
+    """The shape and dtype of a tensor, known before the tensor is read.
 
     `dtype` is the name of a torch dtype. `in_groups`: `GroupedSource.groups` can read the matrix.
     `has_codes`: `CodedSource.codes` can read the matrix, or the matrices of all experts.
@@ -35,17 +35,17 @@ class TensorSource(Protocol):
     """The tensors of a checkpoint by name, read in slices."""
 
     def describe(self) -> Mapping[str, TensorInfo]:
-        """Return the shape and dtype of each tensor, without reading it."""
+        """Return the `TensorInfo` of each tensor by name, without reading the tensors."""
         ...
 
     def pieces(
         self, name: str, max_bytes: int, region: Sequence[range] | None = None
     ) -> Iterator[tuple[int, Tensor]]:
-        """Yield slices of a tensor along its first dimension, (first index, slice), in order.
+        """Yield slices of a tensor along its first dimension, in order, as (first index, slice).
 
-        `region` is the range of each dimension to read. The first index counts from its beginning.
-        A slice that is read from a file has at most about `max_bytes`, and is valid until the next
-        one is requested.
+        `region`: the range of indices to read in each dimension; None reads the whole tensor. The
+        first index of a slice counts from the beginning of the region. A slice that is read from a
+        file has at most about `max_bytes`, and is valid until the next slice is requested.
         """
         ...
 
@@ -60,7 +60,7 @@ class GroupedSource(TensorSource, Protocol):
     def groups(
         self, name: str, max_bytes: int, rows: range
     ) -> Iterator[tuple[int, Groups | PackedGroups]]:
-        """Yield (first index, groups) for slices of these rows of a matrix `[outputs, inputs]`."""
+        """Yield these rows of a matrix `[outputs, inputs]` in slices, as (first index, groups)."""
         ...
 
 
@@ -68,26 +68,27 @@ class CodedSource(TensorSource, Protocol):
     """A source that can also return quantized matrices without dequantizing them."""
 
     def codes(self, name: str, max_bytes: int, rows: range) -> Iterator[tuple[int, Codes]]:
-        """Yield (first index, codes) for slices of these rows of a matrix.
+        """Yield these rows of a matrix in slices, as (first index, codes).
 
-        For a tensor `[experts, inputs, outputs]`, `rows` are outputs of one expert, and their
-        numbers count through all experts.
+        For a tensor `[experts, inputs, outputs]`, a row is an output of an expert. `rows` are
+        outputs of a single expert, numbered through all experts.
         """
         ...
 
 
 @runtime_checkable
 class PanelSource(GroupedSource, Protocol):
-    """A source with matrices in the order in which matmuls read them."""
+    """A source that holds matrices in the memory layout that matmuls read."""
 
     def panels(self, names: Sequence[str]) -> Panels | None:
-        """Return the memory of these matrices as one matrix, or None if they must be copied."""
+        """Return these matrices in memory as one matrix, or None if they must be copied."""
         ...
 
 
 class StateDict:
-    """A source of tensors in memory. Raises ConfigError unless `tensors` maps names to dense
-    tensors.
+    """A source of tensors in memory.
+
+    Raises ConfigError unless `tensors` maps names to dense tensors.
     """
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:

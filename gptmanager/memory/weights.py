@@ -1,8 +1,8 @@
 """`Weights`: a model's parameters, in storage that is filled from a checkpoint.
 
-It decides how a tensor is copied to its storage: as a whole or as rows of a fused parameter,
-transposed or not, converted to the storage's dtype. The storage never moves, so later loads change
-the values of a parameter in place. A `Place` says which parameter a tensor belongs to.
+This module decides how a tensor is copied to its storage: as a whole or as rows of a fused
+parameter, transposed or not, converted to the storage's dtype. The storage never moves, so later
+loads change the values of a parameter in place. A `Place` says which parameter a tensor belongs to.
 """
 
 from __future__ import annotations
@@ -41,17 +41,17 @@ class _Part(NamedTuple):
 
 
 class Weights:
-    """Parameters by the library's names, filled from tensors by the checkpoint's names.
+    """The parameters of a model, by our names, filled from the tensors of a checkpoint.
 
-    `places` has the destination of each tensor, by name. In the checkpoint a name may lack
-    `prefix`, or have a key of `prefixes` in place of its value. Tensors with names that match
-    `ignored` are skipped; others without a place are an error. Parameters in `wide` are kept in
-    float32 at least, and matrices in `quantized` in fewer bits; with `keeps_groups`, matrices that
-    are int4 in the first source stay int4. `cuts` has the kept part of each parameter, by default
-    all of it; `shapes` and `places` describe whole parameters. The first `load` allocates the
-    storage. A parameter in `matrices` is stored in the result of `new_matrix(rows, columns, dtype,
-    quantized)`, or in a tensor if it returns None. `version` counts the loads, so that results of
-    older weights can be recognized.
+    `places` maps the name of a tensor to its destination. In the checkpoint, a name may lack
+    `prefix`, or begin with a key of `prefixes` in place of the value of this key. Tensors without a
+    place are skipped if their names match `ignored`; otherwise they are an error. Parameters in
+    `wide` are kept in float32 at least, and matrices in `quantized` in fewer bits. If
+    `keeps_groups`, matrices in `quantized` that are int4 in the first source stay int4. `cuts` has
+    the part to keep of each parameter; by default, all are kept whole. `shapes` and `places`
+    describe whole parameters. The first `load` allocates the storage. A parameter in `matrices` is
+    stored in the result of `new_matrix(rows, columns, dtype, quantized)`, or in a tensor if this
+    result is None. `version` counts the loads, so that results of older weights can be recognized.
     """
 
     def __init__(
@@ -115,11 +115,13 @@ class Weights:
     ) -> None:
         """Copy tensors into their storage and convert the dtype. The storage does not move.
 
-        With `partial`, after a complete load, tensors may be missing; their storage is not changed.
+        If `partial`, and a load has been completed before, tensors may be missing; the storage of
+        missing tensors is not changed.
         `on_progress` is called with "weights", the bytes copied so far, and all bytes to copy.
         Raises ConfigError, with their names, for tensors that are missing, unknown, duplicated, of
-        a wrong shape, not of a floating dtype, or not equal to their twin, and for scales that are
-        not positive. Raises ConfigError before anything is copied if memory does not suffice.
+        a wrong shape, not of a floating dtype, or different from the parameter that they are tied
+        to, and for scales that are not positive. Raises ConfigError before anything is copied if
+        memory does not suffice.
         """
         source = StateDict(tensors) if isinstance(tensors, Mapping) else tensors
         found = source.describe()
@@ -144,7 +146,7 @@ class Weights:
     def memory(self, *, keeps: bool) -> tuple[list[Tensor], list[Tensor]]:
         """Return the tensors of all parameters, and the tensors to save before memory is released.
 
-        The scales are saved, and with `keeps` all parameters that are not mapped from a file.
+        If `keeps`, all parameters that are not mapped from a file are saved, otherwise the scales.
         """
         of = {name: stored(matrix) for name, matrix in self._storage.items()}
         scales = of.keys() & {it.parameter for it in self._places.values() if it.scale}
@@ -282,7 +284,7 @@ class Weights:
         return names
 
     def _own_name(self, given: str) -> str:
-        """Return a tensor's name; if it begins with a key of `prefixes`, the value replaces it."""
+        """Return the name with a key of `prefixes` at its start replaced by the key's value."""
         theirs = next(filter(given.startswith, self._prefixes), "")
         return self._prefixes.get(theirs, "") + given.removeprefix(theirs)
 
@@ -376,7 +378,7 @@ class Weights:
         """Copy `columns` of `piece`, or all, to the storage from `row` and `column` on.
 
         `piece`: a tensor, or what `packed_pieces` returns. A twin is compared instead of copied;
-        the result is False if it differs.
+        the result is False if the twin differs.
         """
         storage = self._storage[place.parameter]
         if isinstance(storage, PackedMatrix):

@@ -26,7 +26,7 @@ _MAGIC = b"GGUF"
 
 
 def gguf_checkpoint(path: str | os.PathLike[str]) -> GgufCheckpoint | None:
-    """Open the GGUF file that the path refers to; None if it refers to a Hugging Face folder."""
+    """Open the GGUF file that `path` refers to; None if `path` refers to a Hugging Face folder."""
     file = _gguf_file(Path(path))
     return None if file is None else GgufCheckpoint(file)
 
@@ -34,7 +34,7 @@ def gguf_checkpoint(path: str | os.PathLike[str]) -> GgufCheckpoint | None:
 def read_part(path: str | os.PathLike[str], name: str) -> dict[str, Any] | None:
     """Return the JSON object in the file `name` of a checkpoint, such as generation_config.json.
 
-    Returns None if the checkpoint has no such file. Raises ConfigError if it cannot be read.
+    Returns None if the checkpoint has no such file. Raises ConfigError if the file cannot be read.
     """
     if (gguf := gguf_checkpoint(path)) is not None:
         return gguf.part(name)
@@ -45,7 +45,7 @@ def read_part(path: str | os.PathLike[str], name: str) -> dict[str, Any] | None:
 def read_config(path: str | os.PathLike[str]) -> dict[str, Any]:
     """Return the config of a checkpoint, without the field that describes its quantization.
 
-    Raises ConfigError if it is missing or cannot be read.
+    Raises ConfigError if the config is missing or cannot be read.
     """
     config, folder = read_part(path, "config.json"), Path(path)
     why = describe_other(folder) if config is None else describe_other_weights(folder, config)

@@ -19,11 +19,11 @@ T = TypeVar("T")
 
 
 class Fields:
-    """A config, read by our names of its fields. Errors use the config's own spelling.
+    """A config, read by our names of the fields. Errors use the config's own names.
 
-    `spellings`: our name -> the config's name, if they differ. `defaults`: values of absent fields;
-    a field that is null stays None. Error texts begin with `label` and the field's name. Methods
-    that check a value raise ConfigError.
+    `spellings`: our name -> the config's name, for the fields where the names differ. `defaults`:
+    our name -> the value if the field is absent; a null field is None in spite of a default. Error
+    texts begin with `label` and the field's name. Methods that check a value raise ConfigError.
     """
 
     def __init__(
@@ -40,7 +40,7 @@ class Fields:
         self._results: dict[str, Any] = {}
 
     def get(self, field: str) -> Any:
-        """Return a field's value, or its default if it is absent. Marks the field as read."""
+        """Return a field's value, or the default if the field is absent. Marks the field as read."""
         names = self._spellings.get(field, field), field
         self._read.update(names)
         for name in names:
@@ -53,14 +53,12 @@ class Fields:
         return {name: value for name, value in self._values.items() if name not in self._read}
 
     def note_read(self, *names: str) -> None:
-        """Mark these fields as read, by our name and by the config's."""
+        """Mark these fields as read, under our names and under the config's names."""
         for name in names:
             self._read.update((name, self._spellings.get(name, name)))
 
     def has_default(self, field: str) -> bool:
-        """Return whether the family has a default for the field, which means that it reads the
-        field.
-        """
+        """Return whether the family has a default for the field. Only fields that it reads do."""
         return field in self._defaults
 
     def is_given(self, field: str) -> bool:
@@ -84,7 +82,7 @@ class Fields:
         return f"{name} = {quoted(self.get(field))}"
 
     def size(self, field: str, if_null: int | None = None, limit: int = MAX_SIZE) -> int:
-        """Return a positive integer of at most `limit`; `if_null` if it is absent or null."""
+        """Return a positive integer of at most `limit`; `if_null` if the field is absent or null."""
         value = if_null if self.get(field) is None else self.get(field)
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise self.error(field, "must be a positive integer")
@@ -98,7 +96,7 @@ class Fields:
         return 0 if value == 0 and type(value) is int else self.size(field)
 
     def number(self, field: str, if_null: float | None = None, limit: float = MAX_NUMBER) -> float:
-        """Return a positive number of at most `limit`; `if_null` if it is absent or null."""
+        """Return a positive number of at most `limit`; `if_null` if the field is absent or null."""
         value: Any = if_null if self.get(field) is None else self.get(field)
         if not is_positive(value) or value > limit:
             raise self.error(field, f"must be a positive number from {LEAST_NUMBER} to {limit}")
@@ -115,7 +113,7 @@ class Fields:
         return 0.0 if is_zero else self.number(field)
 
     def decided(self, value: bool | str) -> bool:
-        """Return `value`; if it is the name of a flag, return the flag."""
+        """Return `value` if it is a boolean; if it is a field's name, return that field's flag."""
         return self.flag(value) if isinstance(value, str) else value
 
     def layer_type(self, layer: int) -> str:
@@ -123,7 +121,7 @@ class Fields:
         return self._layer_types[layer]
 
     def set_layer_types(self, types: list[str]) -> None:
-        """Store the kind of attention of each layer; the readers of families use it."""
+        """Store the kind of attention of each layer, for `layer_types` and `layer_type`."""
         self._layer_types = types
 
     def flag(self, field: str, if_null: bool = False) -> bool:
@@ -134,7 +132,7 @@ class Fields:
         return value
 
     def layers(self, field: str) -> frozenset[int]:
-        """Return the numbers in a list of layers; empty if the field is absent or null."""
+        """Return the layer numbers that the field lists; empty if the field is absent or null."""
 
         def read() -> frozenset[int]:
             given = [] if self.get(field) is None else self.get(field)
@@ -145,13 +143,13 @@ class Fields:
         return self.once(field, read)
 
     def once(self, name: str, compute: Callable[[], T]) -> T:
-        """Return the result of `compute`, which is called only once for each `name`."""
+        """Return the result of `compute`. A later call with the same `name` returns it again."""
         if name not in self._results:
             self._results[name] = compute()
         return cast(T, self._results[name])
 
 
 def is_positive(value: Any) -> bool:
-    """Return whether a value is a positive number within the range of float32."""
+    """Return whether a value is a positive number in the range of normal float32 numbers."""
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
     return is_number and LEAST_NUMBER <= value <= MAX_NUMBER

@@ -68,7 +68,7 @@ class Dimensions(Protocol):
 
 
 def page_shapes(spec: Dimensions) -> Sequence[PageShape]:
-    """Return the shapes of a model's pages: the spec's `pages`, or one shape in all layers."""
+    """Return the page shape of each layer: the spec's `pages`, or one shape for all layers."""
     shapes: Sequence[PageShape] | None = getattr(spec, "pages", None)
     return shapes or (PageShape(spec.num_kv_heads, spec.head_dim),) * spec.num_layers
 
@@ -92,8 +92,8 @@ class Model(Protocol):
     def forward(self, batch: Batch, kv_pool: KvPool) -> Tensor:
         """Write the batch's keys and values to the pool.
 
-        Returns logits `[S, vocab]`, one row per element of `batch.sample_index`, in any floating
-        dtype. The caller converts them to float32 and may change them in place.
+        Return logits `[S, vocab]`, one row per element of `batch.sample_index`, in any floating
+        dtype. The caller converts the logits to float32, and may change them in place.
         """
         ...
 
@@ -112,7 +112,8 @@ class PlanningModel(Model, Protocol):
     ) -> tuple[Ints, ...]:
         """Return `Batch.plan` for these rows: how the attention kernels divide their work.
 
-        Arguments: see `Kernels.plan`. With `fixed`, returns () if the step cannot be captured.
+        The arguments are those of `Kernels.plan`. If `fixed` is given and the step cannot be
+        captured, return ().
         """
         ...
 
@@ -135,7 +136,7 @@ class CapturableModel(Model, Protocol):
         capture: StepCapture,
         begin: Begin = ignore,
     ) -> Tensor:
-        """Run `forward` on rows of one token, all sampled; the batch has no optional tensors."""
+        """Run `forward` on a batch with one sampled token per row and without optional tensors."""
         ...
 
 
@@ -168,19 +169,22 @@ def load_model(
     """Load a checkpoint: a Hugging Face folder, a GGUF file, or (config dict, state dict).
 
     `kernels` are by default the CPU's; `device` "cuda" needs a `CudaKernels`. `dtype` is by default
-    the config's, or float32; float64 is only for the CPU. `max_seq_len` is by default
-    `max_position_embeddings`. `attention_window` limits the window of each layer: the number of
-    positions that a token sees, including its own. The first `sink` positions are visible in
-    addition. `kv_cache_dtype`: float8_e4m3fn for pages of that dtype, None for any other.
+    the config's, or float32 if the config has none; float64 is only for the CPU. `max_seq_len` is
+    by default `max_position_embeddings`. `attention_window` limits the window of each layer: the
+    number of positions that a token sees, including its own. The first `sink` positions are visible
+    in addition. `kv_cache_dtype` is float8_e4m3fn for KV cache pages of this dtype, otherwise None.
+
     `weights_dtype` quantizes the matrices of matmuls except routers. "int8", and on GPUs "fp8",
     have one scale per row. "int4" has a float16 scale for each group of 32 columns; the output
     matrix then has `head_dtype` (by default "int8"). "file" is "int4" for matrices with 4 bits in
-    the checkpoint, else "int8". 4-bit groups of the checkpoint are not quantized again.
-    `on_progress`: as in `OptionalParams`. `collectives`: communication with the other ranks, if
-    any; a rank reads only its share. `prepare` is called before weights are read, with the spec and
-    the formats of quantization.
+    the checkpoint, else "int8". With "int4" or "file", 4-bit groups of the checkpoint are kept as
+    they are.
 
-    Raises ConfigError that names the argument, config field or tensor that cannot be used. The peak
+    `on_progress` is called as `OptionalParams` describes. `collectives` communicates with the other
+    ranks, if any; each rank reads only its share of the weights. `prepare` is called before weights
+    are read, with the spec and the formats of quantization.
+
+    Raise ConfigError that names the argument, config field or tensor that cannot be used. The peak
     memory is the final weights plus a sixteenth of them, or plus a matrix that must be read whole.
     """
     kernels = kernels or _cpu_kernels(device)
@@ -222,8 +226,8 @@ def _opened(source: Source) -> tuple[Mapping[str, Any], TensorSource]:
 def _load(weights: Weights, tensors: TensorSource, on_progress: ProgressCallback | None) -> None:
     """Load the weights, and close the source.
 
-    MLX stacks experts, and renames or transposes tensors of some families. If its files do not have
-    the tensors of the network, the error says so.
+    MLX stacks experts, and renames or transposes tensors of some families. If files that MLX has
+    written do not have the tensors of the network, the error names MLX as the reason.
     """
     if isinstance(tensors, SafetensorsFolder) and "mlx" in tensors.formats:
         try:
@@ -250,9 +254,9 @@ def _naming(spec: ModelSpec, config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _parts(spec: ModelSpec, layout: RankLayout, given: Collection[str]) -> dict[str, Any]:
-    """Return the arguments of `Weights` for parameters: shapes, places, dtypes, a rank's cuts.
+    """Return the arguments of `Weights` for parameters: shapes, places, dtypes, the rank's cuts.
 
-    `given`: the names of the checkpoint's tensors.
+    `given` holds the names of the checkpoint's tensors.
     """
     return {
         "shapes": parameter_shapes(spec),
@@ -348,7 +352,7 @@ def _check_dtypes(
 def check_float64(
     dtype: torch.dtype, weights_dtype: str | None, kernels: Kernels, device: torch.device | str
 ) -> None:
-    """Raise ConfigError if float64 is requested, by argument or checkpoint, but not supported."""
+    """Raise ConfigError if `dtype` is float64 and float64 is not supported."""
     if dtype is not torch.float64:
         return
     refused = ""
@@ -373,7 +377,7 @@ def _check_experts(spec: ModelSpec, weights_dtype: str | None, kernels: Kernels)
 
 
 def _kinds(weights_dtype: str | None) -> set[str]:
-    """Return the formats in which matrices may be stored."""
+    """Return the formats in which `weights_dtype` may store matrices."""
     if weights_dtype is None:
         return set()
     return {"int8", "int4"} if weights_dtype == "file" else {weights_dtype}

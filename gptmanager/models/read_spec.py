@@ -1,7 +1,7 @@
 """`read_spec`: converts a `config.json` to the `ModelSpec` of its network.
 
 A field that changes the mathematics is either applied, or rejected with a `ConfigError` that names
-it. Absent fields have transformers' defaults. Most sizes have none, and are required.
+it. Absent fields have transformers' defaults. Most sizes have no default, and are required.
 `config_fields` lists the fields that are ignored.
 """
 
@@ -36,7 +36,7 @@ _ACTIVATIONS: Mapping[str, Activation] = {
     "relu2": "relu2",
 }
 _MAX_LAYERS = 10_000  # each layer has a dozen named parameters
-_MAX_PARTS = 100_000  # heads, or experts, of all layers together: loading lists each of them
+_MAX_PARTS = 100_000  # heads in all layers together, likewise experts: loading lists each
 _MAX_EPS = 1.0  # epsilon is added to a mean square, and is far smaller in real models
 _DTYPES = {
     "float32": torch.float32,

@@ -1,9 +1,9 @@
-"""`SPLITS`: how each parameter is split over ranks. `rank_cuts`: which part of it a rank keeps.
+"""`SPLITS`: how parameters are split over ranks. `rank_cuts`: the parts that a rank keeps.
 
 In a layer, the first matmul of attention and of the MLP is split by outputs, and the second by
-inputs. A rank then computes its part of the second matmul from its own outputs of the first, and a
-layer needs only two sums over the ranks (Shoeybi et al. 2019, arXiv:1909.08053). Experts are
-distributed whole. Pipeline stages are ranges of layers. This module does not know tensor names of
+inputs. A rank computes its part of the second matmul from its own outputs of the first matmul, so a
+layer needs only two sums over the ranks (Shoeybi et al. 2019, arXiv:1909.08053). Each expert is on
+one rank of a stage. Pipeline stages are ranges of layers. This module does not know tensor names of
 checkpoints or how ranks communicate.
 """
 
@@ -24,8 +24,8 @@ class Split:
 
     A kind is a name of rows or columns that `Shares` knows, such as "queries". `rows`: the kinds of
     rows in the order of the weight. Each kind is split; without kinds, every part has all rows.
-    `columns`: the kind of columns if these are split. Results are then partial sums, and only the
-    first part adds the bias.
+    `columns`: the kind of columns if the columns are split. Results are then partial sums, and only
+    the first part adds the bias.
     """
 
     rows: tuple[str, ...] = ()
@@ -123,9 +123,7 @@ class Shares:
 
 
 def layer_shares(spec: ModelSpec, layout: RankLayout) -> list[Shares]:
-    """Return the shares of each layer. Raises ConfigError if the network cannot be
-    split this way.
-    """
+    """Return the shares of each layer. Raise the errors of `check`."""
     check(spec, layout)
     known = {layer: Shares(spec, layout, layer) for layer in dict.fromkeys(spec.layers)}
     return [known[layer] for layer in spec.layers]
@@ -142,9 +140,7 @@ def evenly(count: int, parts: int, part: int) -> range:
 
 
 def kv_share(num_kv_heads: int, parts: int, part: int) -> range:
-    """Return the KV heads of a part. With more parts than heads, several parts have the
-    same head.
-    """
+    """Return the KV heads of a part. With more parts than heads, several parts share a head."""
     if parts <= num_kv_heads:
         return evenly(num_kv_heads, parts, part)
     own = part * num_kv_heads // parts
@@ -152,9 +148,7 @@ def kv_share(num_kv_heads: int, parts: int, part: int) -> range:
 
 
 def check(spec: ModelSpec, layout: RankLayout) -> None:
-    """Raise ConfigError, with the field and valid values, if the ranks cannot share
-    this network.
-    """
+    """Raise ConfigError, with the field and valid values, if the ranks cannot share a network."""
     size, stages = layout.tensor_parallel_size, layout.pipeline_parallel_size
     given = f"ParallelConfig.tensor_parallel_size = {size}"
     if size * stages > 1 and spec.states:
@@ -197,7 +191,7 @@ def _check_layer(layer: Layer, size: int, given: str) -> None:
 
 
 def rank_spec(spec: ModelSpec, layout: RankLayout) -> ModelSpec:
-    """Return the spec of a rank's part of a network. Raises the errors of `check`."""
+    """Return the spec of a rank's part of a network. Raise the errors of `check`."""
     shares = layer_shares(spec, layout)
     own = shares[0].layers
     layers = tuple(map(_rank_layer, spec.layers, shares))
@@ -216,8 +210,9 @@ def _rank_layer(layer: Layer, shares: Shares) -> Layer:
 
 
 def vocabulary_shares(spec: ModelSpec, layout: RankLayout) -> tuple[range, list[int]]:
-    """Return the range of tokens with embedding and head rows on this rank, and the number of
-    tokens on each part.
+    """Return the range of the vocabulary on this rank, and the number of tokens on each part.
+
+    The embedding and the head of a part have rows only for its tokens.
     """
     size = layout.tensor_parallel_size
     shares = [evenly(spec.vocab_size, size, part) for part in range(size)]
@@ -225,7 +220,7 @@ def vocabulary_shares(spec: ModelSpec, layout: RankLayout) -> tuple[range, list[
 
 
 def rank_cuts(spec: ModelSpec, layout: RankLayout) -> dict[str, Cut]:
-    """Return parameter name -> the part of it that a rank keeps. Raises the errors of `check`."""
+    """Return {parameter name: the part that a rank keeps}. Raise the errors of `check`."""
     by_layer = layer_shares(spec, layout)
     modules = _modules(spec, layout, by_layer[0].layers)
     splits = SPLITS if spec.norms.query_key in _OF_ONE_HEAD else {**SPLITS, **_NORMS}

@@ -14,10 +14,10 @@ from typing import NamedTuple
 from gptmanager.config import PeftCacheManagerConfig
 from gptmanager.errors import AdapterError
 
-# Rows begin at multiples of this, so that kernels may read them 16 bytes at a time.
+# Rows begin at multiples of this number of elements, so that kernels can read 16 bytes at a time.
 ALIGNMENT = 8
 
-_ATTN_QKV, _ITS_PARTS = 0, {1, 2, 3}  # ids of modules
+_ATTN_QKV, _ITS_PARTS = 0, {1, 2, 3}  # module ids; the parts are attn_q, attn_k and attn_v
 
 
 class AdapterRow(NamedTuple):
@@ -30,14 +30,14 @@ class AdapterRow(NamedTuple):
 
 
 class RowPlace(NamedTuple):
-    """The place of a row: an index among the adapter's pages, and the element where A begins."""
+    """The place of a row: the index of a page of the adapter, and the element where A begins."""
 
     page: int
     offset: int
 
 
 class Packing(NamedTuple):
-    """The places of an adapter's rows, in order, and the number of used elements of each page."""
+    """The place of each row of an adapter, and the number of elements used in each page."""
 
     places: tuple[RowPlace, ...]
     lengths: tuple[int, ...]
@@ -47,8 +47,8 @@ class CacheSizes(NamedTuple):
     """The sizes of an adapter cache.
 
     `page_size` is the number of elements of a page, and `itemsize` the bytes of an element.
-    `max_adapter_size` is the highest LoRA rank. `first_layers` has the first layer of each pipeline
-    stage except the first stage.
+    `max_adapter_size` is the highest LoRA rank. `first_layers` holds the index of the first layer
+    of each pipeline stage except the first stage.
     """
 
     page_size: int
@@ -67,16 +67,18 @@ def cache_sizes(
     free_device_bytes: int,
     first_layers: tuple[int, ...] = (),
 ) -> CacheSizes:
-    """Return the sizes of a cache for a model with modules of `widths` (inputs + outputs), by id.
+    """Return the sizes of a cache for a model with `num_layers` layers.
 
-    All pipeline stages have the sizes that the stage with the most layers needs.
+    `widths` maps a module id to the module's number of inputs plus outputs. All pipeline stages
+    get the sizes that the stage with the most layers needs.
 
     A page is large enough for an adapter of rank `optimal_adapter_size` in all layers of a stage
-    and all modules (without attn_qkv if the model has its three parts), and for a single row of
-    rank `max_adapter_size` of any module. `num_host_module_layer` and `num_device_module_layer` are
-    the numbers of rows, of rank 1 and of the widest module, that the pages have space for. If one
-    is 0, the size in bytes is `host_cache_size`, or the part `device_cache_percent` of
-    `free_device_bytes`, rounded down to pages.
+    and all modules (without attn_qkv if the model has attn_q, attn_k and attn_v), and for a single
+    row of rank `max_adapter_size` of any module. `num_host_module_layer` and
+    `num_device_module_layer` are numbers of rows: the host pages and the device pages of all stages
+    have space for that many rows of rank 1 of the widest module. If `num_host_module_layer` is 0,
+    the host pages fill `host_cache_size` bytes. If `num_device_module_layer` is 0, the device pages
+    fill the fraction `device_cache_percent` of `free_device_bytes`. Both are rounded down to pages.
     """
     borders = 0, *first_layers, num_layers
     most = max(end - first for first, end in itertools.pairwise(borders))
@@ -109,8 +111,9 @@ def pack(rows: Sequence[AdapterRow], page_size: int, first_layers: Sequence[int]
 
     The longest row is placed first. Each row is put into the first page with enough space. The
     result has at most 11/9 of the fewest possible pages, plus one. Each pipeline stage puts the
-    rows of its layers into its own pages. All stages count as many pages as the stage that needs
-    the most, and so make the same decisions. Raise AdapterError if a row is longer than a page.
+    rows of its layers into its own pages. So that all stages make the same decisions, each counts
+    as many pages as the stage that needs the most. Raise AdapterError if a row is longer than a
+    page.
     """
     places = [RowPlace(0, 0)] * len(rows)
     by_stage: list[list[int]] = [[] for _ in range(len(first_layers) + 1)]

@@ -12,7 +12,10 @@ from gptmanager.picture.trace import Trace
 
 
 class Panel(NamedTuple):
-    """A panel of stacked areas. `series` has (CSS class, one value per column) of each area."""
+    """A panel of stacked areas.
+
+    `series` has (CSS class, one value per column) for each area, from the bottom up.
+    """
 
     caption: str
     limit: int
@@ -95,7 +98,7 @@ def _areas(panel: Panel, height: float, layout: Layout) -> Iterator[str]:
 
 
 def _area(floor: Sequence[int], roof: Sequence[int], height: float) -> str:
-    """Return the path of the area between two step curves: a block for each run of equal values."""
+    """Return the path of the area between two step curves, a rectangle per run of equal values."""
 
     def y(value: int) -> str:
         return number(PANEL * (1 - value / height))

@@ -1,6 +1,6 @@
 """`observe`: traces a running `TokenLoop`.
 
-It wraps the loop's scheduler, executor and host, and passes every call on unchanged.
+The loop's scheduler, executor and host are wrapped in objects that pass every call on unchanged.
 """
 
 from __future__ import annotations

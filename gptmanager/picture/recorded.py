@@ -29,7 +29,7 @@ from gptmanager.scheduler.wait_reasons import Wait
 # reasons of ends that the intake causes, before the iteration runs anything
 _EARLY = ("CANCELLED", "TIMED_OUT", "ERROR")
 
-# `TraceBuilder.max_work` is this number times the rows of the recording, plus _SPARE_WORK
+# `TraceBuilder.max_work` is _WORK_PER_ROW times the rows of the recording, plus _SPARE_WORK
 _WORK_PER_ROW = 64
 _SPARE_WORK = 1 << 24
 
@@ -40,10 +40,10 @@ def trace_of(recording: Recording) -> Trace:
     The reasons for waits are unknown if the recording cannot be replayed, for example without the
     host's own scheduler.
 
-    A black box has no ends. Ends by length, end id, stop signal or an error before a step are
-    derived, and so is the end of a request if its slot is used again; ends by stop words are
-    unknown. A request that was active before the first kept schedule is drawn from its first row
-    on.
+    A black box (the last iterations before a failure) has no ends. Ends by length, end id, stop
+    signal or an error before a step are derived. A request also ends when another request uses its
+    slot. Ends by stop words are unknown. A request that was active before the first kept schedule
+    is drawn from its first row on.
     """
     blueprint = recording.header.blueprint
     params, sizes = blueprint.params, blueprint.sizes
@@ -69,9 +69,9 @@ def trace_of(recording: Recording) -> Trace:
 
 
 def _waits_of(recording: Recording, max_asked: int) -> Iterator[Mapping[int, Wait]]:
-    """Yield the scheduler's reasons for each iteration, until the replay diverges.
+    """Yield the reasons for waits in each iteration, until the replay diverges.
 
-    Stop earlier if the scheduler has been asked about more than `max_asked` requests in all.
+    Stop earlier if the scheduler has been asked about more than `max_asked` requests in total.
     """
     reporters: list[WaitReporter] = []
 
@@ -100,7 +100,7 @@ class _Parameters:
 
 @dataclass(frozen=True, slots=True)
 class _Reader:
-    """Passes a recording's iterations to `builder`. `asked` has the parameters of requests."""
+    """A reader that passes iterations to `builder`. `asked` maps request ids to parameters."""
 
     builder: TraceBuilder
     vocab_size: int
@@ -136,7 +136,7 @@ class _Reader:
             self.builder.arrive(request_id, asked.prompt_len, asked.max_new_tokens, asked.priority)
 
     def _read_request(self, request: InferenceRequest) -> _Parameters | None:
-        """Return a request's parameters, or None if a loop refuses the request."""
+        """Return a request's parameters, or None if they are invalid."""
         tensors = {TENSOR_ALIASES.get(name, name): v for name, v in request.tensors.items()}
         try:
             prompt = read_token_ids("input_ids", tensors.get("input_ids"), self.vocab_size)
@@ -150,7 +150,7 @@ class _Reader:
         return _Parameters(len(prompt), new_tokens, frozenset(end_ids), priority)
 
     def _find_ends(self, iteration: Iteration) -> Iterable[End]:
-        """Yield ends by length or end id, if the iteration has the result of its own schedule."""
+        """Yield ends by length or end id, if the iteration has the result of its schedule."""
         schedule = iteration.schedule
         result = None if schedule is None else dict(iteration.results).get(schedule.iteration)
         if schedule is None or result is None:
@@ -168,7 +168,7 @@ class _Reader:
 
 
 def _split_ends(iteration: Iteration, running: set[int]) -> tuple[list[End], list[End]]:
-    """Return the ends before the iteration's step, and the ends after it."""
+    """Return the ends before the iteration's step, and the ends after the step."""
     if iteration.ends is None:
         intake = iteration.intake
         stopped = [End(request_id, "CANCELLED") for request_id in sorted(intake.stops)]

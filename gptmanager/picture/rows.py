@@ -23,9 +23,10 @@ DASHES = {
 
 
 def draw_row(trace: Trace, row: RequestRow, index: int, layout: Layout) -> Iterator[str]:
-    """Yield the marks of a row, in pixels.
+    """Yield the marks of a row.
 
-    Bars are in a scaled plot, so their x is in columns, and their y begins at the first row.
+    Coordinates are in pixels of the picture, except in the look BARS. Bars are drawn in a scaled
+    plot: their x counts columns, and their y counts pixels from the top of the first row.
     """
     y = layout.row_y(index)
     if layout.look is Look.BARS:
@@ -54,13 +55,16 @@ def row_names(trace: Trace, layout: Layout) -> Iterator[str]:
         if index % step == 0:
             y = layout.row_y(index) + layout.row / 2 + 4
             yield label(layout.left - 62, y, f"request {row.request_id}", "end")
-            known = row.max_new_tokens > 0  # 0 if it arrived before the first column
+            known = row.max_new_tokens > 0  # 0 if the request arrived before the first column
             lengths = f"{row.prompt_len}+{row.max_new_tokens}" if known else "?"
             yield label(layout.left - 6, y, lengths, "end faint small")
 
 
 def _joined(spans: tuple[Span, ...]) -> Iterator[Span]:
-    """Join consecutive chunks, and generation spans with one column of another batch in between."""
+    """Join consecutive chunks of a context, and generation spans at most one column apart.
+
+    In the column between two generation spans, the request is not in the iteration's batch.
+    """
     held: Span | None = None
     for span in spans:
         if held is None:
@@ -105,7 +109,7 @@ def _finish(row: RequestRow, x: float, y: float, height: float) -> str:
 
 
 def _squares(trace: Trace, row: RequestRow, cell: Span, y: float, layout: Layout) -> Iterator[str]:
-    """Yield a square for each computed token, and the name of the token that is sampled, if any."""
+    """Yield a named square for each computed token, and the name of the sampled token, if any."""
     x = layout.x(cell.begin) + 6
     tip = describe(trace, row, cell)
     side = SQUARE - 2

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
-import torch.distributed  # builds without it have the module, but no groups
+import torch.distributed  # in torch builds without groups, the module exists, too
 from torch import Tensor
 
 from gptmanager.ranks.layout import RankLayout
@@ -33,14 +33,14 @@ class Collectives(Protocol):
     layout: RankLayout
 
     def all_reduce(self, partial: Tensor) -> Tensor:
-        """Sum `partial` over the ranks of the stage, in place. Return it."""
+        """Sum `partial` over the ranks of the stage, in place. Return `partial`."""
         ...
 
     def gather(self, columns: Tensor, widths: Sequence[int]) -> Tensor:
         """Concatenate the columns of all parts: `[S, widths[part]]` -> `[S, sum(widths)]`.
 
-        Part 0 of the stage gets the result, or all parts if results are replicated. A part without
-        the result gets `[S, 0]`.
+        A part is one rank of the stage. If results are replicated, all parts get the result.
+        Otherwise part 0 gets the result, and the other parts get `[S, 0]`.
         """
         ...
 
@@ -49,11 +49,11 @@ class Collectives(Protocol):
         ...
 
     def send(self, hidden: Tensor) -> None:
-        """Send `hidden` to the next stage. The caller must not write to it afterwards."""
+        """Send `hidden` to the next stage. The caller must not write to `hidden` afterwards."""
         ...
 
     def receive(self, hidden: Tensor) -> Tensor:
-        """Overwrite `hidden` with what the previous stage sends. Return it."""
+        """Overwrite `hidden` with the tensor from the previous stage. Return `hidden`."""
         ...
 
     def close(self) -> None:
@@ -67,11 +67,12 @@ class GroupCollectives:
     `stage_group` has the ranks of the stage, by part; it is None for a single part. `from_previous`
     and `to_next` have two ranks each, the sender first, and are None at the ends of the pipeline.
 
-    `wait` is called with each `Work`. It returns when the work is done, or is enqueued on the
-    current CUDA stream, and raises the error that ends the step. If `replicates`, `gather` returns
-    its result on each rank of the stage. With `deterministic`, the sum of an element has the same
-    bits wherever it is in the tensor; in a ring, the order of addition depends on the position.
-    `small_tensors` is a faster exchange of small tensors on a CPU, or None.
+    `wait` is called with each `Work` of torch. `wait` returns when the work is done, or is enqueued
+    on the current CUDA stream. If the work fails, `wait` raises the error that ends the step. If
+    `replicates`, `gather` returns its result on each rank of the stage. With `deterministic`, the
+    sum of an element has the same bits wherever the element is in the tensor; in a ring, the order
+    of addition depends on the position. `small_tensors` is a faster exchange of small tensors on a
+    CPU, or None.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""`Frames`: messages with a kind on a socket, read and written with bounded waits.
+"""`Frames`: sends and receives messages over a socket. Each message has a kind and a payload.
 
 This module defines the format on the wire, and does not interpret the messages.
 """
@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from gptmanager.errors import RankError
 
-_HEADER = struct.Struct("<QB")  # bytes that follow, kind
+_HEADER = struct.Struct("<QB")  # number of payload bytes, kind
 _MOST_BYTES = 1 << 36  # enough for adapters' weights; memory grows only as bytes arrive
 _AT_ONCE = 1 << 16
 _SMALL = 1 << 12
@@ -29,7 +29,7 @@ class Frame(NamedTuple):
 
 
 class Wakener:
-    """Ends the wait of another thread in `Frames`. Any thread may call `ring`."""
+    """A bell that interrupts a `Frames` method while it waits. Any thread may call `ring`."""
 
     def __init__(self) -> None:
         self._reading, self._writing = socket.socketpair()
@@ -56,8 +56,8 @@ class Wakener:
 class Frames:
     """The messages of one connection.
 
-    While a method waits, `between()` is called every `pause_s` seconds and whenever `wakener` is
-    rung. An error that it raises ends the wait.
+    While `send` or `receive` waits, it calls `between()` every `pause_s` seconds and whenever
+    `wakener` is rung. If `between()` raises an error, the wait ends with this error.
     """
 
     def __init__(
@@ -107,7 +107,10 @@ class Frames:
         return frame
 
     def poll(self) -> Frame | None:
-        """Return a message that has already arrived, else None. Raise EOFError as in `receive`."""
+        """Return the next message if it has arrived, else None, without waiting.
+
+        Raise EOFError if the other end is closed.
+        """
         frame = self._taken()
         if frame is None and self._read(_AT_ONCE):
             frame = self._taken()
@@ -118,7 +121,7 @@ class Frames:
 
     @property
     def address(self) -> str:
-        """This end's address, at which the machine of the other end can reach it."""
+        """This end's IP address, at which the machine of the other end can reach this end."""
         # an IPv4 address may be written as an IPv6 one
         return str(self._connection.getsockname()[0]).removeprefix("::ffff:")
 
@@ -171,7 +174,10 @@ class Frames:
         return Frame(kind, payload)
 
     def _rest(self, waits: select.poll) -> bool:
-        """Wait for an event, the wakener or the pause. Return whether the wakener was rung."""
+        """Wait for the socket or the wakener, for one pause at most.
+
+        Return whether the wakener was rung.
+        """
         events = waits.poll(self._pause_ms)
         bell = self._wakener
         rung = bell is not None and any(number == bell.fileno() for number, _ in events)

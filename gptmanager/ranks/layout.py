@@ -10,8 +10,8 @@ class RankLayout:
     """The position of one rank among `tensor_parallel_size` x `pipeline_parallel_size` ranks.
 
     A stage is the group of ranks with the same layers. The first stage has the embedding, and the
-    last one computes the logits. Rank 0 chooses the tokens and sends the responses. It is in the
-    last stage, so no other stage has to send it logits.
+    last one computes the logits. Rank 0 chooses the tokens and sends the responses. Rank 0
+    is in the last stage, so logits never have to be sent to another stage.
     """
 
     rank: int = 0

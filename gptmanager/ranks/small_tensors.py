@@ -1,7 +1,7 @@
 """`SmallTensors`: an all-gather of tensors of at most 64 KiB, over direct connections.
 
 In a step of few tokens, latency dominates the time of an all-reduce. Here the computing thread
-itself sends and receives. Gloo hands the data to threads of its own, and takes five times as long.
+itself sends and receives. Gloo hands the data to its own threads, and takes five times as long.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _KIND = 0
 
 
 class SmallTensors:
-    """Exchanges small tensors for part number `part`, over connections to the `others`."""
+    """The connections of part number `part` to the other parts of its stage, `others` by part."""
 
     def __init__(self, part: int, others: Mapping[int, Frames], links: Links) -> None:
         self._part, self._others, self._links = part, others, links
@@ -54,7 +54,8 @@ def connect_parts(
 ) -> SmallTensors:
     """Connect this part of a stage with each other part; of two parts, the lower one listens.
 
-    All parts of the stage call this at the same time. Their keys in `store` begin with `prefix`.
+    All `size` parts of the stage call this at the same time. Their keys in `store` begin with
+    `prefix`.
     Raise RankError if a part does not connect within `boot_s` seconds.
     """
     others: dict[int, Frames] = {}

@@ -1,7 +1,7 @@
 """`Watch`: a thread that notices failed ranks and reports them to all ranks.
 
-Rank 0 is connected to every rank, the others only to rank 0. Rank 0 decides which rank is to blame,
-so that all ranks raise the same text.
+Rank 0 is connected to every rank. The other ranks are connected only to rank 0. Rank 0 decides
+which rank is to blame, so that all ranks raise the same text.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from gptmanager.lifecycle.latch import Latch
 from gptmanager.lifecycle.log import logger
 from gptmanager.ranks.frames import Frames, Wakener
 
-_BEATS = 4  # heartbeats per `timeout_s`, after which a silent rank counts as failed
+_BEATS = 4  # heartbeats that a rank sends per `timeout_s`
 _ANSWER_S = 0.5  # how long rank 0 waits for the answers to "do you wait for another rank?"
 _KIND = 0
 
 
 class Watch:
-    """The watch of one rank. `timeout_s` is how long another rank may be silent.
+    """The watch of one rank. A rank that is silent for more than `timeout_s` seconds has failed.
 
     `failure` is the error of the first rank that failed, with the same text on each rank. `waiting`
     holds this rank's threads that currently wait for another rank. `on_failure` is called in the
-    thread that stores the failure, usually the watch's own.
+    thread that stores the failure, usually the thread of the watch.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class Watch:
         self._is_closing = False
         self._poll_until = 0.0  # deadline of answers to "do you wait?"; 0: no question is open
         self._timeout_text = ""
-        self._answers: dict[int, bool] = {}  # whether a rank waits for another, by rank
+        self._answers: dict[int, bool] = {}  # rank -> whether it waits for another rank
         self._thread = threading.Thread(target=self._run, name="gptmanager-ranks", daemon=True)
 
     def start(self, connections: Mapping[int, Frames]) -> None:
@@ -73,7 +73,7 @@ class Watch:
         self._post({"expired": what})
 
     def close(self) -> None:
-        """Send the posted messages, tell the other ranks that this one leaves, and stop."""
+        """Send the posted messages and "bye" to the connected ranks, then stop."""
         self._is_closing = True
         self._wakener.ring()
         if self._thread.ident is None:
@@ -179,7 +179,7 @@ class Watch:
             self._ask(f"rank 0 waits for {message['expired']}")
 
     def _ask(self, what: str) -> None:
-        """Ask every rank whether it waits for another."""
+        """Ask every rank whether it waits for another rank, unless a question is open."""
         if not self._poll_until:
             self._timeout_text, self._poll_until = what, monotonic() + _ANSWER_S
             self._answers = {0: bool(self.waiting)}
@@ -201,7 +201,7 @@ class Watch:
             self._blame(busy[0], f"has kept the others waiting {after}")
 
     def _blame(self, rank: int, why: str) -> None:
-        """Report a failed rank to all ranks, even to that rank, which may only have been paused."""
+        """Report a failed rank to all ranks, and to itself: it may only have been paused."""
         if self.failure is None and not self._is_closing:
             self._send_all({"verdict": [rank, why]})
             self.fail(rank, why)

@@ -1,8 +1,8 @@
 """`BlackBoxFile`: writes a black box to the path that the host names, or to the temporary folder.
 
-The file contains prompts. So in the temporary folder only its owner can read it, and at most 16
-files of a user are kept. When a process writes its first file there, it deletes files older than a
-week.
+The file contains prompts. In the temporary folder, therefore, only its owner can read it. Before a
+process writes its first file there, it deletes the user's files that are older than a week, and
+the oldest of the others, so that at most 16 remain with the new file.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _MOST_FILES, _MOST_DAYS = 16, 7
 
 
 class BlackBoxFile:
-    """A file that each failure overwrites; in the temporary folder if `path` is None."""
+    """A file that each failure overwrites. Without a `path`, it is in the temporary folder."""
 
     def __init__(self, path: str | os.PathLike[str] | None) -> None:
         self._given = path

@@ -32,11 +32,11 @@ _FLUSH_S = 1.0
 
 
 class Recorder:
-    """Writes a recording to `path`, or keeps the last `keep` iterations in a black box.
+    """A recorder that writes to `path`, or keeps the last `keep` iterations in a black box.
 
-    The black box takes about `max_bytes` of memory. `fail` writes it to `black_box_path`, by
-    default a new file in the temporary folder that only its owner can read. With a `path`, or with
-    `keep` = 0, no black box is kept.
+    The black box takes about `max_bytes` of memory. `fail` writes the black box to
+    `black_box_path`, by default a new file in the temporary folder that only its owner can read.
+    With a `path`, or with `keep` = 0, no black box is kept.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class Recorder:
         self._black_box_file = BlackBoxFile(black_box_path)
         self._iteration: Iteration | None = None
         self._num_iterations = 0
-        self._num_idle = 0  # iterations since the last one with work
+        self._num_idle = 0  # iterations without work since the last recorded iteration
         self._black_box: BlackBox | None = None
         self._flushed = 0.0
         self._path = path
@@ -92,7 +92,7 @@ class Recorder:
         self._close_file()
 
     def fail(self, error: BaseException) -> None:
-        """Write the black box, if one is kept, and end the recording, after the loop has failed."""
+        """Write the black box if one is kept, and end the recording. The loop has failed."""
         text = response_text(error)
         if self._black_box is not None:
             self._write_black_box(self._black_box, text)
@@ -102,7 +102,7 @@ class Recorder:
         """Continue after a failed iteration; the loop has ended all requests that had started.
 
         The recorded iterations do not lead to the loop's new state, so a recording stores this
-        state. A black box overwrites the file of the previous failure, and starts again empty.
+        state. A black box is written over the file of the previous failure, and a new one begins.
         """
         try:
             box = self._black_box
@@ -120,7 +120,7 @@ class Recorder:
     # Called by the host and the executor -----------------------------------------------------
 
     def end_iteration(self) -> None:
-        """Complete the current iteration; called at the start of the next one."""
+        """Complete the current iteration; called at the start of the next iteration."""
         iteration, self._iteration = self._iteration, None
         if iteration is None:
             return
@@ -244,7 +244,7 @@ class RecordingHost(HostTap):
 
 
 class RecordingExecutor(ExecutorTap):
-    """An `Executor` that calls another one, and reports schedules and results to `recorder`."""
+    """An `Executor` that calls another, and reports schedules and results to `recorder`."""
 
     def __init__(self, executor: Executor, recorder: Recorder) -> None:
         super().__init__(executor)
@@ -271,7 +271,7 @@ def build_recorded_loop(
     phase_times: PhaseTimes,
     final: MakeFinal = final_tensors,
 ) -> TokenLoop:
-    """Build a loop as `build_loop` does, and observe it if `recorder` is on."""
+    """Build a loop as `build_loop` does, and record it if `recorder` is on."""
     if not recorder.is_on:
         return build_loop(blueprint, host, executor, phase_times=phase_times, final=final)
     loop = build_loop(

@@ -29,16 +29,16 @@ from gptmanager.step import Intake, Schedule, StepResult
 
 FORMAT = "gptmanager.recording"
 VERSION = 5
-_ONE_END_ID = 4  # like 5, but sampling parameters have `end_id`, -1 for none
-_ONE_PENDING = 3  # like 4, but a state has one pending schedule, or null
+_ONE_END_ID = 4  # like 5, but sampling parameters have `end_id` (-1: none), not `end_ids`
+_ONE_PENDING = 3  # like 4, but `pending` of a state is one schedule or null, not a list
 
 _LONGEST_LINE = 1 << 30  # bytes
-# how many values each byte of the file adds to the initial `Allowance`
+# number of values by which each byte of the file increases the `Allowance`
 _UNFOLDED_PER_BYTE = 16
 
 
 class End(NamedTuple):
-    """A final response. `reason` is a name of FinishReason, or "ERROR" with the text `error`."""
+    """A final response. `reason` is a name of FinishReason, or "ERROR" with the message `error`."""
 
     request_id: int
     reason: str
@@ -47,7 +47,10 @@ class End(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class RunEnd:
-    """The end of the run. `reason` is "drained", "aborted", or "failed" with the text `error`."""
+    """The end of the run. `reason` is "drained", "aborted", or "failed".
+
+    `error` is the message of a failed run.
+    """
 
     reason: str
     error: str = ""
@@ -57,10 +60,10 @@ class RunEnd:
 class Header:
     """The first line of a recording, which describes the recorded loop.
 
-    `blueprint` has options, sizes and policy, but only the name of a host's own scheduler.
-    `library` is the version of the library that wrote the file. `fields` has the fields of the
-    named tuples in the file. `state` is the state of the loop before the first recorded iteration;
-    None for a new loop.
+    `blueprint` has options, sizes and policy; of a custom scheduler it has only the name.
+    `library` is the version of the library that wrote the file. `fields` has the names of the
+    fields of each named tuple in the file. `state` is the state of the loop before the first
+    recorded iteration; None for a new loop.
     """
 
     blueprint: Blueprint
@@ -75,13 +78,14 @@ class Iteration:
     """One iteration of the loop that had work. It changes only while it is being recorded.
 
     `index` counts from the start of the run. `num_active` requests were active before the intake.
-    `schedule` is None if no request ran, or if the schedule was dropped. `kept` is False only if it
-    was dropped. `result` belongs to the schedule with the number `result_of`; with run-ahead this
-    is an earlier schedule. If the iteration took several results, `result` is the last one, and
-    `recalled` has the earlier ones, each with the number of its schedule. `ends` is None if it is
-    not recorded, as in a black box. `idle_turns` is the number of iterations without work since the
-    previous one; None if it is not recorded. `recovered` is the state after an iteration that
-    raised, otherwise None.
+    `schedule` is None if no request ran, or if the schedule was dropped. `kept` is False only if
+    the schedule was dropped. `result` belongs to the schedule with the number `result_of`; with
+    run-ahead this is an earlier schedule. If the iteration took several results, `result` is the
+    last result, and `recalled` has the earlier results, each with the number of its schedule.
+    `ends` has the final responses; None if they are not recorded, as in a black box. `idle_turns`
+    is the number of iterations without work since the previous recorded iteration; None if this
+    number is not recorded. `recovered` is the state of the loop after an iteration that raised;
+    None after other iterations.
     """
 
     index: int
@@ -105,7 +109,7 @@ class Iteration:
 
     @property
     def is_empty(self) -> bool:
-        """Return whether the intake was empty and no request ran."""
+        """Return whether the intake was empty, no request ran, and no result was taken."""
         intake = self.intake
         has_input = intake.requests or intake.stops or intake.failures or intake.ready
         has_adapters = intake.adapters or intake.forgotten_adapters
@@ -252,7 +256,7 @@ def _lines(file: IO[bytes], name: str) -> Iterator[bytes]:
 def _values(
     lines: Iterable[bytes], name: str, allowance: Allowance
 ) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yield the number and the JSON object of each nonempty line; each increases `allowance`."""
+    """Yield the number and JSON object of each nonempty line; each line increases `allowance`."""
     numbered = ((number, line) for number, line in enumerate(lines, start=1) if line.strip())
     for number, line in numbered:
         try:

@@ -3,7 +3,7 @@
 Numbers that only an executor reads may be written as a digest. An adapter's weights are written as
 their shape and dtype. A host may pass any object; if JSON cannot represent it, only its type is
 written. A recording may be from a stranger, so reading it creates only numbers, strings, lists of
-these, tensors of known dtypes, and this module's replacements for other objects.
+these, tensors of known dtypes, digests, and this module's replacements for other objects.
 """
 
 from __future__ import annotations
@@ -32,20 +32,20 @@ _ITEMS: dict[str, set[type]] = {"b": {bool}, "i": {int}, "u": {int}, "f": {int, 
 _NOT_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 _DEFAULT = InferenceRequest(0)  # has the default of each keyword
 _MOST_VALUES = 1 << 48  # of a tensor; torch and NumPy cannot count the bytes of far larger ones
-_LONGEST = (1 << 31) - 1  # the longest dimension of a shape
-_MAX_DEPTH = 32  # limit of nested lists, and of dimensions in a shape
-_CHEAP = 16  # this many numbers that are never converted to a list count as one value
+_LONGEST = (1 << 31) - 1  # the highest length of a dimension
+_MAX_DEPTH = 32  # the most levels of nested lists, and the most dimensions of a shape
+_CHEAP = 16  # numbers of a ROW_INPUTS tensor that count as one value: they never become a list
 
 
 class RecordedError(Exception):
-    """An error read from a recording. Its text is the class and the message of the original."""
+    """An error read from a recording. Its text has the class and message of the original error."""
 
     def __str__(self) -> str:
         return str(self.args[0])
 
 
 class Opaque:
-    """Replaces a value that JSON cannot represent. Admission refuses it, as it did the original."""
+    """Replaces a value that JSON cannot represent. Admission refuses it, as it did that value."""
 
     def __init__(self, text: str) -> None:
         self.text = text
@@ -65,7 +65,7 @@ class RecordedProcessor:
 
 
 class RecordedPreparation(RecordedProcessor):
-    """Replaces a post-processor with a preparation that the request waited for."""
+    """Replaces a logits post-processor that had a `prepare` method."""
 
     def prepare(self, device: str) -> None:
         self()
@@ -84,7 +84,7 @@ class Allowance:
     def take(self, name: str, count: int) -> None:
         """Count `count` values of the tensor `name`; raise RecordingError beyond the limit."""
         if name in ("lora_weights", "lora_config"):
-            return  # weights are not expanded, and the rows of a config are limited
+            return  # weights are not expanded, and the number of config rows is limited
         self.left -= count // _CHEAP if name in ROW_INPUTS else count
         if self.left < 0:
             raise RecordingError(
@@ -134,7 +134,7 @@ def plain_keywords(request: InferenceRequest) -> dict[str, Any]:
 def request_from_plain(plain: Any, allowance: Allowance) -> InferenceRequest:
     """Return the request that the JSON values `plain` describe.
 
-    Raise RecordingError if it is invalid.
+    Raise RecordingError if `plain` is invalid.
     """
     if not isinstance(plain, dict) or not isinstance(plain.get("tensors"), dict):
         raise RecordingError("a request must be an object with tensors")
@@ -152,7 +152,7 @@ def request_from_plain(plain: Any, allowance: Allowance) -> InferenceRequest:
 
 
 def plain_or_opaque(name: str, value: Any) -> Any:
-    """Return the tensor `name` as JSON values, or only its type if it cannot be represented."""
+    """Return the tensor `name` as JSON values, or only its type if JSON cannot represent it."""
     try:
         if name == "lora_weights":
             return _plain_weights(without_weights(value))
@@ -171,8 +171,8 @@ def _value_or_opaque(value: Any) -> Any:
 def plain_tensor(value: Any) -> Any:
     """Return `{"torch" | "numpy": dtype, "shape": [...], "data": [...]}`, or a plain value.
 
-    "data" is flat. If more than 8 elements are all equal, "fill" has their value, and there is no
-    "data". A HostRows becomes `{"rows": digest, "count": n}`.
+    "data" is a flat list. If a tensor has more than 8 elements and all are equal, "fill" has their
+    value, and there is no "data". A HostRows becomes `{"rows": digest, "count": n}`.
     """
     if isinstance(value, HostRows):
         return {"rows": value.digest, "count": value.count}
@@ -206,7 +206,10 @@ def plain_tensor(value: Any) -> Any:
 
 
 def tensor_from_plain(name: str, plain: Any, allowance: Allowance) -> Any:
-    """Return the value that `plain_tensor` converted; raise RecordingError for other values."""
+    """Return the value of tensor `name` that `plain_tensor` wrote as `plain`.
+
+    Raise RecordingError if `plain` is invalid.
+    """
     if isinstance(plain, dict) and "rows" in plain:
         count = plain.get("count")
         if name not in ROW_INPUTS or type(count) is not int or not 0 <= count < 1 << 31:

@@ -9,13 +9,13 @@ from gptmanager.request.input_rows import HostRows
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How a request's tokens are chosen. Lengths are in tokens.
+    """The parameters by which a request's tokens are chosen. Lengths are in tokens.
 
     `top_k` 0 means that all tokens are candidates. `seed` and a token's absolute position determine
-    the random numbers. Each of `end_ids` ends the output; they are banned before `min_length`
-    generated tokens. `embedding_bias` TOKEN_BIAS `[n]` is added to the logits of some tokens.
-    `bad_words` are token sequences that are never completed. With `no_repeat_ngram_size` 0, n-grams
-    may repeat.
+    the random numbers. Each of `end_ids` ends the output; the end ids are banned until `min_length`
+    tokens have been generated. `embedding_bias` holds rows of TOKEN_BIAS `[n]`: a token id, and the
+    bias that is added to the logit of this token. `bad_words` are token sequences that are never
+    completed. With `no_repeat_ngram_size` 0, n-grams may repeat.
     """
 
     greedy: bool = True

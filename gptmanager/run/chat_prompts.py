@@ -9,11 +9,11 @@ from typing import Any
 from gptmanager.callbacks import ChatTemplate
 from gptmanager.errors import CapacityError, ConfigError, InvalidRequestError, quoted
 
-_WITHOUT_CONTENT = ("tool_calls",)  # keys of a message that may replace its content
+_WITHOUT_CONTENT = ("tool_calls",)  # a message with one of these keys may have no content
 
 
 class ChatPrompts:
-    """Renders messages with a checkpoint's chat template, which the first `render` loads."""
+    """Renders messages with a checkpoint's chat template. The first `render` loads the template."""
 
     def __init__(self, model: str | os.PathLike[str]) -> None:
         self._model = model
@@ -21,7 +21,7 @@ class ChatPrompts:
     def render(self, messages: Any) -> list[int]:
         """Return the token ids of the rendered messages.
 
-        Raises InvalidRequestError, which names the wrong field or says why the template fails.
+        Raise InvalidRequestError, which names the wrong field or says why the template fails.
         """
         _check(messages)
         try:

@@ -20,11 +20,14 @@ _COUNTS = (
     "cached_tokens",
     "prompt_tokens",
     "generated_tokens",
-)  # request metrics written as counts
+)  # request metrics written as integers
 
 
 def new_file(option: str, path: Path) -> FileIO:
-    """Create an empty file, and its folder if needed. Raises ConfigError."""
+    """Create or empty the file `path`, and create its folder if needed.
+
+    Raises ConfigError, with a message that names the command-line option `option`.
+    """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         return path.open("wb", buffering=0)
@@ -98,7 +101,5 @@ class Results:
                 line = line[self.file.write(line) :]
         except OSError as error:
             name = getattr(self.file, "name", "")
-            self.file = (
-                None  # the last line may be incomplete: another one after it would be misread
-            )
+            self.file = None  # a line after an incomplete line would be misread
             raise GptManagerError(f"--output {name}: {error.strerror}") from error

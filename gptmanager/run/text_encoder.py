@@ -1,6 +1,6 @@
 """`TextEncoder`: encodes the texts of a request as token ids, and rejects texts that are too long.
 
-It decides how a text is encoded, independently of where the text is from.
+The encoding of a text does not depend on where the text is from.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from tokenizers import Tokenizer, pre_tokenizers
 
 from gptmanager.errors import InvalidRequestError, error_summary, quoted
 
-LONG_TEXT = 1 << 16  # characters: encoding them takes a tenth of a second
+LONG_TEXT = 1 << 16  # characters; to encode so many takes a tenth of a second
 # pre-tokenizers that keep every character of a text
 _KEEPING = ("ByteLevel", "Digits", "Metaspace", "UnicodeScripts")
 _BYTES = frozenset(f"<0x{byte:02X}>" for byte in range(256))
@@ -22,20 +22,20 @@ _NFC = 9  # a text has at most 9 times the bytes of its NFC form
 
 
 class TextTooLongError(InvalidRequestError):
-    """The text has more bytes than the tokens of any request can hold. It was not encoded.
+    """The text has more bytes than the tokens of any request can represent. It was not encoded.
 
-    `num_tokens`: a lower bound of the number of its tokens.
+    `num_tokens` is a lower bound on the number of tokens of the text.
     """
 
     num_tokens = 0
 
 
 class TextEncoder:
-    """Encodes texts with `tokenizer`; if it is None, every text is refused.
+    """Encodes texts with `tokenizer`. If `tokenizer` is None, every text is refused.
 
-    `max_tokens`: the most tokens of a request, or None.
-    Texts of at least `long_text` characters are encoded in a way that lets other threads run. With
-    `special_in_text` False, the name of a special token in a text is treated as plain text.
+    `max_tokens` is the most tokens of a request, or None for no limit. Texts of at least
+    `long_text` characters are encoded in a way that lets other threads run. If `special_in_text` is
+    False, the name of a special token in a text is treated as plain text.
     """
 
     def __init__(
@@ -47,15 +47,17 @@ class TextEncoder:
         special_in_text: bool = True,
     ) -> None:
         if tokenizer is not None and not special_in_text:
-            tokenizer = Tokenizer.from_str(tokenizer.to_str())  # a copy: others use the given one
+            tokenizer = Tokenizer.from_str(tokenizer.to_str())  # others use the given one
             tokenizer.encode_special_tokens = True
         self._tokenizer = tokenizer
         self._long_text = long_text
         self._max_tokens = max_tokens
 
     def encode(self, name: str, text: Any, *, special: bool) -> list[int]:
-        """Return the token ids of `text`, with the tokenizer's special tokens if `special`. Raises
-        InvalidRequestError, which names the field `name`, for an invalid text.
+        """Return the token ids of `text`. Raise InvalidRequestError for an invalid text.
+
+        If `special`, the tokenizer adds its special tokens. The message of the error calls the text
+        `name`.
         """
         if not isinstance(text, str):
             raise InvalidRequestError(f"{name} must be a string, got {quoted(text)}")
@@ -108,7 +110,8 @@ class TextEncoder:
 def longest_token(tokenizer: Tokenizer) -> int | None:
     """Return the most bytes of text that one token can represent, or None without a known limit.
 
-    There is none if a part of the tokenizer may drop or shorten text, or if its model is not BPE.
+    No limit is known if a part of the tokenizer may drop text or shorten it by an unknown factor,
+    if a byte has no token, or if the tokenizer's model is not BPE.
     """
     parts = orjson.loads(tokenizer.to_str())
     factor = _shrinking(parts["normalizer"])
@@ -131,7 +134,7 @@ def _flat(part: Mapping[str, Any] | None, inner: str) -> Iterable[Mapping[str, A
 
 
 def _shrinking(normalizer: Mapping[str, Any] | None) -> int | None:
-    """Return the largest factor by which the normalizer can shorten a text, or None (no limit)."""
+    """Return the largest factor by which the normalizer can shorten a text; None if unknown."""
     factor = 1
     for part in _flat(normalizer, "normalizers"):
         replaced = part.get("pattern", {}).get("String") if part["type"] == "Replace" else None
@@ -153,7 +156,7 @@ def _keeps(pre_tokenizer: Mapping[str, Any]) -> bool:
 def _knows_all(
     tokenizer: Tokenizer, model: Mapping[str, Any], splitting: Iterable[Mapping[str, Any]]
 ) -> bool:
-    """Return whether every byte has a token, so that no text is lost in an unknown token."""
+    """Return whether every byte has a token, so that no text becomes an unknown token."""
     if model["type"] != "BPE":
         return False
     vocabulary = tokenizer.get_vocab().keys()

@@ -1,4 +1,4 @@
-"""Schedulers: policies in pure Python. Each can be constructed and called without a manager."""
+"""Schedulers: policies in pure Python. Each can be constructed and called without `GptManager`."""
 
 from gptmanager.kv_cache.manager import KvCacheManager
 from gptmanager.request.llm_request import (

@@ -1,8 +1,8 @@
 """Capacity schedulers: which active requests get memory in an iteration.
 
-They compare the blocks that requests need, as the KV cache manager counts them, with the free
-blocks, and the pages of adapters with the free pages. They allocate nothing. Token budgets, chunks
-to run and batches in flight are left to `micro_batch`.
+A capacity scheduler compares the KV cache blocks that requests need with the free blocks, and the
+pages that adapters need with the free pages. It allocates nothing. `micro_batch` handles token
+budgets, chunks to run and batches in flight.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class KvCapacityScheduler(CapacityScheduler):
     """Base class of policies over a KV cache, with their constructor's arguments.
 
     `cross_kv_cache_manager` counts the blocks of cross attention; it is None if the model has no
-    encoder. With `two_step_lookahead`, which is for overlapped steps, a request needs the blocks of
+    encoder. If `two_step_lookahead`, which is for overlapped steps, a request needs the blocks of
     its next two steps. The constructor raises ConfigError for invalid arguments.
     """
 
@@ -126,7 +126,9 @@ class KvCapacityScheduler(CapacityScheduler):
 
 @dataclass(eq=False, repr=False)
 class GuaranteedNoEvictScheduler(KvCapacityScheduler):
-    """A request starts only when the blocks of its whole life are free, and is never paused.
+    """A policy that starts a request only if the blocks of its whole life are free.
+
+    It never pauses a request.
 
     The first `max_num_requests` generating requests are taken and reserve the blocks that they may
     still need. Then contexts are taken in order. The first context without enough blocks stops
@@ -135,10 +137,9 @@ class GuaranteedNoEvictScheduler(KvCapacityScheduler):
     compute blocks that it can reuse. A whole life covers any number of steps, so
     `two_step_lookahead` has no effect.
 
-    With `started_contexts_first`, which is off by default, contexts that have run some chunks are
-    taken before those that have not started. Without it, a new request of higher rank may stop
-    admission before a partly computed context that holds blocks, and both wait for each other
-    forever.
+    If `started_contexts_first`, which is off by default, partly computed contexts are taken before
+    contexts that have not started. Otherwise a new request of higher rank may stop admission before
+    a partly computed context that holds blocks, and both wait for each other forever.
     """
 
     _: KW_ONLY
@@ -224,13 +225,13 @@ class GuaranteedNoEvictScheduler(KvCapacityScheduler):
     ) -> RequestList:
         """Return all contexts if an upper bound of their needs fits and none has an adapter.
 
-        Otherwise return none. If all fit, the walk over single requests would take the same
-        contexts, but more slowly.
+        Otherwise return an empty list. If all fit, the loop over single requests in `_admit` would
+        take the same contexts, but more slowly.
         """
         bound = bulk_counts(self.kv_cache_manager).most_blocks_to_completion
         first = next((r for r in schedulable if r.state is _CONTEXT_INIT), None)
         if first is None or bound([first]) > free_blocks:
-            return []  # in most cases the first one does not fit: skip the others
+            return []  # usually the first context does not fit: do not count the rest
         contexts = [request for request in schedulable if request.state is _CONTEXT_INIT]
         if (
             num_running + len(contexts) > self.max_num_requests
@@ -244,7 +245,7 @@ class GuaranteedNoEvictScheduler(KvCapacityScheduler):
 class StaticBatchScheduler(GuaranteedNoEvictScheduler):
     """GUARANTEED_NO_EVICT with whole batches: no context runs while any request generates.
 
-    Contexts do not wait for blocks that others are about to compute.
+    A context does not wait for reusable blocks that another request is about to compute.
     """
 
     def _decide(

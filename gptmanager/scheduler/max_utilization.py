@@ -1,7 +1,7 @@
 """MAX_UTILIZATION: decides which requests get memory, and may pause requests for others.
 
 The policy compares the blocks that the next step needs with the free blocks, and allocates nothing.
-It knows nothing of token budgets, of chunks to run, or of batches in flight.
+The policy does not consider token budgets, the chunks to run, or batches in flight.
 """
 
 from __future__ import annotations
@@ -25,21 +25,26 @@ _TO_COMPLETE = LlmRequestState.GENERATION_TO_COMPLETE
 class MaxUtilizationScheduler(KvCapacityScheduler):
     """Takes a request if the blocks of its next step are free, and pauses others to free them.
 
-    The policy walks down the list. If a request does not fit, the last started request at or after
-    its place in the list is the victim, possibly the request itself. The victim is paused, and the
-    walk is cut off before it. Requests taken earlier in the walk are never paused. A context is
-    skipped if another request is about to compute blocks that it can reuse. With block reuse, a
-    context for which a request was paused is skipped when it is tried again, because its own prefix
-    is recorded already. `cross_kv_cache_manager` is not used.
+    The policy walks down the list of requests. If a request does not fit, the victim is the last
+    started request of the list that is not taken yet, possibly the request itself. The victim is
+    paused, the walk now ends before the victim, and the request is tried again. Requests taken
+    earlier in the walk are never paused. If another request is about to compute blocks that a
+    context can reuse, the context is skipped. With block reuse, a context for which a request was
+    paused is skipped when the policy tries the context again, because its own prefix is recorded
+    already. `cross_kv_cache_manager` is not used.
 
-    Three guards against thrashing are off by default. A request that was paused `max_pauses` times
-    is paused again only if a started request could not continue otherwise and no other victim is
-    left. While others are taken, a paused request starts again only if `resume_headroom_blocks`
-    blocks stay free, and no request is paused to free them. While others are taken, a new or
-    paused request starts only if all taken requests could run `start_headroom_steps` steps, or to
-    their ends, with the free blocks. A first start may still pause requests of lower rank. With the
-    guards, started requests after a victim, or after a request that does not fit, are still
-    considered, but no request starts there.
+    Three guards against thrashing are off by default:
+
+    - `max_pauses`: a request that was paused this many times is paused again only if a started
+      request could not continue otherwise, and no other victim is left.
+    - `resume_headroom_blocks`: while other requests are taken, a paused request starts again only
+      if this many blocks stay free. No request is paused to free them.
+    - `start_headroom_steps`: while other requests are taken, a new or paused request starts only if
+      the free blocks suffice for all taken requests to run this many steps, or to their ends. A
+      first start may still pause requests of lower rank.
+
+    With the guards, started requests after a victim, or after a request that does not fit, are
+    still considered, but no request starts there.
     """
 
     _: KW_ONLY
@@ -67,10 +72,10 @@ class MaxUtilizationScheduler(KvCapacityScheduler):
         return _PausingWalk(self, walk, fitting, blocks, delay, waits).decide()
 
     def _generating_first(self, walk: RequestList) -> tuple[RequestList, int]:
-        """Return the generating requests at the head of `walk`, and how many blocks they take.
+        """Return the generating requests at the head of `walk`, and how many blocks they need.
 
-        Stop at the first request with an adapter, and return none unless all fit. The walk over
-        single requests would take the same requests, but more slowly.
+        Requests from the first one with an adapter on are not included. Return no requests unless
+        all of them fit. The walk over single requests would take them as well, but more slowly.
         """
         end = 0
         for request in walk:
@@ -85,12 +90,12 @@ class MaxUtilizationScheduler(KvCapacityScheduler):
         return [], 0
 
     def _rest_fits(self, walk: RequestList, num_taken: int, blocks: int) -> bool:
-        """Return whether, by an upper bound of their needs, all but the first `num_taken` fit.
+        """Return whether all requests after the first `num_taken` certainly fit.
 
-        `blocks` is the number of blocks that the first `num_taken` requests take. The result is
-        also False if no others follow, if one of the others has an adapter, and if `walk` exceeds
-        `max_num_requests`. If it is True, the walk over single requests would take them all, but
-        more slowly.
+        `blocks` is the number of blocks that the first `num_taken` requests need. The needs of the
+        other requests are estimated from above. The result is also False if there are no other
+        requests, if one of them has an adapter, or if `walk` exceeds `max_num_requests`. If the
+        result is True, the walk over single requests would take the same requests, but more slowly.
         """
         manager, lookahead = self.kv_cache_manager, self.two_step_lookahead
         bound = bulk_counts(manager).most_blocks_one_step
@@ -98,7 +103,7 @@ class MaxUtilizationScheduler(KvCapacityScheduler):
             return False
         has_free_blocks = manager.scheduling_has_free_blocks
         if not has_free_blocks(blocks + bound([walk[num_taken]], lookahead)):
-            return False  # in most cases the next one does not fit: skip the others
+            return False  # in most cases the next request does not fit: do not sum up the others
         rest = walk[num_taken:]
         headroom = self.resume_headroom_blocks
         if self.start_headroom_steps:
@@ -111,10 +116,11 @@ class MaxUtilizationScheduler(KvCapacityScheduler):
 
 @dataclass(slots=True, eq=False)
 class _PausingWalk:
-    """Walks down `walk`, and truncates it at a request that is paused or does not fit.
+    """Walks down `walk`, and truncates the list at a request that is paused or does not fit.
 
-    `fitting` is the head of the walk, which is taken already and needs `blocks` blocks. `waits`
-    records why requests are left out, unless it is None.
+    `fitting` has the requests taken so far, and `blocks` is the number of blocks that they need. At
+    the start these are the requests at the head of the walk. Unless `waits` is None, it records why
+    requests are left out.
     """
 
     policy: MaxUtilizationScheduler
@@ -150,7 +156,7 @@ class _PausingWalk:
                 self._skip(request, delay)
                 continue
             needed = needed_one_step(request, policy.two_step_lookahead)
-            # `blocks` fitted before, and since then the number of free blocks only increased
+            # If `needed` is 0: `blocks` fitted before, and pauses only add to the free blocks.
             fits = len(fitting) < policy.max_num_requests and (
                 not needed or has_free_blocks(self.blocks + needed)
             )
@@ -169,10 +175,10 @@ class _PausingWalk:
         return fitting, self._paused
 
     def _skip(self, request: LlmRequest, delay: ReuseDelay) -> None:
-        """Skip a request that waits for a prefix.
+        """Skip a request that waits until another request has computed a prefix.
 
-        If the request did not fit before, the prefix is its own. The reported wait is then for the
-        resource that it lacked.
+        If the request was tried before and did not fit, the recorded prefix is its own. The
+        reported wait is then for the resource that the request lacked.
         """
         if self.waits is not None:
             is_own = request is self._preempting
@@ -183,7 +189,7 @@ class _PausingWalk:
     def _starts_too_early(self, request: LlmRequest, needed: int, fits: bool) -> bool:
         """Return whether a request must not start because too few blocks would stay free.
 
-        If so, remove all but the started requests from the rest of the walk.
+        If so, remove the request from the walk, with all requests after it that have not started.
         """
         fitting = self.fitting
         if not fitting or request is self._preempting or _is_started(request):
@@ -208,7 +214,7 @@ class _PausingWalk:
         return True
 
     def _headroom_for(self, request: LlmRequest) -> int:
-        """Return the blocks that must stay free if `request` starts in addition to `fitting`."""
+        """Return how many blocks must stay free if `request` starts in addition to `fitting`."""
         policy, fitting = self.policy, self.fitting
         resume = policy.resume_headroom_blocks if request.pause_count else 0
         if not policy.start_headroom_steps:
@@ -242,8 +248,8 @@ class _PausingWalk:
     def _pause_for(self, request: LlmRequest, needed: int, fits: bool) -> None:
         """Truncate the walk because the request does not fit, and pause a victim if one is found.
 
-        The victim, or without one the request itself, is removed from the walk with all requests
-        after it, except those that `max_pauses` protects.
+        The victim is removed from the walk, with all requests after it that `max_pauses` does not
+        protect. If no victim is found, the same happens to `request` and the requests after it.
         """
         self._preempting = request
         if self.waits is not None:
@@ -261,9 +267,9 @@ class _PausingWalk:
         self.walk[cut:] = spared
 
     def _record_misfits(self, waits: Waits) -> None:
-        """Record why requests did not fit. The rest of the walk at that time waits behind them.
+        """Record why requests did not fit. Requests that were after them in the walk wait for them.
 
-        A request that others were paused for may have fitted in the end, and then does not wait.
+        A request that other requests were paused for may have fitted in the end. It does not wait.
         """
         for request, wait, _ in reversed(self._misfits):
             if request not in self.fitting:
@@ -272,9 +278,9 @@ class _PausingWalk:
             waits.all_but(self.fitting, walk, wait.of_those_behind(request.request_id))
 
     def _lacking(self, needed: int, headroom: int = 0) -> Wait:
-        """Return the wait for a place in the batch if `fitting` fill it, otherwise for blocks.
+        """Return the wait for a place in the batch if `fitting` fills it, otherwise for blocks.
 
-        `headroom` is the number of blocks that must stay free in addition.
+        `headroom` is the number of blocks that must stay free in addition to the `needed` blocks.
         """
         policy, taken = self.policy, self.fitting
         if len(taken) >= policy.max_num_requests:
@@ -283,7 +289,10 @@ class _PausingWalk:
         return lacking(WaitReason.KV_BLOCKS, needed, free, free - self.blocks - headroom, taken)
 
     def _find_victim(self) -> tuple[int | None, RequestList]:
-        """Return the victim's index in the walk, and the protected requests after it."""
+        """Return the victim's index in the walk, and the protected requests after the victim.
+
+        If there is no victim, return None and all protected requests from `_index` on.
+        """
         walk, first, max_pauses = self.walk, self._index, self.policy.max_pauses
         exempt: list[int] = []
         for index in range(len(walk) - 1, first - 1, -1):
@@ -300,7 +309,7 @@ class _PausingWalk:
 
 
 def _is_started(request: LlmRequest) -> bool:
-    """Return whether a request generates or is past its first chunk, so that it holds blocks."""
+    """Return whether a request holds blocks: it generates, or is past its first context chunk."""
     state = request.state
     if state is _CONTEXT_INIT:
         return not request.is_first_context_chunk

@@ -1,7 +1,8 @@
 """`MicroBatchScheduler`: decides which of the fitting requests run in a step, with which chunks.
 
-It observes the limits of one step on requests, tokens and context length. Memory is left to
-`capacity`. It writes only `context_chunk_size` and, if drafts are trimmed, `num_draft_tokens`.
+The class observes the limits of one step on requests, tokens and context length. Memory is left to
+module `capacity`. The class writes only the requests' `context_chunk_size` and, if drafts are
+trimmed, `num_draft_tokens`.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ _TO_COMPLETE = LlmRequestState.GENERATION_TO_COMPLETE
 
 
 class _Scan(NamedTuple):
-    """The requests of a step. `chunked` contexts may be cut; `num_tokens` excludes them."""
+    """The requests of a step. Contexts in `chunked` may be cut; `num_tokens` excludes them."""
 
     whole: RequestList
     chunked: RequestList
@@ -47,17 +48,19 @@ class MicroBatchScheduler:
 
     A step has at most `max_batch_size` requests, `max_num_tokens` tokens, and `max_context_length`
     tokens of one context; the last two may be None, for no limit. With a `context_chunking_policy`,
-    contexts that do not fit are cut into chunks of multiples of `chunk_unit` tokens (default 1;
-    unused without a policy). Without one, a context longer than `max_context_length` raises
+    contexts may be cut into chunks of multiples of `chunk_unit` tokens (default 1; unused without a
+    policy). Without one, a context longer than `max_context_length` raises
     SchedulerError.
 
-    For drafts at the end of a context, the `draft_rule` "reserve" charges all the space that they
-    might take, and "kept" charges only the drafts that are kept. With the `reuse_credit_rule`
-    "prefix", the first `estimated_reusable_tokens` of a context cost nothing. With "shift" they
-    move the start of its first chunk, so that only a chunk that ends the context costs less.
+    Drafts at the end of a context take space in its last chunk unit. The `draft_rule` "reserve"
+    charges all the space that drafts could take, and "kept" charges only the drafts that are kept.
+    With the `reuse_credit_rule` "prefix", the first `estimated_reusable_tokens` of a context cost
+    nothing. With "shift", the first chunk starts after the reusable tokens. A chunk then costs its
+    full size, unless the chunk reaches the end of the context.
+
     `mixed_beam_widths` permits generating requests of several beam widths in one step. `num_shares`
-    steps run at the same time, on the stages of a pipeline; each takes at most an equal part of the
-    requests, so that every step has some.
+    steps run at the same time, on the stages of a pipeline. Each step takes at most an equal part
+    of the requests, so that every step has some.
     """
 
     # a request is schedulable if no_schedule_until_state <= state < no_schedule_after_state
@@ -102,7 +105,8 @@ class MicroBatchScheduler:
         """Return the context and the generation requests of the next step.
 
         Both lists are sorted by LoRA task id, with requests without an adapter first. Requests with
-        equal ids stay in order. If contexts were cut, unfinished contexts are before finished ones.
+        equal ids stay in order. If contexts were cut, contexts that do not end in
+        this step come before contexts that end.
         """
         most = self._most(fitting_requests)
         if inflight_request_ids:
@@ -127,8 +131,8 @@ class MicroBatchScheduler:
     ) -> Mapping[int, Wait] | None:
         """Return, by request id, why `schedule` would now leave requests out.
 
-        Return None in a subclass that overrides a decision. Like `schedule`, this writes chunk
-        sizes and trimmed drafts.
+        Return None in a subclass that overrides `schedule` or `set_chunk_sizes`. Like
+        `schedule`, this writes chunk sizes and trimmed drafts.
         """
         own = MicroBatchScheduler
         if (type(self).schedule, type(self).set_chunk_sizes) != (own.schedule, own.set_chunk_sizes):
@@ -206,16 +210,16 @@ class MicroBatchScheduler:
         trim_drafts(requests, room, unit, longest, self.draft_rule == "reserve")
 
     def _most(self, fitting_requests: RequestList) -> int:
-        """Return how many requests a step may have; requests in flight count as fitting."""
+        """Return the limit of requests in a step. `fitting_requests` includes those in flight."""
         return min(self.max_batch_size, -(-len(fitting_requests) // self.num_shares))
 
     def _scan(self, requests: RequestList, most: int) -> _Scan:
-        """Take requests from the front, up to `most` and up to the token limit."""
+        """Take requests from the front, up to `most` requests and up to the token limit."""
         encoder_init, context_init, in_progress, to_complete = self._open_states()
         limit = UNLIMITED if self.max_num_tokens is None else self.max_num_tokens
         chunking = self.context_chunking_policy is not None
         if chunking and context_init and len(requests) <= most:
-            # contexts that may be cut are counted later: if there are only these, skip the scan
+            # the scan does not count contexts that may be cut: skip it if there are only these
             contexts = [request for request in requests if request.state is context_init]
             if len(contexts) == len(requests):
                 has_adapters = any([r.lora_task_id is not None for r in contexts])
@@ -282,7 +286,7 @@ class MicroBatchScheduler:
     def _fit_contexts(
         self, contexts: RequestList, policy: ContextChunkingPolicy, num_tokens: int
     ) -> bool:
-        """Set the chunk sizes; other requests take `num_tokens`. Return whether any may be cut."""
+        """Set chunk sizes; other requests take `num_tokens`. Return whether any may be cut."""
         capacity, longest = self.max_num_tokens, self.max_context_length
         if capacity is not None:
             capacity -= num_tokens

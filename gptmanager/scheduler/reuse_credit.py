@@ -1,8 +1,8 @@
-"""`ReuseCredit`: records how many tokens of each context are cached.
+"""`ReuseCredit`: records how many tokens of each starting context are in the KV cache.
 
-`MicroBatchScheduler` reads the number from `LlmRequest.estimated_reusable_tokens`. In a manager
-this class sets it; without a manager the caller of a scheduler does. This module makes no
-decisions.
+`MicroBatchScheduler` reads this number from `LlmRequest.estimated_reusable_tokens`. In a manager,
+`ReuseCredit` sets the number. Without a manager, the caller of the scheduler sets it. This module
+makes no scheduling decisions.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ _CONTEXT_INIT = LlmRequestState.CONTEXT_INIT
 class ReuseCredit(CapacityScheduler):
     """Calls another capacity scheduler, and sets the reusable tokens of each context that starts.
 
-    Only full blocks count, so a context never finds fewer tokens when it starts, provided that
-    `KvCacheManager.holding_cached` keeps the blocks until then.
+    Only full blocks count. A starting context finds at least the recorded number of tokens if
+    `KvCacheManager.holding_cached` keeps the blocks until the start.
     """
 
     def __init__(

@@ -1,6 +1,7 @@
 """`ReuseDelay`: delays contexts with a prefix that another request is about to compute.
 
-It compares only prefixes, and knows nothing of free memory, nor of which requests are taken.
+The class compares only prefixes. It knows neither how much memory is free nor which requests the
+scheduler takes.
 """
 
 from __future__ import annotations
@@ -17,9 +18,9 @@ _CONTEXT_INIT = LlmRequestState.CONTEXT_INIT
 class ReuseDelay:
     """The delays of one decision of a capacity scheduler over a cache with block reuse.
 
-    A context contributes its prompt up to and including the first full block that is not cached. A
-    context waits if an earlier context of the decision, or a context between two chunks, has the
-    same contribution, because it can soon reuse the blocks of that context.
+    The contribution of a context is its prompt up to and including the first full block that is not
+    cached. A context waits if an earlier context of the decision, or a context between two chunks,
+    has the same contribution, because the waiting context can soon reuse the blocks of the other.
     """
 
     __slots__ = ("_contributed", "_kv_cache_manager")
@@ -48,10 +49,11 @@ class ReuseDelay:
         return False
 
     def wait(self, request: LlmRequest, requests: RequestList) -> Wait:
-        """Return the wait of a delayed request for another one with the same contribution.
+        """Return the wait of a delayed request for another request with the same contribution.
 
-        This is the first one that is before it in `requests`, or between two chunks. If there is
-        none, the wait is for the request itself, which was recorded earlier in the decision.
+        The other request is the first in `requests` that is before the delayed one, or between two
+        chunks. If there is none, `behind` is the id of the delayed request itself, because its
+        contribution was recorded earlier in the decision.
         """
         find = self._kv_cache_manager.find_new_context_block
         contribution, is_before = find(request), True
@@ -67,7 +69,7 @@ class ReuseDelay:
         return Wait(WaitReason.REUSE_DELAY, behind=request.request_id)
 
     def undelayed(self, requests: RequestList) -> RequestList:
-        """Return the requests that do not wait. Later ones wait for earlier ones."""
+        """Return the requests that do not wait. Later requests wait for earlier ones."""
         contributed, add = self._contributed, self._contributed.add
         contributions = self._kv_cache_manager.find_new_context_blocks(requests)
         distinct = {*contributions}

@@ -1,6 +1,6 @@
 """Runs `gptmanager serve` with parsed arguments.
 
-The modules that need the extra `server` are imported here, when a server starts.
+The modules that need the extra `server` are imported only when a server starts.
 """
 
 from __future__ import annotations

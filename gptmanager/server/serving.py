@@ -39,7 +39,7 @@ _LAST_WRITES_S = 1  # limit on how long a client that does not read can delay th
 
 
 def serve(settings: ServerSettings, tell: Callable[[str], None]) -> None:
-    """Serve until SIGTERM, SIGINT or SIGHUP. With a key file, SIGHUP reloads it instead.
+    """Serve until SIGTERM, SIGINT or SIGHUP. If there is a key file, SIGHUP reloads it instead.
 
     When the server is ready, `tell` is called with a welcome text. The first line of this text ends
     with the address. A second signal ends the server at once.
@@ -60,8 +60,9 @@ def serve(settings: ServerSettings, tell: Callable[[str], None]) -> None:
 
 @contextlib.contextmanager
 def open_engine(settings: ServerSettings) -> Iterator[Engine]:
-    """Start a manager and yield its engine. Raises ConfigError if the settings or the model are
-    wrong.
+    """Start a manager and yield its engine.
+
+    Raises ConfigError if the settings or the model cannot be used.
     """
     given = settings.manager
     params = settings.params
@@ -129,7 +130,7 @@ def _frozen() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _signals_restored() -> Iterator[None]:
-    """Restore the earlier signal handlers at the end; the event loop only removes its own."""
+    """Restore the earlier signal handlers at the end, which the event loop does not do."""
     before = {number: signal.getsignal(number) for number in _SIGNALS}
     try:
         yield
@@ -143,7 +144,7 @@ async def _serve(
 ) -> bool:
     """Serve until the server ends, and return whether a second signal has ended it at once.
 
-    The first signal lets requests finish.
+    After the first signal, running requests may finish.
     """
     server = new_server(engine, settings)
     loop = asyncio.get_running_loop()
@@ -179,7 +180,7 @@ async def _serve(
 async def _grpc(
     engine: Engine, settings: ServerSettings, server: Server
 ) -> AsyncIterator[int | None]:
-    """Serve Triton's protocol over gRPC. Yield its port, or None if `--grpc-port` is not set."""
+    """Serve Triton's protocol over gRPC. Yield the port, or None if `--grpc-port` is not set."""
     if settings.grpc_port is None:
         yield None
         return
@@ -205,7 +206,7 @@ async def _end_with_manager(server: Server, engine: Engine) -> None:
 def welcome(
     engine: Engine, settings: ServerSettings, address: str, grpc_port: int | None = None
 ) -> str:
-    """Return the text that a started server prints: addresses and an example, without a key."""
+    """Return the text that a started server prints: its addresses and an example of a request."""
     has_key, name = settings.has_key, engine.card.name
     is_text = engine.card.tokenizer is not None
     body = {"model": name, "prompt": "17 + 25 =" if is_text else [1, 2, 3], "max_tokens": 16}
@@ -226,8 +227,10 @@ def welcome(
 
 
 class Server(uvicorn.Server):
-    """uvicorn's server without signal handlers: after a signal it must answer until requests
-    finish. `on_start` is called when it listens.
+    """uvicorn's server without its signal handlers, and with `on_start`.
+
+    These would end the server too early: after a signal, it must answer until its requests have
+    finished. `on_start` is called when the server listens.
     """
 
     on_start: Callable[[], None] = staticmethod(lambda: None)

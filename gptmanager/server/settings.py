@@ -18,18 +18,18 @@ def _manager() -> ManagerOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class ServerSettings(AccessSettings, ModelSettings, ChatSettings):
-    """The options of `gptmanager serve` by name. Raises ConfigError for a wrong value.
+    """The options of `gptmanager serve`, by name. Raises ConfigError for a wrong value.
 
-    `max_concurrency`: the number of requests that run at once, by default as many as fit a batch,
-    or two batches with `enable_trt_overlap`. `max_queued_requests`: the maximum number of waiting
-    requests. `max_queued_tokens`: the maximum number of prompt tokens of all waiting requests
-    together; None means no limit.
-    `request_timeout`: seconds after which a request is ended; None means no limit.
-    `shutdown_timeout`: seconds that running requests may take after a signal. `triton`: serve /v2;
-    `grpc_port` implies this. `lenient`: an unknown field causes a warning instead of an error.
-    `clamp_max_tokens`: if more tokens are requested than fit, their number is lowered with a
-    warning instead of an error. `log_format`: text or json. `log_prompts`: the log contains prompts
-    and outputs. `manager`: the manager's options.
+    `max_concurrency`: the maximum number of requests that run at once; by default, as many as fit
+    into a batch, or into two batches with `enable_trt_overlap`. `max_queued_requests`: the maximum
+    number of waiting requests. `max_queued_tokens`: the maximum number of prompt tokens of all
+    waiting requests together; None means no limit. `request_timeout`: seconds after which a request
+    is ended; None means no limit. `shutdown_timeout`: seconds that running requests may take after
+    a signal. `triton`: serve Triton's protocol at /v2; `grpc_port` implies this. `lenient`: an
+    unknown field causes a warning instead of an error. `clamp_max_tokens`: if more tokens are
+    requested than fit, their number is lowered with a warning instead of an error. `log_format`:
+    text or json. `log_prompts`: the log contains prompts and outputs. `manager`: the manager's
+    options.
     """
 
     host: str = "127.0.0.1"

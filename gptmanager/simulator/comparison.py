@@ -1,4 +1,4 @@
-"""The simulated manager: a recorded one with other options, or a hypothetical one."""
+"""The simulated manager: a recorded manager with other options, or a hypothetical manager."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from gptmanager.testing import ScriptedSpec
 _DEFAULT_KV_TOKENS = 1 << 18
 # field of `Machine` -> field of `OptionalParams`, if the names differ
 _PARAMS = {"kv_cache_tokens": "max_tokens", "chunked_context": "enable_chunked_context"}
-_OF_CACHE = ("max_tokens", "tokens_per_block")
+_OF_CACHE = ("max_tokens", "tokens_per_block")  # fields of `KvCacheConfig`
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -46,7 +46,7 @@ class Machine:
 
 
 def hypothetical(machine: Machine, max_seq_len: int) -> Blueprint:
-    """Return the blueprint of a made-up manager for sequences of up to `max_seq_len` tokens."""
+    """Return a hypothetical manager's blueprint for sequences of up to `max_seq_len` tokens."""
     params = OptionalParams(
         kv_cache_config=KvCacheConfig(max_tokens=_DEFAULT_KV_TOKENS), max_seq_len=max_seq_len
     )
@@ -60,7 +60,7 @@ def variant(
     machine: Machine = Machine(),  # noqa: B008 - frozen
     create_scheduler: Callable[..., Any] | None = None,
 ) -> Blueprint:
-    """Return the blueprint with another policy and options, and with the resulting sizes.
+    """Return the blueprint with `policy`, the options of `machine` and the resulting sizes.
 
     Raise RecordingError if the options lead to sizes that exceed the limits of recordings.
     """
@@ -98,7 +98,7 @@ def variant(
 
 
 def _checked(blueprint: Blueprint) -> Blueprint:
-    """Return the blueprint, checked like one that is read from a recording."""
+    """Return the blueprint after the checks of blueprints that are read from recordings."""
     with located("the simulated manager"):
         return checked_blueprint(blueprint)
 

@@ -1,8 +1,8 @@
 """The simulator: the real loop, scheduler and block accounting under a virtual clock.
 
-One object is both the host, which takes its requests from a load, and the executor, which computes
-the time of a step and takes its tokens from the load. A simulation uses no model, no device, and no
-real time.
+One object is both the host and the executor. The host takes the requests from a load. The executor
+computes the duration of each step with a cost model, and takes the generated tokens from the load.
+A simulation uses no model, no device, and no real time.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from gptmanager.simulator.stages import Stages, Work
 from gptmanager.statistics import Counts, PhaseTimes
 from gptmanager.step import Failure, Intake, Schedule, StepResult
 
-_STALL_S = 0.01  # time until the next iteration when no active request was scheduled
+_STALL_S = 0.01  # virtual seconds between iterations that launch no step
 _MAX_STALLS = 10_000
 
 
@@ -123,10 +123,10 @@ class World:
         self._next = 0  # number of the load's next request
         self._stops, self._forgets = deque(load.stops), deque(load.forgets)
         self._clears = deque((when, None) for when in load.clears)
-        # in request-steps; iterations and waiting requests also count
+        # Both are in request-steps. Each iteration adds a few, and more with many active requests.
         self._max_steps = self._steps_left = max_steps
         self._iterations = 0
-        self._was_idle = False  # whether the last Get returned nothing, with nothing active
+        self._was_idle = False  # what `_is_idle` returned last
         self._stalls = 0  # iterations since the last launch
         self._in_flight = 0  # launched steps without a fetched result
         self._stages = stages or Stages(1, 0.0)
@@ -149,7 +149,7 @@ class World:
         load = self._load
         clock = self._iterations if load.by_iterations else self.now
         first, limit = self._next, len(self._arrivals)
-        if room is not None and not load.by_iterations:  # else the load fixes what a Get returns
+        if room is not None and not load.by_iterations:  # `by_iterations` ignores `room`
             limit = min(limit, first + room)
         while self._next < limit and self._arrivals[self._next] <= clock:
             self._next += 1
@@ -163,10 +163,10 @@ class World:
         return Intake(self.now, requests, stops, ready, (), clears_cache, loaded, forgotten)
 
     def _is_idle(self, num_active: int) -> bool:
-        """Return whether nothing is active and nothing has arrived, but never True twice in a row.
+        """Return whether the loop must wait for the next arrival; never True twice in a row.
 
-        So the loop idles for one iteration, as in a recording. The next `fetch` advances the clock
-        to the next arrival.
+        If True, the loop idles for one iteration, as in a recording. The next `fetch` then advances
+        the clock to the next arrival. Always False if arrivals are in iterations.
         """
         self._was_idle = (
             not (self._was_idle or num_active or self._in_flight or self._load.by_iterations)
@@ -176,14 +176,14 @@ class World:
         return self._was_idle
 
     def _advance(self, num_active: int) -> None:
-        """Advance the clock to the next arrival if nothing is active, or if the loop stalls."""
+        """Advance the clock: to the next arrival if nothing is active, by `_STALL_S` in a stall."""
         if not num_active and not self._in_flight and self.has_more:
             due = self._arrivals[self._next]
             if self._load.by_iterations:
                 self._iterations = max(self._iterations, int(due))
             else:
                 self.now = max(self.now, due)
-        elif self._stalls > 1:  # the last iteration launched nothing
+        elif self._stalls > 1:  # the last two iterations launched nothing
             self.now += _STALL_S
             if self._stalls > _MAX_STALLS:
                 raise SchedulerError(
@@ -238,7 +238,7 @@ class World:
         self._ready.append(request_id)
 
     def load(self, work: AdapterWork) -> None:
-        """Load an adapter in no time, with its task id as digest."""
+        """Finish work on an adapter at once; the digest of the adapter is its task id."""
         if isinstance(work, ReadAdapter):
             self._loaded.append(AdapterDone(work.job, str(work.task_id)))
         elif isinstance(work, (WriteAdapter, CopyAdapter)):

@@ -25,20 +25,20 @@ _BATCHING = {kind.name.lower().removesuffix("_batching"): kind for kind in Model
 def add_parser(commands: Any, name: str, call: str, **texts: Any) -> argparse.ArgumentParser:
     """Add a command to `commands`, the result of `add_subparsers`, and return its parser.
 
-    `call` is MODULE:NAME of the function that runs the command and returns its exit status; it is
-    only imported when the command runs. `texts` are the keyword arguments help, usage, description
-    and epilog of argparse, and `variables` of `Parser`.
+    `call` is MODULE:NAME of the function that runs the command and returns its exit status; the
+    module is only imported when the command runs. `texts` are the keyword arguments help, usage,
+    description and epilog of argparse, and `variables` of `Parser`.
     """
     parser: argparse.ArgumentParser = commands.add_parser(
         name, formatter_class=argparse.RawDescriptionHelpFormatter, **texts
     )
-    region = RedrawnLines(None)  # draws nothing; the caller of a command may set another
+    region = RedrawnLines(None)  # draws nothing; the caller of a command may set another region
     parser.set_defaults(command=call, parser=parser, region=region)
     return parser
 
 
 def add_model(parser: Any, *, required: bool = False) -> None:
-    """Add --model, which is converted to the path of a checkpoint."""
+    """Add --model. Its value is converted to the path of a checkpoint."""
     parser.add_argument(
         "--model",
         type=checkpoint,

@@ -14,8 +14,8 @@ from gptmanager.terminal.redrawn_lines import RedrawnLines, console
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
 
-PATIENCE_S = 1.0  # work that takes longer gets a bar
-# lines to print when work begins that is slow only on the first start
+PATIENCE_S = 1.0  # seconds; work that takes longer gets a bar
+# kind of work that is slow only on the first start -> line to print when it begins
 NOTES = {"kernels": "compiling kernels for this processor, once; this takes a few seconds"}
 _REFRESH_S = 0.1
 
@@ -25,9 +25,9 @@ class ProgressBars:
 
     It draws only in `update` and `close`, on the caller's thread, so that measurements are not
     disturbed. By default, bars are drawn on terminals, and other streams get nothing. If `wanted`
-    is True, other streams get a line when slow work is done. If it is False, neither bars nor these
-    lines are written. `notes` has a line for some kinds of work, which is written to any stream
-    when the work begins.
+    is True, other streams get a line when slow work is done. If `wanted` is False, neither bars nor
+    these lines are written. `notes` has a line for some kinds of work, which is written to any
+    stream when the work begins.
     """
 
     def __init__(

@@ -22,9 +22,9 @@ if TYPE_CHECKING:
 
 
 class RedrawnLines:
-    """A region of `stream` to draw in, and a stream itself, for log handlers in any thread.
+    """A region of `stream` to draw in; also a text stream, for log handlers in any thread.
 
-    If `stream` is not a terminal, text is written to it, but nothing is drawn. If it is None,
+    If `stream` is not a terminal, text is written to it, but callers draw nothing. If it is None,
     nothing is written or drawn.
     """
 
@@ -65,7 +65,7 @@ class RedrawnLines:
             with live.console:  # one write avoids flicker
                 for part in above:
                     live.console.print(part)
-                live.update(Group(drawing, ""), refresh=True)  # the cursor is below
+                live.update(Group(drawing, ""), refresh=True)  # "" keeps the cursor below
 
     def clear(self) -> None:
         """Remove the drawing; the text above it stays."""
@@ -86,13 +86,13 @@ class RedrawnLines:
             vertical_overflow="crop",
         )
         live.start()
-        live.console.show_cursor(True)  # a killed command would leave it hidden
+        live.console.show_cursor(True)  # or a killed command leaves it hidden
         return live
 
 
 @contextlib.contextmanager
 def _uninterrupted() -> Iterator[None]:
-    """Delay Ctrl-C until the block ends: rich would lose track of the lines that it has drawn."""
+    """Delay Ctrl-C until the block ends; if interrupted, rich loses track of its drawn lines."""
     caught: list[Any] = []
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -114,7 +114,7 @@ def can_draw(stream: TextIO) -> bool:
 def console(stream: TextIO) -> Console:
     """Return a console that prints text unchanged: no markup, no emoji codes, no highlighting.
 
-    It treats any `stream` as a terminal. If NO_COLOR is set, it uses no colors.
+    The console treats any `stream` as a terminal. If NO_COLOR is set, it uses no colors.
     """
     from rich.console import Console
 

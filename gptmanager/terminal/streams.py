@@ -18,7 +18,7 @@ def open_closed_streams() -> None:
 
 def print_message(text: str) -> None:
     """Print a message of the command on the standard error output."""
-    with contextlib.suppress(OSError):  # the exit status also reports it
+    with contextlib.suppress(OSError):  # the exit status reports an error too
         print(printable_lines(f"gptmanager: {text}"), file=sys.stderr)
 
 
@@ -28,7 +28,7 @@ def flush_streams(code: int) -> int:
         try:
             stream.flush()
         except OSError as error:
-            with contextlib.suppress(OSError, ValueError):  # else Python would fail again at exit
+            with contextlib.suppress(OSError, ValueError):  # or the flush at exit fails again
                 os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
             if stream is sys.stdout and not isinstance(error, BrokenPipeError):
                 print_message(f"the standard output cannot be written: {error.strerror}")

@@ -23,7 +23,10 @@ from gptmanager.testing.scripted_executor import NextToken
 
 @dataclass(frozen=True, slots=True)
 class ScriptedSpec:
-    """The fields of a model that a manager reads. The KV cache of 0 layers takes no memory."""
+    """The fields of a model's spec that a manager reads.
+
+    With the default of 0 layers, the KV cache takes no memory.
+    """
 
     vocab_size: int
     max_position_embeddings: int
@@ -33,7 +36,7 @@ class ScriptedSpec:
 
 
 class ScriptedModel:
-    """A `Model` without weights; a function of the history returns the next token.
+    """A `Model` without weights; `next_token` maps a sequence's tokens so far to the next token.
 
     >>> model = ScriptedModel(lambda history: history[-1] + 1)
     """
@@ -46,7 +49,7 @@ class ScriptedModel:
         self.next_token = next_token
         self.spec = ScriptedSpec(vocab_size, max_position_embeddings)
         self.num_forwards = 0
-        self.num_tokens = 0  # over all forwards
+        self.num_tokens = 0  # input tokens of all forwards
 
     def forward(self, batch: Batch, kv_pool: KvPool) -> Tensor:
         self.num_forwards += 1
@@ -78,20 +81,20 @@ class Response:
 class RecordingCallbacks:
     """The four callbacks of a host, which record the arguments of their calls.
 
-    `submit` and `stop` may be called from any thread. `submit` wakes `manager`, if it is set.
+    `submit` and `stop` may be called from any thread. If `manager` is set, `submit` wakes it.
     """
 
     def __init__(self, requests: Iterable[InferenceRequest] = ()) -> None:
         self.manager: GptManager | None = None
         self.responses: list[Response] = []
         self.statistics: list[str] = []
-        self.rooms: list[int] = []  # the argument of each Get
+        self.rooms: list[int] = []  # max_num_requests of each GetInferenceRequests call
         self._condition = threading.Condition()
         self._waiting = list(requests)
         self._stops: set[int] = set()
 
     def submit(self, *requests: InferenceRequest) -> None:
-        """Queue requests for Get."""
+        """Queue requests for GetInferenceRequests."""
         with self._condition:
             self._waiting.extend(requests)
         if self.manager is not None:
@@ -155,7 +158,7 @@ class RecordingCallbacks:
     def output(self, request_id: int) -> list[int]:
         """Return the tokens of `output_ids` in all responses to a request, without padding.
 
-        If there are several beams, these are the tokens of the best one.
+        If there are several beams, return the tokens of the best beam.
         """
         tokens: list[int] = []
         for response in self.of(request_id):

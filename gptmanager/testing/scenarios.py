@@ -1,7 +1,7 @@
 """Random scenarios for tests of schedulers.
 
-A scenario has limits, a pool of blocks, and requests with their arrival times. `scenario_run` runs
-a scenario, and `rules` has the rules that a scheduler must keep in it.
+A scenario has limits, a pool of blocks, and requests with their arrival times. The module
+`scenario_run` runs a scenario; `rules` has the rules that the scheduler must keep in the run.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from gptmanager.request.inference_request import InferenceRequest
 from gptmanager.testing.hosts import ScriptedSpec
 
 VOCAB_SIZE = 100
-_SIZES = 40  # this many seeds have ever larger scenarios; the next seed has a small one again
+_SIZES = 40  # scenarios grow with the seed over this many seeds, and then start small again
 
 
 def next_token(history: list[int]) -> int:
@@ -31,8 +31,8 @@ def next_token(history: list[int]) -> int:
 class PlannedRequest:
     """A request that arrives at iteration `arrives`.
 
-    It is stopped at iteration `stopped`, if that is not None. It ends before `max_new_tokens` if
-    `next_token` returns `end_id` or the tokens of `stop_word`.
+    If `stopped` is not None, a stop signal for the request comes at iteration `stopped`. The
+    request generates fewer than `max_new_tokens` tokens if it reaches `end_id` or `stop_word`.
     """
 
     request_id: int
@@ -120,14 +120,14 @@ class Scenario:
 
     @property
     def most_iterations(self) -> int:
-        """The most iterations that all requests can take if they run one after the other."""
+        """The largest number of iterations that all requests, run one after another, can take."""
         unit = self.tokens_per_block if self.chunking is not None else self.max_seq_len
         return sum(
             -(-len(request.prompt) // unit) + request.max_new_tokens for request in self.requests
         )
 
     def blueprint(self, create_scheduler: Callable[..., Any]) -> Blueprint:
-        """Return the settings of a loop with these limits and a user's scheduler."""
+        """Return the settings of a loop with these limits and the scheduler to test."""
         params = OptionalParams(
             kv_cache_config=KvCacheConfig(
                 max_tokens=self.num_blocks * self.tokens_per_block,
@@ -152,8 +152,9 @@ class Scenario:
 def random_scenario(seed: int, *, evicts: bool = True) -> Scenario:
     """Return the scenario of this seed; small seeds have small scenarios.
 
-    With `evicts`, the scheduler may pause requests. A paused request computes all its tokens except
-    the newest again. Without chunks, requests are therefore short enough for one context.
+    With `evicts`, the scheduler may pause requests. A paused request later computes all its tokens
+    except the newest again. If contexts are not chunked, the scenario therefore limits the length
+    of requests, so that these tokens fit into one step.
     """
     generator = random.Random(seed)
     tokens_per_block = generator.choice([2, 4, 4, 8])
@@ -167,7 +168,7 @@ def random_scenario(seed: int, *, evicts: bool = True) -> Scenario:
     chunking = generator.choice([None, *ContextChunkingPolicy])
     max_num_tokens = generator.randint(10, 2 * max_seq_len)
     overlap_or_ahead = generator.choice(["neither", "run_ahead", "overlap"])
-    # A context is a prompt, or after a pause all tokens but the newest. It must fit into a step.
+    # A context is a prompt, or after a pause all tokens but the newest. A whole one fits a step.
     one_context = max_num_tokens if chunking is None else max_seq_len
     longest = min(max_seq_len, one_context + 1) if evicts else max_seq_len
     return Scenario(
@@ -208,7 +209,7 @@ def _request(
     longest: int,
     longest_prompt: int,
 ) -> PlannedRequest:
-    """Return a request of at most `longest` tokens in all. Prompts share their beginnings."""
+    """Return a request of at most `longest` tokens, new ones included. It may share a prefix."""
     prompt_len = generator.randint(1, min(longest - 1, longest_prompt))
     shared = generator.randint(0, prompt_len)
     rest = [generator.randrange(VOCAB_SIZE) for _ in range(prompt_len - shared)]

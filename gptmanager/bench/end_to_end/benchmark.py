@@ -1,7 +1,7 @@
 """`gptmanager bench e2e`: benchmarks a whole model behind a manager, in several parts.
 
-One of the parts compares it with transformers. This module decides which parts run, in which order
-and with which goals. It skips parts when the time is over, and reports parts that fail.
+One of the parts compares the manager with transformers. This module decides which parts run, in
+which order and with which goals. It skips parts when the time is over, and reports parts that fail.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from gptmanager.config import OptionalParams, ProgressCallback
 from gptmanager.errors import ConfigError
 
 _LONG = ("saturated", "pressure")
-# Name -> changes of a manager's parameters. Ablations run only on request.
+# Ablation name -> changed parameters of the manager. Ablations run only on request.
 ABLATIONS: Mapping[str, Mapping[str, Any]] = {
     "deterministic": {"deterministic": True},
     "no graphs": {"cuda_graphs": False},
@@ -41,7 +41,7 @@ ABLATIONS: Mapping[str, Mapping[str, Any]] = {
     "flashinfer": {"attention_provider": "flashinfer"},
 }
 _PEER_LIMIT_S = 60.0
-# allowed times, as multiples of the floors that `serving_parts` computes
+# allowed times, as multiples of the floors (roofline times) that `serving_parts` computes
 _STEP_GOAL, _LOAD_GOAL = 1.25, 1.43
 _PEER_GOAL = 3.0  # we must be at least this many times as fast as transformers, in tokens/s
 
@@ -57,9 +57,9 @@ def bench_end_to_end(
     """Run the parts and return the report.
 
     Raises ConfigError for unknown parts, and if `device` is a GPU that does not exist. A part that
-    fails is reported, and the others run. After Ctrl-C the report has the parts so far and
-    `interrupted`. `on_report` is called with the report after each part, so that the report of a
-    killed benchmark is not lost. `on_start` is called before each part with its name, its number
+    fails is reported, and the other parts still run. After Ctrl-C the report has the finished parts
+    and `interrupted`. `on_report` is called after each part with the report so far, so that these
+    results are not lost if the benchmark is killed. `on_start` is called before each part with its name, its number
     from 0, and the number of parts. Each manager calls `on_progress` while it loads.
     """
     for word in options.only:
@@ -92,7 +92,7 @@ def bench_end_to_end(
 
 
 def _current_device(device: torch.device) -> AbstractContextManager[Any]:
-    """Return a context in which `device` is torch's current one.
+    """Return a context in which `device` is torch's current device.
 
     Timers, traces and queries of the GPU use the current device.
     """
@@ -113,21 +113,21 @@ def _part_names(bench: Workbench) -> list[str]:
         names = [name for name in names if name not in _LONG]
     if not bench.scale.saturated:
         names = [name for name in names if name != "saturated"]
-    if options.ablations:  # right after the load; without it, last
+    if options.ablations:  # they run right after the part "load", or last if "load" does not run
         names.insert(names.index("load") + 1 if "load" in names else len(names), "ablations")
     return names
 
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """One method per part. `notes` collects sentences about what was skipped or failed."""
+    """One method per part. `notes` collects sentences about parts that were skipped or failed."""
 
     bench: Workbench
     budget: Budget
     notes: list[str]
 
     def run(self, name: str) -> Any:
-        """Run a part and return its figures. After a failure the next part gets a new manager."""
+        """Run a part and return its results. After a failure the next part gets a new manager."""
         if self.budget.is_spent:
             self.notes.append(f"{name}: no time left, skipped")
             return {"status": "skipped", "note": "no time left"}
@@ -140,7 +140,7 @@ class Parts:
             return {"status": "failed", "note": f"{type(error).__name__}: {text}"}
 
     def check(self) -> dict[str, Any]:
-        """Compare a manager's logits with the dense reference's."""
+        """Compare a manager's logits with the logits of the dense reference."""
         reason = unsupported_reason(self.bench.config)
         if reason or self.bench.weights is None:
             return {"status": "skipped", "note": reason or "the weights are not loaded"}
@@ -153,7 +153,7 @@ class Parts:
         return compare_logits(session, self.bench.config, self.bench.weights, requests)
 
     def steps(self) -> list[dict[str, Any]]:
-        """Time generation steps for batch sizes and contexts, and trace some of them on a GPU."""
+        """Time generation steps for several batch sizes and contexts. On a GPU, also trace steps."""
         target, rows = self.bench.target(), []
         quick = self.bench.options.quick
         steps = self.bench.scale.steps // 4 if quick else self.bench.scale.steps
@@ -173,7 +173,7 @@ class Parts:
         return rows
 
     def load(self) -> list[dict[str, Any]]:
-        """Time all requests of the load, without and (unless `quick`) with streaming."""
+        """Time the whole load without streaming, and unless `quick`, once more with streaming."""
         target, goal = self.bench.target(), _LOAD_GOAL if self.bench.is_goal_shape else None
         rows = [time_load(target, self.bench.requests, goal=goal)]
         if not self.bench.options.quick and not self.budget.is_spent:
@@ -184,7 +184,7 @@ class Parts:
         """Time the load, and steps of the smallest and the largest batch, for each ablation.
 
         The first row, "plain", is without an ablation. An ablation that managers refuse on this
-        device is skipped, and one that fails does not end the others.
+        device is reported as skipped. After an ablation that fails, the next ablations still run.
         """
         rows = [self._ablated("plain", {})]
         plain = rows[0]["output_tokens_per_second"]
@@ -216,7 +216,7 @@ class Parts:
             self.bench.close()
 
     def transformers(self) -> dict[str, Any]:
-        """Run some of the requests through both engines, each alone on the device."""
+        """Run the same requests with gptmanager and with transformers, each alone on the device."""
         if find_spec("transformers") is None:
             self.notes.append("transformers: not installed: skipped")
             return {"status": "skipped", "note": "not installed"}

@@ -1,7 +1,7 @@
 """`Workbench`: the device, the model and the running manager of the end-to-end benchmark.
 
 The workbench chooses the model, its dtype, the managers' parameters, and the scale of the
-benchmark. The scale is smaller on a CPU than on a GPU.
+benchmark. The default scale is smaller on a CPU than on a GPU.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ SATURATED = ((128, 128, 4096), (1000, 1000, 512), (2048, 128, 768))
 class Scale:
     """The size of the benchmark. Lengths are in tokens.
 
-    `steps`: generation steps that are timed per case. They are timed at all `batches` with the
-    first of `contexts`, and at all `batches` except the largest with the other contexts.
+    `steps`: generation steps that are timed per case. A case is a batch size and a context length:
+    all `batches` with the first of `contexts`, and all but the largest with the other contexts.
     `peer_requests`: how many requests also run through transformers. `copy_bytes`, `matmul_width`:
     see `measure_ceilings`. `saturated`: loads that fill the KV cache, as in `SATURATED`.
-    `kv_cache_tokens`: the size of the KV cache, or None for the default of managers.
+    `kv_cache_tokens`: the size of the KV cache, or None for the default of `GptManager`.
     """
 
     requests: int
@@ -76,9 +76,10 @@ CPU_SCALE = Scale(16, (16, 128), (1, 8), (128,), 16, 16, 64, 1024, 1024, 64 << 2
 class EndToEndOptions:
     """The options of `bench_end_to_end`.
 
-    `device` has the values of OptionalParams. `dtype` is by default the checkpoint's; random
-    weights are bfloat16 on a GPU and float32 on a CPU. The defaults of `scale` and `run_ahead`
-    depend on the device. `ablations` are keys of `benchmark.ABLATIONS`.
+    `device` is as in `OptionalParams`. `model` is a checkpoint; if it is None, the weights are
+    random. `dtype` is by default the checkpoint's; random weights are bfloat16 on a GPU and float32
+    on a CPU. The defaults of `scale` and `run_ahead` depend on the device. `ablations` are keys of
+    `benchmark.ABLATIONS`.
     """
 
     device: str = "cuda"
@@ -112,14 +113,14 @@ class Workbench:
         self.options = options
         self.device = torch.device("cpu" if options.device in ON_CPU else options.device)
         self.scale = options.scale or (CPU_SCALE if self.device.type == "cpu" else GPU_SCALE)
-        self.startups: list[dict[str, Any]] = []  # of each manager: batch size, seconds to start
+        self.startups: list[dict[str, Any]] = []  # for each manager: batch size, seconds to start
         self.changes: Mapping[str, Any] = {}  # overrides of a manager's parameters
         self._on_progress = on_progress
         self._session: Session | None = None
         self._log = IterationLog()
 
     def load(self, budget: Budget) -> dict[str, Any]:
-        """Load the model and measure the ceilings. Return the report's fields on both.
+        """Load the model and measure the ceilings. Return the report's fields about both.
 
         Times are measured with the clock of `budget`.
         """
@@ -143,7 +144,7 @@ class Workbench:
         }
 
     def target(self, max_batch_size: int | None = None) -> Target:
-        """Return the running manager with its limits. Starts a manager if none runs."""
+        """Return the running manager with its limits. Start a manager if none runs."""
         size = max_batch_size or self.scale.max_batch_size
         if self._session is None:
             started = time.perf_counter()
@@ -191,7 +192,7 @@ class Workbench:
 
     @property
     def dtype(self) -> str | None:
-        """The dtype of the weights; None means the checkpoint's."""
+        """The name of the weights' dtype; None means the checkpoint's."""
         if self.options.dtype is not None or self.options.model is not None:
             return self.options.dtype
         return "float32" if self.device.type == "cpu" else "bfloat16"
@@ -208,7 +209,7 @@ class Workbench:
         return uniform_requests(self.scale.requests, lengths, lengths, self.config["vocab_size"])
 
     def _model(self) -> tuple[Source, dict[str, Any], Mapping[str, Tensor] | None]:
-        """Return the managers' source, the config, and weights for the reference if supported."""
+        """Return the managers' source, the config, and weights if the reference can use them."""
         if self.options.model is not None:
             config, read = read_checkpoint(self.options.model)
             target: dict[str, Any] = {

@@ -28,7 +28,7 @@ _MODULES = {"Q, K, V": 3, "output": 1}  # name -> number of modules, each as wid
 
 
 def adapter_cases(sizes: Sizes) -> list[Case]:
-    """Return a case for each kind of modules and each rank."""
+    """Return a case for each entry of `_MODULES` and each rank."""
     return [
         _case(sizes, name, number, rank)
         for name, number in _MODULES.items()
@@ -51,7 +51,7 @@ def _case(sizes: Sizes, name: str, num_modules: int, rank: int) -> Case:
 
 
 def _prepare(num_modules: int, rank: int, rig: Rig) -> Prepared:
-    """Prepare one set of weights per layer of the adapter table, as in a step of a model."""
+    """Prepare a set of weights for each layer of the adapter table, as in a step of a model."""
     sizes = rig.sizes
     rows, hidden, num_adapters = sizes.rows, sizes.adapters.hidden, sizes.adapters.number
     size, scale = 2 * rank * hidden, (rank * hidden) ** -0.25
@@ -76,7 +76,7 @@ def _prepare(num_modules: int, rank: int, rig: Rig) -> Prepared:
     b = weights[..., rank * hidden :].unflatten(-1, (hidden, rank)).mT.contiguous()
 
     def add(result: Tensor, x: Tensor, a: Tensor, b: Tensor) -> Tensor:
-        """Compute one batched matmul for the A matrices, and one per module for the B matrices."""
+        """Add to `result`: a batched matmul with the A matrices, then one per module with B."""
         inner = torch.bmm(x.view(num_adapters, -1, hidden), a.mT)
         for n in range(num_modules):
             columns = result[:, n * hidden : (n + 1) * hidden].view(num_adapters, -1, hidden)

@@ -61,7 +61,7 @@ def attention_cases(sizes: Sizes) -> list[Case]:
 
 
 def _generation_cases(sizes: Sizes) -> list[Case]:
-    """Return cases with one new token per row; skewed and uniform rows have similar totals."""
+    """Return cases with one new token per row. Most cases have about the same total length."""
     batch, context = sizes.batch, sizes.context
     uniform, alike = f"{batch} x {context}", [(1, context)] * batch
     short = max(1, context // 32)
@@ -119,7 +119,7 @@ def _case(
     dtype: torch.dtype | None = None,
     tokens_per_block: int | None = None,
 ) -> Case:
-    """Return one case. The pages' `dtype` and `tokens_per_block` are by default as in `sizes`."""
+    """Return one case. `dtype` and `tokens_per_block` of the pages default to those of `sizes`."""
     own = dtype or sizes.dtype, tokens_per_block or sizes.tokens_per_block
     kv_bytes = 2 * sizes.num_kv_heads * sizes.head_dim * own[0].itemsize
     num_bytes = kv_bytes * sum(length for _, length in rows)
@@ -195,7 +195,7 @@ def _context(rig: Rig, rows: PagedRows) -> Run:
 
 
 def _without_warpgroups(rig: Rig, sets: Sequence[PagedRows]) -> Contender:
-    """Return our kernel without warpgroup instructions, as a contender of its own."""
+    """Return a contender that runs our kernel without warpgroup instructions."""
     launcher = copy.copy(rig.launcher)
     launcher.has_warpgroups = False
     runs = [_context(replace(rig, launcher=launcher), rows) for rows in sets]

@@ -36,8 +36,9 @@ _LAUNCHES = 50  # few enough that the launch queue never fills
 class KernelOptions:
     """The options of `bench_kernels`.
 
-    A case runs if its name, or the name of its part, contains a word of `only`; without words, all
-    cases run. `peers` are prefixes of peers' names; None means all peers.
+    A case runs if its name, or the name of its part, contains a word of `only`; if `only` is empty,
+    all cases run. `peers` are prefixes of the names of the peers that run; None means all peers.
+    With `quick`, only the quick cases run, with fewer rounds. `minutes` is the time limit, if any.
     """
 
     only: tuple[str, ...] = ()
@@ -51,8 +52,8 @@ class KernelOptions:
 class BenchSetup:
     """The device, timer and sizes of a run.
 
-    `copy_bytes`, `matmul_width`: see `measure_ceilings`. `launch_us` measures launches; see
-    `launch_costs`. `clock` returns seconds.
+    `copy_bytes`, `matmul_width`: see `measure_ceilings`. `launch_us` returns the microseconds per
+    launch of each kind; see `launch_costs`. `clock` returns seconds.
     """
 
     rig: Rig
@@ -72,8 +73,9 @@ def bench_kernels(
 ) -> dict[str, Any]:
     """Run the cases and return the report.
 
-    `setup` is by default for torch's current GPU. Raises ConfigError without a GPU, and for a word
-    of `only` that matches no case. After Ctrl-C the report has the cases so far and `interrupted`.
+    Without `setup`, the cases run on torch's current GPU. Raises ConfigError if there is none, and
+    for a word of `only` that matches no case. After Ctrl-C the report has the cases so far and
+    `interrupted`.
     `on_report` is called with the report after each case, so that the report of a killed benchmark
     is not lost. `on_start` is called before each case with its name, its number from 0, and the
     number of cases.

@@ -1,7 +1,7 @@
 """Kernel benchmark cases for the experts of a layer of Qwen3-30B-A3B.
 
-Tokens choose the experts one after another, so that the number of experts that a step reads is
-known. With few tokens each set of inputs chooses other experts of the same weights.
+The tokens of a step choose the experts in turn, so that the number of experts that the step reads
+is known. With few tokens, the sets of inputs share the weights, but each set chooses other experts.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from gptmanager.kernels.experts.routing import Routing, choose_experts
 from gptmanager.kernels.gemm.packed_matrix import plain
 
 _TIMES_ROOFLINE = 1.5  # besides both matmuls there are a choice, a sort and a weighted sum
-_CHOSEN = 4.0  # added to the logits of chosen experts, which are the largest then
+_CHOSEN = 4.0  # added to the logits of the experts to choose, to make them the largest
 
 
 class _Group(NamedTuple):

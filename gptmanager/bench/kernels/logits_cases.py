@@ -42,7 +42,8 @@ def logits_cases(sizes: Sizes) -> list[Case]:
     allowed, most = min(_ALLOWED, vocab_size // 2), min(2 * _BEAMS, vocab_size)
     mask_bytes = 4 * (-(-vocab_size // 32) + vocab_size - allowed)
     case = partial(_case, sizes)
-    # Bytes per row: each id is read, its logit is read and written, and a bias has a value to read.
+    # Bytes per row: for each token, its id (4) and its logit, read and written (8); a bias also has
+    # a value (4).
     touched = history * (4 + 8) + biases * (8 + 8)
     name = f"penalties over {history} tokens, {biases} biases"
     return [

@@ -13,16 +13,18 @@ from typing import Any, NamedTuple
 from gptmanager.decoding.guided.json_schema import TOO_DEEP, SchemaReader
 
 NO_TEXT = "the grammar permits no text"
-# The work that the parser may do at the start and in a step. It is used up in about 0.2 s.
+# Limits of the lexer's work, in llguidance's units: at the start, and in each step. A grammar that
+# exceeds a limit fails after about 0.2 s.
 _FUEL = {"initial_lexer_fuel": 200_000, "step_lexer_fuel": 50_000}
 
 
 class GrammarSource(NamedTuple):
     """The source of a grammar.
 
-    `schemas` are the (rule, JSON schema) pairs of a Lark grammar. `lenient` has the names of the
-    rules with lenient schemas, in which keywords that cannot be enforced are left out. If the whole
-    grammar is one JSON schema, the name of its rule is "".
+    `text` is the grammar or the JSON schema, according to `kind`. `schemas` holds the pairs (rule
+    name, JSON schema) of the rules of a Lark grammar that are JSON schemas. `lenient` holds the
+    names of the rules from which keywords that cannot be enforced are left out. If the whole
+    grammar is one JSON schema, its rule name is "".
     """
 
     kind: str
@@ -74,7 +76,7 @@ def _first_fault(matcher: Any, end_ids: list[int]) -> str:
 
 
 def fault_of(matcher: Any) -> str:
-    """Return why a matcher cannot continue; empty if it can, or if its text is complete."""
+    """Return why a matcher cannot continue, or "" if it can or if its text is complete."""
     fault = str(matcher.get_error()).removesuffix("\n<non-verbose/>")
     return NO_TEXT if fault.startswith("NoExtension") else fault
 
@@ -94,8 +96,9 @@ def read_source(
 ) -> tuple[str, list[str]]:
     """Return the grammar as text that the parser can enforce, and the keywords left out of it.
 
-    Each keyword is the name of its rule and a JSON pointer, such as "x#/items/uniqueItems".
-    Raise ValueError for a schema that is invalid or cannot be enforced.
+    Each keyword that was left out is given as the name of its rule followed by a JSON pointer, such
+    as "x#/items/uniqueItems". With `expands`, keywords are replaced by equivalent schemas where
+    possible. Raise ValueError for a schema that is invalid or cannot be enforced.
     """
     make = llguidance.LLMatcher
     unenforced: list[str] = []
@@ -126,7 +129,10 @@ def new_tokenizer(llguidance: Any, text: str, end_ids: list[int]) -> Any:
 
 
 def answerer(tokenizer: str, end_ids: list[int]) -> Callable[[list[Any]], tuple[str, list[str]]]:
-    """Return the function that the child process calls to compile a grammar on trial."""
+    """Return the function with which the child process checks a grammar by compiling it.
+
+    The function takes the fields of a `GrammarSource`, and returns the result of `read_source`.
+    """
     llguidance = importlib.import_module("llguidance")
     made = new_tokenizer(llguidance, tokenizer, end_ids)
     # llguidance starts its threads here, before the memory is limited

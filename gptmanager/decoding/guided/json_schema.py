@@ -19,8 +19,8 @@ from gptmanager.decoding.guided.schema_numbers import UP, check_value, narrowed,
 from gptmanager.decoding.guided.schema_overlap import excludes, excluding_property, listed_values
 from gptmanager.decoding.guided.schema_references import SchemaReferences, escaped
 
-# The parser enforces the keywords ENFORCED. SOMETIMES are enforced if they can be rewritten, and
-# DROPPED are never enforced.
+# The parser enforces the keywords in ENFORCED. Keywords in SOMETIMES are enforced if they can be
+# rewritten. Keywords in DROPPED are never enforced.
 ENFORCED = frozenset(
     {
         *("type", "enum", "const", "anyOf", "allOf", "$ref"),
@@ -64,8 +64,9 @@ HOW = (
 class SchemaReader:
     """Reads one schema. `unenforced` has the pointers to the keywords that were left out, in order.
 
-    `regex_fault` returns the error of a regular expression, or "" if it is valid. With `expands`,
-    keywords are replaced by equivalent schemas where possible. These may become large.
+    `regex_fault` returns the error of a regular expression, or "" if it is valid. If `expands`,
+    keywords that the parser rejects are replaced by other schemas where possible. The new schemas
+    may be large.
     """
 
     def __init__(
@@ -108,7 +109,7 @@ class SchemaReader:
             return json.dumps(root)
         except RecursionError:
             raise ValueError(TOO_DEEP) from None
-        except (TypeError, AttributeError) as error:  # raised before the keyword itself is checked
+        except (TypeError, AttributeError) as error:  # a keyword was read before its check
             raise ValueError(f"a keyword has a value of a wrong type: {error}") from None
 
     # What is left out ---------------------------------------------------------------------------
@@ -141,7 +142,7 @@ class SchemaReader:
     # Keywords -----------------------------------------------------------------------------------
 
     def _read(self, schema: Any, at: str, around: Mapping[str, Any] = _NOTHING) -> Any:
-        """Rewrite a schema. If it is in the `allOf` of `around`, values must fit both schemas."""
+        """Rewrite `schema`. If it is in the `allOf` of `around`, values must fit both schemas."""
         if not isinstance(schema, dict):
             return schema
         schema, own = self._joined(around, schema), schema
@@ -182,7 +183,7 @@ class SchemaReader:
         return True
 
     def _joined(self, around: Mapping[str, Any], schema: dict[str, Any]) -> dict[str, Any]:
-        """Return `schema` with the keywords and properties of `around`, which must fit as well."""
+        """Return `schema` with the keywords and properties of `around` that it lacks."""
         properties = {**(around.get("properties") or {}), **(schema.get("properties") or {})}
         return {**around, **schema, **({"properties": properties} if properties else {})}
 
@@ -253,7 +254,7 @@ class SchemaReader:
         return found.union(*(self._named(part, keyword, depth - 1) for part in parts))
 
     def _read_contains(self, schema: Any, value: Any, at: str, found: dict[str, Any]) -> None:
-        """Require the contained item to be the first one."""
+        """Require the first item to be one that fits `contains`."""
         if schema.get("minContains") == 0 and "maxContains" not in schema:
             return
         is_one = schema.get("minContains", 1) == 1 and "maxContains" not in schema
@@ -361,10 +362,10 @@ class SchemaReader:
         return _add(found, {"anyOf": branches})
 
     def _exclusive(self, given: list[Any]) -> list[Any] | None:
-        """Return the branches, changed so that they exclude each other; None if that fails.
+        """Return the branches, changed so that they exclude each other, or None if this fails.
 
         If a property such as a tag distinguishes two branches, both require it. Otherwise each
-        branch is limited to values that are known not to fit the other.
+        of the two is limited to values that are known not to fit the other branch.
         """
         more: list[list[Any]] = [[] for _ in given]
         for index, one in enumerate(given):

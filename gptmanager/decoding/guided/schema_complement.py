@@ -1,7 +1,7 @@
-"""Complements of JSON schemas, as schemas: for `not`, `if`, and branches of `oneOf`.
+"""Complements of JSON schemas, as schemas, for `not`, `if`, and the branches of `oneOf`.
 
-The complement of a schema permits the values that do not fit the schema. It depends on the schema
-around it: values that the schema around it excludes do not matter.
+The complement of a schema permits the values that do not fit the schema. Each function also gets
+`around`, the enclosing schema: values that do not fit `around` do not matter.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ ANNOTATIONS = frozenset(
         *("discriminator", "markdownDescription", "tsType"),
     }
 )
-_SOME = r"[\s\S]+"
+_SOME = r"[\s\S]+"  # any text that is not empty
 Alternatives = list[dict[str, Any]]  # a value must fit one of them
 
 
@@ -29,8 +29,9 @@ def complement(
     """Return alternatives to `schema` for a value that fits `around`.
 
     A value that fits an alternative does not fit `schema`. Each value that does not fit `schema`
-    fits an alternative, except for arrays (see `_of_items`). If an alternative cannot be written,
-    it is left out with `partial`, and None is returned without `partial`.
+    fits an alternative, except for some arrays (see `_of_items`) and fractions (see `_of_type`). If
+    the complement of a keyword cannot be written as a schema, the keyword is left out if `partial`;
+    otherwise the result is None.
     """
     schema, around = resolve(schema), resolve(around)
     if schema == around:
@@ -56,7 +57,7 @@ def complement(
 
 
 def _of_additional(schema: Mapping[str, Any], around: Any) -> Alternatives | None:
-    """Return the complement of a closed object: objects with a property that only `around` has."""
+    """Return the complement of a closed object: objects with a property only listed in `around`."""
     if schema["additionalProperties"] is True:
         return []
     is_closed = isinstance(around, Mapping) and around.get("additionalProperties") is False
@@ -70,7 +71,7 @@ def _of_additional(schema: Mapping[str, Any], around: Any) -> Alternatives | Non
 def _of_type(value: Any, around: Any, resolve: Resolve, depth: int) -> Alternatives | None:
     others = types_of(around) - types_of({"type": value})
     if "integer" in types_of({"type": value}):
-        others -= {"number"}  # "number" includes integers
+        others -= {"number"}  # "number" would permit integers; this leaves out fractions
     return [{"type": sorted(others)}] if others else []
 
 
@@ -122,7 +123,7 @@ def _of_properties(value: Any, around: Any, resolve: Resolve, depth: int) -> Alt
 
 
 def _of_items(value: Any, around: Any, resolve: Resolve, depth: int) -> Alternatives | None:
-    """Permit arrays in which no item fits `value`; arrays in which some items fit are left out."""
+    """Permit arrays in which all items fit the same alternative to `value`; leave out others."""
     given = around.get("items", True) if isinstance(around, Mapping) else True
     own = complement(value, given, resolve, depth)
     if own is None or isinstance(value, list) or isinstance(given, list):

@@ -19,7 +19,10 @@ class SchemaReferences:
         self._find_anchors(schema, "", "#")
 
     def _find_anchors(self, part: Any, base: str, at: str) -> None:
-        """Record the address and the anchor of each part of the schema that has them."""
+        """Record each part of the schema that has an address or an anchor.
+
+        `base` is the address of the enclosing part, and `at` the JSON pointer of `part`.
+        """
         if isinstance(part, list):
             for index, one in enumerate(part):
                 self._find_anchors(one, base, f"{at}/{index}")
@@ -39,7 +42,10 @@ class SchemaReferences:
                 self._find_anchors(value, base, f"{at}/{escaped(name)}")
 
     def target(self, reference: Any) -> tuple[Any, str] | None:
-        """Return the part of the schema that a reference points to, and its pointer, or None."""
+        """Return the part of the schema that `reference` points to, and the part's JSON pointer.
+
+        Return None if there is no such part.
+        """
         if not isinstance(reference, str):
             return None
         address = urljoin(self._base, reference) if not reference.startswith("#") else reference
@@ -64,7 +70,7 @@ class SchemaReferences:
         """Return the schema that `schema` refers to, or `schema` if it is not a reference.
 
         Return True, which permits any value, if the reference cannot be followed, or if keywords
-        next to it have an effect.
+        next to `$ref` may change what the schema permits.
         """
         for _ in range(10):
             if not (isinstance(schema, Mapping) and "$ref" in schema):

@@ -96,7 +96,7 @@ class ProcessedSequence:
         return self.request.post_processor is None
 
     def beams(self, tokens: Tokens, lines: Ints, length: int) -> list[list[int]]:
-        """Return the history of each beam. For a single beam, the same list grows in each call."""
+        """Return the history of each beam. A single beam has one list, which each call extends."""
         if self.beam_width > 1:  # beams fork, so their histories change
             beams: list[list[int]] = tokens[lines, :length].tolist()
             return beams
@@ -109,9 +109,9 @@ class ProcessedSequence:
 class Rows:
     """The rows of one step that share a processor; each beam has a row.
 
-    `logits` float32 `[S, vocab]` are the logits of the whole step. The processor changes the rows
-    `index` `[n]` in place. Each row's history is in its line of `tokens` int32 `[num_lines,
-    max_seq_len]`; `lines` `[n]` has the lines, and `lengths` `[n]` the numbers of tokens.
+    `logits` float32 `[S, vocab]` are the logits of all rows of the step. The processor changes the
+    rows at the indices `index` `[n]` in place. The history of row i of these is the first
+    `lengths[i]` tokens in line `lines[i]` of `tokens` int32 `[num_lines, max_seq_len]`.
     `token_tensor` is `tokens` on the device of the logits.
     """
 
@@ -150,7 +150,7 @@ class RowProcessor(ABC):
 
     @abstractmethod
     def open(self, num_lines: int, stream: Stream | None) -> RowSession:
-        """Open a session for a manager of `num_lines` lines; called on its loop thread.
+        """Open a session for a manager of `num_lines` lines; called on the manager's loop thread.
 
-        The logits are on the device of `stream`, or on the CPU if it is None.
+        The logits are on the device of `stream`, or on the CPU if `stream` is None.
         """

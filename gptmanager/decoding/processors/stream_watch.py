@@ -16,15 +16,15 @@ from torch import Tensor
 from gptmanager.kernels.torch_operations import TorchOperations
 
 _HELD_CYCLES = 500_000_000  # cycles of the device's clock, about a quarter of a second
-_SETTLED_S = 0.02  # work on other streams has finished by then
+_SETTLED_S = 0.02  # seconds; work on other streams has finished by then
 
 
 def watched(call: Callable[[], Any], logits: Tensor) -> tuple[Any, str]:
-    """Call `call`; return its result, and a description of work it did on another stream, or ''.
+    """Return the result of `call()`, and a description of its work on another stream, or ''.
 
-    torch's operations are inspected one by one. Operations of other libraries (CuPy) are found by
-    their effect: the model's stream is busy during the call, so only work on another stream can
-    change the logits. On the CPU the description is ''.
+    torch's operations are inspected one by one. Operations of other libraries, such as CuPy, are
+    found by their effect: the model's stream is busy during the call, so only work on another
+    stream can change the logits. On the CPU the description is ''.
     """
     device = logits.device
     if device.type != "cuda":

@@ -1,14 +1,14 @@
 """`BeamSearch`: which beams of a request stay live, which have ended, and when the search is over.
 
-It decides from the best continuations of each live beam and their log probabilities (the
-candidates), which the executor computes. It knows nothing of tensors, blocks and logits.
+The input is the candidates: the best continuations of each live beam and their log probabilities,
+which the executor computes. This module knows nothing of tensors, blocks and logits.
 
 The search works like transformers' `generate(num_beams=W, do_sample=False)`. In each step all
 continuations of live beams are ranked. A continuation that ends and is among the best W becomes an
 ended beam; the W ended beams with the best scores are kept. The best W continuations that do not
-end stay live. score = cumulative log probability / generated ** len_penalty. Sums are in single
-precision, as in transformers. Each beam provides W candidates, plus one for each token that can end
-it, so that W beams can always stay live.
+end stay live. score = cumulative log probability / number of generated tokens ** len_penalty. Sums
+are in single precision, as in transformers. Each beam provides W candidates, plus one for each
+token that can end the beam, so that W beams can always stay live.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ class BeamParams:
     """The options of a request's beam search.
 
     `early_stopping` decides when the search is over, once W beams have ended. With 1, it is over at
-    once. With 0, it is over when no live beam can score better than the worst ended one at its
-    present length. With any other value, it is over when no live beam can do so at any length that
-    it may reach. `num_results` of the W beams are returned, by default all. With `sampled`, each
-    beam is sampled independently, without a search.
+    once. With 0, it is over when no live beam, at its present length, can score better than the
+    worst ended beam. With any other value, it is over when no live beam can score better than the
+    worst ended beam at any length that the live beam may reach. `num_results` of the W beams are
+    returned, by default all. With `sampled`, each beam is sampled independently, without a search.
     """
 
     width: int
@@ -135,8 +135,8 @@ class BeamSearch:
     def hypotheses(self, reason: FinishReason | None = None) -> list[Hypothesis]:
         """Return the results, best first.
 
-        With a `reason`, live beams are cut off for this reason and ranked among the ended ones.
-        Without one, live beams follow the ended ones.
+        With a `reason`, live beams are cut off for this reason and ranked among the ended beams.
+        Without a reason, live beams follow the ended beams.
         """
         live = [
             self._hypothesis(node, total, reason or FinishReason.LENGTH, node.length)
@@ -162,7 +162,7 @@ class BeamSearch:
         return min([common, *ends])
 
     def stable_path(self) -> list[BeamNode]:
-        """Return a beam that begins with all stable tokens: the best live one, or an ended one."""
+        """Return a beam with all stable tokens: the best live beam, or else an ended beam."""
         node = self.live[0] if self.live else self.ended[0].node
         return node.path()
 
@@ -216,7 +216,7 @@ class BeamSearch:
             )
 
     def extend(self, beam: int, token: int, log_prob: float) -> tuple[BeamNode, End | None]:
-        """Return the node of `token` after a beam, and its end, if it ends there."""
+        """Return the node of `token` after a beam, and the end of the beam if it ends there."""
         parent = self.live[beam] if self.live else None
         before = 0 if parent is None else parent.stop_state
         stop_state, end = self.end_rule.find(before, token, self.length + 1)
@@ -253,9 +253,10 @@ class BeamSearch:
 class ParallelSampling(BeamSearch):
     """Several independently sampled sequences of one prompt, without a search.
 
-    To the loop and the KV cache they are beams that fork after the prompt and never again. Each
-    beam has one candidate per step, its sampled token. An ended sequence keeps its beam until all
-    have ended, and tokens sampled after its end are ignored. Results are in the order of the beams.
+    To the loop and the KV cache the sequences are beams that fork after the prompt and never again.
+    Each beam has one candidate per step, its sampled token. An ended sequence keeps its beam until
+    all have ended, and tokens sampled after its end are ignored. Results are in the order of the
+    beams.
     """
 
     def restart(self) -> None:

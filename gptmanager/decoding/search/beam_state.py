@@ -1,7 +1,7 @@
 """The beams of a request as data, and how a search is restored from them.
 
-Beams share nodes, which are linked to their parents. In the data the nodes are numbered, parents
-first.
+Beams share nodes, and each node is linked to its parent. In the data, nodes have numbers, and a
+parent has a smaller number than its children.
 """
 
 from __future__ import annotations
@@ -30,7 +30,10 @@ class BeamNodeState(NamedTuple):
 
 
 class BeamEndState(NamedTuple):
-    """The state of a beam that has ended. `beam` is its index in a `ParallelSampling`, else -1."""
+    """The state of a `Hypothesis`.
+
+    `node` is the number of its node. `beam` is its index in a `ParallelSampling`, otherwise -1.
+    """
 
     node: int
     reason: FinishReason
@@ -41,8 +44,8 @@ class BeamEndState(NamedTuple):
 class BeamState(NamedTuple):
     """The state of a `BeamSearch`; `live` has the number of each live beam's node.
 
-    `log_probs` has a value for each of `nodes`, `cum_log_probs` and `parents` for each of `live`,
-    `ended_sums` and `scores` for each of `ended`.
+    `log_probs` has one value per element of `nodes`, `cum_log_probs` and `parents` per element of
+    `live`, `ended_sums` and `scores` per element of `ended`.
     """
 
     nodes: tuple[BeamNodeState, ...]
@@ -58,7 +61,7 @@ class BeamState(NamedTuple):
 
 
 def beam_state(search: BeamSearch) -> Any:
-    """Return a `BeamState` as a `Deferred`. It can be made later, because nodes never change."""
+    """Return a `Deferred` that makes the `BeamState` later: nodes never change."""
     ended = list(search.ended)
     beams = [-1] * len(ended)
     if isinstance(search, ParallelSampling):

@@ -32,11 +32,11 @@ from gptmanager.step import BeamCandidates, SequenceStart
 class DeviceChooser(TokenChooser):
     """Enqueues the kernels that choose a step's tokens.
 
-    The tokens are written to the inputs of the next step without leaving the device. Tokens are
-    chosen on the CPU if a beam needs more than MAX_CONTINUATIONS candidates, or if drafts must be
-    verified one by one. This is necessary for the drafts of a request with a logits post-processor,
-    and for drafts that the host sampled from the logits of its own draft model. A line is the index
-    of a sequence, or of one of its beams, in the tables; see `Lines`.
+    The tokens are written to the inputs of the next step without leaving the device. The tokens of
+    a step are chosen on the CPU if a beam needs more than MAX_CONTINUATIONS candidates, or if
+    drafts must be verified one by one. Drafts must be verified one by one if their request has a
+    logits post-processor, or if the host sampled them from the logits of its own draft model. A
+    line is the index of a sequence, or of one of its beams, in the tables; see `Lines`.
     """
 
     _tables: DeviceTables
@@ -167,7 +167,7 @@ class DeviceChooser(TokenChooser):
                 each, most_top = np.maximum(each, top.wanted), top.most
             most = int(each.max(initial=0))
         tables, upload = self._tables, self._uploads.upload
-        tables.flush(upload)  # the histories of the beams that `_prepare` has just forked
+        tables.flush(upload)  # uploads the histories of beams that `_prepare` has forked
         is_single = np.ones(len(rows.lines), dtype=np.bool_)
         if inputs is None:
             cells = tables.cells(rows.lines, rows.positions)
@@ -175,7 +175,7 @@ class DeviceChooser(TokenChooser):
             if self.lines.max_beam_width > 1:
                 widths = np.array([row.beam_width for row in rows.rows], dtype=np.int64)
                 is_single = widths.repeat(np.diff(rows.firsts)) == 1
-                # written to the unused last cell, because the next beam fork writes these tokens
+                # tokens of beams go to the unused last cell: the next beam fork writes them
                 cells[~is_single] = tables.tokens.size
             if most:
                 arrays.append(each)

@@ -24,14 +24,14 @@ SPAN = 64
 
 
 class AttentionTask(ctypes.Structure):
-    """Addresses, sizes in elements, and `scratch_bytes` for each thread.
+    """Addresses, sizes in elements, and the number of `scratch_bytes` of each thread.
 
     `dtype` is the dtype of `q` and `result`. Keys and values have `page_dtype`, with `item_bytes`
-    per element. With `window` 0, all earlier positions are seen; the first `sink` positions always
-    are. If `chunked`, windows begin at multiples of `window`. `sinks` has, in `sink_dtype`, a score
-    without a value for each head; 0 means none. With `softcap` 0, scores are not limited. `page_of`
-    explains `page_tokens`. With `token_major`, the keys of a page are `[tokens, head_dim]`, and are
-    transposed when they are read.
+    per element. With `window` 0, a token sees all earlier positions. With a window, it also sees
+    the first `sink` positions. If `chunked`, windows begin at multiples of `window`. `sinks` is the
+    address of a score for each head, in `sink_dtype`, that has no value; 0 means no such scores.
+    With `softcap` 0, scores are not limited. `page_of` explains `page_tokens`. With `token_major`,
+    the keys of a page are `[tokens, head_dim]`, and are transposed when they are read.
     """
 
     _fields_ = task_fields(
@@ -47,7 +47,7 @@ TASK = np.dtype(AttentionTask)
 
 @register_jitable(error_model="numpy")
 def padded(size: int) -> int:
-    """`size` rounded up to whole vectors."""
+    """`size` rounded up to a multiple of LANES."""
     return (size + LANES - 1) // LANES * LANES
 
 
@@ -61,7 +61,7 @@ def page_of(tokens_per_block: int, token_major: bool, blocks_per_sequence: int) 
     """Return how many positions are read as one page: usually all positions of a block.
 
     With token-major keys, a block of more than SPAN positions is read as pages of SPAN positions,
-    if SPAN divides it or a sequence has only one block.
+    if SPAN divides the size of the block or a sequence has only one block.
     """
     fits = blocks_per_sequence == 1 or tokens_per_block % SPAN == 0
     return min(SPAN, tokens_per_block) if token_major and fits else tokens_per_block
@@ -126,8 +126,8 @@ def _page_fields(
 ) -> Task:
     """Return a task with the fields that describe pages.
 
-    Each block must be contiguous; its keys may be `[K, B, D]`. There may be gaps between blocks, if
-    the stride is the same for keys and values. Raises TypeError for other layouts.
+    Each block must be contiguous; in memory, its keys may also be `[K, B, D]`. There may be gaps
+    between blocks if keys and values have the same stride. Raises TypeError for other layouts.
     """
     num_blocks, num_kv_heads, head_dim, tokens_per_block = shape
     block = torch.empty_strided((1, *shape[1:]), key_strides, dtype=key_dtype, device="meta")

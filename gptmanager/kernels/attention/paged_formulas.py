@@ -1,6 +1,6 @@
-"""The formulas of attention over pages in torch: reading, writing and mixing of keys and values.
+"""Attention over pages in torch: formulas to write, read and combine keys and values.
 
-Letters for sizes are explained in `reference`.
+The module `reference` explains the letters for sizes.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from gptmanager.kernels.attention.attention_arguments import AttentionShape, Pag
 
 
 def widened(x: Tensor) -> Tensor:
-    """Return `x` in the dtype of arithmetic: float64 stays, all others become float32."""
+    """Return `x` in the dtype of arithmetic: float64 if `x` is float64, otherwise float32."""
     return x if x.dtype is torch.float64 else x.float()
 
 
@@ -28,11 +28,11 @@ def cells(rows: RowSpans, num_tokens: int, tokens_per_block: int) -> tuple[Tenso
 
 
 def write_heads(pages: Pages, block: Tensor, offset: Tensor, k: Tensor, v: Tensor) -> None:
-    """Write the keys and values `[T, K, D]` of tokens to `block` and `offset` (see `cells`)."""
+    """Write the tokens' keys and values `[T, K, D]` at `block` and `offset` (see `cells`)."""
     keys, values, scales, is_once = pages
     if scales is not None:
         k, v = (to_fp8(it, own) for it, own in zip((k, v), scales, strict=True))
-        keys, values = (keys.view(torch.uint8), values.view(torch.uint8))  # torch can index it
+        keys, values = (keys.view(torch.uint8), values.view(torch.uint8))  # torch cannot index float8
     keys[block, :, :, offset] = k.to(keys.dtype)
     if not is_once:
         values[block, :, offset, :] = v.to(values.dtype)
@@ -92,7 +92,7 @@ def take(pages: Tensor, block: Tensor, offset: Tensor) -> Tensor:
 def to_fp8(heads: Tensor, scales: Tensor) -> Tensor:
     """Return `heads [T, K, D] / scales [K]` as the bytes of float8_e4m3fn.
 
-    Values are clamped, because torch would convert larger ones to NaN.
+    Values are clamped, because torch would convert values beyond the range of float8 to NaN.
     """
     limit = torch.finfo(torch.float8_e4m3fn).max
     scaled = (heads / scales[:, None]).clamp(-limit, limit)
@@ -100,7 +100,10 @@ def to_fp8(heads: Tensor, scales: Tensor) -> Tensor:
 
 
 def rotate(heads: Tensor, cos_sin: Tensor) -> Tensor:
-    """Return `heads [T, *, D]` rotated by `cos_sin [T, 1, N]`, dimension i with i + N / 2."""
+    """Return `heads [T, *, D]` rotated by `cos_sin [T, 1, N]`.
+
+    Dimension i < N / 2 is rotated with dimension i + N / 2. Dimensions from N on are unchanged.
+    """
     half = cos_sin.shape[-1] // 2
     cos, sin = cos_sin[..., :half], cos_sin[..., half:]
     a, b, rest = heads.tensor_split((half, 2 * half), dim=-1)

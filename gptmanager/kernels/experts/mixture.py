@@ -29,7 +29,7 @@ class ExpertOps(Protocol):
 
 
 class ExpertMatrices(NamedTuple):
-    """The experts of this rank: `count` from number `first` on, one after another in each matrix.
+    """The `count` experts of this rank, from number `first` on, one below another in each matrix.
 
     `up` is `[count * U, C]` and `down` is `[count * C, F]`. U is F, or 2F if `gated`: the rows of
     an expert's gate, then the rows of its up projection. `up_bias [count * U]` and

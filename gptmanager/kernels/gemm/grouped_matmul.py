@@ -1,7 +1,8 @@
 """Many matmuls as one task, so that threads wait for each other once and not after every matmul.
 
-The threads run the matmuls in the same order. Each uses a copy of the matmul's task with scratch
-memory of its own, and claims parts from the matmul's counter, which all threads share.
+All threads go through the matmuls in the same order. For each matmul, a thread fills its own copy
+of the matmul's task, which has scratch memory of its own. Then it claims parts of the matmul from
+the matmul's counter, which all threads share.
 """
 
 # mypy: allow-untyped-calls
@@ -19,16 +20,16 @@ from gptmanager.kernels.simd.threads import NEXT_PART, NEXT_THREAD, task_fields
 
 
 class GroupTask(ctypes.Structure):
-    """Matmuls by `body`, each with consecutive rows of `x` and one of several matrices.
+    """Matmuls by `body`, each of consecutive rows of `x` with one of several matrices.
 
-    `given` is the address of int64 numbers: the number of matmuls, then for each of them the index
+    `given` is the address of int64 numbers: the number of matmuls, then for each matmul the index
     of its matrix, its number of rows, and its first row. `counters` is the address of int64 zeros,
     one for each matmul. `copies` is the address of memory for one `MatmulTask` per thread. `tails`
     is the address of the values of `MatmulTask.tail` for 0 to 15 rows. `scratch_bytes` is the size
-    of a thread's scratch; the other fields that end in `_bytes` are the distances from one row or
-    matrix to the next. Matmuls of up to `streamed_rows` rows are divided into about
-    `streamed_parts` parts in all; other matmuls have a part for each group of panels and chunk of
-    rows. The fields up to `bias_bytes` depend on the call.
+    of a thread's scratch memory. The other fields that end in `_bytes` are the distances from one
+    row, or from one matrix, to the next. If all matmuls have up to `streamed_rows` rows, they are
+    divided into about `streamed_parts` parts in all. A matmul with more rows has a part for each
+    group of panels and chunk of rows. The fields up to `bias_bytes` depend on the call.
     """
 
     _fields_ = task_fields(
@@ -56,7 +57,7 @@ _ROWS, _NUM_CHUNKS, _PART_GROUPS, _TAIL, _MATRIX, _SCALES, _GROUPS = map(
 
 @loop
 def _move(shared: int, own: int, field: int, distance: int) -> None:
-    """Set an address of a thread's task to the shared task's address plus a distance."""
+    """Set an address in a thread's task to the same address in the shared task plus a distance."""
     put_long(own, field, get_long(shared, field) + distance)
 
 

@@ -1,4 +1,4 @@
-"""Register tiles of matmuls of few rows with a packed int8 matrix, in int16 arithmetic.
+"""Register tiles of int16 matmuls: a few rows times a packed int8 matrix.
 
 The rows are int16, from `quantized_activations`. Sums over up to `MAX_POSITIONS` positions are
 exact. An element of the result does not depend on the number of rows.
@@ -34,7 +34,7 @@ from gptmanager.kernels.simd.lanes import (
     spread,
 )
 
-FEW_ROWS = 4  # up to here an int8 matmul is limited by memory bandwidth
+FEW_ROWS = 4  # with at most so many rows, memory bandwidth limits an int8 matmul
 INT16_DEPTH = 4  # positions in a step
 _TWO_SHORTS = ir.VectorType(ir.IntType(16), 2 * LANES)
 

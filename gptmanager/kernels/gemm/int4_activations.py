@@ -1,9 +1,9 @@
 """Quantizes rows of activations in groups of 32 elements, for matmuls with 4-bit matrices.
 
-Each group has a factor of its own, the scale of its integers, so that a large element costs
-precision only within its group. A row has a block of memory for each group, or planes for a matrix
-unit (Intel AMX). An element is stored in one byte (one "level"), or in two if rows are few: the
-signed upper byte of an int16, and the signed rest.
+Each group has its own factor, the scale of its integers, so that a large element costs precision
+only within its group. A row is stored as one block of memory for each group or, for a matrix unit
+(Intel AMX), as planes: all integers, all factors, all sums. An element is stored in one byte (one
+"level"), or in two if rows are few: the signed upper byte of an int16, and the signed rest.
 """
 
 # mypy: allow-untyped-calls

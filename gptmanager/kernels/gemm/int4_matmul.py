@@ -28,12 +28,12 @@ from gptmanager.kernels.gemm.matrix_tiles import over_rows, release
 from gptmanager.kernels.simd.lanes import LANES, claim, loop, loop_named, task_at
 from gptmanager.kernels.simd.threads import NEXT_PART
 
-FEW_ROWS = 8  # up to this number of rows, each thread quantizes all of them, to 16 bits
+FEW_ROWS = 8  # up to this number of rows, each thread quantizes all rows itself, to int16
 _multiply_lanes = over_rows("float32")
 
 
 def few_scratch_bytes(depth: int) -> int:
-    """Return the size in bytes of the blocks of FEW_ROWS rows, in scratch."""
+    """Return the bytes of scratch that FEW_ROWS rows take, quantized to int16 blocks."""
     return FEW_ROWS * depth // GROUP * block_bytes(2)
 
 
@@ -45,7 +45,7 @@ def scales_of(t: Any, panel: int) -> int:
 
 @loop
 def _widen(t: Any, target: int, panel: int, first: int, count: int) -> None:
-    """Widen `count` positions of a panel, from `first` on, to float32 at `target`."""
+    """Widen the columns `first` to `first + count` of a panel to float32 at `target`."""
     values, scales = panel + first // GROUP * GROUP_BYTES, scales_of(t, panel)
     scales += first // GROUP * SCALE_BYTES
     for n in range(count // GROUP):
@@ -89,8 +89,9 @@ def _share_by_lanes(t: Any, address: int) -> None:
 def _share_by_dots(levels: int, is_wide: bool) -> Any:
     """Return a function that computes the parts that a thread claims, by dot products of bytes.
 
-    With one level, `x` is already quantized. With two levels, rows are few and each thread
-    quantizes all of them, which is faster than waiting for one thread.
+    `levels` is the number of bytes of a quantized element of `x`. With one level, `x` is already
+    quantized to int8. With two levels, there are at most FEW_ROWS rows, and each thread quantizes
+    all rows to int16 itself, which is faster than waiting for one thread to do so.
     """
     many = (4 if is_wide else 2) if levels == 2 else (6 if is_wide else 4)
     across = 2 if is_wide else 1
@@ -142,7 +143,7 @@ def _share_by_dots(levels: int, is_wide: bool) -> Any:
 def _share_by_unit(t: Any, address: int) -> None:
     """Compute the parts that a thread claims, with the matrix unit (Intel AMX).
 
-    Panels are first widened to bfloat16.
+    The panels are first widened to bfloat16.
     """
     scratch, counter = begin(t, address)
     w0, size, held = scratch + SCRATCH_BYTES, 2 * LANES * t.depth, -1
@@ -175,7 +176,7 @@ def multiply_int4(address: int) -> None:
 
 
 def multiply_int4_by_int16(address: int) -> None:
-    """Multiply few rows, which are quantized to int16, with a 4-bit matrix."""
+    """Multiply at most FEW_ROWS rows, quantized to int16 here, with a 4-bit matrix."""
     _by_int16(task_at(address, MATMUL_TASK), address)
 
 

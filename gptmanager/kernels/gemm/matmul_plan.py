@@ -1,6 +1,6 @@
 """`MatmulPlan`: everything in a matmul that depends only on its matrix, decided once.
 
-The functions select the instructions, and decide whether packing pays on this machine.
+The functions select the machine code for this processor, and decide whether packing pays on it.
 """
 
 from __future__ import annotations
@@ -55,11 +55,11 @@ _kept: list[Any] = []  # owns memory that tasks refer to by address
 
 
 class _Rows(NamedTuple):
-    """The rows of activations that a variant reads."""
+    """The format of the rows of activations that a variant reads, and the scratch memory it needs."""
 
     dtype: torch.dtype
     scratch_bytes: int  # per thread
-    row_bytes: int = 0  # bytes of a quantized row
+    row_bytes: int = 0  # bytes of a quantized row, or 0 if rows are not quantized
 
 
 class _Variant(NamedTuple):
@@ -72,7 +72,7 @@ class _Variant(NamedTuple):
 
 
 class Instructions(NamedTuple):
-    """Machine code that computes matmuls, and the rows that it reads."""
+    """Machine code that computes matmuls, and the format of the rows that it reads."""
 
     most_rows: int
     body: int  # address of the machine code
@@ -87,17 +87,17 @@ class MatmulPlan(NamedTuple):
 
     task: MatmulTask  # without the fields that depend on a call
     columns: int  # columns of the result
-    depth: int  # elements of a row, including padding
+    depth: int  # elements of a row of the matrix, including padding
     num_groups: int
-    work: int  # multiplications per row
-    instructions: tuple[Instructions, ...]  # those for the fewest rows first
+    work: int  # multiplications per row of activations
+    instructions: tuple[Instructions, ...]  # in ascending order of `most_rows`
 
     def for_rows(self, num_rows: int) -> Instructions:
         return next(it for it in self.instructions if num_rows <= it.most_rows)
 
 
 def plan_matmul(matrix: PackedMatrix, *, silu: bool, deterministic: bool) -> MatmulPlan:
-    """Return the plan for `matrix`, and compile what it needs.
+    """Return the plan for `matrix`, and compile the machine code that it needs.
 
     If `deterministic`, the bits of a row of the result do not depend on the number of rows.
     """
@@ -139,7 +139,7 @@ def _scale_fields(matrix: PackedMatrix) -> dict[str, int]:
 
 
 def _variants(stored: torch.dtype, deterministic: bool) -> list[_Variant]:
-    """Return the variants for matrices stored as `stored`, those for the fewest rows first."""
+    """Return the variants for matrices stored as `stored`, in ascending order of `most_rows`."""
     if stored is torch.bfloat16 and (has_matrix_unit() or has_fast_pairs()):
         body = bodies.multiply_by_unit if has_matrix_unit() else bodies.multiply_pairs
         return [_Variant(ANY_ROWS, body, _read_pairs)]
@@ -225,10 +225,10 @@ def matmul_bodies(stored: torch.dtype, deterministic: bool) -> list[Callable[[in
 
 
 def can_be_packed(dtype: torch.dtype, quantized: Quantized | None = None) -> bool:
-    """Return whether matrices of `dtype` are packed, which needs a dtype in `DTYPES`.
+    """Return whether matrices of `dtype` are packed.
 
-    int8 matrices are then always packed, int4 matrices if the processor can convert float16, and
-    others if packing pays.
+    If `dtype` is not in `DTYPES`, they are not. Otherwise int8 matrices are packed, int4 matrices
+    if the processor can convert float16, and matrices that are not quantized if packing pays.
     """
     if quantized == "int4":
         return dtype in DTYPES and HAS_FLOAT16
@@ -239,8 +239,8 @@ def can_be_packed(dtype: torch.dtype, quantized: Quantized | None = None) -> boo
 def registers(rows: int) -> int:
     """Return the address of three configurations of the matrix unit (Intel AMX).
 
-    They are for `rows` rows of x: the first for `unit_tile`, the second for `stretch_tile`, and the
-    third for `groups_tile`.
+    All three are for `rows` rows of x. The first is for `unit_tile`, the second for
+    `stretch_tile`, and the third for `groups_tile`.
     """
     tables = b""
     for num_rows, x_bytes, matrix_rows in ((5, 64, 16), (6, 64, 16), (5, 32, 8)):
@@ -262,10 +262,10 @@ def all_registers() -> int:
 
 @functools.cache
 def packing_pays() -> bool:
-    """Return whether packed matmuls are faster than torch's, as they are with 8-lane FMA.
+    """Return whether packed matmuls are faster than torch's: true with AVX2 and FMA.
 
-    This is not measured, because a measurement on a busy machine is sometimes wrong. Results would
-    then differ in bits from run to run on the same machine.
+    The speed is not measured, because a measurement on a busy machine is sometimes wrong. A wrong
+    choice would change the bits of results from run to run on the same machine.
     """
     features = binding.get_host_cpu_features()
     pays = bool(features.get("avx2") and features.get("fma"))

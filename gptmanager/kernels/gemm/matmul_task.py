@@ -27,14 +27,18 @@ class MatmulTask(ctypes.Structure):
     """Addresses (or 0), sizes (of scratch in bytes), and the layout of a group of panels.
 
     The fields up to `tail` depend on the call. `x` has `depth` elements per row: float32, or
-    bfloat16 for pairs and the bfloat16 matrix unit. Functions that quantize `x` to int16 themselves
-    read it in `dtype`, the dtype of `result`; otherwise quantized rows are passed as `x`. A part
-    has `part_groups` groups. `num_groups` is the number of all groups. It is also the distance in
-    panels from the first to the second panel of a group, and from the third to the fourth; `second`
-    is the distance from the first to the third. With `silu`, the SiLU of the first and second
-    panels' sums is multiplied by the sums of the third and fourth. `positions` is the number of
-    positions of a row that are adjacent in a panel (not used for 4 bits), and `position_bytes` the
-    size of one position of all rows of a panel. `full` and `tail` are the addresses of the
+    bfloat16 for dot products of pairs and for the bfloat16 matrix unit. Functions that quantize `x`
+    to int16 themselves read `x` in `dtype`, the dtype of `result`. Other functions that multiply
+    integers get rows in `x` that are already quantized.
+
+    A part has `part_groups` groups. `num_groups` is the number of all groups, and also the distance
+    in panels from the first to the second panel of a group, and from the third to the fourth.
+    `second` is the distance in panels from the first to the third panel of a group. With `silu`,
+    the SiLU of the first and second panels' sums is multiplied by the sums of the third and fourth.
+    `positions` is the number of positions of a row that are adjacent in a panel (not used for 4
+    bits), and `position_bytes` the size of one position of all rows of a panel.
+
+    `full` and `tail` are the addresses of the
     configurations of the matrix unit (Intel AMX) for sixteen rows and for the remaining rows.
     `groups` is the address of the float16 scales of a 4-bit matrix, and `minima` the distance in
     bytes from the scales to the minima, or 0 without minima. `counter` is the address of the task
@@ -93,7 +97,7 @@ def finish(t: Any, c: int, group: int, first_row: int, rows: int) -> None:
 
 @loop
 def panel(t: Any, number: int) -> int:
-    """Return the address of a panel; for a number beyond the last one, of the last panel."""
+    """Return the address of a panel; if `number` is beyond the last panel, of the last."""
     address = t.matrix + min(number, t.num_panels - 1) * t.depth * t.position_bytes
     return int(address)
 

@@ -1,7 +1,7 @@
 """Register tiles of matmuls with a packed matrix, for each stored dtype of the matrix.
 
-Each element is one chain of additions along the depth, so its bits do not depend on the division
-into tiles. A panel of a packed matrix has sixteen interleaved rows: see `PackedMatrix`.
+Each element of a result is one chain of additions along the depth, so its bits do not depend on the
+division into tiles. A panel of a packed matrix has sixteen interleaved rows: see `PackedMatrix`.
 """
 
 # mypy: allow-untyped-calls
@@ -38,12 +38,13 @@ from gptmanager.kernels.simd.lanes import (
 from gptmanager.kernels.simd.pairs import add_pairs, is_amd
 
 PANELS = 4  # panels of a tile: enough sums to hide the latency of additions even with one row
-# How many bytes ahead in a panel we prefetch, which is further than the processor's prefetcher
-# does, and the cache level (3: L1, 2: L2). AMD's processors can have few lines in flight to the L1
-# cache, but more to L2; on Intel's, L1 was faster.
+# The distance in bytes at which we prefetch from a panel (further ahead than the processor's own
+# prefetcher), and the cache level of the prefetch (3: L1, 2: L2). AMD's processors can have fewer
+# lines in flight to L1 than to L2. On Intel's processors, L1 was faster.
 AHEAD, _NEAR = (1024, 2) if is_amd() else (2048, 3)
-# Rows of a tile -> the number of panels with sums that fit into registers. There are 32 registers
-# of 512 bits, or 16 of 256 bits, where a vector takes two.
+# Rows of a tile -> the number of panels that are computed at a time, so that their sums fit into
+# registers. There are 32 registers of 512 bits, or 16 of 256 bits. With 256 bits, a vector of
+# sixteen floats takes two registers.
 _ACROSS = dict.fromkeys((1, 2, 4, 6), PANELS) if WIDE > 1 else {1: 4, 2: 2, 4: 1, 6: 1}
 _HALVES = ir.VectorType(ir.HalfType(), LANES)
 
@@ -51,10 +52,10 @@ _HALVES = ir.VectorType(ir.HalfType(), LANES)
 class Format(NamedTuple):
     """The instructions that read and multiply a stored dtype.
 
-    `kind` is the type of one load from a panel, which has `positions` positions of the depth, or
-    for "bfloat16 pairs" that number of pairs. `widen` converts one of them to a vector of factors.
-    `left` is the type of one load from a row. `add(builder, left, right, total)` returns the new
-    total; all are vectors.
+    `kind` is the type of one load from a panel. `positions` is the number of positions of the depth
+    in one load (for "bfloat16 pairs": the number of pairs). `widen(builder, loaded, n)` returns
+    position or pair `n` of a load as a vector of factors. `left` is the type of one load from a
+    row. `add(builder, left, right, total)` returns the new total. All of these are vectors.
     """
 
     kind: Any
@@ -182,7 +183,7 @@ def widen_panel(dtype: str) -> Any:
 def over_rows(dtype: str) -> Any:
     """Return a function like the result of `tile`, but for any number of rows.
 
-    It uses tiles of six rows, and then of four, two and one.
+    The function uses tiles of six rows, and then of four, two and one for the remaining rows.
     """
     six, four, two, one = (tile(rows, dtype, _ACROSS[rows]) for rows in (6, 4, 2, 1))
     name = dtype.replace(" ", "_")
@@ -212,7 +213,7 @@ def over_rows(dtype: str) -> Any:
 
 
 # The matrix unit of some processors (Intel's AMX): eight registers of 16 rows of 64 bytes. A
-# configuration says how many rows and bytes each of them has.
+# configuration says how many rows, and how many bytes per row, each register has.
 CONFIGURATION_BYTES = 64
 _BYTE = ir.IntType(8)
 
@@ -257,8 +258,8 @@ def unit_tile(down: int) -> Any:
     """Return an intrinsic that computes `16 * down` x 64 elements of a bfloat16 matmul.
 
     `down` is 1 or 2. The intrinsic's arguments are the same as in `tile`, but `a_stride` is in
-    elements, `a` is bfloat16, and a step is 32 positions. The first registers hold sums, the next
-    ones a, and the last ones b.
+    elements, `a` is bfloat16, and a step is 32 positions. The first four registers hold sums,
+    the next `down` hold a, and the rest hold b.
     """
     across = PANELS // down
     lefts, rights = range(PANELS, PANELS + down), range(PANELS + down, 8)

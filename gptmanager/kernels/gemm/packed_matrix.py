@@ -1,9 +1,9 @@
 """`PackedMatrix`: a weight of the network in the order in which matmuls read it.
 
-Sixteen rows make a panel, through which a matmul streams: `values` is `[panels, depth, 16, 1]`. For
-bfloat16 it is `[panels, depth / 2, 16, 2]`, and for int8 `[panels, depth / 4, 16, 4]`, so that an
-instruction reads 32 bits of each row. Rows and positions that pad the last panel and the depth are
-zero.
+Sixteen rows make a panel, through which a matmul streams. For float32 and float16, `values` is
+`[panels, depth, 16, 1]`. For bfloat16, `values` is `[panels, depth / 2, 16, 2]`, and for int8
+`[panels, depth / 4, 16, 4]`, so that an instruction reads 32 bits of each row. The rows that pad
+the last panel, and the positions that pad the depth, are zero.
 """
 
 from __future__ import annotations
@@ -44,10 +44,10 @@ class Panels(NamedTuple):
 class PackedMatrix:
     """A matrix `[rows, columns]` of float32, bfloat16 or float16.
 
-    It is not a tensor: `copy_` writes it, and `unpacked` reads it. A `quantized` matrix is stored
-    as int8 with one scale per row. The largest magnitude of a row becomes 127, so `copy_` needs
-    whole rows, even to write only some of their columns. `shape` and `dtype` describe the unpacked
-    matrix.
+    This object is not a tensor: `copy_` writes it, and `unpacked` reads it. If `quantized`, the
+    matrix is stored as int8 with one scale per row. The largest magnitude of a row becomes 127, so
+    `copy_` needs whole rows, even to write only some of their columns. `shape` and `dtype` describe
+    the unpacked matrix.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class PackedMatrix:
             self.depth = -(-columns // unit_depth) * unit_depth
         panels = -(-rows // PANEL_ROWS)
         self.values = zeros((panels, self.depth // group, PANEL_ROWS, group), stored)
-        self.plans: dict[Any, Any] = {}  # `CpuKernels` derives them from the shape and addresses
+        self.plans: dict[Any, Any] = {}  # `CpuKernels` makes them from shape and addresses
         self._parts: tuple[Matrix, ...] = ()
         self.scales = torch.zeros(panels * PANEL_ROWS, dtype=torch.float32) if quantized else None
 
@@ -99,7 +99,7 @@ class PackedMatrix:
         return Panels(self.values, self.scales)
 
     def adopt(self, panels: Panels) -> bool:
-        """Use this storage from now on. If its shape, dtype or device differs, return False."""
+        """Use `panels` as the storage; return False if their shape, dtype or device differs."""
         for own, other in ((self.values, panels.values), (self.scales, panels.scales)):
             if own is None or own.dtype != other.dtype or own.shape != other.shape:
                 return False
@@ -112,7 +112,7 @@ class PackedMatrix:
     def parts(self, count: int) -> tuple[Matrix, ...]:
         """Split the matrix into `count` matrices with equal numbers of rows.
 
-        They are views if each consists of whole panels, otherwise unpacked copies.
+        The parts are views if each part consists of whole panels, otherwise unpacked copies.
         """
         size = len(self) // count
         if size % PANEL_ROWS:

@@ -1,6 +1,6 @@
 """Small matmuls for compiled code: register tiles, and a loop over them.
 
-The bits of an element do not depend on the division into tiles.
+The bits of a result's element do not depend on how the result is divided into tiles.
 """
 
 from __future__ import annotations
@@ -40,7 +40,10 @@ Step = Callable[[Any, Sequence[Any]], Sequence[Any]]
 
 
 def repeat(builder: Any, count: Any, initial: Sequence[Any], step: Step) -> Sequence[Any]:
-    """Return the values after `count` >= 1 steps `values = step(index, values)`, in registers."""
+    """Emit a loop of `count` >= 1 steps `values = step(index, values)`. Return the last values.
+
+    The values start as `initial`, and stay in registers.
+    """
     before, body = builder.block, builder.append_basic_block("step")
     builder.branch(body)
     builder.position_at_end(body)
@@ -66,7 +69,7 @@ _INTERLEAVED = _LOW_AND_HIGH[:LANES], _LOW_AND_HIGH[LANES:]
 def _shuffled(
     builder: Any, vectors: Sequence[Any], orders: tuple[list[int], list[int]]
 ) -> list[Any]:
-    """Shuffle each pair of vectors to two vectors: `orders` has the source lanes of each."""
+    """Shuffle each pair of vectors into two new ones. `orders` has the source lanes of each."""
     masks = [ir.Constant(INDICES, order) for order in orders]
     pairs = zip(vectors[::2], vectors[1::2], strict=True)
     return [builder.shuffle_vector(*pair, mask) for pair in pairs for mask in masks]
@@ -75,12 +78,14 @@ def _shuffled(
 def tile(rows: int, vectors: int, dtype: str, *, partial: bool = False) -> Any:
     """Return an intrinsic that computes `rows` x (16 * `vectors`) elements of a matmul.
 
-    Its arguments are `(c, c_stride, a, a_stride, b, b_stride, depth, add, columns)`, as in
-    `multiply`. Each element is one chain of fused multiply-adds along `depth`, in any shape of
-    tile. `dtype` is the dtype of b. With `partial`, only the first `columns` of b are read.
+    The arguments of the intrinsic are `(c, c_stride, a, a_stride, b, b_stride, depth, add,
+    columns)`, as in `multiply`. For any shape of tile, each element is one chain of fused
+    multiply-adds along `depth`. `dtype` is the dtype of b. With `partial`, only the first
+    `columns` columns of b are read; otherwise `columns` is not used.
     """
-    # Widening 32 elements of bfloat16 as two vectors of 16 takes four instructions. Even and odd
-    # elements take two, and are put in order once, after the sums.
+    # Widening 32 elements of bfloat16 to two vectors of 16 in order takes four instructions.
+    # Widening to a vector of the even and one of the odd elements takes two. The sums are put in
+    # order once, at the end.
     paired = dtype == "bfloat16" and vectors % 2 == 0 and not partial
 
     @intrinsic(nothing, long, long, long, long, long, long, long, types.boolean, long)
@@ -127,7 +132,7 @@ def tile(rows: int, vectors: int, dtype: str, *, partial: bool = False) -> Any:
 
 
 # The sums of a tile fill eight registers: enough to hide the latency of an addition, and few enough
-# where there are sixteen. A vector takes one register of 512 bits, or two of 256.
+# for a CPU that has only sixteen. A vector takes one register of 512 bits, or two of 256.
 WIDE = 2 if binding.get_host_cpu_features().get("avx512f") else 1
 
 
@@ -186,10 +191,11 @@ def multiply(
     dtype: int, c: int, c_stride: int, a: int, a_stride: int, b: int, b_stride: int,
     rows: int, columns: int, depth: int, add: bool,
 ) -> None:  # fmt: skip
-    """Compute `c = a @ b`, or `c += a @ b` if `add`; `depth` is at least 1.
+    """Compute `c = a @ b`, or `c += a @ b` if `add`. `depth` must be at least 1.
 
-    All are row-major, with strides in elements. `dtype` is the dtype of b; a and c are float32. a
-    and c have memory for an even number of rows, and c for a multiple of 16 columns.
+    All matrices are row-major, with strides in elements. `dtype` is the dtype of b; a and c are
+    float32. The memory of a and c must extend to an even number of rows, and the memory of c also
+    to a multiple of 16 columns.
     """
     if dtype == FLOAT32:
         _by_float32(c, c_stride, a, a_stride, b, b_stride, rows, columns, depth, add)
@@ -203,14 +209,14 @@ def multiply(
 def transpose(
     builder: Any, target: Any, target_stride: Any, source: Any, source_stride: Any
 ) -> None:
-    """Transpose 16 x 16 floats; strides in elements."""
+    """Transpose 16 x 16 elements of float32. The strides are in elements."""
 
     def row(start: Any, index: int, stride: Any) -> Any:
         return at(builder, start, builder.mul(ir.Constant(LONG, index), stride), VECTOR)
 
     rows = [builder.load(row(source, n, source_stride), align=4) for n in range(LANES)]
     distance = LANES
-    while distance > 1:  # each round swaps two quarters of every square of 2 x distance
+    while distance > 1:  # swap two quarters of each square of 16, then 8, 4 and 2 rows
         distance //= 2
         low = [n if not n & distance else n + LANES - distance for n in range(LANES)]
         high = [n + distance if not n & distance else n + LANES for n in range(LANES)]

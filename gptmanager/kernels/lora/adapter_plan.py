@@ -1,8 +1,8 @@
 """`AdapterPlan`: the plan of a step's adapters, which `CpuKernels` makes once for all layers.
 
-It decides which tokens are computed together, and which matrices of which layers are skipped.
-Compiled code makes the plan, because the code of torch and NumPy leaves the CPU caches between
-steps: their first call in a step takes ten times as long as later ones.
+The plan says which tokens are computed together, and which matrices of which layers are skipped.
+Compiled code makes the plan. Torch and NumPy would be slower: between steps, their code drops out
+of the CPU caches, and their first call in a step takes ten times as long as later calls.
 """
 
 # mypy: allow-untyped-calls
@@ -29,16 +29,16 @@ from gptmanager.kernels.simd.threads import Team, address_of, check_layout, task
 RUNS_PER_THREAD = 2
 FEW_RANKS = 8  # the rank that an adapter is assumed to have, to estimate its work
 NUM_TOKENS, NUM_RUNS, LAYERS = 0, 1, 2  # indices into `found`
-MOST_BITS = 62  # modules from this number on share a bit
+MOST_BITS = 62  # in a bit mask, all modules from this number on share one bit
 
 
 class PlanTask(ctypes.Structure):
     """Addresses and sizes. `found` is the result, an int64 array of `size` elements.
 
-    It starts with the number of tokens that have an adapter and the number of their runs. Then it
-    has, for each layer, a bit mask of the modules that at least one of the step's adapters has, and
-    again for each layer, a bit mask of the modules that all these adapters have. `runs` and `order`
-    follow, as in `AdapterTask`, and one element per slot as scratch.
+    `found` starts with the number of tokens that have an adapter, and the number of runs. One bit
+    mask per layer follows, of the modules that at least one of the step's adapters has. Then comes
+    another bit mask per layer, of the modules that all of the step's adapters have. The rest is
+    `runs` and `order`, as in `AdapterTask`, and one element of scratch per slot.
     """
 
     _fields_ = task_fields("rows table num_tokens num_slots num_layers num_modules found size")
@@ -48,7 +48,10 @@ PLAN_TASK = np.dtype(PlanTask)
 
 
 def plan_runs(address: int) -> None:
-    """Group tokens by slot, in ascending order, and cut them into runs for `num_parts` threads."""
+    """Sort the tokens with an adapter by slot, and cut each slot's tokens into runs.
+
+    There are about RUNS_PER_THREAD runs for each of `num_parts` threads.
+    """
     t = task_at(address, PLAN_TASK)
     num_tokens, num_slots, num_modules = t.num_tokens, t.num_slots, t.num_modules
     found = carray(pointer_to(t.found), t.size, np.int64)
@@ -94,7 +97,8 @@ def plan_runs(address: int) -> None:
 class MatrixPlan(NamedTuple):
     """The plan for one matrix, such as "qkv", in all layers.
 
-    `modules` is a bit mask of the matrix's modules, `work` the estimated number of multiplications.
+    `num_parts` is the number of runs. `modules` is a bit mask of the matrix's modules, `work` the
+    estimated number of multiplications in one layer.
     """
 
     task: AdapterTask
@@ -136,7 +140,7 @@ class AdapterPlan:
         self.is_empty = not any(self._found[LAYERS : LAYERS + num_layers])
 
     def of(self, matrix: str, layer: int) -> MatrixPlan | None:
-        """Return the plan of a matrix; None if no token has a module of it in that layer.
+        """Return the plan of a matrix; None if no adapter has a module of the matrix in this layer.
 
         Raises KeyError if the dtype of the pool is not in `DTYPES`.
         """
@@ -173,9 +177,12 @@ class AdapterPlan:
         return MatrixPlan(task, num_runs, scratch_bytes, bits, work * num_tokens)
 
     def tokens_of(self, matrix: str, layer: int) -> list[int]:
-        """Return the tokens that have a module of this matrix in this layer, in ascending order."""
+        """Return, in ascending order, the tokens with a module of this matrix in this layer.
+
+        A token has the modules of its adapter.
+        """
         modules, num_layers = self._adapters.layout[matrix], self._adapters.table.shape[1]
-        bits = _fields(modules)[1] & ((1 << MOST_BITS) - 1)  # without the bit that modules share
+        bits = _fields(modules)[1] & ((1 << MOST_BITS) - 1)  # without the shared bit
         if bits & self._found[LAYERS + num_layers + layer]:
             return self._tokens
         ranks = self._adapters.table[:, layer, [it.number for it in modules], 1]
@@ -190,7 +197,10 @@ class AdapterPlan:
 
 @functools.lru_cache(maxsize=256)
 def _fields(modules: tuple[AdapterModule, ...]) -> tuple[ctypes.Array[ctypes.c_int64], int, int]:
-    """Return the modules for compiled code, their bit mask, and the estimated work per token."""
+    """Return the modules as an array for compiled code, their bit mask, and the work per token.
+
+    The work is an estimated number of multiplications.
+    """
     fields = (ctypes.c_int64 * (4 * len(modules)))(*(it for own in modules for it in own))
     bits, work = 0, 0
     for it in modules:

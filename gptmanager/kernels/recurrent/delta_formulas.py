@@ -1,8 +1,9 @@
 """The gated delta rule (Yang et al. 2024, arXiv:2412.06464) in torch, token by token or in chunks.
 
-Letters: R sequences with n tokens each, H value heads, K and V dimensions of a key and a value. The
-memory of a head is a matrix `S [K, V]`. A token with key k, value v, decay g <= 0 and rate b
-changes it to `exp(g) * S + k * d`, where `d = b * (v - exp(g) * k @ S)`, and reads `q @ S`.
+Letters: R sequences with n tokens each, H value heads, keys of K elements, values of V elements.
+The memory of a head is a matrix `S [K, V]`. A token with query q, key k, value v, decay g <= 0 and
+rate b changes S to `exp(g) * S + k * d`, where `d = b * (v - exp(g) * k @ S)`. The token then reads
+`q @ S` from the new S.
 """
 
 # mypy: allow-untyped-calls
@@ -61,9 +62,10 @@ class DeltaTensors(NamedTuple):
 
 
 class DeltaState(NamedTuple):
-    """The state of a layer, by slot: the last inputs of the convolution, and the memories.
+    """The state of a layer for each slot.
 
-    `inputs` `[slots, width - 1, channels]`, `memory` `[slots, H, K, V]`.
+    `inputs` `[slots, width - 1, channels]` has the last inputs of the convolution, `memory`
+    `[slots, H, K, V]` the memories of the heads.
     """
 
     inputs: Tensor
@@ -84,7 +86,10 @@ def convolved(x: Tensor, past: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def heads_of(x: Tensor, shape: DeltaShape) -> tuple[Tensor, Tensor, Tensor]:
-    """Return queries, keys and values `[R, n, H, K or V]` of convolved channels."""
+    """Split convolved channels into queries, keys `[R, n, H, K]` and values `[R, n, H, V]`.
+
+    Queries and keys are normalized, and queries are scaled by `K ** -0.5`.
+    """
     queries, keys, values = x.split((shape.keys, shape.keys, shape.values), dim=-1)
     group = shape.value_heads // shape.key_heads
 
@@ -119,8 +124,8 @@ def in_chunks(
 ) -> tuple[Tensor, Tensor]:
     """Return the same as `step_by_step`, by matmuls over the tokens of a chunk.
 
-    The changes d of a chunk solve a triangular system: each subtracts what the earlier ones have
-    added along its key.
+    The changes d of a chunk solve a triangular system: the change of a token subtracts what the
+    changes of earlier tokens have added along the token's key.
     """
     q, k, v, decay, rate = (it.transpose(1, 2) for it in (q, k, v, decay, rate))
     pieces = []

@@ -29,7 +29,7 @@ class DeltaOps:
     deterministic: bool
 
     def captures_delta(self, shape: DeltaShape) -> bool:
-        """Return whether CUDA graphs can contain `gated_delta`, which must never wait."""
+        """Return whether CUDA graphs can contain `gated_delta`. It must then never wait."""
         return False
 
     def gated(self, x: Tensor, gates: Tensor) -> Tensor:
@@ -49,8 +49,8 @@ class DeltaOps:
         """Return a layer's output `[T, H * V]` for the rows' tokens, and update its state.
 
         `delta_formulas` explains H and V. `projected` `[T, channels + H * V]` has queries, keys and
-        values before the convolution, then the gate of the output. `gates` `[T, 2 * H]` float32 has
-        rates, then arguments of the decay, both before their activations. Each head's output is
+        values before the convolution, then the gates of the output. `gates` float32 `[T, 2 * H]`
+        has rates, then arguments of the decay, both before their activations. Each head's output is
         RMS-normalized, then multiplied by the SiLU of its gate. The state is read and written at
         the rows' slots.
         """
@@ -81,9 +81,10 @@ class DeltaOps:
         return result
 
     def _spans(self, rows: RowSpans) -> Iterator[tuple[slice | Tensor, Tensor]]:
-        """Yield the tokens and the slots of rows that run together: all rows with one token.
+        """Yield the tokens and the slots of rows that run together.
 
-        Longer rows run alone. If deterministic, each token runs alone.
+        All rows with one token run together, and each longer row runs alone. If deterministic, each
+        token runs alone.
         """
         starts, slots = rows.row_starts.tolist(), rows.slots.long()
         lengths = rows.row_starts.diff()
@@ -105,6 +106,7 @@ class DeltaOps:
     def _elementwise(self, op: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
         """Return `op(x [T, ...])` of an elementwise `op`, by `_each` on the CPU.
 
-        There torch computes the last elements of each thread's share without SIMD, with other bits.
+        On the CPU, torch computes the last elements of each thread's share without SIMD, so their
+        bits would depend on their place.
         """
         return self._each(op, x) if x.device.type == "cpu" else op(x)

@@ -1,6 +1,6 @@
 """Lanes of any dtype: widened to float32 as they are read, rounded once as they are written.
 
-Compiled code knows a dtype by number. bfloat16 is the upper half of a float32.
+Compiled code identifies a dtype by a number. A bfloat16 is the upper half of a float32.
 """
 
 # mypy: allow-untyped-calls
@@ -40,7 +40,7 @@ FLOAT32, BFLOAT16, FLOAT16 = 0, 1, 2
 DTYPES = {torch.float32: FLOAT32, torch.bfloat16: BFLOAT16}
 _features = binding.get_host_cpu_features()
 HAS_FLOAT16 = "sse2" not in _features or bool(_features.get("f16c"))
-if HAS_FLOAT16:  # without the instruction, LLVM would call a library that is not linked
+if HAS_FLOAT16:  # without F16C, LLVM would call a library that is not linked
     DTYPES[torch.float16] = FLOAT16
 
 _BYTE = ir.IntType(8)
@@ -53,11 +53,12 @@ _NAMES = {VECTOR: "v16f32", _SHORTS: "v16i16", _HALVES: "v16f16"}
 
 
 def itemsize(dtype: str) -> int:
+    """Return the bytes per element of a dtype."""
     return 4 if dtype == "float32" else 2
 
 
 def load_at(builder: Any, dtype: str, address: Any, index: Any, count: Any = None) -> Any:
-    """Load sixteen lanes as float32; with `count`, only the first `count`, the others are zero."""
+    """Load 16 lanes as float32. If `count` is given, lanes from `count` on are zero, not read."""
     kind, size = _VECTORS[dtype], itemsize(dtype)
     pointer = _pointer(builder, address, index, kind, size)
     if count is None:
@@ -72,7 +73,7 @@ def load_at(builder: Any, dtype: str, address: Any, index: Any, count: Any = Non
 
 
 def load_pairs(builder: Any, address: Any, index: Any) -> tuple[Any, Any]:
-    """Load 32 elements of bfloat16; return the even ones and the odd ones, widened."""
+    """Load 32 elements of bfloat16; return those at even and at odd indices as float32."""
     both = builder.load(_pointer(builder, address, index, INDICES, 2), align=2)
     even = builder.shl(both, int_lanes(16))
     odd = builder.and_(both, int_lanes(-1 << 16))
@@ -150,7 +151,7 @@ def get_half_byte(builder: Any, address: Any, index: Any, is_upper: Any) -> Any:
 
 @intrinsic(real, long, long)
 def get_half(builder: Any, address: Any, index: Any) -> Any:
-    """Return a float16 as a float; it is never called on processors without the instruction."""
+    """Return a float16 as a float. Processors without HAS_FLOAT16 never call this function."""
     if not HAS_FLOAT16:
         return ir.Constant(FLOAT, 0.0)
     return builder.fpext(builder.load(_pointer(builder, address, index, ir.HalfType(), 2)), FLOAT)

@@ -2,7 +2,7 @@
 
 In Numba's own loops over arrays, LLVM decides what is vectorized and in which order sums are added.
 Here every lane's arithmetic, fused multiply-adds included, is written out, so that the bits of a
-result do not depend on the place of its element. An address is an int64, an index counts elements,
+result do not depend on the lane that computes it. An address is an int64, an index counts elements,
 and nothing is checked.
 """
 
@@ -26,7 +26,7 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 LANES = 16
 FLOAT, INT, LONG = ir.FloatType(), ir.IntType(32), ir.IntType(64)
 VECTOR, INDICES = ir.VectorType(FLOAT, LANES), ir.VectorType(INT, LANES)
-ROUND = 12582912.0  # 1.5 * 2^23 leaves the nearest integer in the low bits of a sum
+ROUND = 12582912.0  # 1.5 * 2^23: the low bits of x + ROUND hold the integer nearest to x
 EXP2_TERMS = (
     1.0,
     0.6931471824645996,
@@ -58,7 +58,7 @@ long, real, nothing = types.int64, types.float32, types.void
 def intrinsic(result: Any, *arguments: Any) -> Callable[[Callable[..., Any]], Any]:
     """Return a decorator that makes `emit(builder, *values) -> value` an intrinsic for Numba code.
 
-    `result` and `arguments` are the Numba types of its value and its arguments.
+    `result` is the Numba type of the intrinsic's value, `arguments` are the types of its arguments.
     """
 
     def make(emit: Callable[..., Any]) -> Any:
@@ -77,15 +77,15 @@ def intrinsic(result: Any, *arguments: Any) -> Callable[[Callable[..., Any]], An
 
 
 def loop(function: Function) -> Function:
-    """Compile a function for compiled callers; divisions are unchecked."""
+    """Compile a function that compiled code calls; division by zero is not checked."""
     return cast("Function", njit(function, error_model="numpy"))
 
 
 def loop_named(name: str) -> Callable[[Function], Function]:
     """Return a decorator like `loop` for a function that is defined several times.
 
-    Machine code from disk is linked by name alone: two functions with one name, compiled by
-    different processes, would become one.
+    Machine code that is loaded from disk is linked by function name alone. If different processes
+    compiled two functions with the same name, one would be called in place of both.
     """
 
     def compile_it(function: Function) -> Function:
@@ -171,7 +171,7 @@ def load_either(builder: Any, count: Any, load_lanes: Callable[[Any], Any]) -> A
 
 
 def store_either(builder: Any, count: Any, value: Any, pointer: Any, size: int, kind: str) -> None:
-    """Store the first `count` lanes of `value`. A lane has `size` bytes. `kind`: the LLVM type."""
+    """Store the first `count` lanes of `value`. `size`: bytes of a lane. `kind`: its LLVM type."""
     with builder.if_else(_is_full(builder, count)) as (full, part):
         with full:
             builder.store(value, pointer, align=size)
@@ -315,13 +315,13 @@ def larger(builder: Any, a: Any, b: Any) -> Any:
 
 @intrinsic(vector, vector, vector, vector)
 def where_above(builder: Any, x: Any, bound: Any, value: Any) -> Any:
-    """`value` in the lanes where x > bound, 0 elsewhere, and where x is NaN."""
+    """`value` in the lanes where x > bound, 0 in the others (also where x is NaN)."""
     return builder.select(builder.fcmp_ordered(">", x, bound), value, ir.Constant(VECTOR, None))
 
 
 @intrinsic(vector, vector, vector, vector)
 def where_at_least(builder: Any, x: Any, bound: Any, value: Any) -> Any:
-    """`value` in the lanes where x >= bound, 0 elsewhere, and where x is NaN."""
+    """`value` in the lanes where x >= bound, 0 in the others (also where x is NaN)."""
     return builder.select(builder.fcmp_ordered(">=", x, bound), value, ir.Constant(VECTOR, None))
 
 
@@ -334,7 +334,7 @@ def mark_nan(builder: Any, marks: Any, value: Any) -> Any:
 
 @intrinsic(vector, vector, long, long, real)
 def keep_lanes(builder: Any, value: Any, low: Any, high: Any, other: Any) -> Any:
-    """`value` in the lanes low <= i < high, `other` elsewhere, also in place of NaN."""
+    """`value` in the lanes low <= i < high, `other` in the rest, whatever they hold (NaN too)."""
     inside = builder.and_(lanes_from(builder, ">=", low), lanes_from(builder, "<", high))
     return builder.select(inside, value, spread(builder, other))
 

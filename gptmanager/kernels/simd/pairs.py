@@ -1,7 +1,7 @@
 """The bfloat16 pair instruction (AVX512_BF16) of some processors, and where it is fast.
 
-It adds the dot product of two pairs to the sum of each lane. Subnormals (magnitude below 2^-126)
-count as zero.
+In each lane, the instruction adds the dot product of two pairs to a float32 sum. Subnormals
+(magnitude below 2^-126) count as zero.
 """
 
 # mypy: allow-untyped-calls
@@ -25,7 +25,10 @@ _PAIRS = ir.VectorType(_BFloat(), 2 * LANES)
 
 
 def add_pairs(builder: Any, left: Any, right: Any, total: Any) -> Any:
-    """Add the dot product of each lane's pairs to `total`; the pairs may have any 64-byte type."""
+    """Add the dot product of the pairs in each lane to `total`, and return the sum.
+
+    `left` and `right` may have any vector type of 64 bytes.
+    """
     pairs = (builder.bitcast(value, _PAIRS) for value in (left, right))
     return call(builder, "llvm.x86.avx512bf16.dpbf16ps.512", VECTOR, total, *pairs)
 
@@ -44,7 +47,7 @@ def is_amd() -> bool:
 def has_fast_pairs() -> bool:
     """Return whether the pair instruction is faster than multiply-adds of widened values.
 
-    For 16 and more rows it took half the time on an AMD EPYC (Zen 4). On Intel Xeons, where one
-    instruction takes two cycles, it was not faster.
+    For 16 and more rows, the instruction took half the time on an AMD EPYC (Zen 4). On Intel
+    Xeons, where one instruction takes two cycles, it was not faster.
     """
     return has_pairs() and is_amd()

@@ -1,8 +1,8 @@
 """Multi-head latent attention: the latent of a token is its key and its value, for all heads.
 
-Queries are projected to the space of latents. The result of attention is projected from there to
-values. The keys and values of single heads are never computed (the "absorbed" form of DeepSeek V2,
-arXiv:2405.04434).
+Queries are projected to the space of latents. The result of attention is projected from the space
+of latents to values. The keys and values of each head are never computed (the "absorbed" form of
+DeepSeek V2, arXiv:2405.04434).
 """
 
 from __future__ import annotations
@@ -22,8 +22,10 @@ _EPS = 1e-6  # for norms of latents, independent of the config, as in transforme
 
 
 class LatentTensors(NamedTuple):
-    """The projections of a layer. `query_latent` and `query_norm` are None if queries have no
-    latent.
+    """The projections of a layer.
+
+    `query_latent` and `query_norm` are None if queries have no latent. `rope_dim` is the number of
+    rotated elements of a key.
 
     `key_up` `[H, key_dim, rank]` and `value_up` `[H, value_dim, rank]` project latents to the keys
     and values of each head.
@@ -41,7 +43,7 @@ class LatentTensors(NamedTuple):
 
 
 def latent_tensors(spec: ModelSpec, weights: Weights, index: int) -> LatentTensors | None:
-    """Return the projections of layer `index`, or None if it has no latents."""
+    """Return the projections of layer `index`, or None if the layer has no latents."""
     own, prefix = spec.layers[index].attention, f"layers.{index}"
     latent = own.latent
     if latent is None:
@@ -97,7 +99,7 @@ def attend_to_latents(
 
 
 def _by_head(kernels: Kernels, x: Tensor, weight: Tensor) -> Tensor:
-    """Return the matmuls of `x [T, H, I]` with `weight [H, I, O]` for each head, `[T, H, O]`."""
+    """Multiply `x [T, H, I]` by `weight [H, I, O]` head by head; return `[T, H, O]`."""
     by_head = x.transpose(0, 1)
     if not kernels.deterministic:
         return torch.bmm(by_head, weight).transpose(0, 1)

@@ -33,7 +33,10 @@ class DeltaLayer(NamedTuple):
     def attend(
         self, kernels: Kernels, projected: Tensor, gates: Tensor, kv_pool: KvPool, rows: RowSpans
     ) -> Tensor:
-        """Update the states of the rows; return the input `[T, H * V]` of the output projection."""
+        """Update the states of `rows`, and return the input of the output projection.
+
+        The result is `[T, H * V]`: T tokens, H value heads, V elements of a value.
+        """
         inputs, memory = kv_pool.states.tensors[self.state : self.state + 2]
         own = self.shape, self.tensors, self.eps, DeltaState(inputs, memory)
         return kernels.gated_delta(projected, gates, *own, rows)

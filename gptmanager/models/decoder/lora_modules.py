@@ -23,15 +23,15 @@ from gptmanager.request.adapter import (
 
 
 def lora_modules(spec: ModelSpec) -> dict[int, LoraModule]:
-    """Return module id -> its matrix and columns in the layers of this network, sorted by id.
+    """Return module id -> the module's matrix and columns in each layer, sorted by module id.
 
-    `matrix` is a name that `matrix_names` returns. attn_qkv is all of qkv; attn_q, attn_k and
-    attn_v are parts of it. With a gated activation, mlp_h_to_4h is the half of up with the
-    activation's input, and mlp_gate is the other half. Otherwise mlp_h_to_4h is all of up, and
-    mlp_gate does not exist. In a layer with experts, these are parts of the shared MLP. In a layer
-    with linear attention, linear_attn_z has the gates of the output; if the checkpoint joins them
-    with queries, keys and values, attn_qkv has them instead. With gated attention, attn_q has the
-    gates, too.
+    `matrix` is a name that `matrix_names` returns. attn_qkv is the whole matrix qkv; attn_q, attn_k
+    and attn_v are parts of this matrix. With gated attention, attn_q includes the gates. With a
+    gated activation, mlp_h_to_4h is the half of up with the activation's input, and mlp_gate is the
+    other half. Otherwise mlp_h_to_4h is all of up, and mlp_gate does not exist. In a layer with
+    experts, the mlp modules are parts of the shared MLP. In a layer with linear attention,
+    linear_attn_z has the gates of the output. If the checkpoint joins these gates with queries,
+    keys and values, attn_qkv includes the gates, and linear_attn_z does not exist.
     """
     layers: dict[int, dict[LoraVariant, list[int]]] = {}
     for index in range(len(spec.layers)):
@@ -42,7 +42,7 @@ def lora_modules(spec: ModelSpec) -> dict[int, LoraModule]:
 
 
 def adapter_share(spec: ModelSpec, layout: RankLayout) -> AdapterShare:
-    """Return which part of each adapter a rank keeps: the part for its share of each matrix."""
+    """Return which part of each adapter a rank keeps: the part for the rank's share of matrices."""
     shares = layer_shares(spec, layout)
     cuts = {
         (layer, module_id): _cut(own, shares[layer])
@@ -94,7 +94,7 @@ def _in_layer(spec: ModelSpec, index: int) -> Iterator[tuple[str, LoraVariant]]:
 def _of_delta(own: DeltaShape, is_joined: bool) -> Iterator[tuple[str, str, range]]:
     """Yield the modules of linear attention as (name, matrix, output columns).
 
-    `is_joined`: each matrix is one module in the checkpoint.
+    `is_joined`: in the checkpoint, each of the two matrices is one module.
     """
     heads, channels = own.value_heads, own.channels
     everything = range(channels + own.values)
@@ -117,7 +117,7 @@ def _joined(found: dict[LoraVariant, list[int]], num_layers: int) -> LoraModule:
 
 def _cut(module: LoraVariant, shares: Shares) -> LoraCut:
     split, first = SPLITS[module.matrix.partition("/")[0]], module.first_column
-    if split.columns:  # split by input: the sum over the ranks is the result
+    if split.columns:  # split by input: the ranks' outputs are summed
         return LoraCut(shares.columns(split), (range(module.num_columns),))
     kept = (
         range(max(rows.start - first, 0), min(rows.stop - first, module.num_columns))

@@ -51,9 +51,9 @@ class CheckpointModel:
     """A `PlanningModel` with the weights of a checkpoint, or with one rank's share of them.
 
     `spec` describes the whole network; `self.spec` describes this rank's share. `collectives`:
-    communication with the other ranks; None for a single rank. A rank that computes no logits
-    returns `[S, 0]`. `weights.load(tensors)` replaces the weights in place, by the checkpoint's
-    tensor names; results of the old weights, including the KV cache, are then stale.
+    communication with the other ranks; None for a single rank. `weights.load(tensors)` replaces the
+    weights in place, by the checkpoint's tensor names; results of the old weights, including the KV
+    cache, are then stale.
     """
 
     def __init__(
@@ -102,8 +102,8 @@ class CheckpointModel:
     def reserve_positions(self, num_positions: int) -> None:
         """Create the RoPE tables for sequences of up to `num_positions` tokens.
 
-        Otherwise the first `forward` creates them, for `max_seq_len`. Raises ConfigError if values
-        overflow float32 or memory does not suffice.
+        Without a call, the first `forward` creates the tables for the spec's `max_seq_len` tokens.
+        Raises ConfigError if values overflow float32 or memory does not suffice.
         """
         self._rotary.reserve(num_positions)
 

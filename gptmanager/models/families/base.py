@@ -1,4 +1,4 @@
-"""Values that families share: norms, spellings of fields, and families that others derive from."""
+"""Values that families share: norms, spellings of fields, and base families to derive from."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reads from the fields of a config which layers have a window, RoPE, or linear attention."""
+"""The layers with a window, RoPE, or linear attention, read from the fields of a config."""
 
 from __future__ import annotations
 
@@ -122,9 +122,10 @@ def _wrong_types(fields: Fields, num_layers: int, possible: list[str]) -> Config
 
 
 def is_rotated(fields: Fields, layer: int) -> bool:
-    """Return whether a layer uses RoPE. `no_rope_layers`, despite its name, has a 1 if it does.
+    """Return whether a layer uses RoPE.
 
-    Without this list, all layers use RoPE except every `no_rope_layer_interval`-th.
+    Despite its name, the list `no_rope_layers` has a 1 for each layer with RoPE. Without this list,
+    all layers use RoPE except every `no_rope_layer_interval`-th.
     """
     given, interval = fields.get("no_rope_layers"), fields.size("no_rope_layer_interval")
     if given is None or given == []:
@@ -139,8 +140,8 @@ def is_rotated(fields: Fields, layer: int) -> bool:
 def _linear_types(fields: Fields, num_layers: int) -> list[str]:
     """Return the type of each layer, from `layer_types` or `full_attention_interval`.
 
-    The last of every `full_attention_interval` layers has full attention, the others have linear
-    attention.
+    Without `layer_types`, the last of every `full_attention_interval` layers has full attention,
+    and the other layers have linear attention.
     """
     interval = fields.size("full_attention_interval")
     if fields.get("layer_types") is None:

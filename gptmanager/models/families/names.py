@@ -107,7 +107,7 @@ def tensor_names(
     positions: str | None = None,
     **modules: str | None,
 ) -> Tensors:
-    """Return a family's table. `modules`: our name for a module of a layer -> the family's."""
+    """Return a family's table. `modules`: our name for a layer's module -> the family's name."""
     found: dict[str, tuple[str, str | None]] = {embedding: ("embedding", None)}
     found[final_norm] = ("final_norm", None)
     if positions is not None:
@@ -116,13 +116,13 @@ def tensor_names(
 
 
 def layer_names(layer: str = "model.layers.{}.", **modules: str | None) -> Tensors:
-    """Return the part of a table for the modules of a layer. A module may be None (missing)."""
+    """Return the part of a table for the modules of a layer. A missing module is None."""
     given = {layer + theirs: word for word, theirs in modules.items() if theirs is not None}
     return {theirs: _MODULES[word] for theirs, word in given.items()}
 
 
 def llama_names(**changes: str | None) -> Tensors:
-    """Return the names of Llama's tensors with these changes; None removes a module."""
+    """Return the names of Llama's tensors with `changes`, in which None removes a module."""
     other = {key: changes.pop(key) for key in ("final_norm", "head") if key in changes}
     names = {"final_norm": "model.norm", "head": "lm_head", **other}
     modules = {**_LLAMA, **changes}

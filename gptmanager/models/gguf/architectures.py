@@ -1,7 +1,7 @@
 """A table of the architectures of GGUF files: their family, metadata keys and tensor names.
 
-The modules `config` and `tensors` use it to read files. The table does not describe what a family
-computes: a file's metadata is converted to a `config.json`, which defines the network.
+The modules `config` and `tensors` read files with this table. The table does not describe what a
+family computes: a file's metadata is converted to a `config.json`, which defines the network.
 """
 
 from __future__ import annotations
@@ -262,9 +262,9 @@ ARCHITECTURES: Mapping[str, Architecture] = {
 
 
 class Variant(NamedTuple):
-    """The architecture of files with this `value` of `key`.
+    """The architecture of files that have `value` for the metadata key `key`.
 
-    A `value` of None accepts any value except 0 and false.
+    If `value` is None, any value except 0 and false is accepted.
     """
 
     key: str

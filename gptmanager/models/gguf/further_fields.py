@@ -32,7 +32,7 @@ def gpt_oss_rope(_: Metadata, __: str, ___: Names, config: Config) -> Config:
 
 
 def ministral_rope(metadata: Metadata, prefix: str, _: Names, config: Config) -> Config:
-    """Return the yarn scaling with its factor of attention scores, and the query temperature."""
+    """Return the yarn scaling with its factors for attention scores and for queries."""
     scaling = config.get("rope_scaling")
     if scaling is None:
         return {}
@@ -65,7 +65,7 @@ def deepseek_fields(metadata: Metadata, prefix: str, names: Names, config: Confi
     scaling = config.get("rope_scaling")
     multiplier = metadata.plain(f"{prefix}rope.scaling.yarn_log_multiplier")
     if scaling is not None and isinstance(multiplier, float) and multiplier:
-        # llama.cpp's converter writes a tenth of mscale_all_dim, and uses it for both fields.
+        # llama.cpp's converter writes one number, mscale_all_dim / 10; mscale is taken to be equal.
         both = dict.fromkeys(("mscale", "mscale_all_dim"), round(multiplier * 10, 6))
         found["rope_scaling"] = {**scaling, **both}
     return {**found, **without_further_layers(metadata, prefix, names, config)}
@@ -85,9 +85,8 @@ def gemma4_fields(metadata: Metadata, prefix: str, names: Names, config: Config)
         need = "must be equal or twice as large in layers that share keys and values"
         raise metadata.error(f"{prefix}feed_forward_length", need)
     factors = (config.get("rope_scaling") or {}).get("long_factor", [1.0])
-    rotated = sum(factor == 1 for factor in factors) / len(
-        factors
-    )  # with 1e30, a pair does not rotate
+    # A pair of dimensions with the factor 1e30 does not rotate.
+    rotated = sum(factor == 1 for factor in factors) / len(factors)
     theta = config.get("rope_theta")
     return {
         "num_key_value_heads": windowed,

@@ -150,9 +150,9 @@ class _Reader:
         return ConfigError(f"{quoted_path(self._path)} {what}")
 
     def _take(self, num_bytes: int, what: str) -> int:
-        """Return the position of the next bytes, and advance beyond them.
+        """Return the position of the next `num_bytes` bytes, and advance beyond them.
 
-        Raises ConfigError if they do not end within the header. `what` names them in the message.
+        Raises ConfigError if they do not end within the header. `what` names the bytes in errors.
         """
         start = self._at
         if num_bytes > self._end - start:
@@ -214,7 +214,7 @@ class _Reader:
             length = unpack(data, at)[0] if stop <= end else end
             if length > end - stop:
                 self._at = end
-                self._take(1, f"the array {quoted(key)}")  # raises, because it is at the end
+                self._take(1, f"the array {quoted(key)}")  # raises, because no bytes are left
             at = stop + length
             found.append(data[stop:at].decode())
         self._at = at

@@ -12,7 +12,7 @@ from gptmanager.errors import ConfigError, quoted, quoted_path
 
 
 class Metadata:
-    """The values of a file by key.
+    """The values of a GGUF file, by key.
 
     Methods that check a type raise a ConfigError that names the key and what its value must be.
     """
@@ -31,12 +31,12 @@ class Metadata:
         return self._values.get(key)
 
     def plain(self, key: str) -> Any:
-        """Return the value, with an array of numbers as a list; None if the key is absent."""
+        """Return the value, or None if the key is absent. An array of numbers becomes a list."""
         value = self.get(key)
         return value.tolist() if isinstance(value, np.ndarray) else value
 
     def error(self, key: str, need: str) -> ConfigError:
-        """Return an error that names a key and its value. `need`: what the value must be."""
+        """Return an error with the key and its value. `need` says what the value must be."""
         value = self._values.get(key)
         shown = "is missing" if value is None else f"= {quoted(value)}"
         return ConfigError(f"{quoted_path(self.path)}: {key} {shown}: {need}")
@@ -49,7 +49,7 @@ class Metadata:
         return value
 
     def flag(self, key: str, if_absent: bool) -> bool:
-        """Return a boolean, or `if_absent`."""
+        """Return a boolean, or `if_absent` if the key is absent."""
         value = self.get(key)
         if value is None:
             return if_absent

@@ -24,20 +24,20 @@ from gptmanager.models.gguf.header import Header, StoredTensor
 _LAYER = re.compile(r"blk\.(\d{1,9})\.")
 _IN_LAYER = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")
 _OUTSIDE = re.compile(r"(\w+)\.(weight|bias)")
-# not tensors of a checkpoint: `config_of` reads them as fields of the RoPE scaling
+# A checkpoint has no such tensors: `config_of` reads them as fields of the RoPE scaling.
 _FROM_CONFIG = {"rope_freqs.weight", "rope_factors_short.weight", "rope_factors_long.weight"}
-_TEMPORARIES = 4  # memory for unpacking, in multiples of the result
+_TEMPORARIES = 4  # memory needed to unpack, in multiples of the result's size
 _FLOAT_BYTES = 4
-_MAX_EXPERTS = 1024  # per layer; also the limit of heads with matrices of their own
+_MAX_EXPERTS = 1024  # per layer; also the most heads with matrices of their own
 
 
 class _Named(NamedTuple):
     """How a tensor of a checkpoint is stored.
 
-    `shape`: the shape in a checkpoint. `first_row`: the stored row at which the tensor begins.
-    `transposed`: a matrix is stored as [out, in], but is [in, out] in a checkpoint. `head_dim`: the
-    head size if the two rows of each RoPE pair are stored next to each other, or None if rows are
-    stored in the order of a checkpoint. `plus_one`: values are stored with 1 added.
+    `shape` is the shape in a checkpoint, and `first_row` the stored row at which the tensor begins.
+    If `transposed`, the matrix is stored as [out, in], but is [in, out] in a checkpoint. `head_dim`
+    is the head size if the two rows of each RoPE pair are stored next to each other, or None if
+    rows are stored in the order of a checkpoint. If `plus_one`, values are stored with 1 added.
     """
 
     stored: StoredTensor
@@ -56,9 +56,9 @@ class _Named(NamedTuple):
 class GgufTensors:
     """The `GroupedSource` of a GGUF file.
 
-    `num_heads`, `num_kv_heads`: number of heads of queries and of keys. If `num_layers` is given,
-    tensors of further layers are left out. The constructor raises ConfigError if the file has a
-    tensor that its architecture does not have.
+    `num_heads` and `num_kv_heads` are the numbers of query heads and of key heads. If `num_layers`
+    is given, tensors of layers from this number on are left out. The constructor raises ConfigError
+    if the file has a tensor that its architecture does not have.
     """
 
     def __init__(
@@ -90,9 +90,9 @@ class GgufTensors:
     def pieces(
         self, name: str, max_bytes: int, region: Sequence[range] | None = None
     ) -> Iterator[tuple[int, Tensor]]:
-        """Yield a tensor as slices along its first dimension, (first index, slice), in order.
+        """Yield a tensor in slices along its first dimension, in order, as (first index, slice).
 
-        `region`: see `TensorSource.pieces`. A transposed matrix or a vector is a single slice.
+        For `region`, see `TensorSource.pieces`. A transposed matrix or a vector is a single slice.
         """
         named = self._tensors[name]
         ranges = list(region or map(range, named.shape))
@@ -135,7 +135,7 @@ class GgufTensors:
     def _place(self, name: str, stored: StoredTensor) -> Iterator[tuple[str, _Named]]:
         """Yield a tensor's name in a checkpoint, and how to read it.
 
-        A tensor of all experts or heads of a layer yields one tensor for each of them.
+        If the tensor has the weights of all experts or heads of a layer, yield one pair for each.
         """
         own = self._own
         if match := _IN_LAYER.fullmatch(name):
@@ -241,16 +241,16 @@ class GgufTensors:
         return mapped.view(stored.num_rows, stored.row_bytes)
 
     def _forget_pages(self) -> None:
-        """Release the pages that were read, which would otherwise stay resident until `close`."""
+        """Release the pages that were read. Otherwise they would stay resident until `close`."""
         for mapping in self._mappings.values():
             mapping.madvise(mmap.MADV_DONTNEED)
 
 
 def _pairs_to_halves(rows: range, head_dim: int) -> Tensor:
-    """Return the index in the file of each of these rows of a checkpoint, int64 `[n]`.
+    """Return, for each of these rows of a checkpoint, its index in the file, int64 `[n]`.
 
     The file stores the two rows of each RoPE pair of a head next to each other. In a checkpoint, a
-    head has the first rows of all its pairs, then the second rows.
+    head has the first rows of all its pairs, and then the second rows of all its pairs.
     """
     wanted = np.arange(rows.start, rows.stop)
     head, row = np.divmod(wanted, head_dim)

@@ -12,8 +12,8 @@ from gptmanager.models.gguf.metadata import Metadata
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
 _GGML = "tokenizer.ggml."
 _IDS = ("bos", "eos", "eot", "eom", "unknown", "padding")
-# A token with one of these texts ends an output, regardless of its type, as in llama.cpp. The
-# exception is in `_without_message_end`.
+# A token with one of these texts ends an output, regardless of the token's type, as in llama.cpp.
+# `_without_message_end` makes the only exception.
 _ENDS = frozenset(
     """
     <|eot_id|> <|im_end|> <|end|> <|return|> <|call|> <|flush|> <|calls|> <end_of_turn>
@@ -25,10 +25,10 @@ _ENDS = frozenset(
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """The tokens of a file. `texts` and `types`: the text and the type of each token.
+    """The tokens of a file. `texts` and `types` hold the text and the type of each token.
 
-    `ids`: token ids by role, such as "bos", as the file states or implies them. `ends`: ids of the
-    tokens that end an output.
+    `ids` maps a role, such as "bos", to a token id that the file states, or that the vocabulary's
+    kind implies. `ends` holds the ids of the tokens that end an output.
     """
 
     texts: list[str]
@@ -76,9 +76,10 @@ def _ids(metadata: Metadata, count: int) -> dict[str, int]:
 
 
 def _without_message_end(ends: tuple[int, ...], texts: list[str]) -> tuple[int, ...]:
-    """Return the end tokens without <|end|>, if <|return|> and <|call|> are among them.
+    """Remove <|end|> from the end tokens if both <|return|> and <|call|> are among them.
 
-    These two belong to gpt-oss's harmony format, where <|end|> ends a message, but not the output.
+    These two tokens belong to the harmony format of gpt-oss. In this format <|end|> ends a message,
+    but not the output.
     """
     by_text = {texts[number]: number for number in ends}
     if {"<|return|>", "<|call|>"} <= by_text.keys():
@@ -87,9 +88,7 @@ def _without_message_end(ends: tuple[int, ...], texts: list[str]) -> tuple[int, 
 
 
 def tokenizer_config_of(header: Header) -> dict[str, Any]:
-    """Return the content of `tokenizer_config.json`: texts of special tokens, and chat
-    templates.
-    """
+    """Return what `tokenizer_config.json` would hold: texts of special tokens, chat templates."""
     metadata, vocabulary = Metadata(header.path, header.metadata), read_vocabulary(header)
     config: dict[str, Any] = {}
     if vocabulary is not None:
@@ -110,9 +109,7 @@ def tokenizer_config_of(header: Header) -> dict[str, Any]:
 
 
 def generation_config_of(header: Header) -> dict[str, Any]:
-    """Return the content of `generation_config.json`: the ids of the BOS, end and
-    padding tokens.
-    """
+    """Return what `generation_config.json` would hold: the ids of BOS, end and padding tokens."""
     vocabulary = read_vocabulary(header)
     if vocabulary is None:
         return {}

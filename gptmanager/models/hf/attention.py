@@ -1,6 +1,6 @@
 """`attend`: the attention function that transformers calls, over the pages of the KV cache.
 
-It finds the current step through the layer's attribute `paged_step`, a `StepHolder`.
+`attend` finds the current step through the layer's attribute `paged_step`, a `StepHolder`.
 """
 
 from __future__ import annotations
@@ -41,7 +41,11 @@ class Call(NamedTuple):
 
 @dataclass
 class PagedStep:
-    """The current step. `positions` `[T]`. `layers`: each layer's pages of keys and values."""
+    """The current step, with T tokens.
+
+    `positions` `[T]`: the position of each token in its sequence. `layers`: each layer's pages of
+    keys and values.
+    """
 
     kernels: Kernels
     rows: RowSpans
@@ -98,7 +102,7 @@ def attend(
     """Write keys and values to the pages; return the output of attention `[1, T, H, D]`, and None.
 
     `query` `[1, H, T, D]`; `key` and `value` `[1, KV heads, T, D]`. `s_aux` `[H]`: the scores of
-    sinks, or None. The mask is ignored.
+    sinks, or None. `attention_mask` is ignored.
     """
     step: PagedStep = getattr(module, HOLDER).step
     layer: Any = module.layer_idx
@@ -106,7 +110,7 @@ def attend(
     head_dim = pages.keys.shape[2]
     shape = _shape(query, key, head_dim, scaling, sliding_window, softcap, s_aux is not None)
     # transformers expands latent attention to value heads that are smaller than key heads. Pages
-    # have larger heads if the kernels do not support the size. Padding with zeros changes nothing.
+    # have larger heads if the kernels do not support the size. Zeros as padding change no result.
     q, k, v = (
         F.pad(it[0].transpose(0, 1), (0, head_dim - it.shape[3])) for it in (query, key, value)
     )

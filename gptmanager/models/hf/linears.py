@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from gptmanager.kernels.gemm.packed_matrix import PackedMatrix, Quantized
 from gptmanager.kernels.reference import Kernels
 
-# A quantized router would choose other experts.
+# routers are not replaced, because a quantized router would choose other experts
 _ROUTERS = re.compile(r".*(router|gate|gate\.wg|shared_expert_gate)")
 
 
@@ -45,7 +45,7 @@ def replace_linears(
 
     The packed matrices and their biases are on `device`; nothing else is moved there. `kind_of`
     maps the name of a module to the quantization of its matrix, None for no quantization.
-    `on_progress` is called with the number of finished layers and the number of all.
+    `on_progress` is called with the number of layers that are done and the number of all layers.
     """
     named = [(name, it) for name, it in network.named_modules() if _is_linear(name, it)]
     matrices = []
@@ -74,7 +74,7 @@ def _packed(
     matrix = kernels.new_matrix(rows, columns, weight.dtype, kind, device)
     if matrix is None:
         return None
-    # copied in pieces, because a quantized row needs temporary arrays in float32
+    # copied in pieces, because the quantization of rows needs temporary float32 arrays
     step = max(16, (1 << 20) // weight.shape[1] // 16 * 16)
     for start in range(0, len(weight), step):
         matrix.copy_(weight[start : start + step], start)

@@ -31,10 +31,10 @@ from gptmanager.models.hf.probe import check_forward, probe
 
 @dataclass(frozen=True, slots=True)
 class TransformersSpec:
-    """The sizes of a network for a manager. `pages`: the shape of each layer's pages.
+    """The sizes of a network for a manager. `pages` has the shape of each layer's KV cache pages.
 
-    `num_kv_heads` and `head_dim` are those of the layer with the largest pages. Heads of pages may
-    be padded, see `Kernels.padded_head_dim`.
+    `num_kv_heads` and `head_dim` are the sizes of the layer with the largest pages. All head sizes
+    may be padded, see `Kernels.padded_head_dim`.
     """
 
     vocab_size: int
@@ -49,13 +49,13 @@ class TransformersSpec:
 
 
 class TransformersModel:
-    """A causal language model of transformers. Its steps are not captured.
+    """A causal language model of transformers. Its steps are not captured in CUDA graphs.
 
-    `network` is on the CPU. It is changed: its attention and its linear layers are replaced with
-    ours, and it is moved to `device`. `kernels` must be for this device. `kind_of` maps the name of
-    a linear layer to its quantization, or None. `max_seq_len` is by default the config's
-    `max_position_embeddings`. The constructor raises a ConfigError that names the feature if
-    attention over pages cannot compute the network.
+    `network` must be on the CPU. The constructor replaces its attention and its linear layers with
+    ours, and moves it to `device`. `kernels` must be for this device. `kind_of` maps the name of a
+    linear layer to its quantization, or to None. `max_seq_len` is by default the config's
+    `max_position_embeddings`. If paged attention does not support a feature of the network, the
+    constructor raises a ConfigError that names this feature.
     """
 
     def __init__(
@@ -107,7 +107,7 @@ class TransformersModel:
     def plan(
         self, row_starts: Ints, kv_lengths: Ints, num_context_rows: int, fixed: int = 0
     ) -> tuple[Ints, ...]:
-        if fixed:  # not captured, because code of transformers may wait for the device
+        if fixed:  # steps cannot be captured, because code of transformers may wait for the device
             return ()
         return self._kernels.plan(self.attention_shapes, row_starts, kv_lengths, num_context_rows)
 

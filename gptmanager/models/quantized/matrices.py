@@ -1,7 +1,8 @@
 """Descriptions of a checkpoint's quantized matrices, which return rows as `Codes` or floats.
 
-A description has the names and shapes of a matrix's tensors, and reads only the parts that it
-needs. The arithmetic is that of the library that defines the format, in float32.
+A description holds the names and shapes of a matrix's tensors. When rows are requested, it reads
+only the parts of the tensors that these rows need. The formulas are those of the library that
+defines the format, computed in float32.
 """
 
 from __future__ import annotations
@@ -20,8 +21,9 @@ from gptmanager.kernels.gemm.panels.codes import Codes, numbers
 from gptmanager.kernels.gemm.panels.words import PackedGroups, unpack_columns
 from gptmanager.memory.tensor_sources import tensor_name
 
-LIMIT = 2.0**64  # scales must be smaller in magnitude, so that weights are far from infinity
-# A function (name, *ranges) that returns these ranges of a tensor, or all of it without ranges.
+LIMIT = 2.0**64  # scales must be smaller in magnitude, which keeps weights far from infinity
+# `read(name, *ranges)` returns a part of the tensor `name`: one range of indices per dimension.
+# `read(name)` returns the whole tensor.
 Read = Callable[..., Tensor]
 
 
@@ -39,8 +41,8 @@ class Grid:
     """A tensor of scales or zeros, one for each block of `height` rows and `width` columns.
 
     `shape`: the shape of the tensor. `transposed`: the tensor has a row for each block of columns.
-    `bits`: the size of a packed number; a word then has the numbers of several rows. 0 if numbers
-    are not packed. `order`: see `unpack_columns`.
+    `bits`: the bits of a packed number, or 0 if numbers are not packed. A word of packed numbers
+    holds the numbers of several rows. `order`: see `unpack_columns`.
     """
 
     name: str
@@ -54,7 +56,7 @@ class Grid:
     def rows(self, read: Read, rows: range) -> Tensor:
         """Return the numbers of these rows, `[n, blocks of columns]`.
 
-        They are uint8 if the tensor is packed, otherwise float32.
+        The numbers are uint8 if the tensor is packed, otherwise float32.
         """
         step = 32 // self.bits if self.bits else self.height
         first, last = rows.start // step, -(-rows.stop // step)
@@ -141,7 +143,7 @@ class IntegerMatrix(StoredMatrix):
     `bits`: 2, 4 or 8. `transposed`: the tensor is `[columns, rows]`, packed along its second
     dimension if `order` is given, otherwise along its first. `order`: see `unpack_columns`.
     `offset` is added to the stored zeros, modulo 2 ** bits. Without `zeros`, all zeros are the
-    middle of the range, 2 ** (bits - 1). `middle`: the zeros must be this middle.
+    middle of the range, 2 ** (bits - 1). `middle`: whether `zeros` may contain only this middle.
     `column_groups`: the group of each column, int32 `[columns]`, or None if groups are in order.
     `in_groups`: whether `groups` can return the matrix.
     """
@@ -171,7 +173,7 @@ class IntegerMatrix(StoredMatrix):
         )
 
     def groups(self, read: Read, rows: range) -> PackedGroups:
-        """Return `rows` as groups of 4-bit values; only for a matrix with `in_groups`."""
+        """Return `rows` as groups of 4-bit values. `in_groups` must be true."""
         scales, width = self.scales.rows(read, rows).half(), self.scales.width
         zeros, minima = self._zeros(read, rows), None
         if isinstance(zeros, Tensor) and not self.middle:
@@ -267,8 +269,8 @@ class CodebookMatrix(StoredMatrix):
 class NestedScales:
     """Scales that are quantized to bytes. A scale is values[byte] * outer + offset.
 
-    `name`: the name of the tensor of bytes. `values`: float32 `[256]`. `outer`: float32, a number
-    for every `block` consecutive scales.
+    `name`: the name of the tensor of bytes. `values`: the value of each byte, float32 `[256]`.
+    `outer`: float32, one number for each `block` consecutive scales.
     """
 
     name: str
@@ -285,7 +287,7 @@ class NestedScales:
 
 @dataclass(frozen=True)
 class ExpertBlocks:
-    """The experts of a layer of gpt-oss, with 4-bit floats in groups of 32 columns.
+    """One weight of all experts of a gpt-oss layer: 4-bit floats in groups of 32 columns.
 
     `name`, `scales`: the names of the tensors. `shape`: the dequantized shape, `[experts, columns,
     rows]`. `stored`: the shape of the tensor `name`, `[experts, rows, groups, bytes]`.
@@ -303,7 +305,7 @@ class ExpertBlocks:
         return experts, groups * size * 2, rows
 
     def codes(self, read: Read, rows: range) -> Codes:
-        """Return rows of one expert. Row numbers count through all experts."""
+        """Return `rows`, all of one expert. Rows are numbered consecutively across the experts."""
         expert, first = divmod(rows.start, self.stored[1])
         each = range(expert, expert + 1), range(first, first + len(rows)), range(self.stored[2])
         packed = read(self.name, *each, range(self.stored[3]))[0]

@@ -28,7 +28,7 @@ class QuantizedSource:
     """A `GroupedSource` and `CodedSource` over the tensors of a quantized checkpoint.
 
     The constructor raises ConfigError if tensors of a matrix are missing or do not fit the scheme;
-    reading raises it for scales or zeros that are not allowed.
+    reading a matrix raises ConfigError if scales or zeros are not allowed.
     """
 
     def __init__(self, source: TensorSource, scheme: Scheme) -> None:
@@ -104,7 +104,10 @@ class QuantizedSource:
             yield from ((own, read) for own in _split(many, size))
 
     def _held(self, max_bytes: int, name: str, rows: range, columns: range) -> Read:
-        """Read a part of the tensor `name`; return a `_view` that reads this tensor from it."""
+        """Read a part of the tensor `name`, and return a function that views tensors like `_view`.
+
+        For the tensor `name`, the function returns columns of the part that was read here.
+        """
         others = self._reader(max_bytes)
         part = others(name, rows, columns)
 
@@ -122,8 +125,8 @@ class QuantizedSource:
     def _view(self, max_bytes: int, name: str, *ranges: range) -> Tensor:
         """Return the given ranges of a tensor as `_read` does, but without a copy if possible.
 
-        Only the elements of the last dimension are sure to be contiguous. A view keeps pages of the
-        file resident, so drop it soon.
+        Only the last dimension of the result is guaranteed to be contiguous. A view keeps pages of
+        the file resident, so callers should drop the view soon.
         """
         if ranges:
             _, piece = next(self._source.pieces(name, max_bytes, ranges))
@@ -132,7 +135,7 @@ class QuantizedSource:
         return self._read(name, *ranges)
 
     def _read(self, name: str, *ranges: range) -> Tensor:
-        """Return a copy of the given ranges of a tensor, by default of all of it."""
+        """Return a copy of the given ranges of a tensor, or of the whole tensor without ranges."""
         shape, dtype, *_ = self._source.describe()[name]
         found = torch.empty([*map(len, ranges)] or shape, dtype=getattr(torch, dtype))
         for start, piece in self._source.pieces(name, _READ_BYTES, ranges or None):

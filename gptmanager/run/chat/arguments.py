@@ -8,7 +8,7 @@ from typing import Any
 from gptmanager.terminal.arguments import natural, number, positive
 from gptmanager.terminal.options import add_manager_options, add_model, add_parser
 
-_MOST_ANSWERS = 2  # at once, with /fork
+_MOST_ANSWERS = 2  # answers that /fork generates at once
 _HELP = """\
 Talk to a model, which needs a chat template.
 

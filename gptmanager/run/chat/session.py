@@ -1,6 +1,6 @@
-"""Reads messages and answers them, until the input ends or a person ends the chat.
+"""The loop of a chat: read and answer messages until the input ends or a person ends the chat.
 
-A session decides what an answer adds to the conversation, and a `View` decides how to show it.
+A session decides what an answer adds to the conversation. A `View` decides how to show the answer.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from gptmanager.terminal.progress import NOTES, ProgressBars
 
 
 class View(Protocol):
-    """The terminal or the pipes of a chat: reads its messages and shows its answers.
+    """The terminal or the pipes of a chat, which read the messages and show the answers.
 
     `welcome` shows the model, `note` the text of a command, and `report` a line about an answer.
     """

@@ -29,7 +29,7 @@ class EndOfChat(Exception):
 
 
 def run_command(conversation: Conversation, text: str) -> str:
-    """Run a command and return its text.
+    """Run a command and return the text for the person.
 
     Raises EndOfChat for /bye, ConfigError for an unknown command or a wrong argument.
     """

@@ -15,7 +15,7 @@ class Thought:
 
 @dataclass(frozen=True, slots=True)
 class Content:
-    """Text outside of thoughts and calls: the characters `begin` to `end` of the model's text."""
+    """Text outside of thoughts and calls, from `begin` up to `end` in the text of the model."""
 
     text: str
     begin: int = field(default=0, compare=False)
@@ -24,7 +24,7 @@ class Content:
 
 @dataclass(frozen=True, slots=True)
 class CallBegins:
-    """The beginning of the call `index` (from 0) of an answer, which calls the tool `name`."""
+    """The beginning of call number `index` (from 0) in an answer. It calls the tool `name`."""
 
     index: int
     name: str
@@ -32,7 +32,7 @@ class CallBegins:
 
 @dataclass(frozen=True, slots=True)
 class Arguments:
-    """The next piece of the arguments, which are JSON, of call `index`."""
+    """The next piece of the arguments of call `index`. The arguments are JSON."""
 
     index: int
     text: str
@@ -42,14 +42,15 @@ Found = Thought | Content | CallBegins | Arguments
 
 
 class AnswerParser(Protocol):
-    """Takes the text of one answer in pieces, and returns its parts. `num_pushed`: the number of
-    characters of the answer so far.
+    """A parser that takes the text of one answer in pieces, and returns its parts.
+
+    `num_pushed` is the number of characters of the answer so far.
     """
 
     num_pushed: int
 
     def push(self, text: str) -> list[Found]:
-        """Add new text to the answer; return the parts that this completes."""
+        """Add new text to the answer; return the parts that are now certain."""
 
     def flush(self) -> list[Found]:
         """Return the text that was held back, as parts, because the answer ends here."""
@@ -63,12 +64,12 @@ class AnswerParser(Protocol):
 
     @property
     def thoughts(self) -> list[ThoughtSpan]:
-        """Where the thoughts are in the pushed text."""
+        """The places of the thoughts in the pushed text."""
 
 
 @dataclass(slots=True)
 class ThoughtSpan:
-    """A thought: the characters of a text from `begin` up to `end`, which is None until it ends."""
+    """The place of a thought in a text. `end` is exclusive, and None until the thought ends."""
 
     begin: int
     end: int | None = None

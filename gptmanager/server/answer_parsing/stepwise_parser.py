@@ -8,7 +8,7 @@ from gptmanager.server.answer_parsing.answer_parts import Found, ThoughtSpan
 
 
 class StepwiseParser(ABC):
-    """Receives the text of an answer in pieces. A subclass is a state machine, see `_step`."""
+    """Receives the text of an answer in pieces. A subclass is a state machine (see `_step`)."""
 
     def __init__(self) -> None:
         self.num_pushed = 0
@@ -16,7 +16,7 @@ class StepwiseParser(ABC):
         self._text = ""  # pushed, but not returned yet
 
     def push(self, text: str) -> list[Found]:
-        """Add new text to the answer, and return the parts that this completes."""
+        """Add new text to the answer, and return the parts that the new text completes."""
         self.num_pushed += len(text)
         self._text += text
         found: list[Found] = []
@@ -26,11 +26,14 @@ class StepwiseParser(ABC):
 
     @abstractmethod
     def flush(self) -> list[Found]:
-        """Return the text that was held back, as parts, because the answer ends here."""
+        """End the answer, and return the text that was held back, as parts."""
 
     @abstractmethod
     def _step(self, found: list[Found]) -> bool:
-        """Take one step of the state machine; return False if it needs more text."""
+        """Take one step of the state machine, and append the parts that it completes to `found`.
+
+        Return False if the next step needs more text.
+        """
 
     def _take(self, length: int) -> str:
         """Remove the next `length` characters from the text, and return them."""

@@ -20,7 +20,8 @@ class ObjectScan:
         """Scan the next piece; return the index after the closing bracket that reduces the depth to
         `depth`.
 
-        The result is None if the piece does not have this bracket.
+        The depth is the number of open brackets. The result is None if the piece does not have this
+        closing bracket.
         """
         at = 0
         if self._is_escaped and text:
@@ -43,5 +44,5 @@ class ObjectScan:
 
 
 def num_tag_letters(text: str, tag: str) -> int:
-    """Return how many characters at the end of `text` may begin `tag`."""
+    """Return the length of the longest end of `text` that is an incomplete beginning of `tag`."""
     return next((n for n in range(len(tag) - 1, 0, -1) if text.endswith(tag[:n])), 0)

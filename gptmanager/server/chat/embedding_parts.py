@@ -1,7 +1,7 @@
 """Parts of messages that are embeddings: rows of floats, each in place of a token's embedding.
 
-In the text that the template renders, a unique mark represents a part. In the prompt, each row
-becomes a token id beyond the vocabulary; the `prompt_embedding_table` has the rows.
+In the text that the chat template renders, a unique mark stands for each part. In the prompt, each
+row becomes a token id of `vocab_size` or more. The request's `prompt_embedding_table` has the rows.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class EmbeddingParts:
 
     def __init__(self, card: ModelCard) -> None:
         self._card = card
-        # random, so that a client cannot put it into a text
+        # random, so that a client cannot put the mark into a text
         self._mark = f"embeds{secrets.token_hex(_MARK_BYTES)}"
         self._parts: list[torch.Tensor] = []
 
@@ -40,18 +40,18 @@ class EmbeddingParts:
         return torch.cat(self._parts) if self._parts else None
 
     def marked(self, messages: Any) -> Any:
-        """Return the messages with a text part, the mark, in place of each part of embeddings.
+        """Return the messages with each part of embeddings replaced by a text part, its mark.
 
-        Raises ApiError (400) for a wrong part. Everything else in the messages is unchanged.
+        Raises ApiError (400) for an invalid part. Everything else in the messages is unchanged.
         """
         if not isinstance(messages, list):
             return messages
         return [self._message(one, f"messages[{index}]") for index, one in enumerate(messages)]
 
     def pieces(self, text: str) -> Iterator[str | list[int]]:
-        """Split a rendered text into texts and, in place of each mark, the tokens of its rows.
+        """Split a rendered text at the marks; in place of each, yield the token ids of its rows.
 
-        Raises ApiError (400) unless the template has written each part once, in order.
+        Raises ApiError (400) unless the template has written each mark once, in order.
         """
         if not self._parts:
             yield text

@@ -16,8 +16,8 @@ from gptmanager.errors import ConfigError, quoted
 from gptmanager.server.errors import ApiError
 
 # Task ids from here on are reserved for the server. Clients of Triton's protocol choose lower ids,
-# so they can never replace the weights of an adapter here. The range is small: clients hash names
-# to ids, and a hash is rarely in a small range.
+# so they can never replace the weights of an adapter here. Clients may hash names to ids; the
+# reserved range is small, so that a hash is rarely in this range.
 FIRST_OWN_TASK = 2**64 - 2**32
 
 
@@ -39,8 +39,9 @@ class Adapters:
     """The loaded adapters of the model in the folder `model`, by name.
 
     `root` is the folder from which clients may load adapters; if it is None, they cannot load any.
-    At most `most` adapters may be loaded at once; their weights stay in memory. `has_journal`:
-    requests of an earlier process may still use its adapters, so the first task id is random.
+    At most `most` adapters may be loaded at once; their weights stay in memory. With
+    `has_journal`, requests of an earlier process may go on with the adapters of that process, so
+    the first task id is random.
     """
 
     def __init__(
@@ -89,8 +90,8 @@ class Adapters:
         """Return an adapter read from its files, without adding it. Blocks while it reads.
 
         `is_trusted`: the operator has named the folder, so it may be outside the root. Raises
-        ApiError: 403 if an untrusted folder is outside the root, or without a root; 400 if the
-        folder has no valid adapter.
+        ApiError: 403 if the folder is not trusted, and is outside the root or there is no root;
+        400 if the folder has no valid adapter.
         """
         folder = Path(path).resolve() if is_trusted else self._folder(path)
         try:

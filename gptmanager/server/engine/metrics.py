@@ -52,8 +52,10 @@ class ServerMetrics(PrometheusSink):
     def respond(
         self, request_id: int, tensors: list[NamedTensor], is_final: bool, error: str
     ) -> None:
-        """Count a response, and then pass it to the queue, so that all answered requests are
-        counted. A response to a restored request that no client has joined is held instead.
+        """Count a response, and pass it to the queue afterwards.
+
+        In this order every request is counted before its client gets the answer. A response to a
+        restored request that no client has joined is neither counted nor passed on, but held.
         """
         if self.restored.hold(request_id, tensors, is_final, error):
             return
@@ -72,11 +74,11 @@ class ServerMetrics(PrometheusSink):
         is_scoring: bool = False,
         is_ended_by_caller: bool = False,
     ) -> Generation:
-        """Call `submit`, and count its request as waiting unless it raises.
+        """Count the request as waiting, and call `submit`. Undo the count if `submit` raises.
 
         With `is_try`, the request names an adapter that the cache may have evicted. If the adapter
-        is missing, the request does not count, because it is resubmitted with the weights. For
-        `is_scoring` and `is_ended_by_caller`, see `PrometheusSink.arrived`.
+        is missing, this try is not counted, because the caller resubmits the request with the
+        adapter's weights. For `is_scoring` and `is_ended_by_caller`, see `PrometheusSink.arrived`.
         """
         self.arrived(request_id, is_scoring=is_scoring, is_ended_by_caller=is_ended_by_caller)
         if is_try:
@@ -95,14 +97,14 @@ class ServerMetrics(PrometheusSink):
     ) -> None:
         """End a request if it still runs.
 
-        The metrics count it with `finish_reason` (None: the manager's) and with `num_tokens`
-        generated tokens (None: all).
+        The metrics count the request with `finish_reason` (None: the manager's reason) and with
+        `num_tokens` generated tokens (None: all that the manager has generated).
         """
         self.ends_as(generation.request_id, finish_reason, num_tokens)
         if generation.done():
             return  # another request may already have this id
         generation.cancel()
-        if generation.done():  # the manager will never see it, or has ended it
+        if generation.done():  # the manager will never see the request, or has ended it
             self._tries.discard(generation.request_id)
             self.withdraw(generation.request_id, finish_reason)
 
@@ -148,8 +150,8 @@ def routes(engine: Any, settings: ServerSettings) -> list[BaseRoute]:
 
     def metrics(request: Request) -> Response:
         # This is not a coroutine, so Starlette runs it on a worker thread. It always answers in the
-        # plain format, which all scrapers read. In prometheus_client's OpenMetrics format, names
-        # that have colons in vLLM have underscores.
+        # plain format, which all scrapers read. In the OpenMetrics format, prometheus_client would
+        # write underscores for the colons in vLLM's names.
         return Response(
             generate_latest(registry), headers={"content-type": CONTENT_TYPE_PLAIN_0_0_4}
         )

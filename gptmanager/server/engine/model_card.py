@@ -28,8 +28,9 @@ class ModelCard:
     change, in all layers together. `adapter_width` is the number of LoRA weights of the largest
     module for an adapter of rank 1. `sampling_defaults` are from generation_config.json.
     `special_tokens` maps names in tokenizer_config.json (`bos_token`, `eos_token`, ...) to texts.
-    `tokenizer` is None if the folder has none; then prompts must be token ids. `keeps_state`: the
-    model keeps a state for each sequence, so its blocks are not reused.
+    If the folder has no tokenizer, `tokenizer` is None and prompts must be token ids. If the model
+    keeps a recurrent state for each sequence, `keeps_state` is True and KV cache blocks are not
+    reused.
     """
 
     names: tuple[str, ...]
@@ -62,7 +63,7 @@ class ModelCard:
         max_beam_width: int = 1,
         backend: str = "auto",
     ) -> ModelCard:
-        """Read a card from the files of a checkpoint. Raises ConfigError for unreadable files.
+        """Read a card from the files of a checkpoint. Raise ConfigError for unreadable files.
 
         `backend` is `OptionalParams.model_backend`.
         """

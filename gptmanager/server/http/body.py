@@ -16,8 +16,8 @@ from gptmanager.server.http.json_text import parse_json
 from gptmanager.server.http.responses import COMMENT, disconnected
 
 _T = TypeVar("_T")
-LARGE_BODY = 1 << 14  # bytes; reading the fields takes 1 ms, passing them to a thread takes 0.1 ms
-_HUGE_BODY = 1 << 20  # bytes: the parser may hold the interpreter lock for 0.1 s
+LARGE_BODY = 1 << 14  # bytes; reading such a body takes 1 ms, starting to read on a thread 0.1 ms
+_HUGE_BODY = 1 << 20  # bytes; parsing such a body may hold the interpreter lock for 0.1 s
 
 
 class BodyBudget:
@@ -71,8 +71,8 @@ async def body_of(request: Request, *, carries_tensors: bool = False) -> AsyncIt
 
 
 async def _read_body(request: Request, take: Callable[[int], None], carries_tensors: bool) -> bytes:
-    """Return the body. Raises ApiError (413) as soon as it exceeds `--max-body-bytes`. `take` is
-    called with the size of each chunk.
+    """Return the body, and call `take` with the size of each chunk. Raises ApiError (413) as soon
+    as the body exceeds the route's limit.
     """
     settings: AccessSettings = request.app.state.settings
     limit = settings.body_limit(carries_tensors=carries_tensors)
@@ -95,8 +95,8 @@ async def _read_body(request: Request, take: Callable[[int], None], carries_tens
 async def read_json(request: Request, read: Callable[[dict[str, Any]], _T]) -> _T:
     """Return `read(body)` for a body that is a JSON object.
 
-    A large body is parsed, and passed to `read`, on a worker thread. Raises ApiError: 400 if it is
-    not a JSON object, 413 and 429 like `body_of`, 415 if it is compressed.
+    A large body is parsed, and passed to `read`, on a worker thread. Raises ApiError: 400 if the
+    body is not a JSON object, 413 and 429 like `body_of`, 415 if the body is compressed.
     """
     encoding = request.headers.get("content-encoding", "").strip().lower()
     if encoding not in ("", "identity"):
@@ -111,8 +111,9 @@ async def read_json(request: Request, read: Callable[[dict[str, Any]], _T]) -> _
 async def parsed(request: Request, size: int, parse: Callable[[], _T]) -> _T:
     """Return `parse()` for a body of `size` bytes.
 
-    Large bodies are parsed on a worker thread, and huge ones one at a time: the event loop competes
-    with all threads for the interpreter lock, and several long parses at once would delay it.
+    Large bodies are parsed on a worker thread, and huge bodies one at a time: the event loop
+    competes with all threads for the interpreter lock, and several long parses at once would delay
+    the loop.
     """
     if size < LARGE_BODY:
         return parse()
@@ -188,7 +189,7 @@ class StartedStream:
 
 
 class KeptAlive:
-    """An iterator over frames; before the first one it yields `comment` every `interval_s` seconds.
+    """An iterator over frames, which yields `comment` every `interval_s` seconds until the first.
 
     `starting` waits for the first frame. Proxies close a connection that is silent for too long.
     """

@@ -15,15 +15,16 @@ from gptmanager.server.errors import ApiError
 from gptmanager.server.http.access import networks_of
 from gptmanager.server.http.responses import error_response
 
-PEER = "gptmanager.peer"  # in a request's scope: the address of the connection's other end
+PEER = "gptmanager.peer"  # ASGI scope key: the address of the connection's other end
 _MAX_CONNECTIONS = 1 << 16
 _MIN_CONNECTIONS = 16
 _logger = logging.getLogger(__name__)
 
 
 def default_max_connections() -> int:
-    """Return three quarters of the process's descriptor limit, from 16 to 65536. Files and pipes
-    need the rest.
+    """Return three quarters of the limit on file descriptors, at least 16 and at most 65536.
+
+    Files and pipes need the rest.
     """
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = _MAX_CONNECTIONS if soft == resource.RLIM_INFINITY else soft * 3 // 4
@@ -31,7 +32,7 @@ def default_max_connections() -> int:
 
 
 class Proxies:
-    """Addresses of trusted proxies. `X-Forwarded-For` is trusted only in their requests."""
+    """Addresses of trusted proxies. `X-Forwarded-For` is trusted only in requests from them."""
 
     def __init__(self, allowed: Sequence[str]) -> None:
         self._networks = networks_of(allowed)
@@ -48,9 +49,10 @@ class Proxies:
 class Connections:
     """Counts open connections, and limits them.
 
-    `most`: the limit in total. `most_per_address`: the limit for one address, or None. It does not
-    apply to connections from `proxies`, which carry the requests of many clients: `AddressLimit`
-    counts those requests instead. `count` is called with the status and the code of each refusal.
+    `most`: the limit in total. `most_per_address`: the limit for one address, or None. Connections
+    from `proxies` carry the requests of many clients and are exempt from the limit for one address:
+    `AddressLimit` counts their requests instead. `count` is called with the status and the code of
+    each refusal.
     """
 
     def __init__(
@@ -87,7 +89,7 @@ class Connections:
         return None
 
     def log_refusal(self, host: str, error: ApiError) -> None:
-        """Count a connection that is refused with `error`, and log at most one in ten seconds."""
+        """Count a connection that is refused; log at most one refusal in ten seconds."""
         self._count(error.status, str(error.code or error.type))
         self._log.warning("a connection from %s was refused: %s", host, error.message)
 

@@ -13,7 +13,7 @@ from typing import Any
 from starlette.types import Message
 
 logger = logging.getLogger("gptmanager.requests")
-RECORD = "gptmanager.record"  # in a request's scope: its `RequestRecord`
+RECORD = "gptmanager.record"  # the key in a request's scope that holds its `RequestRecord`
 CLIENT_GONE = 499  # the status in the log if the client has disconnected
 MAX_ID_LETTERS = 128
 MAX_LOGGED_LETTERS = 4096  # characters of a prompt or an output
@@ -29,10 +29,10 @@ _QUIET = re.compile(r"/|/live/.*|/metrics|/(v2/)?health(/.*)?|/inference\..*/Ser
 class RequestRecord:
     """The facts about a request that the log reports.
 
-    `id`: the header `X-Request-Id` if that is 1 to 128 letters, digits or `._:/+=@~-`, otherwise
-    random. `key`: the name of the client's key. `code`: the error's code if the request was
-    refused. `details`: a function that endpoints set; it is called at the end of the request, and
-    returns further fields.
+    `id`: the value of the header `X-Request-Id` if that value consists of 1 to 128 letters, digits
+    or `._:/+=@~-`, otherwise a random id. `key`: the name of the client's key. `code`: the error's
+    code if the request was refused. `details`: a function that returns further fields. Endpoints
+    set this function, and the log calls it at the end of the request.
     """
 
     __slots__ = ("began", "code", "details", "id", "key", "method", "path", "status")
@@ -63,7 +63,7 @@ class RequestRecord:
 
 
 class RequestLog:
-    """Writes a log line for each request, except successful probes; counts refusals."""
+    """Writes a log line for each request except successful probes, and counts refusals."""
 
     def __init__(self) -> None:
         self.refusals: Counter[tuple[str, str]] = Counter()
@@ -73,7 +73,7 @@ class RequestLog:
         self.refusals[str(status), code] += 1
 
     def end(self, record: RequestRecord) -> None:
-        """Log a request that has ended, and count it by status and code if it was refused."""
+        """Log a request that has ended. If it was refused, count it by status and code."""
         if record.status >= 400 and record.status != CLIENT_GONE:
             self.count(record.status, record.code or "none")
         is_quiet = record.status < 400 and _QUIET.fullmatch(record.path)
@@ -83,7 +83,10 @@ class RequestLog:
 
 
 def as_text(fields: Mapping[str, Any]) -> str:
-    """Return fields as `name=value ...`; a value that needs quotes is written as in Python."""
+    """Return fields as `name=value ...`, without the fields that are None.
+
+    A value that needs quotes is written as a Python string in ASCII.
+    """
     return " ".join(
         f"{name}={_value(str(value))}" for name, value in fields.items() if value is not None
     )

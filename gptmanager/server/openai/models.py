@@ -119,7 +119,7 @@ def _entry(name: str, created: int, engine: Engine) -> dict[str, Any]:
 def _check_caller(request: Request, settings: ServerSettings) -> None:
     """Raise ApiError (403) for a request from another machine or a foreign web page.
 
-    A server with a key accepts these requests.
+    If the server has a key, such requests are accepted here.
     """
     host = request.client.host if request.client is not None else ""
     origin = request.headers.get("origin", "")

@@ -1,4 +1,4 @@
-"""Converts the items and fields of /v1/responses into the messages and fields of a chat."""
+"""Convert the items and fields of /v1/responses into the messages and fields of a chat."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from gptmanager.errors import quoted
 from gptmanager.server.fields import field_error
 from gptmanager.server.http.warning_header import Warnings
 
-# A field of chats -> the text that replaces it in errors.
+# A field of Chat Completions, and the text that replaces the field in errors.
 RENAMED = (
     ("response_format.json_schema", "text.format"),
     ("response_format", "text.format"),
@@ -18,7 +18,7 @@ RENAMED = (
     ("].function", "]"),
     ("max_completion_tokens", "max_output_tokens"),
 )
-# Fields with the same meaning in Chat Completions, also fields that OpenAI's API does not have.
+# Fields with the same meaning in Chat Completions. Some of them are not in OpenAI's API.
 SAME = (
     *("model", "stream", "temperature", "top_p", "parallel_tool_calls"),
     *("top_k", "min_p", "seed", "stop", "stop_token_ids", "presence_penalty", "frequency_penalty"),
@@ -31,17 +31,18 @@ _ALLOWED = ", ".join((*_KINDS, "item_reference"))  # `resolved` replaces the las
 
 
 def items_of(given: Any) -> list[Any]:
-    """Return `input` as a list of items."""
+    """Return the field `input` as a list of items; a text becomes one message of the user."""
     return [{"role": "user", "content": given}] if isinstance(given, str) else given
 
 
 def messages_of(
     items: Sequence[Any], earlier: Sequence[Any] = (), instructions: str | None = None
 ) -> tuple[list[dict[str, Any]], dict[int, str]]:
-    """Return the messages of a chat, and a mapping from a message's index to its place in the body.
+    """Return the messages of a chat, and for each message's index its place in the request's body.
 
-    `earlier`: the items of the response that this one continues. Reasoning, a text and calls of the
-    assistant that follow each other become one message. Raises ApiError (400) for a wrong item.
+    `earlier` are the items of the earlier response that the new response continues. Reasoning, a
+    text and calls of the assistant that follow each other become one message. Raise ApiError (400)
+    for a wrong item.
     """
     messages: list[dict[str, Any]] = []
     places: dict[int, str] = {}
@@ -62,7 +63,7 @@ def messages_of(
 
 
 def _continues(last: Mapping[str, Any], message: Mapping[str, Any]) -> bool:
-    """Return whether `message` continues `last`. The order is: reasoning, a text, calls."""
+    """Return whether `message` belongs to `last`. The order is: reasoning, a text, calls."""
     if "tool_calls" in message:
         return True
     return "content" in message and "content" not in last and "tool_calls" not in last
@@ -94,7 +95,7 @@ def _message(item: Any, where: str) -> dict[str, Any]:
 
 
 def _reasoning_text(item: Mapping[str, Any]) -> str:
-    """Return the text of a reasoning item, or of its summary if it has no text."""
+    """Return the text of a reasoning item, or of the item's summary if the item has no text."""
     for key in ("content", "summary"):
         parts = item.get(key)
         parts = parts if isinstance(parts, list) else []
@@ -105,7 +106,7 @@ def _reasoning_text(item: Mapping[str, Any]) -> str:
 
 
 def chat_fields(given: Mapping[str, Any], warnings: Warnings) -> dict[str, Any]:
-    """Return the fields of a chat, except its messages. Add fields without effect to `warnings`."""
+    """Return the fields of a chat except `messages`. Add fields without effect to `warnings`."""
     fields = {name: given[name] for name in SAME if name in given}
     if "max_output_tokens" in given:
         fields["max_completion_tokens"] = given["max_output_tokens"]
@@ -129,7 +130,7 @@ def chat_fields(given: Mapping[str, Any], warnings: Warnings) -> dict[str, Any]:
 
 
 def _tool(tool: Any) -> Any:
-    """Convert a function to the form of chats. Other tools are unchanged: chats reject them."""
+    """Convert a function to the form of chats. Return other tools unchanged; chats reject them."""
     if not isinstance(tool, Mapping) or tool.get("type") != "function" or "function" in tool:
         return tool
     function = {key: value for key, value in tool.items() if key != "type"}

@@ -28,7 +28,7 @@ class StoredResponse(NamedTuple):
 
     @property
     def num_bytes(self) -> int:
-        """The bytes that count for the store's limit."""
+        """The size in bytes that counts for the store's limit."""
         return len(self.response) + len(self.items)
 
 

@@ -24,7 +24,7 @@ class ResponseWriter:
     """Writes items in the order in which the model generates them.
 
     `head`: the fields of the response that depend only on the request. `usage` returns the usage so
-    far, as a chat reports it.
+    far, in the form of a chat completion.
     """
 
     keep_alive = COMMENT
@@ -35,7 +35,7 @@ class ResponseWriter:
         self.answer_id = answer_id
         self._usage = usage
         self._output: list[dict[str, Any]] = []
-        self._is_open = False  # the last item has not ended
+        self._is_open = False  # whether the last item is still generated
         self._num_events = 0
         self._response: dict[str, Any] = {
             "id": answer_id,

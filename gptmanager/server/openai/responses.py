@@ -1,4 +1,4 @@
-"""/v1/responses: answers input items, in one piece or as a stream of events, and keeps answers."""
+"""/v1/responses: answers input items, with one object or a stream of events; stores the answers."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ _IGNORED: dict[str, Kind] = {
 }
 _LOG_PROBS = "message.output_text.logprobs"
 _INCLUDED = (_LOG_PROBS, "reasoning.encrypted_content")  # encrypted_content has no effect
-_MAX_METADATA = (16, 512)  # keys, and characters of each key and value
+_MAX_METADATA = (16, 512)  # at most: keys, characters of each key and value
 
 
 class Input:
@@ -229,7 +229,7 @@ class _Responses:
         return json_response({"object": "list", "data": page, **ends, "has_more": has_more})
 
     async def cancel(self, request: Request) -> Response:
-        """Raise ApiError: only responses in the background can be canceled, and none exist."""
+        """Raise ApiError: only background responses can be canceled, and the server has none."""
         if self._store is None or self._store.find(*_place(request)) is None:
             raise _missing(request)
         raise ApiError(400, "the response has ended: only background responses can be canceled")

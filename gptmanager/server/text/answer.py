@@ -1,7 +1,7 @@
 """`Answer`: all outputs of one HTTP request while the engine generates them.
 
-It maps the engine's requests to outputs and counts the usage, independently of the JSON that
-clients get.
+An `Answer` assigns the parts of the engine's requests to outputs, and counts tokens. It does not
+depend on the JSON that clients get.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from gptmanager.server.text.outputs import Delta, Output
 from gptmanager.server.text.sampling import GenerationOptions, ends_of, requests_of, scoring_request
 
 _T = TypeVar("_T")
-MANY_LISTED = 1024  # tokens; formatting their log probabilities takes some tens of milliseconds
+MANY_LISTED = 1024  # tokens; formatting the log probabilities of so many takes tens of milliseconds
 
 
 class Answer:
     """The outputs of one or more prompts. With n choices, output p * n + k is choice k of prompt p.
 
-    `prompts` are lists of token ids. `max_new_tokens` has the limit of new tokens of each prompt.
-    For each prompt, `offsets` has the number of characters (an echo) before its outputs. For
-    `lists_end` and `special_texts`, see `Output`. With `is_silent`, no text is generated: the
-    request asks only for log probabilities of its prompts.
+    `prompts` are lists of token ids. For each prompt, `max_new_tokens` has the limit of new
+    tokens of an output, and `offsets` the number of characters of the echoed prompt that precedes
+    its outputs. For `lists_end` and `special_texts`, see `Output`. With `is_silent`, no text is
+    generated: the request asks at most for the log probabilities of its prompts.
     """
 
     def __init__(
@@ -121,13 +121,14 @@ class Answer:
 
     async def shaped(self, shape: Callable[[], _T], num_listed: int = 0) -> _T:
         """Return the result of `shape`, which formats the log probabilities of the prompts and of
-        `num_listed` output tokens. MANY_LISTED or more are formatted on a worker thread.
+        `num_listed` output tokens. If these are MANY_LISTED tokens or more, `shape` runs on a
+        worker thread.
         """
         of_prompts = sum(len(one) for one in self.prompt_log_probs if one is not None)
         return await run_in_thread(shape) if of_prompts + num_listed >= MANY_LISTED else shape()
 
     def usage(self) -> dict[str, Any]:
-        """Return the OpenAI `usage` object: tokens so far, with the tokens that ended an output."""
+        """Return the OpenAI `usage` object. It counts the tokens so far, including end tokens."""
         prompt = sum(map(len, self.prompts))
         generated = self._num_generated
         return {
@@ -139,7 +140,8 @@ class Answer:
 
     def log_fields(self) -> dict[str, Any]:
         """Return the fields for the log: numbers of tokens, seconds until the first request began
-        and until the first token, how the outputs ended, and with `--log-prompts` the texts.
+        and until the first token, and how the outputs ended. With `--log-prompts`, the fields also
+        have the beginnings of the first prompt and of its first output.
         """
         reasons = {output.finish_reason or "cancelled": None for output in self.outputs}
         fields: dict[str, Any] = {
@@ -176,7 +178,7 @@ class Answer:
                 if not math.isnan(seconds):
                     self._times[name] = min(seconds, self._times.get(name, seconds))
             if choice == 0:
-                self._knows[prompt] = True  # it has no log probabilities if it timed out first
+                self._knows[prompt] = True  # without log probabilities if it timed out first
                 self._num_cached += int(part.result.metrics.get("cached_tokens", 0))
             if not self._options.streams:
                 check_in_time(part.result)

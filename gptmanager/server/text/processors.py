@@ -33,7 +33,7 @@ STRUCTURED = (
 class Processors:
     """Makes the logits post-processors of requests for one model.
 
-    With `lenient`, schema keywords that cannot be enforced are ignored and reported.
+    If `lenient`, schema keywords that cannot be enforced are ignored and reported.
     """
 
     def __init__(self, engine: Engine, *, lenient: bool) -> None:
@@ -52,10 +52,10 @@ class Processors:
         """Return the post-processor of a request, or None if its output is unconstrained.
 
         `tools` are the tools that the model may call, in the format `form`. `start` returns the
-        `GrammarStart` of a rule, or None if the rule applies from the first token. If it raises
-        ValueError, the rule applies from the first token, and `warnings` gets the reason. Rules
-        that are not enforced are added to `warnings`. Raises ApiError: 400 for a rule that cannot
-        be compiled, and 429 and 503 like `Engine.preparing` and `prepared`.
+        `GrammarStart` of a rule, or None if the rule applies from the first token. If `start`
+        raises ValueError, the rule applies from the first token, and `warnings` gets the reason.
+        Rules that are not enforced are added to `warnings`. Raises ApiError: 400 for a rule that
+        cannot be compiled, and 429 and 503 as `Engine.preparing` and `prepared` do.
         """
         rule, words = read_output_rule(given), given.get("bad_words")
         is_guided = rule is not None or (tools is not None and form is not None)
@@ -94,7 +94,7 @@ class Processors:
 
 
 def _started(grammar: Any, start: Callable[[], GrammarStart | None], warnings: Warnings) -> Any:
-    """Return the grammar, applied after the thought (reasoning) if there is one."""
+    """Return the grammar, which applies after the thought (reasoning) of an answer with one."""
     try:
         found = start()
     except ValueError as error:

@@ -1,7 +1,7 @@
 """Constrains answers by a rule: a JSON schema, a regular expression, a choice, or a grammar.
 
 A request may set one rule, in one of several fields. The rule is compiled before the request runs,
-so that the client of a wrong rule gets an error with an explanation.
+so that the client gets an error with an explanation if the rule is wrong.
 """
 
 from __future__ import annotations
@@ -35,9 +35,10 @@ _ALIASES = {f"guided_{kind}": kind for kind in _KINDS[:4]}
 
 @dataclass(frozen=True, slots=True)
 class OutputRule:
-    """The rule that an answer must fit, set by the field `where`; `kind` is one of `_KINDS`.
+    """The rule that an answer must fit.
 
-    With `lenient`, schema keywords that cannot be enforced are ignored and reported.
+    `where` is the name of the request's field that sets the rule. `kind` is one of `_KINDS`. With
+    `lenient`, schema keywords that cannot be enforced are ignored and reported.
     """
 
     where: str
@@ -47,9 +48,9 @@ class OutputRule:
 
 
 def read_output_rule(body: Mapping[str, Any]) -> OutputRule | None:
-    """Return the rule in `response_format`, `structured_outputs`, or its aliases guided_json, ...
+    """Return the rule in `response_format`, `structured_outputs` or an alias such as guided_json.
 
-    Returns None without a rule. Raises ApiError (400) for a wrong rule, and for two rules.
+    Return None if no rule is set. Raise ApiError (400) for a wrong rule, and for two rules.
     """
     rules = [
         *_of_response_format(body.get("response_format")),
@@ -127,8 +128,8 @@ def _check(rule: OutputRule) -> None:
 class StructuredOutputs:
     """Compiles the rules of requests, with one `GuidedDecoding` for the model's tokenizer.
 
-    The first request with a rule creates the `GuidedDecoding`. For 150,000 tokens that takes a
-    second.
+    The first request with a rule creates the `GuidedDecoding`. With a vocabulary of 150,000 tokens,
+    creating it takes a second.
     """
 
     _of_engines: ClassVar[WeakKeyDictionary[Engine, StructuredOutputs]] = WeakKeyDictionary()
@@ -148,9 +149,9 @@ class StructuredOutputs:
         self._lock = threading.Lock()
 
     async def processor(self, rule: OutputRule, warnings: Warnings) -> Any:
-        """Return the logits post-processor for a rule. Raises ApiError like `prepared`.
+        """Return the logits post-processor for a rule. Raise ApiError as `prepared` does.
 
-        Adds to `warnings` the keywords of a lenient schema that are not enforced.
+        Add to `warnings` the keywords of a lenient schema that are not enforced.
         """
 
         def grammar(guided: GuidedDecoding) -> Any:
@@ -171,12 +172,13 @@ class StructuredOutputs:
     async def processor_with_tools(
         self, rule: OutputRule | None, tools: Tools, form: ToolFormat, warnings: Warnings
     ) -> Any:
-        """Return the post-processor for an answer of tool calls or, if these are optional, of text.
+        """Return the post-processor for an answer of tool calls or, if calls are optional, of text.
 
-        With a `rule`, the text must be JSON that fits it. Without a rule, optional calls are guided
-        as far as possible: schema keywords that cannot be enforced are ignored. If llguidance is
-        not installed, or cannot read a schema, the calls are unconstrained: the result is None, and
-        `warnings` has the reason.
+        With a `rule`, the text must be JSON that fits the rule. Without a rule, optional calls are
+        guided as far as possible: schema keywords that cannot be enforced are ignored. If
+        llguidance is not installed or cannot read a schema, optional calls without a rule are
+        unconstrained: the result is None, and `warnings` has the reason. The result is also None
+        if the tool format cannot guide such answers.
         """
         answer = None
         if rule is not None and not tools.required:
@@ -236,7 +238,7 @@ class StructuredOutputs:
 async def prepared(where: str, make: Callable[[], Any]) -> Any:
     """Return the logits post-processor that `make` creates, once it is compiled.
 
-    Raises ApiError: 400 if it cannot be compiled, 503 if the resources for it are missing.
+    Raise ApiError: 400 if the processor cannot be compiled, 503 if the capacity is missing.
     """
     processor = None
     try:
@@ -247,7 +249,7 @@ async def prepared(where: str, make: Callable[[], Any]) -> Any:
     except (ValueError, RequestError) as error:  # a ConfigError is also a ValueError
         raise field_error(where, _without_field(error)) from None
     except asyncio.CancelledError:
-        processor = None  # release it even if something still refers to this frame
+        processor = None  # release the processor even if something still refers to this frame
         raise
     return processor
 
@@ -268,7 +270,7 @@ async def _finished(future: Future[Any]) -> None:
     try:
         await done.wait()
     except asyncio.CancelledError:
-        future = Future()  # release it even if something still refers to this frame
+        future = Future()  # release the old one even if something still refers to this frame
         raise
     future.result()
 

@@ -19,8 +19,8 @@ _FINAL = "<|channel|>final<|message|>"
 class Harmony(ToolFormat):
     """The harmony format, with one call in an answer.
 
-    Optional calls are guided only if an answer without a call must fit a schema. Otherwise a
-    message may begin with a thought, with text or with a call.
+    If calls are optional, there is a grammar only if an answer without a call must fit a schema.
+    Without a grammar, a message may begin with a thought, with text or with a call.
     """
 
     name = "harmony"

@@ -40,7 +40,7 @@ _KEY = re.compile(re.escape(_PARAMETER) + r"([^<>]{0,256})>")
 
 
 class Qwen3CoderParser(HeadedCallParser):
-    """Returns strings as they arrive, and other values whole. The first tag may be missing."""
+    """A parser that returns strings in pieces, other values whole. Calls may lack `<tool_call>`."""
 
     openers = (_OPENER, _FUNCTION)
     closers = (_END_FUNCTION, _CLOSER)
@@ -120,7 +120,7 @@ class Qwen3CoderParser(HeadedCallParser):
 
 
 def _first(text: str, tags: tuple[str, ...]) -> tuple[int, str]:
-    """Return the index of the first of `tags` in a text, and that tag; -1 if there is none."""
+    """Return the index of the tag that occurs first in `text`, and this tag, or (-1, "")."""
     return min(((text.find(tag), tag) for tag in tags if tag in text), default=(-1, ""))
 
 
@@ -129,7 +129,7 @@ def _within_quotes(text: str) -> str:
 
 
 def _json_of(text: str) -> str:
-    """Return a value in JSON or in Python's syntax as JSON; any other text as a JSON string."""
+    """Return the JSON of `text`, a value in JSON or Python syntax; a JSON string if it is neither."""
     found = json_of_literal(text.strip())
     return as_json(text) if found is None else found
 
@@ -152,9 +152,10 @@ class Qwen3Coder(ToolFormat):
 
 
 def _body(rule: str, schema: Any) -> tuple[list[str], dict[str, Any]]:
-    """Return the grammar of a schema's parameters, in order.
+    """Return the grammar of a schema's parameters, in order, and schemas for rules that it names.
 
-    If the schema lists none, it allows any string parameters unless it forbids additional ones.
+    If the schema has no properties, the grammar allows any parameters with strings as values,
+    unless the schema forbids additional properties.
     """
     properties, required = properties_of(schema), required_of(schema)
     ends = grammar_text(f"\n{_END_PARAMETER}\n", {})

@@ -21,9 +21,9 @@ class Tools:
     """The tools of a request.
 
     `listed` has the tools as the client sent them. `parameters` maps the name of each tool that may
-    be called to the JSON schema of its arguments. If `required`, the answer must be a call of one
-    of these. With `parallel`, an answer may have several calls. With `lenient`, schema keywords
-    that cannot be enforced are ignored.
+    be called to the JSON schema of its arguments. If `required`, the answer must call one of the
+    tools in `parameters`. With `parallel`, an answer may have several calls. With `lenient`, schema
+    keywords that cannot be enforced are ignored.
     """
 
     listed: Sequence[Mapping[str, Any]]
@@ -34,7 +34,7 @@ class Tools:
 
     @property
     def schemas(self) -> dict[str, Any]:
-        """Name of a grammar rule -> schema of a tool's arguments."""
+        """The JSON schema of each tool's arguments, by the name of the tool's grammar rule."""
         return {f"arguments_{i}": schema for i, schema in enumerate(self.parameters.values())}
 
     def for_template(self) -> list[dict[str, Any]]:
@@ -53,15 +53,16 @@ class Tools:
         ]
 
     def index_of(self, rule: str) -> int:
-        """Return the index in `listed` of the tool that a rule of a grammar belongs to.
+        """Return the index in `listed` of the tool that a grammar rule belongs to.
 
-        The rule of tool N is `arguments_N`; a rule for its parameter M alone is `arguments_N_M`.
+        Rule `arguments_N` is for entry N of `parameters`, which may have fewer tools than `listed`.
+        Rule `arguments_N_M` is for parameter M of that tool alone.
         """
         name = list(self.parameters)[int(rule.split("_")[1])]
         return next(i for i, tool in enumerate(self.listed) if tool["function"]["name"] == name)
 
     def is_lenient(self, rule: str) -> bool:
-        """Return whether the tool of a rule has `strict: false`, or the server is lenient."""
+        """Return whether the tool of a grammar rule has `strict: false`, or `lenient` is set."""
         is_own = self.listed[self.index_of(rule)]["function"].get("strict") is False
         return self.lenient or is_own
 
@@ -130,8 +131,9 @@ def _tool(tool: Any, where: str) -> tuple[str, Any]:
 
 
 def _allowed(choice: Any) -> tuple[Any, list[str] | None]:
-    """Return the choice, and the names of the tools that it allows, or None if it allows all.
+    """Return the choice or its mode, and the names of the tools that it allows, or None for all.
 
+    A choice that allows only some tools has this form:
     `{"type": "allowed_tools", "allowed_tools": {"mode": "auto" or "required", "tools": [...]}}`
     """
     own = choice.get("allowed_tools") if isinstance(choice, Mapping) else None

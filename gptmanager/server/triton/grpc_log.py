@@ -1,4 +1,4 @@
-"""`CallLog`: writes the log of calls over gRPC."""
+"""`CallLog`: the log of calls over gRPC."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _logger = logging.getLogger(__name__)
 
 
 class CallLog:
-    """Writes a line of the log for each call, and counts refusals."""
+    """A log with one line for each call over gRPC; also counts refusals."""
 
     def __init__(self, keys: ServerKeys, log: RequestLog) -> None:
         self._keys = keys

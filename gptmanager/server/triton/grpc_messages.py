@@ -1,4 +1,4 @@
-"""Converts messages of the gRPC service into calls, and responses into messages."""
+"""Converts gRPC messages into `InferRequest`s, and `InferResponse`s into gRPC messages."""
 
 from __future__ import annotations
 
@@ -39,10 +39,7 @@ _CONTENTS = {
 
 
 def read_request(message: Any, model: Model, *, may_have_many: bool) -> InferRequest:
-    """Return the call of a ModelInferRequest.
-
-    Raises ApiError at the first fault, without reading the rest of the message.
-    """
+    """Return the InferRequest for a ModelInferRequest. Raises ApiError at the first fault."""
     raw = message.raw_input_contents
     model.reader.check_number(len(message.inputs))
     check_outputs(len(message.outputs), model)
@@ -121,8 +118,7 @@ def write_response(response: InferResponse, model: Model) -> Any:
 class StreamedResponses:
     """Converts the responses of a streamed call.
 
-    Responses differ little, so one message is reused. Each `write` changes the message that the
-    previous `write` returned.
+    The responses of a call differ little, so all `write` calls change and return the same message.
     """
 
     def __init__(self, model: Model) -> None:
@@ -152,7 +148,7 @@ def _shapes(outputs: Mapping[str, np.ndarray]) -> list[tuple[str, tuple[int, ...
 
 
 def refused_response(request_id: str, error: ApiError) -> Any:
-    """Return the only ModelStreamInferResponse of a call that fails with `error`."""
+    """Return the ModelStreamInferResponse for a refused call. The call has no other response."""
     response = pb.ModelInferResponse(id=request_id)
     response.parameters["triton_final_response"].bool_param = True
     return pb.ModelStreamInferResponse(error_message=error.message, infer_response=response)

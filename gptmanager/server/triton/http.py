@@ -52,7 +52,7 @@ from gptmanager.server.triton.messages import (
 
 _ONE_MODEL = "/v2/models/{name}"
 _ONE_VERSION = "/v2/models/{name}/versions/{version}"
-# The paths of Triton's extensions that this server does not support, and what each does.
+# The paths of Triton's extensions that this server does not support, and what each path is for.
 UNSUPPORTED_PATHS = {
     "/v2/systemsharedmemory/{rest:path}": "system shared memory",
     "/v2/cudasharedmemory/{rest:path}": "CUDA shared memory",
@@ -133,9 +133,9 @@ class HttpFront:
         return json_response(repository.statistics(self._inference, **request.path_params))
 
     async def infer(self, request: Request) -> Response:
-        """Answer a call with one response, in JSON or as bytes."""
+        """Answer a call with one response, with tensors as JSON or as bytes."""
         model = self._model(request)
-        async with body_of(request, carries_tensors=True) as body:  # the tensors are views of it
+        async with body_of(request, carries_tensors=True) as body:  # tensors are views of `body`
             return await self._infer(request, model, body)
 
     async def _infer(self, request: Request, model: Model, body: bytes) -> Response:
@@ -162,7 +162,7 @@ class HttpFront:
         return json_response(_as_json(response, model))
 
     async def generate_stream(self, request: Request) -> Response:
-        """Answer like `generate`, with an event for each response."""
+        """Answer a call like `generate`, but with a stream that has an event for each response."""
         model = self._model(request)
         call = await _generate_request(request, model)
         call.may_have_many = True
@@ -193,10 +193,10 @@ async def _generate_request(request: Request, model: Model) -> InferRequest:
 
 
 def _read_generate(body: Mapping[str, Any], model: Model) -> InferRequest:
-    """Return the call of a generate body.
+    """Return the request in the body of a call of generate or generate_stream.
 
-    As in Triton, parameters of the request may be top-level keys, and inputs may be in
-    `parameters`. A null value counts as absent. Other keys are ignored.
+    As in Triton, the request's parameters may also be top-level keys, and its inputs may also be
+    in `parameters`. A null value counts as absent. Unknown keys are ignored.
     """
     parameters = body.get("parameters")
     parameters = {} if parameters is None else parameters
@@ -226,7 +226,7 @@ def _read_generate(body: Mapping[str, Any], model: Model) -> InferRequest:
 
 
 def _as_json(response: InferResponse, model: Model) -> dict[str, Any]:
-    """Return a response's tensors by name, as lists; a tensor with one element as that element."""
+    """Return the tensors of a response by name, each as a list, or as its only element."""
     found: dict[str, Any] = {"model_name": model.name, "model_version": VERSION}
     if response.request.id:
         found["id"] = response.request.id

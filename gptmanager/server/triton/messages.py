@@ -25,7 +25,7 @@ class InputTensor(NamedTuple):
 
 @dataclass(slots=True)
 class InferRequest:
-    """A call. `outputs` are the requested outputs; None means all.
+    """A call. `outputs` are the names of the requested outputs; None means all.
 
     If `may_have_many`, the client accepts several responses. `call`: the engine's handle of the
     call; None until the requests are submitted.

@@ -46,8 +46,8 @@ class TensorSpec(NamedTuple):
     """An input or output of a model.
 
     `dims` is the shape without the batch; -1 means any size up to a limit. For each -1 of an input,
-    `most` names the field of `Sizes` with its limit. If `is_of_model`, FP16, FP32 and BF16 are
-    accepted.
+    `most` names the field of `Sizes` with the limit of this dimension. If `is_of_model`, FP16, FP32
+    and BF16 are accepted besides `datatype`.
     """
 
     name: str
@@ -208,7 +208,7 @@ class InputReader:
 def prompt_too_long(length: int | str, most: int) -> ApiError:
     """Return the error for a prompt that leaves no room for a new token.
 
-    It has the words of the C++ backend.
+    The message is the same as the message of the C++ backend.
     """
     return invalid("input_ids", f"Prompt length ({length}) exceeds maximum input length ({most}).")
 

@@ -1,7 +1,7 @@
 """The models `ensemble` and `tensorrt_llm_bls`: text in, text out.
 
-As in Triton's model repository, they are `tensorrt_llm` with tokenization before it and
-detokenization after it.
+As in TensorRT-LLM's model repository for Triton, both models tokenize the text, call the model
+`tensorrt_llm` and detokenize its output.
 """
 
 from __future__ import annotations
@@ -61,19 +61,19 @@ _RENAMED = {
     "top_p": "runtime_top_p",
     "length_penalty": "len_penalty",
 }
-_BYTES_PER_LETTER = 4  # maximum in UTF-8
+_BYTES_PER_LETTER = 4  # the maximum in UTF-8
 _NOT_PASSED_ON = frozenset(
     ("text_input", "decoder_text_input", "bad_words", "stop_words", "stream")
     + ("prompt_table_extra_id", "embedding_bias_words", "embedding_bias_weights")
     + ("exclude_input_in_output", "num_draft_tokens", "use_draft_logits")
 )
-_MAX_STOP_LETTERS = 1 << 16  # characters of one word
+_MAX_STOP_LETTERS = 1 << 16  # characters of one stop word
 
 
 class TextModel:
     """The model that clients know as `name`, with texts as inputs and outputs.
 
-    It calls the model `tokens` with the token ids of a text.
+    It tokenizes the text and calls the model `tokens` with the token ids.
     """
 
     outputs = OUTPUTS
@@ -94,7 +94,7 @@ class TextModel:
         self._banned_texts = engine.banned_texts
 
     async def replies(self, row: Mapping[str, Any]) -> list[TextReply]:
-        """Return a reply for each requested sequence. Raises ApiError for a wrong row."""
+        """Return a reply for each requested sequence. Raises ApiError if `row` is invalid."""
         _check(row)
         _, width = self._tokens.check_outputs(row)
         virtual, streams = self._virtual_tokens(row), row.get("stream", False)
@@ -116,7 +116,7 @@ class TextModel:
             streaming=streams or bool(stops),  # stop words are matched token by token
             exclude_input_in_output=True,
         )
-        tokens_row.setdefault("end_id", None)  # the checkpoint's end ids
+        tokens_row.setdefault("end_id", None)  # None: the end ids of the checkpoint
         if "prompt_table_extra_id" in row:
             tokens_row["prompt_table_extra_ids"] = np.array([row["prompt_table_extra_id"]])
         if "embedding_bias_words" in row:
@@ -132,7 +132,7 @@ class TextModel:
         return replies
 
     def _virtual_tokens(self, row: Mapping[str, Any]) -> range:
-        """Return the token ids of the prompt table's rows, which precede the text."""
+        """Return the virtual token ids, one per row of the prompt table. They precede the text."""
         if "prompt_embedding_table" not in row:
             return range(0)
         first, most = self._engine.card.vocab_size, len(row["prompt_embedding_table"])
@@ -166,8 +166,8 @@ class TextModel:
     def _bias(self, row: Mapping[str, Any]) -> np.ndarray:
         """Return the bias of each token of the vocabulary, float32 `[vocab_size]`.
 
-        A word may have other tokens at the start of a text than after a space. Its weight is added
-        to the bias of all of them, once each.
+        A word at the start of a text may have other tokens than the same word after a space. The
+        word's weight is added once to the bias of each token of either kind.
         """
         words = _words("embedding_bias_words", row, MAX_WORD_LETTERS, keeps_empty=True)
         weights = row.get("embedding_bias_weights", ())
@@ -197,17 +197,17 @@ class TextReply:
         self.index = reply.index
         self._reply = reply
         self._outputs = outputs  # one for each beam
-        self._texts = [before] * len(outputs)  # not yet sent
+        self._texts = [before] * len(outputs)  # for each beam, the text that is not yet sent
         self.streams = streams
         self._pending: list[Tensors] = []
 
     @property
     def is_complete(self) -> bool:
-        """Whether a stop word has ended the text."""
+        """Whether the text of the first beam has ended."""
         return self._outputs[0].finish_reason is not None
 
     def take(self, part: GenerationPart) -> list[Tensors]:
-        """Return the responses for a part, with text; see `TokenReply.take`."""
+        """Return the responses for a part, with text in place of token ids; see `TokenReply`."""
         responses = self._reply.take(part)
         found = []
         for index, tensors in enumerate(responses):
@@ -260,10 +260,10 @@ def _text(name: str, raw: bytes) -> str:
 def _words(
     name: str, row: Mapping[str, Any], most_letters: int, *, keeps_empty: bool = False
 ) -> tuple[str, ...]:
-    """Return the strings of an input. `InputReader` has already limited their number.
+    """Return the strings of the input `name`. `InputReader` has already limited their number.
 
-    Clients that want to pass no strings send an empty one, so empty strings are dropped unless
-    `keeps_empty`. Raises ApiError for a string that is too long.
+    Clients without words to pass send an empty string, so empty strings are dropped unless
+    `keeps_empty`. Raises ApiError for a string of more than `most_letters` characters.
     """
     found = []
     for index, raw in enumerate(row.get(name, ())):

@@ -1,7 +1,7 @@
 """Checks the bytes of a gRPC message before protobuf parses them into objects.
 
-An empty tensor has two bytes in a message and a hundred in memory, so the number of fields is
-limited. Numbers and strings grow at most eightfold, so a limit on their bytes is enough.
+An empty tensor takes two bytes in a message, but about a hundred in memory, so the number of
+fields is limited. Numbers and strings grow at most eightfold, so a limit on their bytes is enough.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
 
 
 class _Field(NamedTuple):
-    """A field. If it has a length, its content is between `begin` and `end`."""
+    """A field. A field with a length has its content from `begin` up to `end`; others are empty."""
 
     number: int
     begin: int
@@ -27,9 +27,9 @@ class _Field(NamedTuple):
 
 
 def wire_problem(message: bytes) -> str | None:
-    """Return why a ModelInferRequest is too expensive to parse, or None.
+    """Return why a ModelInferRequest is too expensive to parse, or None if it is not.
 
-    Malformed messages pass this check, because the parser refuses them.
+    Malformed messages may pass this check, because the parser refuses them.
     """
     num_fields = size_of_contents = 0
     for field in _fields(message, 0, len(message)):

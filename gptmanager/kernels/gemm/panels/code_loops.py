@@ -45,13 +45,14 @@ _BYTES = ir.VectorType(_BYTE, LANES)
 class ScaleTask(ctypes.Structure):
     """The arguments of `scale_rows` and `scale_to_int8`.
 
-    `codes`: `num_tokens` rows of bytes, `stride` bytes apart. Each has `width` codes of the same
-    `kind`. `high_first`: of two codes in a byte, the first one is in the upper four bits. `table`:
+    `codes`: `num_tokens` rows of bytes, `stride` bytes apart. Each row has `width` codes of the
+    same `kind`. `high_first`: of two codes in a byte, the first is in the upper four bits. `table`:
     the sixteen values of codes of the kind `NAMED`. `result`: float32 `[num_tokens, width]`.
-    `scales` and `zeros`: float32 `[num_tokens, num_blocks]`; if `zeros` is 0, `zero` is used for
-    all. Column c is in block `index[c]` (float32), or without an index in block `c // block`, where
-    `block` is a multiple of 16. The other fields are those of `PanelTask`, with the scales of rows
-    in `row_scales`; `scratch` also has a row of floats.
+    `scales` and `zeros`: float32 `[num_tokens, num_blocks]`. If the address `zeros` is 0, every
+    block has the zero point `zero`. Column c is in block `index[c]` (float32). If the address
+    `index` is 0, column c is in block `c // block`, where `block` is a multiple of 16. The other
+    fields are those of `PanelTask`, except that the int8 scales of rows are in `row_scales`, and
+    that `scratch` also has a row of floats.
     """
 
     _fields_ = task_fields(
@@ -62,8 +63,8 @@ class ScaleTask(ctypes.Structure):
     )
 
 
-# Kinds of codes. Bytes: integers, or float8 (e4m3). Two in a byte: integers, float4 (E2M1), or
-# indices into a table of sixteen values.
+# Kinds of codes. One code per byte: integers, or float8 (E4M3). Two codes per byte: integers,
+# float4 (E2M1), or indices into a table of sixteen values.
 UNSIGNED, SIGNED, E4M3, FOUR_BITS, E2M1, NAMED = range(6)
 SCALE_TASK = np.dtype(ScaleTask)
 
@@ -88,7 +89,7 @@ def _all(value: int) -> Any:
 def _small_float(builder: Any, codes: Any, mantissa: int, bias: int) -> Any:
     """Return the values of floats with 4 bits (`mantissa` 1) or 8 bits (`mantissa` 3).
 
-    The second result has the bits of the codes without the sign.
+    The second result is the codes without their sign bits.
     """
     sign = 4 if mantissa == 1 else 8
     size = builder.and_(codes, _all((1 << sign - 1) - 1))
@@ -204,7 +205,7 @@ def _scale_row(t: Any, row: int, to: int) -> None:
 
 
 def scale_rows(address: int) -> None:
-    """Write (value - zero) * scale * factor for each code."""
+    """Write (value - zero) * scale * factor to `result` for each code."""
     t = task_at(address, SCALE_TASK)
     part = claim(address, NEXT_PART)
     while part < t.num_parts:
@@ -214,7 +215,7 @@ def scale_rows(address: int) -> None:
 
 
 def scale_to_int8(address: int) -> None:
-    """Round (value - zero) * scale * factor to int8 with a scale for each row, and write panels."""
+    """Round (value - zero) * scale * factor to int8, with a scale for each row; write panels."""
     t = task_at(address, SCALE_TASK)
     scratch = t.scratch + claim(address, NEXT_THREAD) * t.scratch_bytes
     floats = scratch + LANES * t.row_bytes

@@ -1,4 +1,4 @@
-"""Writes rows to panels: as they are, rounded to int8 with a scale each, or in 4 bits.
+"""Writes rows to panels: as they are, rounded to int8 with a scale for each row, or in 4 bits.
 
 Compiled functions in torch's threads copy sixteen rows at a time, so that they read and write whole
 cache lines. `PackedMatrix` and `Int4Matrix` describe the layouts of panels.
@@ -57,10 +57,10 @@ _BYTES = ir.VectorType(ir.IntType(8), LANES)
 class PanelTask(ctypes.Structure):
     """Rows `x`, `stride` elements apart, and the panels `values` with the `scales` of their rows.
 
-    Rows have `width` elements; `num_columns` of them are written, from `first_column` on. They
+    Rows have `width` elements; `num_columns` of them are written, from `first_column` on. The rows
     become the matrix's rows from `first_row` on. `depth` is the number of bytes of a row in its
-    panel; for `int4_rows`, of positions. `scratch` has `scratch_bytes` for each thread, with a row
-    of `row_bytes` for each row of a panel.
+    panel, but for `int4_rows` the number of positions of a row. `scratch` has `scratch_bytes` for
+    each thread, with a row of `row_bytes` for each row of a panel.
     """
 
     _fields_ = task_fields(
@@ -132,7 +132,7 @@ def write_int4(rows: Tensor, values: Tensor, first: int) -> None:
 
 
 def panel_scratch(columns: int, work: int, more_bytes: int = 0) -> tuple[Tensor, dict[str, int]]:
-    """Return scratch for the int8 rows of a panel in each thread, and its sizes for a task.
+    """Return scratch in which each thread has the int8 rows of a panel, and the task's sizes.
 
     `work`: see `run_in_team`. Each thread has `more_bytes` after its rows.
     """
@@ -156,7 +156,7 @@ def panels_of(t: Any, part: int) -> range:
 
 @loop
 def rows_of(t: Any, panel: int) -> range:
-    """Return the given rows that are in a panel of the matrix."""
+    """Return the indices of the task's rows that are in a panel of the matrix."""
     start = panel * LANES - t.first_row
     return range(max(0, start), min(t.num_tokens, start + LANES))
 

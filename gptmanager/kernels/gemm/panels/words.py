@@ -31,10 +31,11 @@ _FOUR_GROUPS = 4 * GROUP
 class PackedGroups:
     """Rows of a 4-bit matrix as a checkpoint stores them: eight values in a word.
 
-    `words`: int32 `[n, columns / 8]` with any strides. With an `order` they are `[words, columns]`:
-    a word has eight rows of a column, row i of them at the place `order[i]`, and the first
-    `skipped` rows do not belong to the matrix. `scales` and `minima`: float16 `[n, blocks]`; a
-    block has `width` columns, a multiple of 32, or all of a row.
+    `words` is int32 `[n, columns / 8]` with any strides. If there is an `order`, `words` is
+    `[words, columns]`: a word has the values of eight rows in one column. The value of the i-th of
+    these rows is at place `order[i]` of the word, counted from the lowest bits. The first `skipped`
+    rows of `words` do not belong to the matrix. `scales` and `minima` are float16 `[n, blocks]`. A
+    block has `width` columns, a multiple of 32, or all columns of a row.
     """
 
     words: Tensor
@@ -70,26 +71,29 @@ class PackedGroups:
 
     @property
     def groups_per_block(self) -> int:
-        """The number of groups in each block, or 1 if the last block has fewer."""
+        """The number of groups in each block, or 1 if the last block has fewer groups."""
         count = -(-self.columns // GROUP)
         blocks = self.scales.shape[1]
         size = count if blocks == 1 else self.width // GROUP
         return size if blocks * size == count else 1
 
     def by_block(self, numbers: Tensor) -> Tensor:
-        """Return scales or minima, one for each group, as `[n, blocks, groups_per_block]`."""
+        """Return scales or minima, one for each group, as `[n, blocks, groups_per_block]`.
+
+        If `groups_per_block` is 1, each group is a block.
+        """
         size = self.groups_per_block
         return (self.in_groups(numbers) if size == 1 else numbers).unsqueeze(2).expand(-1, -1, size)
 
     def in_groups(self, numbers: Tensor) -> Tensor:
-        """Return the numbers of blocks, repeated for each group of 32 columns."""
+        """Return `numbers`, one for each block, repeated for each group of 32 columns."""
         count = -(-self.columns // GROUP)
         if numbers.shape[1] == 1:
             return numbers.expand(-1, count)
         return numbers.repeat_interleave(self.width // GROUP, 1)[:, :count]
 
     def write(self, columns: slice, values: Tensor, first: int) -> bool:
-        """Write the values to panels of an `Int4Matrix`, from row `first` on.
+        """Write the 4-bit values to `values`, the panels of an `Int4Matrix`, from row `first` on.
 
         Returns False, and writes nothing, if the words must be unpacked first.
         """
@@ -138,8 +142,8 @@ def unpack(words: Tensor, bits: int) -> Tensor:
 def unpack_columns(words: Tensor, bits: int, order: tuple[int, ...] = ()) -> Tensor:
     """Unpack int32 `[n, words]` and transpose it to uint8 `[elements, n]`.
 
-    `order`: for each element of a word, its place in the word, counted from the lowest bits. Empty
-    if elements are in order.
+    `order` has the place of each element in a word, counted from the lowest bits. It is empty if
+    elements are in order.
     """
     count, per_word = len(words), 32 // bits
     width = -(-count // LANES) * LANES
