@@ -1,7 +1,7 @@
-"""`Receiver`: the requests that Get has returned, until the next intake.
+"""`Receiver`: holds the requests that Get has returned, until the next intake.
 
-The attributes of a host's objects may run any code, so they are read only here, once. Afterwards a
-request is a plain `InferenceRequest`. A request is owed a final response from the moment that its
+To read an attribute of a host's object may run any code, so each is read only here, once. Afterwards
+a request is a plain `InferenceRequest`. A request is owed a final response from the moment that its
 id is known.
 """
 
@@ -40,7 +40,7 @@ class OwedFinals:
     def settle(self, request_id: int) -> bool:
         """Note that a final response is about to be sent.
 
-        Return False if no response is owed, so that the caller must not send it.
+        Return False if no response is owed: then the caller must not send the response.
         """
         with self._lock:
             count = self._counts.get(request_id, 0)
@@ -107,10 +107,10 @@ class Receiver:
         self.received, self.resumed = requests, resumed
 
     def owe_returned(self, *, only_plain: bool) -> None:
-        """Note that each returned item is owed a final response, because it will not be received.
+        """Record each returned item as owed a final response, because it will not be received.
 
-        With `only_plain`, items of a host's subclass are not read, and stay in `returned`. Any
-        thread may call this.
+        With `only_plain`, an item of a type other than InferenceRequest itself is not read, and
+        stays in `returned`. Any thread may call this method.
         """
         with self._lock:
             for item in [self.returned.popleft() for _ in range(len(self.returned))]:
@@ -124,7 +124,7 @@ class Receiver:
 def _read_id(item: Any) -> int:
     """Return the id of an item that Get returned.
 
-    Raise CallbackError, which names the item's type, if it is not a request with a valid id.
+    Raise CallbackError, which names the item's type, if the item is not a request with a valid id.
     """
     name = type(item).__name__
     try:

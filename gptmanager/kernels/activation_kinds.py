@@ -11,7 +11,7 @@ from torch import Tensor
 
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2", "clamped_swiglu"]
 
-# The clamped SwiGLU of gpt-oss: the limit of gates and ups, and the slope of the sigmoid.
+# For "clamped_swiglu": the limit of gate and up values, and the factor within the sigmoid.
 SWIGLU_LIMIT, SWIGLU_SLOPE = 7.0, 1.702
 
 _PLAIN: Mapping[Activation, Callable[[Tensor], Tensor]] = {
@@ -24,12 +24,12 @@ _PLAIN: Mapping[Activation, Callable[[Tensor], Tensor]] = {
 
 
 def activate(x: Tensor, activation: Activation) -> Tensor:
-    """Return the activation of each element of `x`."""
+    """Return the activation of each element of `x`. It must not be "clamped_swiglu"."""
     return _PLAIN[activation](x)
 
 
 def activate_gated(gate: Tensor, up: Tensor, activation: Activation) -> Tensor:
-    """Return `activation(gate) * up`; for "clamped_swiglu" as gpt-oss defines it."""
+    """Return `activation(gate) * up`; for "clamped_swiglu", the clamped SwiGLU of gpt-oss."""
     if activation != "clamped_swiglu":
         return activate(gate, activation) * up
     gate, up = gate.clamp(max=SWIGLU_LIMIT), up.clamp(-SWIGLU_LIMIT, SWIGLU_LIMIT)

@@ -1,8 +1,8 @@
 """`Recovery`: decides whether a loop continues after an iteration that raised an exception.
 
 Every request that has started ends with an error. Then the counts of blocks and pages are checked.
-The loop ends if these are inconsistent, if too many iterations fail in a row, or if the scheduler
-or the journal has failed.
+The loop ends if these counts are inconsistent, if too many iterations fail in a row, or if the
+scheduler or the journal has failed.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from gptmanager.recorder import Recorder
 
 
 class Recovery:
-    """Handles failed iterations. After `max_failures` in a row the loop ends."""
+    """Handles failed iterations. The loop ends when `max_failures` iterations have failed in a row."""
 
     def __init__(self, host: CallbackHost, recorder: Recorder, max_failures: int) -> None:
         self._host = host

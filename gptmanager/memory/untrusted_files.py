@@ -1,6 +1,6 @@
-"""Checks the kind and size of a checkpoint's files, which are not trusted, and reads JSON.
+"""Checks the kind and size of a checkpoint's files, which are not trusted, and reads JSON files.
 
-It limits how deeply JSON is nested, but does not know what the values mean.
+The nesting depth of JSON values is limited, but their meaning is not checked.
 """
 
 from __future__ import annotations
@@ -21,9 +21,10 @@ _TOO_DEEP = f"its values are nested deeper than {_MAX_DEPTH} levels"
 
 
 def check_file(path: Path, max_bytes: int | None = None) -> int:
-    """Return a file's size in bytes. Raises ConfigError unless it is a regular, nonempty file.
+    """Return the size of a file in bytes.
 
-    Reading a FIFO could block forever. So could reading some files of /proc, which report size 0.
+    Raises ConfigError unless `path` is a regular, nonempty file of at most `max_bytes`, and not a
+    pointer of Git LFS. Reading a FIFO, or a file in /proc of reported size 0, could block forever.
     """
     try:
         status = path.stat()
@@ -53,7 +54,7 @@ def _is_lfs_pointer(path: Path) -> bool:
     try:
         with path.open("rb") as file:
             return file.read(len(_LFS)) == _LFS
-    except OSError:  # the code that reads the file reports it
+    except OSError:  # the code that later reads the file reports the error
         return False
 
 
@@ -84,11 +85,11 @@ def parse_object(where: str, content: bytes) -> dict[str, Any]:
 
 
 def check_depth(where: str, value: Any) -> None:
-    """Raise ConfigError for a value that is nested too deeply for recursive code."""
+    """Raise ConfigError if `value` is nested deeper than 64 levels, the limit for recursive code."""
     level: Iterable[Any] = [value]
     for _ in range(_MAX_DEPTH):
         inner = [child for parent in level for child in _children(parent)]
-        # Each object is followed once per level, because a value may contain it many times.
+        # A value may contain the same object many times: follow each object only once per level.
         level = {id(child): child for child in inner}.values()
         if not level:
             return

@@ -54,12 +54,12 @@ _FIELDS = tuple(
     name for cls in (LlmRequest, ActiveRequest) for name in cls.__slots__ if name not in _WRITABLE
 )
 
-Complaint = tuple[str, int | None, str]  # rule, request, details with numbers
+Complaint = tuple[str, int | None, str]  # rule, request id, details
 Decision = tuple[tuple[tuple[int, int | None], ...], tuple[int, ...], tuple[int, ...]]
 
 
 class Breach(Exception):
-    """Raised when a rule is broken and the scenario cannot continue. `args` are a Complaint."""
+    """Raised when a rule is broken and the scenario cannot continue. `args` is the Complaint."""
 
 
 @dataclass(slots=True, eq=False)
@@ -67,8 +67,8 @@ class JudgedScheduler(RequestScheduler):
     """Checks each answer of a scheduler, and raises Breach if it breaks a rule.
 
     `now` returns the number of the iteration. `decisions` has the answers that broke no rule, each
-    with its iteration. `minor` has the first time that active_requests was changed, if any: the
-    scenario can continue after it.
+    with its iteration. `minor` has at most one complaint, with its iteration: the first call that
+    changed the list active_requests. This breach raises nothing, so that the scenario continues.
     """
 
     scheduler: RequestScheduler
@@ -211,7 +211,7 @@ def _in_flight_or_wrong_list(output: SchedulerOutput, in_flight: Set[int]) -> It
 
 
 def _cost(request: LlmRequest) -> int:
-    """Return how many tokens a context runs in this step; cached tokens do not count."""
+    """Return how many tokens of a context run in this step. Cached tokens do not count."""
     size, remaining = request.context_chunk_size, request.context_remaining_length
     if not request.context_current_position:
         remaining -= request.estimated_reusable_tokens

@@ -19,7 +19,7 @@ from gptmanager.models.gguf.architectures import ARCHITECTURES, VARIANTS
 from gptmanager.models.gguf.header import Header
 from gptmanager.models.gguf.metadata import Metadata
 
-# Keys that are ignored, because other keys or tensors define the value, or the value never differs.
+# Keys that are ignored, because other keys or tensors define the value, or it is always the same.
 _IGNORED = frozenset(
     """
     vocab_size tensor_data_layout rope.scaling.finetuned attention.key_length
@@ -35,7 +35,7 @@ _ROPE = frozenset(
 )
 _ONE_VALUE: Mapping[str, Any] = {"expert_count": 0, "attention.causal": True}
 _ZERO_IS_NONE = {"sliding_window", "attn_logit_softcapping", "final_logit_softcapping"}
-_MAX_FACTORS = 1 << 16  # limit of RoPE pairs in a head
+_MAX_FACTORS = 1 << 16  # the most numbers that a tensor of RoPE divisors may have
 
 
 def architecture_of(header: Header) -> Architecture:
@@ -124,7 +124,7 @@ def _refuse_unknown(metadata: Metadata, own: Architecture, prefix: str) -> None:
 
 
 def _dtype(header: Header) -> str:
-    """Return the dtype of most tensor bytes; quantized tensors count as float32."""
+    """Return the dtype that stores the most bytes. Quantized tensors count as float32."""
     num_bytes: dict[str, int] = {}
     for tensor in header.tensors.values():
         own = tensor.num_rows * tensor.row_bytes
@@ -142,7 +142,7 @@ def _score_scalar(config: Mapping[str, Any], num_layers: int) -> Any:
 def _rope(
     header: Header, metadata: Metadata, prefix: str, config: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return the config fields of RoPE scaling, or no fields without scaling."""
+    """Return the config fields of RoPE scaling; empty if the model has no scaling."""
 
     def get(key: str) -> Any:
         return metadata.plain(f"{prefix}rope.scaling.{key}")
@@ -194,9 +194,9 @@ def _partial(metadata: Metadata, prefix: str, config: Mapping[str, Any]) -> dict
 
 
 def _factors(header: Header) -> tuple[list[float], list[float]] | None:
-    """Return the divisors of the RoPE frequencies, for short and for long sequences.
+    """Return the divisors of the RoPE frequencies: those for short, and those for long sequences.
 
-    Returns None if the file has no such tensors.
+    Returns None if the file has no tensors of divisors.
     """
     names = ("rope_factors_short.weight", "rope_factors_long.weight")
     if "rope_freqs.weight" in header.tensors:  # Llama 3: the same for every length

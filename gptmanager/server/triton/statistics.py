@@ -14,7 +14,7 @@ _NOT_MEASURED = (
 
 
 class CallRecord:
-    """One call, with `num_rows` rows. It has `succeeded` if all rows were answered in full."""
+    """A call with `num_rows` rows. `succeeded`: whether all rows were answered in full."""
 
     num_rows = 0
     succeeded = False
@@ -26,7 +26,7 @@ class ModelStatistics:
     def __init__(self, name: str, version: str) -> None:
         self._name = name
         self._version = version
-        self._last_ms = 0  # since the epoch
+        self._last_ms = 0  # start of the last successful call, in ms since the epoch
         self._num_rows = 0
         self._counts = {"success": 0, "fail": 0}
         self._ns = {"success": 0, "fail": 0}
@@ -49,8 +49,8 @@ class ModelStatistics:
         """Return the statistics as JSON values.
 
         `inference_count` is the number of rows of successful calls, `execution_count` the number of
-        these calls. Failed and cancelled calls are counted only as `fail`. Durations that are not
-        measured have the count 0.
+        successful calls. Failed and cancelled calls are counted only as `fail`. Durations that are
+        not measured have the count 0.
         """
         durations = {kind: {"count": self._counts[kind], "ns": self._ns[kind]} for kind in self._ns}
         nothing = {kind: {"count": 0, "ns": 0} for kind in _NOT_MEASURED}
