@@ -78,10 +78,9 @@ class StepPlan(NamedTuple):
 class CudaKernels(Kernels):
     """Ops on tensors of the launcher's device. They are enqueued on its current stream.
 
-    Pages are token-major in memory: `keys [P, K, D, B]` is a view of `[P, K, B, D]`. If
-    `deterministic`, a matmul uses the same kernel for any number of rows, and context attention
-    computes all rows, because generation attention divides a row into parts that depend on the
-    other rows.
+    `keys [P, K, D, B]` is a view of `[P, K, B, D]` in memory. If `deterministic`, a matmul uses
+    the same kernel for any number of rows, and context attention computes all rows, because
+    generation attention divides a row into parts that depend on the other rows.
     """
 
     has_float64, plans_experts = False, True

@@ -141,7 +141,7 @@ class ParallelConfig:
     """One model over several processes (ranks), each with its own manager.
 
     `tensor_parallel_size` ranks share each layer, and `pipeline_parallel_size` groups of ranks
-    share the layers; the number of ranks is the product of the two sizes. `timeout_s`: a rank that
+    share the layers; there are as many ranks as both sizes multiplied. `timeout_s`: a rank that
     does not answer within this time counts as failed. `respond_on_all_ranks`: whether SendResponse
     and ReturnBatchManagerStats are called on each rank, not only on rank 0.
     `replicate_logits_post_processors`: whether each rank that has logits calls the post-processors

@@ -25,7 +25,7 @@ from urllib.parse import urlsplit
 from gptmanager import GptManager
 from gptmanager.callbacks.live_page.feed import TICK_S, LiveFeed, Viewer
 
-_TIMEOUT_S = 10.0  # for a client that neither reads nor writes
+_TIMEOUT_S = 10.0  # a client that neither reads nor writes for this time is disconnected
 _MAX_OTHERS = 16  # connections in addition to one for each viewer
 
 
@@ -36,10 +36,10 @@ class LivePage:
             page.attach(manager)
             print(page.serve(port=8080))
 
-    From half a minute after the last viewer has left, the loop does no work for the page. The page
-    shows ids and numbers, and no text of requests. `num_outside` returns how many requests wait in
-    the application, which the manager does not know; a thread of the page calls it. `max_viewers`
-    limits the number of open pages.
+    Half a minute after the last viewer has left, the loop stops working for the page. The page
+    shows ids and numbers, and no text of requests. `num_outside` returns the number of requests
+    that wait in the application, which the manager does not know; a thread of the page calls
+    `num_outside`. `max_viewers` limits the number of open pages.
     """
 
     def __init__(
@@ -66,8 +66,8 @@ class LivePage:
     def viewer(self) -> Viewer:
         """Return a viewer, for a web server that sends the events itself.
 
-        Call its `take()` five times a second; the events begin with a snapshot. Raise
-        `queue.Full` beyond `max_viewers`, and on a closed page.
+        Call `take()` of the viewer five times a second, and send the events that it returns. The
+        events begin with a snapshot. Raise `queue.Full` if `is_full`.
         """
         return self._feed.enter()
 

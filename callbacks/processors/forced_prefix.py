@@ -1,6 +1,6 @@
 """`ForcedPrefix`: makes an output begin with given tokens.
 
-A CUDA kernel does this on a GPU, and a NumPy function, its twin, on the CPU.
+On a GPU a CUDA kernel changes the logits, on the CPU its twin, a NumPy function.
 """
 
 from __future__ import annotations

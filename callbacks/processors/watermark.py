@@ -1,9 +1,9 @@
 """`Watermark`: marks sampled text, and detects the mark.
 
-A CUDA kernel marks the text on a GPU, and a NumPy function, its twin, on the CPU.
+On a GPU, a CUDA kernel marks the text. On the CPU, the NumPy function `_mark` does the same.
 
 After each token, a keyed hash selects the green part of the vocabulary. Green tokens become
-slightly more likely, and they can be counted with the key. The method is from Kirchenbauer et al.,
+slightly more likely. With the key, they can be counted. The method is from Kirchenbauer et al.,
 "A Watermark for Large Language Models" (2023), with a hash of the last token.
 """
 
@@ -69,9 +69,9 @@ class Watermark(RawKernelLogitsPostProcessor):
     def z_score(self, tokens: Sequence[int]) -> float:
         """Return how many standard deviations the number of green tokens is above its mean.
 
-        Mean and deviation are those of text without the watermark, for which a score above 4 is
-        very unlikely. The first token is not counted; it is only the seed for the second. The
-        score is 0 for fewer than two tokens.
+        The mean and the deviation are those of text without the watermark. A score above 4 is very
+        unlikely for such text. The first token is not counted, because it is only the seed for the
+        second. The score is 0 for fewer than two tokens.
         """
         ids = np.asarray(tokens, dtype=np.uint32)
         hashes = _mixed(_seeds(np.uint32(self.key), ids[:-1]) ^ ids[1:])

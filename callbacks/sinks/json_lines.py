@@ -17,9 +17,9 @@ class JsonLinesSink:
     Each record reaches the operating system before the call returns, so a crash of the process
     loses none. If a crash or a full disk truncated a line, the next record begins on a new line.
     Before the file grows over `max_bytes`, it is renamed to `path.1`, the old `path.1` to `path.2`,
-    and so on. At most `backups` renamed files are kept. By default the size is not limited. A single
-    record over `max_bytes` is written to a file of its own. If another program moves, deletes or truncates the
-    file, as logrotate does, the next record is still written to `path`.
+    and so on. At most `backups` renamed files are kept. By default the size is not limited. A
+    single record over `max_bytes` is written to a file of its own. If another program moves,
+    deletes or truncates the file, as logrotate does, the next record is still written to `path`.
 
     A call never raises. A record that cannot be written is counted in `num_dropped`. If several
     records in a row cannot be written, only the first failure is logged. The constructor raises

@@ -85,7 +85,7 @@ class FlashAttention:
 def why_special(shape: AttentionShape, dtype: torch.dtype) -> str | None:
     """Return why a library cannot compute this attention, or None if it can.
 
-    The library supports 16-bit dtypes, and of the special features only windows and soft caps.
+    The dtype must have 16 bits. The only special features supported are windows and soft caps.
     """
     if dtype not in NARROW:
         return f"{dtype} must be torch.float16 or torch.bfloat16"

@@ -114,7 +114,7 @@ def sinks_arguments(dtype: torch.dtype, cache: str, *others: str) -> str:
     """Return the last template arguments of a kernel for heads with sinks.
 
     `cache` is one of CACHES, and `others` are the template arguments after it. All arguments are
-    listed, even if they equal their defaults, because the argument for the sinks comes last.
+    listed, even if they equal their defaults, because the argument for the sinks is the last one.
     """
     element = NAMES[dtype]
     others = tuple(f", {other}" for other in others)

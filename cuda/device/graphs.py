@@ -28,9 +28,9 @@ _READ, _COMPUTED = 10e9, 1.2e12
 
 @dataclass(frozen=True, eq=False)
 class _Graph:
-    memory: Tensor  # the inputs
+    memory: Tensor  # the bytes of all inputs
     layout: Layout
-    inputs: Tensors  # in that memory
+    inputs: Tensors  # views of `memory`
     replay: Callable[[], None]
     result: Tensor
 
@@ -53,10 +53,11 @@ class StepGraphs:
     ) -> None:
         """Capture `step` for each size.
 
-        Capturing runs the step, so `inputs(size)` must return arrays with which it has no effect.
-        `on_progress` is called with `what`, the number of captured graphs, and their total.
+        Capturing also runs the step. So with the arrays that `inputs(size)` returns, the step must
+        have no lasting effect. After each graph, `on_progress` is called with `what`, the number of
+        graphs captured so far, and the number of all graphs.
         """
-        sizes = self._sizes[::-1]  # the largest first: the others reuse its memory
+        sizes = self._sizes[::-1]  # the largest first: the other graphs reuse the same memory
         for number, size in enumerate(sizes, start=1):
             arrays = inputs(size)
             layout = Layout(arrays)
@@ -78,9 +79,9 @@ class StepGraphs:
         return size if size in self._graphs else None
 
     def run(self, size: int, arrays: Arrays) -> tuple[Tensor, Tensors]:
-        """Replay the graph of `size`; return its result and the arrays on the device.
+        """Replay the graph of `size` with `arrays`; return the result and the arrays on the device.
 
-        Both are valid until the next run.
+        The result and the arrays on the device are valid until the next run.
         """
         graph = self._graphs[size]
         self._uploads.fill(graph.memory, graph.layout, arrays)
@@ -95,11 +96,12 @@ def ladder(most: int) -> tuple[int, ...]:
 
 
 def token_ladder(sizes: Sequence[int], most: int, model_bytes: int) -> tuple[int, ...]:
-    """Return the `sizes`, in tokens and ascending, for which to capture steps with contexts.
+    """Return the sizes, among `sizes`, for which to capture steps that process contexts.
 
-    Sizes after the first that is at least `most` are left out. So are sizes for which a GPU takes
-    longer than the CPU takes to launch the step, because launches then cost no time. A GPU is
-    expected to read the model's bytes once, and to need one operation for each byte and token.
+    `sizes` are numbers of tokens, in ascending order. Sizes after the first that is at least `most`
+    are left out. Sizes for which the GPU would need longer for a step than the CPU needs to launch
+    it are also left out, because a graph would not make these steps faster. The estimate for the
+    GPU: it reads the model's bytes once, and computes one operation for each byte and token.
     """
     needed = (size for below, size in zip((0, *sizes), sizes, strict=False) if below < most)
     if model_bytes > _READ:

@@ -16,8 +16,8 @@ _WORDS = {"i": "signed integer", "u": "unsigned integer", "f": "float", "b": "bo
 def convert(value: Any, parameter: Parameter, what: str) -> Argument:
     """Return `value` as an argument of the kernel. Raises `EmulatorError` if its type does not fit.
 
-    `what` is the beginning of the error message. CuPy does not check: it passes a Python int as 8
-    bytes, whatever the kernel declares.
+    The error message begins with `what`. CuPy does not check types: it passes a Python int as 8
+    bytes, whatever type the kernel declares.
     """
     if parameter.kind == "p":
         return _pointer(value, parameter, what)

@@ -16,7 +16,7 @@ struct Module {
 };
 
 // The weights that an adapter has for a module: A [rank, width], then B [columns, rank], from element `start`
-// of the pool on. Rank 0: none.
+// of the pool on. Rank 0: the adapter has no weights for the module.
 struct Entry {
     long long start;
     int rank;
@@ -41,7 +41,7 @@ __device__ inline void for_each_run(const int* slots, int num_tokens, int group,
     }
 }
 
-// Loads 16 bytes; zeros if not `valid`. Unless `aligned`, it loads single elements.
+// Loads 16 bytes, or returns zeros if not `valid`. If not `aligned`, loads the elements one by one.
 template <class T> __device__ inline uint4 load_vector(const T* from, bool aligned, bool valid) {
     if (aligned) return ptx::load_once_16(from, valid);
     Vector<T, WIDE<T>> vector = {};
@@ -124,13 +124,13 @@ __global__ void __launch_bounds__(WARPS * 32, 2) shrink(
     });
 }
 
-constexpr int COLUMNS = 128;  // of a block of `expand`, one per thread
+constexpr int COLUMNS = 128;  // columns that a block of `expand` computes, one per thread
 constexpr int TILE = 16;      // tokens
 constexpr int PART = 64;      // ranks of h in shared memory
 constexpr int QUAD = 4;       // tokens that are computed together
 
 // Grid: (groups of tokens, parts of COLUMNS columns). The sum of an element adds one module after the
-// other, each in the order of its ranks; then it is added to the result, which is rounded once.
+// other, each in the order of its ranks. Then the sum is added to the result, which is rounded once.
 template <class T>
 __global__ void __launch_bounds__(COLUMNS, 5) expand(
     T* result,               // [tokens, width]

@@ -1,15 +1,15 @@
-// The sums of a warp that multiplies a few rows of x with weight rows in its registers.
+// `Sums`: the sums of a warp that multiplies a few rows of x with weight rows, which are in registers.
 #pragma once
 
 #include "gemm/widening.cuh"
 
-constexpr int LANES = 4;                     // lanes per weight row: a chunk has 4 * 16 bytes of it
+constexpr int LANES = 4;                     // lanes per weight row: a chunk has 4 * 16 bytes of a row
 template <class T> constexpr int ROWS = 16;  // rows of x that are multiplied at a time
 template <> constexpr int ROWS<float> = 8;
 
 // The results for rows of x and 8 * TILES weight rows, in fragments of mma.sync: with g = lane / 4 and
 // t = lane % 4, a lane has the results for rows g and g + 8 of x and weight rows 2t and 2t + 1 of each tile.
-// It loads vector t of weight row g of each tile.
+// `weight` is the 16-byte vector t of the chunk, from weight row g of each tile.
 //
 // Tensor cores compute x [16 rows, 16 k] @ weight^T [16 k, 8 weight rows]. The order of k is free, as
 // long as both operands agree: the first 4 of 8 consecutive elements of a lane are k = 2t, 2t + 1, 2t + 8
@@ -17,8 +17,8 @@ template <> constexpr int ROWS<float> = 8;
 template <class T, int TILES, class W = T> struct Sums {
     float result[TILES][4] = {};
 
-    // Adds one chunk. `x`: the lane's vector of the first row. If not `inside`, the vector is past the end of
-    // the row, and is not read.
+    // Adds one chunk. `x`: where the lane's part of the chunk begins in the first row of x. If not `inside`,
+    // this part is past the end of the row, and is not read.
     __device__ void add(const uint4 (&weight)[TILES], const T* x, int depth, int rows, bool inside) {
         int g = threadIdx.x % 32 / 4;
 #pragma unroll
@@ -44,8 +44,8 @@ template <class T, int TILES, class W = T> struct Sums {
     __device__ void finish() {}
 };
 
-// Tensor cores have no float32 matmul: each lane adds its own k for all rows, and `finish` adds the sums
-// of the four lanes of a weight row.
+// Tensor cores have no float32 matmul. So for all rows of x, each lane sums over its own k, and `finish` adds
+// the sums of the four lanes of a weight row. With 8 rows of x, there is no row g + 8.
 template <int TILES, class W> struct Sums<float, TILES, W> {
     float result[TILES][4] = {};
     float own[TILES][ROWS<float>] = {};
@@ -78,7 +78,7 @@ template <int TILES, class W> struct Sums<float, TILES, W> {
         for (int i = 0; i < TILES; i++) {
 #pragma unroll
             for (int row = 0; row < ROWS<float>; row++) {
-                float sum = warp_sum<LANES>(own[i][row]);  // of weight row lane / 4
+                float sum = warp_sum<LANES>(own[i][row]);  // of weight row g
                 float even = __shfl_sync(0xFFFFFFFFu, sum, 8 * t);
                 float odd = __shfl_sync(0xFFFFFFFFu, sum, 8 * t + 4);
                 if (row == g) result[i][0] = even, result[i][1] = odd;

@@ -6,7 +6,7 @@
 
 constexpr int CANDIDATES = 4 * THREADS;
 
-// Returns a key that orders log probabilities, equal ones by ascending id; no two tokens have equal keys.
+// Returns a token's rank: higher for a higher log probability and, between equal ones, for a lower id.
 __device__ inline unsigned long long to_rank(float value, int id) {
     return (unsigned long long)to_key(value) << 32 | (0xFFFFFFFFu - unsigned(id));
 }
@@ -32,7 +32,7 @@ __global__ void __launch_bounds__(THREADS, 2) best_of_rows(
     const T* logits,       // [rows, vocab_size]
     const Params* params,  // [slots]
     const int* slots,      // [rows]
-    const int* counts,     // [rows]: the number of continuations; 0: nothing is written
+    const int* counts,     // [rows]: the number of continuations to find; 0: nothing is written
     int vocab_size, int most) {
     ptx::wait_for_previous();
     __shared__ unsigned long long candidates[CANDIDATES];

@@ -57,9 +57,8 @@ from gptmanager.models.model import Model, page_shapes, state_shapes
 def place(params: OptionalParams, local_rank: int | None = None) -> Backend:
     """Return the backend for `OptionalParams.device`.
 
-    If there are several ranks, `local_rank` is the number of this rank on this machine. If the
-    device is "cuda" without a number, `local_rank` is its number. Raise ConfigError if the device
-    does not exist.
+    If the device is "cuda" without a number, its number is `local_rank`, the rank's number on this
+    machine. Raise ConfigError if the device does not exist.
     """
     kind = (params.device or "cpu").partition(":")[0]
     if kind == "cpu":
@@ -279,7 +278,7 @@ class DeviceBackend(Backend):
     def memory_budget(
         self, model: Model, params: OptionalParams, max_beam_width: int
     ) -> MemoryBudget:
-        """Return the memory that remains beside the largest step and the largest CUDA graphs.
+        """Return the memory that remains next to the largest step and the largest CUDA graphs.
 
         Both run here with a KV cache of one block, to measure their memory.
         """

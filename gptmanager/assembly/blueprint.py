@@ -39,7 +39,7 @@ from gptmanager.statistics import PhaseTimes
 from gptmanager.step import Executor, Host
 
 # The manager's limits for MAX_UTILIZATION, measured in docs/scheduling.md.
-_MAX_PAUSES = 3  # a request that was paused so many times is paused again only as a last resort
+_MAX_PAUSES = 3  # after this number of pauses, a request is paused again only as a last resort
 _RESUME_HEADROOM_BLOCKS = 1  # blocks that must stay free when a paused request resumes
 # when a request starts, the free blocks must suffice for this many steps of all running requests
 _START_HEADROOM_STEPS = 16

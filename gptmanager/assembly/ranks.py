@@ -1,4 +1,4 @@
-"""Connects a rank to the others, and checks that all have equal options and sizes."""
+"""Functions that connect a rank to the others, and check that all have equal options and sizes."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from gptmanager.ranks.links import Links, Message
 from gptmanager.ranks.small_tensors import connect_parts
 from gptmanager.ranks.world import BOOT_S, World, find_all, new_group
 
-_GROUP_GRACE_S = 5.0  # process groups time out later than links, which know the failed rank
+_GROUP_GRACE_S = 5.0  # process groups time out this long after links, which know the failed rank
 # options that may differ between ranks; all others are compared
 _MAY_DIFFER = (
     *("black_box_path", "black_box_iterations", "black_box_bytes", "recording_path"),
@@ -49,7 +49,7 @@ class Ranks(NamedTuple):
     """The connections of this rank to the other ranks.
 
     `num_local` ranks run on this machine and share its memory. `local_rank` is the number of this
-    rank among them. If the device is "cuda", it is also the number of its GPU.
+    rank among them. If the device is "cuda", `local_rank` is also the number of the GPU.
     """
 
     links: Links
@@ -60,8 +60,8 @@ class Ranks(NamedTuple):
     def fail(self, error: BaseException) -> None:
         """Report to the other ranks that this one ends with `error`.
 
-        The destructor of a process group waits for its work, which may wait for a rank that hangs.
-        So a thread keeps the groups alive until their work has timed out.
+        The destructor of a process group waits for the work of the group, and this work may wait
+        for a rank that hangs. So a thread keeps the groups alive until their work has timed out.
         """
         self.links.fail(error, response_text(error))
         keep_s = self.links.timeout_s + _GROUP_GRACE_S
@@ -88,7 +88,7 @@ class Ranks(NamedTuple):
         )
 
     def least_budget(self, budget: MemoryBudget) -> MemoryBudget:
-        """Return the budget with the least free memory of all ranks.
+        """Return `budget` with the least free memory of all ranks.
 
         Ranks on one machine get equal parts of memory that they share.
         """
@@ -96,22 +96,22 @@ class Ranks(NamedTuple):
         return budget._replace(free_bytes=self._least(int(free))[0])
 
     def least_blocks(self, budget: MemoryBudget, sizes: Sizes) -> MemoryBudget:
-        """Return the budget, limited to the number of blocks that fit on every rank.
+        """Return `budget`, limited to the number of blocks that fit on every rank.
 
-        The bytes alone do not decide this, because a block may take more bytes on another rank.
+        Equal bytes are not enough, because a block may take more bytes on another rank.
         """
         blocks, on_host = self._least(sizes.num_blocks, sizes.num_host_blocks)
         return budget._replace(most_blocks=blocks, most_host_blocks=on_host)
 
     def agree(self, names: Sequence[str]) -> list[str]:
-        """Return each name if it is the same on all ranks, else "own". All ranks must call it."""
+        """Return each name if it is the same on all ranks, else "own". All ranks must call this."""
         columns = zip(*self._exchange("attention providers", names), strict=True)
         return [column[0] if len({*column}) == 1 else "own" for column in columns]
 
     def share_matmuls(self, own: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the entries of all ranks, each from the first rank that has it.
+        """Return the entries of all ranks, for each key from the first rank that has the key.
 
-        All ranks must call it.
+        All ranks must call this method.
         """
         tables = self._exchange("engines of matmuls", own)
         return {key: value for table in reversed(tables) for key, value in table.items()}
@@ -149,12 +149,12 @@ def connect(
 ) -> Ranks | None:
     """Connect to the other ranks and compare the options of all; return None for a single rank.
 
-    Raise RankError, with the same text on each rank, for a rank that differs from rank 0.
+    If a rank's options differ from rank 0's, raise RankError, with the same text on each rank.
     """
     config, layout = params.parallel_config, world.layout
     if config is None or layout.size == 1:
         return None
-    # without this, Python would search all of torch's objects for garbage at exit
+    # without `gc.freeze`, Python would search all of torch's objects for garbage at exit
     atexit.unregister(gc.freeze)
     atexit.register(gc.freeze)
     boot_s = max(BOOT_S, config.timeout_s)
@@ -192,8 +192,8 @@ def connect(
 def report_failed_start(find: Callable[[], World], error: Exception) -> None:
     """Report `error`, which ends this rank before it connects to the others.
 
-    The other ranks receive the error once all ranks have connected. `find` returns the world. If it
-    raises, because the options of this rank are invalid, the world is all ranks that were launched.
+    The other ranks receive the error once all ranks have connected. `find` returns the world. If
+    `find` raises because the options of this rank are invalid, the world is all launched ranks.
     """
     try:
         try:
@@ -242,7 +242,7 @@ class ResultChannel:
 
 
 class _ProcessGroups:
-    """Creates process groups of torch, which are independent of the program's own groups."""
+    """A maker of torch process groups that are independent of the program's own groups."""
 
     def __init__(self, store: Any, links: Links, timeout_s: float, backend: str) -> None:
         self._store, self._links = store, links
@@ -293,7 +293,7 @@ class _ProcessGroups:
 
 
 class _JoiningGroup:
-    """Joins a process group in a thread, so that `Links.wait` can wait for it.
+    """A process group that a thread joins, so that `Links.wait` can wait for the group.
 
     torch itself would not notice that another rank has died.
     """
@@ -345,7 +345,7 @@ def _versions(params: OptionalParams) -> dict[str, Any]:
 
 
 def _field_values(name: str, config: Any, left_out: Iterable[str]) -> dict[str, Any]:
-    """Return the fields of a configuration, with nested ones, as JSON values.
+    """Return the fields of a configuration and of nested configurations, as JSON values.
 
     Enums and functions become their names, other objects the names of their types.
     """

@@ -23,7 +23,7 @@ _HOST_ROUNDS = 20
 
 @dataclass(frozen=True, eq=False)
 class Stopwatch:
-    """A prepared measurement: `seconds()` repeats the call and returns the mean seconds per call."""
+    """A prepared measurement: `seconds()` repeats the call and returns the mean time in seconds."""
 
     seconds: Callable[[], float]
     timed_by: Literal["graph", "events", "clock"]

@@ -6,7 +6,7 @@ import json
 
 
 class LastRecord:
-    """The last statistics record of a running manager; "" before the first."""
+    """The last statistics record of a running manager, or "" before the first record."""
 
     __slots__ = ("record",)
 
@@ -14,7 +14,7 @@ class LastRecord:
         self.record = ""
 
 
-_running: set[LastRecord] = set()  # one record per running manager
+_running: set[LastRecord] = set()  # one `LastRecord` per running manager
 
 
 class MemoryCounters:

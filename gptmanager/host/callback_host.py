@@ -1,8 +1,7 @@
 """`CallbackHost`: the four callbacks of a host application, as the `Host` of a loop.
 
-Every error of a callback is logged and counted. If SendResponse fails for a response that is not
-final, the next intake fails the request. GetInferenceRequests, called Get in this package, is the
-only callback that ends the loop if it fails too often.
+Every error of a callback is logged and counted. A response that is not final and fails ends its
+request. Only GetInferenceRequests, called Get in this package, ends the loop if it fails too often.
 """
 
 from __future__ import annotations
@@ -164,8 +163,7 @@ class CallbackHost:
     def answer_lost(self, known: Iterable[int], error: BaseException) -> None:
         """Send an error response to each unanswered request that the loop does not know.
 
-        `known` are the ids that the loop will answer. Requests that wait for the next intake get no
-        error response either.
+        `known` are the ids that the loop will answer. Requests for the next intake are left out.
         """
         self.journal.flush()
         waiting = [request.request_id for request in self.receiver.received]

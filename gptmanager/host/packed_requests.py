@@ -25,8 +25,8 @@ from gptmanager.request.inference_request import KEYWORDS, InferenceRequest
 from gptmanager.request.read_tensors import is_too_large
 
 ALIGNMENT = 8  # arrays start at multiples of this many bytes
-_MOST_VIEW_BYTES = 1 << 28  # limit for weights with overlapping elements
-# up to this size, the arrays of a message share one copy of it; in a longer one each is copied
+_MOST_VIEW_BYTES = 1 << 28  # limit for LoRA weights with overlapping elements
+# up to this size, the arrays of a message are views of one copy; else each has its own copy
 _SHARED_BYTES = 1 << 16
 _PADDING = [bytes(-size % ALIGNMENT) for size in range(ALIGNMENT)]
 _NUMPY = {np.dtype(char): np.dtype(char).str for char in "?bBhHiIlLqQefd"}

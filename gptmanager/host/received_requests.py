@@ -1,8 +1,8 @@
 """`Receiver`: holds the requests that Get has returned, until the next intake.
 
-To read an attribute of a host's object may run any code, so each is read only here, once. Afterwards
-a request is a plain `InferenceRequest`. A request is owed a final response from the moment that its
-id is known.
+Reading an attribute of a host's object may run any code, so each is read only here, once.
+Afterwards a request is a plain `InferenceRequest`. A request is owed a final response from the
+moment that its id is known.
 """
 
 from __future__ import annotations

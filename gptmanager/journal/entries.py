@@ -68,9 +68,9 @@ class Sent:
 class Entry:
     """A request without a delivered final response.
 
-    `accepted`: the request's inputs as bytes. `tokens`, `log_probs`: the output sent so far. `last`:
-    the final response as bytes, or b"" if it has not been written to the journal. `num_starts`: how
-    many managers have resumed the request since its last token was sent.
+    `accepted`: the request's inputs as bytes. `tokens`, `log_probs`: the output sent so far.
+    `last`: the final response as bytes, or b"" if it has not been written to the journal.
+    `num_starts`: how many managers have resumed the request since its last token was sent.
     """
 
     accepted: bytes

@@ -1,6 +1,6 @@
 """Resumes the unfinished requests of a journal in a new manager.
 
-The journal and the host's own record decide where each request continues.
+The journal and the host's own record (`restore_cb`) decide where each request continues.
 """
 
 from __future__ import annotations
@@ -23,15 +23,16 @@ from gptmanager.recorder.requests import RecordedProcessor
 from gptmanager.request.inference_request import InferenceRequest, NamedTensor
 from gptmanager.step import Progress
 
-# Outputs that are not in the journal. With these, tokens that the host lacks are computed again.
+# Outputs that the journal lacks. If a request has one, the tokens that the host lacks are computed
+# again.
 _NOT_KEPT = ("return_generation_logits", "num_top_log_probs")
 
 
 class Resumption(NamedTuple):
     """The requests that a new manager continues, and the responses that it sends first.
 
-    `requests` are in the order of their acceptance, and `progress` has the progress of each.
-    `ended` has the ids of requests with a final response that the host has.
+    `requests` are in the order of their acceptance. `progress` has the progress of each of them.
+    `ended` has the ids of the requests with a final response that the host has already received.
     """
 
     requests: list[InferenceRequest]
@@ -43,7 +44,7 @@ class Resumption(NamedTuple):
 def resume(journal: Journal, accepted: AcceptedRequests, params: OptionalParams) -> Resumption:
     """Decide how each request of the journal continues.
 
-    Raise CallbackError if `restore_cb` fails.
+    A request that cannot be resumed gets a final error. Raise CallbackError if `restore_cb` fails.
     """
     found = Resumption([], [], [], [])
     for request_id, entry in journal.entries.items():
@@ -115,7 +116,7 @@ def _resumed(
 
 
 def _restore_processor(request: InferenceRequest, params: OptionalParams) -> None:
-    """Set a request's Python post-processor. Raise JournalError if the host does not return it."""
+    """Set a request's Python post-processor. Raise JournalError if the host returns none."""
     processor = request.logits_post_processor
     if not isinstance(processor, RecordedProcessor):
         return

@@ -1,4 +1,4 @@
-"""`ProvidedKernels`: lets a provider compute attention or matmuls in place of other kernels."""
+"""`ProvidedKernels`: lets providers compute attention or matmuls in place of our own kernels."""
 
 from __future__ import annotations
 
@@ -80,11 +80,11 @@ class ProvidedKernels(Kernels):
         num_context_rows: int,
         fixed: int = 0,
     ) -> tuple[Ints, ...]:
-        """Return the plan of the extended kernels, or () for a step that must not be captured.
+        """Return the extended kernels' plan, or () if `fixed` and the step cannot be captured.
 
-        A step is not captured if a provider in it is not capturable. A step with context rows is
-        not captured if a provider computes attention, which would need the lengths of the rows on
-        the CPU.
+        A step cannot be captured if a provider in it is not capturable. A step with context rows
+        cannot be captured if a provider computes attention, because this provider would need the
+        lengths of the rows on the CPU.
         """
         served = [self._served.get(shape, _OWN) for shape in shapes]
         used = [self._linear, *(it.generation for it in served)]
@@ -102,7 +102,7 @@ class ProvidedKernels(Kernels):
         num_tokens: int,
         tokens_per_block: int,
     ) -> RowSpans:
-        if rows.lengths is None and not plan:  # not captured: a batch made by a host
+        if rows.lengths is None and not plan:  # not captured: a host made this batch
             given = rows.row_starts.cpu().numpy(), rows.kv_lengths.cpu().numpy()
             rows = rows._replace(lengths=RowLengths(*given))
         rows = super().begin(shapes, rows, plan, num_tokens, tokens_per_block)
@@ -181,7 +181,7 @@ def name_of(provider: Any) -> str:
 
 
 def _phases(rows: RowSpans) -> tuple[_Phase | None, _Phase | None]:
-    """Return the context rows and the generation rows of a step, None for a phase without rows.
+    """Return the context rows and the generation rows of a step, or None for an empty phase.
 
     If a generation row has several tokens (drafts), all rows count as context rows, as in
     `CudaKernels.plan`.

@@ -391,8 +391,7 @@ class Kernels(DeltaOps):
     def _pieces(self, rows: RowSpans) -> Iterator[tuple[int, int, int, int]]:
         """Yield `(start, stop, KV length at stop, slot)` for tokens that attend together.
 
-        If `deterministic`, each token attends alone, because matmuls of different sizes may round
-        differently.
+        If `deterministic`, each token attends alone: matmuls of other sizes may round differently.
         """
         starts, lengths, slots = (it.tolist() for it in rows[:3])
         for (first, end), length, slot in zip(pairwise(starts), lengths, slots, strict=True):

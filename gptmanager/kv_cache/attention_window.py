@@ -1,6 +1,7 @@
 """`AttentionWindow`: which positions of a sequence are kept, and in which blocks.
 
-It only computes positions, and knows neither the owners of blocks nor how attention is computed.
+This module only computes positions and indices of blocks. It does not know who owns a block, or how
+attention is computed.
 """
 
 from __future__ import annotations
@@ -11,11 +12,12 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class AttentionWindow:
-    """A token at position p attends to positions p - size + 1 to p and to the first `sink` ones.
+    """A window of the last `size` positions, and a sink of the first `sink` positions.
 
-    A sequence keeps at most `num_blocks` blocks. The sink's blocks stay; later positions use the
-    other blocks as a ring buffer. The ring has one block more than the window fills, because the
-    window seldom begins at a block boundary. The sink gets whole blocks, so it needs no padding.
+    A token at position p attends to positions p - size + 1 to p, and to the sink. A sequence keeps
+    at most `num_blocks` blocks. The sink's blocks stay; later positions use the other blocks as a
+    ring buffer. The ring has one block more than `size` positions fill, because the window seldom
+    begins at a block boundary. The sink gets whole blocks.
     """
 
     size: int
@@ -36,19 +38,19 @@ class AttentionWindow:
 
     @property
     def num_tokens(self) -> int:
-        """The length up to which all positions of a sequence are kept."""
+        """The greatest length, in tokens, at which a sequence still keeps all its positions."""
         return self.num_blocks * self.tokens_per_block
 
     def index(self, block: int) -> int:
-        """Return the index in the sequence's block table that its `block`-th block uses."""
+        """Return the index in a sequence's block table for the sequence's block number `block`."""
         first = self.num_sink_blocks
         return block if block < first else first + (block - first) % self.num_ring_blocks
 
     def pieces(self, position: int, end: int) -> Iterator[tuple[int, int]]:
         """Yield (position, end) of the parts into which a context chunk must be divided.
 
-        All keys of a part can be written before its queries run: a part overwrites no key that one
-        of its own queries attends to.
+        All keys of a part can be written before the part's queries run, because they overwrite no
+        key that one of these queries attends to.
         """
         while position < end:
             oldest = max(0, position + 1 - self.size) // self.tokens_per_block

@@ -36,19 +36,19 @@ class KvCacheManager:
     `get_needed_blocks_one_step` of the requests that it takes, and calls
     `scheduling_has_free_blocks(sum)`.
 
-    *Block reuse.* A request that has not started will share the leading cached blocks that live
-    sequences hold, so these are not counted as needed. A scheduler that may pause requests calls
-    `scheduling_add_sequence` when it takes such a request, so that a later victim does not free
-    these blocks.
+    *Block reuse.* If live sequences hold cached blocks of the beginning of a new request's prompt,
+    the request will share these blocks, so its needs do not count them. A scheduler that may pause
+    requests calls `scheduling_add_sequence` when it takes a new request. Otherwise the pause of a
+    request that holds the shared blocks would count them as free.
 
     *Priorities.* Cached free blocks with the lowest priority are evicted first. The blocks that a
     request stores have its `retention_priority`, from 0 to 100, by default 35.
 
     *Host tier.* `num_host_blocks` host blocks have ids from `num_blocks` on. When a cached block is
     handed out, its content moves to a host block if it has at least `min_offload_tokens` tokens and
-    a priority of at least `secondary_offload_min_priority`. With `onboard_blocks` lookups find the
-    content there, and it returns to the pool when a request that shares it starts. Calls that hand
-    out blocks return the copies; see `take_moves`.
+    a priority of at least `secondary_offload_min_priority`. With `onboard_blocks` lookups also find
+    content in host blocks, and it moves back to the pool when a request that shares it starts.
+    `add_sequence` and `fork` return the copies to make; after `add_token`, `take_moves` does.
 
     *Attention window.* A sequence of more than `max_attention_window` tokens is cyclic: a new token
     replaces the oldest one, and the tables do not grow. Beams would overwrite the blocks of the
@@ -125,12 +125,12 @@ class KvCacheManager:
     def add_sequence(self, request: LlmRequest) -> tuple[BlockCopy, ...]:
         """Take the blocks of the whole prompt, even if only its first chunk runs now.
 
-        All beams share them, except a partial last block: each beam has its own. With block reuse
-        the context of `request` starts after its cached tokens. Of the beams' partial blocks, only
-        the first beam's has cached tokens, so the context must be computed in the first beam, and
-        the other beams must be forked from it. The returned copies must be made in order, after
-        those of earlier calls and before any block is written. They include pending copies of
-        `add_token`. Raise DuplicateRequestIdError, or CapacityError if too few blocks are free.
+        All beams share the full blocks. Each beam has its own partial last block. With block reuse
+        the context of `request` starts after its cached tokens. If the partial last block begins
+        with cached tokens, only the first beam has them: compute the context in the first beam, and
+        fork the other beams from it. The returned copies must be made in order, after the copies of
+        earlier calls and before any block is written. They include pending copies of `add_token`.
+        Raise DuplicateRequestIdError, or CapacityError if too few blocks are free.
         """
         return self._sequences.add_sequence(request)
 
@@ -138,9 +138,9 @@ class KvCacheManager:
     def add_token(self) -> Callable[[int], tuple[int, ...]]:
         """`add_token(request_id)` stores one more position in each beam of the request.
 
-        It returns the blocks that were taken, one per beam; () in most calls. With a host tier
-        `take_moves` returns the copies to make before these blocks are written. It raises
-        CapacityError if too few blocks are free.
+        The function returns the blocks that were taken, one per beam; () in most calls. It raises
+        CapacityError if too few blocks are free. With a host tier `take_moves` returns the copies
+        to make before these blocks are written.
         """
         return self._sequences.add_token
 
@@ -169,16 +169,17 @@ class KvCacheManager:
     def store_context(self, request: LlmRequest) -> None:
         """Make the full blocks of the computed context of `request` available for reuse.
 
-        Steps run in order, so the context counts as computed once it is launched. Do nothing
-        without block reuse.
+        Steps run in order, so a part of the context counts as computed once its step is launched.
+        Do nothing without block reuse.
         """
         self._sequences.store_context(request)
 
     def remove(self, request_id: int, store: bool = True) -> None:
         """End the sequence. With `store`, its content except the newest token may be reused.
 
-        Its content is the confirmed tokens of the request that was added. Blocks are freed from the
-        last one to the first, so that a prefix is evicted after its continuations.
+        The content is the confirmed tokens of the request. With several beams it is only the
+        prompt. Blocks are freed from the last to the first, so that a prefix is evicted after its
+        continuations.
         """
         self._sequences.remove(request_id, store)
 
@@ -233,14 +234,14 @@ class KvCacheManager:
 
     @property
     def max_kept_tokens(self) -> int:
-        """The most tokens that a sequence keeps. Beyond it, a new token takes no block."""
+        """The largest number of tokens that a sequence keeps; later tokens take no blocks."""
         return self._needs.window
 
     def get_num_free_blocks(self) -> int:
         return len(self._sequences.pool.free)
 
     def get_needed_resource_to_completion(self, request: LlmRequest) -> int:
-        """Return the number of blocks of the request's whole life, INCLUDING held blocks."""
+        """Return how many blocks the request needs in its whole life, INCLUDING held blocks."""
         return self._needs.whole_life(request)
 
     def get_remaining_blocks_to_completion(self, request: LlmRequest) -> int:
@@ -271,7 +272,7 @@ class KvCacheManager:
     def get_needed_blocks_one_step(
         self, request: LlmRequest, two_step_lookahead: bool = False
     ) -> int:
-        """Return how many blocks the request takes in one step, or in two with the lookahead."""
+        """Return how many blocks the request takes in its next step, or in two with lookahead."""
         needed = self._needs.one_step(request, two_step_lookahead)
         if needed and self._lookups is not None and request.state < _IN_PROGRESS:
             needed -= len(self._held_prefix(request, self._what_if.is_held))
@@ -316,7 +317,7 @@ class KvCacheManager:
         return self._what_if.num_free
 
     def scheduling_add_sequence(self, request: LlmRequest) -> None:
-        """Add a sequence in the what-if count: it also holds the blocks that it would share."""
+        """Count the cached blocks that `request` would share as held by one more sequence."""
         if self._lookups is not None:
             self._what_if.share(self._held_prefix(request, self._what_if.is_held))
 
@@ -355,7 +356,7 @@ class KvCacheManager:
     def find_new_context_block(self, request: LlmRequest) -> Hashable | None:
         """Return a key of the prompt up to and including its first full block that is not cached.
 
-        Keys of several requests may be compared as long as nothing changes. The key is None if all
+        Keys of several requests can be compared until the cache changes. The key is None if all
         full blocks are cached, and for a request that does not reuse blocks.
         """
         lookups = self._lookups
@@ -370,7 +371,7 @@ class KvCacheManager:
         return self._lookups.find_all(requests).missing
 
     def holding_cached(self, requests: Iterable[LlmRequest]) -> AbstractContextManager[None]:
-        """Keep the blocks that `requests` would reuse in the cache, within the `with` block."""
+        """Evict none of the cached blocks that `requests` would reuse, in the `with` block."""
         reuse = self._sequences.reuse
         return nullcontext() if reuse is None else reuse.holding(requests)
 

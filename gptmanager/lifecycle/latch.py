@@ -1,7 +1,7 @@
 """`Latch`: an event that is set once, and that is safe to use in signal handlers.
 
-A signal handler runs between two lines of the thread that it interrupts. A `threading.Event` or
-`Condition` may hold a lock at this point, and a handler that waits for another thread could then
+A signal handler interrupts a thread, which may be in a method of a `threading.Event` or `Condition`
+and hold its lock. A handler that needs this lock, or that waits for a thread that needs it, would
 wait forever. A `Latch` has no lock that several threads acquire: each waiting thread has its own.
 """
 
@@ -23,7 +23,7 @@ class Latch:
         """Set the latch, and wake all waiting threads. Idempotent."""
         self.is_set = True
         for gate in list(self._gates):
-            if self._gates.pop(gate, gate) is None:  # no other caller of `set` has released it
+            if self._gates.pop(gate, gate) is None:  # no other `set` releases this gate
                 gate.release()
 
     def wait(self, timeout: float | None = None) -> bool:
@@ -32,7 +32,7 @@ class Latch:
             gate = threading.Lock()
             gate.acquire()
             self._gates[gate] = None
-            if not self.is_set:  # otherwise `set` may have run before it could see the gate
+            if not self.is_set:  # `set` may have run before the gate was in `_gates`
                 gate.acquire(timeout=-1 if timeout is None else timeout)
             self._gates.pop(gate, None)
         return self.is_set

@@ -55,10 +55,9 @@ class Adapters:
 
     `load` starts work on an adapter; `take_in` applies the results.
 
-    Started requests get device pages first, then the others in the order of the active requests. If
-    an adapter needs more pages than are free, its request is passed over, and later requests may
-    overtake it. When the first request that was passed over has been overtaken `patience` times,
-    all requests after it wait.
+    Started requests get device pages first, then the others in the order of the active requests. A
+    request is passed over if its adapter needs more pages than are free: later ones may overtake
+    it. After `patience` of them overtook the first request passed over, all requests after it wait.
 
     `waiting` has the ids of requests in PREPARING that must not start without their adapter.
     """
@@ -323,10 +322,7 @@ class Adapters:
         request.wait_for(FOR_ADAPTER)
 
     def _ensure(self, request: ActiveRequest, adapter: CachedAdapter) -> bool:
-        """Reserve device pages, and start to copy the adapter if necessary.
-
-        Return whether the request had no device pages before and has them now.
-        """
+        """Reserve device pages, and start a copy if necessary. Return whether the pages are new."""
         request_id = request.request_id
         is_new = request_id not in adapter.running
         copies = self.cache.ensure(request_id)

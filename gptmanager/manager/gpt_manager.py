@@ -42,9 +42,9 @@ from gptmanager.request.inference_request import (
 
 _T = TypeVar("_T")
 
-_EXIT_S = 5.0  # how long the end of the interpreter waits for a loop
+_EXIT_S = 5.0  # how long the interpreter, when it exits, waits for a loop to end
 _HANG_S = 0.3  # after an abort, `shutdown` does not wait for a callback that runs longer than this
-_STEP_GRACE_S = 5.0  # after an abort, `shutdown` waits this long for a step
+_STEP_GRACE_S = 5.0  # after an abort, `shutdown` waits this long for the running step to end
 
 
 class GptManager(GenerationControl):
@@ -55,13 +55,14 @@ class GptManager(GenerationControl):
     and the loop runs. It raises ConfigError for an invalid checkpoint or option.
 
     The callbacks run on the worker thread, outside any lock, possibly before the constructor has
-    returned. If that thread hangs and `on_hang` is "fail", the watchdog's thread calls
-    `send_response_cb` in its place. `get_inference_requests_cb(max_num_requests)`, called Get
-    below, must not block.
+    returned. If the worker thread hangs and `on_hang` is "fail", the watchdog's thread calls
+    `send_response_cb` instead. `get_inference_requests_cb(max_num_requests)`, called Get below,
+    must not block.
 
     Use a `with` block or call `shutdown`. At the end of the block the manager drains; if the block
     raises, it aborts. Without a block or `shutdown`, a manager that is garbage-collected aborts
-    with a ResourceWarning. A manager that its own callbacks refer to is never collected.
+    with a ResourceWarning. If callbacks refer to their manager, it is not collected while the loop
+    runs.
     """
 
     def __init__(
@@ -140,16 +141,17 @@ class GptManager(GenerationControl):
 
     @property
     def recording_error(self) -> str:
-        """Why the file of `recording_path` is incomplete, such as a full disk; "" if complete."""
+        """The reason why the file of `recording_path` is incomplete, or "" if it is complete."""
         return self._recorder.error
 
     def shutdown(self, drain: bool = True, timeout: float | None = None) -> None:
-        """End the loop; Get is not called any more. Idempotent.
+        """Stop calling Get, and end the loop. Idempotent.
 
-        With `drain` the accepted requests run to their end. Without it, or after `timeout` seconds,
-        each request gets one final error. The call returns when the loop has ended, but with a
-        timeout it does not wait for a callback that hangs, and waits at most five more seconds for
-        a step. It returns at once in a callback, and does nothing in a forked process.
+        With `drain` the accepted requests run to their end. Without `drain`, or after `timeout`
+        seconds, each request gets one final error. `shutdown` returns when the loop has ended. If
+        the timeout has passed, `shutdown` waits at most five more seconds for the running step, and
+        does not wait for a callback that hangs. `shutdown` returns at once in a callback, and does
+        nothing in a forked process.
         """
         self._inbox.ask_to_end(aborts=not drain)
         if self._is_elsewhere or self.wait(timeout):
@@ -161,7 +163,7 @@ class GptManager(GenerationControl):
                 return
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Wait until the loop has ended. Return False if it has not after `timeout` seconds.
+        """Wait until the loop has ended. Return False if it still runs after `timeout` seconds.
 
         Return False at once in a callback, and True at once in a forked process.
         """
@@ -178,10 +180,11 @@ class GptManager(GenerationControl):
         return True
 
     def wait_idle(self, timeout: float | None = None) -> bool:
-        """Wait until no request is active and a later call of Get has returned nothing.
+        """Wait for an iteration that has no active requests, and in which Get returns nothing.
 
-        Return False after `timeout` seconds, or when called from a callback, and True if the
-        manager has stopped. Raise ManagerDeadError if it has failed, or in a forked process.
+        Only iterations that begin after this call count. Return False after `timeout` seconds, or
+        in a callback. Return True if the manager has stopped. Raise ManagerDeadError if the manager
+        has failed, or in a forked process.
         """
         self._raise_if_forked()
         if self._is_elsewhere:
@@ -194,9 +197,10 @@ class GptManager(GenerationControl):
     def clear_cached(self) -> None:
         """Clear the cached blocks, before the next step.
 
-        Requests that Get returns from now on do not reuse blocks that were computed before, or that
-        running requests compute. Call this after you have replaced weights in place. A load into
-        the model's own `weights` clears them, too. Raise ManagerDeadError as `notify` does.
+        Requests that Get returns from now on reuse no blocks of earlier requests, not even blocks
+        that running requests compute later. Call this after you have replaced weights in place. If
+        the model has `weights` with a `version`, a new version clears the cached blocks, too. Raise
+        ManagerDeadError as `notify` does.
         """
         self._raise_if_forked()
         self._host.cached.clear()
@@ -205,9 +209,9 @@ class GptManager(GenerationControl):
     def forget_adapter(self, task_id: int) -> None:
         """Forget the LoRA adapter of `lora_task_id` = `task_id`, for example to replace it.
 
-        Requests that Get returns from now on must pass its weights again, and their content may
-        differ. Requests that use the adapter continue with it. An id that is not cached is ignored.
-        Raise ValueError for an invalid id, and ManagerDeadError as `notify` does.
+        The next request with this id must pass the adapter's weights again, and may pass other
+        weights. Running requests continue with the old weights. An id without a cached adapter is
+        ignored. Raise ValueError for an invalid id, and ManagerDeadError as `notify` does.
         """
         if isinstance(task_id, bool) or not isinstance(task_id, int) or not 0 <= task_id < 2**64:
             raise ValueError(f"task_id = {quoted(task_id)} must be an integer in 0..2**64-1")
@@ -219,7 +223,7 @@ class GptManager(GenerationControl):
         raise TypeError("a GptManager cannot be pickled or copied: it has a thread of this process")
 
     def __del__(self) -> None:
-        """End the loop, with an error for each request: the manager can no longer be used."""
+        """End the loop, with an error for each request, because nobody can use the manager now."""
         is_made = hasattr(self, "_thread")  # False if the constructor has raised
         if not is_made or self._is_forked:
             return
@@ -250,9 +254,9 @@ def before_steps(manager: GptManager, callback: Callable[[bool], None]) -> None:
 def _end_at_exit(
     manager: weakref.ref[GptManager], thread: weakref.ref[threading.Thread], process: int
 ) -> None:
-    """End the manager, or wait for the thread of one that was dropped.
+    """End the manager. If it was garbage-collected, wait for the end of its thread.
 
-    A thread that frees a tensor while the interpreter ends would abort the process.
+    A thread that frees a tensor while the interpreter exits would abort the process.
     """
     if os.getpid() != process:
         return
@@ -265,7 +269,7 @@ def _end_at_exit(
 
 @contextmanager
 def _reporting_to_ranks(params: OptionalParams | None) -> Iterator[None]:
-    """Report an error raised in the block to the other ranks, which would wait for this one."""
+    """Report an error of the block to the other ranks, which would otherwise wait for this rank."""
     try:
         yield
     except Exception as error:

@@ -16,24 +16,24 @@ from gptmanager.manager.inbox import Inbox
 from gptmanager.ranks.links import Message
 
 _T = TypeVar("_T")
-_POLL_S = 0.002  # interval of checking whether this rank's host has made its call
+_POLL_S = 0.002  # time between two checks whether this rank's host has made its call
 
 
 class RankCalls:
-    """Runs a call between the same two iterations of all ranks.
+    """Runs a call on all ranks, between the same two iterations.
 
-    Rank 0 announces its call. The other ranks then wait until their hosts make the same call. A
-    step of the call (`agree`) succeeds on all ranks or raises on all of them. The methods run on
+    Rank 0 announces its call. The other ranks then wait until their hosts make the same call. Each
+    step of the call (see `agree`) succeeds on all ranks or raises on all ranks. The methods run on
     the loop's thread. `timer` times iterations; it is stopped during a call.
     """
 
     def __init__(self, inbox: Inbox, timer: CallbackTimer) -> None:
         self._inbox, self._timer = inbox, timer
         self._ranks: Ranks | None = None
-        self._failure: Exception | None = None  # of a pending step, raised in the next iteration
+        self._failure: Exception | None = None  # a pending step's error, still to be raised
 
     def attach(self, ranks: Ranks | None, loop: TokenLoop) -> None:
-        """Connect to the other ranks, and to the loop of this one."""
+        """Connect to the other ranks, and to the loop of this rank."""
         self._ranks = ranks
         if ranks is not None:
             ranks.links.on_call = functools.partial(self._follow, loop)
@@ -51,8 +51,8 @@ class RankCalls:
     def run(self, name: str, loop: TokenLoop, call: Callable[[], _T]) -> _T:
         """Announce the call `name` if this is rank 0, finish pending steps, and return `call()`.
 
-        `call` must use `agree` at least once, and for each of its steps that may fail: a rank on
-        which the host does not make the call reports this in the first `agree`. Raise
+        `call` must pass each step that may fail to `agree`. It must use `agree` at least once: if
+        the host of a rank does not make the call, the rank reports this in the first `agree`. Raise
         ManagerDeadError if the loop has ended.
         """
         if not hasattr(loop, "executor"):
@@ -86,13 +86,13 @@ class RankCalls:
         return answer
 
     def raise_failure(self) -> None:
-        """Raise the error of a step that a call could not finish, so that the loop recovers."""
+        """Raise the error of a pending step that failed in a call, so that the loop recovers."""
         failure, self._failure = self._failure, None
         if failure is not None:
             raise failure
 
     def note_pause(self) -> None:
-        """Tell the other ranks to wait longer, because no iteration may begin yet.
+        """Make the other ranks wait longer, because no iteration may begin yet.
 
         Raise RankError if a rank has failed.
         """
@@ -104,11 +104,11 @@ class RankCalls:
             while loop.pending:
                 loop.finish_pending()
         except Exception as error:
-            self._failure = error  # for the loop; the call raises it in the host
+            self._failure = error  # raised in the loop later, and by the call in the host
             raise
 
     def _follow(self, loop: TokenLoop, name: str) -> None:
-        """Run this rank's call `name`, which rank 0 has announced; wait for it if necessary."""
+        """Wait until this rank's host makes the call `name`, announced by rank 0, and run it."""
         assert self._ranks is not None
         links = self._ranks.links
         deadline = monotonic() + links.timeout_s
@@ -118,7 +118,7 @@ class RankCalls:
         own, question = found or ("", None)
         if question is not None and own == name:
             question.settle(loop)
-            # rank 0 waits for this rank's part of the call, and begins no iteration
+            # raised here: rank 0 waits for this rank's part of the call, and begins no iteration
             self.raise_failure()
             return
         why = (

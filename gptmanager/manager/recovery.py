@@ -22,7 +22,7 @@ from gptmanager.recorder import Recorder
 
 
 class Recovery:
-    """Handles failed iterations. The loop ends when `max_failures` iterations have failed in a row."""
+    """Handles failed iterations. `max_failures` failed iterations in a row end the loop."""
 
     def __init__(self, host: CallbackHost, recorder: Recorder, max_failures: int) -> None:
         self._host = host

@@ -85,7 +85,7 @@ def parse_object(where: str, content: bytes) -> dict[str, Any]:
 
 
 def check_depth(where: str, value: Any) -> None:
-    """Raise ConfigError if `value` is nested deeper than 64 levels, the limit for recursive code."""
+    """Raise ConfigError if `value` is nested deeper than 64 levels: too deep for recursive code."""
     level: Iterable[Any] = [value]
     for _ in range(_MAX_DEPTH):
         inner = [child for parent in level for child in _children(parent)]

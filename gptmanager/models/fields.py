@@ -40,7 +40,7 @@ class Fields:
         self._results: dict[str, Any] = {}
 
     def get(self, field: str) -> Any:
-        """Return a field's value, or the default if the field is absent. Marks the field as read."""
+        """Mark the field as read; return its value, or the default if the field is absent."""
         names = self._spellings.get(field, field), field
         self._read.update(names)
         for name in names:
@@ -82,7 +82,7 @@ class Fields:
         return f"{name} = {quoted(self.get(field))}"
 
     def size(self, field: str, if_null: int | None = None, limit: int = MAX_SIZE) -> int:
-        """Return a positive integer of at most `limit`; `if_null` if the field is absent or null."""
+        """Return a positive integer up to `limit`; `if_null` if the field is absent or null."""
         value = if_null if self.get(field) is None else self.get(field)
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise self.error(field, "must be a positive integer")
@@ -96,7 +96,7 @@ class Fields:
         return 0 if value == 0 and type(value) is int else self.size(field)
 
     def number(self, field: str, if_null: float | None = None, limit: float = MAX_NUMBER) -> float:
-        """Return a positive number of at most `limit`; `if_null` if the field is absent or null."""
+        """Return a positive number up to `limit`; `if_null` if the field is absent or null."""
         value: Any = if_null if self.get(field) is None else self.get(field)
         if not is_positive(value) or value > limit:
             raise self.error(field, f"must be a positive number from {LEAST_NUMBER} to {limit}")

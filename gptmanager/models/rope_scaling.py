@@ -1,4 +1,4 @@
-"""RoPE: `read_rope` reads its variant from a config; `rope_table` computes cosines and sines.
+"""RoPE: `read_rope` reads its parameters from a config; `rope_table` computes cosines and sines.
 
 This module defines which scalings exist and what they compute, not how a table is applied.
 """
@@ -39,10 +39,10 @@ class Rope:
 
     `kind`: "default", or the kind of scaling: "linear", "llama3", "yarn", "longrope" or
     "proportional". `theta`: the base of the frequencies. `divisors`: for longrope, the divisors of
-    the `dim / 2` frequencies. `share`: for proportional, only this share of the pairs, the first
-    ones, rotates. Cosines and sines are multiplied by `attention_factor`. `interleaved`: in the
+    the `dim / 2` frequencies. `share`: for proportional, the share of the pairs that rotate, from
+    the first pair on. Cosines and sines are multiplied by `attention_factor`. `interleaved`: in the
     checkpoint's query and key matrices, the two rows of a pair are next to each other; loading
-    reorders them. Other fields are parameters of the scalings, as in transformers.
+    reorders the rows. Other fields are parameters of the scalings, as in transformers.
     """
 
     kind: str = "default"
@@ -72,8 +72,8 @@ def read_rope(
     """Return the RoPE of the layers of one type, as a config describes it.
 
     The config has `rope_parameters`, possibly with an object per layer type, or `rope_scaling` and
-    `rope_theta`. `max_seq_len` decides between longrope's short and long factors, for all
-    sequences. Raises ConfigError for a value that is not supported.
+    `rope_theta`. If `max_seq_len` exceeds longrope's original length, its long factors are used for
+    all sequences, otherwise its short ones. Raise ConfigError for a value that is not supported.
     """
     values, label, theta = _rope_values(fields, layer_type)
     original = fields.get("original_max_position_embeddings")
@@ -106,7 +106,7 @@ def read_rope(
 
 
 def _with_alpha(rope: Fields, head_dim: int) -> Rope:
-    """Return HunYuan's RoPE: `alpha` enlarges the base, by the same factor for every length."""
+    """Return HunYuan's RoPE: `alpha` determines a factor of the base, the same for each length."""
     if head_dim < 4:
         raise rope.error("alpha", "needs heads of more than 2 dimensions")
     theta = rope.number("rope_theta") * rope.number("alpha") ** (head_dim / (head_dim - 2))
@@ -116,7 +116,10 @@ def _with_alpha(rope: Fields, head_dim: int) -> Rope:
 
 
 def _rope_values(fields: Fields, layer_type: str) -> tuple[Mapping[str, Any], str, Any]:
-    """Return the object with a layer type's RoPE, its name in errors, and the base."""
+    """Return the object with a layer type's RoPE, the name of the object in errors, and theta.
+
+    Theta is None if only the object has it.
+    """
     scaling, parameters = fields.get("rope_scaling"), fields.get("rope_parameters")
     if scaling and not fields.is_given("rope_parameters"):
         parameters = None
@@ -132,7 +135,7 @@ def _rope_values(fields: Fields, layer_type: str) -> tuple[Mapping[str, Any], st
         if not isinstance(values, Mapping):
             raise ConfigError(f"config.json: {label} = {quoted(values)}: must be an object")
     elif layer_type == "sliding_attention" and local is not None:
-        values = {}  # the scaling applies only to layers without a window
+        values = {}  # the scaling does not apply to layers with a sliding window
     if layer_type == "sliding_attention" and local is not None:
         theta = local
     if theta is None and "rope_theta" not in values:
@@ -152,7 +155,7 @@ def _base(fields: Fields, field: str) -> float:
 
 
 def _rotated_dim(fields: Fields, rope: Fields, head_dim: int) -> int:
-    """Return `Rope.dim`. For "proportional" it is the whole head, of which `Rope.share` rotates."""
+    """Return `Rope.dim`; for "proportional" `head_dim`, because `Rope.share` limits the pairs."""
     if rope.get("rope_type") == "proportional":
         return head_dim
     is_known, of_config = fields.has_default("partial_rotary_factor"), 1.0
@@ -177,7 +180,7 @@ def _rotated_dim(fields: Fields, rope: Fields, head_dim: int) -> int:
 def rope_table(rope: Rope, num_positions: int, device: torch.device | str = "cpu") -> Tensor:
     """Return float32 `[num_positions, dim]`: the cosines of dim / 2 angles, then the sines.
 
-    Raises ConfigError if the values overflow float32.
+    Raise ConfigError if the values overflow float32.
     """
     frequencies, half = _finite_frequencies(rope, rope.dim, num_positions), rope.dim // 2
     positions = torch.arange(num_positions, dtype=torch.float32)
@@ -286,7 +289,7 @@ def _inverse_frequencies(rope: Rope, head_dim: int) -> Tensor:
 
 
 def _llama3(rope: Rope, frequencies: Tensor) -> Tensor:
-    """Divide low frequencies by `factor`, keep high ones, and interpolate between them."""
+    """Divide low frequencies by `factor`, keep high frequencies, and interpolate between them."""
     length = rope.original_max_positions
     low, high = rope.low_freq_factor, rope.high_freq_factor
     wave_lengths = 2 * math.pi / frequencies
@@ -298,9 +301,10 @@ def _llama3(rope: Rope, frequencies: Tensor) -> Tensor:
 
 
 def _yarn(rope: Rope, head_dim: int, powers: Tensor) -> Tensor:
-    """Keep the frequencies that rotate often within the original length, and reduce the others.
+    """Keep high frequencies, divide low frequencies by `factor`, and interpolate between them.
 
-    This is the method of YaRN (arXiv:2309.00071).
+    A frequency is high if it makes at least `beta_fast` rotations within the original length, and
+    low if it makes at most `beta_slow`. This is the method of YaRN (arXiv:2309.00071).
     """
 
     def dimension(rotations: float) -> float:

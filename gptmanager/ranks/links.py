@@ -1,7 +1,8 @@
 """`Links`: the messages between the managers of all ranks. Tensors go through `Collectives`.
 
-Each rank has two connections to rank 0: one carries the messages of the loops, in order, the other
-is for the watch. A wait for a rank that has failed ends with a RankError that names it.
+Each rank has two connections to rank 0: one carries the messages of the loops, in order. The other
+carries the messages of the watch. A wait for a rank that has failed ends with a RankError that
+names the rank.
 """
 
 from __future__ import annotations
@@ -25,9 +26,9 @@ from gptmanager.ranks.meeting import Blame, Channel, Store, call, is_loopback, m
 from gptmanager.ranks.watch import Watch
 
 _GRACE_S = 0.3  # added to timeouts, so that the watch notices a failure before they expire
-_VERDICT_S = 1.2  # how long a rank that has lost another waits for the watch's verdict
+_VERDICT_S = 1.2  # how long a rank that has lost a connection waits for the watch's verdict
 _SEND_S = 0.2  # how long the watch waits until a connection accepts a message
-_PAUSE_S = 0.1  # how often a wait checks whether a rank has failed
+_PAUSE_S = 0.1  # time between a wait's checks for a failed rank
 
 
 class Message(IntEnum):
@@ -150,8 +151,8 @@ class Links:
     def receive(self, *, from_rank: int = 0, may_be_woken: bool = False) -> Frame | None:
         """Return the next message of a rank.
 
-        Raise RankError with the rank to blame if none arrives in time. With `may_be_woken`, wait
-        without a time limit, and return None after a call of `wake`.
+        Raise RankError with the rank to blame if no message arrives in time. With `may_be_woken`,
+        wait without a time limit, and return None after a call of `wake`.
         """
         self.check()
         self._begin(f"a message of rank {from_rank}", bounded=not may_be_woken)
@@ -165,7 +166,7 @@ class Links:
     def exchange(self, payload: bytes) -> list[bytes]:
         """Send `payload` to all ranks, and return the payloads of all ranks, by rank.
 
-        There is no time limit, because ranks may start slowly.
+        The wait for these payloads has no time limit, because ranks may start slowly.
         """
         kind = Message.EXCHANGE
         if self.rank:
@@ -193,7 +194,7 @@ class Links:
 
     @contextmanager
     def waiting(self, what: str) -> Iterator[None]:
-        """Bound the waits in a `with` block on connections from `frames`; errors name `what`."""
+        """Limit the time of waits in a `with` block on results of `frames`; errors name `what`."""
         self._begin(what)
         try:
             yield
@@ -214,12 +215,12 @@ class Links:
     def explain_difference(self, explain: Callable[[int, Any], str]) -> None:
         """Set rank 0's function `explain(rank, data)`, which is called in another thread.
 
-        It returns how the decisions of a rank (`data`) differ from rank 0's.
+        The function returns how the decisions of a rank (`data`) differ from rank 0's decisions.
         """
         self._watch.explain = explain
 
     def blame(self, rank: int, why: str) -> NoReturn:
-        """Raise RankError, because `rank` has failed. The other ranks must know this already."""
+        """Raise RankError, because `rank` has failed. All other ranks must know this already."""
         self._watch.fail(rank, why)
         self.check()
         raise AssertionError

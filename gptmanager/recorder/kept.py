@@ -1,4 +1,4 @@
-"""Reduces the data of each iteration that a black box keeps to the data that a replay reads.
+"""Functions that reduce the data of an iteration to what a replay reads, for a black box.
 
 Requests are copied, because a host may overwrite its arrays later, or pass a part of a larger
 array. Numbers that only the executor reads are kept as a digest, processors as a name, and errors
@@ -36,14 +36,14 @@ _Effect = TypeVar("_Effect", Failure, AdapterDone)
 
 
 class Keeper:
-    """Copies intakes. It reads rows of numbers as admission does, so it needs their widths."""
+    """A copier of intakes. It reads rows of numbers as admission does, so it needs their widths."""
 
     def __init__(self, vocab_size: int, hidden_size: int) -> None:
         self._vocab_size = vocab_size
         self._hidden_size = hidden_size
 
     def intake(self, intake: Intake) -> Intake:
-        """Return a copy of an intake, with the data that a replay reads."""
+        """Return a copy of an intake, with only the data that a replay reads."""
         return replace(
             intake,
             requests=tuple(map(self._request, intake.requests)),
@@ -69,7 +69,7 @@ class Keeper:
                 rows = self._rows(name, value, request.tensors)
                 if rows is None:
                     return HostRows(None)
-                request.tensors[name] = rows  # admission reuses them: a digest is slow to compute
+                request.tensors[name] = rows  # admission reuses `rows`: a digest is slow to compute
                 return rows.without_numbers()
         try:
             value_bytes(value)

@@ -1,8 +1,8 @@
 """The values that hosts and managers exchange, and the signatures of the callbacks.
 
 Setting a tensor checks nothing. A request is checked as a whole after GetInferenceRequests has
-returned it, and errors are sent through SendResponse. Only an unknown property or keyword and an
-invalid id raise where the host constructs the request.
+returned it, and errors are sent through SendResponse. Where the host constructs the request, only
+an unknown property or keyword or an invalid id raises an exception.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ TensorLike = Union[torch.Tensor, np.ndarray]
 
 
 class NamedTensor(NamedTuple):
-    """One tensor of a response, on the CPU. It is never overwritten, so the host may keep it."""
+    """One named tensor of a response, on the CPU. The host may keep it: it is never overwritten."""
 
     name: str
     tensor: torch.Tensor
@@ -63,7 +63,7 @@ TENSORS = (
     *("include_stop_in_output", "prompt_embedding_table", "prompt_vocab_size"),
     *("lora_task_id", "lora_weights", "lora_config", "draft_input_ids", "draft_logits"),
 )
-# names of Python properties, and spellings in public sources -> the tensor's name
+# other names that are accepted for a property -> the tensor's name
 TENSOR_ALIASES: dict[str, str] = {
     "max_new_tokens": "request_output_len",
     "length_penalty": "len_penalty",
@@ -76,9 +76,9 @@ _WORD_LISTS = ("bad_words_list", "stop_words_list")
 class InferenceRequest:
     """A request: its id, its tensors by name, and options that are not tensors.
 
-    Every tensor name is also a property (`request.temperature = ...`); reading one that is not set
-    raises AttributeError ("Undefined tensor: ..."). Tensors are torch tensors or NumPy arrays;
-    shapes `[n]` and `[1, n]`, and scalars and `[1]`, are equivalent.
+    Every tensor name is also a property (`request.temperature = ...`); reading a tensor that
+    is not set raises AttributeError ("Undefined tensor: ..."). Tensors are torch tensors or NumPy
+    arrays. `[n]` is equivalent to `[1, n]`, and a scalar to `[1]`.
 
     With `is_streaming`, new tokens are sent as they are generated; otherwise there is one response
     at the end. Requests with a higher `priority` run first; requests of equal priority keep their
@@ -164,7 +164,7 @@ class InferenceRequest:
 
     def __getattr__(self, name: str) -> Any:
         if name in _TENSOR_OF_PROPERTY:
-            tensors = self.__dict__.get("tensors", {})  # a subclass's constructor may read it early
+            tensors = self.__dict__.get("tensors", {})  # none before `__init__` has run
             if _TENSOR_OF_PROPERTY[name] in tensors:
                 return tensors[_TENSOR_OF_PROPERTY[name]]
             raise AttributeError(f"Undefined tensor: {_TENSOR_OF_PROPERTY[name]}")
@@ -242,7 +242,7 @@ def _as_tensor(value: Any, *, is_word_list: bool) -> Any:
 
 
 def _keeps_types(array: np.ndarray, value: Any) -> bool:
-    """Return whether an array made of a list shows the types of the list's elements."""
+    """Return whether an array made of a list has kept the types of the list's elements."""
     if not isinstance(value, (list, tuple)):
         return True
     kinds = _kinds(value)

@@ -1,7 +1,7 @@
 """Reads a request's tensors: checks a host's value and converts it to a known type.
 
-An integer field accepts any integer dtype if the values fit, but never floats; an empty array may
-have any numeric dtype. `[n]` and `[1, n]`, and scalars and `[1]`, are equivalent. For an invalid
+An integer field accepts any integer dtype if the values fit, but never floats. An empty array may
+have any numeric dtype. `[n]` is equivalent to `[1, n]`, and a scalar to `[1]`. For an invalid
 tensor, every `read_` function raises InvalidRequestError with the tensor's name and what is wrong.
 """
 
@@ -147,9 +147,9 @@ def read_rows(name: str, value: Any, width: int, *, bans: bool = False) -> HostR
 def read_bias(name: str, value: Any, vocab_size: int) -> HostRows | None:
     """Read the nonzero values of `[vocab]` or `[1, vocab]`, in float32, and their token ids.
 
-    -inf is accepted, and lower finite values become the lowest of float32. Return None if all
-    values are zero. A HostRows (already read by the recorder, or from a recording) is returned as
-    it is.
+    -inf is accepted. A finite value below the range of float32 becomes the lowest finite float32.
+    Return None if all values are zero. A HostRows (already read by the recorder, or from a
+    recording) is returned as it is, or as None if it has no values.
     """
     if isinstance(value, HostRows):
         return value if value.count else None
@@ -235,7 +235,7 @@ def _not_finite_error(where: str, found: float, dtype: torch.dtype) -> InvalidRe
 def _not_finite(numbers: torch.Tensor) -> torch.Tensor:
     """Return the indices of numbers that are not finite.
 
-    If the sum is finite, all of them are. Adding them takes a fifth of the time of testing each.
+    If the sum is finite, all numbers are. The sum takes a fifth of the time of testing each number.
     """
     if numbers.sum(dtype=torch.float32).isfinite():
         return numbers.new_empty(0)
@@ -331,7 +331,7 @@ def _numbers(name: str, value: Any) -> np.ndarray:
 
 
 def _integers(name: str, value: Any) -> np.ndarray:
-    """Return an array of integers, with dtype object if they are too large for any other."""
+    """Return an array of integers, with dtype object if they are too large for all others."""
     if isinstance(value, (list, tuple)):
         _refuse_odd(name, value, (int, np.integer), "an integer")
     array = _array(name, value)

@@ -16,8 +16,9 @@ from gptmanager.request.inference_request import NamedTensor
 
 
 def is_follower(params: OptionalParams) -> bool:
-    """Return whether this process is a rank other than 0. Warn if launched processes are not ranks
-    of one model.
+    """Return whether this process is a rank other than 0.
+
+    Warn if a launcher has started several processes that are not ranks of one model.
     """
     size = launched_size()
     if params.parallel_config is None and size > 1:
@@ -36,7 +37,7 @@ def follow(
     model_type: ModelType,
     max_beam_width: int = 1,
 ) -> None:
-    """Run this rank until rank 0's manager ends. Raises the error of this rank if it failed."""
+    """Run this rank until rank 0's manager ends. Raise the error with which this rank fails."""
     get, poll = broadcast()
     params.on_progress = None
     given = source, model_type, max_beam_width, scheduler

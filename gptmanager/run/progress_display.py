@@ -23,7 +23,7 @@ from gptmanager.terminal.redrawn_lines import RedrawnLines
 _MAX_ROWS = 16  # rows of running requests on a terminal
 _MAX_BAR = 20
 _GAP = "   "  # between counts
-_LOG_EVERY_S = 10.0  # interval of logging the counts if nothing is redrawn
+_LOG_EVERY_S = 10.0  # seconds between two logs of the counts, if nothing is redrawn
 _NARROW = 60  # columns below which a row shows only its id and its text
 _NAME, _TOKENS, _STATE = 7, 6, 10  # widths in columns
 
@@ -32,7 +32,7 @@ _HEADER = [Text(name, "dim", no_wrap=True) for name in ("request", "tokens", "st
 
 @dataclass(slots=True)
 class RunningRow:
-    """One running request. `decode` converts new tokens to text, when `text` is read."""
+    """One running request. Reading `text` calls `decode`, which converts new tokens to text."""
 
     name: str
     prompt: str
@@ -83,7 +83,7 @@ class Progress:
 
 
 class ProgressDisplay:
-    """Draws in `region`. With `quiet`, it shows only failures."""
+    """The live view, drawn in `region`. With `quiet`, it shows only failed requests."""
 
     def __init__(self, region: RedrawnLines, *, quiet: bool = False) -> None:
         self.quiet = quiet
@@ -102,7 +102,7 @@ class ProgressDisplay:
     def join(self, row: RunningRow, progress: Progress, when: float) -> None:
         """Log that a request was fetched at time `when`, in seconds of `time.monotonic()`.
 
-        On a terminal, `draw` shows it instead.
+        On a terminal, nothing is logged, because `draw` shows the request.
         """
         if not self._region.can_draw:
             self._log(progress, when, f"request {row.name} joins: {printable(row.prompt)}")
@@ -117,8 +117,9 @@ class ProgressDisplay:
         *,
         failed: bool = False,
     ) -> None:
-        """Show that a request ended at `when`. On a terminal, its text stays above the running
-        rows.
+        """Show that a request ended at `when`.
+
+        On a terminal, the text of the request stays above the running rows.
         """
         if failed and self.quiet:
             self._region.write(f"request {row.name}: {printable(text)}\n")
@@ -133,7 +134,7 @@ class ProgressDisplay:
     def draw(self, rows: Sequence[RunningRow], progress: Progress) -> None:
         """Draw the running requests and the counts over the last drawing.
 
-        Where nothing can be redrawn, log only the counts, every `_LOG_EVERY_S` seconds.
+        If `region` cannot draw, log only the counts, every `_LOG_EVERY_S` seconds.
         """
         if self.quiet:
             return
@@ -157,7 +158,7 @@ class ProgressDisplay:
         self._region.draw(Group(*drawing), above=self._above(width))
 
     def close(self) -> None:
-        """Remove the running requests from the terminal."""
+        """Write the ended requests, and remove the running ones from the terminal."""
         if self._ended:
             self._region.draw("", above=self._above(self._region.size()[0]))
         self._region.clear()
@@ -168,8 +169,9 @@ class ProgressDisplay:
         self.note(f"{when - progress.started:8.2f} s  {text}")
 
     def _above(self, width: int) -> list[RenderableType]:
-        """Return the rows of requests that have ended since the last drawing. The first call adds a
-        header.
+        """Return the rows of requests that have ended since the last drawing.
+
+        The first call adds a header.
         """
         rows, self._ended = self._ended, []
         if not self._has_header:
@@ -196,7 +198,7 @@ def _said(prompt: str, text: str) -> Text:
 
 
 def _end(text: Text, room: int) -> Text:
-    """Return the end of `text` that fits into `room` columns of the terminal."""
+    """Return the end of `text` that fits into `room` columns, after an ellipsis if it is cut."""
     if cell_len(text.plain) <= room:
         return text
     first = max(0, len(text) - 2 * room)  # a letter and its combining accent share a column

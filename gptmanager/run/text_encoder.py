@@ -14,7 +14,7 @@ from tokenizers import Tokenizer, pre_tokenizers
 
 from gptmanager.errors import InvalidRequestError, error_summary, quoted
 
-LONG_TEXT = 1 << 16  # characters; to encode so many takes a tenth of a second
+LONG_TEXT = 1 << 16  # characters; encoding them takes a tenth of a second
 # pre-tokenizers that keep every character of a text
 _KEEPING = ("ByteLevel", "Digits", "Metaspace", "UnicodeScripts")
 _BYTES = frozenset(f"<0x{byte:02X}>" for byte in range(256))

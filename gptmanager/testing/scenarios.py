@@ -31,7 +31,7 @@ def next_token(history: list[int]) -> int:
 class PlannedRequest:
     """A request that arrives at iteration `arrives`.
 
-    If `stopped` is not None, a stop signal for the request comes at iteration `stopped`. The
+    If `stopped` is not None, a stop signal for the request arrives at iteration `stopped`. The
     request generates fewer than `max_new_tokens` tokens if it reaches `end_id` or `stop_word`.
     """
 

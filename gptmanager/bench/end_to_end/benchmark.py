@@ -59,8 +59,9 @@ def bench_end_to_end(
     Raises ConfigError for unknown parts, and if `device` is a GPU that does not exist. A part that
     fails is reported, and the other parts still run. After Ctrl-C the report has the finished parts
     and `interrupted`. `on_report` is called after each part with the report so far, so that these
-    results are not lost if the benchmark is killed. `on_start` is called before each part with its name, its number
-    from 0, and the number of parts. Each manager calls `on_progress` while it loads.
+    results are not lost if the benchmark is killed. `on_start` is called before each part with the
+    part's name, the part's number from 0, and the number of parts. Each manager calls `on_progress`
+    while it loads.
     """
     for word in options.only:
         if word not in PARTS:
@@ -153,7 +154,7 @@ class Parts:
         return compare_logits(session, self.bench.config, self.bench.weights, requests)
 
     def steps(self) -> list[dict[str, Any]]:
-        """Time generation steps for several batch sizes and contexts. On a GPU, also trace steps."""
+        """Time generation steps for several batch sizes and contexts; trace some steps on a GPU."""
         target, rows = self.bench.target(), []
         quick = self.bench.options.quick
         steps = self.bench.scale.steps // 4 if quick else self.bench.scale.steps

@@ -1,4 +1,4 @@
-"""Attention of other libraries on the same pages: FlashInfer, if installed, and torch.
+"""Attention of other libraries on the same keys and values: FlashInfer, if installed, and torch.
 
 Inputs are converted to a peer's layout before the clock starts. Plans that are made once per step
 are timed separately.
@@ -22,7 +22,7 @@ _WORKSPACE = 128 << 20
 
 
 def flashinfer() -> Any:
-    """Return the module `flashinfer`. Raises Absent if it is not installed."""
+    """Return the module `flashinfer`. Raise Absent if the module is not installed."""
     try:
         import flashinfer
     except ImportError as error:
@@ -69,7 +69,7 @@ def _planned(
 def torch_sdpa(sets: Sequence[PagedRows]) -> Contender:
     """Return `scaled_dot_product_attention` over dense keys and values.
 
-    Raises Absent unless all rows have the same lengths, and one new token or only new tokens.
+    Raise Absent unless all rows have the same length, and each has one new token or only new ones.
     """
     first = sets[0]
     new, length = int(first.num_new[0]), int(first.lengths[0])
@@ -97,7 +97,7 @@ def torch_sdpa(sets: Sequence[PagedRows]) -> Contender:
 def torch_varlen(sets: Sequence[PagedRows]) -> Contender:
     """Return `varlen_attn` over packed keys and values: torch's FlashAttention, for any lengths.
 
-    Raises Absent if this version of torch does not have it.
+    Raise Absent if torch has no `varlen_attn`, or if that function lacks a parameter used here.
     """
     attend = _find_varlen()
     names = inspect.signature(attend).parameters
@@ -136,10 +136,10 @@ def _workspace(sets: Sequence[PagedRows]) -> Tensor:
 
 
 def _page_lists(rows: PagedRows) -> tuple[Tensor, Tensor, Tensor]:
-    """Return each row's start in the list of pages, that list, and the tokens in each last page.
+    """Return where each row starts in a list of pages, the list, and each last page's token count.
 
     The first and the third tensor are in CPU memory, because FlashInfer plans on the host, and a
-    server knows them there. If they were on the device, each plan would wait for a copy.
+    server has these numbers there. If they were on the device, each plan would wait for a copy.
     """
     lengths, tables = rows.spans.kv_lengths, rows.spans.block_tables
     counts = -(-lengths // rows.tokens_per_block)

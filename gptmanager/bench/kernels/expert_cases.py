@@ -1,6 +1,6 @@
 """Kernel benchmark cases for the experts of a layer of Qwen3-30B-A3B.
 
-The tokens of a step choose the experts in turn, so that the number of experts that the step reads
+The tokens of a step choose the experts in order, so that the number of experts that the step reads
 is known. With few tokens, the sets of inputs share the weights, but each set chooses other experts.
 """
 

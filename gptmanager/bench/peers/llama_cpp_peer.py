@@ -1,7 +1,8 @@
 """Runs llama.cpp's benchmark programs, and this library, on the same weights.
 
-Each engine runs alone, in a process of its own. Engines alternate, and the best of the rounds
-counts. `llama-bench` times a prompt and one request, `llama-batched-bench` times a batch.
+Each engine runs alone, in a process of its own. In each round every engine runs once, and the
+engine's best round counts. `llama-bench` times a prompt and one request, and `llama-batched-bench`
+times a batch.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from gptmanager.models.checkpoint_parts import gguf_checkpoint
 # tokens of the prompt; output tokens of one request; requests of a batch, with their prompt tokens
 # and output tokens
 PROMPT, ALONE, BATCH = 512, 128, (16, 128, 48)
-TYPES = ("BF16", "Q8_0", "Q4_0", "Q4_K_M")  # of llama.cpp's files; it quantizes all but the first
+TYPES = ("BF16", "Q8_0", "Q4_0", "Q4_K_M")  # types of llama.cpp's weights, all quantized but BF16
 _OWN: Mapping[str, Mapping[str, Any]] = {
     "bfloat16": {},
     "int8": {"weights_dtype": "int8"},
@@ -32,8 +33,8 @@ _OWN: Mapping[str, Mapping[str, Any]] = {
 CONTEXT, CHUNKS = 512, 12  # tokens of a chunk of the text, and number of chunks
 _PROGRAMS = ("llama-bench", "llama-batched-bench", "llama-quantize")
 _PERPLEXITY = re.compile(rb"Final estimate: PPL = ([0-9.]+)")
-_LIMIT_S = 1800.0
-_TRIES = 5  # of `llama-batched-bench`: some runs end before the last line is written
+_LIMIT_S = 1800.0  # a program that runs longer fails
+_TRIES = 5  # runs of `llama-batched-bench`: some end before the last line is written
 _OWN_SCRIPT = (sys.executable, "-m", "gptmanager.bench.peers.own_script")
 _NOTE = 300  # characters that are shown, from the end of a program's output
 Run = Callable[[], Mapping[str, float]]
@@ -60,11 +61,11 @@ def compare(
 ) -> dict[str, Any]:
     """Return the report's fields: tokens/s of each engine, and ratios of ours to llama.cpp's.
 
-    `programs`: the folder of llama.cpp's programs; without them, only this library runs. `folder`:
-    an empty folder for the files. Random weights are written in bfloat16, and each engine quantizes
-    them itself; a GGUF file is used as it is. With a file `text`, the report also has the
-    perplexity of this file; `source` must then be a GGUF file. Raises ConfigError for options that
-    do not fit together, GptManagerError if a program fails.
+    `programs`: the folder of llama.cpp's programs; without the programs, only this library runs.
+    `folder`: an empty folder for the files. Random weights are written in bfloat16, and each engine
+    quantizes them itself. A GGUF file is used as it is. With a file `text`, the report also has the
+    perplexity of the text with each engine; `source` must then be a GGUF file. Raise ConfigError
+    for options that do not fit together, and GptManagerError if a program fails.
     """
     why = missing(programs, text)
     if text is not None and isinstance(source, tuple):
@@ -133,7 +134,7 @@ def _loads() -> dict[str, str]:
 def _files(
     source: Source, programs: Path | None, folder: Path
 ) -> tuple[dict[str, tuple[Path, Mapping[str, Any]]], dict[str, Path]]:
-    """Return name -> (file, options) for this library, and type -> file for llama.cpp."""
+    """Return dicts: name -> (file, options) for this library, and type -> file for llama.cpp."""
     if not isinstance(source, tuple):
         if gguf_checkpoint(source) is None:
             raise ConfigError("--peer llama-cpp needs a GGUF file as --model, or a --shape")

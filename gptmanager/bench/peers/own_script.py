@@ -1,7 +1,8 @@
 """A program that times this library, for the comparison with llama.cpp's benchmark programs.
 
-It reads a JSON object from standard input, and prints one with tokens/s: of a prompt, of one
-request, and of a batch. If the input has a `text`, it prints the perplexity of that file instead.
+The program reads a JSON object from standard input. It prints a JSON object with the tokens/s of a
+prompt, of one request, and of a batch. If the input names a file `text`, the program prints the
+file's perplexity instead.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from gptmanager.errors import ConfigError
 
 
 def measure(given: Mapping[str, Any]) -> dict[str, float]:
-    """Load the model and time the three loads; the best of `rounds` counts."""
+    """Load the model, and return the tokens/s of each of the three loads in its best round."""
     model = Path(given["model"])
     vocab = min(10_000, read_config(model)["vocab_size"])
     size, alone, (count, prompt, output) = given["prompt"], given["alone"], given["batch"]
@@ -51,7 +52,7 @@ def measure(given: Mapping[str, Any]) -> dict[str, float]:
     best = dict.fromkeys(loads, 0.0)
     with Session(model, params) as session:
         session.warm_up()
-        for _ in range(given["rounds"] + 1):  # the first round is slow, as it touches new memory
+        for _ in range(given["rounds"] + 1):  # one more: the first is slow, on new memory
             for name, (number, requests) in loads.items():
                 made_requests = requests()
                 start = time.perf_counter()
@@ -63,9 +64,10 @@ def measure(given: Mapping[str, Any]) -> dict[str, float]:
 def perplexity(given: Mapping[str, Any]) -> dict[str, float]:
     """Compute the perplexity of a text as `llama-perplexity` does.
 
-    The text is cut into chunks of `context` tokens, and the tokens after the middle of each chunk
-    are counted. At most `chunks` are used. If the tokenizer adds a first token, each chunk begins
-    with it. Raises ConfigError if the text is shorter than a chunk.
+    The text is cut into chunks of `context` tokens. Only the first `chunks` chunks are used, and in
+    each chunk only the tokens after the middle count. If the tokenizer adds a first token, this
+    token replaces the first token of each chunk. Raise ConfigError if the text is shorter than a
+    chunk.
     """
     model, context = Path(given["model"]), given["context"]
     tokenizer, text = load_tokenizer(model), Path(given["text"]).read_text("utf-8")

@@ -1,4 +1,4 @@
-"""Runs a load through vLLM's CPU build in another interpreter, on the same weights."""
+"""Runs a load through vLLM's CPU build, on the same weights, in another interpreter."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ _ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
 class VllmPeer:
     """vLLM without compilation and prefix caching, with limits that follow from the load.
 
-    Its other settings are the defaults. `folder`: an empty folder for the weights and the load.
-    `python`: an interpreter with vLLM. The constructor raises ConfigError if that interpreter has
-    no vLLM for the CPU.
+    All other settings of vLLM are its defaults. `folder`: an empty folder for the weights and the
+    load. `python`: an interpreter with vLLM, by default this one. The constructor raises
+    ConfigError if the interpreter has no vLLM for the CPU.
     """
 
     def __init__(
@@ -123,7 +123,7 @@ class VllmPeer:
     def _kv_cache_bytes(self, requests: Sequence[Request]) -> int:
         """Return the size of the KV cache in bytes.
 
-        It holds the longest `max_batch_size` requests, but takes at most half the free memory.
+        The cache holds the longest `max_batch_size` requests, if half the free memory suffices.
         """
         lengths = (len(prompt) + new_tokens for prompt, new_tokens in requests)
         blocks = sorted((-(-length // _BLOCK) for length in lengths), reverse=True)
@@ -167,7 +167,7 @@ def _call(command: Sequence[str | Path], limit_s: float) -> tuple[int, bytes, Se
 
 @contextlib.contextmanager
 def _lifeline() -> Iterator[int]:
-    """Yield a standard input for a child. It closes when this process ends, even if killed."""
+    """Yield a standard input for a child. It ends when this process ends, even by a kill."""
     reading, writing = os.pipe()
     try:
         yield reading

@@ -1,7 +1,4 @@
-"""The best tokens of rows of scores, and their log probabilities.
-
-The module knows nothing of how tokens are chosen, nor of how the results are used.
-"""
+"""The best tokens of rows of scores, and their log probabilities."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """`DrawnDrafts`: accepts or replaces drafts that a host has sampled from its own draft logits.
 
-This module keeps these logits for each slot. It does not choose any other token.
+This module keeps the host's draft logits for each slot. It does not choose any other token.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from gptmanager.step import SequenceStart
 class DrawnDrafts:
     """The drafts that hosts have sampled.
 
-    `by_slot`: slot -> the sampling parameters of its request, and the draft logits `[n, vocab]`.
+    `by_slot`: slot -> its request's sampling parameters, and its draft logits `[n, vocab]`.
     """
 
     def __init__(self, sampler: Sampler) -> None:
@@ -27,7 +27,7 @@ class DrawnDrafts:
         self._sampler = sampler
 
     def load(self, start: SequenceStart) -> None:
-        """Store the draft logits of a sequence that starts, or clear those of its slot."""
+        """Store the draft logits of a sequence that starts, or clear its slot if it has none."""
         if start.draft_logits is not None and start.draft_logits.numbers is not None:
             self.by_slot[start.slot] = start.sampling, start.draft_logits.numbers
         elif self.by_slot:
@@ -39,7 +39,7 @@ class DrawnDrafts:
             self.by_slot.pop(row.slot, None)
 
     def at(self, offset: int, rows: SamplingRows, logits: Tensor) -> dict[int, np.ndarray]:
-        """Return index of a row -> log probabilities `[vocab]` to compare its draft with.
+        """Return a dict: index of a row -> log probabilities `[vocab]` to compare its draft with.
 
         Only rows with at least `offset` + 1 drafts of a host are included. `rows` has one choice
         per row, for draft number `offset`. `logits` `[S, vocab]` are already post-processed, and
@@ -68,7 +68,7 @@ class DrawnDrafts:
         """Accept or replace draft number `offset` of each row in `compared`, the result of `at`.
 
         The token is written to `tokens` `[S]` and to `histories` `[lines, positions]`, and its log
-        probability to `log_probs` `[S]` unless that is None. A row without a valid token is
+        probability to `log_probs` `[S]`, if given. A row without a valid token is
         skipped.
         """
         drafts = {drafts.slot: drafts.tokens for drafts in rows.drafts}

@@ -32,7 +32,8 @@ def write_heads(pages: Pages, block: Tensor, offset: Tensor, k: Tensor, v: Tenso
     keys, values, scales, is_once = pages
     if scales is not None:
         k, v = (to_fp8(it, own) for it, own in zip((k, v), scales, strict=True))
-        keys, values = (keys.view(torch.uint8), values.view(torch.uint8))  # torch cannot index float8
+        # torch cannot index float8
+        keys, values = (keys.view(torch.uint8), values.view(torch.uint8))
     keys[block, :, :, offset] = k.to(keys.dtype)
     if not is_once:
         values[block, :, offset, :] = v.to(values.dtype)

@@ -34,7 +34,7 @@ from gptmanager.kernels.simd.lanes import (
     spread,
 )
 
-FEW_ROWS = 4  # with at most so many rows, memory bandwidth limits an int8 matmul
+FEW_ROWS = 4  # up to this number of rows, memory bandwidth limits an int8 matmul
 INT16_DEPTH = 4  # positions in a step
 _TWO_SHORTS = ir.VectorType(ir.IntType(16), 2 * LANES)
 

@@ -1,8 +1,9 @@
 """Register tiles of matmuls with a 4-bit matrix, and functions that widen its panels.
 
-The rows consist of blocks, from `int4_activations`. The dot product instruction multiplies unsigned
-bytes, here the stored values of the matrix, with signed bytes. The sums of a group are exact. An
-element of the result does not depend on the number of rows.
+The rows of activations consist of blocks that `int4_activations` writes. The dot product
+instruction multiplies unsigned bytes, here the stored values of the matrix, with signed bytes, here
+the activations. The int32 sums of a group are exact. An element of the result does not depend on
+the number of rows.
 """
 
 # mypy: allow-untyped-calls
@@ -39,7 +40,7 @@ from gptmanager.kernels.simd.lanes import (
 )
 
 GROUP_BYTES = GROUP * LANES // 2  # bytes of a group's values in a panel
-SCALE_BYTES = 2 * LANES  # bytes of a group's scales in a panel, or of its minima
+SCALE_BYTES = 2 * LANES  # bytes of a group's scales, or of its minima, in a panel
 _HALVES = ir.VectorType(ir.HalfType(), LANES)
 _EIGHT = ir.VectorType(INT, LANES // 2)
 _STEPS = GROUP // 8  # loads per group
@@ -119,7 +120,7 @@ class _Tile:
         self, blocks: Sequence[Any], scales: Sequence[Any], sums: Sequence[Any],
         totals: Sequence[Any],
     ) -> list[Any]:  # fmt: skip
-        """Return the totals plus a group's sums times factors of rows and scales of the matrix."""
+        """Return the totals plus a group's sums, times the rows' factors and the scales."""
         builder = self.builder
         right = [_widened(builder, it) for it in scales]
         factors = [
@@ -134,7 +135,7 @@ class _Tile:
     def with_minima(
         self, blocks: Sequence[Any], minima: Sequence[Any], has_minima: Any, totals: Sequence[Any]
     ) -> list[Any]:
-        """Return the totals plus the sums of the rows' elements times the minima, if any."""
+        """Return the totals plus, if the matrix has minima, the minima times the rows' sums."""
         builder = self.builder
         before = builder.block
         with builder.if_then(has_minima, likely=False):
@@ -159,7 +160,8 @@ def int4_tile(rows: int, across: int, levels: int, is_wide: bool) -> Any:
     float32 with stride 64. `a` is the first block of a quantized row, with `levels` bytes per
     position; the next row begins `a_stride` bytes later. `b0` to `b3` are the addresses of four
     panels, `s0` to `s3` the addresses of their scales. `minima` is the distance from a scale to its
-    minimum, or 0 without minima. A row has `groups` groups. `across` panels are summed at a time.
+    minimum in bytes, or 0 without minima. A row has `groups` groups. The intrinsic computes
+    `across` panels at a time.
     """
 
     @intrinsic(nothing, *[long] * 13)
@@ -232,7 +234,7 @@ def _values_of(builder: Any, source: Any) -> list[Any]:
 
 
 def _scale_and_offset(builder: Any, scales: Any, minima: Any, middle: int) -> tuple[Any, Any]:
-    """Return a group's scales, and the numbers to add to `scale * (value + middle - 8)`."""
+    """Return a group's scales, and the offsets to add to `scale * (value + middle - MIDDLE)`."""
     scale = _widened(builder, scales)
     has_minima = builder.icmp_signed("!=", minima, ir.Constant(LONG, 0))
     behind = builder.select(has_minima, builder.add(scales, minima), scales)
@@ -256,7 +258,7 @@ def widen_group(builder: Any, target: Any, values: Any, scales: Any, minima: Any
 def widen_group_to_pairs(builder: Any, target: Any, values: Any, scales: Any, minima: Any) -> None:
     """Widen a group of a panel to bfloat16 `[16, 16, 2]`, rounded to the nearest.
 
-    A value n becomes the float 128 + n by setting bits.
+    Setting bits turns a value n into the float 128 + n, without a conversion.
     """
     scale, offset = _scale_and_offset(builder, scales, minima, 128 + MIDDLE)
     rounded, upper = [], int_lanes(0xFFFF0000)

@@ -55,7 +55,7 @@ _kept: list[Any] = []  # owns memory that tasks refer to by address
 
 
 class _Rows(NamedTuple):
-    """The format of the rows of activations that a variant reads, and the scratch memory it needs."""
+    """The format of the activation rows that a variant reads, and the scratch memory it needs."""
 
     dtype: torch.dtype
     scratch_bytes: int  # per thread

@@ -1,10 +1,11 @@
 """Quantizes rows of activations, for matmuls with int8 matrices.
 
-A row is divided into stretches. Each stretch has a factor, derived from its largest magnitude. Few
-rows become int16. Many rows become int16 for a matrix unit (Intel AMX), which reads upper and lower
-bytes, and int8 otherwise. In int8, a stretch with an outlier would lose its other elements, so the
-remainders of the rounding are also stored. Activations of language models have such outliers, in
-the same few channels of all tokens (Dettmers et al., "LLM.int8()", 2022).
+A row is divided into stretches. Each stretch has a factor, derived from its largest magnitude. If
+there are few rows, they become int16. If there are many rows, they become int16 in split form,
+upper bytes and lower bytes, for a matrix unit (Intel AMX), and int8 on CPUs without a matrix unit.
+In an int8 stretch with an outlier, most other elements would be rounded to 0. So for such a
+stretch, the remainders of the rounding are also stored. Activations of language models have
+outliers in the same few channels of all tokens (Dettmers et al., "LLM.int8()", 2022).
 """
 
 # mypy: allow-untyped-calls
@@ -43,14 +44,15 @@ from gptmanager.kernels.simd.lanes import (
 )
 from gptmanager.kernels.simd.threads import NEXT_PART
 
-MAX_POSITIONS = 512  # positions of an int16 stretch: the limit of int32 sums of 127 x 32,512
+MAX_POSITIONS = 512  # positions of an int16 stretch: int32 sums hold 512 products 127 x 32,512
 STRETCH = 64  # positions of an int8 stretch
-# A stretch's mark has its factor and the initial value of its sums, and the same two numbers for
-# its remainders.
+# A stretch's mark has the factor of its values and the initial value of their sums with weights,
+# and the same two numbers for its remainders.
 MARK_BYTES = 16
-# Remainders are stored if the largest magnitude of a stretch exceeds this multiple of the mean one.
+# A stretch's remainders are stored if its largest magnitude exceeds this multiple of its mean
+# magnitude.
 OUTLIER = 16.0
-# With this largest int16, the upper byte, which is rounded, is at most 127.
+# The upper byte of an int16 is rounded. For values up to MAX_INT16, it is at most 127.
 MAX_INT16, MAX_INT8 = np.float32(127.0 * 256.0), np.float32(127.0)
 FINER = np.float32(254.0)  # half a quantization step is 127 steps of the remainder
 LEAST = 1e-30  # a stretch is quantized to zeros if its largest magnitude is smaller
@@ -64,8 +66,8 @@ def row_bytes(depth: int) -> int:
 def split_row_bytes(depth: int) -> int:
     """Return the size in bytes of a split int16 row: upper bytes, lower bytes, and factors.
 
-    It is a multiple of a cache line, because a tile of rows that cross lines loads five times as
-    slowly.
+    The size is a multiple of 64, a cache line: an AMX tile loads five times as slowly if its rows
+    cross cache lines.
     """
     return (2 * depth + 4 * ((depth - 1) // MAX_POSITIONS + 1) + 63) // 64 * 64
 
@@ -98,7 +100,7 @@ def _store(builder: Any, address: Any, index: Any, value: Any) -> None:
 
 @intrinsic(nothing, long, long, vector)
 def _store_int16(builder: Any, address: Any, index: Any, value: Any) -> None:
-    """Store sixteen numbers as int16; of each four, the second and the third are exchanged."""
+    """Store sixteen numbers as int16; exchange the second and the third of each four numbers."""
     order = ir.Constant(INDICES, [n // 4 * 4 + (0, 2, 1, 3)[n % 4] for n in range(LANES)])
     whole = rounded(builder, value)
     _store(
@@ -108,7 +110,7 @@ def _store_int16(builder: Any, address: Any, index: Any, value: Any) -> None:
 
 @intrinsic(nothing, long, long, long, vector)
 def _store_bytes(builder: Any, upper: Any, lower: Any, index: Any, value: Any) -> None:
-    """Store sixteen numbers of at most `MAX_INT16` as upper and lower bytes."""
+    """Store sixteen numbers of magnitudes up to `MAX_INT16` as upper and lower bytes."""
     parts = upper_and_lower(builder, rounded(builder, value))
     for address, part in zip((upper, lower), parts, strict=True):
         _store(builder, address, index, _narrowed(builder, part, 8))
@@ -116,7 +118,10 @@ def _store_bytes(builder: Any, upper: Any, lower: Any, index: Any, value: Any) -
 
 @intrinsic(vector, long, long, vector, vector)
 def _store_int8(builder: Any, address: Any, index: Any, value: Any, total: Any) -> Any:
-    """Store sixteen numbers of at most 127 as int8; return them added to the lanes of `total`."""
+    """Store sixteen numbers of magnitudes up to 127 as int8; return `total` plus these numbers.
+
+    The lanes of `total` hold int32.
+    """
     whole = rounded(builder, value)
     _store(builder, address, index, _narrowed(builder, whole, 8))
     return builder.bitcast(builder.add(builder.bitcast(total, INDICES), whole), VECTOR)
@@ -131,10 +136,11 @@ def sum_ints(builder: Any, value: Any) -> Any:
 
 @loop
 def measured(dtype: int, x: int, start: int, positions: int, count: int) -> Any:
-    """Return the largest magnitude, the sum of magnitudes, and NaN if a value is NaN, else 0.
+    """Return the largest magnitude and the sum of magnitudes of some values, and a mark of NaNs.
 
-    Looks at `positions` values from `start` on; those after the first `count` are taken as 0. A
-    largest magnitude below `LEAST` is returned as 0.
+    The values are the `positions` elements of `x` from `start` on; elements after the first `count`
+    count as 0. A largest magnitude below `LEAST` is returned as 0. The mark is NaN if a value is
+    NaN, else 0.
     """
     most, size, nans = splat(ZERO), splat(ZERO), splat(ZERO)
     for k in range(0, positions, LANES):
@@ -158,9 +164,9 @@ def quantize_to_int16(
 ) -> None:
     """Quantize a row of x, which has `given` elements and is padded with zeros to `depth`.
 
-    The result at `to` is int16 `[depth]`, in which the second and third of each four elements are
-    exchanged; with `splits` it is all upper bytes, then all lower bytes. The factors of stretches
-    are written to `factors` as float32. A stretch with a NaN has the factor NaN.
+    If `splits`, all upper bytes and then all lower bytes are written to `to`, in order. If not,
+    int16 `[depth]` is written, with the second and third of each four elements exchanged. The
+    factors of stretches are written to `factors` as float32. A stretch with a NaN has factor NaN.
     """
     for number, first in enumerate(range(0, depth, MAX_POSITIONS)):
         positions, start = min(MAX_POSITIONS, depth - first), row * given + first
@@ -220,10 +226,10 @@ def _quantize(t: Any, address: int, splits: bool) -> None:
 
 
 def quantize_rows(address: int) -> None:
-    """Quantize tokens to int8 rows. The task's `dtype` is ignored."""
+    """Quantize tokens to int8 rows (`row_bytes`). The task's `dtype` is ignored."""
     _quantize(task_at(address, CONVERSION_TASK), address, False)
 
 
 def quantize_rows_to_bytes(address: int) -> None:
-    """Quantize tokens to int16 rows, as upper and lower bytes. The task's `dtype` is ignored."""
+    """Quantize tokens to split int16 rows (`split_row_bytes`). The task's `dtype` is ignored."""
     _quantize(task_at(address, CONVERSION_TASK), address, True)

@@ -1,8 +1,8 @@
 """Compiled linear attention (gated delta rule): gates, convolution, and the memory of each head.
 
 `recurrent.delta_formulas` has the formulas. A column of a memory does not depend on other columns.
-So a thread keeps 32 columns of a head in its cache while it runs up to SPAN tokens of a row. A
-token's result has the same bits however the tokens of its row are divided among steps.
+So a thread keeps 32 columns of a head's memory in the cache while it runs up to SPAN tokens of a
+row. A token's result has the same bits, however its row's tokens are divided among steps.
 """
 
 # mypy: allow-untyped-calls
@@ -36,21 +36,22 @@ from gptmanager.kernels.simd.lanes import (
 )
 from gptmanager.kernels.simd.threads import NEXT_PART, NEXT_THREAD, task_fields
 
-WIDTH = 2 * LANES  # the number of columns of a memory that a thread runs at a time
-SPAN = 32  # the number of tokens that a thread runs before it writes their outputs
+WIDTH = 2 * LANES  # the columns of a memory that a thread updates at a time
+SPAN = 32  # the most tokens that a thread runs before it writes their results
 TWO = np.float32(2.0)
-# The series of atanh(x) / x in x^2, for x up to 1/3.
+# Coefficients of the series of atanh(x) / x in powers of x^2, highest first, for x up to 1/3.
 ATANH_TERMS = (1 / 13, 1 / 11, 1 / 9, 1 / 7, 1 / 5, 1 / 3, 1.0)
 
 
 class DeltaTask(ctypes.Structure):
     """Addresses, sizes in elements (`scratch_bytes`: bytes per thread), a dtype and `eps`.
 
-    `projected` (tokens are `stride` apart), `conv`, `inputs`, `norm` and `result` have `dtype`.
-    `gates`, `decay`, `step`, `mixed` and `memory` are float32. `mixed` `[num_tokens, channels]` has
-    the convolved channels, with normalized queries and keys. `activate_gates` replaces the
-    arguments in `gates` by rates and decay factors. `scratch` has, for each thread, `WIDTH` columns
-    of a memory, and the values that a head's `SPAN` tokens have read from it.
+    `projected` (`stride` elements per token), `conv`, `inputs`, `norm` and `result` have `dtype`.
+    `gates`, `decay`, `step`, `mixed` and `memory` are float32. `mixed` `[num_tokens, channels]`
+    has the convolved channels, with normalized queries and keys. `gates` has the arguments of the
+    gates, which `activate_gates` replaces by rates and decay factors. `scratch` has, for each
+    thread, `WIDTH` columns of a head's memory, and the values that up to `SPAN` tokens have read
+    from the memory.
     """
 
     _fields_ = task_fields(
@@ -72,7 +73,7 @@ def scratch_bytes(key_dim: int, value_dim: int) -> int:
 
 @loop
 def _softplus(x: Any) -> Any:
-    """Return log(1 + exp(x)), accurate even where it is small.
+    """Return log(1 + exp(x)), with a small relative error even if the result is small.
 
     With e = exp(-|x|), log(1 + e) = 2 atanh(e / (2 + e)).
     """
@@ -87,7 +88,7 @@ def _softplus(x: Any) -> Any:
 
 
 def activate_gates(address: int) -> None:
-    """Replace the arguments in `gates` by the rates b and the decay factors exp(g)."""
+    """Replace the arguments in `gates` by rates b and decay factors exp(g)."""
     t = task_at(address, DELTA_TASK)
     heads = t.value_heads
     part = claim(address, NEXT_PART)
@@ -109,7 +110,10 @@ def activate_gates(address: int) -> None:
 
 @loop
 def _input(t: Any, first: int, offset: int, slot: int, channel: int, count: int) -> Any:
-    """Load inputs of channels for token `offset` of a row; negative offsets are in `inputs`."""
+    """Load `count` channels of the input of the row's token `offset`.
+
+    Negative offsets are tokens of earlier steps, which `inputs` has.
+    """
     if offset >= 0:
         return load_as(t.dtype, t.projected, (first + offset) * t.stride + channel, count)
     at = (slot * (t.width - 1) + t.width - 1 + offset) * t.channels + channel
@@ -118,9 +122,9 @@ def _input(t: Any, first: int, offset: int, slot: int, channel: int, count: int)
 
 @loop
 def _place(t: Any, head: int) -> Any:
-    """Return the first channel of a head of queries, keys or values, its size, and its scale.
+    """Return the first channel, the size and the scale of a head of queries, keys or values.
 
-    The scale is 0 for values, which are not normalized.
+    The scale of a head of values is 0: values are not normalized.
     """
     keys = t.key_heads
     if head < 2 * keys:
@@ -131,7 +135,7 @@ def _place(t: Any, head: int) -> Any:
 
 @loop
 def _convolve_token(t: Any, first: int, offset: int, slot: int, head: int) -> None:
-    """Convolve a head of a row's token and apply SiLU; normalize and scale queries and keys."""
+    """Convolve a head of a token and apply SiLU. If it has queries or keys, normalize and scale."""
     channel, size, scale = _place(t, head)
     to = (first + offset) * t.channels + channel
     squares = splat(ZERO)
@@ -154,7 +158,7 @@ def _convolve_token(t: Any, first: int, offset: int, slot: int, head: int) -> No
 
 @loop
 def _move_inputs(t: Any, first: int, count: int, slot: int, head: int) -> None:
-    """Keep the last inputs of a head in the state, for tokens that follow the row's `count`."""
+    """Store a head's last inputs in `inputs`, for the tokens after the row's `count` tokens."""
     channel, size, _ = _place(t, head)
     before = t.width - 1
     for j in range(before):
@@ -165,10 +169,10 @@ def _move_inputs(t: Any, first: int, count: int, slot: int, head: int) -> None:
 
 
 def convolve(address: int) -> None:
-    """Convolve the channels of all rows, and keep their last inputs in the state.
+    """Convolve the channels of all rows, and store the last inputs of each row in `inputs`.
 
-    A part is a range of (row, head) pairs. All heads of a token run before the next token, so that
-    `projected` is read in order.
+    A part of the work is a range of (row, head) pairs. All heads of a token in the part run before
+    the next token, so that `projected` is read in order.
     """
     t = task_at(address, DELTA_TASK)
     num_heads = 2 * t.key_heads + t.value_heads
@@ -194,7 +198,7 @@ def convolve(address: int) -> None:
 def _dot(tile: int, vector: int, size: int) -> Any:
     """Return `vector [size] @ tile [size, 32]` as two vectors of lanes.
 
-    Eight sums at a time keep the processor's units busy.
+    Eight independent sums keep the processor's FMA units busy.
     """
     a, b, c, d = splat(ZERO), splat(ZERO), splat(ZERO), splat(ZERO)
     e, f, g, h = splat(ZERO), splat(ZERO), splat(ZERO), splat(ZERO)
@@ -228,9 +232,9 @@ def _change_row(tile: int, at: int, by: Any, key: Any, change: Any) -> Any:
 def _advance(
     tile: int, key: int, query: int, decay: float, left: Any, right: Any, size: int
 ) -> Any:
-    """Set a tile `[size, 32]` to `decay * tile + key * change`; return `query @ tile`.
+    """Set a tile `[size, 32]` to `decay * tile + key * change`; return `query @` the new tile.
 
-    `left` and `right` are the halves of the change. The result is a pair of halves, too.
+    `left` and `right` are the halves of `change [32]`. The result `[32]` is also a pair of halves.
     """
     a, b, c, d = splat(ZERO), splat(ZERO), splat(ZERO), splat(ZERO)
     whole, by = size // 2 * 2, splat(decay)
@@ -250,7 +254,7 @@ def _advance(
 
 @loop
 def _finish_token(t: Any, token: int, head: int, read: int) -> None:
-    """Write the RMS norm of the values that a token has read, times SiLU of its output gates."""
+    """Write a token's result: the RMS norm of the values in `read`, times SiLU of output gates."""
     size, heads = t.value_dim, t.value_heads
     total = splat(ZERO)
     for i in range(0, size, LANES):
@@ -280,7 +284,7 @@ def _run_head(t: Any, row: int, head: int, tile: int) -> None:
         end = min(stop, start + SPAN)
         for column in range(0, value_dim, WIDTH):
             count = value_dim - column
-            more = count - LANES  # may be negative: nothing is left for the second half
+            more = count - LANES  # columns of the second half: none if negative
             for i in range(key_dim):
                 at = i * value_dim + column
                 store(tile, i * WIDTH, load_part(memory, at, count))
@@ -307,7 +311,7 @@ def _run_head(t: Any, row: int, head: int, tile: int) -> None:
 
 
 def run_memories(address: int) -> None:
-    """Update the memories with the tokens of all rows, each head on its own; write the results."""
+    """Update the memories of all heads with the tokens of all rows; write the results."""
     t = task_at(address, DELTA_TASK)
     tile = t.scratch + claim(address, NEXT_THREAD) * t.scratch_bytes
     num_items = t.num_rows * t.value_heads

@@ -23,12 +23,13 @@ def norm_over_ranks(
 ) -> None:
     """Normalize this rank's queries and keys in `qkv [T, N]` in place.
 
-    The mean square is over the heads of all ranks. `norms`: the norm of queries and the norm of
-    keys. `whole`: the attention of all ranks together.
+    The mean square of a token's queries is taken over the heads of all ranks; likewise for keys.
+    `norms`: the norm of queries, then the norm of keys. If `plus_one`, 1 is added to the weights.
+    `whole`: the attention of all ranks together.
     """
     parts = [qkv[:, it.columns.start : it.columns.stop] for it in norms]
     squares = torch.stack([widened(part).square().sum(-1) for part in parts], 1)
-    # With more ranks than KV heads, the sum counts a head once for each rank that has it.
+    # With more ranks than KV heads, the sum over ranks counts a head once per rank that has it.
     squares[:, 1] /= max(1, collectives.layout.tensor_parallel_size // whole.num_kv_heads)
     squares = collectives.all_reduce(squares)
     for number, (part, norm) in enumerate(zip(parts, norms, strict=True)):

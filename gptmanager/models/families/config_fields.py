@@ -12,7 +12,7 @@ from typing import Any
 
 from gptmanager.models.fields import Fields
 
-# Fields that change the mathematics of related families -> the value that has no effect.
+# Fields that change what some families compute -> the value with which the field has no effect.
 _NEUTRAL: Mapping[str, Any] = {
     "add_cross_attention": False,
     "attention_chunk_size": None,

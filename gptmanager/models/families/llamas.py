@@ -1,4 +1,4 @@
-"""Families with RMS norms and few other differences from Llama."""
+"""Model families with RMS norms that differ little from Llama."""
 
 from __future__ import annotations
 
@@ -154,7 +154,7 @@ LLAMAS: Mapping[str, Family] = {
         defaults=llama_fields(
             norm_eps=1e-5,
             rope_theta=500000.0,
-            rope_local_base_freq=500000.0,  # `rope_scaling` applies to layers without a window
+            rope_local_base_freq=500000.0,  # `rope_scaling` applies only to layers without a window
             sliding_window=4096,
         ),
         windows=4,

@@ -1,4 +1,4 @@
-"""The entries of the table in `architectures` for mixtures of experts."""
+"""`MIXTURES`: the mixtures of experts in the table of GGUF architectures in `architectures`."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ from gptmanager.models.spec import ModelSpec
 
 
 class CheckpointSizes(NamedTuple):
-    """The sizes that commands need. `spec`: None if transformers computes the model."""
+    """The sizes of a model. `spec` is None if transformers computes the model."""
 
     vocab_size: int
     hidden_size: int

@@ -1,7 +1,7 @@
 """Parses thoughts in <think> tags, as Qwen3 and DeepSeek-R1 write them before their answers.
 
-The result does not depend on how the text is divided into tokens. Another parser reads the calls in
-the text after the thought.
+The result does not depend on how the text is divided into tokens. Another parser reads the tool
+calls in the text after the thought.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ class _State(Enum):
 
 
 class ThoughtTags(StepwiseParser):
-    """Divides the text of one answer into its thought, its content and its calls.
+    """Divides the text of one answer into its thought, its content and its tool calls.
 
     A thought can only be at the beginning; spaces around it are dropped. With `is_open`, the prompt
-    has already opened the thought. `calls` parses the text after the thought; if it is None, all of
-    that text is content.
+    has already opened the thought. The parser `calls` reads the text after the thought. Without
+    `calls`, all text after the thought is content.
     """
 
     def __init__(self, calls: AnswerParser | None = None, *, is_open: bool = False) -> None:
@@ -114,7 +114,7 @@ class ThoughtTags(StepwiseParser):
         return True
 
     def _answer(self, text: str) -> list[Found]:
-        """Return the parts of `text`, which is after the thought and has just been taken."""
+        """Return the parts of `text`, which follows the thought and was the last text taken."""
         begin, end = self._num_taken - len(text), self._num_taken
         if self._calls is not None:
             self._calls.num_pushed = begin

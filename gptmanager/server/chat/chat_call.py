@@ -1,6 +1,6 @@
 """`ChatCalls`: prepares the generation of a chat from the fields of /v1/chat/completions.
 
-Other protocols convert their fields into these.
+Other protocols convert their fields into fields of /v1/chat/completions first.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from gptmanager.server.tool_formats.tool_format import random_id
 from gptmanager.server.tool_formats.tools import Tools, read_tools
 
 logger = logging.getLogger("gptmanager")
-# The place of a message in the body, such as "messages[2]"; or (place, index) if the message has
-# the parts of the content at this place only from this index on.
+# The place of a message in the body, such as "messages[2]". If the message has only the content
+# parts from an index on, the pair of the place and this index.
 Place = str | tuple[str, int]
 
 
@@ -39,7 +39,7 @@ Place = str | tuple[str, int]
 class PreparedChat:
     """A chat that is ready to generate.
 
-    `messages` has a `ChatAnswer` for each output of `answer`. `thinks`: the model may write
+    `messages` has a `ChatAnswer` for each output of `answer`. `thinks`: whether the model may write
     thoughts.
     """
 
@@ -58,7 +58,7 @@ class PreparedChat:
 
 
 class ChatCalls:
-    """Prepares chats for one model. Raises ConfigError if its chat template cannot be read."""
+    """Prepares chats for one model. Raises ConfigError if the chat template cannot be read."""
 
     def __init__(self, engine: Engine, settings: ServerSettings) -> None:
         self.engine = engine
@@ -68,7 +68,7 @@ class ChatCalls:
         self._prompts = ChatPrompts(engine, settings)
 
     def log_formats(self) -> None:
-        """Log the formats of thoughts and calls, and which option or template sets each format.
+        """Log the formats of thoughts and tool calls, and what sets them: options or the template.
 
         Nothing is logged without a chat template.
         """
@@ -103,7 +103,7 @@ class ChatCalls:
             tools = read_tools(given.get("tools"), given.get("tool_choice"), parallel)
         prompt = await self._prompts.read(given, tools, warnings)
         if tools is not None and prompt.one_call:
-            # The next prompt contains this answer, and the template must accept it.
+            # The chat's next prompt contains this answer, and its template rejects two calls.
             tools = replace(tools, parallel=False)
         return prompt, tools
 
@@ -151,8 +151,9 @@ class ChatCalls:
 
 
 def _why(own: tuple[str, str], other: tuple[str, str]) -> str:
-    """Return which setting decides a format: its own option, the chat template, or the other option
-    if that is harmony, which is a format of both thoughts and calls.
+    """Return what decides a format: the `own` option, the `other` option or the chat template.
+
+    The `other` option decides if its value is harmony, which is a format of thoughts and of calls.
     """
     for option, value in (own, other):
         if value == "harmony" or (option == own[0] and value != "auto"):
@@ -164,10 +165,10 @@ def _why(own: tuple[str, str], other: tuple[str, str]) -> str:
 def fields_renamed(
     names: Sequence[tuple[str, str]], places: Mapping[int, Place] | None = None
 ) -> Iterator[None]:
-    """Rename the fields in each ApiError of the block, for a protocol with other fields.
+    """Rename the fields in ApiErrors that the block raises, for a protocol with other fields.
 
-    `names`: pairs of a field of chats and the text that replaces it. `places`: index of a message
-    -> its place in the body.
+    `names`: pairs of a field of /v1/chat/completions and the text that replaces the field.
+    `places`: the index of a message -> the message's place in the body.
     """
 
     def place(at: re.Match[str]) -> str:

@@ -9,7 +9,7 @@ from gptmanager.server.text.log_probs import TokenLogProb
 
 
 class ContentTokens:
-    """Receives the log probabilities of all tokens in order; returns the ones of content tokens."""
+    """A filter of the log probabilities of all tokens, in order, for those of content tokens."""
 
     def __init__(self) -> None:
         self._waiting: list[TokenLogProb] = []  # neither returned nor dropped yet
@@ -19,10 +19,10 @@ class ContentTokens:
         self._waiting += listed
 
     def take(self, begin: int, end: int) -> list[TokenLogProb]:
-        """Return the log probabilities of the tokens that have text between the characters `begin`
-        and `end`. Drop earlier tokens.
+        """Return the log probabilities of the tokens with text in the characters `begin` to `end`.
 
-        A token that crosses `end` is returned now, and not again with the next text.
+        Earlier tokens are dropped. A token that crosses `end` is returned now, and not again with
+        the next text.
         """
         waiting = self._waiting
         count = sum(1 for _ in takewhile(lambda one: one.start < end, waiting))

@@ -1,7 +1,7 @@
 """`Engine`: runs the requests of every protocol on a manager, within the server's limits.
 
-It accepts all requests of a call or none of them. Call its methods on the event loop, except
-`encode_now`.
+An engine accepts all requests of a call or none of them. Its methods must be called on the event
+loop, except `encode_now`.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from gptmanager.server.http.body import BodyBudget, run_in_thread
 from gptmanager.server.http.keys import ServerKeys
 from gptmanager.server.settings import ServerSettings
 
-_POLL_S = 0.02  # interval of the checks whether all calls have ended
-LONG_TEXT = 2048  # characters; encoding them takes some milliseconds
+_POLL_S = 0.02  # how often `drain` checks whether all calls have ended
+LONG_TEXT = 2048  # characters; encoding a longer text takes some milliseconds
 
 
 class Counts(NamedTuple):
@@ -95,13 +95,13 @@ class Engine:
 
     @property
     def is_live(self) -> bool:
-        """Whether the loop runs and makes progress."""
+        """Whether the manager's loop runs and makes progress."""
         health = self.manager.health()
         return health.alive and health.progressing
 
     @property
     def is_ready(self) -> bool:
-        """Whether the server accepts requests, apart from its limits."""
+        """Whether the server accepts requests, as far as its limits allow them."""
         health = self.manager.health()
         return health.alive and health.accepting and not self.is_draining
 
@@ -113,11 +113,12 @@ class Engine:
     # Requests ---------------------------------------------------------------------------------
 
     def submit(self, requests: Sequence[EngineRequest]) -> Call:
-        """Queue all requests or none. If a call with this Idempotency-Key is kept, join it instead.
+        """Queue all requests or none, and return their call.
 
+        If a call with the client's Idempotency-Key is kept, return the kept call and queue nothing.
         Raises ApiError: 404 for an adapter that is not loaded; 400 for a request that can never
         run; 422 if the Idempotency-Key was used with another body; 429 if too many requests wait,
-        use this API key, or use an Idempotency-Key; 503 if the server shuts down or has failed.
+        use the same API key, or have Idempotency-Keys; 503 if the server shuts down or has failed.
         """
         self._check_open()
         call_key = self.kept.current.get()
@@ -183,9 +184,9 @@ class Engine:
 
     @contextlib.contextmanager
     def preparing(self) -> Iterator[None]:
-        """Count a request in the limits while its logits post-processor is prepared.
+        """Count a request against the limits while its logits post-processor is prepared.
 
-        Raises ApiError: 429 if too many requests wait or belong to the API key, 503 if the server
+        Raises ApiError: 429 if too many requests wait or use the same API key, 503 if the server
         shuts down or has failed.
         """
         self._check_open()
@@ -199,9 +200,9 @@ class Engine:
             self.keys.release(key, 1)
 
     def check_number(self, number: int) -> None:
-        """Raise ApiError if `number` requests at once exceed the limits.
+        """Raise ApiError if `number` requests of a single call exceed the limits of an idle server.
 
-        The status is 400: after a 429, clients would retry forever.
+        The status is 400, because after a 429 clients would retry forever.
         """
         settings = self._settings
         most = settings.concurrency + settings.max_queued_requests
@@ -235,7 +236,8 @@ class Engine:
             )
 
     def _check_number_waiting(self, number: int) -> int:
-        """Return how many requests would wait with `number` more; at most 0 if all would run.
+        """Return how many requests would wait if `number` more came; at most 0 if all would run.
+
         Raises ApiError if too many would wait: 400 if `number` alone exceeds the limits, else 429.
         """
         settings = self._settings
@@ -259,7 +261,7 @@ class Engine:
         with_weights: bool,
         own_id: int | None = None,
     ) -> Generation:
-        """Queue a request, or join a restored one that has the id `own_id`."""
+        """Queue a request. If a restored request has the id `own_id`, join that request instead."""
         by_name = {"include_stop_in_output": True, **request.by_name}
         by_name.pop("deadline_s", None)  # `Call` ends the request at its deadline
         if adapter is not None:
@@ -327,7 +329,7 @@ class Engine:
     async def _load_adapter(self, name: str, path: str, is_trusted: bool) -> Adapter:
         read = functools.partial(self.adapters.read, name, path, is_trusted=is_trusted)
         adapter = await run_in_thread(read)
-        # Generating one token checks that the adapter fits the model, and caches it.
+        # Generating one token checks that the adapter fits the model, and caches the adapter.
         request = EngineRequest([0], 1, lora_task_id=adapter.task_id, **adapter.tensors)
         try:
             with self._start(request, None, False) as generation:
@@ -345,7 +347,7 @@ class Engine:
         return adapter
 
     async def load_given_adapters(self) -> None:
-        """Load the adapters of the settings. Raises ConfigError."""
+        """Load the adapters of the settings. Raises ConfigError if one cannot be loaded."""
         for name, folder in self._settings.adapters:
             try:
                 await self.load_adapter(name, os.fspath(folder), is_trusted=True)
@@ -364,7 +366,7 @@ class Engine:
     # The end ----------------------------------------------------------------------------------
 
     async def drain(self, timeout_s: float) -> None:
-        """Refuse new requests, and wait until the running ones have ended.
+        """Refuse new requests, and wait until all accepted requests have ended.
 
         After `timeout_s` seconds, the remaining requests end with the finish reason TIMED_OUT.
         """

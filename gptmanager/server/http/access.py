@@ -26,16 +26,16 @@ class AccessSettings:
 
     `api_key`: the key that clients must send. `api_key_file`: a file with one key or several named
     keys; SIGHUP reloads it. `allowed_hosts`: host names that clients may use in addition to
-    localhost and loopback addresses. If it is empty, every name is accepted, except on loopback
-    without a key. `cors_origins`: web pages of these origins may call the server; "*" allows all.
-    `root_path`: the prefix of all paths at a proxy. `uds`: the path of a Unix socket at which the
-    server listens instead of a port. `tls_cert`, `tls_key`: PEM files for HTTPS. `max_body_bytes`:
-    limit for a request's body, by default `TEXT_BYTES`, or `TENSOR_BYTES` for a route that accepts
-    tensors.
+    localhost and loopback addresses. If `allowed_hosts` is empty, every name is accepted, unless
+    the server listens on loopback without a key. `cors_origins`: web pages of these origins may
+    call the server; "*" allows all. `root_path`: the prefix that all paths have at a proxy. `uds`:
+    the path of a Unix socket at which the server listens instead of a port. `tls_cert`, `tls_key`:
+    PEM files for HTTPS. `max_body_bytes`: limit for the bytes of a request's body, by default
+    `TEXT_BYTES`, or `TENSOR_BYTES` for a route that accepts tensors.
 
     `max_connections`: limit of open connections, by default three quarters of the descriptor limit.
     `max_connections_per_address`: limit of open connections from one address, by default none. For
-    a client behind a trusted proxy, it limits the requests that run at once instead.
+    a client behind a trusted proxy, this is the limit of requests that run at once instead.
     `forwarded_allow_ips`: addresses or networks of trusted proxies. `keep_alive_timeout`: seconds
     that an idle connection stays open. `read_timeout`: seconds within which a request must arrive
     completely. `sse_keep_alive`: seconds between the comments that a stream sends before its first
@@ -100,7 +100,7 @@ class AccessSettings:
         return self.api_key is not None or self.api_key_file is not None
 
     def read_keys(self) -> tuple[ApiKey, ...]:
-        """Return the keys, from the current content of the file if there is one.
+        """Return the keys. A key file is read again in each call.
 
         Raises ConfigError for a file that cannot be used, and for a key that a header cannot carry.
         """
@@ -139,9 +139,9 @@ _Network = ipaddress.IPv4Network | ipaddress.IPv6Network
 
 
 def networks_of(allowed: Sequence[str]) -> list[_Network]:
-    """Return the networks that `forwarded_allow_ips` lists; "*" is every address.
+    """Return the networks in `allowed` (`forwarded_allow_ips`). "*" means every address.
 
-    Raises ConfigError for anything else.
+    Raises ConfigError for a text that is not an address or a network.
     """
     networks: list[_Network] = []
     for one in allowed:

@@ -1,7 +1,8 @@
 """`HttpProtocol`: uvicorn's HTTP/1.1 connection with limits and with this server's error objects.
 
 The class limits the size of a request's head (request line and headers), the size of its trailers,
-and the time in which it must arrive. It decides when and how a connection is closed.
+and the time in which the request must arrive. The class also decides when and how a connection is
+closed.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ MAX_HEAD_BYTES = 1 << 16  # limit for request line and headers together, and for
 MAX_PIPELINED = 64  # requests of a connection that wait for an earlier answer
 _THIS_MACHINE = ("127.0.0.1", 0)
 _LINGER_S = 2.0  # how long a refused client may go on writing
-# This header is removed. Java's client offers HTTP/2 with it in each request, and the parser would
-# then drop the request's body.
+# The header Upgrade is removed. Java's client offers HTTP/2 with this header in each request, and
+# the parser would then drop the request's body.
 _UPGRADE = re.compile(rb"\r\nupgrade:[^\r\n]*", re.IGNORECASE)
 
 

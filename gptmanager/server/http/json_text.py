@@ -10,12 +10,12 @@ import orjson
 from gptmanager.server.errors import ApiError
 
 # The parser holds the interpreter lock, and lists and objects trigger full runs of the garbage
-# collector: 400,000 of them take 0.5 s. A million values that are not nested take 0.1 s.
+# collector: 400,000 lists take 0.5 s. A million values that are not nested take 0.1 s.
 MAX_JSON_BYTES = 16 << 20
 MAX_CONTAINERS = 1 << 16
 MAX_VALUES = 1 << 21
-# Bytes of a list or an object, of half a string (a string has two quotes), and of a number with its
-# slot in a list.
+# Bytes of memory that are estimated for each list or object, for each quote (a string has two), and
+# for each comma (a number and its slot in a list).
 _CONTAINER_BYTES, _QUOTE_BYTES, _COMMA_BYTES = 88, 32, 40
 _BASE_LIMIT, _LIMIT_PER_BYTE = 48 << 20, 7
 _QUOTE = ord('"')
@@ -30,9 +30,9 @@ class _Counts(NamedTuple):
 
 
 def parse_json(text: bytes) -> Any:
-    """Parse `text`. Raises ApiError (400) if it is not JSON, or needs far too much time or memory.
+    """Parse `text`. Raise ApiError (400) if it is not JSON, or needs far too much time or memory.
 
-    Empty lists, for instance, need thirty times the bytes of their text.
+    The values may need much more memory than the text: empty lists, for instance, thirty times.
     """
     problem = _problem(text)
     if problem is not None:
@@ -74,7 +74,7 @@ def _problem_of(counts: _Counts, size: int) -> str | None:
 
 
 def _all_counts(text: bytes) -> _Counts:
-    """Count brackets, quotes and commas, also inside strings: fast, but possibly too high."""
+    """Count brackets, quotes and commas, also inside strings. The counts may be too high."""
     return _Counts(text.count(b"[") + text.count(b"{"), text.count(b'"'), text.count(b","))
 
 
@@ -82,7 +82,7 @@ def _counts_outside_strings(text: bytes) -> _Counts:
     """Count brackets and commas outside strings, and the quotes that begin or end a string.
 
     Escapes are removed first, so that each remaining quote begins or ends a string. NumPy releases
-    the interpreter lock while it counts; a regular expression would hold it for 0.25 s.
+    the interpreter lock while it counts; a regular expression would hold the lock for 0.25 s.
     """
     if b"\\" in text:
         text = text.replace(rb"\\", b"").replace(rb"\"", b"")

@@ -36,11 +36,10 @@ _COOKIE = "gptmanager_key"
 
 
 class ServerKeys:
-    """The keys that clients may send, and for each key the number of requests that run and wait.
+    """The keys that clients may send, and for each key the number of requests that run or wait.
 
-    Keys are found by digests with a secret of this process, so the time of a look-up reveals
-    nothing about a key. `current` is the key of the request that the running task answers, or None
-    if the server has no key.
+    Keys are looked up by digests with a secret of this process, so the time of a look-up reveals
+    nothing about a key.
     """
 
     def __init__(self, access: AccessSettings) -> None:
@@ -78,13 +77,14 @@ class ServerKeys:
 
     @property
     def current(self) -> ApiKey | None:
-        """The key of the request that the running task answers, or None without a key."""
+        """The key of the request that the running task answers; None if the request has no key."""
         return self._current.get()
 
     def reserve(self, number: int) -> str | None:
-        """Count `number` more requests of the current key, and return its name for `release`.
+        """Count `number` more requests of the current key, and return the key's name for `release`.
 
-        Raises ApiError if they exceed the key's quota: 400 if `number` alone exceeds it, else 429.
+        Raise ApiError if the key's requests would exceed its quota: 400 if `number` alone exceeds
+        the quota, else 429.
         """
         key = self._current.get()
         if key is None:
@@ -102,7 +102,7 @@ class ServerKeys:
         return key.name
 
     def release(self, name: str | None, number: int) -> None:
-        """Subtract requests that `reserve` has counted."""
+        """Subtract `number` requests that `reserve` has counted for the key `name`."""
         if name is not None:
             self._num_open[name] -= number
             if not self._num_open[name]:

@@ -17,10 +17,10 @@ from gptmanager.server.http.request_log import RECORD
 
 _logger = logging.getLogger(__name__)
 DONE = b"data: [DONE]\n\n"
-COMMENT = b": keep-alive\n\n"  # clients of server-sent events ignore it
+COMMENT = b": keep-alive\n\n"  # clients ignore comments in streams of server-sent events
 # Key in a request's scope: the server's own `send`. Each wrapper around it costs time per token.
 DIRECT_SEND = "gptmanager.send"
-# Key in a request's scope: a function that returns whether the whole body has arrived.
+# Key in a request's scope: a function that returns whether the request's whole body has arrived.
 IS_WHOLE = "gptmanager.is_whole"
 _STREAM_HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
 
@@ -49,18 +49,18 @@ def event(content: Any) -> bytes:
 
 
 def named_event(content: Mapping[str, Any]) -> bytes:
-    """Return `content` as a server-sent event. Its field `type` is the name of the event."""
+    """Return `content` as JSON in a server-sent event with the name `content["type"]`."""
     name = str(content["type"]).encode()
     return b"event: " + name + b"\ndata: " + orjson.dumps(content) + b"\n\n"
 
 
 def error_frame(error: ApiError) -> bytes:
-    """Return the last events of a stream that has failed, for OpenAI's clients."""
+    """Return the last two events of a failed stream, for OpenAI's clients: the error, and DONE."""
     return event(error.body()) + DONE
 
 
 class _Refusal(Response):
-    """The response for an error, with the error's code for the log."""
+    """The response for an error. It also gives the error's code to the request log."""
 
     media_type = "application/json"
 
@@ -78,7 +78,7 @@ class EventStream(Response):
     """A response that sends `frames`, which are encoded server-sent events.
 
     Pass frames that `start_stream` has started, so that an error before the first frame becomes an
-    error response. After a later error, the stream ends with the frame that `last_frame` returns.
+    error response. After a later error, the stream ends with `last_frame(error)`.
     When the client disconnects, `frames` is cancelled. While the client does not read, `frames` is
     not advanced, so nothing is buffered.
     """

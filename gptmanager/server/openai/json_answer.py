@@ -1,6 +1,6 @@
 """`JsonAnswer`: the JSON of one request's answer, in one piece or as a stream of chunks.
 
-Completions and chats share it. An `AnswerFormat` writes the fields in which they differ.
+Completions and chats share this class. An `AnswerFormat` writes the fields in which they differ.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from gptmanager.server.text.outputs import Delta
 
 
 class AnswerFormat(Protocol):
-    """Writes the choices of an answer."""
+    """A writer of an answer's choices and of its usage."""
 
     def add(self, index: int, delta: Delta) -> None:
         """Add the next delta of an output to the whole answer."""
@@ -41,11 +41,11 @@ class AnswerFormat(Protocol):
         """Return the fields of the chunks for the next delta of an output."""
 
     def usage(self) -> dict[str, Any]:
-        """Return the object `usage`, with the tokens so far."""
+        """Return the object `usage`, with the numbers of tokens so far."""
 
 
 class JsonAnswer:
-    """The answer of a completion or a chat: the fields that `form` writes, and the common ones.
+    """The answer of a completion or a chat: common fields, and the fields that `form` writes.
 
     `head`: the first fields of the answer and of each chunk.
     """
@@ -106,7 +106,7 @@ def answer_head(
 ) -> dict[str, Any]:
     """Return the first fields of an answer. `kind` becomes the field `object`.
 
-    Unless the request sets the id of its answer, the id consists of `prefix` and `request_id`.
+    The id is `given["request_id"]` if the client sets it, otherwise `prefix` and `request_id`.
     """
     return {
         "id": given.get("request_id") or f"{prefix}-{request_id}",
@@ -119,7 +119,7 @@ def answer_head(
 class HttpAnswer(Protocol):
     """An answer that is sent in one piece or as a stream.
 
-    `whole` returns it in one piece, as JSON values. `frames` yields encoded events. `keep_alive`:
+    `whole` returns the answer as JSON values. `frames` yields encoded events. `keep_alive`:
     the frame that a stream repeats while it waits for its first event.
     """
 

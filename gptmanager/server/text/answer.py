@@ -24,7 +24,7 @@ from gptmanager.server.text.outputs import Delta, Output
 from gptmanager.server.text.sampling import GenerationOptions, ends_of, requests_of, scoring_request
 
 _T = TypeVar("_T")
-MANY_LISTED = 1024  # tokens; formatting the log probabilities of so many takes tens of milliseconds
+MANY_LISTED = 1024  # tokens; formatting their log probabilities takes tens of milliseconds
 
 
 class Answer:

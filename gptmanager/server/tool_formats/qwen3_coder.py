@@ -129,7 +129,7 @@ def _within_quotes(text: str) -> str:
 
 
 def _json_of(text: str) -> str:
-    """Return the JSON of `text`, a value in JSON or Python syntax; a JSON string if it is neither."""
+    """Return a value in JSON or Python syntax as JSON, and any other text as a JSON string."""
     found = json_of_literal(text.strip())
     return as_json(text) if found is None else found
 

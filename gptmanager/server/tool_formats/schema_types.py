@@ -14,7 +14,10 @@ _KINDS = {
 
 
 def properties_of(schema: Any) -> dict[str, Any]:
-    """Return the schemas of an object's properties, with `$defs` and `definitions` of `schema`."""
+    """Return the schemas of an object's properties, by name.
+
+    `$defs` and `definitions` of `schema` are added to each, so that its references can be resolved.
+    """
     own = schema.get("properties") if isinstance(schema, Mapping) else None
     if not isinstance(own, Mapping):
         return {}
@@ -83,5 +86,5 @@ def _resolved(schema: Any, root: Any) -> Any:
 
 
 def as_json(value: Any) -> str:
-    """Return a value as JSON. Raises ValueError or TypeError if JSON cannot represent the value."""
+    """Return a value as JSON. Raise ValueError or TypeError if JSON cannot represent the value."""
     return json.dumps(value, ensure_ascii=False, allow_nan=False)

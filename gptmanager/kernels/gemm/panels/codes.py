@@ -36,7 +36,7 @@ from gptmanager.kernels.simd.tiles import LINE_BYTES
 
 _PAIRS = (FOUR_BITS, E2M1, NAMED)
 _READ = LANES // 2  # bytes that are read at a time if a byte has two codes
-_IN_BYTES = {4: FOUR_BITS, 8: UNSIGNED}  # by size: integers that are whole bytes, or halves
+_IN_BYTES = {4: FOUR_BITS, 8: UNSIGNED}  # bits -> kind: integers that need no unpacking
 _KINDS = {torch.int8: SIGNED, torch.float8_e4m3fn: E4M3}
 _FLOAT_BYTES = 4
 
@@ -45,11 +45,12 @@ _FLOAT_BYTES = 4
 class Codes:
     """Rows of codes. An element is (value - zero) * scale * factor, in float32.
 
-    `codes`: `[n, bytes]` of int8, float8_e4m3fn, or uint8 with codes of the given `kind`; or int32
-    `[n, words]` with any strides, where a word has integers of `bits` bits, the first one in the
-    lowest bits. `columns`: the number of codes in a row, by default all. `scales`: `[n, blocks]`.
-    `zeros`: `[n, blocks]`, or one number. A block has `block` consecutive columns, unless `index`
-    `[columns]` has the block of each column. `table`, `high_first`: see `ScaleTask`.
+    `codes` is `[n, bytes]` of int8, float8_e4m3fn, or uint8 with codes of the given `kind`. If
+    `bits` is not 0, `codes` is instead int32 `[n, words]` with any strides: a word has integers of
+    `bits` bits, the first one in the lowest bits. `columns`: the number of codes in a row, by
+    default all. `scales`: `[n, blocks]`. `zeros`: `[n, blocks]`, or one number. A block has `block`
+    consecutive columns, unless `index` `[columns]` has the block of each column. `table`,
+    `high_first`: see `ScaleTask`.
     """
 
     codes: Tensor
@@ -83,7 +84,7 @@ class Codes:
         return result
 
     def write_int8(self, columns: slice, values: Tensor, scales: Tensor, first: int) -> None:
-        """Round and write `columns`, as `panel_writing.write_int8` does with `floats()`."""
+        """Round and write `columns` as `panel_writing.write_int8` does with rows `floats()`."""
         start, stop, _ = columns.indices(self.num_columns)
         if self.bits and self.write_words(start, stop, values, scales, first):
             return
@@ -106,7 +107,7 @@ class Codes:
     ) -> bool:
         """Write the columns from `start` to `stop` of integers in words, as `write_int8` does.
 
-        Returns False, and writes nothing, if the integers must be unpacked first.
+        Return False, and write nothing, if the integers must be unpacked first.
         """
         count, columns, strides = len(self), self.num_columns, self.codes.stride()
         if 1 not in strides or self.factor != 1 or count % LANES or first % LANES:
@@ -149,7 +150,7 @@ class Codes:
         return True
 
     def _unpacked(self) -> Codes:
-        """Return the codes with the integers of words in bytes."""
+        """Return the same numbers with `codes` in bytes instead of 32-bit words."""
         if self.bits in _IN_BYTES and self.codes.stride(1) == 1:
             codes, kind = self.codes.view(torch.uint8), _IN_BYTES[self.bits]
         else:
@@ -201,7 +202,7 @@ def powers_of_two(exponents: Tensor) -> Tensor:
 
 
 def numbers(given: Tensor) -> Tensor:
-    """Convert stored scales or zeros to float32. uint8 is read as E8M0, a power of two."""
+    """Convert stored scales or zeros to float32. A uint8 is read as E8M0, a power of two."""
     return powers_of_two(given) if given.element_size() == 1 and _is_e8m0(given) else given.float()
 
 

@@ -39,7 +39,7 @@ _eight_rows, _sixteen_rows = groups_tile(8), groups_tile(16)
 def _configured(t: Any, rows: int, kind: int, now: int) -> int:
     """Configure the unit for `rows` rows, at most 16; return the address of the configuration.
 
-    The unit is left as it is if this equals `now`, the address of its current configuration.
+    Do nothing if `now`, the address of the current configuration, is already the right one.
     """
     wanted = (t.full if rows == UNIT_ROWS else t.tail) + kind
     if wanted != now:
@@ -52,9 +52,10 @@ def _multiply_stretch(
     t: Any, c: int, x: int, k: int, b0: int, b1: int, next0: int, next1: int, rows: int, sums: int,
     now: int,
 ) -> int:  # fmt: skip
-    """Add to `c` (or write, if `k` is 0) the matmul of one stretch from `k` on with two panels.
+    """Multiply the rows' stretch that begins at position `k` with two panels.
 
-    Returns the address of the unit's configuration.
+    Add the products to `c`, or overwrite `c` if `k` is 0. Return the address of the unit's
+    configuration.
     """
     depth, stride = t.depth, split_row_size(t.depth)
     steps, factors = min(MAX_POSITIONS, depth - k) // STEP, 2 * depth + 4 * (k // MAX_POSITIONS)
@@ -71,7 +72,7 @@ def _multiply_stretch(
 
 @loop
 def _share_int8(t: Any, address: int) -> None:
-    """Compute the parts that a thread claims; `x` has rows of `split_row_bytes`."""
+    """Compute the parts that a thread claims. A row of `x` has `split_row_bytes(depth)` bytes."""
     scratch, counter = begin(t, address)
     depth, c, sums, now = t.depth, scratch, scratch + SCRATCH_BYTES, 0
     size = MAX_POSITIONS * LANES
@@ -96,9 +97,10 @@ def _share_int8(t: Any, address: int) -> None:
 def _multiply_groups(
     t: Any, c: int, x: int, k: int, panel: int, rows: int, span: int, now: int
 ) -> int:
-    """Add to `c` (or write, if `k` is 0) the matmul of a span of groups from `k` on with a panel.
+    """Multiply the rows' span of groups that begins with group `k` with a panel.
 
-    Returns the address of the unit's configuration.
+    Add the products to `c`, or overwrite `c` if `k` is 0. Return the address of the unit's
+    configuration.
     """
     num_groups, minima, stride = t.depth // GROUP, t.minima, planes_size(t.depth)
     count, values = min(SPAN_GROUPS, num_groups - k), panel + k * GROUP_BYTES
@@ -117,7 +119,7 @@ def _multiply_groups(
 
 @loop
 def _share_int4(t: Any, address: int) -> None:
-    """Compute the parts that a thread claims; `x` has rows of `planes_bytes`."""
+    """Compute the parts that a thread claims. A row of `x` has `planes_bytes(depth)` bytes."""
     scratch, counter = begin(t, address)
     span, now, num_groups = scratch + SCRATCH_BYTES, 0, t.depth // GROUP
     part = claim(counter, NEXT_PART)
