@@ -1,7 +1,7 @@
 """`AttentionWindow`: which positions of a sequence are kept, and in which blocks.
 
-This module only computes positions and indices of blocks. It does not know who owns a block, or how
-attention is computed.
+This module only computes positions and indices of blocks. It does not know the owner of a block, or
+how attention is computed.
 """
 
 from __future__ import annotations

@@ -223,7 +223,7 @@ class GptManager(GenerationControl):
         raise TypeError("a GptManager cannot be pickled or copied: it has a thread of this process")
 
     def __del__(self) -> None:
-        """End the loop, with an error for each request, because nobody can use the manager now."""
+        """End the loop, with an error for each request, because no code can use the manager now."""
         is_made = hasattr(self, "_thread")  # False if the constructor has raised
         if not is_made or self._is_forked:
             return

@@ -177,9 +177,9 @@ def load_model(
     have one scale per row. "int4" has a float16 scale for each group of 32 columns; the output
     matrix then has `head_dtype` (by default "int8"). "file" is "int4" for matrices with 4 bits in
     the checkpoint, else "int8". With "int4" or "file", 4-bit groups of the checkpoint are kept as
-    they are. `on_progress` is called as `OptionalParams` describes. `collectives` communicates with the other
-    ranks, if any; each rank reads only its share of the weights. `prepare` is called before weights
-    are read, with the spec and the formats of quantization.
+    they are. `on_progress` is called as `OptionalParams` describes. `collectives` communicates with
+    the other ranks, if any; each rank reads only its share of the weights. `prepare` is called
+    before weights are read, with the spec and the formats of quantization.
 
     Raise ConfigError that names the argument, config field or tensor that cannot be used. The peak
     memory is the final weights plus a sixteenth of them, or plus a matrix that must be read whole.

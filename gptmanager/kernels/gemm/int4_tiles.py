@@ -159,9 +159,8 @@ def int4_tile(rows: int, across: int, levels: int, is_wide: bool) -> Any:
     Its arguments are `(c, a, a_stride, b0, b1, b2, b3, s0, s1, s2, s3, minima, groups)`. `c` is
     float32 with stride 64. `a` is the first block of a quantized row, with `levels` bytes per
     position; the next row begins `a_stride` bytes later. `b0` to `b3` are the addresses of four
-    panels, `s0` to `s3` the addresses of their scales. `minima` is the distance from a scale to its
-    minimum in bytes, or 0 without minima. A row has `groups` groups. The intrinsic computes
-    `across` panels at a time.
+    panels, `s0` to `s3` those of their scales. `minima` is the distance from a scale to its minimum
+    in bytes, or 0 without minima. A row has `groups` groups; `across` panels are computed at once.
     """
 
     @intrinsic(nothing, *[long] * 13)
@@ -258,7 +257,7 @@ def widen_group(builder: Any, target: Any, values: Any, scales: Any, minima: Any
 def widen_group_to_pairs(builder: Any, target: Any, values: Any, scales: Any, minima: Any) -> None:
     """Widen a group of a panel to bfloat16 `[16, 16, 2]`, rounded to the nearest.
 
-    Setting bits turns a value n into the float 128 + n, without a conversion.
+    A few set bits make the float 128 + n of a value n, without a conversion.
     """
     scale, offset = _scale_and_offset(builder, scales, minima, 128 + MIDDLE)
     rounded, upper = [], int_lanes(0xFFFF0000)

@@ -44,7 +44,7 @@ from gptmanager.kernels.simd.lanes import (
 )
 from gptmanager.kernels.simd.threads import NEXT_PART
 
-MAX_POSITIONS = 512  # positions of an int16 stretch: int32 sums hold 512 products 127 x 32,512
+MAX_POSITIONS = 512  # positions of an int16 stretch: an int32 sum holds 512 times 127 x 32,512
 STRETCH = 64  # positions of an int8 stretch
 # A stretch's mark has the factor of its values and the initial value of their sums with weights,
 # and the same two numbers for its remainders.

@@ -115,10 +115,10 @@ class Engine:
     def submit(self, requests: Sequence[EngineRequest]) -> Call:
         """Queue all requests or none, and return their call.
 
-        If a call with the client's Idempotency-Key is kept, return the kept call and queue nothing.
-        Raises ApiError: 404 for an adapter that is not loaded; 400 for a request that can never
-        run; 422 if the Idempotency-Key was used with another body; 429 if too many requests wait,
-        use the same API key, or have Idempotency-Keys; 503 if the server shuts down or has failed.
+        If a call with the client's Idempotency-Key is kept, return it. Raises ApiError: 404 for an
+        adapter that is not loaded; 400 for a request that can never run; 422 if the Idempotency-Key
+        was used with another body; 429 if too many requests wait, use the same API key, or have
+        Idempotency-Keys; 503 if the server shuts down or has failed.
         """
         self._check_open()
         call_key = self.kept.current.get()

@@ -54,7 +54,7 @@ def _multiply_stretch(
 ) -> int:  # fmt: skip
     """Multiply the rows' stretch that begins at position `k` with two panels.
 
-    Add the products to `c`, or overwrite `c` if `k` is 0. Return the address of the unit's
+    Add the results to `c`, or overwrite `c` if `k` is 0. Return the address of the unit's
     configuration.
     """
     depth, stride = t.depth, split_row_size(t.depth)
@@ -99,7 +99,7 @@ def _multiply_groups(
 ) -> int:
     """Multiply the rows' span of groups that begins with group `k` with a panel.
 
-    Add the products to `c`, or overwrite `c` if `k` is 0. Return the address of the unit's
+    Add the results to `c`, or overwrite `c` if `k` is 0. Return the address of the unit's
     configuration.
     """
     num_groups, minima, stride = t.depth // GROUP, t.minima, planes_size(t.depth)
