@@ -116,9 +116,8 @@ class Engine:
         """Queue all requests or none, and return their call.
 
         If a call with the client's Idempotency-Key is kept, return it. Raises ApiError: 404 for an
-        adapter that is not loaded; 400 for a request that can never run; 422 if the Idempotency-Key
-        was used with another body; 429 if too many requests wait, use the same API key, or have
-        Idempotency-Keys; 503 if the server shuts down or has failed.
+        unknown adapter, 400 for a request that can never run, 422 if the key was used with another
+        body, 429 beyond a limit of waiting requests, API keys or Idempotency-Keys, 503 at the end.
         """
         self._check_open()
         call_key = self.kept.current.get()
