@@ -26,6 +26,7 @@ from gptmanager.step import Progress
 # Outputs that the journal lacks. If a request has one, the tokens that the host lacks are computed
 # again.
 _NOT_KEPT = ("return_generation_logits", "num_top_log_probs")
+_BY_TOKEN = ("output_ids", "output_log_probs")  # outputs [1, beam, tokens] that it keeps
 
 
 class Resumption(NamedTuple):
@@ -153,7 +154,8 @@ def _again(request_id: int, entry: Entry, num_tokens: int) -> list[Response]:
         missing.append(NamedTensor("output_offset", torch.tensor([num_tokens]).int()))
         responses.append((request_id, missing, False, ""))
     elif (extra := num_tokens - offset) > 0:
-        rest = {"output_ids": ids[..., extra:], "output_offset": torch.tensor([num_tokens]).int()}
+        rest = {name: by_name[name][:, :, extra:] for name in _BY_TOKEN if name in by_name}
+        rest["output_offset"] = torch.tensor([num_tokens]).int()
         rest["sequence_length"] = (by_name["sequence_length"] - extra).clamp(min=0)
         tensors = [NamedTensor(name, rest.get(name, tensor)) for name, tensor in tensors]
     return [*responses, (request_id, tensors, True, "")]

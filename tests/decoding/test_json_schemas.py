@@ -204,6 +204,7 @@ def test_a_keyword_that_the_parser_has_not_is_enforced_in_other_words(parser, sc
         ({"unevaluatedItems": False}, "#/unevaluatedItems"),
         ({"unevaluatedProperties": {"type": "null"}}, "#/unevaluatedProperties"),
         ({"$ref": "http://localhost/none.json"}, "#/$ref"),
+        ({"$ref": "#/allOf/-1", "allOf": [{"type": "null"}]}, "#/$ref"),
         ({"$ref": "#/$defs/x", "$defs": {"x": SET, "y": SET}}, "#/$defs/x/uniqueItems"),
     ],
 )  # fmt: skip

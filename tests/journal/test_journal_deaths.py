@@ -13,12 +13,13 @@ from journaled_runs import JournaledRun, Output, die_at, outputs_of
 from loop_driver import expected_output
 from shorthand import request
 
-from gptmanager import InferenceRequest
+from gptmanager import InferenceRequest, NamedTensor
 from gptmanager.config import Delivered
 from gptmanager.errors import CallbackError, JournalError
-from gptmanager.journal.accepted import AcceptedRequests
+from gptmanager.journal.accepted import AcceptedRequests, pack_response
 from gptmanager.journal.entries import Entries, Entry, Sent
 from gptmanager.journal.records import Kind
+from gptmanager.journal.resuming import _again
 from gptmanager.journal.segments import JournalFolder
 
 PROMPTS = [[1, 2, 3], [7], [4, 4, 9, 1, 2, 8, 3], [5, 6]]
@@ -124,6 +125,28 @@ def test_log_probs_continue_and_their_sum_counts_both_lives(tmp_path):
         dict(life[2])["cum_log_probs"].item() for life in (first.host.got[-1], second.host.got[-1])
     ]
     assert sums[0] == pytest.approx(sums[1])
+
+
+@pytest.mark.parametrize("extra", [0, 1, 3])
+def test_a_host_with_more_tokens_than_the_responses_gets_the_rest_of_each_output(extra):
+    last = {
+        "output_ids": torch.tensor([[[7, 8, 9]]], dtype=torch.int32),
+        "sequence_length": torch.tensor([[3]], dtype=torch.int32),
+        "output_log_probs": torch.tensor([[[-1.0, -2.0, -3.0]]]),
+        "cum_log_probs": torch.tensor([[-9.0]]),
+        "output_offset": torch.tensor([4], dtype=torch.int32),
+    }
+    entry = Entry(b"", last=pack_response(1, map(NamedTensor._make, last.items()), ""))
+    ((_, tensors, is_final, error),) = _again(1, entry, 4 + extra)
+    found = {name: tensor.flatten().tolist() for name, tensor in tensors}
+    assert is_final and not error
+    assert found == {
+        "output_ids": [7, 8, 9][extra:],
+        "sequence_length": [3 - extra],
+        "output_log_probs": [-1.0, -2.0, -3.0][extra:],
+        "cum_log_probs": [-9.0],
+        "output_offset": [4 + extra],
+    }
 
 
 def test_stop_words_that_were_begun_before_the_death_are_found(tmp_path):

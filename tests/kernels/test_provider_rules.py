@@ -67,7 +67,7 @@ def test_a_provider_of_matmuls_gets_rows_in_the_dtype_of_the_weight():
 
 @pytest.mark.parametrize(
     ("head_dim", "by_flash_attn", "by_flashinfer"),
-    [(64, True, True), (100, False, False), (96, True, False), (256, True, True),
+    [(64, True, True), (128, True, True), (100, False, False), (96, True, False), (256, True, True),
      (264, False, False)],
 )  # fmt: skip
 def test_the_sizes_of_heads_that_a_library_supports(head_dim, by_flash_attn, by_flashinfer):
@@ -226,10 +226,15 @@ def test_a_timed_context_is_one_row_of_at_most_the_tokens_of_a_step(monkeypatch)
             self.seen.append((len(queries), len(rows.lengths.row_starts) - 1))
             return super().attend_context(queries, pages, rows, *given)
 
+        def attend_generation(self, queries, pages, rows, *given):
+            self.lengths.update(rows.kv_lengths.tolist())
+            return super().attend_generation(queries, pages, rows, *given)
+
     provider = Noting("noting", lambda shape: 0.5, (SHAPE,))
-    provider.seen = []
+    provider.seen, provider.lengths = [], set()
     chosen(monkeypatch, provider, shapes=(SHAPE,))
     assert {*provider.seen} == {(LIMITS.max_num_tokens, 1)}
+    assert provider.lengths == {LIMITS.max_seq_len}
 
 
 @pytest.mark.parametrize("is_once", [False, True])

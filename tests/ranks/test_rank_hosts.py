@@ -487,10 +487,10 @@ def test_a_rank_whose_checkpoint_does_not_load_ends_the_others_with_its_text(
 def test_a_rank_that_cannot_be_built_ends_the_others_with_its_text(monkeypatch):
     real = CpuBackend.load
 
-    def load(self, source, params, collectives, *rest):
-        if collectives.layout.rank == 1:
+    def load(self, source, params, own, *rest):
+        if own.collectives.layout.rank == 1:
             raise ConfigError("the disk is gone")
-        return real(self, source, params, collectives, *rest)
+        return real(self, source, params, own, *rest)
 
     monkeypatch.setattr(CpuBackend, "load", load)
     first, second = start_all(monkeypatch, 2, new_hosts())

@@ -227,7 +227,7 @@ class SchemaReader:
         values = listed_values(self._references.resolve(schema.get("items", True)))
         made: list[Any] = []
         if values is not None and len(values) <= _MAX_SET and "prefixItems" not in schema:
-            for size in range(low, int(min(most, len(values))) + 1):
+            for size in range(math.ceil(low), int(min(most, len(values))) + 1):
                 for chosen in itertools.combinations(values, size):
                     prefix = [{"const": it} for it in chosen]
                     made.append({"prefixItems": prefix, "minItems": size, "maxItems": size})

@@ -60,7 +60,7 @@ class SchemaReferences:
         for step in pointer[1:].split("/"):
             name = unquote(step).replace("~1", "/").replace("~0", "~")
             try:
-                part = part[int(name)] if isinstance(part, list) else part[name]
+                part = part[_index(name)] if isinstance(part, list) else part[name]
             except (KeyError, IndexError, TypeError, ValueError):
                 return None
             at = f"{at}/{escaped(name)}"
@@ -85,3 +85,10 @@ class SchemaReferences:
 def escaped(name: str) -> str:
     """Escape a name for a JSON pointer."""
     return name.replace("~", "~0").replace("/", "~1")
+
+
+def _index(text: str) -> int:
+    """Return an index of a JSON pointer; raise ValueError for anything but digits."""
+    if not (text.isascii() and text.isdigit()):
+        raise ValueError(text)
+    return int(text)

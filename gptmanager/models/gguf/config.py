@@ -147,8 +147,9 @@ def _rope(
     def get(key: str) -> Any:
         return metadata.plain(f"{prefix}rope.scaling.{key}")
 
-    kind, scale = get("type"), metadata.plain(f"{prefix}rope.scale_linear")
-    factor = get("factor") if scale is None else scale
+    kind, factor = get("type"), get("factor")
+    if factor is None:
+        factor = metadata.plain(f"{prefix}rope.scale_linear")  # the key's former name
     original = get("original_context_length")
     if kind not in (None, "none", "linear", "yarn", "longrope"):
         raise metadata.error(f"{prefix}rope.scaling.type", "must be none, linear, yarn or longrope")
@@ -175,7 +176,7 @@ def _rope(
         if original is not None:
             scaling["original_max_position_embeddings"] = original
         return {"rope_scaling": scaling}
-    if factor not in (None, 0, 1):
+    if kind != "none" and factor not in (None, 0, 1):
         return {"rope_scaling": {"rope_type": "linear", "factor": factor}}
     return {}
 

@@ -185,7 +185,7 @@ class Completions:
         tokenizer = self._engine.card.tokenizer
         if isinstance(prompt, str):
             special = given.get("add_special_tokens", True)
-            tokens = self._engine.encode_now("prompt", prompt, special=special)
+            tokens = self._engine.encode_now(name, prompt, special=special)
             return _Prompt(prompt, tokens)
         if len(prompt) > self._engine.card.max_model_len:  # before the ids are checked
             self._engine.context_length.check(len(prompt), 1)

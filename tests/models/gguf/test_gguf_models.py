@@ -79,6 +79,9 @@ def test_rope_factors_of_llama_3_are_honored(tmp_path: Path) -> None:
     ("kind", "keys"),
     [
         ("linear", {"rope.scaling.type": "linear", "rope.scaling.factor": 4.0}),
+        ("linear", {"rope.scale_linear": 4.0}),
+        ("linear", {"rope.scale_linear": 8.0, "rope.scaling.factor": 4.0}),
+        ("default", {"rope.scaling.type": "none", "rope.scaling.factor": 4.0}),
         (
             "yarn",
             {
@@ -90,7 +93,9 @@ def test_rope_factors_of_llama_3_are_honored(tmp_path: Path) -> None:
     ],
 )
 def test_scaled_ropes_are_honored(kind: str, keys: dict[str, Any], tmp_path: Path) -> None:
-    rope = {"rope_type": kind, "factor": 4.0, "rope_theta": 10000.0}
+    rope = {"rope_type": kind, "rope_theta": 10000.0}
+    if kind != "default":
+        rope["factor"] = 4.0
     if kind == "yarn":
         rope["original_max_position_embeddings"] = 40
     model = random_model({**CONFIGS["llama"], "rope_parameters": rope})
