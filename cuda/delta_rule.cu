@@ -7,8 +7,8 @@ constexpr int MAX_VALUES = 128;  // the largest dimension of a value
 constexpr int LANES = 4;         // lanes that share a column of a head's memory
 constexpr int COLUMNS = 32 / LANES;
 
-// Convolves a channel of a row, applies SiLU, and keeps the channel's last inputs. W: 4 or 8, at least the
-// width of the convolution. Grid: (rows, parts of the channels). Rows without tokens may have no slot.
+// Convolves a row, applies SiLU, and keeps the last inputs of each channel. A thread has one channel. W: 4 or
+// 8, at least the width of a filter. Grid: (rows, parts of the channels). Rows without tokens need no slot.
 template <class T, int W>
 __global__ void __launch_bounds__(128) convolve(
     float* mixed,        // [tokens, channels]
@@ -57,17 +57,17 @@ __device__ inline void normalize(float (&to)[KEY], const float* from, int size, 
 }
 
 // Updates the memory of a head with the tokens of a row, one after another, and writes what each query
-// reads from it, normalized and gated. Grid: (rows, heads). A warp holds COLUMNS columns of the memory in
-// registers. KEY: 32, 64 or 128, at least the dimension of a key.
+// reads from the memory, normalized and gated. Grid: (rows, heads). A warp holds COLUMNS columns of the
+// memory in registers. KEY: 32, 64 or 128, at least the dimension of a key.
 template <class T, int KEY>
 __global__ void __launch_bounds__(32 * MAX_VALUES / COLUMNS, 1) advance(
     T* out,              // [tokens, heads, value_dim]
     float* memory,       // [slots, heads, key_dim, value_dim], changed
     const float* mixed,  // [tokens, channels]: queries, keys, values
     const T* projected,  // [tokens, stride], as in `convolve`
-    const float* gates,  // [tokens, 2, heads]: of the rates, and of the decays
+    const float* gates,  // [tokens, 2, heads]: gates of the rates, and gates of the decays
     const float* decay,  // [heads]: a token's decay is exp(-exp(decay) * softplus(gate + step))
-    const float* step,   // [heads]
+    const float* step,   // [heads], see `decay`
     const T* norm,       // [value_dim], the weight of the output's norm
     const int* row_starts, const int* slots, int key_heads, int key_dim, int value_dim, int stride,
     float eps) {

@@ -1,4 +1,4 @@
-"""Launcher of the gated delta rule: the convolution of a layer, then the memories of its heads."""
+"""Launcher of the gated delta rule: a layer's convolution, then the update of its memories."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from gptmanager.kernels.attention.attention_arguments import RowSpans
 from gptmanager.kernels.recurrent.delta_formulas import DeltaShape, DeltaState, DeltaTensors
 
 _THREADS = 128  # threads in a block of the convolution
+# the largest `width` and `key_dim` of each compiled kernel, and the largest `value_dim`
 _WIDTHS, _KEYS, _MAX_VALUES = (4, 8), (32, 64, 128), 128
 _COLUMNS = 8  # columns of a head's memory that a warp updates
 PROGRAM = Program(

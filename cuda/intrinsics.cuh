@@ -50,23 +50,23 @@ __device__ inline int thread_index() PTX(
 // runs. Every thread calls this before it accesses global memory. The call returns when the previous
 // kernel has ended and its writes are visible (immediately, if the launch did not begin early), and
 // only then allows the next kernel to begin. Why this is sufficient, for kernels A, B, C in a stream:
-// - C begins when all blocks of B have called this or ended. Each thread of B that did so saw A end.
+// - C begins when each block of B has allowed that (in this call, after it saw A end) or has ended.
 //   So A has ended when C begins: at most two kernels run at the same time.
 // - When C returns from this call, B has ended, and so has everything that B waited for: by induction
 //   every kernel before C. So C may overwrite what any of them read, and use memory that was freed
 //   after them.
 // - A kernel without the attribute (of torch or cuBLAS, or a copy) begins when C has ended; by then all
-//   kernels before C have ended, too. If such a kernel precedes C, it does not let C begin early: C
-//   begins when its blocks have ended, and sees their writes after this call.
+//   kernels before C have ended, too. If such a kernel K precedes C, it does not let C begin early: C
+//   begins when the blocks of K have ended, and sees their writes after this call.
 // - C has blocks on the device only when all blocks of B are on it: B never waits for the resources of C.
-// This argument does not cover loads before the call: a cache may hold data from before the write.
+// This argument does not cover loads before the call: L1 may keep data that is overwritten later.
 // `prefetch_l2` is safe there, because all reads and writes of global memory pass through L2.
 __device__ inline void wait_for_previous() PTX(
     SM_90(asm volatile("griddepcontrol.wait;" ::: "memory");)
     SM_90(asm volatile("griddepcontrol.launch_dependents;" ::: "memory");)
 )
 
-// Prefetches the cache line of this address, which must be inside an array, to L2, without a wait.
+// Starts to load the cache line of this address, which must be inside an array, into L2. Does not wait.
 __device__ inline void prefetch_l2(const void* address) PTX(
     asm volatile("prefetch.global.L2 [%0];" :: "l"(address));
 )
@@ -80,7 +80,7 @@ __device__ inline float exp2_approx(float x) PTX(
     return result;
 )
 
-// Adds two pairs of elements, each in one register.
+// Adds two pairs of 16-bit elements. Each pair is in one register.
 __device__ inline unsigned add_pair(unsigned a, unsigned b, __nv_bfloat16) PTX(
     unsigned sum;  // a * 1 + b, since only sm_90 has an addition
     asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(sum) : "r"(a), "r"(0x3F803F80u), "r"(b));
@@ -108,9 +108,9 @@ __device__ inline uint4 load_once_16(const void* address, bool valid) PTX(
 
 // Atomics -----------------------------------------------------------------------------------------
 
-// atomicInc that also releases all earlier writes, including those that a barrier of the block orders
-// before it, and acquires what earlier calls for this address released. It waits for less than an
-// atomicInc between two __threadfence().
+// atomicInc that also releases all earlier writes of this thread, and those of other threads of the block
+// before a barrier that precedes the call, and acquires what earlier calls for this address released. The
+// thread waits for less than with an atomicInc between two __threadfence().
 __device__ inline unsigned atomic_inc_acq_rel(unsigned* address, unsigned last) PTX(
     unsigned before;
     asm volatile("atom.acq_rel.gpu.global.inc.u32 %0, [%1], %2;"
@@ -122,7 +122,7 @@ __device__ inline unsigned atomic_inc_acq_rel(unsigned* address, unsigned last) 
 
 // Copies 16 bytes between addresses that are aligned to 16 bytes, bypassing L1, since each byte is
 // read once. If not `valid`, nothing is read and zeros are written.
-#ifdef COPIES_AT_ONCE  // to find out whether asynchronous copies cause a fault
+#ifdef COPIES_AT_ONCE  // for debugging: shows whether the asynchronous copies cause an error
 __device__ inline void cp_async_16(void* to, const void* from, bool valid = true) {
     *static_cast<uint4*>(to) = valid ? *static_cast<const uint4*>(from) : uint4{0, 0, 0, 0};
 }
@@ -144,8 +144,8 @@ template <int PENDING> __device__ inline void cp_async_wait() PTX(
 
 // Warps -------------------------------------------------------------------------------------------
 
-// Called before `ldmatrix`, `mma` and `wgmma`, which all lanes of a warp must execute together. After a branch
-// on the lane, the compiler lets the lanes meet by itself. EXTRA_SYNCWARP is to find out whether it did so.
+// Called before `ldmatrix`, `mma` and `wgmma`, which all lanes of a warp must execute together. The compiler
+// makes lanes reconverge after a branch by itself. EXTRA_SYNCWARP, for debugging, shows whether it did.
 __device__ inline void gather_lanes() {
 #ifdef EXTRA_SYNCWARP
     __syncwarp();
@@ -202,20 +202,20 @@ __device__ inline void mma_m16n8k16(
 
 // Matmuls of a warpgroup (Hopper) ------------------------------------------------------------------
 //
-// Four warps, from a multiple of four on, issue a matmul together; it runs asynchronously. Its
-// operands in shared memory are written by ordinary stores or cp.async; then the thread that wrote
-// them calls `fence_proxy_async`, and a barrier follows. The registers of a matmul must not be
-// accessed between the `warpgroup_fence` before it and the `warpgroup_wait` after it.
+// Four warps (4 i to 4 i + 3 of a block) issue a matmul together, and it runs asynchronously. If
+// operands are in shared memory, each thread that wrote them by ordinary stores or cp.async first
+// calls `fence_proxy_async`, and a barrier follows. The registers of a matmul must not be
+// accessed between the `warpgroup_fence` before the matmul and the `warpgroup_wait` after it.
 
 // Makes the earlier writes of this thread to shared memory visible to asynchronous matmuls.
 __device__ inline void fence_proxy_async() PTX(
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 )
 
-// Returns the descriptor of a matrix of 16-bit elements in shared memory. Its rows (K-major) or columns
-// (MN-major) have 128 bytes. Eight of them form a pattern of 1024 aligned bytes, in which address bits
-// 4-6 are xored with bits 7-9. `stride`: bytes from one pattern to the next. `leading`, for MN-major:
-// bytes from 64 elements to the next 64.
+// Returns the descriptor of a matrix of 16-bit elements in shared memory with the 128-byte swizzle. Its
+// rows (K-major) or columns (MN-major) have 128 bytes. Eight rows or columns form a pattern of 1024 aligned
+// bytes, in which address bits 4-6 are xored with bits 7-9. `stride`: bytes from one pattern to the next.
+// `leading`, for MN-major: bytes from one column of 64 elements to the next 64 elements along MN.
 __device__ inline unsigned long long matrix_descriptor(
     const void* start, unsigned leading, unsigned stride) {
     auto encoded = [](unsigned bytes) { return (unsigned long long)((bytes & 0x3FFFF) >> 4); };
@@ -241,8 +241,8 @@ template <int N> __device__ inline void settle(unsigned (&a)[N][4]) PTX(
     _Pragma("unroll") for (int i = 0; i < N; i++) asm volatile("" : PTX_ROW("+r", a, i) :: "memory");
 )
 
-// Must precede the first matmul, and any matmul with registers that were accessed since the last fence: it
-// orders accesses to `d`.
+// Must be called before the first matmul, and before any matmul with registers that were accessed since the
+// last fence: orders the accesses to `d` before the matmul.
 template <int N> __device__ inline void warpgroup_fence(float (&d)[N][4]) PTX(
     settle(d);
     asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
@@ -252,8 +252,8 @@ __device__ inline void warpgroup_commit() PTX(
     asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
 )
 
-// Waits until all groups of matmuls have finished, except the latest PENDING ones. `d` must be the result of
-// a group that has finished.
+// Waits until all groups of matmuls have finished, except the latest PENDING groups. `d` must be the result
+// of a group that has then finished.
 template <int PENDING, int N> __device__ inline void warpgroup_wait(float (&d)[N][4]) PTX(
     asm volatile("wgmma.wait_group.sync.aligned %0;" :: "n"(PENDING) : "memory");
     settle(d);

@@ -2,9 +2,9 @@
 
     python -m gptmanager.cuda.matrix docs/cuda_kernels.md
 
-compiles them for every architecture, writes the table of registers, spills and shared memory to the
+compiles them for every architecture, writes a table of registers, spills and shared memory into the
 page, and fails if a kernel spills or does not compile. `--arch device` compiles only for the GPU of
-this machine, which fills the cache for managers, benchmarks and tests.
+this machine, and so fills the cache of compiled kernels for managers, benchmarks and tests.
 """
 
 from __future__ import annotations
@@ -60,17 +60,17 @@ PROGRAMS: tuple[Program, ...] = (
 )
 
 
-# In these programs, 8-bit floats are weights, which managers refuse on devices that do not convert
-# such floats.
+# Programs in which 8-bit floats are weights. Managers refuse these weights on devices without
+# instructions that convert 8-bit floats.
 _FP8_WEIGHTS = (gemv.PROGRAM, gemm.PROGRAM, moe.PROGRAM)
-_FIRST_WITH_FP8 = 89
+_FIRST_WITH_FP8 = 89  # the first architecture with these instructions, sm_89
 _SLOW = ("sampling/sampling.cu", "sampling/beam_step.cu")  # these are compiled first
 Choice = tuple[Program, str, str]  # a kernel of a program, for an architecture
 
 
 @dataclass(frozen=True)
 class Row:
-    """The resources that one instantiation uses on one architecture."""
+    """The resources that one instantiation of a kernel uses on one architecture."""
 
     file: str
     kernel: str
@@ -85,7 +85,7 @@ class Row:
 def compile_all(choices: Iterable[Choice]) -> Iterator[Row]:
     """Compile each kernel on its own, as for a launch.
 
-    Inlining, and therefore spills, depends on the other callers in a compilation.
+    If several kernels are compiled together, inlining, and therefore spills, depend on all of them.
     """
     for program, name, arch in choices:
         cubin = compile(program.path, arch, [name])
@@ -95,10 +95,10 @@ def compile_all(choices: Iterable[Choice]) -> Iterator[Row]:
 def compile_side_by_side(
     choices: Sequence[Choice], num_workers: int, on_error: Callable[[str], None]
 ) -> Iterator[Row]:
-    """Compile as `compile_all` does, in `num_workers` processes. Rows are in order of the choices.
+    """Compile as `compile_all` does, in `num_workers` processes; yield rows in order of `choices`.
 
-    `on_error` receives the compiler's message for each kernel that does not compile. The result has
-    no row for such a kernel.
+    If a kernel does not compile, `on_error` receives the compiler's message, and the kernel has no
+    row.
     """
     processes = multiprocessing.get_context("forkserver")
     processes.set_forkserver_preload([__name__])
@@ -122,8 +122,8 @@ def _compile_one(choice: Choice) -> Row:
 def whole_matrix(arch: str = "", word: str = "") -> Iterator[Choice]:
     """Yield every kernel for every architecture, or only for `arch`.
 
-    With `word`, leave out kernels that have a dtype in their name but not the word. Kernels for
-    weights in 8-bit floats are left out for architectures on which none is launched.
+    With `word`, leave out the kernels that have a dtype, but not `word`, in their name. Kernels for
+    weights in 8-bit floats are left out for architectures before sm_89, which never launch them.
     """
     for program in PROGRAMS:
         for own in _architectures(program, arch):
@@ -146,8 +146,8 @@ def _architectures(program: Program, arch: str) -> tuple[str, ...]:
 def table(rows: Iterable[Row]) -> str:
     """Return a Markdown table of the resources of all instantiations, by kernel and element type.
 
-    It has the range of registers and the most spilled bytes for each architecture, and the largest
-    static shared memory.
+    For each architecture, the table has the range of registers per thread and the largest number of
+    spilled bytes. The last column has the largest static shared memory, in bytes.
     """
     most: dict[tuple[str, str, str], dict[str, list[Row]]] = {}
     for row in rows:

@@ -1,4 +1,4 @@
-"""The tree of all errors that the library raises or sends.
+"""The error classes of the library.
 
 The class names the cause, such as the configuration, one request, a scheduler, a callback, or a
 manager that has ended. An error response begins with the class's name, so that a host can
@@ -39,7 +39,7 @@ class DuplicateRequestIdError(RequestError):
 
 
 class CapacityError(RequestError):
-    """A resource does not suffice for the request, such as the KV cache or the queue."""
+    """A resource, such as the KV cache or the queue, does not suffice for the request."""
 
 
 class AdapterError(RequestError):
@@ -108,10 +108,10 @@ _SHORT = _Short()
 
 
 def quoted(value: Any) -> str:
-    """Return a value as an error message quotes it, at most about 200 characters.
+    """Return a value as an error message quotes it, cut to about 200 characters.
 
-    A long value is cut before it is written out: the cost of an error must not grow with the size
-    of the value that a client has sent.
+    A very long value is cut before it is written out, because the cost of an error must not grow
+    with the size of the value that a client has sent.
     """
     if isinstance(value, str) and len(value) > _MAX_WRITTEN:
         start = _written(value[:_MAX_QUOTED])[:_MAX_QUOTED]
@@ -129,7 +129,7 @@ def _written(value: Any) -> str:
 
 
 def _size(value: Any, limit: int) -> int:
-    """Return how many characters and items a value has; the count ends once it exceeds `limit`."""
+    """Return how many characters and items a value has. Stop counting above `limit`."""
     size, left = 0, [value]
     while left and size <= limit:
         one = left.pop()
@@ -144,7 +144,7 @@ def _size(value: Any, limit: int) -> int:
 
 
 def error_summary(error: BaseException) -> str:
-    """Return another library's error text on one line, shortened: it may quote a whole file."""
+    """Return another library's error text on one line, cut: the text may quote a whole file."""
     return _cut(" ".join(str(error).split()), _MAX_SUMMARY)
 
 

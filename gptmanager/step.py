@@ -21,7 +21,7 @@ from gptmanager.request.post_processor import RequestProcessor
 from gptmanager.request.sampling_params import SamplingParams
 from gptmanager.statistics import Counts, PhaseTimes
 
-# in place of the token of a row if none can be sampled
+# values in place of the token of a row, if no token can be sampled
 NO_TOKEN = -1  # all logits are -inf
 NOT_FINITE = -2  # a logit is NaN or +inf
 
@@ -37,8 +37,9 @@ class Progress(NamedTuple):
     """The progress of a request that continues after its process has died.
 
     `tokens`: the output tokens that are kept, with their `log_probs` if the request asks for them.
-    `num_sent`: how many output tokens its host has. `age_s`: seconds since it was accepted.
-    `renews_adapter`: the adapter of earlier requests with its `lora_task_id` was forgotten.
+    `num_sent`: how many output tokens the host has received. `age_s`: seconds since the request was
+    accepted. `renews_adapter`: whether the adapter that earlier requests used with the same
+    `lora_task_id` was forgotten.
     """
 
     request_id: int
@@ -214,9 +215,9 @@ class ContextLogits(NamedTuple):
 
 
 class TopLogProbs(NamedTuple):
-    """The k most probable tokens at each of the n tokens chosen for a row, best first.
+    """The k most probable tokens at the place of each of the n tokens chosen for a row.
 
-    `row`: index of the row. `log_probs` float32 and `ids` int32 `[n, k]`.
+    `row`: index of the row. `log_probs` float32 and `ids` int32 `[n, k]`, best first.
     """
 
     row: int

@@ -38,7 +38,7 @@ _REASONS = {
 }
 # These initializations do not change the base model; others subtract the initial B A from it.
 _PLAIN_INITS = ("gaussian", "eva", "orthogonal")
-# limit for all matches of a file together: a few seconds; 500 names usually need 250,000 steps
+# limit for all matches of a file together (a few seconds); 500 names usually need 250,000 steps
 _MAX_STEPS = 5_000_000
 # the first number after at least two parts of the name
 _FIRST_NUMBER = re.compile(r"[^.]*\.(?:[^.]*\.)+?(\d+)\.")

@@ -19,9 +19,9 @@ _PAUSE_S = 0.01  # time without a reference, in which the manager may be collect
 class Attachment:
     """Watches `manager` on a separate thread.
 
-    When the manager has ended, the thread calls `on_end` with the reason, and ends. It holds a
-    reference to the manager for short times only, so the manager can be garbage-collected. It is a
-    daemon, so it never keeps the interpreter alive.
+    When the manager has ended or was garbage-collected, the thread calls `on_end` with the reason,
+    and ends. The thread holds a reference to the manager for short times only, so the manager can
+    be garbage-collected. The thread is a daemon, so it never keeps the interpreter alive.
     """
 
     def __init__(self, manager: GptManager, on_end: Callable[[ManagerDeadError], None]) -> None:

@@ -18,8 +18,8 @@ from gptmanager.errors import ConfigError
 class OutputTexts:
     """Creates a `StoppedText` for each output of requests that are submitted with `stop`.
 
-    `tokenizer` is a tokenizer, or a checkpoint folder that has one. If it is None, `stop` is
-    refused.
+    `tokenizer` is a tokenizer, or a checkpoint folder that has a tokenizer. If it is None,
+    `stop` is refused.
     """
 
     def __init__(self, tokenizer: Tokenizer | str | os.PathLike[str] | None) -> None:
@@ -28,7 +28,7 @@ class OutputTexts:
     def load(self) -> Tokenizer:
         """Return the tokenizer, which is read at the first call.
 
-        Raise ConfigError if it is None, or cannot be read.
+        Raise ConfigError if the tokenizer is None, or cannot be read.
         """
         if self._tokenizer is None:
             raise ConfigError("`stop` needs a tokenizer: create the queue with `tokenizer`")
@@ -41,7 +41,7 @@ class OutputTexts:
     ) -> Callable[[], StoppedText] | None:
         """Return a function that creates the `StoppedText` of an output; None without `stop`.
 
-        Raise InvalidRequestError for an invalid `stop`, ConfigError without a tokenizer.
+        Raise InvalidRequestError for an invalid `stop`, and ConfigError without a tokenizer.
         """
         if stop is None:
             return None

@@ -38,8 +38,8 @@ class Size(NamedTuple):
 class PendingRequests:
     """A priority queue from which any request can be removed.
 
-    `limits` maps the names of options to limits, in the order of `Size`'s fields. None means no
-    limit.
+    `limits` maps the name of an option to its limit, one for each field of `Size`, in the order of
+    the fields. A limit of None means no limit.
     """
 
     def __init__(self, limits: dict[str, int | None] | None = None) -> None:
@@ -60,9 +60,9 @@ class PendingRequests:
         self.size = Size(*(have + more for have, more in zip(self.size, size, strict=True)))
 
     def excess(self, size: Size) -> str:
-        """Describe the limit that an additional `size` would exceed; "" if it fits.
+        """Describe the first limit that additional requests of `size` exceed; "" if they fit.
 
-        Raise CapacityError if `size` alone exceeds a limit.
+        Raise CapacityError if `size` alone exceeds this limit.
         """
         for (name, limit), have, more, noun in zip(
             self._limits.items(), self.size, size, ("requests", *_NOUNS), strict=True
@@ -107,7 +107,7 @@ class PendingRequests:
 
 
 def _level(priority: Any) -> float:
-    # the manager refuses an invalid priority; here it must only not break the order
+    # the manager refuses an invalid priority; until then the request waits at the default
     is_number = isinstance(priority, (int, float)) and not math.isnan(priority)
     return float(priority) if is_number else _DEFAULT_PRIORITY
 

@@ -1,6 +1,6 @@
 """Combines the responses to a request into a `GenerationResult`, or into an error to raise.
 
-It interprets the tensors of responses by name. Threads and waiting are in `generation`.
+This module interprets the tensors of responses by name. Threads and waiting are in `generation`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import torch
 from gptmanager import REQUEST_METRICS, FinishReason, InferenceRequest, NamedTensor, errors
 from gptmanager.callbacks.text.stopped_text import StoppedText
 
-# tensor -> its axis of tokens; a streaming response has the values of new tokens only
+# name of a tensor -> its axis of tokens; a streamed response has only the values of new tokens
 _PER_NEW_TOKEN = {
     **{"generation_logits": 2, "output_log_probs": 2, "top_log_probs": 2, "top_log_prob_ids": 2}
 }
@@ -30,11 +30,12 @@ _TOKENS = ("output_ids", "sequence_length")
 
 @dataclass(frozen=True, eq=False)
 class GenerationResult:
-    """The output of a request that ended without an error: a sequence for each beam, best first.
+    """The output of a request that ended without an error: one sequence per beam, best first.
 
-    `generated_ids` are the tokens without prompt and padding; for a cancelled request, the tokens
-    generated so far. `metrics` has the fields of `REQUEST_METRICS`. Its times are in seconds
-    since the manager fetched the request, and NaN for an event that did not happen.
+    `generated_ids` has the tokens of each sequence, without prompt and padding. If the request was
+    cancelled, these are the tokens generated before. `metrics` has the fields of `REQUEST_METRICS`.
+    Times are in seconds since the manager fetched the request, and NaN for an event that did not
+    happen.
 
     `texts` is empty without `stop`. With `stop` it has the text of each sequence. If a stop string
     ended a sequence, its text is cut before the stop string, its last token is the one that
@@ -81,7 +82,8 @@ class ResponseCollector:
     """Collects the responses to `request`, in their order.
 
     `exclude_input` is the manager's `OptionalParams.exclude_input_in_output`. `new_text` creates
-    the text of one output, which decides where the output ends; if it is None, no text is decoded.
+    the `StoppedText` of one output, which decides where the output ends. If `new_text` is None, no
+    text is decoded.
     """
 
     def __init__(
@@ -105,13 +107,13 @@ class ResponseCollector:
 
     @property
     def text_pieces(self) -> Sequence[str]:
-        """The released text of the best beam."""
+        """The pieces of the best beam's text that were released so far."""
         return self._texts[0].pieces if self._texts else ()
 
     def add(self, tensors: Iterable[NamedTensor]) -> list[int]:
         """Add a response; return its new tokens if the request streams, else an empty list.
 
-        With several beams, return the tokens of the best beam.
+        With several beams, return the new tokens of the best beam.
         """
         by_name = dict(tensors)
         rows = self._take_rows(by_name)
@@ -133,8 +135,9 @@ class ResponseCollector:
     def new_tensors(self, seen: dict[str, int]) -> dict[str, torch.Tensor]:
         """Return, by name, the tensors that were added since the last call with the same `seen`.
 
-        Parts are joined. Tokens are not included: `add` has returned them. `seen` maps the name of
-        a tensor to the number of its parts that the caller has, and is updated.
+        Streamed parts of a tensor are joined. Tokens are left out, because `add` has returned them.
+        `seen` maps the name of a tensor to the number of its parts that the caller has received,
+        and is updated.
         """
         found = {}
         for name, parts in self._parts.items():
@@ -156,7 +159,7 @@ class ResponseCollector:
         metrics = dict(zip(REQUEST_METRICS, values, strict=False))
         for text in self._texts:
             text.finish()
-        if len(outputs) == 1 and self.is_stopped:  # the manager may have generated more
+        if len(outputs) == 1 and self.is_stopped:  # the manager may have counted cut tokens
             metrics["generated_tokens"] = float(len(outputs[0]))
         return GenerationResult(
             request_id=self._request.request_id,
@@ -192,7 +195,7 @@ class ResponseCollector:
 
     def _without_prompt(self, rows: list[list[int]]) -> list[list[int]]:
         prompt = prompt_of(self._request).tolist()
-        # `exclude_input` may differ from the manager's option, so the tokens are compared
+        # The tokens are compared, because `exclude_input` may differ from the manager's option.
         if self._exclude_input or any(row[: len(prompt)] != prompt for row in rows):
             return rows
         return [row[len(prompt) :] for row in rows]

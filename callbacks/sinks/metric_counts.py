@@ -28,8 +28,8 @@ _FINISH_REASONS = {
     FinishReason.TIMED_OUT: "timeout",
     FinishReason.CANCELLED: "cancelled",
 }
-# With `is_ended_by_caller`, this number of a request's latest streamed tokens is not counted yet,
-# because the application may still decide that the request ends before them.
+# Of a request with `is_ended_by_caller`, this number of the latest streamed tokens is not counted
+# yet, because the application may still decide that the request ends before them.
 _LAG = 32
 Totals = dict[tuple[str, tuple[str, ...]], float]
 
@@ -49,7 +49,7 @@ class Histogram:
         self.sum += value * times
 
     def buckets(self) -> list[tuple[str, float]]:
-        """Return (upper bound, number of observations up to it); the last has all observations."""
+        """Return (upper bound, number of observations up to this bound), ending with "+Inf"."""
         total, found = 0, []
         counts = list(self.counts)  # a consistent copy
         for bound, count in zip((*self.bounds, math.inf), counts, strict=True):
@@ -86,7 +86,7 @@ class IterationCounts:
     def _add(self, record: dict[str, Any]) -> None:
         own, context_tokens = record["gptmanager"], record["Total Context Tokens"]
         generated = record.get("Generation Requests")
-        if generated is None:  # V1
+        if generated is None:  # V1 batching
             generated = record["Total Generation Tokens"]
         latency_us, gil_wait_us = own["iteration_latency_us"]["total"], own["gil_wait_us"]
         recomputed_tokens = own["recomputed_tokens"]
@@ -158,8 +158,8 @@ class _Open:
 class RequestCounts:
     """Counts from responses. `finished` has the number of requests that ended, by finish reason.
 
-    A request is open from `arrive`, `fetch`, or its first response until its final response. With
-    `is_ended_by_caller` it stays open until `end_as`, too.
+    A request is open from `arrive`, `fetch`, or its first response until its final response. A
+    request with `is_ended_by_caller` that does not fail stays open until `end_as`, too.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -202,7 +202,7 @@ class RequestCounts:
     def end_as(
         self, request_id: int, finish_reason: str | None, num_tokens: int | None = None
     ) -> None:
-        """Record that the application ends a request, with the arguments of `ends_as`."""
+        """Record that the application ends a request, as `PrometheusSink.ends_as` describes."""
         with self._lock:
             request = self._open.get(request_id)
             if request is None:

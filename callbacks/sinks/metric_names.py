@@ -1,7 +1,7 @@
 """The names of metrics, their kinds, labels and buckets, in one table for all prefixes.
 
-The table has vLLM's names for the same numbers, so that vLLM's dashboards work. A second table has
-the metrics of Triton's TensorRT-LLM backend. docs/metrics.md shows both.
+`METRICS` also has the names by which vLLM exports the same numbers, so that vLLM's dashboards work.
+`TRITON` has the metrics of Triton's TensorRT-LLM backend. docs/metrics.md shows both tables.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ class Metric(NamedTuple):
     """The description of one metric.
 
     `name` has neither the prefix nor the suffix of the exported name (`_total` for a counter,
-    `_info` for an info). `labels` are in addition to model_name and rank. `vllm` has vLLM's names
-    of the metric, the current name first; it is empty if vLLM does not have the metric. `buckets`
-    are the upper bounds of a histogram.
+    `_info` for an info). `labels` are the labels besides model_name and rank. `vllm` has vLLM's
+    names of the metric, the current name first. If vLLM does not have the metric, `vllm` is empty.
+    `buckets` has the upper bounds of a histogram's buckets.
     """
 
     name: str
@@ -50,7 +50,7 @@ class Metric(NamedTuple):
     buckets: tuple[float, ...] = ()
 
     def names(self, prefix: str) -> tuple[str, ...]:
-        """Return the names with a prefix. With "vllm", a metric that vLLM lacks has our prefix."""
+        """Return the names with a prefix: "gptmanager", not "vllm", for metrics that vLLM lacks."""
         if prefix == VLLM:
             return tuple(f"vllm:{name}" for name in self.vllm) or (f"{OWN}_{self.name}",)
         return (f"{prefix}_{self.name}",)
@@ -171,8 +171,8 @@ METRICS = (
 )  # fmt: skip
 METRIC = {metric.name: metric for metric in METRICS}
 
-# name of a metric -> (name of its label, value of the label -> key of a statistics record, or one
-# of the keys that prometheus.py adds: "reused blocks", "used fraction", "seconds")
+# Each metric's name -> (its label's name, {value of the label: key of a statistics record}).
+# prometheus.py adds three keys to the record: "reused blocks", "used fraction" and "seconds".
 TRITON: dict[str, tuple[str, dict[str, str]]] = {
     "request": (
         "request_type",

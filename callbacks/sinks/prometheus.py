@@ -43,12 +43,13 @@ class PrometheusSink:
 
     `prefix="vllm"` selects vLLM's names. The default `registry` is that of prometheus_client. One
     sink serves one manager; sinks of one registry must differ in `model_name` or `rank`, which are
-    labels. `counts` returns the application's (number of running requests, number of waiting
-    requests); without `counts` the numbers are those of the attached manager, or of the last
-    record. `info` has additional labels for `config_info`.
+    labels. If `counts` is given, it returns the numbers of running and of waiting requests in the
+    application. Otherwise these numbers are from the attached manager and the last record. `info`
+    has additional labels for `config_info`.
 
-    The constructor raises ConfigError without prometheus_client, for an invalid `prefix`, and if
-    the registry has a sink with the same labels, or another collector with the same names.
+    The constructor raises ConfigError if prometheus_client is not installed, if `prefix` is
+    invalid, and if the registry has a sink with the same labels, or another collector with the same
+    metric names.
     """
 
     def __init__(
@@ -75,7 +76,7 @@ class PrometheusSink:
     # On the loop's thread -------------------------------------------------------------------
 
     def return_batch_manager_stats(self, record: str) -> None:
-        """Add a record: the ReturnBatchManagerStats callback. Never raise."""
+        """Add a record. This method is the ReturnBatchManagerStats callback; it never raises."""
         self.iterations.add(record)
 
     def send_response(
@@ -133,13 +134,14 @@ class PrometheusSink:
         self.requests.end_as(request_id, finish_reason, num_tokens)
 
     def observe_audit(self, is_ok: bool) -> None:
-        """Count an audit, `manager.audit().ok`, in `audit_failures_total`."""
+        """Count a failed audit in `audit_failures_total`. `is_ok` is `manager.audit().ok`."""
         self._audit_failures += not is_ok
 
     def attach(self, manager: GptManager) -> None:
         """Ask `manager` for its current numbers at each scrape.
 
-        Without this call, the numbers are from the last record, and an idle manager writes none.
+        Without this call, the numbers are from the last record, and become outdated while the
+        manager is idle, because an idle manager writes no records.
         """
         self._manager = manager
 

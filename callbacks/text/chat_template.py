@@ -30,8 +30,7 @@ class ChatTemplate:
         with ChatTemplate.of_folder(folder) as template:
             prompt = template.render([{"role": "user", "content": "Hello"}])
 
-    As a context manager it ends the process at the end of the block. Any number of threads may
-    render.
+    At the end of a `with` block, the template's process ends. Any number of threads may render.
     """
 
     def __init__(
@@ -51,7 +50,7 @@ class ChatTemplate:
     def of_folder(cls, path: str | os.PathLike[str]) -> ChatTemplate:
         """Read the chat template, the tokenizer and its special tokens from a checkpoint folder.
 
-        Raise ConfigError without jinja2 or a template, or for a file that cannot be read.
+        Raise ConfigError if jinja2 or the template is missing, or if a file cannot be read.
         """
         if importlib.util.find_spec("jinja2") is None:
             command = install_command("server")

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from tokenizers import Tokenizer
 
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
-# tokens before the output that can affect its first space, or complete its first character
+# number of prompt tokens that can affect the first space or the first character of the output
 _CONTEXT = 8
 
 
@@ -15,7 +15,7 @@ class TextStream:
     """Decodes a sequence token by token. The pieces that it returns add up to the text.
 
     A token may be a part of a character (byte-level tokens, byte fallback). The character is held
-    back until it is complete, or until `flush`. With `prompt_ids` the text continues the
+    back until it is complete, or until `flush`. If `prompt_ids` are given, the text continues the
     prompt, so a leading space is neither lost nor doubled.
 
         stream = TextStream(tokenizer, prompt_ids)
@@ -33,7 +33,7 @@ class TextStream:
     ) -> None:
         self._tokenizer = tokenizer
         self._skip_special_tokens = skip_special_tokens
-        # the tokens returned last, then the held-back tokens; all are decoded together
+        # the tokens with the text returned last, then the held-back tokens; decoded together
         self._window = list(prompt_ids[-_CONTEXT:])
         self._num_returned = len(self._window)
         self._num_characters = 0  # characters of the held-back tokens that `push` has returned

@@ -88,10 +88,10 @@ def rope_and_write(
     float16 or bfloat16. Pages have the same dtype, or float8_e4m3fn, for which keys and values are
     divided by `pages.cache_scales`. `positions` `[T]` int64 are rows of `cos_sin` `[max_pos, N]`
     float32, which has the cosines of N / 2 frequencies, then their sines. Dimensions i < N / 2 and
-    i + N / 2 of a head are rotated together, those from N on are unchanged. If `cos_sin` is None,
-    nothing is rotated. `cells` `[T]` int32 is from `locate_tokens`; tokens with a negative cell are
-    not written to pages. D is one of HEAD_DIMS. Values are rounded to nearest, ties to even; NaN
-    stays NaN; float8_e4m3fn saturates. Raises ValueError for other tensors.
+    i + N / 2 of a head are rotated together; dimensions from N on are unchanged. If
+    `cos_sin` is None, nothing is rotated. `cells` `[T]` int32 is from `locate_tokens`; tokens with
+    a negative cell are not written to pages. D is one of HEAD_DIMS. Values are rounded to nearest,
+    ties to even; NaN stays NaN; float8_e4m3fn saturates. Raises ValueError for other tensors.
     """
     num_tokens, num_heads, head_dim = queries.shape
     num_blocks, num_kv_heads, tokens_per_block, _ = pages.values.shape

@@ -1,4 +1,4 @@
-"""Attention over the pages for rows with one token each. A plan divides rows into items."""
+"""Attention over the pages of the KV cache, for rows with one token each."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from gptmanager.cuda.device.launch import NAMES, Argument, Launcher, Program, in
 from gptmanager.kernels.attention.attention_arguments import AttentionShape, Pages, RowSpans
 
 _WARPS, _TILE = 4, 16  # as in the .cu
-_BLOCKS = {5: 32, 4: 64, 3: 160, 2: 512}  # resident blocks -> largest width, as in the .cu
-_STATIC_BYTES, _RESERVED_BYTES = 1024, 1024  # shared memory of a block: static arrays; CUDA
+_BLOCKS = {5: 32, 4: 64, 3: 160, 2: 512}  # resident blocks -> largest D * TILES, as in the .cu
+_STATIC_BYTES, _RESERVED_BYTES = 1024, 1024  # shared memory of a block: static; CUDA's own
 
 
 def _name(dtype: torch.dtype, head_dim: int, tiles: int, cache: str, sinks: bool) -> str:
@@ -52,9 +52,9 @@ class GenerationWork(NamedTuple):
     """A `GenerationPlan` on the device, and its working memory.
 
     The plan consists of `items` int32 `[N, 4]`, `block_starts` int32 `[B + 1]` and `partial_starts`
-    int32 `[R + 1]`. The working memory is `partial` `[n, H, D]` and `partial_log` `[n, H]` float32,
-    with n of at least the plan's `num_partials`, and `arrived` int32 `[R, K]`, which is zero before
-    and after each launch.
+    int32 `[R + 1]`. The working memory is `partial` `[n, H, D]` and `partial_log` `[n, H]`, both
+    float32, with n of at least the plan's `num_partials`, and `arrived` int32 `[R, K]`, which is
+    zero before and after each launch.
     """
 
     items: Tensor
@@ -80,8 +80,8 @@ def generation_attention(
     A row sees the positions of its items, which were planned with the window and the sink of
     `shape`. `queries` and `out` `[T, H, D]` have the same dtype: float32, float16 or bfloat16. D is
     one of HEAD_DIMS, and H / K at most MAX_GROUP. Pages have the same dtype, or float8_e4m3fn.
-    `sinks` `[H]`, of the queries' dtype, has a score without a value for each head; pass it if and
-    only if `shape.sinks`. Raises ValueError for other tensors.
+    `sinks` `[H]`, of the queries' dtype, has for each head a score that has no value. Pass `sinks`
+    if and only if `shape.sinks`. Raises ValueError for tensors of other shapes or dtypes.
     """
     items, block_starts, partial_starts, partial, partial_log, arrived = work
     num_heads, num_kv_heads, head_dim = shape[:3]
@@ -120,7 +120,7 @@ def generation_attention(
 
 
 def find_places(launcher: Launcher, shape: AttentionShape) -> Places:
-    """Return how many blocks of `generation_attention` run at a time, for `plan_generation`."""
+    """Return the places of blocks of the 16-bit kernels on this device, for `plan_generation`."""
     resident = resident_blocks(shape, launcher.max_shared_mem)
     return Places(launcher.num_multiprocessors, resident)
 

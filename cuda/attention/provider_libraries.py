@@ -30,7 +30,7 @@ _LIBRARIES = {
 
 
 def find_providers(choice: Any, device: torch.device) -> tuple[AttentionProvider, ...]:
-    """Return the providers for `choice`, a value of the option.
+    """Return the providers for a value of `OptionalParams.attention_provider`.
 
     `choice` may be "auto" (on a GPU: all installed libraries), the name of a library, or a
     provider. For any other string, and for "auto" on the CPU, the result is empty. Raises
@@ -48,7 +48,7 @@ def _find(name: str, device: torch.device, may_lack: bool) -> AttentionProvider 
     command, new = _LIBRARIES[name]
     try:
         module = importlib.import_module(name)
-    except Exception as error:  # a library of another CUDA or torch fails in its own ways
+    except Exception as error:  # a library built for another CUDA or torch may raise anything
         if may_lack:
             return None
         raise ConfigError(

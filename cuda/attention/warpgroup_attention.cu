@@ -183,8 +183,8 @@ __global__ void __launch_bounds__(Kind<T, D, SOFTCAP, SINK>::THREADS) warpgroup_
         store_row(work, (i + 3) % K::ROW_STAGES, find_row(work, after));
         ptx::warpgroup_wait<1>(scores[0]);
         convert_scores(tile);
-        // ptxas may move the wait up past arithmetic (here, past the computation of weights), but not past
-        // a store.
+        // ptxas may move the next wait up past arithmetic (here, the computation of weights), but not past a
+        // store. So these values are stored, although nothing reads them.
         sums[0] = state.sum[0][0];
         sums[1] = state.sum[0][1];
         ptx::warpgroup_wait<0>(state.out[0]);

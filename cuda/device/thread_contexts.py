@@ -11,7 +11,7 @@ from typing import Any
 
 
 class ThreadContexts:
-    """The context of one device, for any number of threads. `runtime` is CuPy's."""
+    """The context of one device, for any number of threads. `runtime` is `cupy.cuda.runtime`."""
 
     def __init__(self, runtime: Any, device: int) -> None:
         self._runtime = runtime
@@ -21,8 +21,8 @@ class ThreadContexts:
     def ensure(self) -> None:
         """Make the context current in this thread at its first call; later calls cost little.
 
-        This never happens during CUDA graph capture: the work is always run once before it is
-        captured.
+        The first call is never during CUDA graph capture, because work always runs once before it
+        is captured.
         """
         if not hasattr(self._threads, "has_context"):
             self._runtime.setDevice(self._device)  # since CUDA 12 this also creates the context

@@ -1,5 +1,5 @@
-// The CPU versions of intrinsics.cuh. Those that may report an error are not inlined, because their return
-// address identifies the caller.
+// The CPU versions of the functions in intrinsics.cuh. A function that may report an error is not inlined,
+// because its return address identifies the caller.
 #pragma once
 
 #include "machine.h"
@@ -31,8 +31,8 @@ void load_matrix(unsigned (&registers)[4], const void* row, Site site) {
     if (!in_shared(static_cast<const char*>(row)))
         fail(site, "ldmatrix of an address outside shared memory");
     warp_operation(distribute<TRANSPOSED>, "ldmatrix", ~0u, &rows, site);
-    // The lane that receives an element reads it, also if another lane passes the row's address: its read
-    // must be ordered after the write.
+    // Each lane itself reads the elements that it receives, also from rows that other lanes have passed:
+    // its own reads must be ordered after the writes of these elements.
     uint16_t elements[8];
     for (int i = 0; i < 8; i++) read_memory(&elements[i], rows.from[i], sizeof *elements, site);
     for (int i = 0; i < 4; i++) registers[i] = elements[2 * i] | unsigned(elements[2 * i + 1]) << 16;

@@ -83,13 +83,14 @@ class Toolchain:
         """Return preprocessed C++. Raises `EmulatorError` with g++'s messages if it fails."""
         flags = [*_FLAGS, *options, *self._includes()]
         made = self._run(["-E", *flags, "-x", "c++", "-"], text, name)
-        # g++ calls the source itself <stdin>, and for a single function so does addr2line.
+        # The source is named <stdin> in g++'s line markers. Without the replacement, addr2line may
+        # print this name too.
         return _STDIN.sub(lambda found: f'{found[1]}"{name}"', made)
 
     def build(self, text: str, name: str, checked: bool) -> Path:
         """Return a shared library of preprocessed `text` and the machine that runs its kernels.
 
-        It is built unless it is in the cache. `name` is for error messages.
+        The library is built unless it is in the cache. `name` is for error messages.
         """
         flags = [*_FLAGS, *(CHECKED if checked else FAST)]
         runtime = self._runtime()
@@ -103,7 +104,7 @@ class Toolchain:
         try:
             used = f'#pragma GCC pch_preprocess "{self._precompiled(headers, flags)}"\n'
             self._run(arguments, f'# 0 "{name}"\n{used}{own}', name)
-        except EmulatorError:  # in `text`, or this g++ cannot use the precompiled headers
+        except EmulatorError:  # an error in `text`, or g++ cannot use the precompiled headers
             self._run(arguments, text, name)
         # Linked without sanitizers: the machine defines the functions that instrumented code calls.
         files = [str(compiled), str(self._runtime())]
@@ -111,7 +112,10 @@ class Toolchain:
         compiled.unlink()
 
     def _precompiled(self, headers: str, flags: list[str]) -> Path:
-        """Return precompiled headers. Parsing them takes most of the time of a small kernel."""
+        """Return the path of the precompiled `headers`.
+
+        For a small kernel, parsing the headers takes most of the compile time.
+        """
 
         def make(target: Path) -> None:
             text = target.with_suffix(".ii")

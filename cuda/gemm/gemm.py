@@ -1,6 +1,6 @@
 """GEMM of up to 256 rows with a weight matrix, which is read once, and the plan of its blocks.
 
-`matmul_choice` decides when to use it instead of torch.
+`matmul_choice` decides when to use this GEMM instead of the matmul of torch.
 """
 
 from __future__ import annotations
@@ -20,15 +20,17 @@ from gptmanager.cuda.gemm.device_matrices import BYTES, scales_of, values_of
 _DTYPES = (torch.float16, torch.bfloat16)
 _THREADS, _DEPTH = 256, 64  # as in the .cu
 _RESERVED_BYTES = 1024  # shared memory that CUDA reserves for each block
-# Rates of the cost model: how many bytes a multiprocessor reads from L2 in the time that one byte
-# from memory takes when all multiprocessors read from memory.
-_FROM_L2 = 1.3  # while all others read from L2
-_ALONE = 3.3  # while the others do not read
-_MEETING = 400 * 128  # bytes of memory that could be read while blocks find out which one is last
+# The cost model's rates at which a multiprocessor reads from L2. The unit is the rate at which a
+# multiprocessor reads from memory while all multiprocessors read from memory.
+_FROM_L2 = 1.3  # while all other multiprocessors read from L2
+_ALONE = 3.3  # while the other multiprocessors do not read
+# How long the blocks of a tile take to find out which of them is the last to finish: the number of
+# bytes that a multiprocessor could read from memory in this time.
+_MEETING = 400 * 128
 
 
 class _Kind(NamedTuple):
-    """The size arguments of an instantiation, in the kernel's order, and whether it is for bytes.
+    """The size arguments of a kernel's template, in order, and whether the weight has 8 bits.
 
     A tile of the result is computed from 32 * `m` rows of x and 32 * `n` rows of the weight. A
     round multiplies `_DEPTH` columns of both. Shared memory has space for `stages` rounds.
@@ -38,10 +40,10 @@ class _Kind(NamedTuple):
     n: int
     stages: int
     resident: int  # blocks per multiprocessor for which there are enough registers
-    in_bytes: bool = False  # the weight has 8 bits
+    in_bytes: bool = False  # the weight has 8-bit elements
 
     def name(self, dtype: torch.dtype, silu: bool, weight: str = "") -> str:
-        """Return the kernel's name. `weight` is one of BYTES for a weight in 8 bits."""
+        """Return the kernel's name. `weight` is a value of BYTES for a weight in 8 bits."""
         numbers = ", ".join(map(str, self[:4]))
         return f"gemm<{NAMES[dtype]}, {numbers}, {str(silu).lower()}{weight}>"
 
@@ -67,7 +69,7 @@ class _Kind(NamedTuple):
         return self.stages * self.round_bytes
 
 
-_FLOAT_KINDS = (  # each fits in the shared memory of some GPUs, 99, 163 or 227 KiB for a block
+_FLOAT_KINDS = (  # need up to 160 KiB of shared memory; GPUs have 99, 163 or 227 KiB per block
     _Kind(1, 4, 4, 2),
     _Kind(2, 4, 4, 2),
     _Kind(2, 8, 4, 1),
@@ -151,10 +153,10 @@ def gemm(
     For `ByteRows`, the stored values are multiplied, and each sum is then multiplied by the scale
     of its weight row. With `silu`, `weight [2O, I]` contains the rows of the gate, then the rows of
     the up projection, and `out [T, O] = silu(gate) * up`. Sums are float32, and rounded once, at
-    the end. The bits of a row of `out` do not depend on the other rows, and on T only by its range:
-    1 to 32, 33 to 64, 65 to 128, or 129 to 256 (the most). Rows of `weight` must be a multiple of
-    16 bytes. `arrived` is from `new_counters`, and zero before and after each launch. Raises
-    ValueError for other tensors.
+    the end. The bits of a row of `out` do not depend on the other rows. They depend on T only
+    through its range: 1 to 32, 33 to 64, 65 to 128, or 129 to 256; T is at most 256. Rows of
+    `weight` must be a multiple of 16 bytes. `arrived` is from `new_counters`, and zero before and
+    after each launch. Raises ValueError for other tensors.
     """
     num_rows, width = out.shape
     depth, dtype, num_weights = x.shape[1], out.dtype, (1 + silu) * width
@@ -194,14 +196,14 @@ def plan_matmul(
 ) -> MatmulPlan:
     """Return the plan of a matmul with `width` columns.
 
-    It depends on the number of rows only through the choice of the tile's height.
+    The plan depends on the number of rows only through the choice of the tile's height.
     """
     rows = next(kind.rows for kind in _KINDS if num_rows <= kind.rows)
     sizes = width, depth, silu, in_bytes
     return _plan(rows, *sizes, launcher.num_multiprocessors, launcher.max_shared_mem)
 
 
-@functools.cache  # called at each launch, with few sizes per process
+@functools.cache  # called at each launch, but with few different arguments
 def _plan(
     rows: int,
     width: int,
@@ -223,10 +225,10 @@ def _plan(
 def _plans(
     kind: _Kind, width: int, depth: int, silu: bool, multiprocessors: int, max_shared_mem: int
 ) -> Iterator[MatmulPlan]:
-    """Yield plans with one share per multiprocessor, and with one per resident block.
+    """Yield plans with one block per multiprocessor, and with as many blocks as can be resident.
 
-    If there are at least as many resident blocks as tiles, also yield plans that cut each tile into
-    equal parts.
+    If at least as many blocks can be resident as there are tiles, also yield plans that divide the
+    rounds of each tile into equal shares.
     """
     of_block = kind.shared_bytes + _RESERVED_BYTES
     resident = min(kind.resident, (max_shared_mem + _RESERVED_BYTES) // of_block)

@@ -1,17 +1,17 @@
-// Tiles of a matmul of rows with a weight, in rounds of DEPTH values of k: their layout in shared memory,
-// and a warp's sums of them. Shared by gemm.cu and moe.cu.
+// Tiles of the product of rows x and a weight, in rounds of DEPTH values of k: the layout of a round in
+// shared memory, and the sums of a warp. Shared by gemm.cu and moe.cu.
 #pragma once
 
 #include "activation_kinds.cuh"
 #include "gemm/widening.cuh"
 
 constexpr int THREADS = 256, WARP_ROWS = 2, WARP_COLUMNS = 4;
-constexpr int DEPTH = 64, VECTORS = DEPTH / 8;  // of a round: 128 bytes of each row
+constexpr int DEPTH = 64, VECTORS = DEPTH / 8;  // of a row in a round: 64 values of k
 constexpr int COPIED = THREADS / VECTORS;       // rows that a block copies at a time
 
-// A warp has M matrices of 16 rows of x, and N matrices of 8 rows of the weight. RESIDENT: blocks per
-// multiprocessor; if registers and shared memory suffice for two, one multiplies while the other waits.
-// GATED: the weight holds the rows of a gate, then those of an up projection, and the result is
+// A warp multiplies M matrices of 16 rows of x by N matrices of 8 rows of the weight. RESIDENT: blocks per
+// multiprocessor, 1 or 2; with 2, one block multiplies while the other block waits for its copies.
+// GATED: the weight holds the rows of a gate, then the rows of an up projection, and the result is
 // activation(gate) * up.
 template <
     class Element, int M_, int N_, int STAGES_, int RESIDENT, bool IS_GATED, Activation KIND = SILU,
@@ -23,15 +23,15 @@ struct Kind {
     static constexpr bool GATED = IS_GATED;
     static constexpr Activation ACTIVATION = KIND;
     static constexpr int ROWS = WARP_ROWS * 16 * M, WEIGHTS = WARP_COLUMNS * 8 * N;
-    static constexpr int COLUMNS = WEIGHTS / (GATED ? 2 : 1);  // columns of the result, of a tile
-    static constexpr int SPAN = 8 * N / (GATED ? 2 : 1);       // columns of the result, of a warp
+    static constexpr int COLUMNS = WEIGHTS / (GATED ? 2 : 1);  // result columns of a tile
+    static constexpr int SPAN = 8 * N / (GATED ? 2 : 1);       // result columns of a warp
     static constexpr int STAGE = (ROWS + WEIGHTS / PARTS<T, W>) * DEPTH;  // elements of T
     static constexpr int WEIGHT_VECTORS = VECTORS / PARTS<T, W>;          // of a weight row, in a round
     // Matrices of x that are loaded before their matmuls, limited by registers.
     static constexpr int AT_ONCE = RESIDENT == 2 ? 1 : M == 2 ? 2 : 4;
 
-    // The row of the weight that is row `row` of a tile; -1: none. With GATED the first half of a warp's
-    // rows is of the gate.
+    // Returns the row of the weight that is row `row` of tile `tile`, or -1 if there is none. With GATED,
+    // the first half of a warp's rows belongs to the gate.
     __device__ static int weight_row(int row, int tile, int width) {
         int own = row % (8 * N), column = tile * COLUMNS + row / (8 * N) * SPAN;
         column += own % SPAN;
@@ -39,12 +39,12 @@ struct Kind {
     }
 };
 
-// Returns the offset in a stage's row of the 8 elements that start at 8 * `vector`, swizzled so that
-// rows do not share banks.
+// Returns the offset, within row `row` of a stage, of the 8 elements that start at 8 * `vector`. The offsets
+// are swizzled, so that loads of one vector from 8 rows have no bank conflicts.
 __device__ inline int swizzled(unsigned row, int vector) { return (vector ^ row % 8) * 8; }
 
-// Copies round `round` of the weight rows of tile `tile` to shared memory. Rows of 8 bits are half as long, and
-// need no swizzle: two of them cover all banks.
+// Copies round `round` of the weight rows of tile `tile` to shared memory. Rows of 8-bit weights are half as
+// long, and are not swizzled: two such rows cover all banks.
 template <class K, class T = typename K::T, class W = typename K::W>
 __device__ inline void copy_weights(
     T* region, const W* weight, int round, int tile, int width, int depth) {
@@ -63,7 +63,7 @@ __device__ inline void copy_weights(
     }
 }
 
-// A warp's sums of a tile, in fragments of mma.sync. Matrices of rows alternate between two warps.
+// A warp's sums of a tile, in fragments of mma.sync. Matrices of 16 rows alternate between two warps.
 template <class K> struct TileSums {
     float values[K::M][K::N][4] = {};
     int warp_row = threadIdx.x / 32 % WARP_ROWS, warp_column = threadIdx.x / 32 / WARP_ROWS;
@@ -88,7 +88,7 @@ template <class K> struct TileSums {
         else add_own_round(stage);
     }
     template <class T> __device__ void add_own_round(const T* stage) {
-        int matrix = threadIdx.x % 32 / 8, row = threadIdx.x % 8;  // the lane's for ldmatrix
+        int matrix = threadIdx.x % 32 / 8, row = threadIdx.x % 8;  // addressed by this lane
         const T* rows = stage + (warp_row * 16 + matrix % 2 * 8 + row) * DEPTH;
         const T* weights =
             stage + (K::ROWS + warp_column * 8 * K::N + matrix / 2 * 8 + row) * DEPTH;
@@ -118,7 +118,7 @@ template <class K> struct TileSums {
             }
         }
     }
-    // As in matmul_sums.cuh, vector t of a weight row and the same elements of x are the lane's k of four matmuls.
+    // As in matmul_sums.cuh, a lane's k of four matmuls are vector t of a weight row, and the same part of x.
     template <class T> __device__ void add_byte_round(const T* stage) {
         int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
         const T* rows = stage + (warp_row * 16 + g) * DEPTH;
@@ -167,13 +167,13 @@ template <class K> struct TileSums {
     __device__ void clear() {
         each([](float(&own)[4], int, int) { own[0] = own[1] = own[2] = own[3] = 0; });
     }
-    // Stores the results in the columns of the tile, from column `first` on. Row r of the tile is row `place(r)`
-    // of the result. `scales`: of weight rows in 8 bits, as many as `bias` has.
+    // Stores the tile's results in columns `first` on of `out`. Row r of the tile is row `place(r)` of `out`.
+    // With 8-bit weights, `scales` has one scale for each weight row, as `bias` has one bias.
     template <class T, class Place>
     __device__ void store(
         T* out, const float* scales, const T* bias, int first, int num_rows, int width, Place place) {
         int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
-        constexpr int MATRICES = K::SPAN / 8;  // of a warp's columns
+        constexpr int MATRICES = K::SPAN / 8;  // of 8 result columns of a warp
 #pragma unroll
         for (int n = 0; n < MATRICES; n++) {
             int column = first + warp_column * K::SPAN + n * 8 + 2 * t;

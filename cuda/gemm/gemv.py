@@ -1,6 +1,6 @@
 """GEMV: matmul of few rows with a weight matrix, optionally fused with a gated activation.
 
-`matmul_choice` decides when to use it instead of torch.
+`matmul_choice` decides when to use GEMV instead of torch.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ _THREADS = 512
 _VECTOR_BYTES = 16
 
 
-_KINDS = {2: ("2, false", "4, false", "4, true"), 4: ("2, false", "4, true")}  # by itemsize
+# itemsize -> template arguments: number of tiles, and whether the activation is fused
+_KINDS = {2: ("2, false", "4, false", "4, true"), 4: ("2, false", "4, true")}
 PROGRAM = Program(
     "gemm/gemv.cu",
     tuple(
@@ -57,12 +58,12 @@ def multiply(
     For `ByteRows`, the stored values are multiplied, and each sum is then multiplied by the scale
     of its weight row.
 
-    With `silu`, `weight [2O, I]` contains the rows of the gate, then the rows of the up projection,
-    and `out [T, O] = silu(gate) * up`; gate and up are not rounded before the activation.
-    Accumulates in float32 and rounds once. Batch-invariant: the bits of a row of `out` do not
-    depend on the other rows or their number. The weight is read once for each 16 rows (`FEW_ROWS`)
-    of `x`, or for each 8 rows in float32. The row size of `weight` must be a multiple of 16 bytes.
-    Raises ValueError for other tensors.
+    With `silu`, `weight [2O, I]` and `bias [2O]` contain the rows of the gate, then the rows of the
+    up projection, and `out [T, O] = silu(gate) * up`; gate and up are not rounded before the
+    activation. Accumulates in float32 and rounds once. Batch-invariant: the bits of a row of `out`
+    do not depend on the other rows or their number. The weight is read once for each 16 rows
+    (`FEW_ROWS`) of `x`, or for each 8 rows in float32. The row size of `weight` must be a multiple
+    of 16 bytes. Raises ValueError for other tensors.
     """
     num_rows, width = out.shape
     depth, dtype, num_weights = x.shape[1], out.dtype, (1 + silu) * width
@@ -82,7 +83,8 @@ def multiply(
     if out.numel() == 0:
         return
     row_tiles = -(-num_rows // (FEW_ROWS if dtype.itemsize == 2 else FEW_ROWS // 2))
-    # Four tiles share each read of x, if most multiprocessors still have work (with silu: always).
+    # The tiles share each read of x. There are 4 tiles with silu, and also for 2-byte dtypes if at
+    # least three quarters of the multiprocessors then have work.
     tiles = 4 if silu or (dtype.itemsize == 2 and _fill(width // 32, launcher)) else 2
     items = -(-width // (16 if silu else 8 * tiles)) * row_tiles
     kind = BYTES.get(values.dtype, "")

@@ -1,6 +1,6 @@
-// out[row, n] = sum over k of x[row, k] * weight[n, k] (+ bias[n]), for few rows and a weight in 4 bits, which
-// is stored as on a CPU (int4_matrix.py): a panel has 16 rows, and a group of 32 positions is 8 steps of 4
-// positions. A byte has a position of step j in its lower half, and one of step j + 4 in its upper half.
+// out[row, n] = sum over k of x[row, k] * weight[n, k] (+ bias[n]), for few rows of x and a 4-bit weight,
+// stored as on a CPU (int4_matrix.py). A panel has 16 weight rows. A group has 8 steps of 4 positions.
+// A byte has a position of step j in its lower half, and the same position of step j + 4 in its upper half.
 //
 // The terms of an element are always added in the same order: group c belongs to warp c % WARPS, which adds its
 // groups in order; then the sums of the warps are added in order.
@@ -9,7 +9,7 @@
 constexpr int WARPS = 16, GROUP = 32, PANEL = 16;
 constexpr int ROWS = 16, TILES = 4, COLUMNS = 2 * PANEL;  // of an item
 
-// What a lane loads of a group: of step t the 4 bytes of 4 rows, and the scales of its 8 results.
+// One lane's part of a group: 4 bytes of step t in each of 4 rows, and the scales and minima of 8 rows.
 struct Group {
     uint4 values, scales, minima;
 };
@@ -25,10 +25,10 @@ __global__ void __launch_bounds__(WARPS * 32, 1) gemv_int4(
     const T* x,                   // [rows, depth]
     const unsigned char* values,  // [panels, groups, 4, 16, 4]
     const __half* scales,         // [panels, groups, 16]
-    const __half* minima,         // as `scales`, added; or null: a stored value v stands for v - 8
+    const __half* minima,         // like `scales`, added after scaling; if null, a stored v means v - 8
     const T* bias,                // [width]; or null
     int num_rows, int width, int depth) {  // depth: a multiple of 4
-    constexpr int GROUPS_AHEAD = HAS_MINIMA ? 3 : 4;  // of a warp, limited by registers
+    constexpr int GROUPS_AHEAD = HAS_MINIMA ? 3 : 4;  // prefetched by a warp; limited by registers
     __shared__ float sums[WARPS][ROWS][COLUMNS + 8];  // padded against bank conflicts
     int warp = threadIdx.x / 32, g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
     int groups = (depth + GROUP - 1) / GROUP, panels = (width + PANEL - 1) / PANEL;

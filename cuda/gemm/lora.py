@@ -1,8 +1,8 @@
 """LoRA matmuls on packed tokens: any mix of adapters and ranks in one call.
 
-`shrink` computes A x for each token and module; `expand` adds B (A x) to the result. Adapters are
-data on the device, so a CUDA graph can be replayed with other adapters. Consecutive tokens of one
-adapter share the reads of its weights.
+`shrink` computes A x for each token and module; `expand` adds B (A x) to the result. The choice of
+adapters is data on the device, so a CUDA graph can be replayed with other adapters. Consecutive
+tokens of one adapter share the reads of its weights.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from torch import Tensor
 from gptmanager.cuda.device.launch import NAMES, Argument, Launcher, Program, check_tensors, ints
 from gptmanager.kernels.lora.adapter_arguments import AdapterModule, StepAdapters
 
-MAX_MODULES = 4  # modules of one matrix: attn_q, attn_k, attn_v, and attn_qkv for all three
+MAX_MODULES = 4  # of one matrix: attn_q, attn_k and attn_v, and attn_qkv for the whole matrix
 _MAX_COLUMNS = 1 << 24  # columns of a matrix fit into 24 bits, see `_pack`
-_SHRINK_THREADS, _COLUMNS, _RANKS = 256, 128, 16  # per block
-_FEW_TOKENS = 1024  # up to this number of tokens, groups are small, because runs may be short
-_FEW, _TILE = 4, {4: 8, 2: 16}  # tokens in a small group; in a large one, by itemsize
+_SHRINK_THREADS, _COLUMNS, _RANKS = 256, 128, 16  # per block (columns: expand, ranks: shrink)
+_FEW_TOKENS = 1024  # up to this number of tokens, groups are small: an adapter may have few tokens
+_FEW, _TILE = 4, {4: 8, 2: 16}  # tokens in a small group; itemsize -> tokens in a large group
 _VECTOR_BYTES = 16
 
 PROGRAM = Program(

@@ -41,9 +41,9 @@ PROGRAM = Program("sampling/adjustments.cu", ("adjust",), dependent=True)
 def pack_lists(params: SamplingParams) -> npt.NDArray[np.int32]:
     """Return the lists of a request, concatenated; often empty.
 
-    In this order: the token ids of the bias; its values, as the bits of float32; the tokens of all
-    bad words; the offset among them at which each word ends; and, if `min_length` may ban them, the
-    end ids of the request.
+    The order is: the token ids of the bias; the values of the bias, as the bits of float32; the
+    tokens of all bad words; for each bad word, the offset of its end among these tokens; and, if
+    `min_length` > 0, the end ids of the request.
     """
     ids, values = split_bias(params.embedding_bias)
     words = [word for word in params.bad_words if word]
@@ -103,14 +103,16 @@ def adjust(
 ) -> None:
     """Adjust `logits` `[S, V]` float32 in place; the result has the same bits as on the CPU.
 
-    `params` `[slots, PARAMS.itemsize]` uint8 is an array of PARAMS, as bytes. `lists` int32 has the
-    lists of `pack_lists`. Of `histories` `[slots, length]` int32, a row reads the part before its
-    position. `seen` `[S or more, V]` int32 is zero before and after. `slots` `[S]` int32 has the
-    slot of each row; a row with -1 is not changed. `positions` `[S]` int64 has the positions of the
-    tokens to be chosen. Ids of a bias are distinct and in the vocabulary. A slot is the index of
-    one sequence in `params` and `histories`, so each beam of a request has its own. Several rows
-    have the same slot if they are draft positions of one sequence. Raises ValueError for other
-    tensors.
+    A slot is the index of one sequence in `params` and `histories`, so each beam of a request has
+    its own slot. `slots` `[S]` int32 has the slot of each row. A row with slot -1 is not changed.
+    Several rows have the same slot if they are draft positions of one sequence. `positions` `[S]`
+    int64 has the positions of the tokens to be chosen.
+
+    `params` `[slots, PARAMS.itemsize]` uint8 has one record of PARAMS for each slot, as bytes.
+    `lists` int32 has the results of `pack_lists`; ids of a bias are distinct and in the vocabulary.
+    `histories` `[slots, length]` int32 has the tokens of each sequence; a row reads the tokens
+    before its position. `seen` `[S or more, V]` int32 is scratch memory; it must be zero before the
+    call, and is zero after the call. Raises ValueError for tensors of other shapes or dtypes.
     """
     num_rows, vocab_size = logits.shape
     check_tensors(

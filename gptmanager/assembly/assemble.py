@@ -25,7 +25,7 @@ from gptmanager.lifecycle.watchdog import CallbackTimer
 from gptmanager.memory.checkpoint_digest import checkpoint_digest
 from gptmanager.models.model import Dimensions, Model
 
-# parts of the messages of torch and NumPy if memory is short or exceeds the address space
+# parts of the messages of torch and NumPy if memory is short, or a size is too large to address
 _ALLOCATION_ERRORS = ("allocate memory", "is too big", "Maximum allowed dimension", "overflow")
 
 ConnectRanks = Callable[[Any, SchedulerConfig, ModelType, int], Ranks | None]
@@ -36,8 +36,8 @@ class Assembly:
     """The parts that a loop is built from.
 
     `device` is the name of the device that runs the steps. `weights_version` returns a number that
-    changes with the weights. `checkpoint` is the digest of the checkpoint for a journal, "" without
-    a journal.
+    changes with the weights. `checkpoint` is the digest of the checkpoint if there is a
+    journal, otherwise "".
     """
 
     blueprint: Blueprint
@@ -157,5 +157,5 @@ def _sizes(
 
 def _weights_version(model: Any) -> Callable[[], int]:
     weights: Any = getattr(model, "weights", None)
-    # int() returns 0, a constant version
+    # a model without a version gets `int`: int() is always 0
     return functools.partial(getattr, weights, "version") if hasattr(weights, "version") else int

@@ -19,8 +19,8 @@ _DEVIATION = 0.01
 class AdapterLoad(NamedTuple):
     """Adapters, and the requests that use them.
 
-    `adapters`: (lora_weights, lora_config) by task id. `tasks`: the task id of each request, None
-    for a request without an adapter.
+    `adapters`: the (lora_weights, lora_config) pair of each task id. `tasks`: the task id of each
+    request, or None for a request without an adapter.
     """
 
     adapters: Sequence[tuple[Tensor, Tensor]]
@@ -29,7 +29,7 @@ class AdapterLoad(NamedTuple):
     def only_first(self) -> AdapterLoad:
         """Return a load in which only the first request has an adapter.
 
-        Its run measures how one adapter slows down the requests without an adapter.
+        A run of this load measures how much one adapter slows down the requests that have none.
         """
         return self._replace(tasks=[self.tasks[0], *[None] * (len(self.tasks) - 1)])
 
@@ -37,9 +37,9 @@ class AdapterLoad(NamedTuple):
 def adapter_load(
     config: Mapping[str, Any], num_adapters: int, size: int, num_requests: int, seed: int
 ) -> AdapterLoad:
-    """Draw random adapters of rank `size` for the queries, keys, values and output of each layer.
+    """Draw random adapters of rank `size` for the attention projections of each layer.
 
-    Request i has adapter i modulo `num_adapters`.
+    Request i uses adapter `i % num_adapters`.
     """
     spec, generator = read_spec(config), torch.Generator().manual_seed(seed)
     modules = lora_modules(spec)

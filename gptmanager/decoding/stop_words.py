@@ -1,7 +1,8 @@
 """`StopWords`: finds the first of several token sequences in a growing text, token by token.
 
-It is an Aho-Corasick automaton, compiled once per request. It decides where a word has ended, and
-how many tokens may still become part of one. It knows nothing of requests and responses.
+It is an Aho-Corasick automaton, compiled once per request. It finds where a stop word ends, and
+how many of the last tokens may still become part of a stop word. It knows nothing of requests and
+responses.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ _NEVER = 1 << 62  # more tokens than any text has
 
 
 class StopWords:
-    """The automaton of `words`; empty words are ignored, repeated ones count once.
+    """The automaton of `words`. Empty words are ignored, and repeated words count once.
 
     A state is an int, 0 before the first token. It depends on the tokens only, so replaying a
     history restores it. The match that ends first is reported, because a request stops there. If
@@ -37,20 +38,19 @@ class StopWords:
         self.last_tokens = frozenset(word[-1] for word in words if len(word))
 
     def advance(self, state: int, token: int) -> tuple[int, int]:
-        """Return the state after `token`, and the length of the longest word it ends, or 0."""
+        """Return the next state, and the length of the longest word that ends at `token`, or 0."""
         state = self._step(state, token)
         return state, self._matched[state]
 
     def _step(self, state: int, token: int) -> int:
-        # Amortized O(1), because following a suffix shortens the match, and a token adds only one.
+        # Amortized O(1): each pass of the loop shortens the match, and a token adds at most 1.
         while (following := self._next[state].get(token)) is None and state:
             state = self._suffix[state]
         return following or 0
 
     def held(self, state: int, room: int = _NEVER - 1) -> int:
-        """Return how many of the last tokens may still become part of a word.
-
-        At most `room` tokens may follow.
+        """Return how many of the last tokens may still become part of a word, if at most `room`
+        tokens follow.
         """
         while state and self._least[state] > room:
             state = self._suffix[state]
@@ -81,7 +81,7 @@ class StopWords:
             self._matched[state] = self._matched[state] or self._matched[suffix]
 
     def _distances(self, ends_word: Sequence[bool]) -> list[int]:
-        """Return for each state the fewest tokens after which a word through it can end."""
+        """Return for each state the fewest further tokens that complete a word from this state."""
         least = [_NEVER] * len(self._next)
         for state in reversed(range(len(least))):  # children have higher numbers
             for child in self._next[state].values():

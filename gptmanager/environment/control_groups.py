@@ -64,7 +64,7 @@ def _left(group: Path, limit: str, used: str, prefix: str) -> float:
 
 
 def _numbers(file: Path) -> list[float]:
-    """Return the numbers in a file, `max` as inf; [] if it cannot be read."""
+    """Return the numbers in a file, with inf for `max`; [] if the file cannot be read."""
     try:
         words = file.read_text("ascii").split()
         return [math.inf if word == "max" else float(word) for word in words]
@@ -75,7 +75,7 @@ def _numbers(file: Path) -> list[float]:
 def _groups(root: Path, controller: str) -> Iterator[Path]:
     """Yield the folders of this process's group and its parents, as far as they are mounted.
 
-    `controller`: its name in v1; "" for v2.
+    `controller`: the name of a controller of v1, for example "cpu"; "" for v2.
     """
     for within, top in _mounts(root, controller):
         path = _path(root, controller)
@@ -104,7 +104,7 @@ def _path(root: Path, controller: str) -> Path | None:
 
 
 def _mounts(root: Path, controller: str) -> Iterator[tuple[Path, Path]]:
-    """Yield (path in the hierarchy, folder where it is mounted)."""
+    """Yield (path in the hierarchy of `controller`, folder where this path is mounted)."""
     for line in _lines(root / "proc/self/mountinfo"):
         mount, _, system = line.partition(" - ")
         fields, (kind, *more) = mount.split(), [*system.split(), ""]

@@ -79,7 +79,7 @@ def missing_hint(path: str) -> str:
 
 
 def _bundled() -> Iterator[LocalModel]:
-    if not (_ROOT / "setup.cfg").is_file():  # not a checkout: this is another package's folder
+    if not (_ROOT / "setup.cfg").is_file():  # not a checkout, but site-packages
         return
     for config in sorted(_ROOT.glob("examples/*/config.json")):
         yield LocalModel(config.parent.name, "example", config.parent)

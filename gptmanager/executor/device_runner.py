@@ -31,7 +31,7 @@ from gptmanager.models.batch import Batch
 from gptmanager.models.model import Model, PlanningModel
 from gptmanager.statistics import Memory
 
-_TOKENS = 4  # index of the first input of a captured step with an element for each token
+_TOKENS = 4  # index of the first array of `_fixed_arrays` with an element for each token
 
 
 class CapturedChooser(Protocol):
@@ -43,7 +43,7 @@ class CapturedChooser(Protocol):
 
 
 class DeviceRunner(Runner):
-    """Runs a model on `stream`; calls return before the work is done.
+    """Runs a model on `stream`; `run` returns before the work is done.
 
     Generation steps of a `PlanningModel` are captured in advance for each number of rows in
     `graph_sizes`, and other steps for each of `shapes`. With an `adapter_pool` they are captured a
@@ -169,7 +169,7 @@ class DeviceRunner(Runner):
         )
 
     def run_largest(self, num_tokens: int, num_sampled: int) -> None:
-        """Run prompts of `num_tokens` tokens in total, with logits for `num_sampled` of them.
+        """Run prompts of `num_tokens` tokens in total, with logits of the last `num_sampled`.
 
         The prompts access only block 0 of the KV cache.
         """
@@ -213,7 +213,8 @@ class DeviceRunner(Runner):
     def _replay(self, steps: CapturedSteps, rows: PackedRows, num_samples: int) -> Computed:
         """Run padded rows, and return their first `num_samples` samples."""
         own = slice(num_samples)
-        # a row with drafts is sampled several times, and the first wrong draft decides what counts
+        # A row with drafts has several samples, of which those after the first wrong draft are
+        # discarded. A captured step chooses tokens only if each row has one sample.
         is_single = bool((np.diff(rows.sample_rows[own]) > 0).all())
         lines = rows.token_lines[rows.sample_index[own]]
         chooses = self._chooser is not None and is_single and self._chooser.is_plain(lines)
@@ -234,12 +235,13 @@ class DeviceRunner(Runner):
     ) -> Tensor:
         """Run the part of a step that is captured. `shape`: None for a generation step.
 
-        All captured steps share one logits buffer and one token buffer, with rows for the most
-        samples. The first trial run allocates the buffers.
+        All captured steps share one logits buffer and one token buffer. Each buffer has as many
+        rows as the largest captured step has samples. The first trial run allocates the buffers.
 
         The captured step contains the sampling that most steps need. Other sampling is launched
-        separately, because its kernels, its copy of the logits and its downloads depend on the
-        requests of a step. Then all lines of the captured sampling are -1, so it does nothing.
+        after the replay, because its kernels, its copy of the logits and its downloads depend on
+        the requests of the step. For a step with other sampling, all lines of the captured sampling
+        are -1, so that the captured sampling does nothing.
         """
         chosen, _, positions, cells, *others = tensors
         adapters = None
@@ -265,9 +267,10 @@ class DeviceRunner(Runner):
 
         In this order:
 
-        - the lines for which tokens are chosen, -1 after the first `num_chosen`
-        - the lines, the positions and the cells (indices into `DeviceTables.token_cells`) of the
-          tokens that follow the samples
+        - the lines for which the captured step chooses tokens: the line of each of the first
+          `num_chosen` samples, and -1 for the other samples
+        - for the token that follows each sample: the line, the position, and the cell (index into
+          `DeviceTables.token_cells`), in three arrays
         - the arrays of the batch
         - the model's plan
         """
@@ -298,7 +301,7 @@ class DeviceRunner(Runner):
         return self._uploads.upload(arrays)
 
     def _has_fixed_plan(self, size: int | StepShape) -> bool:
-        """Return whether the model plans captured steps of `size` rows, or of that shape."""
+        """Return whether the model has a plan for captured steps with `size` (rows, or a shape)."""
         rows = _idle_rows(size)
         return bool(self._plan(rows, len(rows.positions)))
 

@@ -28,10 +28,11 @@ from gptmanager.statistics import Memory
 
 
 class Computed(NamedTuple):
-    """The result of a batch: `logits` `[S, vocab]`, float32, or the model's dtype on a device.
+    """The result of a batch. `logits` `[S, vocab]`: float32; on a device maybe the model's dtype.
 
-    `inputs`: the places of the S chosen tokens in the device's tables; None if they are not
-    uploaded yet. `lost`: (line, reason) of sequences that ran out of memory; their logits are NaN.
+    `inputs`: the places of the S chosen tokens in the device's tables; None if the places are not
+    uploaded yet. `lost`: (line, reason) of each sequence that ran out of memory. The logits of a
+    lost sequence are NaN.
     """
 
     logits: Tensor
@@ -40,27 +41,28 @@ class Computed(NamedTuple):
 
 
 class StepSignal:
-    """Calls each of `callbacks` before each pass of the model, on the thread that computes it.
+    """Calls each of `callbacks` before each forward pass, on the thread that runs the pass.
 
-    A replayed CUDA graph is not announced.
+    The replay of a CUDA graph is not announced.
 
-    The argument is true if the step does not hold the interpreter lock while it computes: then
-    threads that the callback wakes run in parallel with the step. Each callback is also called with
-    False when the loop does something else that may take long. A callback must not raise.
+    The argument is true if the pass runs without the interpreter lock: then threads that the
+    callback wakes run in parallel with the pass. Each callback is also called with False after an
+    iteration without an announced pass, and before the loop does something else that may take long.
+    A callback must not raise.
     """
 
     def __init__(self) -> None:
         self.callbacks: list[Callable[[bool], None]] = []
-        self._has_begun = False  # a step of this iteration
+        self._has_begun = False  # whether this iteration has announced a pass
 
     def begin(self, is_unlocked: bool) -> None:
-        """Announce a step."""
+        """Announce a forward pass."""
         self._has_begun = True
         self._call(is_unlocked)
 
     def end_iteration(self) -> None:
-        """Record the end of an iteration. If it had no step, call the callbacks with False, so that
-        no thread waits for a step.
+        """Record the end of an iteration. If the iteration announced no pass, call the callbacks
+        with False, so that no thread waits for a pass.
         """
         if not self._has_begun:
             self._call(False)
@@ -76,11 +78,11 @@ class StepSignal:
 
 
 class Runner:
-    """Runs a model on the CPU; the work of a call is done when it returns.
+    """Runs a model on the CPU. When a method returns, its work is done.
 
-    A caller must enter `stream` around the whole step. Token id `vocab_size` + i of a sequence is a
-    virtual token: its embedding is row i of the prompt table of its line. `adapter_pool`: None if
-    no sequence uses an adapter.
+    A caller must enter `stream` around the whole step. Token id `vocab_size` + i is a virtual
+    token: its embedding is row i of the prompt table of the sequence. `adapter_pool`: None if no
+    sequence uses an adapter.
     """
 
     stream: AbstractContextManager[Any] = nullcontext()
@@ -114,8 +116,8 @@ class Runner:
     ) -> None:
         """Load a sequence that starts in `line`, with its virtual tokens if it has any.
 
-        Clears the recurrent states of `line` only: a model with such states has no beams, so a
-        sequence has one line.
+        Only the recurrent states of `line` are cleared: a model with recurrent states has no beams,
+        so each of its sequences has one line.
         `adapter_slot`: the slot of the adapter that all beams of the sequence use; -1 without an
         adapter.
         """
@@ -253,6 +255,6 @@ class Runner:
 
 
 def has_one_token_each(rows: PackedRows) -> bool:
-    """Return whether all rows are generation rows of one token, which is sampled: S = T = R."""
+    """Return whether each row is a generation row with one token, and each token is sampled."""
     num_rows, ends = len(rows.lines), rows.row_starts[-1]
     return rows.num_context_rows == 0 and len(rows.sample_index) == ends == num_rows

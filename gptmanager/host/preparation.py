@@ -21,15 +21,15 @@ from gptmanager.request.inference_request import InferenceRequest
 from gptmanager.request.post_processor import RequestProcessor
 from gptmanager.step import Failure
 
-_MOST_KEPT = 64  # above this number, entries of ended requests are removed
+_MOST_KEPT = 64  # fewest entries at which the entries of ended requests are removed
 
 
 class Preparation:
     """Prepares the processors of waiting requests.
 
     `wake` ends the pause of an idle loop; any thread may call it. `prepared` has the results that
-    `collect` has not read yet. The next intake gets `ready`, the ids of requests with a ready
-    processor, and `failures`, for processors that cannot be prepared.
+    `collect` has not read yet. `ready` has the ids of requests with a ready processor. `failures`
+    has the requests with a processor that cannot be prepared. Both lists are for the next intake.
     """
 
     def __init__(self, wake: Callable[[], None], timer: CallbackTimer) -> None:
@@ -80,7 +80,7 @@ class Preparation:
         while self.prepared:
             request_id, processor, done = self.prepared.popleft()
             if self._preparing.get(request_id) is not processor:
-                continue  # its request has ended; a new one may have the same id
+                continue  # the request has ended; a new request may have its id
             del self._preparing[request_id]
             error = _error_of(done)
             if error is None:
@@ -92,7 +92,7 @@ class Preparation:
         ready = [r.request_id for r in requests if self._is_ready(r.logits_post_processor)]
         if not ready:
             return ready
-        # a repeated id is left out: the entry could apply to another request
+        # if several requests have the same id, it would be unclear which of them is ready
         counts = Counter(request.request_id for request in requests)
         return [i for i in ready if counts[i] == 1 and i not in self._preparing]
 

@@ -42,7 +42,7 @@ from gptmanager.request.inference_request import InferenceRequest
 from gptmanager.request.post_processor import RequestProcessor
 from gptmanager.step import Intake, Schedule
 
-_KEPT = 4  # schedules of rank 0; the other ranks lag by at most this many
+_KEPT = 4  # schedules and answers of rank 0: the other ranks lag by at most this many
 _CLOSE_S = 0.5  # how long to wait for a forward pass that hangs
 _DIGEST = struct.Struct("<q")
 _LAST_MESSAGES = {Turn.END: Message.END, Turn.ABORT: Message.ABORT}
@@ -215,7 +215,7 @@ class FollowingHost:
         elif frame.kind == Message.CALL:
             self._links.on_call(frame.payload.decode())
         elif frame.kind == Message.PAUSED:
-            pass  # a message restarts the timeout of the wait
+            pass  # any message restarts the timeout of the wait, so there is nothing else to do
         elif frame.kind == Message.DECISION:
             self._links.give_up("rank 0 runs a step, but this rank does not")
         else:
@@ -267,7 +267,7 @@ class FollowingHost:
             self._links.report_difference(text, to_json(schedule))
 
     def _check_alone(self) -> None:
-        """Fail if Get has returned requests here, because Get on rank 0 has returned none."""
+        """Fail if Get has returned requests on this rank: on rank 0 Get has returned none."""
         if self._host.receiver.received:
             self._report_answers(self._host.receiver.received, (), 0)
 

@@ -144,9 +144,9 @@ class Journal:
         """Write the data that is about to be sent.
 
         `sent` has tokens, which the entries contain already. `ends` has the ids of requests that
-        end, each with the final response or b"". `delivered` are ids of requests with a stored
-        final response that has been delivered since. Raise JournalError if the data cannot be
-        written, not even in place of the reserve.
+        end, each with the final response to store, or b"" to store none. `delivered` has the ids of
+        requests with a stored final response that has now been delivered. With `on_full` "refuse",
+        raise JournalError if the data cannot be written even after the reserve is freed.
         """
         parts = []
         if delivered:
@@ -173,7 +173,7 @@ class Journal:
     def _write(self, data: bytes) -> None:
         """Append `data`. If that fails, use the reserve's space, or continue without a journal."""
         if self.is_full and self._on_full == "continue":
-            self._retry()  # a new segment would contain the content of `data`
+            self._retry()  # if it succeeds, the new segment has the content of `data`
             return
         if self._append(data):
             return

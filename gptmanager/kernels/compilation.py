@@ -41,8 +41,8 @@ def compile_all(bodies: Sequence[Body], on_progress: Progress | None = None) -> 
     """Compile or load `bodies`, given in descending order of compile time.
 
     `on_progress` is called on this thread with "kernels", the number of bodies compiled, and the
-    number of bodies that were not on disk. Other processes help; this one compiles the bodies that
-    they do not finish in time.
+    number of bodies that were not on disk. Other processes compile some of the bodies. This process
+    compiles the rest, and the bodies that the other processes do not finish in time.
     """
     missing = [body for body in dict.fromkeys(bodies) if not is_kept(body)]
     tell = on_progress or (lambda *_: None)
@@ -56,7 +56,8 @@ def compile_all(bodies: Sequence[Body], on_progress: Progress | None = None) -> 
 
 def _compile(missing: Sequence[Body], tell: Progress) -> None:
     waiting, num_done, patience_s = deque(missing), 0, _PATIENCE_S
-    ended = threading.Semaphore(0)  # a body is compiled, or its process has failed
+    # released once for each body that is compiled, or that fails in another process
+    ended = threading.Semaphore(0)
     with _processes(_num_processes(missing) - 1) as processes:
         threads = [
             threading.Thread(target=_feed, args=(process, waiting, ended), daemon=True)
@@ -118,7 +119,7 @@ def _processes(count: int) -> Iterator[list[subprocess.Popen[str]]]:
         "stderr": subprocess.DEVNULL,
     }
     try:
-        with suppress(OSError):  # at a limit on processes, fewer are used
+        with suppress(OSError):  # if the system refuses more processes, use fewer
             for _ in range(count):
                 command = [sys.executable, "-c", _PROGRAM]
                 # this process handles Ctrl-C
@@ -132,7 +133,7 @@ def _processes(count: int) -> Iterator[list[subprocess.Popen[str]]]:
 
 
 def _feed(process: subprocess.Popen[str], waiting: deque[Body], ended: threading.Semaphore) -> None:
-    """Send bodies to `process`, one at a time. The caller compiles those that fail there."""
+    """Send bodies to `process`, one at a time. `compile_all` compiles bodies that fail there."""
     assert process.stdin is not None and process.stdout is not None
     with suppress(OSError, ValueError), process.stdin, process.stdout:
         process.stdin.write(json.dumps(sys.path) + "\n")

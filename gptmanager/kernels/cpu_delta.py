@@ -1,6 +1,6 @@
 """`CpuDelta`: the gated delta rule (linear attention with a state) on the CPU, compiled.
 
-The heads' memories are float32. float64 uses the reference.
+The state of each head is float32. Inputs of float64 use the reference implementation.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from gptmanager.kernels.simd.threads import address_of
 
 
 class CpuDelta(CpuMatmuls):
-    """The delta rule of `CpuKernels`."""
+    """The part of `CpuKernels` that computes the gated delta rule."""
 
     def gated_delta(
         self,

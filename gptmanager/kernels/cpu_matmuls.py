@@ -32,10 +32,10 @@ from gptmanager.kernels.simd.threads import Team, alike, with_first
 
 # Waking a second thread costs about as much as computing this many elements.
 SMALL = 1 << 15
-SMALL_MATMUL = 1 << 18  # the same for multiplications of a matmul
+SMALL_MATMUL = 1 << 18  # the same as a number of multiplications in a matmul
 SCATTERED = 8  # relative cost of an element that is written far from its neighbors
 PARTS_PER_THREAD = 8
-STREAMS_PER_THREAD = 4  # parts of a matmul with few rows, which memory bandwidth limits
+STREAMS_PER_THREAD = 4  # parts per thread if memory bandwidth limits the matmul (few rows of x)
 
 
 class CpuMatmuls(Kernels):
@@ -62,7 +62,7 @@ class CpuMatmuls(Kernels):
             matrix: PackedMatrix = Int4Matrix(rows, columns, dtype)
         else:
             matrix = PackedMatrix(rows, columns, dtype, quantized == "int8")
-        self._plan(matrix)  # compiles missing bodies
+        self._plan(matrix)  # compiles the machine code that is still missing
         return matrix
 
     def linear(self, x: Tensor, weight: Matrix, bias: Tensor | None = None) -> Tensor:
@@ -113,9 +113,8 @@ class CpuMatmuls(Kernels):
         return result
 
     def _converted(self, x: Tensor, own: Instructions, width: int) -> Tensor:
-        """Return x as the contiguous rows that these instructions read, padded to `width` elements.
-
-        Padding is zeros. Rows are quantized if the instructions need it.
+        """Return x as the contiguous rows that these instructions read: padded with zeros to
+        `width` elements, and quantized if the instructions need that.
         """
         (x,) = alike(x)
         size = own.row_bytes or width

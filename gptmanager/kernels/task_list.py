@@ -1,4 +1,4 @@
-"""A list of tasks as one task: they run one after the other without the interpreter."""
+"""A list of tasks that compiled code runs one after the other, without the interpreter."""
 
 # mypy: allow-untyped-calls
 
@@ -14,17 +14,18 @@ from gptmanager.kernels.simd.threads import task_fields
 
 
 class TaskList(ctypes.Structure):
-    """`calls`: the address of `count` calls, which are three int64 each.
+    """Addresses of calls and of OpenMP's `GOMP_parallel`.
 
-    These are the address of a body, the address of its task, and the number of threads. `parallel`:
-    the address of OpenMP's `GOMP_parallel`; with 0, each call runs on one thread.
+    `calls` int64 `[count, CALL_FIELDS]` has for each call the address of a compiled body, the
+    address of the body's task, and the number of threads. If `parallel` is 0 instead of the address
+    of `GOMP_parallel`, each call runs on one thread.
     """
 
     _fields_ = task_fields("calls count parallel")
 
 
 TASK_LIST = np.dtype(TaskList)
-CALL_FIELDS = 3
+CALL_FIELDS = 3  # numbers per call
 
 
 @loop

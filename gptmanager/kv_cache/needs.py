@@ -21,10 +21,9 @@ UNBOUNDED = 1 << 62
 class BlockNeeds:
     """Counts the blocks that requests need for self attention.
 
-    A *slot* is a stored position, including padding of sink tokens.
-
-    `bubble` is the number of padding slots. `max_slots` is the number of slots at which a sequence
-    stops growing, because its attention window is full.
+    A *slot* is a place in the cache for the keys and values of one token, or padding of the sink
+    tokens to whole blocks. `bubble` is the number of padding slots of a sequence. `max_slots` is
+    the number of slots at which a sequence stops growing, because its attention window is full.
     """
 
     __slots__ = ("bubble", "max_slots", "max_table_length", "tokens_per_block", "window")
@@ -49,15 +48,15 @@ class BlockNeeds:
         self.max_table_length = self.table_length(self.max_slots)
 
     def table_length(self, num_slots: int) -> int:
-        """Return the number of blocks of one beam that stores `num_slots` positions."""
+        """Return the number of blocks of one beam that has `num_slots` slots."""
         return -(-min(num_slots, self.max_slots) // self.tokens_per_block)
 
     def context_slots(self, request: LlmRequest) -> int:
-        """Return the number of positions that the context stores, even if the window is smaller."""
+        """Return the number of slots of the whole context, even if the window is smaller."""
         return request.prompt_len + self.bubble
 
     def context(self, request: LlmRequest, num_drafts: int = 0) -> tuple[int, int]:
-        """Return the numbers of shared blocks and of private blocks when the context starts."""
+        """Return how many blocks the beams share at the start of the context, and how many not."""
         tokens = min(request.prompt_len + num_drafts, self.window)
         shared, partial = divmod(tokens + self.bubble, self.tokens_per_block)
         return shared, request.beam_width if partial else 0
@@ -90,7 +89,8 @@ class BlockNeeds:
         """Return how many blocks the request takes in one step, or in two with the lookahead.
 
         A first context chunk takes the blocks of the whole prompt and its drafts, a later chunk
-        none. In generation all tokens except the newest are stored; the next step stores this one.
+        none. In generation, all tokens except the newest are stored. The next step stores the
+        newest token.
         """
         if request.state < _IN_PROGRESS:
             if not request.is_first_context_chunk:
@@ -129,7 +129,7 @@ class BlockNeeds:
                 and not two_step_lookahead
                 and stored >= request.prompt_len
                 and stored + bubble < last
-            ):  # one token is stored: it takes blocks if it is the first token of a block
+            ):  # the step stores one token, which takes a block per beam if it begins a block
                 if not (stored + bubble) % size:
                     total += request.beam_width
             else:

@@ -1,7 +1,7 @@
 """The state of a KV cache as data, and how an empty cache is restored from it.
 
-The data exclude values that can be computed: reference counts follow from the tables, lookups from
-the tree. A restored cache is always checked before it is used.
+The data exclude values that can be computed: reference counts follow from the block tables, and
+lookups from the prefix tree. A restored cache is always checked before it is used.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class RootState(NamedTuple):
 
 
 class CachedBlockState(NamedTuple):
-    """A cached block. `parent` is the index of an earlier node, or ~index (negative) of a root."""
+    """A cached block. `parent`: the index of an earlier node, or for a root, ~index (negative)."""
 
     parent: int
     block: int
@@ -235,7 +235,7 @@ def _restore_tree(tree: PrefixTree, state: ReuseState, end: int) -> None:
 
 
 def _root_state(key: Any) -> RootState:
-    """Return the state of a root. `key` is a result of `prefix_lookups.key_of`."""
+    """Return the state of the root with this key, a result of `prefix_lookups.key_of`."""
     adapter_key, _, salt = key
     return RootState(adapter_key, *(salt if isinstance(salt, tuple) else (salt, None)))
 

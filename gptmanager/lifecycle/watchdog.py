@@ -38,8 +38,8 @@ class CallbackLatency:
 class CallbackTimer:
     """Times the calls of one callback.
 
-    The loop's thread writes the fields, except `overstays`, which the watchdog's thread writes. Any
-    thread may read them.
+    The loop's thread writes all fields except `overstays`, and the watchdog's thread writes
+    `overstays`. Any thread may read them.
     """
 
     def __init__(self, name: str) -> None:
@@ -123,7 +123,7 @@ class Watchdog:
         self._iteration = iteration
         self._step_budget_s = step_budget_s
         self._on_hang = on_hang
-        self._reported: dict[str, int] = {}  # start time of the last reported call, by timer
+        self._reported: dict[str, int] = {}  # timer name -> start of its last reported call
         self._ended = Latch()
         self._thread = threading.Thread(target=self._watch, name="gptmanager-watchdog", daemon=True)
 
@@ -136,8 +136,8 @@ class Watchdog:
             self._thread.join()
 
     def _watch(self) -> None:
-        # With a period of half a budget, a call is reported within 1.5 budgets. Periods have a
-        # minimum, which limits the cost of small budgets.
+        # A call is reported within 1.5 budgets, because a period is at most half a budget. For very
+        # small budgets, a minimum period limits the cost, and the report may come later.
         periods = [0.25]
         if self._budget_s is not None:
             periods.append(max(self._budget_s / 2, 0.05))
@@ -203,5 +203,5 @@ def _stack(frame: FrameType | None) -> str:
         return "(no stack)"
     try:
         return "".join(traceback.format_stack(frame))
-    except Exception as error:  # it reads files, and the hang must be reported in any case
+    except Exception as error:  # formatting reads files; report the hang in any case
         return f"(no stack: {type(error).__name__})"

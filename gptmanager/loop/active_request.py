@@ -22,18 +22,18 @@ FOR_PROCESSOR, FOR_ADAPTER = 1, 2
 class ActiveRequest(LlmRequest):
     """A request as schedulers see it, with the values that its responses need.
 
-    `num_sent` is the history position up to which tokens have been sent, at first the length of the
-    prompt; pauses do not change it. `stop_state` is the state of `end_rule` after the tokens so
+    `num_sent` is the number of prompt tokens plus the number of generated tokens that were sent;
+    pauses do not change this number. `stop_state` is the state of `end_rule` after the tokens so
     far. `cached_tokens` is the number of prompt tokens that the first start found in the KV cache.
     `search` is the beam search of a request with several beams, else None. With beams, only the
     number of generated `tokens` is valid: `search` has their values. `is_serial` means that the
-    next step depends on the values of the last tokens. `has_extras` means that responses may have
-    other tensors than tokens.
+    next step cannot start before the values of the last tokens are known. `has_extras` means that
+    responses may have other tensors than tokens.
 
     `adapter_digest` is the digest of the adapter's content, "" until it is known. `adapter_slot` is
     the adapter's index in the tables of the kernels, -1 while the adapter is not on the device.
     `adapter_tensors` are the adapter's weights, None once a job reads them. `weights_versions` are
-    the versions of the first and of the newest weights that may have computed its tokens.
+    the versions of the oldest and newest weights that may have computed the request's tokens.
     """
 
     __slots__ = (
@@ -132,9 +132,9 @@ class ActiveRequest(LlmRequest):
 
     @property
     def adapter_key(self) -> str | None:
-        """Identity of the adapter in the KV cache; None without an adapter, or until it is read.
+        """Identity of the adapter in the KV cache: the digest of its content, as ids may be reused.
 
-        It is the digest of the adapter's content, because adapter ids may be reused.
+        None if the request has no adapter, or if the digest is not yet known.
         """
         return self.adapter_digest or None
 
@@ -147,7 +147,7 @@ class ActiveRequest(LlmRequest):
             self.num_draft_tokens = len(drafts.tokens)
 
     def take_drafts(self) -> tuple[int, ...]:
-        """Remove and return the drafts to run now, at most as many as the scheduler permits."""
+        """Remove all drafts, and return the first ones: as many as the scheduler lets run now."""
         taken = self.drafts.tokens[: self.num_draft_tokens]
         self.drafts.tokens, self.num_draft_tokens = (), 0
         return taken
@@ -160,7 +160,7 @@ class ActiveRequest(LlmRequest):
 
     def pause(self, max_input_len: int) -> None:
         super().pause(max_input_len)
-        # drafts from the host only fit after the prompt
+        # the host's drafts continue the prompt, and are useless after generated tokens
         if len(self.tokens) > self.orig_prompt_len:
             self.drafts.tokens = ()
         self.num_draft_tokens = len(self.drafts.tokens)
@@ -172,7 +172,7 @@ class ActiveRequest(LlmRequest):
 
         Beams start anew: their tokens are computed again, but tokens that were sent before are not
         sent again. Raise CapacityError if the request already has all tokens that it may generate,
-        or if the host has more.
+        or if the host has more tokens than that.
         """
         tokens, times = progress.tokens, self.times
         if progress.num_sent > self.max_new_tokens:

@@ -18,15 +18,15 @@ from gptmanager.loop.request_table import RequestTable
 from gptmanager.statistics import DraftCounts
 from gptmanager.step import NOT_FINITE, BeamCandidates, Failure, Row, Schedule, StepResult
 
-# request, reason, end of its output as a history position
+# the request, why it finished, and the history position at which its output ends
 Finished = tuple[ActiveRequest, FinishReason, int]
 
 
 class Confirmation:
     """Applies the results of steps to the requests of a loop.
 
-    `failing` has the ids of requests that failed in a result; they end with the next intake.
-    `drafts` and `num_logits_errors` count since the start.
+    `failing` holds the ids of requests that failed in a result. These requests end with the next
+    intake. `drafts` and `num_logits_errors` count since the start.
     """
 
     def __init__(self, table: RequestTable, allocator: Allocator) -> None:
@@ -41,8 +41,8 @@ class Confirmation:
     ) -> tuple[list[ActiveRequest], list[Finished]]:
         """Confirm tokens and detect ends. Return the requests to stream, and those that finished.
 
-        A row is ignored if its request has ended or restarted since the launch. A restarted request
-        has another epoch than the row.
+        A row is ignored if its request has ended or restarted since the launch. If a request has
+        restarted, its epoch differs from that of the row.
         """
         streaming: list[ActiveRequest] = []
         finished: list[Finished] = []
@@ -91,7 +91,8 @@ class Confirmation:
     ) -> tuple[int, End | None]:
         """Confirm the accepted drafts and the token after them.
 
-        Return (fault, end): a negative token or 0, and the end of the output or None.
+        Return (fault, end): the negative token that reports a fault, or 0 if there is none, and the
+        end of the output, or None if the output goes on.
         """
         if row.num_drafts:
             self._allocator.settle_drafts(request, row.num_drafts, len(tokens) - 1)
@@ -133,7 +134,8 @@ def _advance_beams(
 ) -> tuple[int, End | None]:
     """Append one token to every beam; return (fault, end) as `_confirm_several` does.
 
-    With several beams, only the length of `request.tokens` is valid after the prompt.
+    With several beams, of the tokens that `request.tokens` holds after the prompt, only their
+    number is valid.
     """
     if request.search is None:
         raise TypeError(f"request {request.request_id} has rows of beams but no search")

@@ -58,8 +58,8 @@ class RequestTable:
     `active` is sorted by priority, then arrival; `by_id` has the same requests. `preparing` has the
     ids of requests that wait for their logits post-processor; `adapters` has the requests that
     wait for an adapter. `weights_version` is the number of updates of the weights so far.
-    `num_serial` is the number of requests with a next step that depends on the last result. `final`
-    creates the tensors of final responses from `extras`.
+    `num_serial` is the number of active requests with a next step that depends on the result of the
+    last step. `final` creates the tensors of final responses, with the help of `extras`.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class RequestTable:
         self._arriving: deque[InferenceRequest] = deque()  # fetched, not admitted yet
         self._intake: Intake | None = None  # the intake that is being applied
         self._stopping: deque[int] = deque()  # stop signals of `_intake` not applied yet
-        # a request being freed, before its final response
+        # a request that is being freed and has not got its final response
         self._ending: ActiveRequest | None = None
 
     # Intake --------------------------------------------------------------------------------
@@ -122,7 +122,7 @@ class RequestTable:
             self._end_failed(self.adapters.take_in())
         most = self.most_active() if self._arriving else math.inf
         while self._arriving:
-            # removed only here: if an error occurs before, the request still counts as unanswered
+            # not removed earlier: after an error before this line, the request is still unanswered
             newcomer = self._arriving.popleft()
             self._admit(newcomer, intake, taken, most)
             taken.add(newcomer.request_id)
@@ -162,14 +162,14 @@ class RequestTable:
 
     @property
     def must_wait(self) -> bool:
-        """Whether a request is in PREPARING."""
+        """Whether a request waits for its logits post-processor or its adapter."""
         return bool(self.preparing or self.adapters.waiting)
 
     def most_active(self) -> float:
         """Return how many requests may be active; infinity without a limit.
 
-        This is the number of requests that may run, or that have started if these are more, plus
-        the number that may wait.
+        The limit is `max_waiting` plus `max_num_requests`, or plus the number of started requests
+        if that is larger.
         """
         if self.limits.max_waiting is None:
             return math.inf

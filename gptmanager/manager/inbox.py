@@ -1,8 +1,8 @@
 """`Inbox`: lets other threads wake the loop, ask it questions, and wait until it is idle.
 
-Other threads may call their methods at any time, and a signal handler even in the middle of another
-call. So no lock is held between two lines of Python: each step is one operation of a built-in
-container.
+Other threads may call the methods meant for them at any time. A signal handler may call these
+methods even in the middle of another call. So no lock is held between two lines of Python: each
+step is one operation of a built-in container.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Inbox:
     """The questions and wake-up calls of other threads to one loop.
 
     `iteration` is the number of iterations that have begun, and `idle_iteration` the number of the
-    last one without work. `bells` are other functions to call in order to wake the loop. With
+    last iteration without work. `bells` are other functions to call in order to wake the loop. With
     `is_to_end`, the loop must finish its requests and end; with `is_to_abort`, it must end now.
     Neither is reset. While `is_paused`, the loop must not iterate. With `defers_calls`, calls that
     all ranks make wait for `take_call`, because rank 0 decides when they run.
@@ -90,7 +90,7 @@ class Inbox:
         self.wake()
 
     def wait_idle(self, timeout: float | None) -> bool:
-        """Wait for a later iteration without work; return whether one ran."""
+        """Wait for a later iteration without work; return whether such an iteration ran."""
         idle, wanted = Latch(), self.iteration + 1
         self._idle_waits[idle] = wanted
         self.wake()
@@ -144,7 +144,7 @@ class Inbox:
             question.refuse(error)
 
     def take_call(self) -> tuple[str, Question[Any]] | None:
-        """Take out the oldest deferred call: its name, and the question that runs it."""
+        """Take out the oldest deferred call, if any: its name, and the question that runs it."""
         with suppress(IndexError):
             return self._calls.popleft()
         return None

@@ -1,4 +1,4 @@
-"""`Worker`: a manager's thread. It builds the loop, runs it, and answers all requests at the end.
+"""`Worker`: a manager's thread, which builds the loop, runs it, and ends the remaining requests.
 
 If the thread hangs and `on_hang` is "fail", the watchdog's thread sends the last responses.
 """
@@ -50,7 +50,8 @@ class Worker:
         self._lifecycle = host.lifecycle
         self._inbox = inbox
         self._recorder = recorder
-        # after a failed iteration a rank would be out of step with the other ranks
+        # with several ranks the first failed iteration ends the manager: the rank that failed would
+        # be out of step with the other ranks
         most = params.max_step_failures if params.parallel_config is None else 1
         self._recovery = Recovery(host, recorder, most)
         self._timer = CallbackTimer("iteration")  # stopped while the loop sleeps
@@ -74,10 +75,10 @@ class Worker:
         return whereabouts(self._host.timers.all, thread)
 
     def stop_all(self, loop: TokenLoop) -> int:
-        """Stop all active requests with the next intake, on all ranks; return their number."""
+        """Stop all active requests with the next intake, on all ranks. Return how many they are."""
 
         def stop() -> int:
-            self._calls.agree("abort_all", lambda: None)  # raises if a rank makes another call
+            self._calls.agree("abort_all", lambda: None)  # raises if a rank makes a different call
             return self._host.stop_all(loop)
 
         return self._calls.run("abort_all", loop, stop)
@@ -85,14 +86,14 @@ class Worker:
     def run(self, assemble: Callable[[], Assembly], booted: Future[None]) -> None:
         """Build and run the loop, from the start of the thread to its end.
 
-        `booted` is done when the loop is built, or has the error if that fails.
+        `booted` gets its result when the loop is built, or the error if the loop cannot be built.
         """
         self._thread = threading.current_thread()
         try:
             self.loop = loop = self._build(assemble())
             self._host.timers.all.append(loop.scheduler_timer)
             watchdog = self._ending.watch(loop)
-        except BaseException as error:  # noqa: B036 - the constructor raises it
+        except BaseException as error:  # noqa: B036 - the manager's constructor raises it
             self.fail_startup(error)
             booted.set_exception(error)
             return
@@ -130,7 +131,7 @@ class Worker:
         return loop
 
     def fail_startup(self, error: BaseException) -> None:
-        """End after an error, because the loop was not built or its thread was not started."""
+        """Release everything after an error in building the loop or starting its thread."""
         self._lifecycle.fail(error)
         self._ending.loop_host.stop(error)
         self._ending.release(self.loop)
@@ -156,7 +157,7 @@ class Worker:
             self._lifecycle.leave(ManagerState.FAILED)
 
     def _serve(self, loop: TokenLoop) -> None:
-        """Iterate until the end. These events may interrupt the iterations, in this order:
+        """Iterate until the end. Each round looks for these interruptions, in this order:
 
         | interruption | where it is found | effect |
         | --- | --- | --- |
@@ -210,11 +211,11 @@ class Worker:
         return self._ending.loop_host.await_turn(ends=ends, aborts=aborts, is_active=is_active)
 
     def _iterate(self, loop: TokenLoop) -> bool:
-        """Run an iteration. Return False if it had nothing to do and Get returned nothing."""
+        """Run an iteration if there is work. Return False if the loop may rest now."""
         self._calls.raise_failure()
         had_active, pending = bool(loop.active), loop.pending
         is_idle = not (loop.holds_requests or loop.pending) and self._host.is_accepting
-        # an idle iteration only calls Get, by default a hundred times a second
+        # an idle loop only calls Get, in `peek`, by default a hundred times a second
         has_work = not is_idle or self._ending.loop_host.peek(loop.max_active)
         worked = has_work and loop.iterate()
         self.steps.end_iteration()
@@ -223,8 +224,8 @@ class Worker:
         if not worked:
             self._host.adapter_loader.jobs.rest_loop()
         elif pending[0] not in loop.pending if pending else not loop.pending:
-            self._recovery.note_step()  # only now, because the result of a launched step may fail
-        # a final response may have made the host submit another request
+            self._recovery.note_step()  # not earlier: a step may fail until its result is in
+        # a final response may have made the host submit another request: do not rest yet
         ended_some = had_active and not loop.active
         return worked or ended_some or self._host.last_fetch.num_requests > 0
 

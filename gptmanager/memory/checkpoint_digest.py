@@ -1,7 +1,7 @@
 """Computes a digest that identifies a checkpoint, from samples of its weights.
 
-Two checkpoints of one shape differ in almost every tensor, so a few values of each tensor suffice.
-Reading all values would take as long as loading.
+Different checkpoints of the same shapes differ in almost every tensor, so some of the values
+suffice. Reading all values would take as long as loading.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 from gptmanager.errors import ConfigError, quoted_path
 
 _NUM_SAMPLES = 256  # samples per file
-_SAMPLE_BYTES = 4096
+_SAMPLE_BYTES = 4096  # per sample
 _NUM_VALUES = 64  # values per tensor
 _WEIGHTS = (".safetensors", ".gguf")
 

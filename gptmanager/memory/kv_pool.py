@@ -19,7 +19,7 @@ NewTensor = Callable[[tuple[int, ...], torch.dtype], Tensor]
 class PageShape(NamedTuple):
     """The shape of the keys and values that a layer stores for a token.
 
-    Without `has_values`, the keys are also the values, and are stored once.
+    Without `has_values`, the keys are also used as the values, and are stored once.
     """
 
     num_kv_heads: int
@@ -28,7 +28,7 @@ class PageShape(NamedTuple):
 
     @property
     def elements(self) -> int:
-        """The number of elements of a token."""
+        """The number of elements that a layer stores for a token."""
         return (1 + self.has_values) * self.num_kv_heads * self.head_dim
 
 
@@ -46,7 +46,7 @@ class PageStack(NamedTuple):
 
     @property
     def tokens(self) -> tuple[Tensor, ...]:
-        """The token-major keys and the values, or only the values if the keys are the same."""
+        """The token-major keys and the values. Without `has_values`, only the values."""
         return (self.keys.mT, self.values) if self.has_values else (self.values,)
 
     @property
@@ -55,21 +55,21 @@ class PageStack(NamedTuple):
 
 
 class KvPool:
-    """The keys and values of all blocks, by block id. It does not know which sequence has a block.
+    """The keys and values of all blocks, by block id. The pool does not know their sequences.
 
     `shapes` has the shape of each layer's pages. Layers of one shape are in one `PageStack`.
-    `layers` has the keys and values of each layer. Keys are transposed inside a block, so that the
-    scores of one query against a block are computed along contiguous memory. With `dtype`
-    float8_e4m3fn, readers multiply the elements by scales of the model.
+    `layers` has the keys and values of each layer. By default, keys are transposed inside a block,
+    so that the scores of one query against a block are computed along contiguous memory. If `dtype`
+    is float8_e4m3fn, readers multiply the elements by the model's scales.
 
-    With `token_major`, keys have the memory layout of values, and the keys of a stack are a
-    transposed view, because CUDA kernels read whole tokens. Keys that are also values always have
-    this layout. With `contiguous`, blocks on the device have this layout, too, and the values of a
-    block follow its keys, so that both are views of one tensor.
+    With `token_major`, keys have the memory layout of values, because CUDA kernels read whole
+    tokens; the keys of a stack are then a transposed view. Keys that are also used as values always
+    have this layout. With `contiguous`, blocks on the device have this layout, too, and the values
+    of a block follow its keys, so that both are views of one tensor.
 
-    `num_host_blocks` more blocks are in CPU memory, with ids from `num_blocks` on. They are copied
-    to and from the device, and steps never use them. `states` are the `SlotStates` of recurrent
-    layers: each of `num_lines` lines has the states of `state_shapes`.
+    Another `num_host_blocks` blocks are in CPU memory, with ids from `num_blocks` on. Host blocks
+    are copied to and from the device, and steps never use them. `states` are the `SlotStates` of
+    recurrent layers: each of `num_lines` lines has one state of each shape in `state_shapes`.
     """
 
     def __init__(
@@ -125,9 +125,10 @@ class KvPool:
     def contiguous(self, layer: int) -> Tensor:
         """Return a layer's keys and values, `[blocks, 2, kv_heads, tokens_per_block, head_dim]`.
 
-        The result is a view if the pool was created `contiguous`, otherwise a copy. With the model
-        type V1, a sequence has one block, so this is `[sequences, 2, kv_heads, max_seq_len,
-        head_dim]`. The index of a sequence is the only entry of its row in `Batch.block_tables`.
+        If the pool was created `contiguous` and the layer `has_values`, the result is a view,
+        otherwise a copy. With the model type V1, a sequence has one block, so the result is
+        `[sequences, 2, kv_heads, max_seq_len, head_dim]`. The index of a sequence is the only
+        entry of the sequence's row in `Batch.block_tables`.
         """
         keys, values = self.layers[layer]
         if not self._is_contiguous or not self._shapes[layer].has_values:
@@ -138,14 +139,14 @@ class KvPool:
         return keys.mT.as_strided(*both)
 
     def copy(self, copies: Iterable[BlockCopy]) -> None:
-        """Copy the first tokens of blocks to other blocks, one copy after the other."""
+        """Copy the first tokens of blocks to other blocks, in the order of `copies`."""
         for source, destination, num_tokens in copies:
             for own, other in zip(self._block(destination), self._block(source), strict=True):
                 own.keys[..., :num_tokens] = other.keys[..., :num_tokens]
                 own.values[:, :, :num_tokens] = other.values[:, :, :num_tokens]
 
     def _block(self, block: int) -> list[PageStack]:
-        """Return a block's keys `[layers, kv_heads, head_dim, tokens]` and values, by stack."""
+        """Return a block's keys `[layers, kv_heads, head_dim, tokens]` and values, per stack."""
         on_device = block < self.num_blocks
         stacks = self.stacks if on_device else self.host_stacks
         index = block if on_device else block - self.num_blocks
@@ -171,13 +172,13 @@ class KvPool:
 
     @property
     def keys(self) -> Tensor:
-        """The keys of all layers, if they have one shape."""
+        """The keys of all layers. All layers must have the same shape."""
         [stack] = self.stacks
         return stack.keys
 
     @property
     def values(self) -> Tensor:
-        """The values of all layers, if they have one shape."""
+        """The values of all layers. All layers must have the same shape."""
         [stack] = self.stacks
         return stack.values
 

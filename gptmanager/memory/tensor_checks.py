@@ -1,4 +1,4 @@
-"""Errors for tensors of a checkpoint with a wrong name, shape or dtype."""
+"""Functions that refuse tensors of a checkpoint with a wrong name, shape or dtype."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def check_tensor(name: str, found: TensorInfo, *expected: tuple[int, ...]) -> No
 
 
 def refuse_tensors(what: str, names: Collection[str]) -> None:
-    """Raise ConfigError with the text `what` and the first 8 names, if any are given."""
+    """Raise ConfigError if there are `names`. Its text is `what` and the first 8 names."""
     if names:
         first = ", ".join(tensor_name(name) for name in sorted(names)[:8])
         more = f" and {len(names) - 8} more" if len(names) > 8 else ""

@@ -19,7 +19,7 @@ _MEDIA_MODELS = frozenset(
     "siglip_vision_model swin vit vit_mae wav2vec2 wavlm yolos".split()
 )
 _WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
-# Pattern of a file name -> the kind of a folder that has such a file; the first match counts.
+# Pattern of a file name -> what a folder with such a file is. The first matching pattern counts.
 _KINDS = {
     "adapter_config.json": "it holds a PEFT adapter: pass its base model here, and the adapter "
     "with --adapter or load_peft_adapter",
@@ -43,7 +43,7 @@ _KINDS = {
         for suffix in ("bin", "pt", "pth", "ckpt")
     },
 }
-# The same, but only for folders without a config.json.
+# More patterns like `_KINDS`, but only for folders without a config.json.
 _WITHOUT_CONFIG = {
     "snapshots": "it is a folder of the Hugging Face cache: pass the folder in its snapshots/",
     "*.safetensors": "it holds safetensors without their config.json: add the config.json of the "

@@ -35,9 +35,9 @@ class Put(Enum):
 class PeftCacheCounts(NamedTuple):
     """The numbers of host and device pages now, and counts of events since the start.
 
-    When a request starts, or resumes after a pause, this counts as a hit if its adapter is on the
-    device, and as a miss if the adapter must be copied there. `copied_bytes` is the size of all
-    these copies.
+    Each start of a request, and each resumption after a pause, is a hit if the request's adapter
+    is on the device, and a miss if the adapter must be copied there. `copied_bytes` is the total
+    size of these copies. Evictions count adapters.
     """
 
     host_total_pages: int = 0
@@ -55,7 +55,7 @@ class PeftCacheCounts(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class PeftCacheReport:
-    """The owners of pages at one moment: the task id of the adapter in each used page.
+    """The owners of pages at one moment: used page -> task id of the adapter in the page.
 
     `problem` is the first contradiction in the cache's data, or None if they are consistent.
     """
@@ -75,8 +75,8 @@ class PeftCacheManager:
 
     For a request with an adapter, call `put` or `use` when it is accepted, `ensure` before each of
     its steps, `pause` when it is paused, and `release` at its end. The adapter stays on the host
-    until `release`, and on the device from `ensure` to `pause` or `release`. When pages are short,
-    the least recently used of the other adapters are evicted.
+    until `release`, and on the device from `ensure` to `pause` or `release`. If there are
+    too few free pages, the least recently used adapters that need not stay are evicted.
     """
 
     def __init__(self, sizes: CacheSizes) -> None:
@@ -101,7 +101,7 @@ class PeftCacheManager:
     def determine_num_pages(self, lora_task_id: int) -> int:
         """Return how many pages the adapter takes on each level.
 
-        Adapters that were replaced under this id, and that requests still use, are counted, too.
+        Forgotten adapters of this id are counted, too, while requests still use them.
         Raise AdapterError if no adapter of this id is cached.
         """
         replaced = [a.num_pages for a in self._replaced if a.task_id == lora_task_id]
@@ -156,7 +156,8 @@ class PeftCacheManager:
 
         Return None if the request must wait, because the adapter is still loading or because other
         requests need the pages. Otherwise the adapter stays on the device until `pause` or
-        `release`. If copies are returned, call `copied` when they are done.
+        `release`, and no copies are returned if the adapter was on the device already. If copies
+        are returned, call `copied` when they are done.
         """
         adapter = self.adapter_of(request_id)
         self._touch(adapter)
@@ -190,7 +191,7 @@ class PeftCacheManager:
         self._touch(adapter)
 
     def release(self, request_id: int) -> None:
-        """Record that a request has ended. The request may have no adapter."""
+        """Record that a request has ended. Nothing happens if the request has no adapter."""
         adapter = self._by_request.pop(request_id, None)
         if adapter is not None:
             adapter.running.discard(request_id)
@@ -202,7 +203,7 @@ class PeftCacheManager:
         """Drop the adapter of this id, and return whether one was cached.
 
         Requests that have the adapter continue with it. The adapter is removed when the last
-        of them ends.
+        of these requests ends.
         """
         adapter = self._by_task.pop(task_id, None)
         if adapter is None:
@@ -309,7 +310,7 @@ class PeftCacheManager:
         self._touch(adapter)
 
     def _copy(self, adapter: CachedAdapter) -> tuple[PageCopy, ...]:
-        """Return the copies of an adapter to free device pages. Enough pages must be free."""
+        """Give free device pages to an adapter, and return its copies. Enough must be free."""
         self._device.take(adapter)
         adapter.is_copying = True
         lengths = adapter.packing.lengths

@@ -1,6 +1,6 @@
 """`AdapterPages`: the pages of one cache level, and the choice of adapters to evict from it.
 
-The least recently used adapters are evicted, among those that the caller permits.
+Among the adapters that the caller permits to evict, the least recently used are evicted first.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from gptmanager.peft_cache.layout import AdapterRow, Packing
 class CachedAdapter:
     """An adapter in the cache. Other content under the same task id is another adapter.
 
-    `requests` has the ids of the requests that have it, and `running` the ids of the requests that
-    need it on the device. While `is_loading`, its rows are being written to its host pages; while
-    `is_copying`, they are being copied to the device. If `is_replaced`, it is not assigned to
-    further requests.
+    `requests` has the ids of the requests that use the adapter, and `running` the ids of the
+    requests that need the adapter on the device. While `is_loading`, a job writes the adapter's
+    rows to host pages. While `is_copying`, a job copies the rows to the device. If `is_replaced`,
+    the adapter is not assigned to further requests.
     """
 
     task_id: int
@@ -48,7 +48,7 @@ class CachedAdapter:
 
 
 class AdapterPages:
-    """Pages `0..total - 1`. The lowest free numbers are handed out first.
+    """The pages `0..total - 1` of one cache level. The lowest free numbers are handed out first.
 
     `free` is a heap of returned pages. Pages from `fresh` on have never been handed out. `adapters`
     has the pages of each adapter, the least recently used first.
@@ -72,7 +72,7 @@ class AdapterPages:
         """Return the adapters to evict so that `num_pages` are free.
 
         `stays` returns whether an adapter must not be evicted. The result is None if evicting all
-        others does not free enough pages.
+        other adapters does not free enough pages.
         """
         found, num_free = [], self.num_free
         for adapter, pages in self.adapters.items():
@@ -99,7 +99,7 @@ class AdapterPages:
         return pages
 
     def touch(self, adapter: CachedAdapter) -> None:
-        """Mark the adapter as the most recently used one, if it is on this level."""
+        """Mark the adapter as the most recently used one, if the adapter is on this level."""
         if adapter in self.adapters:
             self.adapters.move_to_end(adapter)
 

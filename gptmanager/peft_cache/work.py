@@ -25,7 +25,7 @@ class ReadAdapter(NamedTuple):
 
 
 class WriteAdapter(NamedTuple):
-    """Write to host pages the weights that job `source` has read, and release that job's copy."""
+    """Write the weights that job `source` has read to host pages, and release its copy of them."""
 
     job: int
     source: int
@@ -35,7 +35,7 @@ class WriteAdapter(NamedTuple):
 
 
 class DropAdapter(NamedTuple):
-    """Release the weights of job `source`, even if it is still reading them."""
+    """Release the weights of job `source`, even if the job is still reading them."""
 
     source: int
 

@@ -20,7 +20,7 @@ _ITERATIONS, _REQUESTS = 1, 2  # the two "processes" that group the tracks
 
 
 def chrome_trace(trace: Trace) -> bytes:
-    """Return a trace as JSON. Times are in microseconds; each iteration takes at least one."""
+    """Return a trace as JSON. Times are in microseconds; an iteration takes at least 1 of them."""
     times = _times_us(trace.columns)
     events = [
         _metadata("process_name", _ITERATIONS, 0, name="iterations"),
@@ -37,7 +37,10 @@ def chrome_trace(trace: Trace) -> bytes:
 
 
 def _times_us(columns: tuple[Column, ...]) -> list[float]:
-    """Return when each column begins and the last one ends; the times increase strictly."""
+    """Return the start of each column, then the end of the last column.
+
+    Times are in microseconds since the start of the first column, and increase strictly.
+    """
     if not columns:
         return [0.0]
     times = [0.0]

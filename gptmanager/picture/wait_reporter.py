@@ -18,14 +18,17 @@ _REASONS = {
 
 
 def reason_of(wait: Wait) -> Reason:
-    """Return the reason to draw. A request that waits behind another has the other's reason."""
+    """Return the reason to draw. If a request waits behind another request, its reason is the
+    reason why that request waits.
+    """
     return _REASONS.get(wait.cause or wait.reason, Reason.OTHER)
 
 
 class WaitReporter(RequestScheduler):
-    """Asks a scheduler before each decision why it leaves requests out; `take` returns the answer.
+    """Asks a scheduler before each decision why requests will wait; `take` returns the answer.
 
-    `num_asked` is the number of requests in all these questions, a measure of the time they take.
+    `num_asked`: how many requests all questions so far were about, which is a measure of the time
+    that the questions take.
     """
 
     def __init__(self, scheduler: RequestScheduler) -> None:
@@ -48,7 +51,8 @@ class WaitReporter(RequestScheduler):
     def take(self) -> Mapping[int, Wait]:
         """Return the last decision's waits by request id.
 
-        The result is empty if the scheduler reports none, or if they have been taken already.
+        The result is empty if the scheduler reports no waits, or if `take` has returned them
+        already.
         """
         waits, self._waits = self._waits, None
         return waits or {}

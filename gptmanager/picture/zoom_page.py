@@ -145,7 +145,7 @@ column. Two parallel lines are a pause. A thin line is waiting; its dashes show 
 
 
 def page(trace: Trace, title: str = "Schedule") -> str:
-    """Return an HTML file that refers to no other file."""
+    """Return the text of an HTML file that refers to no other file."""
     zoom = layout_of(trace).look is Look.BARS
     picture = draw(trace, title)
     data = orjson.dumps(_data(trace, zoom)).decode().replace("<", "\\u003c")
@@ -164,7 +164,7 @@ def page(trace: Trace, title: str = "Schedule") -> str:
 
 
 def _data(trace: Trace, zoom: bool) -> dict[str, Any]:
-    """Return the data for the page's script: positions, and the numbers of every column."""
+    """Return the data for the page's script: positions, and the counts of every iteration."""
     layout, bounds = layout_of(trace), trace.bounds
     return {
         "zoom": zoom,

@@ -19,7 +19,7 @@ from gptmanager.ranks.layout import RankLayout
 
 dist: Any = torch.distributed  # its type stubs are incomplete
 
-BOOT_S = 60.0  # how long ranks wait for each other at the start, at least
+BOOT_S = 60.0  # the least time that ranks wait for each other at the start
 
 # the variables of launchers: torchrun and similar, Open MPI, MPICH and similar
 _RANK = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK")
@@ -29,7 +29,7 @@ _stores: dict[tuple[Any, ...], Any] = {}  # by process, rank and address
 
 
 class World(NamedTuple):
-    """All ranks, as this process sees them. `group`: an existing process group, or None."""
+    """The layout of all ranks. `group`: a process group that exists already, or None."""
 
     layout: RankLayout
     host: str = ""  # the host of rank 0; "": unknown
@@ -69,9 +69,9 @@ class World(NamedTuple):
 
 
 def find_world(config: ParallelConfig | None, environment: Mapping[str, str] = os.environ) -> World:
-    """Return the world that `config` describes, or a world of one rank if it is None.
+    """Return the world that `config` describes, or a world of one rank if `config` is None.
 
-    Raise ConfigError, which names the variable, if an environment variable is missing or wrong.
+    If an environment variable is missing or wrong, raise ConfigError, which names the variable.
     """
     if config is None:
         return World(RankLayout())
@@ -110,7 +110,7 @@ def find_all(environment: Mapping[str, str] = os.environ) -> World:
 
 
 def _number(names: tuple[str, ...], environment: Mapping[str, str]) -> tuple[str, int]:
-    """Return the first of the variables that is set, and its value."""
+    """Return the name and value of the first environment variable in `names` that is set."""
     for name in names:
         if name in environment:
             try:
@@ -134,11 +134,12 @@ def _check_size(parts: int, stages: int, size: int, where: str) -> None:
 def new_group(
     store: Any, name: str, rank: int, size: int, timeout_s: float, backend: str, address: str
 ) -> Any:
-    """Return a new process group of `size` ranks, in which this one is number `rank`.
+    """Return a new process group of `size` ranks, in which this process is number `rank`.
 
-    `backend` is "gloo" or "nccl". `address` is where the others can reach this rank. It is passed
-    to gloo, which would otherwise use the address of the host name, even if that is valid only on
-    this machine. GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME select an interface instead.
+    `backend` is "gloo" or "nccl". `address` is where the other ranks can reach this rank. Only gloo
+    uses it: without it, gloo would use the address of the host name, even if that address is valid
+    only on this machine. GLOO_SOCKET_IFNAME, if it is set, selects an interface for gloo instead.
+    nccl uses NCCL_SOCKET_IFNAME.
     """
     own, timeout = dist.PrefixStore(name, store), timedelta(seconds=timeout_s)
     if backend == "gloo":

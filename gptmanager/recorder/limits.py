@@ -1,7 +1,7 @@
-"""Limits for the numbers in a recording, so that a small file cannot cost a day or a terabyte.
+"""Limits for the numbers in a recording, so that no small file costs a day or a terabyte to read.
 
-The limits are far above the numbers of any machine. They do not ensure that a schedule is correct:
-a replay checks that.
+The limits are far above the numbers of any real machine. They do not ensure that a recorded
+schedule is correct: a replay checks the schedule.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _SIZES = {
     "sink_token_length": (0, _TOKENS),
 }
 _ADAPTER_DTYPES = ("float32", "bfloat16", "float16", "float64")
-# options with functions and file names
+# options that hold functions or file names
 _OF_HOST = (
     *("linear_provider", "logits_post_processor_batched", "on_progress"),
     *("restore_cb", "restore_processor_cb", "recording_path", "black_box_path", "journal_path"),
@@ -45,10 +45,11 @@ _LOOKUP = {"max_draft_tokens": (1, 1 << 12), "max_ngram": (1, 32), "min_ngram": 
 
 
 def without_code(blueprint: Blueprint) -> OptionalParams:
-    """Return the options without functions and file names, as a recording contains them.
+    """Return the blueprint's options in the form of a recording: no functions and no file names.
 
     A recording cannot contain functions, and a reader must not use another machine's file names. Of
-    these options only `journal_path` affects the schedule: with it contexts are computed in chunks.
+    the options that are left out, only `journal_path` affects the schedule: if it is set, contexts
+    are by default computed in chunks.
     """
     params = blueprint.params
     chunked, provider = params.enable_chunked_context, params.attention_provider
@@ -67,7 +68,7 @@ def checked_blueprint(blueprint: Blueprint) -> Blueprint:
     """Check every number of a blueprint, and return it without file names and functions.
 
     Raise ConfigError for an invalid option, and RecordingError for the first other field that is
-    out of range or contradicts another one.
+    out of range or contradicts another field.
     """
     params = without_code(blueprint)
     checked_optional_params(params)

@@ -1,8 +1,8 @@
 """A host and an executor that pass every call on, so that calls can be observed.
 
-Each call is an attribute. An observer replaces it with a function that calls the previous one. The
-function is not a method of the tap, because a reference cycle would keep the tap alive until the
-next garbage collection.
+Each call is an attribute of the tap. An observer replaces the attribute with a function that calls
+the previous function. The calls are not methods of the tap: a method that is kept in an attribute
+of the tap would form a reference cycle, which lives until the next garbage collection.
 """
 
 from __future__ import annotations

@@ -57,9 +57,10 @@ def main(options: argparse.Namespace) -> int:
 
 
 def imported(name: str) -> Callable[..., Any]:
-    """Return the callable that `MODULE:NAME` names. Raise ConfigError if it does not exist.
+    """Return a function that calls `MODULE:NAME` and raises ConfigError if the call fails.
 
-    Modules of the current folder are found, as with `python -m`.
+    Raise ConfigError if `MODULE:NAME` does not exist or is not callable. Modules of the current
+    folder are found, as with `python -m`.
     """
     module, _, attribute = name.partition(":")
     if not module or not attribute:
@@ -76,7 +77,7 @@ def imported(name: str) -> Callable[..., Any]:
     def create(**options: Any) -> Any:
         try:
             return found(**options)
-        except Exception as error:  # a host's function may raise anything
+        except Exception as error:  # the user's callable may raise anything
             raise ConfigError(f"--scheduler {name}: {response_text(error)}") from error
 
     create.__qualname__ = getattr(found, "__qualname__", type(found).__name__)

@@ -1,7 +1,7 @@
-"""`replay`: runs a recorded run again without the model, and finds where it differs.
+"""`replay`: runs a recorded run again without the model, and finds where the two runs differ.
 
-The loop, its scheduler and its block accounting are the real ones. The host returns the recorded
-input, and the executor the recorded tokens.
+The loop, its scheduler and its block accounting are the real ones. The host and the executor are
+replaced: they return the recorded input and the recorded tokens.
 """
 
 from __future__ import annotations
@@ -33,8 +33,9 @@ from gptmanager.step import Failure, Intake, Schedule, StepResult
 class Divergence:
     """The first difference between a recording and its replay.
 
-    `index`: the number of the recorded iteration. `field`: "schedule" or a field of it, "ends",
-    "result" or "error". `recorded`, `replayed`: the values that differ.
+    `index`: the number of the recorded iteration. `field`: "result", "error", or the path of the
+    value within the schedule or the ends, such as "ends[0].reason". `recorded`, `replayed`: the
+    values that differ.
     """
 
     index: int
@@ -69,10 +70,11 @@ class Divergence:
 class ReplayReport:
     """The result of a replay.
 
-    `iterations`: number of iterations that ran. `compared`: in how many of them the schedule was
-    compared with the recorded one. `broke_off`: why the recorded run ended in its last iteration
-    (its error, or that the recording is cut off), and whether the replay failed there, too. It is
-    "" if the replay ran every iteration to its end, or diverged.
+    `iterations`: number of iterations that ran. `compared`: number of these iterations in which the
+    schedule was compared with the recorded schedule. `broke_off`: if the last recorded iteration
+    did not complete, the reason (the error of the recorded run, or that the recording is cut off),
+    and whether the replay failed there, too. If the replay completed every iteration, or diverged,
+    `broke_off` is "".
     """
 
     iterations: int
@@ -87,11 +89,11 @@ def replay(
     create_scheduler: Callable[..., Any] | None = None,
     track: Callable[[Iterable[Iteration]], Iterable[Iteration]] = iter,
 ) -> ReplayReport:
-    """Run the recording again up to the first divergence.
+    """Run the recording again, to its end or to the first divergence.
 
-    `create_scheduler`: the option of the recorded run, if it was set. `track` wraps the iterations,
-    for example to show progress. Raise RecordingError if the recording contradicts itself, or
-    needs `create_scheduler`.
+    `create_scheduler`: the value of this option in the recorded run, if the option was set. `track`
+    wraps the iterations, for example to show progress. Raise RecordingError if the recording
+    contradicts itself, or if the run had a custom scheduler and `create_scheduler` is None.
     """
     run = _Replay(recording, create_scheduler)
     iterations = compared = 0
@@ -110,11 +112,11 @@ def completed(
     create_scheduler: Callable[..., Any] | None = None,
     wrap: Callable[[RequestScheduler], RequestScheduler] | None = None,
 ) -> Iterator[tuple[Iteration, TokenLoop]]:
-    """Yield (iteration, loop after it) for each iteration of a recording.
+    """Yield each iteration of a recording, with the loop as it is after the iteration.
 
-    The iteration has its schedule and its ends, even if they were not recorded. The caller must
-    only read the loop. `wrap` returns a scheduler that replaces the loop's and makes the same
-    decisions. Raise RecordingError at a divergence.
+    The iteration has the schedule and the ends of the replay, even if they were not recorded. The
+    caller may read the loop, but not change it. `wrap` takes the loop's scheduler and returns its
+    replacement, which must make the same decisions. Raise RecordingError at a divergence.
     """
     run = _Replay(recording, create_scheduler, wrap)
     for iteration in recording.iterations:
@@ -168,7 +170,7 @@ class _Replay:
         world, number = self.world, self._num_steps
         self._num_steps += 1
         world.begin(iteration)
-        if iteration.recovered is not None:  # it failed, at a place that is not recorded
+        if iteration.recovered is not None:  # it failed; the recording does not say where
             where = self._recording.where(number)
             with located(f"{where}: the state after iteration {iteration.index}"):
                 self.loop = self._new_loop(iteration.recovered)
@@ -191,7 +193,8 @@ class _Replay:
     def _broken(self, iteration: Iteration, text: str) -> Divergence | None:
         """Return the divergence of an iteration that failed.
 
-        Return None if the recording ends here as well, with the same schedule and error.
+        If the recording ends here as well, with the same schedule and class of error, set
+        `broke_off` and return None.
         """
         end = self._recording.end
         recorded = "" if end is None else end.error
@@ -284,7 +287,7 @@ class _RecordedWorld:
         """Do nothing: the recorded intakes contain the id of each request that became ready."""
 
     def load(self, work: AdapterWork) -> None:
-        """Do nothing: the recorded intakes contain the results."""
+        """Do nothing: the recorded intakes contain the results of `work`."""
 
     def fail(self, failure: Failure) -> None:
         """Do nothing: failures are in the recorded intakes."""

@@ -1,7 +1,7 @@
 """`Adapter`: the low-rank matrices (LoRA, Hu et al. 2021, arXiv:2106.09685) of one task.
 
-The module decides whether `lora_weights` and `lora_config` are an adapter that fits a model. It
-knows nothing of where adapters are cached, nor of how a model uses them.
+This module decides whether `lora_weights` and `lora_config` are an adapter that fits a model. Other
+modules cache adapters, and use them in a model.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from gptmanager.errors import AdapterError, InvalidRequestError
 from gptmanager.request.pieces import PIECE, Pieces, whole
 from gptmanager.request.read_tensors import as_float_rows, read_int, read_int_rows, read_start
 
-# the names of modules, by module id
+# the names of the modules of layers that adapters may change, by module id
 LORA_MODULE_NAMES = (
     *("attn_qkv", "attn_q", "attn_k", "attn_v", "attn_dense"),
     *("mlp_h_to_4h", "mlp_4h_to_h", "mlp_gate"),
     *("cross_attn_qkv", "cross_attn_q", "cross_attn_k", "cross_attn_v", "cross_attn_dense"),
     *("moe_h_to_4h", "moe_4h_to_h", "moe_gate", "moe_router", "mlp_router"),
-    *("linear_attn_z", "linear_attn_ba", "linear_attn_b", "linear_attn_a"),  # only this library's
+    *("linear_attn_z", "linear_attn_ba", "linear_attn_b", "linear_attn_a"),  # not in TensorRT-LLM
 )
 LORA_MODULE_IDS: Mapping[str, int] = {name: i for i, name in enumerate(LORA_MODULE_NAMES)}
 
 
 class LoraVariant(NamedTuple):
-    """A `LoraModule` in the layers where it has another matrix or other sizes."""
+    """The matrix and the sizes of a `LoraModule` in `layers`. `LoraModule` describes the fields."""
 
     matrix: str
     first_column: int
@@ -49,11 +49,11 @@ class LoraVariant(NamedTuple):
 class LoraModule(NamedTuple):
     """A part of a model's layer that adapters may change.
 
-    It has the same input as the network's matrix `matrix`, with `input_width` elements. It adds to
-    `num_columns` of that matrix's outputs, from `first_column` on. `order` has the rows of the
-    adapter's B for these columns, as (start, stop, step) of ranges; if it is empty, all rows are
-    used in their order. `layers` are the layers with these sizes; if it is empty, all layers have
-    them. `variants` describe the module in the other layers.
+    The module's input is the input of the model's matrix `matrix`, with `input_width` elements. The
+    module's output is added to `num_columns` outputs of this matrix, from `first_column` on.
+    `order` has the rows of the adapter's B for these columns, as (start, stop, step) of ranges; if
+    `order` is empty, all rows are used in their order. The fields hold for the layers in `layers`,
+    or for all layers if `layers` is empty. `variants` describe the module in the other layers.
     """
 
     matrix: str
@@ -91,7 +91,8 @@ class LoraModule(NamedTuple):
 class LoraCut(NamedTuple):
     """The part of a module that one of several processes keeps.
 
-    It is a range of the module's inputs, and ranges of its columns, which are concatenated.
+    `inputs` is a range of the module's inputs. `columns` are ranges of the module's columns, which
+    are concatenated.
     """
 
     inputs: range
@@ -114,7 +115,8 @@ class AdapterShare(NamedTuple):
 
     `modules` has the modules by id, with this process's widths. `cuts` has the part of each whole
     module that this process keeps, by layer and id. `layers` are the layers of the whole model that
-    this process has. `first_layers` has the first layer of each pipeline stage except the first.
+    this process has. `num_layers` counts the layers of the whole model. `first_layers` has the
+    first layer of each pipeline stage except the first stage.
     """
 
     modules: Mapping[int, LoraModule]
@@ -197,9 +199,9 @@ class Adapter:
 
 
 class AdapterTensors:
-    """`lora_weights` and `lora_config` that fit a model; the weights are not read yet.
+    """`lora_weights` and `lora_config` that fit a model; the weights are not copied yet.
 
-    The constructor is fast. `read` takes as long as a copy, and may run on any thread.
+    The constructor is fast. `read` copies the weights, and may run on any thread.
     """
 
     __slots__ = ("_limits", "_rows", "_weights")
@@ -230,7 +232,7 @@ class AdapterTensors:
     def row_sizes(self) -> list[tuple[int, int, int, int]]:
         """Return the layer, module id, rank and number of elements of each row of the `Adapter`.
 
-        Only elements that this process keeps are counted. The order is ascending.
+        Only elements that this process keeps are counted. The list is sorted.
         """
         return sorted(
             (layer, module_id, rank, rank * self._limits.kept_width(layer, module_id))
@@ -277,8 +279,9 @@ class LoraInputs(NamedTuple):
 def read_lora(tensors: Mapping[str, Any], limits: AdapterLimits) -> LoraInputs | None:
     """Read `lora_task_id [1]`, `lora_weights` and `lora_config`; None without an adapter.
 
-    `lora_weights` is `[n, width]` or `[1, n, width]`, of any float dtype. Row i is A `[D, Hi]` and
-    then B `[Ho, D]`, flattened, with the scale in B, followed by padding. `lora_config` is `[n, 3]`
+    `lora_weights` is `[n, width]` or `[1, n, width]`, of any float dtype. Each row has A `[D, Hi]`
+    and then B `[Ho, D]`, flattened, followed by padding. D is the LoRA rank, Hi and Ho are the
+    numbers of the module's inputs and outputs, and B contains the scale. `lora_config` is `[n, 3]`
     or `[1, n, 3]`, of any integer dtype, and has the module id, the layer and D of each row.
     Weights and config must be passed together and with an id; an id may be passed alone. Raise the
     errors of `AdapterTensors`.

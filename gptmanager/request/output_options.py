@@ -8,10 +8,10 @@ from typing import NamedTuple
 class OutputConfig(NamedTuple):
     """The outputs of a request besides its tokens.
 
-    If not `normalized`, logits are returned in place of log probabilities. `num_top_log_probs` is
-    how many of the most probable tokens are returned at each output position.
-    `num_prompt_log_probs` is how many are returned at each prompt position, in addition to the
-    prompt token itself; -1 means no log probabilities of the prompt.
+    If `normalized` is False, logits are returned in place of log probabilities.
+    `num_top_log_probs` is the number of most probable tokens that are returned at each output
+    position. `num_prompt_log_probs` is the number of most probable tokens that are returned at
+    each prompt position, besides the prompt token itself; -1: no log probabilities of the prompt.
     """
 
     log_probs: bool = False
@@ -23,12 +23,12 @@ class OutputConfig(NamedTuple):
 
     @property
     def asks_of_prompt(self) -> bool:
-        """Whether it asks for outputs of the prompt, which require computing the whole prompt."""
+        """Whether outputs of the prompt are requested. The whole prompt must then be computed."""
         return self.context_logits or self.num_prompt_log_probs >= 0
 
     @property
     def asks(self) -> bool:
-        """Whether it asks for any output besides tokens."""
+        """Whether any output besides tokens is requested."""
         of_output = self.log_probs or self.generation_logits or self.num_top_log_probs > 0
         return of_output or self.asks_of_prompt
 

@@ -1,6 +1,6 @@
 """A request's logits post-processor, from admission to the executor, which calls it.
 
-The module decides which objects are valid, and how messages name them. It knows nothing of logits.
+The module decides which objects are valid processors, and which names processors have in messages.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from gptmanager.lifecycle.callables import kind_of_deferred
 class BoundProcessor:
     """A request's parameters for a processor that is called once in a step, for many requests.
 
-    `owner` is that processor, a `decoding.processors.rows.RowProcessor`. Subclasses add the
+    `owner` is the processor, a `decoding.processors.rows.RowProcessor`. Subclasses add the
     parameters.
     """
 
@@ -27,12 +27,12 @@ class BoundProcessor:
 
 
 class RequestProcessor:
-    """A request's logits post-processor, which the loop only passes on.
+    """A request's logits post-processor, which the loop only passes to the executor.
 
-    Every start of the request passes the same object, so `kept`, the processor's state, survives
-    pauses. If it `prepares`, the request waits until it is ready. `post_processor` is None after
-    the request has ended. Two objects are equal if their names are, because a recording has only
-    the names.
+    When a paused request starts again, the loop passes the same object, so `kept`, the processor's
+    state, survives pauses. If `prepares` is True, the request waits until the processor is ready.
+    `post_processor` is None after the request has ended. Two objects are equal if their names are
+    equal, because a recording has only the names.
     """
 
     __slots__ = ("kept", "name", "post_processor", "prepares")

@@ -24,7 +24,7 @@ _ALIASES = {
 _NAMES = frozenset(
     (*TENSORS, *_KEYWORDS, "is_streaming", "request_id", "prompt", "messages", "stop", "lora")
 )
-# names of fields, the check of their JSON value, and a description of valid values
+# each: names of fields, a check of their JSON values, and a description of valid values
 _KINDS: tuple[tuple[tuple[str, ...], Callable[[Any], bool], str], ...] = (
     (
         ("input_lengths", "request_output_len", "pad_id", "beam_width", "runtime_top_k",
@@ -67,8 +67,9 @@ _KINDS: tuple[tuple[tuple[str, ...], Callable[[Any], bool], str], ...] = (
 
 
 def read_fields(text: bytes) -> dict[str, Any]:
-    """Return the fields of a line, by the name of the tensor or keyword. Raises
-    InvalidRequestError.
+    """Return the fields of a line: name of the tensor or keyword -> value.
+
+    Fields that are null are omitted. Raises InvalidRequestError if the line is not valid.
     """
     try:
         given = orjson.loads(text)
@@ -97,7 +98,7 @@ def read_fields(text: bytes) -> dict[str, Any]:
 def _need(name: str, value: Any) -> str | None:
     """Return a description of valid values if a field's value is invalid, otherwise None.
 
-    It is None too for a field that is checked later.
+    Fields that `_KINDS` does not list are checked later: the result is None.
     """
     for names, fits, need in _KINDS:
         if name in names:
@@ -110,7 +111,7 @@ def _are_ids(value: Any) -> bool:
 
 
 def _are_numbers(value: Any) -> bool:
-    """Return whether a value is a list of numbers, or of lists of numbers, without empty lists."""
+    """Return whether a value is a list of numbers or of lists of numbers. No list may be empty."""
     if not isinstance(value, list) or not value:
         return False
     if isinstance(value[0], list):

@@ -54,7 +54,7 @@ def main(options: argparse.Namespace) -> int:
     params.recording_path = options.record
     if not options.json:
         params.on_progress = ProgressBars(options.region, notes=NOTES).update
-    params.callback_budget_s = 1.0 + options.pace  # a callback sleeps to keep the pace
+    params.callback_budget_s = 1.0 + options.pace  # `paced_poll` sleeps in a callback
     is_quiet = options.json or options.prompt is not None
     view = ProgressDisplay(options.region, quiet=is_quiet)
     summary, answers, losses = serve_file(options, given, view)
@@ -73,10 +73,10 @@ def main(options: argparse.Namespace) -> int:
 def serve_file(
     options: argparse.Namespace, given: ManagerOptions, view: ProgressDisplay
 ) -> tuple[dict[str, Any], list[dict[str, Any]], list[str]]:
-    """Run all requests of the file, or the request of --prompt.
+    """Run all requests of the --requests file, or the one request of --prompt.
 
-    Returns a summary, the answers in the order of the lines, and a sentence for each output file
-    that is incomplete. Raises ConfigError for invalid options.
+    Returns a summary, the answers in the order of the file's lines, and a sentence for each output
+    file that is incomplete. Raises ConfigError for invalid options.
     """
     sizes = read_sizes(options.model, given.params.model_backend, given.params.max_seq_len)
     tokenizer = load_tokenizer(options.model) if has_tokenizer(options.model) else None
@@ -93,7 +93,7 @@ def serve_file(
         view.note(f"{name} has no requests")
     with ExitStack() as stack:
         stack.callback(chats.close)
-        # files first: an unusable path is reported before the slow steps
+        # open the output files first: an unusable path is reported before the model is loaded
         file: Any = None
         if options.output is not None:
             is_stdout = options.output == _STDOUT
@@ -124,7 +124,10 @@ def serve_file(
 
 
 def _print_texts(answers: Sequence[dict[str, Any]]) -> None:
-    """Print only the texts, or the token ids if there is no tokenizer. Errors were shown before."""
+    """Print the text of each answer, or its token ids if there is no tokenizer.
+
+    Failed requests are left out, because the display has shown their errors already.
+    """
     for answer in answers:
         if "error" not in answer:
             ids = " ".join(map(str, answer["output_ids"]))

@@ -1,4 +1,4 @@
-"""`gptmanager models`, after its arguments are parsed."""
+"""Runs `gptmanager models` with parsed arguments."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from gptmanager.terminal.tables import print_report, table
 
 
 def main(options: argparse.Namespace) -> int:
-    """Print the list and return the exit status."""
+    """Print the models that this machine has, and return the exit status."""
     found = local_models()
     rows = [
         (model.name, f"{model.num_bytes / 1e6:,.1f} MB", model.origin, str(model.path))

@@ -31,7 +31,7 @@ from gptmanager.run.text_encoder import LONG_TEXT, TextEncoder
 
 @dataclass(frozen=True, slots=True)
 class RequestLine:
-    """One line of the file: a request, or the error of an invalid line."""
+    """One line of the file: a request, a long line still to be encoded, or an error."""
 
     number: int  # from 1
     request_id: int | None  # None if the line's id is invalid
@@ -56,10 +56,11 @@ def read_requests(
     line's number.
 
     `max_new_tokens`: the default for lines without it. `folder`: where relative adapter paths
-    start. `max_tokens`: the limit of prompt and output together. If a token can represent only a
-    limited number of bytes, a long text that cannot fit is refused before it is encoded. A long
-    line is yielded with `build` set, which any thread may call to encode the text. `chats` renders
-    messages; without it they are refused. If `model` is given, adapters must fit that checkpoint.
+    start. `max_tokens`: the most tokens of prompt and output together. If a token can represent
+    only a limited number of bytes, a long text that cannot fit is refused before it is encoded. A
+    long line is yielded with `build` set, which any thread may call to encode the text. `chats`
+    renders messages. If `chats` is None, lines with messages are refused. If `model` is given,
+    adapters must fit that checkpoint.
     """
     first_use: dict[int | None, int] = {}
     encoder, adapters = TextEncoder(tokenizer, max_tokens), AdapterFolders(Path(folder), model)
@@ -97,8 +98,8 @@ def read_file(path: str, tokenizer: Tokenizer | None, **options: Any) -> list[Re
 def build_in_thread(lines: Sequence[RequestLine]) -> SimpleQueue[tuple[float, RequestLine]]:
     """Start a thread that builds these lines in order, and return the queue of its results.
 
-    Each result has the `time.monotonic()` at which it was ready. The thread is never joined, so it
-    cannot delay the end of the command.
+    A result is a pair: the `time.monotonic()` at which the line was ready, and the line. The thread
+    is never joined, so it cannot delay the end of the command.
     """
     built: SimpleQueue[tuple[float, RequestLine]] = SimpleQueue()
 

@@ -1,6 +1,6 @@
 """`AdapterPages`: checks whether the LoRA adapters of a batch fit into the adapter cache together.
 
-It knows nothing of the contents of adapters, nor of which adapters are loaded.
+This module knows nothing of the contents of adapters, nor of which adapters are loaded.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class PeftCacheManager(Protocol):
 
 
 class AdapterPages:
-    """Counts the pages that adapters take in one decision, each adapter once.
+    """Counts the pages that adapters take in one scheduling decision, each adapter once.
 
     Without an adapter cache every adapter fits.
     """
@@ -33,7 +33,7 @@ class AdapterPages:
     def __init__(
         self, peft_cache_manager: PeftCacheManager | None, running: Iterable[LlmRequest] = ()
     ) -> None:
-        """`running` are the requests that already hold the pages of their adapters."""
+        """Count the adapters of `running`, the requests that already hold pages of adapters."""
         self._peft_cache_manager = peft_cache_manager
         self._task_ids: set[int] = set()
         self._free = 0

@@ -1,4 +1,4 @@
-"""`RequestScheduler` decides an iteration of the loop. `SimpleScheduler` does so in two steps.
+"""`RequestScheduler` decides which requests an iteration runs, `SimpleScheduler` in two steps.
 
 The steps are a capacity scheduler and a micro-batch scheduler. A policy without these two steps
 implements `RequestScheduler`.
@@ -42,9 +42,9 @@ class RequestScheduler(ABC):
     def why_waiting(
         self, active_requests: RequestList, inflight_request_ids: Set[int]
     ) -> Mapping[int, Wait] | None:
-        """Return, by request id, why the decision that would be made now leaves requests out.
+        """Return, by request id, why a decision that is made now would leave the request out.
 
-        Change nothing. Return None, the default, if the policy does not support it.
+        Change nothing. Return None, the default, if the policy cannot give reasons.
         """
         return None
 

@@ -52,6 +52,7 @@ _CALLS = (
 
 
 def add_command(commands: Any) -> None:
+    """Add `serve` to the sub-parsers `commands`."""
     parser = add_parser(
         commands,
         "serve",

@@ -1,4 +1,4 @@
-"""Imports modules that need packages of an extra, only when the server uses these modules."""
+"""Import modules that need the packages of an extra, only when the server uses the modules."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ from gptmanager.server.settings import ServerSettings
 
 
 def routes(engine: Engine, settings: ServerSettings) -> list[BaseRoute]:
-    """Return the routes / (the page) and /live/events (its events).
+    """Return the routes `/` (the page) and `/live/events` (the events that the page shows).
 
     Without viewers, the loop does no work for the page.
     """

@@ -12,7 +12,7 @@ from logging.handlers import QueueHandler, QueueListener
 from typing import Any
 
 _LAST_LINES_S = 1.0
-MAX_WAITING_LINES = 10_000  # lines; further ones are dropped while the reader is stuck
+MAX_WAITING_LINES = 10_000  # further lines are dropped while the reader is stuck
 
 
 class _Formatter(logging.Formatter):

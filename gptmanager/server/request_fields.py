@@ -10,7 +10,10 @@ from gptmanager.server.http.warning_header import Warnings
 
 
 class NotSupported(NamedTuple):
-    """Any JSON value; it has no effect. A warning says so, unless the value is one of `neutral`."""
+    """The kind of a field that has no effect. It may have any JSON value.
+
+    The client gets a warning, unless the value is one of `neutral`.
+    """
 
     neutral: tuple[Any, ...] = ()
 

@@ -1,6 +1,6 @@
-"""`CostModel`: the time of a step as a function of its schedule, given or fitted to a recording.
+"""`CostModel`: computes the time of a step from its schedule, with given or fitted costs.
 
-It is linear in five quantities, with one coefficient each, so a person can check it.
+The time is a linear function of five quantities, so a person can check it.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ _position = itemgetter(Row._fields.index("position"))
 class CostModel:
     """The costs of a step in seconds, if one pipeline stage has all layers.
 
-    `fixed` is the cost of each forward pass. The other costs are per unit of work: `context_token`
-    for a context token, `context_pair` for a context token and one token that it attends to,
-    `generation_row` for a sequence in generation, and `kv_token` for a cached token that generation
-    reads. `transfer` is the time from one stage to the next. The defaults do not describe a
-    particular machine.
+    `fixed` is the cost of each forward pass. The next costs are per unit of work: `context_token`
+    per context token, `context_pair` per pair of a context token and a token that it attends to,
+    `generation_row` per sequence in generation, and `kv_token` per cached token that a sequence in
+    generation reads. `transfer` is the time from one stage to the next. The defaults do not
+    describe a particular machine.
     """
 
     fixed: float = 5e-3
@@ -87,7 +87,7 @@ def num_passes(schedule: Schedule, fused: bool) -> int:
 
 
 def quantities(schedule: Schedule) -> tuple[int, int, int, float]:
-    """Return the numbers of context tokens, generation rows, cached tokens, and context pairs."""
+    """Return the numbers of context tokens, generation rows, cached tokens read, and pairs."""
     tokens, pairs = 0, 0.0
     for row in schedule.context_rows:
         n = row.num_tokens
@@ -102,9 +102,9 @@ def fit(recording: Recording) -> CostModel:
     """Return the model with the least squared error over the recorded steps. No cost is negative.
 
     A step's time is from the intake of its iteration to the next intake, so it includes the loop
-    and the callbacks. If there is no next intake, or if no request was active before it, the time
-    ends at the last result of the iteration. A step without such a result is left out. `transfer`
-    keeps its default. Raise RecordingError if the recording has no step with a time.
+    and the callbacks. If there is no next intake, or if no request was active before the next
+    intake, the time ends at the last result of the iteration; without a result, the step is left
+    out. `transfer` keeps its default. Raise RecordingError if no step has a time.
     """
     measured = list(_timed_steps(recording))
     if not measured:
@@ -143,7 +143,7 @@ def _non_negative_least_squares(features: np.ndarray, seconds: np.ndarray) -> np
         for columns in map(list, combinations(range(count), size)):
             solution = np.linalg.lstsq(scaled[:, columns], seconds, rcond=None)[0]
             error = seconds - scaled[:, columns] @ solution
-            # an extra column must reduce the error: equal columns would share it arbitrarily
+            # a larger subset must reduce the error: equal columns would share a cost arbitrarily
             if (solution >= 0).all() and float(error @ error) < least * (1 - 1e-9):
                 best, least = np.zeros(count), float(error @ error)
                 best[columns] = solution

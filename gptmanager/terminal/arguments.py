@@ -55,7 +55,7 @@ def seconds(text: str) -> float:
 
 
 def journal_sync(text: str) -> float | str:
-    """Read "always", "never", or a time in milliseconds."""
+    """Read "always", "never", or a time in milliseconds, from 1 to 60000."""
     if text in ("always", "never"):
         return text
     return _number(
@@ -130,7 +130,8 @@ def checkpoint(text: str) -> Path:
 
     The files of the checkpoint are not checked.
     """
-    if os.path.isdir(text) or os.path.isfile(text):  # unlike Path.is_dir, False if it is too long
+    # Path.is_dir may raise an error if the path is too long.
+    if os.path.isdir(text) or os.path.isfile(text):
         return Path(text)
     if (path := find_model(text)) is not None:
         return path
@@ -143,7 +144,7 @@ def checkpoint(text: str) -> Path:
 def writable(text: str) -> Path:
     """Read the path of a file to write: in an existing folder, and not a folder itself.
 
-    So a wrong path fails before slow work begins.
+    A wrong path is thus reported before slow work begins.
     """
     path = Path(text)
     if path.is_dir():
@@ -157,7 +158,7 @@ def check_distinct(paths: dict[str, Path | None]) -> None:
     """Raise ConfigError if two options name the same file. `paths`: option -> its file."""
     seen: dict[Path, str] = {}
     for option, path in paths.items():
-        if path is None or (path.exists() and not path.is_file()):  # several may name /dev/null
+        if path is None or (path.exists() and not path.is_file()):  # options may share /dev/null
             continue
         other = seen.setdefault(path.resolve(), option)
         if other != option:

@@ -1,7 +1,7 @@
 """Print reports that consist of text lines and tables.
 
-Reports are laid out with rich, but text that looks like its markup is printed unchanged. A table is
-as wide as its cells need; a narrower terminal wraps its lines.
+Reports are laid out with rich, but text that looks like rich's markup is printed unchanged. A table
+is as wide as its cells need. If the terminal is narrower, the terminal wraps the table's lines.
 """
 
 from __future__ import annotations
@@ -77,15 +77,15 @@ def print_report(
     if as_json:
         print(orjson.dumps(report).decode())
         return
-    if pieces is None and sys.stdout.isatty():  # to separate it from the live view
+    if pieces is None and sys.stdout.isatty():  # separates the report from the live view
         print()
     show([report_table(report)] if pieces is None else pieces)
 
 
 def report_table(report: Mapping[str, Any]) -> Table:
-    """Return a table with a name and a value per line.
+    """Return a table with one name and its value per line.
 
-    The values of an object are in one line, or in indented lines if it has objects or lists.
+    An object is shown in one line, or in indented lines if it has objects or lists as values.
     """
     return table(("", ""), _rows(report), widths=(_NAMES,))
 

@@ -87,8 +87,8 @@ def check_scheduler(
     false are skipped. A scenario that breaks no rule runs twice, and both runs must make the same
     decisions.
 
-    `evicts=False` means that the scheduler never pauses a request, which is checked. With it,
-    scenarios may have requests that are too long to run again as one context after a pause.
+    `evicts=False` means that the scheduler never pauses a request, which is checked. Scenarios may
+    then have requests that are too long to run again as one context after a pause.
     """
     may_pause = evicts is not False
     run = functools.partial(_run_twice, create_scheduler, may_pause=may_pause)
@@ -146,7 +146,7 @@ def _smallest(
     complaint: Complaint,
     count: int,
 ) -> Violation:
-    """Return the violation without the requests that it does not need."""
+    """Return the violation, with its scenario reduced to the requests that break the rule."""
     rule = complaint[0]
     for request in scenario.requests[::-1]:
         others = tuple(r for r in scenario.requests if r is not request)
@@ -159,7 +159,7 @@ def _smallest(
 
 
 def _difference(one: Outcome, other: Outcome) -> list[tuple[int, Complaint]]:
-    """Return the first decision in which two runs of one scenario differ."""
+    """Return a complaint about the first decision in which two runs differ, or no complaint."""
     for first, second in zip_longest(one.decisions, other.decisions):
         if first != second:
             text = (

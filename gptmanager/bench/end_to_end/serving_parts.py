@@ -54,9 +54,9 @@ class Target:
 class Pressure:
     """A load of requests that end before their limit, with a small KV cache.
 
-    Each of the `requests` has `prompt_len` tokens and may generate `max_new_tokens`. It is
-    cancelled earlier, after a number of tokens from the range `ends`, both ends included. The KV
-    cache has `kv_cache_tokens`.
+    There are `requests` requests, each with `prompt_len` prompt tokens and a limit of
+    `max_new_tokens` generated tokens. A request is cancelled after a random number of generated
+    tokens, from `ends[0]` to `ends[1]` (included). The KV cache has space for `kv_cache_tokens`.
     """
 
     requests: int
@@ -100,7 +100,7 @@ def time_steps(
 
 
 def _ratio(times: float, goal: float | None) -> dict[str, Any]:
-    """Return the fields for a figure as a multiple of its floor, and whether it meets the goal."""
+    """Return the fields for a time that is `times` its floor: the multiple, and any goal."""
     row: dict[str, Any] = {"times_floor": round(times, 3)}
     if goal is not None:
         row["goal"] = {"text": f"<= {goal:g} x floor", "met": times <= goal}
@@ -213,7 +213,7 @@ def compare_policies(
 ) -> dict[str, Any]:
     """Run the load with both policies, each in a new manager; return figures and their ratio.
 
-    Requests end before their limit, as in real traffic: GUARANTEED_NO_EVICT reserves memory for
+    Requests end before their limit, as in real traffic. So GUARANTEED_NO_EVICT reserves memory for
     tokens that are never generated. MAX_UTILIZATION runs more requests at once, and pauses some.
     """
     lengths = (pressure.prompt_len,) * 2

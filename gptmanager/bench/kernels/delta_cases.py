@@ -23,7 +23,8 @@ from gptmanager.kernels.recurrent.delta_formulas import DeltaShape, DeltaState, 
 from gptmanager.kernels.reference import Kernels
 
 _EPS = 1e-6
-_TIMES_ROOFLINE = 1.3  # goal for steps with a token per row, which read and write their memories
+# The goal for steps with one token per row: their time is that of reading and writing the states.
+_TIMES_ROOFLINE = 1.3
 
 
 def delta_cases(sizes: Sizes) -> list[Case]:
@@ -52,7 +53,10 @@ def _case(sizes: Sizes, rows: int, tokens: int) -> Case:
 
 
 def _prepare(num_rows: int, num_tokens: int, num_bytes: int, rig: Rig) -> Prepared:
-    """Prepare a state per set. Calls change it, so only the first result of set 0 is checked."""
+    """Prepare one state per input set.
+
+    Each call changes the state of its set, so only the first result of set 0 is checked.
+    """
     shape, dtype, count = rig.sizes.others.delta, rig.sizes.dtype, num_rows * num_tokens
     projected = rig.randn(count, shape.channels + shape.values)
     gates = rig.randn(count, 2 * shape.value_heads, dtype=torch.float32)
@@ -63,7 +67,7 @@ def _prepare(num_rows: int, num_tokens: int, num_bytes: int, rig: Rig) -> Prepar
         1 + rig.randn(shape.value_dim, scale=0.1),
     )
     states = [_state(rig, shape, num_rows) for _ in range(rig.num_sets(num_bytes))]
-    others = [_cloned(it) for it in states]  # for torch, which changes them, too
+    others = [_cloned(it) for it in states]  # torch changes its own copies
     bounds = rig.ints([row * num_tokens for row in range(num_rows + 1)])
     slots = rig.ints(range(num_rows))
     rows = RowSpans(bounds, bounds.diff(), slots, slots[:, None])

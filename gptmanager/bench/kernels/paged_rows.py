@@ -1,7 +1,7 @@
 """`PagedRows`: sequences with pages of random keys and values, for attention cases.
 
-This module does not depend on kernels. Pages are in memory as in a device's pool, `[P, K, B, D]`: P
-pages, K heads of keys and values, B tokens per block, D numbers per head. The pages of a sequence
+This module does not depend on kernels. Pages have the memory layout of a device's pool,
+`[P, K, B, D]`: P pages, K KV heads, B tokens per page, D numbers per head. The pages of a sequence
 are in random order.
 """
 
@@ -18,16 +18,16 @@ from torch import Tensor
 from gptmanager.bench.kernels.cases import Rig
 from gptmanager.kernels.attention.attention_arguments import AttentionShape, Pages, RowSpans
 
-_QUERIES = 512  # per call of the reference
+_QUERIES = 512  # most queries per call of the reference attention
 
 
 @dataclass(frozen=True, eq=False)
 class PagedRows:
     """The rows of a step, and one layer's pages.
 
-    Row r has `lengths[r]` tokens, the last `num_new[r]` of which are new. `queries` is `[T, H, D]`,
-    for all new tokens. `pages.keys` is a transposed view, `[P, K, D, B]`. Row r uses row r of the
-    block tables. Pages of float8_e4m3fn have the scale 1.
+    Row r has `lengths[r]` tokens, the last `num_new[r]` of which are new. `queries` is `[T, H, D]`:
+    T new tokens of all rows, H query heads. `pages.keys` is a transposed view, `[P, K, D, B]`. Row
+    r uses row r of the block tables. Pages of float8_e4m3fn have the scale 1.
     """
 
     num_new: np.ndarray
@@ -85,7 +85,7 @@ class PagedRows:
 
 
 def _index(pages: Tensor, blocks: Tensor) -> Tensor:
-    """Index pages; torch cannot index 8-bit floats, so their bytes are indexed instead."""
+    """Return `pages[blocks]`. torch cannot index 8-bit floats, but it can index their bytes."""
     if pages.itemsize > 1:
         return pages[blocks]
     return pages.view(torch.uint8)[blocks].view(pages.dtype)
@@ -98,9 +98,10 @@ def paged_rows(
     number: int,
     dtype: torch.dtype | None = None,
 ) -> PagedRows:
-    """Return `rows` of (new tokens, length) with random pages of `dtype`.
+    """Return `PagedRows` for `rows` of (number of new tokens, length), with random pages.
 
-    `number` is the seed of the order of pages. `dtype` is by default `rig.sizes.dtype`.
+    `number` is the seed of the order of pages. `dtype` of the pages is by default
+    `rig.sizes.dtype`.
     """
     sizes = rig.sizes
     is_fp8 = dtype is torch.float8_e4m3fn
@@ -129,6 +130,6 @@ def paged_rows(
 
 
 def attention_flops(num_heads: int, head_dim: int, rows: Sequence[tuple[int, int]]) -> int:
-    """Return the FLOPs for all pairs of a token and a position it attends to."""
+    """Return the FLOPs of attention for `rows` of (number of new tokens, length)."""
     pairs = sum(new * (length - new) + new * (new + 1) // 2 for new, length in rows)
     return 4 * num_heads * head_dim * pairs

@@ -1,4 +1,4 @@
-"""Runs a load through transformers' continuous batching, on the same weights as a manager."""
+"""Runs a load through transformers' continuous batching, to compare a `GptManager` with it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from gptmanager.config import OptionalParams
 from gptmanager.errors import ConfigError, GptManagerError
 
 _BLOCK = 256  # tokens per KV cache block: transformers' default
-_BATCH_TOKENS = 512  # most tokens per iteration; the memory of the dense mask grows with them
+_BATCH_TOKENS = 512  # most tokens per iteration; the dense attention mask grows with them
 
 
 class TooSlow(GptManagerError):
@@ -40,7 +40,7 @@ class TransformersPeer:
             dtype = getattr(torch, params.dtype or "float32")
             with torch.device(device):
                 self._model = auto.from_config(config, dtype=dtype)
-            is_tied = source[0]["tie_word_embeddings"]  # tied: the state dict has no output matrix
+            is_tied = source[0]["tie_word_embeddings"]  # if so, the state dict has no output matrix
             self._model.load_state_dict(source[1], strict=not is_tied)
         else:
             try:
@@ -56,7 +56,10 @@ class TransformersPeer:
         )
 
     def run(self, requests: Sequence[Request], limit_s: float | None = None) -> Figures:
-        """Run all requests at once. Raises TooSlow if they take longer than `limit_s`."""
+        """Submit all requests at once, and return their outputs and the time of the whole run.
+
+        Raises TooSlow if the requests take longer than `limit_s`.
+        """
         needed = sum(-(-(len(prompt) + new_tokens) // _BLOCK) for prompt, new_tokens in requests)
         batching = self._configure(
             block_size=_BLOCK, num_blocks=2 * needed + 2, max_batch_tokens=_BATCH_TOKENS
@@ -67,7 +70,7 @@ class TransformersPeer:
                 generation_config=self._generation,
                 continuous_batching_config=batching,
                 timeout=10,
-                warmup=False,  # else it captures CUDA graphs
+                warmup=False,  # else transformers captures CUDA graphs
             ) as engine,
         ):
             try:
@@ -84,9 +87,9 @@ class TransformersPeer:
 def _collect(
     engine: Any, requests: Sequence[Request], limit_s: float | None = None
 ) -> tuple[tuple[int, ...], ...]:
-    """Run requests through transformers' manager and return their outputs in the same order.
+    """Submit `requests` to transformers' `engine`, and return their outputs in the same order.
 
-    Raises TooSlow if they take longer than `limit_s`.
+    Raises TooSlow if the requests take longer than `limit_s`.
     """
     started = time.monotonic()
     for index, (prompt, new_tokens) in enumerate(requests):

@@ -1,8 +1,8 @@
 """Numbers of a JSON schema, adapted to the parser's number types.
 
-The parser supports bounds of 64 bits and constants of double precision. It silently rounds other
-numbers, and would then permit values that do not fit the schema. So each bound is replaced by the
-nearest stricter number that the parser supports. Constants that it would round raise an error.
+The parser supports bounds of 64 bits and constants of double precision. The parser silently rounds
+other numbers, and would then permit values that do not fit the schema. So each bound is replaced by
+the nearest stricter number that the parser supports. Constants that may be rounded raise an error.
 """
 
 from __future__ import annotations

@@ -58,10 +58,10 @@ class RawKernelLogitsPostProcessor(RowProcessor):
     that takes the same arguments as NumPy arrays and ints. A manager on the CPU calls it instead of
     emulating the kernel.
 
-    The kernel is compiled once per device, on a separate thread, and requests wait for it. If it
-    cannot be compiled, they end with an error that quotes the compiler's log, or the first wrong
-    parameter. `compile` compiles it before requests need it. Raise ConfigError for invalid
-    arguments.
+    The kernel is compiled once per device, on a separate thread, and requests wait for the
+    compilation. If the compilation fails, the requests end with an error that quotes the compiler's
+    log, or the first wrong parameter. Call `compile` to compile the kernel before requests need it.
+    Raise ConfigError for invalid arguments.
     """
 
     def __init__(
@@ -107,7 +107,7 @@ class RawKernelLogitsPostProcessor(RowProcessor):
         self.prepare(device).result()
 
     def prepare(self, device: str) -> Future[Launch]:
-        """Return the future of a launch on "cpu", "emulator" or "cuda:N".
+        """Return the future of the function that launches on "cpu", "emulator" or "cuda:N".
 
         The kernel is compiled in another thread. On "cpu" a `twin` is used without compilation.
         """
@@ -173,22 +173,22 @@ class BoundKernel(BoundProcessor):
 class _Session(RowSession):
     """Parameters by line, and the arguments of a step's rows, in device memory that never moves.
 
-    `launch` allocates nothing, reads nothing on the CPU and does not wait. After a first step it
-    can be captured in a CUDA graph. The graph can be replayed after an `update` with at most as
-    many rows as were captured.
+    `launch` allocates nothing, reads nothing on the CPU and does not wait. After a first step,
+    `launch` can be captured in a CUDA graph. The graph can be replayed after an `update` with at
+    most as many rows as were captured.
     """
 
     def __init__(
         self, launch: Launch, block: int, shape: tuple[int, int], stream: Stream | None
     ) -> None:
-        """`shape` is the number of lines, and the bytes of parameters per line."""
+        """Allocate memory. `shape`: the number of lines, and the bytes of parameters per line."""
         self._launch = launch
         self._block = block
         device = torch.device("cpu") if stream is None else stream.device
         self._params = torch.zeros(shape, dtype=torch.uint8, device=device)
         self._numbers = torch.zeros((4, shape[0]), dtype=torch.int32, device=device)
         self._uploads = None if stream is None else Uploads(stream, _NUM_BUFFERS)
-        self._started: dict[int, npt.NDArray[np.uint8]] = {}  # since the last update, by line
+        self._started: dict[int, npt.NDArray[np.uint8]] = {}  # parameters to upload, by line
 
     def load(self, line: int, bound: BoundKernel) -> None:
         self._started[line] = np.frombuffer(bound.record.tobytes(), dtype=np.uint8)
@@ -217,7 +217,7 @@ class _Session(RowSession):
     def launch(self, logits: Tensor, tokens: Tensor, num_blocks: int) -> None:
         """Launch `num_blocks` blocks, at least one for each row of the last `update`.
 
-        `logits` and `tokens` are the tensors of that step.
+        `logits` and `tokens` are the tensors of the step of that `update`.
         """
         index, lines, lengths, prompt_lengths = self._numbers.unbind()
         arguments = (

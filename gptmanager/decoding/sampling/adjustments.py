@@ -2,7 +2,7 @@
 
 The order is fixed: embedding bias, repetition, frequency and presence, bad words, n-grams,
 min_length. A row's arithmetic depends only on its own logits, parameters and history, and a row
-that uses none of these is not changed. The code works on addresses and records.
+that uses none of these is not changed. Arrays are passed as addresses, parameters as records.
 
     repetition  l > 0: l / r, else l * r         for every token of prompt and output
     frequency   l - f * (times it was generated)  for every generated token
@@ -12,8 +12,7 @@ that uses none of these is not changed. The code works on addresses and records.
     min_length  -inf for each end id before its first permitted position
 
 Counts are computed from the history in each step. A table of counts, `[lines, vocab]`, would be
-larger than the histories, and would have to follow pauses, rewinds and beams. A CUDA kernel can do
-the same.
+larger than the histories, and would have to follow pauses, rewinds and beams.
 """
 
 from __future__ import annotations
@@ -58,7 +57,7 @@ def _penalize(x: int, size: int, p: Any, history: int, length: int, seen: int) -
 def _ends_with(history: int, length: int, tokens: int, start: int, count: int) -> bool:
     """Return whether the history ends with the `count` tokens from `tokens[start]` on.
 
-    It compares from the last token back, because most mismatches are found there.
+    The comparison starts at the last token, because most mismatches are found there.
     """
     if count > length:
         return False
@@ -102,7 +101,7 @@ def adjust(x: int, size: int, p: Any, history: int, length: int, position: int, 
 
     `x`, `history` and `seen` are addresses of float32 `[size]` logits, int32 `[length]` tokens, and
     int32 `[size]` zeros. `p` is a record of `cuda.sampling.adjustments.PARAMS`; its `lists` is the
-    address of the row's lists.
+    address of the row's biases, bad words and end ids.
     """
     for i in range(p.num_biases):
         token = get_int(p.lists, i)

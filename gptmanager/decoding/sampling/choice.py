@@ -1,13 +1,14 @@
-"""Chooses one token of a row of logits: the best, or one sampled after temperature and truncation.
+"""Chooses a token by a row of logits: the best, or one sampled after temperature and truncation.
 
 This compiled code decides which tokens top-k, top-p and min-p keep, and which of them is sampled.
 The result for a row depends only on its own logits and parameters, because the order of every sum
 depends only on the row's length.
 
-No logits are sorted. Top-k finds the k-th best logit by bisection, counting the logits above a
-bound. Sampling inverts the cumulative weights in the order of ids. Top-p accepts a sampled token if
-the mass ranked above it is less than p, otherwise it samples again from the tokens ranked above it.
-This samples the exact distribution of the nucleus, with at most 1 + ln(1/p) draws on average.
+No logits are sorted. Top-k finds the k-th best logit by bisection, counting the logits that are at
+least a bound. Sampling inverts the cumulative weights in the order of ids. If the probability mass
+ranked above a sampled token is less than p, top-p accepts the token. Otherwise top-p samples again,
+from the tokens ranked above this token. The accepted tokens have the exact distribution of the
+nucleus, after at most 1 + ln(1/p) draws on average.
 """
 
 from __future__ import annotations
@@ -40,8 +41,8 @@ from gptmanager.step import NO_TOKEN, NOT_FINITE
 
 Single = Any  # a float32 of compiled code
 
-BLOCK = 8 * LANES  # tokens per sum of weights
-FEW = 16  # bisection stops when this many logits are left, which are then compared one by one
+BLOCK = 8 * LANES  # tokens of a block; a block has one sum of weights
+FEW = 16  # bisection stops when so few logits are left, which are then compared one by one
 ZERO, ONE, HALF_OF = np.float32(0.0), np.float32(1.0), np.float32(0.5)
 NOTHING, LOWEST = np.float32(-np.inf), np.finfo(np.float32).min
 LOG2_E = np.float32(1.4426950408889634)
@@ -56,7 +57,7 @@ def padded(size: int) -> int:
 
 @loop
 def _load_or_nothing(x: int, i: int, size: int) -> Any:
-    """Load sixteen logits, -inf after the end of the row."""
+    """Load LANES logits from index `i` on, with -inf after the end of the row."""
     value = load_part(x, i, size - i)
     if i + LANES > size:
         value = keep_lanes(value, 0, size - i, NOTHING)
@@ -109,7 +110,7 @@ def _count_from(x: int, size: int, bound: Single) -> int:
 
 @loop
 def _gather(x: int, size: int, low: Single, high: Single, found: int) -> int:
-    """Write the logits with low <= l < high to `found`; return their number."""
+    """Write the logits with low <= logit < high to address `found`; return their number."""
     one, bottom, limit = splat(ONE), splat(low), splat(high)
     count = 0
     for block in range(0, size, BLOCK):
@@ -151,7 +152,7 @@ def find_kth(x: int, size: int, k: int, top: Single, scratch: int) -> Single:
     if num_high >= k:
         return top
     step = ONE
-    while num_low < k:  # a lower bound, twice as far down each time
+    while num_low < k:  # lower `low`, twice as far each time
         if low == LOWEST:
             return NOTHING
         high, num_high = low, num_low
@@ -178,10 +179,10 @@ def find_kth(x: int, size: int, k: int, top: Single, scratch: int) -> Single:
 def weigh(
     x: int, size: int, temperature: Single, top: Single, kth: Single, weights: int, sums: int
 ) -> float:
-    """Compute the weights e^((l - top) / temperature) of all logits l >= `kth`; return their sum.
+    """Compute the weight e^((l - top) / temperature) of each logit l >= `kth`; return their sum.
 
-    `weights` is the address of `padded(size)` floats. `sums` is the address of one float per block,
-    the sum of the block's weights.
+    The weights of lower logits are 0. `weights` is the address of `padded(size)` floats. `sums` is
+    the address of one float per block, for the sum of the block's weights.
     """
     divisor, scale = splat(temperature), splat(LOG2_E)
     highest, lowest, least = splat(top / temperature), splat(kth / temperature), splat(NEGLIGIBLE)
@@ -216,7 +217,7 @@ def _drop_below(weights: int, sums: int, size: int, floor: Single) -> None:
 
 @loop
 def _sum_above(weights: int, sums: int, size: int, token: int) -> float:
-    """Return the mass ranked above `token`, and write its part in each block to `sums`.
+    """Return the sum of the weights ranked above `token`; write the sum in each block to `sums`.
 
     Of equal weights the lower id ranks higher.
     """
@@ -246,11 +247,11 @@ def _sum_above(weights: int, sums: int, size: int, token: int) -> float:
 
 @loop
 def _pick(weights: int, sums: int, size: int, own: Single, token: int, fraction: Single) -> int:
-    """Return the token where the cumulative weight exceeds `fraction` of the sum.
+    """Return the first token, by id, where the cumulative weight exceeds `fraction` of the sum.
 
-    Only tokens ranked above `token`, which has the weight `own`, count; with 0 for both, all tokens
-    count. `sums` has the sum of these tokens' weights in each block. A token of weight 0 is never
-    returned.
+    Only the tokens ranked above `token` count; `own` is the weight of `token`. If `own` and `token`
+    are 0, all tokens count. `sums` has, for each block, the sum of the weights that count. A token
+    of weight 0 is never returned.
     """
     spot = 0.0
     for block in range(padded(size) // BLOCK):
@@ -286,7 +287,9 @@ def draw_token(p: Any, position: int, total: float, weights: int, sums: int, siz
 
     Top-p compares the mass above a token with p in single precision, as transformers does.
     """
-    if p.min_p > ZERO:  # the best weight is 1; dropped tokens rank lowest, so top-p can follow
+    # The best weight is 1, so min-p is a bound on weights. Min-p drops only the lowest ranks, and
+    # `total` includes the dropped weights: the result is the same as with top-p before min-p.
+    if p.min_p > ZERO:
         _drop_below(weights, sums, size, np.float32(p.min_p))
     token, own, draw = 0, ZERO, 0
     while True:

@@ -1,8 +1,9 @@
-"""Rejection sampling: accepts or replaces a sampled draft, with the distribution unchanged.
+"""Rejection sampling: accepts or replaces a draft, so that tokens have the model's distribution.
 
-In speculative sampling (Leviathan et al. 2023; Chen et al. 2023) a draft, sampled from q, is kept
-with probability min(1, p / q); otherwise the token is sampled from max(p - q, 0), normalized. The
-module works on distributions, and knows nothing of rows and requests.
+In speculative sampling (Leviathan et al. 2023; Chen et al. 2023), p is the distribution of the
+model, and q is the distribution from which the draft was sampled. The draft is kept with
+probability min(1, p / q); otherwise the token is sampled from max(p - q, 0), normalized. The module
+works on distributions, and knows nothing of rows and requests.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 The order of operations is fixed: embedding bias, penalties, bad words, n-grams and min_length
 (`adjustments`), then temperature, top-k, top-p and min-p (`choice`). This module keeps the
-parameters by line, and distributes rows to threads. Logits post-processors have run before. The
-module knows nothing of requests, stop words and models.
+parameters in tables with one line for each beam of a sequence, and distributes rows to threads.
+Logits post-processors have run before. The module knows nothing of requests, stop words and models.
 
 A row's token depends bit for bit only on its own logits, parameters, history, seed and position,
 because one thread computes the whole row, as one block does on a GPU.
@@ -55,7 +55,7 @@ _SMALL = 1 << 15  # for this many logits, waking a second thread costs about as 
 
 
 class SampleTask(ctypes.Structure):
-    """The addresses and sizes for one run. `seen` and `weights` have space for each thread.
+    """The addresses and sizes for one run. `seen` and `weights` have one part for each thread.
 
     If `tokens` is 0, rows are adjusted but no tokens are chosen.
     """
@@ -73,8 +73,8 @@ _TASK = np.dtype(SampleTask)
 def _log_prob(p: Any, wanted: int, x: int, token: int, top: Any, total: float) -> Any:
     """Return the log probability, or the logit, of the chosen token, after the temperature.
 
-    If the best logit overflows when divided by the temperature, the best token is chosen with
-    probability 1.
+    If the best logit overflows when divided by the temperature, the best token is chosen, and
+    the log probability is 0.
     """
     scaled, highest = get(x, token) / p.temperature, top / p.temperature
     if wanted == LOGIT:
@@ -91,7 +91,7 @@ def _choose(t: Any, p: Any, wanted: int, row: int, x: int, weights: int) -> None
     if token < 0:
         put_int(t.tokens, row, token)
         return
-    # an infinite quotient makes the weights useless: the best token has all the mass
+    # if the quotient is infinite, the weights are useless: the best token has all the mass
     greedy = p.greedy or not np.isfinite(top / p.temperature)
     total = 0.0
     if np.isfinite(top / p.temperature) and (wanted != NO_VALUE or not (greedy or p.top_k)):
@@ -109,7 +109,7 @@ def _choose(t: Any, p: Any, wanted: int, row: int, x: int, weights: int) -> None
 
 
 def sample_rows(address: int) -> None:
-    """Adjust rows in place and choose their tokens, one row after the other."""
+    """Adjust the rows that this thread claims in place, and choose their tokens."""
     t = task_at(address, _TASK)
     choices = carray(pointer_to(t.choices), t.num_lines, CHOICE)
     adjusted = carray(pointer_to(t.adjustments), t.num_lines, ADJUSTMENT)
@@ -132,15 +132,15 @@ def sample_rows(address: int) -> None:
 
 
 class Sampler:
-    """Keeps sampling parameters by line, and chooses the tokens of any set of lines.
+    """Keeps the sampling parameters of each line, and chooses the tokens of any set of lines.
 
     As in transformers, top_k keeps all ties with the k-th best token, top_p keeps the fewest best
     tokens with a mass of at least p in single precision, min_p is relative to the best token's
     probability, and the best token is always kept. Equal logits rank by ascending id (in
-    transformers their order is undefined).
+    transformers, their order is undefined).
 
-    Invalid logits affect their own row only. The token of a row is NOT_FINITE if a logit is NaN or
-    +inf, and NO_TOKEN if all are -inf.
+    Invalid logits affect their own row only. The token of a row is NOT_FINITE if any of its logits
+    is NaN or +inf, and NO_TOKEN if all its logits are -inf.
 
     `histories` int32 `[num_lines, length]` has the tokens of each line. Penalties, bad words and
     n-grams read the tokens before the position for which a token is chosen.
@@ -175,10 +175,10 @@ class Sampler:
         orig_prompt_len: int,
         output_config: OutputConfig = NO_EXTRAS,
     ) -> None:
-        """Set the sampling parameters of the sequence that starts in `line`; they must be valid.
+        """Set the sampling parameters of the sequence that starts in `line`. They must be valid.
 
-        `orig_prompt_len` is the number of prompt tokens that the host passed; min_length and the
-        penalties of generated tokens count from there.
+        `orig_prompt_len` is the number of prompt tokens that the host passed. For min_length and
+        the penalties, all tokens after these are generated tokens.
         """
         lists = self._lists[line] = adjustments.pack_lists(params)
         self._choices[line] = sampling.pack(params, self.vocab_size)
@@ -200,8 +200,9 @@ class Sampler:
 
         `logits` float32 `[S, vocab_size]` are on the CPU, and may be changed. `lines` int64 `[S]`
         are the rows' lines, and `positions` int64 `[S]` the absolute positions of the tokens to be
-        chosen. `log_probs` float32 `[S]` is written in rows of lines that ask for it. Raise
-        ValueError for logits of another dtype, shape or device.
+        chosen. `log_probs` float32 `[S]` receives the chosen tokens' log probabilities, or their
+        logits after the temperature, in the rows of lines with an `output_config` that requests
+        them. Raise ValueError for logits of another dtype, shape or device.
         """
         tokens = np.empty(len(lines), dtype=np.int32)
         if log_probs is None:
@@ -210,20 +211,20 @@ class Sampler:
         return tokens
 
     def adjusts(self, lines: Ints) -> bool:
-        """Return whether one of these lines changes logits, so that its history is needed."""
+        """Return whether any of these lines adjusts logits, which may need the line's history."""
         return bool(self._adjustments["adjusts"][lines].any())
 
     def log_probs(self, logits: Tensor, lines: Ints, positions: Ints) -> Tensor:
         """Return the scores that beam search ranks by, float32 `[S, vocab_size]`.
 
         `sample` describes the arguments. The scores are the log-softmax after adjustments and
-        temperature. If a logit of a row is NaN or +inf, all scores of the row are NaN. If all are
-        -inf, all scores are -inf.
+        temperature. If a logit of a row is NaN or +inf, all scores of the row are NaN. If all
+        logits of a row are -inf, all scores of the row are -inf.
         """
         logits = self._run(logits, lines, positions, None, None)
         best = logits.amax(dim=1)
         logits /= torch.from_numpy(self._choices["temperature"][lines])[:, None]
-        logits.clamp_(max=torch.finfo(torch.float32).max)  # an infinite quotient
+        logits.clamp_(max=torch.finfo(torch.float32).max)  # if the quotient is infinite
         scores = torch.log_softmax(logits, dim=1).nan_to_num_(nan=-torch.inf, neginf=-torch.inf)
         scores[~(best < torch.inf)] = torch.nan
         return scores
@@ -236,10 +237,10 @@ class Sampler:
         tokens: npt.NDArray[np.int32],
         log_probs: npt.NDArray[np.float32],
     ) -> npt.NDArray[np.float32]:
-        """Return the log probabilities of the tokens `ids` `[S, k]`, float32 `[S, k]`.
+        """Return the log probabilities or logits, float32 `[S, k]`, of the tokens `ids` `[S, k]`.
 
-        `logits` are as `sample` has changed them. `tokens` and `log_probs` `[S]` are the results of
-        `sample`. The result is NaN in rows without a token.
+        `logits` are the logits that `sample` has adjusted in place. `tokens` and `log_probs` `[S]`
+        are the results of `sample`. The result is NaN in rows without a token.
         """
         temperatures = self._choices["temperature"][lines][:, None]
         chosen = np.maximum(tokens, 0).astype(np.int64)[:, None]

@@ -1,8 +1,9 @@
 """`TokenChooser`: chooses a step's tokens from its logits, and computes the requested outputs.
 
 This module decides the order in which a step's logits are post-processed, searched, sampled and
-compared with drafts. `decoding` implements each of these. This module does not know models and KV
-caches. One choice is one token that is chosen from one row of logits; see `SamplingRows`.
+compared with drafts. The package `decoding` implements these operations. This module does not know
+models and KV caches. One choice is one token that is chosen from one row of logits; see
+`SamplingRows`.
 """
 
 from __future__ import annotations
@@ -89,7 +90,7 @@ class TokenChooser:
         self._processing = processing
         self._drawn = DrawnDrafts(sampler)
         self._sampled: set[int] = set()  # slots with beams that are sampled, not searched
-        # candidates for each beam of a search, by slot; 0 for a slot without a search
+        # by slot: the number of candidates of each beam in a beam search; 0 without beam search
         self._num_candidates = np.zeros(lines.num_slots, dtype=np.int32)
 
     def load(self, start: SequenceStart) -> None:
@@ -220,7 +221,7 @@ class TokenChooser:
     # Several beams -----------------------------------------------------------------------------
 
     def _spread(self, rows: SamplingRows, logits: Tensor) -> tuple[SamplingRows, Tensor]:
-        """Repeat the logits and the history of a context once for each of its sampled beams."""
+        """Repeat the logits and history of each context with sampled beams, once for each beam."""
         is_sampled = [row.slot in self._sampled for row in rows.rows]
         starts, pieces, end = rows.firsts.tolist(), [], 0
         copies = np.ones(len(rows.lines), dtype=np.int64)
@@ -282,8 +283,8 @@ class TokenChooser:
     def _depends_on_order(self, rows: SamplingRows) -> bool:
         """Return whether a row's drafts must be verified one after the other.
 
-        Penalties do not require it: the histories contain the drafts, and a choice after a wrong
-        draft does not count.
+        Penalties alone do not require this order: the histories contain the drafts, and a choice
+        after a wrong draft does not count.
         """
         drafted = [row.slot for row in rows.rows if row.num_drafts]
         return not self._drawn.by_slot.keys().isdisjoint(drafted) or (

@@ -11,9 +11,10 @@ from gptmanager.step import TopLogProbs
 
 
 class TopTokens:
-    """The top tokens of S choices. `counts` int32 `[rows]`: the number that each row asks for.
+    """The top tokens of S choices, consecutive for each row.
 
-    `wanted` int32 `[S]`: the number for each choice. `most`: the largest of these numbers.
+    `counts` int32 `[rows]`: how many top tokens a row asks for. `wanted` int32 `[S]`: the same for
+    each choice. `most`: the largest of these numbers.
     """
 
     def __init__(self, rows: SamplingRows, counts: np.ndarray) -> None:
@@ -25,7 +26,7 @@ class TopTokens:
         self._ids = np.zeros((len(self.wanted), self.most), dtype=np.int32)
 
     def put(self, choices: np.ndarray, log_probs: np.ndarray, ids: np.ndarray) -> None:
-        """Store log probabilities and ids `[n, most]`, best first, of these choices."""
+        """Store the log probabilities and ids `[n, most]` of n choices, each best first."""
         self._log_probs[choices], self._ids[choices] = log_probs, ids
 
     def by_row(self) -> tuple[TopLogProbs, ...]:

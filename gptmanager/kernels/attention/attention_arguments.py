@@ -18,9 +18,10 @@ Positions = TypeVar("Positions", int, npt.NDArray[np.int64], Tensor)
 class Pages(NamedTuple):
     """One layer's part of the KV cache: `keys [P, K, D, B]`, `values [P, K, B, D]`.
 
-    They may be float8_e4m3fn, with `cache_scales [2, K]` float32 (of keys, then of values): a
-    number is element * scale. A written element is number / scale, clamped to +-448 and rounded to
-    nearest. If `is_once`, the values are the keys (latents), in the same memory.
+    If keys and values are float8_e4m3fn, `cache_scales [2, K]` float32 has the scales of keys, then
+    of values. A stored element stands for element * scale. A number is stored as number / scale,
+    clamped to +-448 and rounded to nearest. If `is_once`, the values are the keys (latents), in the
+    same memory.
     """
 
     keys: Tensor
@@ -39,11 +40,12 @@ class RowLengths(NamedTuple):
 class RowSpans(NamedTuple):
     """The tokens and pages of each row: int32 tensors, the same for all layers.
 
-    Row r owns the packed tokens `row_starts[r]:row_starts[r + 1]` of `row_starts [R + 1]`. They are
-    the last of its `kv_lengths[r]` positions (`[R]`). Its blocks are row `slots[r]` (`[R]`) of
-    `block_tables [slots, blocks]`. The first `num_context_rows` rows may have several tokens.
-    `lengths` is None in a captured step, and may be None in a batch made by a host. The `begin` of
-    some kernels sets `plan` or `phases`, which are otherwise None.
+    Row r owns the packed tokens `row_starts[r]:row_starts[r + 1]`; `row_starts` is `[R + 1]`. These
+    tokens are at the last of the `kv_lengths[r]` positions of row r; `kv_lengths` is `[R]`. The
+    blocks of row r are row `slots[r]` of `block_tables [slots, blocks]`; `slots` is `[R]`. The
+    first `num_context_rows` rows may have several tokens. `lengths` is None in a captured step, and
+    may be None in a batch made by a host. The `begin` of some kernels sets `plan` or `phases`,
+    which are otherwise None.
     """
 
     row_starts: Tensor
@@ -58,7 +60,7 @@ class RowSpans(NamedTuple):
     def part(self, first: int, last: int) -> RowSpans:
         """Return the rows from `first` to `last` (excluded), for use with the tokens of all rows.
 
-        With a plan, they must be exactly the context rows, or exactly the generation rows.
+        If there is a plan, `first` to `last` must be exactly the context or the generation rows.
         """
         return self._replace(
             row_starts=self.row_starts[first : last + 1],
@@ -72,9 +74,9 @@ class AttentionShape(NamedTuple):
     """The attention that one layer computes.
 
     Token i of a row with n new tokens and KV length m is at position p = m - n + i, and sees the
-    positions 0 to p. With `window` it sees only the last `window` of them, including p, and the
-    first `sink`. If `chunked`, its window begins at the last multiple of `window` up to p instead.
-    A score is a dot product times `scale`; with `softcap` it becomes
+    positions 0 to p. With `window` it sees only the last `window` of these positions, including p,
+    and the first `sink` positions. If `chunked`, the window instead begins at the largest multiple
+    of `window` that is at most p. A score is a dot product times `scale`; with `softcap` it becomes
     softcap * tanh(score / softcap). With `fp8`, pages have 8-bit floats. With `sinks`, each head
     has a score without a value. With `late_norm`, queries and keys are normalized after their
     rotation. With `plus_one`, the weights of these norms are stored minus 1. `is_once` is as in

@@ -1,8 +1,9 @@
 """Compiled routing: chooses each token's experts, gathers the inputs of each expert, and adds up
 the outputs.
 
-A choice is one of a token's experts; choices are numbered token by token. The row of a choice is
-the index of the input that its expert reads; inputs are sorted by expert.
+A choice is one of the `per_token` experts of a token. Choices are numbered token by token. The row
+of a choice is the index, in `rows`, of the input that the choice's expert reads. Rows are sorted by
+expert.
 """
 
 # mypy: allow-untyped-calls
@@ -42,25 +43,26 @@ SCORES: Mapping[Score, int] = {name: kind for kind, name in enumerate(get_args(S
 _SOFTMAX, _SIGMOID, _SOFTMAX_OF_BEST, _SIGMOID_OF_BEST = range(4)  # as `Score` lists them
 _INFINITY = np.float32(np.inf)
 _SUM_EPS = np.float32(1e-20)
-SCRATCH_ROWS = 3  # per thread: scores, ranked scores, and the quality of groups
+SCRATCH_ROWS = 3  # per thread: scores, scores for ranking, and qualities of groups
 
 
 class RoutingTask(ctypes.Structure):
     """Addresses (0: none), sizes, and the fields of `Routing`.
 
     The fields up to `scratch` depend on the call. Inputs are `logits` `[num_tokens, num_experts]`,
-    `x` `[num_tokens, width]`, and `correction` and `factors`, float32 `[num_experts]`. The experts
-    of this rank are `count` from number `first` on.
+    `x` `[num_tokens, width]`, and `correction` and `factors`, float32 `[num_experts]`. This rank
+    has `count` experts, from number `first` on.
 
     Results are `weights` float32 and `choices` int64, both `[num_tokens, per_token]`; `places`
     int64 of the same shape, the row of each choice, or -1 for experts of other ranks; and `rows`
     `[num_tokens * per_token, width]`, the inputs of experts. `starts` is int64 scratch
-    `[count + 1]`, and `zeros` int64 memory `[num_zeros]` that is set to 0.
+    `[count + 1]`, and `scratch` float32 `[threads, SCRATCH_ROWS, num_experts]`. `zeros` is int64
+    memory `[num_zeros]` that is set to 0.
 
-    `lists` int64 `[num_lists, 1 + 3 * count]` has a list of experts for each pair in `bounds`: the
-    experts with a number of rows above the first number of the pair, and at most the second. A list
-    begins with its number of experts. Then it has for each expert its number minus `first`, its
-    number of rows, and its first row.
+    `bounds` has `num_lists` pairs (low, high) of int64. `lists` int64 `[num_lists, 1 + 3 * count]`
+    has a list for each pair: the experts with more than `low` and at most `high` rows. A list
+    begins with its number of experts. Then the list has, for each of its experts, the expert's
+    number minus `first`, number of rows, and first row.
     """
 
     _fields_ = task_fields(
@@ -74,7 +76,7 @@ class RoutingTask(ctypes.Structure):
 class MixingTask(ctypes.Structure):
     """Addresses of the experts' `outputs` by row, and of the `places` and `weights` of choices.
 
-    `weights` is 0 if the weights have already multiplied the inputs of experts.
+    `weights` is 0 if the inputs of the experts were already multiplied by the weights.
     """
 
     _fields_ = task_fields("num_tokens outputs result places weights per_token width dtype")
@@ -114,7 +116,7 @@ def _score(t: Any, token: int, scores: int) -> None:
 
 @loop
 def _quality(t: Any, scores: int, group: int) -> Any:
-    """Return the best score of a group, or the sum of its two best."""
+    """Return the best score of a group or, with `two_best`, the sum of its two best scores."""
     size = t.num_experts // t.groups
     best, second = -_INFINITY, -_INFINITY
     for e in range(group * size, (group + 1) * size):
@@ -128,7 +130,7 @@ def _quality(t: Any, scores: int, group: int) -> Any:
 
 @loop
 def _keep_best_groups(t: Any, scores: int, qualities: int) -> None:
-    """Set the scores to -inf in all groups but the best; of equal groups, keep the earlier."""
+    """Set the scores to -inf in all but the best groups; of equal groups, the earlier is better."""
     size = t.num_experts // t.groups
     for group in range(t.groups):
         put(qualities, group, _quality(t, scores, group))
@@ -204,14 +206,14 @@ def _choose(t: Any, token: int, scores: int) -> None:
 
 @loop
 def _own(t: Any, choice: int) -> int:
-    """Return the number of a choice's expert on this rank, or `count` for one of another rank."""
+    """Return the number of a choice's expert minus `first`, or `count` if another rank has it."""
     number: int = get_long(t.choices, choice) - t.first
     return number if 0 <= number < t.count else t.count
 
 
 @loop
 def _list(t: Any, expert: int, rows: int, first: int) -> None:
-    """Add an expert to the lists for its number of rows."""
+    """Add an expert to each list with bounds that include the expert's number of rows."""
     size = 1 + 3 * t.count
     for number in range(t.num_lists):
         if get_long(t.bounds, 2 * number) < rows <= get_long(t.bounds, 2 * number + 1):
@@ -253,7 +255,7 @@ def _sort(t: Any) -> None:
 
 @loop
 def _gather(t: Any, token: int) -> None:
-    """Copy a token's input, scaled if `scales_inputs`, to the rows of its choices."""
+    """Copy a token's input to the rows of its choices, times their weights if `scales_inputs`."""
     for choice in range(token * t.per_token, (token + 1) * t.per_token):
         place = get_long(t.places, choice)
         if place < 0:
@@ -302,7 +304,7 @@ def gather(address: int) -> None:
 
 
 def mix(address: int) -> None:
-    """Add up the weighted outputs of each token's experts, in float32."""
+    """Add up, in float32, the weighted outputs of each token's experts, for the claimed tokens."""
     t = task_at(address, MIXING_TASK)
     part = claim(address, NEXT_PART)
     while part < t.num_parts:

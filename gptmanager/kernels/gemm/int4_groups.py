@@ -1,7 +1,7 @@
-"""`Groups`: rows of a 4-bit matrix, in groups of 32 columns with a scale each.
+"""`Groups`: rows of a 4-bit matrix, in groups of 32 columns, each group with its own scale.
 
 An element is `scale * (value - 8)`, or `scale * value + minimum` if groups have minima. Scales and
-minima are float16, so groups have exactly the numbers of GGUF's blocks Q4_0 and Q4_1.
+minima are float16, so that `Groups` can hold the Q4_0 and Q4_1 blocks of GGUF exactly.
 """
 
 from __future__ import annotations
@@ -11,16 +11,16 @@ from dataclasses import dataclass
 import torch.nn.functional as F
 from torch import Tensor
 
-GROUP = 32  # columns with one scale
-MIDDLE, MOST = 8, 15  # the value that represents zero without a minimum, and the largest value
+GROUP = 32  # columns that share a scale
+MIDDLE, MOST = 8, 15  # the value that means zero if there are no minima; the largest value
 
 
 @dataclass(frozen=True, slots=True)
 class Groups:
     """Rows of 4-bit values with a scale for each group of 32 columns.
 
-    `values` is uint8 `[n, columns]`, from 0 to 15. `scales` and `minima`, which may be None, are
-    float16 `[n, groups]`. The last group of a row may have fewer than 32 columns.
+    `values` is uint8 `[n, columns]`, each from 0 to 15. `scales` and `minima` are float16
+    `[n, groups]`; `minima` may be None. The last group of a row may have fewer than 32 columns.
     """
 
     values: Tensor
@@ -40,7 +40,7 @@ class Groups:
         return Groups(self.values[rows], self.scales[rows], minima)
 
     def columns(self, columns: slice) -> Groups | None:
-        """Return these columns of each row, or None if they begin within a group."""
+        """Return these columns of each row, or None if the first column is inside a group."""
         start, stop, _ = columns.indices(self.values.shape[1])
         if start % GROUP:
             return None
@@ -49,7 +49,7 @@ class Groups:
         return Groups(self.values[:, start:stop], self.scales[:, own], minima)
 
     def floats(self) -> Tensor:
-        """Return the elements in float32. They are exact without minima, else rounded once."""
+        """Return the elements in float32: exact without minima, rounded once with minima."""
         count = self.values.shape[1]
         wide = whole_groups(self.values.float())
         wide = wide * self.scales.float().unsqueeze(-1) + self.offsets.unsqueeze(-1)

@@ -1,8 +1,8 @@
-"""Register tiles for low-rank adapters: `dots` for A x; `expanded`, which transposes B, for B h.
+"""Register tiles for low-rank adapters: `dots` computes A x, and `expanded` computes B h.
 
-The bits of an element do not depend on how tokens and ranks are cut into tiles. Elements of two
-bytes are transposed in pairs and widened afterwards. A tile prefetches the memory that is read
-next, because the processor's own prefetching ends with each row.
+The bits of a result do not depend on how tokens and ranks are cut into tiles. `expanded` transposes
+B: elements of two bytes are transposed in pairs and widened afterwards. A tile prefetches the
+memory that is read next, because the processor's own prefetching ends with each row.
 """
 
 # mypy: allow-untyped-calls
@@ -33,8 +33,8 @@ from gptmanager.kernels.simd.lanes import (
 )
 from gptmanager.kernels.simd.pairs import add_pairs
 
-ROWS, RANKS = 2 * WIDE, 4  # size of a tile of A x: its sums fit in registers
-RANKS_OF_ONE = 4 * WIDE  # the same for a tile with one token
+ROWS, RANKS = 2 * WIDE, 4  # tokens and ranks of a tile of A x: its sums fit in registers
+RANKS_OF_ONE = 4 * WIDE  # ranks of a tile of A x with one token
 DEPTH = 8  # ranks of B that stay in registers, next to the sums
 LINE = 64  # bytes of a cache line
 NAMES = "float32", "bfloat16", *(("float16",) if HAS_FLOAT16 else ())
@@ -80,11 +80,12 @@ def dots(rows: int, ranks: int, dtype: str) -> Any:
     """Return an intrinsic that stores the dot products of `rows` tokens with `ranks` rows of A.
 
     Its arguments are `(h, stride, x, a, width, last_row, last_rank, ahead)`. The results of two
-    adjacent tokens are `stride` floats apart. Tokens after `last_row` repeat token `last_row`, and
-    rows of A after `last_rank` repeat row `last_rank`. From `ahead` on, as many bytes are
-    prefetched as are read of A. `x` is float32. `width` is the width of x and A, at least LANES. An
-    element is the sum of sixteen chains along the width. With `dtype` "bfloat16 pairs" x is also
-    bfloat16, `width` is at least 2 * LANES, and a chain adds two elements at a time.
+    adjacent tokens are `stride` floats apart in `h`. Tokens after `last_row` repeat token
+    `last_row`, and rows of A after `last_rank` repeat row `last_rank`. From `ahead` on, as many
+    bytes are prefetched as are read of A. `x` is float32. `width` is the width of x and A, at least
+    LANES. A dot product is the sum of sixteen partial sums along the width. With `dtype` "bfloat16
+    pairs" x is also bfloat16, `width` is at least 2 * LANES, and each step adds two products to
+    each partial sum.
     """
     kept = dtype.removesuffix(" pairs")
     by_pairs = kept != dtype
@@ -138,7 +139,7 @@ def dots(rows: int, ranks: int, dtype: str) -> Any:
 
 
 def _starts(builder: Any, address: Any, num_bytes: Any, last: Any, count: int) -> list[Any]:
-    """Return the addresses of `count` rows of `num_bytes`; after row `last`, its address again."""
+    """Return the addresses of `count` rows of `num_bytes`. Rows after `last` repeat row `last`."""
     rows = [_number(row) for row in range(count)]
     there = [builder.select(builder.icmp_signed("<", row, last), row, last) for row in rows]
     return [builder.add(address, builder.mul(row, num_bytes)) for row in there]
@@ -181,7 +182,7 @@ def _transposed(builder: Any, dtype: str, b: Any, rank: Any) -> list[Any]:
     def load_lanes(first: int) -> Any:
         """Load parts of some rows as sixteen lanes.
 
-        The choice of rows replaces the exchanges at distances >= `units`.
+        The rows are `units` apart, which replaces the exchanges at distances >= `units`.
         """
         parts = [load_row(first + units * n) for n in range(LANES // units)]
         while len(parts) > 1:
@@ -192,7 +193,7 @@ def _transposed(builder: Any, dtype: str, b: Any, rank: Any) -> list[Any]:
 
     values = [load_lanes(index) for index in range(units)]
     distance = units
-    while distance > 1:  # each round exchanges two quarters of every square of 2 x distance
+    while distance > 1:  # each round swaps the off-diagonal quarters of squares of 2 x distance
         distance //= 2
         low = [n if not n & distance else n + LANES - distance for n in range(LANES)]
         high = [n + distance if not n & distance else n + LANES for n in range(LANES)]

@@ -10,10 +10,9 @@ from gptmanager.models.spec import QueryTemperature
 
 
 def without_heads(pages: Pages) -> Pages:
-    """Return `pages` with zero KV heads, for a layer that uses the keys and values of another
-    layer.
+    """Return `pages` with zero KV heads, so that a layer writes no keys and values.
 
-    The layer then writes no keys and values.
+    This is for a layer that uses the keys and values of another layer.
     """
     scales = None if pages.cache_scales is None else pages.cache_scales[:, :0].contiguous()
     return Pages(pages.keys[:, :0], pages.values[:, :0], scales)

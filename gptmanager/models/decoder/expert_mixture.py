@@ -15,8 +15,8 @@ def mix_experts(
 ) -> Tensor:
     """Return the outputs `[T, C]` of the experts for `hidden [T, C]`, plus `shared`.
 
-    `shared [T, C]`: the output of the layer's shared MLP, or None. If the layer has a gate for it,
-    it is multiplied by the sigmoid of the gate.
+    `shared [T, C]`: the output of the layer's shared MLP, or None. If the layer has a gate for the
+    shared MLP, `shared` is multiplied by the sigmoid of the gate's output before the addition.
     """
     logits = kernels.linear(hidden, *own.router)
     mixed = kernels.experts(hidden, logits, own.correction, own.routing, own.experts)

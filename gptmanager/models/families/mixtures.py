@@ -1,4 +1,4 @@
-"""Families with mixtures of experts."""
+"""The model families with mixtures of experts."""
 
 from __future__ import annotations
 

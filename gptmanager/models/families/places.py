@@ -67,8 +67,8 @@ def _tensors(family: Family, given: Collection[str]) -> Tensors:
 def row_orders(spec: ModelSpec, index: int) -> dict[str, Order]:
     """Return LoRA module -> the order in which loading stores its rows, for layer `index`.
 
-    An order is a sequence of (start, stop, step), ranges of rows in the checkpoint. Modules that
-    keep the order of the checkpoint are left out.
+    An order lists ranges (start, stop, step) of rows in the checkpoint; loading stores them one
+    after another. Modules that keep the order of the checkpoint are left out.
     """
     own, family = spec.layers[index].attention, FAMILIES[spec.family]
     parts = {part for ours, part in family.tensors.values() if ours == "qkv"}
@@ -156,7 +156,7 @@ def _in_layer(
     elif parameter.endswith(("q_norm.weight", "k_norm.weight")):
         count = num_rows // layer.attention.head_dim
         place = _heads(parameter, layer.attention, 0, count, _interleaved_rope(spec), False)
-        # a norm for each head is a matrix, with a row for each head
+        # if each head has a norm of its own, the checkpoint has a matrix with a row for each head
         is_stacked = spec.norms.query_key == "own_head"
         yield theirs, replace(place, stacked=count) if is_stacked else place
     elif part == "row":  # a matrix of one row
@@ -181,9 +181,9 @@ def _interleaved_rope(spec: ModelSpec) -> Rope | None:
 def _heads(
     parameter: str, own: Attention, first: int, count: int, rope: Rope | None, transposed: bool
 ) -> Place:
-    """Return the place of `count` heads from head `first` of the parameter on.
+    """Return the place of `count` heads, which become the heads of the parameter from `first` on.
 
-    `rope`: see `_interleaved_rope`; if it is not None, rows are reordered as by `_head_runs`.
+    If `rope` (see `_interleaved_rope`) is not None, `_head_runs` reorders the rows of each head.
     """
     if rope is None:
         dim = own.head_dim
@@ -208,9 +208,10 @@ def _head_runs(own: Attention, rope: Rope, first: int, count: int) -> tuple[Run,
 
 
 def _latent_runs(spec: ModelSpec, own: Attention, latent: Latent, of_keys: bool) -> tuple[Run, ...]:
-    """Return the runs of the query matrix, or with `of_keys` of the matrix for latent and key.
+    """Return the runs of the query matrix, or if `of_keys`, of the matrix that computes the latent
+    and the rotated key.
 
-    All heads share one rotated key. Interleaved RoPE pairs are reordered; see `_head_runs`.
+    All heads share the rotated key. Interleaved RoPE pairs are reordered; see `_head_runs`.
     """
     heads, plain = (1, latent.rank) if of_keys else (own.num_heads, latent.key_dim)
     rope_dim, is_reordered = own.head_dim - latent.rank, _interleaved_rope(spec) is not None
@@ -259,9 +260,9 @@ def _latent_heads(
 
 
 def _gated_runs(own: Attention) -> tuple[Run, ...]:
-    """Return the runs of a matrix in which each head has its queries, followed by its gates.
+    """Return the runs of a matrix in which each head has its query rows, then its gate rows.
 
-    The parameter has the gates of all heads, followed by the queries of all heads.
+    The parameter has the gate rows of all heads, followed by the query rows of all heads.
     """
     dim, heads = own.head_dim, own.num_heads
     runs = []
@@ -289,8 +290,9 @@ def _delta_place(own: Attention, part: str | None, parameter: str) -> Place | No
 def _delta_runs(own: DeltaShape, of_inputs: bool) -> tuple[Run, ...]:
     """Return the runs of a projection of linear attention in the order of key heads (Qwen3-Next).
 
-    With `of_inputs`, each key head has its query, its key, its values and their gates. Otherwise
-    each key head has the rates of its value heads, and the arguments of their decays.
+    If `of_inputs`, each key head has rows for its query, its key, its values and their gates.
+    Otherwise each key head has rows for the rates of its value heads, then for the arguments of
+    their decays.
     """
     group = own.value_heads // own.key_heads
     values, heads = group * own.value_dim, own.key_heads

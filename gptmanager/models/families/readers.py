@@ -72,7 +72,10 @@ def minimax_network(fields: Fields) -> Mapping[str, Any]:
 
 
 def opt_network(fields: Fields) -> Mapping[str, Any]:
-    """Refuse the variants of OPT with norms after attention, and with projected embeddings."""
+    """Refuse the variants of OPT that are not supported.
+
+    They have norms after attention, no final norm, norms without weights, or projected embeddings.
+    """
     for field, needed in (
         ("do_layer_norm_before", True),
         ("_remove_final_layer_norm", False),
@@ -135,8 +138,9 @@ def experts_of(
     """Return a reader of a layer's mixture of experts and of the width of an expert.
 
     The reader returns None if the config has no experts, or if `is_dense` is true for the layer.
-    Names of config fields: `count`, `width`, `per_token`, `shared` (the shared MLP's width),
-    `num_shared` (shared experts, each as wide as an expert), and `renormalize` if it is a string.
+    These arguments are names of config fields: `count`, `width`, `per_token`, `shared` (the width
+    of the shared MLP), `num_shared` (the number of shared experts, each as wide as an expert), and
+    `renormalize` if it is a string.
     """
 
     def read(fields: Fields, layer: int) -> tuple[Experts, int] | None:

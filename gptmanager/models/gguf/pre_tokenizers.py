@@ -1,7 +1,8 @@
 r"""A table of the pre-tokenizers of byte-level BPE, by their names in `tokenizer.ggml.pre`.
 
-A pre-tokenizer is a list of regular expressions, which are applied in order: each splits the pieces
-so far into its matches and the text between them. The expressions are those of llama.cpp.
+A pre-tokenizer is a list of regular expressions, which are applied in order: each expression splits
+the pieces so far into its matches and the text between them. The expressions are those of
+llama.cpp.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ def _alternatives(*patterns: str) -> tuple[str, ...]:
     return ("|".join(patterns),)
 
 
-_FALLING_SPACES = (  # runs of white space, with the longest of these lengths that matches
+_FALLING_SPACES = (  # white space: the first that matches of 512, 256, ..., 4, 2 or 1 characters
     *(rf"\s{{{1 << power}}}(?!\S)" for power in range(9, 1, -1)),
     r"\s{1,2}(?!\S)",
     r"\s{1}",
@@ -69,7 +70,7 @@ _BLOOM = " ?[^(\\s|.,!?…。，、।۔،)]+"
 _DEFAULT = PreTokenizer(
     (r"[\p{P}\$\+<=>\^~\|]+", _WORDS, r"\p{N}+", "[0-9][0-9][0-9]"),
 )
-# Each pre-tokenizer with all its names.
+# Each pre-tokenizer, and all its names, separated by spaces.
 _NAMED: Sequence[tuple[PreTokenizer, str]] = (
     (_DEFAULT, "default"),
     (

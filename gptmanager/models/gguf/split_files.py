@@ -58,7 +58,7 @@ def read_model(path: Path) -> Header:
 
 
 def first_of_split(files: Sequence[Path]) -> Path | None:
-    """Return the first of the sorted `files` if they are, by their names, all files of one model.
+    """Return `files[0]` if the sorted `files` are, by their names, all files of one model.
 
     Otherwise returns None.
     """

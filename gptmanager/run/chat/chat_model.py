@@ -1,6 +1,6 @@
 """`ChatModel`: answers the messages of a chat with a manager of its own.
 
-It decides the sampling and the length of an answer. It is independent of terminals and commands.
+It decides the sampling and the length of an answer. It neither reads nor writes the terminal.
 """
 
 from __future__ import annotations
@@ -25,8 +25,9 @@ from gptmanager.models.checkpoint_parts import open_tensors, read_part
 from gptmanager.models.hf.sizes import read_sizes
 from gptmanager.terminal.options import ManagerOptions
 
-# For a checkpoint that says nothing about sampling. With greedy decoding, small models repeat text.
+# Used if the checkpoint gives no sampling values. With greedy decoding, small models repeat text.
 _DEFAULTS = {"temperature": 0.6, "top_p": 0.9, "repetition_penalty": 1.1}
+# name in generation_config.json and in the command's options -> keyword of a request
 _SAMPLING = {
     "temperature": "temperature",
     "top_k": "runtime_top_k",
@@ -37,7 +38,7 @@ _SAMPLING = {
 
 
 class ChatModel:
-    """A model with its chat template. `context_size`: the most tokens of prompt plus answer."""
+    """A model with its chat template. `context_size`: the most tokens of a prompt plus answer."""
 
     def __init__(
         self,
@@ -60,10 +61,10 @@ class ChatModel:
         return bool(options["temperature"]) and options.get("runtime_top_k") != 1
 
     def start(self, messages: Sequence[Mapping[str, str]], count: int) -> list[Generation]:
-        """Begin `count` answers to the last message, which are generated in one batch.
+        """Begin `count` answers to the last message, each as a request of its own.
 
         Raises InvalidRequestError if the chat template refuses the messages. Raises CapacityError
-        if they leave no room for an answer, or if the template's process cannot be started.
+        if the messages leave no room for an answer, or if the template's process cannot be started.
         """
         prompt = self._template.render(messages)
         if not prompt:
@@ -82,7 +83,7 @@ class ChatModel:
 
 @contextmanager
 def open_chat_model(options: argparse.Namespace, given: ManagerOptions) -> Iterator[ChatModel]:
-    """Load the model of the command's options.
+    """Load the model that the command's options name.
 
     Raises ConfigError for wrong options or a wrong file.
     """
@@ -90,8 +91,8 @@ def open_chat_model(options: argparse.Namespace, given: ManagerOptions) -> Itera
     sizes = read_sizes(path, given.params.model_backend, given.params.max_seq_len)
     request_options = {"stop": checked_stops(options.stop), **_sampling(options)}
     params = given.params
-    # An incomplete folder may lack a file of weights and the chat template. The weights are the
-    # cause to report, and the manager would check them too late.
+    # If a folder lacks both weights and the chat template, report the weights. The manager would
+    # check the weights only after the template was read.
     open_tensors(path).close()
     templates = _templates(path, options.chat_template)
     tokenizer = load_tokenizer(path)
@@ -117,7 +118,7 @@ def for_chats(given: ManagerOptions) -> ManagerOptions:
     """Return the options with block reuse and chunked context, unless the model type is V1.
 
     Block reuse keeps the KV cache of earlier messages. With chunked context, a prompt may be as
-    long as the model's context.
+    long as the model's context. Models that keep a state for each sequence have no block reuse.
     """
     is_v1 = given.model_type is ModelType.V1  # supports neither
     cache = replace(given.params.kv_cache_config, enable_block_reuse=False if is_v1 else None)
@@ -141,7 +142,7 @@ def _templates(path: Path, file: Path | None) -> dict[str, str]:
 
 
 def _sampling(options: argparse.Namespace) -> dict[str, Any]:
-    """Return the sampling tensors of every request: the options, or else the checkpoint's."""
+    """Return the sampling values of every request: the options, or else the checkpoint's values."""
     generation = read_part(options.model, "generation_config.json") or {}
     of_model = {name: generation[name] for name in _SAMPLING if generation.get(name) is not None}
     given = {name: getattr(options, name) for name in _SAMPLING}

@@ -39,20 +39,20 @@ class Conversation:
     def asking(self, question: str, *, again: bool = False) -> list[Message]:
         """Return the messages followed by a question, without adding the question to the chat.
 
-        `again`: the question replaces the last one and its answer.
+        `again`: the question replaces the last question and its answer.
         """
         messages = self.messages[:-2] if again else self.messages
         return [*messages, _message("user", question)]
 
     def add(self, question: str, answers: Sequence[str], *, again: bool = False) -> None:
-        """Add a question with its answers; the chat continues with the first one."""
+        """Add a question with its answers. The chat continues with the first answer."""
         if again:
             del self._messages[-2:]
         self._answers = [*answers]
         self._messages += [_message("user", question), _message("assistant", answers[0])]
 
     def pick(self, number: int) -> None:
-        """Continue with the answer `number`, from 1, to the last question.
+        """Continue the chat with one of the answers to the last question; `number` 1 is the first.
 
         Raises ConfigError if `number` is not between 1 and the number of answers.
         """
@@ -73,8 +73,8 @@ class Conversation:
     def save(self, path: Path) -> None:
         """Write the messages as a line of JSON, for `gptmanager run --requests`.
 
-        Only a file that this conversation has written is replaced. Raises ConfigError if it cannot
-        be written.
+        A file that exists is replaced only if this conversation has written it. Raises ConfigError
+        for any other file that exists, and if the file cannot be written.
         """
         own = Path(os.path.abspath(path))
         try:

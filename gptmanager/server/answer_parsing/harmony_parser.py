@@ -1,10 +1,10 @@
-"""Parses the harmony format of gpt-oss, in which an answer is several messages with a header each.
+"""Parses the harmony format of gpt-oss: an answer is several messages, each with a header.
 
     <|channel|>analysis<|message|>a thought<|end|>
     <|start|>assistant<|channel|>commentary to=functions.add <|constrain|>json<|message|>{"a": 1}
     <|start|>assistant<|channel|>final<|message|>the answer
 
-The text of a prompt ends with `<|start|>assistant`. The parser is independent of tokens.
+A prompt usually ends with `<|start|>assistant`. The parser reads text, not tokens.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _LONGEST = max(map(len, TAGS))
 _ENDS = re.compile("|".join(map(re.escape, (END, CALL, RETURN, START, CHANNEL))))
 _CHANNEL = re.compile(re.escape(CHANNEL) + r"\s*(\w+)")
 _RECIPIENT = re.compile(r"\bto=functions\.([A-Za-z0-9_.-]{1,128})")
-_FIRST_HEADER = (CHANNEL, MESSAGE, CONSTRAIN, START, "to=")  # what the first header begins with
+_FIRST_HEADER = (CHANNEL, MESSAGE, CONSTRAIN, START, "to=")  # beginnings of the first header
 
 
 class _State(Enum):
@@ -53,9 +53,9 @@ class HarmonyParser(StepwiseParser):
     """Divides the text of one answer into thoughts, content and calls.
 
     `names`: the tools that may be called; a message to another recipient is content. `prompt`: the
-    last header of the prompt, from its `<|start|>` on, which the answer continues. Several
-    thoughts, or several messages of content, are joined by line breaks. Text without a header is
-    content.
+    last header of the prompt, from `<|start|>` on. The answer continues this header. Several
+    thoughts, or several messages of content, are joined by line breaks. If an answer begins without
+    a header, its first text is content.
     """
 
     def __init__(self, names: Collection[str] = (), prompt: str = "") -> None:

@@ -11,7 +11,7 @@ from gptmanager.server.answer_parsing.answer_parts import Arguments, Found
 from gptmanager.server.answer_parsing.call_parser import CallParser, State
 from gptmanager.server.answer_parsing.text_scan import ObjectScan
 
-# A call up to its arguments, if these are an object. A model may write "type" first.
+# A call up to its arguments, if the arguments are an object. A model may write "type" first.
 _HEADER = re.compile(
     r'\s*\{\s*(?:"type"\s*:\s*"function"\s*,\s*)?"name"\s*:\s*"([^"\\]{0,128})"\s*,'
     r'\s*"(?:arguments|parameters)"\s*:\s*(?=\{)'
@@ -23,7 +23,7 @@ _CALL_KEYS = ("name", "type", "id", "arguments", "parameters")
 class JsonCallParser(CallParser):
     """Parses calls that are JSON objects.
 
-    `separator`: what may be between two calls, apart from spaces.
+    `separator`: text that may be between two calls, besides white space.
     """
 
     separator: ClassVar[str] = ""

@@ -48,8 +48,8 @@ class EventWriter(Protocol):
 class EventAnswer:
     """Passes the only output of a chat to a writer.
 
-    `model`: the model's name in the log. `at_end` is called with the whole answer. `list_tokens`
-    formats log probabilities.
+    `model`: the model's name in the log. `at_end` is called with the whole answer before its last
+    events are passed on. `list_tokens` converts log probabilities to the form of the protocol.
     """
 
     def __init__(
@@ -82,7 +82,9 @@ class EventAnswer:
         return self._writer.whole()
 
     async def frames(self) -> AsyncIterator[bytes]:
-        """Yield the events of the answer, encoded for a stream. Raises ApiError if it fails."""
+        """Yield the events of the answer, encoded for a stream. Raises ApiError if the
+        answer fails.
+        """
         async for event in self._events():
             yield named_event(event)
 
@@ -94,7 +96,7 @@ class EventAnswer:
         (message,), writer = self._chat.messages, self._writer
         has_begun = False
         async for _, delta in self._chat.answer.deltas():
-            if not has_begun:  # no event precedes a refusal
+            if not has_begun:  # not earlier: a refused request has no events
                 has_begun = True
                 for event in writer.begin():
                     yield event

@@ -20,7 +20,7 @@ _MAY_BE_EMPTY = ("assistant", "tool", "function")  # roles with an optional cont
 _TEXT_PARTS = ("text", "input_text", "output_text", "refusal")
 _THOUGHTS = ("thinking", "redacted_thinking", "reasoning")  # parts that are not shown to the model
 READABLE = "the model reads text, and embeddings of type image_embeds or prompt_embeds"
-_MOST_OBJECTS = 10_000  # in the arguments of a call
+_MOST_OBJECTS = 10_000  # limit of [ and { in the arguments of a call, if they are to be parsed
 _FUNCTION_CALL = "function_call"  # id given to a deprecated call, which has no id of its own
 
 
@@ -63,8 +63,8 @@ def read_messages(messages: Any) -> list[dict[str, Any]]:
 def count_items(messages: Any, most: int) -> int:
     """Return the number of messages, or the number of their parts and calls if that is larger.
 
-    Each of them, except a thought, becomes at least one token, and at most `most` tokens fit. If
-    there are more than `most` messages, they cannot fit, and their parts are not counted.
+    Each message, part and call, except a thought, becomes at least one token, and at most `most`
+    tokens fit. If there are more than `most` messages, their parts and calls are not counted.
     """
     if not isinstance(messages, list):
         return 0
@@ -156,8 +156,8 @@ def _read(message: Any, where: str) -> dict[str, Any]:
 def with_thinking(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Copy thoughts of messages with calls to the key `thinking`, which harmony's template reads.
 
-    In such a message, the template allows either a thought or content. The model does not see the
-    thoughts of other messages.
+    A thought is copied only if the message has no content, because the template allows only one of
+    the two in a message with calls. The model does not see the thoughts of other messages.
     """
     return [
         {**one, "thinking": one["reasoning_content"]}

@@ -1,4 +1,4 @@
-"""Formats of a model's thoughts. `ChatPrompts` decides which one a model has."""
+"""Formats of a model's thoughts (reasoning). `ChatPrompts` chooses the format of a model."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Reasoning(Enum):
 
 
 def reasoning_of(parser: str, template: str) -> Reasoning:
-    """Return the format that `--reasoning-parser` names, or for `auto` the chat template's."""
+    """Return the format named by `--reasoning-parser`; for `auto`, the chat template's format."""
     if parser != "auto":
         return Reasoning(parser)
     if harmony.CHANNEL in template and harmony.MESSAGE in template:
@@ -46,9 +46,9 @@ def reasoning_of(parser: str, template: str) -> Reasoning:
 class AnswerStart:
     """How an answer begins, as its prompt decides.
 
-    `is_open`: the answer begins within a thought. `is_closed`: it begins after the thought. Both
-    are for thoughts in tags. For harmony, `prompt` is the last header of the rendered prompt, from
-    its `<|start|>` on, which the answer continues.
+    `is_open`: the answer begins within a thought. `is_closed`: the answer begins after the thought.
+    Both are used only for thoughts in tags. For harmony, `prompt` is the last message header of the
+    rendered prompt, from `<|start|>` on. The answer continues this header.
     """
 
     reasoning: Reasoning = Reasoning.NONE

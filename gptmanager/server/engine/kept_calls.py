@@ -26,8 +26,9 @@ class _Kept:
 class KeptCalls:
     """The kept calls by key. `current` has the key of the call that the running task answers.
 
-    At most MAX_KEYS calls of MAX_BYTES together are kept, each for KEEP_S seconds after its end. If
-    a new call does not fit, ended calls are removed, the oldest first.
+    At most MAX_KEYS calls are kept, with at most MAX_BYTES in total by estimate. A call is kept
+    until KEEP_S seconds after its end. If a new call does not fit, ended calls are removed, the
+    oldest first.
     """
 
     def __init__(self) -> None:
@@ -36,7 +37,10 @@ class KeptCalls:
         self._num_bytes = 0
 
     def find(self, key: CallKey) -> Call | None:
-        """Return a new reader of the call with this key. Raises ApiError (422) for another body."""
+        """Return a new reader of the call with this key, or None.
+
+        Raises ApiError (422) if that call has another body.
+        """
         kept = self._kept.get(key.name)
         if kept is None:
             return None
@@ -49,7 +53,7 @@ class KeptCalls:
         Raises ApiError: 400 if the call alone exceeds MAX_BYTES, 429 if it does not fit now.
         """
         num_bytes = sum(map(_bytes_of, requests))
-        if num_bytes > MAX_BYTES:  # after a 429, clients would retry forever
+        if num_bytes > MAX_BYTES:  # not 429: clients would retry forever
             raise ApiError(
                 400,
                 f"the prompts and outputs of this call may take {num_bytes} bytes; with an "

@@ -86,7 +86,7 @@ class IdempotencyGuard:
         key = CallKey("" if own is None else own.value, given)
         self._current.set(key)
         if RECORD in scope and b"x-request-id" not in headers:
-            scope[RECORD].id = key.name.hex()  # so that all answers have the same ids
+            scope[RECORD].id = key.name.hex()  # so that answers to repeated calls have equal ids
 
         async def listen() -> Message:
             message = await receive()

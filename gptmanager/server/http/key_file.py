@@ -27,17 +27,19 @@ class ApiKey:
 
 
 def read_key(value: str) -> ApiKey:
-    """Return the key of `--api-key`. Raises ConfigError if a header cannot carry it, or if it is
-    empty.
+    """Return the key of `--api-key`.
+
+    Raises ConfigError if the key is empty, or if a header cannot carry the key.
     """
     _check("api_key", value)
     return ApiKey(value)
 
 
 def read_key_file(path: Path) -> tuple[ApiKey, ...]:
-    """Return the keys of a file with only a key, or with lines of NAME KEY [MAX_REQUESTS].
+    """Return the keys of a file, which has either one key alone, or lines NAME KEY [MAX_REQUESTS].
 
-    Blank lines, and lines that begin with #, are ignored. Raises ConfigError for anything else.
+    Among such lines, blank lines and lines that begin with # are ignored. Raises ConfigError for
+    anything else.
     """
     where = f"api_key_file = {quoted_path(path)}"
     try:

@@ -25,7 +25,7 @@ def listening(host: str, port: int, uds: Path | None) -> Iterator[socket.socket]
         try:
             yield listener
         finally:
-            if uds is not None and _inode(uds) == own:  # another server may have replaced it
+            if uds is not None and _inode(uds) == own:  # else another server has replaced it
                 uds.unlink(missing_ok=True)
 
 
@@ -44,7 +44,7 @@ def bind(host: str, port: int, option: str = "--port") -> socket.socket:
 
 
 def bind_path(path: Path) -> socket.socket:
-    """Return a socket that is bound to `path`. A socket that no server listens at is replaced.
+    """Return a socket bound to `path`. The socket file of a stopped server is replaced.
 
     Raises ConfigError if the path cannot be used, for instance because another file is there.
     """

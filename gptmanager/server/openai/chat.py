@@ -150,7 +150,7 @@ class _ChatFormat:
             deltas.insert(0, {"role": "assistant", "content": ""})
         if is_done or not deltas:
             deltas.append({})  # carries the finish reason, or log probabilities of held-back text
-        # The tokens are sent with the first choice after the role.
+        # The tokens are sent with the first choice after the role, or with the role if it is alone.
         at = min(len(deltas) - 1, 0 if self._has_begun[index] else 1)
         choices = []
         for position, one in enumerate(deltas):
@@ -165,7 +165,7 @@ class _ChatFormat:
         return choices
 
     def _details(self, index: int, delta: Delta) -> dict[str, Any]:
-        """Return the fields next to the message or delta of a choice."""
+        """Return the fields of a choice besides its message or delta."""
         given, reason = self._given, delta.finish_reason
         fields: dict[str, Any] = {
             "logprobs": None,

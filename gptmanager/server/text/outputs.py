@@ -37,8 +37,8 @@ class Ends:
 class Delta(NamedTuple):
     """The next piece of an output; the joined deltas are the whole output.
 
-    `token_ids` are the new tokens, including tokens that ended the output. `log_probs` are the log
-    probabilities of the tokens that begin in the text sent so far and were in no earlier delta.
+    `token_ids` are the new tokens, including tokens that ended the output. `log_probs` has an
+    entry for each token that begins in the text sent so far and had no entry in an earlier delta.
     `finish_reason` is None before the last delta.
     """
 
@@ -49,7 +49,7 @@ class Delta(NamedTuple):
 
     @staticmethod
     def joined(deltas: Sequence[Delta]) -> Delta:
-        """Return consecutive deltas of an output as one."""
+        """Join consecutive deltas of an output into one."""
         return Delta(
             "".join(one.text for one in deltas),
             [token for one in deltas for token in one.token_ids],
@@ -61,10 +61,10 @@ class Delta(NamedTuple):
 class Output:
     """Decodes tokens into text. The text does not depend on how calls of `push` split the tokens.
 
-    `offset` is the number of characters of the answer before this text (an echo of the prompt).
-    With `lists_end`, the log probability of the token that ended the output is also listed.
-    `special_texts` has the texts, by id, of special tokens that stay in the text. Without a
-    tokenizer, texts are empty.
+    `offset` is the number of characters of the echoed prompt, which precedes this text in the
+    answer. With `lists_end`, the log probability of the token that ended the output is also listed.
+    `special_texts` maps the ids of special tokens to their texts: these tokens stay in the text in
+    spite of `skip_special_tokens`. Without a tokenizer, texts are empty.
     """
 
     def __init__(
@@ -124,7 +124,7 @@ class Output:
             self._end(FINISH_REASONS[reason])
 
     def take(self) -> Delta:
-        """Return the delta since the last call."""
+        """Return the delta since the last call. Text that may begin a stop is held back."""
         reason, end = self.finish_reason, len(self.text)
         if reason is None and self._ends.stops:
             end -= self._stops.num_held
@@ -153,7 +153,7 @@ class Output:
         return self._log_probs[index].start - self._offset < end
 
     def _text_of(self, token: int) -> str:
-        """Decode a token, and return the text that is complete after it."""
+        """Decode a token, and return the text that the token completes."""
         if self._stream is None:
             return ""
         special = self._special_texts.get(token)

@@ -1,4 +1,4 @@
-"""Converts the fields of a request into requests for the engine.
+"""Converts the fields of an HTTP request into requests for the engine.
 
 This module decides defaults, limits that depend on the model, seeds of choices, and the ends of
 outputs. It is independent of prompt texts and of answers.
@@ -137,7 +137,7 @@ def requests_of(
     prompts: Sequence[list[int]],
     max_new_tokens: Sequence[int],
 ) -> list[list[EngineRequest]]:
-    """Return the engine's requests for each prompt: one per choice, or one beam search for all."""
+    """Return the engine's requests for each prompt: one per choice, or one search with beams."""
     common = _common(options, card)
     if options.num_top is not None:
         common["return_log_probs"] = True
@@ -192,7 +192,7 @@ def mixed_seed(seed: int, prompt_index: int, choice: int) -> int:
 def _common(options: GenerationOptions, card: ModelCard) -> dict[str, Any]:
     given, defaults = options.given, card.sampling_defaults
     chosen = {"temperature": 1.0, **defaults, **given}
-    if options.beam_width > 1:  # a search ranks by log probability and does not sample
+    if options.beam_width > 1:  # beam search ranks by log probability and does not sample
         defaults = {name: defaults[name] for name in defaults if name == "repetition_penalty"}
         chosen = {**defaults, **given, "temperature": given.get("temperature") or 1.0}
     by_name = {
@@ -210,7 +210,7 @@ def _common(options: GenerationOptions, card: ModelCard) -> dict[str, Any]:
         if name in given and options.beam_width > 1:
             by_name[ours] = given[name]
     by_name.update(_engine_ends(options, card))
-    # streaming, because the server searches for stop strings while the output is generated
+    # "stop" needs a stream, because the server searches for stop strings during generation
     by_name["is_streaming"] = options.beam_width == 1 and (options.streams or "stop" in given)
     return by_name
 
@@ -218,8 +218,8 @@ def _common(options: GenerationOptions, card: ModelCard) -> dict[str, Any]:
 def _engine_ends(options: GenerationOptions, card: ModelCard) -> dict[str, Any]:
     """Return the engine's parameters for the end of an output.
 
-    With `min_tokens` the engine bans end tokens at first, but cannot ignore stop tokens, so
-    `Output` looks for stop tokens instead.
+    If there is `min_tokens`, the engine bans end tokens until then. The engine cannot ignore stop
+    tokens until then, so `Output` looks for stop tokens instead.
     """
     given = options.given
     found: dict[str, Any] = {}

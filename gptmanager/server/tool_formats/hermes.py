@@ -1,4 +1,4 @@
-"""The format of Hermes and Qwen: JSON objects in tags, any number of them within text.
+"""The tool call format of Hermes and Qwen: text with any number of JSON objects in tags.
 
 <tool_call>
 {"name": "get_weather", "arguments": {"city": "Rome"}}

@@ -44,7 +44,7 @@ class MistralTagParser(HeadedCallParser):
 
 
 class Mistral(ToolFormat):
-    """Both formats of Mistral: a template with `[ARGS]` has the newer one."""
+    """Both formats of Mistral: a template with `[ARGS]` has the newer format."""
 
     name = "mistral"
     tags = TAGS
@@ -67,5 +67,5 @@ class Mistral(ToolFormat):
         return (_TAGGED if self._has_tags else _LIST).grammar(tools, marks, answer)
 
     def new_id(self) -> str:
-        """Return an id of nine characters, because Mistral's templates reject others."""
+        """Return an id of nine characters, because Mistral's templates reject other lengths."""
         return uuid.uuid4().hex[:9]

@@ -66,9 +66,10 @@ def from_bytes(name: str, datatype: str, shape: Sequence[int], raw: Buffer) -> n
 def from_values(name: str, datatype: str, shape: Sequence[int], values: Any) -> np.ndarray:
     """Return the tensor `name` of a request from numbers, bools, strings or bytes in nested lists.
 
-    The lists may be nested in any way, up to a fixed depth. `InputReader.check` must have accepted
-    the tensor's datatype and shape. Raises ApiError if the number of elements does not fit the
-    shape, and for an element that the datatype cannot represent.
+    The lists may be nested in any way, up to MAX_DIMS levels. `InputReader.check` must have
+    accepted the tensor's datatype and shape. Raises ApiError if the number of elements does not fit
+    the shape, for an element of a wrong type, and for an integer that the datatype cannot
+    represent. Floats that are too large become infinite.
     """
     dtype, count = NUMPY[datatype], math.prod(shape)
     found = _flat(name, values, shape)
@@ -86,7 +87,7 @@ def from_values(name: str, datatype: str, shape: Sequence[int], values: Any) -> 
 
 
 def _all_fit(dtype: np.dtype, values: Sequence[Any]) -> bool:
-    """Return whether `dtype` can represent all values; fast for millions of values."""
+    """Return whether `dtype` accepts the types of all values, and the size of all integers."""
     kinds = set(map(type, values))
     if dtype == object:
         return kinds <= {str, bytes}
@@ -109,7 +110,7 @@ def _limits(dtype: np.dtype) -> tuple[int, int]:
 def _flat(name: str, values: Any, shape: Sequence[int]) -> list[Any]:
     """Return the elements of nested lists.
 
-    Raises ApiError for a level with too many items for `shape`, before it reads them.
+    Raises ApiError if a level has too many items for `shape`, before the items are read.
     """
     count, most = math.prod(shape), math.prod(max(size, 1) for size in shape)
     found = values if isinstance(values, list) else [values]

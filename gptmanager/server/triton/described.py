@@ -53,7 +53,7 @@ _INFER = {
 
 
 def paths() -> dict[str, Any]:
-    """Return the path items of the document by path."""
+    """Return the path items below /v2, by path."""
     generate = {"anyOf": [_generate(token_model.INPUTS), _generate(text_model.BLS_INPUTS)]}
     found = {
         "/v2": {"get": _operation("return the server's name and version")},
@@ -92,7 +92,8 @@ def _operation(
     responses: dict[str, Any] = {
         str(status): described_error(status, "TritonError")
         for status in STATUSES
-        if status not in (405, 422)  # another method; an Idempotency-Key, which /v2 does not read
+        # 405: the path lacks the method. 422: a reused Idempotency-Key, a header that /v2 ignores.
+        if status not in (405, 422)
     }
     if answer is None:
         responses["503"] = {"description": "the check failed"}
@@ -114,7 +115,7 @@ def _operation(
 
 
 def _generate(inputs: Mapping[str, TensorSpec]) -> dict[str, Any]:
-    """Return the schema of a body with inputs by name."""
+    """Return the schema of a `generate` body, which has each input under its name."""
     return {
         "type": "object",
         "required": [spec.name for spec in inputs.values() if not spec.is_optional],

@@ -30,8 +30,8 @@ VERSION = "1"  # the only version of each model
 
 
 class Reply(Protocol):
-    """A reply to a row of a call. A row has one for each sequence that it asks for, or one for all
-    beams.
+    """A reply to a row of a call. A row has one reply for each sequence that it asks for; with beam
+    search, one reply for all beams.
 
     `request` is the request that the engine runs. `take` converts a part of its output into
     responses, each of which is a dict of tensors by name. Once `is_complete` is True, the request
@@ -143,8 +143,8 @@ class Inference:
     async def responses(self, request: InferRequest) -> AsyncGenerator[InferResponse, None]:
         """Yield all responses as they become ready; closing the iterator cancels the call.
 
-        A failed row yields its error, and the other rows continue. Raises ApiError for a wrong
-        call.
+        If a row fails, its error is yielded, and the other rows continue. Raises ApiError for an
+        invalid call.
         """
         model = self.find(request.model_name, request.model_version)
         with self.statistics[model.name].call() as record:
@@ -198,7 +198,7 @@ class Inference:
     ) -> list[tuple[int, Reply]]:
         """Return the replies of all rows, each with the index of its row.
 
-        Raises ApiError for a wrong row, and as soon as the replies are too many.
+        Raises ApiError for an invalid row, and as soon as there are too many replies.
         """
         found: list[tuple[int, Reply]] = []
         for index, row in enumerate(rows):
@@ -243,7 +243,9 @@ class _Running:
 async def _outputs(
     call: Call, replies: Sequence[tuple[int, Reply]]
 ) -> AsyncGenerator[tuple[Tensors | ApiError, bool], None]:
-    """Yield (tensors of a response or error of a row, whether it is the call's last response)."""
+    """Yield pairs: the tensors of a response or the error of a row, and whether this response is
+    the last of the call.
+    """
     num_left = len(replies)
     rows = [np.array([[row]], dtype=np.int32) for row, _ in replies]
     async for index, part in call.outcomes():
@@ -295,7 +297,7 @@ def _check_single_response(request: InferRequest, replies: Sequence[Reply]) -> N
     if request.may_have_many:
         return
     if len(replies) > 1:
-        reason = f"{len(replies)} rows and sequences have as many responses"
+        reason = f"the rows and sequences of this call have {len(replies)} responses"
     elif replies[0].streams:
         reason = "a stream has a response for each token"
     else:
@@ -308,9 +310,10 @@ def _check_single_response(request: InferRequest, replies: Sequence[Reply]) -> N
 
 
 def _with_parameters(request: EngineRequest, parameters: Mapping[str, Any]) -> EngineRequest:
-    """Apply the parameters of a call to its request.
+    """Apply the parameters of a call to one of its requests.
 
-    `timeout` is in microseconds. 1 is the highest `priority`. For both, 0 means the default.
+    `timeout` is in microseconds. The highest `priority` is 1. For both parameters, 0 means the
+    default.
     """
     for name in ("priority", "timeout"):
         value = parameters.get(name, 0)

@@ -1,4 +1,4 @@
-"""Compiled functions that unpack integers from words, or write them to panels of 4 bits."""
+"""Compiled functions that unpack small integers from words, to bytes or to panels of 4 bits."""
 
 # mypy: allow-untyped-calls
 
@@ -40,8 +40,8 @@ from gptmanager.kernels.simd.tiles import (
     transposed,
 )
 
-AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # the place of each of eight rows in a word of AWQ
-AWQ_ROWS = 8 * LANES  # rows in sixteen words of AWQ
+AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # one of a word's eight rows -> place of its number
+AWQ_ROWS = 8 * LANES  # rows in sixteen words, which one vector holds
 _WORDS = 4  # words of a row in a group of 32 columns
 _STEPS, _FOUR = 4, 4  # lines of a group in a panel, and bytes of a row in a line
 _GROUP_BYTES = _STEPS * LINE_BYTES
@@ -51,9 +51,10 @@ _BYTES = ir.VectorType(ir.IntType(8), LANES)
 class UnpackTask(ctypes.Structure):
     """The arguments of `unpack_rows` and `unpack_columns`.
 
-    `words`: int32 `[num_tokens, width]`. `row_stride` and `word_stride`: its strides in elements,
-    for `unpack_rows`. `result`: uint8. `bits`: the size of a number. `order`: for
-    `unpack_columns`, the place of each number in its word, in four bits each.
+    `words`: int32 `[num_tokens, width]`. `result`: uint8. `bits`: the number of bits of a packed
+    number. Only `unpack_rows` reads `row_stride` and `word_stride`, the strides of `words` in
+    elements. Only `unpack_columns` reads `order`: the place of each number in its word, with four
+    bits for each place.
     """
 
     _fields_ = task_fields("words result num_tokens width row_stride word_stride bits order")
@@ -62,11 +63,11 @@ class UnpackTask(ctypes.Structure):
 class GroupTask(ctypes.Structure):
     """The arguments of `word_groups` and `awq_groups`.
 
-    `words`: int32, with eight numbers of 4 bits in each word. `row_stride` is the distance in
-    elements between rows, for AWQ between columns; `word_stride` the distance between the words of
-    a row, for AWQ between the words of a column. `values`: the panels of a matrix, with
-    `num_groups` groups in a row. The numbers become `num_tokens` rows from `first_row` on, which
-    fill whole panels.
+    `words`: int32, with eight numbers of 4 bits in each word. In `word_groups`, `row_stride` is the
+    distance in elements between rows, and `word_stride` the distance between the words of a row. In
+    `awq_groups`, they are the distances between columns, and between the words of a column.
+    `values`: the panels of a matrix, with `num_groups` groups in a row. The numbers are written to
+    `num_tokens` rows from `first_row` on, which must fill whole panels.
     """
 
     _fields_ = task_fields("words values num_tokens first_row num_groups row_stride word_stride")
@@ -77,7 +78,7 @@ UNPACK_TASK, GROUP_TASK = np.dtype(UnpackTask), np.dtype(GroupTask)
 
 @loop
 def _put_word(bits: int, word: int, to: int) -> None:
-    """Store the numbers of a word as bytes."""
+    """Store each number of a word as a byte."""
     word &= 0xFFFFFFFF
     if bits == 8:
         put_int(to, 0, word)
@@ -128,7 +129,7 @@ def unpack_columns(address: int) -> None:
     """Unpack words to bytes `[num_tokens * numbers per word, width]`.
 
     Each row of words becomes a row of the first numbers of all words, a row of the second numbers,
-    and so on. Rows are contiguous, and `width` is a multiple of sixteen.
+    and so on. The rows of `words` must be contiguous, and `width` a multiple of sixteen.
     """
     t = task_at(address, UNPACK_TASK)
     per_word, mask = 32 // t.bits, (1 << t.bits) - 1
@@ -144,7 +145,7 @@ def unpack_columns(address: int) -> None:
 
 
 def _spread_half(builder: Any, words: Any, half: int) -> Any:
-    """Return the four numbers in a half of each word as bytes."""
+    """Return the four numbers in a half of each word as the four bytes of a word."""
     own = builder.lshr(words, int_lanes(16)) if half else builder.and_(words, int_lanes(0xFFFF))
     for shift, mask in ((8, 0x00FF00FF), (4, 0x0F0F0F0F)):
         own = builder.and_(builder.or_(own, builder.shl(own, int_lanes(shift))), int_lanes(mask))
@@ -152,7 +153,7 @@ def _spread_half(builder: Any, words: Any, half: int) -> Any:
 
 
 def _store_group(builder: Any, words: Sequence[Any], target: Any, offset: int) -> None:
-    """Store a group of sixteen rows; `words` are four vectors with a word of each row."""
+    """Store a group of sixteen rows. `words` are four vectors, each with one word of each row."""
     for step in range(_STEPS):
         number, half = divmod(step, 2)
         low = _spread_half(builder, words[number], half)
@@ -177,9 +178,9 @@ def _put_four_groups(builder: Any, source: Any, stride: Any, target: Any) -> Non
 
 
 def word_groups(address: int) -> None:
-    """Write the words of a `GroupTask`; each has eight columns of a row.
+    """Write the numbers of a `GroupTask` to panels. Each word has eight columns of a row.
 
-    If `word_stride` is 1, the number of groups is a multiple of four; else `row_stride` is 1.
+    If `word_stride` is 1, `num_groups` must be a multiple of four; else `row_stride` must be 1.
     """
     t = task_at(address, GROUP_TASK)
     part = claim(address, NEXT_PART)
@@ -204,7 +205,7 @@ def word_groups(address: int) -> None:
 
 
 def _transposed_numbers(builder: Any, vectors: Sequence[Any]) -> list[Any]:
-    """Transpose eight vectors of words as matrices of eight by eight numbers of 4 bits."""
+    """Transpose the eight words of each lane, a matrix of eight by eight numbers of 4 bits."""
     found = [*vectors]
     for bit, mask in ((4, 0x0000FFFF), (2, 0x00FF00FF), (1, 0x0F0F0F0F)):
         lower, upper, shift = int_lanes(mask), int_lanes(~mask), int_lanes(4 * bit)
@@ -224,7 +225,7 @@ def _transposed_numbers(builder: Any, vectors: Sequence[Any]) -> list[Any]:
 def _put_awq_group(builder: Any, source: Any, stride: Any, target: Any, panel: Any) -> None:
     """Write a group of 128 rows to eight panels, `panel` bytes apart.
 
-    Columns are `stride` bytes apart. Each has sixteen words of eight rows.
+    Columns are `stride` bytes apart. Each column has sixteen words of eight rows.
     """
     columns = load_lines(builder, source, stride, GROUP)
     in_order = [lane % 8 * 2 + lane // 8 for lane in range(LANES)]
@@ -243,9 +244,9 @@ def _put_awq_group(builder: Any, source: Any, stride: Any, target: Any, panel: A
 
 
 def awq_groups(address: int) -> None:
-    """Write the words of a `GroupTask`; each has eight rows of a column, in AWQ's order.
+    """Write the numbers of a `GroupTask` to panels. Each word has eight rows of a column.
 
-    `num_tokens` is a multiple of 128, and `word_stride` is 1.
+    The order in a word is `AWQ_ORDER`. `num_tokens` must be a multiple of 128, and `word_stride` 1.
     """
     t = task_at(address, GROUP_TASK)
     blocks, size = t.num_tokens // AWQ_ROWS, t.num_groups * _GROUP_BYTES

@@ -37,9 +37,10 @@ UNIT_ROWS = 16  # rows of a register
 STEP = 64  # int8 positions that the unit reads at a time
 SPAN_GROUPS = 16  # groups of a panel that are unpacked together, to stay in the L1 cache
 TILE_BYTES = 4 * UNIT_ROWS * LANES  # size of a register's int32 sums
-STRETCH_BYTES = 4 * TILE_BYTES  # size of the sums of two panels, with upper and with lower bytes
+STRETCH_BYTES = 4 * TILE_BYTES  # size of the sums of upper and of lower bytes, for two panels
 UNPACKED_BYTES = GROUP * LANES  # size of an unpacked group of a panel
-# A span has unpacked groups, their scales and minima as float32, and the sums of two groups.
+# A span is memory for unpacked groups, then their scales and their minima as float32, then the
+# sums of two groups. These are the offsets in bytes:
 _SCALES = SPAN_GROUPS * UNPACKED_BYTES
 _MINIMA = _SCALES + SPAN_GROUPS * 4 * LANES
 _SUMS = _MINIMA + SPAN_GROUPS * 4 * LANES
@@ -73,10 +74,11 @@ def stretch_tile(fetches: bool) -> Any:
 
     Its arguments are `(c, a, a_stride, low, factors, b0, b1, next0, next1, steps, rows, sums,
     add)`. `c` is float32 with stride 64. `a` is the address of the upper bytes of up to sixteen
-    rows; the lower bytes are `low` bytes after them. `factors` is the address of the rows' factors.
-    `a_stride` is the distance in bytes from a row, or its factor, to the next. `b0` and `b1` are
-    the addresses of two int8 panels. `next0` and `next1` are the addresses of the next two panels,
-    which are prefetched if `fetches`. A step is 64 positions. `sums` is memory of `STRETCH_BYTES`.
+    rows; the lower bytes begin at `a + low`. `factors` is the address of the rows' factors.
+    `a_stride` is the distance in bytes from a row to the next, and from a row's factor to the next.
+    `b0` and `b1` are the addresses of two int8 panels. `next0` and `next1` are the addresses of the
+    next two panels, which are prefetched if `fetches`. `steps` counts steps of 64 positions. `sums`
+    is memory of `STRETCH_BYTES`.
     """
 
     @intrinsic(nothing, *[long] * 12, types.boolean)
@@ -87,7 +89,11 @@ def stretch_tile(fetches: bool) -> Any:
         lower, panels, following = builder.add(a, low), (b0, b1), (next0, next1)
 
         def step(index: Any, _: Sequence[Any]) -> Sequence[Any]:
-            """Registers 0 to 3 have sums, 4 and 5 bytes of a, 6 and 7 the panels."""
+            """Add one step to the sums.
+
+            Registers 0 to 3 have the sums, 4 and 5 the upper and lower bytes of `a`, and 6 and 7
+            the two panels.
+            """
             column, block = (times(builder, index, STEP * n) for n in (1, LANES))
             for n, left in enumerate((a, lower)):
                 move(builder, "tileloadd64", 4 + n, builder.add(left, column), a_stride)
@@ -129,8 +135,9 @@ def unpack_groups(
 ) -> None:
     """Unpack `count` groups of a panel to `span`, and prefetch the next scales.
 
-    Values are written as int8, and scales and minima as float32. `minima` is the distance from
-    scales to minima. It is 0 for groups without minima, where 8 is subtracted from each value.
+    Values are written as int8, and scales and minima as float32. `minima` is the distance in bytes
+    from scales to minima. If the groups have no minima, `minima` is 0, and 8 is subtracted from
+    each value.
     """
     none, low = ir.Constant(LONG, 0), ir.Constant(_BYTES, [15] * 4 * LANES)
     shifts = ir.Constant(_BYTES, [4] * 4 * LANES)
@@ -162,14 +169,15 @@ def unpack_groups(
 def _sum_group(builder: Any, a: Any, a_stride: Any, span: Any, index: Any) -> Any:
     """Store the int32 sums of one group for all rows, and return their address.
 
-    Register 0 has the sums, 4 bytes of a, and 5 the panel.
+    Register 0 has the sums, register 4 the bytes of `a`, and register 5 the panel.
     """
     move(builder, "tileloadd64", 4, builder.add(a, times(builder, index, GROUP)), a_stride)
     right = builder.add(span, times(builder, index, UNPACKED_BYTES))
     move(builder, "tileloadd64", 5, right, _LINE)
     unit(builder, "tilezero", 0)
     unit(builder, "tdpbssd", 0, 4, 5)
-    slot = builder.and_(index, ir.Constant(LONG, 1))  # the previous sums are still being read
+    # two places by turns, because the sums of the previous group are still being read
+    slot = builder.and_(index, ir.Constant(LONG, 1))
     sums = plus(builder, builder.add(span, times(builder, slot, TILE_BYTES)), _SUMS)
     move(builder, "tilestored64", 0, sums, _LINE)
     return sums
@@ -182,10 +190,11 @@ def groups_tile(rows: int) -> Any:
 
     Its arguments are `(c, a, factors, apart, a_stride, span, count, given, minima, following,
     add)`. `c` is float32 with stride 64. `a` is the address of `given` rows of int8, `a_stride`
-    bytes apart, and `factors` the address of their groups' factors. A group's factor times the sum
-    of its elements is `apart` bytes after its factor. `span` has `count` unpacked groups of a
-    panel, and `following` is the address of the next groups, which are prefetched. `minima` is 0
-    without minima. Rows of `c` from `given` on become undefined.
+    bytes apart, and `factors` the address of their groups' factors. The product of a group's factor
+    and the sum of its elements is stored `apart` bytes after the factor. `span` has `count`
+    unpacked groups of a panel, and `following` is the address of the next groups, which are
+    prefetched. `minima` is 0 if the groups have no minima. Rows of `c` from `given` on become
+    undefined.
     """
 
     @intrinsic(nothing, *[long] * 10, types.boolean)
