@@ -1,4 +1,4 @@
-// Tiles of the product of rows x and a weight, in rounds of DEPTH values of k: the layout of a round in
+// Tiles of the matmul of rows x and a weight, in rounds of DEPTH values of k: the layout of a round in
 // shared memory, and the sums of a warp. Shared by gemm.cu and moe.cu.
 #pragma once
 

@@ -137,7 +137,7 @@ class Watchdog:
 
     def _watch(self) -> None:
         # A call is reported within 1.5 budgets, because a period is at most half a budget. For very
-        # small budgets, a minimum period limits the cost, and the report may come later.
+        # small budgets, a minimum period limits the cost, and the report may be later.
         periods = [0.25]
         if self._budget_s is not None:
             periods.append(max(self._budget_s / 2, 0.05))

@@ -92,7 +92,7 @@ class Confirmation:
         """Confirm the accepted drafts and the token after them.
 
         Return (fault, end): the negative token that reports a fault, or 0 if there is none, and the
-        end of the output, or None if the output goes on.
+        end of the output, or None if the output continues.
         """
         if row.num_drafts:
             self._allocator.settle_drafts(request, row.num_drafts, len(tokens) - 1)

@@ -84,7 +84,7 @@ def dots(rows: int, ranks: int, dtype: str) -> Any:
     `last_row`, and rows of A after `last_rank` repeat row `last_rank`. From `ahead` on, as many
     bytes are prefetched as are read of A. `x` is float32. `width` is the width of x and A, at least
     LANES. A dot product is the sum of sixteen partial sums along the width. With `dtype` "bfloat16
-    pairs" x is also bfloat16, `width` is at least 2 * LANES, and each step adds two products to
+    pairs" x is also bfloat16, `width` is at least 2 * LANES, and each step adds two results to
     each partial sum.
     """
     kept = dtype.removesuffix(" pairs")

@@ -138,9 +138,8 @@ def experts_of(
     """Return a reader of a layer's mixture of experts and of the width of an expert.
 
     The reader returns None if the config has no experts, or if `is_dense` is true for the layer.
-    These arguments are names of config fields: `count`, `width`, `per_token`, `shared` (the width
-    of the shared MLP), `num_shared` (the number of shared experts, each as wide as an expert), and
-    `renormalize` if it is a string.
+    Names of config fields are `count`, `width`, `per_token`, `shared` (width of the shared MLP),
+    `num_shared` (number of shared experts, each as wide as an expert), and a str `renormalize`.
     """
 
     def read(fields: Fields, layer: int) -> tuple[Experts, int] | None:

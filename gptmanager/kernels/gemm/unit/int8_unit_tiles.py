@@ -176,7 +176,7 @@ def _sum_group(builder: Any, a: Any, a_stride: Any, span: Any, index: Any) -> An
     move(builder, "tileloadd64", 5, right, _LINE)
     unit(builder, "tilezero", 0)
     unit(builder, "tdpbssd", 0, 4, 5)
-    # two places by turns, because the sums of the previous group are still being read
+    # two places, used alternately, because the sums of the previous group are still being read
     slot = builder.and_(index, ir.Constant(LONG, 1))
     sums = plus(builder, builder.add(span, times(builder, slot, TILE_BYTES)), _SUMS)
     move(builder, "tilestored64", 0, sums, _LINE)
@@ -190,8 +190,8 @@ def groups_tile(rows: int) -> Any:
 
     Its arguments are `(c, a, factors, apart, a_stride, span, count, given, minima, following,
     add)`. `c` is float32 with stride 64. `a` is the address of `given` rows of int8, `a_stride`
-    bytes apart, and `factors` the address of their groups' factors. The product of a group's factor
-    and the sum of its elements is stored `apart` bytes after the factor. `span` has `count`
+    bytes apart, and `factors` the address of their groups' factors. A group's factor times the
+    sum of its elements is stored `apart` bytes after the factor. `span` has `count`
     unpacked groups of a panel, and `following` is the address of the next groups, which are
     prefetched. `minima` is 0 if the groups have no minima. Rows of `c` from `given` on become
     undefined.
