@@ -1,6 +1,6 @@
 """`CallbackHost`: the four callbacks of a host application, as the `Host` of a loop.
 
-Every error of a callback is logged and counted. A response that is not final and fails ends its
+Errors of callbacks are logged and counted. A response that is not final and fails ends its
 request. Only GetInferenceRequests, called Get in this package, ends the loop if it fails too often.
 """
 

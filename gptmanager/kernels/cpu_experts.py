@@ -56,10 +56,10 @@ class _GroupPlan(NamedTuple):
     dtype: torch.dtype  # of the result
 
     def bounds(self, num_tokens: int) -> list[tuple[int, int]]:
-        """Return bounds on the rows of an expert, for each of the plan's instructions in use.
+        """Return bounds on the rows routed to an expert, for each used instruction of the plan.
 
         Instructions with bounds (a, b) are for experts to which more than a and at most b rows are
-        routed. Instructions with a >= `num_tokens`, the most rows of an expert, are left out.
+        routed. Instructions with a >= `num_tokens` are not used: no expert gets more rows.
         """
         most = [it.most_rows for it in self.plan.instructions]
         return [it for it in zip([0, *most], most, strict=False) if it[0] < num_tokens]
@@ -162,7 +162,7 @@ class CpuExperts(CpuDelta):
     ) -> _Routed:
         """Choose the experts of the rows of `x`, list the experts by `bounds`, and gather inputs.
 
-        A pair of `bounds` has a list of the experts with a number of rows in the range of the pair.
+        For each pair of `bounds`, it lists the experts with a number of routed rows in that range.
         """
         (num_tokens, num_experts), count = logits.shape, experts.count
         num_choices, size = num_tokens * routing.per_token, self._team.max_size
@@ -236,7 +236,7 @@ class CpuExperts(CpuDelta):
     def _multiply_group(
         self, x: Tensor, group: _GroupPlan, routed: _Routed, lists: range, bias: Tensor | None
     ) -> Tensor:
-        """Multiply the rows of all experts: `plan.instructions[i]` for those in list `lists[i]`."""
+        """Multiply the rows of all experts; those in `lists[i]` by `group.plan.instructions[i]`."""
         result = torch.empty(len(x), group.plan.columns, dtype=group.dtype)
         for number, instructions in zip(lists, group.plan.instructions, strict=False):
             self._run_group(x, group, routed, number, bias, instructions, result)

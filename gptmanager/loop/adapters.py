@@ -55,11 +55,9 @@ class Adapters:
 
     `load` starts work on an adapter; `take_in` applies the results.
 
-    Started requests get device pages first, then the others in the order of the active requests. A
-    request is passed over if its adapter needs more pages than are free: later ones may overtake
-    it. After `patience` of them overtook the first request passed over, all requests after it wait.
-
-    `waiting` has the ids of requests in PREPARING that must not start without their adapter.
+    Started requests keep their device pages. The others get pages in the order of the active
+    requests. If an adapter needs more pages than are free, later requests may overtake its request,
+    at most `patience` times. `waiting` has the ids of the requests that wait in PREPARING.
     """
 
     def __init__(
@@ -314,7 +312,7 @@ class Adapters:
             self.num_overtaken += self._ensure(request, adapter) and overtakes
 
     def _take_pages(self, request: ActiveRequest) -> None:
-        """Take the device pages from a request that does not run, and make it wait."""
+        """Let a paused or not started request give up its device pages, and make it wait."""
         request_id = request.request_id
         self.cache.pause(request_id)
         self.waiting.add(request_id)
@@ -322,7 +320,7 @@ class Adapters:
         request.wait_for(FOR_ADAPTER)
 
     def _ensure(self, request: ActiveRequest, adapter: CachedAdapter) -> bool:
-        """Reserve device pages, and start a copy if necessary. Return whether the pages are new."""
+        """Reserve device pages, and start a copy if necessary. Return whether the claim is new."""
         request_id = request.request_id
         is_new = request_id not in adapter.running
         copies = self.cache.ensure(request_id)

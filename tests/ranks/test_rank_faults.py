@@ -82,7 +82,10 @@ def test_a_step_that_fails_during_a_call_ends_all_ranks_at_once(name, failing, h
     for rank, (raised, ended_with, state) in enumerate(found):
         planted = "ValueError: planted"
         expected = planted if rank == failing else f"RankError: rank {failing} failed: {planted}"
-        assert (raised, ended_with, state) == (expected, expected, "failed")
+        assert (ended_with, state) == (expected, "failed")
+        # another rank may hear of the failure before its host makes the call
+        late = f"ManagerDeadError: {name}: the loop has ended"
+        assert raised == expected or (rank != failing and raised == late)
 
 
 @pytest.mark.skipif(FUZZ == 1, reason="takes minutes: make marathon runs it")

@@ -51,9 +51,9 @@ class CheckpointModel:
     """A `PlanningModel` with the weights of a checkpoint, or with one rank's share of them.
 
     `spec` describes the whole network; `self.spec` describes this rank's share. `collectives`:
-    communication with the other ranks; None for a single rank. `weights.load(tensors)` replaces the
-    weights in place, by the checkpoint's tensor names; results of the old weights, including the KV
-    cache, are then stale.
+    communication with the other ranks; None for a single rank. `weights.load(tensors)` overwrites
+    weights in place; `tensors` have the checkpoint's names. Results of the old weights, including
+    the KV cache, are then stale.
     """
 
     def __init__(

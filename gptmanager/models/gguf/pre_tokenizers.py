@@ -40,7 +40,7 @@ def _alternatives(*patterns: str) -> tuple[str, ...]:
     return ("|".join(patterns),)
 
 
-_FALLING_SPACES = (  # white space: the first that matches of 512, 256, ..., 4, 2 or 1 characters
+_FALLING_SPACES = (  # 512, else 256, ..., 4, 2 or 1 white-space characters before white space; or 1
     *(rf"\s{{{1 << power}}}(?!\S)" for power in range(9, 1, -1)),
     r"\s{1,2}(?!\S)",
     r"\s{1}",
