@@ -18,7 +18,7 @@ def find_cupy() -> Any:
             f"CUDA 13: {install_command('cuda12')} ({error})"
         ) from error
     try:
-        cupy.cuda.runtime.getDeviceCount()  # also raises if there is no device
+        cupy.cuda.runtime.getDeviceCount()  # also raises without a device
     except cupy.cuda.runtime.CUDARuntimeError as error:
         raise ConfigError(
             f"device='cuda' needs a CUDA device, and CuPy {cupy.__version__} finds none: {error}. "

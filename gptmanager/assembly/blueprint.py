@@ -80,7 +80,7 @@ class Blueprint:
 
     @property
     def max_active(self) -> int | None:
-        """The highest number of active requests; None if there is no limit."""
+        """The highest number of active requests; None without a limit."""
         most = self.params.max_active_requests
         return self.max_num_requests if most == "auto" else most
 

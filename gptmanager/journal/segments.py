@@ -91,7 +91,7 @@ class JournalFolder:
         return sorted(int(found[1]) for name in names if (found := _SEGMENT.fullmatch(name)))
 
     def read(self) -> Segment | None:
-        """Return the content of the newest segment, or None if there is no segment.
+        """Return the content of the newest segment, or None without a segment.
 
         Raise JournalError if the segment has another version or a damaged record. The error has the
         record's offset.

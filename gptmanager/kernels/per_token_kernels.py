@@ -81,7 +81,7 @@ class NormTask(ctypes.Structure):
 
 
 class ActivationTask(ctypes.Structure):
-    """Addresses and sizes. `factor` is multiplied by the activation; 0 means that there is no gate.
+    """Addresses and sizes. `factor` is multiplied by the activation; it is 0 without a gate.
 
     Tokens are `stride` elements apart in `x` and `factor`, and `width` elements apart in `result`.
     `scale` and `cap` are for the kind SCALE.

@@ -331,7 +331,7 @@ class Kernels(DeltaOps):
         """Rotate queries and keys, write keys and values to pages, and return the queries.
 
         `qkv [T, (H + 2K) * D]` has all query heads, then key heads, then value heads. If
-        `pages.is_once`, there are no value heads. `cos_sin [max_pos, N]` float32, with N <= D and
+        `pages.is_once`, value heads are missing. `cos_sin [max_pos, N]` float32, with N <= D and
         even, has the cosines of N / 2 angles, then their sines. Dimension i < N / 2 of a head
         rotates with i + N / 2 (the "NeoX" form of HF's Llama); dimensions from N on are unchanged.
         `positions [T]` int64 are rows of `cos_sin`; without `cos_sin` nothing rotates. `q_norm [D]`

@@ -124,7 +124,7 @@ def serve_file(
 
 
 def _print_texts(answers: Sequence[dict[str, Any]]) -> None:
-    """Print the text of each answer, or its token ids if there is no tokenizer.
+    """Print the text of each answer, or its token ids without a tokenizer.
 
     Failed requests are left out, because the display has shown their errors already.
     """

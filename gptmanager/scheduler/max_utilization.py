@@ -93,7 +93,7 @@ class MaxUtilizationScheduler(KvCapacityScheduler):
         """Return whether all requests after the first `num_taken` certainly fit.
 
         `blocks` is the number of blocks that the first `num_taken` requests need. The needs of the
-        other requests are estimated from above. The result is also False if there are no other
+        other requests are estimated from above. The result is also False without other
         requests, if one of them has an adapter, or if `walk` exceeds `max_num_requests`. If the
         result is True, the walk over single requests would take the same requests, but more slowly.
         """
@@ -291,7 +291,7 @@ class _PausingWalk:
     def _find_victim(self) -> tuple[int | None, RequestList]:
         """Return the victim's index in the walk, and the protected requests after the victim.
 
-        If there is no victim, return None and all protected requests from `_index` on.
+        Without a victim, return None and all protected requests from `_index` on.
         """
         walk, first, max_pauses = self.walk, self._index, self.policy.max_pauses
         exempt: list[int] = []

@@ -102,7 +102,7 @@ def fit(recording: Recording) -> CostModel:
     """Return the model with the least squared error over the recorded steps. No cost is negative.
 
     A step's time is from the intake of its iteration to the next intake, so it includes the loop
-    and the callbacks. If there is no next intake, or if no request was active before the next
+    and the callbacks. Without a next intake, or if no request was active before the next
     intake, the time ends at the last result of the iteration; without a result, the step is left
     out. `transfer` keeps its default. Raise RecordingError if no step has a time.
     """

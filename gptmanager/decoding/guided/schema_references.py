@@ -44,7 +44,7 @@ class SchemaReferences:
     def target(self, reference: Any) -> tuple[Any, str] | None:
         """Return the part of the schema that `reference` points to, and the part's JSON pointer.
 
-        Return None if there is no such part.
+        Return None if the part does not exist.
         """
         if not isinstance(reference, str):
             return None

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 GROUP = 32  # columns that share a scale
-MIDDLE, MOST = 8, 15  # the value that means zero if there are no minima; the largest value
+MIDDLE, MOST = 8, 15  # the value that means zero without minima; the largest value
 
 
 @dataclass(frozen=True, slots=True)

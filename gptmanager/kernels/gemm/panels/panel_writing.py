@@ -148,7 +148,7 @@ def panel_depth(values: Tensor) -> int:
 
 @loop
 def panels_of(t: Any, part: int) -> range:
-    """Return the panels of a part. Parts are whole panels, so that threads share no cache line."""
+    """Return the panels of a part. Parts are whole panels, so threads do not share cache lines."""
     first = t.first_row // LANES
     panels = (t.first_row + t.num_tokens + LANES - 1) // LANES - first
     return range(first + panels * part // t.num_parts, first + panels * (part + 1) // t.num_parts)
