@@ -160,6 +160,16 @@ def test_there_are_only_so_many_connections(hasty):
     wait_for(lambda: not hasty.server.server_state.connections)
 
 
+def test_no_answer_waits_for_an_acknowledgement(server):
+    others = set(server.server.server_state.connections)
+    with connect(server) as connection:
+        connection.sendall(HEALTH)
+        assert told(connection)[0] == 200
+        (protocol,) = server.server.server_state.connections - others
+        accepted = protocol.transport.get_extra_info("socket")
+        assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+
+
 def test_an_address_has_only_so_many_connections_and_a_proxy_s_client_so_many_requests():
     limits = Connections(100, 2, Proxies(["10.0.0.0/8", "::1"]))
     assert [limits.enter("1.2.3.4") is None for _ in range(3)] == [True, True, False]
