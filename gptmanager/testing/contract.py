@@ -153,13 +153,11 @@ class ContractChecker:
             return set()
         answer: Iterable[int] = self._called("Poll", self._poll)
         try:
-            wrong = [i for i in answer if isinstance(i, bool) or not isinstance(i, int)]
+            items = iter(answer)
         except TypeError:
             self._complain(f"Poll returned {answer!r}, expected a set of request ids")
-        else:
-            if wrong:
-                self._complain(f"Poll returned {wrong[0]!r}, expected a request id")
-        return answer
+            return answer
+        return self._inspected_ids(items)
 
     def check(self, manager: GptManager | None = None) -> None:
         """Raise ContractViolation with all violations, if there are any.
@@ -180,6 +178,13 @@ class ContractChecker:
                     violations.append(f"block {block} leaked: it is held by requests {[*owners]}")
         if violations:
             raise ContractViolation("; ".join(violations))
+
+    def _inspected_ids(self, items: Iterator[int]) -> Iterator[int]:
+        """Yield the ids that Poll returned, including those yielded before an exception."""
+        while (item := self._called("Poll", next, items, _NO_MORE)) is not _NO_MORE:
+            if isinstance(item, bool) or not isinstance(item, int):
+                self._complain(f"Poll returned {item!r}, expected a request id")
+            yield item
 
     def _called(self, name: str, callback: Callable[..., Any], *arguments: Any) -> Any:
         begin = self._clock()

@@ -265,6 +265,20 @@ def test_a_get_that_raises_half_way():
         checker.check()
 
 
+def test_stop_signals_of_a_generator_reach_the_manager_also_before_its_error():
+    def poll():
+        yield 1
+        raise ConnectionError
+
+    checker = ContractChecker(list, lambda *response: None, poll)
+    stops = checker.poll_stop_signal()
+    assert next(iter(stops)) == 1
+    with pytest.raises(ConnectionError):
+        list(stops)
+    with pytest.raises(ContractViolation, match="Poll raised ConnectionError"):
+        checker.check()
+
+
 def test_whatever_a_host_returns_reaches_the_manager():
     checker = ContractChecker(lambda room: ["nonsense"], lambda *response: None)
     assert list(checker.get_inference_requests(1)) == ["nonsense"]
@@ -283,7 +297,7 @@ def complaints(host_get=lambda room: [], send=lambda *response: None, poll=None,
             with suppress(Exception):
                 checker.send_response(one.request_id, [*partial([6], 0), *ENDING], True, "")
     with suppress(Exception):
-        checker.poll_stop_signal()
+        list(checker.poll_stop_signal())
     try:
         checker.check()
     except ContractViolation as violation:
