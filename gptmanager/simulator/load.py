@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
@@ -248,13 +249,17 @@ class RecordedLoad:
         return self._beams[number]
 
     def _take_requests(self, iteration: Iteration, live: dict[int, int]) -> None:
-        refused = {
+        requests = iteration.intake.requests
+        refused = Counter(
             end.request_id
             for end in iteration.ends or ()
             if end.error.startswith("DuplicateRequestIdError")
-        }
-        for request in iteration.intake.requests:
-            if request.request_id not in refused or request.request_id not in live:
+        )
+        # of the requests with one id, only the first can be admitted
+        admitted = Counter(request.request_id for request in requests) - refused
+        for request in requests:
+            if admitted[request.request_id] > 0:
+                admitted[request.request_id] -= 1
                 live[request.request_id] = len(self._requests)
             # whether responses are streamed does not affect schedules
             copied = InferenceRequest(**{**vars(request), "is_streaming": False})

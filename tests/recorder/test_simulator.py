@@ -268,6 +268,13 @@ def test_stop_signals_keep_their_turn(tmp_path):
     assert ends[0] == ends[1] and ends[0][0][1].reason == "CANCELLED"
 
 
+def test_an_id_that_comes_twice_at_once_after_its_end_maps_to_the_first(tmp_path):
+    """The id is free again, so the first is admitted, and only the second is refused."""
+    script = [[request(1, 4, 3)], *[[]] * 8, [request(1, 5, 2), request(1, 6, 4)]]
+    load = RecordedLoad(record(tmp_path / "r.jsonl", ScheduledHost(script)))
+    assert [len(load.output(number)) for number in range(3)] == [3, 2, 0]
+
+
 # Arrivals: the host's queue, not the room of the engine that was recorded -------------------
 
 
