@@ -12,6 +12,7 @@ from operator import itemgetter
 from typing import Any
 
 from gptmanager.callbacks.live_page.tap import Change, Step
+from gptmanager.errors import DuplicateRequestIdError
 from gptmanager.manager.watching import Arrival, Beginning, Ending, Ran
 
 # The kind of a span is the state of the request. A HELD request does not run, but keeps its memory.
@@ -190,6 +191,8 @@ class LiveRows:
     def _finish(self, ending: Ending, column: int) -> None:
         self.outcomes[ending.outcome] += 1
         self.endings.append(ending)
+        if ending.outcome == DuplicateRequestIdError.__name__:
+            return  # the row belongs to the other request with this id, which continues
         row = self._active.pop(ending.request_id, None)
         if row is None:  # the request was refused
             return

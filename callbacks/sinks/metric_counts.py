@@ -18,6 +18,7 @@ import orjson
 
 from gptmanager import FinishReason, NamedTensor
 from gptmanager.callbacks.sinks.metric_names import METRIC, METRICS
+from gptmanager.errors import DuplicateRequestIdError
 
 _logger = logging.getLogger(__name__)
 
@@ -227,6 +228,9 @@ class RequestCounts:
     ) -> None:
         """Count a response, with the arguments of SendResponse."""
         with self._lock:
+            if error.startswith(DuplicateRequestIdError.__name__):
+                self._finish("error")  # the other request with this id stays open
+                return
             request = self._of(request_id)
             if not is_final:
                 self._stream(request, tensors[0].tensor.shape[-1])

@@ -74,7 +74,8 @@ class Ending(NamedTuple):
     """The final response of a request.
 
     `outcome` is the name of a `FinishReason`, or of the error's class. `metrics` has the values
-    of `REQUEST_METRICS`; it is empty with an error.
+    of `REQUEST_METRICS`; it is empty with an error. After "DuplicateRequestIdError" the other
+    request with the id continues.
     """
 
     request_id: int
@@ -157,7 +158,7 @@ class _WatchedExecutor(ExecutorTap):
 def _put_taps(loop: TokenLoop, report_event: WatchCallback) -> None:
     table, host, executor = loop.table, loop.table.host, loop.executor
     host_tap, executor_tap = _WatchedHost(host), _WatchedExecutor(executor)
-    now, arrived = 0.0, list[int]()
+    now, arrived = 0.0, dict[int, None]()  # a set in order
 
     def report_arrivals() -> None:
         """Report arrivals that the loop has accepted. Refused ones have had a final response."""
@@ -174,7 +175,9 @@ def _put_taps(loop: TokenLoop, report_event: WatchCallback) -> None:
         intake = host_fetch(room, num_active)
         now = intake.now
         if intake.requests:
-            arrived.extend(request.request_id for request in intake.requests)
+            # a request with the id of an active one is refused
+            new = [r.request_id for r in intake.requests if r.request_id not in table.by_id]
+            arrived.update(dict.fromkeys(new))
         return intake
 
     def forward(schedule: Schedule) -> Step:

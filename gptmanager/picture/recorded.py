@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
-from gptmanager.errors import RecordingError, RequestError
+from gptmanager.errors import DuplicateRequestIdError, RecordingError, RequestError
 from gptmanager.picture.builder import TraceBuilder
 from gptmanager.picture.trace import Bounds, Trace
 from gptmanager.picture.wait_reporter import WaitReporter
@@ -168,7 +168,10 @@ class _Reader:
 
 
 def _split_ends(iteration: Iteration, running: set[int]) -> tuple[list[End], list[End]]:
-    """Return the ends before the iteration's step, and the ends after the step."""
+    """Return the ends before the iteration's step, and the ends after the step.
+
+    Leave out refused duplicates, because the other request with their id continues.
+    """
     if iteration.ends is None:
         intake = iteration.intake
         stopped = [End(request_id, "CANCELLED") for request_id in sorted(intake.stops)]
@@ -177,6 +180,8 @@ def _split_ends(iteration: Iteration, running: set[int]) -> tuple[list[End], lis
     early: list[End] = []
     late: list[End] = []
     for end in iteration.ends:
+        if end.error.startswith(DuplicateRequestIdError.__name__):
+            continue
         is_early = end.reason in _EARLY and end.request_id not in running
         (early if is_early else late).append(end)
     return early, late

@@ -180,6 +180,13 @@ def test_a_request_waits_runs_is_paused_and_ends():
     assert +fed.rows.kinds == {"c": 1}
 
 
+def test_a_refused_duplicate_is_no_end_of_the_request_with_its_id():
+    fed = Fed(arrival(7), ran(5, context=[(7, 0, 4)]), Ending(7, "DuplicateRequestIdError"))
+    assert (fed.rows.num_active, fed.rows.outcomes.total()) == (1, 1)
+    fed.feed(ran(6, generation=[(7, 4)]))
+    assert spans(fed) == {"7": [["c", 5, 4], ["g", 6, 0]]}
+
+
 def test_one_that_holds_memory_and_does_not_run_is_held():
     fed = Fed(
         arrival(7), arrival(8),

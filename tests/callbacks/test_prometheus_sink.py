@@ -127,6 +127,19 @@ def test_tokens_of_a_stream_are_counted_as_they_come_and_once(registry):
     assert while_it_runs == {"": 2} == samples(registry)["gptmanager_generation_tokens_total"]
 
 
+def test_a_refused_duplicate_leaves_the_request_with_its_id_open(registry):
+    sink = PrometheusSink(model_name="tiny", registry=registry)
+
+    sink.send_response(1, streamed([5, 6]), False, "")
+    sink.send_response(1, [], True, "DuplicateRequestIdError: request id 1 belongs to another")
+    sink.send_response(1, whole([1, 2, 3]), True, "")
+
+    found = samples(registry)
+    assert found["gptmanager_generation_tokens_total"] == {"": 2}
+    ends = found["gptmanager_requests_finished_total"]
+    assert (ends["finish_reason=error"], ends["finish_reason=length"]) == (1, 1)
+
+
 def test_times_of_a_request_are_those_of_its_metrics(registry):
     sink = PrometheusSink(model_name="tiny", registry=registry)
 

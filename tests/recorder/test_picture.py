@@ -496,14 +496,18 @@ def test_a_loop_and_its_recording_give_the_same_trace(tmp_path, run_ahead):
     for number in range(8):
         prompt = [number + 1] * (5 + number)
         driver.submit(InferenceRequest.from_tokens(number, prompt, 40, priority=number % 3 / 4))
-    for _ in range(12):
+    for number in range(12):
         loop.iterate()
+        if number in (0, 8):
+            for request_id in (0, 7):  # duplicates of one that runs, and of one that waits
+                driver.submit(InferenceRequest.from_tokens(request_id, [1], 1))
     driver.host.callbacks.stop(7, 2)
     driver.run()
     recorder.close()
 
     observed, recorded = builder.build(), trace_of(read_recording(tmp_path / "run.jsonl"))
     assert sum(row.num_pauses for row in observed.rows) >= 1
+    assert sorted(row.request_id for row in observed.rows) == [*range(8)]
     assert {row.outcome for row in observed.rows} == {"LENGTH", "CANCELLED"}
     reasons = {span.reason for row in observed.rows for span in row.spans}
     assert reasons >= {Reason.BLOCKS, Reason.NONE} and Reason.OTHER not in reasons

@@ -6,6 +6,7 @@ from collections import deque
 from concurrent.futures import Future
 
 import pytest
+from loop_driver import LoopDriver
 
 from gptmanager import (
     REQUEST_METRICS,
@@ -18,7 +19,7 @@ from gptmanager import (
     SchedulerConfig,
 )
 from gptmanager.errors import ManagerDeadError
-from gptmanager.manager.watching import Arrival, Beginning, Ending, Ran
+from gptmanager.manager.watching import Arrival, Beginning, Ending, Ran, Watchers
 from gptmanager.recorder.taps import ExecutorTap, HostTap
 from gptmanager.statistics import Counts
 from gptmanager.testing import RecordingCallbacks, ScriptedModel
@@ -72,6 +73,19 @@ def concerns(event, request_id):
             row.request_id for row in (*event.context_rows, *event.generation_rows)
         }
     return getattr(event, "request_id", None) == request_id
+
+
+def test_a_duplicate_does_not_arrive_and_is_the_end_of_nobody_else():
+    driver, events = LoopDriver(), []
+    Watchers().add(driver.loop, events.append)
+    driver.submit(request(7), request(7))  # the second is refused, and so is the third below
+    driver.loop.iterate()
+    driver.submit(request(7))
+    driver.run()
+    told = [it for it in events if isinstance(it, (Arrival, Ending))]
+    duplicate = Ending(7, "DuplicateRequestIdError")
+    assert isinstance(told[0], Arrival) and told[1:3] == [duplicate] * 2
+    assert [it.outcome for it in told[3:]] == ["LENGTH"]
 
 
 def test_a_watch_that_begins_late_hears_of_who_is_there():
