@@ -1,9 +1,10 @@
 """Ready-made callbacks and helpers for hosts.
 
-`generate` completes prompts in three lines. `RequestQueue` provides futures and token streams
-instead of callbacks. `load_peft_adapter` reads an adapter, `ChatTemplate` renders chats, and
-`TextStream` decodes tokens. The sinks and `LivePage` store or display what a manager does. The
-classes with a method `bind` create the logits post-processors of requests.
+`generate` completes prompts in three lines. `RequestQueue` (or `AsyncRequestQueue` in asyncio)
+provides futures and token streams instead of callbacks. `load_peft_adapter` reads a LoRA adapter,
+`ChatTemplate` renders chats, and `TextStream` decodes tokens. The sinks store or export what a
+manager does, and `LivePage` displays it. The classes with a method `bind` create logits
+post-processors for requests.
 """
 
 from typing import TYPE_CHECKING

@@ -1,4 +1,4 @@
-"""`generate`: completes prompts in three lines, with a manager for this one call."""
+"""`generate`: completes prompts with a single call, which starts and ends its own manager."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ from gptmanager.errors import ConfigError, GptManagerError
 from gptmanager.terminal.progress import ProgressBars
 from gptmanager.terminal.redrawn_lines import RedrawnLines
 
-_PATIENCE_S = 1.0  # before a progress bar appears
-_REFRESH_S = 0.2
+_PATIENCE_S = 1.0  # seconds before a progress bar appears
+_REFRESH_S = 0.2  # seconds between updates of a progress bar
 
 # completions have the type of their prompts
 Prompts = TypeVar("Prompts", str, list[str], list[int], list[list[int]])
@@ -78,27 +78,27 @@ def generate(
     progress: bool | None = None,
     **sampling: Any,
 ) -> Any:
-    """Return the completions of `prompts`, in their order: texts for texts, ids for token ids.
+    """Return the completions of `prompts`, in the same order: texts for texts, ids for token ids.
 
     `model` is a checkpoint folder, (config dict, state dict), or a `Model` object, as for
     `GptManager`. `prompts` are texts or lists of token ids. For a single prompt the completion
     itself is returned. Completions contain neither the prompt nor the `end_id` or stop word that
-    ended them. Text needs a tokenizer: the folder's tokenizer.json, or `tokenizer` (an object, or a
-    folder that has one).
+    ended them. Text prompts need a tokenizer: tokenizer.json in the checkpoint folder, or
+    `tokenizer` (a `Tokenizer`, or a folder with a tokenizer.json).
 
     `sampling` has fields of `InferenceRequest`, with the same values for all prompts:
     `temperature`, `runtime_top_p`, `stop_words_list`, ... By default `end_id` and `pad_id` are from
     generation_config.json, or else config.json. Beam search returns the best beam.
 
-    `stop` has strings that end a completion, as for `RequestQueue.submit`; they need a tokenizer.
-    Text ends before the stop string; token ids include the token that completes it.
+    `stop` has strings that end a completion, as for `RequestQueue.submit`. They need a tokenizer. A
+    text ends before the stop string; token ids include the token that completes the stop string.
 
-    With `num_return_sequences`, the result has a list of this many completions for each prompt,
-    which are sampled independently, or are the best beams.
+    With `num_return_sequences`, the result has a list of this many completions for each prompt. The
+    completions of a list are sampled independently, or are the best beams.
 
     With `progress` None, work that takes more than a second, such as loading, gets a progress bar
-    if standard error is a terminal. With True, it gets a line at its end if standard error is not
-    a terminal. With False, nothing is shown.
+    if standard error is a terminal. With True, the work gets a line when it ends if standard error
+    is not a terminal. With False, nothing is shown.
 
     An interrupt (Ctrl-C) aborts the manager and leaves no thread. Raise ConfigError like the
     constructor of `GptManager`, or the error of the first failed request, with its prompt's index.
@@ -176,7 +176,7 @@ def _max_beam_width(sampling: Mapping[str, Any]) -> Any:
 
 
 def _wait_for_all(generations: Sequence[Generation], bars: ProgressBars) -> None:
-    """Wait until all are done; raise the first error, with the index of its prompt."""
+    """Wait until all generations are done. Raise the first error, with the index of its prompt."""
     ended: SimpleQueue[int] = SimpleQueue()
     for index, generation in enumerate(generations):
         generation.add_done_callback(partial(_put, ended, index))
@@ -246,7 +246,7 @@ def _ids(tokenizer: Tokenizer | None, prompt: Any) -> list[int]:
 
 
 def _outputs(tokenizer: Tokenizer | None, result: GenerationResult) -> list[Any]:
-    """Return the completions of a prompt as texts; without a tokenizer, as token ids."""
+    """Return the completions of a prompt: as texts, or as token ids if `tokenizer` is None."""
     if tokenizer is None:
         return [*map(list, result.generated_ids)]
     if result.texts:

@@ -1,10 +1,10 @@
-// The activations of MLPs, by the names of gptmanager/kernels/activation_kinds.py.
+// The activations of MLPs, with the names in gptmanager/kernels/activation_kinds.py.
 #pragma once
 
 #include "numerics.cuh"
 
-// The functions below divide with __fdividef. For a divisor above 2^126 it returns 0 instead of a magnitude
-// below 1e-35.
+// __fdividef, the fast division below, returns 0 if the divisor exceeds 2^126. The exact quotient would
+// then have a magnitude below 1e-35.
 enum Activation { SILU, GELU, GELU_TANH, RELU, RELU2, CLAMPED_SWIGLU };
 
 template <Activation KIND> __device__ inline float activated(float x) {
@@ -22,7 +22,7 @@ template <Activation KIND> __device__ inline float activated(float x) {
     }
 }
 
-// Returns activation(gate) * up; for CLAMPED_SWIGLU as gpt-oss defines it.
+// Returns activation(gate) * up. CLAMPED_SWIGLU limits gate and up and adds 1 to up, as in gpt-oss.
 template <Activation KIND> __device__ inline float gated(float gate, float up) {
     if constexpr (KIND == CLAMPED_SWIGLU) {
         constexpr float LIMIT = 7, SLOPE = 1.702f;

@@ -20,8 +20,8 @@ def cache_folder(name: str) -> Path:
     """Return the writable folder `gptmanager/name` in the user's cache; create it if necessary.
 
     If the cache is not writable (a read-only home), log a warning and use a private folder below
-    the folder for temporary files. Raises `ConfigError` if this folder is not writable, or if other
-    users can write to it, because libraries are loaded from it.
+    the folder for temporary files. Raise `ConfigError` if the private folder is not writable, or if
+    other users can write to it, because libraries are loaded from it.
     """
     try:
         folder = _user_cache() / "gptmanager" / name

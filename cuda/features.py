@@ -1,7 +1,8 @@
-"""`Features`: switches for parts of the CUDA code, to find out which one is at fault.
+"""`Features`: switches for parts of the CUDA code, to find out which part causes an error.
 
-The environment variable `GPTMANAGER_CUDA` names them. Each launcher reads it once, when it is
-created, and holds the value for the code that chooses kernels and launches.
+The environment variable `GPTMANAGER_CUDA` sets the switches. Each launcher reads the variable once,
+when the launcher is created, and keeps the `Features` for the code that chooses and launches
+kernels.
 """
 
 from __future__ import annotations
@@ -19,20 +20,21 @@ VARIABLE = "GPTMANAGER_CUDA"
 class Features:
     """The parts of the CUDA code that are in use.
 
-    `no-NAME` switches off a part that is on by default, `NAME` switches on one that is off.
+    In the environment variable, `no-NAME` switches off a part that is on by default, and `NAME`
+    switches on a part that is off by default. NAME is a field with "-" in place of "_".
     """
 
     early: bool = True  # kernels begin while the previous one ends (programmatic dependent launch)
     warpgroups: bool = True  # attention by `wgmma`
     products: bool = True  # matmuls by our kernels; without it torch computes all matmuls
     tiled: bool = True  # matmuls of more than 16 rows by our kernels
-    graphs: bool = True  # steps are captured as CUDA graphs
-    mixed_graphs: bool = True  # steps with contexts are captured, too
-    split: bool = True  # several blocks may share a row of generation attention (flash decoding)
+    graphs: bool = True  # steps may be captured as CUDA graphs
+    mixed_graphs: bool = True  # steps with contexts may be captured too
+    split: bool = True  # several thread blocks may share a row of generation attention
     async_copies: bool = True  # `cp.async` copies tiles to shared memory while the kernel computes
     pinned: bool = True  # copies from and to the device use pinned memory
     carveout: bool = False  # kernels with dynamic shared memory get the largest share of L1 for it
-    extra_syncwarp: bool = False  # `__syncwarp` before the matmuls of each tile or chunk
+    extra_syncwarp: bool = False  # kernels call `__syncwarp` before instructions for a whole warp
 
     @classmethod
     def parse(cls, text: str) -> Features:
@@ -48,19 +50,19 @@ class Features:
 
     @classmethod
     def asked(cls, environment: Mapping[str, str] = os.environ) -> Features:
-        """Return the features that the environment variable selects; without it the defaults."""
+        """Return the features that the environment variable selects, or the defaults if unset."""
         return cls.parse(environment.get(VARIABLE, ""))
 
     @property
     def words(self) -> tuple[str, ...]:
-        """The words for all values that differ from the default, as in the environment variable."""
+        """The words, as in the environment variable, for all fields that are not the default."""
         return tuple(
             word for word, (name, value) in _words().items() if getattr(self, name) is value
         )
 
     @property
     def compiler_options(self) -> tuple[str, ...]:
-        """Compiler options for kernels, both for NVRTC and for the emulator's compiler."""
+        """Options for compiling kernels, valid for NVRTC and for the emulator's compiler."""
         copies = () if self.async_copies else ("-DCOPIES_AT_ONCE",)
         return (*copies, "-DEXTRA_SYNCWARP") if self.extra_syncwarp else copies
 

@@ -1,6 +1,7 @@
 """Launchers of a mixture of experts: routing, sorting by expert, grouped matmuls, weighted sums.
 
-The grids do not depend on which experts are chosen, so a replayed CUDA graph may choose others.
+The grids do not depend on which experts are chosen, so each replay of a CUDA graph may choose
+different experts.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from gptmanager.kernels.gemm.packed_matrix import Matrix, plain
 MAX_EXPERTS, MAX_PER_TOKEN = 1024, 32  # as in the .cu
 _SCORES = {"softmax": 0, "sigmoid": 1, "softmax_of_best": 2, "sigmoid_of_best": 3}
 _THREADS, _WARPS, _COLUMNS, _DEPTH = 256, 4, 128, 64  # as in the .cu
-_STAGES = {1: 4, 4: 3}  # by M
+_STAGES = {1: 4, 4: 3}  # number of pipeline stages, by M: the rows of a tile / 32
 _NARROW = (torch.float16, torch.bfloat16)
 _FUSED: tuple[Activation, ...] = ("silu", "gelu_tanh", "clamped_swiglu")
 _EPILOGUES = ("false, SILU", *(f"true, {kind.upper()}" for kind in _FUSED))
@@ -72,9 +73,9 @@ def choose_experts(
 ) -> tuple[Tensor, Tensor]:
     """Return the experts int32 `[T, k]` of each token and their weights float32 `[T, k]`.
 
-    `logits` `[T, E]` and `correction` `[E]` are float32, as in `routing.choose_experts`. Of equal
-    scores the first is chosen. Raises ValueError for other tensors, and for more than MAX_EXPERTS
-    experts or MAX_PER_TOKEN per token.
+    `logits` `[T, E]` and `correction` `[E]` are float32, as in `routing.choose_experts`. Of experts
+    with equal scores, the first is chosen. Raises ValueError for other tensors, for more than
+    MAX_EXPERTS experts, and for more than MAX_PER_TOKEN experts per token.
     """
     num_tokens, num_experts = logits.shape
     per_token = routing.per_token
@@ -107,7 +108,7 @@ def choose_experts(
 def sort_slots(launcher: Launcher, chosen: Tensor, first: int, count: int) -> SortedSlots:
     """Sort the slots of `chosen` int32 `[T, k]` by expert.
 
-    The result has only slots of the experts `first` to `first + count` (excluded); its tiles number
+    Only slots of the experts `first` to `first + count` (excluded) are in tiles. The tiles number
     these experts from 0. Raises ValueError for other tensors.
     """
     check_tensors(chosen=(chosen, (None, None), torch.int32))
@@ -138,11 +139,12 @@ def multiply(
 ) -> Tensor:
     """Return `x[slot // n] @ weight[expert]^T + bias[expert]` for each slot, `[N, O]`.
 
-    `x` is `[N / n, I]`. `weight` `[count * O, I]` and `bias` `[count * O]` have one expert after
-    another. All have the same dtype: float32, float16 or bfloat16; `weight` may have 8 bits. With
-    an `activation` (silu, gelu_tanh or clamped_swiglu), an expert has 2 O rows: the gate, then up.
-    The result is `activation(gate) * up`, without rounding in between. The result is undefined for
-    slots without a tile. Raises ValueError for other tensors.
+    `x` is `[N / n, I]`: n slots share a row. `weight` `[count * O, I]` and `bias` `[count * O]`
+    have one expert after another. All have the same dtype: float32, float16 or bfloat16; `weight`
+    may have 8 bits. With an `activation` (silu, gelu_tanh or clamped_swiglu), each expert has 2 O
+    rows: the rows of the gate, then the rows of up. The result is then `activation(gate) * up`,
+    without rounding in between. The result is undefined for slots without a tile. Raises ValueError
+    for other tensors.
     """
     num_slots, (num_rows, depth), dtype = len(slots.sorted), x.shape, x.dtype
     num_weights, values, scales = weight.shape[0], values_of(weight), scales_of(weight)
@@ -187,8 +189,8 @@ def mix_outputs(
 ) -> Tensor:
     """Return the weighted sums `[T, C]` of the `outputs` `[T * k, C]` of each token's slots.
 
-    Only experts `first` to `first + count` (excluded) are summed. Raises ValueError for other
-    tensors.
+    A sum has only the outputs of the experts `first` to `first + count` (excluded). Raises
+    ValueError for other tensors.
     """
     num_tokens, per_token = chosen.shape
     width = outputs.shape[1]

@@ -1,11 +1,11 @@
 // With ADD: residual += x, out = normalize(residual) * weight (+ bias).
-// Without: out = normalize(x) * weight (+ bias).
+// Without ADD: out = normalize(x) * weight (+ bias).
 // RMSNorm: x / sqrt(mean(x^2) + eps). LayerNorm (CENTERED): (x - mean) / sqrt(variance + eps).
-// With PLUS_ONE, weight + 1 takes the place of weight; it is not rounded to T.
+// With PLUS_ONE, the factor is weight + 1 instead of weight, computed in float (not rounded to T).
 #include "numerics.cuh"
 
-// Subtracts the mean of a row from its `values` if CENTERED, and returns the factor that makes the mean of
-// the squares of `values` 1, apart from `eps`. `sum`: the sum of the thread's values; unused if not CENTERED.
+// If CENTERED, subtracts the row's mean from `values`. Returns 1 / sqrt(mean of the row's squares + eps).
+// `values`: the thread's elements of the row. `sum`: the sum of `values`, only used if CENTERED.
 template <bool CENTERED, int WIDTH, int COUNT>
 __device__ inline float standardize(float (&values)[COUNT][WIDTH], float sum, int width, float eps) {
     __shared__ float sums[32], squares[32];
@@ -87,8 +87,8 @@ __global__ void __launch_bounds__(1024, 1) norm(
     }
 }
 
-// Normalizes parts of the rows of x, in place. Parts have `width` columns and begin at column `first`.
-// Grid: (tokens, parts).
+// Normalizes each part (such as a head) of each row of x, in place. A part has `width` columns. The parts
+// are adjacent, and the first one begins at column `first`. Grid: (tokens, parts).
 template <class T, int WIDTH, int COUNT, bool CENTERED>
 __global__ void __launch_bounds__(1024, 1) norm_heads(
     T* x,             // [tokens, stride]

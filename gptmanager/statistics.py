@@ -24,10 +24,10 @@ SCHEMA_VERSION = 1
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """Bytes of the manager's tensors, by kind of memory.
+    """The manager's tensors in bytes, by kind of memory.
 
-    `adapter_page`: bytes of a page of the adapter cache. On a CPU, and in the host's cache, pages
-    take memory only when they are used; `with_adapters` adds the used pages.
+    `adapter_page`: bytes of a page of the LoRA cache. `gpu` includes all of the GPU's LoRA pages.
+    Pages in host memory count only when they are used: `with_adapters` adds the used pages.
     """
 
     cpu: int = 0
@@ -36,7 +36,7 @@ class Memory:
     adapter_page: int = 0
 
     def with_adapters(self, pages: PeftCacheCounts) -> Memory:
-        """Return the memory when adapters use these pages."""
+        """Return the memory when adapters use `pages`."""
         on_host = pages.host_used_pages * self.adapter_page
         if self.gpu:  # `gpu` includes all pages of the device
             return replace(self, pinned=self.pinned + on_host)
@@ -45,13 +45,13 @@ class Memory:
 
 
 class DraftCounts(NamedTuple):
-    """The numbers of drafted and accepted tokens since the start."""
+    """The numbers of drafted and of accepted tokens since the manager started."""
 
     drafted: int = 0
     accepted: int = 0
 
     def plus(self, drafted: int, accepted: int) -> DraftCounts:
-        """Return the sums with these numbers."""
+        """Return the counts after `drafted` and `accepted` more tokens."""
         return DraftCounts(self.drafted + drafted, self.accepted + accepted)
 
 
@@ -59,10 +59,11 @@ class DraftCounts(NamedTuple):
 class Counts:
     """The counts of one iteration.
 
-    `sampled`: number of rows for which a token was sampled. `recomputed_tokens`: number of context
-    tokens of requests that had been paused. `logits_errors`: number of requests that a LogitsError
-    has ended since the start. `block_reuse`, `drafts` and `adapters` also have counts since the
-    start.
+    `active`, `context`, `generation` and `paused`: numbers of requests. `sampled`: number of rows
+    of logits for which a token was sampled. `recomputed_tokens`: number of those `context_tokens`
+    that belong to requests that had been paused. `logits_errors`: number of requests that a
+    LogitsError has ended since the manager started. Some numbers in `block_reuse`, `drafts` and
+    `adapters` also count since the start.
     """
 
     iteration: int
@@ -87,9 +88,9 @@ class Counts:
 
 @functools.lru_cache(maxsize=1)
 def _timestamp(second: int) -> str:
-    """Return a time in seconds as local time, for the key "Timestamp".
+    """Return a system time in seconds as local time, for the key "Timestamp".
 
-    It is cached, because many iterations end in the same second.
+    The text is cached, because many iterations end in the same second.
     """
     return local_time("%m-%d-%Y %H:%M:%S", second)
 
@@ -105,7 +106,7 @@ class StatisticsReport:
         self._last_counts: Counts | None = None
         self._memory = Memory()
         self._is_lock_step = False
-        self._num_slots = 0  # in a V1 batch
+        self._num_slots = 0  # number of requests with which the V1 batch started
         self._take_gil_wait_us: Callable[[], int] = int
 
     def attach(
@@ -113,8 +114,8 @@ class StatisticsReport:
     ) -> None:
         """Connect an executor.
 
-        `is_lock_step`: it runs V1 batches. `take_gil_wait_us`: returns the microseconds that steps
-        have waited for the GIL or for a core since its last call.
+        `is_lock_step`: whether the executor runs V1 batches. `take_gil_wait_us`: returns how many
+        microseconds steps have waited for the GIL or for a core since its last call.
         """
         self._memory = memory
         self._is_lock_step = is_lock_step
@@ -188,9 +189,9 @@ class StatisticsReport:
                 "Generation Requests": counts.generation,
                 "MicroBatch ID": counts.micro_batch_id,
             }
-        # A batch keeps its initial slots. The slot of a request that has ended is empty until all
-        # requests have ended. The tokens and empty slots of all steps of a batch add up to the
-        # batch size times the longest output.
+        # A V1 batch keeps its initial slots: when a request ends, its slot stays empty until all
+        # requests have ended. Over all steps of a batch, the tokens and the empty slots add up to
+        # the batch size times the length of the longest output.
         return {
             "Total Generation Tokens": counts.sampled,
             "Empty Generation Slots": self._num_slots - counts.context - counts.generation,

@@ -27,8 +27,8 @@ from gptmanager.request.adapter import LORA_MODULE_IDS
 _CONFIG, _TENSORS = "adapter_config.json", "adapter_model.safetensors"
 _PIECE_BYTES = 64 << 20
 _PREFIX = "base_model.model."  # which PEFT adds to the names of modules
-# (this library's name of a parameter, the part of it that a checkpoint's module fills) -> the
-# module's ids in `lora_config`; if there are two ids, each gets half of the rows of B
+# (this library's name of a parameter, the part of the parameter that a checkpoint's module fills)
+# -> the module's ids in `lora_config`. If there are two ids, each gets half of the rows of B.
 _IDS: Mapping[tuple[str, str | None], tuple[int, ...]] = {
     ours: tuple(LORA_MODULE_IDS[name] for name in names.split())
     for ours, names in {
@@ -65,7 +65,8 @@ _IDS: Mapping[tuple[str, str | None], tuple[int, ...]] = {
 def _module_ids(name: str | None) -> dict[str, tuple[int, ...]]:
     """Return a map from a family's module names to module ids; for all families if `name` is None.
 
-    A module name has {} in place of the layer, and is listed with and without the family's prefix.
+    A module name has {} in place of the number of the layer. Each name is in the map with and
+    without the family's prefix.
     """
     found = {}
     # Llama is first in FAMILIES and last here: where families differ, a name means what it does
@@ -80,10 +81,10 @@ def _module_ids(name: str | None) -> dict[str, tuple[int, ...]]:
 
 
 class _Pair(NamedTuple):
-    """The tensors A and B of a checkpoint's module, as one module id uses them.
+    """The tensors A and B of a checkpoint's module, for one module id.
 
-    The id has `num_columns` outputs. Its rows of B, one per output, begin with row `first_column`,
-    because two ids may share one B.
+    If two module ids share a B, each uses half of its rows. The id of this pair uses `num_columns`
+    rows of B, one per output, from row `first_column` on.
     """
 
     module: str
@@ -107,14 +108,14 @@ def load_peft_adapter(
 
     The folder has `adapter_config.json` and `adapter_model.safetensors`. A row has the A `[D, Hi]`
     of a module, then its B `[Ho, D]` times lora_alpha / D (rsLoRA: / sqrt(D)), and then zeros,
-    where D is the rank. Rows are sorted by layer and module id. The modules of attention, dense
-    MLPs and shared experts of the library's model families are supported, by their names in
-    transformers. For families without gates (Nemotron, Arcee, Jais 2), `mlp.up_proj` is only
-    supported with `model`.
+    where D is the rank. A row of `lora_config` has the module id, the layer and the rank. Rows are
+    sorted by layer and module id. The modules of attention, dense MLPs and shared experts of the
+    library's model families are supported, by their names in transformers. For families without
+    gates (Nemotron, Arcee, Jais 2), `mlp.up_proj` is only supported with `model`.
 
-    Pass the checkpoint's folder as `model` to have all widths compared. The manager refuses a
-    request with rows that are too short for its model, but it cannot tell a row for a wider model
-    from a row with padding.
+    If `model` is the folder of the model's checkpoint, all widths are compared with the model's.
+    The manager itself refuses a request with rows that are too short for its model, but it cannot
+    distinguish a row for a wider model from a row with padding.
 
     Raise ConfigError, which quotes the entry, for an adapter that is not plain LoRA (DoRA, biases,
     embeddings, saved modules, other methods), for a module that is not supported, and for files
@@ -159,7 +160,7 @@ def _find_pairs(
     config: PeftConfig,
     known: Mapping[str, tuple[int, ...]],
 ) -> dict[tuple[int, int], _Pair]:
-    """Return a map from (layer, module id) to its tensors; check names, shapes and dtypes."""
+    """Return a map from (layer, module id) to a pair of tensors; check names, shapes, dtypes."""
     modules: dict[tuple[int, int], str] = {}
     keys: dict[str, list[tuple[int, int]]] = {}
     for name, info in tensors.items():
@@ -221,7 +222,7 @@ def _pair(where: str, tensors: Mapping[str, TensorInfo], module: str, config: Pe
 def _read_name(
     where: str, name: str, known: Mapping[str, tuple[int, ...]]
 ) -> tuple[str, int, tuple[int, ...]]:
-    """Return the name of a tensor's module in the base model, and its layer and module ids."""
+    """Return the name of a tensor's module in the base model, its layer, and its module ids."""
     found = re.fullmatch(rf"{re.escape(_PREFIX)}(.+)\.lora_[AB]\.weight", name)
     if found is None:
         raise ConfigError(

@@ -38,7 +38,7 @@ _ENDED = (ManagerState.STOPPED, ManagerState.FAILED)
 _MAX_FRAMES = 64  # a viewer that is further behind gets a new snapshot
 
 
-_Reason = tuple[int, str, str]  # request id, the missing resource, and a text
+_Reason = tuple[int, str, str]  # request id, the result of `_missing`, and a text
 
 
 class Viewer:
@@ -66,7 +66,7 @@ class Viewer:
 class LiveFeed:
     """The events of one manager for all viewers.
 
-    `num_outside` returns how many requests wait in the application; without it, the number is
+    `num_outside` returns how many requests wait in the application. If it is None, the number is
     unknown. `manager` is set once, before or after the first viewer enters.
     """
 
@@ -81,7 +81,7 @@ class LiveFeed:
         self._thread: threading.Thread | None = None
         self._ended = threading.Event()
         self._frames: deque[bytes] = deque(maxlen=_MAX_FRAMES)
-        self._num_frames = 0  # since the start
+        self._num_frames = 0  # number of all frames since the start, also of those dropped
         self._tap, self._rows = LiveTap(), LiveRows()
         self._picture = _Picture()
 
@@ -210,7 +210,7 @@ class _Picture:
         self._started = monotonic()
         self._moved: float | None = None  # when a step last began, or the loop was last idle
         self._column = -1
-        self._own_error = (-inf, "")  # when the page last failed, and its text
+        self._own_error = (-inf, "")  # when the page last failed, and the text of the error
 
     def is_due(self, name: str, now: float, every_s: float) -> bool:
         if now < self._due.get(name, 0.0):
@@ -242,7 +242,7 @@ class _Picture:
         moves = begins or self._moved is None or (tap.is_open and tap.column != self._column)
         if is_idle or moves:
             self._column, self._moved = tap.column, now
-        hangs = 0  # seconds since the last step; -1: no step has run
+        hangs = 0  # if the loop hangs: seconds since the last step, or -1 if no step has run
         if not health.progressing or now - (self._moved or now) > _HANG_S:
             age = health.last_step_age_s
             hangs = -1 if age is None else max(1, int(age))
@@ -308,15 +308,15 @@ class _Picture:
         """Return the current numbers.
 
         - the next iteration, and milliseconds since the start
-        - running requests, and among them those in the generation phase
+        - running requests, and running requests in the generation phase
         - waiting requests, and paused requests
         - used blocks, and cached blocks
-        - context tokens, and generated tokens
+        - context tokens, and generated tokens, both since the watch began
         """
         counts, kinds = tap.latest, rows.kinds
         cached = 0 if counts is None else counts.block_reuse.cached_blocks
         used = 0
-        # without active requests, `counts` is from before the last one ended
+        # if no request is active, `counts` may be older than the end of the last request
         if counts is not None and rows.num_active:
             used = counts.total_blocks - counts.free_blocks
         milliseconds = int((now - self._started) * 1000)
@@ -336,7 +336,10 @@ def _reasons(manager: GptManager) -> list[_Reason] | None:
 
 
 def _missing(explanation: Explanation) -> str:
-    """Return the missing resource. If a request waits for another, return what the other lacks."""
+    """Return the reason. If it is "behind", return what the other request lacks: tokens or blocks.
+
+    If the other request lacks something else, return "behind".
+    """
     if explanation.needed_tokens:
         return WaitReason.TOKEN_BUDGET.value
     return WaitReason.KV_BLOCKS.value if explanation.needed_blocks else explanation.reason

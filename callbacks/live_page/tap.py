@@ -1,8 +1,8 @@
 """`LiveTap`: records changes of the schedule on the loop's thread, with as little work as possible.
 
-Most iterations run the same requests as the previous one. The tap keeps only the latest of these
-iterations, so that nothing accumulates for other threads to process. All other events are added to
-a bounded deque.
+Most iterations run the same requests as the previous iteration of their micro batch. Of such
+iterations, the tap keeps only the latest, so that nothing accumulates for other threads to process.
+All other changes are added to a bounded deque.
 """
 
 from __future__ import annotations
@@ -18,15 +18,16 @@ from gptmanager.manager.watching import Arrival, Beginning, Ending, Event, Ran
 from gptmanager.statistics import Counts
 from gptmanager.step import Row
 
-_MAX_EVENTS = 1 << 14  # between two calls of `take`
-_ANSWER_S = 0.5  # the longest wait for the end of an iteration
-_request_id = itemgetter(0)  # of a `Row`
+_MAX_EVENTS = 1 << 14  # changes are lost if more arrive between two calls of `take`
+_ANSWER_S = 0.5  # the longest wait for the end of an iteration, in seconds
+_request_id = itemgetter(0)  # gets the id from a `Row`
 
 
 class Step(NamedTuple):
-    """An iteration that differs from the previous one of its micro batch.
+    """An iteration that differs from the previous iteration of its micro batch.
 
-    `generation` has the ids of the requests in the generation phase.
+    `generation` has the ids of the requests in the generation phase, and `paused` the ids of the
+    requests that were paused.
     """
 
     iteration: int
@@ -42,9 +43,9 @@ Change = tuple[int, Beginning | Arrival | Step | Ending]  # (number of the next 
 class LiveTap:
     """One watch of a manager, which begins with `open`.
 
-    `column` is the next iteration, `latest` has the counts of the last iteration that has ended,
-    and `ran` the last iteration of each micro batch. Tokens are counted from the beginning of the
-    watch.
+    `column` is the number of the next iteration. `latest` has the counts of the last iteration that
+    has ended, and `ran` the last iteration of each micro batch. `context_tokens` and
+    `generated_tokens` count the tokens since the watch began.
     """
 
     def __init__(self) -> None:
@@ -56,7 +57,8 @@ class LiveTap:
         self.ran: dict[int, Ran] = {}
         self._accepted_drafts = 0
         self._changes: deque[Change] = deque(maxlen=_MAX_EVENTS)
-        self._generation: dict[int, tuple[int, ...] | None] = {}  # of each micro batch
+        # by micro batch; None if the last iteration had context rows or paused requests
+        self._generation: dict[int, tuple[int, ...] | None] = {}
 
     def open(self, manager: GptManager) -> bool:
         """Begin to watch; return False if the loop is too busy to answer, or has ended."""
@@ -82,7 +84,7 @@ class LiveTap:
             self._changes.append((self.column, event))
 
     def take(self) -> list[Change] | None:
-        """Return the changes since the last call; None if they were too many to keep."""
+        """Return the changes since the last call; None, now and later, if they were too many."""
         changes = self._changes
         if len(changes) == changes.maxlen:
             return None

@@ -1,9 +1,9 @@
 """`BannedTexts`: bans words from outputs, for any split of the text into tokens.
 
-A token is banned if it completes a word that begins in the token or in the text before it. Which
-tokens are banned depends only on the *state* of the text: its longest suffix that is a proper
-prefix of a word, as in Aho and Corasick, "Efficient string matching" (1975). So the banned tokens
-of a state are looked up once and cached.
+A token is banned if it completes a word that begins in the token or in the text before the token.
+The *state* of a text is the longest suffix of the text that is a proper prefix of a word, as in Aho
+and Corasick, "Efficient string matching" (1975). Which tokens are banned depends only on the state
+of the text so far, so the banned tokens of each state are cached.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ from gptmanager.errors import CapacityError, InvalidRequestError
 Ints = npt.NDArray[np.int64]
 
 _CPU = torch.device("cpu")
-_MAX_SIZE = 1 << 28  # bytes of all lists in use
-_MAX_CACHED = 1 << 23  # token ids that the states of all lists may cache: 64 MiB
-_STATE_SIZE = 200  # bytes of one state; a word adds at most one state for each of its bytes
+_MAX_SIZE = 1 << 28  # bytes of all lists in memory, used or cached
+_MAX_CACHED = 1 << 23  # banned token ids that all lists together may cache: 64 MiB
+_STATE_SIZE = 200  # bytes of a state, at most; a word adds at most one state per byte
 MAX_WORDS, MAX_WORD_LETTERS, MAX_LETTERS = 1024, 256, 8192  # limits of one list
 
 
@@ -45,10 +45,10 @@ class BannedTexts:
     the prompt ends with "a red ba", the output cannot complete the word "ball". Special tokens do
     not count as text.
 
-    A list of words has at most 1,024 words of at most 256 letters, and 8,192 letters in all, where
-    a letter is any character. The `max_word_lists` lists that were used last are cached for other
-    requests, or fewer if the lists are long. All lists in memory take at most 256 MiB together; a
-    list of 8,192 letters takes up to 7 MiB.
+    A list has at most 1,024 words of at most 256 letters each, and at most 8,192 letters in all. A
+    letter is any character. The `max_word_lists` lists that were bound last are cached for other
+    requests. All lists in memory take at most 256 MiB together: if a new list would exceed this
+    limit, the oldest cached lists are dropped. A list of 8,192 letters takes up to 7 MiB.
     """
 
     def __init__(self, tokenizer: Tokenizer, *, max_word_lists: int = 64) -> None:
@@ -65,7 +65,7 @@ class BannedTexts:
         """Return the processor that bans `words`; requests with the same words share it.
 
         Raise ValueError for an empty list, an empty word, or a list beyond the limits; TypeError
-        for a string instead of a list; CapacityError if the lists in use are too large.
+        for a string instead of a list; CapacityError if the lists that requests use leave no space.
         """
         _check(words)
         key = tuple(sorted(set(words)))
@@ -124,7 +124,7 @@ def _check(words: Sequence[str]) -> None:
 
 
 class _Used:
-    """The bytes of all lists in memory, including lists that are cached for other requests."""
+    """The number of bytes that all lists in memory take, both used and cached lists."""
 
     def __init__(self) -> None:
         self.size = 0
@@ -158,7 +158,10 @@ class BannedWords:
         return self._states
 
     def banned_after(self, history: Sequence[int]) -> Ints:
-        """Return the ids of the tokens that would complete a word, int64. Call after `prepare`."""
+        """Return the int64 ids of the tokens that would complete a word after `history`.
+
+        Call this method after `prepare`.
+        """
         states = self._states.result()
         found: Ints = states.banned(states.state(history), sys.maxsize, _CPU).numpy()
         return found
@@ -174,7 +177,7 @@ class BannedWords:
 
 
 class _Vocabulary:
-    """The tokens with text, sorted by their bytes. `of_id` has the bytes of each token id."""
+    """The tokens with text, sorted by their bytes. `of_id[token]` has the bytes of a token id."""
 
     def __init__(self, of_id: Sequence[bytes]) -> None:
         self.of_id = of_id
@@ -183,10 +186,10 @@ class _Vocabulary:
         self._texts = [of_id[token] for token in ids]
         self._joined = b"".join(self._texts)
         self._starts = np.cumsum([0, *map(len, self._texts)])
-        self.longest = max(map(len, self._texts), default=0)  # the most bytes of a token
+        self.longest = max(map(len, self._texts), default=0)  # bytes of the longest token
 
     def beginning_with(self, text: bytes) -> Ints:
-        """Return the ids of the tokens that begin with `text`, which are adjacent in the order."""
+        """Return the ids of the tokens that begin with `text`, which are adjacent in `_texts`."""
         first = bisect_left(self._texts, text)
         end = bisect_left(self._texts, True, first, key=lambda one: not one.startswith(text))
         return self._ids[first:end]
@@ -231,8 +234,8 @@ class _IdCache:
 class _States:
     """The tokens that a list of words bans, by the state of the text.
 
-    A state is a node of the trie of all proper prefixes; 0 is the root, the empty prefix. The words
-    with the prefix of `node` are `_words[_first[node] : _end[node]]`.
+    A state is a node of the trie of all proper prefixes of the words. Node 0 is the root, the empty
+    prefix. The words with the prefix of `node` are `_words[_first[node] : _end[node]]`.
     """
 
     def __init__(self, words: Sequence[bytes], vocabulary: _Vocabulary, cache: _IdCache) -> None:
@@ -262,7 +265,7 @@ class _States:
             self._end[node] = index + 1
 
     def _after(self, node: int, text: bytes) -> int:
-        """Return the state after `node` and then `text`."""
+        """Return the state that `text` leads to from the state `node`."""
         step, suffix = self._next.get, self._suffix
         for byte in text:
             while (found := step(node << 8 | byte)) is None and node:
@@ -273,7 +276,7 @@ class _States:
     def state(self, history: Sequence[int]) -> int:
         """Return the state of the text of `history`; ids beyond the vocabulary have no bytes."""
         of_id, length, longest = self._vocabulary.of_id, 0, self._longest
-        pieces: list[bytes] = []  # the last one first
+        pieces: list[bytes] = []  # the bytes of the tokens, last token first
         for token in reversed(history):
             if length >= longest:
                 break
@@ -283,7 +286,7 @@ class _States:
         return self._after(0, b"".join(reversed(pieces))[max(0, length - longest) :])
 
     def banned(self, state: int, vocab_size: int, device: torch.device) -> Tensor:
-        """Return the ids below `vocab_size` that complete a word in `state`, int64."""
+        """Return the int64 ids below `vocab_size` of the tokens that complete a word in `state`."""
         key = self._serial, state, vocab_size, device
         ids = self._cache.get(key)
         if ids is None:

@@ -1,7 +1,7 @@
 """The bytes that each token of a vocabulary adds to a text.
 
 The decoders of byte-level vocabularies (GPT-2, Llama 3, Qwen) and of SentencePiece (Llama 2,
-Mistral, Gemma) are supported. A token may be a part of a character.
+Mistral, Gemma) are supported. The bytes of a token may be only a part of a UTF-8 character.
 """
 
 from __future__ import annotations
@@ -61,7 +61,8 @@ def _parts(decoder: dict[str, Any] | None) -> Iterator[dict[str, Any]]:
 def _letters() -> dict[str, bytes]:
     """Return GPT-2's map from characters to bytes.
 
-    A printable byte is the code point of its character; the other bytes have code points from 256.
+    The code point of a character is its byte, if the byte is printable in Latin-1. The other bytes
+    have the code points from 256 on, in ascending order.
     """
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]

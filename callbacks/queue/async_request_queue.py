@@ -1,7 +1,7 @@
-"""`AsyncRequestQueue`: a `RequestQueue` for asyncio, in which tasks await a free place.
+"""`AsyncRequestQueue`: a `RequestQueue` for asyncio, in which tasks await room in the queue.
 
-It decides which task gets the next free place, and cancels the request of a task that is cancelled.
-`RequestQueue` does everything else.
+This class decides which task submits next when there is room, and cancels the request of a task
+that is cancelled. `RequestQueue` does everything else.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class AsyncRequestQueue(RequestQueue):
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
-        self._turns: deque[AsyncWaiter] = deque()  # one for each task that waits, oldest first
+        self._turns: deque[AsyncWaiter] = deque()  # one per task in `submit_async`, oldest first
 
     async def stream(
         self,
@@ -44,8 +44,8 @@ class AsyncRequestQueue(RequestQueue):
         """Yield lists of new tokens, usually of one token each.
 
         A list has several tokens if a step produced several, or if the reader was slow. The
-        arguments are those of `submit`, without its timeout. Raise the errors of `submit`, but
-        never `queue.Full`. If the request fails, raise its error after its tokens.
+        arguments are those of `submit`, without `timeout`. Raise the errors of `submit`, except
+        `queue.Full`. If the request fails, raise its error after its last token.
         """
         if isinstance(prompt, InferenceRequest):
             prompt.is_streaming = True
@@ -62,7 +62,7 @@ class AsyncRequestQueue(RequestQueue):
         max_new_tokens: int | None = None,
         **by_name: Any,
     ) -> GenerationResult:
-        """Return the whole result. The arguments and errors are those of `stream`."""
+        """Return the result after the request has ended. Arguments and errors: as for `stream`."""
         with await self.submit_async(prompt, max_new_tokens, **by_name) as generation:
             return await generation
 
@@ -72,14 +72,14 @@ class AsyncRequestQueue(RequestQueue):
         max_new_tokens: int | None = None,
         **by_name: Any,
     ) -> Generation:
-        """Submit a request as `submit` does. If the queue is full, wait in the order of arrival."""
+        """Submit a request as `submit` does. If the queue is full, wait; tasks keep their order."""
         stop, request_id = by_name.pop("stop", None), by_name.pop("request_id", None)
         if stop is not None:  # reading the tokenizer's file takes long
             await asyncio.to_thread(self._texts.load)
         generation = self._take(prompt, max_new_tokens, request_id, by_name, stop)
         turn = self._wakeups.waiter()
         with self._changed:
-            self._turns.append(turn)  # before the first attempt, so that no wake-up is missed
+            self._turns.append(turn)  # before the first attempt: no wake-up is missed
         try:
             while not self._is_taken(generation, turn):
                 await turn.wait()
@@ -94,9 +94,9 @@ class AsyncRequestQueue(RequestQueue):
         return generation
 
     def submit_all(self, requests: Sequence[InferenceRequest]) -> list[Generation]:
-        """Queue all of the requests, or none. Never wait.
+        """Queue all of `requests`, or none, without waiting.
 
-        Raise `queue.Full` if the queue has no room for all of them; the other errors are those of
+        Raise `queue.Full` if the queue has no room for all of them. The other errors are those of
         `submit`.
         """
         generations: list[Generation] = []
@@ -117,7 +117,7 @@ class AsyncRequestQueue(RequestQueue):
 
     def close(self, error: BaseException | None = None) -> None:
         super().close(error)
-        self._wake_first()  # the task's `submit_async` then raises, and wakes the next task
+        self._wake_first()  # its `submit_async` raises an error, and wakes the next task
 
     def get_inference_requests(self, max_num_requests: int) -> list[InferenceRequest]:
         """Return the next requests: the GetInferenceRequests callback."""

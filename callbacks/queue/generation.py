@@ -1,7 +1,7 @@
 """`Generation`: the handle of a submitted request, both a future and a stream of new tokens.
 
-A `GenerationPart` is a piece of the stream, with its tensors. Threads and event loops can wait for
-responses.
+A `GenerationPart` is a piece of the stream: its tokens, text and other response tensors. Threads
+and event loops can wait for responses.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ _Item = TypeVar("_Item", int, str)
 class GenerationPart(NamedTuple):
     """The responses since the last part: one response, or several if the reader was slow.
 
-    `tokens` are the new tokens of the first beam. `tensors` has the other response tensors by name;
-    tensors of several responses are joined. Only the last part has a `result`. `text` is the new
-    text of the first beam if the request was submitted with `stop`, else "".
+    `tokens` has the new tokens of the first beam. `tensors` has the other response tensors by name;
+    the tensors of several responses are joined. `result` is None except in the last part. `text` is
+    the new text of the first beam, or "" if the request was submitted without `stop`.
     """
 
     tokens: list[int]
@@ -47,7 +47,10 @@ class GenerationPart(NamedTuple):
 
 @dataclass(slots=True)
 class ReadPosition:
-    """How much of a generation `Generation.next_part` has returned to a reader."""
+    """The numbers of tokens, pieces of text and tensors that a reader got from `next_part`.
+
+    `num_tensors` is by tensor name. `is_at_end` is set when the reader has the result or the error.
+    """
 
     num_tokens: int = 0
     num_pieces: int = 0
@@ -58,18 +61,20 @@ class ReadPosition:
 class Generation(concurrent.futures.Future[GenerationResult]):
     """The handle of a request, returned by `RequestQueue.submit`.
 
-    It is a `concurrent.futures.Future`: `result(timeout)` returns a `GenerationResult`, or raises
-    the error of the response, a class of `gptmanager.errors`. `concurrent.futures.wait` and
-    `as_completed` work. A done callback must be quick: it runs on the thread that ends the request.
-    This is usually the manager's thread, but it may be one that calls `cancel` or closes the queue.
+    The handle is a `concurrent.futures.Future`: `result(timeout)` returns a `GenerationResult`, or
+    raises the error of the response, a class of `gptmanager.errors`. `concurrent.futures.wait` and
+    `as_completed` work. A done callback must be quick, because it runs on the thread that ends the
+    request. This is usually the manager's thread, but may be a thread that calls `cancel` or closes
+    the queue.
 
-    Iterating over it yields the new tokens of the first beam, as ints. A request with
-    `is_streaming=True` yields each token as it is generated; any other request yields all of them
-    at its end. Any number of threads and event loops may iterate; each gets every token. An error
+    Iterating over the handle yields the new tokens of the first beam, as ints. A request with
+    `is_streaming=True` yields each token as it is generated; any other request yields all tokens at
+    its end. Any number of threads and event loops may iterate, and each gets every token. An error
     is raised after the tokens that precede it.
 
     If the request was submitted with `stop`, the text can also be read, by `text` and in `parts`.
-    The tokens end with the one that completes a stop string; the text ends before the stop string.
+    The tokens end with the token that completes a stop string. The text ends before the stop
+    string.
 
     `async for token in generation` and `await generation` work in any asyncio event loop. If a task
     is cancelled while it waits for the handle, the request is cancelled, as is usual in asyncio.
@@ -94,7 +99,7 @@ class Generation(concurrent.futures.Future[GenerationResult]):
         super().__init__()
         self.request = request
         self.request_id: int = request.request_id
-        self.sent_request = request  # what the manager fetches
+        self.sent_request = request  # the request that the manager fetches
         if new_text is not None and not request.is_streaming and _has_one_output(request):
             # so that a stop string is found while the request runs
             self.sent_request = copy.copy(request)
@@ -111,7 +116,7 @@ class Generation(concurrent.futures.Future[GenerationResult]):
         self._lock = threading.Lock()  # guards the fields below
         self._news = threading.Condition(self._lock)
         self._async_waiters: list[AsyncWaiter] = []
-        self._is_ending = False  # all tokens are set, the result is not yet
+        self._is_ending = False  # all tokens are set; the result is set next
         self._has_ended = False  # the result or the error is set
 
     def __reduce__(self) -> Any:
@@ -125,9 +130,9 @@ class Generation(concurrent.futures.Future[GenerationResult]):
         return f"Generation({self.request_id}, {state})"
 
     def cancel(self) -> bool:
-        """Ask for an early end; return False if the request has ended. Never wait.
+        """Ask for an early end of the request, without waiting. Return False if it has ended.
 
-        A request that the manager has not fetched ends at once.
+        A request that the manager has not fetched yet ends at once.
         """
         return self._ask_to_cancel(self.request_id)
 
@@ -161,9 +166,9 @@ class Generation(concurrent.futures.Future[GenerationResult]):
     def text(self, timeout: float | None = None) -> Iterator[str]:
         """Yield the text of the first beam, up to its stop string, in pieces.
 
-        Text that may begin a stop string is held back, and so is an incomplete character.
-        Raise TimeoutError as `tokens` does, and ValueError for a request that was submitted without
-        `stop`.
+        Text is held back while it may be the beginning of a stop string or of a character. Raise
+        concurrent.futures.TimeoutError if no new text arrives within `timeout` seconds, and
+        ValueError if the request was submitted without `stop`.
         """
         if not self._has_text:
             raise ValueError(f"request {self.request_id} was submitted without `stop`: no text")
@@ -178,10 +183,11 @@ class Generation(concurrent.futures.Future[GenerationResult]):
                 yield token
 
     async def parts(self) -> AsyncIterator[GenerationPart]:
-        """Yield responses in parts; the last part has the result.
+        """Yield the responses as parts. The last part has the result.
 
         A request without `is_streaming` has one part. If the request fails, its error is raised
-        after the parts with the tokens that precede it. Each of several readers gets all parts.
+        after the parts with the tokens that precede it. If there are several readers, each of them
+        gets all tokens.
         """
         self._refuse_to_wait_in_fork()
         waiter, position = self.waiter(), ReadPosition()
@@ -198,9 +204,9 @@ class Generation(concurrent.futures.Future[GenerationResult]):
             raise
 
     def waiter(self) -> AsyncWaiter:
-        """Return a waiter of the running event loop for `next_part`.
+        """Return a waiter of the running event loop, to be passed to `next_part`.
 
-        Several generations of a queue may share a waiter.
+        One waiter can wait for several generations of the same queue.
         """
         return self._wakeups.waiter()
 
@@ -209,8 +215,8 @@ class Generation(concurrent.futures.Future[GenerationResult]):
     ) -> GenerationPart | None:
         """Return the part after `position`, and advance `position`; None if there is nothing new.
 
-        This never waits, so that a caller can wait for several generations at once: `waiter` is
-        woken when there is more. Raise the error of the request after the last part.
+        This method never waits: `waiter` is woken when there is more, so that a caller can wait for
+        several generations at once. Raise the error of the request after the last part.
         """
         with self._lock:
             done = self._has_ended
@@ -225,7 +231,7 @@ class Generation(concurrent.futures.Future[GenerationResult]):
             tensors = self._responses.new_tensors(position.num_tensors)
         if not done:
             return GenerationPart(tokens, tensors, text=text)
-        if tokens and self.exception() is not None:  # the next call raises it
+        if tokens and self.exception() is not None:  # the next call raises the error
             if waiter is not None:
                 waiter.wake()
             return GenerationPart(tokens, tensors, text=text)
@@ -253,7 +259,7 @@ class Generation(concurrent.futures.Future[GenerationResult]):
     def _wait_for(
         self, items: list[_Item], seen: int, timeout: float | None, noun: str
     ) -> list[_Item]:
-        """Wait for items after the first `seen`, and return them; at the end, an empty list."""
+        """Wait for items after the first `seen` ones. Return them, or an empty list at the end."""
         if len(items) == seen:
             self._refuse_to_wait_in_fork()
         with self._news:
@@ -271,9 +277,9 @@ class Generation(concurrent.futures.Future[GenerationResult]):
     # Only for the queue ---------------------------------------------------------------------
 
     def deliver(self, tensors: Iterable[NamedTensor], is_final: bool, error: str) -> None:
-        """Add one response. The final one ends the request.
+        """Add one response. The final response, or one with an error, ends the request.
 
-        Only one thread at a time may call this.
+        Only one thread at a time may call this method.
         """
         if error:
             self.fail(error_of(error))
@@ -300,9 +306,10 @@ class Generation(concurrent.futures.Future[GenerationResult]):
         self._end(lambda: self.set_result(result))
 
     def fail(self, error: BaseException) -> None:
-        """End with `error`, which `result` and the iterators raise.
+        """End the request with `error`, which `result` and the iterators raise.
 
-        If stop strings have ended all outputs, end with the result instead; it lacks only metrics.
+        If stop strings have ended all outputs, end with a result instead of the error. Only metrics
+        are missing in this result.
         """
         with self._lock:
             is_complete = self._responses.is_stopped
@@ -333,11 +340,11 @@ class Generation(concurrent.futures.Future[GenerationResult]):
                 waiter.wake(may_wait=may_wait)
             self._async_waiters.clear()
         if not may_wait:
-            self._wakeups.send()  # readers that an earlier token has woken may still wait
+            self._wakeups.send()  # the wakeups for earlier tokens may still wait to be sent
 
 
 def _has_one_output(request: InferenceRequest) -> bool:
-    """Return whether a request has one beam, and samples one sequence."""
+    """Return whether a request has one beam and returns one sequence."""
     for name in ("beam_width", "num_return_sequences"):
         value: Any = request.tensors.get(name, 1)
         if (value.tolist() if hasattr(value, "tolist") else value) not in (1, [1], [[1]]):

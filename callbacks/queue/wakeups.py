@@ -1,12 +1,13 @@
 """Wakes asyncio waiters from other threads at low cost.
 
-A call into an event loop needs a system call, and a manager's thread answers many requests in a
-row. So each event loop has a mailbox. The first wake-up that is posted to it schedules one call in
-the loop, and the wake-ups that are posted until this call runs are handled by the same call.
+Scheduling a call in the event loop of another thread needs a system call, and a manager's thread
+answers many requests in a row. So each event loop has a mailbox. The first wake-up that is posted
+to a mailbox schedules one call in the loop. This call also handles all wake-ups that are posted
+before the call runs.
 
-An event loop that is woken competes with the manager's thread for the interpreter lock. So the
-wake-ups for the tokens of a long step wait until the next long step begins. That step does not hold
-the lock, so the event loop works while the step computes.
+An event loop that is woken competes with the manager's thread for the interpreter lock. So if steps
+compute without the lock, the wake-ups for the tokens of a step wait until the next step begins. The
+event loop then works while that step computes.
 """
 
 from __future__ import annotations
@@ -43,8 +44,8 @@ class AsyncWakeups:
         """Send the wake-ups that wait.
 
         If `is_unlocked`, a step begins that does not hold the interpreter lock while it computes.
-        Later wake-ups for tokens then wait for the next call. The runner's `StepSignal` calls this
-        method, and makes another call after each call with True.
+        Later wake-ups for tokens then wait for the next call of this method. The caller, the
+        manager's `StepSignal`, makes another call after each call with True.
         """
         was_on, self._hold.is_on = self._hold.is_on, is_unlocked
         if was_on:
@@ -59,7 +60,7 @@ class AsyncWakeups:
 
 
 class _Hold:
-    """`is_on`: wake-ups for tokens wait for the next step."""
+    """`is_on`: whether wake-ups for tokens wait for the next call of `begin_step`."""
 
     is_on = False
 
@@ -83,9 +84,10 @@ class AsyncWaiter:
         self._is_woken = False
 
     def wake(self, *, may_wait: bool = False) -> None:
-        """Let `wait` return soon. Any thread may call it.
+        """Let `wait` return soon. Any thread may call this method.
 
-        `may_wait`: if steps are long, let it return when the next step begins.
+        If `may_wait`, and the last step ran without the interpreter lock, `wait` returns when the
+        next step begins.
         """
         self._mailbox.post(self._loop, self, may_wait)
 

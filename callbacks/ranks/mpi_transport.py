@@ -1,7 +1,8 @@
-"""Sends rank 0's answers to all ranks by MPI, for applications under mpirun, without pickle.
+"""Send the answers of rank 0's callbacks to all ranks by MPI, for applications under mpirun.
 
-Each call is two collective operations: the length of a message, and its bytes. So the callbacks
-must be called on all ranks in the same order, as the managers of ranks do.
+Each answer is sent with two broadcasts: first the length of the message, and then its bytes.
+Broadcasts are collective, so all ranks must call the callbacks in the same order, as their managers
+do. Messages do not use pickle.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ class MpiTransport:
     def get(
         self, callback: Callable[[int], Iterable[InferenceRequest]] | None, room: int
     ) -> list[InferenceRequest]:
-        """Return the answer of rank 0's GetInferenceRequests to a call with `room`."""
+        """Return the answer of rank 0's GetInferenceRequests, which rank 0 calls with `room`."""
         own: list[InferenceRequest] = []
 
         def answer() -> bytes:
@@ -55,7 +56,8 @@ class MpiTransport:
     def _share(self, answer: Callable[[], bytes], name: str) -> bytes:
         """Return the result of rank 0's `answer` on all ranks.
 
-        If `answer` raises an exception, rank 0 raises it, and the other ranks a CallbackError.
+        If `answer` raises an exception, rank 0 raises the same exception, and the other ranks raise
+        a CallbackError.
         """
         data, error = b"", None
         if self.is_first:

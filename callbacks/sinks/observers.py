@@ -16,9 +16,9 @@ R = TypeVar("R")
 def fan_out(first: Callable[P, R], *observers: Callable[P, object]) -> Callable[P, R]:
     """Return a callback that calls `first`, then all observers, with the same arguments.
 
-    It returns the result of `first`, or raises its exception after the observers have been called.
-    The result of an observer is ignored. Its exception is logged, the first time with a traceback,
-    and affects nothing else.
+    The callback returns the result of `first`. If `first` raises an exception, the callback raises
+    it after the observers have been called. The result of an observer is ignored. The exception of
+    an observer is logged, the first time with a traceback, and affects nothing else.
 
         return_batch_manager_stats_cb=fan_out(JsonLinesSink("stats.jsonl"), LoggingSink())
     """

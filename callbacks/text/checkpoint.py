@@ -29,7 +29,7 @@ _MAX_TOKENIZER_BYTES = 256 << 20
 class TokenDefaults:
     """The `end_id` and `pad_id` of requests without these tensors.
 
-    Each of `end_ids` ends an output, and `min_length` bans all of them.
+    Each of `end_ids` ends an output. All of them are banned until `min_length` is reached.
     """
 
     end_ids: tuple[int, ...] = ()
@@ -39,7 +39,8 @@ class TokenDefaults:
     def of_folder(cls, folder: str | os.PathLike[str]) -> TokenDefaults:
         """Read `generation_config.json`, or else `config.json`, as transformers does.
 
-        Raise ConfigError if the path is not a checkpoint, or if a value is not a token id.
+        Raise ConfigError if the path is neither a folder nor a GGUF file, or if a value is not a
+        token id.
         """
         for name in ("generation_config.json", "config.json"):
             if (config := read_part(folder, name)) is not None:
@@ -84,7 +85,7 @@ def ids_of(ids: int | Sequence[int] | None) -> tuple[int, ...]:
 
 
 def special_tokens_of(config: Mapping[str, Any]) -> dict[str, str]:
-    """Return the texts of `bos_token` and the like in a tokenizer_config.json, by name."""
+    """Return the texts of the special tokens in a tokenizer_config.json, by key (`bos_token`)."""
     found = {}
     for key, value in config.items():
         content = value.get("content") if isinstance(value, dict) else value
@@ -94,7 +95,7 @@ def special_tokens_of(config: Mapping[str, Any]) -> dict[str, str]:
 
 
 def has_tokenizer(path: str | os.PathLike[str]) -> bool:
-    """Return whether a checkpoint has a tokenizer, which need not be readable."""
+    """Return whether a checkpoint has a tokenizer, without a check that it can be read."""
     gguf = gguf_checkpoint(path)
     return os.path.lexists(Path(path) / "tokenizer.json") if gguf is None else gguf.has_tokenizer()
 

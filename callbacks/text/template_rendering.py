@@ -14,11 +14,11 @@ from collections.abc import Callable
 from datetime import datetime
 from typing import Any
 
-CONTINUED = "\ue000 the text continues here \ue001 "  # a marker that no template contains
+CONTINUED = "\ue000 the text continues here \ue001 "  # no message contains this marker
 
 
 class TemplateError(Exception):
-    """The template is invalid, or refuses its messages; the text gives the reason."""
+    """The error for a template that is invalid or refuses its messages; the text is the reason."""
 
 
 def fill_in(
@@ -53,9 +53,9 @@ def fill_in(
 
 
 def _cut(text: str) -> str:
-    """Return the text up to the end of the last message.
+    """Return the text up to the end of the last message, where the marker CONTINUED is.
 
-    If the template strips the message, the text ends without white space.
+    If the template strips messages, remove white space at the end of the text too.
     """
     at = text.rfind(CONTINUED.strip())
     if at < 0:
@@ -78,7 +78,7 @@ def _environment() -> Any:
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
     class Generation(Extension):
-        """`{% generation %}` marks the assistant's text for training; no effect here."""
+        """The block `{% generation %}`, which marks text for training and has no effect here."""
 
         tags = {"generation"}
 
@@ -112,6 +112,9 @@ def _to_json(
 
 
 def answerer() -> Callable[[dict[str, Any]], str]:
-    """Return the function that the child process calls with the arguments of each `fill_in`."""
+    """Return the function that a `ChildProcess` calls for each request to render a template.
+
+    The argument of the function is a dict with the arguments of `fill_in`.
+    """
     _environment()
     return lambda arguments: fill_in(**arguments)

@@ -1,4 +1,4 @@
-"""Copy the first tokens of KV blocks within a pool, or between a GPU pool and one in CPU memory."""
+"""Copies the first tokens of KV cache blocks, within a pool or between GPU and CPU memory."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ Copy = tuple[int, int, int]  # source, destination, number of tokens: a BlockCop
 
 
 def rounds(copies: Iterable[Copy]) -> list[list[Copy]]:
-    """Split `copies` into rounds: within a round, no copy writes a block that another one uses.
+    """Split `copies` into rounds in which no copy writes a block that another copy uses.
 
-    A round may run its copies at the same time. If the rounds run one after another, the pools are
-    as if the copies had run in order.
+    The copies of a round may run at the same time. If the rounds run one after another, the result
+    is the same as if the copies had run in order.
     """
     result: list[list[Copy]] = [[]]
     read: set[int] = set()
@@ -39,8 +39,8 @@ def copy_blocks(launcher: Launcher, destination: Tensor, source: Tensor, copies:
 
     `destination` and `source` `[L, P, K, B, D]` (layers, blocks, KV heads, tokens of a block, head
     dimension) have the same dtype, and may be the same pool. `copies` int32 `[N, 3]` has a, b and n
-    of each copy; no copy may write a block that another one uses (see `rounds`). D elements must be
-    a multiple of 16 bytes. Raises ValueError for other tensors.
+    of each copy; no copy may write a block that another copy uses (see `rounds`). The size of D
+    elements must be a multiple of 16 bytes. Raises ValueError for other tensors.
     """
     num_layers, num_blocks, num_kv_heads, tokens_per_block, head_dim = source.shape
     if head_dim * source.itemsize % 16:

@@ -1,9 +1,9 @@
-// Finds the place of each token's keys and values in the pages, and writes them there after QK norm and
-// rotation (RoPE).
+// Finds the place of each token in the pages, and writes the keys and values of the token there. Queries
+// and keys are normalized (QK norm) and rotated (RoPE) before.
 #include "attention/fp8.cuh"
 
-// cells[token] = block * tokens_per_block + offset, the token's place in the pages; -1 for tokens after the
-// last row, that is, after the last sequence of the batch. Runs once per step.
+// cells[token] = block * tokens_per_block + offset, the place of the token in the pages, or -1 if the token
+// is after the last row. A row has the tokens of one sequence. Runs once per step.
 __global__ void locate_tokens(
     int* cells,               // [tokens]
     const int* row_starts,    // [rows + 1]
@@ -30,15 +30,15 @@ __global__ void locate_tokens(
     cells[token] = block * tokens_per_block + position % tokens_per_block;
 }
 
-// The number of lanes that share a head, a power of two.
+// The number of lanes that process a head of `vectors` vectors, a power of two.
 __device__ constexpr int lanes_of(int vectors) {
     return vectors > 16 ? 32 : vectors > 8 ? 16 : vectors > 4 ? 8 : 4;
 }
 
 // Splits `qkv` into `queries` and the cache's keys and values; normalizes and rotates queries and keys.
-// The first `rotary` elements of a head are rotated, in pairs i and i + rotary / 2. A group of lanes
-// processes a head. LATE: the norm of a head follows its rotation. PLUS_ONE: the stored weights of norms
-// are 1 less than their factors.
+// The first `rotary` elements of a head are rotated, in pairs of the elements i and i + rotary / 2. A group
+// of lanes processes a head. LATE: the norm of a head follows the rotation. PLUS_ONE: the stored weight of a
+// norm is 1 less than the factor that is applied.
 template <class T, int D, int WIDTH, class C = T, bool LATE = false, bool PLUS_ONE = false>
 __global__ void __launch_bounds__(128) rope_and_write(
     T* queries,              // [tokens, heads, D]
@@ -49,8 +49,8 @@ __global__ void __launch_bounds__(128) rope_and_write(
     const float* cos_sin,    // [positions, rotary]: cosines, then sines; null: no rotation
     const T* q_norm,         // [D] or null
     const T* k_norm,         // [D] or null
-    const int* cells,        // [tokens], from locate_tokens; -1: only the query is written
-    const float* scales,     // [2, kv_heads] of an 8-bit cache
+    const int* cells,        // [tokens], from locate_tokens; -1: only the query of the token is written
+    const float* scales,     // [2, kv_heads] of an 8-bit cache: of keys, then of values
     int num_tokens, int num_heads, int num_kv_heads, int rotary, int tokens_per_block, float eps) {
     ptx::wait_for_previous();
     constexpr int LANES = lanes_of(D / WIDTH), COUNT = (D / WIDTH + LANES - 1) / LANES;

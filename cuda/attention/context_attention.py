@@ -1,4 +1,4 @@
-"""Causal attention over the pages for rows with any number of tokens each, and its plan."""
+"""Causal attention over KV cache pages for rows with any number of new tokens, and its plan."""
 
 from __future__ import annotations
 
@@ -59,18 +59,18 @@ PROGRAM = Program(
         ),
     ),
     dependent=True,
-    at_once=1,  # each takes long to compile, and a model needs few of them
+    at_once=1,  # each kernel takes long to compile, and a model needs few of the kernels
 )
 
 
 def plan_context(num_new: Ints, kv_lengths: Ints, shape: AttentionShape) -> Ints:
-    """Return the work items for `context_attention`, int32 `[N, 4]`, those with most keys first.
+    """Return the work items for `context_attention`, int32 `[N, 4]`, most keys first.
 
-    The columns are a row, the first of the item's packed queries, and its first and last (excluded)
-    key apart from the sink. Row r has `num_new[r]` new tokens, the last of its `kv_lengths[r]`
-    positions. The query heads of a KV head are packed token by token: packed query m belongs to new
-    token m // group. Rows without new tokens have no items. The items serve all layers of a step
-    that have the same heads, window and sink.
+    The columns are the item's row, the item's first packed query, and the begin and end (excluded)
+    of the item's key positions, without the first `shape.sink` positions. Row r has `kv_lengths[r]`
+    positions, and its last `num_new[r]` positions are new tokens. The query heads of a KV head are
+    packed token by token: packed query m belongs to new token m // group. Rows without new tokens
+    have no items. The items serve all layers of a step that have the same heads, window and sink.
     """
     if not num_new.size:  # most steps have no context rows
         return np.zeros((0, 4), dtype=np.int32)
@@ -88,9 +88,10 @@ def plan_context(num_new: Ints, kv_lengths: Ints, shape: AttentionShape) -> Ints
 
 
 def max_num_context_items(num_rows: int, num_tokens: int, shape: AttentionShape) -> int:
-    """Return the most items that `plan_context` creates for rows with `num_tokens` tokens in total.
+    """Return an upper bound of the items that `plan_context` creates for `num_rows` rows.
 
-    A row has at most as many items as tokens, and at most one item that is not full.
+    `num_tokens` is the total number of new tokens of these rows. A row has at most as many items
+    as new tokens, and at most one item that is not full.
     """
     return min(num_tokens, num_rows + num_tokens * shape.group // _queries(shape))
 
@@ -158,7 +159,7 @@ def context_attention(
 
 
 def _queries(shape: AttentionShape) -> int:
-    """Return the number of packed queries of an item."""
+    """Return the number of packed queries of a full item."""
     less = shape.head_dim == 128 and (shape.fp8 or (shape.window and shape.sink))
     return 64 if shape.head_dim > 128 or less else 128
 

@@ -1,21 +1,21 @@
 // Online softmax in registers, from the scores of a tile to weights and results; shared by the kernels of
-// context attention. A warp has MATRICES matrices of 16 queries each, in fragments of mma.m16n8k16: a lane
-// has rows g = lane / 4 and g + 8, and columns from 2t = lane % 4 * 2 on.
+// context attention. A warp has MATRICES matrices of 16 queries each, in fragments of mma.m16n8k16. A lane
+// has rows g and g + 8 (g = lane / 4), and of every 8 columns the columns 2t and 2t + 1 (t = lane % 4).
 #pragma once
 
 #include "attention/context_work.cuh"
 
 template <class K> struct WarpState {
-    float out[K::MATRICES][K::D / 8][4];  // (row g, d = 2t, 2t + 1), (row g + 8, ...)
-    float largest[K::MATRICES][2];        // unscaled score of rows g and g + 8
-    float sum[K::MATRICES][2];            // of this lane's columns only
+    float out[K::MATRICES][K::D / 8][4];  // row g, d = 2t and 2t + 1; row g + 8, same d
+    float largest[K::MATRICES][2];        // largest unscaled score of rows g and g + 8
+    float sum[K::MATRICES][2];            // sum of weights in this lane's columns only
 };
 
 template <class K> using TileScores = float[K::MATRICES][K::TOKENS / 8][4];
 // The left operand of the matmul with values.
 template <class K> using TileWeights = unsigned[K::MATRICES][K::TOKENS / 16][4];
 
-// Returns threadIdx.x. With heads of 128 dimensions, no register is left to hold what is computed from it.
+// Returns threadIdx.x, for heads of 128 dimensions read anew: no register is left to keep values of it.
 template <class K> __device__ inline int thread_index() {
     if constexpr (K::D == 128) return ptx::thread_index();
     else return threadIdx.x;
@@ -30,7 +30,7 @@ template <class K> __device__ inline void reset(WarpState<K>& state) {
 
 // Begins the softmax of each query with the learned score of its head, as in `begin_with`. Only the first
 // of a query's four lanes has the score in its sum. `warp`: index of the warp in the block. `scale`:
-// converts scores to exponents of 2.
+// factor that converts scores to exponents of 2.
 template <class K, class T = typename K::T>
 __device__ inline void begin(WarpState<K>& state, const T* head_scores, const Work<K>& work, int warp,
                              float scale) {
@@ -55,8 +55,8 @@ template <class K> __device__ inline void cap(TileScores<K>& scores, const Score
     }
 }
 
-// Sets the scores of keys that a query must not see to -inf. `packed`: the packed query of the lane's row
-// g in its first matrix.
+// Sets the scores of keys that a query must not see to -inf. `packed`: index of the packed query in the
+// lane's row g of the warp's first matrix.
 template <class K>
 __device__ inline void mask(TileScores<K>& scores, const Work<K>& work, int packed, Tile tile,
                             Window window) {

@@ -12,24 +12,24 @@ struct Kind {
     using C = CacheElement;
     static constexpr int D = HEAD_DIM;
     static constexpr bool SOFTCAP = IS_CAPPED, SINK = HAS_SINK, FP8 = IS_FP8<C>;
-    // 16-row matrices per warp. With two, each fragment of keys and values is used twice; there are not
-    // enough registers for that with 256 dimensions, or with 128 and a sink or an 8-bit cache.
+    // 16-row matrices per warp. With two, a warp uses each fragment of keys and values twice. Registers do
+    // not suffice for two with more than 128 dimensions, or with 128 and a sink or an 8-bit cache.
     static constexpr int MATRICES = D > 128 || (D == 128 && (SINK || FP8)) ? 1 : 2;
     static constexpr int ROW_STAGES = 2, QUERIES = WARPS * 16 * MATRICES;
-    // Tokens per tile: shared memory holds two tiles of keys and values, registers the scores of one.
+    // Tokens per tile. Shared memory holds two tiles of keys and values, registers the scores of one tile.
     static constexpr int TOKENS = D > 128 || (D == 128 && (SOFTCAP || IS_SMALL)) ? 32 : 64;
     // Whether the queries stay in registers from the first tile to the last.
     static constexpr bool HOLDS = MATRICES == 1 ? D == 128 : D <= 64;
-    static constexpr int TILE = 2 * TOKENS * ROW<T, D>;  // elements of T
+    static constexpr int TILE = 2 * TOKENS * ROW<T, D>;  // elements of T in a tile: keys, then values
 };
 
-// Starts the copies of a tile's keys, and of its values, which follow them in shared memory.
+// Starts the copies of a tile's keys and values to shared memory, where the values follow the keys.
 template <class K, class C = typename K::C>
 __device__ inline void copy_tokens(C* to, const Work<K>& work, int stage) {
     constexpr int D = K::D, VECTORS = D / WIDE<C>, COUNT = K::TOKENS * VECTORS;
     constexpr int PASSES = (COUNT + THREADS - 1) / THREADS;
-    // STEP row numbers are read before the copies of these rows start: the compiler does not move reads
-    // across copies.
+    // STEP row numbers are read before the copies of these rows start, because the compiler does not move
+    // reads across copies.
     constexpr int STEP = PASSES % 4 == 0 ? 4 : PASSES % 2 == 0 ? 2 : PASSES;
     const C *key_memory = work.pages.memory, *value_memory = work.value_memory;
 #pragma unroll 1
@@ -53,7 +53,7 @@ __device__ inline void copy_tokens(C* to, const Work<K>& work, int stage) {
     }
 }
 
-// Converts a tile of 8-bit keys and values to T.
+// Converts a tile of 8-bit keys and values, in shared memory, to T.
 template <class K, class T = typename K::T, class C = typename K::C>
 __device__ inline void expand_tokens(T* to, const C* from) {
     constexpr int D = K::D, VECTORS = D / 8;

@@ -1,4 +1,4 @@
-// The work of a block of context attention, the same for all of its kernels.
+// The work of a thread block in context attention, shared by all kernels of context attention.
 #pragma once
 
 #include "attention/pages.cuh"
@@ -25,21 +25,21 @@ template <class K> struct Tiles {
     }
     // The start of the tile that contains `first`.
     __device__ int first_start() const { return first / K::TOKENS * K::TOKENS; }
-    // Whether there may be a query of the block that does not see all keys of the tile; with SINK always true.
+    // Whether some query of the item may not see all keys of the tile; with SINK always true.
     __device__ bool need_mask(Tile tile, Window window) const {
         return K::SINK || !window.sees(low, tile.start + K::TOKENS - 1) ||
                !window.sees(high, tile.start);
     }
 };
 
-// The work of a block, in shared memory: registers are needed for the results.
+// The work of a thread block, in shared memory: registers are needed for the results.
 template <class K> struct Work {
     using C = typename K::C;
     static constexpr int D = K::D;
     Tiles<K> tiles;
     int first_query, num_packed, group, num_heads;
     int first_position;  // of the row's first query
-    size_t first_head;   // index of the row's first packed query in `queries` and `out`
+    size_t first_head;   // index of the row's first packed query in `queries` and `out`, in heads
     Pages<C, D> pages;
     const C* value_memory;
     int rows[K::ROW_STAGES][K::TOKENS];  // `Pages::row` of each token of a tile; -1: not read
@@ -80,8 +80,8 @@ __device__ inline void start_work(Work<K>& work, Item item, Rows rows, const C* 
     work.value_memory = values + (work.pages.memory - keys);
 }
 
-// Returns `Pages::row` of token `threadIdx.x` of a tile; -1 if the token must not be read. Pages outside of
-// the item may be freed, and those after the end of the row were never written.
+// Returns `Pages::row` of token `threadIdx.x` of a tile; -1 if the token must not be read. Pages before
+// the item's keys may be freed, and pages after the end of the row were never written.
 template <class K> __device__ inline int find_row(const Work<K>& work, Tile tile) {
     int position = tile.start + threadIdx.x;
     bool seen = position >= work.tiles.first || (K::SINK && position < work.tiles.sink);
@@ -89,7 +89,7 @@ template <class K> __device__ inline int find_row(const Work<K>& work, Tile tile
     return valid ? work.pages.row(position) : -1;
 }
 
-// Stores the result of `find_row` for the copies of a later tile: the block table is read ahead.
+// Stores the result of `find_row`, which was read ahead of time, for the copies of a later tile.
 template <class K> __device__ inline void store_row(Work<K>& work, int stage, int row) {
     if (threadIdx.x < K::TOKENS) work.rows[stage][threadIdx.x] = row;
 }

@@ -1,5 +1,5 @@
-"""`FlashInferAttention`: the attention of the library FlashInfer on our pages, which have its
-layout "HND".
+"""`FlashInferAttention`: attention by the library FlashInfer on our pages, which are in the layout
+that FlashInfer calls "HND".
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ _NUM_WRAPPERS = 2  # the number of steps that may be in flight
 
 
 class _PageLists(NamedTuple):
-    """The pages of all R rows, in FlashInfer's form: int32 tensors.
+    """The page indices of all R rows, in FlashInfer's form: int32 tensors.
 
-    The pages of row r are `pages[starts[r]:starts[r + 1]]`, and the last of them has
+    Row r has the pages `pages[starts[r]:starts[r + 1]]`. The last of these pages has
     `last_tokens[r]` tokens. `starts` and `last_tokens` are in CPU memory, where FlashInfer plans.
     """
 
@@ -32,10 +32,11 @@ class _PageLists(NamedTuple):
 
 
 class _Wrappers:
-    """FlashInfer's wrappers for one attention shape, each with pinned memory for its plan.
+    """FlashInfer's wrappers for one phase and shape, each with pinned memory for its plan.
 
-    The copy of a plan to the device is enqueued, so the pinned memory must not be written again
-    before the copy has run. Steps alternate between wrappers, so that they seldom wait for a copy.
+    The copy of a plan to the device is asynchronous, so the pinned memory must not be written again
+    before the copy is done. Steps alternate between wrappers, so that a step seldom waits for the
+    copy of an earlier plan.
     """
 
     def __init__(self, new_wrapper: Any, device: torch.device) -> None:
@@ -47,7 +48,7 @@ class _Wrappers:
         self._number = 0
 
     def planned(self, *arguments: Any, **options: Any) -> Any:
-        """Return the next wrapper with a plan."""
+        """Return the next wrapper, after it has planned with these arguments."""
         self._number = (self._number + 1) % len(self._all)
         wrapper, copied = self._all[self._number], self._copied[self._number]
         if copied is not None:
@@ -61,7 +62,7 @@ class _Wrappers:
 class FlashInferAttention:
     """An `AttentionProvider` that calls `library`, the imported module `flashinfer`.
 
-    Each step plans once for each shape, on the CPU, so steps are not captured.
+    Each step plans on the CPU, once per phase and shape, so steps are not captured in CUDA graphs.
     """
 
     name, capturable = "flashinfer", False
@@ -153,7 +154,7 @@ class FlashInferAttention:
 
 
 def _page_lists(rows: AttentionRows, tokens_per_block: int) -> _PageLists:
-    assert rows.lengths is not None  # it is None in captured steps only
+    assert rows.lengths is not None  # None only in captured steps
     lengths = rows.lengths.kv_lengths.astype(np.int64)
     counts = -(-lengths // tokens_per_block)
     ends = np.cumsum(counts)

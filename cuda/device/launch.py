@@ -1,7 +1,7 @@
 """`Launcher`: returns the kernels of a `Program`, for a GPU or for the emulator.
 
-A kernel is called in the same way on both: `kernel(grid, block, args, shared_mem=0)`, with torch
-tensors and NumPy scalars of the declared types as arguments; None is a null pointer.
+A kernel is called in the same way on both: `kernel(grid, block, args, shared_mem=0)`. `args` are
+torch tensors, NumPy scalars of the declared types, and None for a null pointer.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ _CARVEOUT = 9  # CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT, in percent
 class Program:
     """A `.cu` file (path below `cuda/`), and all instantiations of its kernels that are launched.
 
-    If it is `dependent`, each thread calls `ptx::wait_for_previous` before it accesses global
-    memory, so that a kernel may begin before the previous one has ended.
+    In a `dependent` program, each thread calls `ptx::wait_for_previous` before it accesses global
+    memory, so that a kernel may begin before the previous kernel of the stream has ended.
     """
 
     file: str
@@ -70,14 +70,14 @@ class Launcher(Protocol):
     features: Features
 
     def kernel(self, program: Program, name: str, shared_mem: int = 0) -> Kernel:
-        """Return the kernel `name`, which may be launched with up to `shared_mem` bytes."""
+        """Return the kernel `name`. Launches may use up to `shared_mem` bytes of shared memory."""
 
 
 class DeviceLauncher:
     """Kernels on the current CUDA device, launched on torch's current stream.
 
-    Kernels with warpgroup matmuls are chosen if `has_warpgroups`; by default, if the device has
-    them. By default, `features` are read from the environment variable.
+    `has_warpgroups` is whether to choose kernels with warpgroup matmuls; by default, whether the
+    device is of sm_90a. By default, `features` are read from the environment.
     """
 
     def __init__(
@@ -124,13 +124,13 @@ class DeviceLauncher:
 
 
 class _Stream(NamedTuple):
-    """A stream for CuPy's functions, which read only its `ptr` at a launch."""
+    """A stream for CuPy's functions. At a launch, these read only the stream's `ptr`."""
 
     ptr: int
 
 
 class DeviceKernel:
-    """One loaded kernel. `module` owns its code."""
+    """One loaded kernel. `module` owns the kernel's code."""
 
     def __init__(
         self, cupy: Any, name: str, module: Any, function: Any, contexts: ThreadContexts
@@ -145,17 +145,18 @@ class DeviceKernel:
         self._dependent: DependentLaunch | None = None
 
     def begin_early(self, driver: Any) -> None:
-        """Let the kernel begin before the previous one has ended.
+        """Let the kernel begin before the previous kernel of the stream has ended.
 
-        Its code must call `ptx::wait_for_previous`.
+        The code of this kernel must call `ptx::wait_for_previous`.
         """
         self._dependent = DependentLaunch(driver, self._name, self._function.ptr)
 
     def allow(self, shared_mem: int, has_carveout: bool = False) -> None:
         """Allow `shared_mem` bytes of dynamic shared memory.
 
-        The default is 48 KiB, minus the static shared memory. `has_carveout` is `carveout` of
-        `Features`. Raises ConfigError if the driver refuses, as when the device has less.
+        Without a call, 48 KiB minus the static shared memory are allowed. `has_carveout` is
+        `Features.carveout`. Raises ConfigError if the driver refuses, for example because the
+        device has less shared memory.
         """
         if shared_mem <= self._allowed:
             return
@@ -181,7 +182,7 @@ class DeviceKernel:
         # as `torch.cuda.current_stream().cuda_stream`, without creating an object at each launch
         stream = torch._C._cuda_getCurrentRawStream(self._device)
         values = tuple(map(_plain, args))
-        self._contexts.ensure()  # CuPy would do so itself, cuda-bindings does not
+        self._contexts.ensure()  # CuPy would set the context itself, cuda-bindings does not
         if self._dependent is not None:
             self._dependent(grid, block, values, shared_mem, stream)
         else:
@@ -190,7 +191,7 @@ class DeviceKernel:
 
 def _plain(argument: Argument) -> Any:
     if isinstance(argument, Tensor):
-        return argument.data_ptr()  # 8 bytes, as every Python int is for CuPy
+        return argument.data_ptr()  # a Python int, which CuPy passes as 8 bytes
     return 0 if argument is None else argument
 
 
@@ -215,11 +216,11 @@ def _emulated(
 
 
 class EmulatorLauncher:
-    """Kernels on the CPU, thread by thread, for tests. `check` and `order`: see `emulator.Module`.
+    """Kernels that run on the CPU, one thread after another, for tests.
 
-    `has_matmuls` is off by default, since torch's matmuls are much faster here. By default,
-    `features` are read from the environment variable. Raises ConfigError without g++ or NVIDIA's
-    headers.
+    `emulator.Module` explains `check` and `order`. `has_matmuls` is off by default, because torch's
+    matmuls are much faster than emulated ones. By default, `features` are read from the
+    environment. Raises ConfigError if g++ or NVIDIA's headers are missing.
     """
 
     num_multiprocessors = 4
@@ -264,7 +265,7 @@ class EmulatorLauncher:
 
 
 def architecture(major: int, minor: int) -> str:
-    """Return the architecture to compile for: `sm_90a` for 9.0, which has wgmma, else `sm_XY`."""
+    """Return the architecture to compile for: `sm_90a` for 9.0 (for wgmma), otherwise `sm_XY`."""
     return f"sm_{major}{minor}a" if (major, minor) == (9, 0) else f"sm_{major}{minor}"
 
 
@@ -274,10 +275,11 @@ def ints(*values: int) -> tuple[np.int32, ...]:
 
 
 def check_tensors(**tensors: Expected) -> None:
-    """Check that each tensor has its shape (None: any size) and dtype, and is contiguous.
+    """Check the shape and dtype of each tensor, and that it is contiguous.
 
-    All must be on one device. Tensors that are None are skipped. Raises ValueError, with the name
-    of a wrong tensor. Reads only metadata, and so does not wait for the device.
+    A size of None stands for any size. All tensors must be on one device. Tensors that are None are
+    skipped. Raises ValueError, with the name of the tensor if its shape, dtype or layout is wrong.
+    The check reads only metadata, and so does not wait for the device.
     """
     first = None
     for name, (tensor, shape, dtype) in tensors.items():  # plain loops: this runs at each launch

@@ -1,8 +1,9 @@
-"""Add the lines of source code to reports of a kernel's errors.
+"""Replace the code addresses in the emulator's error reports by source lines.
 
-The machine reports addresses as `@0x1234`, relative to the library; addr2line of binutils converts
-them to lines. Frames inside the emulator's own headers are skipped: they do not help the author of
-a kernel.
+The emulated machine writes an address as `@0x1234`, relative to the start of the library that
+contains the kernel. addr2line of binutils converts addresses to source lines. Frames inside the
+emulator's own headers are skipped if there are other frames: they do not help the author of a
+kernel.
 """
 
 from __future__ import annotations
@@ -24,7 +25,10 @@ class EmulatorError(GptManagerError):
 
 
 def with_lines(text: str, library: Path) -> str:
-    """Return `text` with each address replaced by `file:line`, if addr2line is installed."""
+    """Return `text` with each address replaced by `file:line`, where addr2line finds the line.
+
+    If addr2line is not installed, return `text` unchanged.
+    """
     if shutil.which("addr2line") is None:
         return text
     return _ADDRESS.sub(lambda found: _line(found[1], library) or found[0], text)

@@ -1,7 +1,7 @@
 """Convert a kernel from CUDA C++ to C++ that g++ compiles.
 
 Two things in the kernel are replaced: arrays of dynamic shared memory, which have no definition on
-a CPU, and `__noinline__`. The latter cannot be a macro, because system headers use the word inside
+a CPU, and `__noinline__`, which cannot be a macro, because system headers use this word inside
 `__attribute__`. Line numbers do not change.
 """
 
@@ -27,7 +27,7 @@ _TEXT = re.compile(r'"(?:\\.|[^"\\])*"|\'(?:\\.|[^\'\\])*\'')
 
 
 def translation_unit(source: str, name: str, kernels: Sequence[str]) -> str:
-    """Return C++ with the machine, `source` as file `name`, and a descriptor for each kernel."""
+    """Return C++ with the emulator, `source` as file `name`, and a descriptor for each kernel."""
     exports = (f"EMULATOR_EXPORT({i}, {kernel})\n" for i, kernel in enumerate(kernels))
     return (
         '#include "cuda_cpu.h"\n'
@@ -51,13 +51,13 @@ def separate_headers(unit: str, cuda_headers: Path | None) -> tuple[str, str]:
     """Return the text of system and CUDA headers, and the rest of preprocessed `unit`.
 
     The rest keeps its line numbers. `cuda_headers` is the folder of NVIDIA's headers, None if they
-    are not installed; `cuda_cpu.h` is one of the headers.
+    are not installed. `cuda_cpu.h` counts as a CUDA header.
     """
     folder = f"{cuda_headers}/"
     headers: list[str] = []
     rest: list[str] = []
-    depth = 0  # of the includes inside of a header
-    begin = 0  # of the text that is in neither list yet
+    depth = 0  # number of nested headers around the current text
+    begin = 0  # where the text begins that is in neither list yet
     for mark in _MARK.finditer(unit):
         name, flags = mark[1], mark[2].split()
         if "1" in flags:
@@ -79,7 +79,8 @@ def separate_headers(unit: str, cuda_headers: Path | None) -> tuple[str, str]:
 def compiler_options(options: Sequence[str], folder: Path) -> list[str]:
     """Return options for g++: our own, and the NVRTC `options` that g++ understands.
 
-    These are macros, folders and the C++ standard. `folder` is also searched for headers.
+    The `options` that g++ understands are those for macros, headers and the C++ standard. `folder`
+    is also searched for headers.
     """
     kept = [
         option.removeprefix("-") if option.startswith("--std") else option for option in options
@@ -91,8 +92,8 @@ def compiler_options(options: Sequence[str], folder: Path) -> list[str]:
 def compilable(text: str, name: str) -> str:
     """Return preprocessed `text` in a form that g++ compiles.
 
-    Each `extern __shared__ T x[];` becomes a pointer to memory of the machine, and `__noinline__`
-    an attribute.
+    Each `extern __shared__ T x[];` becomes a pointer to the emulator's shared memory, and each
+    `__noinline__` becomes an attribute.
     """
 
     def define(found: re.Match[str]) -> str:

@@ -7,7 +7,7 @@ namespace emulator {
 
 template <class T> struct Exchange {
     T value, result;
-    int source;  // the lane that provides the result
+    int source;  // the lane that provides the result; after `match`, the mask of lanes with equal values
 };
 
 template <class T> void exchange(void** operands, Site site) {
@@ -28,7 +28,7 @@ T shuffle(const char* name, unsigned mask, T value, int source, Site site) {
     return operands.result;
 }
 
-// The first lane, and the end, of the part of a warp of `width` lanes that contains this lane.
+// A warp consists of parts of `width` lanes. The first lane of this lane's part, and the end of the part.
 inline int part_begin(int width) { return int(lane()) & ~(width - 1); }
 inline int part_end(int width) { return part_begin(width) + width; }
 
@@ -100,7 +100,7 @@ inline int __syncthreads_or(int predicate, EMULATOR_CALLER) {
 inline void __syncwarp(unsigned mask = ~0u, EMULATOR_CALLER) {
     ::emulator::sync_warp(mask, EMULATOR_SITE);
 }
-// CUDA does not guarantee that lanes run together; here they never do.
+// CUDA does not guarantee that the lanes of a warp run together; in the emulator they never do.
 inline unsigned __activemask() { return 1u << ::emulator::lane(); }
 inline void __threadfence() { ::emulator::fence(); }
 inline void __threadfence_block() {}

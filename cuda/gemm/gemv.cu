@@ -1,5 +1,5 @@
-// out[row, n] = sum over k of x[row, k] * weight[n, k] (+ bias[n]), for few rows: reading the weight once
-// dominates the time. With SILU the weight holds the rows of a gate, then those of an up projection:
+// out[row, n] = sum over k of x[row, k] * weight[n, k] (+ bias[n]), for so few rows that reading the weight
+// takes most of the time. With SILU the weight holds the rows of a gate, then the rows of an up projection:
 // out = gate / (1 + e^-gate) * up. A weight in 8 bits has a scale for each row: weight[n, k] * scales[n].
 //
 // The terms of an element are always added in the same order. Chunk c, 64 bytes of a row, belongs to warp
@@ -10,12 +10,12 @@
 
 constexpr int WARPS = 16;
 constexpr int STEP = WARPS * LANES;  // vectors from one chunk of a warp to its next
-// Chunks of each warp that are in flight, limited by registers: 4 or 6 KiB, but 2 KiB for 4 tiles with PARTS of 4.
+// Chunks that each warp has in flight, limited by registers: 4 or 6 KiB; for 4 tiles with 4 PARTS, 2 KiB.
 template <int TILES, int PARTS>
 constexpr int CHUNKS_AHEAD = TILES < 4 ? 4 : PARTS == 1 ? 3 : PARTS == 2 ? 2 : 1;
 
 // Grid: any number of blocks, which take items round-robin. An item is 8 * TILES weight rows (with SILU,
-// half of them rows of the gate and half the same rows of up) and up to ROWS rows of x. Items with the same
+// half from the gate and half the corresponding rows of up) and up to ROWS rows of x. Items with the same
 // weight rows are adjacent, so that L2 still holds these rows. A warp's loads run ahead of its sums, also
 // across the border between two items.
 template <class T, int TILES, bool SILU, class W = T>
@@ -25,8 +25,8 @@ __global__ void __launch_bounds__(WARPS * 32, 1) gemv(
     const W* weight,      // [width, depth], with SILU [2 * width, depth]
     const float* scales,  // [width], with SILU [2 * width]; null unless W has 8 bits
     const T* bias,        // [width], with SILU [2 * width]; or null
-    int num_rows, int width, int depth) {  // depth: a multiple of 16 bytes, also of the weight
-    constexpr int COLUMNS = 8 * TILES / (SILU ? 2 : 1);  // columns of the result, of an item
+    int num_rows, int width, int depth) {  // a row of x and a row of weight: multiples of 16 bytes
+    constexpr int COLUMNS = 8 * TILES / (SILU ? 2 : 1);  // columns of `out` in an item
     constexpr int DEPTH = CHUNKS_AHEAD<TILES, PARTS<T, W>>;
     __shared__ float sums[WARPS][ROWS<T>][8 * TILES + 8];  // padded against bank conflicts
     int warp = threadIdx.x / 32, g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
@@ -35,10 +35,10 @@ __global__ void __launch_bounds__(WARPS * 32, 1) gemv(
     int num_items = (width + COLUMNS - 1) / COLUMNS * row_tiles;
     int rounds = (vectors + DEPTH * STEP - 1) / (DEPTH * STEP);  // each: DEPTH chunks per warp
 
-    // The round that is being loaded, one ahead of the round that is being added.
+    // The item and the round that are being loaded, one round ahead of the round that is being added.
     int item_ahead = blockIdx.x, round_ahead = 0;
     const W* rows_ahead[TILES];
-    auto seek = [&] {  // rows after the last one are replaced by the last one
+    auto seek = [&] {  // rows after the last row are replaced by the last row
         int first = item_ahead / row_tiles * COLUMNS + g;
 #pragma unroll
         for (int i = 0; i < TILES; i++) {

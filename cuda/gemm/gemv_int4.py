@@ -8,9 +8,10 @@ from torch import Tensor
 from gptmanager.cuda.device.launch import NAMES, Launcher, Program, check_tensors, ints
 from gptmanager.kernels.gemm.int4_matrix import Int4Matrix
 
-MOST_ROWS = 64  # each 16 rows read the weight once more
+MOST_ROWS = 64  # callers use another matmul for more rows of x: the weight is read per 16 rows
 _DTYPES = (torch.float16, torch.bfloat16)
-_THREADS, _COLUMNS, _ROWS = 512, 32, 16  # as in the .cu
+# As in the .cu: the threads of a block, and the columns and rows of `out` in an item.
+_THREADS, _COLUMNS, _ROWS = 512, 32, 16
 PROGRAM = Program(
     "gemm/gemv_int4.cu",
     tuple(
@@ -36,11 +37,11 @@ def multiply(
 ) -> None:
     """Compute `out [T, O] = x [T, I] @ weight [O, I]^T + bias [O]`, in float16 or bfloat16.
 
-    The 4-bit values are multiplied, and the sum of each group of 32 columns is then multiplied by
-    its scale in float32. A group's minimum is multiplied by the sum of its elements of `x`. The
-    result is rounded once. Batch-invariant: the bits of a row of `out` do not depend on the other
-    rows or their number. Rows of `x` must be a multiple of 8 bytes. Raises ValueError for other
-    tensors.
+    `x` is multiplied by the 4-bit values. The sum of each group of 32 columns of the weight is then
+    multiplied by the group's scale, in float32. If the weight has minima, a group's minimum is
+    multiplied by the sum of the elements of `x` in the group's columns. The result is rounded once.
+    Batch-invariant: the bits of a row of `out` do not depend on the other rows or their number. A
+    row of `x` must have a multiple of 8 bytes. Raises ValueError for tensors that `covers` refuses.
     """
     (num_rows, width), depth, dtype = out.shape, x.shape[1], out.dtype
     values, scales, minima = weight.panels

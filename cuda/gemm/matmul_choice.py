@@ -1,10 +1,13 @@
 """`MatmulChoice`: chooses between our matmul kernels and torch's, by the number of rows.
 
-When a model is loaded, the engines that support a weight are timed on weights of its size: our
+When a model is loaded, up to three engines are timed for each size and dtype of its weights: our
 kernels, torch's matmul, and for fp8 weights `scaled_matmul`. The time of `scaled_matmul` includes
 rounding the activations to fp8. The time of torch's matmul includes dequantizing a quantized
-weight, which each matmul has to repeat. Without measurements, our kernels compute up to 16 rows, or
-up to 256 with 8-bit and 4-bit weights, if they support that number.
+weight, which each matmul has to repeat.
+
+Without measurements, our kernels compute up to 16 rows, or up to 256 rows with 8-bit and 4-bit
+weights. More rows, and what our kernels do not support, are computed by `scaled_matmul` for fp8
+weights if it supports them, else by torch.
 """
 
 from __future__ import annotations
@@ -27,23 +30,24 @@ from gptmanager.kernels.gemm.packed_matrix import plain, stored
 from gptmanager.lifecycle.log import logger
 
 Run = Callable[[], Tensor]
-Timer = Callable[[Run], Callable[[], float]]  # returns a function that times one repetition
+Timer = Callable[[Run], Callable[[], float]]  # the result: runs it once, returns the seconds
 Engine = Literal["own", "scaled", "torch"]
-Key = tuple[torch.Size, torch.dtype, torch.dtype]  # dtypes: of the matmul, of the stored weight
-Table = Mapping[str, Sequence[tuple[int, Engine]]]  # text of a key -> engines by number of rows
+Key = tuple[torch.Size, torch.dtype, torch.dtype]  # shape, dtype of the matmul, stored dtype
+Table = Mapping[str, Sequence[tuple[int, Engine]]]  # str(key) -> pairs (number of rows, engine)
 Agree = Callable[[Table], Table]
 
 OWN: Engine = "own"
 SCALED: Engine = "scaled"  # `scaled_matmul`
-TORCH: Engine = "torch"  # `F.linear`, of a dequantized weight
-# Numbers of rows that are measured. Others are rounded up to the next one, or down to the last.
+TORCH: Engine = "torch"  # `F.linear`, with the dequantized weight if the weight is quantized
+# The numbers of rows that are measured. Others are rounded up to the next, or down to the last.
 _NUMBERS = (1, 2, 4, 8, FEW_ROWS, 32, 64, 128, 256, 1024, 4096)
-_UNMEASURED_QUANTIZED = 256  # rows of a quantized weight that are ours without a measurement
+_UNMEASURED_QUANTIZED = 256  # up to this many rows, our kernels are the default
 _MARGIN = 0.97  # smaller differences are noise
 _WARM_UPS, _ROUNDS = 2, 5
-_BEYOND_CACHES = 256 << 20  # bytes of weights in a run: more than any L2 cache
-_MOST_WEIGHTS = 256  # in a run
-_known: dict[tuple[str, Key], Mapping[int, Engine]] = {}  # by device, for all managers of a process
+_BEYOND_CACHES = 256 << 20  # bytes of weights that a run should read: more than L2 holds
+_MOST_WEIGHTS = 256  # that a run reads
+# by device name and key: the measured choices, for all managers of the process
+_known: dict[tuple[str, Key], Mapping[int, Engine]] = {}
 
 
 class MatmulChoice:
@@ -68,12 +72,14 @@ class MatmulChoice:
         timer: Timer,
         agree: Agree = lambda table: table,
     ) -> None:
-        """Time all engines on `weights`, and log the results.
+        """Time the engines for each kind of weight in `weights`, and log the results.
 
-        Results are cached for all devices of the name `device`. `timer` prepares a run. If memory
-        runs out, the rule without measurements holds for what was not timed. `agree` receives the
-        results and returns the table that all ranks use: what each of them computes, such as the
-        scores of experts, must have the same bits on all.
+        `device` is the device's name; the process caches results by this name. `timer` prepares a
+        run for timing. If memory runs out for a kind of weight, the defaults without measurements
+        apply to this kind.
+
+        `agree` receives this rank's choices and returns the choices that all ranks use. Values that
+        every rank computes for itself, such as the scores of experts, must be bitwise equal.
         """
         groups: dict[Key, list[DeviceMatrix]] = {}
         num_bytes = 0
@@ -124,10 +130,12 @@ def _bytes_of(weight: DeviceMatrix) -> int:
 
 
 def _beyond_caches(group: Sequence[DeviceMatrix], num_bytes: int) -> list[DeviceMatrix]:
-    """Return weights of one size for a run: enough that a repeated run finds none of them in L2.
+    """Return weights of one kind for a run: at most `_MOST_WEIGHTS`. If possible, they are
+    too large for a repeated run to find any of them in L2.
 
-    A model of `num_bytes` that fits into L2 is timed with weights of `num_bytes` in all. If the
-    group has too few weights, copies are added.
+    The run reads about `_BEYOND_CACHES` bytes, but at most the bytes of all weights of the model,
+    `num_bytes`: a small model stays in L2 in its steps, too. If `group` has too few weights, copies
+    are added.
     """
     needed = -(-min(num_bytes, _BEYOND_CACHES) // _bytes_of(group[0]))
     count = min(needed, _MOST_WEIGHTS)
@@ -136,7 +144,7 @@ def _beyond_caches(group: Sequence[DeviceMatrix], num_bytes: int) -> list[Device
 
 
 def _choose(own: OwnMatmuls, weights: Sequence[DeviceMatrix], timer: Timer) -> dict[int, Engine]:
-    """Return the fastest engine for each number of rows that several engines support."""
+    """Return the fastest engine for each number of rows that more than one engine supports."""
     depth, device = weights[0].shape[1], values_of(weights[0]).device
     chosen: dict[int, Engine] = {}
     times = []
@@ -158,7 +166,7 @@ def _choose(own: OwnMatmuls, weights: Sequence[DeviceMatrix], timer: Timer) -> d
 
 
 def _runs(own: OwnMatmuls, x: Tensor, weights: Sequence[DeviceMatrix]) -> dict[Engine, Run]:
-    """Return a function for each engine that supports `x`, which multiplies it with all weights."""
+    """Return a function for each engine that supports `x`; it multiplies `x` by every weight."""
 
     def ours() -> Tensor:
         for weight in weights:
@@ -184,7 +192,7 @@ def _compare(timers: Mapping[Engine, Callable[[], float]]) -> dict[Engine, float
     """Return the least time of each engine in seconds.
 
     The engines alternate, so that changes of the device's clocks affect all of them. The first
-    rounds do not count: clocks rise, and code is loaded.
+    `_WARM_UPS` rounds do not count, because clocks still rise, and code is loaded.
     """
     best = dict.fromkeys(timers, math.inf)
     for number in range(_WARM_UPS + _ROUNDS):
@@ -196,6 +204,6 @@ def _compare(timers: Mapping[Engine, Callable[[], float]]) -> dict[Engine, float
 
 
 def _fastest(seconds: Mapping[Engine, float]) -> Engine:
-    """Return the engine with the least time; OWN unless another one is clearly faster."""
+    """Return the engine with the least time, or OWN if OWN is at most slightly slower."""
     best = min(seconds, key=seconds.__getitem__)
     return OWN if OWN in seconds and seconds[best] >= _MARGIN * seconds[OWN] else best

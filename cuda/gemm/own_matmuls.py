@@ -1,6 +1,6 @@
 """`OwnMatmuls`: runs the gemv or the gemm kernel, by the number of rows.
 
-With a weight in 8 bits, more rows than one gemm supports are divided among several gemms.
+With a weight in 8 bits, the rows are divided among several gemms if one gemm supports fewer rows.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class OwnMatmuls:
 
     def __init__(self, launcher: Launcher) -> None:
         self._launcher = launcher
-        self._most_rows = gemm.most_rows(launcher.max_shared_mem, in_bytes=True)  # of one gemm
+        self._most_rows = gemm.most_rows(launcher.max_shared_mem, in_bytes=True)  # per gemm
         self._arrived: Tensor | None = None  # allocated at the first gemm
 
     def covers(self, x: Tensor, weight: DeviceMatrix, *, silu: bool = False) -> bool:

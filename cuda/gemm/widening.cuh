@@ -1,34 +1,34 @@
-// Converts int8 and 4-bit weights to elements of the dtype of x, which represents each integer exactly.
+// Converts int8 and 4-bit weights to the dtype T of the activations x, which represents them exactly.
 #pragma once
 
 #include "numerics.cuh"
 
 using int8 = signed char;
 
-// 16 bytes of W become this many times 16 bytes of T.
+// How many vectors of 16 bytes of T the elements in 16 bytes of W fill.
 template <class T, class W> constexpr int PARTS = sizeof(T) / sizeof(W);
 
 template <class T> constexpr bool is_half = false;
 template <> constexpr bool is_half<__half> = true;
 
-// Returns two integers as elements in one register: bytes 0 and 1 of `bytes` if `half` is 0, or 2 and 3.
+// Returns two int8 as elements of T in one register: bytes 0 and 1 of `bytes` if `half` is 0, else 2 and 3.
 template <class T> __device__ inline unsigned widened_pair(unsigned bytes, int half);
 
-// A byte below the upper byte 0x64 is the float16 1024 + byte. With its highest bit inverted, the byte is
-// the integer plus 128.
+// The float16 with the upper byte 0x64 and the lower byte b is 1024 + b. An integer with its highest bit
+// inverted is, as an unsigned byte, the integer plus 128. So 1152 must be subtracted.
 template <> __device__ inline unsigned widened_pair<__half>(unsigned bytes, int half) {
     unsigned both = __byte_perm(bytes, 0x64, half ? 0x4342 : 0x4140) ^ 0x00800080u;
     return ptx::add_pair(both, 0xE480E480u, __half());  // -1152
 }
 
-// bfloat16 has 7 bits after the leading one, so that 0x43 above the lower 7 bits of a byte is 128 + these
-// bits. Above the sign bit alone it is 128, or 256 for a negative integer: the difference is the integer.
+// bfloat16 has 7 mantissa bits. The upper byte 0x43 with the lower 7 bits of an int8 is 128 + these bits;
+// with the sign bit alone it is 128, or 256 for a negative integer. The difference is the integer.
 template <> __device__ inline unsigned widened_pair<__nv_bfloat16>(unsigned bytes, int half) {
     unsigned both = __byte_perm(bytes, 0x43, half ? 0x4342 : 0x4140);
     return ptx::add_pair(both & 0xFF7FFF7Fu, (both & 0xFF80FF80u) | 0x80008000u, __nv_bfloat16());
 }
 
-// Returns two 4-bit values as elements: bytes 0 and 1 of `bytes` if `half` is 0, or 2 and 3. CENTERED: minus 8.
+// As `widened_pair`, for bytes that each hold a 4-bit value from 0 to 15. If CENTERED, 8 is subtracted.
 template <class T, bool CENTERED> __device__ inline unsigned nibble_pair(unsigned bytes, int half) {
     constexpr unsigned UPPER = is_half<T> ? 0x64 : 0x43;  // as in `widened_pair`
     constexpr unsigned CONSTANT = 0x8000 | UPPER << 8 | (CENTERED ? 8 : 0);
@@ -46,14 +46,14 @@ __device__ inline void unpack_halves(float (&to)[8], const uint4& from) {
     }
 }
 
-// Conversions of bytes that hold elements of W, here int8. float8_weights.cuh does so for 8-bit floats.
-// `pair`: as `widened_pair`. `one`: the element in the lowest byte.
+// Converts bytes that hold elements of W, here int8; float8_weights.cuh specializes this for 8-bit floats.
+// `pair`: as `widened_pair`. `one`: returns the element in the lowest byte as a float.
 template <class T, class W> struct Stored {
     __device__ static unsigned pair(unsigned bytes, int half) { return widened_pair<T>(bytes, half); }
     __device__ static float one(unsigned bytes) { return float(int8(bytes)); }
 };
 
-// Returns part `part` of the elements in `from`, as elements of T.
+// Returns part `part` (from 0 to PARTS - 1) of the elements of W in `from`, as elements of T.
 template <class T, class W> __device__ inline uint4 widened(const uint4& from, int part) {
     if constexpr (sizeof(T) == sizeof(W)) {
         return from;

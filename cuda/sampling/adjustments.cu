@@ -9,7 +9,7 @@ constexpr int THREADS = 256;
 
 struct Adjustments {  // PARAMS of adjustments.py
     long long prompt_len, first_end;  // end ids are banned before position first_end
-    // Index of the row's lists: bias ids, bias values, tokens of bad words, ends of the words, end ids.
+    // Index of bias ids; then follow bias values, tokens of bad words, ends of these words, end ids.
     long long lists;
     int num_ends, ngram_size, num_biases, num_word_tokens, num_words;
     float repetition, presence, frequency;
@@ -21,7 +21,7 @@ __device__ inline void ban(float* row, int size, int token) {
     if (0 <= token && token < size) atomicExch(reinterpret_cast<unsigned*>(row) + token, 0xFF800000u);
 }
 
-// Whether the history ends with `tokens`, compared from the last one back.
+// Whether the history ends with `tokens`. Compares from the last token to the first.
 __device__ inline bool ends_with(const int* history, int length, const int* tokens, int count) {
     if (count > length) return false;
     for (int i = 1; i <= count; i++)
@@ -29,8 +29,8 @@ __device__ inline bool ends_with(const int* history, int length, const int* toke
     return true;
 }
 
-// Applies the penalties. Bit 0 of seen[token]: the prompt contains it; the other bits: how often it was
-// generated. The thread that resets seen[token] to 0 applies the penalties of the token.
+// Applies the penalties. Bit 0 of seen[token] is set if the prompt contains the token; the other bits count
+// how often it was generated. The thread that resets seen[token] to 0 applies the token's penalties.
 __device__ void penalize(
     float* row, int size, const Adjustments& own, const int* history, int length, int* seen) {
     int prompt_len = int(min(own.prompt_len, (long long)length));
@@ -65,8 +65,8 @@ __global__ void __launch_bounds__(THREADS) adjust(
     const int* lists,            // Adjustments.lists is an index into it
     const int* histories,        // [slots, history_size]
     int* seen,                   // [at least rows, size]: zeros
-    const int* slots,            // [rows], -1: none
-    const long long* positions,  // [rows]: of the token to be chosen
+    const int* slots,            // [rows], -1: the row is left as it is
+    const long long* positions,  // [rows]: position of the token to be chosen
     int size, int history_size) {
     ptx::wait_for_previous();
     int slot = slots[blockIdx.x];

@@ -26,8 +26,8 @@ __device__ inline float from_key(unsigned key) {
     return __uint_as_float(key >> 31 ? key & 0x7FFFFFFFu : ~key);
 }
 
-// Returns the largest key that at least k elements reach; `count(key)` returns how many reach it, to all
-// threads of the block.
+// Returns the k-th largest key of some elements. `count(key)` must return, in all threads of the block, the
+// number of elements with at least this key.
 template <class F> __device__ unsigned kth_key(long long k, F count) {
     unsigned key = 0;
 #pragma unroll 1
@@ -48,8 +48,8 @@ template <class T, int WIDTH> struct ScaledRow {
         return isnan(value) ? -INFINITY : fminf(value, ceiling);
     }
 
-    // Calls visit(values, first id) for the thread's parts of the row, with LOADS loads in flight. Values
-    // past the end of the row are -inf.
+    // Calls visit(values, id of the first value) for each group of WIDTH values that the thread has, with
+    // LOADS loads in flight. Values past the end of the row are -inf.
     template <int LOADS, class F> __device__ void each(F visit) const {
         constexpr int STEP = THREADS * WIDTH;
         for (int first = threadIdx.x * WIDTH; first < size; first += LOADS * STEP) {

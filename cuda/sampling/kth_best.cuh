@@ -1,14 +1,14 @@
-// Finds the k-th best logit of a row without a sort, and, unless they are too many, the tokens that reach
-// it. For a small k, each thread has a best logit, and the k-th best of these is a lower bound. The few
-// tokens that reach this bound are collected, and the k-th best is searched among them. For a large k,
-// logits are counted in bins by their distance to the best logit. The tokens up to the end of the bin with
-// the k-th best are collected; if these are too many, only the tokens of this bin.
+// Finds the k-th best logit of a row without a sort, and, unless they are too many, the tokens that reach it.
+// For k <= THREADS, the k-th best of the threads' own best logits is a lower bound. The tokens that reach the
+// bound are collected, and the k-th best is searched among them. If k is larger or these are too many, logits
+// are counted in bins by their distance to the best logit. The tokens up to the end of the bin with the k-th
+// best are collected; if they are too many, only the tokens of this bin.
 #pragma once
 
 #include "sampling/logits_row.cuh"
 
 constexpr int CANDIDATES = 4 * THREADS;
-constexpr int BINS = 2 * CANDIDATES;  // as large as Candidates: see Scratch
+constexpr int BINS = 2 * CANDIDATES;  // these ints are as large as `Candidates`: see `Scratch`
 
 // Tokens that were collected from a row.
 struct alignas(16) Candidates {
@@ -22,16 +22,16 @@ union Scratch {
     int bins[BINS];
 };
 
-// Returns the distance to the best logit, in bins. Logits beyond the other bins belong to the last bin,
-// which is not counted.
+// Returns the distance of a logit to the best logit, in bins. Logits beyond all other bins belong to the last
+// bin, which is not counted.
 __device__ inline float distance(float scaled, float largest) { return (largest - scaled) * 64; }
 
 struct KthBin {
     int bin, above, inside;  // the bin of the k-th best; the numbers of logits in better bins and in this bin
 };
 
-// Returns the bin of the k-th best of the logits divided by the temperature. Logits of the last bin are not
-// counted. The last bin is returned if all other bins together have fewer than k logits.
+// Returns the bin of the k-th best of the logits divided by the temperature. If all bins except the last one
+// together have fewer than k logits, returns the last bin, with counts of 0.
 template <class R>
 __device__ KthBin find_bin(
     const R& row, long long k, const Params& own, float largest, const Pieces& pieces,
@@ -70,9 +70,9 @@ __device__ KthBin find_bin(
     return kth;
 }
 
-// Returns the k-th best of the logits divided by the temperature. `count`: the number of tokens in `found`,
-// which are all that reach the result, and perhaps others, in any order; above CANDIDATES if `found` is
-// incomplete. `own_best`: the best of the logits that this thread read.
+// Returns the k-th best of the logits divided by the temperature. `found` gets all tokens that reach the
+// result, and perhaps others, in any order; `count` is their number. If `found` is incomplete, `count` is
+// above CANDIDATES. `own_best`: the best of the logits that this thread has read.
 template <class R>
 __device__ inline float kth_best(
     const R& row, const Params& own, float own_best, float largest, const Pieces& pieces,
@@ -88,7 +88,7 @@ __device__ inline float kth_best(
         if (by_bins) {
             KthBin kth = find_bin(row, k, own, largest, pieces, bins);
             if (kth.bin == BINS - 1 || kth.inside > CANDIDATES) break;
-            to = __uint_as_float(__float_as_uint(float(kth.bin + 1)) - 1);  // the largest float below
+            to = __uint_as_float(__float_as_uint(float(kth.bin + 1)) - 1);  // the largest float in the bin
             if (kth.above + kth.inside > CANDIDATES) {
                 from = kth.bin;
                 above = kth.above;

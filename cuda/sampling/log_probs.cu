@@ -8,8 +8,8 @@ __global__ void __launch_bounds__(THREADS, 2) log_probs(
     const T* logits,              // [rows, vocab_size]
     const int* tokens,            // [rows, count]
     const Params* params,         // [slots]
-    const unsigned char* wanted,  // [slots]: 0: nothing, 1: logits, 2: their log probabilities
-    const int* slots,             // [rows], -1: none
+    const unsigned char* wanted,  // [slots]: 0: nothing, 1: logits, 2: log probabilities
+    const int* slots,             // [rows], -1: no slot, nothing is written
     int vocab_size, int count) {
     ptx::wait_for_previous();
     int slot = slots[blockIdx.x], kind = slot < 0 ? 0 : wanted[slot];
@@ -29,8 +29,8 @@ __global__ void __launch_bounds__(THREADS, 2) log_probs(
     for (int i = threadIdx.x; i < count; i += THREADS) {
         float logit = to_float(own[tokens[i]]), scaled = __fdiv_rn(logit, temperature);
         double value = double(scaled) - double(mass.largest) - log(mass.sum);
-        // If a quotient is +inf, all values are 0. If all overflow to -inf, a finite logit has all the
-        // mass.
+        // If dividing by the temperature overflows to +inf for a token, all values are 0. If it overflows to
+        // -inf for all tokens, the values of finite logits are 0.
         if (!isfinite(mass.largest)) value = mass.largest > 0 || logit > -INFINITY ? 0 : -INFINITY;
         values[i] = float(value);
     }

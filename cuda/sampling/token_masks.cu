@@ -6,7 +6,7 @@ constexpr int THREADS = 256, WORDS = 32;  // mask words per warp, one per lane
 // Grid: (masks, parts of the vocabulary).
 __global__ void __launch_bounds__(THREADS) mask_logits(
     float* logits,          // [rows, vocab_size]
-    const int* rows,        // [masks]: the row of each mask; -1: none
+    const int* rows,        // [masks]: the row of each mask, or -1 for a mask that is not applied
     const unsigned* masks,  // [masks, num_words]
     int vocab_size, int num_words) {
     ptx::wait_for_previous();

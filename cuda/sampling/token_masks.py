@@ -15,10 +15,11 @@ PROGRAM = Program("sampling/token_masks.cu", ("mask_logits",), dependent=True)
 def mask_logits(launcher: Launcher, logits: Tensor, rows: Tensor, masks: Tensor) -> None:
     """Set to -inf the logits of all tokens for which the mask has a 0; other logits stay.
 
-    `logits` `[S, vocab]` float32 are changed in place. `rows` `[n]` int32 has the row of each mask,
-    or -1 for a mask that is not used; two masks must not have the same row. In `masks` `[n, words]`
-    int32, the lowest bit of word 0 is for token 0. Tokens after the last word are set to -inf, too.
-    No logit is read. Raises ValueError for other tensors.
+    `logits` `[S, vocab]` float32 are changed in place. `rows` `[n]` int32 has the row of `logits`
+    for each mask, or -1 for a mask that is not used; two masks must not have the same row. In
+    `masks` `[n, words]` int32, the lowest bit of word 0 is for token 0. Logits of tokens after the
+    last word are set to -inf, too. No logit is read. Raises ValueError if a tensor has a wrong
+    shape or dtype.
     """
     num_masks, num_words = masks.shape
     vocab_size = logits.shape[1]

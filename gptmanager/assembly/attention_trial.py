@@ -1,4 +1,4 @@
-"""`AttentionTrial`: times the attention of providers and of our own kernels on random pages."""
+"""`AttentionTrial`: times attention by our own kernels and by each provider, on random pages."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ from gptmanager.kernels.providers import AttentionProvider
 from gptmanager.lifecycle.log import logger
 
 Run = Callable[[], Tensor]
-Seconds = Callable[[Run, bool], float]  # times a run, after capturing it if the flag is set
+Seconds = Callable[[Run, bool], float]  # times a run, as a CUDA graph if the flag is set
 
 OWN = "own"
 CONTEXT, GENERATION = PHASES = "context", "generation"
 _ROUNDS = 3
 _MARGIN = 0.97  # smaller differences are noise
-_LENGTHS = {CONTEXT: 2048, GENERATION: 1024}  # positions of a measured row
-_BEYOND_CACHES = 256 << 20  # bytes of keys and values in a run: more than any L2 cache
-_MOST_SETS = 8  # limit of the sets of pages, of one layer each, that a run reads in order
+_LENGTHS = {CONTEXT: 2048, GENERATION: 1024}  # KV length of each row in a run
+_BEYOND_CACHES = 256 << 20  # bytes of keys and values that a run should read: more than L2 holds
+_MOST_SETS = 8  # the most sets of pages that a run reads; a set stands for one layer
 
 
 class StepLimits(NamedTuple):
-    """The limits of a manager's steps.
+    """The limits of a manager's steps, and which steps are captured in CUDA graphs.
 
-    `captures` means that generation steps are captured, and `captures_mixed` that some steps with
-    contexts are captured, too.
+    If `captures`, generation steps are captured. If `captures_mixed`, some steps with context rows
+    are captured, too.
     """
 
     max_batch_size: int
@@ -47,8 +47,8 @@ class StepLimits(NamedTuple):
 
 
 class _Sizes(NamedTuple):
-    """A run: `rows` rows of `length` positions, of which `new` are new, on `num_sets` sets of
-    pages.
+    """The sizes of a run: each of `rows` rows has KV length `length`, with `new` new tokens at the
+    end. The run computes attention once on each of `num_sets` sets of pages.
     """
 
     rows: int
@@ -58,9 +58,9 @@ class _Sizes(NamedTuple):
 
 
 class AttentionTrial:
-    """Times attention in steps within `limits`.
+    """Times attention for batches that do not exceed `limits`.
 
-    `dtype` is the dtype of queries, and of keys and values unless their shape is in fp8.
+    `dtype` is the dtype of the queries. Keys and values have it, too, unless a shape uses fp8.
     """
 
     def __init__(
@@ -77,10 +77,11 @@ class AttentionTrial:
     def seconds_of(
         self, phase: str, shape: AttentionShape, providers: Mapping[str, AttentionProvider]
     ) -> dict[str, float]:
-        """Return the shortest time in seconds of each provider, by name, "own" first; log them.
+        """Return and log the shortest time, in seconds, of our kernels ("own") and each provider.
 
-        Runs of different providers alternate. A provider that raises in a run is left out, with a
-        warning. If memory does not suffice, all providers are left out.
+        The result is by name, "own" first. The providers alternate, `_ROUNDS` times. A provider
+        that raises an exception in a run is left out, with a warning. If the device is out of
+        memory, the result is only a time of 0 for "own", and nothing but a warning is logged.
         """
         best: dict[str, float] = {}
         runs: dict[str, Run] = {}
@@ -112,7 +113,10 @@ class AttentionTrial:
             best[name] = min(best.get(name, taken), taken)
 
     def _run(self, phase: str, shape: AttentionShape, provider: AttentionProvider | None) -> Run:
-        """Return a function that attends to all sets of pages with `provider`, None for our own."""
+        """Return a function that computes attention on each set of pages once, with `provider`.
+
+        If `provider` is None, our own kernels compute the attention.
+        """
         sizes = self._sizes(phase, shape)
         kernels, served = self._kernels, {shape: Served(provider, provider)}
         kernels.use_attention(served)
@@ -169,6 +173,6 @@ class AttentionTrial:
 
 
 def fastest(totals: Mapping[str, float]) -> str:
-    """Return the name with the least time; "own" unless another is clearly faster."""
+    """Return the name with the least time, or "own" if our own kernels are only slightly slower."""
     best = min(totals, key=totals.__getitem__)
     return best if totals[best] < _MARGIN * totals[OWN] else OWN

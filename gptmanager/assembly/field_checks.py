@@ -44,7 +44,7 @@ _REFUSED: dict[type, dict[str, str]] = {
 }
 
 _MANY = 2**31 - 1  # limit for numbers of tokens, requests and blocks, which must fit in int32
-_HUGE = 2**63 - 1  # bytes
+_HUGE = 2**63 - 1  # limit for sizes in bytes
 _MOST_RANK = 1 << 16  # limit of the rank of an adapter
 _MOST_THREADS = 256
 _MOST_RANKS = 1024
@@ -111,9 +111,10 @@ _UNBOUNDED = (  # numbers that may be None
 
 
 def checked_fields(config: Any, cls: type, where: str) -> Any:
-    """Return a private copy of `config`, which must be a `cls`; `where` names it in errors.
+    """Return a private copy of `config`, which must be an instance of `cls`.
 
-    Raise ConfigError, which names the first invalid field.
+    Raise ConfigError, which names `where` for an object of another class, otherwise the first
+    invalid field.
     """
     if not isinstance(config, cls):
         raise ConfigError(f"{where} = {config!r}, expected {cls.__name__}")
@@ -144,11 +145,11 @@ def require_member(config: Any, name: str, enum: type[IntEnum]) -> None:
 def require_range(
     where: str, value: Any, default: Any, low: float, high: float, may_lack: bool
 ) -> None:
-    """Raise ConfigError unless `value` is the default, or a number from `low` to `high`.
+    """Raise ConfigError unless `value` is a number from `low` to `high`.
 
-    With `may_lack`, None is permitted. If `low` is an int, the number must be an integer.
+    If `low` is an int, the number must be an integer. A `default` that is not a number (None or
+    "auto") is also permitted, and so is None if `may_lack` is true.
     """
-    # a default may be None or "auto"
     if (not isinstance(default, Real) and _equal(value, default)) or (value is None and may_lack):
         return
     kind, noun = (Real, "a number") if isinstance(low, float) else (Integral, "an integer")

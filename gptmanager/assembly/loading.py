@@ -43,11 +43,14 @@ def load(
     collectives: Collectives | None = None,
     check: Check = lambda spec: None,
 ) -> Model:
-    """Load a checkpoint, or return `source` if it is a model. Raise ConfigError otherwise.
+    """Load the checkpoint `source`, or return `source` if it is a model. Else raise ConfigError.
 
-    `bodies` are functions to compile, in addition to the kernels' own. One of several ranks passes
-    its `collectives`, and loads a part of the checkpoint. `check` is called with the spec of
-    `source`, or of a native model before its weights are read; it may raise ConfigError.
+    `bodies` are functions to compile, in addition to the kernels' own functions. With several
+    ranks, each rank passes its `collectives` and loads its part of the checkpoint.
+
+    `check` may raise ConfigError. If `source` is a model, `check` is called with the model's spec.
+    For a checkpoint that is loaded natively, it is called with the spec before the weights are
+    read. It is not called for a model that transformers loads.
     """
     if not isinstance(source, (str, os.PathLike, tuple)):
         model = _own_model(source, params)
@@ -146,9 +149,11 @@ def _uses_transformers(source: Any, params: OptionalParams) -> bool:
 def _weights_dtype(
     params: OptionalParams, kernels: Kernels, quantized: bool
 ) -> WeightsDtype | None:
-    """Return `weights_dtype`, or "file" if no dtype is set and the CPU reads a quantized file.
+    """Return the option `weights_dtype`, or its default; None keeps matrices unquantized.
 
-    Floats would be larger and slower, and no more exact than the file is.
+    The default is "file" if the checkpoint is `quantized`, the kernels are for the CPU, and the
+    option `dtype` is not set either: floats would be larger and slower, and no more exact than the
+    checkpoint. Otherwise the default is None.
     """
     if params.weights_dtype == "none":
         return None

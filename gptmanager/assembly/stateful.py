@@ -1,6 +1,6 @@
-"""Sets or rejects options of a manager if the model keeps a recurrent state for each sequence.
+"""Set or refuse options of a manager if the model keeps a recurrent state for each sequence.
 
-Such a state cannot go back to an earlier token, and cannot be found by the tokens that led to it.
+A recurrent state cannot go back to an earlier token, and cached blocks do not contain the state.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ _MIB = 1 << 20
 
 
 def settle_reuse(params: OptionalParams, spec: Dimensions, model_type: ModelType) -> OptionalParams:
-    """Return the params with block reuse True or False.
+    """Return the params with `enable_block_reuse` True or False.
 
-    By default it is on, except for ModelType.V1 and for a model that keeps a state.
+    If it is None, block reuse is on, except for ModelType.V1 and for a model that keeps a state.
     """
     has_states = bool(state_shapes(spec))
     cache = params.kv_cache_config
@@ -37,7 +37,7 @@ def settle_reuse(params: OptionalParams, spec: Dimensions, model_type: ModelType
 
 
 def without_states(budget: MemoryBudget, spec: Dimensions, params: OptionalParams) -> MemoryBudget:
-    """Return the memory that the states of all slots leave for blocks.
+    """Return the memory budget that is left for KV cache blocks after the states of all slots.
 
     Raise ConfigError if nothing is left.
     """
@@ -59,7 +59,7 @@ def without_states(budget: MemoryBudget, spec: Dimensions, params: OptionalParam
 
 
 def refuse_for_states(params: OptionalParams, max_beam_width: int, spec: Dimensions) -> None:
-    """Raise ConfigError for options that a state rules out, if the model keeps one."""
+    """If the model keeps a state, raise ConfigError for the options that a state rules out."""
     if not state_shapes(spec):
         return
     cache, shared = params.kv_cache_config, "it cannot be shared by sequences"

@@ -1,8 +1,9 @@
-"""`gptmanager bench experts`: the experts of a layer on the CPU, next to a dense matmul.
+"""`gptmanager bench experts`: the experts of a layer on the CPU, compared with a dense matmul.
 
-The layer is one of Qwen3-30B-A3B. The dense matmul has the same number of tokens, and reads about
-as many bytes as the experts that these tokens choose. Both are captured, as in generation steps,
-and timed in alternation, on weights that are not in the processor's cache.
+The layer has the sizes of a layer of Qwen3-30B-A3B. The dense matmul has the same number of tokens,
+and reads about as many bytes as the experts that these tokens choose. The experts and the matmul
+are captured, as in generation steps, and timed alternately, on weights that are not in the
+processor's cache.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from gptmanager.kernels.gemm.packed_matrix import Matrix, PackedMatrix, Quantize
 
 HIDDEN, WIDTH, COUNT, PER_TOKEN = 2048, 768, 128, 8
 _ROUTING = Routing(PER_TOKEN, renormalize=True)
-_NUM_SETS = 16
+_NUM_SETS = 16  # sets of inputs of a case; each set chooses other experts
 _GIGA = 1e9
 
 
@@ -38,8 +39,9 @@ def bench_experts(
 ) -> dict[str, Any]:
     """Run the benchmark and return its report.
 
-    `tokens`: the number of tokens of each case. `rounds`: how often each set of inputs is timed;
-    the best time counts. `on_case` is called with the numbers of finished cases and of all cases.
+    `tokens`: the number of tokens of each case. `rounds`: how often each set of inputs is timed.
+    The highest rate of a case counts. `on_case` is called before each case, with the number of
+    finished cases and the number of all cases.
     """
     kernels = CpuKernels()
     layer = _Layer(kernels, getattr(torch, dtype), weights_dtype)
@@ -52,7 +54,7 @@ def bench_experts(
 
 
 def expert_rows(report: dict[str, Any]) -> Iterator[Sequence[str]]:
-    """Yield the rows of the report's table, first the titles."""
+    """Yield the rows of the report's table; the first row has the titles."""
     yield "tokens", "experts read", "experts GB/s", "dense GB/s", "of dense"
     for it in report["cases"]:
         figures = it["experts_per_second"] / _GIGA, it["dense_per_second"] / _GIGA
@@ -72,7 +74,10 @@ class _Layer:
         self._experts = ExpertMatrices(self._up, None, down, None, "silu", True, 0, COUNT)
 
     def measure(self, num_tokens: int, rounds: int) -> dict[str, Any]:
-        """Return the report's fields for a case of `num_tokens`. Rates are in bytes per second."""
+        """Return the report's fields for a case of `num_tokens`. Rates are in bytes per second.
+
+        "experts_read" is the mean number of different experts that the tokens of a set choose.
+        """
         generator = torch.Generator().manual_seed(num_tokens)
 
         def drawn(width: int) -> Tensor:

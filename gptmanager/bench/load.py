@@ -71,8 +71,8 @@ LLAMA_8B: dict[str, Any] = {
     "tie_word_embeddings": False,
 }
 
-Request = tuple[list[int], int]  # prompt, new tokens
-Source = Path | tuple[Mapping[str, Any], Mapping[str, Tensor]]
+Request = tuple[list[int], int]  # prompt's token ids, number of new tokens
+Source = Path | tuple[Mapping[str, Any], Mapping[str, Tensor]]  # folder, or config and tensors
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,8 +101,8 @@ def uniform_requests(
 ) -> list[Request]:
     """Return the load that published figures of other engines use.
 
-    All prompts are drawn first, then all output lengths, with seed 0: 256 requests of 100 to 1024
-    tokens each way have 142,827 tokens in and 133,966 out.
+    All prompts are drawn first, then all output lengths, with seed 0. If both ranges are 100 to
+    1024, 256 requests have 142,827 prompt tokens and 133,966 new tokens.
     """
     draw = random.Random(0).randint
     highest = min(10000, vocab_size - 1)
@@ -137,7 +137,7 @@ def random_llama(
     dtype: torch.dtype = torch.float32,
     device: torch.device | str = "cpu",
 ) -> dict[str, Tensor]:
-    """Draw the state dict of a Llama or Qwen2 on `device`, by Hugging Face's names.
+    """Draw the state dict of a Llama or Qwen2 on `device`, with Hugging Face's tensor names.
 
     Weights and biases are normal(0, 0.02); the weights of norms are 1.
     """
@@ -151,8 +151,8 @@ def random_llama(
 class RandomLlama(Mapping[str, Tensor]):
     """A state dict like the result of `random_llama`, but a tensor is drawn each time it is read.
 
-    A tensor has the same values each time, but other values than in `random_llama`. The tensors are
-    not kept here, so a manager's copy of the weights is the only one on the device.
+    A tensor has the same values at each read, but other values than in `random_llama`. No tensor
+    is kept here, so the device holds only the manager's copy of the weights.
     """
 
     def __init__(
@@ -191,7 +191,7 @@ def _draw(
 
 
 def _shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of a Llama's or Qwen2's tensors, by Hugging Face's names."""
+    """Return the shape of each tensor of a Llama or Qwen2 by its Hugging Face name."""
     hidden, ffn = config["hidden_size"], config["intermediate_size"]
     head_dim = config.get("head_dim") or hidden // config["num_attention_heads"]
     queries, kv = (head_dim * config[f"num_{it}_heads"] for it in ("attention", "key_value"))
@@ -225,7 +225,7 @@ def _shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
 def read_config(folder: Path) -> dict[str, Any]:
     """Return a checkpoint's config.
 
-    Raises ConfigError if it cannot be read or has no valid vocab_size.
+    Raises ConfigError if the config cannot be read or has no valid vocab_size.
     """
     config = checkpoint_parts.read_config(folder)
     Fields(config, {}, {}, f"--model {folder}: config.json: ").size("vocab_size")

@@ -125,7 +125,7 @@ def end_to_end(options: argparse.Namespace) -> int:
 def _make_options(
     kind: Callable[..., _Options], options: argparse.Namespace, **others: Any
 ) -> _Options:
-    """Return a benchmark's options: `others`, and the rest from `options` by name."""
+    """Return a benchmark's options: `others`, and all other fields from `options` by name."""
     others["command"] = ("gptmanager", *sys.argv[1:])
     names = inspect.signature(kind).parameters.keys() - others
     return kind(**others, **{name: getattr(options, name) for name in names})

@@ -7,20 +7,20 @@ from typing import Any
 
 from gptmanager.terminal.tables import Piece, table
 
-_WIDTHS = (22, 9, 7, 5, 7, 6, 7, 6)  # of columns, in characters: the tables of all cases line up
+_WIDTHS = (22, 9, 7, 5, 7, 6, 7, 6)  # characters per column: the tables of all cases align
 _HEAD = ("", "us", "+-", "TB/s", "TFLOP/s", "% copy", "x floor", "x ours", "")
 _DEVICE = {"memory_gib": "{:g} GiB", "driver_version": "driver {}", "driver_cuda": "for CUDA {}",
            "clock": "clock up to {}"}  # fmt: skip
 _SPEED = {"seconds": ".2f", "output_tokens_per_second": ",.0f"}
-_NOTE = 70  # characters; the report has the whole note
-# parameters that ablations change
+_NOTE = 70  # the most characters of a note in a table; the report has the whole note
+# manager options that ablations change
 _CHANGED = ("deterministic", "cuda_graphs", "weights_dtype", "attention_provider")
-_LONG_S = 2.0  # first uses that take at least this long are shown
+_LONG_S = 2.0  # an engine's first use is shown if it took at least this many seconds
 _MARKS = {True: "goal met", False: "goal MISSED"}
 
 
 def kernel_table(report: Mapping[str, Any]) -> Iterator[Piece]:
-    """Yield a section per part, a table per case, a line per engine, with ours first."""
+    """Yield a header, then a section per part, with a table per case and a line per engine."""
     yield from _header(report)
     yield table(_HEAD, widths=_WIDTHS)
     rows = report["kernels"]
@@ -100,7 +100,7 @@ def _summary(rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def end_to_end_table(report: Mapping[str, Any]) -> Iterator[Piece]:
-    """Yield a section per part, in the order in which the parts ran."""
+    """Yield a header, then a section for each part that ran."""
     yield from _header(report)
     if "model" in report:  # else interrupted before the model was loaded
         yield from _model_lines(report["model"], report["construction"])
@@ -126,7 +126,7 @@ def end_to_end_table(report: Mapping[str, Any]) -> Iterator[Piece]:
 
 
 def _model_lines(model: Mapping[str, Any], construction: Mapping[str, Any]) -> Iterator[str]:
-    """Describe the model and the start of each manager; only the first one compiles kernels."""
+    """Describe the model, and how long each manager took to start."""
     yield (
         f"model: {model['model_type']}, hidden {model['hidden_size']}, {model['num_hidden_layers']}"
         f" layers, vocabulary {model['vocab_size']}, {model['dtype']}, weights: {model['weights']}"
@@ -230,7 +230,7 @@ def _pressure_parts(part: Mapping[str, Any]) -> Iterator[Piece]:
 
 
 def _cells(row: Mapping[str, Any], formats: Mapping[str, str]) -> list[str]:
-    """Return a cell per format, empty if the row lacks the figure."""
+    """Return a cell for each name in `formats`; the cell is empty if `row` lacks the figure."""
     return [format(row[name], how) if name in row else "" for name, how in formats.items()]
 
 

@@ -37,8 +37,8 @@ class GptManager:
 
     Pass arguments by position or by name. `trt_engine_path` is a Hugging Face folder, or anything
     else that `gptmanager.GptManager` accepts as its model. A request with the id
-    `terminate_req_id` does not run. When `get_inference_requests_cb` returns it, this callback is
-    not called again, and the manager ends when all other requests have ended.
+    `terminate_req_id` does not run. Once `get_inference_requests_cb` has returned this request, the
+    callback is not called again, and the manager ends when all other requests have ended.
 
     Raise TypeError for a wrong number or name of arguments, ConfigError for an invalid value.
     """
@@ -77,7 +77,7 @@ class GptManager:
         )
         MemoryCounters.begin(self._last_record)
         ending.manager = weakref.ref(self._manager)
-        if ending.has_begun:  # the request was fetched during the construction
+        if ending.has_begun:  # the id was fetched too early to end the manager: fetch again
             self._manager.notify()
 
     def __enter__(self) -> GptManager:
@@ -87,7 +87,7 @@ class GptManager:
         self.shutdown()
 
     def shutdown(self, *_: object) -> None:
-        """Fetch no more requests, run the accepted ones to their end, and return. Idempotent."""
+        """Fetch no more requests, run accepted requests to their end, and return. Idempotent."""
         if self._manager is not None:
             self._manager.shutdown()
             MemoryCounters.end(self._last_record)
@@ -127,7 +127,7 @@ class _Ending:
     def fetching(
         self, get: Callable[[int], Iterable[InferenceRequest]]
     ) -> Callable[[int], Iterable[InferenceRequest]]:
-        """Return a Get callback that calls `get`, and ends the manager at `terminate_id`."""
+        """Return a Get callback that calls `get`, and ends the manager at the id `terminate_id`."""
 
         def fetch(max_num_requests: int) -> Iterable[InferenceRequest]:
             requests = () if self.has_begun else get(max_num_requests)
@@ -156,7 +156,7 @@ def _sending(send: Callable[..., Any]) -> Callable[..., Any]:
 def _by_name(args: tuple[Any, ...], keywords: dict[str, Any]) -> dict[str, Any]:
     """Return all arguments by name. Raise TypeError for a wrong number or name of arguments.
 
-    Positional arguments are in the newer order if the third one is a callback.
+    Positional arguments are in the newer order if the third argument is a callback.
     """
     names = _NEWER if len(args) > 2 and callable(args[2]) else _OLDER
     if len(args) > len(names):

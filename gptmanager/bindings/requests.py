@@ -14,8 +14,8 @@ import gptmanager
 class InferenceRequest(gptmanager.InferenceRequest):
     """`InferenceRequest(request_id, logits_post_processor_callback=None)`.
 
-    The id -1 means 2**64 - 1. The second argument may be a dict of tensors instead. Each tensor is
-    a property, which is None until it is set.
+    The id -1 means 2**64 - 1. The second argument may be a dict of tensors instead of a callback.
+    Each tensor is a property, which is None until it is set.
     """
 
     def __init__(

@@ -1,6 +1,6 @@
-"""`Deferred`: a value of a state that is computed only if the state is serialized.
+"""`Deferred`: a part of a state that is computed only when the state is serialized.
 
-A state is often copied, but rarely serialized.
+States are often copied, but rarely serialized.
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ from typing import Any
 
 
 class Deferred:
-    """A value that `make()` returns. All calls of `make` return the same value.
+    """A value that `make()` computes. All calls of `make` return equal values.
 
-    `num_values` is the approximate number of values that stay in memory until `make` is called.
+    `num_values` is the approximate number of values that `make` keeps in memory.
     """
 
     __slots__ = ("make", "num_values")
@@ -23,6 +23,6 @@ class Deferred:
 
 
 def beginning(items: list[Any]) -> Any:
-    """Return the current items of a list as a `Deferred`. Only append to the list afterwards."""
+    """Return a `Deferred` of the current items of a list, which may only be appended to later."""
     length = len(items)
     return Deferred(lambda: items[:length], length)

@@ -9,7 +9,10 @@ DISTRIBUTION = "gptmanager-engine"  # on PyPI, "gptmanager" is another project
 
 
 def install_command(extra: str) -> str:
-    """Return a command that installs the dependencies of `extra`, also for a checkout."""
+    """Return the pip command that installs the dependencies of the optional part `extra`.
+
+    If the package runs from a checkout that is not installed, the command installs the checkout.
+    """
     from importlib import (
         metadata,  # imported late: it takes a third of the import time of `gptmanager`
     )

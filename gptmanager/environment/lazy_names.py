@@ -1,4 +1,4 @@
-"""Names and modules of a package that are imported when they are first used.
+"""Names and modules of a package that are imported on first use.
 
 A command's `--help` needs neither torch nor Numba, but eager re-exports would import both.
 """
@@ -22,20 +22,19 @@ def lazy_names(
     home_of = {name: home for home, names in homes.items() for name in names}
 
     def load(name: str) -> Any:
-        if name in modules:  # the import makes it an attribute
+        if name in modules:  # the import also sets the attribute of the package
             return importlib.import_module(f"{package}.{name}")
         if name not in home_of:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
         value = getattr(importlib.import_module(home_of[name]), name)
-        setattr(
-            sys.modules[package], name, value
-        )  # stored, so that `__getattr__` runs once per name
+        # stored, so that `__getattr__` runs once per name
+        setattr(sys.modules[package], name, value)
         return value
 
     return load, lambda: sorted({*vars(sys.modules[package]), *home_of, *modules})
 
 
 def named(name: str) -> Any:
-    """Return the object that `MODULE:NAME` names."""
+    """Import and return the object `name`, given as "MODULE:NAME"."""
     module, _, attribute = name.partition(":")
     return getattr(importlib.import_module(module), attribute)

@@ -16,8 +16,8 @@ class PackedRows(NamedTuple):
     `row_starts` `[R + 1]` and `kv_lengths` `[R]` are int32. `lines` `[R]`, `positions` and
     `token_lines` `[T]`, `sample_index` and `sample_rows` `[S]` are int64. `lines` and `token_lines`
     are the lines of the executor's tables (see `Lines`) for each sequence and for each token.
-    `samples_prompts`: some samples are for logits of prompt tokens that the host asked for; no
-    token is chosen from these. The other fields are those of `models.batch.Batch`.
+    `samples_prompts`: some samples are prompt tokens for which the host wants logits; no token is
+    chosen from these logits. The other fields are those of `models.batch.Batch`.
     """
 
     lines: np.ndarray
@@ -32,10 +32,10 @@ class PackedRows(NamedTuple):
 
 
 class StepShape(NamedTuple):
-    """The sizes of a captured step that may have contexts.
+    """The sizes of a step that is captured as a CUDA graph and may have context rows.
 
-    It has `tokens` tokens and `samples` samples. The first `long_rows` rows have any number of
-    tokens, the `single_rows` rows after them have one token at most.
+    The step has `tokens` tokens and `samples` samples. The first `long_rows` rows have any number
+    of tokens. The `single_rows` rows after them have one token at most.
     """
 
     tokens: int
@@ -45,7 +45,7 @@ class StepShape(NamedTuple):
 
 
 def offsets(counts: np.ndarray) -> np.ndarray:
-    """Return the concatenation of `range(count)` for each of these counts, int64."""
+    """Return the concatenation of `range(count)` for each count in `counts`, as int64."""
     ends = np.cumsum(counts)
     found: np.ndarray = np.arange(counts.sum()) - np.repeat(ends - counts, counts)
     return found
@@ -70,7 +70,7 @@ def padded(rows: PackedRows, num_rows: int) -> PackedRows:
 
 
 def fitted(rows: PackedRows, shape: StepShape) -> PackedRows | None:
-    """Pad to `shape`; return None if the rows do not fit.
+    """Pad a batch to `shape`; return None if the batch does not fit.
 
     The added rows have no tokens. They are inserted after the last row that is a context or has
     several tokens, and at the end. The added tokens belong to no row, and the added samples mean
@@ -110,8 +110,8 @@ def _lengthened(array: np.ndarray, length: int, value: int = 0) -> np.ndarray:
 def halves(rows: PackedRows) -> tuple[tuple[PackedRows, np.ndarray], ...]:
     """Split a batch into two, to run one after the other.
 
-    Returns each half with the indices of its samples in `rows.sample_index`. A batch of one row is
-    split between its tokens. Returns () for a single token.
+    Returns each half with the indices of its samples in `rows.sample_index`. A single row is split
+    between two of its tokens. Returns () for a single token.
     """
     num_rows, num_tokens = len(rows.lines), int(rows.row_starts[-1])
     if num_rows > 1:

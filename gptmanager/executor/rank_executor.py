@@ -129,8 +129,8 @@ class SharedChoice:
 class RankStep:
     """A step of a `RankExecutor`. `inner`: the step of the `InnerExecutor`.
 
-    `num_starts`: for each sampling row, the number of sequences that have started in its slot.
-    `result`: None until it is known on this rank.
+    `num_starts`: for each sampling row, the number of sequences started in its slot so far.
+    `result`: the result, or None until this rank knows it.
     """
 
     schedule: Schedule
@@ -183,7 +183,7 @@ class RankExecutor(ABC):
     def mark(self) -> threading.Event | None:
         """Return an event that is set when all forward passes that were submitted have run.
 
-        Returns None if they have run already, or if a stream orders accesses to the same memory.
+        Returns None if they have run already, or if a CUDA stream orders them and later work.
         """
         return self._executor.mark()
 
@@ -270,7 +270,7 @@ class LeadingExecutor(RankExecutor):
 class FollowingExecutor(RankExecutor):
     """The executor of every other rank: runs the same schedules and receives the tokens.
 
-    `chooses`: it also chooses tokens itself. They must equal those of rank 0.
+    `chooses`: this rank also chooses tokens, which must equal the tokens of rank 0.
     """
 
     _receives = True
@@ -309,7 +309,7 @@ def _valid_tokens(result: StepResult) -> list[list[int]]:
 class RankPlace:
     """The place of an executor among the ranks.
 
-    `broadcast`: copies tensors between the devices of a stage, or None if ranks are on CPUs.
+    `broadcast`: copies tensors between the devices of a stage, or None if the ranks are on CPUs.
     `sends_extras`: rank 0 also sends log probabilities and logits. `replicates`: each rank that has
     logits calls the logits post-processors of its own host, and samples.
     """

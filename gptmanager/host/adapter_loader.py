@@ -1,6 +1,6 @@
 """`AdapterLoader`: reads, writes and copies adapters for a loop, on its own threads.
 
-It makes no decisions. Its work must not delay the steps of the loop: see `BackgroundJobs`.
+The loader makes no decisions. Its work must not delay the steps of the loop: see `BackgroundJobs`.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from gptmanager.peft_cache.work import (
 )
 
 _NICE = 10
-_LOOK_UP_S = 0.05  # interval at which a wait checks that the manager runs
+_LOOK_UP_S = 0.05  # interval at which a waiting thread checks that the manager still runs
 
 
 def _step_back() -> None:
-    """Make torch use no other thread for the calling thread's work, and lower its priority."""
+    """Make torch use only the calling thread for its work, and lower the thread's priority."""
     torch.set_num_threads(1)
     with suppress(OSError, AttributeError):  # on systems without thread priorities
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
@@ -74,7 +74,8 @@ class AdapterLoader:
         """Connect to the loop; called once, before it iterates.
 
         `mark()` returns an event that is set when all launched steps have run, or None if they have
-        run already. With `loop_helps`, the loop's thread may do pieces of jobs between steps.
+        run already. If `loop_helps`, and the pages are in CPU memory, the loop's thread may do
+        pieces of jobs between steps.
         """
         self._pool, self._config, self._mark = pool, config, mark
         # the loop's thread does no copies that wait for a device
@@ -86,7 +87,10 @@ class AdapterLoader:
         self.forgotten.append(task_id)
 
     def release(self) -> None:
-        """Drop work that has not started and end the rest soon. The loop no longer iterates."""
+        """Drop work that has not started, and end the rest soon.
+
+        The loop must not iterate any more.
+        """
         self.jobs.is_released = True
         self._wake, self._mark = lambda: None, lambda: None
         for threads in (self._putting, self._ensuring):
@@ -162,7 +166,7 @@ class AdapterLoader:
     def _write_adapter(self, work: WriteAdapter, pool: AdapterPool) -> str:
         with self._lock:
             weights = self._read.pop(work.source)
-        assert weights is not None  # because the loop has its digest
+        assert weights is not None  # the loop has the digest, so the adapter was read
         self.jobs.finish(pool.put_in_pieces(work.host_pages, work.rows, work.packing, weights))
         return ""
 
@@ -171,8 +175,8 @@ class AdapterLoader:
     ) -> str:
         """Wait for `begun`, then copy an adapter to the device.
 
-        `begun` is set when no launched step reads the pages any more. It is None if no step reads
-        them now.
+        `begun` is set when no launched step reads the pages any more. If no launched step reads
+        the pages at the call, `begun` is None.
         """
         while begun is not None and not begun.wait(_LOOK_UP_S):
             self.jobs.check()

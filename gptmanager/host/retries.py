@@ -1,6 +1,6 @@
-"""`GetFailures`: how long to pause after a failure of Get, and when to give up.
+"""`GetFailures`: how long to pause after a failure of the Get callback, and when to give up.
 
-A request queue that fails for some seconds must not end a manager. This module calls no callback.
+A request queue that fails for only a few seconds must not end a manager.
 """
 
 from __future__ import annotations
@@ -12,21 +12,22 @@ _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.01, 1.0
 
 
 class GetFailures:
-    """Counts failures of Get.
+    """Counts failures of the Get callback.
 
-    `in_a_row` counts the failures since the last success; more than `most` of them set `fatal`.
+    `in_a_row` is the number of failures since the last success. When it exceeds `most`, `fatal` is
+    set to the error to raise.
     """
 
     def __init__(self, most: int) -> None:
         self.in_a_row = 0
         self._most = most
         self._rests_until = 0.0
-        self.fatal: CallbackError | None = None  # set after too many; its cause is the last failure
+        self.fatal: CallbackError | None = None  # its cause is the last failure
 
     def add(self, error: BaseException) -> None:
         """Record that a call has failed with `error`."""
         if self.rests:
-            return  # a call during the pause, after a notify, is not counted
+            return  # a notify caused a call during the pause: its failure is not counted
         self.in_a_row += 1
         self._rests_until = monotonic() + self.pause_s
         if self.in_a_row > self._most:

@@ -1,7 +1,7 @@
 """Converts accepted requests to bytes and back.
 
-Adapters and tokenizers, which several requests share, are stored once, as objects of the folder. A
-post-processor is stored as its name, or, if it is a grammar, as data.
+Adapters and tokenizers, which several requests share, are stored once, as objects of the journal
+folder. A post-processor is stored as its name. A grammar without banned words is stored as data.
 """
 
 from __future__ import annotations
@@ -56,7 +56,11 @@ class Accepted(NamedTuple):
 
 
 class _Task(NamedTuple):
-    """The adapter of a task id: its digest, and how many adapters were forgotten before it."""
+    """The adapter of a task id.
+
+    `digest` names its stored tensors. `num_forgets` is the number of adapters that managers had
+    forgotten before the task id got this adapter.
+    """
 
     digest: str
     num_forgets: int
@@ -81,8 +85,8 @@ class AcceptedRequests:
         self._folder, self._seed, self._syncs = folder, seed, syncs
         self.is_cached: Callable[[int], bool] = lambda task_id: False
         self._tasks: OrderedDict[int, _Task] = OrderedDict()  # by task id
-        self._given: dict[int, _IsSame] = {}  # task id -> test for the tensors that are stored
-        self._num_forgets = 0  # in all managers of this journal, as far as it is known
+        self._given: dict[int, _IsSame] = {}  # task id -> test for tensors equal to the stored ones
+        self._num_forgets = 0  # adapters forgotten by all managers of this journal, if known here
         self._guides: dict[str, GuidedDecoding] = {}  # by the digest of their tokenizer
         self._guide_digests: dict[int, tuple[Any, str]] = {}  # by the identity of the guide
         self._used: dict[int, _Used] = {}  # by request id
@@ -115,7 +119,10 @@ class AcceptedRequests:
         return data
 
     def _adapter_of(self, request: InferenceRequest) -> tuple[int | None, _Task | None]:
-        """Store the adapter of a request, and remove its tensors. Return its id and the adapter."""
+        """Store the adapter of a request, and remove its tensors from the request.
+
+        Return the task id and the adapter.
+        """
         tensors = request.tensors
         task_id = _task_id_of(request)
         if task_id is None:
@@ -133,9 +140,9 @@ class AcceptedRequests:
         return task_id, self._tasks.get(task_id)
 
     def _note_task(self, task_id: int, task: _Task) -> bool:
-        """Note the adapter that a later request with only the task id uses.
+        """Note `task` as the adapter of later requests that pass only the task id.
 
-        Return False if the manager keeps another adapter with this id, and will refuse this one.
+        Return False if the manager keeps another adapter under this id, and will refuse `task`.
         """
         before = self._tasks.get(task_id, task)
         if before.digest != task.digest and before.num_forgets == task.num_forgets:
@@ -219,10 +226,10 @@ class AcceptedRequests:
         return request
 
     def renews_adapter(self, accepted: Accepted) -> bool:
-        """Return whether the adapter of an earlier restored request, with the same task id, was
-        forgotten before this request was accepted.
+        """Return whether the adapter was forgotten between an earlier request and `accepted`.
 
-        Call it before `restore`.
+        The earlier request has been restored, and has the same task id. Call this method before
+        `restore` is called for `accepted`.
         """
         task_id = _task_id_of(accepted.request)
         if task_id is None or "adapter" not in accepted.objects:
@@ -253,10 +260,10 @@ def _never_same(given: Mapping[str, Any]) -> bool:
 
 
 def _same_as(tensors: Mapping[str, Any]) -> _IsSame:
-    """Return a function that tells whether an adapter's tensors are `tensors`, unchanged.
+    """Return a function that tests whether an adapter's tensors are `tensors`, unchanged.
 
-    Most hosts pass the same torch tensor with each request; it need not be read and hashed again.
-    For other types the function returns False, because only torch counts changes in place.
+    Most hosts pass the same torch tensor with each request, which then is not read and hashed
+    again. For other types the function returns False, because only torch counts changes in place.
     """
     weights = tensors.get("lora_weights")
     if type(weights) is not torch.Tensor or weights.is_inference():

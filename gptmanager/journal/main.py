@@ -34,7 +34,7 @@ def main(options: argparse.Namespace) -> int:
 
 
 def report_of(folder: JournalFolder, segment: Segment) -> dict[str, Any]:
-    """Return the content of a journal as JSON values. Raise JournalError if it is damaged.
+    """Return the content of `segment` as JSON values. Raise JournalError if it is damaged.
 
     docs/reliability.md describes the states of requests.
     """

@@ -1,7 +1,7 @@
-"""Writes and reads the records of a segment; each has a header with checksums, and a payload.
+"""Encodes and reads the records of a segment; a record is a header with checksums, and a payload.
 
-A segment is a file of records, one after another. An incomplete record at the end is cut off; other
-damage is an error. This module does not know the meaning of payloads.
+A segment is a file of records, one after another. The reader stops at an incomplete record at the
+end; other damage is an error. This module does not interpret payloads.
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ def record(kind: Kind, payload: bytes) -> bytes:
 class RecordReader:
     """Reads the records of the segment `file`, of `size` bytes; `name` names it in errors.
 
-    After the last record has been read, `end` is the offset after it. `torn` is the number of bytes
-    from there on, which belong to a record that was not written completely.
+    After the iteration, `end` is the offset after the last complete record. `torn` is the number of
+    bytes from `end` on, which belong to a record that was not written completely.
     """
 
     def __init__(self, file: IO[bytes], size: int, name: str) -> None:
@@ -66,7 +66,7 @@ class RecordReader:
         self._file, self._size, self._name = file, size, name
 
     def __iter__(self) -> Iterator[Record]:
-        """Yield the records. Raise JournalError with the offset of a damaged one."""
+        """Yield the records. Raise JournalError, with the offset, at a damaged record."""
         while self.end < self._size:
             found = self._read(self.end)
             if found is None:
@@ -76,13 +76,13 @@ class RecordReader:
             self.end = self._file.tell()
 
     def _read(self, offset: int) -> Record | None:
-        """Return the record at `offset`, or None if it is the last one and incomplete."""
+        """Return the record at `offset`, the position of the file, or None if it is incomplete."""
         head = self._file.read(HEAD_BYTES)
         if len(head) < HEAD_BYTES:
             return None
         (check,) = _CHECK.unpack_from(head, _HEAD.size)
         if check != zlib.crc32(head[: _HEAD.size]):
-            if not any(head) and self._is_zero():  # a crash may lose data, but keep the length
+            if not any(head) and self._is_zero():  # a crash can zero the end of a file
                 return None
             raise self._damage(offset, "the header does not match its checksum")
         length, kind, checksum = _HEAD.unpack_from(head)

@@ -1,9 +1,10 @@
 """`StepCapture`: generation steps captured as lists of tasks, and replayed without their ops.
 
 Steps with the same number of rows run the same tasks on threads: only the contents of the input
-tensors differ. The ops run once for each number of rows; later steps replay the list of tasks. That
-saves the time of the Python code of every op, a third to half of a small model's step. As in
-the memory pool of CUDA graphs, later ops reuse the memory of tensors that no op needs any more.
+tensors differ. The second step with a number of rows is captured while its ops run. Later steps
+with this number of rows replay the list of tasks. A replay saves the time of the Python code of
+every op, a third to half of a small model's step. As in the memory pool of CUDA graphs, later ops
+reuse the memory of tensors that no op needs any more.
 """
 
 from __future__ import annotations
@@ -28,9 +29,10 @@ Compute = Callable[[Sequence[Tensor]], Tensor]
 Begin = Callable[[bool], None]
 
 MAX_CAPTURED_STEPS = 64
-# Steps that take longer release the interpreter lock, so that other threads of the host run while
-# the step computes. Getting the lock back takes up to 5 ms if one of them is still busy. With a
-# lower limit, a busy thread of the host would slow short steps down even more.
+# If the last replay of a step took longer, the next replay releases the interpreter lock, so that
+# other threads of the host run during the replay. If another thread is busy at the end of the
+# replay, it takes up to 5 ms to get the lock back. With a lower limit, a busy thread would slow
+# short steps down even more.
 LONG_S = 0.005
 TASK_ALIGNMENT = 64
 _aten = torch.ops.aten
@@ -42,7 +44,7 @@ def ignore(is_unlocked: bool) -> None:
 
 
 class _Memory:
-    """Tensors and scratch that all captured steps share, since one runs at a time.
+    """Tensors and scratch that all captured steps share, since only one step runs at a time.
 
     The bytes of a freed tensor are reused by the next tensor of about the same size.
     """
@@ -77,7 +79,10 @@ class _Memory:
 
 
 class _Capture(TorchOperations):  # type: ignore[no-untyped-call]
-    """Captures the tasks that run while it is active. `is_whole`: torch computed nothing itself."""
+    """Captures the tasks that run in its `with` block.
+
+    `is_whole`: whether torch itself has computed nothing.
+    """
 
     def __init__(self, memory: _Memory) -> None:
         super().__init__()
@@ -156,10 +161,10 @@ def _run_unlocked() -> Callable[[int], None]:
 
 
 class StepCapture:
-    """Captured steps by number of rows. A step is captured when its number of rows occurs again.
+    """Captured steps by number of rows. The second step with a number of rows is captured.
 
     A step in which torch itself computes something is never captured. All steps are of one model
-    over one KV cache, and one runs at a time. The least recently used step is evicted.
+    over one KV cache, and only one step runs at a time. The least recently used step is evicted.
     """
 
     def __init__(self, team: Team) -> None:
@@ -179,9 +184,10 @@ class StepCapture:
         """Return `compute(inputs)`, by replaying a captured step if there is one.
 
         `inputs` are all tensors that differ between steps; their shapes depend only on the length
-        of the first one. `constant` holds other tensors that captured steps read; the steps are
-        dropped when another object is passed. `begin` is called once, right before the computation,
-        with whether it releases the interpreter lock.
+        of the first input. `constant` holds other tensors that captured steps read. If a call
+        passes another object as `constant`, all captured steps are dropped. `begin` is called once,
+        right before the computation; its argument is whether the computation releases the
+        interpreter lock.
         """
         if constant is not self._constant:
             self._known.clear()
@@ -212,4 +218,4 @@ class StepCapture:
         if len(self._known) > MAX_CAPTURED_STEPS:
             old, _ = self._known.popitem(last=False)
             self._seen.discard(old)
-        return result.clone()  # an earlier op may write to its memory when the step is replayed
+        return result.clone()  # in a replay, an earlier op may write to the memory of `result`

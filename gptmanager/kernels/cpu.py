@@ -1,11 +1,13 @@
 """`CpuKernels`: ops compiled by Numba that run in torch's own threads; other ops use the reference.
 
-This class passes addresses to the compiled bodies, which widen inputs to float32 and round a result
-once. float64 uses the reference. Before a call, tensors are converted if their dtypes are mixed or
-not in `DTYPES`, or if they are not contiguous; matmuls may also pad or quantize their inputs. With
-or without `deterministic`, a token's result is bitwise independent of the other tokens in the call,
-except in matmuls and in ops of the reference, where this holds only with `deterministic`. All
-compiled ops are bitwise independent of the number of threads.
+This class passes addresses to the compiled bodies. The bodies widen inputs to float32 and round
+each result once. Ops in float64 use the reference, and so do some ops in other dtypes that are not
+in `DTYPES`. Before a body is called, tensors are converted if their dtypes are mixed or not in
+`DTYPES`, or if they are not contiguous. Matmuls may also pad or quantize their inputs.
+
+The result for a token is bitwise independent of the other tokens in the call. For matmuls and ops
+of the reference, this holds only with `deterministic`. The results of all compiled ops are bitwise
+independent of the number of threads.
 """
 
 from __future__ import annotations
@@ -47,9 +49,9 @@ from gptmanager.kernels.simd.threads import address_of, alike
 class CpuKernels(CpuExperts):
     """The ops of the network on the CPU.
 
-    The first call of an op compiles it (seconds) or loads it from Numba's cache; `warm_up` does
-    that for the ops that a model needs, and `warm_up_adapters` for the ops of adapters. Two
-    managers may use one object, or one each, from two threads.
+    The first call of an op compiles the op, which takes seconds, or loads it from Numba's cache.
+    `warm_up` does this in advance for the ops that a model needs, and `warm_up_adapters` for the
+    ops of adapters. Two managers in two threads may share an object, or have an object each.
     """
 
     def warm_up(
@@ -61,7 +63,8 @@ class CpuKernels(CpuExperts):
     ) -> None:
         """Compile or load the bodies that a model needs, and `others`.
 
-        Bodies that are not on disk take 13 s of CPU time once on a machine, in several processes.
+        Bodies that are not in the cache on disk are compiled in several processes. This takes 13 s
+        of CPU time, once on a machine.
         """
         bodies = bodies_of_model(dtype, quantized, self.deterministic)
         compile_all([*bodies[:1], *others, *bodies[1:]], on_progress)
@@ -70,7 +73,7 @@ class CpuKernels(CpuExperts):
         compile_for_adapters()
 
     def new_step_capture(self) -> StepCapture | None:
-        """Return a new capture; None in a subclass, because its ops may do more than run tasks."""
+        """Return a new capture; None in a subclass, where ops may do more than run tasks."""
         return StepCapture(self._team) if type(self) is CpuKernels else None
 
     def begin_adapters(self, adapters: StepAdapters | None) -> StepAdapters | None:
@@ -79,7 +82,7 @@ class CpuKernels(CpuExperts):
         return None if self._adapter_plan(adapters).is_empty else adapters
 
     def _adapter_plan(self, adapters: StepAdapters) -> AdapterPlan:
-        """Return the plan of these adapters, which is made at the first call and then kept."""
+        """Return the plan of these adapters. The first call makes the plan, and keeps it."""
         if adapters.plan is None:
             adapters.plan = AdapterPlan(adapters, self._team)
         return cast(AdapterPlan, adapters.plan)
@@ -254,7 +257,7 @@ class CpuKernels(CpuExperts):
     def _activate(
         self, x: Tensor, width: int, gated: bool, kind: int, scale: float = 1.0, cap: float = 0.0
     ) -> Tensor:
-        """Activate the first `width` columns of x; if gated, the columns after them are `up`."""
+        """Activate the first `width` columns of x; if gated, multiply them by the next `width`."""
         (own,) = alike(x)
         result: Tensor = own.new_empty(*x.shape[:-1], width)
         address = address_of(own, own.dtype)

@@ -1,7 +1,7 @@
 """The ops that work token by token: rotation and KV write, norms, activations.
 
-Each body computes the parts of a task that a thread claims. Parts are equal ranges of tokens, and a
-token's arithmetic depends only on the token.
+Each body computes the parts of a task that a thread claims. Parts are ranges of tokens of nearly
+equal length, and the arithmetic of a token depends only on the token.
 """
 
 from __future__ import annotations
@@ -40,10 +40,11 @@ LOG2_E = np.float32(1.4426950408889634)
 MINUS_LOG2_E = -LOG2_E
 KINDS: Mapping[Activation, int] = {name: kind for kind, name in enumerate(get_args(Activation))}
 SILU, GELU_ERF, GELU_TANH, RELU, RELU2, CLAMPED_SWIGLU = range(6)  # as `Activation` lists them
-SCALE = 6
-# GELU's tanh as a logistic function: 2 * sqrt(2 / pi), and 0.044715 times this number.
+SCALE = 6  # the kind of `CpuKernels.scaled`, which is not an `Activation`
+# GELU with tanh is x * logistic(TANH_LINEAR * x + TANH_CUBIC * x^3). TANH_LINEAR is
+# 2 * sqrt(2 / pi), and TANH_CUBIC is 0.044715 times this number.
 TANH_LINEAR, TANH_CUBIC = np.float32(1.5957691216057308), np.float32(0.07135481282565715)
-# Abramowitz and Stegun 7.1.26: erfc to 1.5e-7.
+# Abramowitz and Stegun 7.1.26: erfc with an absolute error of at most 1.5e-7.
 ERFC_STEP = np.float32(0.3275911)
 ERFC_TERMS = (1.061405429, -1.453152027, 1.421413741, -0.284496736, 0.254829592)
 # The series of tanh(x) / x in x^2, for |x| up to TANH_SMALL.
@@ -81,17 +82,20 @@ class NormTask(ctypes.Structure):
 
 
 class ActivationTask(ctypes.Structure):
-    """Addresses and sizes. `factor` is multiplied by the activation; it is 0 without a gate.
+    """Addresses and sizes. `factor` has the elements that multiply the activation of `x`.
 
-    Tokens are `stride` elements apart in `x` and `factor`, and `width` elements apart in `result`.
-    `scale` and `cap` are for the kind SCALE.
+    `factor` is 0 if there is no gate. Tokens are `stride` elements apart in `x` and `factor`, and
+    `width` elements apart in `result`. `scale` and `cap` are for the kind SCALE.
     """
 
     _fields_ = task_fields("x factor result num_tokens width stride kind dtype", "scale cap")
 
 
 class ConversionTask(ctypes.Structure):
-    """Tokens have `given` elements in `x`, and `width` in `result`; the dtypes may differ."""
+    """Addresses, sizes, and the dtypes of `x` and `result`, which may differ.
+
+    A token has `given` elements in `x`, and `width` elements in `result`.
+    """
 
     _fields_ = task_fields("x result num_tokens given width x_dtype dtype")
 
@@ -126,8 +130,8 @@ def _norm_head(t: Any, source: int, start: int, dtype: int, to: int, weight: int
 def _rotate_head(t: Any, start: int, rotated: int, weight: int, cos_sin: int) -> None:
     """Write the head of `qkv` that begins at element `start` to `rotated`, as float32.
 
-    It is normalized if there is a weight, and rotated if there are angles; with `norm_last`, it is
-    rotated first.
+    If `weight` is not 0, the head is normalized. If `cos_sin` is not 0, the head is rotated, after
+    the norm or, with `norm_last`, before it.
     """
     source, dtype, dim = t.qkv, t.dtype, t.head_dim
     if weight and not t.norm_last:
@@ -167,7 +171,7 @@ def _write_token(t: Any, token: int, block: int, offset: int) -> None:
         to, keys = page + offset * dim, t.keys
         _rotate_head(t, key, rotated, t.k_norm, cos_sin)
         if not t.token_major:
-            to, keys = 0, rotated  # rounded in place
+            to, keys = 0, rotated  # the key is rounded in place, and moved to its page below
         for d in range(0, dim, LANES):
             store_as(t.page_dtype, keys, to + d, load_part(rotated, d, dim - d), dim - d)
             if t.values:
@@ -196,7 +200,7 @@ def rope_and_write(address: int) -> None:
 
 @loop
 def _normalize_token(t: Any, x: int, start: int, first: int) -> None:
-    """Normalize `width` elements of x from `start` on, with the weights from `first` on."""
+    """Normalize `width` elements of `x` from `start` on, with the weights from `first` on."""
     width = t.width
     mean = splat(ZERO)
     if t.centered:
@@ -224,7 +228,7 @@ def _normalize_token(t: Any, x: int, start: int, first: int) -> None:
 def normalize(address: int) -> None:
     """Compute an RMS norm, or a layer norm if `centered`, of `x`.
 
-    With `residual`, x is first added to it in place, and the sum is normalized.
+    If there is a `residual`, `x` is first added to it in place, and the sum is normalized.
     """
     t = task_at(address, NORM_TASK)
     width = t.width
@@ -310,7 +314,7 @@ def _clamped_swiglu(gate: Any, up: Any) -> Any:
 def soft_capped(x: Any, cap: float) -> Any:
     """Return `cap * tanh(x / cap)`, accurate even where x is far smaller than the cap.
 
-    The exponent is clamped: tanh(15) is 1 in float32.
+    The exponent is clamped to 15, because tanh(15) is 1 in float32.
     """
     ratio = x * splat(np.float32(1.0 / cap))
     square = ratio * ratio
@@ -331,7 +335,7 @@ def _scaled(t: Any, x: Any) -> Any:
 
 
 def activate(address: int) -> None:
-    """Compute an activation of `x`, times `factor` if there is one, or a scaled `x`."""
+    """Compute the activation of `x`, times `factor` if there is one. The kind SCALE scales `x`."""
     t = task_at(address, ACTIVATION_TASK)
     part = claim(address, NEXT_PART)
     while part < t.num_parts:

@@ -1,4 +1,4 @@
-"""`AttentionProvider` and `LinearProvider`: interfaces for attention and matmuls by others."""
+"""`AttentionProvider` and `LinearProvider`: interfaces to attention and matmuls of others."""
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ class AttentionProvider(Protocol):
     queries and keys, scale queries that have a temperature, and write keys and values to their
     pages, before a provider is called.
 
-    `name` is what the log calls it. `capturable`: whether a generation step with it may be captured
-    as a CUDA graph. If so, `attend_generation` must read nothing but tensors, enqueue the same work
-    for any lengths, and never wait. A captured step may end with rows that are padding: their KV
-    length is 0 and their results are ignored. Steps with contexts run op by op, and without
-    `capturable` all steps do.
+    `name`: the provider's name in the log. `capturable`: whether a generation step that uses the
+    provider may be captured as a CUDA graph. If so, `attend_generation` must read nothing but
+    tensors, enqueue the same work for any lengths, and never wait. A captured step may end with
+    rows that are padding: their KV length is 0 and their results are ignored. If a provider
+    computes attention, steps with contexts are never captured.
     """
 
     name: str
@@ -51,7 +51,7 @@ class AttentionProvider(Protocol):
     def refusal(
         self, shape: AttentionShape, dtype: torch.dtype, tokens_per_block: int
     ) -> str | None:
-        """Return why this attention is not supported, or None if it is.
+        """Return why this attention is not supported, or None if it is supported.
 
         Called once for each shape of the model, at the start. Our own kernels compute attention
         that is refused. `shape` has the head size, the numbers of heads, and in `shape.features`
@@ -97,11 +97,11 @@ class AttentionProvider(Protocol):
 
 
 class LinearProvider(Protocol):
-    """Computes matmuls with weights of the network in place of ours (`linear_provider`).
+    """Computes matmuls with weights of the network in place of our own kernels (`linear_provider`).
 
-    The weights that it accepts are stored as plain tensors. Our own kernels compute with weights in
-    8 or 4 bits and, on a GPU, with the weights of experts. The CUDA stream and `capturable` are as
-    in `AttentionProvider`.
+    The weights that `accepts` accepts are stored as plain tensors. Our own kernels compute with
+    weights in 8 or 4 bits and, on a GPU, with the weights of experts. The CUDA stream and
+    `capturable` are as in `AttentionProvider`.
     """
 
     capturable: bool

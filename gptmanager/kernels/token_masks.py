@@ -1,4 +1,4 @@
-"""Apply token masks to any rows of logits in one operation.
+"""Applies token masks to any rows of logits in one operation.
 
 A mask has a bit for each token, set if the token is allowed, in words of 32 bits. The lowest bit of
 the first word is for token 0, as in llguidance.
@@ -89,7 +89,7 @@ def mask_rows(address: int) -> None:
                 for bit in range(32):
                     row[word * 32 + bit] = _NOTHING
             elif bits != -1:
-                for bit in range(32):  # selects without a branch, so that LLVM vectorizes it
+                for bit in range(32):  # without a branch, so that LLVM vectorizes the loop
                     old = row[word * 32 + bit]
                     row[word * 32 + bit] = old if bits >> np.int32(bit) & np.int32(1) else _NOTHING
         for token in range(whole * 32, vocab_size):

@@ -1,8 +1,8 @@
 """`BlockReuse`: which blocks of a prompt are found in the cache, and which are stored in it.
 
-It decides which blocks a new sequence shares, takes over or copies, and which blocks of an ended
-sequence stay cached. If a request has beams, only its prompt is cached. Sequences that may pass
-their attention window do not reuse blocks. It knows nothing of how schedulers use the results.
+This module decides which blocks a new sequence shares, takes over or copies, and which blocks of an
+ended sequence stay cached. If a request has several beams, only its prompt is cached. Sequences
+that may pass their attention window do not reuse blocks.
 """
 
 from __future__ import annotations
@@ -23,12 +23,13 @@ _CONTEXT_INIT = LlmRequestState.CONTEXT_INIT
 class ReuseCounts(NamedTuple):
     """Counts of block reuse.
 
-    Counts since the start: `reused_blocks` of the prompts' blocks, with `reused_tokens` tokens,
-    were found in the cache, and `missed_blocks` were not. `offloaded_blocks` were moved to the host
-    tier (CPU memory), and `onboarded_blocks` back.
+    Totals since the start: `reused_blocks` counts blocks of prompts that were found in the cache,
+    `reused_tokens` counts the tokens found in them, and `missed_blocks` counts blocks of prompts
+    that were not found. `offloaded_blocks` counts moves of a block from the pool to the host tier
+    (CPU memory), and `onboarded_blocks` counts moves and copies back.
 
-    Counts now: `cached_blocks` blocks of the pool and `cached_host_blocks` of the host tier's
-    `host_blocks` blocks are cached.
+    Current numbers: `cached_blocks` blocks of the pool and `cached_host_blocks` blocks of the host
+    tier have cached content. The host tier has `host_blocks` blocks in total.
     """
 
     reused_blocks: int = 0
@@ -44,14 +45,17 @@ class ReuseCounts(NamedTuple):
 class ReuseOptions(NamedTuple):
     """The options of block reuse.
 
-    With `partial`, the beginning of any block may be reused. Without it, a block that is not full
-    may only be reused as a whole. In both cases the sequence gets a private block: the cached block
-    itself if no sequence holds it and no block follows it, otherwise a copy, if `copies` permits.
+    With `partial`, the beginning of any cached block may be reused. Without `partial`, a cached
+    block that is not full may only be reused with all its tokens. In both cases the new sequence
+    writes the rest of the block, so it gets a block of its own: the cached block itself if no
+    sequence holds it and no cached block follows it, otherwise a copy. If `copies` is False, blocks
+    of the pool are not copied.
 
-    `num_host_blocks` is the size of the host tier. Content evicted from the pool moves there if it
-    has at least `min_offload_tokens` tokens and at least `min_offload_priority`. With `onboards`
-    lookups find it there: full blocks move back, and the beginning of a block is copied even
-    without `copies`. Without `onboards` lookups do not find it.
+    `num_host_blocks` is the number of blocks in the host tier. Content evicted from the pool moves
+    to the host tier if it has at least `min_offload_tokens` tokens and a priority of at least
+    `min_offload_priority`. With `onboards`, lookups find content in the host tier: full blocks move
+    back to the pool, and the beginning of a block is copied, even if `copies` is False. Without
+    `onboards`, lookups do not find content in the host tier.
     """
 
     partial: bool
@@ -63,10 +67,10 @@ class ReuseOptions(NamedTuple):
 
 
 class BlockReuse:
-    """Finds blocks for prompts and stores the blocks of sequences, by tokens, adapter and salt.
+    """A cache of blocks that are found by their tokens and by the request's adapter and salt.
 
-    The last token of a prompt is always computed. Requests that may become longer than `max_tokens`
-    do not reuse blocks.
+    The last token of a prompt is always computed, even if it is cached. Requests that may become
+    longer than `max_tokens` tokens do not reuse blocks.
     """
 
     __slots__ = (
@@ -85,7 +89,7 @@ class BlockReuse:
             host = HostTier(tree, num_blocks, options.num_host_blocks, *least)
         self.pool = CachingBlockPool(num_blocks, tree, host)
         self._options = options
-        self._storing: dict[int, LlmRequest] = {}  # live sequences with content that may be stored
+        self._storing: dict[int, LlmRequest] = {}  # live requests, by id, that may store content
         self.lookups = Lookups(tree, max_tokens)
         self._reused_blocks = self._missed_blocks = self._reused_tokens = 0
 
@@ -124,14 +128,17 @@ class BlockReuse:
         num_private: int,
         require: Callable[[int, int], None],
     ) -> tuple[list[list[int]], int, tuple[BlockCopy, ...]]:
-        """Take a sequence's blocks. Return the tables, the number of cached tokens, and the copies.
+        """Take the blocks for a new sequence from the cache and the pool.
 
-        Each beam has a table of `num_shared` blocks that all beams share and, if `num_private` is
-        not 0, a private block at the end. If the cache has a part of the private block, only the
-        first beam's block begins with this part: the context is computed in the first beam, and the
-        other beams are forked from it. The copies include pending ones, which save the content of
-        blocks that were handed out before. `require(request_id, count)` raises unless `count`
-        blocks are free.
+        Return the block tables (one for each beam), the number of prompt tokens that were found in
+        the cache, and the copies to make before the sequence runs.
+
+        Each table has `num_shared` blocks that all beams share and, if `num_private` is not 0, one
+        private block at the end. If a part of the private block is cached, only the first beam's
+        private block begins with this part: the context is computed in the first beam, and the
+        other beams are forked from it. The returned copies include all pending copies of the pool,
+        also those that save the content of blocks taken earlier. `require(request_id, count)` must
+        raise unless `count` blocks are free.
         """
         match = self.tree.match(
             root_key(request),
@@ -172,9 +179,9 @@ class BlockReuse:
             self._store(request, end, sequence.tables[0])
 
     def end(self, sequence: BlockTables, store: bool) -> None:
-        """End a sequence. With `store`, its content except the newest token is kept for reuse.
+        """End a sequence. With `store`, keep its tokens except the newest one cached for reuse.
 
-        With several beams only the prompt, which they have in common, is kept.
+        With several beams, only the prompt is kept, because the beams have it in common.
         """
         request = self._storing.pop(sequence.request_id, None)
         if request is None or not store:
@@ -185,12 +192,16 @@ class BlockReuse:
         if (
             request.state is _CONTEXT_INIT
             and sequence.num_cached < request.context_current_position < request.prompt_len
-        ):  # it ends between two chunks, so the rest of the context is not computed
+        ):  # the sequence ends between two chunks, so the rest of its context is not computed
             end = min(end, request.context_current_position)
         self._store(request, end, sequence.tables[0])
 
     def make_writable(self, sequence: BlockTables, num_slots: int) -> None:
-        """Prepare a rewind to `num_slots` positions: the last block will be written again."""
+        """Prepare a rewind to `num_slots` positions, after which the last block is written again.
+
+        Remove this block from the cache if it is not full. Raise ValueError if another sequence
+        also holds it.
+        """
         index, used = divmod(num_slots, self.tree.tokens_per_block)
         if used and len(sequence.tables) == 1 and index < len(sequence.tables[0]):
             self._make_private(sequence, [sequence.tables[0][index]], "be rewound into it")
@@ -202,10 +213,10 @@ class BlockReuse:
         sequence.may_share = False
 
     def withdraw(self, sequence: BlockTables, sequences: Iterable[BlockTables]) -> None:
-        """Remove the blocks of a sequence from the cache, and all blocks that follow them.
+        """Remove the blocks of a sequence, and all cached blocks that follow them, from the cache.
 
-        `sequences` are all live sequences. Those that hold any of these blocks are not stored when
-        they end.
+        `sequences` are all live sequences. A sequence that holds any block of the withdrawn
+        sequence is not stored when it ends.
         """
         held = {block for table in sequence.tables for block in table}
         for block in held:
@@ -234,9 +245,10 @@ class BlockReuse:
             host.drop(replaced)
 
     def _make_private(self, sequence: BlockTables, blocks: list[int], purpose: str) -> None:
-        """Remove a sequence's blocks from the cache; raise ValueError if another sequence has one.
+        """Remove `blocks` of a sequence from the cache.
 
-        `purpose` completes the sentence "it cannot ..." of the error.
+        If another sequence also holds one of them, raise ValueError. `purpose` completes the error
+        message "... it cannot ...".
         """
         for block in blocks:
             if self.pool.ref_counts[block] > 1:
@@ -248,7 +260,10 @@ class BlockReuse:
             self.pool.forget(block)
 
     def _begin(self, match: Match, references: int) -> int:
-        """Return a block to write to, with `references`, that begins with the matched tokens."""
+        """Return a block that begins with the partial match, for the sequence to write the rest.
+
+        `references` is the number of block tables that will hold the block.
+        """
         if self._can_take_over(match.partial):
             self.pool.claim(match.partial, references)
             return match.partial
@@ -265,7 +280,7 @@ class BlockReuse:
 
     @contextmanager
     def holding(self, requests: Iterable[LlmRequest]) -> Iterator[None]:
-        """Hand out no blocks that `requests` would share, within the `with` block."""
+        """Keep the cached blocks that `requests` would share from eviction in the `with` block."""
         lookups = self.lookups
         held = [
             node
@@ -276,13 +291,13 @@ class BlockReuse:
         self.pool.share(node.block for node in held)
         try:
             yield
-        finally:  # a node has another block if it was moved meanwhile
+        finally:  # `node.block` is read again, because the content may have moved to another block
             self.pool.release(node.block for node in reversed(held))
 
     # Consistency --------------------------------------------------------------------------------
 
     def problem(self, sequences: Iterable[BlockTables]) -> str | None:
-        """Return the first contradiction between the tree and the sequences' block tables."""
+        """Return the first contradiction in the tree, host tier or block tables, or None."""
         problem = self.tree.problem()
         host = self.pool.host
         if problem is None and host is not None:

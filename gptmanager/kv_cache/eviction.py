@@ -1,6 +1,6 @@
 """`EvictionQueue`: the order in which blocks without a holder are evicted.
 
-It decides by priority, then by age. It knows nothing of tiers, nor of why a block may not be
+The order is by priority, then by age. The queue knows neither tiers, nor why a block must not be
 evicted.
 """
 
@@ -14,12 +14,13 @@ from gptmanager.kv_cache.prefix_tree import PrefixTree
 
 
 class EvictionQueue:
-    """Orders `blocks`, least recently freed first, by the priorities that `tree` has for them.
+    """Orders `blocks` by their priorities in `tree`, and blocks of equal priority by their age.
 
-    While all priorities are the default, the order is that of `blocks`. Otherwise a heap has
-    (priority, rank in the order, block) for each block that may be evicted. An entry of a block
-    that must not be evicted is dropped when it reaches the top. When a block may be evicted again,
-    or its priority changes, `push` must add it.
+    In `blocks`, the blocks that the tree does not have are first. The others follow, least recently
+    freed first. While all priorities are the default, this is the order of eviction. Otherwise a
+    heap has (priority, rank in `blocks`, block) for each block that may be evicted. If the entry at
+    the top is of a block that must not be evicted, the entry is dropped. When a block may be
+    evicted again, or the priority of a block changes, `push` must be called for the block.
     """
 
     __slots__ = ("blocks", "_back", "_era", "_front", "_heap", "_ranks", "_tree")
@@ -33,7 +34,7 @@ class EvictionQueue:
         self._front = self._back = 0
 
     def add(self, block: int) -> None:
-        """Add a block without a holder, at the front if the tree does not have it."""
+        """Add a block without a holder: in front if the tree does not have it, else at the end."""
         blocks, in_front = self.blocks, block not in self._tree
         blocks[block] = None
         if in_front:
@@ -49,7 +50,7 @@ class EvictionQueue:
         self.push(block)
 
     def push(self, block: int) -> None:
-        """Update the heap for a block that may have become evictable or changed its priority."""
+        """Update the heap for a block that may now be evictable, or may have another priority."""
         if not self._has_heap or block not in self.blocks:
             return
         if len(self._heap) > 2 * len(self.blocks) + 64:
@@ -59,7 +60,10 @@ class EvictionQueue:
             heappush(self._heap, (self._tree.priority(block), rank, block))
 
     def first(self, may_go: Callable[[int], bool]) -> int | None:
-        """Return the first evictable block of the lowest priority, without removing it, or None."""
+        """Return the next block to evict. Return None if `may_go` allows no block.
+
+        The block stays in the queue.
+        """
         if not self._tree.num_prioritized:
             return next(filter(may_go, self.blocks), None)
         if not self._has_heap:

@@ -1,7 +1,7 @@
 """`CachingBlockPool`: free blocks keep their content, which is moved to the host tier on eviction.
 
-It decides which cached content is lost when blocks are short. It knows nothing of requests, nor of
-the cost of copies: callers pass the smallest number of tokens that is worth a copy.
+This module decides which cached content is lost when blocks are short. The cost of copies is left
+to callers, which pass the smallest number of tokens that is worth a copy to the host tier.
 """
 
 from __future__ import annotations
@@ -17,9 +17,11 @@ from gptmanager.kv_cache.prefix_tree import NO_BLOCK, PrefixTree
 
 
 class HostCounts(NamedTuple):
-    """Numbers of host blocks now, and of blocks moved to the host tier and back since the start.
+    """Current numbers of host blocks, and total numbers of moves since the start.
 
-    A copy of the beginning of a host block counts as onboarded, but the host block stays.
+    `offloaded_blocks` counts moves to the host tier, and `onboarded_blocks` counts moves back to
+    the pool. A copy of the beginning of a host block also counts as onboarded, although the host
+    block stays.
     """
 
     total_blocks: int = 0
@@ -30,11 +32,11 @@ class HostCounts(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class HostTier:
-    """Blocks `first..first + num_blocks - 1`, for cached content evicted from the pool.
+    """The host blocks `first..first + num_blocks - 1`, for cached content evicted from the pool.
 
-    `evictable` has the used blocks that are not about to be read, the least recently used first.
-    `queue` decides which of them is evicted first. Content with fewer than `min_tokens` tokens, or
-    with a priority below `min_priority`, is not stored here.
+    `evictable` has the used blocks without pending reads, the least recently used first. `queue`
+    decides which evictable block is evicted first. Content with fewer than `min_tokens` tokens, or
+    with a priority below `min_priority`, is not stored in the host tier.
     """
 
     tree: InitVar[PrefixTree]
@@ -63,7 +65,7 @@ class HostTier:
             self.drop(block)
 
     def problem(self, cached: set[int]) -> str | None:
-        """Return the first contradiction, or None. `cached` are the host blocks with content."""
+        """Return the first contradiction, or None. `cached` has the host blocks in the tree."""
         if set(self.evictable) != cached:
             odd = sorted(cached ^ set(self.evictable))
             return f"host blocks {odd} are cached or evictable, but not both"
@@ -80,14 +82,16 @@ class CachingBlockPool(BlockPool):
 
     Blocks without cached content are handed out first, then blocks in the order of their priority,
     the lowest first. Blocks of equal priority are handed out in the order in which they were freed.
-    Leaves of the tree are handed out before their parents, whatever their priorities. A block with
-    held blocks after it in the tree is handed out only if no other is free.
+    Leaves of the tree are handed out before their parents, whatever their priorities. A block that
+    is followed by held blocks in the tree is handed out only if no other block is free.
 
     When a block is handed out, its content moves to the host tier if the tier accepts it. If no
-    host block is free, the content replaces the evictable leaf of the lowest priority; of several,
-    the least recently used. If this leaf has a higher priority than the content, the content is
-    lost. `copies` are the copies that the device must make, in order, before any block is written.
-    For a host block, `ref_counts` has the number of pending reads.
+    host block is free, the content replaces the evictable leaf of the lowest priority. Among leaves
+    of equal priority, the least recently used one is replaced. If this leaf has a higher priority
+    than the content, the content is lost.
+
+    `copies` has the copies that the device must make, in order, before any block is written. For a
+    host block, `ref_counts` has the number of pending reads.
     """
 
     __slots__ = ("copies", "host", "queue", "tree")
@@ -116,7 +120,7 @@ class CachingBlockPool(BlockPool):
         return blocks
 
     def claim(self, block: int, references: int = 1) -> None:
-        """Take a free block to write to, and forget its content."""
+        """Take a free block for the caller to write to, and forget its cached content."""
         del self.free[block]
         self.forget(block)
         self.ref_counts[block] = references
@@ -159,7 +163,10 @@ class CachingBlockPool(BlockPool):
         return new
 
     def copy_beginning(self, block: int, num_tokens: int, references: int = 1) -> int:
-        """Return a block for the caller to write to, with the beginning of a cached block."""
+        """Return a block for the caller to write to, with `num_tokens` tokens copied from `block`.
+
+        If `block` is free, the pool may hand out `block` itself, without a copy.
+        """
         if self.host is None or block < self.num_blocks:
             new = self.take(1, references)[0]
             if new != block:

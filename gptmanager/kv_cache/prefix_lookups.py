@@ -14,17 +14,17 @@ from gptmanager.kv_cache.needs import UNBOUNDED
 from gptmanager.kv_cache.prefix_tree import NO_BLOCK, PrefixTree
 from gptmanager.request.llm_request import LlmRequest
 
-# Beyond this number the oldest lookup is dropped: a scheduler may never report that requests ended.
+# If there are more lookups, the oldest is dropped: a scheduler may not report that requests ended.
 _MAX_LOOKUPS = 10_000
 
 
 class Lookup:
     """The cached full blocks of a prompt, and its first missing full block.
 
-    `node` is the node of the last cached block. If none is cached, it is the root, or None without
-    a root. `num_stored` is the number of children that had been stored under the node at the time
-    of the search. `missing` is a number that identifies the missing block, so that it can be
-    compared fast; it is None if all full blocks are cached.
+    `node` is the node of the last cached block. If no block is cached, `node` is the root, or
+    None if the tree has no root for the prompt. `num_stored` is `node.num_stored` at the time of
+    the search. `missing` is a number that stands for the missing block in fast comparisons, or None
+    if all full blocks are cached.
     """
 
     __slots__ = (
@@ -86,7 +86,7 @@ _NOTHING = Answer(-1, [], [], [], [])
 
 
 class Lookups:
-    """Lookups by request id. Requests that may become longer than `max_tokens` have none."""
+    """Lookups by request id. Requests that may become longer than `max_tokens` have no lookup."""
 
     __slots__ = ("max_tokens", "_last", "_lookups", "_numbers", "_tree", "_unused", "_users")
 
@@ -107,10 +107,10 @@ class Lookups:
         lookup = self._lookups.pop(request_id, None)
         if lookup is not None:
             self._release(lookup)
-            self._last = _NOTHING  # it may contain the request
+            self._last = _NOTHING  # the last answer may contain the request
 
     def find(self, request: LlmRequest) -> Lookup:
-        """Return the lookup of a request, searching the tree only if the known one is outdated."""
+        """Return the lookup of a request. Search the tree only if no valid lookup is known."""
         known = self._lookups.get(request.request_id)
         if known is not None and known.is_valid_for(request, self._tree):
             return known
@@ -139,7 +139,7 @@ class Lookups:
         ]
 
     def find_all(self, requests: Sequence[LlmRequest]) -> Answer:
-        """Look up all requests in one call, which is fast if most have waited before."""
+        """Look up all requests in one call, which is fast if most of the lookups are known."""
         tree, last = self._tree, self._last
         lengths = [request.prompt_len for request in requests]
         bounded = self.max_tokens < UNBOUNDED
@@ -148,7 +148,7 @@ class Lookups:
             and last.prompt_lens == lengths
             and last.requests == requests
             and not bounded
-        ):  # one scheduling decision asks twice, and the next one asks again
+        ):  # a scheduling decision asks twice, and the next decision asks again
             return last
         version, find = tree.version, self._lookups.get
         missing: list[int | None] = []

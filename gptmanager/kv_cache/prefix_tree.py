@@ -1,7 +1,7 @@
 """`PrefixTree`: finds cached blocks by the tokens that they hold.
 
-It decides which blocks hold a given prefix of a sequence. It does not know which blocks are held or
-free. Before a block is written to, `forget` must remove its content.
+This module decides which blocks hold a given prefix of a sequence. It does not know which blocks
+are free. Before a block is written to, `forget` must remove the block from the tree.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ NOT_CACHED = -1  # the priority of blocks that are not cached, below all others
 
 @dataclass(slots=True, eq=False, repr=False)
 class Node:
-    """One block. Its tokens follow its ancestors' tokens. Only a leaf may be partial."""
+    """One block. Its tokens follow its ancestors' tokens. Only a leaf may be partially filled."""
 
     block: int  # NO_BLOCK for a root
     tokens: Tokens
     parent: Node | None
     root_key: Hashable = None  # set for a root
     children: dict[Tokens, Node] = field(default_factory=dict)
-    num_stored: int = 0  # children stored so far, including removed ones
+    num_stored: int = 0  # how many children have been stored so far, including removed ones
     ordered: list[Tokens] = field(default_factory=list)  # the keys of `children`, sorted
     priority: int = DEFAULT_PRIORITY
 
@@ -38,8 +38,9 @@ UNBOUNDED = 1 << 62  # more than any number of blocks
 class Match(NamedTuple):
     """The cached part of a prefix: full `blocks`, then `num_partial` tokens of one more block.
 
-    `partial` is the block with those tokens, NO_BLOCK if `num_partial` is 0. `end` is the node of
-    the last full block; the root if no full block matches, or None if no root exists.
+    `partial` is the block with these `num_partial` tokens, or NO_BLOCK if `num_partial` is 0. `end`
+    is the node of the last full block. If no full block matches, `end` is the root, or None if
+    there is no root.
     """
 
     blocks: list[int]
@@ -52,12 +53,14 @@ class PrefixTree:
     """Blocks of `tokens_per_block` tokens, each a child of the block with the tokens before it.
 
     Each `root_key` has a root of its own, and blocks under different roots are never shared.
-    `version` increases when blocks are stored, moved or removed, `num_moves` when one is moved.
-    Blocks with ids from `num_primary` on are in host memory, and must be moved before they can be
-    read. Lookups skip blocks with ids from `end_findable` on, and all their descendants.
-    `num_prioritized` is the number of blocks with a priority other than the default. `priority_era`
-    increases whenever this number rises from 0. While the number is above 0, `take_touched` returns
-    the blocks that the order of eviction must consider again.
+    `version` increases when blocks are stored, moved or removed. `num_moves` increases when a block
+    is moved. Blocks with ids from `num_primary` on are in host memory, so their content must be
+    moved or copied to the pool before a sequence can read it. Lookups skip blocks with ids from
+    `end_findable` on, and all their descendants.
+
+    `num_prioritized` is the number of blocks with a priority other than the default.
+    `priority_era` increases whenever `num_prioritized` rises from 0. While `num_prioritized` is
+    above 0, `take_touched` returns the blocks for which the order of eviction may have changed.
     """
 
     __slots__ = (
@@ -83,12 +86,12 @@ class PrefixTree:
         return block in self._nodes
 
     def is_leaf(self, block: int) -> bool:
-        """Return whether no cached block follows this one; also True if it is not cached."""
+        """Return whether no cached block follows `block`; True if `block` is not cached."""
         node = self._nodes.get(block)
         return node is None or not node.children
 
     def ends_primary(self, block: int) -> bool:
-        """Return whether no child of the block is in the pool; also True if it is not cached."""
+        """Return whether no child of `block` is in the pool; True if `block` is not cached."""
         node = self._nodes.get(block)
         if node is None or not node.children:
             return True
@@ -108,9 +111,10 @@ class PrefixTree:
     def full_blocks(
         self, root_key: Hashable, tokens: Sequence[int], end: int, *, findable_only: bool = True
     ) -> tuple[list[int], Node | None]:
-        """Return the cached full blocks of `tokens[:end]` from the start, and the last one's node.
+        """Return the cached full blocks at the start of `tokens[:end]`, and the last block's node.
 
-        The node is the root if no block is cached, or None if no root exists.
+        If no block is cached, the node is the root, or None if there is no root. If `findable_only`
+        is False, blocks that lookups skip are also returned.
         """
         node, size = self._roots.get(root_key), self.tokens_per_block
         blocks: list[int] = []
@@ -126,7 +130,7 @@ class PrefixTree:
         return blocks, node
 
     def path(self, node: Node | None) -> list[Node]:
-        """Return the nodes from the first block to this one."""
+        """Return the nodes from the first block of a sequence to `node`, without the root."""
         nodes = []
         while node is not None and node.parent is not None:
             nodes.append(node)
@@ -153,8 +157,8 @@ class PrefixTree:
     ) -> Match:
         """Return the cached part of `tokens[:end]`.
 
-        `may_be_partial` decides which blocks may be the partial one; if it is None, none may. With
-        `whole_only`, a partial block matches only with all its tokens.
+        `may_be_partial` decides which blocks may be `Match.partial`; if it is None, no block may.
+        With `whole_only`, a block may be `Match.partial` only if all tokens of the block match.
         """
         blocks, node = self.full_blocks(root_key, tokens, end)
         if may_be_partial is not None and node is not None and node.ordered:
@@ -178,11 +182,11 @@ class PrefixTree:
     ) -> list[int]:
         """Store that `blocks` hold `tokens[:end]`; return cached blocks that were replaced.
 
-        Content that is cached already keeps its block. But if this block is in host memory, the one
-        in `blocks` replaces it. A partial block is not stored if another block begins with the same
-        tokens, because lookups find the other block. With `whole_only` lookups would not find it,
-        so the partial block is stored. All blocks get `priority`. If it is None, new blocks get the
-        default.
+        Content that is cached already keeps its block. But if its block is in host memory, the
+        block in `blocks` replaces the host block. A partial block is not stored if another block
+        begins with the same tokens, because lookups find the other block. With `whole_only`,
+        lookups would not find the other block, so the partial block is stored. All blocks get
+        `priority`. If `priority` is None, new blocks get the default, and others keep theirs.
         """
         size = self.tokens_per_block
         replaced: list[int] = []
@@ -221,7 +225,7 @@ class PrefixTree:
         self.num_moves += 1
 
     def forget(self, block: int) -> list[int]:
-        """Remove a block and all that follow it. Return the removed blocks."""
+        """Remove a block and all blocks that follow it. Return the removed blocks."""
         forgotten: list[int] = []
         node = self._nodes.get(block)
         if node is None:
@@ -245,9 +249,10 @@ class PrefixTree:
         self._roots.clear()
 
     def take_touched(self) -> Iterable[int]:
-        """Return the blocks that changed their priority or lost a child since the last call.
+        """Return the blocks that changed their priority, or a child of which was moved or removed.
 
-        NO_BLOCK may be among them.
+        Only changes since the last call count, and only those made while `num_prioritized` was
+        above 0. NO_BLOCK may be among the blocks.
         """
         touched, self._touched = self._touched, {}
         return touched
@@ -279,7 +284,7 @@ class PrefixTree:
     # Consistency ------------------------------------------------------------------------------
 
     def secondary_blocks(self) -> set[int]:
-        """Return the cached blocks in host memory."""
+        """Return the cached blocks that are in host memory."""
         return {block for block in self._nodes if block >= self.num_primary}
 
     def problem(self) -> str | None:
@@ -317,13 +322,19 @@ def common_prefix(first: Sequence[int], second: Sequence[int]) -> int:
 
 
 def _is_covered(node: Node, key: Tokens) -> bool:
-    """Return whether a child begins with `key`. In sorted order, that child would be next."""
+    """Return whether a child of `node` begins with `key`.
+
+    In sorted order, the first child that is not before `key` would be such a child.
+    """
     index = bisect_left(node.ordered, key)
     return index < len(node.ordered) and node.ordered[index][: len(key)] == key
 
 
 def _by_whole(node: Node, wanted: Tokens) -> Iterator[tuple[Node, int]]:
-    """Yield the children that are a prefix of `wanted`, with their lengths, the longest first."""
+    """Yield the children with all tokens in common with the start of `wanted`, the longest first.
+
+    Each child is paired with its number of tokens.
+    """
     for num_tokens in range(len(wanted), 0, -1):
         child = node.children.get(wanted[:num_tokens])
         if child is not None:
@@ -331,9 +342,10 @@ def _by_whole(node: Node, wanted: Tokens) -> Iterator[tuple[Node, int]]:
 
 
 def _by_common_prefix(node: Node, wanted: Tokens) -> Iterator[tuple[Node, int]]:
-    """Yield the children that share a prefix with `wanted`, with its length, the longest first.
+    """Yield the children that share a prefix with `wanted`, the longest prefix first.
 
-    In sorted order, the shared length never increases with the distance from `wanted`'s index.
+    Each child is paired with the length of the prefix. In sorted order, this length never increases
+    with the distance of the child from the place of `wanted`.
     """
     ordered = node.ordered
     right = bisect_left(ordered, wanted)

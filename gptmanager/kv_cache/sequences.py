@@ -1,7 +1,7 @@
 """`KvSequences`: the blocks that each sequence holds, from its first chunk to its end.
 
-It counts and hands out block ids, without tensors, clocks or policies, and never waits. The
-executor owns the memory of the pool, and orders the accesses to it.
+The module only counts block ids and hands them out: it knows no tensors, clocks or policies, and
+never waits. The executor owns the memory of the blocks, and orders the accesses to this memory.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ _CONTEXT_INIT = LlmRequestState.CONTEXT_INIT
 class KvSequences:
     """The block tables of `live` sequences, by request id, and the `pool` of their blocks.
 
-    Its methods are those of `KvCacheManager`, which documents them. A call that cannot be satisfied
-    raises and changes nothing. An unknown id raises ValueError.
+    `KvCacheManager` has methods with the same names, and documents them. A call that cannot be
+    satisfied raises and changes nothing. An unknown request id raises ValueError.
     """
 
     __slots__ = ("live", "needs", "num_blocks", "pool", "reuse")

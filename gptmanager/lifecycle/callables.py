@@ -1,8 +1,8 @@
 """Checks the callables of a host: their work must be done when they return.
 
-A coroutine function only returns a coroutine. The loop does not await it, so nothing would happen
-and no error would be reported. This library refuses such functions, and treats such return values
-as errors.
+A call of a coroutine function only returns a coroutine. The manager's loop does not await the
+coroutine, so the work would never be done, without any error. Coroutine functions are therefore
+refused, and a returned coroutine is an error. The same holds for generators.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ class UnfinishedAnswer(CallbackError):
 
 
 def ordinary(name: str, function: _T, *, may_yield: bool = False) -> _T:
-    """Return `function` if calling it does its work.
+    """Return `function` if a call does the work of the function.
 
-    Raise ConfigError, with `name` for the function, if it is not callable, or if a call only
-    returns a coroutine, an async generator or, unless it `may_yield`, a generator.
+    Raise ConfigError if `function` is not callable, or if a call only returns a coroutine, an async
+    generator or a generator. With `may_yield`, a generator is allowed. `name` is for the error.
     """
     if not callable(function):
         raise ConfigError(f"{name} = {function!r} is not callable")
@@ -41,9 +41,10 @@ def ordinary(name: str, function: _T, *, may_yield: bool = False) -> _T:
 
 
 def kind_of_deferred(function: Any, *, may_yield: bool = False) -> str:
-    """Return "a coroutine function" or a similar description; "" for an ordinary function.
+    """Return a description such as "a coroutine function", or "" for an ordinary function.
 
-    Partial functions, bound methods and objects with `__call__` are unwrapped.
+    With `may_yield`, generator functions count as ordinary. Partial functions, bound methods and
+    objects with `__call__` are unwrapped.
     """
     while isinstance(function, functools.partial):
         function = function.func
@@ -59,7 +60,7 @@ def kind_of_deferred(function: Any, *, may_yield: bool = False) -> str:
 
 
 def check_answer(name: str, answer: Any, *, may_yield: bool = False) -> None:
-    """Raise UnfinishedAnswer if the value that `name` returned has to be awaited or iterated.
+    """Raise UnfinishedAnswer if `answer`, which `name` returned, has to be awaited or iterated.
 
     With `may_yield`, a generator is accepted. A refused coroutine is closed, so that Python does
     not warn that it was never awaited.
@@ -71,14 +72,14 @@ def check_answer(name: str, answer: Any, *, may_yield: bool = False) -> None:
         if inspect.iscoroutine(answer) or inspect.isgenerator(answer):
             answer.close()
         kind = type(answer).__name__
-        article = "an" if kind[0] in "aeiou" else "a"  # such as an async_generator
+        article = "an" if kind[0] in "aeiou" else "a"  # for example "an async_generator"
         raise UnfinishedAnswer(f"{name} returned {article} {kind}: {_HINT}")
 
 
 def checked(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that calls `function` and then `check_answer`.
+    """Return a function that calls `function`, and checks the result with `check_answer`.
 
-    Raise ConfigError as `ordinary` does.
+    Raise ConfigError if `ordinary` does.
     """
     ordinary(name, function)
 

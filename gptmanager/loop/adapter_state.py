@@ -1,4 +1,4 @@
-"""The state of `Adapters` as data, its restoration, and copies of `Adapters` for previews."""
+"""Save and restore the state of `Adapters` as data, and copy `Adapters` for previews."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from gptmanager.peft_cache.state import (
 
 
 class ReadState(NamedTuple):
-    """The state of a `Read`."""
+    """The state of a `Read`, and the number of its job."""
 
     job: int
     task_id: int
@@ -31,7 +31,10 @@ class ReadState(NamedTuple):
 
 
 class MoveState(NamedTuple):
-    """A copy to the host or the device. `adapter` is the adapter's index in the cache."""
+    """A running copy of an adapter to the host or the device.
+
+    `adapter` is the adapter's index in `AdaptersState.cache.adapters`.
+    """
 
     job: int
     adapter: int
@@ -51,7 +54,7 @@ class AdaptersState(NamedTuple):
 
 
 def adapters_state(adapters: Adapters) -> AdaptersState:
-    """Return the state as data. Call it between two iterations."""
+    """Return the state of `adapters`. Call this function between two iterations."""
     number = {adapter: index for index, adapter in enumerate(adapters.cache.adapters)}
     return AdaptersState(
         peft_cache_state(adapters.cache),
@@ -68,7 +71,10 @@ def adapters_state(adapters: Adapters) -> AdaptersState:
 def restore_adapters(
     adapters: Adapters, state: AdaptersState, requests: Mapping[int, ActiveRequest]
 ) -> None:
-    """Restore `state` into empty `adapters`. Raise LedgerError if it is inconsistent."""
+    """Restore `state` into empty `adapters`. Raise LedgerError if `state` is inconsistent.
+
+    `requests` are the restored active requests, by id.
+    """
     restore_peft_cache(adapters.cache, state.cache)
     cached = adapters.cache.adapters
     for it in state.reads:
@@ -88,7 +94,10 @@ def restore_adapters(
 
 
 def copied_adapters(adapters: Adapters, requests: Mapping[int, ActiveRequest]) -> Adapters:
-    """Return a copy that starts no work. It refers to `requests`, copies of the active requests."""
+    """Return a copy of `adapters` that starts no work.
+
+    `requests` are copies of `adapters.requests`, to which the result refers.
+    """
     cache, copies = copied_peft_cache(adapters.cache)
     found = Adapters(cache, lambda work: None, adapters._patience)
     found.waiting = {*adapters.waiting}

@@ -1,7 +1,7 @@
-"""Admission: checks a request of the host, and creates an `ActiveRequest` from it.
+"""Check a request from the host, and create an `ActiveRequest` from it.
 
 A request is checked only against limits that are fixed when the manager starts, not against the
-other active requests. An invalid request raises RequestError.
+other active requests. If the request is invalid, a RequestError is raised.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ _SAMPLING_TENSORS = ("runtime_top_k", "runtime_top_p", "runtime_min_p", "tempera
 def admit(request: InferenceRequest, limits: Limits, now: float) -> ActiveRequest:
     """Return the active request; raise RequestError for the first invalid value.
 
-    `now` is the time of its arrival, in seconds of the clock of `Intake.now`.
+    `now` is the time when the request arrived, in seconds of the same clock as `Intake.now`.
     """
     tensors = _tensors_of(request)
     prompt_table, num_virtual = _read_prompt_table(tensors, limits)
@@ -117,7 +117,7 @@ def _tensors_of(request: InferenceRequest) -> dict[str, Any]:
 def _read_drafts(
     tensors: dict[str, Any], prompt_len: int, limits: Limits
 ) -> tuple[tuple[int, ...], HostRows | None]:
-    """Return the draft tokens after the prompt, and the logits from which they were sampled."""
+    """Return the draft tokens, and the logits from which they were sampled (None if not given)."""
     if "draft_input_ids" not in tensors:
         if "draft_logits" in tensors:
             raise InvalidRequestError(
@@ -169,7 +169,7 @@ def _read_sampling_params(
 ) -> SamplingParams:
     """Read the sampling parameters.
 
-    The ranges of temperatures and penalties exclude overflow and underflow of float32.
+    The ranges of temperatures and penalties ensure that float32 neither overflows nor underflows.
     """
 
     def count(name: str) -> int:
@@ -288,7 +288,10 @@ def _read_beams(
 def _read_end_rule(
     tensors: dict[str, Any], limits: Limits, max_new_tokens: int, end_ids: tuple[int, ...]
 ) -> EndRule:
-    """Build the end rule. Omit stop words that contain an end id, because the id matches first."""
+    """Build the end rule, without the stop words that contain an end id.
+
+    A stop word that contains an end id has no effect: the end id alone ends the output.
+    """
     words, ends = [], frozenset(end_ids)
     if "stop_words_list" in tensors:
         words = read_word_list("stop_words_list", tensors["stop_words_list"], limits.vocab_size)
@@ -298,7 +301,7 @@ def _read_end_rule(
 
 
 def _read_prompt_table(tensors: dict[str, Any], limits: Limits) -> tuple[HostRows | None, int]:
-    """Return the request's embeddings, and the number of token ids that they add."""
+    """Return the rows of the prompt embedding table, and the number of virtual token ids."""
     if "prompt_embedding_table" not in tensors:
         if "prompt_vocab_size" in tensors:
             raise InvalidRequestError(
@@ -332,7 +335,8 @@ def _read_adapter(tensors: dict[str, Any], limits: Limits) -> LoraInputs | None:
 def _salt(value: Any) -> str | int | None:
     if value is None:
         return None
-    if isinstance(value, str):  # a subclass could run its own code in every lookup
+    # Subclasses of str and int are converted: their own code would run in every lookup.
+    if isinstance(value, str):
         return str.__str__(value)
     if isinstance(value, int):
         return int.__index__(value)

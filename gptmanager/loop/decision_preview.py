@@ -23,9 +23,9 @@ _IN_PROGRESS = LlmRequestState.GENERATION_IN_PROGRESS
 class NextDecision:
     """The decision over the active requests of `loop`, and optionally over a `newcomer`.
 
-    The newcomer is placed after the active requests of the same priority. `adapters` have the state
+    The newcomer is placed after the active requests of the same priority. `adapters` has the state
     after the iteration has assigned pages. `active` has the requests in the order in which the
-    scheduler gets them. A request that the iteration would change is a copy, and a request that it
+    scheduler gets them. A request that this assignment would change is a copy. A request that it
     would end with an error is missing.
     """
 

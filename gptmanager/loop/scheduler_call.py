@@ -1,6 +1,6 @@
-"""Decides which requests run next: calls the scheduler and checks its answer.
+"""Calls the scheduler, which chooses the requests of the next iteration, and checks its answer.
 
-Memory is not checked here, but in `allocation`.
+Whether the KV cache has room for the chosen requests is checked in `allocation`.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ def decide(
 ) -> SchedulerOutput:
     """Return the checked answer of `scheduler`.
 
-    `timer` times the call. `by_id` has the requests that the scheduler may return. Raise
-    SchedulerError if the scheduler raises an exception, or returns an invalid answer. A MemoryError
-    is passed on unchanged, because it is not the scheduler's fault.
+    `timer` times the call. `by_id` has the requests that the scheduler may return, by request ID.
+    Raise SchedulerError if the scheduler raises an exception, or returns an invalid answer. A
+    MemoryError is passed on unchanged, because it is not the scheduler's fault.
     """
     timer.start()
     try:
@@ -71,9 +71,10 @@ def check_output(
     max_batch_size: int,
     max_num_tokens: int,
 ) -> None:
-    """Raise SchedulerError if the answer exceeds a limit, or has a request that must not be in it.
+    """Raise SchedulerError if `output` exceeds a limit, or has a request that must not be in it.
 
-    All requests must be active and appear once, and a request to run must be ready to run.
+    Each request must be active and appear only once. A context or generation request must also be
+    in the matching state, and not be in flight.
     """
     context, generation, paused = output
     chosen = [*context, *generation, *paused]
@@ -95,7 +96,7 @@ def check_output(
         if request.state is not _CONTEXT_INIT or size == 0:
             raise SchedulerError(f"returned {request!r} as a context request")
         remaining = request.context_remaining_length
-        if not request.context_current_position:  # the first blocks may be in the cache
+        if not request.context_current_position:  # cached prompt tokens are not computed
             remaining -= request.estimated_reusable_tokens
         num_tokens += remaining if size is None or size > remaining else size
         if request.is_last_context_chunk:

@@ -1,8 +1,8 @@
 """`TokenLoop`: the token generation loop, one `iterate()` at a time.
 
-It decides which requests run, and applies the results. It has no thread, clock, file or model: it
-calls a `Host` and an `Executor`, so a manager, a replay, a simulation and the tests all use the
-same class.
+The loop asks a scheduler which requests run, launches steps, and applies their results. It has no
+thread, clock, file or model: it calls a `Host` and an `Executor`, so a manager, a replay, a
+simulation and the tests all use the same class.
 """
 
 from __future__ import annotations
@@ -32,11 +32,12 @@ _TO_COMPLETE = LlmRequestState.GENERATION_TO_COMPLETE
 
 
 class LoopState(NamedTuple):
-    """The state of a token loop between two iterations. A recording may start from it.
+    """The state of a token loop between two iterations. A recording may start from this state.
 
-    A replay restores only these fields. `pending` has the schedules of steps that have no applied
-    result yet, oldest first. `failing` has the ids of active requests that failed in a result.
-    `drafts` and `num_logits_errors` count since the start.
+    A replay restores only these fields. `pending` has the schedules of the launched steps with
+    results that are not applied yet, oldest first. `failing` has the ids of active requests that
+    failed in a result, and end with the next intake. `drafts` and `num_logits_errors` count since
+    the start of the loop.
     """
 
     request_table: RequestTableState
@@ -49,10 +50,11 @@ class LoopState(NamedTuple):
 class TokenLoop:
     """In-flight batching of requests on one executor and one KV cache.
 
-    `max_active` is None for no limit. With `run_ahead` 1, a request is scheduled again before its
-    last token is known. Up to `num_micro_batches` micro batches of different requests are in
-    flight; the next one is launched before the result of the oldest is read. `adapters` is None if
-    no request has an adapter. `final` creates the tensors of final responses.
+    At most `max_active` requests are active, if it is not None. If `run_ahead` is 1, a step
+    is launched before the tokens of the preceding step are known, and may have the same requests.
+    If `num_micro_batches` is more than 1, up to this number of micro batches, each with other
+    requests, are in flight. `adapters` is None if no request has an adapter. `final` creates the
+    tensors of final responses.
     """
 
     def __init__(
@@ -84,7 +86,7 @@ class TokenLoop:
         self.num_micro_batches = num_micro_batches
         self.phase_times = phase_times
         self.scheduler_timer = CallbackTimer("Scheduler")
-        # launched steps without an applied result, oldest first; empty without overlap
+        # launched steps without an applied result, oldest first; always empty if max_pending is 0
         self.pending: tuple[Any, ...] = ()
 
     @property
@@ -99,7 +101,7 @@ class TokenLoop:
 
     @property
     def holds_requests(self) -> bool:
-        """Whether any request, admitted or not, has not got its final response."""
+        """Whether a request, admitted or not, still lacks its final response."""
         return self.table.holds_requests
 
     # The loop: names and order are those of docs/loop.md -----------------------------------
@@ -135,7 +137,7 @@ class TokenLoop:
 
     @timed_phase
     def fetch(self) -> Intake:
-        """Return new requests, stop signals and other input from the host."""
+        """Return the host's input, such as new requests and stop signals."""
         num_active = len(self.table.active)
         room = None if self.max_active is None else max(0, self.max_active - num_active)
         return self.table.host.fetch(room, num_active)
@@ -147,19 +149,19 @@ class TokenLoop:
         self.table.take_in(intake)
 
     def finish_awaited(self) -> None:
-        """Apply pending results before a step with beams or drafts, which depends on them."""
+        """Finish the pending step if a request with beams or drafts needs its result to go on."""
         if self.table.num_serial and self.num_micro_batches == 1:
-            self.finish_pending()  # run-ahead has at most one pending step
+            self.finish_pending()  # with run-ahead, at most one step is pending
 
     @timed_phase
     def schedule(self) -> SchedulerOutput | None:
-        """Return the checked decision of the scheduler; None if no request is active."""
+        """Return the checked decision of the scheduler; None if no active request can be chosen."""
         table, in_flight = self.table, self.in_flight()
         if table.num_serial:
             for request in table.active:
                 if request.state is _IN_PROGRESS and request.request_id not in in_flight:
                     request.propose_drafts()
-        # copied because a scheduler may change the list
+        # a copy, because a scheduler may change the list
         active: list[LlmRequest] = list(table.active)
         if table.must_wait:
             active = [request for request in active if request.state is not _PREPARING]
@@ -176,10 +178,13 @@ class TokenLoop:
         )
 
     def in_flight(self) -> frozenset[int]:
-        """Return the ids of active requests that hold memory but cannot be scheduled now."""
-        if not self.pending:  # nothing runs; requests that failed end with the next intake
+        """Return the ids of active requests that hold memory but cannot be scheduled now.
+
+        With run-ahead, requests of the pending step can be scheduled unless they are about to end.
+        """
+        if not self.pending:  # nothing runs; failed requests end only with the next intake
             return frozenset(self.confirmation.failing)
-        if self.num_micro_batches == 1:  # run-ahead: only requests about to end are excluded
+        if self.num_micro_batches == 1:  # run-ahead: requests of the pending step may run again
             return frozenset(r.request_id for r in self.table.active if r.state is _TO_COMPLETE)
         find = self.table.by_id.get
         return frozenset(
@@ -190,7 +195,7 @@ class TokenLoop:
         )
 
     def finish_recalled(self, decision: SchedulerOutput | None) -> None:
-        """Finish the micro batches that contain requests which `decision` pauses."""
+        """Finish micro batches, oldest first, until none has a request that `decision` pauses."""
         if decision is None or self.num_micro_batches == 1 or not decision.paused_requests:
             return
         recalled = {request.request_id for request in decision.paused_requests}
@@ -201,9 +206,9 @@ class TokenLoop:
     def allocate(
         self, decision: SchedulerOutput | None, now: float, pending: tuple[Any, ...]
     ) -> Schedule | None:
-        """Allocate memory, and return the schedule; None if no request runs.
+        """Allocate memory for the decision, and return the schedule; None if no request runs.
 
-        `pending` are the steps that were in flight at the decision.
+        `pending` are the steps that were in flight when the iteration began.
         """
         if decision is None:
             return None
@@ -212,7 +217,7 @@ class TokenLoop:
             if pending:
                 newest: Schedule = pending[-1].schedule
                 micro_batch_id = (newest.micro_batch_id + 1) % self.num_micro_batches
-            # `finish_recalled` may have applied results that ended some of these requests
+            # `finish_recalled` may have applied results that ended some of the paused requests
             paused = [r for r in decision.paused_requests if r.request_id in self.table.by_id]
             decision = decision._replace(paused_requests=paused)
         try:
@@ -252,12 +257,15 @@ class TokenLoop:
 
     @timed_phase
     def apply(self, step: Any, result: StepResult) -> tuple[list[ActiveRequest], list[Finished]]:
-        """Confirm tokens and detect ends; return the requests to stream, and the finished ones."""
+        """Confirm tokens and detect ends.
+
+        Return the requests with new tokens to stream, and the finished requests.
+        """
         return self.confirmation.apply(step.schedule, result)
 
     @timed_phase
     def respond(self, streaming: list[ActiveRequest], finished: list[Finished]) -> None:
-        """Send new tokens, then the final responses."""
+        """Send the new tokens of streaming requests, then the final responses."""
         if streaming:
             self.table.stream(streaming)
         for request, reason, output_end in finished:
@@ -307,7 +315,7 @@ class TokenLoop:
         return LoopState(self.table.state(), pending, failing, confirmed.drafts, errors)
 
     def restore(self, state: LoopState, pending: Iterable[Any]) -> None:
-        """Restore `state` into a new loop. `pending` are the steps of its pending schedules."""
+        """Restore `state` into a new loop. `pending` are the steps for `state.pending`."""
         self.pending = tuple(pending)
         if len(self.pending) > self.max_pending:
             text = f"{len(self.pending)} steps are pending, the limit is {self.max_pending}"
@@ -325,7 +333,7 @@ class TokenLoop:
         self.table.abort(error)
 
     def recover(self, error: BaseException) -> None:
-        """Recover after an iteration that raised: end every request that holds memory.
+        """Recover after an iteration raised an exception: end every request that holds memory.
 
         Afterwards all memory is free and nothing is cached. The other requests continue.
         """
@@ -340,6 +348,6 @@ class TokenLoop:
 
 
 def _num_recomputed(schedule: Schedule, by_id: Mapping[int, ActiveRequest]) -> int:
-    """Return the number of context tokens of requests that were paused before."""
+    """Return how many context tokens of `schedule` belong to requests that were paused before."""
     rows = schedule.context_rows
     return sum(row.num_tokens for row in rows if by_id[row.request_id].pause_count)

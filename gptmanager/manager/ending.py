@@ -19,13 +19,14 @@ from gptmanager.loop.token_loop import TokenLoop
 from gptmanager.manager.inbox import Inbox
 from gptmanager.recorder import Recorder
 
-_SEND_S = 0.3  # how long an abandoned loop's SendResponse may take to return
+_SEND_S = 0.3  # seconds that an abandoned loop's call of SendResponse gets to return
 
 
 class Ending:
-    """Ends a loop. `timer` times its iterations.
+    """Ends a loop. `timer` times the loop's iterations.
 
-    `stand_in` is the thread that sends responses in place of a loop's thread that hangs, or None.
+    While the watchdog's thread sends responses in place of a loop's thread that hangs, `stand_in`
+    is the watchdog's thread. Otherwise it is None.
     """
 
     def __init__(
@@ -82,7 +83,7 @@ class Ending:
     # A hang ------------------------------------------------------------------------------------
 
     def watch(self, loop: TokenLoop) -> Watchdog | None:
-        """Start a watchdog for the calling thread, which runs `loop`; None if no budget is set."""
+        """Start a watchdog of the calling thread, which runs `loop`; None if there is no budget."""
         params, watched = self._params, threading.current_thread()
         if params.callback_budget_s is None and params.step_budget_s is None:
             return None
@@ -125,7 +126,7 @@ class Ending:
             logger.error("SendResponse itself hangs: no final response is sent until it returns")
         self.log_failure(error)
         host.answer_abandoned(error)
-        watched.join()  # requests that a hanging Get returned late get their response as well
+        watched.join()  # if Get hung, requests that it returned late get a response too
         host.answer_abandoned(error)
         self.release(loop)
         self.stand_in = None

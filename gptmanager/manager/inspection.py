@@ -1,4 +1,4 @@
-"""Answers questions about a loop, such as which requests hold a block and why a request waits.
+"""Answer questions about a `TokenLoop`, such as which request has a block, and why one waits.
 
 The loop must be between two iterations, or in a callback. Nothing is changed, and every number is
 read from the objects that make the decisions.
@@ -29,12 +29,12 @@ from gptmanager.scheduler.wait_reasons import Wait, WaitReason, unreported_wait
 
 @dataclass(frozen=True, slots=True)
 class AuditReport:
-    """The counts of the KV cache and of the LoRA cache, after a check for inconsistencies.
+    """The numbers of KV cache blocks and LoRA cache pages, and whether they are consistent.
 
     `problems` describes the inconsistencies; `ok` means that there are none. `owners` maps each
-    used block to the ids of the requests that hold it. `host_*_blocks` count blocks in host memory;
-    a used one has cached content of earlier requests. `adapters` has the pages of the LoRA cache,
-    and the task id of each used page.
+    used block to the ids of the requests that hold it. `host_*_blocks` count blocks in host memory.
+    A used host block has cached content of earlier requests. `adapters` has the numbers of pages
+    of the LoRA cache, and the task id of each used page.
     """
 
     ok: bool
@@ -53,16 +53,23 @@ class AuditReport:
 class Explanation:
     """Why a request runs or waits, according to the decision that the scheduler would make now.
 
-    `reason` is a `scheduler.wait_reasons.WaitReason`, or "unknown", "preparing", "running",
-    "starting" (with the next iteration), or "not_chosen" (by a scheduler that reports no reasons).
-    docs/scheduling.md lists them all. `ahead` waiting requests are before it, and `running` other
-    requests run. `needed_blocks` is the number of blocks that the request still needs until its
-    end, or for its next step if the policy is MAX_UTILIZATION. `reserved_blocks` of the
-    `free_blocks` are kept for the `num_running` and `num_starting` requests that are scheduled
-    before it; only the running ones hold blocks already. With "token_budget", `needed_tokens` is
-    the number of tokens that it needs in a step, and `free_tokens` the number that is left. With
-    "behind", `behind` is the id of the request that it waits for, and `needed_*`,
-    `reserved_blocks`, `free_tokens`, `num_running` and `num_starting` are numbers of that request.
+    `reason` is a value of `scheduler.wait_reasons.WaitReason`, or "unknown", "preparing",
+    "running", "starting" (with the next iteration), or "not_chosen" (by a scheduler that reports
+    no reasons). docs/scheduling.md lists all reasons. `ahead` is the number of waiting requests
+    before this request, and `running` the number of other requests that run. If the request waits,
+    `num_running` and `num_starting` are the numbers of requests that are scheduled before it; only
+    the running requests hold blocks already.
+
+    If `reason` is "kv_blocks", `needed_blocks` is the number of blocks that the request still needs
+    until its end, or for its next step if the policy is MAX_UTILIZATION. `reserved_blocks` of the
+    `free_blocks` are kept for the requests that are scheduled before this request.
+
+    If `reason` is "token_budget", `needed_tokens` is the number of tokens that the request needs in
+    a step, and `free_tokens` is the number of tokens that are left for the request.
+
+    If `reason` is "behind" or "reuse_delay", `behind` is the id of the request that this request
+    waits for. If `reason` is "behind", the other request's numbers are in `needed_*`,
+    `reserved_blocks`, `free_tokens`, `num_running` and `num_starting`.
     """
 
     request_id: int
@@ -87,10 +94,11 @@ class Explanation:
 class Fit:
     """Whether a request would be accepted, and could start now.
 
-    `text` is the text of the error if it would not be accepted. `starts_now` means that it would
-    start with the next iteration, after the active requests of at least its priority. If it would
-    be accepted and wait, `wait` has the reason, in the words of `explain`. `needed_blocks` is the
-    number of blocks that it needs until its end.
+    If the request would not be accepted, `text` is the text of the error. `starts_now` means that
+    the request would start with the next iteration, although active requests of the same or a
+    higher priority go first. If the request would be accepted but wait, `wait` has the reason, in
+    the words of `explain`. `needed_blocks` is the number of blocks that the request needs until its
+    end.
     """
 
     accepted: bool
@@ -144,7 +152,7 @@ def explain(loop: TokenLoop, request_id: int) -> Explanation:
 
 
 def explain_waiting(loop: TokenLoop, most: int) -> tuple[Explanation, ...]:
-    """Explain the first `most` waiting requests; the scheduler is asked once."""
+    """Explain the first `most` waiting requests. Ask the scheduler only once for all of them."""
     active = list(loop.active)
     waiting, decision = [other for other in active if other.slot < 0], NextDecision(loop)
     running = len(active) - len(waiting)
@@ -223,7 +231,7 @@ def _reason(
     The text continues "request 7".
     """
     stand_in, adapters = decision.find(request.request_id), decision.adapters
-    if stand_in is None:  # the next iteration ends it, so its present state is used
+    if stand_in is None:  # the next iteration ends the request: explain its present state
         stand_in, adapters = request, loop.table.adapters
     if stand_in.awaited & FOR_PROCESSOR:
         processor = "" if request.processor is None else request.processor.name

@@ -28,16 +28,17 @@ class AdapterPool:
     """Pages of adapters on the device and on the host.
 
     `pages [num_device_pages * page_size]` has the device's pages in one tensor that never moves,
-    because captured steps contain its address. On a CPU, the system allocates their memory when
-    they are written. The kernels' table has as many slots as there are device pages, which is
-    enough for all adapters. The slot of an adapter has the places of its matrices in `pages`.
-    `modules` are the modules of a layer of the model, by id. `share` is the part of an adapter that
-    this rank keeps, or None for all of it.
+    because captured steps contain its address. On a CPU, the system allocates the memory of
+    `pages` only where pages are written. The kernels' table has a slot for each device page, which
+    is enough because each adapter uses at least one page. An adapter's slot has the places of its
+    matrices in `pages`. `modules` are the modules of a layer of the model, by id. `share` is the
+    part of an adapter that this rank keeps, or None if the rank keeps whole adapters.
 
-    Host pages are in blocks of `pages_per_block`. A block is allocated when its first page is
-    written, and freed when its last page is released. It is pinned unless the device is the CPU.
-    `warm_up` must be called before the first adapter is read, and may take seconds. `put` may run
-    in any thread, `copy` on any stream. Callers order accesses to the same page.
+    Host pages are in blocks of `pages_per_block` pages. A block is allocated when a page of the
+    block is first written, and freed when no page of the block is in use. Blocks are pinned unless
+    the device is the CPU. `warm_up` must be called before the first adapter is read, and may take
+    seconds. `put` may run in any thread, `copy` on any stream. Callers must order accesses to the
+    same page.
     """
 
     def __init__(
@@ -64,11 +65,11 @@ class AdapterPool:
         self._layers = range(num_layers) if share is None else share.layers
         self._layout = _layout(modules if share is None else share.modules)
         self._layouts: dict[bytes, Layout] = {}  # by the set of modules that a step uses
-        # which modules the adapter in each slot has
+        # `[slots, modules]`: whether the adapter in a slot has a module in any layer
         self._has_modules = np.zeros((sizes.num_device_pages, len(modules)), dtype=bool)
         shape = sizes.num_device_pages, len(self._layers), len(modules), 2
         self._table = torch.zeros(shape, dtype=torch.int64, device=device)
-        self._num_placed = 0
+        self._num_placed = 0  # calls of `place` so far
         self._last_key: tuple[bytes, int] | None = None
         self._last: StepAdapters | None = None  # the last step's adapters, including kernels' plans
         self._blocks: dict[int, Tensor] = {}
@@ -76,7 +77,7 @@ class AdapterPool:
         self._lock = Lock()  # guards `_blocks` and `_written`
 
     def kept(self, adapter: Adapter) -> list[Tensor]:
-        """Return the part of each row that `put` writes; it is empty in layers of other ranks."""
+        """Return the part of each row that `put` writes; it is empty for layers of other ranks."""
         rows, share = adapter.rows.values(), self._share
         if share is None:
             return [row.values for row in rows]
@@ -149,9 +150,10 @@ class AdapterPool:
         """Return the adapters of a step's tokens.
 
         `rows` int32 `[T]` has the slot of each token's adapter, or -1 for a token without one.
-        `slots` is a copy of `rows` on the CPU; if it is None, the step may use any module. On a CPU
-        the object of the last step is returned if nothing has changed, because kernels keep their
-        plan in it.
+        `slots` is a copy of `rows` on the CPU. If `slots` is None, the result has all modules,
+        otherwise only the modules of the adapters in these slots. If the device is the CPU, and
+        neither `slots` nor the table has changed since the last step, the last step's object is
+        returned, because it holds the kernels' plan.
         """
         key = None if slots is None or self._pinned else (slots.tobytes(), self._num_placed)
         if key is not None and key == self._last_key and self._last is not None:
@@ -162,7 +164,7 @@ class AdapterPool:
         return step
 
     def _layout_for(self, slots: npt.NDArray[np.int32]) -> Layout:
-        """Return the layout of the modules that the adapters in these slots have."""
+        """Return the layout without the modules that no adapter in these slots has."""
         needed: npt.NDArray[np.bool_] = np.logical_or.reduce(
             self._has_modules[np.unique(slots[slots >= 0])], axis=0
         )
@@ -175,7 +177,7 @@ class AdapterPool:
         return self._layouts[key]
 
     def release(self, host_pages: Iterable[int]) -> None:
-        """Free host pages, and blocks without used pages."""
+        """Release host pages, and free the blocks that have no pages in use."""
         with self._lock:
             self._written.difference_update(host_pages)
             needed = {page // self._pages_per_block for page in self._written}
@@ -189,7 +191,7 @@ class AdapterPool:
 
     @property
     def nbytes(self) -> int:
-        """The number of bytes on the device."""
+        """The number of bytes of the pages and the kernels' table on the device."""
         return self.pages.nbytes + self._table.nbytes
 
     @property
@@ -240,10 +242,11 @@ def adapter_table(
     layers: range,
     modules: Mapping[int, int],
 ) -> Tensor:
-    """Return the kernels' table entry of an adapter: int64 `[layers, modules, 2]`, on the CPU.
+    """Return an adapter's slot of the kernels' table: int64 `[layers, modules, 2]`, on the CPU.
 
-    The two values are the index in `AdapterPool.pages` where A begins, and the LoRA rank, which is
-    0 if the adapter does not have the module. `modules` maps each module id to its index.
+    The two values are the index of A's first element in `AdapterPool.pages`, and the LoRA rank,
+    which is 0 if the adapter does not have the module in the layer. `modules` maps each module id
+    to the module's index in the table.
     """
     table = torch.zeros((len(layers), len(modules), 2), dtype=torch.int64)
     found = table.numpy()

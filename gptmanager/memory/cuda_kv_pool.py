@@ -1,8 +1,8 @@
 """`CudaKvPool`: a `KvPool` for CUDA kernels. A kernel on the device's stream copies blocks.
 
 Blocks with ids from `num_blocks` on are in pinned host memory. The kernel reads and writes this
-memory directly, so no thread waits. If a head's vector is not a multiple of 16 bytes, torch copies
-the blocks.
+memory directly, so no thread waits. If the size of a head's vector is not a multiple of 16 bytes,
+torch copies the blocks.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ _MAX_ROWS = 1 << 31
 class CudaKvPool(KvPool):
     """Pages in token-major layout, which CUDA kernels read.
 
-    Raises ConfigError if a layer has 2^31 rows (tokens of a KV head) or more, because kernels use
-    int indices.
+    A row is the vector of one token and one KV head. Raises ConfigError if a layer has 2^31 or more
+    rows on the device, because kernels number rows with int32.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class CudaKvPool(KvPool):
             launcher.kernel(PROGRAM, name)
 
     def copy(self, copies: Iterable[BlockCopy]) -> None:
-        """Enqueue copies of the first tokens of blocks, as if they ran one after the other."""
+        """Enqueue copies of the first tokens of blocks, with the same result as one by one."""
         if any(it.values.shape[-1] * it.values.itemsize % _VECTOR_BYTES for it in self.stacks):
             super().copy(copies)
             return

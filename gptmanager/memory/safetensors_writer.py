@@ -27,11 +27,12 @@ _ALIGNMENT = 64
 
 
 class SafetensorsWriter:
-    """A context manager that writes a new file. `tensors` has the shape and dtype of each tensor.
+    """A context manager that writes a new file.
 
-    The file has the tensors in the order of this mapping. The first one begins at a multiple of 64
-    bytes, the size of a CPU cache line. Each is written by one or more calls of `write`, from its
-    first element to its last. Raises FileExistsError if the file exists.
+    `tensors` maps the name of each tensor to its shape and dtype. The file has the tensors in the
+    order of this mapping. The first tensor begins at a multiple of 64 bytes, the size of a CPU
+    cache line. One or more calls of `write` write each tensor, from its first element to its last.
+    Raises FileExistsError if the file exists.
     """
 
     def __init__(
@@ -54,7 +55,7 @@ class SafetensorsWriter:
         self._file.write(len(encoded).to_bytes(8, "little") + encoded)
 
     def write(self, name: str, values: Tensor) -> None:
-        """Write the next elements of a tensor. `values` must be on the CPU, in the given dtype."""
+        """Write the next elements of a tensor: `values`, on the CPU, in the tensor's dtype."""
         self._file.seek(self._start + self._next[name])
         self._next[name] += self._file.write(
             values.contiguous().flatten().view(torch.uint8).numpy().data

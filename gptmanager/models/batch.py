@@ -20,13 +20,13 @@ class Batch:
     index of each row in the first dimension of `block_tables` int32 `[slots, blocks]` and of
     `token_table` int32 `[slots, max_seq_len]`, which has all known tokens, including those of this
     step. `sample_index` int64 `[S]`: indices of the packed tokens that need logits. First are the
-    tokens that are followed by a chosen token: one for each sampling row, and one for each of its
-    drafts. Then follow prompt tokens for which a request wants logits. `sample_rows` int64 `[S]`:
-    the rows of these tokens. `num_context_rows`: how many rows are in the context phase; they are
-    the first rows. `prompt_embeddings` float32 `[n, hidden]` replace the embeddings of the packed
+    tokens after which a token is chosen: one for each sampling row, and one for each draft token.
+    Then follow prompt tokens for which a request wants logits. `sample_rows` int64 `[S]`: the rows
+    of these tokens. `num_context_rows`: the number of rows in the context phase, which are the
+    first rows. `prompt_embeddings` float32 `[n, hidden]` replace the embeddings of the packed
     tokens with the indices `prompt_index` int64 `[n]`; the `token_ids` of these tokens are ignored.
-    Both are None without prompt embeddings. `adapters`: the adapters of the packed tokens, with
-    `rows` `[T]`, or None. `plan`: the tensors that `PlanningModel.plan` returned for these rows.
+    Both are None without prompt embeddings. `adapters`: the adapters of the packed tokens, or None
+    without adapters. `plan`: the tensors that `PlanningModel.plan` returned for these rows.
     `all_sampled`: `sample_index` is 0 to T - 1, so no tokens have to be selected. `lengths`:
     `row_starts` and `kv_lengths` as NumPy arrays, for code that plans on the CPU; None in a
     captured step.

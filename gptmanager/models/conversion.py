@@ -37,7 +37,7 @@ from gptmanager.models.read_spec import read_spec
 from gptmanager.models.spec import ModelSpec
 
 _PIECE_BYTES = 16 << 20
-_ENDS = ("", SCALE)  # suffixes of the tensor names of a matrix's values and scales
+_ENDS = ("", SCALE)  # added to a matrix's name: for its values, and for its scales
 _TEXT_FILES = ("*.jinja", "additional_chat_templates/*.jinja", "tokenizer*", "*_config.json")
 _PARTS = ("generation_config.json", "tokenizer_config.json")
 
@@ -53,11 +53,14 @@ def convert_checkpoint(
 ) -> Path:
     """Write the checkpoint `source` to the new folder `target`, and return its path.
 
-    `dtype`: by default the checkpoint's. `weights_dtype` "int8" writes the matrices of matmuls as
-    int8, with one scale per row. "int4" writes them in groups of 32 4-bit numbers, with one float16
-    scale per group. The output matrix is then written as `head_dtype`, by default "int8". Groups
-    that the checkpoint already has in this format are copied exactly. Experts that are stacked in
-    one tensor stay floats. Loading can map quantized matrices into memory instead of copying them.
+    `dtype`: the type of the tensors that are not quantized, by default the checkpoint's type.
+    `weights_dtype` "int8" writes the matrices of matmuls as int8, with one scale per row. "int4"
+    writes these matrices in groups of 32 4-bit numbers, with one float16 scale per group, but the
+    output matrix as `head_dtype`, by default "int8". With "int4", matrices that the checkpoint
+    already has in these groups, even the output matrix, are copied exactly. Experts that are
+    stacked in one tensor stay floats. Loading can map quantized matrices into memory instead of
+    copying them.
+
     `target` does not exist until all its files are written. Raises ConfigError if the checkpoint
     cannot be read, if `target` exists or cannot be written, or if a matrix to quantize is stored as
     `[in, out]`.
@@ -95,7 +98,7 @@ def _quantized(
     weights_dtype: Quantized | None,
     head_dtype: Quantized | None,
 ) -> dict[str, Quantized]:
-    """Return name in the checkpoint -> format of the matrices that are written in 8 or 4 bits."""
+    """Return name in the checkpoint -> format, for each matrix that is written in 8 or 4 bits."""
     if weights_dtype == "fp8":
         raise ConfigError(
             "weights_dtype = 'fp8' is refused: it must be 'int8' or 'int4'; a GPU quantizes to fp8 "
@@ -151,8 +154,9 @@ def _layout(
     """Return name -> shape and dtype of the tensors to write, in the order of the file.
 
     A model joins some matrices, for example the projections to queries, keys and values. In the
-    file, their values follow each other, and so do their scales. Loading can then map them as one
-    matrix. Quantized values begin at multiples of 64 bytes, the size of a CPU cache line.
+    file, the values of these matrices follow each other, and so do their scales. Loading can then
+    map the joined matrix from the file. Quantized values begin at multiples of 64 bytes, the size
+    of a CPU cache line.
     """
     given = source.describe()
     places = place_tensors(spec, given)

@@ -3,8 +3,8 @@
 A matrix is stored as the `Panels` of a `PackedMatrix` or an `Int4Matrix`. The tensor with the
 matrix's name has its values, int8 `[panels, depth / 4, 16, 4]` or uint8 `[panels, groups, 4, 16,
 4]`. `<name>_scale` has the scales, `<name>_minimum` the minima, if any, and `<name>_shape` the
-shape `[rows, columns]`. Panels with a number of rows other than 16, or padded to a depth that this
-machine does not use, are read but not mapped.
+shape `[rows, columns]`. If panels do not have 16 rows, or are padded to a depth that this machine
+does not use, they are converted when they are read, not mapped into memory.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ LAYOUT_VERSION = 4
 SCALE, MINIMUM, SHAPE = "_scale", "_minimum", "_shape"  # suffixes of tensor names
 _KINDS: Mapping[str, Quantized] = {"int8": "int8", "uint8": "int4"}  # by the dtype of values
 _SCALES = {"int8": "float32", "int4": "float16"}
-_TEMPORARIES = 2  # arrays of a piece's size that exist at once while it is converted
+_TEMPORARIES = 2  # number of arrays of a piece's size that exist at once during its conversion
 _ANY_SIZE = 1 << 62
 
 
@@ -39,7 +39,7 @@ def quantization_config() -> dict[str, Any]:
 def is_own_layout(config: Mapping[str, Any]) -> bool:
     """Return whether the config.json `config` declares this layout.
 
-    Raises ConfigError for another version of the layout.
+    Raise ConfigError for another version of the layout.
     """
     own = config.get(FIELD)
     if not isinstance(own, dict) or "gptmanager_layout" not in own:
@@ -53,7 +53,7 @@ def is_own_layout(config: Mapping[str, Any]) -> bool:
 
 
 class ConvertedTensors:
-    """A `PanelSource` of a converted checkpoint. `pieces` dequantizes its matrices to float32.
+    """A `PanelSource` of a converted checkpoint. `pieces` dequantizes packed matrices to float32.
 
     The constructor raises ConfigError if the scales or the shape of a matrix are missing, or if
     their shapes or dtypes do not fit the values.
@@ -149,7 +149,7 @@ class ConvertedTensors:
     def _read(
         self, name: str, part: str, max_bytes: int, rows: range
     ) -> Iterator[tuple[int, Tensor]]:
-        """Yield (first row, panels) for the panels of `part` that have `rows`.
+        """Yield (first row, panels) for the panels of `part` that contain `rows`.
 
         `name`: the tensor with the values of the matrix. `part`: this tensor, or the tensor with
         the scales or the minima.

@@ -49,7 +49,7 @@ def parameter_shapes(spec: ModelSpec) -> dict[str, Shape]:
 
 
 def matmul_matrices(spec: ModelSpec) -> list[str]:
-    """Return the names of the matrices for matmuls: `Kernels.linear` and experts."""
+    """Return the names of the matrices that `Kernels.linear` or the kernels of experts multiply."""
     looked_up = _LOOKED_UP[:2] if spec.tied_embeddings else _LOOKED_UP
     shapes = parameter_shapes(spec)
     return [
@@ -108,10 +108,10 @@ def quantized_parameters(
 ) -> dict[str, Quantized]:
     """Return name -> format of the matrices that are quantized.
 
-    "file" means "int8" here; loading keeps matrices that have 4 bits in the checkpoint. With
-    "int4", the output matrix (or the embedding that is used as one) has the format `head_dtype`, by
-    default "int8": its errors directly change which of two tokens with close logits is chosen, and
-    it is read only once per step.
+    With "file", all formats are "int8"; matrices with 4 bits in the checkpoint keep them when they
+    are loaded. With "int4", the output matrix (or the embedding, if it is the output matrix too)
+    has the format `head_dtype`, by default "int8": errors of the output matrix directly change
+    which of two tokens with close logits is chosen, and the matrix is read only once per step.
     """
     if weights_dtype is None:
         return {}
@@ -198,7 +198,7 @@ def _attention(spec: ModelSpec, own: Attention) -> dict[str, Shape]:
 
 
 def _token_modules(spec: ModelSpec) -> dict[str, Shape]:
-    """Return the modules by which a layer adds its token input to the residual."""
+    """Return the parameters with which a layer adds its token input to the residual."""
     if spec.token_inputs is None:
         return {}
     width, hidden = spec.token_inputs.width, spec.hidden_size

@@ -1,6 +1,6 @@
 """`ModelSpec`: the network of a checkpoint, as independent fields.
 
-The fields describe one decoder for all families. This module does not know families, config files
+The fields are the same for all families of models. This module does not know families, config files
 or tensor names of checkpoints.
 """
 
@@ -81,15 +81,15 @@ class Attention:
 
     `scale` multiplies the scores. `softcap` then limits them to softcap * tanh(score / softcap); 0
     for no limit. `window`: the number of positions that a token sees, including its own; None for
-    all. `chunked`: a token sees the positions from the last multiple of `window` on instead.
-    `sinks`: each head has a learned score, which only adds to the denominator of the softmax.
-    `rope`: the RoPE of queries and keys, or None. `temperature`: a factor of the queries, or None.
-    `kv_layer`: the layer with the keys and values that this layer reads, or None if it computes its
-    own. `keys_as_values`: values are the keys before their norm and RoPE. `latent`: the layer has
-    multi-head latent attention, and stores a latent instead of keys and values. `delta`: the layer
-    has linear attention with a state, which the other fields do not describe. `gated`: the output
-    of attention is multiplied by the sigmoid of gates, which are projected together with the
-    queries.
+    all. `chunked`: the window instead begins at the largest multiple of `window` that is at most
+    the token's position. `sinks`: each head has a learned score, which only adds to the denominator
+    of the softmax. `rope`: the RoPE of queries and keys, or None. `temperature`: a factor of the
+    queries, or None. `kv_layer`: the index of the layer that computes the keys and values for this
+    layer, or None if this layer computes its own. `keys_as_values`: values are the keys before
+    their norm and RoPE. `latent`: the layer has multi-head latent attention, and stores a latent
+    instead of keys and values. `delta`: the layer has linear attention with a recurrent state; the
+    other fields do not describe linear attention. `gated`: the output of attention is multiplied by
+    the sigmoid of gates, which are projected together with the queries.
     """
 
     num_heads: int
@@ -110,7 +110,7 @@ class Attention:
 
     @property
     def has_pages(self) -> bool:
-        """Whether the layer stores keys of its own."""
+        """Whether the layer stores keys of its own in the KV cache."""
         return self.kv_layer is None and self.delta is None
 
     @property
@@ -132,9 +132,7 @@ class Attention:
 
     @property
     def projected_heads(self) -> int:
-        """The number of heads in the result of the projection to gates, queries, keys and
-        values.
-        """
+        """The number of heads of gates, queries, keys and values that `qkv` projects, in total."""
         queries = self.num_heads * (2 if self.gated else 1)
         return queries + (1 if self.keys_as_values else 2) * self.own_kv_heads
 
@@ -145,11 +143,11 @@ class Experts:
 
     `correction`: a bias is added to the scores for the selection, but not for the weights.
     `shared_width`: width of an additional MLP for all tokens; 0 for none. `shared_gate`: the output
-    of that MLP is multiplied by a learned sigmoid gate. `router_bias`, `bias`: whether the router
-    and the experts have biases. `apart` (Gemma 4): router and experts read the residual through
-    norms of their own, the outputs of the experts and of the shared MLP have norms before their
-    sum, and the weight of an expert is multiplied by a learned factor. `own`: the experts on a
-    rank; None for all.
+    of the additional MLP is multiplied by a learned sigmoid gate. `router_bias`, `bias`: whether
+    the router and the experts have biases. `apart` (Gemma 4): router and experts read the residual
+    through norms of their own, the outputs of the experts and of the shared MLP have norms before
+    their sum, and the weight of an expert is multiplied by a learned factor. `own`: the experts
+    of this rank; None if the rank has all experts.
     """
 
     count: int
@@ -177,7 +175,7 @@ class Experts:
 class Mlp:
     """The MLP of a layer: `activation(gate) * up` if `gated`, else `activation(up)`, then down.
 
-    `width`: the number of hidden activations, of one expert if the layer has `experts`.
+    `width`: the number of hidden activations of the MLP, or of one expert if there are `experts`.
     """
 
     width: int
@@ -200,13 +198,13 @@ class Layer:
 
 @dataclass(frozen=True, slots=True)
 class TokenInputs:
-    """A further input of each layer for each token, of `width` elements (Gemma 4's E models).
+    """A second input of each layer for each token, of `width` elements (Gemma 4's E models).
 
     The input is (e + p) / sqrt(2). e is a second embedding of the token, times sqrt(`width`), and p
     is a normed projection of the residual before the first layer. A layer multiplies the input by a
     gate with this `activation`, and adds the projected and normed result to the residual.
-    `vocab_size`: the number of tokens with a second embedding. `padding_id`: the token that is used
-    in the place of a prompt embedding.
+    `vocab_size`: the number of tokens with a second embedding. `padding_id`: the token id that is
+    looked up for a virtual token of a prompt embedding table.
     """
 
     width: int
@@ -220,14 +218,15 @@ class ModelSpec:
     """The shape and mathematics of a decoder, or of one rank's share of it.
 
     `layers` describes all layers of the network; a rank has `num_layers` of them, starting at
-    `first_layer`. Heads and widths in `layers` are the rank's; `vocab_size` is the network's.
-    `parallel`: attention and MLP of a layer read the same residual, and both are added to it.
-    `embedding_scale` multiplies embeddings, `residual_scale` each addition to the residual, and
-    `logit_scale` the logits, which `logit_softcap` then limits (0 for no limit). `position_offset`:
-    the row of position 0 in the table of learned positions; None without such a table. `sink`: the
-    number of first positions that are always visible. `kv_cache_dtype`: float8_e4m3fn if pages
-    store keys and values divided by the scale of their layer and head, None if they are not scaled.
-    `token_inputs`: further inputs of the layers, or None.
+    `first_layer`. The numbers of heads and the widths in `layers` are the rank's share;
+    `vocab_size` is the whole network's. `parallel`: attention and MLP of a layer read the same
+    residual, and the outputs of both are added to the residual. `embedding_scale` multiplies
+    embeddings, `residual_scale` each addition to the residual, and `logit_scale` the logits.
+    `logit_softcap` then limits the logits (0 for no limit). `position_offset`: the row of position
+    0 in the table of learned positions; None without a table. `sink`: the number of first positions
+    that are always visible. `kv_cache_dtype`: float8_e4m3fn if pages store each key and value
+    divided by the scale of its layer and head; None if pages store unscaled numbers in `dtype`.
+    `token_inputs`: second inputs of the layers, or None.
     """
 
     family: str
@@ -276,7 +275,7 @@ class ModelSpec:
 
     @property
     def pages(self) -> tuple[PageShape, ...]:
-        """The shape of pages for each layer of this rank that stores keys of its own."""
+        """The shape of the pages of each layer of this rank that stores keys of its own."""
         own = self.layers[self.first_layer : self.first_layer + self.num_layers]
         found = (layer.attention for layer in own if layer.attention.has_pages)
         return tuple(PageShape(it.num_kv_heads, it.head_dim, it.latent is None) for it in found)
@@ -292,7 +291,7 @@ class ModelSpec:
     def states(self) -> tuple[StateShape, ...]:
         """The shapes of two states for each layer with linear attention.
 
-        The first has the last inputs of the convolution, the second the memory of the heads.
+        The first state has the last inputs of the convolution, the second the memory of the heads.
         """
         wide = torch.float64 if self.dtype is torch.float64 else torch.float32
         found: list[StateShape] = []
@@ -311,7 +310,7 @@ class ModelSpec:
     def sliding_window(self) -> int | None:
         """The largest window of all layers, or None if a layer has no window.
 
-        Positions before this window, except the first `sink`, are never read again.
+        Positions before this window, except the first `sink` positions, are never read again.
         """
         widths = [width for width in self.windows if width is not None]
         return max(widths) if len(widths) == len(self.windows) else None
@@ -344,5 +343,5 @@ class ModelSpec:
 
     @property
     def intermediate_size(self) -> int:
-        """The width of the widest MLP of any layer."""
+        """The largest `Mlp.width` of any layer."""
         return max(layer.mlp.width for layer in self.layers)

@@ -1,6 +1,6 @@
 """Saves the state of a LoRA cache as data, restores an empty cache from it, and copies caches.
 
-Values that can be computed are not saved. A restored cache is always checked before it is used.
+Values that can be computed from the state are not saved. A restored cache is always checked.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from gptmanager.peft_cache.page_eviction import AdapterPages, CachedAdapter
 
 
 class AdapterState(NamedTuple):
-    """The state of a `CachedAdapter`. `device_pages` is None if it is not on the device."""
+    """The state of a `CachedAdapter`. `device_pages` is None for an adapter on the host only."""
 
     task_id: int
     digest: str
@@ -35,8 +35,8 @@ class AdapterState(NamedTuple):
 class PeftCacheState(NamedTuple):
     """The state of a `PeftCacheManager`.
 
-    `adapters` has the least recently used adapter first, on both levels. `freed` are the host pages
-    that `take_freed` would return.
+    `adapters` has the least recently used adapter first; the order is the same on the host and on
+    the device. `freed` are the host pages that `take_freed` would return.
     """
 
     adapters: tuple[AdapterState, ...]
@@ -87,9 +87,10 @@ def restore_peft_cache(cache: PeftCacheManager, state: PeftCacheState) -> None:
 def copied_peft_cache(
     cache: PeftCacheManager,
 ) -> tuple[PeftCacheManager, Mapping[CachedAdapter, CachedAdapter]]:
-    """Return an independent copy of a cache's adapters and pages, and the copy of each adapter.
+    """Return a cache with copies of the adapters and pages of `cache`, and a map adapter -> copy.
 
-    Counts of events and the pages that `take_freed` would return are not copied.
+    The counts of hits, misses and evictions, and the pages that `take_freed` would return, are not
+    copied.
     """
     copies = {
         adapter: replace(adapter, requests={*adapter.requests}, running={*adapter.running})

@@ -29,6 +29,7 @@ exit status: 0 success, 2 the call was wrong or a file cannot be read or written
 
 
 def add_command(commands: Any) -> None:
+    """Add `picture` to the sub-parsers `commands`."""
     parser = add_parser(
         commands,
         "picture",
@@ -51,7 +52,7 @@ def add_command(commands: Any) -> None:
 
 
 def _range(text: str) -> tuple[int, int]:
-    """Read a range of iterations like `100:160`."""
+    """Return the first iteration and the end of a range such as "100:160"."""
     first, colon, end = text.partition(":")
     if not (colon and first.isdigit() and end.isdigit() and int(first) < int(end)):
         raise argparse.ArgumentTypeError(

@@ -22,8 +22,8 @@ from gptmanager.step import BlockAppend, Row, Schedule
 class _Request:
     """The data of a request up to the last column.
 
-    `slot` is -1 while it waits. The wait begins in the column `waiting_since`. `first_wait` is the
-    reason that was reported in this column, or None.
+    `slot` is -1 while the request waits. The wait begins in the column `waiting_since`.
+    `first_wait` is the reason that was reported in this column, or None.
     """
 
     request_id: int
@@ -42,7 +42,7 @@ class _Request:
     spans: list[Span] = field(default_factory=list)
 
     def add(self, span: Span) -> None:
-        """Append a span, or extend the last one if the new one continues it."""
+        """Append `span`, or extend the last span if `span` continues it."""
         last = self.spans[-1] if self.spans else None
         if (
             last is not None
@@ -60,8 +60,9 @@ class _Request:
 class _Wait(NamedTuple):
     """The reasons why requests wait in the column `begin`.
 
-    `head` is the first of these requests, and `wait` its reason. `waits` has the reasons of all of
-    them; it is empty unless the head's reason differs from the previous column's.
+    `head` is the first of these requests, and `wait` its reason. If this reason is of
+    another kind than in the previous column, `waits` has the reported reasons of all requests, by
+    request id. Otherwise `waits` is empty.
     """
 
     begin: int
@@ -85,8 +86,8 @@ class _Wait(NamedTuple):
 class TraceBuilder:
     """Builds a `Trace`. Call `arrive` before a request's first `step`, and `end` after its last.
 
-    `max_work` limits the number of updates for requests that do not run, unless it is None. Beyond
-    it, methods raise ValueError.
+    `max_work` is the limit of the number of updates for requests that do not run, or None. Beyond
+    the limit, methods raise ValueError.
     """
 
     def __init__(self, bounds: Bounds) -> None:
@@ -97,9 +98,9 @@ class TraceBuilder:
         self._by_slot: dict[int, _Request] = {}
         self._owners: Counter[int] = Counter()  # block -> how many requests hold it
         self._columns: list[Column] = []
-        self._waits: list[_Wait] = []  # one per column in which a request has no memory
+        self._waits: list[_Wait] = []  # an entry per column in which a request has no memory
         self._changes: list[int] = []  # indices into _waits where the reason changes
-        self._new_waiters: list[_Request] = []  # requests that wait since the next column
+        self._new_waiters: list[_Request] = []  # requests that begin to wait in the next column
         self._unknown = 0  # the lowest invented block id; invented ids are negative
         self._work = 0  # number of updates for requests that do not run
         self.max_work: int | None = None
@@ -246,7 +247,7 @@ class TraceBuilder:
         """Record why requests wait in this column. Return the number of requests that do not run.
 
         Requests with memory get a span now. Requests without memory get their spans when the wait
-        ends, because most requests of a long list wait for the same reason as the first one.
+        ends, because most requests of a long list wait for the same reason as the first request.
         """
         self._spend(len(self._by_slot))
         for request in self._by_slot.values():

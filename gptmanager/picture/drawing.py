@@ -1,7 +1,7 @@
 """`draw`: draws a schedule as one SVG, in which rows are requests and columns are iterations.
 
-The module selects which parts of a `Trace` are drawn. `zoom_page` creates a zoomable page from the
-SVG.
+At most `MAX_ROWS` requests of a `Trace` are drawn. `zoom_page` returns a page on which the SVG
+can be zoomed.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def draw(trace: Trace, title: str = "") -> str:
 
 
 def shorten(trace: Trace) -> Trace:
-    """Return the trace with at most `MAX_ROWS` requests."""
+    """Return the trace with only its first `MAX_ROWS` requests."""
     return replace(trace, rows=trace.rows[:MAX_ROWS])
 
 
@@ -110,7 +110,7 @@ def _legend(trace: Trace, layout: Layout) -> Iterator[str]:
 
 
 def _axis(trace: Trace, layout: Layout) -> Iterator[str]:
-    """Yield ticks above and below the picture, and lines between them."""
+    """Yield grid lines, their iteration numbers above and below the drawing, and captions."""
     bottom = layout.axis_y
     first = trace.first_iteration
     heights = (layout.top - 6, bottom + 16)

@@ -1,7 +1,8 @@
 """Positions in the picture of a schedule, and its level of detail.
 
-A small picture has a square for each token, a larger one a short label in each cell (a request in
-an iteration), and the largest has bars.
+The picture of a small schedule has a square for each token. The picture of a larger schedule has a
+short label in each cell (one request in one iteration). The picture of a very large schedule has
+bars.
 """
 
 from __future__ import annotations
@@ -12,14 +13,15 @@ from enum import Enum
 
 from gptmanager.picture.trace import Phase, Trace
 
+# Sizes in pixels.
 MARGIN = 16
 LABELS = 140  # width of the row names
-BARS = 1000  # width of all iterations in a picture of bars
+BARS = 1000  # width of all iterations together in a picture of bars
 SQUARE = 20  # side of one token
-PANEL = 58
-PANEL_STEP = PANEL + 34
-_MAX_CELLS = 28 * 60  # cells with a mark each
-_TALL = 720  # if all rows together are higher, the panels are above them, so as to be visible
+PANEL = 58  # height of a panel
+PANEL_STEP = PANEL + 34  # from the top of a panel to the top of the next panel
+_MAX_CELLS = 28 * 60  # a number of cells; a picture with more cells has bars
+_TALL = 720  # if all rows together are higher, the panels are above the rows, to be visible
 
 
 class Look(Enum):
@@ -64,7 +66,7 @@ class Layout:
 
     @property
     def axis_y(self) -> float:
-        """Return the y coordinate where the lines of the iterations end, below everything."""
+        """Return the y coordinate where the grid lines end, below all rows and panels."""
         if self.panels_first:
             return self.rows_top + self.row * self.num_rows + 8
         return self.panels_top + 3 * PANEL_STEP - 8
@@ -85,7 +87,7 @@ class Layout:
 
 
 def lay_out(trace: Trace, top: float) -> Layout:
-    """Return the layout of a picture of all rows and columns, from `top` on."""
+    """Return the layout of all rows and columns of a trace. The drawing begins at `top`."""
     num_columns, num_rows = max(1, len(trace.columns)), len(trace.rows)
     chunks = [
         span.num_tokens for row in trace.rows for span in row.spans if span.phase is Phase.CONTEXT
@@ -102,7 +104,10 @@ def lay_out(trace: Trace, top: float) -> Layout:
 
 
 def nice_step(span: float, max_steps: int) -> int:
-    """Return 1, 2 or 5 times a power of ten, so that `span` has at most `max_steps` steps."""
+    """Return the smallest step with which `span` has at most `max_steps` steps.
+
+    The step is 1, 2 or 5 times a power of ten, and at least 1.
+    """
     least = max(1.0, span / max(1, max_steps))
     power = 10 ** math.floor(math.log10(least))
     return int(next(factor * power for factor in (1, 2, 5, 10) if factor * power >= least))

@@ -12,7 +12,7 @@ _CLASSES = ("context", "generation", "memory", "frame")  # CSS classes of succes
 
 
 def draw_stages(work: Sequence[Work], title: str) -> str:
-    """Return an SVG of the stages' work. Letters name micro batches, numbers their steps."""
+    """Return an SVG of the stages' work. A label "B7" means step 7, of the second micro batch."""
     first, last = min(it.begin for it in work), max(it.end for it in work)
     scale = _WIDTH / (last - first)
     count = 1 + max(it.stage for it in work)

@@ -54,7 +54,7 @@ STYLE = """
 
 
 def escape(words: str) -> str:
-    """Escape a text for XML, and remove control characters, which XML forbids."""
+    """Escape a text for XML, and replace its control characters, most of which XML forbids."""
     return html_escape(printable_lines(words))
 
 
@@ -64,7 +64,10 @@ def number(value: float) -> str:
 
 
 def element(name: str, *children: str, **attributes: str | float) -> str:
-    """Return an element. `class_` and `stroke_width` become `class` and `stroke-width`."""
+    """Return an SVG element without the attributes that are an empty text.
+
+    For example, the attributes `class_` and `stroke_width` become `class` and `stroke-width`.
+    """
     written = "".join(
         f' {key.rstrip("_").replace("_", "-")}="'
         f'{escape(value) if isinstance(value, str) else number(value)}"'
@@ -96,5 +99,5 @@ def path(commands: str, class_: str, tip: str = "") -> str:
 
 
 def _tip(words: str) -> list[str]:
-    """Return the tooltip of a mark as SVG elements; none for an empty text."""
+    """Return a list of the mark's tooltip element; an empty list if `words` is empty."""
     return [f"<title>{escape(words)}</title>"] if words else []

@@ -1,6 +1,6 @@
 """`Trace`: the state of every request in every iteration, as frozen values to draw from.
 
-A trace depends neither on how it is drawn nor on the source of the schedules (see `builder`).
+A trace depends neither on how it is drawn nor on the source of the schedules that `builder` reads.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from typing import NamedTuple
 class Phase(Enum):
     """The phase of a request in consecutive iterations."""
 
-    CONTEXT = "context"  # computes a part of its history
-    GENERATION = "generation"  # one token per iteration
+    CONTEXT = "context"  # computes a part of its prompt or, after a pause, of its tokens so far
+    GENERATION = "generation"  # computes one token per iteration
     WAITING = "waiting"  # has not started
     PAUSED = "paused"  # has lost its memory since it started, but keeps its tokens
     HELD = "held"  # holds memory, but is not in the iteration's batch
@@ -34,9 +34,10 @@ class Reason(Enum):
 class Span(NamedTuple):
     """The phase of a request in columns `begin` to `end - 1`.
 
-    A CONTEXT is one chunk of `num_tokens` positions from `position` on. GENERATION computes
-    `num_tokens` positions from `position` on, one per column. For other phases `why` completes a
-    sentence that begins with "waits"; its numbers are from column `begin`.
+    A span of CONTEXT is one chunk of `num_tokens` positions from `position` on. A span of
+    GENERATION computes `num_tokens` positions from `position` on, one per column. For other phases,
+    `why` completes a sentence that begins with "waits". Numbers in `why` are those of column
+    `begin`.
     """
 
     phase: Phase
@@ -50,11 +51,12 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class RequestRow:
-    """One request. Lengths are in tokens, `arrival` and `end` are columns.
+    """One request. Lengths are in tokens. `arrival` and `end` are indices of columns.
 
-    `prompt_len` is the length of the prompt that the host sent. `end` is None if the request has
-    not ended, or if its end is not known. `num_generated` counts computed tokens; with run-ahead, a
-    request that stops early computes one more than it returns.
+    `prompt_len` is the length of the prompt that the host sent. The request has ended before column
+    `end`. `end` is None if the request has not ended, or if its end is not known. `num_generated`
+    counts computed tokens. With run-ahead, a request that stops early computes one token more than
+    it returns.
     """
 
     request_id: int
@@ -72,7 +74,10 @@ class RequestRow:
 class Column(NamedTuple):
     """One iteration.
 
-    `time_s` is when it was scheduled, in seconds. `used_blocks` are the blocks in use while it ran.
+    `time_s` is the time in seconds at which the iteration was scheduled. `used_blocks` is the
+    number of KV cache blocks that requests held while it ran. `num_context`, `num_generation` and
+    `num_paused` count the requests that the iteration ran in each phase or paused. `num_waiting`
+    counts the requests that it did not run.
     """
 
     iteration: int
@@ -97,7 +102,7 @@ class Column(NamedTuple):
 class Bounds:
     """The limits of the scheduler.
 
-    `policy` is a name of `CapacitySchedulerPolicy`, or the name of the host's scheduler.
+    `policy` is the name of a `CapacitySchedulerPolicy`, or the name of the host's scheduler.
     `chunk_unit` is None if contexts are not chunked.
     """
 
@@ -125,7 +130,7 @@ class Trace:
         return self.columns[0].iteration if self.columns else 0
 
     def row(self, request_id: int) -> RequestRow:
-        """Return the last request with an id. Raise KeyError for an unknown id."""
+        """Return the row of the last request with this id. Raise KeyError for an unknown id."""
         for row in reversed(self.rows):
             if row.request_id == request_id:
                 return row

@@ -1,7 +1,7 @@
 """How ranks connect: rank 0 listens, and each other rank opens two connections to it.
 
-Rank 0 publishes its port in a store that all ranks share, with a token that proves that a
-connection comes from a rank.
+Rank 0 publishes its port and a secret token in a store that all ranks share. Each connection begins
+with this token, which proves that it comes from a rank.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _LOOPBACK = ("localhost", "::1", "127.")
 
 
 class Store(Protocol):
-    """A key-value store: torch.distributed's or a similar one."""
+    """A key-value store, such as a store of torch.distributed."""
 
     def set(self, key: str, value: Any) -> None: ...
 
@@ -33,21 +33,21 @@ class Store(Protocol):
 
 
 class Channel(IntEnum):
-    """The purpose of a connection."""
+    """The purpose of a connection: messages between ranks, or the watch for failures."""
 
     LOOP = 0
     WATCH = 1
 
 
 Found = dict[tuple[int, Channel], socket.socket]  # by the rank at the other end
-Blame = tuple[int, str]  # the rank that has failed, and how
+Blame = tuple[int, str]  # the rank that has failed, and a description of the failure
 
 
 def meet(store: Store, host: str, size: int, boot_s: float) -> tuple[Found, Blame | None]:
-    """On rank 0, return the connections of the `size` - 1 other ranks, and no blame (None).
+    """On rank 0, accept the connections of the `size` - 1 other ranks. Return them, and None.
 
     If a connection is missing after `boot_s` seconds, or a rank connects twice, return the
-    connections so far and the rank to blame; the caller reports it to the connected ranks. Raise
+    connections so far and the rank to blame, which the caller reports to the connected ranks. Raise
     RankError if `store` cannot be written.
     """
     token = secrets.token_bytes(_TOKEN_BYTES)
@@ -70,10 +70,10 @@ def meet(store: Store, host: str, size: int, boot_s: float) -> tuple[Found, Blam
 
 
 def call(store: Store, host: str, rank: int, boot_s: float) -> Found:
-    """On another rank, connect to rank 0 and return the connections.
+    """On any other rank, connect to rank 0 and return the connections.
 
-    If `host` is empty, the host name that rank 0 has published is used. Raise RankError if rank 0
-    cannot be reached.
+    `host` is the address of rank 0. If it is empty, use the host name that rank 0 has published.
+    Raise RankError if rank 0 cannot be reached within about `boot_s` seconds.
     """
     found: Found = {}
     try:
@@ -91,10 +91,9 @@ def call(store: Store, host: str, rank: int, boot_s: float) -> Found:
 
 
 class _Reception:
-    """Accepts connections, and finds out which ones are from ranks.
+    """Accepts connections, and finds out which of them come from ranks.
 
-    It reads from all connections at once, so that an unknown client that sends nothing delays no
-    rank.
+    All connections are read at the same time, so that a client that sends nothing delays no rank.
     """
 
     def __init__(self, listener: socket.socket, token: bytes, size: int) -> None:
@@ -112,7 +111,7 @@ class _Reception:
             connection.close()
 
     def serve(self, seconds: float) -> None:
-        """Wait at most `seconds` for a connection or for bytes of one, and read what arrived."""
+        """Handle new connections and arrived bytes; wait for them at most `seconds`, or 1 s."""
         waits = select.poll()
         for number in (self._listener.fileno(), *self._waiting):
             waits.register(number, select.POLLIN)
@@ -158,12 +157,12 @@ class _Reception:
 
 
 def is_loopback(host: str) -> bool:
-    """Return whether `host` is a loopback address or name."""
+    """Return whether `host` begins like a loopback name or address: localhost, ::1 or 127."""
     return host.startswith(_LOOPBACK)
 
 
 def _listener(host: str) -> socket.socket:
-    """Return a listening socket: on the loopback `host`, else on all addresses."""
+    """Return a socket that listens on `host` if `host` is loopback, else on all addresses."""
     if is_loopback(host):
         for family, _, _, _, address in socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM):
             with suppress(OSError):

@@ -2,8 +2,8 @@
 
 A recording can start in the middle of a run only where the state of the loop is known, so the box
 copies the state from time to time. It keeps all intakes and results since the second newest copy. A
-replay computes the schedules from these, so the box keeps only the latest schedules. With a small
-`max_bytes` it keeps fewer schedules and iterations.
+replay computes the schedules from the intakes and results, so the box keeps only the latest
+schedules. If `max_bytes` is small, the box keeps fewer schedules and iterations.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class BlackBox:
     A quarter of `max_bytes` is for schedules; if they need more, fewer are kept. The rest is for at
     most two segments, each with a state and the iterations after it; the older segment is dropped
     first. If a state alone needs more than this rest, nothing is kept until a later state fits.
-    `is_new` means that the loop has not iterated yet.
+    `is_new`: whether the loop has not iterated yet.
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class BlackBox:
         self.blueprint = blueprint
         self.keeper = Keeper(blueprint.vocab_size, blueprint.hidden_size)
         self._keep = keep
-        # iterations that still have a schedule, and its size
+        # (iteration, bytes of its schedule) of the latest iterations, which still have schedules
         self._recent: deque[tuple[Iteration, int]] = deque()
         self._recent_bytes = 0
         self._max_recent_bytes = max_bytes // 4
@@ -51,7 +51,8 @@ class BlackBox:
         self._segment_length = max(_MIN_SEGMENT, keep)
         self._num_lost = 0  # iterations since the last state was dropped as too large
         self._has_warned = False
-        self.is_worth_writing = is_new  # after a failure, only if a step has completed since
+        # a box that is created after a failure is worth writing only after a step has completed
+        self.is_worth_writing = is_new
         if is_new:
             self._segments.append(_Segment(None, self._max_segment_bytes))
         else:
@@ -74,7 +75,7 @@ class BlackBox:
             self._begin_segment()
 
     def lines(self, last: Iteration | None) -> list[bytes]:
-        """Return all lines of the recording except the end line; nothing if no state fits.
+        """Return all lines of the recording except the end line; no lines if no state fits.
 
         `last` is the iteration that failed, or None.
         """
@@ -137,7 +138,8 @@ class BlackBox:
 class _Segment:
     """Consecutive iterations, and the state of the loop before the first one.
 
-    `state` is None for a new loop. `max_bytes` limits two segments, or one with a large state.
+    `state` is None for a new loop. `max_bytes` is the limit for all segments of the box together:
+    two segments, or one with a large state.
     """
 
     def __init__(self, state: LoopState | None, max_bytes: int) -> None:

@@ -12,7 +12,11 @@ _NOTHING = "no request runs"
 
 
 def difference(recorded: Any, replayed: Any, path: str) -> tuple[str, Any, Any] | None:
-    """Return the first difference of two values: its path, and the value on each side."""
+    """Return the first difference of two values, searched recursively; None if they are equal.
+
+    The difference is a path, which begins with `path`, and the recorded and the replayed value at
+    this path.
+    """
     if recorded == replayed:
         return None
     names = getattr(recorded, "_fields", None)
@@ -32,7 +36,7 @@ def difference(recorded: Any, replayed: Any, path: str) -> tuple[str, Any, Any] 
 
 
 def summary(schedule: Schedule | None) -> str:
-    """Return a description of a schedule in one line."""
+    """Return a description of a schedule in one line. `schedule` is None if no request runs."""
     if schedule is None:
         return _NOTHING
     context = " ".join(

@@ -49,14 +49,14 @@ def to_json(value: Any) -> bytes:
     options = orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS
     try:
         return orjson.dumps(value, default=_plain, option=options)
-    except TypeError:  # a text of the host has a lone surrogate, which is too rare to check for
+    except TypeError:  # a string has a lone surrogate, which is too rare for a check in advance
         return orjson.dumps(legible(value, _plain), option=options)
 
 
 def legible(value: Any, plain: Callable[[Any], Any] = str) -> Any:
-    """Return a value as JSON values, with enums by name, and lone surrogates as `\\ud800`.
+    """Return `value` in JSON's types, with enums by name, and lone surrogates escaped (`\\ud800`).
 
-    `plain` converts values that JSON cannot represent.
+    `plain` converts values of other types, except dataclasses.
     """
     if isinstance(value, str):
         return value.encode(errors="backslashreplace").decode()
@@ -75,7 +75,7 @@ def legible(value: Any, plain: Callable[[Any], Any] = str) -> Any:
 
 
 def _plain(value: Any) -> Any:
-    """Convert a value that orjson does not know into one that it knows."""
+    """Convert a value of a type that orjson does not know into a type that orjson knows."""
     if isinstance(value, tuple):
         return list(value)
     if isinstance(value, Deferred):
@@ -118,10 +118,10 @@ def field_names(*classes: Any) -> dict[str, list[str]]:
 class Decoder:
     """Creates values of given types from JSON values; raises RecordingError for anything else.
 
-    `names` has the fields of each named tuple when the file was written. A field that is missing in
-    the file gets its default; a field that no longer exists is dropped. `allowance` limits how many
-    values the "fill" entries of requests expand to. `upgrades` has functions that convert the
-    fields of some dataclasses from an older format.
+    `names` maps each named tuple to the fields that it had when the file was written. A field that
+    is missing in the file gets its default; a field that no longer exists is dropped. `allowance`
+    limits the number of values that the "fill" entries of requests expand to. `upgrades` maps a
+    dataclass to a function that converts its fields from an older format.
     """
 
     def __init__(
@@ -206,7 +206,10 @@ class Decoder:
         return read
 
     def _columns(self, kind: Any) -> list[type] | None:
-        """Return a named tuple's field types if all are int or bool and the file has them all."""
+        """Return the field types of a named tuple if `_fits` can check them, else None.
+
+        `_fits` needs fields of type int or bool only, and a file with exactly the same fields.
+        """
         if not hasattr(kind, "_fields") or self._names.get(kind.__name__) != list(kind._fields):
             return None
         hints = list(_hints(kind).values())
@@ -250,7 +253,10 @@ def _at(where: str | int, reader: _Read, data: Any) -> Any:
 
 
 def _fits(data: Any, columns: list[type]) -> bool:
-    """Return whether `data` is a list of rows with these column types, without reading each row."""
+    """Return whether `data` is a list of rows with these column types.
+
+    The types are checked by column, which is faster than by row.
+    """
     if not isinstance(data, list) or set(map(type, data)) != {list}:
         return False
     if set(map(len, data)) != {len(columns)}:

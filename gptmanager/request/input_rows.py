@@ -1,7 +1,6 @@
 """`HostRows`: embeddings, draft logits or biases that a request passes to the executor.
 
-Schedules and recordings contain them, but treat them as opaque values with a digest. This module
-decides when two are equal, and knows nothing of their meaning.
+Schedules and recordings contain `HostRows`, but treat them as opaque values with a digest.
 """
 
 from __future__ import annotations
@@ -19,10 +18,10 @@ TOKEN_BIAS = np.dtype([("token", np.int32), ("bias", np.float32)])
 
 
 class HostRows:
-    """Rows of `numbers`, float32 `[n, width]` or TOKEN_BIAS `[n]`.
+    """The n rows of the array `numbers`: float32 `[n, width]` or TOKEN_BIAS `[n]`.
 
-    Rows that are read from a recording have `numbers` None. `count` is n, or 0 if it is unknown.
-    Two objects are equal if their digests are equal.
+    If the rows were read from a recording, `numbers` is None. `count` is n, or 0 if n is unknown.
+    Two `HostRows` are equal if their digests are equal.
     """
 
     __slots__ = ("count", "digest", "numbers")
@@ -37,13 +36,13 @@ class HostRows:
         self.count = count
 
     def first(self, count: int) -> HostRows:
-        """Return the first `count` rows; rows of a recording have been truncated already."""
+        """Return the first `count` rows. Rows without `numbers` are returned as they are."""
         if self.numbers is None or count == self.count:
             return self
         return HostRows(self.numbers[:count])
 
     def without_numbers(self) -> HostRows:
-        """Return the digest and the count alone, as a recording keeps them."""
+        """Return a copy that has only the digest and the count, as in a recording."""
         return HostRows(None, self.digest, self.count)
 
     def __eq__(self, other: object) -> bool:
@@ -66,7 +65,7 @@ def token_bias(tokens: Sequence[int] | Array, values: Sequence[float] | Array) -
 
 
 def split_bias(bias: HostRows | None) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.float32]]:
-    """Return tokens int32 `[n]`, and the values added to their logits float32 `[n]`."""
+    """Return the tokens, int32 `[n]`, and the values to add to their logits, float32 `[n]`."""
     numbers = np.empty(0, dtype=TOKEN_BIAS)
     if bias is not None and bias.numbers is not None:
         numbers = bias.numbers

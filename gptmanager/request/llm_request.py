@@ -1,8 +1,8 @@
 """`LlmRequest`: the data of a request for schedulers and the KV cache, without tensors.
 
 A request has two counts of tokens. *Launched* tokens are positions with an enqueued computation;
-memory and policies depend on them. *Confirmed* tokens have known values; responses and the history
-depend on them. Without run-ahead both counts are equal between iterations.
+memory and policies depend on launched tokens. *Confirmed* tokens have known values; responses and
+the history depend on confirmed tokens. Without run-ahead both counts are equal between iterations.
 """
 
 from __future__ import annotations
@@ -47,11 +47,11 @@ RETENTION_PRIORITIES = (0, 100)  # the lowest and the highest
 
 
 class LlmRequest:
-    """One request as schedulers see it; can be constructed and stepped by hand.
+    """One request as schedulers see it. Code without a manager may construct and step a request.
 
-    `tokens` is the prompt, or its length if only lengths matter. After a pause the tokens generated
-    so far belong to the prompt: `prompt_len` grows, `max_new_tokens` shrinks, and
-    `orig_prompt_len` keeps the length that the host sent.
+    The argument `tokens` is the prompt, or the prompt's length if only lengths matter. After a
+    pause, the tokens generated so far belong to the prompt: `prompt_len` grows, `max_new_tokens`
+    shrinks, and `orig_prompt_len` keeps the length of the prompt that the host sent.
     """
 
     __slots__ = (
@@ -120,12 +120,12 @@ class LlmRequest:
         self.estimated_reusable_tokens = estimated_reusable_tokens
         self.arrival_time = arrival_time
         self.cache_salt = cache_salt  # requests with equal salts share cached blocks
-        # priority of the blocks that it stores in the KV cache; if None, they keep their priority
+        # of blocks that it stores in the KV cache; None: the default, and cached blocks keep theirs
         self.retention_priority = retention_priority
         self.prompt_len = self.orig_prompt_len = self.num_tokens = len(self.tokens)
         self.pause_count = 0
-        self.slot = -1  # its place in the executor's tables; -1 if it has not started
-        self.epoch = 0  # number of its last start, also in its rows; 0 before the first start
+        self.slot = -1  # index in the executor's tables; -1 if not started, or paused
+        self.epoch = 0  # serial number of the last start, also in its rows; 0 without a slot
         self.state = LlmRequestState(state)
         if context_current_position > self.prompt_len:
             raise ValueError(
@@ -191,7 +191,10 @@ class LlmRequest:
 
     @property
     def reads_cache(self) -> bool:
-        """Whether its context may begin after cached blocks. Its own blocks are stored anyway."""
+        """Whether the context may begin after cached blocks.
+
+        In either case, the request's own blocks are stored for reuse.
+        """
         return True
 
     # Steps ----------------------------------------------------------------------------------
@@ -205,7 +208,7 @@ class LlmRequest:
         self.state = state
 
     def move_to_next_context_chunk(self) -> None:
-        """Record the launch of a chunk; after the last one the request generates."""
+        """Record the launch of a context chunk. After the last chunk, the request generates."""
         if self.state is not _CONTEXT_INIT:
             raise ValueError(f"request {self.request_id} is in {self.state.name}, not in context")
         size = self._context_chunk_size
@@ -220,8 +223,8 @@ class LlmRequest:
     def skip_cached_context(self, num_tokens: int, tokens_per_block: int) -> None:
         """Start the context after `num_tokens` tokens that are in the KV cache already.
 
-        The chunk keeps its size. If it does not reach the end of the context, it is shortened to
-        end at a block boundary, unless no token would remain.
+        If the chunk does not reach the end of the context, the chunk is shortened to end at a block
+        boundary, unless no token would remain. Otherwise the chunk ends with the context.
         """
         size = self._context_chunk_size
         self.context_current_position = num_tokens
@@ -233,7 +236,7 @@ class LlmRequest:
         self.context_chunk_size = size
 
     def launch_token(self) -> None:
-        """Record the launch of one more token; the last permitted one changes the state."""
+        """Record the launch of one more token. The last permitted token changes the state."""
         self.num_tokens += 1
         if self.num_tokens - self.prompt_len >= self.max_new_tokens and self.state is _IN_PROGRESS:
             self.state = _TO_COMPLETE
@@ -253,7 +256,10 @@ class LlmRequest:
         self.tokens.append(token)
 
     def begin_after(self, tokens: Sequence[int]) -> None:
-        """Begin a new request after tokens that it has generated before, as after a pause."""
+        """Make `tokens`, which were generated earlier, a part of the prompt of a new request.
+
+        The prompt and `max_new_tokens` become those of a paused request.
+        """
         self.tokens += tokens
         self.prompt_len = self.num_tokens = len(self.tokens)
         self.max_new_tokens -= len(tokens)
@@ -262,12 +268,12 @@ class LlmRequest:
     def pause(self, max_input_len: int) -> None:
         """Go back to the start of the context; generated tokens become part of the prompt.
 
-        With beams the generated tokens are discarded. Otherwise the new prompt is truncated to
-        `max_input_len`, but never below the old prompt, and `max_new_tokens` shrinks by the tokens
-        that became prompt. A launched token that is not confirmed yet is dropped: it will be
-        computed again.
+        With beams, the generated tokens are discarded. Otherwise the new prompt is truncated to
+        `max_input_len`, but never below the old prompt, and `max_new_tokens` shrinks by the number
+        of tokens that became prompt. Tokens that are launched, but not confirmed yet, are dropped:
+        they will be computed again.
         """
-        # a new list, because a copied state may refer to the old one, and would see changes of it
+        # Create a new list: a copied state may refer to the old list, which must not change.
         if self.beam_width > 1:
             self.tokens = self.tokens[: self.prompt_len]
         else:
@@ -298,5 +304,8 @@ _Request = TypeVar("_Request", bound=LlmRequest)
 
 
 def insert_by_priority(active: list[_Request], request: _Request) -> None:
-    """Insert a request into `active`, which is sorted by descending priority, after equal ones."""
+    """Insert a request into `active`, after all requests of the same or a higher priority.
+
+    `active` is sorted by descending priority.
+    """
     insort_right(active, request, key=lambda other: -other.priority)

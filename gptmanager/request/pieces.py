@@ -10,7 +10,7 @@ from typing import TypeVar
 
 Result = TypeVar("Result")
 
-PIECE = 1 << 15  # numbers of an adapter that are read or copied at once
+PIECE = 1 << 15  # elements of an adapter that are read or copied in one piece
 Pieces = Generator[None, None, Result]
 
 

@@ -1,4 +1,4 @@
-"""`AdapterFolders`: reads the adapters that lines of a request file name by folder, each once."""
+"""`AdapterFolders`: reads, once per folder, the adapters that lines of a request file name."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 from gptmanager.callbacks import load_peft_adapter
 from gptmanager.errors import ConfigError, InvalidRequestError, quoted, response_text
 
-_FIRST_TASK = 1 << 32  # task ids in lines are usually smaller
+_FIRST_TASK = 1 << 32  # task id of the first folder; task ids in lines are usually smaller
 
 
 class AdapterFolders:
@@ -24,8 +24,9 @@ class AdapterFolders:
         self._read: dict[Path, tuple[int, tuple[Any, Any]] | InvalidRequestError] = {}
 
     def take(self, fields: dict[str, Any]) -> None:
-        """Replace the field "lora" by the adapter's tensors, and set `lora_task_id` if it is
-        absent. Raises InvalidRequestError for an invalid adapter, and if the line also has tensors.
+        """Replace the field "lora" by the adapter's tensors. Set `lora_task_id` if it is absent.
+
+        Raises InvalidRequestError for an invalid adapter, and if the line also has tensors.
         """
         if "lora" not in fields:
             return

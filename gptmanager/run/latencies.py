@@ -11,15 +11,15 @@ from gptmanager.request.inference_request import InferenceRequest
 
 
 class FetchTimes:
-    """Wraps a Get callback and records when each request was fetched.
+    """Wraps a Get callback and records when the callback returned each request.
 
-    The times in request metrics count from the fetch. The latencies that clients see count from the
-    submission.
+    The times in request metrics count from this moment. The latencies that clients see count from
+    the submission.
     """
 
     def __init__(self, get: Callable[[int], Sequence[InferenceRequest]]) -> None:
         self._get = get
-        self.by_id: dict[int, float] = {}  # seconds of time.monotonic()
+        self.by_id: dict[int, float] = {}  # request ID -> time.monotonic()
 
     def __call__(self, max_num_requests: int) -> Sequence[InferenceRequest]:
         requests = self._get(max_num_requests)
@@ -32,10 +32,11 @@ class FetchTimes:
 def latencies(
     metrics: Sequence[Mapping[str, float]], waits: Sequence[float]
 ) -> dict[str, dict[str, float]]:
-    """Return percentiles of the latencies in milliseconds.
+    """Return percentiles of the requests' latencies in milliseconds.
 
-    The time to the first token and the time in the queue count from the submission. `waits`:
-    seconds from each request's submission until Get returned it.
+    The time to the first token and the time in the queue count from the submission. `metrics` and
+    `waits` have an item per request: its request metrics, and the seconds from its submission until
+    the Get callback returned it.
     """
     pairs = list(zip(metrics, waits, strict=True))
     return {

@@ -19,7 +19,7 @@ from gptmanager.run.progress_display import Progress, ProgressDisplay, RunningRo
 from gptmanager.run.requests_file import RequestLine, build_in_thread
 from gptmanager.run.results_file import Results
 
-_REFRESH_S = 0.1  # a drawing takes milliseconds of the CPU
+_REFRESH_S = 0.1  # between two drawings, each of which takes milliseconds of CPU time
 
 
 class News(NamedTuple):
@@ -44,23 +44,23 @@ class Refusal(NamedTuple):
 class Recorder:
     """Records what the callbacks of a run see, for the main thread.
 
-    It needs no lock, because deques are thread-safe. Unless `is_watched`, `news` has only refusals
-    and ends of requests. `kv_use` is the fraction of the KV cache blocks in use, and `max_kv_use`
-    its maximum.
+    No lock is needed, because deques are thread-safe. If `is_watched` is False, `news` has only
+    refusals and ends of requests. `kv_use` is the fraction of the KV cache blocks that were in use
+    in the last iteration, and `max_kv_use` is the maximum of this fraction.
     """
 
     def __init__(self, queue: RequestQueue, *, is_watched: bool) -> None:
         self.news: deque[News | Refusal] = deque()
         self.fetched_at = FetchTimes(queue.get_inference_requests)
         self.submitted_at: dict[int, float] = {}
-        self.ended_at = 0.0  # time of the last end
+        self.ended_at = 0.0  # when the last request to end so far has ended
         self.batch_sizes: list[int] = []
         self.kv_use = 0.0
         self.max_kv_use = 0.0
         self._is_watched = is_watched
 
     def get_inference_requests(self, max_num_requests: int) -> Sequence[InferenceRequest]:
-        """Get callback: return the queue's requests, and record that they join."""
+        """Get callback: return requests from the queue, and record when they were fetched."""
         requests = self.fetched_at(max_num_requests)
         if self._is_watched:
             ids = [request.request_id for request in requests]
@@ -70,7 +70,7 @@ class Recorder:
     def see_response(
         self, request_id: int, tensors: list[NamedTensor], is_final: bool, error: str
     ) -> None:
-        """Send callback: record the new tokens of a response, unless it is the final one."""
+        """Send callback: record the new tokens of a response, unless the response is final."""
         if self._is_watched and not is_final:
             tokens = dict(tensors)["output_ids"].reshape(-1).tolist()
             self.news.append(News(time.monotonic(), request_id, tokens))
@@ -143,7 +143,7 @@ class Watch:
             raise
 
     def _submit(self, line: RequestLine, queue: RequestQueue, known_at: float) -> None:
-        """Submit a line. A line without a request is refused, with `known_at` as the time."""
+        """Submit a line's request. If the line has none, record a refusal at time `known_at`."""
         if line.request is None:
             self._recorder.news.append(Refusal(known_at, line, line.error))
             return

@@ -1,6 +1,6 @@
-"""`BulkCounts`: the needs of many requests in one call, for any KV cache manager.
+"""`BulkCounts`: counts the blocks that many requests need in one call, for any KV cache manager.
 
-It makes no decisions. The numbers are those that the KV cache manager returns for single requests.
+Each sum adds up the numbers that the KV cache manager returns for single requests.
 """
 
 from __future__ import annotations
@@ -11,15 +11,15 @@ from typing import Any, Protocol
 from gptmanager.kv_cache.manager import KvCacheManager
 from gptmanager.request.llm_request import LlmRequest
 
-_UNKNOWN = 1 << 62  # blocks: more than is ever free
+_UNKNOWN = 1 << 62  # an upper bound without information: more blocks than are ever free
 
 
 class BulkCounts(Protocol):
     """Counts of blocks over many requests. `KvCacheManager` has all four methods.
 
-    A host's own KV cache manager may lack any of them. Without a sum, schedulers add up the needs
-    of single requests; without an upper bound, they skip the shortcut that uses it. They make the
-    same decisions in all cases.
+    A host's own KV cache manager may lack any of these methods. If it lacks a sum, the needs of
+    single requests are added up. If it lacks an upper bound, schedulers skip the shortcut that uses
+    the bound. Their decisions are the same in all cases.
     """
 
     def sum_remaining_blocks_to_completion(self, requests: Iterable[LlmRequest]) -> int:
@@ -32,12 +32,15 @@ class BulkCounts(Protocol):
     def sum_needed_blocks_one_step(
         self, requests: Iterable[LlmRequest], two_step_lookahead: bool = False
     ) -> int:
-        """Return the sum of `get_needed_blocks_one_step` over generating requests."""
+        """Return the sum of `get_needed_blocks_one_step` over `requests`, which all generate."""
 
     def most_blocks_one_step(
         self, requests: Iterable[LlmRequest], two_step_lookahead: bool = False
     ) -> int:
-        """Return an upper bound of the sum of `get_needed_blocks_one_step` over any requests."""
+        """Return an upper bound of the sum of `get_needed_blocks_one_step` over `requests`.
+
+        The requests may be in any state.
+        """
         return _UNKNOWN
 
 
@@ -49,7 +52,7 @@ def bulk_counts(kv_cache_manager: Any) -> BulkCounts:
 
 
 class _CountsInPart(BulkCounts):
-    """The bulk counts of a host's own manager; sums that it lacks are added up one by one."""
+    """The bulk counts of a host's own manager. A sum that it lacks is added up here."""
 
     def __init__(self, kv_cache_manager: Any) -> None:
         self._kv_cache_manager = kv_cache_manager

@@ -2,8 +2,10 @@
 
 The decisions are written to the requests, as `context_chunk_size` or `num_draft_tokens`. `room` is
 the number of tokens that the step has left. A chunk is a multiple of `unit` tokens, or all that
-remains of its context. `longest` is the most tokens of one context in the step. With `prefix`,
-reusable tokens make the beginning of a context free; otherwise they move the start of its chunk.
+remains of its context. `longest` is the most tokens of one context in the step. If `prefix` is
+True, a context's first chunk begins with its reusable tokens: `share_equally` does not charge them,
+and `serve_in_order` permits them in addition to `longest`. If `prefix` is False, the first chunk
+starts after the reusable tokens.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ from gptmanager.config import ContextChunkingPolicy
 from gptmanager.errors import ConfigError
 from gptmanager.request.llm_request import LlmRequest, RequestList
 
-UNLIMITED = 1 << 62  # in requests or tokens
+UNLIMITED = 1 << 62  # number of requests or tokens if there is no limit
 
 
 def share_equally(requests: RequestList, room: int, unit: int, longest: int, prefix: bool) -> None:
@@ -77,9 +79,10 @@ def share_units(requests: RequestList, room: int, unit: int) -> None:
 
 
 def trim_drafts(requests: RequestList, room: int, unit: int, longest: int, reserves: bool) -> None:
-    """Trim the drafts after each last chunk to the space in its last unit and to the limits.
+    """Trim the drafts after the last chunk of each context to the space that is left for them.
 
-    With `reserves`, all the space that the drafts could take is charged, not only the kept drafts.
+    The space is the rest of the chunk's last unit, limited by `longest` and `room`. With
+    `reserves`, the whole space is charged, not only the kept drafts.
     """
     if not any(request.num_draft_tokens for request in requests):
         return
@@ -96,9 +99,9 @@ def trim_drafts(requests: RequestList, room: int, unit: int, longest: int, reser
 
 
 def first_credit(request: LlmRequest) -> int:
-    """Return the reusable tokens of a context in its first chunk, 0 in a later one.
+    """Return the number of reusable tokens of a context in its first chunk, or 0 in a later chunk.
 
-    A context without a chunk size counts as in its first chunk.
+    A context without a chunk size counts as a context in its first chunk.
     """
     if not request.is_first_context_chunk:
         return 0
@@ -106,7 +109,7 @@ def first_credit(request: LlmRequest) -> int:
 
 
 def credit_of(request: LlmRequest) -> int:
-    """Return the reusable tokens of a context that has not started, 0 after it has started."""
+    """Return the number of reusable tokens of a context, or 0 if the context has started."""
     if request.context_current_position:
         return 0
     return min(request.estimated_reusable_tokens, request.prompt_len)

@@ -31,10 +31,12 @@ class WaitReason(str, Enum):
 class Wait:
     """Why a request waits. In most cases `needed` > `free` - `reserved`.
 
-    These three count blocks, tokens of a step, adapter pages or requests, depending on `reason`.
-    `running` requests that hold memory, and `starting` requests that hold none, were taken before
-    this request; `reserved` is kept for them. `behind` is the id of the request that it waits for.
-    With BEHIND, `cause` and the numbers describe that request's wait.
+    Depending on `reason`, these three numbers count blocks, tokens of a step, adapter pages or
+    requests. `running` and `starting` are the numbers of requests that the decision took first, and
+    for which it keeps `reserved`. Running requests hold memory already, starting ones do not. If
+    this request waits for another request, `behind` is the id of the other request. If `reason` is
+    BEHIND, `cause` is the reason why the other request waits, and all numbers are those of its
+    wait.
     """
 
     reason: WaitReason
@@ -104,10 +106,11 @@ class Waits(dict[int, Wait]):
 
 
 def traced(waits: Mapping[int, Wait]) -> dict[int, Wait]:
-    """Return the waits. A request that waits for a waiting request gets the cause of that wait.
+    """Return the waits, where a request behind a waiting request gets the cause of the other wait.
 
-    For example, a request that waits for the prefix of a waiting request is reported behind it. If
-    requests were paused for the waiting request, the cause is what it lacked before the pause.
+    For example, a request that waits for the prefix of a waiting request is reported behind the
+    waiting request. If the policy paused requests for the waiting request, the cause is what the
+    waiting request lacked before the pause.
     """
     found = dict(waits)
     for request_id, wait in waits.items():
@@ -125,7 +128,7 @@ def traced(waits: Mapping[int, Wait]) -> dict[int, Wait]:
 def reported_waits(policy: Any, *decision: Any) -> Mapping[int, Wait] | None:
     """Return what `policy.why_waiting` reports about a decision.
 
-    Return None if the policy has no such method, because a host's policy may be of any class.
+    A host's policy may be of any class. If it has no method `why_waiting`, return None.
     """
     report = getattr(policy, "why_waiting", None)
     return None if report is None else report(*decision)
@@ -148,12 +151,12 @@ def counted(taken: RequestList) -> tuple[int, int]:
 
 
 def lacking(reason: WaitReason, needed: int, free: int, left: int, taken: RequestList) -> Wait:
-    """Return the wait of a request that needs more of a resource than `taken` leave free."""
+    """Return the wait of a request that needs `needed` if `taken` leave only `left` of `free`."""
     return Wait(reason, needed, free, free - left, *counted(taken))
 
 
 def full(taken: RequestList, limit: int) -> Wait:
-    """Return the wait of requests for a place in the batch, which `taken` fill up to `limit`."""
+    """Return the wait for a place in the batch: the requests `taken` fill all `limit` places."""
     return lacking(WaitReason.BATCH_FULL, 1, limit, limit - len(taken), taken)
 
 

@@ -158,8 +158,10 @@ def _refuse_http(request: Request, error: Exception) -> Response:
 
 
 def _hint(request: Request) -> str:
-    """Return the end of a 404's message: the option that would enable the requested path, or a path
-    that was probably meant, or ''.
+    """Return a hint that ends the message of a 404, or '' if there is none.
+
+    The hint names the option that would enable the requested path, or a path that was probably
+    meant.
     """
     path, settings = request.url.path, request.app.state.settings
     option = _ASKED_FOR.get("/v2" if path.startswith("/v2/") else path)

@@ -15,7 +15,7 @@ from gptmanager.errors import (
     ManagerDeadError,
 )
 
-# Status of an error -> OpenAI's name of its kind, and its description for clients.
+# Status of an error -> OpenAI's name for this kind of error, and a description for clients.
 STATUSES = {
     400: ("invalid_request_error", "a field is wrong: `param` names it"),
     401: ("authentication_error", "the key is wrong or missing"),
@@ -36,7 +36,7 @@ STATUSES = {
     ),
     504: ("timeout_error", "the request took longer than its `deadline_s` or the server's limit"),
 }
-CONNECTION_STATUSES = (408, 431)  # the connection sends them, in OpenAI's format at every path
+CONNECTION_STATUSES = (408, 431)  # sent by the connection, in OpenAI's format at every path
 _STATUS_OF: tuple[tuple[type[BaseException], int], ...] = (
     (ManagerDeadError, 503),
     (queue.Full, 429),
@@ -47,14 +47,14 @@ _STATUS_OF: tuple[tuple[type[BaseException], int], ...] = (
     (TimeoutError, 504),
 )
 RETRY_AFTER_S = 1
-LONGEST = 1000  # characters of a message
+LONGEST = 1000  # characters of a message or `param` before it is cut
 
 
 class ApiError(Exception):
     """An error response with `status`.
 
-    `type`: OpenAI's name of the kind of error, by default the usual one of the status. `param`: the
-    wrong field. `code`: a machine-readable name or number. `headers`: further response headers.
+    `type`: OpenAI's name for the kind of error, by default from `STATUSES`. `param`: the name of
+    the wrong field. `code`: a machine-readable name or number. `headers`: further response headers.
     """
 
     def __init__(  # noqa: B042 - it is never pickled
@@ -84,9 +84,9 @@ class ApiError(Exception):
 
 
 def described_error(status: int, schema: str) -> dict[str, Any]:
-    """Return the response with `status` for the OpenAPI document.
+    """Return the description of the response with `status` for the OpenAPI document.
 
-    `schema`: the name of the body's schema. Errors that the connection sends always have "Error".
+    `schema`: the name of the body's schema. For `CONNECTION_STATUSES` the schema is always "Error".
     """
     name = "Error" if status in CONNECTION_STATUSES else schema
     content = {"application/json": {"schema": {"$ref": f"#/components/schemas/{name}"}}}
@@ -112,7 +112,7 @@ def anthropic_error(error: ApiError) -> dict[str, Any]:
 
 
 def _cut(text: str) -> str:
-    """Shorten a text that may quote a client's input, to bound the size of the answer."""
+    """Shorten a text that may quote a client's input, to limit the size of the response."""
     return text if len(text) <= LONGEST else f"{text[:LONGEST]}..."
 
 

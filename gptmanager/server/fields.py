@@ -1,4 +1,4 @@
-"""Fields of JSON bodies: one table both validates a body and describes it in the OpenAPI document.
+"""Fields of JSON bodies: a table that validates a body and describes it in the OpenAPI document.
 
 This module checks types and ranges only; the endpoints give values their meaning. A field with the
 value null counts as absent.
@@ -89,7 +89,7 @@ def bad_request(where: str, message: str, *, code: str | None = None) -> ApiErro
 
 
 def field_error(where: str, what: str) -> ApiError:
-    """Return the error (400) for the field `where`. The message is its name, a colon and `what`."""
+    """Return the error (400) for the field `where`. The message is `where`, a colon and `what`."""
     return bad_request(where, f"{where}: {what}")
 
 
@@ -133,7 +133,7 @@ class Number(NamedTuple):
 class Integer(NamedTuple):
     """An integer from `low` to `high`.
 
-    A float without a fraction, such as 5.0, is converted if it is less than 2**53.
+    A float without a fraction, such as 5.0, is converted if its magnitude is less than 2**53.
     """
 
     low: float = -math.inf
@@ -229,7 +229,7 @@ class ListOf(NamedTuple):
 
 
 class TokenIds(NamedTuple):
-    """A list of token ids. The items are not checked here: the endpoint first checks the length,
+    """A list of token ids. `read` does not check the items: the endpoint first checks the length,
     then calls `check_token_ids`.
     """
 
@@ -288,8 +288,8 @@ class Object(NamedTuple):
 
 
 class AsItIs(NamedTuple):
-    """Any JSON value. It is checked elsewhere or has no effect. `described`: the value's JSON
-    schema.
+    """Any JSON value, which is checked elsewhere or has no effect. `described`: its JSON schema for
+    the OpenAPI document.
     """
 
     described: Mapping[str, Any] | None = None
@@ -318,7 +318,7 @@ def check_token_ids(where: str, ids: Sequence[Any], vocab_size: int) -> None:
 
 
 def are_integers(values: Sequence[Any], low: float, high: float) -> bool:
-    """Return whether `values` are one or more integers from `low` to `high`; fast for millions."""
+    """Return whether `values` are one or more integers from `low` to `high`, fast for millions."""
     return set(map(type, values)) == {int} and low <= min(values) and max(values) <= high
 
 

@@ -16,7 +16,7 @@ from gptmanager.server.settings import ServerSettings
 
 
 def routes(engine: Engine, settings: ServerSettings) -> list[BaseRoute]:
-    """Return the routes of the checks, and /version.
+    """Return the routes of the health checks, and of /version.
 
     /health and /health/ready check that requests are accepted. /health/live checks that the loop
     runs and makes progress.

@@ -1,4 +1,4 @@
-"""/openapi.json: describes requests and answers, from the tables that also validate requests."""
+"""/openapi.json: describes requests, from the tables that also validate them, and answers."""
 
 from __future__ import annotations
 
@@ -22,17 +22,18 @@ from gptmanager.server.triton import described
 
 _TEXT = {"type": "string"}
 _COUNT = {"type": "integer", "minimum": 0}
-# Errors of the connection and of the guards, which precede every endpoint, and unexpected ones.
+# Statuses of every endpoint: errors of the connection, errors of the guards, which run before the
+# endpoint, and unexpected errors.
 _ERRORS_ANYWHERE = (400, 403, *CONNECTION_STATUSES, 429, 500)
 
 
 class Endpoint(NamedTuple):
-    """One endpoint of the document.
+    """One method of a path in the document.
 
-    `fields`: the fields of the request's body, or None if it has no body. `answer`: the properties
-    of the answer's JSON object, or the media type of the answer. `parameter`: the name in braces in
-    the path. `link`: an operation that uses values of this answer. `method`: by default POST if the
-    request has a body, otherwise GET.
+    `fields`: the fields of the request's body, or None if the request has no body. `answer`: the
+    properties of the answer's JSON object, or the media type of the answer. `parameter`: the name
+    in braces in the path. `link`: a link to an operation that uses values of this answer. `method`:
+    by default POST if the request has a body, otherwise GET.
     """
 
     path: str

@@ -1,4 +1,4 @@
-"""Simulated runs without a model: the real loop, a virtual clock, and a model of step costs."""
+"""Simulated runs of the real loop: a virtual clock, and estimated step costs for an LLM."""
 
 from typing import TYPE_CHECKING
 

@@ -1,4 +1,4 @@
-"""The figures of a simulated run. `Tally` counts them while it runs and returns `Figures`."""
+"""The figures of a simulated run. `Tally` counts during the run, and returns `Figures`."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from gptmanager.step import Schedule
 
 
 class Percentiles(NamedTuple):
-    """Percentiles over the finished requests; NaN if none of them has the value."""
+    """Percentiles of a time over the finished requests; NaN if no finished request has the time."""
 
     p50: float
     p99: float
 
 
 class KvUse(NamedTuple):
-    """The fraction of the KV cache blocks in use, from 0 to 1, over the iterations."""
+    """The mean and the peak, over all iterations, of the fraction of KV cache blocks in use."""
 
     mean: float
     peak: float
@@ -32,9 +32,10 @@ class KvUse(NamedTuple):
 class Figures:
     """Figures of a simulated run. Times are virtual seconds; latencies cover finished requests.
 
-    `ttft_s` is the time from arrival to first token, and `per_token_s` each request's mean time
-    between tokens. `recomputed_tokens` are context tokens of requests that had been paused.
-    `request_steps` is the number of rows in all schedules. `first_error` is the error of the first
+    `requests` is the number of requests that finished or failed. `ttft_s` is the time from arrival
+    to first token, and `per_token_s` each request's mean time between tokens. A batch is counted in
+    requests. `recomputed_tokens` is the number of context tokens of requests that had been paused.
+    `request_steps` is the sum of all iterations' batches. `first_error` is the error of the first
     request that failed, or "".
     """
 

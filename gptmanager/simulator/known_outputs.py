@@ -20,7 +20,10 @@ _NO_TOKEN = 2**31 - 1  # follows a known output: never an end_id or a part of a 
 
 
 class KnownOutputs:
-    """Returns the tokens of each step. `max_rows`: a number of rows that few steps exceed."""
+    """Returns the tokens of each step.
+
+    `max_rows`: the rows of an array that is allocated in advance. Few steps have more rows.
+    """
 
     def __init__(self, load: Load, max_rows: int) -> None:
         self._load = load
@@ -28,16 +31,16 @@ class KnownOutputs:
         self._outputs: dict[int, tuple[int, Sequence[int]]] = {}  # by id: prompt length, tokens
         # by id: whether the beams are sampled, and their candidates by position
         self._beams: dict[int, tuple[bool, Mapping[int, BeamCandidates]]] = {}
-        # whether any request had beams; a stopped one may still have rows in flight
+        # whether any request had beams; a stopped request may still have rows in flight
         self._has_beams = False
 
     def add(self, number: int, request: InferenceRequest) -> None:
-        """Add `request`, which has this number in the load."""
+        """Add a request. `number` identifies the request in the load."""
         request_id = request.request_id
         if request_id not in self._beams and not _BEAM_TENSORS.isdisjoint(request.tensors):
             known = self._load.beams(number)
             sampled = "beam_width" not in request.tensors
-            if known:  # sampled sequences have one candidate, the sampled token
+            if known:  # a sampled beam has a single candidate: the sampled token
                 sampled = len(next(iter(known.values())).tokens[0]) == 1
             self._beams[request_id] = sampled, known
             self._has_beams = True
@@ -68,7 +71,10 @@ class KnownOutputs:
         return np.array(tokens, dtype=np.int32).reshape(-1, 1), None
 
     def _accepted(self, schedule: Schedule) -> tuple[np.ndarray, np.ndarray]:
-        """Return tokens and counts. A draft is right if the output has the same token there."""
+        """Return the tokens of each row, and their number: the accepted drafts and one more token.
+
+        Draft tokens are accepted up to the first that differs from the known output.
+        """
         drafts = {draft.slot: draft.tokens for draft in schedule.drafts}
         rows = schedule.sampling_rows
         tokens = np.full((len(rows), 1 + max(map(len, drafts.values()))), _NO_TOKEN, np.int32)

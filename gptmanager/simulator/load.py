@@ -23,11 +23,11 @@ from gptmanager.step import BeamCandidates, Schedule, StepResult
 logger = logging.getLogger("gptmanager")
 
 # A simulation of a recorded load may take this many times the request-steps (see `request_steps`)
-# of the recorded run, and _SPARE_STEPS more. It can take more than the recorded run did because of
-# unfinished requests, another policy or a smaller batch.
+# of the recorded run, and _SPARE_STEPS more. The simulation can take more request-steps than the
+# recorded run because of unfinished requests, another policy or a smaller batch.
 _MAX_STEPS_RATIO = 64
 _SPARE_STEPS = 1 << 20
-ITERATION_STEPS = 32  # request-steps that each iteration adds to the steps of its schedule
+ITERATION_STEPS = 32  # request-steps added for each iteration to those of its schedule
 
 VOCAB_SIZE = 2**31 - 1  # large enough for a different first token in every prompt
 
@@ -39,8 +39,8 @@ class Load(Protocol):
     """Requests by number, in the order of their arrival.
 
     `arrivals` float64 `[n]` are ascending, in seconds since the start, or, with `by_iterations`, in
-    iterations of the loop. The times of other events are in this unit, too: `stops` of requests,
-    `clears` of the KV cache, and `forgets`, which drop the adapter with a `lora_task_id`.
+    iterations of the loop. The times of other events are in the same unit: `stops` of requests,
+    `clears` of the KV cache, and `forgets`: (time, `lora_task_id`) of each dropped adapter.
     """
 
     arrivals: np.ndarray
@@ -66,8 +66,8 @@ class Load(Protocol):
 class SyntheticLoad:
     """Requests with random lengths, uniform in the given ranges, both ends included.
 
-    They arrive at `rate` per second (Poisson), or all at once if it is None. Every request runs to
-    its `max_new_tokens`. All prompts have different first tokens.
+    Requests arrive at `rate` per second (Poisson), or all at once if `rate` is None. Every request
+    runs to its `max_new_tokens`. All prompts have different first tokens.
     """
 
     num_requests: int
@@ -112,15 +112,16 @@ class SyntheticLoad:
 class HostQueue:
     """The times when recorded requests arrived in their host's queue, as far as they are known.
 
-    `arrivals` has the seconds since the start for each request, in the order in which Get returned
-    them. `num_held` requests arrived before the Get that returned them, and `longest_s` is the
-    longest of their waits.
+    `arrivals` has the time of each request's arrival in seconds since the start, in the order in
+    which Get, the host's callback, returned the requests. `num_held` is the number of requests
+    that arrived before the Get that returned them, and `longest_s` is the longest of their waits.
 
     Get is never asked for more requests than the loop can accept, so a request may have waited in
     the host's queue. If the previous Get returned fewer requests than it was asked for, the queue
-    was empty after it, and the request arrived when its own Get returned it. If the previous Get
-    was full (returned all that it was asked for), the request may have waited. Then its arrival is
-    the time of the first of the consecutive full Gets, because before it the queue was empty.
+    was empty after that Get, and the request is assumed to arrive when its own Get returned it. If
+    the previous Get was full (returned as many requests as it was asked for), the request may have
+    waited. Then it is assumed to arrive at the first of these consecutive full Gets, because the
+    queue was empty before that Get.
     """
 
     arrivals: tuple[float, ...]
@@ -133,15 +134,15 @@ def host_queue(recording: Recording) -> HostQueue:
     max_active = recording.header.blueprint.max_active  # None means no limit, so no Get is full
     first = recording.iterations[0].intake.now
     arrivals: list[float] = []
-    # if the last Get was full, the time when this run of full Gets began, otherwise None
+    # if the last Get was full, the time of the first of these consecutive full Gets; otherwise None
     full_since: float | None = None
     num_held, longest_s, num_unknown = 0, 0.0, 0
     for iteration in recording.iterations:
         now = iteration.intake.now - first
         if full_since is not None and not iteration.num_active and iteration.idle_turns != 0:
             num_unknown += iteration.idle_turns is None
-            # The loop was idle in between. Get was called and returned nothing, so the queue was
-            # empty. Older recordings do not have this call; it is assumed.
+            # The loop was idle before this iteration. Get was called and returned nothing, so the
+            # queue was empty. Older recordings do not contain this call; it is assumed.
             full_since = None
         since = now if full_since is None else full_since
         arrivals += [since] * len(iteration.intake.requests)
@@ -160,9 +161,9 @@ def host_queue(recording: Recording) -> HostQueue:
 
 
 def _is_full(iteration: Iteration, max_active: int | None) -> bool:
-    """Return whether Get returned all requests that it was asked for.
+    """Return whether Get returned as many requests as it was asked for.
 
-    The result is also True if the loop could accept none, so that Get was not called.
+    Return True also if the loop could accept no request, so that Get was not called.
     """
     return (
         max_active is not None
@@ -176,11 +177,11 @@ class RecordedLoad:
     A policy never changes a request's tokens, so a request that ended early in the recording ends
     early here. `arrivals` says when a request arrives: "time" when it arrived at its host (see
     `HostQueue`), "iterations" in the iteration in which Get returned it, "at_once" at the start.
-    Stop signals, clearing of the KV cache and dropped adapters keep their times, but with
-    "at_once" they are left out. Errors of the recorded host's calls are always left out. `queue`
-    has the arrivals in the host's queue; it is None unless `arrivals` is "time". A simulation that
-    takes more than `max_request_steps`, which is far more than the recorded run took, is given up.
-    `name` is the name of the recording.
+    Stop signals, clears of the KV cache and dropped adapters keep their times; with "at_once" they
+    are left out. Errors of the recorded host's calls are always left out. `queue` has the arrivals
+    in the host's queue; it is None unless `arrivals` is "time". A simulation that takes more than
+    `max_request_steps`, which is far more than the recorded run took, is given up. `name` is the
+    name of the recording.
 
     Raise ConfigError for other `arrivals`. Raise RecordingError for a recording without iterations,
     and for a black box (the last iterations before a failure), because it lacks the beginnings of

@@ -1,4 +1,4 @@
-"""Runs `gptmanager simulate`: simulates a load under each policy and prints the figures."""
+"""Run `gptmanager simulate`: simulate a load under each scheduling policy, print the figures."""
 
 from __future__ import annotations
 
@@ -69,14 +69,17 @@ def main(options: argparse.Namespace) -> int:
 
 
 def _record_path(record: Path | None, name: str) -> Path | None:
-    """Return the file for one column's recording: `record` with the column's name added to it."""
+    """Return the file for the recording of column `name`: `record` with the name added to its stem.
+
+    For "module:class", only the part after the last colon is added.
+    """
     if record is None:
         return None
     return record.with_name(f"{record.stem}.{name.rpartition(':')[2]}{record.suffix}")
 
 
 def _progress_of(bars: ProgressBars, name: str, total: int) -> Callable[[int], None]:
-    """Return a callback that is passed the number of requests that ended since its last call."""
+    """Return a function to call with the number of requests that ended since the last call."""
     ended = 0
 
     def update(more: int) -> None:
@@ -102,7 +105,7 @@ def _recorded(options: argparse.Namespace, recording: Recording) -> RecordedLoad
 
 
 def _given(options: argparse.Namespace) -> dict[str, Any]:
-    """Return the options that describe a synthetic load."""
+    """Return the given options that describe a synthetic load, by field of `SyntheticLoad`."""
     given = {name: getattr(options, name) for name in _SYNTHETIC}
     return {name: value for name, value in given.items() if value is not None}
 
@@ -114,7 +117,7 @@ def _simulate_one(
     path: Path | None,
     on_progress: Callable[[int], object],
 ) -> Figures:
-    """Simulate one policy. Record the run to `path` if it is not None."""
+    """Simulate one column of the report. If `path` is not None, record the run to `path`."""
     recorder = None if path is None else Recorder(path)
     where: AbstractContextManager[None] = nullcontext()
     if isinstance(load, RecordedLoad) and blueprint.scheduler.create_scheduler is None:

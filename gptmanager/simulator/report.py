@@ -20,12 +20,12 @@ from gptmanager.terminal.tables import table as table_of
 class Comparison:
     """Figures of several policies on one load.
 
-    `wall_s` is the number of real seconds that the simulation took. `recording` and `queue` belong
-    to a recorded load, and are None for others; `queue` is also None unless requests arrive as in
-    the host's queue.
+    `wall_s` is the number of real seconds that the simulation took. If the load is not a recorded
+    load, `recording` and `queue` are None. `queue` is also None unless the requests arrive at the
+    times when they arrived in the host's queue.
     """
 
-    figures: Mapping[str, Figures]  # by the name of its column
+    figures: Mapping[str, Figures]  # by column name in the table
     cost: CostModel
     wall_s: float
     recording: Recording | None
@@ -43,7 +43,7 @@ class Comparison:
         }
 
     def parts(self) -> Iterator[Piece]:
-        """Yield the comparison for a person to read."""
+        """Yield the comparison as tables and lines of text."""
         yield figures_table(self.figures)
         for name, it in self.figures.items():
             if it.failed:

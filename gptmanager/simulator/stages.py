@@ -8,7 +8,7 @@ from gptmanager.step import Schedule
 
 
 class Work(NamedTuple):
-    """A step on one stage, in virtual seconds."""
+    """The run of a step on one stage, from `begin` to `end` in virtual seconds."""
 
     stage: int
     iteration: int
@@ -18,10 +18,10 @@ class Work(NamedTuple):
 
 
 class Stages:
-    """Pipeline stages with equal parts of the layers; each runs one step at a time, in order.
+    """Pipeline stages with equal parts of the layers. Each stage runs one step at a time, in order.
 
-    A step takes `transfer` seconds from one stage to the next. The steps that ran are appended to
-    the list `work`.
+    The transfer of a step from one stage to the next takes `transfer` seconds. If `work` is a list,
+    each run of a step on a stage is appended to the list.
     """
 
     def __init__(self, count: int, transfer: float, work: list[Work] | None = None) -> None:
@@ -30,7 +30,10 @@ class Stages:
         self._transfer = transfer
 
     def run(self, schedule: Schedule, now: float, seconds: float) -> float:
-        """Return when the last stage finishes a step that takes `seconds` on a single stage."""
+        """Run a step that is ready at `now`, and return when the last stage finishes it.
+
+        `seconds`: the time of the step on a single stage with all layers.
+        """
         own = seconds / len(self._free_at)
         for stage, free_at in enumerate(self._free_at):
             begin = max(now + self._transfer if stage else now, free_at)

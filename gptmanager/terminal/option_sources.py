@@ -1,7 +1,8 @@
 """Values of a command's options from environment variables and from a TOML file.
 
-The variable PREFIX_NAME_OF_IT and the key `name-of-it` (or `name_of_it`) of the file set the option
-`--name-of-it`. The parser's own types and choices check the values.
+For example, the variable PREFIX_MAX_BATCH_SIZE and the file's key `max-batch-size` (or
+`max_batch_size`) set the option `--max-batch-size`. The parser's own types and choices check the
+values.
 """
 
 from __future__ import annotations
@@ -38,9 +39,9 @@ class Repeated(argparse.Action):
 class FoundOptions:
     """Option values that are not from the command line.
 
-    `values` maps the `dest` of an option to its value, `origins` to a description of where the
-    value is from. `unknown` lists the variables that have the prefix, but not the name of an
-    option.
+    `values` maps the `dest` of an option to its value, and `origins` maps the `dest` to a
+    description of where the value is from. `unknown` lists the environment variables that have the
+    prefix, but not the name of an option.
     """
 
     values: dict[str, Any] = field(default_factory=dict)
@@ -59,8 +60,9 @@ class FoundOptions:
 def find_options(
     actions: Iterable[argparse.Action], file: str | None, prefix: str, variables: Mapping[str, str]
 ) -> FoundOptions:
-    """Return the options of `file` and of `variables`, which have precedence over the file.
+    """Return the options that `file` or `variables` set. A variable overrides the file.
 
+    If `file` is None, the variable PREFIX_CONFIG may have the path of a file.
     Raise ConfigError for a wrong value, and for a key of the file that is not an option.
     """
     by_name = {it.option_strings[0].lstrip("-"): it for it in actions if it.option_strings}
@@ -87,7 +89,7 @@ def find_options(
 
 
 def with_origin(error: ConfigError, origins: Mapping[str, str]) -> ConfigError:
-    """Return `error`, with the origins of the options that it names added to its message."""
+    """Return `error`, extended by the origins of the options that its message names."""
     text = str(error)
     named = [
         origin

@@ -15,10 +15,10 @@ from gptmanager.terminal.printable import printable_lines
 class Parser(argparse.ArgumentParser):
     """A parser with printable errors: control characters in quoted arguments are replaced.
 
-    Unless `variables` is empty, options can also be set by environment variables with this prefix,
-    and by a file that the option `--config` names. The command line has precedence, then the
-    environment, then the file. The parsed options have the `origins` and `unknown_variables` that
-    `find_options` returns.
+    If `variables` is not empty, options can also be set by environment variables with the prefix
+    `variables`, and by a file that the option `--config` names. The command line has precedence,
+    then the environment, then the file. The parsed options then also have `origins` and
+    `unknown_variables`: the fields `origins` and `unknown` of `FoundOptions`.
     """
 
     def __init__(self, *arguments: Any, variables: str = "", **by_name: Any) -> None:
@@ -37,13 +37,13 @@ class Parser(argparse.ArgumentParser):
         return super().parse_known_args(args, namespace)
 
     def _set_defaults(self, arguments: Sequence[str]) -> None:
-        """Set the defaults of options from the environment and from the file."""
+        """Set the defaults of options from the environment and from the file of `--config`."""
         config = argparse.ArgumentParser(add_help=False, exit_on_error=False)
         config.add_argument(f"--{CONFIG}")
         try:
             file = config.parse_known_args(arguments)[0].config
             found = find_options(self._actions, file, self._variables, os.environ)
-        except argparse.ArgumentError:  # --config without a file; parse_known_args reports it
+        except argparse.ArgumentError:  # no file after --config: argparse reports this later
             return
         except ConfigError as error:
             self.error(str(error))

@@ -162,8 +162,8 @@ class ContractChecker:
     def check(self, manager: GptManager | None = None) -> None:
         """Raise ContractViolation with all violations, if there are any.
 
-        Call this when the manager is idle or has ended. If `manager` is passed, its KV cache blocks
-        are audited, too.
+        Call this method when the manager is idle or has ended. If `manager` is passed, its KV cache
+        blocks and adapter pages are audited, too.
         """
         violations = [f"{text} ({times} times)" if times > 1 else text
                       for text, times in self._complaints.items()]  # fmt: skip
@@ -199,7 +199,7 @@ class ContractChecker:
             self._watch(name, begin)
 
     def _finished(self, name: str, answer: Any) -> Any:
-        """Return the answer; raise UnfinishedAnswer if it must be awaited, as a manager would."""
+        """Return the answer. Raise UnfinishedAnswer if a manager would refuse it as unfinished."""
         try:
             check_answer(name, answer, may_yield=name != "SendResponse")
         except UnfinishedAnswer as error:
@@ -321,7 +321,7 @@ def _wrong_log_probs(
 ) -> Iterator[str]:
     """Yield what is wrong with the top log probabilities of a response that has `length` tokens.
 
-    If there are several beams, `length` is the longest beam's.
+    If there are several beams, `length` is the length of the longest beam.
     """
     count = _number(request, "num_top_log_probs", 0)
     rows = tensors["sequence_length"].shape[1]
@@ -339,7 +339,10 @@ def _wrong_log_probs(
 
 
 def _copied(value: Any) -> Any:
-    """Return a copy of `value` to compare with: a tensor's dtype, shape and (unless meta) bytes."""
+    """Return a copy of `value` for comparisons. For a tensor or array: dtype, shape and bytes.
+
+    For a tensor on the meta device, which has no bytes, the copy has None instead of them.
+    """
     if isinstance(value, Tensor):
         if value.layout is not torch.strided:
             return value  # managers refuse sparse and other unusual layouts
@@ -355,7 +358,7 @@ def _copied(value: Any) -> Any:
 
 
 def _once_each(shape: Sequence[int], strides: Sequence[int]) -> tuple[slice, ...]:
-    """Return an index that selects only one of the repeated elements of an expanded tensor.
+    """Return an index that selects each repeated element of an expanded tensor only once.
 
     An expanded tensor may repeat an element so often that a full copy would not fit into memory.
     """

@@ -29,7 +29,8 @@ from gptmanager.testing.scripted_executor import ScriptedExecutor
 CreateScheduler = Callable[..., Any]
 
 MAX_IDLE = 8  # iterations in a row in which no request runs and nothing is in flight
-# A request must end within this many times the iterations that all requests take one by one.
+# A request may take this many times the iterations that all requests take one after the other, and
+# 4 * MAX_IDLE more.
 PATIENCE = 4
 
 
@@ -37,8 +38,9 @@ PATIENCE = 4
 class Outcome:
     """The result of a scenario.
 
-    `complaints` are broken rules, and `decisions` answers of the scheduler, each with its
-    iteration. `chunks` is the number of chunks that did not end their context.
+    `complaints` holds the broken rules, and `decisions` the answers of the scheduler, each with the
+    number of its iteration. `chunks` counts the context chunks that were not the last of their
+    context.
     """
 
     complaints: list[tuple[int, Complaint]] = field(default_factory=list)
@@ -173,7 +175,7 @@ class _Run:
         self._check_patience()
 
     def check_end(self) -> None:
-        """Check, with no active request, that all blocks are free and all outputs are right."""
+        """Check, after all requests have ended, that all blocks are free and outputs are right."""
         try:
             self.host.checker.check()
         except ContractViolation as violation:
@@ -194,7 +196,8 @@ class _Run:
         generated = output if request.is_streaming else output[len(request.prompt) :]
         expected = request.output()
         if int(final.tensors["finish_reasons"]) == FinishReason.CANCELLED:
-            # these tokens may include some that an end_id or a stop word would have cut off later
+            # The output of a stopped request may include tokens that an end_id or a stop word
+            # would have cut off later.
             uncut = replace(request, end_id=None, stop_word=())
             expected = uncut.output()[: len(generated)]
         if generated != expected:

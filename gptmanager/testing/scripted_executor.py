@@ -1,7 +1,7 @@
 """`ScriptedExecutor` runs steps without a model: a function of the history returns the tokens.
 
-It refuses a schedule that no executor could run, and checks that each position of the KV cache that
-a row reads was computed from that row's own tokens.
+The executor refuses a schedule that no executor could run. It also checks each position of the KV
+cache that a row reads: its value must have been computed from the tokens of the row's sequence.
 """
 
 from __future__ import annotations
@@ -21,10 +21,13 @@ _NOTHING = 0  # the value of a position that was never written
 
 @dataclass(slots=True)
 class _Sequence:
-    """A running sequence. `expected`: the value of each position in the KV cache."""
+    """A running sequence, or a beam of it.
+
+    `expected[position]` is the value that the KV cache must hold at a position.
+    """
 
     tokens: list[int]
-    num_computed: int | None = None  # set by its first row
+    num_computed: int | None = None  # tokens in the KV cache; None before the first row
     block_ids: list[int] = field(default_factory=list)
     expected: list[int] = field(default_factory=list)
 
@@ -38,7 +41,8 @@ class _Sequence:
     def accept(self, next_token: NextToken, num_drafts: int) -> list[int]:
         """Append the next tokens and return them.
 
-        `tokens` ends with `num_drafts` drafts. The drafts before the first wrong one are accepted.
+        `tokens` ends with `num_drafts` drafts. The drafts before the first wrong draft are
+        accepted.
         """
         drafts = self.tokens[len(self.tokens) - num_drafts :]
         del self.tokens[len(self.tokens) - num_drafts :]
@@ -51,15 +55,15 @@ class _Sequence:
         return found
 
     def rewind(self, tokens_per_block: int) -> None:
-        """Drop the values computed for wrong drafts, and the blocks that held nothing else."""
+        """Drop the values of wrong drafts, and the blocks that hold no other values."""
         self.num_computed = len(self.tokens) - 1
         del self.expected[self.num_computed :]
         del self.block_ids[-(-self.num_computed // tokens_per_block) :]
 
     def fork(self, token: int, *, same: bool) -> _Sequence:
-        """Return a beam that continues this one with `token`.
+        """Return a new beam that continues this beam with `token`.
 
-        `same`: the new beam has the same index as this one, and so keeps its blocks.
+        If `same`, the new beam has the same index as this beam, and so keeps its blocks.
         """
         block_ids = self.block_ids if same else []
         return _Sequence([*self.tokens, token], self.num_computed, block_ids, self.expected.copy())
@@ -67,7 +71,11 @@ class _Sequence:
 
 @dataclass(slots=True)
 class ScriptedStep:
-    """A step that has run, with the new tokens of each row and the candidates of its beams."""
+    """A step that has run.
+
+    `tokens` has the new tokens of each row that samples, and `beams` the candidates of each row
+    with several beams. `ScriptedExecutor.sample` sets both.
+    """
 
     schedule: Schedule
     tokens: list[list[int]] = field(default_factory=list)
@@ -77,10 +85,10 @@ class ScriptedStep:
 class ScriptedExecutor:
     """An `Executor` that takes its tokens from a function of the history.
 
-    It raises ValueError for a schedule that an executor could not run, because a position does not
-    continue its sequence or has no block, or because a token is not known yet. It tracks the
-    content of each block, and raises ValueError for a row that would read the values of other
-    tokens. Shared or copied blocks must have exactly the content that the sequence would have
+    `forward` raises ValueError for a schedule that no executor could run: a position does not
+    continue its sequence, a position has no block, or a token is not known yet. `forward` also
+    tracks the content of each block, and raises ValueError for a row that would read the values of
+    other tokens. Shared or copied blocks must have exactly the content that the sequence would have
     computed. The candidates of a beam are the scripted token and the next higher token ids.
     """
 
@@ -190,7 +198,8 @@ class ScriptedExecutor:
 def candidates(tokens: Sequence[int], count: int) -> BeamCandidates:
     """Return `count` candidates of each beam, the most probable first.
 
-    They are the beam's scripted token and the next higher token ids.
+    `tokens` has the scripted token of each beam. The candidates of a beam are its scripted token
+    and the next higher token ids.
     """
     return BeamCandidates(
         tuple(tuple(range(token, token + count)) for token in tokens),

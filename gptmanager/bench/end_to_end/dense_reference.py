@@ -1,7 +1,7 @@
 """A Llama in plain torch, without a KV cache: the reference for a manager's logits.
 
-Linear layers are in the dtype of the weights; norms, RoPE and attention are in float32. Supports
-Llama without biases and with unscaled RoPE, one sequence at a time.
+Linear layers are in the dtype of the weights; norms, RoPE and attention are in float32. The
+reference runs one sequence at a time. Llama with biases or RoPE scaling is not supported.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from gptmanager.bench.engine import Session
 from gptmanager.bench.kernels.cases import largest_error
 from gptmanager.bench.load import Request
 
-# as a share of the largest logit of a position, by the dtype of the layers
+# allowed error of logits, as a share of a position's largest absolute logit, by the weights' dtype
 _TOLERANCE = {torch.float32: 1e-3, torch.float16: 0.02, torch.bfloat16: 0.1}
 
 
 def unsupported_reason(config: Mapping[str, Any]) -> str:
-    """Return why this reference does not support a config; "" if it does."""
+    """Return why the reference does not support a config; "" if the config is supported."""
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     kind = rope.get("rope_type", rope.get("type", "default"))
     if config.get("model_type") != "llama" or kind != "default":
@@ -36,7 +36,10 @@ def unsupported_reason(config: Mapping[str, Any]) -> str:
 def dense_logits(
     config: Mapping[str, Any], weights: Mapping[str, Tensor], tokens: Sequence[int]
 ) -> Tensor:
-    """Return float32 logits `[T, vocab]` of one sequence; weights by Hugging Face's names."""
+    """Return the float32 logits `[T, vocab]` of one sequence of T tokens.
+
+    `weights` maps Hugging Face's tensor names to tensors.
+    """
     eps = config.get("rms_norm_eps", 1e-6)
     x = weights["model.embed_tokens.weight"][
         torch.tensor(tokens).to(weights["model.norm.weight"].device)
@@ -61,7 +64,7 @@ def compare_logits(
 ) -> dict[str, Any]:
     """Compare a manager's logits with the reference's, token by token.
 
-    Logits decide whether the result is correct. The share of equal tokens is only reported, because
+    The manager is correct if its logits are. The number of equal tokens is only reported, because
     rounding may decide between tokens with nearly equal logits.
     """
     worst, same, total = 0.0, 0, 0

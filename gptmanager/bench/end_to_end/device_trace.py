@@ -1,4 +1,4 @@
-"""Traces the kernels that run on a GPU with torch's profiler, and measures how busy the GPU is."""
+"""Traces the kernels of a GPU with torch's profiler, and measures how busy the GPU is."""
 
 from __future__ import annotations
 
@@ -43,9 +43,10 @@ def trace_device(seconds: float) -> list[DeviceEvent]:
 
 
 def split(events: Sequence[DeviceEvent]) -> dict[str, float]:
-    """Return the times of "attention", "gemm" and the "rest", as shares of the traced time.
+    """Return the times of "attention", "gemm" and the "rest", as shares of the whole time.
 
-    Kernels are assigned by their names. The times of kernels that run in parallel are added up.
+    The whole time is from the begin of the first event to the end of the last. The name of an event
+    decides to which kind its time is added. Parallel events are each counted in full.
     """
     shares = dict.fromkeys((*_KINDS, "rest"), 0.0)
     total = max(it.end for it in events) - min(it.begin for it in events)

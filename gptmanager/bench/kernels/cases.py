@@ -1,7 +1,7 @@
 """`Case`: a case of the kernel benchmark, with its minimal work, contenders and goals.
 
 This module is independent of kernels. Preparing a case on a `Rig` creates several sets of inputs,
-which together are larger than the cache. A contender is a function that runs on one of the sets.
+which together usually exceed the L2 cache. A contender is a function that runs on one of the sets.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from gptmanager.cuda.device.launch import Launcher
 from gptmanager.kernels.recurrent.delta_formulas import DeltaShape
 
 OURS = "gptmanager"
-Contender = Callable[[int], Tensor]  # number of the set -> result
+Contender = Callable[[int], Tensor]  # index of the set of inputs -> result
 _MAX_SETS = 64
 
 
 @dataclass(frozen=True, eq=False)
 class Planned:
-    """A contender with a plan that the host makes once per step. The plan is timed separately."""
+    """A contender with a plan that the host makes once per step. Planning is timed separately."""
 
     run: Contender
     plan: Callable[[], object]
@@ -36,11 +36,11 @@ class Planned:
 
 
 class Absent(Exception):
-    """A peer, or the device, cannot run a case. The message is the reason: "not installed"."""
+    """A peer, or the device, cannot run a case. The message is the reason."""
 
 
 class Decoder(NamedTuple):
-    """The sizes of a Llama's matrices; heads times head dimension is `hidden`."""
+    """The sizes of the matrices of a Llama with as many query columns as hidden columns."""
 
     name: str
     hidden: int
@@ -58,8 +58,8 @@ class Adapters(NamedTuple):
 
 
 class Mixture(NamedTuple):
-    """A layer's experts: the model's width, the experts' width and number, how many a token
-    chooses, and the numbers of tokens that are timed.
+    """A layer's experts: the model's width, the width and the number of the experts, the number of
+    experts that a token chooses, and the numbers of tokens that are timed.
     """
 
     hidden: int = 2048
@@ -70,7 +70,7 @@ class Mixture(NamedTuple):
 
 
 class OtherLayers(NamedTuple):
-    """The sizes of layers that a Llama lacks: experts, and a gated delta rule."""
+    """The sizes of layers that Llamas do not have: experts, and a gated delta rule."""
 
     mixture: Mixture = Mixture()
     delta: DeltaShape = DeltaShape(16, 32, 128, 128, 4)
@@ -80,8 +80,9 @@ class OtherLayers(NamedTuple):
 class Sizes:
     """The sizes of all cases.
 
-    The defaults are for Llama-3.1-8B on a large GPU, and for matmuls also for Qwen2.5-0.5B, for
-    experts for Qwen3-30B-A3B, and for the delta rule for Qwen3-Next. `adapters` has its own width.
+    The defaults are the sizes of Llama-3.1-8B, with batches for a large GPU. Matmuls also run with
+    the sizes of Qwen2.5-0.5B. Experts have the sizes of Qwen3-30B-A3B, and the delta rule has the
+    sizes of Qwen3-Next. The model's width for LoRA is `adapters.hidden`.
     """
 
     dtype: torch.dtype = torch.bfloat16
@@ -91,8 +92,8 @@ class Sizes:
     hidden: int = 4096
     ffn: int = 14336
     vocab_size: int = 128256
-    rows: int = 256  # sequences of a large generation step
-    tokens: int = 8192  # tokens of a large context step
+    rows: int = 256  # the number of sequences in a large generation step
+    tokens: int = 8192  # the number of tokens in a large context step
     batch: int = 32
     context: int = 4096
     chunk: int = 512
@@ -104,7 +105,7 @@ class Sizes:
         Decoder("0.5B", 896, 1152, 4864, 151936),
         Decoder("8B", 4096, 6144, 14336, 128256),
     )
-    matmul_rows: tuple[int, ...] = (1, 4, 16, 64, 256)  # rows of generation steps
+    matmul_rows: tuple[int, ...] = (1, 4, 16, 64, 256)  # rows of x in matmuls of generation steps
     adapters: Adapters = Adapters()
     others: OtherLayers = OtherLayers()
 
@@ -113,8 +114,8 @@ class Sizes:
 class Rig:
     """The device, launcher and sizes that cases run with.
 
-    `cache_bytes` is the size of the device's cache. It determines how many sets of inputs a case
-    has, so that no call finds its inputs in the cache.
+    `cache_bytes` is the size of the device's L2 cache; 0 means one set of inputs per case. It
+    determines how many sets a case has, so that calls do not find their inputs in the cache.
     """
 
     device: torch.device
@@ -124,9 +125,9 @@ class Rig:
     free_bytes: Callable[[], int] | None = None  # returns the free memory of the device
 
     def num_sets(self, set_bytes: int) -> int:
-        """Return the number of input sets that successive calls alternate between.
+        """Return the number of input sets of a case; successive calls use the next set.
 
-        `set_bytes`: the bytes that a call accesses.
+        `set_bytes`: the number of bytes that a call accesses.
         """
         if self.cache_bytes == 0:
             return 1
@@ -140,25 +141,23 @@ class Rig:
     def sets(
         self, set_bytes: int, *shape: int, dtype: torch.dtype | None = None, scale: float = 1.0
     ) -> list[Tensor]:
-        """Return sets of random numbers like `randn`, enough of them for calls that each access
-        `set_bytes`.
-        """
+        """Return `num_sets(set_bytes)` tensors of random numbers, each as from `randn`."""
         count = self.num_sets(set_bytes)
         return [self.randn(*shape, dtype=dtype, scale=scale) for _ in range(count)]
 
     def records(self, records: Sequence[Any], dtype: np.dtype[Any]) -> Tensor:
-        """Return the records on the device, one row of bytes each."""
+        """Return `records` on the device: row i has the bytes of record i as `dtype`."""
         table = np.array(records, dtype=dtype).view(np.uint8).reshape(len(records), -1)
         return torch.from_numpy(table).to(self.device)
 
     def ints(self, values: object) -> Tensor:
-        """Return the values on the device, as int32."""
+        """Return `values` on the device, as int32."""
         return torch.as_tensor(values, dtype=torch.int32).to(self.device)
 
 
 @dataclass(frozen=True, slots=True)
 class Goal:
-    """A goal relative to a rate or time of the same run, so that it applies to any GPU.
+    """A goal relative to a rate or time measured in the same run, so that it applies to any GPU.
 
     "copy": at least `value` times the bandwidth of a copy. "matmul": at least `value` times the
     rate of a large matmul. "times": at most `value` times the time of the case `of`. "peer": at
@@ -182,8 +181,8 @@ class Goal:
     def is_met(self, case: Case, spread: Spread, ceilings: Ceilings, other_s: float | None) -> bool:
         """Return whether the median of `spread` meets the goal.
 
-        `other_s`: the median of the case or peer `of`. If it is None, a goal relative to that case
-        or peer is not met.
+        `other_s`: the median time, in seconds, of the case or peer `of`. If `other_s` is None, a
+        goal relative to a case or peer is not met.
         """
         if self.kind == "copy":
             return case.num_bytes / spread.median >= self.value * ceilings.copy_bytes_per_s
@@ -199,7 +198,7 @@ class Prepared:
     """A case with its inputs. A contender that writes to its inputs has its own copy of them.
 
     `error` rates a result for set 0: 0 is exact, more than `tolerance` is wrong. `peers`: name -> a
-    function that creates the contender; a peer for which it raises does not take part.
+    function that creates the peer's contender. If it raises an exception, the peer does not run.
     """
 
     num_sets: int
@@ -223,8 +222,8 @@ class Case:
 
 
 def largest_error(expected: Tensor) -> Callable[[Tensor], float]:
-    """Return a function that rates a result: the largest difference in any row, divided by the
-    largest absolute value of that row.
+    """Return a function that rates a result by its worst row: the row's largest difference from
+    `expected`, divided by the row's largest absolute value in `expected`.
     """
     rows = expected.flatten(1).float()
     scale = rows.abs().amax(1).clamp_min(1e-20)

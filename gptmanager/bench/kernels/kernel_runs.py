@@ -1,7 +1,7 @@
-"""Runs a kernel case: checks the results of our kernel and the peers, times them in alternation.
+"""Runs a kernel case: checks the results of our kernel and its peers, and times all.
 
-This module decides how the report shows skipped cases, and contenders that fail, are wrong or are
-absent. It does not depend on any kernel.
+This module also decides how the report shows skipped cases, and contenders that fail, are wrong or
+are absent. It does not depend on any kernel.
 """
 
 from __future__ import annotations
@@ -25,8 +25,9 @@ Status = Literal["ok", "wrong", "failed", "absent", "skipped"]
 class Entry:
     """The result of one contender in one case. `note`: the reason for a missing or wrong result.
 
-    `first_use_s` is the time to its first result, including compilation; `plan_s` is the host's
-    time for the plan of one step. Neither is part of `spread`.
+    `error` rates the first result, see `Prepared`. `first_use_s` is the time to the first result,
+    including compilation. `plan_s` is the time in which the host makes the plan of one step, for a
+    `Planned` contender. `spread`, the times of one call, includes neither.
     """
 
     status: Status
@@ -39,7 +40,7 @@ class Entry:
 
     @property
     def correct_s(self) -> float | None:
-        """The median of a correct contender, else None."""
+        """The median time of a call in seconds; None if the result is wrong or missing."""
         return self.spread.median if self.spread and self.status == "ok" else None
 
 
@@ -72,7 +73,7 @@ def run_case(
 ) -> CaseResult:
     """Run a case, or skip it if the device cannot run it, or if time or memory do not suffice.
 
-    `peers`: prefixes of the names of peers that take part; None for all.
+    `peers`: only peers with names that begin with one of these texts take part; None for all.
     """
     if budget.is_spent:
         return CaseResult(case, None, {OURS: Entry("skipped", NO_TIME)})
@@ -104,7 +105,7 @@ def run_case(
 
 
 def _reason_not_to_fit(case: Case, rig: Rig) -> str:
-    """Return why memory does not suffice for all input sets and a peer's copy; "" if it does."""
+    """Return why memory cannot hold all input sets and a peer's copy of them; "" if it can."""
     needed = 2 * rig.num_sets(case.num_bytes) * case.num_bytes
     if rig.free_bytes is None or needed <= rig.free_bytes():
         return ""
@@ -180,7 +181,11 @@ def _row(
 def _judged_goals(
     result: CaseResult, ceilings: Ceilings, medians: Mapping[tuple[str, str], float]
 ) -> Iterator[dict[str, Any]]:
-    """Yield the goals for which our kernel, and the case or peer to compare with, have times."""
+    """Yield each goal that can be judged, and whether our kernel meets it.
+
+    Our kernel must have times. If the goal compares our kernel with a case or peer, this case must
+    have times, or this peer must be correct.
+    """
     case, ours = result.case, result.ours
     peers = {name: entry.correct_s for name, entry in result.entries.items()}
     for goal in case.goals:

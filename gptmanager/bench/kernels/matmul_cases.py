@@ -1,7 +1,7 @@
 """Kernel benchmark cases for the matmuls of a generation step, of a small and a large model.
 
 The matmuls run as in a manager that has chosen our kernel for them, with weights in the dtype of
-the activations. Large matmuls also run with int8, fp8 and int4 weights. They are compared with
+the activations. Large matmuls also run with int8, fp8 and int4 weights. All are compared with
 torch's matmul of weights in the dtype of the activations.
 """
 
@@ -41,9 +41,9 @@ _ROWS: dict[Stored, type[ByteRows | Int4Matrix]] = {
     "int4": Int4Matrix,
 }
 _ITEM_BYTES: dict[Stored, float] = {"int8": 1, "fp8": 1, "int4": 0.5 + 2 / GROUP}  # with scales
-_LARGE = 32 << 20  # bytes of a weight; a matmul of a smaller one hardly takes longer than a launch
-_SHARE_OF_COPY = 0.85  # goal for few rows
-_TIMES_ROOFLINE = 1.3  # goal for more rows
+_LARGE = 32 << 20  # bytes; with a smaller weight, a matmul takes hardly longer than a launch
+_SHARE_OF_COPY = 0.85  # goal for few rows: at least this share of the bandwidth of a copy
+_TIMES_ROOFLINE = 1.3  # goal for more rows: at most this multiple of the roofline's time
 # goals with quantized weights: at most these multiples of torch's time with 16 bits
 _TIMES_FLOATS: dict[Stored, float] = {"int8": 0.65, "fp8": 0.65, "int4": 0.4}
 
@@ -79,7 +79,7 @@ def _case(
     itemsize, out_width = sizes.dtype.itemsize, width // 2 if has_silu else width
     is_large = width * depth * itemsize >= _LARGE
     numbers = sizes.matmul_rows
-    if stored == "int4":  # a manager leaves more rows, and the fusion with SiLU, to other kernels
+    if stored == "int4":  # for more rows, and for gate-up + SiLU, a manager uses other kernels
         numbers = tuple(it for it in numbers if it <= gemv_int4.MOST_ROWS)
     if stored and not is_large or rows not in numbers or (stored == "int4" and has_silu):
         return None
@@ -103,10 +103,10 @@ def _case(
 def _prepare(
     rows: int, width: int, depth: int, has_silu: bool, stored: Stored | None, rig: Rig
 ) -> Prepared:
-    """Prepare several sets of weights, and one set of input rows.
+    """Prepare weights that successive calls alternate between, and one set of input rows.
 
     A step reads each weight only once, so a weight is never in the cache when a step needs it.
-    Raises Absent for 8-bit floats on a device without them, where managers refuse them, too.
+    Raise Absent if `stored` is "fp8" and the device has no 8-bit floats. Managers refuse them, too.
     """
     if stored == "fp8" and not rig.launcher.has_fp8:
         raise Absent("weights in 8-bit floats need compute capability 8.9 or later")
@@ -140,7 +140,7 @@ def _prepare(
 
 
 def _quantized(weight: Tensor, stored: Stored) -> ByteRows | Int4Matrix:
-    """Return the weight quantized; in 4 bits random values, which the CPU would quantize slowly."""
+    """Return the weight quantized. For int4 return random values: to quantize would be slow."""
     rows, columns = weight.shape
     found = _ROWS[stored](rows, columns, weight.dtype, weight.device)
     if isinstance(found, Int4Matrix):

@@ -1,7 +1,7 @@
 """Kernel benchmark cases for sampling. A token is correct if top-k and top-p allow it.
 
-Random weights produce flat logits, and top-p keeps most tokens, which is the worst case. Trained
-models produce peaked logits, and top-p keeps few tokens.
+Models with random weights produce flat logits: top-p keeps most tokens, which is the worst case.
+Trained models produce peaked logits: top-p keeps few tokens.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from gptmanager.cuda.sampling.sampling import PARAMS, pack, sample
 from gptmanager.request.sampling_params import SamplingParams
 
 _TOP_K, _TOP_P, _TEMPERATURE = 50, 0.9, 0.8
-_WIDE = 1000  # more than the threads of a block
-_PEAKED = 6.0  # factor on flat logits
-_SLACK = 1e-4  # tolerance of top-p: rounding may decide whether it excludes a token
+_WIDE = 1000  # a top-k larger than the number of threads of a block
+_PEAKED = 6.0  # flat logits times this factor are peaked
+_SLACK = 1e-4  # added to top-p: rounding may decide whether top-p excludes a token
 
 
 def sampling_cases(sizes: Sizes) -> list[Case]:
@@ -77,7 +77,7 @@ def _prepare(params: SamplingParams, scale: float, num_bytes: int, rig: Rig) -> 
 
 
 def refused_share(logits: Tensor, params: SamplingParams, tokens: Tensor) -> float:
-    """Return the share of rows with a token that top-k or top-p excludes."""
+    """Return the share of rows for which top-k or top-p excludes the sampled token."""
     in_range = (tokens >= 0) & (tokens < logits.shape[1])
     chosen = logits.gather(1, tokens.long().clamp(0, logits.shape[1] - 1)[:, None])
     higher = logits > chosen
@@ -101,7 +101,7 @@ def _flashinfer(sets: list[Tensor], params: SamplingParams) -> Contender:
 
     def run(number: int) -> Any:
         probs = torch.softmax(sets[number] / params.temperature, dim=-1)
-        place = {"seed": params.seed, "offset": number}  # else it would wait for the generator
+        place = {"seed": params.seed, "offset": number}  # avoids a wait for torch's generator
         if params.top_k:
             return sampling.top_k_top_p_sampling_from_probs(
                 probs, params.top_k, params.top_p, filter_apply_order="top_k_first", **place
@@ -112,7 +112,7 @@ def _flashinfer(sets: list[Tensor], params: SamplingParams) -> Contender:
 
 
 def _torch_sort(sets: list[Tensor], params: SamplingParams) -> Contender:
-    """Return sampling as commonly written in torch: with a sort of each row."""
+    """Return sampling as it is commonly written in torch: it sorts each row."""
 
     def run(number: int) -> Tensor:
         logits, order = (sets[number] / params.temperature).sort(dim=-1, descending=True)

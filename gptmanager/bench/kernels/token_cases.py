@@ -114,10 +114,10 @@ def _write_case(sizes: Sizes, num_tokens: int) -> Case:
 
 
 def _prepare_write(num_tokens: int, num_bytes: int, rig: Rig) -> Prepared:
-    """Prepare one row that has all tokens.
+    """Prepare a case in which all tokens belong to one sequence.
 
-    The tokens' places in the KV cache are computed before the clock starts, because a step computes
-    them once for all layers.
+    The tokens' places in the KV cache are computed before the measurement, because a step computes
+    the places once for all layers.
     """
     sizes = rig.sizes
     heads, kv_heads, head_dim = sizes.num_heads, sizes.num_kv_heads, sizes.head_dim
@@ -154,7 +154,7 @@ def _prepare_write(num_tokens: int, num_bytes: int, rig: Rig) -> Prepared:
     expected = torch.cat([rotated, values], dim=1)
 
     def error(queries: Tensor) -> float:
-        """Return the error of the queries and of the keys and values written for set 0."""
+        """Return the largest error of the queries, keys and values that were written for set 0."""
         blocks = torch.from_numpy(order).to(rig.device)
         written = [it[blocks].transpose(1, 2).flatten(0, 1)[:num_tokens] for it in outs[0][1:]]
         return largest_error(expected)(torch.cat([queries, *written], dim=1))
@@ -171,7 +171,7 @@ def _copy_case(sizes: Sizes) -> Case:
 
 
 def _prepare_copy(num_bytes: int, rig: Rig) -> Prepared:
-    """Prepare pools of keys in which each copied block is followed by a free one."""
+    """Prepare pools of keys in which a free block, the target, follows each block to copy."""
     sizes, count = rig.sizes, rig.sizes.copied_blocks
     shape = (sizes.num_layers, 2 * count, sizes.num_kv_heads)
     pools = rig.sets(num_bytes, *shape, sizes.tokens_per_block, sizes.head_dim)

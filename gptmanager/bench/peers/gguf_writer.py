@@ -1,4 +1,4 @@
-"""`write_gguf`: writes a Llama or Qwen2 as a GGUF file in bfloat16, for llama.cpp."""
+"""`write_gguf`: writes a Llama or Qwen2 model as a GGUF file in bfloat16, for llama.cpp."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from gptmanager.errors import ConfigError
 from gptmanager.models.gguf.architecture import Architecture
 from gptmanager.models.gguf.architectures import ARCHITECTURES
 
-_F32, _BF16 = 0, 30  # numbers of GGUF's tensor types
+_F32, _BF16 = 0, 30  # GGUF's numbers of these tensor types
 _ALIGNMENT = 32
 _FAMILIES = ("llama", "qwen2")
 
@@ -27,8 +27,8 @@ def write_gguf(
 ) -> None:
     """Write a model, its matrices as bfloat16 and its vectors as float32.
 
-    `tokenizer`: the file's keys `tokenizer.ggml.*`. Without them, the file has no tokenizer. Raises
-    ConfigError unless the model is a Llama or Qwen2.
+    `tokenizer` maps the metadata keys `tokenizer.ggml.*` to their values. Without these keys, the
+    file has no tokenizer. Raises ConfigError unless the model is a Llama or Qwen2 model.
     """
     name = config["model_type"]
     if name not in _FAMILIES:
@@ -95,7 +95,7 @@ def _gguf_name(name: str, own: Architecture) -> str:
 def _stored(name: str, tensor: Tensor, own: Architecture, config: Mapping[str, Any]) -> Tensor:
     """Return a tensor as a GGUF file stores it.
 
-    In a Llama's queries and keys, the two rows of each RoPE pair are next to each other.
+    In the query and key matrices of a Llama file, the two rows of each RoPE pair are adjacent.
     """
     heads = {"q_proj": "num_attention_heads", "k_proj": "num_key_value_heads"}
     field = heads.get(name.split(".")[-2])

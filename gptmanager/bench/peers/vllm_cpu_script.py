@@ -1,8 +1,8 @@
 """A program that runs a load through vLLM's CPU build, in an interpreter that has vLLM.
 
-Without arguments it prints vLLM's version. With the path of a JSON file it runs the load that the
-file describes. The result is one line of JSON on the standard output. The program does not import
-gptmanager, which may be missing in that interpreter.
+Without arguments it prints vLLM's version and device type. With the path of a JSON file it runs the
+load that the file describes. The result is one line of JSON on the standard output. The program
+does not import gptmanager, which may be missing in that interpreter.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from typing import Any
 
 
 def main() -> None:
-    """Print the result as JSON; see the module."""
+    """Print the version or the result of the load as JSON; see the module docstring."""
     answer = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(2, 1)  # vLLM and its processes also print; the answer must be alone on its stream
+    os.dup2(2, 1)  # stderr receives what vLLM prints: only the answer may be on stdout
     # Modules in this file's folder could shadow packages of the same name.
     here = os.path.dirname(os.path.abspath(__file__))
     sys.path[:] = [path for path in sys.path if os.path.abspath(path) != here]
@@ -31,7 +31,7 @@ def main() -> None:
 
 
 def _end_with_parent() -> None:
-    """Kill this process group when the parent ends, which closes the standard input."""
+    """Wait for the parent's end, which closes the standard input; then kill this process group."""
     os.read(0, 1)
     os.killpg(0, signal.SIGKILL)
 
@@ -44,7 +44,7 @@ def _describe() -> dict[str, Any]:
 
 
 def _run(path: str) -> dict[str, Any]:
-    """Run a load; return the seconds from the first request to the last token, and the outputs."""
+    """Run the load of the file `path`; return its duration in seconds and the output tokens."""
     vllm = import_module("vllm")
     with open(path, encoding="utf-8") as file:
         load = json.load(file)

@@ -1,8 +1,8 @@
 """`Grammar` is a request's guided decoding; `GuidedSession` makes the token masks of a step.
 
-The session decides which tokens may follow, and applies the masks to the logits. It knows nothing
-of how a grammar is compiled, nor of sampling. A sampled token is checked in the next step, as part
-of the history.
+The session decides which tokens may follow, and applies the masks to the logits. This module does
+not compile grammars, and does not sample tokens. A sampled token is checked in the next step, as
+part of the history.
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ class TextBans(Protocol):
     def prepare(self, device: str) -> Future[Any]: ...
 
     def banned_after(self, history: Sequence[int]) -> npt.NDArray[np.int64]:
-        """Return the ids of tokens that may not follow `history`, which is prompt and output."""
+        """Return the ids of tokens that may not follow `history`: prompt and output tokens."""
         ...
 
 
 class CompiledGrammar(Future[Any]):
     """A future of a grammar's matcher in its initial state.
 
-    If the grammar cannot be compiled, all requests that wait get the same error. Its traceback is
-    dropped each time, because it would keep the objects of all these requests alive.
+    If the grammar cannot be compiled, all requests that wait get the same error. The error's
+    traceback is dropped each time, because it would keep objects of all these requests alive.
     """
 
     unenforced: tuple[str, ...] = ()
@@ -101,7 +101,7 @@ class Grammar(BoundProcessor):
         return Grammar(self.owner, self.kind, self.compiled, bans, self.start)
 
     def after(self, start: GrammarStart) -> Grammar:
-        """Return this grammar for the text after a thought. No output may end in a thought."""
+        """Return this grammar for the text after a thought. The thought may not end the output."""
         return Grammar(self.owner, self.kind, self.compiled, self.bans, start)
 
     def prepare(self, device: str) -> Future[Any]:
@@ -114,11 +114,10 @@ class Grammar(BoundProcessor):
 class _Progress:
     """The position of a sequence in its grammar.
 
-    All numbers count tokens from the start of the output. `num_tokens` counts up to the last token
-    that the matcher has consumed, and `ended_at` up to the token that ended the grammar's text; it
-    is None if the text has not ended. `start` finds where the text begins; it is None if the text
-    begins with the output. `num_before` counts the tokens before the text; it is None if the text
-    has not begun.
+    All numbers count output tokens. `num_tokens`: up to the last token that the matcher has
+    consumed. `ended_at`: up to the end id that ended the grammar's text, or None if the text has
+    not ended. `start` finds where the text begins; None if the text begins with the output.
+    `num_before`: the tokens before the text, or None if the text has not begun.
     """
 
     matcher: Any
@@ -174,10 +173,11 @@ class _Progress:
 
 
 class _Beams:
-    """Positions of the beams of one request. They are keyed by text, so that beams may fork freely.
+    """The positions of the beams of one request in their grammar.
 
-    A beam continues with a copy of the matcher of the previous step. After a pause, a new matcher
-    consumes its text again.
+    The key of a position is the beam's output tokens, so that beams may fork freely. A beam
+    continues with a copy of its position in the previous step. After a pause, a new matcher
+    consumes all tokens of the beam again.
     """
 
     def __init__(self) -> None:
@@ -188,7 +188,7 @@ class _Beams:
     def follow(
         self, bound: Grammar, generated: npt.NDArray[np.int32], end_ids: frozenset[int]
     ) -> _Progress:
-        """Return the position of a text. Raise the errors of `_Progress.follow`."""
+        """Return the position of the beam `generated`. Raise the errors of `_Progress.follow`."""
         if len(generated) != self._length:
             self._length = len(generated)
             self._last, self._now = self._now, {}
@@ -225,7 +225,7 @@ class GuidedSession(RowSession):
     def process(self, rows: Rows) -> Errors:
         errors: dict[int, BaseException] = {}
         masks = self._masks_for(rows)
-        progresses: dict[int, _Progress] = {}  # progress of the rows that have not failed
+        progresses: dict[int, _Progress] = {}  # of the rows that have not failed
         lines, lengths = rows.lines.tolist(), rows.lengths.tolist()
         for index, sequence in enumerate(rows.sequences):
             try:
@@ -244,8 +244,8 @@ class GuidedSession(RowSession):
                 if index in progresses:
                     bound = rows.sequences[index].bound
                     errors[index] = _dead_end(progresses[index], has_bans=bound.bans is not None)
-        # If the grammar permits too few texts, a beam search has beams of probability 0 with
-        # arbitrary tokens. Their errors must not end the request.
+        # If the grammar permits fewer texts than the beam width, a beam search also has beams of
+        # probability 0 with arbitrary tokens. The errors of these beams must not end the request.
         return {
             index: error
             for index, error in errors.items()
@@ -261,7 +261,7 @@ class GuidedSession(RowSession):
         return len(masks) - int(masks.any(axis=1).sum())
 
     def _masks_for(self, rows: Rows) -> Words:
-        """Return memory for one mask per row. It still contains masks of an earlier step."""
+        """Return an array of one mask per row, which still contains masks of an earlier step."""
         count = len(rows.sequences)
         if len(self._masks) < count:
             # The model and the tokenizer may have vocabularies of different sizes.
@@ -275,8 +275,8 @@ class GuidedSession(RowSession):
     ) -> None:
         """Compute the mask of one row. Tokens beyond the tokenizer's vocabulary are not permitted.
 
-        The request's `end_ids` are permitted where the text is complete. After an end id only end
-        ids are permitted.
+        The request's `end_ids` are permitted where the grammar's text is complete. After an end id,
+        only end ids are permitted.
         """
         width = masks.shape[1]
         if width > self._num_words:
@@ -300,7 +300,7 @@ class GuidedSession(RowSession):
             _set_bit(masks[index], progress.start.opens, True)
 
     def _permit_thought(self, mask: Words, end_ids: frozenset[int]) -> None:
-        """Permit all tokens of the tokenizer except end ids, because an output may not end here."""
+        """Permit all tokens of the tokenizer except end ids: a thought may not end the output."""
         mask[: self._num_words] = -1
         beyond = np.arange(self._vocab_size, 32 * self._num_words)
         _clear_bits(mask, np.array([*(self._end_ids | end_ids), *beyond], dtype=np.int64))

@@ -17,16 +17,16 @@ import orjson
 from gptmanager.decoding.guided.grammar_matcher import GrammarSource
 from gptmanager.lifecycle.child_process import ChildProcess
 
-MAX_BYTES = 1 << 30  # memory for one grammar
+MAX_BYTES = 1 << 30  # bytes of memory for one grammar
 _IDLE_S = 10.0  # seconds after which an idle process may be ended
 
 
 class GrammarTrials:
-    """A pool of child processes that compile grammars; each concurrent `run` uses one of them.
+    """A pool of child processes that compile grammars; each running `run` has a process of its own.
 
     `tokenizer` is a tokenizer as JSON text. A grammar may take `timeout_s` seconds and, on Linux,
-    `max_bytes` of memory. When a trial ends, processes that have been idle for more than ten
-    seconds are stopped, so the processes of a burst do not remain while other grammars follow.
+    `max_bytes` bytes of memory. When a trial ends, processes that have been idle for more than ten
+    seconds are stopped. Surplus processes of a burst are thus stopped when later trials end.
     """
 
     def __init__(
@@ -36,7 +36,7 @@ class GrammarTrials:
         self._timeout_s = timeout_s
         self._max_bytes = max_bytes
         self._lock = threading.Lock()
-        # (when it became idle, process), the one that has been idle the longest first
+        # (time when the process became idle, process), the longest idle process first
         self._idle: deque[tuple[float, ChildProcess]] = deque()
 
     def run(
@@ -44,8 +44,8 @@ class GrammarTrials:
     ) -> tuple[str, list[str]]:
         """Compile a grammar in a child process; return what `grammar_matcher.read_source` returns.
 
-        Raise RefusedError for an invalid grammar, NoAnswerError for one that exceeds time or memory
-        or is not wanted any more, and NotStartedError if no process can be started.
+        Raise RefusedError if the grammar is invalid, NoAnswerError if it exceeds time or memory or
+        if `is_wanted` returns False, and NotStartedError if no process can be started.
         """
         with self._lock:
             child = self._idle.pop()[1] if self._idle else None
@@ -59,7 +59,7 @@ class GrammarTrials:
         return text, unenforced
 
     def _give_back(self, child: ChildProcess) -> list[ChildProcess]:
-        """Return `child` to the pool; remove and return processes that were idle for too long."""
+        """Return `child` to the pool; remove and return processes that are idle for too long."""
         now = time.monotonic()
         with self._lock:
             self._idle.append((now, child))

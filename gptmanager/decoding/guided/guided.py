@@ -1,7 +1,7 @@
 """Guided decoding: output that fits a JSON schema, a regular expression, a choice, or a grammar.
 
-Grammars are compiled in background threads, after a trial in a bounded child process, and requests
-wait for them. llguidance is the parser.
+llguidance compiles each grammar, first on trial in a child process with limits of time and memory,
+then in a background thread. A request waits until its grammar is compiled.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ from gptmanager.lifecycle.child_process import (
 
 MAX_TEXTS = 10_000  # in a choice
 MAX_GRAMMAR_BYTES = 1 << 20
-MAX_KEPT_BYTES = 4 << 20  # bytes of texts; a compiled grammar takes up to ten times as many
-_MAX_TRIALS = 4  # at once
+MAX_KEPT_BYTES = 4 << 20  # of grammar texts; a compiled grammar takes up to 10 times its text
+_MAX_TRIALS = 4  # grammars that are compiled at the same time
 logger = logging.getLogger("gptmanager")
 
 
@@ -53,11 +53,11 @@ class GuidedDecoding(RowProcessor):
 
     `tokenizer` is a `tokenizers.Tokenizer`. `end_ids` are the tokens that end a text; if empty,
     they are found by the names of the tokenizer's special tokens. These and a request's own end ids
-    are permitted only where the output is complete. Equal grammars are compiled once. The last
-    `max_grammars` are kept, or fewer if their texts exceed 4 MiB. A grammar that does not compile
-    within `compile_timeout_s` seconds ends its request. A grammar that waits to be compiled is
-    dropped with the last reference to it. Raise ConfigError if llguidance is not installed, or
-    cannot use the tokenizer.
+    are permitted only where the output is complete. Equal grammars are compiled once. The
+    `max_grammars` grammars used last are kept, or fewer if their texts exceed 4 MiB. If a grammar
+    does not compile within `compile_timeout_s` seconds, its requests fail. If all requests that
+    wait for a grammar end, the grammar is dropped. Raise ConfigError if llguidance is not
+    installed, or cannot use the tokenizer.
 
     A grammar has at most 1 MiB, and a choice 10,000 texts: the methods raise ValueError for more.
     """
@@ -98,7 +98,7 @@ class GuidedDecoding(RowProcessor):
 
     def _start(self) -> None:
         """Start the threads. A forked process calls this again, because threads are not forked."""
-        # Only waiting requests keep these grammars: when a connection closes, its grammars go.
+        # The references are weak, so a grammar is dropped when no request waits for it any more.
         self._waiting: weakref.WeakValueDictionary[GrammarSource, CompiledGrammar]
         self._waiting = weakref.WeakValueDictionary()
         num_trials = max(2, min(num_cores(), _MAX_TRIALS))
@@ -116,7 +116,7 @@ class GuidedDecoding(RowProcessor):
 
         `whitespace_flexible` permits any white space between JSON tokens; a model may then produce
         long runs of it. With `lenient`, keywords that cannot be enforced are left out, and the
-        grammar's `unenforced` lists them. Raise ValueError for an object that is nested too deeply.
+        grammar's `unenforced` lists them. Raise ValueError if an object is nested too deeply.
         """
         kind = "json_schema" if not whitespace_flexible else "json_schema with white space"
         return self._grammar(GrammarSource(kind, text_of(schema), lenient=("",) if lenient else ()))
@@ -126,7 +126,7 @@ class GuidedDecoding(RowProcessor):
         return self._grammar(GrammarSource("regex", pattern))
 
     def choice(self, options: Sequence[str]) -> Grammar:
-        """Guide to one of the texts `options`, at most 10,000, which may have any characters."""
+        """Guide to one of the texts in `options`: at most 10,000, with any characters."""
         if isinstance(options, str):
             raise TypeError(f"options must be a list of texts, got the text {options!r}")
         if not options:
@@ -146,10 +146,10 @@ class GuidedDecoding(RowProcessor):
     ) -> Grammar:
         """Guide by a grammar in llguidance's variant of Lark syntax; its start rule is `start`.
 
-        `schemas` maps rules that the grammar uses but does not define to JSON schemas. Their JSON
-        has a space after commas and colons, as `json.dumps` writes it. `lenient` has the names of
-        the `schemas` in which keywords that cannot be enforced are left out. Raise ValueError for
-        an object that is nested too deeply.
+        `schemas` maps names of rules, which the grammar uses but does not define, to JSON schemas.
+        The output of these rules has a space after commas and colons, as `json.dumps` writes it.
+        `lenient` holds the names of the rules from which keywords that cannot be enforced are left
+        out. Raise ValueError if a schema is an object that is nested too deeply.
         """
         rules = tuple((name, text_of(schema)) for name, schema in (schemas or {}).items())
         return self._grammar(GrammarSource("lark", grammar, rules, tuple(sorted(lenient))))
@@ -191,8 +191,8 @@ class GuidedDecoding(RowProcessor):
             try:
                 result, unenforced = self._compile(source, is_wanted)
             except BaseException as raised:  # noqa: B036 - includes panics of llguidance
-                # The error is cached. Its traceback and the errors before it would keep the
-                # grammar's text.
+                # The error is cached. Its traceback and its chained errors would keep the
+                # grammar's text in memory.
                 error = raised.with_traceback(None)
                 error.__context__ = error.__cause__ = None
         compiled = waiting()

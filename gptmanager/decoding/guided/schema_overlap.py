@@ -1,7 +1,7 @@
 """Decides whether two JSON schemas exclude each other, so that `oneOf` may be read as `anyOf`.
 
-It compares types, listed values, ranges and required properties, which needs no search. If these do
-not exclude each other, the schemas are assumed to overlap.
+Only types, listed values, patterns of listed strings, ranges and required properties are compared,
+which needs no search. If these do not exclude each other, the schemas are assumed to overlap.
 """
 
 from __future__ import annotations
@@ -13,18 +13,18 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 _TYPES = frozenset({"null", "boolean", "integer", "number", "string", "array", "object"})
-_MAX_DEPTH = 8  # limit of nested references and properties that are followed
+_MAX_DEPTH = 8  # number of nested branches and properties that are followed
 _RANGES = {
     "string": ("minLength", "maxLength"),
     "array": ("minItems", "maxItems"),
     "integer": ("minimum", "maximum"),
     "number": ("minimum", "maximum"),
 }
-Resolve = Callable[[Any], Any]  # follows the references of a schema
+Resolve = Callable[[Any], Any]  # returns the schema that a reference leads to
 
 
 def excluding_property(one: Any, other: Any, resolve: Resolve) -> str | None:
-    """Return a property that can never fit both schemas, such as the tag of a tagged union.
+    """Return the name of a property that no value fits in both schemas, such as a tag of a union.
 
     Return None if no such property is found, or if a schema permits values other than objects.
     """
@@ -39,7 +39,7 @@ def excluding_property(one: Any, other: Any, resolve: Resolve) -> str | None:
 
 
 def excludes(one: Any, other: Any, resolve: Resolve, depth: int = _MAX_DEPTH) -> bool:
-    """Return whether no value can fit both schemas."""
+    """Return True if no value can fit both schemas, and False if a value might fit both."""
     if not depth:
         return False
     one, other = resolve(one), resolve(other)
@@ -67,7 +67,7 @@ def excludes(one: Any, other: Any, resolve: Resolve, depth: int = _MAX_DEPTH) ->
 def _excludes_of(
     kind: str, one: Mapping[str, Any], other: Mapping[str, Any], resolve: Resolve, depth: int
 ) -> bool:
-    """Return whether no value of the type `kind` can fit both schemas."""
+    """Return True if no value of the type `kind` can fit both schemas, False if one might."""
     if kind in _RANGES:
         low, high = _RANGES[kind]
         lows = [it.get(low, -math.inf) for it in (one, other)]
@@ -85,7 +85,7 @@ def _excludes_of(
 
 
 def _misses(value: Any, schema: Mapping[str, Any]) -> bool:
-    """Return whether the type of a value, or the pattern for strings, does not fit a schema."""
+    """Return whether a value does not fit the types of a schema, or a string not its pattern."""
     if not set(_types_of_value(value)) & types_of(schema):
         return True
     pattern = schema.get("pattern")
@@ -98,7 +98,10 @@ def _misses(value: Any, schema: Mapping[str, Any]) -> bool:
 def _excludes_by(
     name: str, one: Mapping[str, Any], other: Mapping[str, Any], resolve: Resolve, depth: int
 ) -> bool:
-    """Return whether the property `name`, which `one` requires, can never fit both schemas."""
+    """Return whether the property `name`, which `one` requires, excludes the schemas.
+
+    A property that `other` lists, but neither requires nor forbids, does not count as excluding.
+    """
     own, theirs = (it.get("properties") or {} for it in (one, other))
     if name in theirs:
         is_needed = name in _required(other) or theirs[name] is False
@@ -113,7 +116,7 @@ def _required(schema: Mapping[str, Any]) -> Iterator[str]:
 
 
 def types_of(schema: Any) -> frozenset[str]:
-    """Return the types of the values that a schema permits, by its types and listed values."""
+    """Return the types of the values that `type`, `const` and `enum` of a schema permit."""
     if not isinstance(schema, Mapping):
         return _TYPES if schema is not False else frozenset()
     given = schema.get("type", list(_TYPES))
@@ -149,7 +152,7 @@ def listed_values(schema: Any) -> list[Any] | None:
 def _values(schema: Mapping[str, Any]) -> frozenset[str] | None:
     """Return the listed values as texts, or None if the schema does not list values.
 
-    Equal values have equal texts.
+    Equal values have equal texts, except that 1 and 1.0 have different texts.
     """
     values = listed_values(schema)
     return None if values is None else frozenset(json.dumps(it, sort_keys=True) for it in values)

@@ -1,7 +1,8 @@
-"""A check, by the compiler, that a kernel over rows of logits has the parameters it is passed.
+"""A compile-time check that a logits post-processor's kernel declares the parameters it is passed.
 
-A launch passes only bytes, so a kernel with a missing parameter, or with one of another type, would
-read arbitrary memory. The compiler must report which `static_assert` failed.
+A launch passes only bytes, so a kernel that lacks a parameter, or declares a parameter with a wrong
+type, would read arbitrary memory. The compiler's output must contain the message of each failed
+`static_assert`.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ _MARK = "of a logits post-processor is passed"
 _FAILED = re.compile(rf"parameter (\d+) {_MARK}")
 _COMMENT = re.compile(r'//[^\n]*|/\*.*?\*/|"(?:\\.|[^"\\\n])*"', re.DOTALL)
 
-# without headers, which NVRTC may not have
+# No <type_traits>: NVRTC may not find the standard headers.
 _TRAITS = """
 #line 1 "signature"
 namespace gptmanager_signature {
@@ -61,7 +62,10 @@ template <class F> struct Check;
 
 
 def with_signature(source: str, kernel_name: str) -> str:
-    """Return `source` with a check that fails to compile unless the kernel has `PARAMETERS`."""
+    """Return `source` with a check that compiles only if the kernel has the types of `PARAMETERS`.
+
+    Names of parameters are not checked.
+    """
     tests = "".join(
         f"    static_assert({_TESTS[kind]}<typename At<{index}, P...>::type>::value,\n"
         f'        "parameter {index + 1} {_MARK}");\n'
@@ -77,7 +81,8 @@ def with_signature(source: str, kernel_name: str) -> str:
 def difference(log: str, source: str, kernel_name: str) -> str:
     """Return how the kernel's parameters differ from `PARAMETERS`; '' if `log` reports nothing.
 
-    `log` is the compiler's output for the source with the check.
+    `log` is the compiler's output for the result of `with_signature`, and `source` is the source
+    without the check.
     """
     failed = [int(number) for number in _FAILED.findall(log)]
     if not failed:

@@ -1,12 +1,11 @@
 """Logits post-processors: hosts' functions that change a step's logits before tokens are chosen.
 
 The module decides which processor gets which rows and arguments. If a processor fails, the requests
-of its rows end, and all others continue. The module knows nothing of the loop, nor of how
-processors change logits.
+of its rows end, and all other requests continue.
 
 A processor has one of three forms. A *callable* is called for each row. An object with
-`process_batch` is called once per step with all rows that share it. A `RowProcessor` is also called
-once per step, and changes its rows in place in one operation.
+`process_batch`, or the callable `batched`, is called once per step with all rows that share it. A
+`RowProcessor` is also called once per step, and changes its rows in place in one operation.
 """
 
 from __future__ import annotations
@@ -46,11 +45,11 @@ from gptmanager.step import SequenceStart
 class PostProcessing:
     """The processors of started sequences, and how they are applied to a step.
 
-    `batched` serves sequences without a processor of their own. Calls that take longer than
-    `budget_s` seconds are counted for each processor, and the 1st, 2nd, 4th, 8th ... is logged.
-    `stream` is the stream that computes the logits, or None on the CPU. With `watches_streams`, the
-    requests of a processor that works on another stream fail; this check waits for the device.
-    `sequences` has the sequences with a processor, by slot.
+    `batched` serves sequences without a processor of their own. The calls of each processor that
+    take longer than `budget_s` seconds are counted, and the 1st, 2nd, 4th, 8th ... of them is
+    logged. `stream` is the stream that computes the logits, or None on the CPU. With
+    `watches_streams`, the requests of a processor that works on another stream fail; this check
+    waits for the device. `sequences` has the sequences with a processor, by slot.
     """
 
     def __init__(
@@ -112,11 +111,10 @@ class PostProcessing:
     ) -> dict[int, BaseException]:
         """Call the processors of a step's rows; return the errors by row.
 
-        `logits` float32 `[S, vocab]` are changed in place. The history of each of the S beams is in
-        its line of `tokens` int32 `[num_lines, max_seq_len]`; `lines` `[S]` has the lines, and
-        `lengths` `[S]` the numbers of tokens. `firsts` `[rows + 1]` has the index of each row's
-        first beam among the S, or is None if each row has one beam. `token_tensor` is `tokens` on
-        the logits' device, or None on the CPU.
+        `logits` float32 `[S, vocab]` are changed in place. The history of beam i is the first
+        `lengths[i]` tokens in line `lines[i]` of `tokens` int32 `[num_lines, max_seq_len]`. Row r
+        has the beams `firsts[r]` to `firsts[r + 1]` (excluded); if `firsts` is None, each row has
+        one beam. `token_tensor` is `tokens` on the logits' device, or None on the CPU.
         """
         groups: dict[int, list[int]] = {}
         bounds = range(logits.shape[0] + 1) if firsts is None else firsts.tolist()
@@ -215,7 +213,7 @@ class PostProcessing:
     def fail(
         self, error: BaseException, sequences: Sequence[ProcessedSequence], shared: Any
     ) -> None:
-        """Log an error that a call has raised, and end the sequences that it was called for."""
+        """Log the error of a call, and end the sequences that the call was for."""
         ended_by = self._request_error(error, shared)
         logger.error(
             "logits_post_processor %s failed; it ends the requests %s",
@@ -228,7 +226,7 @@ class PostProcessing:
     def check_budget(
         self, taken_s: float, sequences: Sequence[ProcessedSequence], shared: Any
     ) -> None:
-        """Log a call that exceeded its budget."""
+        """Count a call that exceeded its budget, and log it if the count is a power of two."""
         if self._budget_s is None or taken_s <= self._budget_s:
             return
         name = name_of(shared)
@@ -243,7 +241,7 @@ class PostProcessing:
 
     @staticmethod
     def _request_error(error: BaseException, shared: Any) -> BaseException:
-        """Return the error that ends a request, without a traceback, which keeps frames alive."""
+        """Return the error that ends a request, a new one: a traceback would keep frames alive."""
         text = f"logits_post_processor {name_of(shared)}"
         if isinstance(error, _Misuse):
             return CallbackError(f"{text} {error}")
@@ -260,9 +258,9 @@ class PostProcessing:
 
 @dataclass(slots=True, eq=False)
 class _Guard:
-    """Times a call and catches its errors.
+    """Times a call of a processor and catches its errors.
 
-    `contextlib.contextmanager` would be too slow, because there may be one call for each row.
+    There may be a call for each row: `contextlib.contextmanager` would be too slow.
     """
 
     processing: PostProcessing
@@ -290,7 +288,10 @@ class _Misuse(Exception):
 
 @dataclass(slots=True, eq=False)
 class _Step:
-    """The logits and histories of one step, with its sequences that have a processor, by row."""
+    """The logits and histories of one step.
+
+    `sequences` has the sequences with a processor, by row.
+    """
 
     logits: Tensor
     bounds: Sequence[int]  # row r has the beams bounds[r] to bounds[r + 1] - 1
@@ -318,11 +319,11 @@ class _Step:
         return Rows(self.logits, index, sequences, lines, lengths, self.tokens, histories)
 
     def beams_of(self, row: int) -> range:
-        """Return the indices of a row's beams in `lines`. In the context phase there is one."""
+        """Return the indices of a row's beams in `lines`. A row of a context has one beam."""
         return range(self.bounds[row], self.bounds[row + 1])
 
     def view(self, row: int) -> Tensor:
-        """Return the logits of one row in the shape that hosts get, `[1, beam, vocab]`."""
+        """Return the logits of one row in the shape for callables, `[1, beams, vocab]`."""
         beams = self.beams_of(row)
         return self.logits[beams.start : beams.stop][None]
 
@@ -332,13 +333,13 @@ class _Step:
         return self.sequences[row].beams(self.tokens, lines, int(self.lengths[beams.start]))
 
     def forget_changes(self, row: int) -> None:
-        """Drop a history that a processor has added tokens to or removed tokens from."""
+        """Drop the history of a row if a processor has changed the length of the list."""
         history = self.sequences[row].history
         if len(history) != self.lengths[self.bounds[row]]:
             history.clear()
 
     def replace(self, given: Tensor, answer: Any) -> None:
-        """Copy the logits that a processor returned, if any, over the logits that it received."""
+        """Copy the logits that a processor returned (if any) to `given`, the logits it received."""
         if answer is None or answer is given:
             return
         check_answer("it", answer)

@@ -1,6 +1,7 @@
-"""`DeviceSampler`: a `Sampler` that can also choose on a device, without waiting for it.
+"""`DeviceSampler`: a `Sampler` that can also choose on a device, without waiting for the result.
 
-It keeps the parameters of sampling and adjustments on the device, and knows nothing of steps.
+A `DeviceSampler` keeps a copy of the parameters of sampling and adjustments on the device. This
+module knows nothing of steps.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from gptmanager.request.sampling_params import SamplingParams
 
 MAX_CONTINUATIONS = beam_step.MAX_COUNT
 _READERS = {"sample": sampling, "log_probs": log_probs, "best_of_rows": beam_step}
-# Rows that are adjusted in one launch. They are enough to occupy a device, and more rows would only
+# The most rows that one launch adjusts. So many rows occupy a device, and more rows would only
 # enlarge `_marks`, which takes 4 bytes for each row and token id.
 _ADJUSTED_AT_ONCE = 128
 
@@ -30,9 +31,10 @@ class Choice(NamedTuple):
     """The tokens chosen for S rows, on the device.
 
     `tokens` are int32 `[S]`. `log_probs` are float32 `[S]`, or `[S, 1 + n]`, where columns 1 to n
-    belong to the first n `best_tokens`. They are 0 in rows of lines that do not ask for them, and
-    None if no line asks. `best_tokens` int32 and `best_log_probs` float32, both `[S, most]`, are
-    the best tokens of beams, and of rows that ask for the top tokens; None if no row needs them.
+    belong to the first n `best_tokens`. Rows of lines that do not ask for log probabilities have
+    zeros; if no line asks, `log_probs` is None. `best_tokens` int32 and `best_log_probs` float32,
+    both `[S, most]`, are the best continuations of beams, and of rows that ask for the top tokens.
+    Both are None if no row needs continuations.
     """
 
     tokens: Tensor
@@ -69,10 +71,10 @@ class DeviceSampler(Sampler):
         self._list_starts = np.zeros(num_lines, dtype=np.int64)
         self._lists_changed = False
         self._changed: set[int] = set()
-        # marks of tokens that are in a row's history, all zero between steps
+        # marks of the tokens in each row's history, all zero between launches
         shape = min(num_lines, _ADJUSTED_AT_ONCE), vocab_size
         self._marks = torch.zeros(shape, dtype=torch.int32, device=device)
-        # compiled here, before requests wait for it
+        # compile the kernels now, so that no request waits for the compiler
         launcher.kernel(adjustments.PROGRAM, "adjust")
         for name, part in _READERS.items():
             for own in {dtype, torch.float32} & NAMES.keys():
@@ -133,15 +135,15 @@ class DeviceSampler(Sampler):
         inputs: Tensor,
         upload: Upload,
     ) -> Choice:
-        """Choose the next tokens of S rows, and for some rows up to `most` best continuations.
+        """Choose the next tokens of S rows, and find up to `most` best continuations of some rows.
 
         `logits` `[S, vocab_size]`, float32, bfloat16 or float16, may be changed. `cpu_lines` are
         the lines as an array on the CPU. All tensors are on the device: `lines` int32, `positions`
         int64 and `cells` int64, each `[S]`, `histories` int32 `[num_lines, length]`, and `inputs`
-        int32. `counts` int32 `[S]` is the number of continuations of each row, which is only used
-        if `most` > 0. `Choice.log_probs` covers the first `most_scored` continuations. The token of
-        a row is also written to its cell of `inputs`; 0 is written if no token could be chosen.
-        `upload` copies everything that has changed since the last call.
+        int32. `counts` int32 `[S]` has the number of continuations to find for each row, and is
+        only used if `most` > 0. `Choice.log_probs` also covers the first `most_scored`
+        continuations. The token of row i is also written to `inputs[cells[i]]`; 0 is written if no
+        token could be chosen. `upload` copies the parameters that have changed since the last call.
         """
         self.flush(upload)
         if self.adjusts(cpu_lines):
@@ -153,7 +155,7 @@ class DeviceSampler(Sampler):
         values = best_tokens = best_log_probs = None
         if counts is not None and most:
             shape = len(cpu_lines), most
-            # rows with a count of 0 are not written below, but are read for log probabilities
+            # rows with a count of 0 are not written below, but may be read for log probabilities
             new = torch.zeros if most_scored else torch.empty
             best_tokens = new(shape, dtype=torch.int32, device=logits.device)
             best_log_probs = torch.empty(shape, device=logits.device)
@@ -181,7 +183,7 @@ class DeviceSampler(Sampler):
             )
 
     def flush(self, upload: Upload) -> None:
-        """Upload everything that has changed since the last call."""
+        """Upload the parameters that have changed since the last call."""
         if not self._changed:
             return
         if self._lists_changed:
@@ -198,7 +200,10 @@ class DeviceSampler(Sampler):
         self._adjustment_table.view(torch.int64).index_copy_(0, lines, records[1])
 
     def _place_lists(self, upload: Upload) -> None:
-        """Upload the lists of all lines, and compute where each line's lists begin."""
+        """Upload the lists of all lines, and compute where each line's lists begin in the tensor.
+
+        All lines with lists are marked as changed, because their lists may have moved.
+        """
         sizes = [len(own) for own in self._lists]
         self._list_starts = np.cumsum([0, *sizes[:-1]])
         self._changed.update(line for line, size in enumerate(sizes) if size)
@@ -208,7 +213,7 @@ class DeviceSampler(Sampler):
 
 
 def _table(records: npt.NDArray[np.void], device: torch.device) -> Tensor:
-    """Return a zeroed table of bytes for these records, `[lines, itemsize]`."""
+    """Return a zeroed table of the size of `records`: uint8 `[lines, itemsize]`."""
     return torch.zeros((len(records), records.itemsize), dtype=torch.uint8, device=device)
 
 

@@ -21,10 +21,10 @@ CopyToCpu = Callable[[Tensor], Tensor]  # returns a copy, which may be complete 
 
 
 class ContextPart(NamedTuple):
-    """A context row, and for how many of its first tokens logits are needed.
+    """A context row, and the numbers of its first tokens for which logits are needed.
 
-    `num_logits`: for how many tokens logits are returned to the host. `num_scored`: for how many
-    tokens logits are needed to score the token that follows.
+    `num_logits` counts the tokens with logits that are returned as context logits. `num_scored`
+    counts the tokens with logits that give the log probability of the next prompt token.
     """
 
     number: int  # the row's number in the batch
@@ -41,10 +41,10 @@ class ContextPart(NamedTuple):
 class GatheredLogits:
     """The logits and log probabilities that each slot's sequence asks for, set at its start.
 
-    `any_context`: whether at least one sequence asks for context logits or prompt log
-    probabilities. `any_generation`, `any_log_probs`, `any_top`: the same for generation logits, for
-    log probabilities, and for top log probabilities. If a flag is False, callers need not look up
-    slots. A sequence that asks for top log probabilities also gets the log probabilities of its
+    `any_context` is True if at least one sequence asks for context logits or prompt log
+    probabilities. `any_generation`, `any_log_probs` and `any_top` are the same for generation
+    logits, log probabilities and top log probabilities. If a flag is False, callers need not look
+    up slots. A sequence that asks for top log probabilities also gets the log probabilities of its
     chosen tokens.
     """
 
@@ -130,7 +130,7 @@ class GatheredLogits:
         return self.any_generation and bool(self._generation[slots].any())
 
     def num_top(self, slots: np.ndarray) -> np.ndarray:
-        """Return for each slot how many top log probabilities it asks for, int32."""
+        """Return how many top log probabilities per token each slot's sequence asks for, int32."""
         counts: np.ndarray = self._num_top[slots]
         return counts
 
@@ -156,7 +156,7 @@ def with_context(rows: PackedRows, parts: Sequence[ContextPart]) -> PackedRows:
 def split_context(
     logits: Tensor, parts: Sequence[ContextPart]
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """Return the logits that are sampled from, and the logits of each part, which follow them."""
+    """Return the logits to sample from, and the logits of each part. The parts are at the end."""
     sizes = [part.num_tokens for part in parts]
     sampled, *pieces = torch.split(logits, [len(logits) - sum(sizes), *sizes])
     return sampled, tuple(pieces)

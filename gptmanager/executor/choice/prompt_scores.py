@@ -1,7 +1,8 @@
-"""`PromptScorer`: computes log probabilities of prompt tokens, from the logits before them.
+"""`PromptScorer`: scores of prompt tokens, computed from the logits of the positions before them.
 
-Scores are the log-softmax of the model's raw logits, or these logits themselves, independent of the
-request's sampling. A step passes a few rows of logits at a time. No logits are stored.
+A score is a log probability (the log-softmax of the model's raw logits) or a raw logit. The
+request's sampling parameters have no influence. A step passes a few rows of logits at a time, and
+no logits are stored.
 """
 
 from __future__ import annotations
@@ -19,9 +20,10 @@ from gptmanager.decoding.sampling.sampling import Ints, Sampler
 from gptmanager.request.output_options import OutputConfig
 from gptmanager.request.sampling_params import SamplingParams
 
-MOST_LOGITS = 1 << 25  # limit of logits that are computed for scores at a time: 128 MiB in float32
+MOST_LOGITS = 1 << 25  # most logits that are computed for scores at a time: 128 MiB in float32
 
-# the scores of n tokens [n]; the scores and the ids of the k best tokens [n, k]
+# For n tokens of a prompt: their scores [n], the scores of the k best tokens at the position of
+# each [n, k], and the ids of these best tokens [n, k].
 Scores = tuple[Tensor, Tensor, Tensor]
 
 _PLAIN = SamplingParams(greedy=True, temperature=1.0)
@@ -37,11 +39,11 @@ class PromptScorer:
             self._sampler.load(line, _PLAIN, 0, config)
 
     def score(self, logits: Tensor, targets: Ints, count: int, *, normalized: bool) -> Scores:
-        """Score the tokens `targets` `[n]` and the `count` best ones, by `logits` `[n, vocab]`.
+        """Score the tokens `targets` `[n]` and the `count` best tokens of each row of `logits`.
 
-        Returns `Scores` on the CPU: float32, float32 and int32 tensors. The scores are log
-        probabilities, or logits if `normalized` is False. All scores of a row are NaN if one of its
-        logits is NaN or +inf, or if all are -inf.
+        `logits` is `[n, vocab]`. Return `Scores` on the CPU: float32, float32 and int32 tensors. If
+        `normalized`, the scores are log probabilities; otherwise they are logits. All scores of a
+        row are NaN if one logit of the row is NaN or +inf, or if all its logits are -inf.
         """
         num_rows = len(targets)
         lines = np.full(num_rows, int(normalized), dtype=np.int64)
@@ -75,8 +77,8 @@ class DevicePromptScorer:
     ) -> tuple[Tensor, Tensor]:
         """Score like `PromptScorer.score`, on the device.
 
-        Returns the scores `[n, 1 + count]` of `targets` and of the best tokens, in this order, and
-        the ids `[n, count]` of the best tokens.
+        Return the scores `[n, 1 + count]`, first of `targets` and then of the best tokens, and the
+        ids `[n, count]` of the best tokens.
         """
         num_rows, device = len(targets), logits.device
         line = np.full(num_rows, int(normalized), dtype=np.int32)
@@ -90,7 +92,7 @@ class DevicePromptScorer:
             scored = torch.cat((scored, ids), dim=1)
         scores = torch.empty(scored.shape, device=device)
         log_probs(self._launcher, scores, logits, scored, self._params, self._wanted, lines)
-        if count:  # the kernel ranks by log probabilities of lower precision
+        if count:  # `best_of_rows` has ranked by log probabilities of lower precision
             best, order = scores[:, 1:].sort(dim=1, descending=True, stable=True)
             scores[:, 1:], ids = best, ids.gather(1, order)
         is_odd = ~logits.amax(dim=1, keepdim=True).isfinite()

@@ -1,11 +1,12 @@
 """Paged attention on the CPU: the loops that each thread runs.
 
-Context, chunks and generation use the same code. A tile has (token, query head) rows of one
-sequence that share a KV head: up to `TILE_ROWS`, or all rows of one token if these are more. A tile
-reads each page of the KV head once. Every query reads positions in spans of at least `SPAN`, which
-begin at multiples of their size. Each span updates the maximum of an online softmax once, and
-masked positions have a weight of exactly zero. So the arithmetic of a query does not depend on the
-rest of the tile, the chunk or the batch.
+Context, chunks and generation use the same code. A row of a tile is a pair of a token and a query
+head. All rows of a tile belong to one sequence and share a KV head: up to `TILE_ROWS` rows, or all
+rows of one token if these are more. A tile reads each page of the KV head once for all its rows.
+Positions are read in spans of `span_of(page_tokens)` positions, which begin at multiples of their
+size. Each span updates the maximum of an online softmax once, and masked positions have a weight of
+exactly zero. So the arithmetic of a query does not depend on the rest of the tile, the chunk or the
+batch.
 """
 
 from __future__ import annotations
@@ -58,8 +59,8 @@ def _first_seen(t: Any, position: int) -> int:
 def _seen(t: Any, position: int, at: int, until: int) -> tuple[int, int]:
     """Return low and high: the query at `position` sees columns low to high - 1 of a span.
 
-    The span begins at position `at`. `until` is the end of the sink while the sink is read, and 0
-    afterwards.
+    Column 0 of the span is position `at`. The sink is the first `t.sink` positions. `until` is the
+    end of the sink while the sink is read, and 0 otherwise.
     """
     high = min(span_of(t.page_tokens), position + 1 - at)
     if until:
@@ -80,7 +81,7 @@ def _maximum(scores: int, low: int, high: int) -> Any:
 
 @loop
 def _weigh(scores: int, columns: int, low: int, high: int, maximum: float) -> Any:
-    """Replace scores by weights, zero where masked; return the sums of the weights by lane."""
+    """Replace a row's scores by weights, 0 where masked; return the weights' sums by lane."""
     total = splat(ZERO)
     for column in range(0, columns, LANES):
         weight = splat(ZERO)
@@ -122,7 +123,7 @@ def _softmax(
 
 @loop
 def _cap(t: Any, scores: int, rows: int, columns: int, stride: int) -> None:
-    """Limit scores, which are exponents of 2, by the soft cap."""
+    """Limit scores by the soft cap. Scores are multiplied by log2(e), as exponents of 2."""
     compact()
     to_natural, cap = splat(np.float32(1 / LOG2_E)), t.softcap
     for row in range(rows):
@@ -133,7 +134,7 @@ def _cap(t: Any, scores: int, rows: int, columns: int, stride: int) -> None:
 
 @loop
 def _page(t: Any, table: int, position: int, kv_head: int) -> int:
-    """Return the index of the first element of the page at `position`, for keys and values."""
+    """Return the index, in keys and in values, of the page that begins at `position`."""
     size = t.tokens_per_block
     place = get_int(table, position // size) * t.block_stride
     return int(place + (kv_head * size + position % size) * t.head_dim)
@@ -199,7 +200,7 @@ def _begin(t: Any, areas: tuple[int, ...], rows: int, token: int, kv_head: int) 
             store(mixed, row * wide + d, splat(ZERO))
         store(sums, row * LANES, splat(ZERO))
         put(highest, row, LOWEST)
-        if t.sinks:  # a score without a value: it only adds to the sum
+        if t.sinks:  # a head's sink score has no value: it only adds to the sum
             own = sum_lanes(load_as(t.sink_dtype, t.sinks, kv_head * group + row % group, 1))
             put(sums, row * LANES, ONE)
             put(highest, row, own * np.float32(LOG2_E))
@@ -230,9 +231,9 @@ def _mix(
     kv_head: int,
     until: int,
 ) -> None:
-    """Add the attention over positions `seen_from` to `end` to the outputs of a tile's rows.
+    """Add the attention over positions `seen_from` to `end` (excluded) to a tile's outputs.
 
-    The first row is at `position`. `until` is as in `_seen`.
+    The tile's first token is at `position`. `_seen` explains `until`.
     """
     compact()
     queries, mixed, scores, transposed = areas[0], areas[1], areas[6], areas[7]
@@ -242,8 +243,8 @@ def _mix(
     first = seen_from // size * size
     for at in range(seen_from // span * span, end, span):
         start, stop = max(at, first), min(at + span, end)
-        # Pages are prefetched one matmul ahead of their use: the values while the scores are
-        # computed, the next keys (or the first keys of the next head) while the values are added.
+        # Pages are prefetched one matmul ahead of their use: a span's values while its scores are
+        # computed, the next span's keys (or the next head's first keys) while values are added.
         _prefetch_values(t, table, start, stop, kv_head)
         for here in range(start, stop, size):
             keys = t.keys + t.item_bytes * _page(t, table, here, kv_head)
@@ -278,7 +279,7 @@ def _attend(
 ) -> None:
     """Compute a KV head's attention for the tokens at `position` to `end` (excluded).
 
-    The first of them is the packed token `token`.
+    `token` is the index of the first of these tokens in `t.q`.
     """
     compact()
     rows = (end - position) * (t.num_heads // t.num_kv_heads)
@@ -295,7 +296,10 @@ def _attend(
 
 @loop
 def _tile_at(t: Any, row: int, token: int) -> tuple[int, int, int]:
-    """Return the position, end and cost per KV head of the tile of `row` that begins at `token`."""
+    """Return the first position, the end and the cost per KV head of a tile.
+
+    `token` is the index of the tile's first token, which belongs to the sequence `row`.
+    """
     group = t.num_heads // t.num_kv_heads
     row_stop = get_int(t.row_starts, row + 1)
     count = min(tile_tokens(group), row_stop - token)
@@ -318,7 +322,7 @@ def _total_cost(t: Any, tokens: int) -> int:
 def attention(address: int) -> None:
     """Compute the parts of an `AttentionTask` that this thread claims.
 
-    A part is an equal share of the cost of all (tile, KV head) pairs.
+    The pairs of a tile and a KV head are divided into `num_parts` parts of about equal cost.
     """
     t = task_at(address, TASK)
     tokens = tile_tokens(t.num_heads // t.num_kv_heads)

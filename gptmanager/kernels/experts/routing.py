@@ -16,10 +16,11 @@ class Routing(NamedTuple):
 
     With the score "softmax_of_best" or "sigmoid_of_best", experts are chosen by their logits, and
     the softmax or sigmoid is computed from the logits of the chosen experts only.
-    With `renormalize`, the weights of a token's experts are divided by their sum. Then `factor`
-    multiplies them. They multiply the outputs of experts, or with `scales_inputs` the inputs
-    (Llama 4). Of `groups` groups of experts only the best `top_groups` are considered; a group is
-    rated by the sum of its two best scores ("two_best"), or by its best one ("best").
+    With `renormalize`, the weights of a token's experts are divided by their sum. Then the weights
+    are multiplied by `factor`. The weights multiply the outputs of the experts or, with
+    `scales_inputs`, their inputs (Llama 4). The experts form `groups` groups of equal size, and
+    only the best `top_groups` of these groups are considered. A group is rated by the sum of its
+    two best scores ("two_best"), or by its best score ("best").
     """
 
     per_token: int

@@ -1,8 +1,9 @@
-"""`Int4Matrix`: a 4-bit weight of the network, in the order in which matmuls read it.
+"""`Int4Matrix`: a 4-bit weight matrix, in the order in which matmuls read it.
 
-A panel has sixteen rows. The 32 positions of a group are eight steps of four positions. A byte has
-a position of step j in its lower half, and one of step j + 4 in its upper half. `values` is uint8
-`[panels, groups, 4, 16, 4]`; `scales` and `minima` are float16 `[panels, groups, 16]`.
+A panel has sixteen rows. A group has 32 adjacent columns of a row, as eight steps of four columns.
+A byte has two columns: a column of step j in its lower half, and the same column of step j + 4 in
+its upper half. `values` is uint8 `[panels, groups, 4 steps, 16 rows, 4 columns]`. `scales` and
+`minima` are float16 `[panels, groups, 16 rows]`.
 """
 
 from __future__ import annotations
@@ -17,16 +18,16 @@ from gptmanager.kernels.gemm.panels.panel_writing import write_int4
 from gptmanager.kernels.gemm.panels.words import PackedGroups
 from gptmanager.kernels.gemm.weight_quantization import round_to_groups
 
-INT4 = torch.uint8  # dtype of `values`: a byte has two positions
+INT4 = torch.uint8  # dtype of `values`: a byte has two columns
 Given = Tensor | Codes | Groups | PackedGroups
 _ALL = slice(None)
-_STEPS, _FOUR = 4, 4  # steps in the lower halves of a group's bytes, and positions in a step
+_STEPS, _FOUR = 4, 4  # steps in the lower halves of a group's bytes, and columns in a step
 
 
 class Int4Matrix(PackedMatrix):
     """A matrix `[rows, columns]` of float32, bfloat16 or float16, stored in groups of 4-bit values.
 
-    `copy_` writes whole rows only. `minima` is None until groups with minima are written.
+    `copy_` can write only whole rows. `minima` is None until groups with minima are written.
     """
 
     position_bytes = PANEL_ROWS // 2
@@ -88,7 +89,7 @@ class Int4Matrix(PackedMatrix):
         return Groups(self._in_order(halves), scales, minima)
 
     def _in_order(self, halves: Tensor) -> Tensor:
-        """Return the values `[n, columns]` of rows of bytes `[n, groups, 4, 4]`."""
+        """Unpack the bytes of rows, `[n, groups, 4, 4]`, to 4-bit values `[n, columns]`."""
         return torch.stack((halves & 15, halves >> 4), dim=2).flatten(1)[:, : self.shape[1]]
 
     def unpacked(self, rows: slice = _ALL) -> Tensor:
@@ -109,10 +110,10 @@ class Int4Matrix(PackedMatrix):
         first_column: int = 0,
         columns: slice = _ALL,
     ) -> None:
-        """Write `columns` of `values` as whole rows, from `first_row` on.
+        """Write `columns` of the rows `values` to whole rows of this matrix, from `first_row` on.
 
-        Floats and `Codes` are rounded to groups. Groups are written unchanged, unless `columns`
-        begin within a group.
+        Floats and `Codes` are rounded to 4-bit groups. `Groups` and `PackedGroups` are written
+        unchanged; if `columns` begin within a group, they are rounded to new groups.
         """
         assert self.scales is not None and first_column == 0
         if isinstance(values, PackedGroups) and values.write(columns, self.values, first_row):
@@ -135,7 +136,7 @@ class Int4Matrix(PackedMatrix):
         panels.copy_(on_cpu)
 
     def _copy_numbers(self, given: PackedGroups, first_row: int) -> None:
-        """Write scales and minima."""
+        """Write the scales of `given`, and its minima if it or this matrix has any."""
         assert self.scales is not None
         copy_rows(self._by_block(self.scales, given), first_row, given.by_block(given.scales))
         if given.minima is not None or self.minima is not None:
@@ -144,13 +145,13 @@ class Int4Matrix(PackedMatrix):
 
     @staticmethod
     def _by_block(numbers: Tensor, given: PackedGroups) -> Tensor:
-        """Return `[panels, groups, 16]` as `[panels, 16, blocks, groups of a block]`."""
+        """Return a view of `numbers`: `[panels, 16, blocks, groups_per_block]` of `given`."""
         panels, groups, lanes = numbers.shape
         size = given.groups_per_block
         return numbers.view(panels, groups // size, size, lanes).permute(0, 3, 1, 2)
 
     def _new_minima(self) -> Tensor:
-        """Return the minima. If there are none, first create them so that no element changes."""
+        """Return the minima. If there are none, first create minima that change no element."""
         if self.minima is None:
             assert self.scales is not None
             self.minima = self.scales * -MIDDLE

@@ -1,9 +1,9 @@
 """Register tiles of matmuls of many rows with a packed int8 matrix, in int8 arithmetic.
 
 The rows are int8, from `quantized_activations`, in stretches of `STRETCH` positions. Sums over a
-stretch are exact. The instruction needs unsigned bytes on one side, so 128 is added to each element
-of the matrix, and sums begin with the value that compensates for it. An element of the result does
-not depend on the number of rows.
+stretch are exact. The dot product instruction needs unsigned bytes on one side. So 128 is added to
+each element of the matrix, and each sum begins with a value that compensates for the 128. An
+element of the result does not depend on the number of rows.
 """
 
 # mypy: allow-untyped-calls
@@ -38,7 +38,7 @@ from gptmanager.kernels.simd.lanes import (
 
 SPAN = 256  # positions of four panels that stay in the L1 cache for all rows
 SPAN_BYTES = PANELS * LANES * SPAN
-FOUR = 4  # positions in a step
+FOUR = 4  # positions in a step: a lane has four int8
 
 
 @functools.cache  # LLVM needs 0.1 ms to answer, and each plan of a matmul asks
@@ -48,7 +48,7 @@ def has_int8_dots() -> bool:
 
 
 def _add_dots(builder: Any, unsigned: Any, signed: Any, total: Any) -> Any:
-    """Add the dot product of each lane's four int8 to its total."""
+    """Add the dot product of four uint8 and four int8 in each lane to the total of the lane."""
     return call(builder, "llvm.x86.avx512.vpdpbusd.512", INDICES, total, unsigned, signed)
 
 
@@ -68,8 +68,8 @@ class _Stretch(NamedTuple):
     ) -> Sequence[Any]:
         """Return the totals plus dot products with `rows`.
 
-        In marks, the factor of a row is at index `field`, and the value at which its sums begin is
-        at the next index.
+        In the marks of a row, the factor of the row is at index `field`, and the value with which
+        the sums of the row begin is at the next index.
         """
 
         def step(index: Any, sums: Sequence[Any]) -> Sequence[Any]:
@@ -91,7 +91,7 @@ class _Stretch(NamedTuple):
         ]
 
     def with_left(self, builder: Any, left: Sequence[Any], totals: Sequence[Any]) -> Sequence[Any]:
-        """Return the totals plus dot products with the remainders, if any row has remainders."""
+        """Return the totals, plus dot products with the remainders if any row has remainders."""
         some = functools.reduce(builder.or_, self.mark(builder, 2, INT))
         before = builder.block
         with builder.if_then(builder.icmp_signed("!=", some, ir.Constant(INT, 0)), likely=False):
@@ -104,12 +104,13 @@ class _Stretch(NamedTuple):
 
 
 def int8_tile(rows: int) -> Any:
-    """Return an intrinsic that computes `rows` x 64 elements of a matmul, or adds to them.
+    """Return an intrinsic that computes `rows` x 64 elements of a matmul.
 
-    Its arguments are `(c, a, left, marks, a_stride, b, fours, add)`. `c` is float32 with stride 64.
-    `a`, `left` and `marks` are the addresses of values, remainders and marks of the first row, from
-    the beginning of a stretch; rows are `a_stride` bytes apart. `b` has four panels as `lay_out`
-    writes them, `SPAN` positions apart. `fours` is the number of positions divided by 4.
+    Its arguments are `(c, a, left, marks, a_stride, b, fours, add)`. `c` is the address of the
+    result, float32 with stride 64. If `add`, the result is added to `c`. `a`, `left` and `marks`
+    are the addresses of the values, remainders and marks of the first row, from the beginning of a
+    stretch. The rows of each are `a_stride` bytes apart. `b` has four panels as `lay_out` writes
+    them, `SPAN` positions apart. `fours` is the number of positions divided by 4.
     """
     per_stretch = ir.Constant(LONG, STRETCH // FOUR)
 
@@ -147,7 +148,10 @@ def int8_tile(rows: int) -> Any:
 
 @intrinsic(nothing, long, long, long)
 def lay_out(builder: Any, target: Any, source: Any, fours: Any) -> None:
-    """Write a panel's elements plus 128 as uint8, and prefetch the next ones."""
+    """Write a panel's elements plus 128 as uint8, and prefetch the elements `SPAN` positions on.
+
+    `fours` is the number of positions divided by 4.
+    """
     signs = ir.Constant(INDICES, [-0x7F7F7F80] * LANES)  # 0x80808080, as a signed number
 
     def step(index: Any, _: Sequence[Any]) -> Sequence[Any]:

@@ -39,10 +39,10 @@ from gptmanager.kernels.gemm.quantized_activations import (
 from gptmanager.kernels.simd.lanes import LANES, claim, loop, loop_named, task_at
 from gptmanager.kernels.simd.threads import NEXT_PART
 
-BLOCK = 256  # columns (depth) of four panels: these stay in the L1 cache while all rows pass
-WIDE_BYTES = 4 * BLOCK * LANES  # size of BLOCK columns of one panel, widened to float32
-STREAMED_ROWS = 6  # up to this number of rows the matrix is read once, in long pieces
-WIDEN_FROM = 32  # rows: with fewer, widening costs more time than it saves
+BLOCK = 256  # positions (depth) of four panels that stay in the L1 cache for all rows
+WIDE_BYTES = 4 * BLOCK * LANES  # size of BLOCK positions of one panel, widened to float32
+STREAMED_ROWS = 6  # up to this number of rows, a pass reads the full depth of four panels
+WIDEN_FROM = 32  # number of rows; with fewer rows, widening costs more time than it saves
 
 _thirty_two, _sixteen = unit_tile(2), unit_tile(1)
 
@@ -50,8 +50,9 @@ _thirty_two, _sixteen = unit_tile(2), unit_tile(1)
 def _share_by_lanes(dtype: str) -> Any:
     """Return a function that computes the parts that its thread claims, in SIMD lanes.
 
-    `dtype`: the matrix's dtype; "bfloat16 pairs" means bfloat16 that is multiplied in pairs. For
-    many rows, panels of other dtypes are first widened to float32, which is exact.
+    `dtype`: the dtype of the matrix, or "bfloat16 pairs" for bfloat16 that is multiplied in pairs.
+    For at least `WIDEN_FROM` rows, panels of float16, int8, and bfloat16 without pairs are first
+    widened to float32, which is exact.
     """
     is_pairs, name = dtype == "bfloat16 pairs", dtype.replace(" ", "_")
     widens, item = not is_pairs and dtype != "float32", 2 if is_pairs else 4
@@ -127,7 +128,7 @@ def _share_by_int8() -> Any:
 
 
 def _share_by_int16() -> Any:
-    """Return a function that computes, for few rows, the parts that its thread claims.
+    """Return a function that computes the parts that its thread claims, for `FEW_ROWS` or fewer.
 
     Each thread first quantizes all rows to int16.
     """
@@ -174,7 +175,10 @@ _int8_by_int8 = _share_by_int8() if has_int8_dots() else _int8
 
 
 def multiply_float32(address: int) -> None:
-    """Compute `result = x @ matrix.T` for a float32 matrix; the next three are for other dtypes."""
+    """Compute `result = x @ matrix.T` for a float32 matrix.
+
+    The next three functions do the same for a matrix of another dtype.
+    """
     _float32(task_at(address, MATMUL_TASK), address)
 
 
@@ -191,7 +195,7 @@ def multiply_int8(address: int) -> None:
 
 
 def multiply_int8_by_int16(address: int) -> None:
-    """Multiply few rows, which are quantized to int16, with an int8 matrix."""
+    """Quantize at most `FEW_ROWS` rows to int16, and multiply them with an int8 matrix."""
     _int8_by_int16(task_at(address, MATMUL_TASK), address)
 
 
@@ -201,7 +205,7 @@ def multiply_pairs(address: int) -> None:
 
 
 def multiply_int8_by_int8(address: int) -> None:
-    """Multiply rows quantized to int8 with an int8 matrix."""
+    """Multiply rows that are already quantized to int8 with an int8 matrix."""
     _int8_by_int8(task_at(address, MATMUL_TASK), address)
 
 

@@ -1,6 +1,6 @@
-"""Quantizes weights: rows to int8 with a scale each, or groups of a row to 4 bits.
+"""Quantizes weights: to int8 with a scale per row, or to 4 bits with a scale per group.
 
-Compiled functions round groups in torch's threads.
+A group is a part of a row. Compiled functions round groups in torch's threads.
 """
 
 # mypy: allow-untyped-calls
@@ -48,13 +48,13 @@ from gptmanager.kernels.simd.lanes import (
 from gptmanager.kernels.simd.machine_code import compiled
 from gptmanager.kernels.simd.threads import NEXT_PART, Team, alike, task_fields
 
-# The largest magnitude of a group divided by a candidate for its scale: see `round_to_groups`.
+# Each number gives a candidate for the scale of a group: see `round_to_groups`.
 STEPS = (8.0, 7.5, 7.0, 8.5, 9.5)
 _STEPS = tuple(map(np.float32, STEPS))
 _LARGEST = np.float32(torch.finfo(torch.float16).max)
 _INFINITY = np.float32(np.inf)
 _NAN = np.float32(np.nan)
-_ALONE = 1 << 15  # elements that are rounded before a second thread would be awake
+_ALONE = 1 << 15  # with fewer elements, one thread is done before a second thread is awake
 _PARTS_PER_THREAD = 8
 _BYTES = ir.VectorType(ir.IntType(8), LANES)
 _MASK = ir.IntType(LANES)
@@ -86,12 +86,12 @@ def round_to_int8(rows: Tensor) -> tuple[Tensor, Tensor]:
 def round_to_groups(rows: Tensor) -> Groups:
     """Round floats `[n, columns]` to groups without minima.
 
-    For each group, several candidates for its scale are tried, and the one with the least squared
-    error is kept. A candidate is the element with the largest magnitude divided by one of the
-    numbers `-STEPS`. It is then replaced by the least-squares scale for the integers to which it
-    rounds the group, as in `make_qx_quants` of llama.cpp's `ggml-quants.c`. The first candidate is
-    the scale of Q4_0: the element with the largest magnitude becomes -8. A group with an element
-    that is not finite has the scale NaN.
+    Several scales are tried for each group, and the scale with the least squared error is kept. A
+    candidate is the element with the largest magnitude, divided by -1 times a number of `STEPS`.
+    The candidate rounds the group to integers. The scale that is tried is the least-squares scale
+    of these integers, as in `make_qx_quants` of llama.cpp's `ggml-quants.c`. The first candidate is
+    the scale of Q4_0, with which the element with the largest magnitude becomes -8. A group with an
+    element that is not finite has the scale NaN.
     """
     (rows,) = alike(rows)
     count, columns = rows.shape
@@ -111,14 +111,17 @@ def round_to_groups(rows: Tensor) -> Groups:
 
 
 def run_in_team(body: Callable[[int], None], task: Any, work: int) -> None:
-    """Run a compiled body in torch's threads; for few elements (`work`), in the caller's thread."""
+    """Run a compiled body in torch's threads, or for few elements in the caller's thread.
+
+    `work`: the number of elements.
+    """
     size = team_size(work)
     task.num_parts = _PARTS_PER_THREAD * size
     _team().run(compiled(body), task, size)
 
 
 def team_size(work: int) -> int:
-    """Return the number of threads in which `run_in_team` runs a body."""
+    """Return the number of threads in which `run_in_team` runs a body for `work` elements."""
     return _team().max_size if work >= _ALONE else 1
 
 
@@ -133,13 +136,13 @@ def _mask_of(builder: Any, lanes: Any) -> Any:
 
 @intrinsic(long, vector, vector)
 def _equal_lanes(builder: Any, one: Any, other: Any) -> Any:
-    """Return a bit for each lane with equal values."""
+    """Return a mask with a set bit for each lane with equal values."""
     return _mask_of(builder, builder.fcmp_ordered("==", one, other))
 
 
 @intrinsic(long, vector)
 def _negative_lanes(builder: Any, value: Any) -> Any:
-    """Return a bit for each lane below zero."""
+    """Return a mask with a set bit for each lane below zero."""
     return _mask_of(builder, builder.fcmp_ordered("<", value, float_lanes(0.0)))
 
 
@@ -165,7 +168,7 @@ def _store_values(builder: Any, address: Any, value: Any) -> None:
 
 @intrinsic(real, real)
 def _as_half(builder: Any, value: Any) -> Any:
-    """Round to the precision of float16, ties to even; magnitudes are at most float16's largest.
+    """Round to the precision of float16, ties to even; `value` must be in the range of float16.
 
     This needs no instructions for float16, which some processors do not have.
     """
@@ -174,7 +177,7 @@ def _as_half(builder: Any, value: Any) -> Any:
     normal = builder.add(bits, builder.add(odd, ir.Constant(INT, 0xFFF)))
     normal = builder.bitcast(builder.and_(normal, ir.Constant(INT, 0xFFFFE000)), FLOAT)
     magnitude = call(builder, "llvm.fabs.f32", FLOAT, value)
-    step = ir.Constant(FLOAT, 0.5)  # from 0.5 to 1, float32 has steps of 2^-24, the least float16
+    step = ir.Constant(FLOAT, 0.5)  # from 0.5 to 1, float32 has steps of 2^-24, as small float16 do
     small = builder.fsub(builder.fadd(magnitude, step), step)
     small = call(builder, "llvm.copysign.f32", FLOAT, small, value)
     is_small = builder.fcmp_ordered("<", magnitude, ir.Constant(FLOAT, 2.0**-14))
@@ -188,7 +191,10 @@ def _inverse(scale: Any) -> Any:
 
 @loop
 def _with_scale(first: Any, second: Any, scale: Any) -> Any:
-    """Round with `scale`; return the least-squares scale of the integers, and its squared error."""
+    """Round a group with `scale`, and fit another scale to the integers by least squares.
+
+    Return the fitted scale and its squared error.
+    """
     by = _inverse(scale)
     low, high = _whole(first * by), _whole(second * by)
     squares = sum_lanes(low * low + high * high)
@@ -202,7 +208,7 @@ def _with_scale(first: Any, second: Any, scale: Any) -> Any:
 
 @loop
 def _largest(first: Any, second: Any) -> Any:
-    """Return the element with the largest magnitude; the first of several."""
+    """Return the element with the largest magnitude, or the first of several such elements."""
     none = splat(ZERO)
     low, high = larger(first, none - first), larger(second, none - second)
     most = max_lanes(larger(low, high))

@@ -1,4 +1,4 @@
-"""LoRA in torch: the outputs of adapters for the tokens of a step."""
+"""LoRA in torch: adds the outputs of adapters to a matrix's output for the tokens of a step."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def add_outputs(
     layer: int,
     matrix: str,
 ) -> None:
-    """Do what `Kernels.add_adapters` does, one adapter at a time, with `linear` for matmuls."""
+    """Compute `Kernels.add_adapters`, one adapter at a time; `linear` computes the matmuls."""
     modules, slots = adapters.layout.get(matrix, ()), adapters.rows.tolist()
     for slot in sorted({*slots} - {-1}):
         tokens = (adapters.rows == slot).nonzero().squeeze(1)

@@ -1,10 +1,11 @@
 """Low-rank adapters for a step's tokens: the compiled loops of `Kernels.add_adapters`.
 
-A part is a run: tokens of one adapter, adjacent or not. First h = A x is computed for all modules,
-then B h is added to one span of columns after another; B is transposed once for all tokens of the
-run. The order of an element's sum never depends on parts and spans. An element of A x is the sum of
-sixteen chains along x. An element of the result is one chain, which begins with its old value and
-adds B h along h, one module after another.
+Threads claim parts of the work. A part is a run: tokens of one adapter, adjacent or not. First
+h = A x is computed for all modules. Then B h is added to one span of columns after another, and B
+is transposed once for all tokens of the run. The order in which the terms of an element are added
+does not depend on parts and spans. An element of A x is the sum of sixteen partial sums along x. An
+element of the result is one sum, which begins with the element's old value and adds the terms of
+B h along h, one module after another.
 """
 
 # mypy: allow-untyped-calls
@@ -32,11 +33,11 @@ from gptmanager.kernels.simd.pairs import has_pairs
 from gptmanager.kernels.simd.threads import NEXT_PART, NEXT_THREAD, task_fields
 
 BLOCK = 32  # most tokens of a run
-AHEAD = 8192  # prefetch distance in bytes of the pool
-SPAN = 256  # columns that are computed together
-STRIDE = SPAN + LANES  # floats between the sums of tokens; columns are computed in blocks of 16
-# Floats of a thread's scratch: a square of lanes to transpose, a transposed span of B, and the sums
-# of a run; after them the rows of x that are multiplied at a time, and h.
+AHEAD = 8192  # bytes between the row of B that is read and the bytes that are prefetched
+SPAN = 256  # columns of the result that are computed together
+STRIDE = SPAN + LANES  # floats between the sums of two tokens; a block of LANES may pass the span
+# Numbers of floats in a thread's scratch: a square of lanes to transpose, a transposed span of B,
+# and the sums of a run. After these areas are the rows of x that are multiplied at a time, then h.
 SQUARE, TRANSPOSED, SUMS = LANES * LANES, LANES * STRIDE, BLOCK * STRIDE
 FIXED = SQUARE + TRANSPOSED + SUMS
 
@@ -44,12 +45,13 @@ FIXED = SQUARE + TRANSPOSED + SUMS
 class AdapterTask(ctypes.Structure):
     """Addresses, and sizes in elements (`scratch_bytes` in bytes).
 
-    `order` has the tokens with adapters, int64, sorted by adapter. `runs` int64 `[num_parts, 3]`
-    has the indices in `order` of a run's first token and of the token after its last one, and the
-    slot; a run has at most BLOCK tokens. `modules` int64 `[num_modules, 4]` has the fields of
-    `AdapterModule`. `h_stride` is the number of floats between the h of two tokens, a multiple of
-    the tile size that is at least the rank. `dtype` is the dtype of `result`. If `pairs` is set, A
-    is bfloat16, and is multiplied in pairs with an x in bfloat16.
+    `order` int64 has the indices of the tokens that have an adapter, sorted by adapter. `runs`
+    int64 `[num_parts, 3]` has, for each run, the index in `order` of its first token, the index
+    after its last token, and the adapter's slot in `table`. A run has at most BLOCK tokens.
+    `modules` int64 `[num_modules, 4]` has the fields of `AdapterModule`. `h_stride` is the number
+    of floats between the h of two adjacent tokens. It is at least the rank, and a multiple of the
+    tile size. `dtype` is the dtype of `result`. If `pairs` is set, the pool is bfloat16, and A is
+    multiplied in pairs of elements if x is bfloat16 too.
     """
 
     _fields_ = task_fields(
@@ -67,7 +69,7 @@ _several_bfloat16, _one_bfloat16 = _several["bfloat16"], _one["bfloat16"]
 _several_float16 = _several.get("float16", _several_bfloat16)  # never called with float16
 _one_float16 = _one.get("float16", _one_bfloat16)
 _several_pairs, _one_pairs = _several_bfloat16, _one_bfloat16
-if has_pairs():  # else they are never called: no task has `pairs` set
+if has_pairs():  # without pairs, no task has `pairs` set, and these two are never called
     _several_pairs = dots(ROWS, RANKS, "bfloat16 pairs")
     _one_pairs = dots(1, RANKS_OF_ONE, "bfloat16 pairs")
 _thirty_two_float32, _sixteen_float32 = expanded(2, "float32"), expanded(1, "float32")
@@ -75,13 +77,13 @@ _thirty_two_bfloat16, _sixteen_bfloat16 = expanded(2, "bfloat16"), expanded(1, "
 
 
 def scratch_floats(width: int, num_modules: int, h_stride: int) -> int:
-    """Return how many float32 of scratch a thread needs; at the end is space for one more h."""
+    """Return how many float32 of scratch a thread needs, with space for one h after the last."""
     return FIXED + ROWS * (width + LANES) + (num_modules * BLOCK + 1) * h_stride
 
 
 @loop
 def _module(t: Any, slot: int, module: int) -> Any:
-    """Return the index in the pool at which A of a module begins, and the rank."""
+    """Return the index in the pool at which A of a module begins, and the module's rank."""
     number = get_long(t.modules, 4 * module)
     entry = slot * t.slot_stride + t.layer * t.layer_stride + 2 * number
     return get_long(t.table, entry), get_long(t.table, entry + 1)
@@ -99,9 +101,9 @@ def _following(t: Any, slot: int, module: int) -> int:
 
 @loop
 def _rows_of(t: Any, to: int, place: int, rows: int, dtype: int) -> int:
-    """Return the address of the x of `rows` tokens, contiguous and in `dtype`.
+    """Return the address of the rows of x of `rows` tokens, contiguous and in `dtype`.
 
-    It is copied to `to` unless the tokens are adjacent and x has this dtype.
+    The rows are copied to `to` unless the tokens are adjacent and x has this dtype.
     """
     first, width, size = get_long(t.order, place), t.width, 4 if dtype == FLOAT32 else 2
     if t.x_dtype == dtype and get_long(t.order, place + rows - 1) - first == rows - 1:
@@ -124,7 +126,7 @@ def _shrink(t: Any, scratch: int, first: int, stop: int, slot: int) -> None:
     while token < stop:
         rows = min(ROWS, stop - token)
         if rows == 2 and ROWS > 2:
-            rows = 1  # half of a larger tile would be repeated rows
+            rows = 1  # half of a tile of ROWS rows would be wasted on repeated rows
         x = _rows_of(t, xs, token, rows, BFLOAT16 if pairs else FLOAT32)
         for module in range(t.num_modules):
             offset, rank = _module(t, slot, module)
@@ -155,7 +157,10 @@ def _shrink(t: Any, scratch: int, first: int, stop: int, slot: int) -> None:
 
 @loop
 def _transpose(dtype: int, scratch: int, b: int, count: int, rank: int, depth: int) -> None:
-    """Transpose `depth` (<= LANES) elements of `count` (<= SPAN) rows of B from `b` to scratch."""
+    """Transpose `depth` (<= LANES) elements of each of `count` (<= SPAN) rows of B to scratch.
+
+    `b` is the address of the first of these elements.
+    """
     to, size = scratch + 4 * SQUARE, 4 if dtype == FLOAT32 else 2
     for row in range(0, count, LANES):
         for lane in range(LANES):
@@ -168,9 +173,9 @@ def _transpose(dtype: int, scratch: int, b: int, count: int, rank: int, depth: i
 def _add_columns(
     t: Any, scratch: int, to: int, b: int, h: int, rows: int, count: int, rank: int
 ) -> None:
-    """Add B h to `count` columns of the sums; their rows of B begin at `b`.
+    """Add B h to `count` columns of the sums. The rows of B for these columns begin at `b`.
 
-    Whole register tiles of B are transposed in registers.
+    Tiles of B that fill the registers are transposed there. The rest is transposed in scratch.
     """
     dtype, stride = t.pool_dtype, t.h_stride
     size = 4 if dtype == FLOAT32 else 2

@@ -1,8 +1,8 @@
-"""Machine code of the bodies that run in `Team`'s threads, cached on disk.
+"""Compile the functions ("bodies") that `Team`'s threads run, and cache their machine code on disk.
 
 Only this module uses Numba's cache. Numba chooses the folder: `NUMBA_CACHE_DIR`, else `__pycache__`
 next to the sources, else the user's cache folder. If a cached file is damaged, or no folder can be
-used, the body is compiled, and this is logged once.
+used, the body is compiled, and a warning is logged once.
 """
 
 # mypy: allow-untyped-calls
@@ -70,10 +70,11 @@ def folder_of(body: Body) -> str | None:
 
 
 def _stamped(body: Body) -> FunctionType:
-    """Return the function under a name that changes with the sources and record layouts it uses.
+    """Return a copy of the function with a name that contains a digest of its sources and dtypes.
 
-    The sources are all files of `kernels/` and of the function's own folder. Numba's cache checks
-    only the file of the body, not the files of the intrinsics that the body calls.
+    The sources are all files of `kernels/` and of the function's own folder. The name is necessary
+    because Numba's cache notices changes only in the file of the body, not in the files of the
+    intrinsics that the body calls.
     """
     digest = hashlib.sha256()
     for folder in sorted({Path(__file__).parents[1], Path(body.__code__.co_filename).parent}):
@@ -124,7 +125,7 @@ class _CacheImpl(CompileResultCacheImpl):
 
 
 class _SealedFile(IndexDataCacheFile):
-    """Numba's files, with a digest before the data, so that damaged machine code never runs."""
+    """Numba's files, with a digest before the data, so that damaged data are never unpickled."""
 
     def _save_data(self, name: str, content: Any) -> None:
         data = self._dump(content)
@@ -140,7 +141,7 @@ class _SealedFile(IndexDataCacheFile):
 
 
 class _Cache(FunctionCache):
-    """Numba's cache of one function, with errors logged instead of raised."""
+    """Numba's cache of one function. Errors of loading and saving are logged, not raised."""
 
     _impl_class = _CacheImpl
 
@@ -151,7 +152,7 @@ class _Cache(FunctionCache):
         self._cache_file = _SealedFile(self._cache_path, self._impl.filename_base, stamp)
 
     def has(self, signature: Any) -> bool:
-        """Return whether there is a file for this processor."""
+        """Return whether the folder has machine code of the function for this processor."""
         try:
             key = self._index_key(signature, registry.cpu_target.target_context.codegen())
             name = self._cache_file._load_index().get(key)
@@ -160,11 +161,11 @@ class _Cache(FunctionCache):
             return False
 
     def load_overload(self, signature: Any, context: Any) -> Any:
-        """Return the compiled function, or None if it is not on disk.
+        """Return the compiled function, or None if its machine code is not on disk, or damaged.
 
-        Numba's own method first declares every function that Numba supports, which takes 0.3 s.
-        Machine code needs only the symbols of Numba's runtime, and a compilation declares all
-        functions itself.
+        This method replaces Numba's own, which first declares every function that Numba supports
+        and thus takes 0.3 s longer. Machine code needs only the symbols of Numba's runtime, and a
+        compilation declares all functions itself.
         """
         try:
             rtsys.initialize(context)

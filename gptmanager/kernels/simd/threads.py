@@ -1,4 +1,4 @@
-"""`Team`: runs compiled bodies in torch's own OpenMP threads, each with a task as its argument.
+"""`Team`: runs a compiled body in torch's own OpenMP threads. All threads get the same task.
 
 A second pool of threads, such as that of Numba's prange, would compete with torch's pool for the
 cores, because waiting threads spin. Without OpenMP, Numba's default layer (workqueue) also aborts
@@ -30,9 +30,9 @@ logger = logging.getLogger("gptmanager")
 
 Task = TypeVar("Task", bound=ctypes.Structure)
 
-NEXT_PART, NEXT_THREAD = 0, 1
+NEXT_PART, NEXT_THREAD = 0, 1  # indices of a task's two counters
 COUNTER_BYTES = 16
-DEFAULT_SIZE = torch.get_num_threads()  # before the application sets another number
+DEFAULT_SIZE = torch.get_num_threads()  # before the application sets another number of threads
 
 
 def task_fields(longs: str, reals: str = "") -> list[tuple[str, Any]]:
@@ -63,9 +63,9 @@ def address_of(tensor: Tensor | None, dtype: torch.dtype) -> int:
 
 
 def check_layout(tensor: Tensor, dtype: torch.dtype) -> None:
-    """Raise TypeError if the tensor has another dtype or is not contiguous.
+    """Raise TypeError if the tensor has a dtype other than `dtype`, or is not contiguous.
 
-    Compiled bodies only get its address, and cannot check this.
+    Compiled bodies get only the address of a tensor, and cannot check this.
     """
     if tensor.dtype is not dtype or not tensor.is_contiguous():
         layout = "contiguous" if tensor.is_contiguous() else "strided"
@@ -73,9 +73,9 @@ def check_layout(tensor: Tensor, dtype: torch.dtype) -> None:
 
 
 def alike(x: Tensor, *others: Tensor | None) -> tuple[Any, ...]:
-    """Return contiguous tensors of one dtype in `DTYPES`; None stays None.
+    """Return the tensors, made contiguous and of one dtype in `DTYPES`; None stays None.
 
-    They become float32 if their dtypes differ or are not in `DTYPES`.
+    The tensors become float32 if their dtypes differ or are not in `DTYPES`.
     """
     dtype = x.dtype
     for other in others:
@@ -94,10 +94,10 @@ def alike(x: Tensor, *others: Tensor | None) -> tuple[Any, ...]:
 def end_threads_of_caller() -> None:
     """End the OpenMP threads that torch keeps for the calling thread.
 
-    torch creates new ones when they are needed. Each thread that uses torch gets OpenMP threads of
-    its own. If all of them together are more than the cores, the GNU runtime lets none of them wait
-    actively, and each parallel region must wake them: a step of a small model took 1.6 times as
-    long after another thread had used torch.
+    torch creates new threads when they are needed. Each thread that uses torch gets OpenMP threads
+    of its own. If there are more OpenMP threads than cores, the GNU runtime lets no thread wait
+    actively, and each parallel region must wake its threads: a step of a small model took 1.6 times
+    as long after another thread had used torch.
     """
     pause = getattr(ctypes.PyDLL(torch._C.__file__), "omp_pause_resource_all", None)
     if pause is not None:
@@ -106,7 +106,7 @@ def end_threads_of_caller() -> None:
 
 
 def compute_alone() -> None:
-    """Run torch's ops and bodies that the calling thread starts on this thread alone."""
+    """Make the calling thread run torch's ops and bodies without other OpenMP threads."""
     set_number = getattr(ctypes.PyDLL(torch._C.__file__), "omp_set_num_threads", None)
     if set_number is not None:
         set_number(1)
@@ -140,11 +140,11 @@ class _Own(threading.local):
     """The part of a team's state that each calling thread has for itself."""
 
     capture: Capture | None = None
-    size = -1  # bytes of scratch
+    size = -1  # bytes of scratch memory; -1: none is allocated yet
 
 
 class Team:
-    """Torch's OpenMP threads, or only the caller's if the runtime has no `GOMP_parallel`."""
+    """Torch's OpenMP threads, or only the calling thread if there is no `GOMP_parallel`."""
 
     def __init__(self) -> None:
         # Symbols are looked up in this library and in all libraries that it was linked with.
@@ -171,7 +171,10 @@ class Team:
         return 1 if self._parallel is None else torch.get_num_threads()
 
     def scratch(self, num_bytes: int) -> int:
-        """Return the address of `num_bytes` for one `run`, private to the calling thread."""
+        """Return the address of `num_bytes` of scratch memory for one `run`.
+
+        The memory is private to the calling thread.
+        """
         own = self._own
         if own.capture is not None:
             return own.capture.scratch(num_bytes)

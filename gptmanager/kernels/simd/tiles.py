@@ -1,6 +1,6 @@
-"""Tiles of sixteen rows, which are transposed in registers.
+"""Tiles of sixteen rows of four-byte words, transposed in registers.
 
-So memory is read and written in whole cache lines.
+A tile is transposed so that memory is read and written in whole cache lines.
 """
 
 # mypy: allow-untyped-calls
@@ -25,18 +25,18 @@ from gptmanager.kernels.simd.lanes import (
     times,
 )
 
-LINE_BYTES = 4 * LANES  # one word of each of sixteen rows
+LINE_BYTES = 4 * LANES  # a line has one word of each of sixteen rows
 
 
 def load_lines(builder: Any, address: Any, stride: Any, count: int) -> list[Any]:
-    """Return `count` vectors of sixteen words, `stride` bytes apart."""
+    """Load `count` vectors of sixteen words, which begin `stride` bytes apart."""
     addresses = [builder.add(address, times(builder, stride, number)) for number in range(count)]
     pointers = [builder.inttoptr(it, INDICES.as_pointer()) for it in addresses]
     return [builder.load(pointer, align=1) for pointer in pointers]
 
 
 def store_line(builder: Any, address: Any, offset: int, words: Any) -> None:
-    """Store a vector of sixteen words, `offset` bytes after the address."""
+    """Store a vector of sixteen words at `offset` bytes after `address`."""
     pointer = builder.inttoptr(plus(builder, address, offset), INDICES.as_pointer())
     builder.store(words, pointer, align=4)
 
@@ -44,7 +44,7 @@ def store_line(builder: Any, address: Any, offset: int, words: Any) -> None:
 def exchanged(builder: Any, vectors: Sequence[Any], distance: int, lanes: int) -> list[Any]:
     """Permute lanes: exchange one bit of the index of a vector with one bit of the index of a lane.
 
-    `distance` and `lanes` are the values of these bits.
+    `distance` is the value of the bit of the vector, and `lanes` the value of the bit of the lane.
     """
     found = [*vectors]
     first = [LANES + lane - lanes if lane & lanes else lane for lane in range(LANES)]
@@ -58,7 +58,7 @@ def exchanged(builder: Any, vectors: Sequence[Any], distance: int, lanes: int) -
 
 
 def transposed(builder: Any, vectors: Sequence[Any]) -> list[Any]:
-    """Transpose sixteen vectors."""
+    """Transpose sixteen vectors of sixteen words."""
     found = [*vectors]
     for bit in (8, 4, 2, 1):
         found = exchanged(builder, found, bit, bit)
@@ -67,7 +67,10 @@ def transposed(builder: Any, vectors: Sequence[Any]) -> list[Any]:
 
 @intrinsic(nothing, long, long, long)
 def _move_tile(builder: Any, source: Any, stride: Any, target: Any) -> None:
-    """Write sixteen words of each of sixteen rows, `stride` bytes apart, as sixteen lines."""
+    """Write sixteen words of each of sixteen rows as sixteen lines.
+
+    The rows begin `stride` bytes apart.
+    """
     rows = load_lines(builder, source, stride, LANES)
     for number, words in enumerate(transposed(builder, rows)):
         store_line(builder, target, number * LINE_BYTES, words)
@@ -75,7 +78,10 @@ def _move_tile(builder: Any, source: Any, stride: Any, target: Any) -> None:
 
 @loop
 def move_panel(source: int, stride: int, num_words: int, target: int) -> None:
-    """Write the words of sixteen rows, `stride` bytes apart, as a line for each word."""
+    """Write `num_words` words of each of sixteen rows as `num_words` lines.
+
+    The rows begin `stride` bytes apart.
+    """
     whole = num_words // LANES * LANES
     for i in range(0, whole, LANES):
         _move_tile(source + 4 * i, stride, target + LINE_BYTES * i)
@@ -86,6 +92,6 @@ def move_panel(source: int, stride: int, num_words: int, target: int) -> None:
 
 @loop
 def move_row(source: int, num_words: int, target: int, lane: int) -> None:
-    """Write each word of a row to the lane `lane` of a line of its own."""
+    """Write word i of a row to the lane `lane` of line i."""
     for i in range(num_words):
         put_int(target + LINE_BYTES * i, lane, get_int(source, i))

@@ -14,8 +14,8 @@ from gptmanager.models.rope_scaling import Rope, rope_table
 class CosSinTables:
     """The tables of all distinct `Rope`s of a network; see `rope_table`.
 
-    `by_rope`: `Rope` -> its table. `all`: the same tables. Before `reserve`, `by_rope` is empty and
-    `all` is None.
+    `by_rope` maps each `Rope` to its table. `all` is a tuple of the same tables. Before `reserve`,
+    `by_rope` is empty and `all` is None.
     """
 
     def __init__(self, ropes: Iterable[Rope | None], device: torch.device | str) -> None:
@@ -27,7 +27,7 @@ class CosSinTables:
     def reserve(self, num_positions: int) -> None:
         """Compute the tables for positions below `num_positions`.
 
-        Raises ConfigError if values overflow float32 or memory does not suffice.
+        Raises ConfigError if values overflow float32 or if there is not enough memory.
         """
         if self.all is not None and all(len(it) == num_positions for it in self.all):
             return

@@ -33,9 +33,10 @@ class Norm(NamedTuple):
 
 
 class HeadNorm(NamedTuple):
-    """A norm over groups of `width` columns, for `columns` of the joined queries, keys and values.
+    """A norm for `columns` of the joined queries, keys and values.
 
-    `weight` has an element for each of the columns.
+    Each group of `width` adjacent columns is normalized by itself. `weight` has an element for each
+    of `columns`.
     """
 
     columns: range
@@ -54,8 +55,8 @@ class TokenInput(NamedTuple):
 class LayerEnd(NamedTuple):
     """The steps at the end of a layer, after its MLP.
 
-    The layer adds its token input to the residual, then multiplies the residual by `scale`. Each of
-    the two is None if the layer does not have this step.
+    The layer adds its token input to the residual, then multiplies the residual by `scale`. A field
+    is None if the layer does not have this step.
     """
 
     token_input: TokenInput | None
@@ -65,9 +66,9 @@ class LayerEnd(NamedTuple):
 class LayerPages(NamedTuple):
     """The pages of the KV pool that a layer reads.
 
-    `number`: their index in `KvPool.layers`. `scales` `[2, KV heads]`: the scales of keys and
-    values in float8, None for other dtypes. `is_own`: the layer also writes these pages.
-    `keys_as_values`: see `Attention`. `is_once`: see `Pages`.
+    `number`: index of the pages in `KvPool.layers`. `scales` `[2, KV heads]`: the scales of keys
+    and values in float8; None for other dtypes. `is_own`: the layer also writes these pages.
+    `keys_as_values`: see `spec.Attention`. `is_once`: see `Pages`.
     """
 
     number: int
@@ -82,10 +83,10 @@ class LayerPages(NamedTuple):
 
 
 class ExpertNorms(NamedTuple):
-    """The weights of the norms around experts that read the residual (`Experts.apart`).
+    """The weights of the norms around experts that read the residual (`spec.Experts.apart`).
 
-    `router` and `experts`: for the inputs of the router and of the experts. `experts_out` and
-    `shared_out`: for the outputs of the experts and of the shared MLP.
+    `router` and `experts` are for the inputs of the router and of the experts. `experts_out` and
+    `shared_out` are for the outputs of the experts and of the shared MLP.
     """
 
     router: Tensor
@@ -97,7 +98,9 @@ class ExpertNorms(NamedTuple):
 class ExpertLayer(NamedTuple):
     """The router of a layer, its experts, and the shared MLP that all tokens use, if any.
 
-    `norms` is None if the experts read the same input as the shared MLP (not `Experts.apart`).
+    `correction` is a bias that is added to the router's scores only for the selection of experts.
+    `shared_gate` gates the output of the shared MLP. `norms` is None if the experts read the same
+    input as the shared MLP (not `spec.Experts.apart`).
     """
 
     router: Affine
@@ -124,8 +127,8 @@ class LayerTensors(NamedTuple):
 
     `qkv` is None in a layer with latent or linear attention. `qkv_name` and `out_name`: see
     `matrix_names`. `q_norm` and `k_norm` are applied together with RoPE, `head_norms` before RoPE.
-    A norm is None if the layer does not have it. `next_norm`: the first norm of the next layer, or
-    the final norm.
+    `next_norm` is the attention norm of the next layer, or after the last layer the final norm. A
+    norm that the model does not have is None.
     """
 
     number: int
@@ -197,9 +200,9 @@ def layer_tensors(
 def find_norm(
     spec: ModelSpec, weights: Weights, module: str, device: torch.device | str
 ) -> Norm | None:
-    """Return the norm `module`, or None if the network does not have it.
+    """Return the norm `module`, or None if the network does not have this norm.
 
-    The weight is ones if the norms of the network have no weights.
+    If the norms of the network have no weights, `weight` is all ones.
     """
     norms, name = spec.norms, module.rpartition(".")[2]
     present = {

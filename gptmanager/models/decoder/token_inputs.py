@@ -1,4 +1,4 @@
-"""`TokenInputTensors`: computes the additional layer inputs that `spec.TokenInputs` describes."""
+"""`TokenInputTensors`: computes the second layer inputs that `spec.TokenInputs` describes."""
 
 from __future__ import annotations
 
@@ -26,7 +26,10 @@ class TokenInputTensors:
         self._norm = weights.tensor("token_norm.weight")
 
     def of_batch(self, batch: Batch, residual: Tensor) -> Tensor:
-        """Return the inputs `[T, layers, width]` of tokens with the embeddings `residual`."""
+        """Return the inputs `[T, layers, width]` of all tokens of a step.
+
+        `residual` `[T, hidden_size]` is the residual before the first layer.
+        """
         width, kernels, ids = self._given.width, self._kernels, batch.token_ids
         if batch.prompt_index is not None:
             ids = ids.index_fill(0, batch.prompt_index, self._given.padding_id)
@@ -39,7 +42,10 @@ class TokenInputTensors:
         return kernels.scaled(normed + embedded, 0.5**0.5).view(len(ids), -1, width)
 
     def add(self, layer: LayerTensors, residual: Tensor, inputs: Tensor) -> None:
-        """Add a layer's part of `inputs [T, layers, width]` to the `residual`, in place."""
+        """Gate, project and normalize a layer's part of `inputs`; add the result to `residual`.
+
+        `inputs` is `[T, layers, width]`, and `residual` is changed in place.
+        """
         assert layer.end is not None and layer.end.token_input is not None
         own, activation = layer.end.token_input, self._given.activation
         gate = self._kernels.linear(residual, own.gate)
@@ -49,5 +55,5 @@ class TokenInputTensors:
 
 
 def of_sampled(inputs: Tensor | None, index: Tensor) -> Tensor | None:
-    """Return the inputs of the sampled tokens, or None without inputs."""
+    """Return the inputs of the tokens with the indices `index`; None if `inputs` is None."""
     return None if inputs is None else torch.index_select(inputs, 0, index)

@@ -1,4 +1,4 @@
-"""`Family`: the properties by which one `model_type` differs from others."""
+"""`Family`: the properties in which one `model_type` differs from the others."""
 
 from __future__ import annotations
 
@@ -24,31 +24,37 @@ def _nothing(*_: Any) -> Mapping[str, Any]:
 class Family:
     """A model family: the names of its config fields and tensors, and their meaning.
 
-    `title`: the name for users. `tensors`: tensor names, see `names`. `prefix`: the start of these
-    names that a checkpoint may omit. `other_tensors`: further names of the same parameters, for
-    example in GGUF files or for stacked experts. `ignored`: names of tensors that are not used.
-    `spellings`: our name of a config field -> the family's. `defaults`: values of absent fields, by
-    our names. A `bool | str` property is either the value or the name of the config field that has
-    the value. `norms`: the norms; the config has their epsilon. `qk_norm`: whether
-    `norms.query_key` applies. `interleaved`: the checkpoint stores the two rows of a RoPE pair next
-    to each other. `position_offset`: added to a position to index the learned position embeddings;
-    None without them. `activation`: overrides `hidden_act`. `one_norm`: attention and MLP read the
-    output of the same norm. `neutral`: config field -> the only value, besides null, that it may
-    have. `transposed`: layers store their matrices as [in, out]. `scaled`: see `Layer`. `parallel`:
-    see `ModelSpec`.
+    A `bool | str` property is either the value or the name of the config field that has the value.
 
-    `windows`: which layers have a sliding window. "none" and "all": no layer or each layer. "some":
-    the layers that the field `layer_types` marks; without this field, the layers from
-    `max_window_layers` on. An integer n: the layers that `layer_types` marks; without this field,
-    all but the last of every n layers, all but the first of every -n layers if n is negative, and
-    all layers if n is 0. The config's `sliding_window_pattern` replaces n. "chunks": attention in
-    chunks, with windows that begin at multiples of their size. "linear": no layer has a window, and
-    some have linear attention.
+    `title`: the name shown to users. `tensors`: tensor names, see `names`. `prefix`: the start of
+    these names that a checkpoint may omit. `other_tensors`: further names of the same parameters,
+    for example in GGUF files or for stacked experts. `ignored`: names of tensors that are not used.
+    `spellings`: our name of a config field -> the name in this family. `defaults`: our name of a
+    config field -> its value if the config does not have the field. `norms`: the norms, except
+    their epsilon, which the config has. `qk_norm`: whether `norms.query_key` applies.
+    `interleaved`: the checkpoint stores the two rows of a RoPE pair next to each other.
+    `position_offset`: the row of the learned position embeddings for position 0; None if the family
+    has no such embeddings. `activation`: overrides `hidden_act`. `one_norm`: attention and
+    MLP read the output of the same norm. `neutral`: config field -> the only value, besides null,
+    that the field may have. `transposed`: layers store their matrices as [in, out]. `scaled`: see
+    `Layer`. `parallel`: see `ModelSpec`.
 
-    `network` returns further fields of the `ModelSpec`. For a layer, `attention` returns further
-    fields of its `Attention` (and `rope_dim`, if RoPE rotates only a part of each head), `mlp`
-    further fields of its `Mlp`, and `experts` its mixture of experts and the width of an expert, or
-    None.
+    `windows`: which layers have a sliding window.
+    - "none": no layer.
+    - "all": each layer.
+    - "some": the layers that the field `layer_types` marks. Without this field, the layers from
+      `max_window_layers` on.
+    - An integer n: the layers that `layer_types` marks. Without this field, all but the last of
+      every n layers; if n is negative, all but the first of every -n layers; if n is 0, all layers.
+      If the config has `sliding_window_pattern`, its value replaces n.
+    - "chunks": the layers with attention in chunks. Their windows begin at multiples of the size of
+      a chunk.
+    - "linear": no layer has a window, and some layers have linear attention.
+
+    `network` returns further fields of the `ModelSpec`. The other three functions also get the
+    index of a layer. `attention` returns further fields of the layer's `Attention`, and `rope_dim`
+    if RoPE rotates only a part of each head. `mlp` returns further fields of the layer's `Mlp`.
+    `experts` returns the layer's mixture of experts and the width of an expert, or None.
     """
 
     title: str

@@ -68,7 +68,7 @@ def _attention(fields: Fields, layer: int) -> Mapping[str, Any]:
 
 
 def _heads(fields: Fields, layer: int) -> Mapping[str, int]:
-    """Return a layer's `num_kv_heads` and `head_dim`, each only if the config overrides it."""
+    """Return `num_kv_heads` and `head_dim` of a layer, each only if the layer has its own value."""
     given, is_full = fields.get("per_layer_config"), fields.layer_type(layer) == FULL
     fields.note_read("global_head_dim", "num_global_key_value_heads", "attention_k_eq_v")
     if given is None and not is_full:
@@ -106,8 +106,9 @@ def _by_layer(fields: Fields) -> Mapping[int, Any]:
 
 
 def _mlp(fields: Fields, layer: int) -> Mapping[str, Any]:
-    """Return twice the MLP width if `use_double_wide_mlp` is set and the layer reads the keys of
-    another layer, otherwise no fields.
+    """Return the MLP width of a layer if it is doubled, otherwise no fields.
+
+    `use_double_wide_mlp` doubles the MLP width of the layers that read the keys of another layer.
     """
     is_wide = fields.flag("use_double_wide_mlp") and layer >= _first_shared(fields)
     return {"width": 2 * fields.size("intermediate_size")} if is_wide else {}
@@ -132,7 +133,7 @@ _ROUTED = experts_of("num_experts", per_token="top_k_experts", renormalize=True)
 def _first_shared(fields: Fields) -> int:
     """Return the index of the first layer that reads the keys and values of another layer.
 
-    Returns the number of layers if there are none.
+    If no layer does, return the number of layers.
     """
     num_layers = fields.size("num_hidden_layers")
     shared = fields.count("num_kv_shared_layers")
@@ -171,7 +172,7 @@ _GEMMA4 = replace(
         "model.per_layer_model_projection": ("token_projection", None),
         "model.per_layer_projection_norm": ("token_norm", None),
     },
-    # layers that share keys have unused projections in some checkpoints
+    # in some checkpoints, layers that read the keys of another layer have unused projections
     ignored=re.compile(r"rotary_emb|\.self_attn\.(k_proj|v_proj|k_norm|v_norm)\."),
     spellings={**RMS_EPS, "hidden_act": "hidden_activation"},
     defaults=llama_fields(

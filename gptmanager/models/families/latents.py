@@ -63,7 +63,7 @@ def _attention(fields: Fields, _: int) -> Mapping[str, Any]:
 
 
 def _yarn_scale(fields: Fields) -> float:
-    """Return the factor of attention scores that follows from yarn's `mscale_all_dim`."""
+    """Return the factor by which YaRN's `mscale_all_dim` scales the attention scores."""
     rope = fields.get("rope_parameters") or fields.get("rope_scaling") or {}
     own = Fields(rope if isinstance(rope, Mapping) else {}, {}, {}, "config.json: rope_parameters.")
     temperature, factor = own.number_or_zero("mscale_all_dim"), own.number("factor", 1.0)
@@ -86,7 +86,10 @@ _GREEDY = experts_of(
 
 
 def _v2_experts(fields: Fields, layer: int) -> tuple[Experts, int] | None:
-    """Return the experts of DeepSeek V2. With `topk_method` "greedy", experts have no groups."""
+    """Return the experts of a DeepSeek V2 layer and the width of an expert; None if it is dense.
+
+    If `topk_method` is "greedy", all experts are in one group.
+    """
     method, found = fields.get("topk_method"), _GREEDY(fields, layer)
     if method not in ("greedy", "group_limited_greedy"):
         raise fields.error("topk_method", "must be 'greedy' or 'group_limited_greedy'")

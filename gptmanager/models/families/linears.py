@@ -44,7 +44,11 @@ _PREDICTORS = re.compile(rf"{ROTARY_BUFFERS.pattern}|^mtp\.")
 
 
 def _attention(fields: Fields, layer: int) -> Mapping[str, Any]:
-    """Return `delta`, the shape of a layer's linear attention, or `gated` for full attention."""
+    """Return further fields of a layer's `Attention`.
+
+    A layer with linear attention has the shape `delta` and no RoPE. A layer with full attention is
+    `gated`.
+    """
     delta = DeltaShape(
         key_heads=fields.size("linear_num_key_heads"),
         value_heads=fields.size("linear_num_value_heads"),

@@ -14,14 +14,14 @@ from gptmanager.models.spec import Norms, QueryTemperature
 
 
 def _attention(fields: Fields, layer: int) -> Mapping[str, Any]:
-    """Return the fields of a layer without RoPE, with the temperature of its queries if any.
+    """Return the fields of attention in a layer without RoPE, with its query temperature, if any.
 
-    Returns no fields for a layer with RoPE.
+    For a layer with RoPE, return no fields.
     """
     found = readers.unrotated_layers(fields, layer)
     tuning = fields.get("attn_temperature_tuning")
     fields.note_read("attn_scale", "floor_scale")
-    if type(tuning) is int:  # the first checkpoints have a 4
+    if type(tuning) is int:  # the first checkpoints have 4 instead of true
         tuning = tuning > 0
     elif tuning is not None and not isinstance(tuning, bool):
         raise fields.error("attn_temperature_tuning", "must be true or false")

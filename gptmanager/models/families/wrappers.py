@@ -1,4 +1,4 @@
-"""Finds the text model in a multimodal checkpoint, and the names of its other parts' tensors.
+"""Finds the text model in a multimodal checkpoint, and recognizes the tensors of other parts.
 
 Only text is computed. Embeddings of images or sounds can replace tokens: a request passes them as
 `prompt_embedding_table`.
@@ -42,6 +42,7 @@ MEDIA = re.compile(
     r"(model\.)?(vision_tower|vision_model|visual|multi_modal_projector|audio_tower|audio_model"
     r"|embed_vision|embed_audio|image_newline)\b"
 )
+# Fields of a wrapper that also apply to its text model.
 _OF_WRAPPER = ("dtype", "torch_dtype", "tie_word_embeddings", "quantization_config")
 _MEDIA_FIELDS = re.compile(r"(vision|audio|image|video|vit|mm|boi|eoi)_.*")
 
@@ -59,7 +60,7 @@ def is_wrapper(config: Mapping[str, Any]) -> bool:
 
 
 def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the config of the text model, which is `config` itself without a wrapper."""
+    """Return the config of the text model, or `config` itself if there is no wrapper."""
     if not is_wrapper(config):
         return config
     inner = config.get("text_config")

@@ -1,4 +1,4 @@
-"""`Architecture`: an entry of the table in `architectures`; names that several entries share."""
+"""`Architecture`, an entry of the table in `architectures`, and the names that entries share."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from gptmanager.models.gguf.metadata import Metadata
 
 Config = Mapping[str, Any]
 Further = Callable[[Metadata, str, Collection[str], Config], Config]
-# Field of a config.json -> key in a file, without the architecture name that precedes it.
+# Field of a config.json -> key in a GGUF file, without its prefix, the name of the architecture.
 SIZES: Mapping[str, str] = {
     "hidden_size": "embedding_length",
     "intermediate_size": "feed_forward_length",
@@ -56,9 +56,9 @@ GRANITE: Mapping[str, str] = {
 SSM = [
     f"ssm.{key}" for key in "conv_kernel state_size group_count inner_size time_step_rank".split()
 ]
-UNSCALED = {"rope_type": "default"}  # for families with RoPE scaling by default
+UNSCALED = {"rope_type": "default"}  # for families that scale RoPE by default
 ATTENTION_BIAS = {"attention_bias": "blk.0.attn_q.bias"}
-# Values of fields if a file does not have their keys. They differ from the defaults of a config.
+# Values of config fields if a file lacks their keys. A config.json has other defaults.
 ROUTED_DEFAULTS: Mapping[str, Any] = {
     "n_group": 1,
     "topk_group": 1,
@@ -142,16 +142,16 @@ class Architecture:
     `layer`: the prefix of a layer's modules in a Hugging Face checkpoint. `modules`: name in a file
     -> name in a checkpoint, for modules in a layer, or for single tensors with the ending "weight"
     or "bias". `outside`: the same for modules outside the layers. `experts`: the same for modules
-    with the matrices of all experts of a layer, or of all heads; {} in the name in a checkpoint is
-    the number of the expert or head. `single_rows`: matrices of one row, which may be stored as
-    vectors. `permuted`: the file stores the two rows of a RoPE pair next to each other, in queries
-    and keys. `plus_one`: the file stores norm weights with 1 added. `transposed`: a checkpoint
-    stores a layer's matrices as [in, out].
+    with the matrices of all experts of a layer, or of all heads. In their names in a checkpoint, {}
+    stands for the number of the expert or head. `single_rows`: matrices of one row, which may be
+    stored as vectors. `permuted`: the file stores the two rows of a RoPE pair next to each other,
+    in queries and keys. `plus_one`: the file stores norm weights with 1 added. `transposed`: a
+    checkpoint stores a layer's matrices as [in, out].
 
     `ignored`: keys that change nothing, or that `further` reads. `required`: key -> the only value
-    that a file may have. `biases`: config field -> tensor; the field is true if the file has the
-    tensor. `scaled_by_size`: models with this number of layers scale attention scores by
-    (hidden size / heads) ** -0.5, not by head size ** -0.5.
+    that a file may have for the key. `biases`: config field -> tensor; the field is true if the
+    file has the tensor. `scaled_by_size`: a number of layers. Models with this number of layers
+    scale attention scores by (hidden size / heads) ** -0.5, not by head size ** -0.5.
     """
 
     model_type: str

@@ -1,7 +1,7 @@
 """`BLOCK_TYPES`: the tensor types of GGUF, and the dequantization of their blocks to float32.
 
-A block has `size` elements of a row in `num_bytes` bytes. The operations are those of llama.cpp's
-reference, in the same order, so the values are bitwise the same.
+A block stores `size` consecutive elements of a row in `num_bytes` bytes. The values are bitwise
+those of llama.cpp's reference, because the arithmetic and its order are the same.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ def _q8_0(blocks: Tensor) -> Tensor:
 
 
 def _scales_and_minima(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the scales and the minima of the 8 parts of each block, `[blocks, 8, 1]` each."""
+    """Return the scales and the minima of the 8 sub-blocks of each block, `[blocks, 8, 1]` each."""
     packed = blocks[:, 4:16]
     first, second, last = packed[:, :4], packed[:, 4:8], packed[:, 8:]
     scales = torch.cat((first & 63, (last & 15) | (first >> 6 << 4)), -1)
@@ -106,7 +106,7 @@ def _scales_and_minima(blocks: Tensor) -> tuple[Tensor, Tensor]:
 def _quarters(packed: Tensor) -> Tensor:
     """Return the 2-bit numbers of all bytes.
 
-    Each 32 bytes result in 128 numbers: first the lowest two bits of each byte, then the next two.
+    32 bytes result in 128 numbers: the lowest two bits of each byte, then the next two, and so on.
     """
     shifts = torch.arange(0, 8, 2, dtype=torch.uint8).unsqueeze(-1)
     return ((packed.reshape(-1, packed.shape[1] // 32, 1, 32) >> shifts) & 3).flatten(1)
@@ -156,7 +156,7 @@ def _q6_k(blocks: Tensor) -> Tensor:
 def _mxfp4(blocks: Tensor) -> Tensor:
     """Return the E2M1 numbers of each block times 2 ** (first byte - 127).
 
-    The table has twice the E2M1 numbers, so they are multiplied by half of this factor.
+    The table has the doubled E2M1 numbers, which are multiplied by half of this factor.
     """
     halves = torch.exp2(blocks[:, :1].float() - 128)  # a subnormal number for the byte 0
     return _DOUBLED_E2M1[_nibbles(blocks[:, 1:]).int()] * halves

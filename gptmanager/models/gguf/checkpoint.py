@@ -15,10 +15,10 @@ from gptmanager.models.gguf.tokens import generation_config_of, tokenizer_config
 
 
 class GgufCheckpoint:
-    """A GGUF file, or all files of a split model, as a Hugging Face checkpoint.
+    """A GGUF model with the parts and tensor names of a Hugging Face checkpoint.
 
-    The constructor reads the header; other parts are read on demand. `path` is the first file of a
-    split model. ConfigError is raised for a file that cannot be used.
+    `path` is the model's only file, or the first of its split files. The constructor reads the
+    header; other parts are read on demand. ConfigError is raised for a file that cannot be used.
     """
 
     def __init__(self, path: Path) -> None:
@@ -32,8 +32,8 @@ class GgufCheckpoint:
     def part(self, name: str) -> dict[str, Any] | None:
         """Return the JSON object that a Hugging Face folder would have in the file `name`.
 
-        Returns None unless `name` is the file of the config, the generation config or the tokenizer
-        config.
+        Returns None unless `name` is "config.json", "generation_config.json" or
+        "tokenizer_config.json".
         """
         return self._parts[name](self._header) if name in self._parts else None
 

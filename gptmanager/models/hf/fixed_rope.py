@@ -17,7 +17,8 @@ _CHANGING = ("longrope", "dynamic")
 def fix_rotations(network: nn.Module, max_seq_len: int) -> list[str]:
     """Fix the frequencies that depend on the length: use the values for `max_seq_len` tokens.
 
-    Returns their RoPE types, one for each module, or for each layer type of a module.
+    Returns the RoPE types that were fixed: one for each module or, if the RoPE types of a module
+    differ by layer type, one for each fixed layer type.
     """
     utilities = importlib.import_module("transformers.modeling_rope_utils")
     found = []

@@ -1,4 +1,4 @@
-"""Imports transformers when a model needs it, and registers our attention there."""
+"""Imports transformers when a model needs it, and registers our attention functions with it."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from typing import Any
 from gptmanager.environment.distribution import install_command
 from gptmanager.errors import ConfigError
 
-# The names under which our attention functions are registered: one for steps, and one for the
-# forward passes of `probe.py`. Only the probe uses masks.
+# The names of our attention functions in transformers: ATTENTION runs in steps, PROBE runs in the
+# forward passes of `probe.py`. Only PROBE uses masks.
 ATTENTION, PROBE = "gptmanager", "gptmanager_probe"
 
 
 def load_transformers_library() -> Any:
-    """Import and return transformers. Raises ConfigError if it is not installed."""
+    """Import and return transformers. Raise ConfigError if it is not installed."""
     try:
         return importlib.import_module("transformers")
     except ModuleNotFoundError as error:

@@ -36,11 +36,11 @@ def load_with_transformers(
     on_progress: ProgressCallback | None = None,
     prepare: Prepare | None = None,
 ) -> TransformersModel:
-    """Load a folder of safetensors with an architecture that transformers has.
+    """Load a folder of safetensors files of a model architecture that transformers has.
 
     The network is loaded on the CPU, and then moved to `device`. `kernels` must be for this device.
     `prepare` is called before the weights are loaded, with the dtype of the network and the
-    quantizations of its matrices. Raises ConfigError for any other folder, and for an architecture
+    quantizations of its matrices. Raise ConfigError for any other folder, and for an architecture
     that attention over pages cannot compute. Code of the folder is never run.
     """
     library = load_transformers_library()
@@ -94,7 +94,7 @@ def _head(weights_dtype: Quantized | None, head_dtype: Quantized | None) -> Quan
 def _check_sizes(library: Any, folder: Path, config: Any) -> None:
     """Raise ConfigError if a config describes more parameters than its checkpoint holds.
 
-    Nothing is allocated: the network is built without memory.
+    The network is built on torch's meta device, so no memory is allocated for parameters.
     """
     given = SafetensorsFolder(folder).describe()
     with torch.device("meta"):

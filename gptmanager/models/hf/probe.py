@@ -1,6 +1,7 @@
-"""`probe`: runs a network on a few tokens, and rejects what attention over pages cannot compute.
+"""Run a transformers network on a few tokens, and refuse what paged attention cannot compute.
 
-`check_forward` runs a network on a device, which fails if a tensor was not moved there.
+`probe` finds each layer's call of attention. `check_forward` finds tensors that were not moved to a
+device: the network's forward pass fails there.
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ from gptmanager.models.hf.attention import Call, StepHolder
 from gptmanager.models.hf.library import ATTENTION, PROBE, use_attention
 
 _TOKENS = 3
-_TOLERANCE = 1e-2  # for 16-bit floats, relative to the largest logit
-# Positions at and next to powers of two, at which masks are compared with causal masks.
+_TOLERANCE = 1e-2  # rounding of 16-bit floats, relative to the largest logit
+# Masks are compared with causal masks at these positions: powers of two and their neighbors.
 _POSITIONS = sorted({max(0, (1 << n) + d) for n in range(0, 18) for d in (-1, 0, 1)})
 
 
@@ -26,7 +27,7 @@ _POSITIONS = sorted({max(0, (1 << n) + d) for n in range(0, 18) for d in (-1, 0,
 def probe(network: nn.Module, holder: StepHolder, num_layers: int) -> list[Call]:
     """Return each layer's call of attention.
 
-    Raises a ConfigError that names the feature if attention over pages cannot compute the network.
+    If attention over pages cannot compute the network, raise a ConfigError that names the feature.
     """
     _check_arguments(network)
     use_attention(network, PROBE)
@@ -68,9 +69,9 @@ def check_forward(network: nn.Module, holder: StepHolder, device: torch.device |
 def _run(
     network: nn.Module, holder: StepHolder, first: int, device: torch.device | str = "cpu"
 ) -> Tensor:
-    """Return the logits `[1, T, vocab]` of T tokens: `first`, and then zeros.
+    """Return the logits `[1, T, vocab]` of T token ids, which are `first` and then zeros.
 
-    Attention returns zeros, and its calls are recorded in `holder`.
+    During the run, attention returns zeros, and its calls are recorded in `holder`.
     """
     holder.calls = []
     found = network(
@@ -130,7 +131,7 @@ def _is_causal(shows: Any, window: int | None) -> bool:
     zero = torch.zeros((), dtype=torch.long)
     try:
         found = shows(zero, zero, query, key)
-    except (IndexError, RuntimeError):  # the function reads a table of the tokens in this run
+    except (IndexError, RuntimeError):  # the function reads a table of only this run's tokens
         return False
     return bool((torch.as_tensor(found).expand_as(expected) == expected).all())
 

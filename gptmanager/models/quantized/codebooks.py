@@ -1,4 +1,4 @@
-"""Describes the 4-bit matrices of bitsandbytes, and checks their tensors."""
+"""Describe the 4-bit matrices (NF4 and FP4) of bitsandbytes, and check their tensors."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ def codebook_matrix(
 ) -> CodebookMatrix:
     """Describe the matrix with the packed elements in the tensor `name`.
 
-    `take` checks that a tensor exists and has the given dtype and shape, and returns its
-    `TensorInfo`. `read` returns its values. Raises ConfigError if a tensor of the matrix is missing
-    or does not fit.
+    `given` has the tensors of the checkpoint by name. `take(tensor, dtype, shape)` checks that a
+    tensor exists and has this dtype and shape, and returns its `TensorInfo`. `read(tensor)` returns
+    the values of a tensor. Raises ConfigError if a tensor of the matrix is missing or does not fit.
     """
     state_name = name + next((it for it in _STATES if name + it in given), _STATES[0])
     state = _State(state_name, take, read)
@@ -52,7 +52,10 @@ def codebook_matrix(
 
 
 def _nested(name: str, state: _State, blocks: int, take: Take, read: Read) -> NestedScales | None:
-    """Return the scales of a matrix if they are quantized themselves, otherwise None."""
+    """Return the scales of a matrix if they are quantized too ("double quantization"), or None.
+
+    `blocks` is the number of blocks of the matrix; each has one scale.
+    """
     if not state.has("nested_blocksize"):
         return None
     block = state.size("nested_blocksize")
@@ -64,7 +67,7 @@ def _nested(name: str, state: _State, blocks: int, take: Take, read: Read) -> Ne
 
 
 class _Plain:
-    """Scales that are stored as float32."""
+    """Scales that are stored as float32. A call returns the scales of a range of blocks."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -74,9 +77,9 @@ class _Plain:
 
 
 class _State:
-    """The JSON object that bitsandbytes stores as bytes next to a matrix.
+    """The quantization state of a matrix: a JSON object that bitsandbytes stores in a uint8 tensor.
 
-    Methods raise ConfigError for an invalid value.
+    The methods except `has` raise ConfigError if a field is missing or invalid.
     """
 
     def __init__(self, name: str, take: Take, read: Read) -> None:

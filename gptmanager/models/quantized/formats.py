@@ -1,7 +1,8 @@
 """`MatrixFinder`: finds the quantized matrices of a checkpoint by the endings of tensor names.
 
-The names of a module's tensors show whether it is quantized, so the config's list of modules that
-are not quantized is not needed. The shape of a tensor is checked before it is read.
+The names and dtypes of a module's tensors show whether the module is quantized, so the config's
+list of unquantized modules is not needed. The shape of a tensor is checked before the tensor is
+read.
 """
 
 from __future__ import annotations
@@ -34,8 +35,8 @@ from gptmanager.models.quantized.scheme import Block, Scheme
 _FLOAT8, _INTEGERS = "float8_e4m3fn", "compressed-tensors"
 _SCALES = {*FLOATS.values(), _FLOAT8, "float8_e8m0fnu", "uint8"}
 _ZEROS = {*FLOATS.values(), _FLOAT8, "int8"}
-# Ignored tensors. Most are scales and zeros of activations, which are quantized differently here,
-# if at all. `weight_format` is written by bitsandbytes.
+# Endings of ignored tensors. Most are scales and zeros of activations, which gptmanager quantizes
+# in its own way, if at all. bitsandbytes writes `weight_format`.
 _IGNORED = (
     ".input_scale",
     ".input_zero_point",
@@ -46,7 +47,7 @@ _IGNORED = (
     ".weight_format",
 )
 _INT8_FACTOR = 7.874015718698502e-3  # bitsandbytes' 1 / 127
-_NVFP4, _MXFP4 = 16, 32  # columns that share a scale
+_NVFP4, _MXFP4 = 16, 32  # number of columns that share a scale
 
 
 _Describe = Callable[[str, TensorInfo], StoredMatrix | ExpertBlocks | None]
@@ -230,7 +231,10 @@ class MatrixFinder:
     def _transposed_grids(
         self, module: str, shape: tuple[int, int], bits: int, order: tuple[int, ...]
     ) -> tuple[Grid, Grid]:
-        """Return the grids of scales and zeros of GPTQ and AWQ, with a row per group of columns."""
+        """Return the grids of the scales and zeros of a GPTQ or AWQ matrix.
+
+        Both tensors have a row for each group of columns of the matrix.
+        """
         rows, columns = shape
         [(_, width)] = self._scheme.blocks or [(1, columns)]
         groups = _ceil(columns, width)
@@ -265,8 +269,8 @@ class MatrixFinder:
     def _with_groups(self, matrix: IntegerMatrix) -> IntegerMatrix:
         """Return the matrix, with `in_groups` set if its method `groups` can be called.
 
-        This needs 4 bits, columns in order, groups of multiples of 32 columns, and scales that are
-        exact in float16.
+        `groups` needs 4 bits, columns in order, scales that are exact in float16, and groups that
+        have a multiple of 32 columns or are whole rows.
         """
         width, columns = matrix.scales.width, matrix.shape[1]
         if matrix.bits != 4 or matrix.column_groups is not None:
@@ -281,7 +285,7 @@ class MatrixFinder:
         return replace(matrix, in_groups=True)
 
     def _experts(self, name: str, info: TensorInfo) -> ExpertBlocks:
-        """Describe the experts of a layer of gpt-oss."""
+        """Describe the matrices of all experts of a gpt-oss layer in one tensor of blocks."""
         module = name.removesuffix("_blocks")
         if info.dtype != "uint8" or len(info.shape) != 4 or info.shape[3] != _MXFP4 // 2:
             raise ConfigError(

@@ -35,7 +35,8 @@ class Scheme(NamedTuple):
     `blocks`: the allowed numbers of rows and columns that share a scale, in addition to whole rows
     and the whole matrix. `symmetric`: zero points must be the middle of the range. `offset`: a
     number that is added to stored zero points. `asymmetric`: matrices of integers must have zero
-    points. `reordered`: matrices of integers in groups must have a tensor with each column's group.
+    points. `reordered`: matrices of integers with a scale per group of columns must have a tensor
+    `g_idx`, which holds the group of each column.
     """
 
     method: str
@@ -107,9 +108,9 @@ def _compressed_tensors(own: Mapping[str, Any]) -> Scheme:
 
 
 def _ct_weights(name: str, weights: Any) -> tuple[int, Block | None]:
-    """Return the bits of a weight in a group of modules, and the block that shares a scale.
+    """Return the bits of a weight in a group of modules, and the shape of a block with one scale.
 
-    The block is None if a scale is shared by a whole row or matrix.
+    The shape is None if a scale is shared by a whole row or matrix.
     """
     field = f"config_groups.{name}.weights"
     if not isinstance(weights, dict):

@@ -1,4 +1,4 @@
-"""`Answers`: reads the texts of several answers while they are generated."""
+"""`Answers`: reads the texts of several answers to one message while they are generated."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Answers:
     def __iter__(self) -> Iterator[list[str]]:
         """Yield the new text of each answer, at short intervals, until all of them have ended.
 
-        Raises the error of an answer that fails.
+        Raises the error of the first answer that fails.
         """
         while not all(position.is_at_end for position in self._positions):
             time.sleep(_INTERVAL_S)

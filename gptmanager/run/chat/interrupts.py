@@ -10,9 +10,9 @@ from typing import Any
 
 @contextmanager
 def on_interrupt(stop: Callable[[], None]) -> Iterator[None]:
-    """Call `stop` at the first Ctrl-C in the block. The second one raises KeyboardInterrupt.
+    """Call `stop` at the first Ctrl-C in the block. The second Ctrl-C raises KeyboardInterrupt.
 
-    The first one raises no exception, so the block runs to its end.
+    The first Ctrl-C raises no exception, so the block runs to its end.
     """
     before = signal.getsignal(signal.SIGINT)
 

@@ -1,4 +1,4 @@
-"""`read_message`: a message from the lines that a person types, or that a pipe contains."""
+"""`read_message`: reads a message from the lines that a person types, or that a pipe contains."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ _QUOTES = '"""'
 
 
 class Entry(NamedTuple):
-    """A message, or a command with its argument. A command begins with a slash."""
+    """A message, or a command with its argument. The text of a command begins with a slash."""
 
     text: str
     is_command: bool = False
@@ -18,12 +18,12 @@ class Entry(NamedTuple):
 def read_message(read_line: Callable[[bool], str]) -> Entry:
     """Read lines until a message is complete.
 
-    `read_line` returns one line; its argument is whether the line continues a message. At the end
-    of the input it raises EOFError, which completes an unfinished message. If no message has begun,
-    `read_message` raises EOFError.
+    `read_line` returns the next line; its argument is whether this line continues a message. At the
+    end of the input `read_line` raises EOFError. If a message has begun, the end of the input
+    completes the message; otherwise `read_message` raises EOFError.
 
     A backslash at the end of a line continues the message on the next line. Three quotation marks
-    begin and end a message that may contain any lines. Such a message is never a command.
+    begin and end a message of any lines. A message in quotation marks is never a command.
     """
     line = read_line(False)
     if line.lstrip().startswith(_QUOTES):
@@ -40,7 +40,7 @@ def read_message(read_line: Callable[[bool], str]) -> Entry:
 
 
 def _quoted(line: str, read_line: Callable[[bool], str]) -> str:
-    """Read a message to its closing quotation marks. `line` is the rest of its first line."""
+    """Read a message up to the closing quotation marks. `line` follows the opening ones."""
     lines = []
     while not line.rstrip().endswith(_QUOTES):
         lines.append(line)

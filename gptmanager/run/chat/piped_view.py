@@ -1,4 +1,4 @@
-"""`PipedView`: a chat through pipes. Each line is a message, and only answers are printed."""
+"""`PipedView`: a chat through pipes. Each line is a message, and only answers go to stdout."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class PipedView:
         return read_message(self._read_line)
 
     def show(self, answers: Answers) -> None:
-        """Print the answers as they are generated; several of them one after another."""
+        """Print a single answer while it is generated, several answers when all have ended."""
         text = ""
         for new in answers:
             if len(new) == 1:
@@ -53,7 +53,7 @@ class PipedView:
         print_message(text)
 
     def report(self, text: str) -> None:
-        """Do nothing, because only answers are printed."""
+        """Do nothing, because a pipe gets no reports."""
 
     def _read_line(self, continues: bool) -> str:
         line = self._lines.readline()

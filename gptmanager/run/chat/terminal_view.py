@@ -27,9 +27,9 @@ _GAP = 3  # columns between two answers
 
 
 class TerminalView:
-    """Reads messages with `input`. `region` is for drawings that are replaced by the answers."""
+    """Reads messages with `input`. `region` shows drawings until the final text replaces them."""
 
-    exit_status = 0  # a person has seen the errors
+    exit_status = 0  # also after errors, which a person has seen
 
     def __init__(self, region: RedrawnLines) -> None:
         self._region = region
@@ -46,7 +46,7 @@ class TerminalView:
     def read(self) -> Entry:
         """Return the next message or command. Raises EOFError at the end of the chat.
 
-        Ctrl-C discards the typed text, and a second one in a row ends the chat.
+        Ctrl-C discards the typed text, and a second Ctrl-C in a row ends the chat.
         """
         while True:
             try:
@@ -112,7 +112,7 @@ class TerminalView:
 
 @contextlib.contextmanager
 def _without_echo() -> Iterator[None]:
-    """Hide what is typed while an answer appears; the next prompt shows it."""
+    """Hide text that is typed while an answer appears. The next prompt shows the text."""
     before = termios.tcgetattr(sys.stdin)
     hidden = before.copy()
     hidden[3] &= ~termios.ECHO
@@ -124,7 +124,7 @@ def _without_echo() -> Iterator[None]:
 
 
 def _columns(texts: Sequence[str], width: int, height: int) -> Table:
-    """Return a drawing of the ends of several texts next to each other."""
+    """Return a table with a column for each text, which shows the last lines of the text."""
     size = max(8, (width - _GAP * (len(texts) - 1)) // len(texts))
     table = Table.grid(padding=(0, _GAP, 0, 0), pad_edge=False)
     ends = []

@@ -1,7 +1,7 @@
 """`CallParser`: finds tool calls in a model's text as it arrives. Each format is a subclass.
 
-Whole answers use the same parser as streams, so that both have the same result. The result does not
-depend on how the text is divided into tokens.
+Whole answers and streams use the same parser, and have the same result. The result does not depend
+on how the text is divided into pieces.
 """
 
 from __future__ import annotations
@@ -37,8 +37,9 @@ class CallParser(StepwiseParser):
     """Divides the text of one answer into content and calls. It finds no thoughts.
 
     `names`: the tools that may be called; a call of another tool is content. `openers`: tags that
-    begin a call within text, without the spaces before them. In a format without openers, an answer
-    is either only calls or only text. `closers`: tags after a call, which are dropped.
+    begin a call within text; spaces before the tag of a call are dropped. In a format without
+    openers, an answer that begins with text has no calls. `closers`: tags after a call, which are
+    dropped.
     """
 
     openers: ClassVar[tuple[str, ...]] = ()
@@ -59,7 +60,10 @@ class CallParser(StepwiseParser):
         return self._state is State.ARGUMENTS
 
     def flush(self) -> list[Found]:
-        """Return the text that was held back, as content."""
+        """End the answer, and return the text that was held back, as content.
+
+        The rest of a call after its header, and spaces after calls, are dropped.
+        """
         found: list[Found] = []
         rest = self._take(len(self._text))
         if self._state is State.HEADER:
@@ -87,8 +91,9 @@ class CallParser(StepwiseParser):
         return False
 
     def _read_content(self, found: list[Found]) -> bool:
-        """Add the text before a tag to `found`, without spaces at its end; hold back what may begin
-        a tag.
+        """Add the text before the next opener to `found`.
+
+        Spaces at the end of the text, and letters that may begin an opener, are held back.
         """
         at, opener = min(
             ((self._text.find(tag), tag) for tag in self.openers if tag in self._text),
@@ -105,7 +110,7 @@ class CallParser(StepwiseParser):
         return True
 
     def _read_start(self) -> bool:
-        """Skip spaces before an answer; decide whether a call begins."""
+        """Decide whether the answer begins with a call, perhaps after spaces."""
         rest = self._text.lstrip()
         if not rest:
             return False
@@ -210,8 +215,8 @@ class HeadedCallParser(CallParser):
 def read_header(text: str, header: Sequence[str | re.Pattern[str]]) -> tuple[str, int] | None:
     """Return the name in a header at the beginning of `text`, and the index after the header.
 
-    The index is 0 if the text ends within the header. The result is None if the text cannot be this
-    header, for instance because `NAME` is empty.
+    If the text ends within the header, the name is "" and the index 0. The result is None if the
+    text cannot be this header, for instance because the name is empty.
     """
     at, name = 0, ""
     for part in header:

@@ -12,7 +12,7 @@ from gptmanager.server.chat.embedding_parts import EMBEDDINGS
 from gptmanager.server.chat.messages import READABLE
 from gptmanager.server.fields import field_error
 
-# A field of chats -> the text that replaces it in errors.
+# Pairs: a part of a chat field's name, and the text that replaces this part in errors.
 RENAMED = (
     ("response_format.json_schema", "output_config.format"),
     ("response_format", "output_config.format"),
@@ -21,7 +21,7 @@ RENAMED = (
     ("].function", "]"),
     ("stop[", "stop_sequences["),
 )
-# Fields with the same meaning in Chat Completions.
+# Fields with the same name and meaning in Chat Completions.
 PASSED_ON = (
     *("model", "stream", "temperature", "top_p", "top_k", "max_tokens"),
     *("min_p", "seed", "chat_template_kwargs", "priority", "deadline_s", "cache_salt"),
@@ -65,7 +65,7 @@ def messages_of(
 
 
 def _of_user(role: str, content: list[Any], where: str) -> list[tuple[Place, dict[str, Any]]]:
-    """Return a message for each result of a tool, and then one with all other blocks as parts."""
+    """Return a message for each tool result, then a message with all other blocks as its parts."""
     found: list[tuple[Place, dict[str, Any]]] = []
     parts = []
     for index, block in enumerate(content):
@@ -127,7 +127,7 @@ def _part(block: Any, where: str) -> dict[str, Any]:
 
 
 def _text_of(given: Any, where: str) -> str:
-    """Return a text, or the joined texts of blocks."""
+    """Return `given` if it is a string, or else the texts of its blocks, joined by line breaks."""
     if isinstance(given, str):
         return given
     if not isinstance(given, list):
@@ -177,7 +177,10 @@ def chat_fields(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _tool(tool: Any) -> Any:
-    """Convert a client's tool to the form of chats, which reject tools of Anthropic's servers."""
+    """Convert a tool to the form of chats.
+
+    A tool that Anthropic's servers would run keeps only its type, so the chat rejects it.
+    """
     if not isinstance(tool, Mapping):
         return tool
     if tool.get("type") not in (None, "custom"):

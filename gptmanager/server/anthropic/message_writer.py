@@ -19,7 +19,7 @@ _EMPTY: Mapping[str, dict[str, Any]] = {
 class MessageWriter:
     """Writes content blocks in the order in which the model generates them.
 
-    `usage` returns the usage so far, as a chat reports it.
+    `usage` returns the token counts so far, in the form of `usage` in Chat Completions.
     """
 
     keep_alive = named_event({"type": "ping"})
@@ -28,7 +28,7 @@ class MessageWriter:
         self.answer_id = answer_id
         self._usage = usage
         self._content: list[dict[str, Any]] = []
-        self._is_open = False  # the last block has not ended
+        self._is_open = False  # whether the last block has not ended
         self._arguments = ""  # arguments of the last call
         self._message: dict[str, Any] = {
             "id": answer_id,

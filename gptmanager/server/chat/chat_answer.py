@@ -24,7 +24,7 @@ from gptmanager.server.tool_formats.tool_format import random_id
 
 
 class ChatAnswer:
-    """Receives text in pieces, and returns deltas, which together are the message.
+    """Receives the text of an answer in pieces, and returns deltas, which add up to the message.
 
     Without a `parser`, all text is content. With `is_alone`, only the first call is kept. With
     `is_deprecated`, that call is written as the deprecated `function_call`. `new_id` returns the id
@@ -48,14 +48,14 @@ class ChatAnswer:
         self._calls: list[dict[str, Any]] = []
         self._num_pushed = 0  # characters
         self._tokens = ContentTokens()
-        # The number of thoughts that have ended, and the number of their tokens.
+        # How many thoughts `num_reasoning_tokens` has seen end, and how many tokens begin in them.
         self._num_ended = self._num_tokens = 0
 
     def push(self, text: str, log_probs: Sequence[TokenLogProb] = ()) -> list[dict[str, Any]]:
         """Add new text to the answer; return the deltas that can be sent now.
 
-        `log_probs`: the log probabilities of the tokens that begin in the new text. With these, a
-        delta of content has the log probabilities of its tokens under the key `log_probs`.
+        `log_probs`: the log probabilities of the tokens that begin in the new text. If they are
+        given, a delta of content has its tokens' log probabilities under the key `log_probs`.
         """
         self._tokens.push(log_probs)
         begin, self._num_pushed = self._num_pushed, self._num_pushed + len(text)
@@ -64,7 +64,7 @@ class ChatAnswer:
         return self._deltas([Content(text, begin, self._num_pushed)] if text else [])
 
     def flush(self) -> list[dict[str, Any]]:
-        """End the answer: return the deltas that were held back until now."""
+        """End the answer: return the deltas of the text that was held back until now."""
         return [] if self._parser is None else self._deltas(self._parser.flush())
 
     def message(self) -> dict[str, Any]:
@@ -85,9 +85,9 @@ class ChatAnswer:
     def finish_reason(self, reason: str) -> str:
         """Return the finish reason for the client; `reason` is the reason why the text ended.
 
-        After a "stop" the result is "tool_calls" (or the deprecated "function_call") if the answer
-        has calls and the last one is complete: this lets the client run the calls. Otherwise the
-        result is `reason`.
+        If `reason` is "stop", and the answer has calls, and the arguments of the last call are
+        complete, the result is "tool_calls" (or the deprecated "function_call"), so that the client
+        runs the calls. Otherwise the result is `reason`.
         """
         is_call = bool(self._calls) and reason == "stop" and not self._is_cut
         called = "function_call" if self._is_deprecated else "tool_calls"
@@ -96,7 +96,7 @@ class ChatAnswer:
     def num_reasoning_tokens(self, starts: Sequence[int]) -> int:
         """Return the number of tokens that begin in a thought.
 
-        `starts`: for each token so far, the number of characters of the answer before it.
+        `starts`: for each token so far, the number of characters of the answer before the token.
         """
         thoughts = [] if self._parser is None else self._parser.thoughts
         running = 0
@@ -146,5 +146,5 @@ class ChatAnswer:
 
 
 def _thought_fields(text: str) -> dict[str, str]:
-    """Return a thought under both of the names that clients look for."""
+    """Return the fields of a thought, under both names that clients look for."""
     return {"reasoning_content": text, "reasoning": text}

@@ -52,10 +52,11 @@ from gptmanager.server.tool_formats.tool_format import ToolFormat
 from gptmanager.server.tool_formats.tools import Tools
 
 OBJECTS = AsItIs({"type": "array", "items": {"type": "object"}})
-_MOST_TRIED = 32  # templates: with --trust-request-chat-template each request may have its own
+# Trial results that are kept. With --trust-request-chat-template each request may pass a template.
+_MOST_TRIED = 32
 _MOST_LOOKED_FOR = 32  # variables to search for in a template, which may be long
 MAX_DOCUMENTS = 1024
-_MANY = 100  # messages, parts and calls; reading them takes a millisecond
+_MANY = 100  # messages, parts and calls that take a millisecond to read; more are read in a thread
 MESSAGES = AsItIs(MESSAGES_SCHEMA)
 # The fields of every request that has messages.
 TEMPLATE_FIELDS = (
@@ -95,8 +96,8 @@ class ChatPrompt:
 class ChatPrompts:
     """Makes prompts with the chat templates of a server's model.
 
-    Raises ConfigError if a template cannot be read. Templates in requests are rendered in a process
-    of their own, so that a slow one does not delay requests that use the model's template.
+    Raises ConfigError if a template cannot be read. Templates in requests are rendered in a second
+    process, so that a slow template does not delay requests that use the model's template.
     """
 
     def __init__(self, engine: Engine, settings: ServerSettings) -> None:
@@ -106,7 +107,7 @@ class ChatPrompts:
             self._templates = read_template_file(settings.chat_template)
         else:
             self._templates = read_chat_templates(engine.card.folder)
-        self._one_call: dict[bytes, bool] = {}  # template's digest -> whether it needs one call
+        self._one_call: dict[bytes, bool] = {}  # digest of a template -> allows only one call
         self._process = TemplateProcess()
         self._process_of_requests = TemplateProcess()
         tokenizer, hides = engine.card.tokenizer, settings.no_special_tokens_in_text
@@ -131,7 +132,8 @@ class ChatPrompts:
         if calls == Harmony.name:
             return Reasoning.HARMONY
         found = reasoning_of(self._settings.reasoning_parser, template)
-        # In harmony, one parser reads thoughts and calls, so another format of calls excludes it.
+        # The parser of harmony reads both thoughts and calls. If --tool-call-parser chooses another
+        # format of calls, thoughts cannot be in harmony.
         return found if found is not Reasoning.HARMONY or calls == "auto" else Reasoning.NONE
 
     def _tool_format(self, template: str) -> ToolFormat | None:
@@ -144,8 +146,8 @@ class ChatPrompts:
     ) -> ChatPrompt:
         """Return the prompt; add to `warnings` the variables that the template does not use.
 
-        Raises ApiError: 400 for wrong messages, without a template, and if the template rejects the
-        messages, 503 if the process that renders templates does not start.
+        Raises ApiError: 400 if the messages are wrong, if there is no template, or if the template
+        rejects the messages; 503 if the process that renders templates does not start.
         """
         given = body.get("messages")
         num_items = count_items(given, self._engine.card.max_model_len)
@@ -162,7 +164,7 @@ class ChatPrompts:
         warnings.add_ignored(_unknown_variables(body, template), "unknown to the chat template")
         reasoning = self._reasoning(template)
         form = None if tools is None else self._known_format(template, reasoning)
-        if "developer" not in template:  # the newer name of "system"
+        if "developer" not in template:  # a newer name of the role "system"
             messages = [
                 {**one, "role": "system"} if one["role"] == "developer" else one for one in messages
             ]
@@ -299,7 +301,7 @@ class ChatPrompts:
 
 def _trial(num_calls: int) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """Return messages, one of which has `num_calls` calls of a tool, and a list with this tool."""
-    # Mistral's templates require nine characters
+    # Mistral's templates require ids of nine characters.
     ids = [f"call{index:05}" for index in range(num_calls)]
     function = {"name": "look", "arguments": {"at": "it"}}
     calls = [{"id": one, "type": "function", "function": function} for one in ids]

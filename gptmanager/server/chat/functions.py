@@ -16,7 +16,7 @@ from gptmanager.server.tool_formats.tools import MAX_TOOLS, Tools, read_tools
 def has_functions(given: Mapping[str, Any]) -> bool:
     """Return whether a request uses the deprecated fields.
 
-    Raises ApiError (400) if it uses a deprecated field and the new one as well.
+    Raises ApiError (400) if it uses a deprecated field and also the field that replaces it.
     """
     for old, new in (("functions", "tools"), ("function_call", "tool_choice")):
         if old in given and new in given:
@@ -27,7 +27,7 @@ def has_functions(given: Mapping[str, Any]) -> bool:
 def read_functions(functions: Any, function_call: Any) -> Tools | None:
     """Return the functions as tools for at most one call; None if no function may be called.
 
-    Raises ApiError (400) with the name of the deprecated field.
+    Raises ApiError (400) for an invalid field. The error has the name of the deprecated field.
     """
     listed = [] if functions is None else functions
     if not isinstance(listed, list) or len(listed) > MAX_TOOLS:

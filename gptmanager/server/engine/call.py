@@ -1,7 +1,8 @@
 """`Call`: the engine requests of one client's call, which end together with the call.
 
-A call ends its requests at their timeouts, and resends the weights of an adapter that the cache has
-evicted. This module is independent of the clients' protocols.
+A call ends its requests at their timeouts. If the cache has evicted a request's adapter, the call
+sends the request again, with the adapter's weights. This module is independent of the clients'
+protocols.
 """
 
 from __future__ import annotations
@@ -36,8 +37,8 @@ class EngineRequest:
     `by_name` has the keyword arguments of `InferenceRequest.from_tokens`, without the request id.
     `adapter` is the name of a loaded adapter. With `is_scoring`, only the prompt's log
     probabilities are needed, and generated tokens do not count. With `is_ended_by_caller`, the
-    caller looks for ends that the engine does not know, such as stop strings. It calls `Call.stop`
-    at every end, so that the metrics count the right reason.
+    caller looks for ends that the engine does not know, such as stop strings. The caller calls
+    `Call.stop` at every end, so that the metrics count the right reason.
     """
 
     def __init__(
@@ -60,7 +61,11 @@ class EngineRequest:
 
 @dataclass(slots=True)
 class _Submitted:
-    """A request of a call. `send_again` resubmits it, once, with the weights of its adapter."""
+    """A request of a call.
+
+    `send_again` submits the request once more, with the weights of its adapter. It is None if the
+    request has no adapter, or was sent again already.
+    """
 
     generation: Generation
     send_again: Callable[[], Generation] | None
@@ -70,7 +75,7 @@ class _Submitted:
 
 @dataclass(slots=True)
 class _Reading:
-    """How much of a request a call has read: `generation` up to `position`."""
+    """The part of a request that a call has read: `generation` up to `position`."""
 
     request: _Submitted
     generation: Generation
@@ -84,8 +89,8 @@ class Call:
             async for index, part in call.parts():
                 ...
 
-    The end of the block cancels requests that still run, unless the call `is_kept`: then they go
-    on for other readers, until `KeptCalls` calls `end`.
+    The end of the block cancels the requests that still run. If the call `is_kept`, they go on for
+    other readers instead, and `KeptCalls` calls `end`.
     """
 
     def __init__(
@@ -178,7 +183,7 @@ class Call:
         return self._outcomes(raises=True)  # type: ignore[return-value]
 
     def outcomes(self) -> AsyncGenerator[tuple[int, GenerationPart | ApiError], None]:
-        """Yield parts like `parts`; a request that fails yields its error, and the others go on."""
+        """Yield like `parts`, but an ApiError for a request that fails. Other requests go on."""
         return self._outcomes(raises=False)
 
     async def _outcomes(
@@ -206,7 +211,7 @@ class Call:
     async def results(self) -> list[GenerationResult]:
         """Return all results, in the order of the requests.
 
-        Raises ApiError if a request fails, and 504 if one times out.
+        Raises ApiError if a request fails, with status 504 if a request times out.
         """
         found: dict[int, GenerationResult] = {}
         async for index, part in self.parts():
@@ -224,7 +229,10 @@ class Call:
             self._results.append(part.result)
 
     def log_fields(self) -> dict[str, Any]:
-        """Return the fields of the requests for the log: tokens, times, and how they ended."""
+        """Return fields for the log: token counts, shortest times in seconds, and finish reasons.
+
+        Except for the token counts of prompts and outputs, only requests with a result count.
+        """
         metrics = [result.metrics for result in self._results]
         reasons = [FINISH_REASONS[reason] for it in self._results for reason in it.finish_reasons]
         is_cut = len(self._results) < len(self._running)
@@ -294,7 +302,7 @@ def check_in_time(result: GenerationResult) -> None:
 
 
 def _timed_out(result: GenerationResult) -> GenerationResult:
-    """Return the result with TIMED_OUT in place of CANCELLED, because the timeout cancelled it."""
+    """Return the result of a request that its timeout cancelled: TIMED_OUT replaces CANCELLED."""
     reasons = tuple(
         FinishReason.TIMED_OUT if reason is FinishReason.CANCELLED else reason
         for reason in result.finish_reasons

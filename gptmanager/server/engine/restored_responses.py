@@ -28,31 +28,29 @@ class _Restored:
 class RestoredResponses:
     """Holds the responses to restored requests that have an Idempotency-Key. Thread-safe.
 
-    The responses to an ended request are dropped KEEP_S seconds after its end. While all held
-    responses together exceed MAX_BYTES, the request that ended first is dropped earlier. Both
-    happen only when `hold`, `check` or `join` is called.
+    The responses to an ended request are dropped KEEP_S seconds after its end. If all held
+    responses together exceed MAX_BYTES, ended requests are dropped earlier, the request that ended
+    first before the others. Requests are dropped only when `hold`, `check` or `join` is called.
     """
 
     def __init__(self) -> None:
         self._held: dict[int, _Restored] = {}
-        self._ended: deque[tuple[float, int]] = deque()  # the times of ends and the ids
+        self._ended: deque[tuple[float, int]] = deque()  # (time of the end, request id)
         self._num_bytes = 0
         self._lock = threading.RLock()
 
     def restore(self, request_id: int) -> Delivered | None:
         """Begin to hold the responses to a request with a key. This is the manager's `restore_cb`.
 
-        The result says that nothing has been delivered yet; it is None for a request without a key.
+        The result states that nothing has been delivered yet. It is None if the request has no key.
         """
         if not is_keyed(request_id):
-            return None  # the client has disconnected: the manager decides by the journal alone
+            return None  # no client can join: the manager decides by the journal alone
         self._held[request_id] = _Restored()
         return Delivered(0, False)
 
     def hold(self, request_id: int, tensors: list[NamedTensor], is_final: bool, error: str) -> bool:
-        """Hold a response to a restored request that no client has joined. Return whether it is
-        held.
-        """
+        """Hold a response if no client has joined its restored request; return whether it did."""
         if not self._held:
             return False
         with self._lock:
@@ -89,12 +87,11 @@ class RestoredResponses:
     def join(
         self, request_id: int, expect: Callable[[], Generation], deliver: Deliver
     ) -> Generation | None:
-        """Return the handle that `expect` makes for a restored request, and deliver the held
-        responses.
+        """Return the handle that `expect` makes, and deliver the held responses of the request.
 
-        Returns None if no restored request has this id.
+        Returns None if no responses are held for a restored request with this id.
         """
-        with self._lock:  # no response can arrive in between
+        with self._lock:  # no response can arrive between `expect` and `deliver`
             self._drop_ended()
             if request_id not in self._held:
                 return None

@@ -15,7 +15,7 @@ _logger = logging.getLogger("gptmanager.throughput")
 
 
 class Throughput:
-    """Computes the fields of a log line from an engine's counters now and at the last log line."""
+    """Computes a log line from the changes of an engine's counters between calls of `fields`."""
 
     def __init__(self, engine: Engine, now: float) -> None:
         self._engine = engine
@@ -23,7 +23,11 @@ class Throughput:
         self._then = now
 
     def fields(self, now: float) -> dict[str, Any] | None:
-        """Return the fields of a log line, or None if the server was idle since the last one."""
+        """Return the fields of a log line, or None if the server is idle.
+
+        Rates and the hit rate of the prefix cache are averages since the last call. The server is
+        idle if no tokens were computed since the last call, and no request runs or waits.
+        """
         metrics, counts = self._engine.metrics, self._counts()
         prompt, generated, queries, hits = (
             after - before for before, after in zip(self._last, counts, strict=True)

@@ -1,8 +1,8 @@
-"""`HostGuard`: refuses requests of foreign web pages. A server on loopback without a key needs it.
+"""`HostGuard`: refuses requests of foreign web pages to a server on loopback without a key.
 
 A page can let its own host name resolve to this machine (DNS rebinding): the header `Host` of its
 requests then has this name. A page can also post text to a local address: the header `Origin` then
-names the page. So the guard checks the hosts in both headers.
+names the page's host. So the guard checks the hosts in both headers.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from gptmanager.server.http.responses import error_response
 
 
 def needs_guard(host: str, access: AccessSettings) -> bool:
-    """Return whether a server that listens at `host` must check `Host` and `Origin`."""
+    """Return whether a server that listens at `host` must check the headers of requests."""
     return bool(access.allowed_hosts) or (not access.has_key and is_of_this_machine(host))
 
 
@@ -50,9 +50,9 @@ def _host(authority: str) -> str:
 class HostGuard:
     """ASGI middleware that answers 403 to requests with a foreign `Host` or `Origin`.
 
-    Both may name a loopback address or a host in `allowed`. `Origin` may also be in `origins`,
-    where "*" allows all. A cross-site request without `Origin` is refused unless it follows a link.
-    A missing `Host` is accepted, because browsers always send it.
+    Both headers may name localhost, a loopback address or a host in `allowed`. `Origin` may also be
+    in `origins`, where "*" allows all origins. A cross-site request without `Origin` is refused
+    unless it follows a link. A request without `Host` is accepted, because no browser sends one.
     """
 
     def __init__(self, app: ASGIApp, allowed: Sequence[str], origins: Sequence[str] = ()) -> None:

@@ -1,8 +1,7 @@
-"""Formats log probabilities of tokens for completions and for chats.
+"""Format log probabilities of tokens for completions and for chats.
 
-Log probabilities of output tokens include the penalties, bans and temperature of the request, but
-not top-k, top-p and min-p. Log probabilities of prompt tokens are from the model's own
-distribution.
+The request's penalties, bans and temperature affect log probabilities of output tokens; top-k,
+top-p and min-p do not. Log probabilities of prompt tokens are from the model's own distribution.
 """
 
 from __future__ import annotations
@@ -23,8 +22,8 @@ _LOWEST = -9999.0
 class TokenLogProb(NamedTuple):
     """A token and its log probability, which is None for the first token of a prompt.
 
-    `top` has pairs of a token and its log probability, best first. The token's text begins at the
-    character `start` of the answer.
+    `top` has the most probable tokens at this position and their log probabilities, best first.
+    `start` is the index, in the answer, of the first character of the token's text.
     """
 
     token: int
@@ -38,7 +37,7 @@ def output_log_probs(
 ) -> list[TokenLogProb]:
     """Return the log probabilities of a beam's new tokens, or [] if `tensors` has none.
 
-    `tensors`: the tensors of the `GenerationPart` with these tokens.
+    `tokens` and `tensors` are of the same `GenerationPart`.
     """
     if "output_log_probs" not in tensors:
         return []
@@ -53,7 +52,7 @@ def output_log_probs(
 def prompt_log_probs(
     prompt: Sequence[int], tensors: Mapping[str, torch.Tensor]
 ) -> list[TokenLogProb]:
-    """Return the log probabilities of a prompt's tokens; the first one is None."""
+    """Return the log probabilities of a prompt's tokens; the first token's is None."""
     chosen = _numbers(tensors["prompt_log_probs"][0])
     tops = _tops(tensors, "prompt_top_log_prob_ids", "prompt_top_log_probs", None, len(prompt) - 1)
     return [
@@ -75,7 +74,7 @@ def _tops(
 
 
 def _numbers(tensor: torch.Tensor) -> Any:
-    """Return the values as lists, with -9999 for -inf, like vLLM, because JSON has no infinity."""
+    """Return the values as lists. Replace -inf by -9999, like vLLM: JSON has no infinity."""
     return tensor.clamp(min=_LOWEST).tolist()
 
 
@@ -95,11 +94,11 @@ class TokenTexts:
             return []
         try:
             return token_bytes(self._tokenizer)
-        except ConfigError:  # an unusual decoder: bytes of split characters are unknown
+        except ConfigError:  # unsupported decoder: `bytes_of` uses the tokens' names instead
             return []
 
     def bytes_of(self, token: int) -> bytes:
-        """Return the bytes of a token, or the name of a special token."""
+        """Return the bytes of a token; the name of a token that is special or has unknown bytes."""
         if self._tokenizer is None:
             return f"token_id:{token}".encode()
         known = self._bytes[token] if token < len(self._bytes) else b""
@@ -142,8 +141,8 @@ def completion_shape(
     """Return the object `logprobs` of a completion: lists of `tokens`, `token_logprobs`,
     `top_logprobs` and `text_offset`.
 
-    The top log probabilities of a token always include the token itself, in addition to `num_top`
-    if necessary.
+    The top log probabilities at a position always include the position's own token. If that token
+    is not among the `num_top` best tokens, it is added to them.
     """
     names = [texts.name_of(one.token) for one in listed]
     return {
@@ -184,7 +183,10 @@ def chat_shape(listed: Sequence[TokenLogProb], num_top: int, texts: TokenTexts) 
 def prompt_shape(
     listed: Sequence[TokenLogProb], num_top: int, texts: TokenTexts
 ) -> list[dict[str, Any] | None]:
-    """Return `prompt_logprobs` in vLLM's form: an object per token; None for the first."""
+    """Return `prompt_logprobs` in vLLM's form: an object per token, but None for the first token.
+
+    The object maps ids of the `num_top` best tokens, and of the token itself, to log probabilities.
+    """
     return [
         None
         if one.log_prob is None

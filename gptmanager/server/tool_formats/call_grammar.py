@@ -1,4 +1,4 @@
-"""Builds grammars in Lark's syntax for answers with tool calls."""
+"""Builds grammars for answers with tool calls, in llguidance's variant of Lark's syntax."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tokenizers import Tokenizer
 
 from gptmanager.server.tool_formats.tools import Tools
 
-MAX_CALLS = 16  # calls of one guided answer: a model not trained for tools would never stop
+MAX_CALLS = 16  # per guided answer, because a model not trained for tools may never stop calling
 _ANY = "(?s:.*)"
 # (name of a rule, JSON schema of a tool's arguments) -> (grammar lines of the rule, JSON schemas by
 # the names of the rules that they define)
@@ -20,7 +20,7 @@ Body = Callable[[str, Any], tuple[list[str], dict[str, Any]]]
 
 
 def json_body(rule: str, schema: Any) -> tuple[list[str], dict[str, Any]]:
-    """Return no grammar lines, and `schema` for the rule: the arguments are a JSON object."""
+    """Return no grammar lines, and `schema` as the definition of `rule`, for JSON arguments."""
     return [], {rule: schema}
 
 
@@ -29,8 +29,9 @@ class CallShape:
     """The texts with which a format surrounds the names and the arguments of calls.
 
     A call is `before` name `between` arguments `behind`. Calls are `begin` call `joint` call ...
-    `end`. `body` returns the grammar of the arguments. `tag` begins calls within text; if it is
-    empty, an answer is either only calls or only text. `tags`: all texts that mark calls.
+    `end`. `body` returns the grammar of the arguments. `tag` begins calls within text; if `tag`
+    is empty, an answer is either only calls or only text. `tags` are the texts that mark calls.
+    Tags that are added tokens cannot occur in the text around calls.
     """
 
     before: str
@@ -52,7 +53,7 @@ class CallShape:
         """
         several = several and tools.parallel
         schemas: dict[str, Any] = {}
-        tag = ""  # the tag before calls, if the rule of calls does not include it
+        tag = ""  # stays empty if the rule `calls` itself matches the tag
         if self.tag and not tools.required and answer is None and self.tag not in marks:
             tag = self.tag
         begin, before = self.begin, self.before
@@ -94,7 +95,7 @@ class CallShape:
     def _text_with_calls(self, tag: str, marks: Mapping[str, int], most: int) -> list[str]:
         """Return grammar lines for text with up to `most` groups of calls.
 
-        Each group begins with `tag`. If `tag` is empty, the rule of calls includes it.
+        Each group begins with `tag`. If `tag` is empty, the rule `calls` itself matches the tag.
         """
         text, others = f"TEXT: /{_ANY}/", self._others(marks)
         if not tag:

@@ -11,7 +11,7 @@ from gptmanager.server.tool_formats.pythonic import Pythonic
 from gptmanager.server.tool_formats.qwen3_coder import Qwen3Coder
 from gptmanager.server.tool_formats.tool_format import ToolFormat
 
-# The first format that a template describes is used.
+# In the order in which `format_of` looks for them in a template.
 FORMATS: tuple[type[ToolFormat], ...] = (
     Harmony,
     DeepSeek,
@@ -24,8 +24,10 @@ FORMATS: tuple[type[ToolFormat], ...] = (
 
 
 def format_of(parser: str, template: str) -> ToolFormat | None:
-    """Return the format that `--tool-call-parser` names. For `auto`, return the format that a chat
-    template describes, or None if it describes none.
+    """Return the format named `parser`, a value of `--tool-call-parser`, or None if there is none.
+
+    If `parser` is "auto", return the first of `FORMATS` that the chat template `template`
+    describes, or None if it describes none.
     """
     for own in FORMATS:
         if own.name == parser or (parser == "auto" and own.is_in(template)):

@@ -31,7 +31,7 @@ def json_of_literal(text: str) -> str | None:
     if len(text) > _LONGEST:
         return None
     try:
-        with warnings.catch_warnings():  # about unknown escapes in strings
+        with warnings.catch_warnings():  # unknown escapes in strings cause warnings
             warnings.simplefilter("ignore")
             return as_json(ast.literal_eval(text))
     except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):

@@ -27,7 +27,7 @@ _KEY = re.compile(r"\s*([^\W\d][\w-]{0,255})\s*=(?!=)")
 
 
 class PythonicParser(CallParser):
-    """Returns arguments one by one. An argument that is not a literal becomes a string."""
+    """Returns each argument when it is complete. An argument that is not a literal is a string."""
 
     def __init__(self, parameters: Mapping[str, Any]) -> None:
         super().__init__(parameters)
@@ -108,9 +108,10 @@ class Pythonic(ToolFormat):
 
 
 def _body(rule: str, schema: Any) -> tuple[list[str], dict[str, Any]]:
-    """Return the grammar of named arguments: required ones first, each group in the schema's order.
+    """Return the grammar of named arguments: first the required ones, then the optional ones.
 
-    Values are written as JSON, which the parser also accepts, but booleans as True and False.
+    Both groups are in the schema's order. A boolean argument is written as True or False, and any
+    other argument as JSON, which the parser also accepts.
     """
     properties, required = properties_of(schema), required_of(schema)
     ordered = sorted(properties, key=lambda name: name not in required)

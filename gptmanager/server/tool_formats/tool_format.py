@@ -1,4 +1,4 @@
-"""`ToolFormat`: how a family of models writes tool calls. Each format is a module."""
+"""`ToolFormat`: how a family of models writes tool calls. Each format has its own module."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ class ToolFormat(ABC):
     """A format of tool calls, in the variant that the chat template `template` contains.
 
     `name`: the format's name for `--tool-call-parser`. `tags`: texts that mark calls; a tokenizer
-    may have a special token for each. `has_thoughts`: whether the grammar includes the thought
-    before a call.
+    may have a special token for each. `has_thoughts`: whether the grammar also matches the
+    thoughts of an answer.
     """
 
     name: ClassVar[str]
@@ -42,9 +42,9 @@ class ToolFormat(ABC):
         """Return the grammar of an answer, in Lark's form, and the JSON schemas of its rules.
 
         `marks`: text -> id of added tokens, from `marks_of`. If calls are not required, an answer
-        without calls is JSON of the schema `answer`; without a schema it is any text, and each call
-        that begins in the text must be complete and valid. The result is None if the format cannot
-        guide such answers.
+        may have no calls. With a JSON schema `answer`, an answer without calls is JSON of this
+        schema. If `answer` is None, any text is allowed, and each call that begins in the text must
+        be complete and valid. The result is None if the format has no grammar for these answers.
         """
 
     def new_id(self) -> str:

@@ -62,10 +62,10 @@ _UNSUPPORTED = {
     "TraceSetting": "tracing",
     "LogSettings": "changing what is logged",
 }
-_EXTRA_CALLS = 16  # calls of a stream in addition to the calls that may run and wait
-_MAX_STREAMS = 1024  # concurrent calls of a connection
-_LARGE = 1 << 14  # a call is read on a worker thread if a dimension of an input is at least this
-_CALLS = ("ModelInfer", "ModelStreamInfer")  # methods with large messages
+_EXTRA_CALLS = 16  # calls of one stream beyond those that the engine runs or queues
+_MAX_STREAMS = 1024  # concurrent gRPC calls per connection
+_LARGE = 1 << 14  # from this size of an input's dimension on, a worker thread reads the call
+_CALLS = ("ModelInfer", "ModelStreamInfer")  # methods with messages that may be large
 
 
 class GrpcFront:
@@ -127,7 +127,7 @@ def _credentials(settings: ServerSettings) -> Any:
 
 
 class KeyInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]
-    """Checks the key, which clients send as metadata: `authorization` with "Bearer KEY"."""
+    """Checks the API key, which clients send in the metadata `authorization` as "Bearer KEY"."""
 
     def __init__(self, keys: ServerKeys, log: RequestLog) -> None:
         self._keys = keys
@@ -157,7 +157,7 @@ class KeyInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]
 
 
 class _Call(NamedTuple):
-    """A message of a call, or the ApiError for it, and its size in bytes."""
+    """An inference request: the message (an ApiError if it was bad), and its raw size in bytes."""
 
     message: Any
     size: int
@@ -166,7 +166,8 @@ class _Call(NamedTuple):
 class BadMessages(grpc.aio.ServerInterceptor):  # type: ignore[misc]
     """Replaces a message by an ApiError if it is malformed or too expensive to parse.
 
-    Without it, grpcio would log a traceback for a malformed message, and answer without a reason.
+    If the deserializer raised an exception instead, grpcio would log a traceback, and its answer
+    would not give the reason.
     """
 
     async def intercept_service(
@@ -202,7 +203,10 @@ def _check_message(message: Any) -> None:
 def _ends_with_status(
     work: Callable[..., Coroutine[Any, Any, Any]], name: str = ""
 ) -> Callable[..., Coroutine[Any, Any, Any]]:
-    """Decorate a method of the service, so that an error ends the call with the error's status."""
+    """Decorate a method of the service: an ApiError ends the call with the matching gRPC status.
+
+    `name` is the method's name in the request log; empty means the name of the function `work`.
+    """
 
     async def method(self: Any, request: Any, context: grpc.aio.ServicerContext) -> Any:
         try:
@@ -293,8 +297,8 @@ class TritonService(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ign
     ) -> None:
         """Run the calls of a stream concurrently, and send their responses as they become ready.
 
-        If the client does not read responses, its calls wait. If too many calls wait, no further
-        messages are read.
+        If the client does not read responses, its calls wait. While `_most_calls` calls of the
+        stream are unfinished, no further call is started.
         """
         writing, free_slots = asyncio.Lock(), asyncio.Semaphore(self._most_calls)
         calls: set[asyncio.Task[None]] = set()

@@ -1,4 +1,4 @@
-"""Reads and writes bodies of infer calls: JSON, then tensors as bytes (the binary extension)."""
+"""Bodies of infer calls over HTTP: JSON, then tensors as bytes (the binary data extension)."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from gptmanager.server.triton.errors import invalid, unsupported
 from gptmanager.server.triton.inference import VERSION, Model, check_outputs
 from gptmanager.server.triton.messages import PARAMETERS, InferRequest, InferResponse, InputTensor
 
-HEADER = "inference-header-content-length"  # bytes of JSON before the tensors
-# A decompressed body may have a constant number of bytes, plus this many bytes per compressed byte.
+HEADER = "inference-header-content-length"  # number of bytes of JSON, before the tensors
+# Most bytes of a decompressed body: a constant, plus a number of bytes for each compressed byte.
 _DECOMPRESSED_BASE, _DECOMPRESSED_PER_BYTE = 16 << 20, 4
 
 
@@ -31,7 +31,7 @@ def decompressed(body: bytes, encoding: str, limit: int) -> bytes:
     """Return the decompressed body.
 
     Raises ApiError: 400 for an unknown `encoding` or a wrong body, 413 if the result exceeds
-    `limit` or is many times larger than the body. Small bodies could expand a thousandfold.
+    `limit` or is many times larger than the body. (A deflated body can expand a thousandfold.)
     """
     if encoding in ("", "identity"):
         return body
@@ -57,10 +57,11 @@ def decompressed(body: bytes, encoding: str, limit: int) -> bytes:
 def read_request(
     body: bytes, header_length: str | None, model: Model
 ) -> tuple[InferRequest, set[str] | None]:
-    """Return the call, and the names of the outputs requested as bytes, or None if all are.
+    """Return the call, and the names of the outputs to send as bytes (None: all outputs).
 
-    Raises ApiError at the first fault, without checking the rest: 400, or 501 for an extension that
-    is not supported.
+    `header_length` is the value of the header HEADER. If it is None, the whole body is JSON. Raises
+    ApiError at the first fault, without checking the rest: 400, or 501 for an extension that is not
+    supported.
     """
     length = _header_length(header_length, len(body))
     fields = _Object("the request", parse_json(body[:length]))
@@ -134,7 +135,7 @@ def _check_parameters(name: str, parameters: Mapping[str, Any]) -> None:
 
 
 class _Rest:
-    """The bytes after the JSON. `take` returns the bytes of the next tensor."""
+    """The bytes of a body after its JSON. `take` returns the bytes of the next tensor."""
 
     def __init__(self, raw: memoryview) -> None:
         self._raw = raw
@@ -158,7 +159,7 @@ class _Rest:
 
 
 class _Object:
-    """A JSON object of a call, with methods that check types. Errors call it `where`."""
+    """A JSON object of a call, with methods that check types. `where` is its name in errors."""
 
     def __init__(self, where: str, given: Any) -> None:
         if not isinstance(given, dict):
@@ -173,7 +174,7 @@ class _Object:
         return found
 
     def number(self, key: str, absent: Any = None) -> int:
-        """Return the number of objects that `objects` yields."""
+        """Return the number of objects that `objects(key)` yields; check that they are a list."""
         found = self.given.get(key, absent)
         if not isinstance(found, (list, tuple)):
             raise invalid(key, f"{self._where}: {key} must be a list, got {quoted(found)}")
@@ -211,7 +212,7 @@ def write_response(
 ) -> tuple[bytes, dict[str, str]]:
     """Return the body and the headers of a response.
 
-    The outputs in `binary`, or all if it is None, are sent as bytes.
+    The outputs in `binary` are sent as bytes. If `binary` is None, all outputs are sent as bytes.
     """
     outputs, raw = [], []
     for name, array in response.outputs.items():

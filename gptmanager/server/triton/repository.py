@@ -25,7 +25,7 @@ def server_metadata() -> dict[str, Any]:
 
 
 def model_metadata(model: Model) -> dict[str, Any]:
-    """Return the versions of a model, and its tensors with shapes that include the batch (-1)."""
+    """Return the versions and the tensors of a model. Each shape begins with -1 for the batch."""
     return {
         "name": model.name,
         "versions": [VERSION],
@@ -104,6 +104,6 @@ def index(inference: Inference) -> list[dict[str, Any]]:
 
 
 def statistics(inference: Inference, name: str = "", version: str = "") -> dict[str, Any]:
-    """Return the statistics of one model, or of all. Raises ApiError (404) for an unknown model."""
+    """Return the statistics of one model, or of all. Raise ApiError (404) for an unknown model."""
     models = [inference.find(name, version)] if name else inference.models.values()
     return {"model_stats": [inference.statistics[model.name].as_json() for model in models]}

@@ -1,6 +1,7 @@
 """The model `tensorrt_llm`: token ids in, token ids out, with the tensors of the C++ backend.
 
-It converts the inputs of a call into requests for the engine, and their outputs into tensors.
+The model converts the inputs of a call into engine requests, and the outputs of these requests into
+tensors.
 """
 
 from __future__ import annotations
@@ -78,8 +79,8 @@ _SAME_NAMES = (
     *("prompt_embedding_table", "prompt_vocab_size", "draft_input_ids", "draft_logits"),
     *("lora_task_id", "lora_weights", "lora_config"),
 )
-MAX_LOGITS_BYTES = 256 << 20  # limit for a row of a call, prompt and outputs together
-# inputs that this engine does not support, with the values that are accepted
+MAX_LOGITS_BYTES = 256 << 20  # of logits per row of a call, of its prompts and outputs together
+# inputs that this engine does not support -> the values that are accepted nevertheless
 _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "decoder_input_ids": (),
     "decoder_input_lengths": (),
@@ -91,7 +92,7 @@ _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
 
 
 class TokenModel:
-    """The model `tensorrt_llm`. It converts a row of a call into replies; see `inference.Reply`."""
+    """The model `tensorrt_llm`. `replies` converts a row of a call; see `inference.Reply`."""
 
     name = "tensorrt_llm"
     backend = "tensorrtllm"
@@ -108,9 +109,9 @@ class TokenModel:
     async def replies(
         self, row: Mapping[str, Any], *, output_len: str = "request_output_len"
     ) -> list[TokenReply]:
-        """Return a reply for each sequence that the row asks for, or one for all beams.
+        """Return a reply for each sequence that the row asks for; with beams, one for all beams.
 
-        `output_len`: the client's name of the input `request_output_len`, for errors. Raises
+        `output_len`: the client's name for the input `request_output_len`, for errors. Raises
         ApiError for a wrong row.
         """
         count, width = self.check_outputs(row)
@@ -145,10 +146,10 @@ class TokenModel:
         return found
 
     def check_outputs(self, row: Mapping[str, Any]) -> tuple[int, int]:
-        """Return how many sequences a row asks for, and its beam width.
+        """Return the number of sequences that a row asks for, and its beam width.
 
-        Raises ApiError if they exceed their limits. Call this before anything is allocated for each
-        sequence or beam.
+        Raises ApiError if one of these numbers is outside its limits. Call this method before
+        anything is allocated for each sequence or beam.
         """
         count, width = row.get("num_return_sequences", 1), row.get("beam_width", 1)
         most = self._card.max_beam_width
@@ -196,7 +197,7 @@ class TokenModel:
         """Return how many tokens to generate.
 
         As in the C++ backend, the requested number is lowered if fewer tokens fit after the prompt
-        and its draft tokens.
+        and the draft tokens.
         """
         most: int = row["request_output_len"]
         limit = self._card.max_model_len
@@ -219,7 +220,7 @@ class TokenModel:
                 raise invalid(name, f"{name} is not supported{allowed}")
         by_name = {name: row[name] for name in _SAME_NAMES if name in row}
         by_name["include_stop_in_output"] = False
-        by_name.setdefault("end_id", -1)  # no end token; without this, the checkpoint's is used
+        by_name.setdefault("end_id", -1)  # no end token; without -1, the checkpoint's end ids apply
         if "early_stopping" in row:
             by_name["early_stopping"] = int(row["early_stopping"])
         if "prompt_table_extra_ids" in row:  # requests with different ids must not share blocks
@@ -231,7 +232,8 @@ class TokenModel:
 class RequestedOutputs(NamedTuple):
     """The outputs that a row asks for in addition to its new tokens.
 
-    `excludes_input`: the token ids in a response do not begin with the prompt.
+    `excludes_input`: whether the token ids of a response begin after the prompt. A streamed
+    response never has the prompt.
     """
 
     log_probs: bool
@@ -247,20 +249,20 @@ class RequestedOutputs(NamedTuple):
 
 
 class TokenReply:
-    """Converts the parts of one engine request into responses, one per token if it streams."""
+    """Converts the parts of one engine request into responses: a single one, or one per token."""
 
     is_complete = False  # the engine itself detects every end
 
     def __init__(self, request: EngineRequest, requested: RequestedOutputs, index: int) -> None:
         self.request = request
-        self.index = index  # index of the sequence
+        self.index = index  # index of the sequence within the row
         self.streams: bool = request.by_name["is_streaming"]
         self.requested = requested
         self._cum_log_prob = 0.0
         self._context_logits = np.zeros((1, 1, 1), dtype=np.float32)
         self._not_requested = {
             "cum_log_probs": np.zeros((1, 1), dtype=np.float32),
-            # a view of one number, to need no memory for a long prompt
+            # a view of a single 0, so that a long prompt needs no memory
             "output_log_probs": np.broadcast_to(np.float32(0), (1, 1, len(request.tokens))),
             "context_logits": self._context_logits,
             "generation_logits": np.zeros((1, 1, 1, 1), dtype=np.float32),
@@ -269,15 +271,15 @@ class TokenReply:
 
     @property
     def num_beams(self) -> int:
-        """The number of beams that the engine returns."""
+        """The number of sequences that the engine request returns: more than 1 only with beams."""
         found: int = self.request.by_name.get("num_return_sequences", 1)
         return found
 
     def take(self, part: GenerationPart) -> list[Tensors]:
-        """Return the tensors of each response to this part; the last part has at least one
-        response.
+        """Return the tensors of each response that this part completes.
 
-        Raises ApiError (504) if the request has exceeded its deadline.
+        The last part completes at least one response. Raises ApiError (504) if the request has
+        timed out.
         """
         if part.result is not None:
             check_in_time(part.result)
@@ -311,7 +313,7 @@ class TokenReply:
     def _tensors(
         self, beams: Sequence[Sequence[int]], part: GenerationPart, begin: int, end: int
     ) -> Tensors:
-        """Return the tensors of the tokens from `begin` up to `end`.
+        """Return the tensors of a response with the part's tokens from `begin` up to `end`.
 
         Outputs that are not requested are zeros.
         """
