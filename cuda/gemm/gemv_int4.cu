@@ -14,6 +14,11 @@ struct Group {
     uint4 values, scales, minima;
 };
 
+struct Place {  // the addresses of a `Group`
+    const unsigned char* values;
+    const __half *scales, *minima;
+};
+
 // Grid: any number of blocks, which take items round-robin. An item is two panels and up to 16 rows of x.
 // Tensor cores compute x [16 rows, 16 k] @ weight^T [16 k, 8 weight rows]. The order of k and the order of
 // weight rows are free. With g = lane / 4 and t = lane % 4, column g of tile i is row 4 (g % 4) + i of
@@ -35,17 +40,28 @@ __global__ void __launch_bounds__(WARPS * 32, 1) gemv_int4(
     int row_tiles = (num_rows + ROWS - 1) / ROWS;
     int num_items = (panels + 1) / 2 * row_tiles;
 
-    auto fetch = [&](Group& to, int item, int group) {
-        bool inside = item < num_items && group < groups;
-        // a panel after the last one is replaced by the last one
+    // The addresses of a lane's part of a group; a panel after the last one is replaced by the last one.
+    auto locate = [&](int item, int group) {
         auto panel_of = [&](int which) { return min(item / row_tiles * 2 + which, panels - 1); };
         size_t block = size_t(panel_of(g / 4)) * groups + group;
-        size_t own = size_t(panel_of(t / 2)) * groups + group;
+        size_t own = (size_t(panel_of(t / 2)) * groups + group) * PANEL + t % 2 * 8;
         const unsigned char* from = values + block * (GROUP / 2 * PANEL);
-        to.values = ptx::load_once_16(from + t * (PANEL * 4) + g % 4 * 16, inside);
-        to.scales = ptx::load_once_16(scales + own * PANEL + t % 2 * 8, inside);
-        if constexpr (HAS_MINIMA) to.minima = ptx::load_once_16(minima + own * PANEL + t % 2 * 8, inside);
+        return Place{from + t * (PANEL * 4) + g % 4 * 16, scales + own, minima + own};
     };
+    auto fetch = [&](Group& to, int item, int group) {
+        bool inside = item < num_items && group < groups;
+        Place from = locate(item, group);
+        to.values = ptx::load_once_16(from.values, inside);
+        to.scales = ptx::load_once_16(from.scales, inside);
+        if constexpr (HAS_MINIMA) to.minima = ptx::load_once_16(from.minima, inside);
+    };
+#pragma unroll 1
+    for (int group = warp; group < min(groups, GROUPS_AHEAD * WARPS); group += WARPS) {
+        Place from = locate(blockIdx.x, group);
+        ptx::prefetch_l2(from.values);
+        ptx::prefetch_l2(from.scales);
+        if constexpr (HAS_MINIMA) ptx::prefetch_l2(from.minima);
+    }
     ptx::wait_for_previous();
     for (int item = blockIdx.x; item < num_items; item += gridDim.x) {
         int first_row = item % row_tiles * ROWS, rows = min(num_rows - first_row, ROWS);

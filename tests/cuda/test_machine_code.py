@@ -10,6 +10,7 @@ from machine_code import disassembler, instructions
 from gptmanager.cuda import norms
 from gptmanager.cuda.attention.warpgroup_attention import PROGRAM
 from gptmanager.cuda.device import compiler
+from gptmanager.cuda.gemm import gemv, gemv_int4
 
 SOURCE = """
 #include "intrinsics.cuh"
@@ -80,15 +81,23 @@ def test_each_intrinsic_is_the_instruction_it_names(arch, tmp_path):
             assert whole == begin or whole.startswith(begin + " "), (name, whole)
 
 
-def test_norms_ask_for_their_weight_before_they_wait(tmp_path):
+@pytest.mark.parametrize(
+    ("program", "name", "count"),
+    [
+        (norms, "norm<__nv_bfloat16, 8, 1, true, true>", 2),  # of the weight, and of the bias
+        (gemv, "gemv<__nv_bfloat16, 1, false>", 4),  # of the chunks that a warp loads ahead
+        (gemv_int4, "gemv_int4<__nv_bfloat16, true>", 3),  # in a loop: values, scales and minima
+    ],
+    ids=["norm", "gemv", "gemv_int4"],
+)
+def test_kernels_ask_for_their_weight_before_they_wait(program, name, count, tmp_path):
     """For the kernel before: what that one does not write is on its way when it ends."""
     disassembler()
-    name = "norm<__nv_bfloat16, 8, 1, true, true>"
-    code = compiler.compile(norms.PROGRAM.path, "sm_90", [name], cache=tmp_path / "cache").code
-    kinds = ("CCTL.E.PF2", "ACQBULK", "LDG")
-    found = [it.split()[0] for it in instructions(code, tmp_path)["norm"] if it.startswith(kinds)]
-    assert found[:3] == ["CCTL.E.PF2", "CCTL.E.PF2", "ACQBULK"]  # of the weight, and of the bias
-    assert all(it.startswith("LDG") for it in found[3:]) and len(found) > 3
+    code = compiler.compile(program.PROGRAM.path, "sm_90a", [name]).code
+    kinds, (own,) = ("CCTL.E.PF2", "ACQBULK", "LDG"), instructions(code, tmp_path).values()
+    found = [it.split()[0] for it in own if it.startswith(kinds)]
+    assert found[: count + 1] == ["CCTL.E.PF2"] * count + ["ACQBULK"]
+    assert all(it.startswith("LDG") for it in found[count + 1 :]) and len(found) > count + 1
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])
