@@ -18,7 +18,7 @@ from gptmanager import OptionalParams, assembly
 from gptmanager.assembly.ranks import Ranks
 from gptmanager.cuda.device.launch import EmulatorLauncher
 from gptmanager.cuda.device.streams import DeviceStream, EmulatedStream
-from gptmanager.cuda.gemm import matmul_choice, scaled_matmul
+from gptmanager.cuda.gemm import gemm, matmul_choice, scaled_matmul
 from gptmanager.cuda.gemm.byte_rows import Fp8Rows, Int8Rows
 from gptmanager.cuda.gemm.device_matrices import values_of
 from gptmanager.cuda.gemm.matmul_choice import OWN, SCALED, TORCH, MatmulChoice
@@ -348,6 +348,19 @@ def test_many_rows_of_a_weight_in_8_bits_are_divided(own, launcher, kind):
     close(out, product)
     gate, up = product.chunk(2, dim=1)
     close(gated, F.silu(gate) * up)
+
+
+@pytest.mark.parametrize("max_shared_kib", [99, 130, 163, 227])
+def test_rows_are_divided_into_as_few_parts_as_shared_memory_allows(
+    launcher, max_shared_kib, monkeypatch
+):
+    """A gemm may have more rows of a weight in 8 bits than of a float weight."""
+    launcher.max_shared_mem, parts = max_shared_kib << 10, []
+    monkeypatch.setattr(gemm, "gemm", lambda _, out, x, *given, **options: parts.append(len(x)))
+    weight, x = rounded(randn(48, 64, dtype=torch.bfloat16)), randn(600, 64, dtype=torch.bfloat16)
+    OwnMatmuls(launcher).multiply(x.new_empty(600, 48), x, weight, None)
+    most = max(rows for rows in range(1, 601) if gemm.covers(launcher, x[:rows], weight))
+    assert parts == [most] * (600 // most) + [600 % most]
 
 
 def test_few_rows_of_a_weight_in_4_bits_are_ours(own, launcher):

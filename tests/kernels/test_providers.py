@@ -203,6 +203,16 @@ def test_auto_takes_the_fastest_of_each_phase(fast, other, expected, caplog, mon
     assert any(captured for _, captured in order) or expected[1] is None
 
 
+def test_a_manager_captures_only_what_its_limits_say(caplog, monkeypatch):
+    """By default no step is captured, so a provider that is not capturable may compute all."""
+    monkeypatch.setattr("gptmanager.assembly.attention_trial._BEYOND_CACHES", 1 << 10)
+    provider = Scripted("fast", 0.5, 0.5, capturable=False)
+    kernels, (seconds, order) = Capturing(), timed((provider,))
+    choose(kernels, (provider,), [SHAPE], torch.float32, LIMITS, seconds)
+    assert kernels._served[SHAPE] == Served(provider, provider)
+    assert {captured for _, captured in order} == {False} and not caplog.records
+
+
 def test_auto_without_enough_memory_stays_with_our_kernels(caplog):
     def seconds(run, captured):
         raise torch.OutOfMemoryError("no")
