@@ -124,6 +124,7 @@ def test_the_schema_of_the_statistics_compiles(parser):
     [
         {"oneOf": [{"type": "string", "maxLength": 3}, {"enum": [1, 2]}, {"type": "null"}]},
         {"oneOf": [{"enum": ["a", "b"]}, {"enum": ["b", "c"]}]},
+        {"oneOf": [{"enum": [1, 2]}, {"enum": [1.0, 3]}]},
         {"oneOf": [{"type": "string", "maxLength": 4}, {"type": "string", "minLength": 3}]},
         {"oneOf": [{**CLOSED, "required": ["a"]}, {**CLOSED, "required": ["b"]}]},
         {"oneOf": [{**FIRST, "required": ["a"]}, {**FIRST, "required": ["b"]}]},
@@ -135,6 +136,8 @@ def test_the_schema_of_the_statistics_compiles(parser):
         },
         {"type": "string", "maxLength": 5, "not": {"enum": ["", "a", "ab", "b", "é", "]^-\\"]}},
         {"enum": ["a", "b", "c"], "not": {"const": "b"}},
+        {"enum": [[1], 2], "not": {"const": [1.0]}},
+        {"properties": {"a": {"const": True}}, "not": {"properties": {"a": {"const": 1}}}},
         {**CLOSED, "not": {"required": ["a"]}},
         {**CLOSED, "not": {"required": ["a", "b"]}},
         {**CLOSED, "minProperties": 1},

@@ -6,11 +6,10 @@ The complement of a schema permits the values that do not fit the schema. Each f
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from gptmanager.decoding.guided.schema_overlap import Resolve, listed_values, types_of
+from gptmanager.decoding.guided.schema_overlap import Resolve, canonical, listed_values, types_of
 
 ANNOTATIONS = frozenset(
     {
@@ -34,7 +33,7 @@ def complement(
     otherwise the result is None.
     """
     schema, around = resolve(schema), resolve(around)
-    if schema == around:
+    if canonical(schema) == canonical(around):
         return []
     if isinstance(schema, bool):
         return [] if schema else [{}]
@@ -87,8 +86,8 @@ def _of_values(values: Any, around: Any, resolve: Resolve, depth: int) -> Altern
         others = sorted(types_of(around) - {"string"})
         pattern = f"^(?:{_other_text(values)})$"
         return [{"type": "string", "pattern": pattern}, *([{"type": others}] if others else [])]
-    texts = {json.dumps(value, sort_keys=True) for value in values}
-    left = [value for value in known if json.dumps(value, sort_keys=True) not in texts]
+    texts = {canonical(value) for value in values}
+    left = [value for value in known if canonical(value) not in texts]
     return [{"enum": left}] if left else []
 
 

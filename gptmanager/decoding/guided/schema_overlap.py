@@ -149,10 +149,18 @@ def listed_values(schema: Any) -> list[Any] | None:
     return values if isinstance(values, list) else None
 
 
-def _values(schema: Mapping[str, Any]) -> frozenset[str] | None:
-    """Return the listed values as texts, or None if the schema does not list values.
+def canonical(value: Any) -> str:
+    """Return a JSON value as text. Equal values have equal texts: 1.0 equals 1, but not true."""
+    text = json.dumps(value)
+    return json.dumps(json.loads(text, parse_float=_number), sort_keys=True)
 
-    Equal values have equal texts, except that 1 and 1.0 have different texts.
-    """
+
+def _number(text: str) -> float:
+    number = float(text)
+    return int(number) if number.is_integer() else number
+
+
+def _values(schema: Mapping[str, Any]) -> frozenset[str] | None:
+    """Return the listed values as canonical texts, or None if the schema does not list values."""
     values = listed_values(schema)
-    return None if values is None else frozenset(json.dumps(it, sort_keys=True) for it in values)
+    return None if values is None else frozenset(map(canonical, values))
