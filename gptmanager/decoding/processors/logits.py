@@ -184,14 +184,13 @@ class PostProcessing:
             step.forget_changes(index)
 
     def _run_rows(self, step: _Step, members: list[int], shared: Any) -> None:
-        rows = step.rows(members)
-        sequences = rows.sequences
+        rows = step.rows(members)  # one for each beam
         errors: Errors = {}
-        with _Guard(self, sequences, shared):
+        with _Guard(self, [step.sequences[index] for index in members], shared):
             session = self._session(shared)
             errors = self._call(lambda: session.process(rows), step.logits)
         for index, error in errors.items():
-            sequences[index].error = self._request_error(error, shared)
+            rows.sequences[index].error = self._request_error(error, shared)
 
     def _call(self, call: Callable[[], Any], logits: Tensor) -> Any:
         if self._watches_streams:
