@@ -70,12 +70,12 @@ class BannedTexts:
         _check(words)
         key = tuple(sorted(set(words)))
         with self._lock:
-            if key not in self._kept:
-                self._kept[key] = self._started(key)
+            found = self._kept.get(key) or self._started(key)
+            self._kept[key] = found
             self._kept.move_to_end(key)
             if len(self._kept) > self._max_word_lists:
                 self._kept.popitem(last=False)
-            return self._kept[key]
+            return found
 
     def _started(self, words: tuple[str, ...]) -> BannedWords:
         size = _size(words)

@@ -115,8 +115,11 @@ class _Mailbox:
             self.send(loop)
 
     def send(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Schedule a call of `_open` if a waiter is posted and no call is scheduled."""
-        if self._woken and not self._is_called:
+        """Schedule a call of `_open` if a waiter is posted and no call is scheduled.
+
+        A loop that was closed before the scheduled call will never run it.
+        """
+        if self._woken and (not self._is_called or loop.is_closed()):
             self._is_called = True
             try:
                 loop.call_soon_threadsafe(self._open)

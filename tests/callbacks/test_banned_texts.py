@@ -147,6 +147,8 @@ def test_equal_words_are_shared_and_wrong_ones_refused():
     texts.bind(["1"])
     texts.bind(["2"])
     assert texts.bind(["x", "y"]) is not first
+    uncached = BannedTexts(byte_level([b"a"]), max_word_lists=0)
+    assert uncached.bind(["x"]) is not uncached.bind(["x"])
     for wrong, error in (([], ValueError), (["a", ""], ValueError), ("abc", TypeError)):
         with pytest.raises(error, match="words"):
             texts.bind(wrong)

@@ -59,6 +59,22 @@ def test_waking_a_closed_event_loop_does_nothing():
     waiter.wake()
 
 
+def test_an_event_loop_that_is_closed_with_a_wakeup_in_it_is_freed_by_the_next_one():
+    async def wait():
+        return wakeups.waiter()
+
+    wakeups = AsyncWakeups()
+    loop = asyncio.new_event_loop()
+    loop.run_until_complete(wait()).wake()
+    loop.close()
+    wakeups.send()
+    closed = weakref.ref(loop)
+    del loop
+    gc.collect()
+
+    assert closed() is None
+
+
 def test_a_closed_event_loop_is_not_kept_alive():
     async def wait():
         wakeups.waiter().wake()
