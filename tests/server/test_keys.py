@@ -31,6 +31,7 @@ def test_a_file_has_one_key_or_named_ones(tmp_path):
         ("", "is empty"),
         (" three", "must not begin or end with a space"),
         ("# none\n\n", "must have at least one key"),
+        ("#SECRET\n", "must have at least one key"),
         ("SECRET\nSECRET2", "line 1 must be NAME KEY"),
         ("a SECRET\nb SECRET", "line 2: the key is in the file twice"),
         ("a SECRET\na SECRET2", "line 2: the name is in the file twice"),

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from gptmanager.server import errors
 from gptmanager.server.http.idempotency import PATHS
 from gptmanager.server.openapi import Endpoint, _path, document
+from gptmanager.server.triton import described
 from gptmanager.server.triton.http import UNSUPPORTED_PATHS
 
 LIMITS = {  # path -> the field that limits the new tokens
@@ -27,6 +28,14 @@ def test_every_endpoint_is_described(server, client):
     there = {route.path for route in server.server.config.app.routes}
     undescribed = {"/openapi.json", "/", "/metrics", "/live/events", "/events", *UNSUPPORTED_PATHS}
     assert {path.replace(":path", "") for path in there - undescribed} == described
+
+
+def test_of_triton_s_calls_only_infer_has_tensors_as_bytes():
+    for path, methods in described.paths().items():
+        for operation in methods.values():
+            body, answer = operation.get("requestBody", {}), operation["responses"]["200"]
+            for content in (body.get("content", {}), answer.get("content", {})):
+                assert ("application/octet-stream" in content) == path.endswith("/infer"), path
 
 
 def raised():

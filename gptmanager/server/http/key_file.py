@@ -38,8 +38,7 @@ def read_key(value: str) -> ApiKey:
 def read_key_file(path: Path) -> tuple[ApiKey, ...]:
     """Return the keys of a file, which has either one key alone, or lines NAME KEY [MAX_REQUESTS].
 
-    Among such lines, blank lines and lines that begin with # are ignored. Raises ConfigError for
-    anything else.
+    Blank lines and lines that begin with # are ignored. Raises ConfigError for anything else.
     """
     where = f"api_key_file = {quoted_path(path)}"
     try:
@@ -53,7 +52,8 @@ def read_key_file(path: Path) -> tuple[ApiKey, ...]:
         raise ConfigError(f"{where} cannot be read: {error}") from None
     if len(content) > MAX_BYTES:
         raise ConfigError(f"{where} must have at most {MAX_BYTES} bytes")
-    if "\n" not in text.strip("\r\n") and len(text.split()) <= 1:
+    is_comment = text.lstrip().startswith("#")
+    if "\n" not in text.strip("\r\n") and len(text.split()) <= 1 and not is_comment:
         value = text.rstrip("\r\n")
         _check(f"{where}: the key", value)
         return (ApiKey(value),)

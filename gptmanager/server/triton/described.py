@@ -98,7 +98,7 @@ def _operation(
     if answer is None:
         responses["503"] = {"description": "the check failed"}
     responses["200"] = {"description": summary, **({"content": {answer: {}}} if answer else {})}
-    if body is not None and answer == "application/json":
+    if body is _INFER:
         responses["200"]["content"]["application/octet-stream"] = {}
     found: dict[str, Any] = {"summary": summary, "responses": responses}
     values = {"name": ["tensorrt_llm", "ensemble", "tensorrt_llm_bls"], "version": [VERSION]}
@@ -110,7 +110,10 @@ def _operation(
     if parameters:
         found["parameters"] = parameters
     if body is not None:
-        found["requestBody"] = {"required": True, "content": {"application/json": {"schema": body}}}
+        content: dict[str, Any] = {"application/json": {"schema": body}}
+        if body is _INFER:
+            content["application/octet-stream"] = {}
+        found["requestBody"] = {"required": True, "content": content}
     return found
 
 
