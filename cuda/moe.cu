@@ -117,7 +117,7 @@ __global__ void __launch_bounds__(32) choose_experts(
     weights[blockIdx.x * per_token + lane] = weight * factor;
 }
 
-// A tile: sorted slots [first, last), all of `expert`, which counts from `first_expert`; -1: no tile.
+// The sorted slots [first, last) of the expert `first_expert + expert`; no tile if `expert` is -1.
 struct ExpertTile {
     int expert, first, last;
 };

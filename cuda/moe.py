@@ -24,7 +24,7 @@ from gptmanager.kernels.gemm.packed_matrix import Matrix, plain
 MAX_EXPERTS, MAX_PER_TOKEN = 1024, 32  # as in the .cu
 _SCORES = {"softmax": 0, "sigmoid": 1, "softmax_of_best": 2, "sigmoid_of_best": 3}
 _THREADS, _WARPS, _COLUMNS, _DEPTH = 256, 4, 128, 64  # as in the .cu
-_STAGES = {1: 4, 4: 3}  # number of pipeline stages, by M: the rows of a tile / 32
+_STAGES = {1: 4, 4: 3}  # from M, which is a tile's rows / 32, to the number of pipeline stages
 _NARROW = (torch.float16, torch.bfloat16)
 _FUSED: tuple[Activation, ...] = ("silu", "gelu_tanh", "clamped_swiglu")
 _EPILOGUES = ("false, SILU", *(f"true, {kind.upper()}" for kind in _FUSED))
@@ -73,9 +73,10 @@ def choose_experts(
 ) -> tuple[Tensor, Tensor]:
     """Return the experts int32 `[T, k]` of each token and their weights float32 `[T, k]`.
 
-    `logits` `[T, E]` and `correction` `[E]` are float32, as in `routing.choose_experts`. Of experts
-    with equal scores, the first is chosen. Raises ValueError for other tensors, for more than
-    MAX_EXPERTS experts, and for more than MAX_PER_TOKEN experts per token.
+    `logits` `[T, E]` and `correction` `[E]` are float32, with the meaning that they have in
+    `routing.choose_experts`. Of experts with equal scores, the first is chosen. Raises ValueError
+    for other tensors, for more than MAX_EXPERTS experts, and for more than MAX_PER_TOKEN experts
+    per token.
     """
     num_tokens, num_experts = logits.shape
     per_token = routing.per_token

@@ -15,16 +15,16 @@ struct Token {
     }
 };
 
-// The sum of weights and the best logit of each piece of a row. `ties`: per piece, the sum of the weights
-// of logits that equal a limit; `sums` excludes these weights until `add_ties` adds them.
+// For each piece of a row: the sum of the weights of its logits, and its best logit. Logits that are equal
+// to the limit of a top-k or top-p have their weights in `ties`, and not in `sums`, until `add_ties`.
 struct Pieces {
     double sums[PIECES], ties[PIECES];
     float best[PIECES];
 };
 
-// In a step, each lane loads WIDTH logits, and the warp STEP logits; LOADS steps are in flight. The division
-// into pieces depends on the row's size and on WIDTH, which depends on that size only. Each sum therefore has
-// the same bits for every type T, block and number of blocks.
+// In a step, each lane loads WIDTH logits, and the warp STEP logits; LOADS steps are in flight. Only the
+// size of the row decides WIDTH and the pieces. So the sum of a piece has the same bits for every type T,
+// for every number of blocks, and in whichever block it is computed.
 template <class T, int WIDTH> struct Row {
     static constexpr int EACH = WIDTH, STEP = 32 * WIDTH;
     static constexpr int LOADS = WIDTH == 1 ? 16 : WIDE<T> / 2;
@@ -100,7 +100,7 @@ __device__ inline double warp_total(double x) {
 // Returns the largest value of the lanes of a warp.
 __device__ inline float warp_max(float x) { return from_key(__reduce_max_sync(~0u, to_key(x))); }
 
-// Returns the total of the pieces' `sums` in every lane; each warp that calls this computes the total.
+// Returns the sum of `sums`, to every lane. Warps do not share the work: each computes the whole sum.
 __device__ inline double sum_pieces(const double (&sums)[PIECES], int count) {
     double own = 0;
     for (int i = threadIdx.x % 32; i < count; i += 32) own += sums[i];

@@ -97,8 +97,8 @@ def plan_runs(address: int) -> None:
 class MatrixPlan(NamedTuple):
     """The plan for one matrix, such as "qkv", in all layers.
 
-    `num_parts` is the number of runs. `modules` is a bit mask of the matrix's modules, `work` the
-    estimated number of multiplications in one layer.
+    Each part of the task computes one run of tokens. `modules` is a bit mask of the matrix's
+    modules, `work` the estimated number of multiplications in one layer.
     """
 
     task: AdapterTask
@@ -177,9 +177,9 @@ class AdapterPlan:
         return MatrixPlan(task, num_runs, scratch_bytes, bits, work * num_tokens)
 
     def tokens_of(self, matrix: str, layer: int) -> list[int]:
-        """Return, in ascending order, the tokens with a module of this matrix in this layer.
+        """Return, in ascending order, the tokens that need a module of this matrix in this layer.
 
-        A token has the modules of its adapter.
+        These are the tokens for which the request's adapter has such a module.
         """
         modules, num_layers = self._adapters.layout[matrix], self._adapters.table.shape[1]
         bits = _fields(modules)[1] & ((1 << MOST_BITS) - 1)  # without the shared bit

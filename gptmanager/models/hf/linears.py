@@ -29,7 +29,7 @@ class PackedLinear(nn.Module):
         self._kernels = kernels
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the matmul of `x` `[..., in]`, plus the bias, `[..., out]`."""
+        """Return `[..., out]`: the matmul of `x` `[..., in]`, plus the bias."""
         found = self._kernels.linear(x.reshape(-1, x.shape[-1]), self.matrix, self.bias)
         return found.view(*x.shape[:-1], -1)
 

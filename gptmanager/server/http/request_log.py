@@ -22,7 +22,7 @@ MAX_PATH_LETTERS = 200
 _HEADER = b"x-request-id"
 _ID = re.compile(rb"[A-Za-z0-9._:/+=@~-]{1,%d}" % MAX_ID_LETTERS)
 _PLAIN = re.compile(r'[^\s"=\\]+')
-# Paths that probes and pages read again and again. Only their errors are logged.
+# Probes and web pages request these paths again and again: only errors are logged.
 _QUIET = re.compile(r"/|/live/.*|/metrics|/(v2/)?health(/.*)?|/inference\..*/Server(Live|Ready)")
 
 
