@@ -110,10 +110,7 @@ def _operation(
     if parameters:
         found["parameters"] = parameters
     if body is not None:
-        content: dict[str, Any] = {"application/json": {"schema": body}}
-        if body is _INFER:
-            content["application/octet-stream"] = {}
-        found["requestBody"] = {"required": True, "content": content}
+        found["requestBody"] = {"required": True, "content": {"application/json": {"schema": body}}}
     return found
 
 
