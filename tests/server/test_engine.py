@@ -7,7 +7,8 @@ import pytest
 from running_server import running_server, settings_of
 
 from gptmanager import FinishReason
-from gptmanager.server.engine.call import EngineRequest
+from gptmanager.callbacks import AsyncRequestQueue
+from gptmanager.server.engine.call import Call, EngineRequest
 from gptmanager.server.errors import ApiError
 
 ENDLESS = {"end_id": -1}  # no token ends it
@@ -125,6 +126,74 @@ def test_a_request_past_its_deadline_is_timed_out(server):
     with pytest.raises(ApiError) as caught:
         server.run(results(server.engine, a_request(deadline_s=0.0)))
     assert caught.value.status == 504
+
+
+@pytest.fixture
+def evicted():
+    """`evicted(again)`: a kept call whose request has failed for lack of its adapter; `again`
+    answers the request that is sent again. Also the ends that the call has reported.
+    """
+
+    def call(again):
+        queue, ends = AsyncRequestQueue(), []
+
+        def submit(error):
+            generation = queue.submit([5], 1, request_id=1, timeout=0.0)
+            if error:
+                queue.get_inference_requests(-1)
+                queue.send_response(1, [], True, error)
+            return generation
+
+        given = [submit("")], [lambda: submit(again)], [None]
+        found = Call(*given, lambda *_: None, lambda _: None, 1, is_kept=True)
+        found.on_last_end(lambda: ends.append(found.has_ended))
+        queue.get_inference_requests(-1)
+        queue.send_response(1, [], True, "AdapterError: it was evicted")
+        return queue, found, ends
+
+    return call
+
+
+@pytest.mark.parametrize("has_reader", [False, True])
+def test_a_kept_call_ends_with_the_request_that_was_sent_again(evicted, has_reader):
+    async def main():
+        queue, call, ends = evicted("")
+        if has_reader:  # before the event loop hears of the end
+            assert call._take(call._running[0]) is None
+        await asyncio.sleep(0)
+        assert queue.num_pending == 1 and not call.has_ended and not ends
+        queue.get_inference_requests(-1)
+        queue.send_response(1, [], True, "CapacityError: too large")
+        await asyncio.sleep(0)
+        assert ends == [True]
+        [(_, error)] = [part async for part in call.outcomes()]
+        assert error.message == "too large"
+
+    asyncio.run(main())
+
+
+def test_a_request_that_fails_at_once_when_it_is_sent_again_has_an_error_of_the_api(evicted):
+    async def main():
+        _, call, _ = evicted("CapacityError: too large")
+        return [part async for part in call.outcomes()]
+
+    [(_, error)] = asyncio.run(main())
+    assert error.status == 400 and error.message == "too large"
+
+
+def test_a_second_attempt_that_is_refused_ends_the_call_for_every_reader(evicted):
+    def refuse():
+        raise ApiError(429, "the queue is full")
+
+    async def main():
+        _, call, ends = evicted("")
+        call._submitted[0].send_again = refuse
+        readers = call, call.joined()
+        await asyncio.sleep(0)
+        assert ends == [True]
+        return [[part async for part in reader.outcomes()] for reader in readers]
+
+    assert [error.status for [(_, error)] in asyncio.run(main())] == [429, 429]
 
 
 def test_no_more_wait_than_may(narrow):

@@ -64,13 +64,39 @@ class _Submitted:
     """A request of a call.
 
     `send_again` submits the request once more, with the weights of its adapter. It is None if the
-    request has no adapter, or was sent again already.
+    request has no adapter, or was sent again already; `refusal` is the error of that second
+    attempt. `on_end` is the done callback of each generation.
     """
 
     generation: Generation
     send_again: Callable[[], Generation] | None
     timer: asyncio.TimerHandle | None = None
     has_timed_out: bool = False
+    refusal: ApiError | None = None
+    on_end: Callable[[object], None] | None = None
+
+    @property
+    def lacks_adapter(self) -> bool:
+        """Whether the request has failed for lack of its adapter, and may be sent again."""
+        if self.send_again is None or self.has_timed_out or not self.generation.done():
+            return False
+        return isinstance(self.generation.exception(), AdapterError)
+
+    @property
+    def has_ended(self) -> bool:
+        return self.generation.done() and not self.lacks_adapter
+
+    def resend(self) -> None:
+        """Send the request again, with the weights of its adapter."""
+        assert self.send_again is not None
+        send, self.send_again = self.send_again, None
+        try:
+            self.generation = send()
+        except Exception as error:
+            self.refusal = api_error(error)
+            return
+        if self.on_end is not None:
+            self.generation.add_done_callback(self.on_end)
 
 
 @dataclass(slots=True)
@@ -133,15 +159,22 @@ class Call:
     @property
     def has_ended(self) -> bool:
         """Whether all requests have ended."""
-        return all(it.generation.done() for it in self._submitted)
+        return all(it.has_ended for it in self._submitted)
 
     def on_last_end(self, end: Callable[[], None]) -> None:
-        """Let the event loop call `end` once, when all requests have ended."""
-        loop, is_over = asyncio.get_running_loop(), [False]
+        """Let the event loop call `end` once, when all requests have ended.
+
+        A request that lacks its adapter is sent again, even if no client reads it.
+        """
+        loop, is_over = asyncio.get_running_loop(), False
 
         def check() -> None:
-            if self.has_ended and not is_over[0]:
-                is_over[0] = True
+            nonlocal is_over
+            for it in self._submitted:
+                if it.lacks_adapter:
+                    it.resend()
+            if self.has_ended and not is_over:
+                is_over = True
                 end()
 
         def tell(_: object) -> None:
@@ -149,6 +182,7 @@ class Call:
                 loop.call_soon_threadsafe(check)
 
         for it in self._submitted:
+            it.on_end = tell
             it.generation.add_done_callback(tell)
 
     def end(self) -> None:
@@ -272,27 +306,16 @@ class Call:
             self._cancel(it.generation, "timeout")
 
     def _take(self, it: _Reading) -> GenerationPart | ApiError | None:
-        if it.generation is not it.request.generation:  # another reader has sent it again
-            it.generation, it.position = it.request.generation, ReadPosition()
+        request = it.request
+        if it.generation is not request.generation:  # it was sent again
+            it.generation, it.position = request.generation, ReadPosition()
         try:
             return it.generation.next_part(it.position, self._waiter)
-        except AdapterError as error:
-            if it.request.send_again is None or it.request.has_timed_out:
-                return api_error(error)
-            return self._again(it, it.request.send_again)
         except Exception as error:
-            return api_error(error)
-
-    def _again(
-        self, it: _Reading, send_again: Callable[[], Generation]
-    ) -> GenerationPart | ApiError | None:
-        try:
-            it.generation = it.request.generation = send_again()
-            it.request.send_again = None
-        except Exception as error:
-            return api_error(error)
-        it.position = ReadPosition()
-        return it.generation.next_part(it.position, self._waiter)
+            if not request.lacks_adapter:
+                return request.refusal or api_error(error)
+        request.resend()
+        return self._take(it)
 
 
 def check_in_time(result: GenerationResult) -> None:
