@@ -2,6 +2,7 @@
 
 import functools
 import gc
+import os
 import signal
 import zlib
 from collections import defaultdict
@@ -11,7 +12,7 @@ import pytest
 from fuzz import ALL_CASES, FUZZ
 from hypothesis import HealthCheck, settings
 
-from gptmanager.callbacks import load_guided_decoding, load_tokenizer
+from gptmanager import callbacks  # imports torch when used: xdist's controller never needs it
 
 # The machines are shared: time says nothing about a test. The same examples every run.
 settings.register_profile(
@@ -33,6 +34,20 @@ httpx._transports.default.create_ssl_context = functools.cache(httpx.create_ssl_
 
 gc.disable()  # until all tests are collected
 
+_WORKER = os.environ.get("PYTEST_XDIST_WORKER", "")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report(collector):
+    """Let each second worker collect from the other end.
+
+    Without kept byte code, each of two workers thus compiles half of the files for both.
+    """
+    report = yield
+    if isinstance(collector, pytest.Directory) and _WORKER[2:] and int(_WORKER[2:]) % 2:
+        report.result.reverse()
+    return report
+
 
 def pytest_collection_modifyitems(config, items):
     """Leave out tests marked `slow`, and of those marked `every(k)` all but each k-th case.
@@ -40,6 +55,8 @@ def pytest_collection_modifyitems(config, items):
     `make marathon`, `make mutants` and a call that names a test run all of them. The name of the
     test decides the first case, so that tests of one table run different cases.
     """
+    if _WORKER:  # all workers must have the same order
+        items.sort(key=lambda item: item.path.parts)
     if ALL_CASES or any("::" in argument for argument in config.args):
         return
     cases, every = defaultdict(list), {}
@@ -69,9 +86,9 @@ def pytest_collection_finish():
 
 @pytest.fixture(scope="module")
 def tokenizer():
-    return load_tokenizer("examples/tiny_llama")
+    return callbacks.load_tokenizer("examples/tiny_llama")
 
 
 @pytest.fixture(scope="module")
 def guided():
-    return load_guided_decoding("examples/tiny_llama")
+    return callbacks.load_guided_decoding("examples/tiny_llama")

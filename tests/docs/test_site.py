@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import importlib.util
 import re
 import subprocess
@@ -73,28 +74,30 @@ def test_the_reference_and_the_commands_are_complete():
 # The page of errors ---------------------------------------------------------------------------
 
 
+@functools.cache
 def templates():
-    """Every text of the library's code, with `...` for what is formatted into it."""
+    """Every text of the library's code, a line each, with `...` for what is formatted into it."""
 
     def written(node):
         if isinstance(node, ast.JoinedStr):
             return "".join(written(part) for part in node.values)
         return node.value if isinstance(node, ast.Constant) else "..."
 
+    found = []
     for folder in ("gptmanager", "callbacks", "cuda"):
         for path in (ROOT / folder).rglob("*.py"):
             for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
                 is_text = isinstance(node, ast.Constant) and isinstance(node.value, str)
                 if is_text or isinstance(node, ast.JoinedStr):
-                    yield re.sub(r"%\.?\d*[sdgfr]", "...", written(node))
-
-
-TEMPLATES = "\n".join(templates())
+                    found.append(re.sub(r"%\.?\d*[sdgfr]", "...", written(node)))
+    return "\n".join(found)
 
 
 def unknown_parts(quoted):
     """The parts of a quoted text between its `...` that are in no text of the library."""
-    return [part for part in quoted.split("...") if part.strip(" :,;()") and part not in TEMPLATES]
+    return [
+        part for part in quoted.split("...") if part.strip(" :,;()") and part not in templates()
+    ]
 
 
 def test_the_explained_texts_are_texts_of_the_library():
