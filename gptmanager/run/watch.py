@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import threading
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -122,6 +124,8 @@ class Watch:
         self._progress = Progress(len(results.lines), time.monotonic())
         self._rows: dict[int, RunningRow] = {}  # by the number of the line
         self._generations: dict[int, tuple[RequestLine, Generation]] = {}
+        self._num_ends = itertools.count(1)
+        self._all_ended = threading.Event()  # so that the run does not wait for the next drawing
 
     def follow(self, queue: RequestQueue) -> None:
         """Submit the lines and show the events; return when every line has its result."""
@@ -132,7 +136,8 @@ class Watch:
         try:
             self._take_news()
             while self._progress.done < self._progress.total:
-                time.sleep(_REFRESH_S)
+                self._all_ended.wait(_REFRESH_S)
+                self._all_ended.clear()
                 while not built.empty():
                     when, line = built.get()
                     self._submit(line, queue, when)
@@ -154,7 +159,13 @@ class Watch:
             self._recorder.news.append(Refusal(time.monotonic(), line, error))
             return
         self._generations[generation.request_id] = (line, generation)
-        generation.add_done_callback(self._recorder.see_end)
+        generation.add_done_callback(self._see_end)
+
+    def _see_end(self, generation: Any) -> None:
+        """Record that a request has ended. Wake `follow` if all submitted requests have."""
+        self._recorder.see_end(generation)
+        if next(self._num_ends) == len(self._generations):
+            self._all_ended.set()
 
     def _take_news(self) -> None:
         """Show the events since the last call, in the order in which they happened."""

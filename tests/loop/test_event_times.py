@@ -58,7 +58,7 @@ class Run:
     def told(self, monkeypatch, loop):
         """The log; `loop` is what happens between two looks of the reader."""
         looks = iter(loop)
-        monkeypatch.setattr(time, "sleep", lambda seconds: next(looks))
+        monkeypatch.setattr(self.watch._all_ended, "wait", lambda seconds: next(looks))
         self.watch.follow(self.queue)
         return self.pipe.getvalue().splitlines()
 
