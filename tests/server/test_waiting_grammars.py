@@ -1,7 +1,11 @@
 """Requests that wait for their grammar are counted, and forgotten when their client goes."""
 
+import contextlib
+import json
 import subprocess
 import threading
+from http.client import HTTPConnection
+from urllib.parse import urlsplit
 
 import httpx
 import pytest
@@ -41,49 +45,38 @@ def slow_trials(monkeypatch):
     return tried
 
 
-def post(server, body, **options):
-    url = f"{server.url}/v1/completions"
-    return httpx.post(url, json={**BODY, **body}, **{"timeout": 30, **options})
+def post(server, body):
+    return httpx.post(f"{server.url}/v1/completions", json={**BODY, **body}, timeout=30)
 
 
-def leave(server, patterns, timeout=1.0):
-    """Clients that ask for something slow, and go away."""
-
-    def ask(pattern):
-        with pytest.raises(httpx.ReadTimeout):
-            post(server, {"guided_regex": pattern}, timeout=timeout)
-
-    threads = [threading.Thread(target=ask, args=(pattern,)) for pattern in patterns]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+@contextlib.contextmanager
+def waiting(server, patterns):
+    """Clients that ask for these patterns, and go away at the end of the block."""
+    with contextlib.ExitStack() as clients:
+        for pattern in patterns:
+            client = HTTPConnection(urlsplit(server.url).netloc, timeout=30)
+            clients.enter_context(contextlib.closing(client))
+            body = json.dumps({**BODY, "guided_regex": pattern})
+            client.request("POST", "/v1/completions", body, {"Content-Type": "application/json"})
+        wait_for(lambda: server.engine._num_preparing == len(patterns))
+        yield
+    wait_for(lambda: not server.engine._num_preparing)
 
 
 def test_what_clients_that_are_gone_had_asked_for_is_not_compiled(server, slow_trials):
-    patterns = [f"slow{i}" for i in range(12)]
-    leaving = threading.Thread(target=leave, args=(server, patterns, 3.0))
-    leaving.start()
-    wait_for(lambda: server.engine._num_preparing == 12)  # later ones would still be wanted
-    leaving.join()
-    wait_for(lambda: not server.engine._num_preparing)
+    with waiting(server, [f"slow{i}" for i in range(12)]):
+        pass
     new = "ab|b{3}c"  # no other test of this server has compiled it
     assert post(server, {"guided_regex": new}).status_code == 200
     assert slow_trials[-1] == new
 
 
 def test_requests_that_wait_for_a_grammar_count_as_waiting(busy, slow_trials):
-    threads = [threading.Thread(target=leave, args=(busy, [f"slow {i}"])) for i in range(2)]
-    for thread in threads:
-        thread.start()
-    wait_for(lambda: busy.engine._num_preparing == 2)
-    for body in ({"guided_regex": "ab"}, {}):
-        refused = post(busy, body)
-        assert (refused.status_code, refused.headers["Retry-After"]) == (429, "1")
-        assert refused.json()["error"]["code"] == "queue_full"
-    for thread in threads:
-        thread.join()
-    wait_for(lambda: not busy.engine._num_preparing)
+    with waiting(busy, [f"slow {i}" for i in range(2)]):
+        for body in ({"guided_regex": "ab"}, {}):
+            refused = post(busy, body)
+            assert (refused.status_code, refused.headers["Retry-After"]) == (429, "1")
+            assert refused.json()["error"]["code"] == "queue_full"
     assert post(busy, {"guided_regex": "ab"}).status_code == 200
 
 

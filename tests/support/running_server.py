@@ -6,10 +6,13 @@ import asyncio
 import contextlib
 import threading
 import time
+import types
 from collections.abc import Callable, Coroutine, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
+
+import uvicorn.server
 
 from gptmanager import KvCacheConfig, ModelType, OptionalParams, SchedulerConfig
 from gptmanager.server.engine.engine import Engine
@@ -20,6 +23,11 @@ from gptmanager.terminal.options import ManagerOptions
 
 MODEL = Path(__file__).resolve().parents[2] / "examples" / "tiny_llama"
 _T = TypeVar("_T")
+
+# uvicorn looks for its end each 0.1 s, and then waits 0.1 s: longer than many a server is used here
+uvicorn.server.asyncio = types.SimpleNamespace(  # type: ignore[attr-defined]
+    **{**vars(asyncio), "sleep": lambda seconds: asyncio.sleep(seconds / 10)}
+)
 
 
 @dataclass

@@ -88,7 +88,7 @@ def check_response(response, *names):
 
 
 @pytest.mark.parametrize("index, model, name", TENSORS)
-@pytest.mark.every(3)
+@pytest.mark.every(6)
 def test_every_tensor_as_json(process, post, index, model, name):
     good, spec = GOOD[model], MODELS[model][name]
     shape = [1, *(1 if size < 0 else size for size in spec.dims)]
@@ -134,7 +134,7 @@ def hostile_tensors(spec, index):
 
 
 @pytest.mark.parametrize("index, model, name", TENSORS)
-@pytest.mark.every(3)
+@pytest.mark.every(6)
 def test_every_tensor_over_grpc(process, call, index, model, name):
     values = {
         key: [value.encode()] if isinstance(value, str) else value
