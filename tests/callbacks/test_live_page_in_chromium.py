@@ -12,6 +12,7 @@ from chromium import EXECUTABLE, Chromium
 
 from gptmanager import GptManager, InferenceRequest, ModelType, OptionalParams
 from gptmanager.callbacks import LivePage
+from gptmanager.callbacks.live_page import feed, page_server
 from gptmanager.testing import RecordingCallbacks, ScriptedModel
 
 pytestmark = [
@@ -25,6 +26,15 @@ FAILS = "<img src=x onerror=document.title='hacked'><script>alert(1)</script>"
 def browser(tmp_path_factory):
     with Chromium(tmp_path_factory.mktemp("profile")) as browser:
         yield browser
+
+
+@pytest.fixture(scope="module", autouse=True)
+def fast():
+    """Let pages have their events sooner."""
+    with pytest.MonkeyPatch.context() as patch:
+        for module, name in ((page_server, "TICK_S"), (feed, "TICK_S"), (feed, "_WHY_S")):
+            patch.setattr(module, name, 0.1)
+        yield
 
 
 @pytest.fixture(autouse=True)

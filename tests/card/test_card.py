@@ -18,6 +18,7 @@ from pathlib import Path
 import card_steps
 import one_file
 import pytest
+import running
 import torch
 import wheels
 from card_steps import PHASES, Setup, Step, steps_of
@@ -173,7 +174,8 @@ def test_a_record_that_a_killed_run_left_half(run, tmp_path):
     assert run(shell("one", "true"))["one"].is_right
 
 
-def test_a_step_that_hangs_does_not_stop_the_rest(run):
+def test_a_step_that_hangs_does_not_stop_the_rest(run, monkeypatch):
+    monkeypatch.setattr(running, "_KILL_S", 0.2)
     hangs = shell("hangs", "trap '' TERM; sleep 60 & wait; sleep 60", limit_s=1)
     started = time.monotonic()
     found = run(hangs, shell("next", "true"))

@@ -271,6 +271,7 @@ def test_an_interrupt_stops_an_answer_and_not_the_chat(endless):
         assert "Traceback" not in terminal.text and "killed" not in terminal.text
 
 
+@pytest.mark.slow
 def test_two_answers_appear_next_to_each_other(endless):
     options = ("--model", endless, "--temperature", 2, "--max-new-tokens", 1200)
     with pseudo_terminal("chat", *options, columns=60) as terminal:

@@ -293,8 +293,8 @@ def test_a_run_that_fails_is_told(interpreter, tmp_path, text, why):
 
 def test_a_run_that_takes_too_long_is_ended(interpreter, notes, tmp_path):
     engine = peer(tmp_path, interpreter(LINGER + "time.sleep(600)"))
-    with pytest.raises(TooSlow, match="vLLM was not done after 2 s"):
-        engine.run(REQUESTS, 2)
+    with pytest.raises(TooSlow, match="vLLM was not done after 1 s"):
+        engine.run(REQUESTS, 1)
     assert lingering(notes) == []
 
 

@@ -44,6 +44,7 @@ def test_a_provider_is_used_in_a_phase_if_both_ranks_choose_it(second, expected)
     assert both(agree(NAMES), agree(second)) == [expected, expected]
 
 
+@pytest.mark.slow
 def test_processes_agree_as_threads_do():
     told = subprocess.run(
         [sys.executable, "tests/support/rank_calls.py", "agree"],

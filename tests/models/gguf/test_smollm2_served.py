@@ -124,6 +124,7 @@ def test_tools_are_refused_with_the_reason(client: httpx.Client) -> None:
     )
 
 
+@pytest.mark.slow
 def test_a_long_system_prompt_is_computed_once(client: httpx.Client) -> None:
     rules = " ".join(f"Rule {number} is as good as rule {number + 1}." for number in range(60))
     system = {"role": "system", "content": rules}
@@ -136,6 +137,7 @@ def test_a_long_system_prompt_is_computed_once(client: httpx.Client) -> None:
     assert second["prompt_tokens_details"]["cached_tokens"] >= 64 * 9
 
 
+@pytest.mark.slow
 def test_a_conversation_through_pipes(
     file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
