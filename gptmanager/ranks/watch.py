@@ -188,6 +188,7 @@ class Watch:
     def _judge(self, now: float) -> None:
         for rank, heard in list(self._heard.items()):
             if now - heard > self._timeout_s:
+                self._heard[rank] = now  # or `_watch` would never sleep again
                 self._blame(rank, f"has not been heard from for {self._timeout_s:g} s")
         silent = [rank for rank in self._heard if rank not in self._answers]
         if not self._poll_until or (silent and now < self._poll_until):

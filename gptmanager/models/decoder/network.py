@@ -278,11 +278,11 @@ class CheckpointModel:
             return attend_to_latents(self._kernels, *given)
         assert layer.qkv is not None
         qkv = self._project(hidden, layer.qkv, layer, layer.qkv_name, adapters)
+        if width := self._gate_widths[layer.number]:
+            gates, qkv = qkv[:, :width], qkv[:, width:]
         if layer.pages.keys_as_values:
             width = layer.attention.num_heads * layer.attention.head_dim
             qkv = torch.cat((qkv, qkv[:, width:]), dim=1)
-        if width := self._gate_widths[layer.number]:
-            gates, qkv = qkv[:, :width], qkv[:, width:]
         if layer.head_norms:
             self._norm_heads(layer, qkv)
         queries = self._kernels.rope_and_write(
