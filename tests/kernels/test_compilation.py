@@ -1,10 +1,14 @@
 """The first start on a machine: kernels are compiled by several processes, which share a cache."""
 
 import ctypes
+import errno
+import json
 import logging
+import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -46,26 +50,43 @@ def results() -> list[int]:
 @pytest.fixture(autouse=True)
 def new_machine(monkeypatch, tmp_path):
     """Nothing is compiled yet, and there are two cores."""
-    machine_code.compiled.cache_clear()
+    forget()
     monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.setattr("numba.core.config.CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.setattr(compilation, "num_cores", lambda: 2)
     monkeypatch.setattr(compilation, "free_memory_bytes", lambda: 8 << 30)
     yield
-    machine_code.compiled.cache_clear()
+    forget()
+
+
+@pytest.fixture
+def alone(monkeypatch):
+    """`compile_all` starts no other processes."""
+    monkeypatch.setattr(compilation, "num_cores", lambda: 1)
 
 
 @pytest.fixture
 def compiled_here(monkeypatch):
     """The bodies that this process compiles, by name."""
     found = []
+    watch_compilations(monkeypatch, found.append)
+    return found
+
+
+def watch_compilations(monkeypatch: pytest.MonkeyPatch, tell: Callable[[str], object]) -> None:
+    """Call `tell` with the name of each body that this process compiles, before it does."""
     compile_it = machine_code.CFunc._compile_uncached
     monkeypatch.setattr(
         machine_code.CFunc,
         "_compile_uncached",
-        lambda function: (found.append(function.__name__[:-13]), compile_it(function))[1],
+        lambda function: (tell(function.__name__[:-13]), compile_it(function))[1],
     )
-    return found
+
+
+def forget() -> None:
+    """Forget all machine code, as in a new process."""
+    machine_code.compiled.cache_clear()
+    machine_code._function.cache_clear()
 
 
 def test_another_process_compiles_too(monkeypatch, compiled_here):
@@ -73,10 +94,10 @@ def test_another_process_compiles_too(monkeypatch, compiled_here):
         """The first body takes this process as long as the others take the other one."""
         while body is first and not (machine_code.is_kept(second) and machine_code.is_kept(third)):
             time.sleep(0.02)
-        return machine_code.compiled(body)
+        return machine_code.compile_if_free(body)
 
     told = []
-    monkeypatch.setattr(compilation, "compiled", compile_slowly)
+    monkeypatch.setattr(compilation, "compile_if_free", compile_slowly)
     compile_all(BODIES, lambda *now: told.append(now))
     assert compiled_here == ["first"]
     assert told[0] == ("kernels", 0, 3) and told[-1] == ("kernels", 3, 3)
@@ -94,11 +115,7 @@ def replaced(monkeypatch, program):
 
 @pytest.mark.parametrize(
     "program",
-    [
-        "",
-        "input(); print('compiled', flush=True); input(); print('no')",
-        "import os, sys; sys.stdin.readline(); os.abort()",
-    ],
+    ["", "import no_such_module", "import os; os.abort()"],
 )
 def test_a_process_that_cannot_compile_leaves_its_work_to_this_one(
     monkeypatch, compiled_here, program
@@ -123,35 +140,99 @@ def started(monkeypatch):
     return found
 
 
-STOPPED = """
-import os, pathlib, signal
-input(); print('compiled', flush=True); input()
-pathlib.Path('IT_HAS_ONE').touch(); os.kill(os.getpid(), signal.SIGSTOP)
+TWIN = """
+import json, sys
+sys.path[:] = json.loads(sys.argv[1])
+import pytest, test_compilation as it
+it.watch_compilations(pytest.MonkeyPatch(), lambda name: (print(name, flush=True), input()))
+for body in it.BODIES:
+    it.machine_code.compiled(body)
 """
 
 
-def test_a_process_that_is_stopped_leaves_its_work_to_this_one(
-    monkeypatch, tmp_path, started, compiled_here, caplog
+def test_processes_that_start_together_compile_each_body_once(alone, compiled_here, tmp_path):
+    def tell(_, num_done, total):
+        if num_done == 2:  # the other process goes on when only its body is left
+            twin.stdin.write("\n")
+            twin.stdin.flush()
+
+    command, pipe = [sys.executable, "-c", TWIN, json.dumps(sys.path)], subprocess.PIPE
+    with subprocess.Popen(command, text=True, stdin=pipe, stdout=pipe) as twin:
+        assert twin.stdout.readline() == "first\n"
+        compile_all(BODIES, tell)
+        compiled_then, _ = twin.communicate("\n\n")
+    assert compiled_here == ["second", "third"] and not compiled_then
+    assert results() == [1, 2, 3]
+    assert not list(tmp_path.rglob("*.lock"))
+
+
+HOLDER = """
+import fcntl, sys
+file = open(sys.argv[1], "wb")
+fcntl.flock(file, fcntl.LOCK_EX)
+print("locked", flush=True)
+input()
+"""
+
+
+@pytest.fixture
+def holder(tmp_path):
+    """A process that has locked the second body, as while it compiles this body."""
+    with machine_code._lock(machine_code._function(second)._cache):
+        (path,) = tmp_path.rglob("*.lock")
+    command, pipe = [sys.executable, "-c", HOLDER, str(path)], subprocess.PIPE
+    with subprocess.Popen(command, text=True, stdin=pipe, stdout=pipe) as process:
+        assert process.stdout.readline() == "locked\n"
+        yield process
+        process.kill()
+
+
+def test_a_process_that_is_killed_leaves_its_body_to_this_one(alone, holder, compiled_here, caplog):
+    told = []
+
+    def tell(_, num_done, total):
+        told.append((num_done, total))
+        if num_done == 2:
+            holder.kill()
+
+    compile_all(BODIES, tell)
+    assert compiled_here == ["first", "third", "second"] and results() == [1, 2, 3]
+    assert told == [(0, 3), (1, 3), (2, 3), (3, 3)]
+    assert not caplog.records
+
+
+def test_a_process_that_is_stopped_leaves_its_body_to_this_one(
+    monkeypatch, alone, holder, compiled_here, caplog
 ):
-    has_one, told = tmp_path / "it has one", []
+    holder.send_signal(signal.SIGSTOP)
+    monkeypatch.setattr(machine_code, "_PATIENCE_S", 0.1)
+    compile_all(BODIES)
+    assert compiled_here == ["first", "third", "second"] and results() == [1, 2, 3]
+    (record,) = caplog.records
+    assert "another process has been compiling the kernel second" in record.message
 
-    def compile_slowly(body):
-        """Nothing is left when the other process has taken its body."""
-        while not has_one.exists():
-            time.sleep(0.01)
-        return machine_code.compiled(body)
 
-    replaced(monkeypatch, STOPPED.replace("IT_HAS_ONE", str(has_one)))
-    monkeypatch.setattr(compilation, "compiled", compile_slowly)
-    monkeypatch.setattr(compilation, "_PATIENCE_S", 0.1)
-    monkeypatch.setattr(compilation, "_PATIENCE", 0.1)
-    compile_all(BODIES, lambda *now: told.append(now))
-    assert sorted(compiled_here) == ["first", "second", "third"]
-    assert told[-1] == ("kernels", 3, 3) and results() == [1, 2, 3]
-    assert [process.returncode for process in started] == [-9]
-    assert [record.message[:36] for record in caplog.records] == [
-        "processes that compile kernels have "
-    ]
+def no_locks(*_):
+    raise OSError(errno.ENOLCK, "No locks available")
+
+
+def test_without_locks_each_body_is_compiled(monkeypatch, compiled_here, caplog):
+    replaced(monkeypatch, "import time; time.sleep(600)")
+    monkeypatch.setattr(machine_code, "flock", no_locks)
+    compile_all(BODIES)
+    assert compiled_here == ["first", "second", "third"] and results() == [1, 2, 3]
+    assert not caplog.records
+
+
+def test_in_a_folder_without_permission_for_a_lock_each_body_is_compiled(
+    monkeypatch, compiled_here, tmp_path
+):
+    for body in BODIES:
+        with machine_code._lock(machine_code._function(body)._cache):
+            (path,) = [it for it in tmp_path.rglob("*.lock") if it.is_file()]
+        path.mkdir()  # even the superuser cannot open it as a file
+    compile_all(BODIES)
+    assert sorted(compiled_here) == ["first", "second", "third"] and results() == [1, 2, 3]
 
 
 def test_an_interruption_ends_the_other_processes(monkeypatch, started):
@@ -160,7 +241,7 @@ def test_an_interruption_ends_the_other_processes(monkeypatch, started):
     def interrupt(body):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(compilation, "compiled", interrupt)
+    monkeypatch.setattr(compilation, "compile_if_free", interrupt)
     with pytest.raises(KeyboardInterrupt):
         compile_all(BODIES)
     assert [process.returncode for process in started] == [-9]

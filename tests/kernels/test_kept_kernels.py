@@ -17,9 +17,14 @@ def body(address: int) -> None:
     carray(pointer_to(address), 1, np.int64)[0] += 41
 
 
+def forget() -> None:
+    machine_code.compiled.cache_clear()
+    machine_code._function.cache_clear()
+
+
 def answer() -> int:
     """What the body makes of 1, as a process would that starts now."""
-    machine_code.compiled.cache_clear()
+    forget()
     number = ctypes.c_int64(1)
     ctypes.CFUNCTYPE(None, ctypes.c_int64)(machine_code.compiled(body))(ctypes.addressof(number))
     return number.value
@@ -36,7 +41,7 @@ def new_process(monkeypatch, tmp_path, caplog):
     )  # Numba reads it from time to time
     monkeypatch.setattr("numba.core.config.CACHE_DIR", str(tmp_path / "cache"))
     yield
-    machine_code.compiled.cache_clear()
+    forget()
 
 
 @pytest.fixture

@@ -2,7 +2,8 @@
 
 Only this module uses Numba's cache. Numba chooses the folder: `NUMBA_CACHE_DIR`, else `__pycache__`
 next to the sources, else the user's cache folder. If a cached file is damaged, or no folder can be
-used, the body is compiled, and a warning is logged once.
+used, the body is compiled, and a warning is logged once. Processes that share a folder compile each
+body once: the process that compiles a body locks it.
 """
 
 # mypy: allow-untyped-calls
@@ -14,8 +15,10 @@ import hashlib
 import logging
 import os
 import pickle
-from collections.abc import Callable
-from contextlib import suppress
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from fcntl import LOCK_EX, LOCK_NB, flock
 from pathlib import Path
 from types import FunctionType, SimpleNamespace
 from typing import Any, cast
@@ -34,22 +37,55 @@ from numba.core.caching import (
 from numba.core.ccallback import CFunc
 from numba.core.runtime.nrt import rtsys
 
+from gptmanager.lifecycle.clock import monotonic
+
 logger = logging.getLogger("gptmanager")
 
 Body = Callable[[int], None]
 
 _SIGNATURE: Any = types.void(types.int64)
 _DIGEST_BYTES = hashlib.sha256().digest_size
+# How long to wait for a process that compiles a body. The longest compile time of a body is 10 s,
+# but other work may slow the process down. A process that dies loses its locks at once.
+_PATIENCE_S, _POLL_S = 30.0, 0.05
 
 
 @functools.cache
 def compiled(body: Body) -> int:
-    """Return the address of the body's machine code, which is loaded from disk or compiled."""
+    """Return the address of the body's machine code, which is loaded from disk or compiled.
+
+    If another process is compiling the body, wait for that process.
+    """
+    started = monotonic()
+    while (address := compile_if_free(body)) is None:
+        if monotonic() - started > _PATIENCE_S:
+            logger.warning(
+                "another process has been compiling the kernel %s for %.0f s: this process "
+                "compiles it too",
+                body.__name__,
+                _PATIENCE_S,
+            )
+            _function(body).compile()
+        time.sleep(_POLL_S)
+    return address
+
+
+def compile_if_free(body: Body) -> int | None:
+    """Do the same as `compiled`, but return None if another process is compiling the body."""
+    function = _function(body)
+    with _lock(function._cache) as is_free:
+        if is_free and function.address is None:
+            function.compile()
+    return cast("int | None", function.address)
+
+
+@functools.cache
+def _function(body: Body) -> Any:
+    """Return the function of a body, which is neither loaded nor compiled yet."""
     stamped = _stamped(body)
     function: Any = CFunc(stamped, (_SIGNATURE.args, _SIGNATURE.return_type), {}, {})
     function._cache = _cache_of(stamped) or function._cache
-    function.compile()
-    return cast(int, function.address)
+    return function
 
 
 def is_kept(body: Body) -> bool:
@@ -182,6 +218,32 @@ class _Cache(FunctionCache):
             super().save_overload(signature, data)
         except Exception as error:  # the disk is full, or a damaged index cannot be replaced
             _log_no_cache(f"{type(error).__name__}: {error}")
+
+
+@contextmanager
+def _lock(cache: Any) -> Iterator[bool]:
+    """Lock a function until the end of the block; yield False if another process has locked it.
+
+    Machine code that is on disk needs no lock. Without a folder, or on a file system without locks,
+    nothing is locked. The lock file is removed at the end, unless the process is killed.
+    """
+    is_free = True
+    with ExitStack() as stack:
+        if isinstance(cache, _Cache) and not cache.has(_SIGNATURE):
+            path = Path(f"{cache.cache_path}/{cache._impl.filename_base}.lock")
+            try:
+                flock(stack.enter_context(path.open("wb")), LOCK_EX | LOCK_NB)
+                stack.callback(_remove, path)
+            except BlockingIOError:
+                is_free = False
+            except OSError as error:
+                logger.debug("%s: %s", path, error)
+        yield is_free
+
+
+def _remove(path: Path) -> None:
+    with suppress(OSError):
+        path.unlink()
 
 
 def _cache_of(function: FunctionType) -> _Cache | None:
