@@ -607,7 +607,7 @@ def test_no_file_is_written_over_another(call, model, tmp_path, monkeypatch, arg
         (["bench", "e2e", "--batches", ","], "must be words like a,b, got ','"),
         (["bench", "kernels", "--only", ","], "must be words like a,b, got ','"),
         (
-            ["simulate", "--scheduler", "os:getcwd"],
+            ["simulate", "--num-requests", "2", "--scheduler", "os:getcwd"],
             "--scheduler os:getcwd: TypeError: posix.getcwd",
         ),
     ],
