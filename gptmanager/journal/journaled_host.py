@@ -103,6 +103,7 @@ class JournaledHost(HostTap):
 
     def _refuse(self, request_id: int, error: Exception) -> None:
         self._refused.add(request_id)
+        self._accepted.end([request_id])  # no end of it is written, so its objects are unused now
         self._fail(Failure(request_id, error))
 
     def _write_delivered(self) -> None:

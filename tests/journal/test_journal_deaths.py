@@ -260,6 +260,22 @@ def test_a_refused_adapter_does_not_become_that_of_its_task(tmp_path):
     run.journal.close()
 
 
+@pytest.mark.parametrize("why", ["too large", "a full disk"])
+def test_the_adapter_of_a_request_that_is_not_written_is_not_in_use(tmp_path, monkeypatch, why):
+    run = JournaledRun(tmp_path / "journal", [], on_full="refuse")
+    if why == "too large":
+        monkeypatch.setattr("gptmanager.journal.accepted.MAX_RECORD_BYTES", 8)
+    else:
+        monkeypatch.setattr(run.journal, "_append", lambda data: False)
+    weights = {"lora_weights": np.ones((1, 64), np.float32), "lora_config": np.array([[0, 0, 1]])}
+    run.journaled._accept([request(1, [1], 4, lora_task_id=5, **weights)])
+    assert [failure.request_id for failure in run.host.failures] == [1]
+    run.journaled._accepted.forget_tasks([5])
+    run.journaled._accepted.remove_unused()
+    assert not [*(tmp_path / "journal" / "objects").iterdir()]
+    run.journal.close()
+
+
 def test_each_request_continues_with_its_adapter_if_that_was_forgotten(tmp_path):
     run = JournaledRun(tmp_path / "journal", [])
     accepted, found = run.journaled._accepted, {}
