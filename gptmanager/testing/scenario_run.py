@@ -67,7 +67,7 @@ def run_scenario(
     except Breach as breach:
         outcome.complaints.append((run.host.now, breach.args))
     outcome.complaints += run.judged.minor
-    outcome.iterations = run.host.now
+    outcome.iterations = run.host.now + 1  # it counts from 0
     schedules = run.executor.schedules
     outcome.pauses = sum(len(schedule.paused) for schedule in schedules)
     outcome.chunks = sum(not row.samples for s in schedules for row in s.context_rows)

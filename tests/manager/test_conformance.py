@@ -9,6 +9,7 @@ import pytest
 from fuzz import FUZZ
 
 from gptmanager.errors import ConfigError
+from gptmanager.loop.token_loop import TokenLoop
 from gptmanager.scheduler import (
     GuaranteedNoEvictScheduler,
     LlmRequest,
@@ -442,6 +443,19 @@ def test_a_violation_tells_the_smallest_scenario_that_shows_it():
     assert text.startswith(f"Favours breaks 1 of {len(RULES)} rules: 40 scenarios, ")
     assert f"seed {violation.seed}, iteration {violation.iteration}, request " in text
     assert RULES["progress"] in text and str(violation.scenario.requests[0]) in text
+
+
+def test_every_iteration_is_counted(monkeypatch):
+    iterate, num_iterations = TokenLoop.iterate, 0
+
+    def counted(loop):
+        nonlocal num_iterations
+        num_iterations += 1
+        return iterate(loop)
+
+    monkeypatch.setattr(TokenLoop, "iterate", counted)
+    report = check_scheduler(no_evict, num_scenarios=2)  # which runs each scenario twice
+    assert 2 * report.iterations == num_iterations
 
 
 def test_the_guard_of_no_evict_is_what_keeps_it_from_stopping_for_ever():
