@@ -52,7 +52,6 @@ from gptmanager.kernels.simd.threads import NEXT_PART, Team, alike, task_fields
 STEPS = (8.0, 7.5, 7.0, 8.5, 9.5)
 _STEPS = tuple(map(np.float32, STEPS))
 _LARGEST = np.float32(torch.finfo(torch.float16).max)
-_INFINITY = np.float32(np.inf)
 _NAN = np.float32(np.nan)
 _ALONE = 1 << 15  # with fewer elements, one thread is done before a second thread is awake
 _PARTS_PER_THREAD = 8
@@ -220,13 +219,14 @@ def _largest(first: Any, second: Any) -> Any:
 @loop
 def _round_group(first: Any, second: Any, values: int) -> Any:
     """Write the bytes of a group, and return its scale."""
-    none, scale, best = splat(ZERO), ZERO, _INFINITY
+    none, scale, best = splat(ZERO), ZERO, _NAN
     broken = sum_lanes((first - first) + (second - second))  # NaN unless all are finite
     if broken == ZERO:
         largest = _largest(first, second)
         for steps in _STEPS:
             own, error = _with_scale(first, second, largest / -steps)
-            if error < best:
+            # the errors of huge elements are infinite: the first candidate is always taken
+            if best != best or error < best:
                 scale, best = own, error
         by = _inverse(scale)
         _store_values(values, _whole(first * by))
