@@ -158,7 +158,8 @@ def multiply(
         tiles=(slots.tiles, (None, 3), torch.int32),
     )
     parts = count * (1 if activation is None else 2)
-    if num_weights % parts or (num_rows and num_slots % num_rows):
+    per_row = num_slots // num_rows if num_rows else 0
+    if num_weights % parts or num_slots != num_rows * per_row:
         raise ValueError(
             f"the rows of the weight must be a multiple of {parts}, and the slots a multiple of "
             f"the {num_rows} rows of x, got {num_weights} and {num_slots}"
@@ -170,7 +171,7 @@ def multiply(
     epilogue = "false, SILU" if activation is None else f"true, {activation.upper()}"
     epilogue += BYTES.get(values.dtype, "")
     given = (out, x, values, scales, bias, slots.sorted, slots.tiles)
-    arguments: tuple[Argument, ...] = (*given, *ints(num_slots // num_rows, width, depth))
+    arguments: tuple[Argument, ...] = (*given, *ints(per_row, width, depth))
     is_aligned = all(own.data_ptr() % 16 == 0 for own in (x, values))
     if dtype not in _NARROW or depth * values.itemsize % 16 or not is_aligned:
         kernel = launcher.kernel(PROGRAM, f"expert_columns<{NAMES[dtype]}, {epilogue}>")

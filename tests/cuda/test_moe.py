@@ -205,3 +205,5 @@ def test_tensors_that_do_not_fit(machine):
     x, weight = machine.tensor(randn(2, 8)), machine.tensor(randn(10, 8))
     with pytest.raises(ValueError, match="a multiple of 3, .* the 2 rows of x, got 10 and 4"):
         moe.multiply(launcher, x, weight, None, slots, 3)
+    with pytest.raises(ValueError, match="the 0 rows of x, got 10 and 4"):
+        moe.multiply(launcher, x[:0], weight, None, slots, 5)
