@@ -12,6 +12,7 @@ import socket
 import struct
 from contextlib import suppress
 from enum import IntEnum
+from ipaddress import ip_address
 from typing import Any, Protocol
 
 from gptmanager.errors import RankError
@@ -21,7 +22,7 @@ _TOKEN_BYTES = 16
 _HELLO = struct.Struct(f"<{_TOKEN_BYTES}sIB")  # token, rank, channel
 _HELLO_S = 10.0  # how long a new connection may take to identify itself
 _BACKLOG = 512
-_LOOPBACK = ("localhost", "::1", "127.")
+_LOOPBACK_NAMES = ("localhost", "localhost.localdomain")
 
 
 class Store(Protocol):
@@ -63,8 +64,8 @@ def meet(store: Store, host: str, size: int, boot_s: float) -> tuple[Found, Blam
             if left > 0:
                 reception.serve(left)
                 continue
-            known = [rank for rank in range(1, size) if (rank, Channel.WATCH) in reception.found]
-            late = min(set(range(1, size)).difference(known), default=1)
+            wanted = {(rank, channel) for rank in range(1, size) for channel in Channel}
+            late, _ = min(wanted - reception.found.keys())
             reception.blame = late, f"has not connected within {boot_s:g} s"
         return reception.found, reception.blame
 
@@ -157,8 +158,11 @@ class _Reception:
 
 
 def is_loopback(host: str) -> bool:
-    """Return whether `host` begins like a loopback name or address: localhost, ::1 or 127."""
-    return host.startswith(_LOOPBACK)
+    """Return whether `host` is a loopback address or name."""
+    try:
+        return ip_address(host).is_loopback
+    except ValueError:
+        return host in _LOOPBACK_NAMES
 
 
 def _listener(host: str) -> socket.socket:

@@ -18,6 +18,7 @@ from torch.distributed import HashStore, PrefixStore, ProcessGroupGloo
 from gptmanager.errors import RankError
 from gptmanager.ranks.frames import Frames, Wakener
 from gptmanager.ranks.links import Links, Message
+from gptmanager.ranks.meeting import Channel, call, is_loopback, meet
 
 # Frames ----------------------------------------------------------------------------------------
 
@@ -240,6 +241,31 @@ def test_a_rank_that_never_comes_is_named_on_all():
 
     texts = {str(it) for it in at_once(meet, [0, 1, 3])}
     assert texts == {"rank 2 has not connected within 0.3 s"}
+
+
+class Called(HashStore):
+    """A store that connects rank 1, and only the watch of rank 2, when rank 0 listens."""
+
+    def set(self, key, value):
+        super().set(key, value)
+        self.open = [*call(self, "127.0.0.1", 1, 5.0).values()]
+        port, token, _ = self.get(key).decode().split(":")
+        self.open.append(socket.create_connection(("127.0.0.1", int(port)), 5))
+        self.open[-1].sendall(struct.pack("<16sIB", bytes.fromhex(token), 2, Channel.WATCH))
+
+
+def test_a_rank_whose_first_connection_failed_is_named():
+    store = Called()
+    found, blame = meet(store, "127.0.0.1", 3, 0.2)
+    for it in (*found.values(), *store.open):
+        it.close()
+    assert len(found) == 3 and blame == (2, "has not connected within 0.2 s")
+
+
+def test_what_only_begins_like_a_loopback_address_is_none():
+    loopback = ("localhost", "localhost.localdomain", "127.0.0.1", "127.0.1.1", "::1")
+    others = ("localhost.example.com", "127.example.com", "::1234", "10.0.0.1", "")
+    assert all(map(is_loopback, loopback)) and not any(map(is_loopback, others))
 
 
 def test_a_number_that_two_have_is_an_error():
