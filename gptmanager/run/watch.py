@@ -152,12 +152,13 @@ class Watch:
         if line.request is None:
             self._recorder.news.append(Refusal(known_at, line, line.error))
             return
-        self._recorder.submitted_at[line.request.request_id] = time.monotonic()
+        submitted_at = time.monotonic()
         try:
             generation = queue.submit(line.request)
         except ManagerDeadError as error:  # the manager failed in the meantime
             self._recorder.news.append(Refusal(time.monotonic(), line, error))
             return
+        self._recorder.submitted_at[generation.request_id] = submitted_at
         self._generations[generation.request_id] = (line, generation)
         generation.add_done_callback(self._see_end)
 

@@ -18,7 +18,7 @@ from gptmanager.errors import InvalidRequestError, ManagerDeadError
 from gptmanager.run.progress_display import ProgressDisplay
 from gptmanager.run.requests_file import read_requests
 from gptmanager.run.results_file import Results
-from gptmanager.run.watch import Recorder, Watch
+from gptmanager.run.watch import Recorder, Watch, summary
 from gptmanager.terminal.redrawn_lines import RedrawnLines
 
 LINES = [
@@ -129,3 +129,4 @@ def test_a_request_that_comes_too_late_is_refused_at_its_submission(monkeypatch,
     run.at(seconds)
     told = run.told(monkeypatch, iter(()))
     assert [float(line.split(" s ")[0]) for line in told] == [seconds] * 3
+    assert summary([{"error": "gone"}] * 3, run.recorder)["seconds"] == 0.0
