@@ -33,8 +33,7 @@ _SYNTHETIC = ("num_requests", "prompt_len", "output_len", "rate", "seed")  # fie
 
 def main(options: argparse.Namespace) -> int:
     """Run the command, and return its exit status."""
-    for name in ("recording", "fit"):
-        check_distinct({f"--{name}": getattr(options, name), "--record": options.record})
+    paths = _record_paths(options)
     recording = None if options.recording is None else read_recording(options.recording)
     machine = Machine(
         **{field.name: getattr(options, field.name) for field in dataclasses.fields(Machine)}
@@ -57,9 +56,8 @@ def main(options: argparse.Namespace) -> int:
     started = time.perf_counter()
     bars, figures = ProgressBars(options.region), {}
     for name, column in columns.items():
-        path = _record_path(options.record, name) if len(columns) > 1 else options.record
         on_progress = _progress_of(bars, printable(name), len(load.arrivals))
-        figures[name] = _simulate_one(column, load, cost, path, on_progress)
+        figures[name] = _simulate_one(column, load, cost, paths[name], on_progress)
     bars.close()
     taken = time.perf_counter() - started
     queue = load.queue if isinstance(load, RecordedLoad) else None
@@ -68,14 +66,29 @@ def main(options: argparse.Namespace) -> int:
     return 0
 
 
-def _record_path(record: Path | None, name: str) -> Path | None:
-    """Return the file for the recording of column `name`: `record` with the name added to its stem.
+def _record_paths(options: argparse.Namespace) -> dict[str, Path | None]:
+    """Return column -> the file for its recording: `--record`, if there is only one column.
 
-    For "module:class", only the part after the last colon is added.
+    With several columns, the name of each is added to the stem; of "module:class" only the part
+    after the last colon. Raise ConfigError if a recording would overwrite another one, or a file
+    that the command reads.
     """
-    if record is None:
-        return None
-    return record.with_name(f"{record.stem}.{name.rpartition(':')[2]}{record.suffix}")
+    names = [policy.name.lower() for policy in options.policies]
+    names += [options.scheduler] if options.scheduler else []
+    record: Path | None = options.record
+    if record is None or len(names) == 1:
+        paths, written = dict.fromkeys(names, record), {"--record": record}
+    else:
+        paths = {
+            name: record.with_name(f"{record.stem}.{name.rpartition(':')[2]}{record.suffix}")
+            for name in names
+        }
+        written = {f"--record (of {name})": path for name, path in paths.items()}
+    is_file = options.cost is not None and "=" not in options.cost
+    read = options.recording, options.fit, Path(options.cost) if is_file else None
+    for option, path in zip(("--recording", "--fit", "--cost"), read, strict=True):
+        check_distinct({option: path, **written})
+    return paths
 
 
 def _progress_of(bars: ProgressBars, name: str, total: int) -> Callable[[int], None]:

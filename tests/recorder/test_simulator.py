@@ -6,6 +6,7 @@ import argparse
 import dataclasses
 import itertools
 import math
+import re
 
 import numpy as np
 import orjson
@@ -584,6 +585,27 @@ def test_the_command_simulates_a_recording_and_records_each_run(tmp_path, capsys
     }  # fmt: skip
     for name in ("static_batch", "max_utilization"):
         assert replay(read_recording(tmp_path / f"s.{name}.jsonl")).divergence is None
+
+
+@pytest.mark.parametrize(
+    ("arguments", "options"),
+    [
+        (["--recording", "r.max_utilization.jsonl"], "--recording and --record (of max_"),
+        (["--fit", "r.max_utilization.jsonl"], "--fit and --record (of max_utilization)"),
+        (["--cost", "r.max_utilization.jsonl"], "--cost and --record (of max_utilization)"),
+        (
+            ["--scheduler", "own:max_utilization"],
+            "--record (of max_utilization) and --record (of own:max_utilization)",
+        ),
+        (["--cost", "r.jsonl", "--policies", "static_batch"], "--cost and --record"),
+    ],
+)
+def test_no_recording_overwrites_another_file_of_the_command(
+    arguments, options, monkeypatch, tmp_path
+):
+    monkeypatch.chdir(tmp_path)  # none of these files is read
+    with pytest.raises(ConfigError, match=f"^{re.escape(options)}.* must be different files, not"):
+        command("--record", "r.jsonl", *arguments)
 
 
 @pytest.mark.parametrize(
