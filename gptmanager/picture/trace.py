@@ -5,8 +5,10 @@ A trace depends neither on how it is drawn nor on the source of the schedules th
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from dataclasses import dataclass, replace
 from enum import Enum
+from operator import attrgetter
 from typing import NamedTuple
 
 
@@ -144,8 +146,8 @@ class Trace:
 
     def window(self, first: int, end: int) -> Trace:
         """Return the trace of iterations `first` to `end - 1`, with the requests active in them."""
-        offset = self.first_iteration
-        begin, stop = max(0, first - offset), min(len(self.columns), end - offset)
+        number = attrgetter("iteration")
+        begin, stop = (bisect_left(self.columns, it, key=number) for it in (first, end))
         rows = [_cut(row, begin, stop) for row in self.rows]
         seen = tuple(row for row in rows if row.spans)
         return replace(self, rows=seen, columns=self.columns[begin:stop])

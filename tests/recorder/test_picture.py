@@ -304,6 +304,13 @@ def test_a_window_keeps_iterations_and_token_numbers():
     assert window.row(1).end == 1 and window.row(2).end is None
 
 
+def test_a_window_of_other_iterations_than_those_of_the_trace_is_empty():
+    late = scenes.toy(chunked=False).window(3, 6)
+    assert [column.iteration for column in late.window(0, 4).columns] == [3]
+    for first, end in ((0, 2), (6, 9), (5, 4)):
+        assert late.window(first, end).columns == late.window(first, end).rows == ()
+
+
 def test_requests_that_only_wait_can_be_left_out():
     window = scenes.toy(chunked=False).window(0, 1)
     assert [row.request_id for row in window.rows] == [1, 2, 3, 4, 5]
