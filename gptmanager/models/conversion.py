@@ -32,7 +32,7 @@ from gptmanager.models.converted_tensors import (
     quantization_config,
 )
 from gptmanager.models.families import place_tensors
-from gptmanager.models.parameters import quantized_parameters
+from gptmanager.models.parameters import check_head_dtype, quantized_parameters
 from gptmanager.models.read_spec import read_spec
 from gptmanager.models.spec import ModelSpec
 
@@ -62,12 +62,13 @@ def convert_checkpoint(
     copying them.
 
     `target` does not exist until all its files are written. Raises ConfigError if the checkpoint
-    cannot be read, if `target` exists or cannot be written, or if a matrix to quantize is stored as
-    `[in, out]`.
+    cannot be read, if `target` exists or cannot be written, for other dtypes, or if a matrix to
+    quantize is stored as `[in, out]`.
     """
     folder = Path(target).absolute()
     if os.path.lexists(folder):
         raise ConfigError(f"{quoted_path(folder)} exists already: pass the path of a new folder")
+    _check_dtypes(weights_dtype, head_dtype)
     config, tensors = read_config(source), open_tensors(source)
     spec = read_spec(config, dtype=dtype, num_tensors=len(tensors.describe()))
     quantized = _quantized(spec, tensors, weights_dtype, head_dtype)
@@ -92,6 +93,17 @@ def convert_checkpoint(
     return folder
 
 
+def _check_dtypes(weights_dtype: str | None, head_dtype: str | None) -> None:
+    if weights_dtype == "fp8":
+        raise ConfigError(
+            "weights_dtype = 'fp8' is refused: it must be 'int8' or 'int4'; a GPU quantizes to fp8 "
+            "when it loads a checkpoint"
+        )
+    if weights_dtype not in (None, "int8", "int4"):
+        raise ConfigError(f"weights_dtype = {weights_dtype!r} must be 'int8', 'int4' or None")
+    check_head_dtype(weights_dtype, head_dtype)
+
+
 def _quantized(
     spec: ModelSpec,
     tensors: TensorSource,
@@ -99,11 +111,6 @@ def _quantized(
     head_dtype: Quantized | None,
 ) -> dict[str, Quantized]:
     """Return name in the checkpoint -> format, for each matrix that is written in 8 or 4 bits."""
-    if weights_dtype == "fp8":
-        raise ConfigError(
-            "weights_dtype = 'fp8' is refused: it must be 'int8' or 'int4'; a GPU quantizes to fp8 "
-            "when it loads a checkpoint"
-        )
     kinds = quantized_parameters(spec, weights_dtype, head_dtype)
     given = tensors.describe()
     places = place_tensors(spec, given)

@@ -32,6 +32,7 @@ from gptmanager.models.decoder.network import CheckpointModel
 from gptmanager.models.families import FAMILIES, place_tensors
 from gptmanager.models.families.wrappers import MEDIA, PREFIXES, is_wrapper, text_config
 from gptmanager.models.parameters import (
+    check_head_dtype,
     matmul_matrices,
     parameter_shapes,
     quantized_parameters,
@@ -308,13 +309,7 @@ def _check_weights_dtype(
     kernels: Kernels,
     device: torch.device | str,
 ) -> None:
-    if head_dtype not in (None, "int8", "int4"):
-        raise ConfigError(f"head_dtype = {head_dtype!r} must be 'int8', 'int4' or None")
-    if head_dtype is not None and weights_dtype != "int4":
-        raise ConfigError(
-            f"head_dtype = {head_dtype!r} is refused with weights_dtype = {weights_dtype!r}: it "
-            "belongs to 'int4'"
-        )
+    check_head_dtype(weights_dtype, head_dtype)
     if weights_dtype is None:
         return
     given = f"weights_dtype = {weights_dtype!r}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Literal
 
+from gptmanager.errors import ConfigError
 from gptmanager.kernels.gemm.packed_matrix import Quantized
 from gptmanager.kernels.recurrent.delta_formulas import DeltaShape
 from gptmanager.models.spec import Attention, Latent, Layer, Mlp, ModelSpec, Norms
@@ -99,6 +100,17 @@ def _adapted_shapes(layer: Layer) -> dict[str, tuple[int, ...]]:
     if experts is None:
         return found | dict.fromkeys(("up", "down"), (layer.mlp.width,))
     return found | dict.fromkeys(("shared_up", "shared_down"), (experts.shared_width,))
+
+
+def check_head_dtype(weights_dtype: str | None, head_dtype: str | None) -> None:
+    """Raise ConfigError if the output matrix cannot have this format."""
+    if head_dtype not in (None, "int8", "int4"):
+        raise ConfigError(f"head_dtype = {head_dtype!r} must be 'int8', 'int4' or None")
+    if head_dtype is not None and weights_dtype != "int4":
+        raise ConfigError(
+            f"head_dtype = {head_dtype!r} is refused with weights_dtype = {weights_dtype!r}: it "
+            "belongs to 'int4'"
+        )
 
 
 def quantized_parameters(

@@ -296,6 +296,29 @@ def split_models(path: Path, **options: Any) -> list[Any]:
     return World(2).run(lambda own: load_model(path, collectives=own, **options))
 
 
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"weights_dtype": "int2"}, "weights_dtype = 'int2' must be 'int8', 'int4' or None"),
+        ({"weights_dtype": "file"}, "weights_dtype = 'file' must be 'int8', 'int4' or None"),
+        (
+            {"weights_dtype": "int4", "head_dtype": "fp8"},
+            "head_dtype = 'fp8' must be 'int8', 'int4' or None",
+        ),
+        (
+            {"weights_dtype": "int8", "head_dtype": "int4"},
+            "head_dtype = 'int4' is refused with weights_dtype = 'int8': it belongs to 'int4'",
+        ),
+    ],
+    ids=str,
+)
+def test_dtypes_that_are_not_written_are_refused(
+    folder: Path, tmp_path: Path, options: Any, text: str
+) -> None:
+    with pytest.raises(ConfigError, match=f"^{text}$"):
+        convert_checkpoint(folder, tmp_path / "copy", **options)
+
+
 @pytest.mark.parametrize("kind", ["int8", "int4"])
 @pytest.mark.parametrize("end", ["_scale", "_shape", "_minimum"])
 def test_broken_folders_are_refused(folder: Path, tmp_path: Path, end: str, kind: Any) -> None:
