@@ -21,6 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from gptmanager.cuda.features import Features
 from gptmanager.cuda.gemm import scaled_matmul
 from gptmanager.cuda.gemm.byte_rows import Fp8Rows
 from gptmanager.cuda.gemm.device_matrices import DeviceMatrix, values_of
@@ -46,8 +47,8 @@ _MARGIN = 0.97  # smaller differences are noise
 _WARM_UPS, _ROUNDS = 2, 5
 _BEYOND_CACHES = 256 << 20  # bytes of weights that a run should read: more than L2 holds
 _MOST_WEIGHTS = 256  # that a run reads
-# by device name and key: the measured choices, for all managers of the process
-_known: dict[tuple[str, Key], Mapping[int, Engine]] = {}
+# by device name, switches and key: the measured choices, for all managers of the process
+_known: dict[tuple[str, Features, Key], Mapping[int, Engine]] = {}
 
 
 class MatmulChoice:
@@ -74,9 +75,9 @@ class MatmulChoice:
     ) -> None:
         """Time the engines for each kind of weight in `weights`, and log the results.
 
-        `device` is the device's name; the process caches results by this name. `timer` prepares a
-        run for timing. If memory runs out for a kind of weight, the defaults without measurements
-        apply to this kind.
+        `device` is the device's name; the process caches results by this name and by the switches
+        of `own`. `timer` prepares a run for timing. If memory runs out for a kind of weight, the
+        defaults without measurements apply to this kind.
 
         `agree` receives this rank's choices and returns the choices that all ranks use. Values that
         every rank computes for itself, such as the scores of experts, must be bitwise equal.
@@ -87,8 +88,9 @@ class MatmulChoice:
             groups.setdefault(_key(weight), []).append(weight)
             num_bytes += _bytes_of(weight)
         for key, group in groups.items():
-            if (device, key) in _known:
-                self._chosen[key] = _known[device, key]
+            place = device, own.features, key
+            if place in _known:
+                self._chosen[key] = _known[place]
                 continue
             try:
                 chosen = _choose(own, _beyond_caches(group, num_bytes), timer)
@@ -99,7 +101,7 @@ class MatmulChoice:
                     *group[0].shape,
                 )
             else:
-                self._chosen[key] = _known[device, key] = chosen
+                self._chosen[key] = _known[place] = chosen
         table = agree({str(key): [*chosen.items()] for key, chosen in self._chosen.items()})
         self._chosen = {key: dict(table[str(key)]) for key in groups if str(key) in table}
 

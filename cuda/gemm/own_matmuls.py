@@ -10,6 +10,7 @@ import functools
 from torch import Tensor
 
 from gptmanager.cuda.device.launch import Launcher
+from gptmanager.cuda.features import Features
 from gptmanager.cuda.gemm import gemm, gemv, gemv_int4
 from gptmanager.cuda.gemm.byte_rows import ByteRows
 from gptmanager.cuda.gemm.device_matrices import DeviceMatrix
@@ -24,6 +25,11 @@ class OwnMatmuls:
         self._launcher = launcher
         self._most_rows = gemm.most_rows(launcher.max_shared_mem, in_bytes=True)  # per gemm
         self._arrived: Tensor | None = None  # allocated at the first gemm
+
+    @property
+    def features(self) -> Features:
+        """The switches of the launcher."""
+        return self._launcher.features
 
     def covers(self, x: Tensor, weight: DeviceMatrix, *, silu: bool = False) -> bool:
         if isinstance(weight, Int4Matrix):

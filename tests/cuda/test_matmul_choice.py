@@ -18,6 +18,7 @@ from gptmanager import OptionalParams, assembly
 from gptmanager.assembly.ranks import Ranks
 from gptmanager.cuda.device.launch import EmulatorLauncher
 from gptmanager.cuda.device.streams import DeviceStream, EmulatedStream
+from gptmanager.cuda.features import Features
 from gptmanager.cuda.gemm import gemm, matmul_choice, scaled_matmul
 from gptmanager.cuda.gemm.byte_rows import Fp8Rows, Int8Rows
 from gptmanager.cuda.gemm.device_matrices import values_of
@@ -103,6 +104,20 @@ def test_the_faster_one_is_chosen_and_the_log_tells(own, caplog):
     again = MatmulChoice()
     again.measure(own, measured, "card", None)  # nothing is timed
     assert [again.engine(rows, measured[0]) == OWN for rows in numbers] == ours
+
+
+def test_each_set_of_switches_is_timed_once():
+    timed, counts = [], []
+
+    def timer(run):
+        timed.append(run)
+        return lambda: 1.0
+
+    for features in (Features(), Features(), Features(tiled=False)):
+        own = OwnMatmuls(EmulatorLauncher(has_matmuls=True, features=features))
+        MatmulChoice().measure(own, weights(1, 8, 16), "card", timer)
+        counts.append(len(timed))
+    assert counts[0] == counts[1] < counts[2]
 
 
 def test_engines_alternate_after_warm_ups(own):
