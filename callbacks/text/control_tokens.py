@@ -23,7 +23,10 @@ class ControlTokens:
         added = tokenizer.get_added_tokens_decoder().items()
         self._ids = {one.content: token for token, one in added if one.special and one.content}
         longest_first = sorted(self._ids, key=len, reverse=True)
-        self._any = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
+        any_token = "|".join(map(re.escape, longest_first)) or r"(?!)"
+        self._any = re.compile(any_token)
+        # matches letters one at a time: tokens may overlap, or be parts of others
+        self._first_letter = re.compile(f"(?={any_token}).", re.DOTALL)
         self._longest = max(map(len, self._ids), default=0)
         firsts = sorted({text[0] for text in self._ids})
         self._marks = {first: chr(_FIRST_MARK + index) for index, first in enumerate(firsts)}
@@ -56,7 +59,7 @@ class ControlTokens:
         The beginning of a control token at the end of `text` is also marked, because the template
         could complete it.
         """
-        text = self._any.sub(lambda found: self._marks[found[0][0]] + found[0][1:], text)
+        text = self._first_letter.sub(lambda found: self._marks[found[0]], text)
         for at in range(max(0, len(text) - self._longest), len(text)):
             rest = text[at:]
             if any(one.startswith(rest) for one in self._ids):

@@ -3,6 +3,8 @@
 import httpx
 import pytest
 from running_server import MODEL, running_server, settings_of
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 
 from gptmanager.callbacks import load_tokenizer
 from gptmanager.callbacks.text.control_tokens import ControlTokens
@@ -74,3 +76,13 @@ def test_texts_that_could_only_begin_a_token_are_marked_too(tokenizer):
     assert control.marked("</think> 1 < 2") == "</think> 1 < 2"
     together = marked["a"][0] + "text|>" + END
     assert [*control.pieces(together)] == [f"x {END}", 0]
+
+
+def test_tokens_that_overlap_or_are_parts_of_others_are_all_marked():
+    tokenizer = Tokenizer(WordLevel({"?": 0}, "?"))
+    tokenizer.add_special_tokens(["<a><b>", "<b>", "<b><c>", "<<a>"])
+    control = ControlTokens(tokenizer)
+    for text in ("<a><b>", "<a><b><c>", "<<a><b>", "<<a>"):
+        for after in ("", " "):
+            marked = control.marked(text + after)
+            assert [*control.pieces(f"{marked}<b>")] == [text + after, 2]
