@@ -19,6 +19,7 @@ from gptmanager.cuda.gemm.byte_rows import Fp8Rows, Int8Rows
 from gptmanager.cuda.kernels import CudaKernels
 from gptmanager.errors import ConfigError
 from gptmanager.kernels.gemm.int4_matrix import Int4Matrix
+from gptmanager.kernels.gemm.packed_matrix import PackedMatrix
 from gptmanager.kernels.gemm.weight_quantization import round_to_groups, round_to_int8
 from gptmanager.models.conversion import convert_checkpoint
 from gptmanager.models.model import load_model
@@ -56,6 +57,15 @@ def twice_rounded(state, kind):
             else:
                 found[name] = round_to_groups(tensor).floats()
     return found
+
+
+@pytest.mark.parametrize("kind", [Int8Rows, Fp8Rows])
+def test_panels_of_a_converted_file_are_copied_to_rows_and_not_adopted(kind):
+    """Their order is that of the CPU's kernels."""
+    panels = PackedMatrix(32, 64, torch.float32, quantized=True).panels
+    weight = rounded(randn(32, 64), kind)
+    before = exact(weight)
+    assert not weight.adopt(panels) and torch.equal(exact(weight), before)
 
 
 def test_matrices_are_int8_rows_and_a_load_changes_them_in_place(load, state):
