@@ -60,7 +60,7 @@ def llama():
     return random_model(CONFIGS["llama"])
 
 
-@pytest.mark.every(5)
+@pytest.mark.every(9)
 @pytest.mark.parametrize("early_stopping", [0, 1, 2])
 @pytest.mark.parametrize("len_penalty", [0.0, 1.0, -0.7, 2.5])
 @pytest.mark.parametrize("width", [2, 3, 5])
@@ -256,6 +256,24 @@ def mixed_requests():
     }
 
 
+@pytest.fixture(scope="module")
+def mixed_beams(llama):
+    """Return what transformers generates for each of `mixed_requests`, by id."""
+    return {
+        i: llama.generate(
+            torch.tensor([prompt]),
+            attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
+            do_sample=False,
+            num_beams=width,
+            num_return_sequences=width,
+            max_new_tokens=max_new_tokens,
+            eos_token_id=None,
+            pad_token_id=0,
+        ).tolist()
+        for i, (prompt, max_new_tokens, width) in mixed_requests().items()
+    }
+
+
 @pytest.mark.every(2)
 @pytest.mark.parametrize(
     "options",
@@ -270,7 +288,7 @@ def mixed_requests():
     ],
     ids=str,
 )
-def test_managed_beams_of_mixed_widths_are_those_of_transformers(llama, options):
+def test_managed_beams_of_mixed_widths_are_those_of_transformers(llama, mixed_beams, options):
     requests = mixed_requests()
     host = serve(
         checkpoint(llama),
@@ -280,23 +298,13 @@ def test_managed_beams_of_mixed_widths_are_those_of_transformers(llama, options)
         ],
         **options,
     )
-    for i, (prompt, max_new_tokens, width) in requests.items():
-        peer = llama.generate(
-            torch.tensor([prompt]),
-            attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
-            do_sample=False,
-            num_beams=width,
-            num_return_sequences=width,
-            max_new_tokens=max_new_tokens,
-            eos_token_id=None,
-            pad_token_id=0,
-        )
+    for i, (prompt, _, _) in requests.items():
         *partial, final = host.of(i)
         assert final.is_final and not final.error
         sent = [token for response in partial for token in beams_of(response)[0]]
         found = [(sent if i % 3 == 0 else []) + beam for beam in beams_of(final)]
         first = len(prompt) if i % 3 == 0 else 0
-        assert found == [row[first:] for row in peer.tolist()]
+        assert found == [row[first:] for row in mixed_beams[i]]
 
 
 def test_a_search_that_cannot_be_is_refused_by_name(llama):

@@ -11,6 +11,7 @@ import jsonschema
 import numpy as np
 import pytest
 import torch
+from fuzz import ALL_CASES
 from guided_requests import MODEL, SCHEMA
 from random_schemas import random_root
 from text_checkpoint import END_ID, byte_tokenizer, save_text_checkpoint
@@ -225,7 +226,7 @@ def searched(tokenizer, request_id, processor, width, **more):
 
 
 def test_every_beam_of_random_schemas_validates(guided, tokenizer):
-    schemas = [random_root(seed) for seed in range(40)]
+    schemas = [random_root(seed) for seed in range(40 if ALL_CASES else 20)]
     requests = [
         searched(tokenizer, seed, guided.json_schema(schema), 2 + seed % 3)
         for seed, schema in enumerate(schemas)
@@ -241,7 +242,7 @@ def test_every_beam_of_random_schemas_validates(guided, tokenizer):
                 num_ended += 1
                 value = json.loads(tokenizer.decode(tokens, skip_special_tokens=False))
                 jsonschema.validate(value, schema)
-    assert num_ended > 60
+    assert num_ended > 1.5 * len(schemas)
 
 
 @pytest.mark.parametrize("run_ahead", [0, 1])

@@ -31,6 +31,7 @@ from gptmanager.errors import CallbackError, ConfigError, ManagerDeadError
 from gptmanager.host import retries
 from gptmanager.host.callback_host import CallbackHost
 from gptmanager.lifecycle.state import ManagerState
+from gptmanager.manager import stall_watch
 from gptmanager.manager.inbox import Inbox
 from gptmanager.scheduler import RequestScheduler, SchedulerOutput
 from gptmanager.testing import ContractChecker, RecordingCallbacks
@@ -454,7 +455,7 @@ def test_an_idle_manager_uses_hardly_any_processor_time(host):
     with start(host) as manager:
         manager.wait_idle(10)
         before = time.process_time()
-        time.sleep(0.5)
+        time.sleep(0.3)
         used = time.process_time() - before
         asked = len(host.rooms)
     assert asked < 200
@@ -624,7 +625,9 @@ def test_a_false_value_is_not_a_default(host, wrong):
         GptManager(model(), FUSED, optional_params=wrong, **host.keywords())
 
 
-def test_a_stalled_request_can_be_cancelled_and_the_stall_is_told_once(host, caplog):
+def test_a_stalled_request_can_be_cancelled_and_the_stall_is_told_once(host, caplog, monkeypatch):
+    monkeypatch.setattr(stall_watch, "_STALL_WARNING_S", 0.1)
+
     class Nobody(RequestScheduler):
         def schedule_request(self, active_requests, inflight_request_ids):
             return SchedulerOutput([], [], [])
@@ -635,7 +638,7 @@ def test_a_stalled_request_can_be_cancelled_and_the_stall_is_told_once(host, cap
     ) as manager:
         host.manager = manager
         host.submit(request(1, [1], 2))
-        time.sleep(1.3)
+        time.sleep(0.3)
         host.stop(1)
         final = host.final(1)
     assert FinishReason(int(final.tensors["finish_reasons"])) is FinishReason.CANCELLED

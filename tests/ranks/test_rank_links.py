@@ -397,6 +397,7 @@ def test_rank_0_that_was_stopped_learns_that_the_others_went():
 
 
 @pytest.mark.parametrize("hangs", [0, 1, 2])
+@pytest.mark.every(3)
 def test_a_rank_that_keeps_others_waiting_is_named_on_all(hangs):
     """It is alive, and does something else."""
     with linked(3, timeout_s=0.3) as links:
@@ -434,7 +435,7 @@ def test_resting_longer_than_the_timeout_is_no_failure():
     with linked(3, timeout_s=0.3) as links:
         with ThreadPoolExecutor(2) as threads:
             work = [threads.submit(it.receive, may_be_woken=True) for it in links[1:]]
-            time.sleep(1.0)
+            time.sleep(0.6)
             assert not any(it.done() for it in work)
             links[1].wake()
             assert work[0].result(10) is None
@@ -445,7 +446,7 @@ def test_resting_longer_than_the_timeout_is_no_failure():
 
 def test_the_shortest_timeout_is_one():
     with linked(3, timeout_s=0.1) as links:
-        time.sleep(0.5)
+        time.sleep(0.3)
         assert [it.failure for it in links] == [None] * 3
 
 

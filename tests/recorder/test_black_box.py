@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gc
 import hashlib
+import itertools
 import logging
 import os
 import sys
@@ -185,11 +186,12 @@ def crash(path, script, num_steps, **options):
 
 
 def test_long_prompts_are_dropped_before_they_take_too_much(tmp_path, boxes, monkeypatch):
-    sizes, add = [], BlackBox.add
+    sizes, turns, add = [], itertools.count(), BlackBox.add
 
     def noted(box, turn):
         add(box, turn)
-        sizes.append((estimated_bytes(box), deep_bytes(box._segments, box._recent)))
+        if next(turns) % 4 == 0:  # counting all that a box refers to takes longer than the run
+            sizes.append((estimated_bytes(box), deep_bytes(box._segments, box._recent)))
 
     monkeypatch.setattr(BlackBox, "add", noted)
     script = [[request(i, 2000, 2)] for i in range(200)]
@@ -197,7 +199,7 @@ def test_long_prompts_are_dropped_before_they_take_too_much(tmp_path, boxes, mon
         tmp_path / "box.jsonl", script, 120, black_box_bytes=2 * MB, max_seq_len=2048,
         max_num_tokens=4096, kv_cache=KvCacheConfig(max_tokens=1 << 13, enable_block_reuse=True),
     )  # fmt: skip
-    assert len(sizes) >= 100 and max(estimate for estimate, _ in sizes) <= 2 * MB
+    assert len(sizes) >= 25 and max(estimate for estimate, _ in sizes) <= 2 * MB
     assert all(actual <= estimate for estimate, actual in sizes)
     assert box.iterations[0].index > 20 and box.header.state is not None
     report = replay(box)

@@ -51,7 +51,7 @@ def test_a_signal_lets_requests_end_and_takes_no_new_ones(monkeypatch, number):
             outside.may_end.set()
             seen.extend(lines)
 
-    Outside(act).serve(monkeypatch)
+    Outside(act, num_tokens=40).serve(monkeypatch)
     assert seen[-4:] == ['data: {"reason":"LENGTH"}', "", "data: [DONE]", ""]
 
 

@@ -15,10 +15,13 @@ from gptmanager.server.serving import serve
 
 
 class Outside:
-    """What happens to a server that runs on this thread, told from another one."""
+    """What happens to a server that runs on this thread, told from another one.
 
-    def __init__(self, act):
-        self.act = act
+    `num_tokens`: those of the request of each stream.
+    """
+
+    def __init__(self, act, num_tokens=400):
+        self.act, self.num_tokens = act, num_tokens
         self.may_end = threading.Event()
         self.thread = None
         self.error = None
@@ -43,7 +46,7 @@ class Outside:
         self.engine = engine
 
         async def frames():
-            request = EngineRequest([5, 6, 7], 400, end_id=-1, is_streaming=True)
+            request = EngineRequest([5, 6, 7], self.num_tokens, end_id=-1, is_streaming=True)
             async with engine.submit([request]) as call:
                 async for _, part in call.parts():
                     yield event({"num": len(part.tokens)})
