@@ -156,7 +156,7 @@ def chat_fields(given: Mapping[str, Any]) -> dict[str, Any]:
         kind = choice.get("type")
         if kind == "tool":
             fields["tool_choice"] = {"type": "function", "function": {"name": choice.get("name")}}
-        elif kind in _CHOICES:
+        elif isinstance(kind, str) and kind in _CHOICES:
             fields["tool_choice"] = _CHOICES[kind]
         else:
             raise field_error("tool_choice.type", f"{quoted(kind)} must be auto, any, tool or none")
