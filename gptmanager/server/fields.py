@@ -7,11 +7,14 @@ value null counts as absent.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from gptmanager.errors import quoted
 from gptmanager.server.errors import ApiError
+
+_QUOTED = re.compile(r"""(?<!\w)('(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*")""")
 
 
 class Kind(Protocol):
@@ -96,6 +99,13 @@ def field_error(where: str, what: str) -> ApiError:
 def must_be(where: str, expected: str, value: Any) -> ApiError:
     """Return the error (400) for the field `where`, which must be `expected` but is `value`."""
     return bad_request(where, f"{where} must be {expected}, got {quoted(value)}")
+
+
+def outside_quotes(text: str, change: Callable[[str], str]) -> str:
+    """Return the text of an error with `change` applied to all of it except the quoted values."""
+    parts = _QUOTED.split(text)
+    parts[::2] = map(change, parts[::2])
+    return "".join(parts)
 
 
 # Kinds ------------------------------------------------------------------------------------------

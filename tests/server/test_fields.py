@@ -18,6 +18,7 @@ from gptmanager.server.fields import (
     TextOrTexts,
     by_name,
     object_schema,
+    outside_quotes,
     read_fields,
 )
 from gptmanager.server.openai.completions import FIELDS
@@ -48,6 +49,18 @@ JSON = st.recursive(
     ),
     max_leaves=5,
 )
+
+
+@pytest.mark.parametrize(
+    ("text", "changed"),
+    [
+        ("x: 'x' and \"x'x\" x", "y: 'x' and \"x'x\" y"),
+        (r"""x 'it\'s x' x""", r"""y 'it\'s x' y"""),
+        ("the 1's x, the 2's x", "the 1's y, the 2's y"),
+    ],
+)
+def test_quoted_values_stay_as_they_are(text, changed):
+    assert outside_quotes(text, lambda part: part.replace("x", "y")) == changed
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -152,6 +152,11 @@ def test_wrong_functions_are_refused_by_the_names_that_were_sent(functions, call
     assert len(refused.value.message) < 1000
 
 
+def test_a_function_keeps_its_name_in_an_error():
+    with pytest.raises(ApiError, match=r"^functions\[1\].name: 'my_tools' is used twice"):
+        read_functions([{"name": "my_tools"}] * 2, None)
+
+
 @pytest.mark.parametrize("mixed", [("functions", "tools"), ("function_call", "tool_choice")])
 def test_fields_of_both_kinds_are_refused(mixed):
     with pytest.raises(ApiError, match=f"either {mixed[0]} or {mixed[1]}"):

@@ -20,6 +20,7 @@ from gptmanager.server.chat.messages import count_items
 from gptmanager.server.chat.reasoning import Reasoning, special_tags
 from gptmanager.server.engine.engine import Engine
 from gptmanager.server.errors import ApiError
+from gptmanager.server.fields import outside_quotes
 from gptmanager.server.http.warning_header import Warnings
 from gptmanager.server.settings import ServerSettings
 from gptmanager.server.text.answer import Answer
@@ -187,7 +188,7 @@ def fields_renamed(
         yield
     except ApiError as error:
         param = error.param and renamed(error.param)
-        message = renamed(error.message)
+        message = outside_quotes(error.message, renamed)
         kind, code, headers = error.type, error.code, error.headers
         raise ApiError(
             error.status, message, type=kind, param=param, code=code, headers=headers

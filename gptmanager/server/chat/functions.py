@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from gptmanager.server.errors import ApiError
-from gptmanager.server.fields import bad_request
+from gptmanager.server.fields import bad_request, outside_quotes
 from gptmanager.server.tool_formats.tools import MAX_TOOLS, Tools, read_tools
 
 
@@ -39,7 +39,8 @@ def read_functions(functions: Any, function_call: Any) -> Tools | None:
     try:
         return read_tools(tools, choice, False)
     except ApiError as error:
-        raise bad_request(_renamed(error.param or ""), _renamed(error.message)) from None
+        message = outside_quotes(error.message, _renamed)
+        raise bad_request(_renamed(error.param or ""), message) from None
 
 
 def _renamed(text: str) -> str:
