@@ -123,11 +123,16 @@ def test_huge_answers_take_linear_time(name):
         ("'Rome', 2", '{"city": "Rome", "days": 2}'),
         ("tags=['a', None], unit=x.y", '{"tags": ["a", null], "unit": "x.y"}'),
         ("days=-(1), exact={1}", '{"days": -1, "exact": "{1}"}'),
+        ("city='''It's, ''so''''', days=2", '{"city": "It\'s, \'\'so", "days": 2}'),
+        ('city="""a "b, \\"""c)""", days=2', '{"city": "a \\"b, \\"\\"\\"c)", "days": 2}'),
+        ("city='', unit=\"\"", '{"city": "", "unit": ""}'),
         ("days=" + "(" * 10**3 + ")" * 10**3, None),
     ],
 )
 def test_values_in_python(given, arguments):
-    content, calls, _ = parsed(MADE["pythonic"], [f"[look({given})]"])
+    text = f"[look({given})]"
+    content, calls, _ = parsed(MADE["pythonic"], [text])
+    assert parsed(MADE["pythonic"], list(text))[:2] == (content, calls)
     assert content == "" and calls[0][0] == "look"
     assert isinstance(json.loads(calls[0][1]), dict)
     assert arguments is None or calls[0][1] == arguments

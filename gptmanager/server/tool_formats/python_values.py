@@ -10,8 +10,8 @@ import warnings
 from gptmanager.server.tool_formats.schema_types import as_json
 
 _LONGEST = 1 << 16  # characters; longer values are not parsed as Python
-_BREAKS = re.compile(r"""["'()\[\]{},]""")
-_QUOTES = {quote: re.compile(rf"[{quote}\\]") for quote in "\"'"}
+_BREAKS = re.compile(r"""(?P<quote>\"{3}|'{3}|["'])|[()\[\]{},]""")
+_ENDS = {quote: re.compile(rf"{quote}|\\") for quote in ('"', "'", '"""', "'''")}
 
 
 def _refuse_constant(name: str) -> None:
@@ -53,19 +53,28 @@ class LiteralScan:
         text at its end.
         """
         while True:
-            found = (_QUOTES[self._quote] if self._quote else _BREAKS).search(text, self._at)
+            found = (_ENDS[self._quote] if self._quote else _BREAKS).search(text, self._at)
             if found is None:
-                self._at = max(self._at, len(text))
+                num_kept = 2 if len(self._quote) == 3 else 0  # letters that may begin its end
+                self._at = max(self._at, len(text) - num_kept)
                 return None
-            letter, at = found[0], found.start()
-            self._at = at + 1
-            if letter == "\\":
-                self._at += 1
-            elif letter in "\"'":
-                self._quote = "" if self._quote else letter
-            elif letter in "([{":
-                self._depth += 1
-            elif not self._depth:
-                return at
-            elif letter != ",":
-                self._depth -= 1
+            mark, at = found[0], found.start()
+            if self._quote:
+                self._at = at + (2 if mark == "\\" else len(mark))
+                self._quote = self._quote if mark == "\\" else ""
+            elif found["quote"]:
+                if len(text) - at < 3 and text[at:] in (
+                    mark,
+                    mark * 2,
+                ):  # a triple quote may follow
+                    self._at = at
+                    return None
+                self._at, self._quote = at + len(mark), mark
+            else:
+                self._at = at + 1
+                if mark in "([{":
+                    self._depth += 1
+                elif not self._depth:
+                    return at
+                elif mark != ",":
+                    self._depth -= 1
