@@ -107,6 +107,14 @@ class TextEncoder:
         return None if self._tokenizer is None else longest_token(self._tokenizer)
 
 
+def added_tokens(tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
+    """Return the special tokens that a tokenizer adds before each text, and those after it."""
+    found = tokenizer.encode("a")
+    own = [place for place, is_added in enumerate(found.special_tokens_mask) if not is_added]
+    first, last = (own[0], own[-1]) if own else (len(found.ids), len(found.ids))
+    return found.ids[:first], found.ids[last + 1 :]
+
+
 def longest_token(tokenizer: Tokenizer) -> int | None:
     """Return the most bytes of text that one token can represent, or None without a known limit.
 

@@ -1,13 +1,18 @@
 """Control tokens in texts of clients: tokens by default, plain text with the option."""
 
+from dataclasses import replace
+
 import httpx
 import pytest
 from running_server import MODEL, running_server, settings_of
-from tokenizers import Tokenizer
+from tokenizers import Tokenizer, processors
 from tokenizers.models import WordLevel
 
 from gptmanager.callbacks import load_tokenizer
 from gptmanager.callbacks.text.control_tokens import ControlTokens
+from gptmanager.run.text_encoder import TextEncoder
+from gptmanager.server.chat.chat_prompt import ChatPrompts
+from gptmanager.server.http.warning_header import Warnings
 
 END, PAD = "<|endoftext|>", "<|pad|>"
 TEMPLATE = (
@@ -67,6 +72,29 @@ def test_and_no_others(tokens_of, tokenizer, texts):
     assert [token for token in tokens if token < 2] == [0] * len(texts)
     text = "".join(f"user: {one}{END}" for one in texts)
     assert tokenizer.decode(tokens, skip_special_tokens=False) == text
+
+
+@pytest.mark.parametrize("is_sequence", [False, True])
+def test_the_tokens_that_a_tokenizer_adds_surround_the_whole_chat(server, monkeypatch, is_sequence):
+    """The chat begins with a control token, and is encoded in pieces."""
+    tokenizer = load_tokenizer(MODEL)
+    ids = [(END, 0), (PAD, 1)]
+    adds = processors.TemplateProcessing(single=f"{PAD} {PAD} $A {END}", special_tokens=ids)
+    byte_level = processors.ByteLevel(trim_offsets=False)
+    tokenizer.post_processor = processors.Sequence([byte_level, adds]) if is_sequence else adds
+    monkeypatch.setattr(server.engine, "card", replace(server.engine.card, tokenizer=tokenizer))
+    monkeypatch.setattr(server.engine, "_encoder", TextEncoder(tokenizer, special_in_text=False))
+    settings = replace(server.settings, no_special_tokens_in_text=True)
+    prompts = ChatPrompts(server.engine, settings)
+
+    async def rendered(*_):
+        return f"{END}user: Hi{END}x"
+
+    monkeypatch.setattr(prompts, "_render", rendered)
+    body = {"messages": says("Hi"), "add_special_tokens": True}
+    found = server.run(prompts.read(body, None, Warnings()))
+    assert found.tokens == tokenizer.encode(f"{END}user: Hi{END}x").ids
+    assert found.tokens[:3] == [1, 1, 0] and found.tokens[-1] == 0
 
 
 def test_texts_that_could_only_begin_a_token_are_marked_too(tokenizer):

@@ -21,6 +21,7 @@ from gptmanager.callbacks.text.template_process import (
 )
 from gptmanager.callbacks.text.template_rendering import TemplateError
 from gptmanager.lifecycle.child_process import NotStartedError
+from gptmanager.run.text_encoder import added_tokens
 from gptmanager.server.chat.embedding_parts import EmbeddingParts, has_embeddings
 from gptmanager.server.chat.messages import (
     MESSAGES_SCHEMA,
@@ -175,13 +176,15 @@ class ChatPrompts:
         if reasoning is Reasoning.HARMONY:
             messages = with_thinking(messages)
         text = await self._render(template, process, messages, body, tools)
-        special = body.get("add_special_tokens", False)  # the template writes special tokens
         tokens: list[int] = []
         for piece in parts.pieces(text):
-            if isinstance(piece, str):
-                tokens += await self._encode(piece, special=special and not tokens)
-            else:
-                tokens += piece
+            tokens += await self._encode(piece) if isinstance(piece, str) else piece
+        tokenizer = self._engine.card.tokenizer
+        if (
+            body.get("add_special_tokens") and tokenizer is not None
+        ):  # absent: the template's suffice
+            before, after = added_tokens(tokenizer)
+            tokens = [*before, *tokens, *after]
         continued = messages[-1]["content"] if body.get("continue_final_message") else None
         start = AnswerStart.of_prompt(reasoning, text, continued)
         return ChatPrompt(tokens, form, one_call, start, parts.table)
@@ -194,16 +197,15 @@ class ChatPrompts:
             raise field_error("tools", "calls of this model need --reasoning-parser harmony")
         return form
 
-    async def _encode(self, text: str, *, special: bool) -> list[int]:
+    async def _encode(self, text: str) -> list[int]:
         if self._control_tokens is None:
-            return await self._engine.encode("messages", text, special=special)
+            return await self._engine.encode("messages", text, special=False)
         tokens: list[int] = []
         for piece in self._control_tokens.pieces(text):
             if isinstance(piece, int):
                 tokens.append(piece)
             else:
-                tokens += await self._engine.encode("messages", piece, special=special)
-                special = False
+                tokens += await self._engine.encode("messages", piece, special=False)
         return tokens
 
     async def _allows_only_one_call(self, template: str, process: TemplateProcess) -> bool:
