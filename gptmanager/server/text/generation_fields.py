@@ -146,7 +146,7 @@ IGNORED = tuple(
     for name in (
         *("user", "store", "metadata", "service_tier", "safety_identifier", "prediction"),
         *("prompt_cache_key", "prompt_cache_options", "prompt_cache_retention", "cache_prompt"),
-        *("keep_alive", "spaces_between_special_tokens", "guided_decoding_backend"),
+        *("keep_alive", "guided_decoding_backend"),
     )
 )
 # fields that can change answers on other servers, each with the values that change nothing
@@ -158,6 +158,7 @@ _NOT_SUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "options": ({},),
     "reasoning": ({},),
     "safe_prompt": (False,),
+    "spaces_between_special_tokens": (True,),
     "thinking": ({"type": "disabled"},),
     "truncate_prompt_tokens": (),
     "verbosity": ("medium",),
