@@ -328,21 +328,22 @@ class TritonService(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ign
         self, call: _Call, write: Callable[[Any], Coroutine[Any, Any, None]], context: Any
     ) -> None:
         try:
-            with (
-                self._log.record("ModelStreamInfer", context) as record,
-                self._body_budget.reserved(call.size),
-            ):
-                model, request = await self._read(call.message, may_have_many=True)
-                record.details = request.log_fields
-                found = StreamedResponses(model)
-                async with contextlib.aclosing(self._inference.responses(request)) as responses:
-                    async for response in responses:
-                        await write(found.write(response))
+            try:
+                with (
+                    self._log.record("ModelStreamInfer", context) as record,
+                    self._body_budget.reserved(call.size),
+                ):
+                    model, request = await self._read(call.message, may_have_many=True)
+                    record.details = request.log_fields
+                    found = StreamedResponses(model)
+                    async with contextlib.aclosing(self._inference.responses(request)) as responses:
+                        async for response in responses:
+                            await write(found.write(response))
+            except ApiError as refused:
+                request_id = getattr(call.message, "id", "")[:MAX_ID]
+                await write(refused_response(request_id, refused))
         except grpc.aio.BaseError as error:
             _logger.debug("the client of a stream has disconnected", exc_info=error)
-        except ApiError as refused:
-            request_id = getattr(call.message, "id", "")[:MAX_ID]
-            await write(refused_response(request_id, refused))
 
 
 def _refuses(name: str, what: str) -> Callable[..., Coroutine[Any, Any, Any]]:

@@ -30,8 +30,24 @@ class Unread:
         self.answers.append(answer)
 
 
+def service_of(server, **limits):
+    settings = replace(server.settings, **limits)
+    log = CallLog(server.engine.keys, server.engine.metrics.request_log)
+    inference = Inference.of(server.engine, server.settings)
+    return TritonService(inference, settings, server.engine.body_budget, log)
+
+
+def test_the_errors_of_a_client_that_is_gone_fail_no_task(server):
+    async def gone(answer):
+        written.append(answer.error_message)
+        raise grpc_package.aio.UsageError("the call has ended")
+
+    written, call = [], _Call(pb.ModelInferRequest(model_name="none"), 10)
+    server.run(service_of(server)._answer(call, gone, Unread()))
+    assert len(written) == 1 and "'none' is not found" in written[0]
+
+
 def test_a_flood_that_nobody_reads_is_not_taken_in(server):
-    limits = replace(server.settings, max_concurrency=2, max_queued_requests=3)
     taken = 0
 
     async def flood():
@@ -41,9 +57,7 @@ def test_a_flood_that_nobody_reads_is_not_taken_in(server):
 
     async def main():
         client = Unread()
-        inference = Inference.of(server.engine, server.settings)
-        log = CallLog(server.engine.keys, server.engine.metrics.request_log)
-        service = TritonService(inference, limits, server.engine.body_budget, log)
+        service = service_of(server, max_concurrency=2, max_queued_requests=3)
         stream = asyncio.create_task(service.ModelStreamInfer(flood(), client))
         for _ in range(2000):
             await asyncio.sleep(0)
