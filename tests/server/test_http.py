@@ -16,11 +16,13 @@ from gptmanager.errors import ConfigError
 from gptmanager.lifecycle.log import RareWarnings
 from gptmanager.server.http import http_protocol
 from gptmanager.server.http.connections import Connections, Proxies
+from gptmanager.server.http.http_protocol import HttpProtocol
 from gptmanager.server.http.responses import EventStream, disconnected, event
 
 HEALTH = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
 BODY = b'{"prompt":"hi"}'
 POST = b"POST /tokenize HTTP/1.1\r\nHost: localhost\r\n"
+UPGRADE = b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AAMAAABk\r\n"
 CHUNKED = POST + b"Transfer-Encoding: chunked\r\n\r\n"
 
 
@@ -84,11 +86,21 @@ def test_a_request_in_pieces_and_several_in_one_piece_are_answered(server):
 
 def test_who_asks_for_another_protocol_gets_this_one(server):
     """Java's client asks for h2c with each request."""
-    wants = b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AAMAAABk\r\n"
     with connect(server) as connection:
-        connection.sendall(POST + wants + b"Content-Length: 15\r\n\r\n" + BODY)
+        connection.sendall(POST + UPGRADE + b"Content-Length: 15\r\n\r\n" + BODY)
         status, body = told(connection)
     assert status == 200 and body["count"] == len(body["tokens"])
+
+
+def test_the_header_upgrade_is_removed_wherever_a_head_is_cut():
+    body = b"x\r\nUpgrade: yes\r\n"
+    head = POST + UPGRADE + b"Content-Length: 17\r\n\r\n"
+    expected = head.replace(b"Upgrade: h2c\r\n", b"") + body
+    for cut in range(len(head)):
+        protocol = HttpProtocol.__new__(HttpProtocol)
+        protocol._held = b""
+        pieces = [head[:cut], head[cut:] + body]
+        assert b"".join(map(protocol._without_upgrade, pieces)) == expected, head[:cut]
 
 
 def test_a_body_that_waits_to_be_asked_for_is_asked_for(server):

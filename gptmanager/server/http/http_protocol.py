@@ -27,6 +27,10 @@ _LINGER_S = 2.0  # how long a refused client may go on writing
 # The header Upgrade is removed. Java's client offers HTTP/2 with this header in each request, and
 # the parser would then drop the request's body.
 _UPGRADE = re.compile(rb"\r\nupgrade:[^\r\n]*", re.IGNORECASE)
+# The end of a piece of a head, if the header Upgrade or the end of the head may begin there.
+_BEGUN = re.compile(
+    rb"\r(\n(\r|upgrade:[^\r\n]{0,64}|upgrade|upgrad|upgra|upgr|upg|up|u)?)?\Z", re.IGNORECASE
+)
 
 
 class HttpProtocol(HttpToolsProtocol):
@@ -53,6 +57,7 @@ class HttpProtocol(HttpToolsProtocol):
         self._part_bytes = 0  # bytes of the head or the trailers that the parser has reported
         self._unreported_bytes = 0  # bytes received since the parser's last callback
         self._is_in_head = True
+        self._held = b""  # received bytes of a head that the parser does not have yet
         self._is_whole = True  # every request that has begun has arrived completely
         self._arriving: Any = None  # the last of `_unanswered`, while its body arrives
         self._drops_input = False  # further input is dropped
@@ -99,8 +104,7 @@ class HttpProtocol(HttpToolsProtocol):
         if self._drops_input:
             return
         if self._is_in_head:
-            head, end, rest = data.partition(b"\r\n\r\n")
-            data = _UPGRADE.sub(b"", head) + end + rest
+            data = self._without_upgrade(data)
         self._unreported_bytes += len(data)
         try:
             self.parser.feed_data(data)
@@ -114,6 +118,13 @@ class HttpProtocol(HttpToolsProtocol):
         else:
             if self._unreported_bytes > MAX_HEAD_BYTES and not self.transport.is_closing():
                 self._refuse(_too_large())
+
+    def _without_upgrade(self, data: bytes) -> bytes:
+        """Remove the header Upgrade from a piece of a head; hold back an end that may begin it."""
+        head, end, rest = (self._held + data).partition(b"\r\n\r\n")
+        begun = None if end else _BEGUN.search(head)
+        self._held = b"" if begun is None else begun[0]
+        return _UPGRADE.sub(b"", head.removesuffix(self._held)) + end + rest
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
