@@ -107,7 +107,8 @@ _CPU = {
     "int4_activations.py": _INT4,
     "int4_groups.py": _INT4,
     "int4_matmul.py": _INT4,
-    "int4_matrix.py": f"{_INT4} test_gemv_int4 test_panel_writing test_matmul_choice",
+    "int4_matrix.py": f"{_INT4} test_gemv_int4 test_panel_writing test_matmul_choice "
+    "test_conversion",
     "int4_tiles.py": _INT4,
     "int8_tiles.py": _MATMULS,
     "int16_tiles.py": _MATMULS,
