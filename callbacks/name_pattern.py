@@ -2,8 +2,8 @@
 
 `NamePattern` supports the syntax that PEFT and its users write. A backtracking matcher such as `re`
 takes exponential time for some patterns, and blocks the interpreter meanwhile. This matcher
-simulates the pattern's automaton, and counts its own steps. A set of places in the text, up to
-which a part of the pattern may have matched, is an integer with one bit per place.
+simulates the pattern's automaton, and counts its own steps. A match of a part of the pattern may
+end at several places in the text. The set of these places is an integer with one bit per place.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _SIGNS = {"*": (0, _FOREVER), "+": (1, _FOREVER), "?": (0, 1)}
 
 
 class PatternError(ValueError):
-    """The pattern is invalid, is not supported, or takes too many steps; the text says which."""
+    """The pattern is invalid, is not supported, or takes too many steps; the message says which."""
 
 
 @dataclass(slots=True)
@@ -219,7 +219,7 @@ def _repeated(inner: _Step, low: int, high: int) -> _Step:
 
 
 def _ahead(inner: _Step, *, is_wanted: bool) -> _Step:
-    """Return a look-ahead, which keeps the places where `inner` matches, or does not match."""
+    """Return the step of a look-ahead: `(?=...)` if `is_wanted`, otherwise `(?!...)`."""
 
     def step(name: _Name, places: int) -> int:
         found = 0

@@ -11,7 +11,8 @@ from gptmanager.kernels.attention.attention_arguments import RowSpans
 from gptmanager.kernels.recurrent.delta_formulas import DeltaShape, DeltaState, DeltaTensors
 
 _THREADS = 128  # threads in a block of the convolution
-# the largest `width` and `key_dim` of each compiled kernel, and the largest `value_dim`
+# the largest `width` of each compiled `convolve`, the largest `key_dim` of each compiled
+# `advance`, and the largest `value_dim` of all `advance`
 _WIDTHS, _KEYS, _MAX_VALUES = (4, 8), (32, 64, 128), 128
 _COLUMNS = 8  # columns of a head's memory that a warp updates
 PROGRAM = Program(

@@ -1,6 +1,6 @@
 // All inline PTX of the project, about one instruction per function, and macros that depend on the compiler.
 //
-// On a CPU these are declarations: the emulator defines them (emulator/intrinsics_cpu.h). Fragment
+// On a CPU, functions with PTX are only declared here: emulator/intrinsics_cpu.h defines them. Fragment
 // layouts are those of the PTX manual, where g = lane / 4 and t = lane % 4.
 #pragma once
 #define GPTMANAGER_INTRINSICS
@@ -46,7 +46,7 @@ __device__ inline int thread_index() PTX(
 
 // Programmatic dependent launch --------------------------------------------------------------------
 
-// A kernel of a Program that is `dependent` may begin while the previous kernel in the stream still
+// A kernel of a `dependent` Program may begin while the previous kernel in the stream still
 // runs. Every thread calls this before it accesses global memory. The call returns when the previous
 // kernel has ended and its writes are visible (immediately, if the launch did not begin early), and
 // only then allows the next kernel to begin. Why this is sufficient, for kernels A, B, C in a stream:
@@ -55,7 +55,7 @@ __device__ inline int thread_index() PTX(
 // - When C returns from this call, B has ended, and so has everything that B waited for: by induction
 //   every kernel before C. So C may overwrite what any of them read, and use memory that was freed
 //   after them.
-// - A kernel without the attribute (of torch or cuBLAS, or a copy) begins when C has ended; by then all
+// - A kernel that is not `dependent` (of torch or cuBLAS, or a copy) begins when C has ended; by then all
 //   kernels before C have ended, too. If such a kernel K precedes C, it does not let C begin early: C
 //   begins when the blocks of K have ended, and sees their writes after this call.
 // - C has blocks on the device only when all blocks of B are on it: B never waits for the resources of C.
@@ -108,9 +108,9 @@ __device__ inline uint4 load_once_16(const void* address, bool valid) PTX(
 
 // Atomics -----------------------------------------------------------------------------------------
 
-// atomicInc that also releases all earlier writes of this thread, and those of other threads of the block
-// before a barrier that precedes the call, and acquires what earlier calls for this address released. The
-// thread waits for less than with an atomicInc between two __threadfence().
+// atomicInc that also releases the earlier writes of this thread, and the writes of all threads of the block
+// before the latest barrier. It also acquires what earlier calls for this address released. The thread waits
+// for less than with an atomicInc between two __threadfence().
 __device__ inline unsigned atomic_inc_acq_rel(unsigned* address, unsigned last) PTX(
     unsigned before;
     asm volatile("atom.acq_rel.gpu.global.inc.u32 %0, [%1], %2;"

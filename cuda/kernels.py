@@ -100,8 +100,8 @@ class CudaKernels(Kernels):
     def measure_matmuls(self, weights: Iterable[Matrix], *given: Any) -> None:
         """Time matmuls with these weights; further arguments as in `MatmulChoice.measure`."""
         is_measured = self._launcher.has_matmuls and not self.deterministic
-        measured = map(on_device, weights) if is_measured else ()  # but `measure` lets ranks agree
-        self._choice.measure(self._own_matmuls, measured, *given)
+        measured = map(on_device, weights) if is_measured else ()
+        self._choice.measure(self._own_matmuls, measured, *given)  # always: all ranks agree here
 
     def padded_head_dim(self, head_dim: int) -> int:
         return min((it for it in HEAD_DIMS if it >= head_dim), default=head_dim)
@@ -178,7 +178,7 @@ class CudaKernels(Kernels):
         cells = torch.empty(num_tokens, dtype=torch.int32, device=device)
         cache_write.locate_tokens(self._launcher, cells, rows, tokens_per_block)
         contexts, items, blocks, starts = (plan[kind::4] for kind in range(4))
-        # One partial result per item is enough. Only the device knows how many there are.
+        # One partial result per item is enough. Only the device has the number of partial results.
         most, num_single = max(len(own) for own in items), len(starts[0]) - 1
         memory = {
             heads: (

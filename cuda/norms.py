@@ -88,7 +88,8 @@ def norm_heads(
     """Normalize each head in the `columns` of `x [T, N]` in place; a head has `width` columns.
 
     The norm is an RMSNorm, or a LayerNorm if `centered`. `weight` `[len(columns)]` has an element
-    for each column. Dtypes and the largest width are as in `norm`. Raises ValueError otherwise.
+    for each column. Dtypes and the largest width are as in `norm`. Raises ValueError
+    for other tensors or columns.
     """
     num_tokens, stride = x.shape
     check_tensors(x=(x, (num_tokens, stride), x.dtype), weight=(weight, (len(columns),), x.dtype))

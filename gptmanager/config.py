@@ -48,9 +48,9 @@ class CapacitySchedulerPolicy(IntEnum):
 class ContextChunkingPolicy(IntEnum):
     """The policy by which contexts are cut into chunks.
 
-    FIRST_COME_FIRST_SERVED: if not all contexts fit in an iteration, each in order gets as many
-    tokens as possible. EQUAL_PROGRESS: if not all contexts fit, they get chunks of about equal
-    size. FORCE_CHUNK: each context gets one chunk unit, even if all contexts would fit.
+    FIRST_COME_FIRST_SERVED: if not all contexts fit in an iteration, each context, in order, gets
+    as many tokens as possible. EQUAL_PROGRESS: if not all contexts fit, they get chunks of about
+    equal size. FORCE_CHUNK: each context gets one chunk unit, even if all contexts would fit.
     """
 
     FIRST_COME_FIRST_SERVED = 0
@@ -193,12 +193,12 @@ class OptionalParams:
     may wait in addition to the batch; further requests are refused with a CapacityError. None means
     no limit.
 
-    The step. `device`: None means the CPU. `run_ahead`: None means 0 on the CPU, with
-    `enable_trt_overlap` and with pipeline stages, otherwise 1. `cuda_graphs`: whether steps on a
+    The step. `device`: None means the CPU. `run_ahead`: None means 0 on the CPU, 0 with
+    `enable_trt_overlap`, 0 with pipeline stages, and otherwise 1. `cuda_graphs`: whether steps on a
     device are captured at the start and later replayed. Steps with contexts are captured only for
     small models. `weights_dtype`: "int8" quantizes the network's matrices to 8 bits, "fp8" to 8-bit
-    floats (only on a GPU), "int4" to 4 bits, with the output matrix in `head_dtype` (None means 8
-    bits). On a device, "int4" is rejected for models with experts. "none" keeps matrices in
+    floats (only on a GPU), "int4" to 4 bits. With "int4", the output matrix has `head_dtype` (None
+    means 8 bits). On a device, "int4" is rejected for models with experts. "none" keeps matrices in
     `dtype`. None means "none", except that on the CPU a quantized checkpoint stays quantized if
     `dtype` is None: 4-bit matrices in 4 bits, all others in 8. `model_backend`: "native" computes
     the network in this package, "transformers" in the transformers library. "auto" means "native"
@@ -206,8 +206,9 @@ class OptionalParams:
     `speculative_decoding_config`: draft tokens for requests with one beam; None means no drafts.
 
     Providers. `attention_provider`: "own", or the attention of another library on a GPU,
-    "flashinfer" or "flash_attn". "auto" times all installed ones at the start, and takes the
-    fastest. On any device the host may pass a `gptmanager.kernels.AttentionProvider` instead.
+    "flashinfer" or "flash_attn". "auto" times "own" and all installed libraries at the start, and
+    takes the fastest. If steps with contexts are captured, "auto" means "own" without a trial. On
+    any device the host may pass a `gptmanager.kernels.AttentionProvider` instead.
     `linear_provider`: a `gptmanager.kernels.LinearProvider` of the host, for matmuls. With
     `deterministic`, "auto" means "own", and all other providers are refused.
 
@@ -230,18 +231,19 @@ class OptionalParams:
     post-processor that uses another CUDA stream than the model's ends its request, and each call
     waits for the device.
 
-    Recordings. `recording_path`: a file for the whole run (`gptmanager replay`). Without it the
-    last `black_box_iterations` iterations are kept in memory, in about `black_box_bytes`, and
-    written to `black_box_path` when the loop fails. If `black_box_path` is None, they are written
-    to a new file in the temporary folder, and the log names the file. With `black_box_iterations` 0
-    no iterations are kept.
+    Recordings. `recording_path`: the file to which the whole run is recorded, for `gptmanager
+    replay`. Without it the last `black_box_iterations` iterations are kept in memory, in about
+    `black_box_bytes`, and written to `black_box_path` when the loop fails. If `black_box_path` is
+    None, they are written to a new file in the temporary folder, and the log names the file. With
+    `black_box_iterations` 0 no iterations are kept.
 
     The journal. `journal_path`: a folder; the requests that are unfinished when the process dies
     continue in the next manager on this folder (docs/reliability.md). `journal_sync`: when records
-    are forced to the disk: "always" means before their responses are sent; a number means in the
-    background, at intervals of this number of milliseconds; "never". `journal_on_full`: while the
-    disk is full, "refuse" new requests, or "continue" without a journal. `journal_max_resumes`: how
-    many managers in a row may resume a request without sending a token of it.
+    are forced to the disk. "always" means before each response is sent. A number means in the
+    background, at intervals of this number of milliseconds. "never" leaves the time to the system.
+    `journal_on_full`: while the disk is full, "refuse" new requests, or "continue" without a
+    journal. `journal_max_resumes`: how many managers in a row may resume a request without sending
+    a token of it.
     `restore_cb(request_id)`: returns a `Delivered`, the part of the request's output that the host
     has received, or None. `restore_processor_cb(request_id, client_id)`: returns the logits
     post-processor of a request that continues.

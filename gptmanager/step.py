@@ -38,8 +38,8 @@ class Progress(NamedTuple):
 
     `tokens`: the output tokens that are kept, with their `log_probs` if the request asks for them.
     `num_sent`: how many output tokens the host has received. `age_s`: seconds since the request was
-    accepted. `renews_adapter`: whether the adapter that earlier requests used with the same
-    `lora_task_id` was forgotten.
+    accepted. `renews_adapter`: whether the adapter with the request's `lora_task_id` was forgotten
+    after an earlier request had used it.
     """
 
     request_id: int
@@ -98,9 +98,9 @@ class Row(NamedTuple):
 class SequenceStart(NamedTuple):
     """The start of a sequence in a slot, with everything that the executor needs to run it.
 
-    `tokens`: the prompt, and tokens generated before a pause; the first `orig_prompt_len` of them
-    are the host's prompt. `processor`: the request's own logits post-processor. `sampled`: beams
-    are sampled in parallel, not searched. `num_candidates`: candidates per beam; fewer if the
+    `tokens`: the host's prompt, which has `orig_prompt_len` tokens, and then the tokens generated
+    before a pause. `processor`: the request's own logits post-processor. `sampled`: beams are
+    sampled in parallel, not searched. `num_candidates`: candidates per beam; fewer if the
     vocabulary is smaller. `adapter_slot`: index of the sequence's adapter in the kernels' table; -1
     without an adapter.
     """

@@ -117,7 +117,7 @@ class AsyncRequestQueue(RequestQueue):
 
     def close(self, error: BaseException | None = None) -> None:
         super().close(error)
-        self._wake_first()  # its `submit_async` raises an error, and wakes the next task
+        self._wake_first()  # the first task's `submit_async` raises, and wakes the next task
 
     def get_inference_requests(self, max_num_requests: int) -> list[InferenceRequest]:
         """Return the next requests: the GetInferenceRequests callback."""

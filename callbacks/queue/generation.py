@@ -112,7 +112,7 @@ class Generation(concurrent.futures.Future[GenerationResult]):
             self.sent_request, exclude_input=exclude_input, new_text=new_text
         )
         self._tokens: list[int] = []
-        self._pieces: list[str] = []  # the released text
+        self._pieces: list[str] = []  # text that `StoppedText` has released
         self._lock = threading.Lock()  # guards the fields below
         self._news = threading.Condition(self._lock)
         self._async_waiters: list[AsyncWaiter] = []

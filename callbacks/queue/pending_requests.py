@@ -38,8 +38,8 @@ class Size(NamedTuple):
 class PendingRequests:
     """A priority queue from which any request can be removed.
 
-    `limits` maps the name of an option to its limit, one for each field of `Size`, in the order of
-    the fields. A limit of None means no limit.
+    `limits` maps names of options to limits. It has one entry for each field of `Size`, in the
+    order of the fields. A limit of None means no limit.
     """
 
     def __init__(self, limits: dict[str, int | None] | None = None) -> None:

@@ -144,11 +144,11 @@ class RequestQueue:
         repeated run has the same ids and the same seeds.
 
         `stop` has at most 64 stop strings of 1 to 4,096 characters. The output ends when its text,
-        without the prompt, contains one of them, in any split into tokens. Its finish reason is
-        then STOP_WORDS, its text is cut before the stop string, and its last token is the one that
-        completes the stop string. With an empty list the text is only decoded. A request
-        with several outputs runs until all of them have ended. Raise ConfigError if the queue has
-        no `tokenizer`, and InvalidRequestError for an invalid `stop`.
+        without the prompt, contains a stop string, however the text is split into tokens. The
+        output's finish reason is then STOP_WORDS, its text is cut before the stop string, and its
+        last token is the one that completes the stop string. With an empty list the text is only
+        decoded. A request with several outputs runs until all of them have ended. Raise ConfigError
+        if the queue has no `tokenizer`, and InvalidRequestError for an invalid `stop`.
 
         Raise DuplicateRequestIdError for the id of an open request, CapacityError for a request
         that alone exceeds `max_pending_tokens` or `max_pending_bytes`, and ManagerDeadError if the

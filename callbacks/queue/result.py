@@ -135,9 +135,9 @@ class ResponseCollector:
     def new_tensors(self, seen: dict[str, int]) -> dict[str, torch.Tensor]:
         """Return, by name, the tensors that were added since the last call with the same `seen`.
 
-        Streamed parts of a tensor are joined. Tokens are left out, because `add` has returned them.
-        `seen` maps the name of a tensor to the number of its parts that the caller has received,
-        and is updated.
+        A tensor that is not in `_PER_TOKEN` is returned by every call. Streamed parts of a tensor
+        are joined. Tokens are left out, because `add` has returned them. `seen` maps the name of a
+        tensor to the number of its parts that the caller has received, and is updated.
         """
         found = {}
         for name, parts in self._parts.items():

@@ -78,7 +78,7 @@ class TokenDefaults:
 
 
 def ids_of(ids: int | Sequence[int] | None) -> tuple[int, ...]:
-    """Return one id, several ids, or None as a tuple."""
+    """Convert one id, a sequence of ids, or None (for no ids) to a tuple."""
     if ids is None:
         return ()
     return (ids,) if isinstance(ids, int) else tuple(ids)

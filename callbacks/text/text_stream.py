@@ -33,10 +33,10 @@ class TextStream:
     ) -> None:
         self._tokenizer = tokenizer
         self._skip_special_tokens = skip_special_tokens
-        # the tokens with the text returned last, then the held-back tokens; decoded together
+        # the tokens of the text returned last, then the held-back tokens; all are decoded together
         self._window = list(prompt_ids[-_CONTEXT:])
         self._num_returned = len(self._window)
-        self._num_characters = 0  # characters of the held-back tokens that `push` has returned
+        self._num_characters = 0  # returned characters of the held-back tokens' text
 
     def push(self, tokens: int | Iterable[int]) -> str:
         """Add tokens; return the text that is now complete, which may be ""."""

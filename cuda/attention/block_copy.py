@@ -12,7 +12,7 @@ from gptmanager.cuda.device.launch import Argument, Launcher, Program, check_ten
 _THREADS = 128
 PROGRAM = Program("attention/block_copy.cu", ("copy_blocks",))
 
-Copy = tuple[int, int, int]  # source, destination, number of tokens: a BlockCopy
+Copy = tuple[int, int, int]  # source, destination, number of tokens; see `kv_cache.block.BlockCopy`
 
 
 def rounds(copies: Iterable[Copy]) -> list[list[Copy]]:
@@ -40,7 +40,8 @@ def copy_blocks(launcher: Launcher, destination: Tensor, source: Tensor, copies:
     `destination` and `source` `[L, P, K, B, D]` (layers, blocks, KV heads, tokens of a block, head
     dimension) have the same dtype, and may be the same pool. `copies` int32 `[N, 3]` has a, b and n
     of each copy; no copy may write a block that another copy uses (see `rounds`). The size of D
-    elements must be a multiple of 16 bytes. Raises ValueError for other tensors.
+    elements must be a multiple of 16 bytes. Raises ValueError if this size, or the shape, dtype or
+    layout of a tensor, is wrong.
     """
     num_layers, num_blocks, num_kv_heads, tokens_per_block, head_dim = source.shape
     if head_dim * source.itemsize % 16:

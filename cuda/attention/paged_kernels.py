@@ -1,8 +1,8 @@
 """Head dimensions, dtypes and checks shared by the launchers of kernels that access pages.
 
 On a GPU, pages of keys are token-major in memory, like pages of values: `[pages, KV heads, tokens,
-head dim]`. The keys of `Pages` are a transposed view, with the last two dimensions swapped, as in
-the reference.
+head dim]`. The keys of `Pages` are a view with the last two dimensions swapped, because the
+reference expects this shape.
 """
 
 from __future__ import annotations

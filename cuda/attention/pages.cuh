@@ -6,7 +6,7 @@
 // The pages `[blocks, kv_heads, tokens_per_block, D]` of one layer, for one sequence and one KV head, as
 // rows of D elements. Row numbers fit 31 bits: a layer with more rows would not fit a device.
 template <class C, int D> struct Pages {
-    const C* memory;   // of the KV head in block 0
+    const C* memory;   // first row of the KV head in block 0
     const int* table;  // position / tokens_per_block -> block
     int tokens_per_block;
     int shift;       // log2(tokens_per_block); -1 if it is not a power of two
@@ -79,9 +79,9 @@ struct Scores {
 };
 
 // Returns the state of a softmax that has seen only the learned score of a head. This score is in the sum of
-// the softmax, but no value belongs to it. Kernels for heads with such scores (`sinks` of AttentionShape, as
-// in gpt-oss; unrelated to `sink`, the number of first tokens that all queries see) have one more template
-// argument and parameter, `const T*`; the code of the other kernels does not depend on them.
+// the softmax, but no value belongs to the score. Such scores are `sinks` of AttentionShape, as in gpt-oss;
+// `sink`, the number of first tokens that all queries see, is unrelated. Only kernels for heads with such
+// scores have one more template argument, `const T*`, and one more parameter of this type.
 template <class T> __device__ inline Softmax begin_with(const T* head_scores, int head) {
     return {to_float(head_scores[head]) * Scores::LOG2_E, 1};
 }

@@ -9,7 +9,7 @@ from gptmanager.cuda.device.launch import NAMES, Launcher, Program
 from gptmanager.kernels.attention.attention_arguments import AttentionShape
 
 _HEAD_DIMS = (64, 128)
-_TOKENS = 128  # tokens in a tile of keys and values, as in the .cu
+_TOKENS = 128  # tokens in a tile of keys or values; TOKENS in warpgroup_attention.cu
 _ALIGNMENT = 1024  # of the tiles in shared memory, in bytes
 
 
@@ -39,15 +39,15 @@ PROGRAM = Program(
 
 
 def takes(launcher: Launcher, shape: AttentionShape, dtype: torch.dtype) -> bool:
-    """Return whether to use the warpgroup kernel for attention of `shape`, queries of `dtype`."""
+    """Return whether to use the warpgroup kernel for attention of `shape` on queries of `dtype`."""
     fits = dtype in NARROW and shape.head_dim in _HEAD_DIMS and not shape.fp8
     return launcher.has_warpgroups and fits
 
 
 def shared_memory(num_queries: int, head_dim: int) -> int:
-    """Return the shared memory of a block, in bytes: queries, and two tiles of keys and of values.
+    """Return the shared memory of a block, in bytes: queries, two tiles of keys, two of values.
 
-    `num_queries` is the number of packed queries of an item.
+    `num_queries` is the number of packed queries of a work item (see `plan_context`).
     """
     rows = num_queries + 4 * _TOKENS
     return rows * head_dim * 2 + _ALIGNMENT - 16  # the memory is aligned to 16 bytes at least

@@ -1,8 +1,8 @@
 """Compile CUDA C++ with NVRTC (through CuPy) to a cubin, and find the resources of its kernels.
 
 No CUDA device is needed. Cubins are kept in the user's cache folder, under a hash of their inputs:
-the file's name and text, the headers of this package that it includes, the architecture, the
-options, the kernels' names, and the compiler's version.
+the file's name and text, the headers that it includes from its folder or this package, the
+architecture, the options, the kernels' names, and the compiler's version.
 """
 
 from __future__ import annotations
@@ -172,7 +172,7 @@ def _figures_of(section: str) -> Figures:
 
 
 def _texts(text: str, folder: Path) -> list[str]:
-    """Return `text` and the texts of this package's headers that it includes, at any depth."""
+    """Return `text` and the headers it includes from `folder` or this package, at any depth."""
     texts, pending, seen = [text], _INCLUDE.findall(text), set()
     while pending:
         name = pending.pop()

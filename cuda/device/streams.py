@@ -32,7 +32,7 @@ class Event(Protocol):
 class Stream(Protocol):
     """A queue of work on one device. `with stream:` makes it the current stream of this thread."""
 
-    name: str  # the device's name, as in `OptionalParams`
+    name: str  # the device's name, a possible value of `OptionalParams.device`
     device: torch.device
     launcher: Launcher
     token_sizes: Sequence[int]  # numbers of tokens for which steps with contexts may be captured
@@ -75,8 +75,8 @@ class DeviceStream:
     """A new stream of a CUDA device. Raises ConfigError without CuPy, or without this device."""
 
     token_sizes: Sequence[int] = (64, 128, 256, 512)
-    # While a stream captures, no thread may empty the memory cache or synchronize the whole device,
-    # which each capture does at its start. The lock keeps the managers of a process apart.
+    # While a stream captures, no thread may empty the memory cache or synchronize the whole device.
+    # Each capture does both at its start, so all streams of the process share this lock.
     _device_lock = threading.RLock()
 
     def __init__(self, device: torch.device | str) -> None:
@@ -154,7 +154,7 @@ class DeviceStream:
     def _capture(
         self, run: Callable[[], Tensor], memory: Any
     ) -> tuple[torch.cuda.CUDAGraph, Tensor]:
-        run()  # a first call compiles, loads and chooses kernels, which cannot be captured
+        run()  # a first call, because a capture cannot compile, load or choose kernels
         self._stream.synchronize()
         graph = torch.cuda.CUDAGraph()
         with (

@@ -60,7 +60,7 @@ inline long long __double_as_longlong(double x) { return ::emulator::reinterpret
 inline double __longlong_as_double(long long x) { return ::emulator::reinterpret<double>(x); }
 
 namespace emulator {
-// Converts to the nearest value of the type; NaN becomes 0.
+// Rounds toward zero. Beyond the range of the type, returns the end of the range; for NaN, returns 0.
 inline int to_int(double x) {
     return x >= INT_MAX ? INT_MAX : x <= INT_MIN ? INT_MIN : x == x ? int(x) : 0;
 }

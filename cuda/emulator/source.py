@@ -20,7 +20,7 @@ _DYNAMIC = re.compile(
 )
 _NOINLINE = re.compile(r"\b__noinline__\b(?!\s*[,)])")
 _MEANINGFUL = ("-D", "-U", "-I", "-include", "-std=", "--std=")
-_EXPORTS = '"name_expressions"'  # the name of the part with one line per kernel
+_EXPORTS = '"name_expressions"'  # the file name of the descriptors, one line per kernel
 _PRELUDE = str(Path(__file__).resolve().parent / "cuda_cpu.h")
 _MARK = re.compile(r'^# \d+ "([^"]*)"([ \d]*)$', re.MULTILINE)  # flags: 1 enters a file, 2 returns
 _TEXT = re.compile(r'"(?:\\.|[^"\\])*"|\'(?:\\.|[^\'\\])*\'')
@@ -57,7 +57,7 @@ def separate_headers(unit: str, cuda_headers: Path | None) -> tuple[str, str]:
     headers: list[str] = []
     rest: list[str] = []
     depth = 0  # number of nested headers around the current text
-    begin = 0  # where the text begins that is in neither list yet
+    begin = 0  # start of the text that is in neither list yet
     for mark in _MARK.finditer(unit):
         name, flags = mark[1], mark[2].split()
         if "1" in flags:

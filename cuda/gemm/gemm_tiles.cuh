@@ -1,12 +1,12 @@
-// Tiles of the matmul of rows x and a weight, in rounds of DEPTH values of k: the layout of a round in
-// shared memory, and the sums of a warp. Shared by gemm.cu and moe.cu.
+// Tiles of the matmul of activations x and a weight, in rounds of DEPTH values of k: the layout of a round
+// in shared memory, and the sums of a warp. Shared by gemm.cu and moe.cu.
 #pragma once
 
 #include "activation_kinds.cuh"
 #include "gemm/widening.cuh"
 
 constexpr int THREADS = 256, WARP_ROWS = 2, WARP_COLUMNS = 4;
-constexpr int DEPTH = 64, VECTORS = DEPTH / 8;  // of a row in a round: 64 values of k
+constexpr int DEPTH = 64, VECTORS = DEPTH / 8;  // of a row in a round: values, and vectors of 8 values
 constexpr int COPIED = THREADS / VECTORS;       // rows that a block copies at a time
 
 // A warp multiplies M matrices of 16 rows of x by N matrices of 8 rows of the weight. RESIDENT: blocks per
@@ -27,7 +27,7 @@ struct Kind {
     static constexpr int SPAN = 8 * N / (GATED ? 2 : 1);       // result columns of a warp
     static constexpr int STAGE = (ROWS + WEIGHTS / PARTS<T, W>) * DEPTH;  // elements of T
     static constexpr int WEIGHT_VECTORS = VECTORS / PARTS<T, W>;          // of a weight row, in a round
-    // Matrices of x that are loaded before their matmuls, limited by registers.
+    // Number of matrices of x that are loaded at once. More would need too many registers.
     static constexpr int AT_ONCE = RESIDENT == 2 ? 1 : M == 2 ? 2 : 4;
 
     // Returns the row of the weight that is row `row` of tile `tile`, or -1 if there is none. With GATED,
@@ -118,7 +118,7 @@ template <class K> struct TileSums {
             }
         }
     }
-    // As in matmul_sums.cuh, a lane's k of four matmuls are vector t of a weight row, and the same part of x.
+    // In four matmuls, a lane's 16 values of k are those in vector t of a weight row; see matmul_sums.cuh.
     template <class T> __device__ void add_byte_round(const T* stage) {
         int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
         const T* rows = stage + (warp_row * 16 + g) * DEPTH;
@@ -167,13 +167,13 @@ template <class K> struct TileSums {
     __device__ void clear() {
         each([](float(&own)[4], int, int) { own[0] = own[1] = own[2] = own[3] = 0; });
     }
-    // Stores the tile's results in columns `first` on of `out`. Row r of the tile is row `place(r)` of `out`.
-    // With 8-bit weights, `scales` has one scale for each weight row, as `bias` has one bias.
+    // Stores the results in `out`, from column `first` on. Row r of the tile is row `place(r)` of `out`.
+    // `scales` (read only for 8-bit weights) and `bias` (may be null) have one element for each weight row.
     template <class T, class Place>
     __device__ void store(
         T* out, const float* scales, const T* bias, int first, int num_rows, int width, Place place) {
         int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
-        constexpr int MATRICES = K::SPAN / 8;  // of 8 result columns of a warp
+        constexpr int MATRICES = K::SPAN / 8;  // a warp's matrices of 8 result columns
 #pragma unroll
         for (int n = 0; n < MATRICES; n++) {
             int column = first + warp_column * K::SPAN + n * 8 + 2 * t;

@@ -10,12 +10,12 @@
 
 constexpr int WARPS = 16;
 constexpr int STEP = WARPS * LANES;  // vectors from one chunk of a warp to its next
-// Chunks that each warp has in flight, limited by registers: 4 or 6 KiB; for 4 tiles with 4 PARTS, 2 KiB.
+// Chunks of each weight row that a warp has in flight: 2 to 6 KiB for all its rows, limited by registers.
 template <int TILES, int PARTS>
 constexpr int CHUNKS_AHEAD = TILES < 4 ? 4 : PARTS == 1 ? 3 : PARTS == 2 ? 2 : 1;
 
 // Grid: any number of blocks, which take items round-robin. An item is 8 * TILES weight rows (with SILU,
-// half from the gate and half the corresponding rows of up) and up to ROWS rows of x. Items with the same
+// 4 * TILES rows of the gate and the same rows of up), and at most ROWS rows of x. Items with the same
 // weight rows are adjacent, so that L2 still holds these rows. A warp's loads run ahead of its sums, also
 // across the border between two items.
 template <class T, int TILES, bool SILU, class W = T>

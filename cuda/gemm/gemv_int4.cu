@@ -1,15 +1,15 @@
 // out[row, n] = sum over k of x[row, k] * weight[n, k] (+ bias[n]), for few rows of x and a 4-bit weight,
 // stored as on a CPU (int4_matrix.py). A panel has 16 weight rows. A group has 8 steps of 4 positions.
-// A byte has a position of step j in its lower half, and the same position of step j + 4 in its upper half.
+// A byte has position p of a step j < 4 in its lower half, and position p of step j + 4 in its upper half.
 //
-// The terms of an element are always added in the same order: group c belongs to warp c % WARPS, which adds its
-// groups in order; then the sums of the warps are added in order.
+// The terms of an element are always added in the same order: group c belongs to warp c % WARPS, which adds
+// its groups in order; then the sums of the warps are added in order.
 #include "gemm/widening.cuh"
 
 constexpr int WARPS = 16, GROUP = 32, PANEL = 16;
-constexpr int ROWS = 16, TILES = 4, COLUMNS = 2 * PANEL;  // of an item
+constexpr int ROWS = 16, TILES = 4, COLUMNS = 2 * PANEL;  // of an item: see the kernel's comment
 
-// One lane's part of a group: 4 bytes of step t in each of 4 rows, and the scales and minima of 8 rows.
+// One lane's part of a group: 4 bytes of each of 4 weight rows, and the scales and minima of 8 weight rows.
 struct Group {
     uint4 values, scales, minima;
 };
@@ -20,7 +20,7 @@ struct Place {  // the addresses of a `Group`
 };
 
 // Grid: any number of blocks, which take items round-robin. An item is two panels and up to 16 rows of x.
-// Tensor cores compute x [16 rows, 16 k] @ weight^T [16 k, 8 weight rows]. The order of k and the order of
+// Tensor cores compute tiles: x [16 rows, 16 k] @ weight^T [16 k, 8 weight rows]. The order of k and that of
 // weight rows are free. With g = lane / 4 and t = lane % 4, column g of tile i is row 4 (g % 4) + i of
 // panel g / 4. So columns 2t and 2t + 1 of all tiles are 8 adjacent rows. Sums of a group are scaled in
 // float32.

@@ -38,10 +38,11 @@ def multiply(
     """Compute `out [T, O] = x [T, I] @ weight [O, I]^T + bias [O]`, in float16 or bfloat16.
 
     `x` is multiplied by the 4-bit values. The sum of each group of 32 columns of the weight is then
-    multiplied by the group's scale, in float32. If the weight has minima, a group's minimum is
-    multiplied by the sum of the elements of `x` in the group's columns. The result is rounded once.
-    Batch-invariant: the bits of a row of `out` do not depend on the other rows or their number. A
-    row of `x` must have a multiple of 8 bytes. Raises ValueError for tensors that `covers` refuses.
+    multiplied by the group's scale, in float32. If the weight has minima, the sum of the
+    elements of `x` in the group's columns, times the group's minimum, is added. The result is
+    rounded once. Batch-invariant: the bits of a row of `out` do not depend on the other rows or
+    their number. A row of `x` must have a multiple of 8 bytes. Raises ValueError for tensors that
+    `covers` refuses.
     """
     (num_rows, width), depth, dtype = out.shape, x.shape[1], out.dtype
     values, scales, minima = weight.panels

@@ -25,7 +25,7 @@ struct Entry {
 };
 
 // Calls `work(slot, first token, number of tokens)` for each run that begins in this block's `group` of
-// tokens, which is part of a tile of TILE tokens. All threads call it and find the same runs.
+// tokens, which is part of a tile of TILE tokens. All threads call `for_each_run` and find the same runs.
 template <int TILE, class Work>
 __device__ inline void for_each_run(const int* slots, int num_tokens, int group, Work work) {
     int first = blockIdx.x * group, tile = first / TILE * TILE, lane = threadIdx.x % 32;
@@ -59,8 +59,8 @@ template <class T> __device__ inline bool is_aligned(const T* pointer) {
 constexpr int WARPS = 8;
 constexpr int TILES = 2;  // tiles of 8 ranks that a block of `shrink` computes
 constexpr int RANKS = 8 * TILES;
-constexpr int DEPTH = 4;             // chunks of a warp that are read at a time
-constexpr int STEP = WARPS * LANES;  // vectors from one chunk of a warp to its next
+constexpr int DEPTH = 4;             // chunks of LANES vectors that a warp reads at a time
+constexpr int STEP = WARPS * LANES;  // vectors from one chunk of a warp to the warp's next chunk
 
 // Grid: (groups of tokens, modules * parts of RANKS ranks). Chunk c of x belongs to warp c % WARPS, which
 // adds its chunks in order; then the sums of the warps are added in order.
@@ -69,7 +69,7 @@ __global__ void __launch_bounds__(WARPS * 32, 2) shrink(
     float* h,                // [tokens, modules, max_rank], written for tokens with an adapter
     const T* x,              // [tokens, width]; aligned, and width is a multiple of 16 bytes
     const T* pool,
-    const int* slots,        // [tokens], -1: none
+    const int* slots,        // [tokens]; -1: no adapter
     const long long* table,  // [slots, layers, modules, 2]
     Packed module0, Packed module1, Packed module2, Packed module3,
     int num_tokens, int width, int slot_stride, int layer_start, int num_modules, int max_rank,
@@ -129,14 +129,14 @@ constexpr int TILE = 16;      // tokens
 constexpr int PART = 64;      // ranks of h in shared memory
 constexpr int QUAD = 4;       // tokens that are computed together
 
-// Grid: (groups of tokens, parts of COLUMNS columns). The sum of an element adds one module after the
-// other, each in the order of its ranks. Then the sum is added to the result, which is rounded once.
+// Grid: (groups of tokens, parts of COLUMNS columns). An element's terms are summed in the order of modules,
+// and for a module in the order of its ranks. Then the sum is added to the result, which is rounded once.
 template <class T>
 __global__ void __launch_bounds__(COLUMNS, 5) expand(
     T* result,               // [tokens, width]
     const float* h,          // [tokens, modules, max_rank]
     const T* pool,
-    const int* slots,        // [tokens], -1: none
+    const int* slots,        // [tokens]; -1: no adapter
     const long long* table,  // [slots, layers, modules, 2]
     Packed module0, Packed module1, Packed module2, Packed module3,
     int num_tokens, int width, int depth, int slot_stride, int layer_start, int num_modules,

@@ -31,7 +31,7 @@ from gptmanager.kernels.gemm.packed_matrix import plain, stored
 from gptmanager.lifecycle.log import logger
 
 Run = Callable[[], Tensor]
-Timer = Callable[[Run], Callable[[], float]]  # the result: runs it once, returns the seconds
+Timer = Callable[[Run], Callable[[], float]]  # the result measures one run, in seconds
 Engine = Literal["own", "scaled", "torch"]
 Key = tuple[torch.Size, torch.dtype, torch.dtype]  # shape, dtype of the matmul, stored dtype
 Table = Mapping[str, Sequence[tuple[int, Engine]]]  # str(key) -> pairs (number of rows, engine)
@@ -46,7 +46,7 @@ _UNMEASURED_QUANTIZED = 256  # up to this many rows, our kernels are the default
 _MARGIN = 0.97  # smaller differences are noise
 _WARM_UPS, _ROUNDS = 2, 5
 _BEYOND_CACHES = 256 << 20  # bytes of weights that a run should read: more than L2 holds
-_MOST_WEIGHTS = 256  # that a run reads
+_MOST_WEIGHTS = 256  # weights that a run reads at most
 # by device name, switches and key: the measured choices, for all managers of the process
 _known: dict[tuple[str, Features, Key], Mapping[int, Engine]] = {}
 
@@ -132,12 +132,11 @@ def _bytes_of(weight: DeviceMatrix) -> int:
 
 
 def _beyond_caches(group: Sequence[DeviceMatrix], num_bytes: int) -> list[DeviceMatrix]:
-    """Return weights of one kind for a run: at most `_MOST_WEIGHTS`. If possible, they are
-    too large for a repeated run to find any of them in L2.
+    """Return at most `_MOST_WEIGHTS` weights of one kind for a run.
 
-    The run reads about `_BEYOND_CACHES` bytes, but at most the bytes of all weights of the model,
-    `num_bytes`: a small model stays in L2 in its steps, too. If `group` has too few weights, copies
-    are added.
+    The run reads about `_BEYOND_CACHES` bytes, so a repeated run finds no weight in L2. If all
+    weights of the model together have fewer bytes, `num_bytes`, the run reads about `num_bytes`: a
+    small model stays in L2 in its steps, too. If `group` has too few weights, copies are added.
     """
     needed = -(-min(num_bytes, _BEYOND_CACHES) // _bytes_of(group[0]))
     count = min(needed, _MOST_WEIGHTS)

@@ -5,7 +5,7 @@
 
 using int8 = signed char;
 
-// How many vectors of 16 bytes of T the elements in 16 bytes of W fill.
+// The number of 16-byte vectors of T to which one 16-byte vector of W is converted.
 template <class T, class W> constexpr int PARTS = sizeof(T) / sizeof(W);
 
 template <class T> constexpr bool is_half = false;

@@ -9,7 +9,7 @@ constexpr int THREADS = 256;
 
 struct Adjustments {  // PARAMS of adjustments.py
     long long prompt_len, first_end;  // end ids are banned before position first_end
-    // Index of bias ids; then follow bias values, tokens of bad words, ends of these words, end ids.
+    // Index of bias ids, followed by bias values, tokens of bad words, ends of these words, end ids.
     long long lists;
     int num_ends, ngram_size, num_biases, num_word_tokens, num_words;
     float repetition, presence, frequency;
@@ -29,8 +29,8 @@ __device__ inline bool ends_with(const int* history, int length, const int* toke
     return true;
 }
 
-// Applies the penalties. Bit 0 of seen[token] is set if the prompt contains the token; the other bits count
-// how often it was generated. The thread that resets seen[token] to 0 applies the token's penalties.
+// Applies the penalties. Bit 0 of seen[token] is set if repetition != 1 and the prompt contains the token.
+// The other bits count how often it was generated. The thread that zeroes seen[token] penalizes the token.
 __device__ void penalize(
     float* row, int size, const Adjustments& own, const int* history, int length, int* seen) {
     int prompt_len = int(min(own.prompt_len, (long long)length));
@@ -64,7 +64,7 @@ __global__ void __launch_bounds__(THREADS) adjust(
     const Adjustments* params,   // [slots]
     const int* lists,            // Adjustments.lists is an index into it
     const int* histories,        // [slots, history_size]
-    int* seen,                   // [at least rows, size]: zeros
+    int* seen,                   // [rows or more, size], all 0
     const int* slots,            // [rows], -1: the row is left as it is
     const long long* positions,  // [rows]: position of the token to be chosen
     int size, int history_size) {

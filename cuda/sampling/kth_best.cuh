@@ -1,8 +1,8 @@
-// Finds the k-th best logit of a row without a sort, and, unless they are too many, the tokens that reach it.
+// Finds the k-th best logit of a row without a sort, and the tokens that reach this logit if they are few.
 // For k <= THREADS, the k-th best of the threads' own best logits is a lower bound. The tokens that reach the
-// bound are collected, and the k-th best is searched among them. If k is larger or these are too many, logits
-// are counted in bins by their distance to the best logit. The tokens up to the end of the bin with the k-th
-// best are collected; if they are too many, only the tokens of this bin.
+// bound are collected, and the k-th best is searched among them. If k is larger, or if too many tokens reach
+// the bound, logits are counted in bins by their distance to the best logit. The tokens up to the end of the
+// bin with the k-th best are collected; if they are too many, only the tokens of this bin.
 #pragma once
 
 #include "sampling/logits_row.cuh"

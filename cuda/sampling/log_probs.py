@@ -27,16 +27,17 @@ def log_probs(
     `tokens` and `values` have the shape `[S]`, or `[S, n]` for `n` tokens per row.
 
     `logits` `[S, V]`, bfloat16, float16 or float32, are already adjusted. `params`
-    `[slots, sampling.PARAMS.itemsize]` uint8 is an array of PARAMS, as bytes, and `slots` `[S]`
-    int32 has the index of each row in `params` and `wanted`. `wanted` `[slots]` uint8 selects what
-    to write. With LOGIT, it is the token's logit divided by the temperature. With LOG_PROB, it is
-    x[token] - log(sum(exp(x))), where x are the row's logits divided by the temperature; the whole
-    row is read once. With NOTHING, or the slot -1, the row's values are not changed.
+    `[N, sampling.PARAMS.itemsize]` uint8 has the bytes of one `sampling.PARAMS` record per slot.
+    `slots` `[S]` int32 has the slot of each row, an index into `params` and `wanted`. `wanted`
+    `[N]` uint8 selects what to write. With LOGIT, it is the token's logit divided by the
+    temperature. With LOG_PROB, it is x[token] - log(sum(exp(x))), where x are the row's logits
+    divided by the temperature; the whole row is read once. With NOTHING, or the slot -1, the row's
+    values are not changed.
 
     `sampling.pack` stores a temperature of 0 as 1. NaN counts as -inf in the sum. If one x is +inf,
     all log probabilities of the row are 0. If all logits are -inf, so are the log probabilities. If
-    only the division makes every x -inf, the log probability of a finite logit is 0. Raises
-    ValueError for tensors of other shapes or dtypes.
+    every x is -inf although some logits are finite, the log probability of a finite logit is 0.
+    Raises ValueError for tensors of other shapes or dtypes.
     """
     num_rows, vocab_size = logits.shape
     shape = (num_rows, *tokens.shape[1:2])

@@ -1,6 +1,6 @@
 """Choose a token from each row of logits, by the rules of `gptmanager.decoding.sampling.sampling`.
 
-The CPU's sampler reads the same records, PARAMS.
+The CPU's sampler, too, reads parameters as records of dtype PARAMS.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ PARAMS = np.dtype(  # `Params` of choice.cuh
 def instantiations(kernel: str) -> tuple[str, ...]:
     """Return the instantiations of a kernel: each dtype, with vectors of 8 logits and of 1.
 
-    The width of vectors does not depend on the dtype, so that sums have the same bits for all.
+    The width of vectors does not depend on the dtype, so sums have the same bits for all dtypes.
     """
     return tuple(f"{kernel}<{name}, {width}>" for name in NAMES.values() for width in (8, 1))
 
@@ -65,7 +65,7 @@ def pack(params: SamplingParams, vocab_size: int) -> tuple[object, ...]:
 
 
 class Workspace(NamedTuple):
-    """Memory in which blocks that share a row exchange results. One per stream is enough.
+    """Memory in which blocks that share a row exchange results. One workspace per stream is enough.
 
     `pieces` is uint8, `own_bests` is float32. `arrived` is int32, and zero between launches.
     """
@@ -77,7 +77,8 @@ class Workspace(NamedTuple):
     @classmethod
     def of(cls, launcher: Launcher, device: torch.device) -> Workspace:
         """Return a workspace for any number of rows. Blocks share a row only if rows are few."""
-        most = launcher.num_multiprocessors  # limit of blocks that share rows, at least two per row
+        # If blocks share rows, a launch has at most this number of blocks: at least two per row.
+        most = launcher.num_multiprocessors
         return cls(
             torch.empty(most // 2 * _PIECES_BYTES, dtype=torch.uint8, device=device),
             torch.empty(most * _THREADS, device=device),
@@ -141,5 +142,5 @@ def num_parts(launcher: Launcher, num_rows: int, vocab_size: int) -> int:
     """Return the number of blocks that share a row: at most one for each 16 pieces of it."""
     # At most one block per multiprocessor: more would wait for the first ones, and save no time.
     resident = launcher.num_multiprocessors // num_rows
-    unit = 512 if vocab_size % 8 else 1024  # UNIT of logits_row.cuh: logits in a piece, at least
+    unit = 512 if vocab_size % 8 else 1024  # UNIT of logits_row.cuh: the fewest logits of a piece
     return max(1, min(_MOST_PARTS, resident, -(-vocab_size // (unit * _THREADS // 32))))

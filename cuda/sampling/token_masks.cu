@@ -1,7 +1,7 @@
 // Sets logits to -inf for each token with a 0 in the row's mask. Logits are not read.
 #include "intrinsics.cuh"
 
-constexpr int THREADS = 256, WORDS = 32;  // mask words per warp, one per lane
+constexpr int THREADS = 256, WORDS = 32;  // WORDS: mask words per warp, one per lane
 
 // Grid: (masks, parts of the vocabulary).
 __global__ void __launch_bounds__(THREADS) mask_logits(

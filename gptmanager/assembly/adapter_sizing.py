@@ -23,7 +23,7 @@ class AdapterSizes(NamedTuple):
     """The sizes of the adapter cache, and the shapes of the adapters that the cache can hold.
 
     `modules` holds the pairs (module id, module) in ascending order. `dtype` is the name of the
-    pages' dtype. If each rank holds a part of the modules, `widths` holds the pairs (module id,
+    pages' dtype. If each rank holds a part of each module, `widths` holds the pairs (module id,
     width of this rank's part). If the part has a different width in some layers, `layer_widths`
     holds (layer, module id, width) for each of these layers.
     """
@@ -62,7 +62,8 @@ def adapter_sizes(
 
     If the result is None, requests with adapters are refused. `free_bytes` is the number of free
     bytes of device memory. Ranks that share a model must pass the same number to get the same
-    sizes. Raise ConfigError if a size that differs from the default is too small for one page.
+    sizes. Raise ConfigError if a size that is neither 0 nor the default is too small for one
+    page.
     """
     modules: Mapping[int, LoraModule] | None = getattr(model, "adapter_modules", None)
     if not modules:

@@ -110,7 +110,7 @@ def _fastest(
 ) -> str:
     """Return the name of the fastest provider over all shapes, or "own" for our own kernels.
 
-    If generation steps are to be captured, a provider that prevents that is not chosen for them.
+    If generation steps are to be captured, only capturable providers may be chosen for them.
     """
     keeps_all = phase != GENERATION or not limits.captures
     used = {

@@ -96,7 +96,7 @@ class Backend(ABC):
     providers: Sequence[AttentionProvider] = ()  # for `choose_attention`, which empties it
     _cuda_graphs, _max_num_tokens = False, 0
     _token_sizes: Sequence[int] = ()  # numbers of tokens of captured steps with contexts
-    _seconds: Seconds | None = None  # times a function on the GPU; else None
+    _seconds: Seconds | None = None  # times a function on the GPU; None without a GPU
 
     def load(
         self,
@@ -223,7 +223,7 @@ class CpuBackend(Backend):
             executor = rank.executor(staged)
         else:
             executor = rank.executor(StagedExecutor(torch_executor(NoChooser(lines))))
-        # last, because it fills the RoPE tables, and an allocation above may fail
+        # last, so that the RoPE tables are not filled if an allocation above fails
         _reserve(model, sizes.max_seq_len)
         return executor
 

@@ -1,4 +1,4 @@
-"""Checks the options of a manager. An invalid option is refused by name, and none is ignored.
+"""Checks the options of a manager. The error for an invalid option names the option.
 
 A field that has no effect in this library, or that is not supported yet, must have its default
 value.
@@ -187,7 +187,7 @@ def _check_ranks(params: OptionalParams) -> None:
 def _settle_device(params: OptionalParams) -> None:
     """Convert `device` to a str, check it, and set the defaults that depend on it."""
     if params.device is not None:
-        params.device = str(params.device)  # also a torch.device
+        params.device = str(params.device)  # the caller may pass a torch.device
         if not DEVICE.fullmatch(params.device):
             raise ConfigError(
                 f"OptionalParams.device = {params.device!r} must be 'cpu', 'cuda', 'cuda:N' or "
@@ -209,7 +209,7 @@ def _settle_device(params: OptionalParams) -> None:
 
 
 def _settle_dtypes(params: OptionalParams) -> None:
-    """Convert `dtype` to a str. Check all dtypes, and that the device supports `dtype`."""
+    """Convert `dtype` to a str. Check `dtype` and the other fields in `_CHOICES`."""
     if params.dtype is not None:
         params.dtype = str(params.dtype).removeprefix("torch.")
     for name, allowed in _CHOICES.items():

@@ -1,4 +1,4 @@
-"""Benchmarks: a load next to other engines, CUDA kernels, a whole model, a mixture of experts."""
+"""Benchmarks: CUDA kernels, a whole model, a mixture of experts, a load next to other engines."""
 
 from typing import TYPE_CHECKING
 

@@ -105,7 +105,8 @@ class Session:
     """A manager with a queue in front of it, for one load after another.
 
     `log` receives every iteration's statistics; without a log, the manager computes none. `send`
-    returns the SendResponse callback for a queue, which must call the queue's `send_response`.
+    takes the queue and returns the SendResponse callback. This callback must call the queue's
+    `send_response`.
     """
 
     def __init__(

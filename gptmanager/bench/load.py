@@ -1,4 +1,4 @@
-"""Loads for engines: requests of random tokens, and models with random weights."""
+"""Benchmark loads for engines: requests of random tokens, and models with random weights."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from gptmanager.models import checkpoint_parts
 from gptmanager.models.checkpoint_parts import gguf_checkpoint
 from gptmanager.models.fields import Fields
 
-# the model for figures on a CPU, if no checkpoint is given
+# the model for benchmarks on a CPU, if no checkpoint is given
 SMALL_LLAMA: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
@@ -56,7 +56,7 @@ SHAPES: Mapping[str, Mapping[str, Any]] = dict(
     zip(SHAPE_NAMES, (SMALL_LLAMA, QWEN2_HALF_B), strict=True)
 )
 
-# the model for figures on one large GPU
+# the model for benchmarks on one large GPU
 LLAMA_8B: dict[str, Any] = {
     "model_type": "llama",
     "vocab_size": 128256,

@@ -26,7 +26,7 @@ class TrtGptModelType(IntEnum):
 
 
 class SchedulerPolicy(IntEnum):
-    """`gptmanager.CapacitySchedulerPolicy` with the names of older releases."""
+    """`gptmanager.CapacitySchedulerPolicy` with the names of older TensorRT-LLM releases."""
 
     MAX_UTILIZATION = CapacitySchedulerPolicy.MAX_UTILIZATION
     GUARANTEED_NO_EVICT = CapacitySchedulerPolicy.GUARANTEED_NO_EVICT
@@ -72,8 +72,8 @@ class TrtGptModelOptionalParams(OptionalParams):
 def translated(params: OptionalParams) -> tuple[int, SchedulerConfig, OptionalParams]:
     """Return the maximum beam width, the scheduler and the other options, for GptManager.
 
-    Raise ConfigError if `params` is not an OptionalParams, or if its layers have different
-    attention windows.
+    Raise ConfigError if `params` is not an OptionalParams, or if its KV cache config has a list of
+    different attention windows.
     """
     if not isinstance(params, OptionalParams):
         raise ConfigError(

@@ -86,7 +86,7 @@ def _bundled() -> Iterator[LocalModel]:
 
 
 def _packaged() -> Iterator[LocalModel]:
-    from importlib import metadata  # slow to import, and most calls do not need it
+    from importlib import metadata  # slow to import, and most commands do not list models
 
     for info in _infos_of_packages():
         package = metadata.Distribution.at(info)

@@ -17,19 +17,19 @@ from gptmanager.cuda.device.uploads import Array, Uploads
 from gptmanager.executor.packed_rows import StepShape
 
 Step = Callable[[Tensors, Tensor | None], Tensor]  # called with the inputs and the adapter slots
-# The most rows with more than one token in a captured step. Each of the rows, even if it has no
-# tokens, adds a thread block of context attention per KV head.
+# Maximum number of rows with more than one token in a captured step. Each of these rows, even if it
+# has no tokens, adds a thread block of context attention per KV head.
 _LONG_ROWS = 16
 
 
 def step_shapes(sizes: Sequence[int], max_rows: int) -> tuple[StepShape, ...]:
-    """Return a shape for each size in tokens. A step has at most `max_rows` rows of each kind."""
+    """Return a shape per size in tokens, with up to `max_rows` long and `max_rows` single rows."""
     long_rows = min(max_rows, _LONG_ROWS)
     return tuple(StepShape(it, long_rows, *[min(max_rows, it)] * 2) for it in sizes)
 
 
 class CapturedSteps:
-    """Captured steps of each of `sizes`, in tokens: one without adapters, and one with any."""
+    """Two captured steps for each of `sizes` (in tokens): one without and one with adapters."""
 
     def __init__(self, stream: Stream, uploads: Uploads, sizes: Sequence[int]) -> None:
         self._plain, self._adapted = (StepGraphs(stream, uploads, sizes) for _ in range(2))

@@ -45,9 +45,10 @@ class StepSignal:
 
     The replay of a CUDA graph is not announced.
 
-    The argument is true if the pass runs without the interpreter lock: then threads that the
-    callback wakes run in parallel with the pass. Each callback is also called with False after an
-    iteration without an announced pass, and before the loop does something else that may take long.
+    A callback's argument is true if the pass runs without the interpreter lock: then threads that
+    the callback wakes run in parallel with the pass. Each callback is also called with False after
+    an iteration without an announced pass, and before the loop does something else that may take
+    long.
     A callback must not raise.
     """
 
@@ -86,7 +87,7 @@ class Runner:
     """
 
     stream: AbstractContextManager[Any] = nullcontext()
-    # whether tokens are chosen on a device, so that they are not known when `sample` returns
+    # whether tokens are chosen on a device, and so are unknown when the executor's `sample` returns
     tokens_on_device = False
 
     def __init__(
@@ -116,8 +117,8 @@ class Runner:
     ) -> None:
         """Load a sequence that starts in `line`, with its virtual tokens if it has any.
 
-        Only the recurrent states of `line` are cleared: a model with recurrent states has no beams,
-        so each of its sequences has one line.
+        Recurrent states are cleared in `line`, but not in the lines of further beams: a model with
+        recurrent states has no beams, so each of its sequences has one line.
         `adapter_slot`: the slot of the adapter that all beams of the sequence use; -1 without an
         adapter.
         """

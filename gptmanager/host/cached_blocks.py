@@ -1,4 +1,4 @@
-"""`CachedBlocks`: requests to clear cached blocks or to compute contexts again, for new weights."""
+"""`CachedBlocks`: the reasons to clear cached blocks, or to compute contexts with new weights."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from collections.abc import Callable
 class CachedBlocks:
     """Collects the reasons to clear cached blocks, or to compute contexts again.
 
-    `clears` and `recomputes` are the reasons that the next intake must contain. `version()` returns
-    the version of the weights, and `last_version` is the version at the last intake. All four are
-    plain attributes, because a host reads them in each step.
+    `clears` and `recomputes` are the reasons that the next intake (the input of a step) must
+    contain. `version()` returns the version of the weights, and `last_version` is the version at
+    the last intake. All four are plain attributes, because a host reads them in each step.
     """
 
     def __init__(self) -> None:

@@ -143,7 +143,7 @@ def _dense(name: str, value: Any) -> tuple[str, list[int], np.ndarray] | None:
                 # read before `ascontiguousarray`, which adds a dimension to a scalar
                 shape = list(value.shape)
                 return value.dtype.str, shape, np.ascontiguousarray(value)
-    except BaseException:  # noqa: B036 - a host's object; admission reports its error
+    except BaseException:  # noqa: B036 - a host's object may raise anything; admission reports it
         return None
     return None
 

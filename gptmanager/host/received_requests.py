@@ -1,4 +1,4 @@
-"""`Receiver`: holds the requests that Get has returned, until the next intake.
+"""`Receiver`: holds requests that Get (GetInferenceRequests) returned, until the next intake.
 
 Reading an attribute of a host's object may run any code, so each is read only here, once.
 Afterwards a request is a plain `InferenceRequest`. A request is owed a final response from the
@@ -38,7 +38,7 @@ class OwedFinals:
             self._counts[request_id] = self._counts.get(request_id, 0) + 1
 
     def settle(self, request_id: int) -> bool:
-        """Note that a final response is about to be sent.
+        """Record that a final response is about to be sent.
 
         Return False if no response is owed: then the caller must not send the response.
         """
@@ -88,7 +88,7 @@ class Receiver:
                 num_foreign, first = num_foreign + 1, first or str(error)
                 continue
             with self._lock:
-                self._lifecycle.check()  # an abandoned loop's requests are already answered
+                self._lifecycle.check()  # raises for an abandoned loop: its requests are answered
                 self.owed.owe(request_id)
                 self.returned.popleft()
             try:

@@ -86,7 +86,7 @@ class AcceptedRequests:
         self.is_cached: Callable[[int], bool] = lambda task_id: False
         self._tasks: OrderedDict[int, _Task] = OrderedDict()  # by task id
         self._given: dict[int, _IsSame] = {}  # task id -> test for tensors equal to the stored ones
-        self._num_forgets = 0  # adapters forgotten by all managers of this journal, if known here
+        self._num_forgets = 0  # adapters that managers of this journal forgot, as far as known
         self._guides: dict[str, GuidedDecoding] = {}  # by the digest of their tokenizer
         self._guide_digests: dict[int, tuple[Any, str]] = {}  # by the identity of the guide
         self._used: dict[int, _Used] = {}  # by request id
@@ -172,7 +172,7 @@ class AcceptedRequests:
             self._given.pop(task_id, None)
 
     def end(self, request_ids: Iterable[int]) -> None:
-        """Remove the objects of these requests, unless another unfinished request uses them."""
+        """Remove the objects of these requests that no unfinished or later request can use."""
         if not self._used:
             return
         ended = [self._used.pop(i) for i in request_ids if i in self._used]

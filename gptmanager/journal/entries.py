@@ -19,7 +19,7 @@ _ID = struct.Struct("<Q")
 _COUNT = struct.Struct("<I")
 _COLUMNS_BYTES = 16  # id, start and count of a response in a SENT record
 _WITH_LOG_PROBS = 1 << 31  # added to the count of tokens if they have log probabilities
-_UNFINISHED = struct.Struct("<QIIIII")  # id, `num_starts`, and the bytes of each part
+_UNFINISHED = struct.Struct("<QIIIII")  # id, `num_starts`, and the size of each part in bytes
 
 
 class Sent:

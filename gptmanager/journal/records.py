@@ -76,7 +76,7 @@ class RecordReader:
             self.end = self._file.tell()
 
     def _read(self, offset: int) -> Record | None:
-        """Return the record at `offset`, the position of the file, or None if it is incomplete."""
+        """Return the record at the file's position `offset`; None if the record is incomplete."""
         head = self._file.read(HEAD_BYTES)
         if len(head) < HEAD_BYTES:
             return None

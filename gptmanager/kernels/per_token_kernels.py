@@ -1,7 +1,7 @@
-"""The ops that work token by token: rotation and KV write, norms, activations.
+"""The ops that work token by token: rotation and KV write, norms, activations, conversions.
 
-Each body computes the parts of a task that a thread claims. Parts are ranges of tokens of nearly
-equal length, and the arithmetic of a token depends only on the token.
+A function with the argument `address` computes the parts of a task that its thread claims. Parts
+are ranges of tokens of nearly equal length. The arithmetic of a token depends only on the token.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ HALF_ROOT = np.float32(0.7071067811865476)
 
 
 class RopeTask(ctypes.Structure):
-    """Addresses (0: none), sizes, and dtypes.
+    """Addresses, sizes, and dtypes. The address of a missing tensor is 0.
 
     `dtype` is the dtype of `qkv` and the norms, `page_dtype` the dtype of the pages and `q`.
     `rotated` is memory for one head of each token, float32 `[num_tokens, head_dim]`. With
@@ -70,10 +70,10 @@ class RopeTask(ctypes.Structure):
 
 
 class NormTask(ctypes.Structure):
-    """Addresses (0: none), sizes, and the dtype of all tensors; `centered` for a layer norm.
+    """Addresses, sizes, and the dtype of all tensors. The address of a missing tensor is 0.
 
-    Each token has `heads` parts of `width` elements that are normalized separately. Tokens are
-    `stride` elements apart. `plus` is added to the weights.
+    `centered` is true for a layer norm. Each token has `heads` parts of `width` elements that are
+    normalized separately. Tokens are `stride` elements apart. `plus` is added to the weights.
     """
 
     _fields_ = task_fields(
@@ -314,7 +314,7 @@ def _clamped_swiglu(gate: Any, up: Any) -> Any:
 def soft_capped(x: Any, cap: float) -> Any:
     """Return `cap * tanh(x / cap)`, accurate even where x is far smaller than the cap.
 
-    The exponent is clamped to 15, because tanh(15) is 1 in float32.
+    For the exponential, `x / cap` is clamped to -15..15, because tanh(15) is 1 in float32.
     """
     ratio = x * splat(np.float32(1.0 / cap))
     square = ratio * ratio

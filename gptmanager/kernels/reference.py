@@ -200,7 +200,7 @@ class Kernels(DeltaOps):
 
         `result [T, O]`, the matrix's output for `x [T, I]`, is changed in place. This is LoRA (Hu
         et al., 2021) with its scale multiplied into B. Both matmuls and the sums are float32, or
-        float64 if the pool is; each element is rounded once for any number of modules.
+        float64 if `adapters.pool` is; each element is rounded once for any number of modules.
         """
         add_outputs(partial(Kernels.linear, self), result, x, adapters, layer, matrix)
 
@@ -373,7 +373,7 @@ class Kernels(DeltaOps):
         """Causal attention of `q [T, H, D]` over the pages -> `[T, H * D]`, in q's dtype.
 
         `sinks [H]`, if given, has for each head a score that is in the softmax but has no value.
-        A block may be freed when no token of the row sees its positions: its id is not read.
+        A block that no token of the row sees may be freed: the id of the block is not read.
         """
         result = q.new_empty(q.shape[0], q.shape[1] * q.shape[2])
         for start, stop, length, slot in self._pieces(rows):

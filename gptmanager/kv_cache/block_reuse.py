@@ -179,7 +179,7 @@ class BlockReuse:
             self._store(request, end, sequence.tables[0])
 
     def end(self, sequence: BlockTables, store: bool) -> None:
-        """End a sequence. With `store`, keep its tokens except the newest one cached for reuse.
+        """End a sequence. With `store`, its tokens, except the newest one, stay cached for reuse.
 
         With several beams, only the prompt is kept, because the beams have it in common.
         """
@@ -280,7 +280,7 @@ class BlockReuse:
 
     @contextmanager
     def holding(self, requests: Iterable[LlmRequest]) -> Iterator[None]:
-        """Keep the cached blocks that `requests` would share from eviction in the `with` block."""
+        """Prevent, in the `with` block, eviction of cached blocks that `requests` would share."""
         lookups = self.lookups
         held = [
             node

@@ -29,7 +29,7 @@ class KvCacheManager:
     nothing. Where a method needs the blocks of a request, an id without blocks raises ValueError.
 
     *For capacity schedulers.* A scheduler that guarantees completion compares
-    `get_remaining_blocks_to_completion` with the free blocks, or
+    `get_remaining_blocks_to_completion` with the free blocks. It can instead compare
     `get_needed_resource_to_completion`, which includes blocks already held, with
     `get_max_resource_count`. A request that needs more than `get_max_resource_count` could not run
     to its end even alone. A scheduler that may pause requests calls `start_scheduling`, adds up
@@ -48,15 +48,15 @@ class KvCacheManager:
     handed out, its content moves to a host block if it has at least `min_offload_tokens` tokens and
     a priority of at least `secondary_offload_min_priority`. With `onboard_blocks` lookups also find
     content in host blocks, and it moves back to the pool when a request that shares it starts.
-    `add_sequence` and `fork` return the copies to make; after `add_token`, `take_moves` does.
+    `add_sequence` and `fork` return the copies to make; `take_moves` returns those of `add_token`.
 
     *Attention window.* A sequence of more than `max_attention_window` tokens is cyclic: a new token
     replaces the oldest one, and the tables do not grow. Beams would overwrite the blocks of the
-    prompt that they share, so an executor must not let beams pass the window; `fork` raises for
-    them. A request that may become cyclic neither reuses blocks nor stores them for reuse.
+    prompt that they share, so an executor must not let beams pass the window; `fork` would
+    raise. A request that may become cyclic neither reuses blocks nor stores them for reuse.
 
-    *Sink tokens.* The first `sink_token_length` tokens always stay. They are padded to whole blocks
-    at the front, so that position = token + padding and the other tokens begin at a block boundary.
+    *Sink tokens.* The first `sink_token_length` tokens always stay. Padding in front of them fills
+    whole blocks: position = token + padding, and the other tokens begin at a block boundary.
 
     *Cross attention.* With `cross=True` the blocks are those of a cross attention cache. A request
     needs `encoder_len` positions, which all beams share, from its first context chunk on, and never
@@ -157,8 +157,9 @@ class KvCacheManager:
         """Let beam i continue from the blocks of beam `parents[i]`, without taking blocks.
 
         Full blocks become shared; a partial last block stays private to each beam. Return the
-        copies to make before the next position is stored, as `add_sequence` does. The table of each
-        beam that is not its own parent changes. Raise ValueError past the attention window.
+        copies to make before the next position is stored, in the order that `add_sequence`
+        describes. The table of each beam that is not its own parent changes. Raise ValueError past
+        the attention window.
         """
         return self._sequences.fork(request_id, parents)
 
@@ -317,7 +318,7 @@ class KvCacheManager:
         return self._what_if.num_free
 
     def scheduling_add_sequence(self, request: LlmRequest) -> None:
-        """Count the cached blocks that `request` would share as held by one more sequence."""
+        """Count one more holder of each held block that `request` would share."""
         if self._lookups is not None:
             self._what_if.share(self._held_prefix(request, self._what_if.is_held))
 

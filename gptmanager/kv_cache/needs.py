@@ -56,7 +56,7 @@ class BlockNeeds:
         return request.prompt_len + self.bubble
 
     def context(self, request: LlmRequest, num_drafts: int = 0) -> tuple[int, int]:
-        """Return how many blocks the beams share at the start of the context, and how many not."""
+        """Return how many blocks of the context the beams share, and how many they do not share."""
         tokens = min(request.prompt_len + num_drafts, self.window)
         shared, partial = divmod(tokens + self.bubble, self.tokens_per_block)
         return shared, request.beam_width if partial else 0

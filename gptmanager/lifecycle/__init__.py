@@ -1,1 +1,1 @@
-"""The state of a manager, and what must work even when it fails: clock, log, latch, watchdog."""
+"""A manager's state, and parts that work even if the manager fails: clock, log, latch, watchdog."""

@@ -168,7 +168,7 @@ class ActiveRequest(LlmRequest):
             self.search.restart()
 
     def resume(self, progress: Progress, now: float) -> None:
-        """Continue a new request after the progress that it made in another process.
+        """Give this new object the progress that its request made in another process.
 
         Beams start anew: their tokens are computed again, but tokens that were sent before are not
         sent again. Raise CapacityError if the request already has all tokens that it may generate,

@@ -56,7 +56,7 @@ class Allocator:
 
         `max_input_len` is the limit that `pause` needs for the paused requests. Raise
         SchedulerError if too little memory or no slot is free. The text of the error starts with a
-        verb, because `blamed` puts the scheduler's name before the text.
+        verb, because `scheduler_call.blamed` puts the scheduler's name before the text.
         """
         for request in output.paused_requests:
             self.pause(request, max_input_len)

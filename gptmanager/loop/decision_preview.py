@@ -23,10 +23,10 @@ _IN_PROGRESS = LlmRequestState.GENERATION_IN_PROGRESS
 class NextDecision:
     """The decision over the active requests of `loop`, and optionally over a `newcomer`.
 
-    The newcomer is placed after the active requests of the same priority. `adapters` has the state
-    after the iteration has assigned pages. `active` has the requests in the order in which the
-    scheduler gets them. A request that this assignment would change is a copy. A request that it
-    would end with an error is missing.
+    The newcomer is placed after the active requests of the same priority. `adapters` has the
+    state after the iteration has assigned pages. `active` has the requests in the order in which
+    the scheduler gets them: with a copy of each request that the assignment of pages may change,
+    and without the requests that would end with an adapter error.
     """
 
     def __init__(self, loop: TokenLoop, newcomer: ActiveRequest | None = None) -> None:
@@ -41,7 +41,7 @@ class NextDecision:
         self._by_id = {request.request_id: request for request in self.active}
 
     def _take_in(self, newcomer: ActiveRequest | None) -> None:
-        """Apply an intake of only the newcomer, or of nothing, as `RequestTable.take_in` would."""
+        """Update `adapters` and `active` like `RequestTable.take_in`, with at most one newcomer."""
         table = self._loop.table
         stand_ins = {i: copy.copy(request) for i, request in table.adapters.requests.items()}
         self.active = [stand_ins.get(r.request_id, r) for r in self.active]

@@ -195,7 +195,7 @@ class HeldExtras(dict[int, RequestExtras]):
     def take(self, by_id: Mapping[int, ActiveRequest], rows: Sequence[Row], extras: Extras) -> None:
         """Keep the extras of a step. Call this before the step's tokens are confirmed.
 
-        Extras and tokens of a request that has ended or restarted since the launch are dropped.
+        Extras of a request that has ended or restarted since the launch are dropped.
         """
         for request_id, epoch, position, logits in extras.context_logits:
             if (request := _find(by_id, request_id, epoch)) is not None:

@@ -19,7 +19,7 @@ from gptmanager.loop.token_loop import TokenLoop
 from gptmanager.manager.inbox import Inbox
 from gptmanager.recorder import Recorder
 
-_SEND_S = 0.3  # seconds that an abandoned loop's call of SendResponse gets to return
+_SEND_S = 0.3  # seconds to wait until an abandoned loop's call of SendResponse returns
 
 
 class Ending:
@@ -40,7 +40,7 @@ class Ending:
         self.stand_in: threading.Thread | None = None
         self._params = params
         self._host = host
-        self.loop_host: LoopHost = host  # the host of a rank, once the ranks are connected
+        self.loop_host: LoopHost = host  # replaced when several ranks are connected
         self._inbox = inbox
         self._recorder = recorder
         self._timer = timer
@@ -83,7 +83,10 @@ class Ending:
     # A hang ------------------------------------------------------------------------------------
 
     def watch(self, loop: TokenLoop) -> Watchdog | None:
-        """Start a watchdog of the calling thread, which runs `loop`; None if there is no budget."""
+        """Start and return a watchdog of the calling thread, which runs `loop`.
+
+        Return None if no budget is set.
+        """
         params, watched = self._params, threading.current_thread()
         if params.callback_budget_s is None and params.step_budget_s is None:
             return None
@@ -126,7 +129,7 @@ class Ending:
             logger.error("SendResponse itself hangs: no final response is sent until it returns")
         self.log_failure(error)
         host.answer_abandoned(error)
-        watched.join()  # if Get hung, requests that it returned late get a response too
+        watched.join()  # if GetInferenceRequests hung, its late requests need a response, too
         host.answer_abandoned(error)
         self.release(loop)
         self.stand_in = None

@@ -1,4 +1,4 @@
-"""Answer questions about a `TokenLoop`, such as which request has a block, and why one waits.
+"""Answer questions about a `TokenLoop`: which requests hold a block, or why a request waits.
 
 The loop must be between two iterations, or in a callback. Nothing is changed, and every number is
 read from the objects that make the decisions.
@@ -57,8 +57,8 @@ class Explanation:
     "running", "starting" (with the next iteration), or "not_chosen" (by a scheduler that reports
     no reasons). docs/scheduling.md lists all reasons. `ahead` is the number of waiting requests
     before this request, and `running` the number of other requests that run. If the request waits,
-    `num_running` and `num_starting` are the numbers of requests that are scheduled before it; only
-    the running requests hold blocks already.
+    `num_running` running requests and `num_starting` starting requests are scheduled before it.
+    Only the running requests hold blocks already.
 
     If `reason` is "kv_blocks", `needed_blocks` is the number of blocks that the request still needs
     until its end, or for its next step if the policy is MAX_UTILIZATION. `reserved_blocks` of the
@@ -228,7 +228,7 @@ def _reason(
 ) -> tuple[str, Wait, str]:
     """Return the reason, the scheduler's `Wait` or `_NO_WAIT`, and a text.
 
-    The text continues "request 7".
+    The text continues a sentence that begins with "request 7".
     """
     stand_in, adapters = decision.find(request.request_id), decision.adapters
     if stand_in is None:  # the next iteration ends the request: explain its present state

@@ -37,7 +37,7 @@ class Progress:
         return num_active == 0 or monotonic() - self._last < _STUCK_S
 
     def last_step_age_s(self) -> float | None:
-        """Return the seconds since a step last ended; None if none has."""
+        """Return the seconds since a step last ended; None before the end of the first step."""
         last_step = self.last_step
         return None if last_step is None else monotonic() - last_step
 

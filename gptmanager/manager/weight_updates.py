@@ -156,7 +156,7 @@ class WeightUpdates:
 
     def _release_weights(self, keep: bool) -> None:
         if self._weights is None:
-            return  # the host owns the weights
+            return  # only a natively loaded model has `Weights`
         with self._runner.stream:
             self._released = ReleasedMemory(*self._weights.memory(keeps=keep))
         self.is_incomplete |= not keep

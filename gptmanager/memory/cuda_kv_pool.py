@@ -26,7 +26,7 @@ class CudaKvPool(KvPool):
     """Pages in token-major layout, which CUDA kernels read.
 
     A row is the vector of one token and one KV head. Raises ConfigError if a layer has 2^31 or more
-    rows on the device, because kernels number rows with int32.
+    rows on the device, because the index of a row is an int32 in kernels.
     """
 
     def __init__(
@@ -51,7 +51,10 @@ class CudaKvPool(KvPool):
             launcher.kernel(PROGRAM, name)
 
     def copy(self, copies: Iterable[BlockCopy]) -> None:
-        """Enqueue copies of the first tokens of blocks, with the same result as one by one."""
+        """Enqueue copies of the first tokens of blocks.
+
+        The result is the same as if the copies ran one after another.
+        """
         if any(it.values.shape[-1] * it.values.itemsize % _VECTOR_BYTES for it in self.stacks):
             super().copy(copies)
             return
@@ -59,7 +62,11 @@ class CudaKvPool(KvPool):
             self._copy_together(together)
 
     def _copy_together(self, copies: list[Copy]) -> None:
-        """Enqueue independent copies: one launch per tensor and pair of memories (device, host)."""
+        """Enqueue independent copies.
+
+        All copies between the same memories, such as from the device to the host, share one launch
+        per tensor.
+        """
         by_ends: dict[tuple[bool, bool], list[Copy]] = {}
         size = self.num_blocks
         for source, destination, num_tokens in copies:

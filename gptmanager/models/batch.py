@@ -21,15 +21,15 @@ class Batch:
     `token_table` int32 `[slots, max_seq_len]`, which has all known tokens, including those of this
     step. `sample_index` int64 `[S]`: indices of the packed tokens that need logits. First are the
     tokens after which a token is chosen: one for each sampling row, and one for each draft token.
-    Then follow prompt tokens for which a request wants logits. `sample_rows` int64 `[S]`: the rows
-    of these tokens. `num_context_rows`: the number of rows in the context phase, which are the
-    first rows. `prompt_embeddings` float32 `[n, hidden]` replace the embeddings of the packed
-    tokens with the indices `prompt_index` int64 `[n]`; the `token_ids` of these tokens are ignored.
-    Both are None without prompt embeddings. `adapters`: the adapters of the packed tokens, or None
-    without adapters. `plan`: the tensors that `PlanningModel.plan` returned for these rows.
-    `all_sampled`: `sample_index` is 0 to T - 1, so no tokens have to be selected. `lengths`:
-    `row_starts` and `kv_lengths` as NumPy arrays, for code that plans on the CPU; None in a
-    captured step.
+    Then follow prompt tokens for which a request wants logits. `sample_rows` int64 `[S]`: the row
+    of each token in `sample_index`. `num_context_rows`: the number of rows in the context phase,
+    which are the first rows. `prompt_embeddings` float32 `[n, hidden]` replace the embeddings of
+    the packed tokens with the indices `prompt_index` int64 `[n]`; the `token_ids` of these tokens
+    are ignored. Both are None without prompt embeddings. `adapters`: the adapters of the packed
+    tokens, or None without adapters. `plan`: the tensors that `PlanningModel.plan` returned for
+    these rows. `all_sampled`: `sample_index` is 0 to T - 1, so no tokens have to be selected.
+    `lengths`: `row_starts` and `kv_lengths` as NumPy arrays, for code that plans on the CPU; None
+    in a captured step.
     """
 
     token_ids: Tensor

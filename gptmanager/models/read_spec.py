@@ -36,7 +36,7 @@ _ACTIVATIONS: Mapping[str, Activation] = {
     "relu2": "relu2",
 }
 _MAX_LAYERS = 10_000  # each layer has a dozen named parameters
-_MAX_PARTS = 100_000  # heads in all layers together, likewise experts: loading lists each
+_MAX_PARTS = 100_000  # query heads, linear key heads or experts of all layers: loading lists each
 _MAX_EPS = 1.0  # epsilon is added to a mean square, and is far smaller in real models
 _DTYPES = {
     "float32": torch.float32,

@@ -106,7 +106,7 @@ def read_rope(
 
 
 def _with_alpha(rope: Fields, head_dim: int) -> Rope:
-    """Return HunYuan's RoPE: `alpha` determines a factor of the base, the same for each length."""
+    """Return HunYuan's RoPE: for all sequence lengths, a power of `alpha` multiplies the base."""
     if head_dim < 4:
         raise rope.error("alpha", "needs heads of more than 2 dimensions")
     theta = rope.number("rope_theta") * rope.number("alpha") ** (head_dim / (head_dim - 2))
@@ -155,7 +155,7 @@ def _base(fields: Fields, field: str) -> float:
 
 
 def _rotated_dim(fields: Fields, rope: Fields, head_dim: int) -> int:
-    """Return `Rope.dim`; for "proportional" `head_dim`, because `Rope.share` limits the pairs."""
+    """Return `Rope.dim`. For "proportional" it is `head_dim`: `Rope.share` limits the pairs."""
     if rope.get("rope_type") == "proportional":
         return head_dim
     is_known, of_config = fields.has_default("partial_rotary_factor"), 1.0

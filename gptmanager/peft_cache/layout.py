@@ -74,11 +74,12 @@ def cache_sizes(
 
     A page is large enough for an adapter of rank `optimal_adapter_size` in all layers of a stage
     and all modules (without attn_qkv if the model has attn_q, attn_k and attn_v), and for a single
-    row of rank `max_adapter_size` of any module. `num_host_module_layer` and
-    `num_device_module_layer` are numbers of rows: the host pages and the device pages of all stages
-    have space for that many rows of rank 1 of the widest module. If `num_host_module_layer` is 0,
-    the host pages fill `host_cache_size` bytes. If `num_device_module_layer` is 0, the device pages
-    fill the fraction `device_cache_percent` of `free_device_bytes`. Both are rounded down to pages.
+    row of rank `max_adapter_size` of any module. `num_host_module_layer` is a number of rows: the
+    host pages of all stages together have space for that many rows of rank 1 of the widest module.
+    `num_device_module_layer` is the same for the device pages. If `num_host_module_layer` is 0, the
+    host pages fill `host_cache_size` bytes. If `num_device_module_layer` is 0, the device pages
+    fill the fraction `device_cache_percent` of `free_device_bytes`. Both numbers of bytes are
+    rounded down to whole pages.
     """
     borders = 0, *first_layers, num_layers
     most = max(end - first for first, end in itertools.pairwise(borders))
@@ -111,9 +112,9 @@ def pack(rows: Sequence[AdapterRow], page_size: int, first_layers: Sequence[int]
 
     The longest row is placed first. Each row is put into the first page with enough space. The
     result has at most 11/9 of the fewest possible pages, plus one. Each pipeline stage puts the
-    rows of its layers into its own pages. So that all stages make the same decisions, each counts
-    as many pages as the stage that needs the most. Raise AdapterError if a row is longer than a
-    page.
+    rows of its layers into its own pages. So that all stages make the same decisions, every stage
+    takes as many pages as the stage that needs the most. Raise AdapterError if a row is longer than
+    a page.
     """
     places = [RowPlace(0, 0)] * len(rows)
     by_stage: list[list[int]] = [[] for _ in range(len(first_layers) + 1)]

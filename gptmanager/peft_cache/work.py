@@ -25,7 +25,7 @@ class ReadAdapter(NamedTuple):
 
 
 class WriteAdapter(NamedTuple):
-    """Write the weights that job `source` has read to host pages, and release its copy of them."""
+    """Write to host pages the weights that job `source` has read, and release that job's copy."""
 
     job: int
     source: int

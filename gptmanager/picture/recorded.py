@@ -35,7 +35,7 @@ _SPARE_WORK = 1 << 24
 
 
 def trace_of(recording: Recording) -> Trace:
-    """Return the rows, columns and ends of a recording as a trace.
+    """Return the requests, iterations and ends of a recording as a trace.
 
     The reasons for waits are unknown if the recording cannot be replayed, for example without the
     host's own scheduler.

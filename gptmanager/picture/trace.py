@@ -77,9 +77,9 @@ class Column(NamedTuple):
     """One iteration.
 
     `time_s` is the time in seconds at which the iteration was scheduled. `used_blocks` is the
-    number of KV cache blocks that requests held while it ran. `num_context`, `num_generation` and
-    `num_paused` count the requests that the iteration ran in each phase or paused. `num_waiting`
-    counts the requests that it did not run.
+    number of KV cache blocks that requests held while it ran. `num_context` and `num_generation`
+    count the requests that the iteration ran in each of the two phases. `num_paused` counts those
+    that it paused, and `num_waiting` those that it did not run.
     """
 
     iteration: int

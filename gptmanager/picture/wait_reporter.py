@@ -18,8 +18,8 @@ _REASONS = {
 
 
 def reason_of(wait: Wait) -> Reason:
-    """Return the reason to draw. If a request waits behind another request, its reason is the
-    reason why that request waits.
+    """Return the reason that the picture shows for a wait. If the request waits behind another
+    request, the picture shows the reason why the other request waits.
     """
     return _REASONS.get(wait.cause or wait.reason, Reason.OTHER)
 
@@ -27,8 +27,8 @@ def reason_of(wait: Wait) -> Reason:
 class WaitReporter(RequestScheduler):
     """Asks a scheduler before each decision why requests will wait; `take` returns the answer.
 
-    `num_asked`: how many requests all questions so far were about, which is a measure of the time
-    that the questions take.
+    `num_asked` is the sum, over all questions so far, of the number of active requests. It is a
+    measure of the time that the questions take.
     """
 
     def __init__(self, scheduler: RequestScheduler) -> None:

@@ -40,7 +40,7 @@ class Wakener:
         return self._reading.fileno()
 
     def ring(self) -> None:
-        with suppress(OSError):  # the socket is full, so it has been rung already, or it is closed
+        with suppress(OSError):  # the socket is closed, or full of bytes from earlier calls
             self._writing.send(b"!")
 
     def clear(self) -> None:
@@ -151,7 +151,7 @@ class Frames:
         return True
 
     def _missing(self) -> int:
-        """Return how many bytes of the current message have not arrived yet."""
+        """Return how many bytes of the current message are missing; 0 before its size is known."""
         if len(self._buffer) < _HEADER.size:
             return 0
         size: int = _HEADER.unpack_from(self._buffer)[0]

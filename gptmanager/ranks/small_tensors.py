@@ -24,13 +24,13 @@ _KIND = 0
 
 
 class SmallTensors:
-    """The connections of part number `part` to the other parts of its stage, `others` by part."""
+    """The connections of part `part` of a stage to the other parts, the keys of `others`."""
 
     def __init__(self, part: int, others: Mapping[int, Frames], links: Links) -> None:
         self._part, self._others, self._links = part, others, links
 
     def all_gather(self, tensor: Tensor) -> list[Tensor]:
-        """Return the tensors of all parts, by part. Raise RankError if a rank has failed.
+        """Return the tensors of all parts, ordered by part. Raise RankError if a rank has failed.
 
         The tensors of all parts must be on the CPU, have at most MOST_BYTES, and be equal in shape
         and dtype.

@@ -202,7 +202,10 @@ class Watch:
             self._blame(busy[0], f"has kept the others waiting {after}")
 
     def _blame(self, rank: int, why: str) -> None:
-        """Report a failed rank to all ranks, and to itself: it may only have been paused."""
+        """Report a failed rank to all connected ranks.
+
+        A failed rank that is still connected gets the report, too: it may only have been paused.
+        """
         if self.failure is None and not self._is_closing:
             self._send_all({"verdict": [rank, why]})
             self.fail(rank, why)

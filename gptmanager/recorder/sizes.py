@@ -21,7 +21,7 @@ _PLAIN = {int, float, bool, type(None)}
 
 def value_bytes(value: Any, depth: int = 0) -> int:
     """Estimate the bytes of a value, which is data of the loop or a tensor of the host."""
-    if type(value) is CachedBlockState:  # too many to examine the values of each
+    if type(value) is CachedBlockState:  # too many blocks to examine the values of each
         return _NUMBER * (11 + len(value.tokens))
     if type(value) is AdapterState:
         return _NUMBER * (12 + 6 * len(value.rows)) + 4 * len(value.digest)

@@ -78,7 +78,7 @@ class InferenceRequest:
 
     Every tensor name is also a property (`request.temperature = ...`); reading a tensor that
     is not set raises AttributeError ("Undefined tensor: ..."). Tensors are torch tensors or NumPy
-    arrays. `[n]` is equivalent to `[1, n]`, and a scalar to `[1]`.
+    arrays. The shape `[n]` is equivalent to the shape `[1, n]`, and a scalar to the shape `[1]`.
 
     With `is_streaming`, new tokens are sent as they are generated; otherwise there is one response
     at the end. Requests with a higher `priority` run first; requests of equal priority keep their

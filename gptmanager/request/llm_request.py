@@ -120,12 +120,12 @@ class LlmRequest:
         self.estimated_reusable_tokens = estimated_reusable_tokens
         self.arrival_time = arrival_time
         self.cache_salt = cache_salt  # requests with equal salts share cached blocks
-        # of blocks that it stores in the KV cache; None: the default, and cached blocks keep theirs
+        # of its blocks in the KV cache; None: the default for new blocks, cached blocks keep theirs
         self.retention_priority = retention_priority
         self.prompt_len = self.orig_prompt_len = self.num_tokens = len(self.tokens)
         self.pause_count = 0
         self.slot = -1  # index in the executor's tables; -1 if not started, or paused
-        self.epoch = 0  # serial number of the last start, also in its rows; 0 without a slot
+        self.epoch = 0  # serial number of the last start, copied to `Row.epoch`; 0 without a slot
         self.state = LlmRequestState(state)
         if context_current_position > self.prompt_len:
             raise ValueError(
@@ -223,8 +223,8 @@ class LlmRequest:
     def skip_cached_context(self, num_tokens: int, tokens_per_block: int) -> None:
         """Start the context after `num_tokens` tokens that are in the KV cache already.
 
-        If the chunk does not reach the end of the context, the chunk is shortened to end at a block
-        boundary, unless no token would remain. Otherwise the chunk ends with the context.
+        A chunk that reaches the end of the context is shortened to end there. Any other chunk is
+        shortened to end at a block boundary, unless no token would remain.
         """
         size = self._context_chunk_size
         self.context_current_position = num_tokens
@@ -258,7 +258,7 @@ class LlmRequest:
     def begin_after(self, tokens: Sequence[int]) -> None:
         """Make `tokens`, which were generated earlier, a part of the prompt of a new request.
 
-        The prompt and `max_new_tokens` become those of a paused request.
+        The prompt grows, and `max_new_tokens` shrinks, as when a request is paused.
         """
         self.tokens += tokens
         self.prompt_len = self.num_tokens = len(self.tokens)

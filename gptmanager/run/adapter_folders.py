@@ -1,4 +1,4 @@
-"""`AdapterFolders`: reads, once per folder, the adapters that lines of a request file name."""
+"""`AdapterFolders`: reads the adapters that a request file refers to, each folder only once."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class AdapterFolders:
     def take(self, fields: dict[str, Any]) -> None:
         """Replace the field "lora" by the adapter's tensors. Set `lora_task_id` if it is absent.
 
-        Raises InvalidRequestError for an invalid adapter, and if the line also has tensors.
+        Raises InvalidRequestError for an invalid adapter, and if `fields` also has tensors.
         """
         if "lora" not in fields:
             return

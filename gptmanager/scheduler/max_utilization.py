@@ -30,8 +30,8 @@ class MaxUtilizationScheduler(KvCapacityScheduler):
     paused, the walk now ends before the victim, and the request is tried again. Requests taken
     earlier in the walk are never paused. If another request is about to compute blocks that a
     context can reuse, the context is skipped. With block reuse, a context for which a request was
-    paused is skipped when the policy tries the context again, because its own prefix is recorded
-    already. `cross_kv_cache_manager` is not used.
+    paused is skipped, too: the first try has recorded the context's own prefix.
+    `cross_kv_cache_manager` is not used.
 
     Three guards against thrashing are off by default:
 
@@ -43,8 +43,8 @@ class MaxUtilizationScheduler(KvCapacityScheduler):
       the free blocks suffice for all taken requests to run this many steps, or to their ends. A
       first start may still pause requests of lower rank.
 
-    With the guards, started requests after a victim, or after a request that does not fit, are
-    still considered, but no request starts there.
+    With the guards, requests after a victim, or after a request that does not fit, are still
+    considered if they have started.
     """
 
     _: KW_ONLY
@@ -74,8 +74,9 @@ class MaxUtilizationScheduler(KvCapacityScheduler):
     def _generating_first(self, walk: RequestList) -> tuple[RequestList, int]:
         """Return the generating requests at the head of `walk`, and how many blocks they need.
 
-        Requests from the first one with an adapter on are not included. Return no requests unless
-        all of them fit. The walk over single requests would take them as well, but more slowly.
+        The first request with an adapter and all requests after it are not included. Return no
+        requests unless all included requests fit. The walk over single requests would take the
+        returned requests as well, but more slowly.
         """
         end = 0
         for request in walk:
@@ -119,8 +120,8 @@ class _PausingWalk:
     """Walks down `walk`, and truncates the list at a request that is paused or does not fit.
 
     `fitting` has the requests taken so far, and `blocks` is the number of blocks that they need. At
-    the start these are the requests at the head of the walk. Unless `waits` is None, it records why
-    requests are left out.
+    the start, `fitting` has the requests at the head of the walk. Unless `waits` is None, it
+    records why requests are left out.
     """
 
     policy: MaxUtilizationScheduler
@@ -156,7 +157,7 @@ class _PausingWalk:
                 self._skip(request, delay)
                 continue
             needed = needed_one_step(request, policy.two_step_lookahead)
-            # If `needed` is 0: `blocks` fitted before, and pauses only add to the free blocks.
+            # if `needed` is 0, the blocks suffice: `blocks` fitted before, and pauses free more
             fits = len(fitting) < policy.max_num_requests and (
                 not needed or has_free_blocks(self.blocks + needed)
             )
@@ -199,7 +200,7 @@ class _PausingWalk:
             blocks = self.blocks + needed + headroom
             if not headroom or self.policy.kv_cache_manager.scheduling_has_free_blocks(blocks):
                 return False
-        started = [  # started requests of lower rank; most requests of a long list have not started
+        started = [  # of lower rank; the test before `_is_started` is faster and excludes most
             other
             for other in self.walk[self._index + 1 :]
             if (other.context_current_position or other.state is not _CONTEXT_INIT)

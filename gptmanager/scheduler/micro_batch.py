@@ -219,7 +219,8 @@ class MicroBatchScheduler:
         limit = UNLIMITED if self.max_num_tokens is None else self.max_num_tokens
         chunking = self.context_chunking_policy is not None
         if chunking and context_init and len(requests) <= most:
-            # the scan does not count contexts that may be cut: skip it if there are only these
+            # The loop below counts no tokens of contexts that may be cut. If all requests are such
+            # contexts, the loop is not needed.
             contexts = [request for request in requests if request.state is context_init]
             if len(contexts) == len(requests):
                 has_adapters = any([r.lora_task_id is not None for r in contexts])
@@ -265,7 +266,7 @@ class MicroBatchScheduler:
         return [state if first <= state < end else None for state in states]
 
     def _whole_cost(self, request: LlmRequest) -> int:
-        """Return how many tokens an encoder input, or a context in one piece, is charged.
+        """Return how many tokens are charged for an encoder input, or for a context in one piece.
 
         Raise SchedulerError for more than `max_context_length`.
         """
@@ -286,7 +287,10 @@ class MicroBatchScheduler:
     def _fit_contexts(
         self, contexts: RequestList, policy: ContextChunkingPolicy, num_tokens: int
     ) -> bool:
-        """Set chunk sizes; other requests take `num_tokens`. Return whether any may be cut."""
+        """Set the chunk sizes of `contexts`. Return whether contexts may be cut.
+
+        The other requests of the step take `num_tokens` tokens.
+        """
         capacity, longest = self.max_num_tokens, self.max_context_length
         if capacity is not None:
             capacity -= num_tokens

@@ -1,6 +1,7 @@
 """`Wait`: why a policy leaves a request out, with the numbers that it compared.
 
-The policies record waits in the same walk that decides. This module decides nothing.
+A policy records waits in the same loop over the requests that decides which requests run. This
+module decides nothing.
 """
 
 from __future__ import annotations
@@ -106,11 +107,11 @@ class Waits(dict[int, Wait]):
 
 
 def traced(waits: Mapping[int, Wait]) -> dict[int, Wait]:
-    """Return the waits, where a request behind a waiting request gets the cause of the other wait.
+    """Return a copy of `waits` with new waits for the requests that wait for a waiting request.
 
-    For example, a request that waits for the prefix of a waiting request is reported behind the
-    waiting request. If the policy paused requests for the waiting request, the cause is what the
-    waiting request lacked before the pause.
+    A new wait has the cause for which the waiting request waits. For example, a request that waits
+    for the prefix of a waiting request is reported behind the waiting request. If the policy paused
+    requests for the waiting request, the cause is what the waiting request lacked before the pause.
     """
     found = dict(waits)
     for request_id, wait in waits.items():

@@ -23,7 +23,7 @@ from gptmanager.simulator.load import VOCAB_SIZE
 from gptmanager.testing import ScriptedSpec
 
 _DEFAULT_KV_TOKENS = 1 << 18
-# field of `Machine` -> field of `OptionalParams`, if the names differ
+# field of `Machine` -> field of `OptionalParams` or `KvCacheConfig`, if the names differ
 _PARAMS = {"kv_cache_tokens": "max_tokens", "chunked_context": "enable_chunked_context"}
 _OF_CACHE = ("max_tokens", "tokens_per_block")  # fields of `KvCacheConfig`
 
@@ -46,7 +46,10 @@ class Machine:
 
 
 def hypothetical(machine: Machine, max_seq_len: int) -> Blueprint:
-    """Return a hypothetical manager's blueprint for sequences of up to `max_seq_len` tokens."""
+    """Return a hypothetical manager's blueprint for sequences of up to `max_seq_len` tokens.
+
+    If `machine.max_seq_len` is given, it replaces `max_seq_len`.
+    """
     params = OptionalParams(
         kv_cache_config=KvCacheConfig(max_tokens=_DEFAULT_KV_TOKENS), max_seq_len=max_seq_len
     )
@@ -98,7 +101,7 @@ def variant(
 
 
 def _checked(blueprint: Blueprint) -> Blueprint:
-    """Return the blueprint after the checks of blueprints that are read from recordings."""
+    """Check the blueprint as if it were read from a recording, and return it."""
     with located("the simulated manager"):
         return checked_blueprint(blueprint)
 

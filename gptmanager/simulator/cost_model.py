@@ -143,7 +143,7 @@ def _non_negative_least_squares(features: np.ndarray, seconds: np.ndarray) -> np
         for columns in map(list, combinations(range(count), size)):
             solution = np.linalg.lstsq(scaled[:, columns], seconds, rcond=None)[0]
             error = seconds - scaled[:, columns] @ solution
-            # a larger subset must reduce the error: equal columns would share a cost arbitrarily
+            # a larger subset must reduce the error, or equal columns would share a cost arbitrarily
             if (solution >= 0).all() and float(error @ error) < least * (1 - 1e-9):
                 best, least = np.zeros(count), float(error @ error)
                 best[columns] = solution

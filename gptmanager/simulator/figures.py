@@ -15,7 +15,7 @@ from gptmanager.step import Schedule
 
 
 class Percentiles(NamedTuple):
-    """Percentiles of a time over the finished requests; NaN if no finished request has the time."""
+    """Percentiles of a time over the finished requests; NaN if no finished request has a value."""
 
     p50: float
     p99: float

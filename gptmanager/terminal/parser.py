@@ -17,8 +17,8 @@ class Parser(argparse.ArgumentParser):
 
     If `variables` is not empty, options can also be set by environment variables with the prefix
     `variables`, and by a file that the option `--config` names. The command line has precedence,
-    then the environment, then the file. The parsed options then also have `origins` and
-    `unknown_variables`: the fields `origins` and `unknown` of `FoundOptions`.
+    then the environment, then the file. With `variables`, the parsed options also have `origins`
+    and `unknown_variables`: the fields `origins` and `unknown` of `FoundOptions`.
     """
 
     def __init__(self, *arguments: Any, variables: str = "", **by_name: Any) -> None:

@@ -29,8 +29,8 @@ from gptmanager.testing.scripted_executor import ScriptedExecutor
 CreateScheduler = Callable[..., Any]
 
 MAX_IDLE = 8  # iterations in a row in which no request runs and nothing is in flight
-# A request may take this many times the iterations that all requests take one after the other, and
-# 4 * MAX_IDLE more.
+# The limit for the iterations from the acceptance of a request to its end is PATIENCE times
+# `Scenario.most_iterations`, plus 4 * MAX_IDLE.
 PATIENCE = 4
 
 

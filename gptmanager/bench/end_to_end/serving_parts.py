@@ -1,7 +1,8 @@
 """The parts of the end-to-end benchmark: generation steps, loads, policies under pressure.
 
-Managers are used only through their public interface. Times are compared with floors, which follow
-from the measured ceilings (see `roofline`), if the floors of the model's family are known.
+Managers are used only through their public interface. `roofline` computes floors, the lower bounds
+of times, from the measured ceilings. A time is compared with its floor if `roofline` knows the
+model's family.
 """
 
 from __future__ import annotations
@@ -100,7 +101,7 @@ def time_steps(
 
 
 def _ratio(times: float, goal: float | None) -> dict[str, Any]:
-    """Return the fields for a time that is `times` its floor: the multiple, and any goal."""
+    """Return `times`, the ratio of a time to its floor, as a field, and any goal as another."""
     row: dict[str, Any] = {"times_floor": round(times, 3)}
     if goal is not None:
         row["goal"] = {"text": f"<= {goal:g} x floor", "met": times <= goal}
@@ -122,7 +123,7 @@ def _reason_not_to_fit(target: Target, requests: Sequence[Request]) -> str:
 def trace_steps(target: Target, batch_size: int, context: int, num_steps: int) -> dict[str, Any]:
     """Trace the GPU to measure how long it waits for the host in each step.
 
-    The profiler slows the traced steps down, so `time_steps` times other steps.
+    The profiler slows the traced steps down, so `time_steps` measures steps without a trace.
     """
     if target.trace is None:
         return {"status": "skipped", "note": "no GPU to trace"}

@@ -23,7 +23,8 @@ from gptmanager.kernels.recurrent.delta_formulas import DeltaShape, DeltaState, 
 from gptmanager.kernels.reference import Kernels
 
 _EPS = 1e-6
-# The goal for steps with one token per row: their time is that of reading and writing the states.
+# The goal for steps with several rows of one token each, as a multiple of the roofline. Such a step
+# spends most of its time on reading and writing the states.
 _TIMES_ROOFLINE = 1.3
 
 
@@ -53,7 +54,7 @@ def _case(sizes: Sizes, rows: int, tokens: int) -> Case:
 
 
 def _prepare(num_rows: int, num_tokens: int, num_bytes: int, rig: Rig) -> Prepared:
-    """Prepare one state per input set.
+    """Prepare one state per input set (see `Rig.num_sets`).
 
     Each call changes the state of its set, so only the first result of set 0 is checked.
     """

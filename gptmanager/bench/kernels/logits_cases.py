@@ -179,7 +179,7 @@ def _prepare_beams(most: int, rig: Rig) -> Prepared:
 
 
 def _on_copies(sets: list[Tensor], work: Callable[[Tensor], Tensor]) -> Contender:
-    """Return a contender that runs `work` on its own copies of the logits, which it modifies."""
+    """Return a contender that runs `work`, which modifies its argument, on copies of `sets`."""
     own = [logits.clone() for logits in sets]
     return lambda number: work(own[number])
 

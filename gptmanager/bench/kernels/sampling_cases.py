@@ -120,7 +120,7 @@ def _torch_sort(sets: list[Tensor], params: SamplingParams) -> Contender:
             logits, order = logits[:, : params.top_k], order[:, : params.top_k]
         probs = logits.softmax(-1)
         probs = probs.masked_fill(probs.cumsum(-1) - probs >= params.top_p, 0.0)
-        # exponential race: argmax of probs / noise draws from probs without synchronization
+        # exponential race: the argmax of `probs / noise` is a sample, without synchronization
         place = (probs / torch.empty_like(probs).exponential_()).argmax(-1, keepdim=True)
         return order.gather(1, place)[:, 0]
 

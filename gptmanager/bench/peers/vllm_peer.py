@@ -1,4 +1,4 @@
-"""Runs a load through vLLM's CPU build, on the same weights, in another interpreter."""
+"""Runs a load through vLLM's CPU build in a new process, on the same weights as gptmanager."""
 
 from __future__ import annotations
 
@@ -167,7 +167,7 @@ def _call(command: Sequence[str | Path], limit_s: float) -> tuple[int, bytes, Se
 
 @contextlib.contextmanager
 def _lifeline() -> Iterator[int]:
-    """Yield a standard input for a child. It ends when this process ends, even by a kill."""
+    """Yield a standard input for a child. The input ends when this process ends, even by a kill."""
     reading, writing = os.pipe()
     try:
         yield reading

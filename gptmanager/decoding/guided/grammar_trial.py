@@ -22,7 +22,7 @@ _IDLE_S = 10.0  # seconds after which an idle process may be ended
 
 
 class GrammarTrials:
-    """A pool of child processes that compile grammars; each running `run` has a process of its own.
+    """A pool of child processes that compile grammars. Concurrent calls of `run` share no process.
 
     `tokenizer` is a tokenizer as JSON text. A grammar may take `timeout_s` seconds and, on Linux,
     `max_bytes` bytes of memory. When a trial ends, processes that have been idle for more than ten
@@ -59,7 +59,7 @@ class GrammarTrials:
         return text, unenforced
 
     def _give_back(self, child: ChildProcess) -> list[ChildProcess]:
-        """Return `child` to the pool; remove and return processes that are idle for too long."""
+        """Put `child` back in the pool; remove and return processes that are idle for too long."""
         now = time.monotonic()
         with self._lock:
             self._idle.append((now, child))

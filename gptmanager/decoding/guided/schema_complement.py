@@ -56,7 +56,7 @@ def complement(
 
 
 def _of_additional(schema: Mapping[str, Any], around: Any) -> Alternatives | None:
-    """Return the complement of a closed object: objects with a property only listed in `around`."""
+    """Return the complement of a closed object: objects with a property that only `around` has."""
     if schema["additionalProperties"] is True:
         return []
     is_closed = isinstance(around, Mapping) and around.get("additionalProperties") is False
@@ -122,7 +122,7 @@ def _of_properties(value: Any, around: Any, resolve: Resolve, depth: int) -> Alt
 
 
 def _of_items(value: Any, around: Any, resolve: Resolve, depth: int) -> Alternatives | None:
-    """Permit arrays in which all items fit the same alternative to `value`; leave out others."""
+    """Permit only arrays in which all items fit the same alternative to `value`."""
     given = around.get("items", True) if isinstance(around, Mapping) else True
     own = complement(value, given, resolve, depth)
     if own is None or isinstance(value, list) or isinstance(given, list):

@@ -1,8 +1,8 @@
 """Bias, penalties and bans: compiled code that adjusts a row of logits before sampling.
 
 The order is fixed: embedding bias, repetition, frequency and presence, bad words, n-grams,
-min_length. A row's arithmetic depends only on its own logits, parameters and history, and a row
-that uses none of these is not changed. Arrays are passed as addresses, parameters as records.
+min_length. A row's arithmetic depends only on its own logits, parameters and history. A row
+without adjustments is not changed. Arrays are passed as addresses, parameters as records.
 
     repetition  l > 0: l / r, else l * r         for every token of prompt and output
     frequency   l - f * (times it was generated)  for every generated token

@@ -32,7 +32,8 @@ class BeamNodeState(NamedTuple):
 class BeamEndState(NamedTuple):
     """The state of a `Hypothesis`.
 
-    `node` is the number of its node. `beam` is its index in a `ParallelSampling`, otherwise -1.
+    `node` is the number of the hypothesis's node. `beam` is the hypothesis's key in
+    `ParallelSampling.done`, or -1 in any other `BeamSearch`.
     """
 
     node: int
@@ -44,8 +45,8 @@ class BeamEndState(NamedTuple):
 class BeamState(NamedTuple):
     """The state of a `BeamSearch`; `live` has the number of each live beam's node.
 
-    `log_probs` has one value per element of `nodes`, `cum_log_probs` and `parents` per element of
-    `live`, `ended_sums` and `scores` per element of `ended`.
+    `log_probs` has one value per element of `nodes`. `cum_log_probs` and `parents` have one value
+    per element of `live`. `ended_sums` and `scores` have one value per element of `ended`.
     """
 
     nodes: tuple[BeamNodeState, ...]
@@ -61,7 +62,7 @@ class BeamState(NamedTuple):
 
 
 def beam_state(search: BeamSearch) -> Any:
-    """Return a `Deferred` that makes the `BeamState` later: nodes never change."""
+    """Return a `Deferred`, which can make the `BeamState` later because nodes never change."""
     ended = list(search.ended)
     beams = [-1] * len(ended)
     if isinstance(search, ParallelSampling):

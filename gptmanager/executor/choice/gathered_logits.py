@@ -21,7 +21,7 @@ CopyToCpu = Callable[[Tensor], Tensor]  # returns a copy, which may be complete 
 
 
 class ContextPart(NamedTuple):
-    """A context row, and the numbers of its first tokens for which logits are needed.
+    """A context row, and how many tokens at its beginning need logits.
 
     `num_logits` counts the tokens with logits that are returned as context logits. `num_scored`
     counts the tokens with logits that give the log probability of the next prompt token.
@@ -58,7 +58,7 @@ class GatheredLogits:
         self.any_context = self.any_generation = self.any_log_probs = self.any_top = False
 
     def load(self, starts: Sequence[SequenceStart]) -> None:
-        """Set what the sequences that start ask for, and update the `any_` flags."""
+        """Store the outputs that each new sequence asks for, and update the `any_` flags."""
         for start in starts:
             config, slot, prompt_len = start.output_config, start.slot, start.orig_prompt_len
             self._configs[slot] = config
@@ -130,7 +130,7 @@ class GatheredLogits:
         return self.any_generation and bool(self._generation[slots].any())
 
     def num_top(self, slots: np.ndarray) -> np.ndarray:
-        """Return how many top log probabilities per token each slot's sequence asks for, int32."""
+        """Return, for each slot, the number of top log probabilities per token, as int32."""
         counts: np.ndarray = self._num_top[slots]
         return counts
 

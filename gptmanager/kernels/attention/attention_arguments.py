@@ -40,12 +40,12 @@ class RowLengths(NamedTuple):
 class RowSpans(NamedTuple):
     """The tokens and pages of each row: int32 tensors, the same for all layers.
 
-    Row r owns the packed tokens `row_starts[r]:row_starts[r + 1]`; `row_starts` is `[R + 1]`. These
-    tokens are at the last of the `kv_lengths[r]` positions of row r; `kv_lengths` is `[R]`. The
-    blocks of row r are row `slots[r]` of `block_tables [slots, blocks]`; `slots` is `[R]`. The
-    first `num_context_rows` rows may have several tokens. `lengths` is None in a captured step, and
-    may be None in a batch made by a host. The `begin` of some kernels sets `plan` or `phases`,
-    which are otherwise None.
+    Row r owns the packed tokens `row_starts[r]:row_starts[r + 1]`; `row_starts` is `[R + 1]`. Row r
+    has `kv_lengths[r]` positions, and its tokens have the last ones; `kv_lengths` is `[R]`.
+    `block_tables[slots[r]]` lists the blocks of row r; `block_tables` is `[slots, blocks]`, and
+    `slots` is `[R]`. The first `num_context_rows` rows may have several tokens. `lengths` is None
+    in a captured step, and may be None in a batch made by a host. The method `begin` of some
+    `Kernels` classes sets `plan` or `phases`, which are otherwise None.
     """
 
     row_starts: Tensor

@@ -50,7 +50,7 @@ def _rows(builder: Any, start: Any, stride: Any, count: int) -> list[Any]:
 
 
 def _add_dots(builder: Any, left: Any, right: Any, total: Any) -> Any:
-    """Add the dot product of each lane's int16 pair to its total."""
+    """Return `total` plus, per lane, the dot product of the int16 pairs in `left` and `right`."""
     pairs = (builder.bitcast(it, _TWO_SHORTS) for it in (left, right))
     return builder.add(call(builder, "llvm.x86.avx512.pmaddw.d.512", INDICES, *pairs), total)
 
@@ -59,8 +59,9 @@ def int16_tile(rows: int) -> Any:
     """Return an intrinsic that computes `rows` x 64 elements of a matmul, or adds to them.
 
     Its arguments are `(c, a, a_stride, factors, factors_stride, b0, b1, b2, b3, steps, add)`. `c`
-    is float32 with stride 64; `a` is int16 and `factors` float32, both with strides in bytes; `b0`
-    to `b3` are the addresses of four int8 panels. `steps` is the number of positions divided by 4.
+    is float32 with a stride of 64 elements; `a` is int16 and `factors` float32, both with strides
+    in bytes; `b0` to `b3` are the addresses of four int8 panels. `steps` is the number of positions
+    divided by 4.
     Sums are int32, exact for up to `MAX_POSITIONS` positions, and are multiplied by the row's
     factor. Of each four positions, the even ones are multiplied as a pair, then the odd ones.
     """

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 GROUP = 32  # columns that share a scale
-MIDDLE, MOST = 8, 15  # the value that means zero without minima; the largest value
+MIDDLE, MOST = 8, 15  # the value of a zero if groups have no minima; the largest value
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +40,7 @@ class Groups:
         return Groups(self.values[rows], self.scales[rows], minima)
 
     def columns(self, columns: slice) -> Groups | None:
-        """Return these columns of each row, or None if the first column is inside a group."""
+        """Return these columns of each row, or None if the first one does not begin a group."""
         start, stop, _ = columns.indices(self.values.shape[1])
         if start % GROUP:
             return None

@@ -44,10 +44,10 @@ from gptmanager.kernels.simd.lanes import (
 )
 from gptmanager.kernels.simd.threads import NEXT_PART
 
-MAX_POSITIONS = 512  # positions of an int16 stretch: an int32 sum holds 512 times 127 x 32,512
+MAX_POSITIONS = 512  # positions of an int16 stretch: 512 * MAX_INT8 * MAX_INT16 fits in int32
 STRETCH = 64  # positions of an int8 stretch
-# A stretch's mark has the factor of its values and the initial value of their sums with weights,
-# and the same two numbers for its remainders.
+# The mark of an int8 stretch has two numbers for the values: their factor, and the initial value of
+# each sum of values times weights. The mark has the same two numbers for the remainders.
 MARK_BYTES = 16
 # A stretch's remainders are stored if its largest magnitude exceeds this multiple of its mean
 # magnitude.
@@ -138,9 +138,9 @@ def sum_ints(builder: Any, value: Any) -> Any:
 def measured(dtype: int, x: int, start: int, positions: int, count: int) -> Any:
     """Return the largest magnitude and the sum of magnitudes of some values, and a mark of NaNs.
 
-    The values are the `positions` elements of `x` from `start` on; elements after the first `count`
-    count as 0. A largest magnitude below `LEAST` is returned as 0. The mark is NaN if a value is
-    NaN, else 0.
+    The values are the `positions` elements of `x` from `start` on; only the first `count` elements
+    are read, and the others are taken as 0. A largest magnitude below `LEAST` is returned as 0. The
+    mark is NaN if a value is NaN, else 0.
     """
     most, size, nans = splat(ZERO), splat(ZERO), splat(ZERO)
     for k in range(0, positions, LANES):

@@ -85,12 +85,12 @@ def round_to_int8(rows: Tensor) -> tuple[Tensor, Tensor]:
 def round_to_groups(rows: Tensor) -> Groups:
     """Round floats `[n, columns]` to groups without minima.
 
-    Several scales are tried for each group, and the scale with the least squared error is kept. A
-    candidate is the element with the largest magnitude, divided by -1 times a number of `STEPS`.
-    The candidate rounds the group to integers. The scale that is tried is the least-squares scale
-    of these integers, as in `make_qx_quants` of llama.cpp's `ggml-quants.c`. The first candidate is
-    the scale of Q4_0, with which the element with the largest magnitude becomes -8. A group with an
-    element that is not finite has the scale NaN.
+    Several scales are tried for each group, and the scale with the least squared error is kept.
+    Each value of `STEPS` gives a candidate: the element with the largest magnitude, divided by the
+    negated value. The group is rounded to integers with the candidate. The scale that is tried is
+    the least-squares scale of these integers, as in `make_qx_quants` of llama.cpp's
+    `ggml-quants.c`. The first candidate is the scale of Q4_0, with which the element with the
+    largest magnitude becomes -8. A group with an element that is not finite has the scale NaN.
     """
     (rows,) = alike(rows)
     count, columns = rows.shape
@@ -110,7 +110,7 @@ def round_to_groups(rows: Tensor) -> Groups:
 
 
 def run_in_team(body: Callable[[int], None], task: Any, work: int) -> None:
-    """Run a compiled body in torch's threads, or for few elements in the caller's thread.
+    """Run a compiled body in torch's threads, or in the caller's thread if there are few elements.
 
     `work`: the number of elements.
     """
@@ -176,7 +176,7 @@ def _as_half(builder: Any, value: Any) -> Any:
     normal = builder.add(bits, builder.add(odd, ir.Constant(INT, 0xFFF)))
     normal = builder.bitcast(builder.and_(normal, ir.Constant(INT, 0xFFFFE000)), FLOAT)
     magnitude = call(builder, "llvm.fabs.f32", FLOAT, value)
-    step = ir.Constant(FLOAT, 0.5)  # from 0.5 to 1, float32 has steps of 2^-24, as small float16 do
+    step = ir.Constant(FLOAT, 0.5)  # from 0.5 to 1, float32 has steps of 2^-24, like float16 near 0
     small = builder.fsub(builder.fadd(magnitude, step), step)
     small = call(builder, "llvm.copysign.f32", FLOAT, small, value)
     is_small = builder.fcmp_ordered("<", magnitude, ir.Constant(FLOAT, 2.0**-14))

@@ -81,11 +81,11 @@ def dots(rows: int, ranks: int, dtype: str) -> Any:
 
     Its arguments are `(h, stride, x, a, width, last_row, last_rank, ahead)`. The results of two
     adjacent tokens are `stride` floats apart in `h`. Tokens after `last_row` repeat token
-    `last_row`, and rows of A after `last_rank` repeat row `last_rank`. From `ahead` on, as many
-    bytes are prefetched as are read of A. `x` is float32. `width` is the width of x and A, at least
-    LANES. A dot product is the sum of sixteen partial sums along the width. With `dtype` "bfloat16
-    pairs" x is also bfloat16, `width` is at least 2 * LANES, and each step adds two results to
-    each partial sum.
+    `last_row`, and rows of A after `last_rank` repeat row `last_rank`. The intrinsic prefetches the
+    bytes from `ahead` on, as many as it reads of A. `x` is float32. `width` is the width of x and
+    A, at least LANES. A dot product is the sum of sixteen partial sums along the width. With
+    `dtype` "bfloat16 pairs" x is also bfloat16, `width` is at least 2 * LANES, and each step adds
+    two terms to each partial sum.
     """
     kept = dtype.removesuffix(" pairs")
     by_pairs = kept != dtype
@@ -171,7 +171,7 @@ def _transposed(builder: Any, dtype: str, b: Any, rank: Any) -> list[Any]:
     Four bytes of a row are loaded as one lane.
     """
     size = itemsize(dtype)
-    units = DEPTH * size // 4  # of four bytes, in a row
+    units = DEPTH * size // 4  # the number of lanes that are loaded from one row
     part = ir.VectorType(INT, units)
 
     def load_row(row: int) -> Any:
@@ -182,7 +182,7 @@ def _transposed(builder: Any, dtype: str, b: Any, rank: Any) -> list[Any]:
     def load_lanes(first: int) -> Any:
         """Load parts of some rows as sixteen lanes.
 
-        The rows are `units` apart, which replaces the exchanges at distances >= `units`.
+        The rows are `units` apart, so that only exchanges at distances < `units` are left to do.
         """
         parts = [load_row(first + units * n) for n in range(LANES // units)]
         while len(parts) > 1:
@@ -193,8 +193,9 @@ def _transposed(builder: Any, dtype: str, b: Any, rank: Any) -> list[Any]:
 
     values = [load_lanes(index) for index in range(units)]
     distance = units
-    while distance > 1:  # each round swaps the off-diagonal quarters of squares of 2 x distance
+    while distance > 1:
         distance //= 2
+        # swap the off-diagonal quarters of squares with a side of 2 * distance
         low = [n if not n & distance else n + LANES - distance for n in range(LANES)]
         high = [n + distance if not n & distance else n + LANES for n in range(LANES)]
         for n in (n for n in range(units) if not n & distance):
@@ -209,8 +210,8 @@ def expanded(groups: int, dtype: str) -> Any:
 
     Its arguments are `(sums, stride, b, rank, h, h_stride, rows, ahead)`. The sums and the h of
     `rows` tokens are `stride` and `h_stride` floats apart. The 16 * `groups` rows of B begin at
-    `b`, `rank` elements apart. They are transposed in registers and stay there for all tokens. As
-    many bytes as are read of B are prefetched from `ahead`.
+    `b`, `rank` elements apart. They are transposed in registers and stay there for all tokens. The
+    intrinsic prefetches the bytes from `ahead` on, as many as it reads of B.
     """
 
     @intrinsic(nothing, long, long, long, long, long, long, long, long)

@@ -32,10 +32,11 @@ from gptmanager.kernels.simd.lanes import LANES, claim, get_long, load, loop, st
 from gptmanager.kernels.simd.pairs import has_pairs
 from gptmanager.kernels.simd.threads import NEXT_PART, NEXT_THREAD, task_fields
 
-BLOCK = 32  # most tokens of a run
+BLOCK = 32  # maximum number of tokens in a run
 AHEAD = 8192  # bytes between the row of B that is read and the bytes that are prefetched
 SPAN = 256  # columns of the result that are computed together
-STRIDE = SPAN + LANES  # floats between the sums of two tokens; a block of LANES may pass the span
+# Floats between the sums of adjacent tokens: a block of LANES may extend beyond a span.
+STRIDE = SPAN + LANES
 # Numbers of floats in a thread's scratch: a square of lanes to transpose, a transposed span of B,
 # and the sums of a run. After these areas are the rows of x that are multiplied at a time, then h.
 SQUARE, TRANSPOSED, SUMS = LANES * LANES, LANES * STRIDE, BLOCK * STRIDE
@@ -49,9 +50,9 @@ class AdapterTask(ctypes.Structure):
     int64 `[num_parts, 3]` has, for each run, the index in `order` of its first token, the index
     after its last token, and the adapter's slot in `table`. A run has at most BLOCK tokens.
     `modules` int64 `[num_modules, 4]` has the fields of `AdapterModule`. `h_stride` is the number
-    of floats between the h of two adjacent tokens. It is at least the rank, and a multiple of the
-    tile size. `dtype` is the dtype of `result`. If `pairs` is set, the pool is bfloat16, and A is
-    multiplied in pairs of elements if x is bfloat16 too.
+    of floats between the h of two adjacent tokens. It is at least the largest rank, and a multiple
+    of RANKS_OF_ONE. `dtype` is the dtype of `result`. If `pairs` is set, the pool is bfloat16, and
+    A is multiplied in pairs of elements if x is bfloat16 too.
     """
 
     _fields_ = task_fields(
@@ -66,7 +67,7 @@ _several = {name: dots(ROWS, RANKS, name) for name in NAMES}
 _one = {name: dots(1, RANKS_OF_ONE, name) for name in NAMES}
 _several_float32, _one_float32 = _several["float32"], _one["float32"]
 _several_bfloat16, _one_bfloat16 = _several["bfloat16"], _one["bfloat16"]
-_several_float16 = _several.get("float16", _several_bfloat16)  # never called with float16
+_several_float16 = _several.get("float16", _several_bfloat16)  # the default is never called
 _one_float16 = _one.get("float16", _one_bfloat16)
 _several_pairs, _one_pairs = _several_bfloat16, _one_bfloat16
 if has_pairs():  # without pairs, no task has `pairs` set, and these two are never called

@@ -284,7 +284,7 @@ def _run_head(t: Any, row: int, head: int, tile: int) -> None:
         end = min(stop, start + SPAN)
         for column in range(0, value_dim, WIDTH):
             count = value_dim - column
-            more = count - LANES  # columns of the second half: none if negative
+            more = count - LANES  # columns left for the second half, if positive
             for i in range(key_dim):
                 at = i * value_dim + column
                 store(tile, i * WIDTH, load_part(memory, at, count))

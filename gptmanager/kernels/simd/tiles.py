@@ -42,9 +42,9 @@ def store_line(builder: Any, address: Any, offset: int, words: Any) -> None:
 
 
 def exchanged(builder: Any, vectors: Sequence[Any], distance: int, lanes: int) -> list[Any]:
-    """Permute lanes: exchange one bit of the index of a vector with one bit of the index of a lane.
+    """Move words: exchange one bit of the index of their vector with one bit of their lane index.
 
-    `distance` is the value of the bit of the vector, and `lanes` the value of the bit of the lane.
+    `distance` is the bit of the vector index, `lanes` the bit of the lane index: 1, 2, 4 or 8.
     """
     found = [*vectors]
     first = [LANES + lane - lanes if lane & lanes else lane for lane in range(LANES)]

@@ -60,7 +60,7 @@ def read_model(path: Path) -> Header:
 def first_of_split(files: Sequence[Path]) -> Path | None:
     """Return `files[0]` if the sorted `files` are, by their names, all files of one model.
 
-    Otherwise returns None.
+    Otherwise returns None. May raise ConfigError if `files[0]` is a later file of a model.
     """
     match = _NAME.fullmatch(files[0].name)
     if match is None or len(files) != int(match[4]):

@@ -24,7 +24,7 @@ from gptmanager.models.gguf.header import Header, StoredTensor
 _LAYER = re.compile(r"blk\.(\d{1,9})\.")
 _IN_LAYER = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")
 _OUTSIDE = re.compile(r"(\w+)\.(weight|bias)")
-# A checkpoint has no such tensors: `config_of` reads them as fields of the RoPE scaling.
+# tensors that are left out, because `config_of` reads them as fields of the RoPE scaling
 _FROM_CONFIG = {"rope_freqs.weight", "rope_factors_short.weight", "rope_factors_long.weight"}
 _TEMPORARIES = 4  # memory needed to unpack, in multiples of the result's size
 _FLOAT_BYTES = 4

@@ -1,4 +1,4 @@
-"""`PipedView`: a chat through pipes. Each line is a message, and only answers go to stdout."""
+"""`PipedView`: a chat through pipes, with messages from stdin and only the answers on stdout."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from gptmanager.terminal.streams import print_message
 class PipedView:
     """Reads messages from the standard input, and prints answers on the standard output.
 
-    Errors and the texts of commands are printed on the standard error output. Raises ConfigError if
-    the standard input is closed.
+    Errors and the results of commands are printed on the standard error output. Raises ConfigError
+    if the standard input is closed.
     """
 
     def __init__(self) -> None:

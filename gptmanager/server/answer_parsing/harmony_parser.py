@@ -44,7 +44,7 @@ class _State(Enum):
 
 
 def is_in_final(prompt: str) -> bool:
-    """Return whether the text after `prompt`, the last header of a prompt, is the final answer."""
+    """Return whether `prompt`, which is a prompt's last header, begins the final answer."""
     channel = _CHANNEL.search(prompt)
     return channel is not None and channel[1] == "final" and MESSAGE in prompt
 
@@ -52,7 +52,7 @@ def is_in_final(prompt: str) -> bool:
 class HarmonyParser(StepwiseParser):
     """Divides the text of one answer into thoughts, content and calls.
 
-    `names`: the tools that may be called; a message to another recipient is content. `prompt`: the
+    `names`: the tools that may be called; a message to another function is content. `prompt`: the
     last header of the prompt, from `<|start|>` on. The answer continues this header. Several
     thoughts, or several messages of content, are joined by line breaks. If an answer begins without
     a header, its first text is content.

@@ -65,7 +65,10 @@ def messages_of(
 
 
 def _of_user(role: str, content: list[Any], where: str) -> list[tuple[Place, dict[str, Any]]]:
-    """Return a message for each tool result, then a message with all other blocks as its parts."""
+    """Return a message for each tool result, then a message with all other blocks as its parts.
+
+    This last message is left out if all blocks are tool results.
+    """
     found: list[tuple[Place, dict[str, Any]]] = []
     parts = []
     for index, block in enumerate(content):

@@ -48,7 +48,7 @@ class ChatAnswer:
         self._calls: list[dict[str, Any]] = []
         self._num_pushed = 0  # characters
         self._tokens = ContentTokens()
-        # How many thoughts `num_reasoning_tokens` has seen end, and how many tokens begin in them.
+        # `_num_tokens` tokens begin in the first `_num_ended` thoughts, which have ended.
         self._num_ended = self._num_tokens = 0
 
     def push(self, text: str, log_probs: Sequence[TokenLogProb] = ()) -> list[dict[str, Any]]:

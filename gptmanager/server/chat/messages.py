@@ -20,7 +20,7 @@ _MAY_BE_EMPTY = ("assistant", "tool", "function")  # roles with an optional cont
 _TEXT_PARTS = ("text", "input_text", "output_text", "refusal")
 _THOUGHTS = ("thinking", "redacted_thinking", "reasoning")  # parts that are not shown to the model
 READABLE = "the model reads text, and embeddings of type image_embeds or prompt_embeds"
-_MOST_OBJECTS = 10_000  # limit of [ and { in the arguments of a call, if they are to be parsed
+_MOST_OBJECTS = 10_000  # arguments with more [ and { than this are not parsed
 _FUNCTION_CALL = "function_call"  # id given to a deprecated call, which has no id of its own
 
 

@@ -89,9 +89,9 @@ class Adapters:
     def read(self, name: str, path: str, *, is_trusted: bool = False) -> Adapter:
         """Return an adapter read from its files, without adding it. Blocks while it reads.
 
-        `is_trusted`: the operator has named the folder, so it may be outside the root. Raises
-        ApiError: 403 if the folder is not trusted, and is outside the root or no root is set;
-        400 if the folder has no valid adapter.
+        `is_trusted`: the operator has named the folder, so it may be outside the root. Otherwise,
+        raises ApiError (403) if no root is set, or if the folder is outside the root. Raises
+        ApiError (400) if the folder has no valid adapter.
         """
         folder = Path(path).resolve() if is_trusted else self._folder(path)
         try:

@@ -35,7 +35,7 @@ class AccessSettings:
 
     `max_connections`: limit of open connections, by default three quarters of the descriptor limit.
     `max_connections_per_address`: limit of open connections from one address, by default none. For
-    a client behind a trusted proxy, this is the limit of requests that run at once instead.
+    a client behind a trusted proxy, the limit applies to concurrent requests instead.
     `forwarded_allow_ips`: addresses or networks of trusted proxies. `keep_alive_timeout`: seconds
     that an idle connection stays open. `read_timeout`: seconds within which a request must arrive
     completely. `sse_keep_alive`: seconds between the comments that a stream sends before its first

@@ -16,7 +16,7 @@ from gptmanager.server.http.json_text import parse_json
 from gptmanager.server.http.responses import COMMENT, disconnected
 
 _T = TypeVar("_T")
-LARGE_BODY = 1 << 14  # bytes; reading such a body takes 1 ms, starting to read on a thread 0.1 ms
+LARGE_BODY = 1 << 14  # bytes; parsing such a body takes 1 ms, passing it to a thread 0.1 ms
 _HUGE_BODY = 1 << 20  # bytes; parsing such a body may hold the interpreter lock for 0.1 s
 
 

@@ -32,8 +32,8 @@ def listening(host: str, port: int, uds: Path | None) -> Iterator[socket.socket]
 def bind(host: str, port: int, option: str = "--port") -> socket.socket:
     """Return a bound socket that does not listen yet. Raises ConfigError if it cannot be bound."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    # asyncio turns off Nagle's algorithm only if the protocol is named. With it, an answer waits
-    # 40 ms for the client's delayed acknowledgement of its headers.
+    # asyncio disables Nagle's algorithm only if IPPROTO_TCP is passed here. With that algorithm, an
+    # answer waits 40 ms for the client's delayed acknowledgement of its headers.
     listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:

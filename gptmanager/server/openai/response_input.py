@@ -18,7 +18,8 @@ RENAMED = (
     ("].function", "]"),
     ("max_completion_tokens", "max_output_tokens"),
 )
-# Fields with the same meaning in Chat Completions. Some of them are not in OpenAI's API.
+# Fields with the same name and meaning in /v1/responses and in Chat Completions. Some of them are
+# not in OpenAI's API.
 SAME = (
     *("model", "stream", "temperature", "top_p", "parallel_tool_calls"),
     *("top_k", "min_p", "seed", "stop", "stop_token_ids", "presence_penalty", "frequency_penalty"),
@@ -27,7 +28,7 @@ SAME = (
 )
 _ROLES = ("system", "developer", "user", "assistant")
 _KINDS = ("message", "function_call", "function_call_output", "reasoning")
-_ALLOWED = ", ".join((*_KINDS, "item_reference"))  # `resolved` replaces the last kind
+_ALLOWED = ", ".join((*_KINDS, "item_reference"))  # an earlier step replaces each item_reference
 
 
 def items_of(given: Any) -> list[Any]:

@@ -121,8 +121,8 @@ class Answer:
 
     async def shaped(self, shape: Callable[[], _T], num_listed: int = 0) -> _T:
         """Return the result of `shape`, which formats the log probabilities of the prompts and of
-        `num_listed` output tokens. If these are MANY_LISTED tokens or more, `shape` runs on a
-        worker thread.
+        `num_listed` output tokens. For MANY_LISTED tokens or more in all, `shape` runs on a worker
+        thread.
         """
         of_prompts = sum(len(one) for one in self.prompt_log_probs if one is not None)
         return await run_in_thread(shape) if of_prompts + num_listed >= MANY_LISTED else shape()
@@ -178,7 +178,7 @@ class Answer:
                 if not math.isnan(seconds):
                     self._times[name] = min(seconds, self._times.get(name, seconds))
             if choice == 0:
-                self._knows[prompt] = True  # without log probabilities if it timed out first
+                self._knows[prompt] = True  # after a timeout there may be no log probabilities
                 self._num_cached += int(part.result.metrics.get("cached_tokens", 0))
             if not self._options.streams:
                 check_in_time(part.result)

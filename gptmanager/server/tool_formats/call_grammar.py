@@ -95,7 +95,8 @@ class CallShape:
     def _text_with_calls(self, tag: str, marks: Mapping[str, int], most: int) -> list[str]:
         """Return grammar lines for text with up to `most` groups of calls.
 
-        Each group begins with `tag`. If `tag` is empty, the rule `calls` itself matches the tag.
+        Each group begins with `tag`. If `tag` is empty, each group begins with `self.tag`, which
+        the rule `calls` matches.
         """
         text, others = f"TEXT: /{_ANY}/", self._others(marks)
         if not tag:

@@ -20,7 +20,7 @@ class Harmony(ToolFormat):
     """The harmony format, with one call in an answer.
 
     If calls are optional, there is a grammar only if an answer without a call must fit a schema.
-    Without a grammar, a message may begin with a thought, with text or with a call.
+    Without a grammar, an answer may begin with a thought, with text or with a call.
     """
 
     name = "harmony"

@@ -16,7 +16,8 @@ _KINDS = {
 def properties_of(schema: Any) -> dict[str, Any]:
     """Return the schemas of an object's properties, by name.
 
-    `$defs` and `definitions` of `schema` are added to each, so that its references can be resolved.
+    `$defs` and `definitions` of `schema` are added to the schema of each property, so that
+    references in the property's schema can be resolved.
     """
     own = schema.get("properties") if isinstance(schema, Mapping) else None
     if not isinstance(own, Mapping):

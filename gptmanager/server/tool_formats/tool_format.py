@@ -41,7 +41,7 @@ class ToolFormat(ABC):
     ) -> tuple[str, dict[str, Any]] | None:
         """Return the grammar of an answer, in Lark's form, and the JSON schemas of its rules.
 
-        `marks`: text -> id of added tokens, from `marks_of`. If calls are not required, an answer
+        `marks`: ids of added tokens, by the text of the token. If calls are not required, an answer
         may have no calls. With a JSON schema `answer`, an answer without calls is JSON of this
         schema. If `answer` is None, any text is allowed, and each call that begins in the text must
         be complete and valid. The result is None if the format has no grammar for these answers.

@@ -47,7 +47,7 @@ class InferRequest:
 
 
 class InferResponse(NamedTuple):
-    """One response to a call; the last one has `is_final`. `error`: why a row has failed."""
+    """One response to a call; the last one has `is_final`. `error`: why a batch row failed."""
 
     request: InferRequest
     outputs: Mapping[str, np.ndarray]

@@ -27,7 +27,8 @@ class Sizes(NamedTuple):
     `rows` limits the rows of a batch, `prompt` the tokens of a prompt, `vocabulary` the tokens that
     have a bias or draft logits, `hidden` the values of an embedding, `adapter_rows` the modules of
     an adapter, `adapter_width` the weights of a module, and `word_ids` the token ids of all words
-    in a list. `stop_words`, `bad_words` and `bias_words` limit the strings of these inputs.
+    in a list. `stop_words`, `bad_words` and `bias_words` limit the numbers of strings in the inputs
+    `stop_words`, `bad_words` and `embedding_bias_words`.
     """
 
     rows: int

@@ -79,7 +79,8 @@ _SAME_NAMES = (
     *("prompt_embedding_table", "prompt_vocab_size", "draft_input_ids", "draft_logits"),
     *("lora_task_id", "lora_weights", "lora_config"),
 )
-MAX_LOGITS_BYTES = 256 << 20  # of logits per row of a call, of its prompts and outputs together
+# limit for a row of a call: the bytes of the logits of all its prompts and outputs together
+MAX_LOGITS_BYTES = 256 << 20
 # inputs that this engine does not support -> the values that are accepted nevertheless
 _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "decoder_input_ids": (),
@@ -109,7 +110,7 @@ class TokenModel:
     async def replies(
         self, row: Mapping[str, Any], *, output_len: str = "request_output_len"
     ) -> list[TokenReply]:
-        """Return a reply for each sequence that the row asks for; with beams, one for all beams.
+        """Return a reply for each sequence that the row asks for, or one reply for all beams.
 
         `output_len`: the client's name for the input `request_output_len`, for errors. Raises
         ApiError for a wrong row.

@@ -50,9 +50,9 @@ class ScaleTask(ctypes.Structure):
     the sixteen values of codes of the kind `NAMED`. `result`: float32 `[num_tokens, width]`.
     `scales` and `zeros`: float32 `[num_tokens, num_blocks]`. If the address `zeros` is 0, every
     block has the zero point `zero`. Column c is in block `index[c]` (float32). If the address
-    `index` is 0, column c is in block `c // block`, where `block` is a multiple of 16. The other
-    fields are those of `PanelTask`, except that the int8 scales of rows are in `row_scales`, and
-    that `scratch` also has a row of floats.
+    `index` is 0, column c is in block `c // block`, where `block` is a multiple of 16. All values
+    are also multiplied by `factor`. The other fields are those of `PanelTask`, except that the int8
+    scales of rows are in `row_scales`, and that `scratch` also has a row of floats.
     """
 
     _fields_ = task_fields(
@@ -215,7 +215,7 @@ def scale_rows(address: int) -> None:
 
 
 def scale_to_int8(address: int) -> None:
-    """Round (value - zero) * scale * factor to int8, with a scale for each row; write panels."""
+    """Round (value - zero) * scale * factor to int8 panels, with a new scale for each row."""
     t = task_at(address, SCALE_TASK)
     scratch = t.scratch + claim(address, NEXT_THREAD) * t.scratch_bytes
     floats = scratch + LANES * t.row_bytes

@@ -40,7 +40,7 @@ from gptmanager.kernels.simd.tiles import (
     transposed,
 )
 
-AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # one of a word's eight rows -> place of its number
+AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # row 0 to 7 of a word -> place of the row's number
 AWQ_ROWS = 8 * LANES  # rows in sixteen words, which one vector holds
 _WORDS = 4  # words of a row in a group of 32 columns
 _STEPS, _FOUR = 4, 4  # lines of a group in a panel, and bytes of a row in a line

@@ -32,9 +32,9 @@ class PackedGroups:
     """Rows of a 4-bit matrix as a checkpoint stores them: eight values in a word.
 
     `words` is int32 `[n, columns / 8]` with any strides. If there is an `order`, `words` is
-    `[words, columns]`: a word has the values of eight rows in one column. The value of the i-th of
+    `[rows / 8, columns]`: a word has the values of 8 rows in one column. The value of the i-th of
     these rows is at place `order[i]` of the word, counted from the lowest bits. The first `skipped`
-    rows of `words` do not belong to the matrix. `scales` and `minima` are float16 `[n, blocks]`. A
+    unpacked rows do not belong to the matrix. `scales` and `minima` are float16 `[n, blocks]`. A
     block has `width` columns, a multiple of 32, or all columns of a row.
     """
 

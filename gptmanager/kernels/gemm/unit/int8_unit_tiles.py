@@ -1,7 +1,8 @@
 """Register tiles of matmuls with 8-bit and 4-bit matrices, by a matrix unit (Intel AMX).
 
-The unit multiplies bytes. Results have the same bits as in `int16_tiles` (8 bits) and `int4_tiles`
-(4 bits): sums over a stretch or a group are exact, and are added in the same order.
+The unit multiplies bytes. Results have the same bits as those of `int16_tiles` (for 8-bit
+matrices) and `int4_tiles` (for 4-bit matrices): sums over a stretch or a group are exact, and are
+added in the same order.
 """
 
 # mypy: allow-untyped-calls

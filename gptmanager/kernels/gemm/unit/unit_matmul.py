@@ -52,7 +52,7 @@ def _multiply_stretch(
     t: Any, c: int, x: int, k: int, b0: int, b1: int, next0: int, next1: int, rows: int, sums: int,
     now: int,
 ) -> int:  # fmt: skip
-    """Multiply the rows' stretch that begins at position `k` with two panels.
+    """Multiply up to MAX_POSITIONS positions of the rows, from position `k` on, with two panels.
 
     Add the results to `c`, or overwrite `c` if `k` is 0. Return the address of the unit's
     configuration.
@@ -72,7 +72,7 @@ def _multiply_stretch(
 
 @loop
 def _share_int8(t: Any, address: int) -> None:
-    """Compute the parts that a thread claims. A row of `x` has `split_row_bytes(depth)` bytes."""
+    """Compute the parts that a thread claims. A row of `x` has `split_row_size(depth)` bytes."""
     scratch, counter = begin(t, address)
     depth, c, sums, now = t.depth, scratch, scratch + SCRATCH_BYTES, 0
     size = MAX_POSITIONS * LANES
@@ -97,7 +97,7 @@ def _share_int8(t: Any, address: int) -> None:
 def _multiply_groups(
     t: Any, c: int, x: int, k: int, panel: int, rows: int, span: int, now: int
 ) -> int:
-    """Multiply the rows' span of groups that begins with group `k` with a panel.
+    """Multiply up to SPAN_GROUPS groups of the rows, from group `k` on, with a panel.
 
     Add the results to `c`, or overwrite `c` if `k` is 0. Return the address of the unit's
     configuration.
@@ -119,7 +119,7 @@ def _multiply_groups(
 
 @loop
 def _share_int4(t: Any, address: int) -> None:
-    """Compute the parts that a thread claims. A row of `x` has `planes_bytes(depth)` bytes."""
+    """Compute the parts that a thread claims. A row of `x` has `planes_size(depth)` bytes."""
     scratch, counter = begin(t, address)
     span, now, num_groups = scratch + SCRATCH_BYTES, 0, t.depth // GROUP
     part = claim(counter, NEXT_PART)
