@@ -36,10 +36,10 @@ class LivePage:
             page.attach(manager)
             print(page.serve(port=8080))
 
-    Half a minute after the last viewer has left, the loop stops working for the page. The page
-    shows ids and numbers, and no text of requests. `num_outside` returns the number of requests
-    that wait in the application, which the manager does not know; a thread of the page calls
-    `num_outside`. `max_viewers` limits the number of open pages.
+    Half a minute after the last viewer has left, the loop stops its reports to the page until the
+    next viewer enters. The page shows ids and numbers, and no text of requests. `num_outside`
+    returns the number of requests that wait in the application and are unknown to the manager; a
+    thread of the page calls `num_outside`. `max_viewers` limits the number of open pages.
     """
 
     def __init__(

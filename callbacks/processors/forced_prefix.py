@@ -1,6 +1,7 @@
 """`ForcedPrefix`: makes an output begin with given tokens.
 
-On a GPU a CUDA kernel changes the logits, on the CPU its twin, a NumPy function.
+On a GPU, a CUDA kernel changes the logits. On the CPU, a NumPy function, the kernel's twin, changes
+them.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ template <int D, int AT_ONCE> struct PartialSum {
 
     __device__ bool has(int i) const { return D % 32 == 0 || lane + 32 * i < D; }
 
-    // Adds `count` <= 32 results, `stride` heads apart. Loads bypass L1, which may hold stale bytes.
+    // Adds `count` <= 32 partial results, `stride` heads apart. Loads bypass L1, which may hold stale bytes.
     __device__ void add(const float* partial, const float* partial_log, int count, int stride) {
         float log = lane < count ? __ldcg(partial_log + ptrdiff_t(lane) * stride) : -INFINITY;
         float largest = log;

@@ -23,7 +23,7 @@ PARAMS = np.dtype(  # `Adjustments` of adjustments.cu
         ("first_end", np.int64),  # the first position at which end ids are allowed
         ("lists", np.int64),  # where the lists of this request begin
         ("num_ends", np.int32),
-        ("ngram_size", np.int32),  # 0: none
+        ("ngram_size", np.int32),  # 0: n-grams may repeat
         ("num_biases", np.int32),
         ("num_word_tokens", np.int32),
         ("num_words", np.int32),

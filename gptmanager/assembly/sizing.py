@@ -78,9 +78,9 @@ class Sizes:
     def chunk_unit(self) -> int:
         """The unit of chunk lengths, in tokens.
 
-        Each chunk of a context, except the last chunk, is a multiple of the unit. The unit is one
-        block. With an attention window below `max_input_len`, the unit is as many blocks as hold
-        256 tokens, because every context longer than the window runs in chunks.
+        Each chunk of a context, except the last chunk, is a multiple of the unit. By default, the
+        unit is one block. With an attention window below `max_input_len`, every context longer than
+        the window runs in chunks: the unit is then the fewest whole blocks that hold 256 tokens.
         """
         size = self.tokens_per_block
         if self.attention_window is None or self.attention_window >= self.max_input_len:

@@ -52,11 +52,11 @@ class Match(NamedTuple):
 class PrefixTree:
     """Blocks of `tokens_per_block` tokens, each a child of the block with the tokens before it.
 
-    Each `root_key` has a root of its own, and blocks under different roots are never shared.
+    Each `root_key` has a root of its own, so sequences with different root keys share no blocks.
     `version` increases when blocks are stored, moved or removed. `num_moves` increases when a block
-    is moved. Blocks with ids from `num_primary` on are in host memory, so their content must be
-    moved or copied to the pool before a sequence can read it. Lookups skip blocks with ids from
-    `end_findable` on, and all their descendants.
+    is moved. Blocks with ids below `num_primary` are in the pool. All other blocks are in host
+    memory, so their content must be moved or copied to the pool before a sequence can read it.
+    Lookups skip blocks with ids from `end_findable` on, and all their descendants.
 
     `num_prioritized` is the number of blocks with a priority other than the default.
     `priority_era` increases whenever `num_prioritized` rises from 0. While `num_prioritized` is
@@ -324,14 +324,14 @@ def common_prefix(first: Sequence[int], second: Sequence[int]) -> int:
 def _is_covered(node: Node, key: Tokens) -> bool:
     """Return whether a child of `node` begins with `key`.
 
-    In sorted order, the first child that is not before `key` would be such a child.
+    If a child does, the first child that is not before `key` in sorted order begins with `key`.
     """
     index = bisect_left(node.ordered, key)
     return index < len(node.ordered) and node.ordered[index][: len(key)] == key
 
 
 def _by_whole(node: Node, wanted: Tokens) -> Iterator[tuple[Node, int]]:
-    """Yield the children with all tokens in common with the start of `wanted`, the longest first.
+    """Yield the children with tokens that are a prefix of `wanted`, the longest prefix first.
 
     Each child is paired with its number of tokens.
     """

@@ -1,1 +1,1 @@
-"""`GptManager`: the thread that runs a token loop, its life cycle, and questions about the loop."""
+"""`GptManager`: its life cycle, the thread of its token loop, and questions about the loop."""

@@ -71,10 +71,10 @@ class ReplayReport:
     """The result of a replay.
 
     `iterations`: number of iterations that ran. `compared`: number of these iterations in which the
-    schedule was compared with the recorded schedule. `broke_off`: if the last recorded iteration
-    did not complete, the reason (the error of the recorded run, or that the recording is cut off),
-    and whether the replay failed there, too. If the replay completed every iteration, or diverged,
-    `broke_off` is "".
+    schedule was compared with the recorded schedule. `broke_off` is a text if neither the
+    recording nor the replay completes the last iteration. The text has the recorded error, or says
+    that the recording is cut off, and then says how the replay ended. If the replay completed every
+    iteration, or diverged, `broke_off` is "".
     """
 
     iterations: int
@@ -302,7 +302,7 @@ class _RecordedWorld:
         self.schedule = schedule
         iteration = self._iteration
         if iteration is not None and _schedule_difference(iteration, schedule) is not None:
-            raise _EndOfRecording  # the recorded tokens belong to other rows
+            raise _EndOfRecording  # the recorded tokens belong to another schedule
         return _Step(schedule)
 
     def sample(self, step: _Step) -> None:

@@ -24,7 +24,7 @@ _MAX_ROWS = 16  # rows of running requests on a terminal
 _MAX_BAR = 20
 _GAP = "   "  # between counts
 _LOG_EVERY_S = 10.0  # seconds between two logs of the counts, if nothing is redrawn
-_NARROW = 60  # columns below which a row shows only its id and its text
+_NARROW = 60  # on a terminal with fewer columns, a row shows only its name and text
 _NAME, _TOKENS, _STATE = 7, 6, 10  # widths in columns
 
 _HEADER = [Text(name, "dim", no_wrap=True) for name in ("request", "tokens", "state", "text")]

@@ -2,8 +2,8 @@
 
 Each group has its own factor, the scale of its integers, so that a large element costs precision
 only within its group. A row is stored as one block of memory for each group or, for a matrix unit
-(Intel AMX), as planes: all integers, all factors, all sums. An element is stored in one byte (one
-"level"), or in two if rows are few: the signed upper byte of an int16, and the signed rest.
+(Intel AMX), in planes; see `planes_bytes`. An element is stored in one byte (one "level"), or in
+two if rows are few: the signed upper byte of an int16, and the signed rest.
 """
 
 # mypy: allow-untyped-calls

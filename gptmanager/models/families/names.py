@@ -1,8 +1,8 @@
 """The names of tensors in each family of checkpoints.
 
-A table maps the name of a module in a checkpoint, with {} for the layer's and the expert's number,
-to our name of a parameter and the part of it that the module fills. "up|shared_up" means the one of
-these two parameters that the layer has.
+The keys of a table are the names of modules in a checkpoint, with {} for the layer's and the
+expert's number. A value is our name of a parameter, and the part of this parameter that the module
+fills. "up|shared_up" means the one of these two parameters that the layer has.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ def tensor_names(
 
 
 def layer_names(layer: str = "model.layers.{}.", **modules: str | None) -> Tensors:
-    """Return the part of a table for the modules of a layer. A missing module is None."""
+    """Return the part of a table for the modules of a layer. None marks a missing module."""
     given = {layer + theirs: word for word, theirs in modules.items() if theirs is not None}
     return {theirs: _MODULES[word] for theirs, word in given.items()}
 

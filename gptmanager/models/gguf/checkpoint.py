@@ -18,7 +18,7 @@ class GgufCheckpoint:
     """A GGUF model with the parts and tensor names of a Hugging Face checkpoint.
 
     `path` is the model's only file, or the first of its split files. The constructor reads the
-    header; other parts are read on demand. ConfigError is raised for a file that cannot be used.
+    header; the data of tensors is read on demand. ConfigError is raised for an unusable file.
     """
 
     def __init__(self, path: Path) -> None:

@@ -53,7 +53,7 @@ class AnswerParser(Protocol):
         """Add new text to the answer; return the parts that are now certain."""
 
     def flush(self) -> list[Found]:
-        """Return the text that was held back, as parts, because the answer ends here."""
+        """End the answer: return the text that was held back so far, as parts."""
 
     @property
     def is_in_arguments(self) -> bool:
