@@ -32,7 +32,7 @@ from gptmanager.loop.limits import Limits
 from gptmanager.loop.responses import MakeFinal, stream_one_token, stream_tokens
 from gptmanager.request.inference_request import InferenceRequest, NamedTensor
 from gptmanager.request.llm_request import LlmRequestState, insert_by_priority
-from gptmanager.step import Failure, Host, Intake
+from gptmanager.step import Failure, Host, Intake, Progress
 
 _COMPLETE = LlmRequestState.GENERATION_COMPLETE
 
@@ -83,6 +83,7 @@ class RequestTable:
         self._final = final
         self._timed: dict[int, ActiveRequest] = {}  # requests with a deadline
         self._arriving: deque[InferenceRequest] = deque()  # fetched, not admitted yet
+        self._resumed: dict[int, Progress] = {}  # of those in `_arriving` that a journal restored
         self._intake: Intake | None = None  # the intake that is being applied
         self._stopping: deque[int] = deque()  # stop signals of `_intake` not applied yet
         # a request that is being freed and has not got its final response
@@ -97,6 +98,7 @@ class RequestTable:
         was sent before GetInferenceRequests was called.
         """
         self._arriving.extend(intake.requests)
+        self._resumed.update((it.request_id, it) for it in intake.resumed)
         self._intake = intake
         if intake.adapters or intake.forgotten_adapters:
             self.adapters.note(intake.forgotten_adapters, intake.adapters)
@@ -193,12 +195,12 @@ class RequestTable:
         most_active: float,
     ) -> None:
         request_id = inference_request.request_id
+        progress = self._resumed.pop(request_id, None)
         try:
             if request_id in taken:
                 raise DuplicateRequestIdError(
                     f"request id {request_id} belongs to a request that is still being processed"
                 )
-            progress = next((it for it in intake.resumed if it.request_id == request_id), None)
             if progress is None:
                 self.require_room(most_active)
             request = admit(inference_request, self.limits, intake.now)

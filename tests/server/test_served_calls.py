@@ -43,6 +43,13 @@ def test_calls_behind_a_special_token(mistral, choice):
     assert mistral(text, tool_choice="none").choices[0].message.tool_calls is None
 
 
+def test_a_refusal_of_deprecated_functions_names_the_field_that_was_sent(client):
+    """The template knows no calls, which is found after the fields are read."""
+    body = {"messages": ASKS, "functions": [TOOLS[0]["function"]]}
+    error = client.post("/v1/chat/completions", json=body).json()["error"]
+    assert error["param"] == "functions" and error["message"].startswith("functions: the chat")
+
+
 @pytest.mark.parametrize(
     ("template", "options", "expected"),
     [
