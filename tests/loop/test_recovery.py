@@ -45,6 +45,7 @@ from gptmanager.request.post_processor import RequestProcessor
 from gptmanager.simulator.cost_model import CostModel
 from gptmanager.simulator.load import RecordedLoad
 from gptmanager.simulator.simulation import simulate
+from gptmanager.step import Progress
 from gptmanager.testing import RecordingCallbacks, ScriptedModel
 
 PACKAGE = str(Path(errors.__file__).parent)
@@ -673,6 +674,31 @@ def test_stops_behind_the_one_that_fails_are_not_lost(monkeypatch):
     assert [driver.final(i).error for i in (1, 2)] == 2 * ["StepError: of the test"]
     reason = FinishReason(int(driver.final(3).tensors["finish_reasons"]))
     assert reason is FinishReason.CANCELLED
+
+
+def test_what_a_journal_restored_goes_on_after_an_intake_that_failed(monkeypatch):
+    driver = LoopDriver()
+    driver.submit(request(1, [1], 9))
+    driver.loop.iterate()
+    fetch = driver.host.fetch
+
+    def fetch_restored(room, num_active):
+        monkeypatch.setattr(driver.host, "fetch", fetch)
+        progress = Progress(2, (7, 7), (), num_sent=0, age_s=0.5)
+        driver.submit(request(2, [5, 6], 6, is_streaming=True))
+        return replace(fetch(room, num_active), stops=frozenset({1}), resumed=(progress,))
+
+    def fails(released):
+        raise MemoryError
+
+    monkeypatch.setattr(driver.host, "fetch", fetch_restored)
+    with monkeypatch.context() as failing:
+        failing.setattr(driver.loop.allocator, "release", fails)
+        with pytest.raises(MemoryError):
+            driver.loop.iterate()
+    driver.loop.recover(errors.StepError("of the test"))
+    driver.run()
+    assert driver.output(2) == [7, 7, *expected_output([5, 6, 7, 7], 4)]
 
 
 def test_processors_that_are_never_ready_are_forgotten_with_their_requests():

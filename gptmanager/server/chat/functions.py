@@ -5,7 +5,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 from gptmanager.server.errors import ApiError
@@ -36,11 +37,20 @@ def read_functions(functions: Any, function_call: Any) -> Tools | None:
     choice = function_call
     if isinstance(function_call, Mapping):
         choice = {"type": "function", "function": function_call}
-    try:
+    with named_as_functions():
         return read_tools(tools, choice, False)
+
+
+@contextmanager
+def named_as_functions() -> Iterator[None]:
+    """Replace the names of fields in ApiErrors of the block by those of the deprecated fields."""
+    try:
+        yield
     except ApiError as error:
-        message = outside_quotes(error.message, _renamed)
-        raise bad_request(_renamed(error.param or ""), message) from None
+        if error.param is None or not error.param.startswith("tool"):
+            raise
+        param, message = _renamed(error.param), outside_quotes(error.message, _renamed)
+        raise ApiError(error.status, message, param=param, code=error.code) from None
 
 
 def _renamed(text: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Mapping
 from typing import Any
@@ -12,6 +13,7 @@ from starlette.routing import BaseRoute, Route
 
 from gptmanager.server.chat.chat_call import ChatCalls, PreparedChat
 from gptmanager.server.chat.chat_prompt import MESSAGES, OBJECTS, TEMPLATE_FIELDS
+from gptmanager.server.chat.functions import has_functions, named_as_functions
 from gptmanager.server.fields import AsItIs, Field, Flag, Integer, bad_request, by_name
 from gptmanager.server.http.body import read_json
 from gptmanager.server.http.request_log import RECORD
@@ -89,7 +91,8 @@ class _Chats:
     async def _prepare(
         self, given: dict[str, Any], warnings: Warnings, request_id: str
     ) -> JsonAnswer:
-        chat = await self._calls.prepare(given, warnings)
+        with named_as_functions() if has_functions(given) else contextlib.nullcontext():
+            chat = await self._calls.prepare(given, warnings)
         texts = self._calls.texts
         if given.get("return_tokens_as_token_ids"):
             texts = texts.as_ids()
