@@ -113,7 +113,7 @@ def test_200_requests_over_few_slots_have_the_tokens_of_transformers() -> None:
 
 
 @pytest.mark.parametrize("name", FAMILY_CONFIGS)
-@pytest.mark.every(16)
+@pytest.mark.every(32)
 def test_bfloat16_diverges_no_more_than_in_transformers(name: str) -> None:
     narrow = deepcopy(family_model(name)).to(torch.bfloat16)
     model = load_model(family_folder(name), dtype="bfloat16")

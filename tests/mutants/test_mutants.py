@@ -169,7 +169,9 @@ def project(tmp_path):
     (root / "tests" / "test_double.py").write_text(
         "from gptmanager.kernels import double\n\ndef test_double():\n    assert double(2) == 4\n"
     )
-    (root / "setup.cfg").write_text("[tool:pytest]\ntimeout = 0.2\nmarkers =\n    gpu: one\n")
+    (root / "setup.cfg").write_text(
+        "[tool:pytest]\naddopts = -p no:schemathesis\ntimeout = 0.2\nmarkers =\n    gpu: one\n"
+    )
     return root
 
 

@@ -307,6 +307,12 @@ def test_a_store_that_vanishes_is_a_rank_error():
 # Failures --------------------------------------------------------------------------------------
 
 
+@pytest.fixture
+def no_verdict(monkeypatch):
+    """Wait less for a verdict of the watch, where none comes."""
+    monkeypatch.setattr("gptmanager.ranks.links._VERDICT_S", 0.1)
+
+
 def cut(links):
     """Cut the links as the death of a process does."""
     watch = links._watch
@@ -366,7 +372,7 @@ def test_a_rank_that_fails_tells_all_why():
         assert set(failures(links[1:])) == {"rank 0 failed: ValueError: no such thing"}
 
 
-def test_closing_is_no_failure():
+def test_closing_is_no_failure(no_verdict):
     with linked(3) as links:
         links[1].close()
         links[1].close()
@@ -417,7 +423,7 @@ def test_a_rank_that_keeps_others_waiting_is_named_on_all(hangs):
     assert texts.pop().startswith(f"rank {hangs} has kept the others waiting for 0.3 s (rank ")
 
 
-def test_ranks_that_wait_for_each_other_end():
+def test_ranks_that_wait_for_each_other_end(no_verdict):
     with linked(2, timeout_s=0.3) as links:
         found = at_once(lambda it: outcome(lambda: it.receive(from_rank=1 - it.rank)), links)
     assert all(isinstance(it, RankError) for it in found)

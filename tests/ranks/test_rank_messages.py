@@ -183,6 +183,7 @@ def test_weights_of_an_adapter_come_whole(value):
     assert told(Unpacker()(pack(turn))) == told(turn)
 
 
+@pytest.mark.slow
 def test_an_adapter_of_200_megabytes_comes_in_an_intake():
     """And nobody is taken for dead meanwhile."""
     weights = np.arange(25_000_000, dtype=np.float64).reshape(5, -1)
