@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
 _UNKNOWN = 0xFB  # in each byte of memory that was only reserved
 
@@ -17,8 +16,8 @@ class RecordedWork:
 
     def add(self, function, args, kwargs, result):
         """`function` was called so, on tensors that it may have written to, and gave `result`."""
-        given = {_begin(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
-        results = tree_leaves(result)
+        given = {_begin(leaf) for leaf in leaves_of((args, kwargs)) if isinstance(leaf, Tensor)}
+        results = [*leaves_of(result)]
         made = [
             place
             for place, leaf in enumerate(results)
@@ -30,12 +29,23 @@ class RecordedWork:
 
     def replay(self):
         for function, args, kwargs, results, made in self._steps:
-            again = tree_leaves(function(*args, **kwargs))
+            again = [*leaves_of(function(*args, **kwargs))]
             is_reserved = "empty" in getattr(function, "__name__", "")
             for place in made:
                 if is_reserved:
                     again[place].view(-1).view(torch.uint8).fill_(_UNKNOWN)
                 results[place].copy_(again[place])
+
+
+def leaves_of(tree):
+    """The values in nested lists, tuples and dicts. (torch's `tree_leaves` takes 30 us.)"""
+    if isinstance(tree, list | tuple):
+        for value in tree:
+            yield from leaves_of(value)
+    elif isinstance(tree, dict):
+        yield from leaves_of([*tree.values()])
+    else:
+        yield tree
 
 
 def _begin(tensor):

@@ -13,11 +13,10 @@ from pathlib import Path
 
 import torch
 from late_copies import LateCopies, LateEvent
-from recorded_work import RecordedWork
+from recorded_work import RecordedWork, leaves_of
 from torch import Tensor
 from torch.utils._device import _device_constructors
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import gptmanager
 from gptmanager.cuda.device.launch import EmulatorLauncher
@@ -61,13 +60,17 @@ class SeparateDevice(TorchDispatchMode):
         super().__init__()
         self._stream = stream
 
+    @classmethod
+    def _should_skip_dynamo(cls):
+        return False  # which costs time at each operation, and nothing is compiled here
+
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         return _run(function, args, kwargs or {}, self._stream)
 
 
 def _run(function, args, kwargs, stream):
     name = function._schema.name.partition("::")[2]
-    leaves = tree_leaves((args, kwargs))
+    leaves = [*leaves_of((args, kwargs))]
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
     there = [tensor for tensor in tensors if _is_there(tensor)]
     host = [tensor for tensor in tensors if tensor.dim() and not _is_there(tensor)]
@@ -83,7 +86,7 @@ def _run(function, args, kwargs, stream):
         raise RuntimeError(f"{name} on the default stream")
     crosses = indexed or (moves and is_there != _is_there(args[name == "copy_"]))
     real_args, real_kwargs = real(args), real(kwargs)
-    with _disable_current_modes():
+    with torch._C._DisableTorchDispatch():
         if stream is not None and (crosses or (name in _READS and there)):
             if kwargs.get("non_blocking") or (name == "copy_" and args[2:] == (True,)):
                 source = real_args[name == "copy_"]
@@ -105,7 +108,7 @@ def _run(function, args, kwargs, stream):
             return given[id(leaf)]
         return DeviceTensor(leaf) if is_there else leaf
 
-    return tree_map(wrap, result)
+    return _map(wrap, result)
 
 
 def _frames():
@@ -124,7 +127,16 @@ def _is_there(tensor):
 
 def real(tree):
     """The same of tensors as they really are."""
-    return tree_map(_real, tree)
+    return _map(_real, tree)
+
+
+def _map(function, tree):
+    """Nested lists, tuples and dicts, with what `function` returns for each value in them."""
+    if isinstance(tree, list | tuple) and not isinstance(tree, torch.Size):
+        return type(tree)([_map(function, value) for value in tree])
+    if isinstance(tree, dict):
+        return {name: _map(function, value) for name, value in tree.items()}
+    return function(tree)
 
 
 def _real(leaf):
