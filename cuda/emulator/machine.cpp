@@ -2,6 +2,7 @@
 #include "state.h"
 
 #include <algorithm>
+#include <csetjmp>
 #include <cstdarg>
 #include <cstdio>
 #include <cstring>
@@ -17,7 +18,8 @@ const Launch* launch;
 Thread* current;
 std::vector<Thread> threads;
 
-static jmp_buf scheduler, launch_start;
+static jmp_buf launch_start;
+static void* scheduler[5];
 static ucontext_t first_context;
 static std::vector<unsigned> lane_order, warp_order;
 static unsigned arrived, first_arrived;  // at the barrier of the block
@@ -79,22 +81,30 @@ void fail(Site site, const char* format, ...) {
 
 // Fibers ------------------------------------------------------------------------------------------
 
+// g++ must neither see that `jump` does not return, or it removes what follows __builtin_setjmp, nor what
+// `pause_fiber` does: other fibers write to memory meanwhile.
+__attribute__((noipa)) static void jump(void** context) { __builtin_longjmp(context, 1); }
+
+// Continues the scheduler, until it runs this fiber again.
+__attribute__((noipa)) static void pause_fiber() {
+    if (!__builtin_setjmp(current->context)) jump(scheduler);
+}
+
 static void fiber() {
     for (;;) {
         launch->body(launch->arguments);
         if (launch->dependent && !current->has_waited) fail_unordered();
         current->state = State::RETURNED;
-        if (!_setjmp(current->context)) _longjmp(scheduler, 1);
+        pause_fiber();
     }
 }
 
-__attribute__((noinline)) static void run(Thread& thread) {
+__attribute__((noipa)) static void run(Thread& thread) {
     current = &thread;
     thread_index = thread.index;
-    if (!_setjmp(scheduler)) {
-        if (thread.started) _longjmp(thread.context, 1);
+    if (!__builtin_setjmp(scheduler)) {
+        if (thread.started) jump(thread.context);
         thread.started = true;
-        getcontext(&first_context);
         first_context.uc_stack.ss_sp = stack_of(thread.linear);
         first_context.uc_stack.ss_size = STACK;
         makecontext(&first_context, fiber, 0);
@@ -103,12 +113,21 @@ __attribute__((noinline)) static void run(Thread& thread) {
     current = nullptr;
 }
 
-__attribute__((noinline)) static void wait() {
+static void wait_in(State state) {
+    current->state = state;
     stop_if_interrupted();
-    if (!_setjmp(current->context)) _longjmp(scheduler, 1);
+    pause_fiber();
 }
 
 // Schedule ----------------------------------------------------------------------------------------
+
+// The lanes that wait in one operation of a warp: a lane that joins them need not compare itself with each.
+struct Gathering {
+    unsigned lanes;       // 0: none
+    const Thread* first;  // the thread of one of them
+    void* operands[WARP];
+};
+static Gathering gatherings[MAX_WARPS];
 
 // Sets `order` to 0, 1, ..., size - 1 in the order of the launch.
 static void set_order(std::vector<unsigned>& order, size_t size, unsigned salt) {
@@ -162,6 +181,7 @@ static void run_block() {
     arrived = 0;
     if (checking) check_block();
     warpgroup_block();
+    for (Gathering& gathering : gatherings) gathering.lanes = 0;
     for (Thread& thread : threads) {
         thread.state = State::READY;
         thread.copies.clear();
@@ -186,6 +206,7 @@ static void prepare() {
     checking = launch->checking;
     unsigned size = block_size.x * block_size.y * block_size.z;
     map_memory(size, launch->dynamic_shared);
+    getcontext(&first_context);
     threads.resize(size);
     for (unsigned i = 0; i < size; i++) {
         Thread& thread = threads[i];
@@ -201,6 +222,23 @@ static void prepare() {
 
 // Warp operations and barriers ----------------------------------------------------------------------
 
+// Adds `self`, unless the gathered lanes wait in another operation, as of another part of the warp.
+static bool gather(Gathering& gathering, const Thread& self) {
+    if (!gathering.lanes) gathering = {0, &self, {}};
+    if (!self.joins(*gathering.first)) return false;
+    gathering.lanes |= 1u << self.lane;
+    gathering.operands[self.lane] = self.operands;
+    return true;
+}
+
+static void complete(Gathering& gathering, const Thread& last, void** operands) {
+    last.evaluate(operands, last.site);
+    gathering.lanes &= ~last.mask;
+    for (unsigned lane = 0; lane < WARP; lane++) {
+        if (last.mask >> lane & 1) threads[last.warp * WARP + lane].state = State::READY;
+    }
+}
+
 void warp_operation(
     Evaluate evaluate, const char* name, unsigned mask, void* operands, Site site) {
     Thread& self = *current;
@@ -212,6 +250,13 @@ void warp_operation(
     self.mask = mask;
     self.operands = operands;
     self.site = site;
+    Gathering& gathering = gatherings[self.warp];
+    if (gather(gathering, self)) {
+        if (gathering.lanes == mask) return complete(gathering, self, gathering.operands);
+        unsigned next = first + __builtin_ctz(mask & ~gathering.lanes);
+        bool runs = next < threads.size() && threads[next].state == State::READY;
+        if (runs) return wait_in(State::IN_WARP);
+    }
     void* all[WARP] = {};
     for (unsigned lane = 0; lane < WARP; lane++) {
         if (!(mask >> lane & 1)) continue;
@@ -221,25 +266,16 @@ void warp_operation(
         Thread& other = threads[linear];
         if (other.state == State::RETURNED)
             fail(site, "the mask of %s includes lane %u, which has returned", name, lane);
-        if (lane != self.lane && other.state == State::READY) {  // this lane is not the last one
-            self.state = State::IN_WARP;
-            wait();
-            return;
-        }
+        if (lane != self.lane && other.state == State::READY) return wait_in(State::IN_WARP);
         if (other.state == State::IN_BLOCK)
             fail(site, "the mask of %s includes lane %u, which waits in %s at %s", name, lane,
                  other.operation, text(other.site, buffer));
-        bool same = other.evaluate == evaluate && other.mask == mask &&
-                    other.site.line == site.line && other.site.address == site.address;
-        if (!same)
+        if (!self.joins(other))
             fail(site, "%s with mask 0x%x, but lane %u is in %s with mask 0x%x at %s", name, mask,
                  lane, other.operation, other.mask, text(other.site, buffer));
         all[lane] = other.operands;
     }
-    evaluate(all, site);
-    for (unsigned lane = 0; lane < WARP; lane++) {
-        if (mask >> lane & 1) threads[first + lane].state = State::READY;
-    }
+    complete(gathering, self, all);
 }
 
 static void join_lanes(void**, Site) {
@@ -264,9 +300,8 @@ int sync_block(Vote vote, int predicate, const char* name, Site site) {
     self.operation = name;
     self.site = site;
     self.predicate = predicate;
-    self.state = State::IN_BLOCK;
     if (++arrived < threads.size()) {
-        wait();
+        wait_in(State::IN_BLOCK);
         return self.predicate;
     }
     arrived = 0;

@@ -3,10 +3,11 @@
 
 #include "machine.h"
 
-#include <csetjmp>
 #include <vector>
 
 namespace emulator {
+
+constexpr int MAX_WARPS = 1024 / WARP;  // of a block
 
 enum class State { READY, IN_WARP, IN_BLOCK, RETURNED };
 
@@ -35,8 +36,13 @@ struct Thread {
     std::vector<AsyncCopy> copies;
     int group;
     // Its fiber.
-    jmp_buf context;
+    void* context[5];  // for __builtin_setjmp, which is much faster than that of the C library
     bool started;
+
+    bool joins(const Thread& other) const {  // waits in the same warp operation
+        return evaluate == other.evaluate && mask == other.mask && site.line == other.site.line &&
+               site.address == other.site.address;
+    }
 };
 
 struct Region {  // the memory of an argument, [begin, end)
