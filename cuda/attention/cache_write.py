@@ -38,7 +38,7 @@ PROGRAM = Program(
         ),
     ),
     dependent=True,
-    at_once=1,  # each takes long to compile, and a model needs few of them
+    at_once=1,  # kernels take long to compile, and a model needs few of them
 )
 
 
@@ -90,7 +90,7 @@ def rope_and_write(
     float32, which has the cosines of N / 2 frequencies, then their sines. Dimensions i < N / 2 and
     i + N / 2 of a head are rotated together; dimensions from N on are unchanged. If
     `cos_sin` is None, nothing is rotated. `cells` `[T]` int32 is from `locate_tokens`; tokens with
-    a negative cell are not written to pages. D is one of HEAD_DIMS. Values are rounded to nearest,
+    a negative cell are not written to pages. D is one of HEAD_DIMS. Results are rounded to nearest,
     ties to even; NaN stays NaN; float8_e4m3fn saturates. Raises ValueError for other tensors.
     """
     num_tokens, num_heads, head_dim = queries.shape

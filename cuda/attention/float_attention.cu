@@ -88,7 +88,7 @@ __global__ void __launch_bounds__(THREADS, D <= 128 ? 8 : 4) generation_attentio
             out + first_head * D, {partial, partial_log, arrived, partial_starts}, item.row, group);
 }
 
-// A copy of `Item` in context_work.cuh: partials.cuh has another `Item`.
+// Equal to `Item` in context_work.cuh, under another name, because partials.cuh also defines an `Item`.
 struct ContextItem {
     int row, first_query, first, last;
 };

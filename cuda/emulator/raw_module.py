@@ -120,14 +120,15 @@ class Kernel:
 
 
 class Module:
-    """The kernels `name_expressions` (such as `decode<128, 4>`) of CUDA C++ in a file or a string.
+    """Kernels in CUDA C++, from the file `path` or the string `source`.
 
-    `options` are macros and folders as for NVRTC. Options that only concern GPUs are ignored. With
-    `check`, every access is checked, and races and uninitialized shared memory are reported, which
-    is slow. The `order` of blocks, warps and lanes is "forward", "reverse", or the seed of a
-    shuffle. `only` selects some of `name_expressions`: only these kernels are built, and the
-    preprocessed source is kept for later modules with `only`. Raises `EmulatorError` with g++'s
-    messages if the source does not compile, and `ConfigError` if g++ is missing.
+    `name_expressions` are the names of the kernels, such as `decode<128, 4>`. `options` are macros
+    and folders as for NVRTC. Options that only concern GPUs are ignored. With `check`, every access
+    is checked, and races and uninitialized shared memory are reported, which is slow. The `order`
+    of blocks, warps and lanes is "forward", "reverse", or the seed of a shuffle. `only` selects
+    some of `name_expressions`: only these kernels are built, and the preprocessed source is kept
+    for later modules with `only`. Raises `EmulatorError` with g++'s messages if the source does not
+    compile, and `ConfigError` if g++ is missing.
     """
 
     def __init__(

@@ -44,7 +44,7 @@ _INSTALL_HEADERS = (
     "NVIDIA's headers are not installed: pip install 'nvidia-cuda-runtime==13.0.*' "
     "'nvidia-cuda-crt==13.0.*' 'nvidia-cuda-cccl==13.0.*'"
 )
-_SEALED = "1"  # version of the cached files' format; earlier ones had no digests
+_SEALED = "1"  # version of the cached files' format; earlier formats had no digests
 _STDIN = re.compile(r'^(# \d+ )"<stdin>"', re.MULTILINE)
 
 
@@ -85,11 +85,11 @@ class Toolchain:
         flags = [*_FLAGS, *options, *self._includes()]
         made = self._run(["-E", *flags, "-x", "c++", "-"], text, name)
         # The source is named <stdin> in g++'s line markers. Without the replacement, addr2line may
-        # print this name too.
+        # print <stdin> as the file of a line.
         return _STDIN.sub(lambda found: f'{found[1]}"{name}"', made)
 
     def build(self, text: str, name: str, checked: bool) -> Path:
-        """Return a shared library of preprocessed `text` and the machine that runs its kernels.
+        """Return the path of a shared library: the preprocessed `text`, linked with the emulator.
 
         The library is built unless it is in the cache. `name` is for error messages.
         """

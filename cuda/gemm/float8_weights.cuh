@@ -1,4 +1,4 @@
-// Converts weights in 8-bit floats (e4m3) to elements of the dtype of x, which represents each of them exactly.
+// Converts weights in 8-bit floats (e4m3) to the dtype T of the activations. T represents them exactly.
 #pragma once
 
 #include "attention/fp8.cuh"

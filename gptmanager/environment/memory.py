@@ -37,9 +37,9 @@ def give_back() -> None:
 
 
 def zeroed_memory(num_bytes: int) -> mmap.mmap:
-    """Return memory of zeros in separate pages, in huge pages if the system has them.
+    """Return zeroed memory that has its own pages, huge ones if the system has them.
 
-    Nothing is written here, so the system can still join neighboring memory into huge pages.
+    Nothing is written here: the system chooses between huge and small pages at the first write.
     Raises MemoryError if the system refuses the memory.
     """
     try:
@@ -53,7 +53,7 @@ def zeroed_memory(num_bytes: int) -> mmap.mmap:
 
 
 def prefer_huge_pages(address: int, num_bytes: int) -> None:
-    """Ask the system to back memory that has not been used yet with huge pages.
+    """Ask the system for huge pages for memory that has not been used yet.
 
     Attention reads blocks that are spread over the whole KV cache. With pages of 4 KiB, it waits
     for the translation of addresses. Many systems use huge pages only where a program asks for
@@ -87,5 +87,5 @@ def _free_in_system() -> int:
                 if line.startswith("MemAvailable:"):
                     return int(line.split()[1]) * 1024
     except OSError:
-        pass  # not Linux: POSIX only reports the free pages
+        pass  # not Linux: sysconf counts free pages, but not reclaimable ones
     return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

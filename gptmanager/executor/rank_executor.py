@@ -1,7 +1,7 @@
 """The executor of a rank. Every rank runs each schedule, and rank 0 chooses the tokens for all.
 
-This module decides when a result is sent, and which of its tokens are written to the tables. A
-`ResultLink` sends the result. Within a step, the model exchanges tensors between ranks.
+This module decides when a result is sent, and which of its tokens are written to the sequence
+tables. A `ResultLink` sends the result. Within a step, the model exchanges tensors between ranks.
 
 | stages | device | rank 0 chooses | other ranks get the tokens |
 | --- | --- | --- | --- |
@@ -89,7 +89,7 @@ class InnerExecutor(Protocol):
 
 
 class SharedChoice:
-    """Copies the tokens that rank 0 chooses to the devices of the other ranks of its stage.
+    """Copies the tokens chosen by rank 0 to the devices of the other ranks of its stage.
 
     The next forward pass can then be enqueued before the tokens are known on the CPU.
     """
@@ -129,8 +129,8 @@ class SharedChoice:
 class RankStep:
     """A step of a `RankExecutor`. `inner`: the step of the `InnerExecutor`.
 
-    `num_starts`: for each sampling row, the number of sequences started in its slot so far.
-    `result`: the result, or None until this rank knows it.
+    `num_starts`: for each sampling row, the number of sequences started in its slot up to this
+    step. `result`: the result, or None until this rank knows it.
     """
 
     schedule: Schedule
@@ -183,13 +183,13 @@ class RankExecutor(ABC):
     def mark(self) -> threading.Event | None:
         """Return an event that is set when all forward passes that were submitted have run.
 
-        Returns None if they have run already, or if a CUDA stream orders them and later work.
+        Returns None if they have run already, or if a CUDA stream runs them before all later work.
         """
         return self._executor.mark()
 
     def forward(self, schedule: Schedule) -> RankStep:
         """Run or enqueue the forward pass of a schedule."""
-        self.on_decision(schedule)  # before ranks with different schedules exchange tensors
+        self.on_decision(schedule)  # first: a rank with another schedule than rank 0 fails here
         for start in schedule.starts:
             self._starts[start.slot] += 1
         slots = [row.slot for row in schedule.sampling_rows]

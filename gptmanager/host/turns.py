@@ -1,4 +1,4 @@
-"""`LoopHost`: a host as a manager's worker sees it. `Turn`: the next action of its loop."""
+"""`LoopHost`: a host as a manager's worker sees it. `Turn`: the next action of a loop."""
 
 from __future__ import annotations
 

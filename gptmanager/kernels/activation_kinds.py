@@ -24,7 +24,7 @@ _PLAIN: Mapping[Activation, Callable[[Tensor], Tensor]] = {
 
 
 def activate(x: Tensor, activation: Activation) -> Tensor:
-    """Return the activation of each element of `x`. It must not be "clamped_swiglu"."""
+    """Return the activation of each element of `x`. `activation` must not be "clamped_swiglu"."""
     return _PLAIN[activation](x)
 
 

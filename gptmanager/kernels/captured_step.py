@@ -31,8 +31,8 @@ Begin = Callable[[bool], None]
 MAX_CAPTURED_STEPS = 64
 # If the last replay of a step took longer, the next replay releases the interpreter lock, so that
 # other threads of the host run during the replay. If another thread is busy at the end of the
-# replay, it takes up to 5 ms to get the lock back. With a lower limit, a busy thread would slow
-# short steps down even more.
+# replay, the replay needs up to 5 ms to get the lock back. With a smaller LONG_S, shorter steps
+# would have this delay, too.
 LONG_S = 0.005
 TASK_ALIGNMENT = 64
 _aten = torch.ops.aten
@@ -81,7 +81,7 @@ class _Memory:
 class _Capture(TorchOperations):  # type: ignore[no-untyped-call]
     """Captures the tasks that run in its `with` block.
 
-    `is_whole`: whether torch itself has computed nothing.
+    `is_whole` becomes False when torch itself computes something.
     """
 
     def __init__(self, memory: _Memory) -> None:

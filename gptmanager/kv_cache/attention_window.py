@@ -16,7 +16,7 @@ class AttentionWindow:
 
     A token at position p attends to positions p - size + 1 to p, and to the sink. A sequence keeps
     at most `num_blocks` blocks. The sink's blocks stay; later positions use the other blocks as a
-    ring buffer. The ring has one block more than `size` positions fill, because the window seldom
+    ring buffer. The ring has one block more than `size` positions need, because the window seldom
     begins at a block boundary. The sink gets whole blocks.
     """
 
@@ -42,7 +42,7 @@ class AttentionWindow:
         return self.num_blocks * self.tokens_per_block
 
     def index(self, block: int) -> int:
-        """Return the index in a sequence's block table for the sequence's block number `block`."""
+        """Return the block table index for position p, if `block` is p // `tokens_per_block`."""
         first = self.num_sink_blocks
         return block if block < first else first + (block - first) % self.num_ring_blocks
 

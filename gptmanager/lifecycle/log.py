@@ -15,7 +15,7 @@ _RARELY_S = 10.0
 
 
 class SteadyLogger:
-    """Wraps a `logging.Logger` and ignores its failures. Records name the line of the caller."""
+    """Wraps a `logging.Logger` and ignores its failures. Log records have the caller's line."""
 
     def __init__(self, logger: logging.Logger) -> None:
         self._logger = logger
@@ -43,7 +43,8 @@ class SteadyLogger:
 class RareWarnings:
     """Logs at most one warning in ten seconds, for events that clients may cause at will.
 
-    A warning ends with the number of warnings that were not logged since the last one, if any.
+    A logged warning ends with the number of warnings that were dropped since the logged warning
+    before it, if any were dropped.
     """
 
     def __init__(self, logger: logging.Logger, clock: Callable[[], float] = time.monotonic) -> None:

@@ -38,7 +38,7 @@ class LoopAbandoned(BaseException):
 class Lifecycle:
     """The state of a manager. Until `leave` or `abandon`, the loop's thread changes the state.
 
-    Threads of the host never hold the lock, so a signal handler may read the state at any time.
+    Reading the state needs no lock, so a signal handler may read the state at any time.
     """
 
     def __init__(self) -> None:

@@ -170,8 +170,8 @@ class RequestTable:
     def most_active(self) -> float:
         """Return how many requests may be active; infinity without a limit.
 
-        The limit is `max_waiting` plus `max_num_requests`, or plus the number of started requests
-        if that is larger.
+        The limit is `max_waiting`, plus the larger of `max_num_requests` and the number of started
+        requests.
         """
         if self.limits.max_waiting is None:
             return math.inf
@@ -210,7 +210,7 @@ class RequestTable:
         except RequestError as error:
             self._reject(request_id, error)
             return
-        except BaseException as error:  # noqa: B036 - a host's tensor must not end other requests
+        except BaseException as error:  # noqa: B036 - a tensor's error must not end other requests
             self._reject(request_id, InvalidRequestError(response_text(error)))
             return
         self.by_id[request_id] = request

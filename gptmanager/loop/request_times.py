@@ -43,7 +43,7 @@ class RequestTimes:
         return self.deadline is not None or self.queue_deadline is not None
 
     def is_overdue(self, now: float) -> bool:
-        """Return whether a deadline has passed."""
+        """Return whether the request has missed a deadline."""
         return (self.deadline is not None and now > self.deadline) or (
             self.queue_deadline is not None
             and self.first_scheduled is None

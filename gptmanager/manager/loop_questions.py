@@ -131,7 +131,7 @@ class LoopQuestions:
         *,
         is_call: bool = False,
     ) -> _T:
-        """Return the loop's answer. With `is_call`, all ranks make this call together."""
+        """Return the loop's answer. With `is_call`, all ranks make the call `name` together."""
         self._raise_if_forked()
         if self._is_elsewhere and self._worker.loop is not None:
             return function(self._asked(name))

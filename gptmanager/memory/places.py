@@ -23,10 +23,10 @@ class Place:
     """The destination of one tensor of a checkpoint.
 
     The tensor fills `num_rows` rows of `parameter` from `first_row` on, by default all rows from
-    there. If `transposed`, the checkpoint has the transpose. A `twin` shares its storage with
-    another tensor, which fills it (tied embeddings); the twin may be missing, otherwise it must be
-    equal to the other tensor. A `scale` has one number for all rows, or one per row, kept as
-    float32; a missing scale is 1. `runs` has the places of the tensor's rows, if they do not
+    there. If `transposed`, the checkpoint has the transpose. A `twin` is the second tensor of a
+    parameter that another tensor fills (tied embeddings). The twin may be missing; otherwise it
+    must be equal to the other tensor. A `scale` has one number for all rows, or one per row, kept
+    as float32; a missing scale is 1. `runs` has the places of the tensor's rows, if they do not
     fill consecutive rows from `first_row` on. If `stacked` is not 0, the tensor has this number of
     matrices (or bias vectors), one per expert, and its rows are numbered through all of them.
     If `squeezed`, which is used with `transposed`, the tensor has a dimension of size 1 after its

@@ -105,7 +105,7 @@ class PlanningModel(Model, Protocol):
 
     If `plan` returns arrays for a captured step, `forward` must not wait for the device. A replay
     computes another batch from new values in the same tensors, so `forward` may read only the
-    tensors of the batch and `all_sampled`.
+    batch's tensors and the batch's `all_sampled`.
     """
 
     def plan(

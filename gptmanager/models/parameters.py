@@ -103,7 +103,7 @@ def _adapted_shapes(layer: Layer) -> dict[str, tuple[int, ...]]:
 
 
 def check_head_dtype(weights_dtype: str | None, head_dtype: str | None) -> None:
-    """Raise ConfigError if the output matrix cannot have this format."""
+    """Raise ConfigError if the output matrix cannot have the format `head_dtype`."""
     if head_dtype not in (None, "int8", "int4"):
         raise ConfigError(f"head_dtype = {head_dtype!r} must be 'int8', 'int4' or None")
     if head_dtype is not None and weights_dtype != "int4":
@@ -120,10 +120,10 @@ def quantized_parameters(
 ) -> dict[str, Quantized]:
     """Return name -> format of the matrices that are quantized.
 
-    With "file", all formats are "int8"; matrices with 4 bits in the checkpoint keep them when they
-    are loaded. With "int4", the output matrix (or the embedding, if it is the output matrix too)
-    has the format `head_dtype`, by default "int8": errors of the output matrix directly change
-    which of two tokens with close logits is chosen, and the matrix is read only once per step.
+    With "file", all returned formats are "int8", although a matrix that has 4 bits in the
+    checkpoint keeps its 4 bits when it is loaded. With "int4", the output matrix (or the embedding,
+    if it is the output matrix too) has the format `head_dtype`, by default "int8": errors of the
+    output matrix directly change which of two tokens with close logits is chosen.
     """
     if weights_dtype is None:
         return {}

@@ -60,9 +60,9 @@ class _Request:
 class _Wait(NamedTuple):
     """The reasons why requests wait in the column `begin`.
 
-    `head` is the first of these requests, and `wait` its reason. If this reason is of
-    another kind than in the previous column, `waits` has the reported reasons of all requests, by
-    request id. Otherwise `waits` is empty.
+    `head` is the first of these requests, and `wait` its reason. If the previous `_Wait` has a
+    reason of the same kind, `waits` is empty. Otherwise `waits` has the reported reasons of all
+    requests, by request id.
     """
 
     begin: int
@@ -86,8 +86,8 @@ class _Wait(NamedTuple):
 class TraceBuilder:
     """Builds a `Trace`. Call `arrive` before a request's first `step`, and `end` after its last.
 
-    `max_work` is the limit of the number of updates for requests that do not run, or None. Beyond
-    the limit, methods raise ValueError.
+    `max_work` is the limit of the number of updates for requests that hold memory or wait, or None.
+    Beyond the limit, methods raise ValueError.
     """
 
     def __init__(self, bounds: Bounds) -> None:
@@ -102,7 +102,7 @@ class TraceBuilder:
         self._changes: list[int] = []  # indices into _waits where the reason changes
         self._new_waiters: list[_Request] = []  # requests that begin to wait in the next column
         self._unknown = 0  # the lowest invented block id; invented ids are negative
-        self._work = 0  # number of updates for requests that do not run
+        self._work = 0  # number of updates for requests that hold memory or wait
         self.max_work: int | None = None
 
     def __contains__(self, request_id: int) -> bool:

@@ -1,6 +1,6 @@
 """The rows of a schedule's picture, one for each request.
 
-A context is drawn as a full bar, generation as a lower bar, a pause as two parallel lines, and
+A context is drawn as a full bar, generation as a thinner bar, a pause as two parallel lines, and
 waiting as one thin line with dashes that depend on the reason.
 """
 

@@ -138,8 +138,8 @@ class BlackBox:
 class _Segment:
     """Consecutive iterations, and the state of the loop before the first one.
 
-    `state` is None for a new loop. `max_bytes` is the limit for all segments of the box together:
-    two segments, or one with a large state.
+    `state` is None for a new loop. `max_bytes` is the limit for all segments of the box together.
+    It suffices for two segments, or for only one if the states are large.
     """
 
     def __init__(self, state: LoopState | None, max_bytes: int) -> None:

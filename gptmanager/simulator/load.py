@@ -1,6 +1,6 @@
 """The loads of a simulation: which requests arrive at what time, and what they generate.
 
-Each request is built when it is due, so a million waiting requests need little memory.
+A synthetic request is built when it is due, so a million waiting requests need little memory.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ logger = logging.getLogger("gptmanager")
 # recorded run because of unfinished requests, another policy or a smaller batch.
 _MAX_STEPS_RATIO = 64
 _SPARE_STEPS = 1 << 20
-ITERATION_STEPS = 32  # request-steps added for each iteration to those of its schedule
+ITERATION_STEPS = 32  # request-steps that an iteration takes, in addition to its schedule
 
 VOCAB_SIZE = 2**31 - 1  # large enough for a different first token in every prompt
 
@@ -39,8 +39,9 @@ class Load(Protocol):
     """Requests by number, in the order of their arrival.
 
     `arrivals` float64 `[n]` are ascending, in seconds since the start, or, with `by_iterations`, in
-    iterations of the loop. The times of other events are in the same unit: `stops` of requests,
-    `clears` of the KV cache, and `forgets`: (time, `lora_task_id`) of each dropped adapter.
+    iterations of the loop. Other events have times in the same unit: `stops` has stops of requests,
+    `clears` has clears of the KV cache, and `forgets` has (time, `lora_task_id`) of each dropped
+    adapter.
     """
 
     arrivals: np.ndarray
@@ -120,8 +121,8 @@ class HostQueue:
     the host's queue. If the previous Get returned fewer requests than it was asked for, the queue
     was empty after that Get, and the request is assumed to arrive when its own Get returned it. If
     the previous Get was full (returned as many requests as it was asked for), the request may have
-    waited. Then it is assumed to arrive at the first of these consecutive full Gets, because the
-    queue was empty before that Get.
+    waited. Then it is assumed to arrive at the first Get of the series of full Gets that ends with
+    the previous Get, because the queue was empty before this series.
     """
 
     arrivals: tuple[float, ...]
@@ -134,7 +135,8 @@ def host_queue(recording: Recording) -> HostQueue:
     max_active = recording.header.blueprint.max_active  # None means no limit, so no Get is full
     first = recording.iterations[0].intake.now
     arrivals: list[float] = []
-    # if the last Get was full, the time of the first of these consecutive full Gets; otherwise None
+    # time of the first Get in the series of full Gets that ends with the last Get; None if the last
+    # Get was not full
     full_since: float | None = None
     num_held, longest_s, num_unknown = 0, 0.0, 0
     for iteration in recording.iterations:
@@ -175,13 +177,13 @@ class RecordedLoad:
     """The requests of a recording, with the tokens that they generated.
 
     A policy never changes a request's tokens, so a request that ended early in the recording ends
-    early here. `arrivals` says when a request arrives: "time" when it arrived at its host (see
-    `HostQueue`), "iterations" in the iteration in which Get returned it, "at_once" at the start.
-    Stop signals, clears of the KV cache and dropped adapters keep their times; with "at_once" they
-    are left out. Errors of the recorded host's calls are always left out. `queue` has the arrivals
-    in the host's queue; it is None unless `arrivals` is "time". A simulation that takes more than
-    `max_request_steps`, which is far more than the recorded run took, is given up. `name` is the
-    name of the recording.
+    early here. A request arrives at the time when it arrived at its host (see `HostQueue`) if
+    `arrivals` is "time", in the iteration in which Get returned it if `arrivals` is "iterations",
+    and at the start if `arrivals` is "at_once". Stop signals, clears of the KV cache and dropped
+    adapters keep their times; with "at_once" they are left out. Errors of the recorded host's calls
+    are always left out. `queue` has the arrivals in the host's queue; it is None unless `arrivals`
+    is "time". A simulation that takes more than `max_request_steps`, which is far more than the
+    recorded run took, is given up. `name` is the name of the recording.
 
     Raise ConfigError for other `arrivals`. Raise RecordingError for a recording without iterations,
     and for a black box (the last iterations before a failure), because it lacks the beginnings of
@@ -256,7 +258,7 @@ class RecordedLoad:
             for end in iteration.ends or ()
             if end.error.startswith("DuplicateRequestIdError")
         )
-        # of the requests with one id, only the first can be admitted
+        # of several requests with the same id, only the first can be admitted
         admitted = Counter(request.request_id for request in requests) - refused
         for request in requests:
             if admitted[request.request_id] > 0:

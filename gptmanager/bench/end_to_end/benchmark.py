@@ -174,7 +174,7 @@ class Parts:
         return rows
 
     def load(self) -> list[dict[str, Any]]:
-        """Time the whole load without streaming, and unless `quick`, once more with streaming."""
+        """Time all requests without streaming, and unless `quick`, once more with streaming."""
         target, goal = self.bench.target(), _LOAD_GOAL if self.bench.is_goal_shape else None
         rows = [time_load(target, self.bench.requests, goal=goal)]
         if not self.bench.options.quick and not self.budget.is_spent:
@@ -182,7 +182,7 @@ class Parts:
         return rows
 
     def ablations(self) -> list[dict[str, Any]]:
-        """Time the load, and steps of the smallest and the largest batch, for each ablation.
+        """Time all requests, and steps of the smallest and the largest batch, for each ablation.
 
         The first row, "plain", is without an ablation. An ablation that managers refuse on this
         device is reported as skipped. After an ablation that fails, the next ablations still run.

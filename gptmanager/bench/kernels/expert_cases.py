@@ -1,7 +1,8 @@
 """Kernel benchmark cases for the experts of a layer of Qwen3-30B-A3B.
 
 The tokens of a step choose the experts in order, so that the number of experts that the step reads
-is known. With few tokens, the sets of inputs share the weights, but each set chooses other experts.
+is known. A case with few tokens has several sets of inputs: all sets use the same weights, but the
+tokens of each set choose other experts.
 """
 
 from __future__ import annotations
@@ -92,7 +93,10 @@ def _prepare(num_tokens: int, stored: Literal["int8"] | None, rig: Rig) -> Prepa
 
 
 def _logits(rig: Rig, own: Mixture, num_tokens: int) -> list[Tensor]:
-    """Return the logits of each set: token t of set s chooses the next `per_token` experts."""
+    """Return the logits of each set of inputs.
+
+    Each token chooses the `per_token` experts after those of the token before, also across sets.
+    """
     slots = num_tokens * own.per_token
     found = []
     for number in range(max(1, own.number // slots)):

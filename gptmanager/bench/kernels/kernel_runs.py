@@ -183,8 +183,8 @@ def _judged_goals(
 ) -> Iterator[dict[str, Any]]:
     """Yield each goal that can be judged, and whether our kernel meets it.
 
-    Our kernel must have times. If the goal compares our kernel with a case or peer, this case must
-    have times, or this peer must be correct.
+    A goal can be judged if our kernel has times. A goal relative to a peer also needs a correct
+    result of the peer. A goal relative to another case needs times of our kernel in that case.
     """
     case, ours = result.case, result.ours
     peers = {name: entry.correct_s for name, entry in result.entries.items()}

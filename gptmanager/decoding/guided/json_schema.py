@@ -41,7 +41,8 @@ DROPPED = frozenset({"unevaluatedItems", "$dynamicRef", "$recursiveRef"})
 FORMATS = frozenset(
     {*("date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid"), "uri"}
 )
-_KNOWN = ("type", "enum", "const", "properties", "required")  # complements depend on them
+# Keywords that the parts of `allOf` get as `around`. The complement of a part depends on them.
+_KNOWN = ("type", "enum", "const", "properties", "required")
 _NOTHING: Mapping[str, Any] = {}
 _NAMED = ("properties", "patternProperties")
 _SHAPES: Mapping[str, tuple[Any, str]] = {
@@ -142,7 +143,7 @@ class SchemaReader:
     # Keywords -----------------------------------------------------------------------------------
 
     def _read(self, schema: Any, at: str, around: Mapping[str, Any] = _NOTHING) -> Any:
-        """Rewrite `schema`. If it is in the `allOf` of `around`, values must fit both schemas."""
+        """Rewrite `schema`. `around`: keywords next to an `allOf` of which `schema` is a part."""
         if not isinstance(schema, dict):
             return schema
         schema, own = self._joined(around, schema), schema
@@ -236,7 +237,7 @@ class SchemaReader:
     def _read_unevaluated_properties(
         self, schema: Any, value: Any, at: str, found: dict[str, Any]
     ) -> None:
-        """Permit only properties that the schema or a part of its `allOf` names."""
+        """Permit only properties that the schema, its `$ref` or a part of its `allOf` names."""
         made = None
         if value is False:
             closed = {name: dict.fromkeys(self._named(schema, name), True) for name in _NAMED}

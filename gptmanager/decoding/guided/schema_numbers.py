@@ -19,7 +19,7 @@ _EXACT = 2**53
 def narrowed(name: str, bound: float) -> float:
     """Return the bound or, beyond 2**53, the nearest stricter double that is a 64-bit integer.
 
-    `name` is the keyword. Raise ValueError if no integer of 64 bits satisfies the bound.
+    `name` is the keyword. Raise ValueError for a minimum above `_MOST` or a maximum below `-_MOST`.
     """
     up = UP[name]
     if abs(bound) <= _EXACT:

@@ -22,7 +22,7 @@ _DROPPED = np.uint64(11)  # bits dropped from 64, because a float64 holds 53
 def rounds(c0: Any, c1: Any, c2: Any, c3: Any, k0: Any, k1: Any) -> tuple[Any, Any, Any, Any]:
     """Return Philox4x32-10 of the counter (c0, ..., c3) and the key (k0, k1).
 
-    Each word is a 32-bit value in a uint64: NumPy arrays, or scalars in compiled code.
+    Each word is a 32-bit value in a uint64: a NumPy array or, in compiled code, a scalar.
     """
     for _ in range(10):
         first, second = c0 * _FACTOR_0, c2 * _FACTOR_1
@@ -36,8 +36,8 @@ def rounds(c0: Any, c1: Any, c2: Any, c3: Any, k0: Any, k1: Any) -> tuple[Any, A
 def uniform(seed: Any, position: Any, draw: int = 0) -> Any:
     """Return a number in [0, 1) of 53 random bits, which depends on (seed, position, draw) only.
 
-    `seed` is uint64, `position` is not negative; both may be arrays. `draw` is the number, from 0,
-    of the random number among those for the same position. The 53 bits are the upper bits of the
+    `seed` is uint64, `position` is not negative; both may be arrays. `draw` (0, 1, ...)
+    selects one of the random numbers for a position. The 53 bits are the upper bits of the
     generator's first two words.
     """
     counter, zero = np.uint64(position), np.uint64(0)

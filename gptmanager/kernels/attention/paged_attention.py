@@ -123,7 +123,10 @@ def _softmax(
 
 @loop
 def _cap(t: Any, scores: int, rows: int, columns: int, stride: int) -> None:
-    """Limit scores by the soft cap. Scores are multiplied by log2(e), as exponents of 2."""
+    """Limit scores by the soft cap.
+
+    At `scores`, each score is multiplied by log2(e), before and after this call.
+    """
     compact()
     to_natural, cap = splat(np.float32(1 / LOG2_E)), t.softcap
     for row in range(rows):
@@ -200,7 +203,7 @@ def _begin(t: Any, areas: tuple[int, ...], rows: int, token: int, kv_head: int) 
             store(mixed, row * wide + d, splat(ZERO))
         store(sums, row * LANES, splat(ZERO))
         put(highest, row, LOWEST)
-        if t.sinks:  # a head's sink score has no value: it only adds to the sum
+        if t.sinks:  # a head's sink score has no value vector: it only adds to the sum
             own = sum_lanes(load_as(t.sink_dtype, t.sinks, kv_head * group + row % group, 1))
             put(sums, row * LANES, ONE)
             put(highest, row, own * np.float32(LOG2_E))

@@ -52,7 +52,8 @@ class DeltaTensors(NamedTuple):
 
     `conv` `[width, channels]` has the weights of the convolution. With `decay` `[H]` (`A_log` in
     checkpoints) and `step` `[H]` (`dt_bias`), a token's decay is
-    `g = -exp(decay) * softplus(argument + step)`. `norm` `[V]` is the weight of the output's norm.
+    `g = -exp(decay) * softplus(argument + step)`, where a projection of the token gives `argument`.
+    `norm` `[V]` is the weight of the output's norm.
     """
 
     conv: Tensor

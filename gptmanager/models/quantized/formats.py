@@ -285,7 +285,7 @@ class MatrixFinder:
         return replace(matrix, in_groups=True)
 
     def _experts(self, name: str, info: TensorInfo) -> ExpertBlocks:
-        """Describe the matrices of all experts of a gpt-oss layer in one tensor of blocks."""
+        """Describe a gpt-oss layer's tensor of blocks, which has the matrices of all experts."""
         module = name.removesuffix("_blocks")
         if info.dtype != "uint8" or len(info.shape) != 4 or info.shape[3] != _MXFP4 // 2:
             raise ConfigError(

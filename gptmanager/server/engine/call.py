@@ -36,9 +36,9 @@ class EngineRequest:
 
     `by_name` has the keyword arguments of `InferenceRequest.from_tokens`, without the request id.
     `adapter` is the name of a loaded adapter. With `is_scoring`, only the prompt's log
-    probabilities are needed, and generated tokens do not count. With `is_ended_by_caller`, the
-    caller looks for ends that the engine does not know, such as stop strings. The caller calls
-    `Call.stop` at every end, so that the metrics count the right reason.
+    probabilities are needed, and the metrics do not count generated tokens. With
+    `is_ended_by_caller`, the caller looks for ends that the engine does not know, such as stop
+    strings. The caller calls `Call.stop` at every end, so that the metrics count the right reason.
     """
 
     def __init__(
@@ -265,7 +265,7 @@ class Call:
     def log_fields(self) -> dict[str, Any]:
         """Return fields for the log: token counts, shortest times in seconds, and finish reasons.
 
-        Except for the token counts of prompts and outputs, only requests with a result count.
+        A request without a result adds only its prompt and output tokens, and "cancelled".
         """
         metrics = [result.metrics for result in self._results]
         reasons = [FINISH_REASONS[reason] for it in self._results for reason in it.finish_reasons]
@@ -325,7 +325,7 @@ def check_in_time(result: GenerationResult) -> None:
 
 
 def _timed_out(result: GenerationResult) -> GenerationResult:
-    """Return the result of a request that its timeout cancelled: TIMED_OUT replaces CANCELLED."""
+    """Return the result of a request that timed out, with TIMED_OUT in place of CANCELLED."""
     reasons = tuple(
         FinishReason.TIMED_OUT if reason is FinishReason.CANCELLED else reason
         for reason in result.finish_reasons

@@ -115,9 +115,9 @@ class Engine:
     def submit(self, requests: Sequence[EngineRequest]) -> Call:
         """Queue all requests or none, and return their call.
 
-        If a call with the client's Idempotency-Key is kept, return it. Raises ApiError: 404 for an
-        unknown adapter, 400 for a request that can never run, 422 if the key was used with another
-        body, 429 beyond a limit of waiting requests, API keys or Idempotency-Keys, 503 at the end.
+        If the Idempotency-Key has a kept call, return it. Raises ApiError: 404 for an unknown
+        adapter, 400 for a request that can never run, 422 if that call has another body, 429 if too
+        many requests wait, use the API key or are kept, 503 if the server ends or has failed.
         """
         self._check_open()
         call_key = self.kept.current.get()

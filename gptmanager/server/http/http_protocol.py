@@ -61,7 +61,7 @@ class HttpProtocol(HttpToolsProtocol):
         self._is_whole = True  # every request that has begun has arrived completely
         self._arriving: Any = None  # the last of `_unanswered`, while its body arrives
         self._drops_input = False  # further input is dropped
-        self._refusal: ApiError | None = None  # to be written after the answers in `_unanswered`
+        self._refusal: ApiError | None = None  # to be written after the answers to `_unanswered`
         self._deadline: asyncio.TimerHandle | None = None
         self._write_timeout: asyncio.TimerHandle | None = None
 
@@ -120,7 +120,7 @@ class HttpProtocol(HttpToolsProtocol):
                 self._refuse(_too_large())
 
     def _without_upgrade(self, data: bytes) -> bytes:
-        """Remove the header Upgrade from a piece of a head; hold back an end that may begin it."""
+        """Remove the header Upgrade from a piece of a head; hold back an end that fits `_BEGUN`."""
         head, end, rest = (self._held + data).partition(b"\r\n\r\n")
         begun = None if end else _BEGUN.search(head)
         self._held = b"" if begun is None else begun[0]

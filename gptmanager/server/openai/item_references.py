@@ -21,7 +21,7 @@ def resolved(items: Sequence[Any], store: ResponseStore | None, owner: str) -> l
     request and the store together. Raises ApiError (400) for an id that is not stored for `owner`,
     and for a second reference to the same item.
     """
-    outputs: dict[str, dict[Any, Any]] = {}  # response id -> its items left, by item id
+    outputs: dict[str, dict[Any, Any]] = {}  # response id -> item id -> unused item
     found = []
     for index, item in enumerate(items):
         if not isinstance(item, Mapping) or item.get("type") != "item_reference":

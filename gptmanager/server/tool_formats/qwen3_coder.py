@@ -152,7 +152,9 @@ class Qwen3Coder(ToolFormat):
 
 
 def _body(rule: str, schema: Any) -> tuple[list[str], dict[str, Any]]:
-    """Return the grammar of a schema's parameters, in order, and schemas for rules that it names.
+    """Return the grammar of a schema's parameters, in order, and the schemas of undefined rules.
+
+    An undefined rule is used in the grammar, but not defined there.
 
     If the schema has no properties, the grammar allows any parameters with strings as values,
     unless the schema forbids additional properties.
