@@ -87,5 +87,7 @@ def _free_in_system() -> int:
                 if line.startswith("MemAvailable:"):
                     return int(line.split()[1]) * 1024
     except OSError:
-        pass  # not Linux: sysconf counts free pages, but not reclaimable ones
-    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        pass  # not Linux
+    # SC_AVPHYS_PAGES has free pages, but not reclaimable ones. macOS has only the number of all.
+    name = next(it for it in ("SC_AVPHYS_PAGES", "SC_PHYS_PAGES") if it in os.sysconf_names)
+    return os.sysconf(name) * os.sysconf("SC_PAGE_SIZE")

@@ -166,6 +166,14 @@ def test_free_memory_is_within_the_limit(monkeypatch):
     assert 0 < memory.free_memory_bytes() < math.inf
 
 
+@pytest.mark.parametrize("name", ["SC_AVPHYS_PAGES", "SC_PHYS_PAGES"])
+def test_free_memory_where_there_is_no_proc(monkeypatch, name):
+    monkeypatch.setattr(memory, "open", lambda path, **_: open("/nowhere"), raising=False)
+    monkeypatch.setattr(memory.os, "sysconf_names", [name])
+    monkeypatch.setattr(memory.os, "sysconf", {name: 7, "SC_PAGE_SIZE": 4096}.__getitem__)
+    assert memory._free_in_system() == 7 * 4096
+
+
 @pytest.mark.parametrize(
     ("cores", "default", "given", "told", "left"),
     [
