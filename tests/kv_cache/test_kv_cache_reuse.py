@@ -858,6 +858,6 @@ class ReuseMachine(RuleBasedStateMachine):
 
 
 ReuseMachine.TestCase.settings = settings(
-    max_examples=75 * FUZZ, stateful_step_count=40, deadline=None, derandomize=True
+    max_examples=50 * FUZZ, stateful_step_count=40, deadline=None, derandomize=True
 )
 TestReuseMachine = ReuseMachine.TestCase

@@ -17,7 +17,7 @@ from gptmanager.kv_cache.block import BlockPool, BlockTables
 from gptmanager.request.llm_request import LlmRequest
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-OPERATIONS = 15_000 * FUZZ
+OPERATIONS = 10_000 * FUZZ
 
 
 def test_a_sample_of_the_operations_diverges_nowhere():

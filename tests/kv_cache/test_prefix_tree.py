@@ -198,6 +198,6 @@ class PrefixTreeMachine(RuleBasedStateMachine):
 
 
 PrefixTreeMachine.TestCase.settings = settings(
-    max_examples=75 * FUZZ, stateful_step_count=30, deadline=None, derandomize=True
+    max_examples=50 * FUZZ, stateful_step_count=30, deadline=None, derandomize=True
 )
 TestPrefixTreeMachine = PrefixTreeMachine.TestCase
