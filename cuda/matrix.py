@@ -82,24 +82,20 @@ class Row:
         return bool(self.figures.spill_stores or self.figures.spill_loads)
 
 
-def compile_all(choices: Iterable[Choice]) -> Iterator[Row]:
-    """Compile each kernel on its own, as for a launch.
+def compile_all(choices: Iterable[Choice], on_error: Callable[[str], None]) -> Iterator[Row]:
+    """Compile each kernel on its own, as for a launch; yield rows in order of `choices`.
 
     If several kernels are compiled together, inlining, and therefore spills, depend on all of them.
+    If a kernel does not compile, `on_error` receives the compiler's message, and the kernel has no
+    row.
     """
-    for program, name, arch in choices:
-        cubin = compile(program.path, arch, [name])
-        yield Row(program.file, name, arch, cubin.figures[name])
+    return _rows(choices, _compile_one, on_error)
 
 
 def compile_side_by_side(
     choices: Sequence[Choice], num_workers: int, on_error: Callable[[str], None]
 ) -> Iterator[Row]:
-    """Compile as `compile_all` does, in `num_workers` processes; yield rows in order of `choices`.
-
-    If a kernel does not compile, `on_error` receives the compiler's message, and the kernel has no
-    row.
-    """
+    """Compile as `compile_all` does, in `num_workers` processes."""
     processes = multiprocessing.get_context("forkserver")
     processes.set_forkserver_preload([__name__])
     with ProcessPoolExecutor(num_workers, mp_context=processes) as workers:
@@ -107,16 +103,22 @@ def compile_side_by_side(
             choice: workers.submit(_compile_one, choice)
             for choice in sorted(choices, key=lambda it: it[0].file not in _SLOW)
         }
-        for choice in choices:
-            try:
-                yield futures[choice].result()
-            except CompilationError as error:
-                on_error(f"{choice[1]} for {choice[2]}: {error}")
+        yield from _rows(choices, lambda choice: futures[choice].result(), on_error)
 
 
 def _compile_one(choice: Choice) -> Row:
-    (row,) = compile_all([choice])
-    return row
+    program, name, arch = choice
+    return Row(program.file, name, arch, compile(program.path, arch, [name]).figures[name])
+
+
+def _rows(
+    choices: Iterable[Choice], row_of: Callable[[Choice], Row], on_error: Callable[[str], None]
+) -> Iterator[Row]:
+    for choice in choices:
+        try:
+            yield row_of(choice)
+        except CompilationError as error:
+            on_error(f"{choice[1]} for {choice[2]}: {error}")
 
 
 def whole_matrix(arch: str = "", word: str = "") -> Iterator[Choice]:
@@ -198,7 +200,7 @@ def main(arguments: list[str]) -> int:
     num_workers = options.workers or len(os.sched_getaffinity(0))
     errors: list[str] = []
     compiled = (
-        compile_all(choices)
+        compile_all(choices, errors.append)
         if num_workers == 1
         else compile_side_by_side(choices, num_workers, errors.append)
     )

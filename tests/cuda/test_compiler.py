@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import random
+from functools import partial
 
 import pytest
 from fuzz import ALL_CASES
@@ -140,7 +141,7 @@ def test_kernels_compile_without_spilling(program, arch):
     count = min(NUM_SAMPLES, len(program.kernels))
     sample = random.Random(f"{program.file} {arch}").sample(program.kernels, count)
     names = tuple(sorted({*kernels.values(), *sample}))
-    rows = list(compile_all((program, name, arch) for name in names))
+    rows = list(compile_all(((program, name, arch) for name in names), pytest.fail))
     assert [row.kernel for row in rows] == list(names)
     assert not [row for row in rows if row.spills]
 
@@ -163,13 +164,13 @@ def test_no_ptx_but_in_one_file():
     assert files == {"intrinsics.cuh"}
 
 
-def test_kernels_are_compiled_side_by_side(nvrtc, monkeypatch, tmp_path, capsys):
-    """In the order of the choices; one that does not compile does not stop the others."""
+@pytest.mark.parametrize("compile_", [compile_all, partial(compile_side_by_side, num_workers=2)])
+def test_a_kernel_that_does_not_compile_stops_no_other(nvrtc, monkeypatch, tmp_path, compile_):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     broken = Program("attention/block_copy.cu", ("no_such_kernel",))
     choices = [(broken, "no_such_kernel", "sm_90a"), (block_copy.PROGRAM, "copy_blocks", "sm_80")]
     errors = []
-    rows = list(compile_side_by_side(choices, 2, errors.append))
+    rows = list(compile_(choices, on_error=errors.append))
     assert [(row.kernel, row.arch) for row in rows] == [("copy_blocks", "sm_80")]
     assert len(errors) == 1 and "no_such_kernel for sm_90a: " in errors[0]
 
