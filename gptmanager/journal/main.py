@@ -60,7 +60,7 @@ def _request(
     prompt: Any = tensors.get("input_ids", ())
     return {
         "request_id": request_id,
-        "accepted": time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(read.time)),
+        "accepted": time.strftime("%Y-%m-%d %H:%M:%S%z", time.localtime(read.time)),
         "prompt_tokens": len(np.asarray(prompt).reshape(-1)),
         "streaming": bool(read.request.is_streaming),
         "sent_tokens": len(entry.tokens),

@@ -62,7 +62,8 @@ class ProgressBars:
             del self._started[what]
             self._end(what)
             if now >= shows_at and not self._region.can_draw:
-                self._region.write(f"{what}: {done} of {total}, {note}\n")
+                end = f", {note}" if note else ""
+                self._region.write(f"{what}: {done} of {total}{end}\n")
         elif self._region.can_draw and now >= max(shows_at, self._drawn_at + _REFRESH_S):
             self._drawn_at = now
             self._draw(what, done, total, note)

@@ -330,13 +330,19 @@ def test_bars_come_when_something_takes_long_and_go_when_it_is_done(terminal, mo
 
 
 @pytest.mark.parametrize(
-    ("wanted", "told"), [(None, ""), (False, ""), (True, "prompts: 2 of 2, fast\n")]
+    ("wanted", "note", "told"),
+    [
+        (None, "fast", ""),
+        (False, "fast", ""),
+        (True, "fast", "prompts: 2 of 2, fast\n"),
+        (True, "", "prompts: 2 of 2\n"),
+    ],
 )
-def test_bars_on_a_pipe(wanted, told):
+def test_bars_on_a_pipe(wanted, note, told):
     pipe = io.StringIO()
     bars = ProgressBars(RedrawnLines(pipe), 0, wanted=wanted)
     for done in range(3):
-        bars.update("prompts", done, 2, "fast")
+        bars.update("prompts", done, 2, note)
     bars.close()
     assert pipe.getvalue() == told
 

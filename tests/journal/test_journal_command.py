@@ -36,5 +36,6 @@ def test_a_request_passes_through_the_states_of_the_documentation(tmp_path, caps
     assert cli.main(["journal", ended, "--json"]) == 0
     told = json.loads(capsys.readouterr().out)["requests"]
     assert next(one for one in told if one["request_id"] == 1)["state"] == "final"
+    assert all(re.search(r"\d\d:\d\d:\d\d[+-]\d{4}$", one["accepted"]) for one in told)
     assert cli.main(["journal", ended]) == 0
     assert ", final but not acknowledged" in capsys.readouterr().out
