@@ -105,6 +105,15 @@ def test_logits_without_an_order_choose_experts_that_exist() -> None:
         assert torch.equal(mixed[0], mixed[2]) and mixed[0].isfinite().all()
 
 
+def test_no_expert_is_chosen_twice_if_only_nan_is_left() -> None:
+    kernels, routing = CpuKernels(), Routing(3, "sigmoid")
+    experts = experts_of(kernels, torch.float32, None, True, range(COUNT))
+    logits = torch.full((1, COUNT), torch.nan)
+    logits[0, 1] = 1.0
+    routed = kernels._route(torch.ones(1, HIDDEN), logits, None, routing, experts, ((0, 1 << 62),))
+    assert routed.memory[:3].tolist() == [1, 0, 2]
+
+
 def test_a_rank_without_any_of_the_chosen_experts_adds_nothing() -> None:
     kernels = CpuKernels()
     experts = experts_of(kernels, torch.float32, None, True, range(8, 16))

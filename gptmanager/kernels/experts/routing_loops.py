@@ -145,6 +145,15 @@ def _keep_best_groups(t: Any, scores: int, qualities: int) -> None:
 
 
 @loop
+def _is_chosen(choices: int, count: int, expert: int) -> bool:
+    """Return whether `expert` is one of the first `count` choices."""
+    for number in range(count):
+        if get_long(choices, number) == expert:
+            return True
+    return False
+
+
+@loop
 def _choose_best(t: Any, scores: int, choices: int) -> None:
     """Write the best experts to `choices`, by descending score; equal ones by ascending number."""
     last, last_expert = _INFINITY, -1
@@ -156,7 +165,9 @@ def _choose_best(t: Any, scores: int, choices: int) -> None:
             if follows and (found < 0 or value > best):
                 best, found = value, e
         if found < 0:  # only NaN is left
-            found = number
+            found = 0
+            while _is_chosen(choices, number, found):
+                found += 1
         else:
             last, last_expert = best, found
         put_long(choices, number, found)
