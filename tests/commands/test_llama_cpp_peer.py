@@ -13,6 +13,7 @@ import torch
 from checkpoints import PagedDriver
 from text_checkpoint import save_text_checkpoint
 
+from gptmanager import OptionalParams, ParallelConfig
 from gptmanager.bench.load import SMALL_LLAMA, random_llama
 from gptmanager.bench.peer_throughput import BenchOptions, bench
 from gptmanager.bench.peers import llama_cpp_peer, own_script
@@ -171,6 +172,11 @@ def test_options_need_the_peer_and_a_file(tmp_path: Path) -> None:
         bench(BenchOptions(text=tmp_path))
     with pytest.raises(ConfigError, match="--text needs a GGUF file as --model: random weights"):
         bench(BenchOptions(peer="llama-cpp", text=tmp_path))
+    with pytest.raises(ConfigError, match="--adapters is not measured with --peer llama-cpp"):
+        bench(BenchOptions(peer="llama-cpp", adapters=2))
+    ranks = OptionalParams(parallel_config=ParallelConfig(tensor_parallel_size=2))
+    with pytest.raises(ConfigError, match="--peer needs a single rank: run without parallelism"):
+        bench(BenchOptions(peer="llama-cpp", params=ranks))
 
 
 def test_both_perplexities_of_a_text_are_reported(
