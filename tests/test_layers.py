@@ -88,6 +88,7 @@ step                          values passed between loop, executor and host
 kernels/                      all operations of a model in torch, and compiled ones for CPUs
     torch_operations          observes each torch operation of a step
     simd/                     SIMD lanes, dtypes, threads and machine code for compiled loops
+        inner_functions       functions that only compiled functions call
         lanes                 SIMD intrinsics for Numba
         dtypes                loads and stores of any dtype as float32 lanes
         tiles                 tiles of sixteen rows, transposed in registers

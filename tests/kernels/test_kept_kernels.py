@@ -8,13 +8,28 @@ from types import FunctionType
 import numpy as np
 import pytest
 from numba import carray
+from numba.core.codegen import JITCodeLibrary
 
 from gptmanager.kernels.simd import machine_code
-from gptmanager.kernels.simd.lanes import pointer_to
+from gptmanager.kernels.simd.lanes import get_long, loop, pointer_to, put_long
 
 
 def body(address: int) -> None:
     carray(pointer_to(address), 1, np.int64)[0] += 41
+
+
+@loop
+def plus_one(number: int) -> int:
+    return number + 1
+
+
+@loop
+def plus_two(number: int) -> int:
+    return plus_one(plus_one(number))
+
+
+def caller(address: int) -> None:
+    put_long(address, 0, plus_two(get_long(address, 0)))
 
 
 def forget() -> None:
@@ -22,11 +37,12 @@ def forget() -> None:
     machine_code._function.cache_clear()
 
 
-def answer() -> int:
-    """What the body makes of 1, as a process would that starts now."""
+def answer(function=body) -> int:
+    """What the function makes of 1, as a process would that starts now."""
     forget()
     number = ctypes.c_int64(1)
-    ctypes.CFUNCTYPE(None, ctypes.c_int64)(machine_code.compiled(body))(ctypes.addressof(number))
+    address = machine_code.compiled(function)
+    ctypes.CFUNCTYPE(None, ctypes.c_int64)(address)(ctypes.addressof(number))
     return number.value
 
 
@@ -158,3 +174,19 @@ def test_machine_code_for_records_of_another_layout_is_never_loaded():
     others = [FunctionType(body.__code__, {"TASK": np.dtype(kind)}) for kind in ("i4", "i8")]
     names = {machine_code._stamped(own).__qualname__ for own in others}
     assert len(names) == 2
+
+
+def test_machine_code_is_only_made_of_a_body_with_its_loops(monkeypatch):
+    made, make = [], JITCodeLibrary._finalize_specific
+    monkeypatch.setattr(
+        JITCodeLibrary,
+        "_finalize_specific",
+        lambda code: (made.append(code.name), make(code))[1],
+    )
+    assert answer(caller) == 3
+    assert made == [machine_code._stamped(caller).__qualname__]
+
+
+def test_a_loop_cannot_be_called_from_python():
+    with pytest.raises(TypeError):
+        plus_one(1)

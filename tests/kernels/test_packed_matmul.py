@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
+from numba import njit
 from torch import Tensor
 
 from gptmanager.kernels import CpuKernels, PackedMatrix, plain
@@ -378,12 +379,13 @@ def test_a_tile_is_the_same_bits_with_any_number_of_registers(rows: int, across:
     ) -> None:  # fmt: skip
         own(c, a, a_stride, b0, b1, b2, b3, steps, add)
 
+    call = njit(lambda loop, given: loop(*given))
     panels, x = randn(4, 9, 16), randn(rows, 9, seed=1)
     found = []
     for one in (by_tile, matrix_tiles.over_rows("float32")):
         sums = randn(rows, 4, 16, seed=2)
         addresses = sums.data_ptr(), x.data_ptr(), 4 * 9, *(panel.data_ptr() for panel in panels)
-        one(*addresses, 9, True, rows)
+        call(one, (*addresses, 9, True, rows))
         found.append(sums)
     assert torch.equal(*found)
     wanted = randn(rows, 4, 16, seed=2) + torch.einsum("rk,pkn->rpn", x, panels)

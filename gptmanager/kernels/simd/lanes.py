@@ -16,10 +16,12 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeVar, cast
 
 from llvmlite import ir  # type: ignore[import-untyped]
-from numba import carray, extending, njit, types  # type: ignore[attr-defined]
+from numba import carray, extending, types  # type: ignore[attr-defined]
 from numba.core import cgutils
 from numba.core.typing.templates import ConcreteTemplate, infer_global, signature
 from numba.extending import lower_builtin, models, register_model
+
+from gptmanager.kernels.simd.inner_functions import compiled_inside
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -77,8 +79,8 @@ def intrinsic(result: Any, *arguments: Any) -> Callable[[Callable[..., Any]], An
 
 
 def loop(function: Function) -> Function:
-    """Compile a function that compiled code calls; division by zero is not checked."""
-    return cast("Function", njit(function, error_model="numpy"))
+    """Compile a function that only compiled code calls; division by zero is not checked."""
+    return cast("Function", compiled_inside(function))
 
 
 def loop_named(name: str) -> Callable[[Function], Function]:
@@ -387,7 +389,7 @@ def max_lanes(builder: Any, value: Any) -> Any:
 def compact(builder: Any) -> None:
     """Compile the calling function for size, neither unrolled nor inlined.
 
-    `compact` cuts compile time by a third. Hot loops are unrolled by hand instead.
+    Hot loops are unrolled by hand.
     """
     builder.function.attributes.add("optsize")
     builder.function.attributes.add("noinline")
