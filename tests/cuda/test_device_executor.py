@@ -366,6 +366,18 @@ def test_the_ladder_has_a_step_for_each_batch_with_few_rows_of_padding():
         assert all(b - a <= 8 for a, b in zip(steps, steps[1:], strict=False))
 
 
+def test_progress_counts_the_graphs_that_are_captured():
+    stream, counted = EmulatedStream(), []
+    graphs = StepGraphs(stream, Uploads(stream), (1, 4, 2))
+    graphs.record(
+        inputs=lambda size: [np.ones(size, np.int32)],
+        step=lambda tensors: tensors[0] + 1,
+        on_progress=lambda *progress: counted.append(progress),
+        what="graphs",
+    )
+    assert counted == [("graphs", 1, 3), ("graphs", 2, 3), ("graphs", 3, 3)]
+
+
 def test_tables_on_the_device_follow_those_of_the_cpu():
     stream = EmulatedStream()
     uploads = Uploads(stream)
