@@ -161,12 +161,12 @@ def _put_taps(loop: TokenLoop, report_event: WatchCallback) -> None:
     now, arrived = 0.0, dict[int, None]()  # a set in order
 
     def report_arrivals() -> None:
-        """Report arrivals that the loop has accepted. Refused ones have had a final response."""
-        for request_id in arrived:
+        """Report arrivals that the loop has accepted. It may accept others of the intake later."""
+        for request_id in [*arrived]:
             request = table.by_id.get(request_id)
             if request is not None:
+                del arrived[request_id]
                 report_event(_arrival(request, now))
-        arrived.clear()
 
     def fetch(room: int | None, num_active: int) -> Intake:
         nonlocal now
@@ -191,6 +191,7 @@ def _put_taps(loop: TokenLoop, report_event: WatchCallback) -> None:
         if is_final:
             if arrived:
                 report_arrivals()
+                arrived.pop(request_id, None)  # it is refused
             report_event(_ending(request_id, tensors, error))
         host_respond(request_id, tensors, is_final, error)
 

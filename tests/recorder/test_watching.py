@@ -88,6 +88,16 @@ def test_a_duplicate_does_not_arrive_and_is_the_end_of_nobody_else():
     assert [it.outcome for it in told[3:]] == ["LENGTH"]
 
 
+def test_requests_after_a_refused_one_of_their_intake_arrive():
+    driver, events = LoopDriver(), []
+    Watchers().add(driver.loop, events.append)
+    driver.submit(request(1), request(2, 4, 0), request(3))  # the second asks for nothing
+    driver.run()
+    told = [type(it) for it in events if isinstance(it, (Arrival, Ending)) and it.request_id == 3]
+    assert told == [Arrival, Ending]
+    assert [it.request_id for it in events if isinstance(it, Arrival)] == [1, 3]
+
+
 def test_a_watch_that_begins_late_hears_of_who_is_there():
     host, constructed, events = RecordingCallbacks([request(1), request(2)]), Future(), []
 
