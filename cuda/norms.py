@@ -33,7 +33,12 @@ def _kernels() -> Iterator[str]:
         yield from (f"norm<{kind}, {add}, true>" for kind in own)
 
 
-PROGRAM = Program("norms.cu", tuple(_kernels()), dependent=True)
+PROGRAM = Program(
+    "norms.cu",
+    tuple(_kernels()),
+    dependent=True,
+    at_once=1,  # a model needs few of them
+)
 
 
 def norm(

@@ -24,4 +24,5 @@ PROGRAM = Program(
         for cache in CACHES
     ),
     dependent=True,
+    at_once=1,  # a model needs few of them
 )

@@ -44,7 +44,7 @@ PROGRAM = Program(
         for cache in CACHES
     ),
     dependent=True,
-    at_once=4,  # they take long to compile
+    at_once=1,  # each takes long to compile, and a model needs few of them
 )
 
 

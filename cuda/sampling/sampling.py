@@ -48,7 +48,12 @@ def logits_dtype(logits: Tensor) -> torch.dtype:
 
 _MOST_PARTS = 8  # blocks that share a row
 _PIECES_BYTES = 256 * (8 + 8 + 4)  # `Pieces` of logits_row.cuh
-PROGRAM = Program("sampling/sampling.cu", instantiations("sample"), dependent=True)
+PROGRAM = Program(
+    "sampling/sampling.cu",
+    instantiations("sample"),
+    dependent=True,
+    at_once=1,  # each takes long to compile, and a model needs one of them
+)
 
 
 def pack(params: SamplingParams, vocab_size: int) -> tuple[object, ...]:
