@@ -97,8 +97,8 @@ def generate(
     completions of a list are sampled independently, or are the best beams.
 
     With `progress` None, work that takes more than a second, such as loading, gets a progress bar
-    if standard error is a terminal. With True, the work gets a line when it ends if standard error
-    is not a terminal. With False, nothing is shown.
+    if standard error is a terminal. With True, the same applies, but if standard error is not a
+    terminal, the work gets a line when it ends. With False, nothing is shown.
 
     An interrupt (Ctrl-C) aborts the manager and leaves no thread. Raise ConfigError like the
     constructor of `GptManager`, or the error of the first failed request, with its prompt's index.

@@ -81,6 +81,6 @@ __device__ inline float block_sum(float x, float (&partial)[32]) {
 // writes. The last block's atomic acquires them; the second barrier passes them on to its other threads.
 __device__ inline bool is_last_block(unsigned* arrived, int count) {
     __syncthreads();
-    unsigned last = count - 1;  // resets the counter to 0
+    unsigned last = count - 1;  // the atomic resets the counter from `last` to 0
     return __syncthreads_or(threadIdx.x == 0 && ptx::atomic_inc_acq_rel(arrived, last) == last);
 }

@@ -100,7 +100,7 @@ def _call(arguments: Sequence[str] | None) -> int:
     _start_log(options.region, options.verbose)
     try:
         with contextlib.ExitStack() as stack:
-            stack.callback(options.region.clear)  # before anything is printed
+            stack.callback(options.region.clear)  # before an error is printed
             if options.announces_model and options.region.can_draw:  # the import takes a second
                 options.region.draw(printable(f"loading {options.model.name}"))
             command = _imported(options.command, is_program=arguments is None)

@@ -1,7 +1,7 @@
 """The error classes of the library.
 
-The class names the cause, such as the configuration, one request, a scheduler, a callback, or a
-manager that has ended. An error response begins with the class's name, so that a host can
+An error's class states the cause, such as the configuration, one request, a scheduler, a callback,
+or a manager that has ended. An error response begins with the class's name, so that a host can
 distinguish causes without parsing the text. The functions at the end quote values, paths and errors
 of other libraries in messages.
 """

@@ -106,21 +106,21 @@ def load_peft_adapter(
 ) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.int32]]:
     """Return `lora_weights` float32 `[n, width]` and `lora_config` int32 `[n, 3]` of a PEFT folder.
 
-    The folder has `adapter_config.json` and `adapter_model.safetensors`. A row has the A `[D, Hi]`
-    of a module, then its B `[Ho, D]` times lora_alpha / D (rsLoRA: / sqrt(D)), and then zeros,
-    where D is the rank. A row of `lora_config` has the module id, the layer and the rank. Rows are
-    sorted by layer and module id. The modules of attention, dense MLPs and shared experts of the
-    library's model families are supported, by their names in transformers. For families without
-    gates (Nemotron, Arcee, Jais 2), `mlp.up_proj` is only supported with `model`.
+    The folder has `adapter_config.json` and `adapter_model.safetensors`. A row of `lora_weights`
+    has the A `[D, Hi]` of a module of rank D, then the module's B `[Ho, D]` times lora_alpha / D
+    (rsLoRA: / sqrt(D)), and then zeros. A row of `lora_config` has the module id, the layer and the
+    rank. Rows are sorted by layer and module id. The modules of attention, dense MLPs and shared
+    experts of the library's model families are supported, by their names in transformers. For
+    families without gates (Nemotron, Arcee, Jais 2), `mlp.up_proj` is only supported with `model`.
 
     If `model` is the folder of the model's checkpoint, all widths are compared with the model's.
     The manager itself refuses a request with rows that are too short for its model, but it cannot
     distinguish a row for a wider model from a row with padding.
 
-    Raise ConfigError, which quotes the entry, for an adapter that is not plain LoRA (DoRA, biases,
-    embeddings, saved modules, other methods), for a module that is not supported, and for files
-    that are broken or contradict each other. Patterns in the config are regular expressions, which
-    are matched in a bounded number of steps.
+    Raise ConfigError, which names the wrong entry, module or file, for an adapter that is not plain
+    LoRA (DoRA, biases, embeddings, saved modules, other methods), for a module that is not
+    supported, and for files that are broken or contradict each other. Patterns in the config are
+    regular expressions, which are matched in a bounded number of steps.
     """
     path = Path(folder)
     if not path.is_dir():

@@ -21,8 +21,8 @@ WAITING, CONTEXT, GENERATION, PAUSED, HELD = "w", "c", "g", "p", "h"
 _NO_IDS: frozenset[int] = frozenset()
 _MAX_SPANS = 256  # spans of a row; if there are more, the oldest half is dropped
 _MAX_ENDED = 256  # ended rows in a snapshot, in addition to the active ones
-_MAX_NEW = 64  # ended rows in one change
-_request_id = itemgetter(0)  # of a `Row`
+_MAX_NEW = 64  # rows in one result of `take_changes` that began and ended since the previous call
+_request_id = itemgetter(0)  # gets the request id from a `Row` of gptmanager.step
 
 
 class LiveRow:

@@ -84,7 +84,7 @@ class LiveTap:
             self._changes.append((self.column, event))
 
     def take(self) -> list[Change] | None:
-        """Return the changes since the last call; None, now and later, if they were too many."""
+        """Return the changes since the last call. After too many changes, always return None."""
         changes = self._changes
         if len(changes) == changes.maxlen:
             return None

@@ -32,7 +32,8 @@ class LoggingSink:
         self._every_s = every_s
         self._clock = clock
         self._lock = threading.Lock()
-        self._last: tuple[float, int] | None = None  # of the last summary: time, iteration or 0
+        # The time and the iteration of the last summary. The iteration is 0 if it is unknown.
+        self._last: tuple[float, int] | None = None
 
     def __call__(self, record: str) -> None:
         now = self._clock()

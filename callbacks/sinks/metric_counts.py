@@ -159,8 +159,9 @@ class _Open:
 class RequestCounts:
     """Counts from responses. `finished` has the number of requests that ended, by finish reason.
 
-    A request is open from `arrive`, `fetch`, or its first response until its final response. A
-    request with `is_ended_by_caller` that does not fail stays open until `end_as`, too.
+    A request is open from `arrive`, `fetch`, or its first response until its final response or
+    `withdraw`. A request with `is_ended_by_caller` that does not fail stays open until both its
+    final response and `end_as`.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:

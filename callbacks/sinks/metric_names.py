@@ -50,7 +50,10 @@ class Metric(NamedTuple):
     buckets: tuple[float, ...] = ()
 
     def names(self, prefix: str) -> tuple[str, ...]:
-        """Return the names with a prefix: "gptmanager", not "vllm", for metrics that vLLM lacks."""
+        """Return the metric's names, beginning with `prefix`.
+
+        If `prefix` is "vllm" but vLLM lacks the metric, the name begins with "gptmanager" instead.
+        """
         if prefix == VLLM:
             return tuple(f"vllm:{name}" for name in self.vllm) or (f"{OWN}_{self.name}",)
         return (f"{prefix}_{self.name}",)

@@ -1,4 +1,4 @@
-// The work of a thread block in context attention, shared by all kernels of context attention.
+// The work of a thread block in context attention. All kernels of context attention use this file.
 #pragma once
 
 #include "attention/pages.cuh"
@@ -25,7 +25,7 @@ template <class K> struct Tiles {
     }
     // The start of the tile that contains `first`.
     __device__ int first_start() const { return first / K::TOKENS * K::TOKENS; }
-    // Whether some query of the item may not see all keys of the tile; with SINK always true.
+    // Whether a key of the tile is hidden from a query of the item; with SINK always true.
     __device__ bool need_mask(Tile tile, Window window) const {
         return K::SINK || !window.sees(low, tile.start + K::TOKENS - 1) ||
                !window.sees(high, tile.start);

@@ -197,8 +197,8 @@ def _stretch_of_one_item_each(
 def _equal_shares(spans: _Spans, num_blocks: int) -> tuple[_Spans, Numbers]:
     """Cut the concatenated work of all spans evenly; return pieces, and each block's first piece.
 
-    The work of a span is its passes plus `_START`. A block that begins within a span has another
-    start, which is not counted because nearly all blocks have one.
+    The work of a span is its passes plus `_START`. A block that begins within a span costs another
+    `_START`, which is not counted because nearly all blocks begin within a span.
     """
     ends = np.cumsum(spans.passes + _START)
     begins = ends - spans.passes - _START

@@ -1,7 +1,7 @@
 // CUDA C++ for g++: qualifiers, built-in variables and vector types. source.py includes it before a kernel.
 //
-// If NVIDIA's headers are installed (EMULATOR_CUDA_HEADERS), they define vector types, and cuda_fp16.h
-// and cuda_bf16.h convert as in host code. Kernels that include neither file compile without these headers.
+// If NVIDIA's headers are installed (EMULATOR_CUDA_HEADERS), they define vector types, and conversions in
+// cuda_fp16.h and cuda_bf16.h use host code. Kernels that include neither file need no NVIDIA headers.
 #pragma once
 
 #include <assert.h>
@@ -58,9 +58,9 @@ struct dim3 {
 };
 #endif
 
-// One OS thread runs a block, so thread_local memory is memory of the block. source.py replaces arrays
-// without a size. Without __constinit g++ adds a guard variable to a variable with a constructor,
-// even a trivial one; the guard would be poisoned and checked like a variable of the kernel.
+// One OS thread runs a block, so thread_local memory is memory of the block. source.py replaces shared
+// arrays without a size by pointers. Without __constinit g++ adds a guard variable to a variable with a
+// constructor, even a trivial one; the guard would be poisoned and checked like a variable of the kernel.
 #define __shared__ __constinit thread_local
 #define __launch_bounds__(...)
 #define __grid_constant__

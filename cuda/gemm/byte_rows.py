@@ -20,7 +20,7 @@ class ByteRows(PackedMatrix):
     """A matrix `[rows, columns]` of float32, bfloat16 or float16, stored in 8 bits, on any device.
 
     `values` is `[rows, columns]` of the dtype `stored`; `scales` is float32 `[rows]`. The scale of
-    a row maps the row's largest magnitude to the largest number that is stored. `copy_` therefore
+    a row is the row's largest magnitude, divided by 127 for int8 or 448 for FP8. `copy_` therefore
     needs whole rows, even to write only some of their columns.
     """
 

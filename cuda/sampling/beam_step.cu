@@ -6,7 +6,7 @@
 
 constexpr int CANDIDATES = 4 * THREADS;
 
-// Returns a token's rank: higher for a higher log probability and, between equal ones, for a lower id.
+// Returns a token's rank. A higher log probability ranks higher; at equal log probabilities, a lower id.
 __device__ inline unsigned long long to_rank(float value, int id) {
     return (unsigned long long)to_key(value) << 32 | (0xFFFFFFFFu - unsigned(id));
 }

@@ -209,7 +209,7 @@ __device__ inline int draw_token(
         if (own.top_p >= 1) return token;
         drawable.limit = {own.scaled(to_float(row.logits[token])), token};
         sum_weights(row, own, drawable, pieces);
-        // The token is outside the nucleus if the tokens above it have probability p; 1 - p is compared.
+        // The token is outside the nucleus if the tokens above it (`kept`) have top_p or more of `total`.
         auto outside = [&] { return kept > 0 && float(1 - kept / total) <= float(1 - own.top_p); };
         kept = sum_pieces(pieces.sums, count);
         if (outside()) {
@@ -273,7 +273,7 @@ __global__ void __launch_bounds__(THREADS, 1) sample(
         if (threadIdx.x < 32) choose(find_equal(row, pieces, best));
         return;
     }
-    Token limit{-INFINITY, vocab_size};  // tokens above it are drawn; with top-k, so are all ties
+    Token limit{-INFINITY, vocab_size};  // tokens above it may be drawn; with top-k, also all of equal logit
     if (own.top_k > 0) {
         int num_found;
         limit.logit =

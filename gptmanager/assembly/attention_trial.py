@@ -79,9 +79,10 @@ class AttentionTrial:
     ) -> dict[str, float]:
         """Return and log the shortest time, in seconds, of our kernels ("own") and each provider.
 
-        The result is by name, "own" first. The providers alternate, `_ROUNDS` times. A provider
-        that raises an exception in a run is left out, with a warning. If the device is out of
-        memory, the result is only a time of 0 for "own", and nothing but a warning is logged.
+        The result is by name, "own" first. Our kernels and each provider are timed once in each of
+        `_ROUNDS` rounds. A provider that raises an exception in a run is left out, with a warning.
+        If the device is out of memory, the result is only a time of 0 for "own", and nothing but a
+        warning is logged.
         """
         best: dict[str, float] = {}
         runs: dict[str, Run] = {}

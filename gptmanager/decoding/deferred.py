@@ -23,6 +23,9 @@ class Deferred:
 
 
 def beginning(items: list[Any]) -> Any:
-    """Return a `Deferred` of the current items of a list, which may only be appended to later."""
+    """Return a `Deferred` of the current items of a list.
+
+    After this call, the list may grow, but its current items must not change.
+    """
     length = len(items)
     return Deferred(lambda: items[:length], length)

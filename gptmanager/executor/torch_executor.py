@@ -127,7 +127,7 @@ class TorchExecutor:
         return True
 
     def mark(self) -> None:
-        """Return None: forward passes have run already, or a stream orders them and later work.
+        """Return None: forward passes have run already, or a stream runs later work after them.
 
         See `RankExecutor.mark`.
         """

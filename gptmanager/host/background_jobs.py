@@ -3,7 +3,7 @@
 `BackgroundJobs` decides which thread does the next piece, and when. If there is a spare core, a
 separate thread does the work without delaying steps. If steps use all cores, a thread that wakes up
 takes a core from a step, and each operation of the step waits for that core. In this case the
-loop's thread does the work, a little after each step.
+loop's thread does a small part of the work after each step.
 """
 
 from __future__ import annotations
@@ -153,7 +153,7 @@ class BackgroundJobs:
     def rest(self, since_ns: int) -> int:
         """Sleep after a piece if steps are running, so that a thread works only part of the time.
 
-        `since_ns`: the thread's CPU time at the end of its last rest. Return its next value.
+        `since_ns`: the thread's CPU time at the end of its last rest. Return the new `since_ns`.
         """
         worked_ns = thread_time_ns() - since_ns
         if worked_ns < _PIECE_NS:

@@ -124,7 +124,7 @@ class Journal:
                 return False
             self.entries.update(found)
         else:
-            self.entries.update(found)  # before `_write`, because a new segment contains them
+            self.entries.update(found)  # first, because `_write` may write all entries again
             self._write(data)
         return True
 

@@ -23,10 +23,10 @@ from gptmanager.recorder.requests import RecordedProcessor
 from gptmanager.request.inference_request import InferenceRequest, NamedTensor
 from gptmanager.step import Progress
 
-# Outputs that the journal lacks. If a request has one, the tokens that the host lacks are computed
-# again.
+# Inputs that ask for outputs that the journal does not keep. If a request has one of these inputs,
+# the tokens that the host lacks are computed again.
 _NOT_KEPT = ("return_generation_logits", "num_top_log_probs")
-_BY_TOKEN = ("output_ids", "output_log_probs")  # outputs [1, beam, tokens] that it keeps
+_BY_TOKEN = ("output_ids", "output_log_probs")  # outputs `[1, beam, tokens]` that the journal keeps
 
 
 class Resumption(NamedTuple):
@@ -34,6 +34,7 @@ class Resumption(NamedTuple):
 
     `requests` are in the order of their acceptance. `progress` has the progress of each of them.
     `ended` has the ids of the requests with a final response that the host has already received.
+    If `restore_cb` is None or returns None, a final response in the journal counts as received.
     """
 
     requests: list[InferenceRequest]

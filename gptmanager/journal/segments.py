@@ -133,12 +133,12 @@ class JournalFolder:
                 _sync_names(self.path)
         except BaseException:
             file.close()
-            for name in (temporary, path):  # the records that follow are in the older segment
+            for name in (temporary, path):  # later records are appended to the older segment
                 with suppress(OSError):
                     name.unlink()
             raise
         for number in numbers:
-            with suppress(OSError):  # the newest segment counts; the next one removes this one
+            with suppress(OSError):  # the next `begin` tries again; only the newest segment is read
                 self._segment(number).unlink()
         return file
 

@@ -17,7 +17,7 @@ class TorchOperations(TorchDispatchMode, ABC):  # type: ignore[no-untyped-call]
 
     @abstractmethod
     def see(self, function: Any, result: Any) -> Any:
-        """Handle the `result` of `function`, an `OpOverload`, and return its replacement."""
+        """Return the value that replaces the `result` of `function`, which is an `OpOverload`."""
 
 
 def _run(

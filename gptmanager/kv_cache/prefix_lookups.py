@@ -14,7 +14,8 @@ from gptmanager.kv_cache.needs import UNBOUNDED
 from gptmanager.kv_cache.prefix_tree import NO_BLOCK, PrefixTree
 from gptmanager.request.llm_request import LlmRequest
 
-# If there are more lookups, the oldest is dropped: a scheduler may not report that requests ended.
+# If there are more lookups, the oldest is dropped, because a scheduler might not report that
+# requests ended.
 _MAX_LOOKUPS = 10_000
 
 
@@ -71,8 +72,8 @@ class Answer(NamedTuple):
     """The lookups of several requests, valid until the tree or one of the requests changes.
 
     For each request, `missing` has the number of its first missing block, or None if none is
-    missing, and `num_found` has the number of cached blocks before it. A request that does not
-    reuse blocks has None and 0.
+    missing, and `num_found` has the number of cached blocks before it. A request that may
+    become longer than `Lookups.max_tokens` has None and 0.
     """
 
     version: int

@@ -50,7 +50,11 @@ class RootState(NamedTuple):
 
 
 class CachedBlockState(NamedTuple):
-    """A cached block. `parent`: the index of an earlier node, or for a root, ~index (negative)."""
+    """A cached block, which is a node of the prefix tree.
+
+    `parent` is the parent's index i in `ReuseState.nodes`. If the parent is a root, `parent` is ~i
+    (negative), where i is the root's index in `ReuseState.roots`.
+    """
 
     parent: int
     block: int
@@ -59,7 +63,7 @@ class CachedBlockState(NamedTuple):
 
 
 class HostState(NamedTuple):
-    """The blocks of the host tier, in order; see `HostTier`."""
+    """The state of a `HostTier`. Its free blocks and its evictable blocks keep their order."""
 
     free: tuple[int, ...]
     evictable: tuple[int, ...]

@@ -1,4 +1,4 @@
-"""The token loop: one `iterate()` call runs one iteration. Also the state of active requests."""
+"""The token loop and the state of active requests. One `iterate()` call runs one iteration."""
 
 from gptmanager.loop.token_loop import TokenLoop
 

@@ -215,8 +215,8 @@ class Adapters:
     def _fail(self, job: int, error: BaseException) -> None:
         """Drop a job that failed, and end the request that sent its adapter.
 
-        If the adapter was not forgotten, and another one with this task id exists, the other
-        requests that wait for the adapter use that one. Otherwise they end as well.
+        Other requests that wait for the failed adapter use another adapter with its task id. If
+        there is none, or if the failed adapter was forgotten, these requests end as well.
         """
         read = self._drop(job)
         if read.brought_by in read.wanted_by:
@@ -320,12 +320,12 @@ class Adapters:
         request.wait_for(FOR_ADAPTER)
 
     def _ensure(self, request: ActiveRequest, adapter: CachedAdapter) -> bool:
-        """Reserve device pages, and start a copy if necessary. Return whether the claim is new."""
+        """Reserve device pages; start a copy if needed. Return whether this call reserved pages."""
         request_id = request.request_id
         is_new = request_id not in adapter.running
         copies = self.cache.ensure(request_id)
         if copies is None:
-            return False  # another copy of this adapter must end first
+            return False  # other adapters still use pages, for example for a copy
         pages = self.cache.device_pages(adapter)
         assert pages is not None  # assigned by `ensure`
         if copies:

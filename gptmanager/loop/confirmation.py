@@ -118,7 +118,7 @@ class Confirmation:
                 self._fail(failure)
 
     def _end_by_fault(self, request: ActiveRequest, fault: int, schedule: Schedule) -> None:
-        """End a request in the next intake, because its row in `schedule` yielded no token."""
+        """End a request in the next intake, because its row yielded `fault` instead of a token."""
         if fault == NOT_FINITE:  # its cached blocks may be invalid too
             self._allocator.kv_cache.withdraw(request.request_id)
         self._fail(Failure(request.request_id, _fault_error(request, fault, schedule.iteration)))
@@ -134,8 +134,8 @@ def _advance_beams(
 ) -> tuple[int, End | None]:
     """Append one token to every beam; return (fault, end) as `_confirm_several` does.
 
-    With several beams, of the tokens that `request.tokens` holds after the prompt, only their
-    number is valid.
+    With several beams, the tokens in `request.tokens` after the prompt are placeholders: their
+    number is valid, their values are not.
     """
     if request.search is None:
         raise TypeError(f"request {request.request_id} has rows of beams but no search")

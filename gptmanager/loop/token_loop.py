@@ -52,8 +52,8 @@ class TokenLoop:
 
     At most `max_active` requests are active, if it is not None. If `run_ahead` is 1, a step
     is launched before the tokens of the preceding step are known, and may have the same requests.
-    If `num_micro_batches` is more than 1, up to this number of micro batches, each with other
-    requests, are in flight. `adapters` is None if no request has an adapter. `final` creates the
+    If `num_micro_batches` is more than 1, up to this number of micro batches are in flight, and no
+    request is in two of them. `adapters` is None if no request has an adapter. `final` creates the
     tensors of final responses.
     """
 
@@ -149,7 +149,7 @@ class TokenLoop:
         self.table.take_in(intake)
 
     def finish_awaited(self) -> None:
-        """Finish the pending step if a request with beams or drafts needs its result to go on."""
+        """Finish the pending step if a request with beams or drafts needs the step's tokens."""
         if self.table.num_serial and self.num_micro_batches == 1:
             self.finish_pending()  # with run-ahead, at most one step is pending
 

@@ -56,8 +56,8 @@ class Inbox:
     `iteration` is the number of iterations that have begun, and `idle_iteration` the number of the
     last iteration without work. `bells` are other functions to call in order to wake the loop. With
     `is_to_end`, the loop must finish its requests and end; with `is_to_abort`, it must end now.
-    Neither is reset. While `is_paused`, the loop must not iterate. With `defers_calls`, calls that
-    all ranks make wait for `take_call`, because rank 0 decides when they run.
+    Neither is reset. While `is_paused`, the loop must not iterate. With `defers_calls`, a call that
+    every rank must make is queued for `take_call`, because rank 0 decides when such a call runs.
     """
 
     def __init__(self) -> None:
@@ -128,7 +128,8 @@ class Inbox:
         while not self._bell.empty():
             with suppress(Empty):
                 self._bell.get_nowait()
-        # only now: a thread that reads the new count rings the bell after it was emptied here
+        # The count is raised last. Otherwise the loop above could drop the wake-up call of a thread
+        # that has read the new count.
         self.iteration += 1
 
     def answer(self, loop: Any, before: Callable[[], None] | None = None) -> None:

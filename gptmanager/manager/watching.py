@@ -1,8 +1,8 @@
 """Events of a running loop: which requests arrived, ran and ended.
 
 Taps report the events. A tap is an object in front of the loop's host or executor that passes every
-call on unchanged. Taps are placed for the first watcher, and taken away when the last one is
-removed.
+call on unchanged. Taps are placed for the first watcher, and taken away when the last
+watcher is removed.
 """
 
 from __future__ import annotations
@@ -97,7 +97,8 @@ class Watchers:
     def add(self, loop: TokenLoop, see: WatchCallback) -> None:
         """Call `see` with a `Beginning` and the active requests, then with events as they happen.
 
-        Raise ManagerDeadError if the loop has ended, and the errors of these first calls.
+        Raise ManagerDeadError if the loop has ended, and ConfigError if `ordinary` refuses `see`.
+        Exceptions that `see` raises before `add` returns are not caught.
         """
         if not hasattr(loop, "executor"):
             raise ManagerDeadError("watch: the loop has ended")

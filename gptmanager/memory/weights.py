@@ -43,10 +43,10 @@ class _Part(NamedTuple):
 class Weights:
     """The parameters of a model, by our names, filled from the tensors of a checkpoint.
 
-    `places` maps the name of a tensor to its destination. In the checkpoint, a name may lack
-    `prefix`, or begin with a key of `prefixes` in place of the value of this key. Tensors without a
-    place are skipped if their names match `ignored`; otherwise they are an error. Parameters in
-    `wide` are kept in float32 at least, and matrices in `quantized` in fewer bits. If
+    `places` maps the name of a tensor to its destination. A name in the checkpoint may lack
+    `prefix`. If the name begins with a key of `prefixes`, the key is replaced by its value. Tensors
+    without a place are skipped if their names match `ignored`; otherwise they are an error.
+    Parameters in `wide` are kept in float32 at least, and matrices in `quantized` in fewer bits. If
     `keeps_groups`, matrices in `quantized` that are int4 in the first source stay int4. `cuts` has
     the part to keep of each parameter; by default, all are kept whole. `shapes` and `places`
     describe whole parameters. The first `load` allocates the storage. A parameter in `matrices` is
@@ -377,7 +377,7 @@ class Weights:
     def _copy(self, place: Place, piece: Any, row: int, column: int, columns: range | None) -> bool:
         """Copy `columns` of `piece`, or all, to the storage from `row` and `column` on.
 
-        `piece`: a tensor, or what `packed_pieces` returns. A twin is compared instead of copied;
+        `piece`: a tensor, or a slice from `packed_pieces`. A twin is compared instead of copied;
         the result is False if the twin differs.
         """
         storage = self._storage[place.parameter]

@@ -66,7 +66,7 @@ def open_tensors(path: str | os.PathLike[str]) -> TensorSource:
 
 
 def as_floats(config: Mapping[str, Any], tensors: TensorSource) -> TensorSource:
-    """Return a source that dequantizes `tensors` as the config.json `config` describes.
+    """Return a source that dequantizes `tensors`. `config` is the checkpoint's config.json.
 
     Returns `tensors` itself if the config describes no quantization.
     """

@@ -112,7 +112,7 @@ class _Reception:
             connection.close()
 
     def serve(self, seconds: float) -> None:
-        """Handle new connections and arrived bytes; wait for them at most `seconds`, or 1 s."""
+        """Handle new connections and arrived bytes; wait at most `seconds`, and at most 1 s."""
         waits = select.poll()
         for number in (self._listener.fileno(), *self._waiting):
             waits.register(number, select.POLLIN)

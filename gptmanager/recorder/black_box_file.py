@@ -1,8 +1,8 @@
 """`BlackBoxFile`: writes a black box to the path that the host names, or to the temporary folder.
 
 The file contains prompts. In the temporary folder, therefore, only its owner can read it. Before a
-process writes its first file there, it deletes the user's files that are older than a week, and
-the oldest of the others, so that at most 16 remain with the new file.
+process writes its first file there, it deletes the user's black boxes that are older than a week,
+and then the oldest of the user's other black boxes, until at most 15 remain.
 """
 
 from __future__ import annotations

@@ -125,7 +125,7 @@ def _check_adapters(sizes: AdapterSizes) -> None:
 
 
 class Bounds:
-    """Checks the numbers of iterations against the limits that a blueprint implies."""
+    """Checks numbers in intakes, schedules and results against limits that a blueprint implies."""
 
     def __init__(self, blueprint: Blueprint) -> None:
         sizes = blueprint.sizes
@@ -171,7 +171,7 @@ class Bounds:
             )
 
     def check_result(self, result: StepResult) -> None:
-        """Check the numbers of a step's result, as `check` does."""
+        """Raise RecordingError if a step's result has an invalid number or shape."""
         _require("result.now", result.now, -_SECONDS, _SECONDS)
         rows, counts = result.tokens, result.num_tokens
         if rows.ndim != 2 and rows.size:

@@ -1,9 +1,10 @@
 """Converts values of a recording to JSON and back: dataclasses, named tuples, and their fields.
 
 The code depends on types, not on their meaning, so a new field of `Schedule` or `Row` needs no
-change here. A dataclass becomes an object with its field names, a named tuple a list in the order
-that the recording's header states, a set a sorted list. A recording may be from a stranger, so the
-requested type alone decides which value is created, and data of any other type is refused.
+change here. A dataclass becomes an object with its field names. A named tuple becomes a list in the
+order of the fields in the recording's header. A set becomes a sorted list. A recording may be from
+a stranger, so the requested type alone decides which value is created, and data of any other type
+is refused.
 """
 
 from __future__ import annotations

@@ -55,7 +55,7 @@ class Recorder:
         self.news: deque[News | Refusal] = deque()
         self.fetched_at = FetchTimes(queue.get_inference_requests)
         self.submitted_at: dict[int, float] = {}
-        self.ended_at = 0.0  # when the last request to end so far has ended
+        self.ended_at = 0.0  # the time of the latest end of a request
         self.batch_sizes: list[int] = []
         self.kv_use = 0.0
         self.max_kv_use = 0.0
@@ -163,7 +163,7 @@ class Watch:
         generation.add_done_callback(self._see_end)
 
     def _see_end(self, generation: Any) -> None:
-        """Record that a request has ended. Wake `follow` if all submitted requests have."""
+        """Record that a request has ended. Wake `follow` if all submitted requests have ended."""
         self._recorder.see_end(generation)
         if next(self._num_ends) == len(self._generations):
             self._all_ended.set()

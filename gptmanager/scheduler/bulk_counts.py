@@ -1,4 +1,4 @@
-"""`BulkCounts`: counts the blocks that many requests need in one call, for any KV cache manager.
+"""`BulkCounts`: counts, in one call, the blocks that many requests need, for any KV cache manager.
 
 Each sum adds up the numbers that the KV cache manager returns for single requests.
 """

@@ -138,8 +138,9 @@ class GuaranteedNoEvictScheduler(KvCapacityScheduler):
     `two_step_lookahead` has no effect.
 
     If `started_contexts_first`, which is off by default, partly computed contexts are taken before
-    contexts that have not started. Otherwise a new request of higher rank may stop admission before
-    a partly computed context that holds blocks, and both wait for each other forever.
+    contexts that have not started. Otherwise a new request of higher rank may stop admission while
+    a partly computed context of lower rank holds blocks. Then both requests wait for each other
+    forever.
     """
 
     _: KW_ONLY
@@ -223,10 +224,10 @@ class GuaranteedNoEvictScheduler(KvCapacityScheduler):
     def _contexts_if_all_fit(
         self, schedulable: RequestList, num_running: int, free_blocks: int
     ) -> RequestList:
-        """Return all contexts if an upper bound of their needs fits and none has an adapter.
+        """Return all contexts if their number and an upper bound of their blocks fit.
 
-        Otherwise return an empty list. If all fit, the loop over single requests in `_admit` would
-        take the same contexts, but more slowly.
+        Return an empty list if they do not fit, or if a context has an adapter. If all fit, the
+        loop over single requests in `_admit` would take the same contexts, but more slowly.
         """
         bound = bulk_counts(self.kv_cache_manager).most_blocks_to_completion
         first = next((r for r in schedulable if r.state is _CONTEXT_INIT), None)

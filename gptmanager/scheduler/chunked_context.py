@@ -68,9 +68,10 @@ def serve_in_order(requests: RequestList, room: int, unit: int, longest: int, pr
 
 
 def share_units(requests: RequestList, room: int, unit: int) -> None:
-    """Give each context one unit, or its rest if that is shorter, or nothing if it does not fit.
+    """Give each context `unit` tokens, or its remaining tokens if they are fewer.
 
-    Reusable tokens are charged like all other tokens.
+    If `room` is too small, the context gets 0 tokens. Reusable tokens are charged like all other
+    tokens.
     """
     for request in requests:
         size = min(request.context_remaining_length, unit)

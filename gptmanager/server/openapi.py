@@ -1,4 +1,4 @@
-"""/openapi.json: describes requests, from the tables that also validate them, and answers."""
+"""/openapi.json: describes requests and answers. The tables for requests also validate them."""
 
 from __future__ import annotations
 

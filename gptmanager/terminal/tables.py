@@ -21,7 +21,7 @@ from gptmanager.terminal.redrawn_lines import can_draw
 
 Piece = str | Table
 _HIGHLIGHTED = ("WRONG", "FAILED", "MISSED")
-_UNLIMITED = 1 << 20  # columns
+_UNLIMITED = 1 << 20  # characters per line
 _NAMES = 26  # minimum width of the column of names, to align the values of all reports
 
 

@@ -68,8 +68,8 @@ class ContractChecker:
     use (`tolerates_duplicates` permits ids in use, which a manager answers with an error). The host
     must not change these requests afterwards. Poll must return request ids. Get and Poll must not
     raise. SendResponse must not raise for a final response. No callback may return a coroutine,
-    which would never be awaited, or take longer than `callback_budget_s`, because it blocks the
-    loop.
+    because it would never be awaited. No callback may take longer than `callback_budget_s`, because
+    callbacks block the loop.
 
     `check` raises ContractViolation with a sentence for each violation and each missing response.
     `notes` lists calls of Get that returned more requests than were asked for, which is allowed,

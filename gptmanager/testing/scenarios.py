@@ -168,7 +168,8 @@ def random_scenario(seed: int, *, evicts: bool = True) -> Scenario:
     chunking = generator.choice([None, *ContextChunkingPolicy])
     max_num_tokens = generator.randint(10, 2 * max_seq_len)
     overlap_or_ahead = generator.choice(["neither", "run_ahead", "overlap"])
-    # A context is a prompt, or after a pause all tokens but the newest. A whole one fits a step.
+    # A context is a prompt, or after a pause all tokens but the newest. Without chunking, each
+    # context must fit into one step.
     one_context = max_num_tokens if chunking is None else max_seq_len
     longest = min(max_seq_len, one_context + 1) if evicts else max_seq_len
     return Scenario(

@@ -125,7 +125,7 @@ class Rig:
     free_bytes: Callable[[], int] | None = None  # returns the free memory of the device
 
     def num_sets(self, set_bytes: int) -> int:
-        """Return the number of input sets of a case; successive calls use the next set.
+        """Return the number of input sets of a case; each call of a contender uses the next set.
 
         `set_bytes`: the number of bytes that a call accesses.
         """
@@ -161,7 +161,8 @@ class Goal:
 
     "copy": at least `value` times the bandwidth of a copy. "matmul": at least `value` times the
     rate of a large matmul. "times": at most `value` times the time of the case `of`. "peer": at
-    most `value` times the time of the peer `of`. "roofline": at most `value` times the floor.
+    most `value` times the time of the peer `of`. "roofline": at most `value` times
+    `Ceilings.floor_s`.
     """
 
     kind: Literal["copy", "matmul", "times", "peer", "roofline"]
@@ -198,7 +199,7 @@ class Prepared:
     """A case with its inputs. A contender that writes to its inputs has its own copy of them.
 
     `error` rates a result for set 0: 0 is exact, more than `tolerance` is wrong. `peers`: name -> a
-    function that creates the peer's contender. If it raises an exception, the peer does not run.
+    function that returns the peer's contender, or raises an exception if the peer cannot run.
     """
 
     num_sets: int

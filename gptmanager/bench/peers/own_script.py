@@ -1,8 +1,8 @@
 """A program that times this library, for the comparison with llama.cpp's benchmark programs.
 
 The program reads a JSON object from standard input. It prints a JSON object with the tokens/s of a
-prompt, of one request, and of a batch. If the input names a file `text`, the program prints the
-file's perplexity instead.
+prompt, of one request, and of a batch. If the input has the key `text`, which is the path of a
+file, the program prints the perplexity of this file instead.
 """
 
 from __future__ import annotations
@@ -52,7 +52,8 @@ def measure(given: Mapping[str, Any]) -> dict[str, float]:
     best = dict.fromkeys(loads, 0.0)
     with Session(model, params) as session:
         session.warm_up()
-        for _ in range(given["rounds"] + 1):  # one more: the first is slow, on new memory
+        # One round is extra, because the first round is slow: its memory is new.
+        for _ in range(given["rounds"] + 1):
             for name, (number, requests) in loads.items():
                 made_requests = requests()
                 start = time.perf_counter()
@@ -64,10 +65,10 @@ def measure(given: Mapping[str, Any]) -> dict[str, float]:
 def perplexity(given: Mapping[str, Any]) -> dict[str, float]:
     """Compute the perplexity of a text as `llama-perplexity` does.
 
-    The text is cut into chunks of `context` tokens. Only the first `chunks` chunks are used, and in
-    each chunk only the tokens after the middle count. If the tokenizer adds a first token, this
-    token replaces the first token of each chunk. Raise ConfigError if the text is shorter than a
-    chunk.
+    The text is cut into chunks of `context` tokens. Only the first `chunks` chunks are used, and
+    only the tokens after the middle of each chunk are scored. If the tokenizer adds a first token,
+    this token replaces the first token of each chunk. Raise ConfigError if the text is shorter than
+    a chunk.
     """
     model, context = Path(given["model"]), given["context"]
     tokenizer, text = load_tokenizer(model), Path(given["text"]).read_text("utf-8")

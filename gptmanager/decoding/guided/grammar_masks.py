@@ -35,7 +35,7 @@ class TextBans(Protocol):
     def prepare(self, device: str) -> Future[Any]: ...
 
     def banned_after(self, history: Sequence[int]) -> npt.NDArray[np.int64]:
-        """Return the ids of tokens that may not follow `history`: prompt and output tokens."""
+        """Return the token ids that may not follow `history`, which has the prompt and output."""
         ...
 
 

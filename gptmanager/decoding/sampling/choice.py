@@ -42,7 +42,7 @@ from gptmanager.step import NO_TOKEN, NOT_FINITE
 Single = Any  # a float32 of compiled code
 
 BLOCK = 8 * LANES  # tokens of a block; a block has one sum of weights
-FEW = 16  # bisection stops when so few logits are left, which are then compared one by one
+FEW = 16  # bisection stops when at most this number of logits is left to compare one by one
 ZERO, ONE, HALF_OF = np.float32(0.0), np.float32(1.0), np.float32(0.5)
 NOTHING, LOWEST = np.float32(-np.inf), np.finfo(np.float32).min
 LOG2_E = np.float32(1.4426950408889634)
@@ -66,7 +66,7 @@ def _load_or_nothing(x: int, i: int, size: int) -> Any:
 
 @loop
 def find_best(x: int, size: int) -> tuple[int, Single]:
-    """Return the best token, the lowest id on a tie, and its logit.
+    """Return the best token and its logit. If several tokens are best, take the lowest id.
 
     Return NOT_FINITE as the token if a logit is NaN or +inf, NO_TOKEN if all are -inf.
     """
@@ -159,7 +159,7 @@ def find_kth(x: int, size: int, k: int, top: Single, scratch: int) -> Single:
         low = max(top - step, LOWEST)
         step = step + step
         num_low = _count_from(x, size, low)
-    # at least k logits are no less than `low`, and fewer than k are no less than `high`
+    # at least k logits are >= `low`, and fewer than k logits are >= `high`
     while num_low - num_high > FEW:
         middle = HALF_OF * low + HALF_OF * high
         if middle <= low or middle >= high:  # adjacent floats: all logits in between are equal
@@ -285,7 +285,7 @@ def _pick(weights: int, sums: int, size: int, own: Single, token: int, fraction:
 def draw_token(p: Any, position: int, total: float, weights: int, sums: int, size: int) -> int:
     """Sample from weights with the sum `total`; `p` is a record of `cuda.sampling.sampling.PARAMS`.
 
-    Top-p compares the mass above a token with p in single precision, as transformers does.
+    Top-p compares the mass above a token with `p.top_p` in single precision, as in transformers.
     """
     # The best weight is 1, so min-p is a bound on weights. Min-p drops only the lowest ranks, and
     # `total` includes the dropped weights: the result is the same as with top-p before min-p.

@@ -16,16 +16,16 @@ from gptmanager.request.sampling_params import SamplingParams
 
 Floats = npt.NDArray[np.float64]
 
-# draw numbers that no other sampling of the same position uses
+# values of the argument `draw` that no other sampling of the same position uses
 ACCEPTANCE_DRAW, REPLACEMENT_DRAW = 1 << 30, (1 << 30) + 1
 
 
 def truncated(log_probs: npt.NDArray[np.float32], params: SamplingParams) -> Floats:
     """Truncate a distribution `[vocab]` by top-k, top-p and min-p, and normalize it.
 
-    The temperature has been applied to `log_probs`. top_k keeps ties. top_p keeps the fewest best
-    tokens with a mass of at least p. min_p is relative to the best probability. The best token is
-    always kept.
+    The temperature has been applied to `log_probs`. top_k keeps ties. top_p keeps the smallest set
+    of best tokens with a total probability of at least top_p. min_p is relative to the best
+    probability. The best token is always kept.
     """
     p: Floats = np.exp(log_probs.astype(np.float64))
     if 0 < params.top_k < len(p):

@@ -34,7 +34,7 @@ class DrawnDrafts:
             self.by_slot.pop(start.slot, None)
 
     def forget(self, rows: SamplingRows) -> None:
-        """Delete the rows' draft logits, because a host's drafts only follow the prompt."""
+        """Delete the rows' draft logits: a host's drafts are for tokens right after the prompt."""
         for row in rows.rows:
             self.by_slot.pop(row.slot, None)
 

@@ -11,10 +11,10 @@ from gptmanager.step import TopLogProbs
 
 
 class TopTokens:
-    """The top tokens of S choices, consecutive for each row.
+    """The top tokens of S choices. The choices of a row are consecutive.
 
-    `counts` int32 `[rows]`: how many top tokens a row asks for. `wanted` int32 `[S]`: the same for
-    each choice. `most`: the largest of these numbers.
+    `counts` int32 `[rows]`: how many top tokens each row asks for. `wanted` int32 `[S]`: for each
+    choice, the count of its row. `most`: the largest count.
     """
 
     def __init__(self, rows: SamplingRows, counts: np.ndarray) -> None:

@@ -33,8 +33,8 @@ class ExpertMatrices(NamedTuple):
 
     `up` is `[count * U, C]` and `down` is `[count * C, F]`. U is F, or 2F if `gated`: the rows of
     an expert's gate, then the rows of its up projection. `up_bias [count * U]` and
-    `down_bias [count * C]` are None if experts have no biases. `factors [E]` multiply the weights
-    of the E experts of all ranks; None means no factors.
+    `down_bias [count * C]` are None if experts have no biases. `factors [E]` has a factor for the
+    routing weights of each of the E experts of all ranks; None means no factors.
     """
 
     up: Matrix

@@ -1,8 +1,8 @@
 """Many matmuls as one task, so that threads wait for each other once and not after every matmul.
 
-All threads go through the matmuls in the same order. For each matmul, a thread fills its own copy
-of the matmul's task, which has scratch memory of its own. Then it claims parts of the matmul from
-the matmul's counter, which all threads share.
+All threads go through the matmuls in the same order. Each thread has a `MatmulTask` of its own,
+with its own scratch memory. For each matmul, the thread changes fields of its task, and then claims
+parts of the matmul from the matmul's counter, which all threads share.
 """
 
 # mypy: allow-untyped-calls
@@ -20,16 +20,17 @@ from gptmanager.kernels.simd.threads import NEXT_PART, NEXT_THREAD, task_fields
 
 
 class GroupTask(ctypes.Structure):
-    """Matmuls by `body`, each of consecutive rows of `x` with one of several matrices.
+    """Matmuls that `body` computes, each of consecutive rows of `x` with one of several matrices.
 
     `given` is the address of int64 numbers: the number of matmuls, then for each matmul the index
     of its matrix, its number of rows, and its first row. `counters` is the address of int64 zeros,
     one for each matmul. `copies` is the address of memory for one `MatmulTask` per thread. `tails`
-    is the address of the values of `MatmulTask.tail` for 0 to 15 rows. `scratch_bytes` is the size
-    of a thread's scratch memory. The other fields that end in `_bytes` are the distances from one
-    row, or from one matrix, to the next. If all matmuls have up to `streamed_rows` rows, they are
-    divided into about `streamed_parts` parts in all. A matmul with more rows has a part for each
-    group of panels and chunk of rows. The fields up to `bias_bytes` depend on the call.
+    is the address of 16 values of `MatmulTask.tail`, one for each value of `rows % 16`.
+    `scratch_bytes` is the size of a thread's scratch memory. The other fields that end in `_bytes`
+    are the distances from one row, or from one matrix, to the next. If all matmuls have up to
+    `streamed_rows` rows, they are divided into about `streamed_parts` parts in all. A matmul with
+    more rows has a part for each group of panels and chunk of rows. The fields up to `bias_bytes`
+    depend on the call.
     """
 
     _fields_ = task_fields(
@@ -39,7 +40,7 @@ class GroupTask(ctypes.Structure):
 
 
 class SharedTask(ctypes.Structure):
-    """A `GroupTask`, and the `MatmulTask` of the first rows and the first matrix."""
+    """A `GroupTask`, and a `MatmulTask` with the addresses of the first row and matrix."""
 
     _fields_ = [("group", GroupTask), ("matmul", MatmulTask)]
 

@@ -145,7 +145,7 @@ class Int4Matrix(PackedMatrix):
 
     @staticmethod
     def _by_block(numbers: Tensor, given: PackedGroups) -> Tensor:
-        """Return a view of `numbers`: `[panels, 16, blocks, groups_per_block]` of `given`."""
+        """Return a view `[panels, 16, blocks, given.groups_per_block]` of `numbers`."""
         panels, groups, lanes = numbers.shape
         size = given.groups_per_block
         return numbers.view(panels, groups // size, size, lanes).permute(0, 3, 1, 2)

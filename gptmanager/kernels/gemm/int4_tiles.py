@@ -44,7 +44,7 @@ SCALE_BYTES = 2 * LANES  # bytes of a group's scales, or of its minima, in a pan
 _HALVES = ir.VectorType(ir.HalfType(), LANES)
 _EIGHT = ir.VectorType(INT, LANES // 2)
 _STEPS = GROUP // 8  # loads per group
-_SHIFTED = 0x43000000  # the float 128 + n has n in bits 16 to 19
+_SHIFTED = 0x43000000  # bits of the float 128; the float 128 + n has n in bits 16 to 19
 
 
 @functools.cache  # LLVM needs 0.1 ms to answer, and each plan of a matmul asks
@@ -120,7 +120,7 @@ class _Tile:
         self, blocks: Sequence[Any], scales: Sequence[Any], sums: Sequence[Any],
         totals: Sequence[Any],
     ) -> list[Any]:  # fmt: skip
-        """Return the totals plus a group's sums, times the rows' factors and the scales."""
+        """Return `totals + sums * factors * scales` for a group, with the factors of the rows."""
         builder = self.builder
         right = [_widened(builder, it) for it in scales]
         factors = [
@@ -159,8 +159,8 @@ def int4_tile(rows: int, across: int, levels: int, is_wide: bool) -> Any:
     Its arguments are `(c, a, a_stride, b0, b1, b2, b3, s0, s1, s2, s3, minima, groups)`. `c` is
     float32 with stride 64. `a` is the first block of a quantized row, with `levels` bytes per
     position; the next row begins `a_stride` bytes later. `b0` to `b3` are the addresses of four
-    panels, `s0` to `s3` those of their scales. `minima` is the distance from a scale to its minimum
-    in bytes, or 0 without minima. A row has `groups` groups; `across` panels are computed at once.
+    panels, `s0` to `s3` those of their scales. `minima` is the number of bytes from a scale to its
+    minimum, or 0 without minima. A row has `groups` groups; `across` panels are computed at once.
     """
 
     @intrinsic(nothing, *[long] * 13)
@@ -233,7 +233,10 @@ def _values_of(builder: Any, source: Any) -> list[Any]:
 
 
 def _scale_and_offset(builder: Any, scales: Any, minima: Any, middle: int) -> tuple[Any, Any]:
-    """Return a group's scales, and the offsets to add to `scale * (value + middle - MIDDLE)`."""
+    """Return a group's scales and offsets.
+
+    The dequantized value is `scale * shifted + offset`, with `shifted = value + middle - MIDDLE`.
+    """
     scale = _widened(builder, scales)
     has_minima = builder.icmp_signed("!=", minima, ir.Constant(LONG, 0))
     behind = builder.select(has_minima, builder.add(scales, minima), scales)
@@ -257,7 +260,7 @@ def widen_group(builder: Any, target: Any, values: Any, scales: Any, minima: Any
 def widen_group_to_pairs(builder: Any, target: Any, values: Any, scales: Any, minima: Any) -> None:
     """Widen a group of a panel to bfloat16 `[16, 16, 2]`, rounded to the nearest.
 
-    A few set bits make the float 128 + n of a value n, without a conversion.
+    A value n becomes the float 128 + n by setting the bits of `_SHIFTED`, without a conversion.
     """
     scale, offset = _scale_and_offset(builder, scales, minima, 128 + MIDDLE)
     rounded, upper = [], int_lanes(0xFFFF0000)

@@ -148,7 +148,7 @@ def int8_tile(rows: int) -> Any:
 
 @intrinsic(nothing, long, long, long)
 def lay_out(builder: Any, target: Any, source: Any, fours: Any) -> None:
-    """Write a panel's elements plus 128 as uint8, and prefetch the elements `SPAN` positions on.
+    """Write a panel's elements plus 128 as uint8, and prefetch elements `SPAN` positions ahead.
 
     `fours` is the number of positions divided by 4.
     """

@@ -128,9 +128,9 @@ def _share_by_int8() -> Any:
 
 
 def _share_by_int16() -> Any:
-    """Return a function that computes the parts that its thread claims, for `FEW_ROWS` or fewer.
+    """Return a function that computes the parts that its thread claims, for few rows.
 
-    Each thread first quantizes all rows to int16.
+    There are at most `FEW_ROWS` rows. Each thread first quantizes all rows to int16.
     """
     four, three, two, one = (int16_tile(rows) for rows in (4, 3, 2, 1))
 

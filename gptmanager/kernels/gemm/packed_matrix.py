@@ -240,7 +240,7 @@ def zeros(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
 
 
 def _has_words(rows: Tensor, group: int) -> bool:
-    """Return whether each `group` elements of rows can be viewed as an element of 32 bits."""
+    """Return whether `rows` can be viewed as words of 32 bits, each of `group` elements."""
     sizes = rows.shape[1], rows.stride(0), rows.storage_offset()
     return rows.stride(1) == 1 and not any(size % group for size in sizes)
 

@@ -69,7 +69,7 @@ _INTERLEAVED = _LOW_AND_HIGH[:LANES], _LOW_AND_HIGH[LANES:]
 def _shuffled(
     builder: Any, vectors: Sequence[Any], orders: tuple[list[int], list[int]]
 ) -> list[Any]:
-    """Shuffle each pair of vectors into two new ones. `orders` has the source lanes of each."""
+    """Shuffle each pair of vectors into two. `orders` has the source lanes of each new vector."""
     masks = [ir.Constant(INDICES, order) for order in orders]
     pairs = zip(vectors[::2], vectors[1::2], strict=True)
     return [builder.shuffle_vector(*pair, mask) for pair in pairs for mask in masks]
@@ -84,8 +84,8 @@ def tile(rows: int, vectors: int, dtype: str, *, partial: bool = False) -> Any:
     `columns` columns of b are read; otherwise `columns` is not used.
     """
     # Widening 32 elements of bfloat16 to two vectors of 16 in order takes four instructions.
-    # Widening to a vector of the even and one of the odd elements takes two. The sums are put in
-    # order once, at the end.
+    # Widening them to a vector of the even elements and a vector of the odd elements takes two.
+    # The sums are put in order once, at the end.
     paired = dtype == "bfloat16" and vectors % 2 == 0 and not partial
 
     @intrinsic(nothing, long, long, long, long, long, long, long, types.boolean, long)

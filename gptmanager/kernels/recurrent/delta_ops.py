@@ -29,7 +29,10 @@ class DeltaOps:
     deterministic: bool
 
     def captures_delta(self, shape: DeltaShape) -> bool:
-        """Return whether CUDA graphs can contain `gated_delta`. It must then never wait."""
+        """Return whether CUDA graphs can contain `gated_delta`.
+
+        If they can, `gated_delta` must never wait for the device.
+        """
         return False
 
     def gated(self, x: Tensor, gates: Tensor) -> Tensor:
@@ -104,7 +107,7 @@ class DeltaOps:
         return torch.cat([op(own) for own in torch.split(x, 1)])
 
     def _elementwise(self, op: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-        """Return `op(x [T, ...])` of an elementwise `op`, by `_each` on the CPU.
+        """Return `op(x [T, ...])` for an elementwise `op`. On the CPU, `_each` computes it.
 
         On the CPU, torch computes the last elements of each thread's share without SIMD, so their
         bits would depend on their place.

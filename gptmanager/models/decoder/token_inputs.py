@@ -1,4 +1,4 @@
-"""`TokenInputTensors`: computes the second layer inputs that `spec.TokenInputs` describes."""
+"""`TokenInputTensors`: computes each layer's second input, which `spec.TokenInputs` describes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Model families with RMS norms that differ little from Llama."""
+"""Model families that have RMS norms, and differ little from Llama."""
 
 from __future__ import annotations
 

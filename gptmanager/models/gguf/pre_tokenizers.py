@@ -40,7 +40,9 @@ def _alternatives(*patterns: str) -> tuple[str, ...]:
     return ("|".join(patterns),)
 
 
-_FALLING_SPACES = (  # 512, else 256, ..., 4, 2 or 1 white-space characters before white space; or 1
+# The first of 512, 256, 128, ..., 4, 2 and 1 white-space characters after which white space or the
+# end of the text follows; if none of these fits, one white-space character.
+_FALLING_SPACES = (
     *(rf"\s{{{1 << power}}}(?!\S)" for power in range(9, 1, -1)),
     r"\s{1,2}(?!\S)",
     r"\s{1}",

@@ -31,8 +31,8 @@ from gptmanager.server.tool_formats.tool_format import random_id
 from gptmanager.server.tool_formats.tools import Tools, read_tools
 
 logger = logging.getLogger("gptmanager")
-# The place of a message in the body, such as "messages[2]". If the message has only the content
-# parts from an index on, the pair of the place and this index.
+# The place of a message in the body, such as "messages[2]", or a pair (place, i): the message's
+# first content part is part i of the message at this place in the body.
 Place = str | tuple[str, int]
 
 
@@ -109,7 +109,7 @@ class ChatCalls:
         return prompt, tools
 
     async def prepare(self, given: Mapping[str, Any], warnings: Warnings) -> PreparedChat:
-        """Prepare the chat of a request; add fields without effect to `warnings`.
+        """Prepare the chat of a request; add to `warnings` each field that has no effect.
 
         Raises ApiError like `prompt` and `Processors.of`.
         """

@@ -13,7 +13,7 @@ from gptmanager.server.errors import ApiError
 from gptmanager.server.http.idempotency import CallKey, reused
 
 MAX_KEYS = 1024
-_TOKEN_BYTES = 64  # estimate, for a token in a list with its log probability
+_TOKEN_BYTES = 64  # estimated size of a token and its log probability in lists
 
 
 @dataclass(slots=True)

@@ -58,7 +58,7 @@ def _name(name: str) -> str:
 
 
 def _safe(text: str) -> str:
-    """Return `text`, cut to the limit, as printable ASCII escaped for a quoted string."""
+    """Return `text`, cut to `_MAX_LENGTH`, as printable ASCII escaped for a quoted string."""
     cut = text if len(text) <= _MAX_LENGTH else f"{text[:_MAX_LENGTH]}..."
     plain = "".join(letter if " " <= letter <= "~" else "?" for letter in cut)
     return plain.replace("\\", "\\\\").replace('"', '\\"')

@@ -131,9 +131,9 @@ def _tool(tool: Any, where: str) -> tuple[str, Any]:
 
 
 def _allowed(choice: Any) -> tuple[Any, list[str] | None]:
-    """Return the choice or its mode, and the names of the tools that it allows, or None for all.
+    """Return the mode and the tool names of an "allowed_tools" choice, else `choice` and None.
 
-    A choice that allows only some tools has this form:
+    An "allowed_tools" choice allows only some of the tools of the request. It has this form:
     `{"type": "allowed_tools", "allowed_tools": {"mode": "auto" or "required", "tools": [...]}}`
     """
     own = choice.get("allowed_tools") if isinstance(choice, Mapping) else None

@@ -167,7 +167,8 @@ class TextModel:
         """Return the bias of each token of the vocabulary, float32 `[vocab_size]`.
 
         A word at the start of a text may have other tokens than the same word after a space. The
-        word's weight is added once to the bias of each token of either kind.
+        word's weight is added to the bias of all these tokens. A token that is in both
+        tokenizations gets the weight only once.
         """
         words = _words("embedding_bias_words", row, MAX_WORD_LETTERS, keeps_empty=True)
         weights = row.get("embedding_bias_weights", ())

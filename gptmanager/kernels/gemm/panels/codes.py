@@ -36,7 +36,7 @@ from gptmanager.kernels.simd.tiles import LINE_BYTES
 
 _PAIRS = (FOUR_BITS, E2M1, NAMED)
 _READ = LANES // 2  # bytes that are read at a time if a byte has two codes
-_IN_BYTES = {4: FOUR_BITS, 8: UNSIGNED}  # bits -> kind: integers that need no unpacking
+_IN_BYTES = {4: FOUR_BITS, 8: UNSIGNED}  # bits of integers that need no unpacking -> kind
 _KINDS = {torch.int8: SIGNED, torch.float8_e4m3fn: E4M3}
 _FLOAT_BYTES = 4
 
@@ -47,7 +47,7 @@ class Codes:
 
     `codes` is `[n, bytes]` of int8, float8_e4m3fn, or uint8 with codes of the given `kind`. If
     `bits` is not 0, `codes` is instead int32 `[n, words]` with any strides: a word has integers of
-    `bits` bits, the first one in the lowest bits. `columns`: the number of codes in a row, by
+    `bits` bits, the first one in the lowest bits. `columns`: how many codes of a row are used, by
     default all. `scales`: `[n, blocks]`. `zeros`: `[n, blocks]`, or one number. A block has `block`
     consecutive columns, unless `index` `[columns]` has the block of each column. `table`,
     `high_first`: see `ScaleTask`.
@@ -84,7 +84,7 @@ class Codes:
         return result
 
     def write_int8(self, columns: slice, values: Tensor, scales: Tensor, first: int) -> None:
-        """Round and write `columns` as `panel_writing.write_int8` does with rows `floats()`."""
+        """Round and write `columns` as `panel_writing.write_int8` does, given `floats()`."""
         start, stop, _ = columns.indices(self.num_columns)
         if self.bits and self.write_words(start, stop, values, scales, first):
             return

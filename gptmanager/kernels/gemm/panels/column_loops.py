@@ -1,6 +1,7 @@
 """A compiled function that rounds integers in words to int8 panels, sixteen rows at a time.
 
-Lanes are rows, so columns may be in any order of groups: their scales are whole vectors.
+Each lane of a vector is a row. The scales of a column fill one vector, so neighboring columns may
+belong to any groups.
 """
 
 # mypy: allow-untyped-calls
@@ -42,7 +43,7 @@ from gptmanager.kernels.simd.threads import NEXT_PART, NEXT_THREAD, task_fields
 from gptmanager.kernels.simd.tiles import LINE_BYTES, move_panel
 
 FOUR = 4  # columns of a line in a panel
-GROUP_BYTES = 2 * LINE_BYTES  # the scales and the zeros of a group, for each row of a panel
+GROUP_BYTES = 2 * LINE_BYTES  # the scales and the zeros of a group, for all rows of a panel
 _WORD = 4  # bytes
 _MOST_INT8 = np.float32(127.0)
 _TINY = np.finfo(np.float32).tiny
@@ -51,12 +52,14 @@ _TINY = np.finfo(np.float32).tiny
 class ColumnTask(ctypes.Structure):
     """The arguments of `columns_to_int8`.
 
-    `words`: int32 `[num_tokens, num_words]` with the strides `row_stride` and `word_stride`, one of
-    which is 1, in elements. A word has integers of `bits` bits, and a row has `width` of them.
-    `scales` and `zeros`: float32 `[num_groups, num_tokens]`; if `zeros` is 0, `zero` is used for
-    all. `index`: the group of each column, int32. The other fields are those of `PanelTask`, with
-    the scales of rows in `row_scales`. Rows fill whole panels. `width`, `first_column` and
-    `num_columns` are multiples of four. `scratch` has the groups of a panel, then its words.
+    `words`: int32 `[num_tokens, num_words]`. The strides in elements are `row_stride` and
+    `word_stride`, and at least one of the two strides is 1. Each word contains integers of `bits`
+    bits, and each row has `width` integers. `scales` and `zeros`: float32
+    `[num_groups, num_tokens]`. If the address `zeros` is 0, every group has the zero point `zero`.
+    `index`: the group of each column, int32. The other fields are those of `PanelTask`, except that
+    the int8 scales of rows are in `row_scales`. Rows fill whole panels. `width`, `first_column` and
+    `num_columns` are multiples of four. For each thread, `scratch` has space for the scales and the
+    zeros of a panel's rows, then for the words of these rows.
     """
 
     _fields_ = task_fields(
@@ -71,7 +74,7 @@ COLUMN_TASK = np.dtype(ColumnTask)
 
 @intrinsic(vector, long, long, long)
 def _integers(builder: Any, words: Any, shift: Any, mask: Any) -> Any:
-    """Return an integer of each of sixteen words as floats."""
+    """Return one integer from each of sixteen words, as floats."""
     found = builder.load(builder.inttoptr(words, INDICES.as_pointer()), align=4)
     found = builder.lshr(found, spread(builder, builder.trunc(shift, INT)))
     found = builder.and_(found, spread(builder, builder.trunc(mask, INT)))
@@ -80,7 +83,10 @@ def _integers(builder: Any, words: Any, shift: Any, mask: Any) -> Any:
 
 @intrinsic(vector, vector, vector)
 def _larger_magnitude(builder: Any, magnitudes: Any, value: Any) -> Any:
-    """Return the larger of magnitudes. NaN is larger than infinity, and that than any number."""
+    """Return the larger of `magnitudes` and the magnitude of `value`, for each lane.
+
+    NaN is larger than infinity, and infinity is larger than all finite numbers.
+    """
     one = builder.bitcast(magnitudes, INDICES)
     other = builder.and_(builder.bitcast(value, INDICES), int_lanes(0x7FFFFFFF))
     is_larger = builder.icmp_unsigned(">", other, one)
@@ -123,7 +129,7 @@ def _gather_panel(t: Any, row: int, groups: int, words: int) -> None:
 
 @loop
 def _value(t: Any, groups: int, words: int, column: int, shift: int) -> Any:
-    """Return a column of sixteen rows; its integers are `shift` bits from the end of words."""
+    """Return a column's values in sixteen rows. Each integer begins at bit `shift` of its word."""
     own = groups + GROUP_BYTES * get_int(t.index, column)
     return (_integers(words, shift, (1 << t.bits) - 1) - load(own, LANES)) * load(own, 0)
 

@@ -48,7 +48,7 @@ from gptmanager.kernels.simd.tiles import LINE_BYTES, move_panel, move_row
 _NAN = np.float32(np.nan)
 _TINY = np.finfo(np.float32).tiny
 _MOST_INT8 = np.float32(127.0)
-_STEPS_OF_HALF = 4  # steps of four positions in the lower halves of a group's bytes
+_STEPS_OF_HALF = 4  # steps per group; a step packs 4 positions from each half of the group
 _WORD = 4  # bytes; a line of a panel has one word of each row
 _PAD = 64  # bytes after each row of scratch, so that not all rows compete for the same cache lines
 _BYTES = ir.VectorType(ir.IntType(8), LANES)
@@ -59,8 +59,8 @@ class PanelTask(ctypes.Structure):
 
     Rows have `width` elements; `num_columns` of them are written, from `first_column` on. The rows
     become the matrix's rows from `first_row` on. `depth` is the number of bytes of a row in its
-    panel, but for `int4_rows` the number of positions of a row. `scratch` has `scratch_bytes` for
-    each thread, with a row of `row_bytes` for each row of a panel.
+    panel; `int4_rows` expects the number of positions of a row instead. `scratch` has
+    `scratch_bytes` for each thread, with a row of `row_bytes` for each row of a panel.
     """
 
     _fields_ = task_fields(
