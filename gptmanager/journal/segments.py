@@ -64,14 +64,17 @@ class JournalFolder:
 
         The lock is held until the file is closed or the process ends.
 
-        Raise ConfigError with the other process's id if another manager has the lock.
+        Raise ConfigError with the other process's id if another manager has the lock, and
+        JournalError if the file system has no locks.
         """
         lock = os.fdopen(_opened(self.path / "lock", os.O_RDWR | os.O_CREAT), "r+")
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
+        except OSError as error:
             owner = quoted(lock.read(32).strip())
             lock.close()
+            if not isinstance(error, BlockingIOError):
+                raise _failed(f"cannot lock the journal {quoted_path(self.path)}", error) from error
             raise ConfigError(
                 f"the journal {quoted_path(self.path)} is in use by another manager, of process "
                 f"{owner}"

@@ -32,8 +32,12 @@ class BlackBoxFile:
         if self._temporary is None:
             prune_black_boxes(Path(tempfile.gettempdir()))
         descriptor, name = tempfile.mkstemp(_SUFFIX, _PREFIX)
-        with open(descriptor, "wb") as file:
-            file.write(text)
+        try:
+            with open(descriptor, "wb") as file:
+                file.write(text)
+        except OSError:  # the disk is full
+            os.unlink(name)
+            raise
         if self._temporary is None:
             self._temporary = Path(name)
         else:  # replaces the file, or a link that another user has put there

@@ -10,7 +10,7 @@ from journaled_runs import JournaledRun, die_at
 from loop_driver import expected_output
 from shorthand import request
 
-from gptmanager.errors import JournalError
+from gptmanager.errors import ConfigError, JournalError
 from gptmanager.journal import journal as journal_module
 from gptmanager.journal import segments
 from gptmanager.journal.journal import SyncThread
@@ -295,3 +295,18 @@ def test_a_changed_byte_is_found_wherever_it_is(tmp_path):
         else:
             assert found.end + found.torn == length
     run.journal.close()
+
+
+def test_who_locks_a_journal_is_named_and_a_file_system_without_locks_is_not_blamed_on_others(
+    tmp_path, monkeypatch
+):
+    folder = segments.JournalFolder(tmp_path)
+    with folder.lock(), pytest.raises(ConfigError, match=f"of process '{os.getpid()}'$"):
+        folder.lock()
+
+    def no_locks(file, how):
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(segments.fcntl, "flock", no_locks)
+    with pytest.raises(JournalError, match="cannot lock the journal .*: No locks available"):
+        folder.lock()

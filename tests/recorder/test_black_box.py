@@ -11,6 +11,7 @@ import itertools
 import logging
 import os
 import sys
+import tempfile
 import time
 import types
 import weakref
@@ -389,6 +390,16 @@ def test_a_black_box_is_written_over_for_its_owner_alone(temporary, meanwhile):
     assert file.write(b"second") == path and not path.is_symlink()
     assert path.read_bytes() == b"second" and mode(path) == "0o600"
     assert victim.read_bytes() == b"mine" and {*temporary.iterdir()} == {path, victim}
+
+
+def test_a_full_disk_leaves_no_part_of_a_black_box(temporary, monkeypatch):
+    with open("/dev/full", "wb", buffering=0) as full:
+        made = temporary / "part"
+        made.touch()
+        monkeypatch.setattr(tempfile, "mkstemp", lambda *_: (os.dup(full.fileno()), str(made)))
+        with pytest.raises(OSError, match="No space left"):
+            BlackBoxFile(None).write(b"text")
+    assert not [*temporary.iterdir()]
 
 
 def test_the_file_of_a_host_has_the_mode_that_its_umask_says(temporary):
