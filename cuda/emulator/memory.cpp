@@ -206,6 +206,7 @@ static void on_interrupt(int signal, siginfo_t* info, void* context) {
 void catch_faults() {
     launching = pthread_self();
     interrupted = 0;
+    touching = nullptr;  // an interrupt may have ended the last launch within `touch`
     stack_t stack{signal_stack, 0, sizeof signal_stack};
     sigaltstack(&stack, &stack_before);
     for (int i = 0; i < NUM_SIGNALS; i++) {
@@ -222,6 +223,7 @@ void release_faults() {
 }
 
 void touch(const void* address, size_t size, Site site) {
+    stop_if_interrupted();  // the interrupt arrived in another library, in a loop without barriers
     auto* bytes = static_cast<const volatile char*>(address);
     touching = &site;
     std::atomic_signal_fence(std::memory_order_seq_cst);  // the fault handler reads `touching`: store it first
