@@ -71,7 +71,7 @@ __global__ void __launch_bounds__(32 * MAX_VALUES / COLUMNS, 1) advance(
     const T* norm,       // [value_dim], the weight of the output's norm
     const int* row_starts, const int* slots, int key_heads, int key_dim, int value_dim, int stride,
     float eps) {
-    constexpr int ROWS = KEY / LANES, AT_ONCE = 8;  // rows that are loaded ahead, limited by registers
+    constexpr int ROWS = KEY / LANES, AT_ONCE = 8;  // AT_ONCE: rows loaded ahead; registers limit it
     __shared__ float queries[TOKENS][KEY], keys[TOKENS][KEY], found[TOKENS][MAX_VALUES];
     __shared__ float rates[TOKENS], decays[TOKENS];
     ptx::wait_for_previous();

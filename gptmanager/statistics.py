@@ -114,8 +114,9 @@ class StatisticsReport:
     ) -> None:
         """Connect an executor.
 
-        `is_lock_step`: whether the executor runs V1 batches. `take_gil_wait_us`: returns how many
-        microseconds steps have waited for the GIL or for a core since its last call.
+        `is_lock_step`: whether the executor runs V1 batches. `take_gil_wait_us`: returns the time,
+        in microseconds, for which steps have waited for the GIL or for a core since the last call
+        of `take_gil_wait_us`.
         """
         self._memory = memory
         self._is_lock_step = is_lock_step

@@ -117,7 +117,7 @@ class _Mailbox:
     def send(self, loop: asyncio.AbstractEventLoop) -> None:
         """Schedule a call of `_open` if a waiter is posted and no call is scheduled.
 
-        A loop that was closed before the scheduled call will never run it.
+        If the loop is closed, a call that was scheduled before will never run.
         """
         if self._woken and (not self._is_called or loop.is_closed()):
             self._is_called = True

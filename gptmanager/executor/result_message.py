@@ -58,9 +58,10 @@ def pack(iteration: int, result: StepResult, *, with_extras: bool = False) -> by
 
 
 def unpack(message: bytes, iteration: int, num_rows: int) -> StepResult:
-    """Return the result in a message: that of the schedule of `iteration`, with `num_rows` rows.
+    """Return the `StepResult` in a message.
 
-    Raises RankError if the message is malformed, or is the result of another schedule.
+    Raises RankError if the message is malformed, if its result is not for the schedule of
+    `iteration`, or if the result does not have `num_rows` rows.
     """
     try:
         number, now, rows, columns, flags, num_bytes = _HEADER.unpack_from(message)
@@ -95,7 +96,7 @@ class _Reader:
         self._at = start
 
     def before(self, num_bytes: int) -> memoryview:
-        """Return the `num_bytes` before the next array."""
+        """Return the `num_bytes` bytes before the next array."""
         if self._at > len(self._message):
             raise ValueError("the message is cut off")
         return memoryview(self._message)[self._at - num_bytes : self._at]

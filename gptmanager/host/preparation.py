@@ -21,7 +21,7 @@ from gptmanager.request.inference_request import InferenceRequest
 from gptmanager.request.post_processor import RequestProcessor
 from gptmanager.step import Failure
 
-_MOST_KEPT = 64  # fewest entries at which the entries of ended requests are removed
+_MOST_KEPT = 64  # with fewer entries in `_preparing`, those of ended requests are kept
 
 
 class Preparation:

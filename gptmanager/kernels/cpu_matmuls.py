@@ -32,7 +32,7 @@ from gptmanager.kernels.simd.threads import Team, alike, with_first
 
 # Waking a second thread costs about as much as computing this many elements.
 SMALL = 1 << 15
-SMALL_MATMUL = 1 << 18  # the same as a number of multiplications in a matmul
+SMALL_MATMUL = 1 << 18  # the same cost, counted in multiplications of a matmul
 SCATTERED = 8  # relative cost of an element that is written far from its neighbors
 PARTS_PER_THREAD = 8
 STREAMS_PER_THREAD = 4  # parts per thread if memory bandwidth limits the matmul (few rows of x)

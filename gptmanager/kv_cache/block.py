@@ -38,13 +38,13 @@ class BlockTables:
 
     `num_slots` counts stored positions, including the padding of the sink tokens. Past the
     attention window, `num_slots` still increases, but the tables do not grow. When `num_slots` is
-    `grows_at`, the next token needs a new block or, past the window, the end of block sharing.
-    `peak_slots` is the largest `num_slots` at any rewind so far, 0 before the first rewind.
-    `total_blocks` is the number of blocks that the request needs until it has `life_tokens` tokens,
-    and `remaining_blocks` is the number of these blocks that it does not hold yet. With beams,
-    `life_tokens` is NEVER, and the two numbers of blocks are meaningless. If `may_share`, other
-    sequences may hold full blocks of this request. `num_cached` is the number of leading tokens
-    that were found in the cache.
+    `grows_at`, the next token needs a new block. Past the window, the request must instead stop
+    sharing its blocks, because the token overwrites a stored position. `peak_slots` is the largest
+    `num_slots` at any rewind so far, 0 before the first rewind. `total_blocks` is the number of
+    blocks that the request needs until it has `life_tokens` tokens, and `remaining_blocks` is the
+    number of these blocks that it does not hold yet. With beams, `life_tokens` is NEVER, and the
+    two numbers of blocks are meaningless. If `may_share`, other sequences may hold full blocks of
+    this request. `num_cached` is the number of leading tokens that were found in the cache.
     """
 
     request_id: int
@@ -76,7 +76,10 @@ class BlockPool:
         self.free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
 
     def take(self, count: int, references: int = 1) -> list[int]:
-        """Take `count` free blocks with `references` each. At least `count` blocks must be free."""
+        """Take `count` free blocks, and give each of them `references` references.
+
+        At least `count` blocks must be free.
+        """
         popitem = self.free.popitem
         blocks = [popitem(last=False)[0] for _ in range(count)]
         ref_counts = self.ref_counts
@@ -85,7 +88,7 @@ class BlockPool:
         return blocks
 
     def release(self, blocks: Iterable[int]) -> None:
-        """Remove one reference from each of `blocks`. Free, in order, those with none left."""
+        """Remove one reference from each of `blocks`, in order. Unreferenced blocks become free."""
         ref_counts = self.ref_counts
         for block in blocks:
             ref_counts[block] -= 1
@@ -120,9 +123,9 @@ class BlockPool:
 def _inherited_tails(parents: Sequence[int]) -> list[int]:
     """Return, for each beam, the old beam that its partial block is taken from.
 
-    One child of each parent takes over the parent's block; this is the parent itself if it
-    continues itself. The other beams get the blocks of beams without a child. So there are as few
-    copies as possible, and no copy reads a block that another copy writes.
+    One child of each parent takes over the parent's block. A beam that continues itself keeps its
+    block. The other beams get the blocks of beams without a child. So there are as few copies as
+    possible, and no copy reads a block that another copy writes.
     """
     heirs: dict[int, int] = {}
     for beam, parent in enumerate(parents):

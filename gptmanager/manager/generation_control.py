@@ -16,9 +16,9 @@ _T = TypeVar("_T")
 class GenerationControl(LoopQuestions):
     """The calls of a program that trains the model which the manager serves.
 
-    With several ranks, each call must be made on every rank, except `pause_generation` and
-    `resume_generation`, about which rank 0 decides. If a call fails on one rank, or is not made on
-    one rank within `ParallelConfig.timeout_s`, the call raises RankError on the other ranks.
+    With several ranks, `pause_generation` and `resume_generation` have an effect only on rank 0,
+    which pauses all ranks. Every other call must be made on every rank. If it fails on one rank, or
+    is not made on one rank within `ParallelConfig.timeout_s`, the other ranks raise RankError.
     """
 
     def update_weights(
@@ -27,8 +27,8 @@ class GenerationControl(LoopQuestions):
         """Replace weights between two iterations, in place; return the new `weights_version`.
 
         `tensors` is a mapping or an iterator of (name, tensor), by the checkpoint's names. All
-        other weights are unchanged. Running requests keep their keys and values; if `recompute`,
-        they compute them again. Later requests do not reuse blocks that were cached before. If the
+        other weights are unchanged. Running requests keep their keys and values, or compute new
+        ones if `recompute`. Later requests do not reuse blocks that were cached before. If the
         manager is asleep, it allocates the memory of its weights, and stays asleep.
 
         Raise ConfigError for unknown names and wrong shapes; for a mapping this happens before
@@ -49,12 +49,12 @@ class GenerationControl(LoopQuestions):
     def sleep(self, *, keep_weights: bool = True, timeout: float | None = None) -> None:
         """Release the memory of the weights and of the KV cache, between two iterations.
 
-        Until `wake`, no step runs and Get is not called. Active requests stay, and compute their
-        contexts again afterwards. If `keep_weights`, weights in CPU memory are written to a
-        temporary file, weights on a device are copied to CPU memory, and `wake` restores both.
-        Otherwise the weights are dropped, and no step runs until `update_weights` has replaced all
-        tensors, before or after `wake`. The weights of a `Model` object, or of a model that
-        transformers computes, stay in memory.
+        Until `wake`, no step runs and GetInferenceRequests is not called. Active requests stay, and
+        compute their contexts again afterwards. If `keep_weights`, weights in CPU memory are
+        written to a temporary file, weights on a device are copied to CPU memory, and `wake`
+        restores both. Otherwise the weights are dropped, and no step runs until `update_weights`
+        has replaced all tensors, before or after `wake`. The weights of a `Model` object, or of a
+        model that transformers computes, stay in memory.
 
         Raise SleepError if the manager is asleep, ConfigError if the file cannot be written, and
         the other errors of `update_weights`.
@@ -94,7 +94,7 @@ class GenerationControl(LoopQuestions):
         self.notify()
 
     def abort_all(self, timeout: float | None = ANSWER_S) -> int:
-        """End all active requests before the next step, like stop signals; return their number.
+        """End all active requests before the next step, and return the number of requests.
 
         Each request gets a final response with its tokens so far and the finish reason CANCELLED.
         During a pause or a sleep, the responses are sent when the pause or sleep ends. Raise the

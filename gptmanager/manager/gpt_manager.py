@@ -173,7 +173,7 @@ class GptManager(GenerationControl):
             return False
         if not (self._lifecycle.is_abandoned or self._thread.ident is None):
             # The thread is on its last line. `join` alone would not suffice, because an interrupted
-            # join marks a thread that still runs as ended.
+            # `join` marks a running thread as ended.
             self._thread.join(_HANG_S)
         # else the thread hangs, or was never started
         atexit.unregister(self._at_exit)

@@ -70,8 +70,8 @@ class CodedSource(TensorSource, Protocol):
     def codes(self, name: str, max_bytes: int, rows: range) -> Iterator[tuple[int, Codes]]:
         """Yield these rows of a matrix in slices, as (first index, codes).
 
-        For a tensor `[experts, inputs, outputs]`, a row is an output of an expert. `rows` are
-        outputs of a single expert, numbered through all experts.
+        For a tensor `[experts, inputs, outputs]`, row `expert * outputs + i` is output i of an
+        expert. All `rows` must be outputs of the same expert.
         """
         ...
 

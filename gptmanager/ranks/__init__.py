@@ -1,1 +1,1 @@
-"""One process per rank: which part of the model each one has, and the messages between them."""
+"""One process per rank: the part of the model in each process, and messages between processes."""

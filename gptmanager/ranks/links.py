@@ -1,8 +1,8 @@
 """`Links`: the messages between the managers of all ranks. Tensors go through `Collectives`.
 
-Each rank has two connections to rank 0: one carries the messages of the loops, in order. The other
-carries the messages of the watch. A wait for a rank that has failed ends with a RankError that
-names the rank.
+Each rank has two connections to rank 0. One carries the messages of the managers' loops, in order.
+The other carries the messages of `Watch`, which notices failed ranks. A wait for a rank that has
+failed ends with a RankError that names the rank.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Message(IntEnum):
 
     EXCHANGE = 1  # data that managers exchange at the start
     INTAKE = 2  # what rank 0 has taken in, such as requests: an iteration begins
-    ASK = 3  # call Get on every rank
+    ASK = 3  # call the callback GetInferenceRequests on every rank
     DECISION = 4  # digest of rank 0's decisions: a step begins
     RESULT = 5  # the result of a step
     ABORT = 6  # rank 0 ends its requests with an error
@@ -194,7 +194,10 @@ class Links:
 
     @contextmanager
     def waiting(self, what: str) -> Iterator[None]:
-        """Limit the time of waits in a `with` block on results of `frames`; errors name `what`."""
+        """Limit the time of the waits in a `with` block. Errors name `what`.
+
+        The limit applies to waits on the `Frames` that the method `frames` returns.
+        """
         self._begin(what)
         try:
             yield
@@ -246,7 +249,7 @@ class Links:
     # The end ---------------------------------------------------------------------------------
 
     def fail(self, error: BaseException, text: str) -> None:
-        """Report that this rank ends with `error`, so that all ranks end, and close.
+        """Report that this rank ends with `error`, so that all ranks end. Then call `close`.
 
         An error that another rank has caused is not reported again.
         """

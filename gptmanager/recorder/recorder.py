@@ -102,7 +102,7 @@ class Recorder:
         """Continue after a failed iteration; the loop has ended all requests that had started.
 
         The recorded iterations do not lead to the loop's new state, so a recording stores this
-        state. A black box is written over the file of the previous failure, and a new one begins.
+        state. The black box is written to its file, and a new black box begins.
         """
         try:
             box = self._black_box

@@ -29,7 +29,7 @@ from gptmanager.step import Intake, Schedule, StepResult
 
 FORMAT = "gptmanager.recording"
 VERSION = 5
-_ONE_END_ID = 4  # like 5, but sampling parameters have `end_id` (-1: none), not `end_ids`
+_ONE_END_ID = 4  # like 5, but sampling parameters have `end_id` (-1 if unset), not `end_ids`
 _ONE_PENDING = 3  # like 4, but `pending` of a state is one schedule or null, not a list
 
 _LONGEST_LINE = 1 << 30  # bytes
@@ -109,7 +109,7 @@ class Iteration:
 
     @property
     def is_empty(self) -> bool:
-        """Return whether the intake was empty, no request ran, and no result was taken."""
+        """Return whether the intake has no items, and schedule, result and recovered are None."""
         intake = self.intake
         has_input = intake.requests or intake.stops or intake.failures or intake.ready
         has_adapters = intake.adapters or intake.forgotten_adapters
@@ -126,7 +126,8 @@ class Iteration:
 class Recording:
     """A whole recorded run, or the last part of one.
 
-    `name` is the name of its file. `lines` has the line numbers of the iterations, from 1.
+    `name` is the name of its file. `lines` has the line number of each iteration in
+    the file. The header is line 1.
     """
 
     header: Header
@@ -150,7 +151,7 @@ class Recording:
 
 
 def make_header(blueprint: Blueprint, state: LoopState | None = None) -> dict[str, Any]:
-    """Return the values of the first line of a new recording, which begins with `state`."""
+    """Return the values of the first line of a new recording. The recording begins with `state`."""
     create = blueprint.scheduler.create_scheduler
     name = "" if create is None else getattr(create, "__qualname__", type(create).__name__)
     return {
@@ -222,7 +223,7 @@ def read_lines(lines: Iterable[bytes], name: str = "recording") -> Recording:
 
 @contextmanager
 def located(where: str) -> Iterator[None]:
-    """Turn the errors that wrong values cause in the block into a RecordingError with `where`.
+    """Raise a RecordingError with `where` if the block raises an error for a wrong value.
 
     A recording may come from a stranger, so any of its values may be wrong.
     """

@@ -34,7 +34,8 @@ _DEFAULT = InferenceRequest(0)  # has the default of each keyword
 _MOST_VALUES = 1 << 48  # of a tensor; torch and NumPy cannot count the bytes of far larger ones
 _LONGEST = (1 << 31) - 1  # the highest length of a dimension
 _MAX_DEPTH = 32  # the most levels of nested lists, and the most dimensions of a shape
-_CHEAP = 16  # numbers of a ROW_INPUTS tensor that count as one value: they never become a list
+# `Allowance` counts 16 numbers of a ROW_INPUTS tensor as one, because they never become a list.
+_CHEAP = 16
 
 
 class RecordedError(Exception):
@@ -45,7 +46,7 @@ class RecordedError(Exception):
 
 
 class Opaque:
-    """Replaces a value that JSON cannot represent. Admission refuses it, as it did that value."""
+    """Replaces a value that JSON cannot represent. Admission refuses the value and an `Opaque`."""
 
     def __init__(self, text: str) -> None:
         self.text = text
@@ -82,7 +83,7 @@ class Allowance:
         self.left = left
 
     def take(self, name: str, count: int) -> None:
-        """Count `count` values of the tensor `name`; raise RecordingError beyond the limit."""
+        """Subtract `count` values of tensor `name`; raise RecordingError if too few are left."""
         if name in ("lora_weights", "lora_config"):
             return  # weights are not expanded, and the number of config rows is limited
         self.left -= count // _CHEAP if name in ROW_INPUTS else count
@@ -123,7 +124,7 @@ def plain_keywords(request: InferenceRequest) -> dict[str, Any]:
         value, default = getattr(request, name), getattr(_DEFAULT, name)
         if type(value) is not type(default) or value != default:
             plain[name] = _value_or_opaque(value)
-    with suppress(BaseException):  # an object of the host stays opaque
+    with suppress(BaseException):  # after an error, the processor stays opaque
         processor = request.logits_post_processor
         if is_post_processor(processor):
             named = RequestProcessor(processor)
@@ -245,7 +246,7 @@ def _shape(name: str, shape: Any) -> list[int]:
 
 
 def _array(name: str, data: Any, dtype: np.dtype[Any], size: int) -> np.ndarray:
-    """Return the numbers of the file as an array."""
+    """Return `data`, the recorded numbers of the tensor `name`, as an array."""
     if not isinstance(data, list) or len(data) != size:
         raise RecordingError(f"{name} must have {size} values, as its shape says")
     if dtype.kind == "f" and dict in set(map(type, data)):

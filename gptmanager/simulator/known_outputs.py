@@ -31,7 +31,8 @@ class KnownOutputs:
         self._outputs: dict[int, tuple[int, Sequence[int]]] = {}  # by id: prompt length, tokens
         # by id: whether the beams are sampled, and their candidates by position
         self._beams: dict[int, tuple[bool, Mapping[int, BeamCandidates]]] = {}
-        # whether any request had beams; a stopped request may still have rows in flight
+        # whether any request had beams until now; never reset, because a stopped request may still
+        # have rows in flight
         self._has_beams = False
 
     def add(self, number: int, request: InferenceRequest) -> None:

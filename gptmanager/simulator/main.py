@@ -69,9 +69,9 @@ def main(options: argparse.Namespace) -> int:
 def _record_paths(options: argparse.Namespace) -> dict[str, Path | None]:
     """Return column -> the file for its recording: `--record`, if there is only one column.
 
-    With several columns, the name of each is added to the stem; of "module:class" only the part
-    after the last colon. Raise ConfigError if a recording would overwrite another one, or a file
-    that the command reads.
+    With several columns, the column's name is added to the stem of `--record`. If the name is
+    "module:class", only the part after the last colon is added. Raise ConfigError if a recording
+    would overwrite another one, or a file that the command reads.
     """
     names = [policy.name.lower() for policy in options.policies]
     names += [options.scheduler] if options.scheduler else []

@@ -51,7 +51,7 @@ def _case(sizes: Sizes, name: str, num_modules: int, rank: int) -> Case:
 
 
 def _prepare(num_modules: int, rank: int, rig: Rig) -> Prepared:
-    """Prepare a set of weights for each layer of the adapter table, as in a step of a model."""
+    """Prepare several sets of weights. Each set has the weights of all adapters in one layer."""
     sizes = rig.sizes
     rows, hidden, num_adapters = sizes.rows, sizes.adapters.hidden, sizes.adapters.number
     size, scale = 2 * rank * hidden, (rank * hidden) ** -0.25
@@ -76,7 +76,7 @@ def _prepare(num_modules: int, rank: int, rig: Rig) -> Prepared:
     b = weights[..., rank * hidden :].unflatten(-1, (hidden, rank)).mT.contiguous()
 
     def add(result: Tensor, x: Tensor, a: Tensor, b: Tensor) -> Tensor:
-        """Add to `result`: a batched matmul with the A matrices, then one per module with B."""
+        """Add the adapters' outputs to `result`. One batched matmul with `a` serves all modules."""
         inner = torch.bmm(x.view(num_adapters, -1, hidden), a.mT)
         for n in range(num_modules):
             columns = result[:, n * hidden : (n + 1) * hidden].view(num_adapters, -1, hidden)

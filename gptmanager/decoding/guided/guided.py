@@ -52,8 +52,8 @@ class GuidedDecoding(RowProcessor):
     """Grammars for one tokenizer; each method returns a request's post-processor.
 
     `tokenizer` is a `tokenizers.Tokenizer`. `end_ids` are the tokens that end a text; if empty,
-    they are found by the names of the tokenizer's special tokens. These and a request's own end ids
-    are permitted only where the output is complete. Equal grammars are compiled once. The
+    they are found by the names of the tokenizer's special tokens. The end ids and a request's own
+    end ids are permitted only where the output is complete. Equal grammars are compiled once. The
     `max_grammars` grammars used last are kept, or fewer if their texts exceed 4 MiB. If a grammar
     does not compile within `compile_timeout_s` seconds, its requests fail. If all requests that
     wait for a grammar end, the grammar is dropped. Raise ConfigError if llguidance is not
@@ -122,7 +122,7 @@ class GuidedDecoding(RowProcessor):
         return self._grammar(GrammarSource(kind, text_of(schema), lenient=("",) if lenient else ()))
 
     def regex(self, pattern: str) -> Grammar:
-        """Guide by `pattern`, in the syntax of Rust's regex, which must match the whole text."""
+        """Guide by `pattern`, a regular expression in Rust's syntax. It must match all the text."""
         return self._grammar(GrammarSource("regex", pattern))
 
     def choice(self, options: Sequence[str]) -> Grammar:

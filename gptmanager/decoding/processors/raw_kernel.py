@@ -31,7 +31,7 @@ from gptmanager.decoding.processors.rows import Errors, RowProcessor, Rows, RowS
 from gptmanager.errors import ConfigError, response_text
 from gptmanager.request.post_processor import BoundProcessor
 
-_NUM_BUFFERS = 6  # a step copies two, and only a few steps are in flight
+_NUM_BUFFERS = 6  # a step uses at most two buffers, and only a few steps are in flight
 # called with (grid, block, arguments), as CuPy's and the emulator's kernels are
 Launch = Callable[[tuple[int], tuple[int], tuple[Any, ...]], None]
 
@@ -55,8 +55,8 @@ class RawKernelLogitsPostProcessor(RowProcessor):
 
     `params_dtype` has the fields of Params. It is a structured dtype with `align=True`; the macro
     PARAMS_SIZE is its size in bytes. `options` are macros, such as `-DNAME=1`. `twin` is a callable
-    that takes the same arguments as NumPy arrays and ints. A manager on the CPU calls it instead of
-    emulating the kernel.
+    with the same parameters, which gets NumPy arrays and ints. A manager on the CPU calls `twin`
+    instead of emulating the kernel.
 
     The kernel is compiled once per device, on a separate thread, and requests wait for the
     compilation. If the compilation fails, the requests end with an error that quotes the compiler's
@@ -171,7 +171,9 @@ class BoundKernel(BoundProcessor):
 
 
 class _Session(RowSession):
-    """Parameters by line, and the arguments of a step's rows, in device memory that never moves.
+    """The parameters of each line, and the arguments of a step's rows, in memory that never moves.
+
+    A line is an entry of the kernel's `params` and `tokens`; the kernel calls its index a slot.
 
     `launch` allocates nothing, reads nothing on the CPU and does not wait. After a first step,
     `launch` can be captured in a CUDA graph. The graph can be replayed after an `update` with at

@@ -110,7 +110,7 @@ class Rows:
     """The rows of one step that share a processor; each beam has a row.
 
     `logits` float32 `[S, vocab]` are the logits of all rows of the step. The processor changes the
-    rows at the indices `index` `[n]` in place. The history of row i of these is the first
+    rows at the indices `index` `[n]` in place. The history of row `index[i]` is the first
     `lengths[i]` tokens in line `lines[i]` of `tokens` int32 `[num_lines, max_seq_len]`.
     `token_tensor` is `tokens` on the device of the logits.
     """
@@ -124,7 +124,7 @@ class Rows:
     token_tensor: Tensor
 
 
-Errors = Mapping[int, BaseException]  # by index in `Rows.index`
+Errors = Mapping[int, BaseException]  # key i: the error of row `Rows.index[i]`
 
 
 class RowSession(ABC):

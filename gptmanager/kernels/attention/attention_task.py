@@ -27,11 +27,12 @@ class AttentionTask(ctypes.Structure):
     """Addresses, sizes in elements, and the number of `scratch_bytes` of each thread.
 
     `dtype` is the dtype of `q` and `result`. Keys and values have `page_dtype`, with `item_bytes`
-    per element. With `window` 0, a token sees all earlier positions. With a window, it also sees
-    the first `sink` positions. If `chunked`, windows begin at multiples of `window`. `sinks` is the
-    address of a score for each head, in `sink_dtype`, that has no value; 0 means no such scores.
-    With `softcap` 0, scores are not limited. `page_of` explains `page_tokens`. With `token_major`,
-    the keys of a page are `[tokens, head_dim]`, and are transposed when they are read.
+    per element. With `window` 0, a token sees all positions up to its own. Otherwise the token sees
+    its window and the first `sink` positions. If `chunked`, windows begin at multiples of `window`.
+    `sinks` is the address of a sink score for each head, in `sink_dtype`, or 0 without sink scores.
+    A sink score has no value vector. With `softcap` 0, scores are not limited. `page_of` explains
+    `page_tokens`. With `token_major`, the keys of a page are `[tokens, head_dim]`, and are
+    transposed when they are read.
     """
 
     _fields_ = task_fields(
@@ -126,8 +127,9 @@ def _page_fields(
 ) -> Task:
     """Return a task with the fields that describe pages.
 
-    Each block must be contiguous; in memory, its keys may also be `[K, B, D]`. There may be gaps
-    between blocks if keys and values have the same stride. Raises TypeError for other layouts.
+    Each block must be contiguous. The keys of a block may also be transposed in memory:
+    `[num_kv_heads, tokens_per_block, head_dim]`. There may be gaps between blocks if keys and
+    values have the same stride. Raises TypeError for other layouts.
     """
     num_blocks, num_kv_heads, head_dim, tokens_per_block = shape
     block = torch.empty_strided((1, *shape[1:]), key_strides, dtype=key_dtype, device="meta")

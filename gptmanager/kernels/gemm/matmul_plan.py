@@ -145,7 +145,7 @@ def _variants(stored: torch.dtype, deterministic: bool) -> list[_Variant]:
         return [_Variant(ANY_ROWS, body, _read_pairs)]
     found = []
     if stored is torch.int8 and (has_int8_unit() or not deterministic):
-        found = _for_int8()  # with this unit, bits do not depend on the number of rows
+        found = _for_int8()  # with an int8 unit, bits do not depend on the number of rows
     if stored is INT4 and not deterministic:
         found = _for_int4()
     if not found or found[-1].most_rows < ANY_ROWS:

@@ -24,7 +24,7 @@ SCRATCH_BYTES = 4 * CHUNK_ROWS * PANELS * LANES
 
 
 class MatmulTask(ctypes.Structure):
-    """Addresses (or 0), sizes (of scratch in bytes), and the layout of a group of panels.
+    """Addresses (or 0), sizes, and the layout of a group of panels.
 
     The fields up to `tail` depend on the call. `x` has `depth` elements per row: float32, or
     bfloat16 for dot products of pairs and for the bfloat16 matrix unit. Functions that quantize `x`
@@ -97,7 +97,7 @@ def finish(t: Any, c: int, group: int, first_row: int, rows: int) -> None:
 
 @loop
 def panel(t: Any, number: int) -> int:
-    """Return the address of a panel; if `number` is beyond the last panel, of the last."""
+    """Return the address of panel `number`, or of the last panel if `number` is too large."""
     address = t.matrix + min(number, t.num_panels - 1) * t.depth * t.position_bytes
     return int(address)
 

@@ -47,7 +47,7 @@ def is_amd() -> bool:
 def has_fast_pairs() -> bool:
     """Return whether the pair instruction is faster than multiply-adds of widened values.
 
-    For 16 and more rows, the instruction took half the time on an AMD EPYC (Zen 4). On Intel
-    Xeons, where one instruction takes two cycles, it was not faster.
+    In matmuls of 16 and more rows, the instruction took half the time on an AMD EPYC (Zen 4). On
+    Intel Xeons, where one instruction takes two cycles, it was not faster.
     """
     return has_pairs() and is_amd()

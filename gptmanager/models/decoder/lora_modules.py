@@ -27,11 +27,11 @@ def lora_modules(spec: ModelSpec) -> dict[int, LoraModule]:
 
     `matrix` is a name that `matrix_names` returns. attn_qkv is the whole matrix qkv; attn_q, attn_k
     and attn_v are parts of this matrix. With gated attention, attn_q includes the gates. With a
-    gated activation, mlp_h_to_4h is the half of up with the activation's input, and mlp_gate is the
-    other half. Otherwise mlp_h_to_4h is all of up, and mlp_gate does not exist. In a layer with
-    experts, the mlp modules are parts of the shared MLP. In a layer with linear attention,
-    linear_attn_z has the gates of the output. If the checkpoint joins these gates with queries,
-    keys and values, attn_qkv includes the gates, and linear_attn_z does not exist.
+    gated activation, mlp_h_to_4h is the half of the matrix up that computes the activation's input,
+    and mlp_gate is the other half. Otherwise mlp_h_to_4h is the whole matrix up, and mlp_gate does
+    not exist. In a layer with experts, the mlp modules are parts of the shared MLP. In a layer with
+    linear attention, linear_attn_z has the gates of the output. If the checkpoint joins these gates
+    with queries, keys and values, attn_qkv includes the gates, and linear_attn_z does not exist.
     """
     layers: dict[int, dict[LoraVariant, list[int]]] = {}
     for index in range(len(spec.layers)):
@@ -94,7 +94,7 @@ def _in_layer(spec: ModelSpec, index: int) -> Iterator[tuple[str, LoraVariant]]:
 def _of_delta(own: DeltaShape, is_joined: bool) -> Iterator[tuple[str, str, range]]:
     """Yield the modules of linear attention as (name, matrix, output columns).
 
-    `is_joined`: in the checkpoint, each of the two matrices is one module.
+    `is_joined`: in the checkpoint, the matrix delta_in is one module, and delta_gates is another.
     """
     heads, channels = own.value_heads, own.channels
     everything = range(channels + own.values)

@@ -10,7 +10,7 @@ from gptmanager.models.gguf.metadata import Metadata
 
 Config = Mapping[str, Any]
 Further = Callable[[Metadata, str, Collection[str], Config], Config]
-# Field of a config.json -> key in a GGUF file, without its prefix, the name of the architecture.
+# Field of a config.json -> key in a GGUF file, without the key's prefix (the architecture's name).
 SIZES: Mapping[str, str] = {
     "hidden_size": "embedding_length",
     "intermediate_size": "feed_forward_length",
@@ -140,13 +140,13 @@ class Architecture:
     names of tensors and the config so far.
 
     `layer`: the prefix of a layer's modules in a Hugging Face checkpoint. `modules`: name in a file
-    -> name in a checkpoint, for modules in a layer, or for single tensors with the ending "weight"
-    or "bias". `outside`: the same for modules outside the layers. `experts`: the same for modules
-    with the matrices of all experts of a layer, or of all heads. In their names in a checkpoint, {}
-    stands for the number of the expert or head. `single_rows`: matrices of one row, which may be
-    stored as vectors. `permuted`: the file stores the two rows of a RoPE pair next to each other,
-    in queries and keys. `plus_one`: the file stores norm weights with 1 added. `transposed`: a
-    checkpoint stores a layer's matrices as [in, out].
+    -> name in a checkpoint, for modules in a layer. A name with the ending "weight" or "bias" is
+    the name of a single tensor. `outside`: the same for modules outside the layers. `experts`: the
+    same for modules with the matrices of all experts of a layer, or of all heads. In their names in
+    a checkpoint, {} stands for the number of the expert or head. `single_rows`: matrices of one
+    row, which may be stored as vectors. `permuted`: the file stores the two rows of a RoPE pair
+    next to each other, in queries and keys. `plus_one`: the file stores norm weights with 1 added.
+    `transposed`: a checkpoint stores a layer's matrices as [in, out].
 
     `ignored`: keys that change nothing, or that `further` reads. `required`: key -> the only value
     that a file may have for the key. `biases`: config field -> tensor; the field is true if the

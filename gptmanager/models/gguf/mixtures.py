@@ -1,4 +1,4 @@
-"""`MIXTURES`: the mixtures of experts in the table of GGUF architectures in `architectures`."""
+"""`MIXTURES`: the GGUF architectures with experts, for the table in the module `architectures`."""
 
 from __future__ import annotations
 

@@ -147,7 +147,8 @@ def _by_text(vocabulary: Vocabulary) -> dict[str, int]:
 
 def _added_tokens(metadata: Metadata, vocabulary: Vocabulary) -> list[AddedToken]:
     """Return the tokens that are matched in a text before all others."""
-    # Phi 3 drops spaces after most of these tokens. As in llama.cpp, the name shows the model.
+    # Phi 3 drops spaces after most of these tokens. As in llama.cpp, `general.name` shows whether
+    # the model is Phi 3.
     name = (metadata.text("general.name") or "").lower()
     strips = "phi-3" in name or "phi3" in name
     kept = ("<unk>", "<s>", "<|endoftext|>")

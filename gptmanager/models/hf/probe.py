@@ -1,7 +1,7 @@
 """Run a transformers network on a few tokens, and refuse what paged attention cannot compute.
 
-`probe` finds each layer's call of attention. `check_forward` finds tensors that were not moved to a
-device: the network's forward pass fails there.
+`probe` finds each layer's call of attention. `check_forward` refuses a network if its forward
+pass fails on a device, for example because a tensor was not moved to the device.
 """
 
 from __future__ import annotations

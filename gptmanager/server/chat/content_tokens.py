@@ -9,7 +9,7 @@ from gptmanager.server.text.log_probs import TokenLogProb
 
 
 class ContentTokens:
-    """A filter of the log probabilities of all tokens, in order, for those of content tokens."""
+    """Selects the log probabilities of content tokens from those of all tokens, pushed in order."""
 
     def __init__(self) -> None:
         self._waiting: list[TokenLogProb] = []  # neither returned nor dropped yet

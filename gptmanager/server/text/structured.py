@@ -238,7 +238,8 @@ class StructuredOutputs:
 async def prepared(where: str, make: Callable[[], Any]) -> Any:
     """Return the logits post-processor that `make` creates, once it is compiled.
 
-    Raise ApiError: 400 if the processor cannot be compiled, 503 if the capacity is missing.
+    Raise ApiError: 400 if the processor cannot be compiled, 503 if no thread or process can be
+    started to compile it.
     """
     processor = None
     try:

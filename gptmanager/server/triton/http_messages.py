@@ -23,7 +23,7 @@ from gptmanager.server.triton.inference import VERSION, Model, check_outputs
 from gptmanager.server.triton.messages import PARAMETERS, InferRequest, InferResponse, InputTensor
 
 HEADER = "inference-header-content-length"  # number of bytes of JSON, before the tensors
-# Most bytes of a decompressed body: a constant, plus a number of bytes for each compressed byte.
+# The maximum size of a decompressed body: a constant, plus some bytes for each compressed byte.
 _DECOMPRESSED_BASE, _DECOMPRESSED_PER_BYTE = 16 << 20, 4
 
 
