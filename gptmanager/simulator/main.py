@@ -76,9 +76,9 @@ def _record_paths(options: argparse.Namespace) -> dict[str, Path | None]:
     names = [policy.name.lower() for policy in options.policies]
     names += [options.scheduler] if options.scheduler else []
     record: Path | None = options.record
-    if record is None or len(names) == 1:
-        paths, written = dict.fromkeys(names, record), {"--record": record}
-    else:
+    paths: dict[str, Path | None] = dict.fromkeys(names, record)
+    written: dict[str, Path | None] = {"--record": record}
+    if record is not None and len(names) > 1:
         paths = {
             name: record.with_name(f"{record.stem}.{name.rpartition(':')[2]}{record.suffix}")
             for name in names
