@@ -24,7 +24,8 @@ __device__ Note notes[1 << 17];
 __device__ unsigned num_notes;
 __device__ inline void note(bool is_load, const void* address, bool valid = true) {
     Number thread = blockIdx.x * blockDim.x + threadIdx.x;
-    if (valid) notes[num_notes++] = {is_load, thread, reinterpret_cast<Number>(address)};
+    if (!valid || num_notes == 1 << 17) return;
+    notes[num_notes++] = {is_load, thread, reinterpret_cast<Number>(address)};
 }
 __global__ void take_notes(Note* to, unsigned* count) {
     for (unsigned i = 0; i < num_notes; i++) to[i] = notes[i];
@@ -55,6 +56,7 @@ class NotingLauncher(EmulatorLauncher):
         """Thread -> its prefetches and its loads from `tensors`, as addresses in order."""
         found, count = np.zeros((1 << 17, 3), np.uint64), np.zeros(1, np.uint32)
         self.made.get_function("take_notes")((1,), (1,), (found, count))
+        assert count[0] < len(found)
         by_thread = collections.defaultdict(lambda: ([], []))
         for is_load, thread, address in found[: count[0]].tolist():
             if any(0 <= address - it.data_ptr() < it.nbytes for it in tensors):
@@ -65,9 +67,9 @@ class NotingLauncher(EmulatorLauncher):
 @pytest.mark.parametrize(("kernel", "most"), [("gemv", 1536), ("gemv_int4", 1536), ("gemm", 192)])
 def test_what_a_thread_prefetches_is_what_it_loads_first(kernel, most, toolchain):
     """And it is all of a small weight, whose rows have `most` elements or fewer."""
-    for width, depth, is_all in ((32, most, True), (72, 2 * most + 32, False)):
+    for rows, width, depth, is_all in ((17, 32, most, True), (2, 72, 2 * most + 32, False)):
         launcher, dtype = NotingLauncher(), torch.bfloat16
-        x, out = torch.ones(2, depth, dtype=dtype), torch.empty(2, width, dtype=dtype)
+        x, out = torch.ones(rows, depth, dtype=dtype), torch.empty(rows, width, dtype=dtype)
         silu = kernel != "gemv_int4"
         weight = torch.ones((1 + silu) * width, depth, dtype=dtype)
         if kernel == "gemv":
