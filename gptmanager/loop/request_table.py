@@ -41,7 +41,8 @@ class RequestTableState(NamedTuple):
     """The state of a `RequestTable`.
 
     `active` is sorted as in the table. `timed` and `preparing` are ids of active requests.
-    `arriving` are requests that are not admitted yet.
+    `arriving` are requests that are not admitted yet; `resumed` has the progress of those that a
+    journal restored.
     """
 
     active: tuple[RequestState, ...]
@@ -50,6 +51,7 @@ class RequestTableState(NamedTuple):
     preparing: tuple[int, ...]
     allocator: AllocatorState
     adapters: AdaptersState | None = None
+    resumed: tuple[Progress, ...] = ()
 
 
 class RequestTable:
@@ -359,6 +361,7 @@ class RequestTable:
             tuple(self.preparing),
             self._allocator.state(),
             adapters_state(self.adapters),
+            tuple(self._resumed.values()),
         )
 
     def restore(self, state: RequestTableState) -> None:
@@ -370,6 +373,7 @@ class RequestTable:
         self._timed = {request_id: self.by_id[request_id] for request_id in state.timed}
         self.preparing = {self.by_id[i].request_id for i in state.preparing}
         self._arriving.extend(state.arriving)
+        self._resumed.update((it.request_id, it) for it in state.resumed)
         self.num_serial = sum(request.is_serial for request in self.active)
         self._allocator.restore(state.allocator, self.by_id)
         if state.adapters is not None:

@@ -83,7 +83,7 @@ def _record_paths(options: argparse.Namespace) -> dict[str, Path | None]:
             name: record.with_name(f"{record.stem}.{name.rpartition(':')[2]}{record.suffix}")
             for name in names
         }
-        written = {f"--record (of {name})": path for name, path in paths.items()}
+        written |= {f"--record (of {name})": path for name, path in paths.items()}
     is_file = options.cost is not None and "=" not in options.cost
     read = options.recording, options.fit, Path(options.cost) if is_file else None
     for option, path in zip(("--recording", "--fit", "--cost"), read, strict=True):

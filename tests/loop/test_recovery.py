@@ -681,10 +681,10 @@ def test_what_a_journal_restored_goes_on_after_an_intake_that_failed(monkeypatch
     driver.submit(request(1, [1], 9))
     driver.loop.iterate()
     fetch = driver.host.fetch
+    progress = Progress(2, (7, 7), (), num_sent=0, age_s=0.5)
 
     def fetch_restored(room, num_active):
         monkeypatch.setattr(driver.host, "fetch", fetch)
-        progress = Progress(2, (7, 7), (), num_sent=0, age_s=0.5)
         driver.submit(request(2, [5, 6], 6, is_streaming=True))
         return replace(fetch(room, num_active), stops=frozenset({1}), resumed=(progress,))
 
@@ -697,6 +697,9 @@ def test_what_a_journal_restored_goes_on_after_an_intake_that_failed(monkeypatch
         with pytest.raises(MemoryError):
             driver.loop.iterate()
     driver.loop.recover(errors.StepError("of the test"))
+    restored = LoopDriver().loop.table
+    restored.restore(driver.loop.table.state())
+    assert restored.state().resumed == (progress,)
     driver.run()
     assert driver.output(2) == [7, 7, *expected_output([5, 6, 7, 7], 4)]
 

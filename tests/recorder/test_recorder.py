@@ -204,7 +204,8 @@ def test_every_attribute_is_in_the_state_or_follows_from_what_the_loop_is_made_o
     }
     assert vars(loop.table).keys() == {
         *("host", "limits", "extras", "_final", "_allocator"),
-        *("active", "adapters", "by_id", "preparing", "num_serial", "_timed", "_arriving"),
+        *("active", "adapters", "by_id", "preparing", "num_serial", "_timed"),
+        *("_arriving", "_resumed"),
         *("_intake", "_stopping", "_ending"),  # within an iteration
         "weights_version",  # counts calls of update_weights, which no recording has
     }
