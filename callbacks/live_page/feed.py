@@ -260,7 +260,7 @@ class _Picture:
         health, outside = manager.health(), None
         try:
             outside = None if num_outside is None else num_outside()
-        except Exception as error:  # of the host
+        except Exception as error:  # raised by the host's function
             self.keep_own_error(error, now)
         self.put("outside", outside)
         self.put(
@@ -336,9 +336,9 @@ def _reasons(manager: GptManager) -> list[_Reason] | None:
 
 
 def _missing(explanation: Explanation) -> str:
-    """Return the reason. If it is "behind", return what the other request lacks: tokens or blocks.
+    """Return the reason. The reason "behind" means that the request waits for another request.
 
-    If the other request lacks something else, return "behind".
+    If the other request lacks tokens or blocks, return the other request's reason, not "behind".
     """
     if explanation.needed_tokens:
         return WaitReason.TOKEN_BUDGET.value
@@ -352,7 +352,7 @@ def _wait_text(explanation: Explanation) -> str:
 
 
 def _percentiles(values: Iterable[float]) -> list[float | None]:
-    """Return the 50th and the 99th percentile, or None for an empty list."""
+    """Return the 50th and 99th percentiles without NaN values; each is None if no value is left."""
     known = sorted(value for value in values if value == value)
     if not known:
         return [None, None]

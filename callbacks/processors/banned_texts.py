@@ -32,7 +32,7 @@ from gptmanager.errors import CapacityError, InvalidRequestError
 Ints = npt.NDArray[np.int64]
 
 _CPU = torch.device("cpu")
-_MAX_SIZE = 1 << 28  # bytes of all lists in memory, used or cached
+_MAX_SIZE = 1 << 28  # bytes of all lists of words in memory, used or cached
 _MAX_CACHED = 1 << 23  # banned token ids that all lists together may cache: 64 MiB
 _STATE_SIZE = 200  # bytes of a state, at most; a word adds at most one state per byte
 MAX_WORDS, MAX_WORD_LETTERS, MAX_LETTERS = 1024, 256, 8192  # limits of one list
@@ -103,7 +103,7 @@ class BannedTexts:
 
 
 def _check(words: Sequence[str]) -> None:
-    """Raise the errors of `bind`; the number of words is checked before any word is read."""
+    """Raise `bind`'s ValueError or TypeError; check the number of words before reading a word."""
     if isinstance(words, str):
         shown = words if len(words) <= MAX_WORD_LETTERS else f"{words[:MAX_WORD_LETTERS]}..."
         raise TypeError(f"words = {shown!r} must be a list of strings")
@@ -201,7 +201,7 @@ class _Vocabulary:
             end = int(self._starts[index + 1])
             if at + len(text) <= end:
                 indices.append(index)
-                at = end - 1  # where the next token begins
+                at = end - 1  # the search below begins at `end`, the next token
             at = self._joined.find(text, at + 1)
         return self._ids[indices]
 

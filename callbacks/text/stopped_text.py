@@ -1,7 +1,7 @@
 """`StoppedText`: the text of one output, up to its first stop string.
 
 It decides which tokens belong to the output, and which text can be released. A stop string may
-begin and end within tokens. Only the end of the text that may begin a stop string is held back.
+begin and end within tokens. Only a suffix that may begin a stop string is held back.
 """
 
 from __future__ import annotations

@@ -67,10 +67,11 @@ def plan_context(num_new: Ints, kv_lengths: Ints, shape: AttentionShape) -> Ints
     """Return the work items for `context_attention`, int32 `[N, 4]`, most keys first.
 
     The columns are the item's row, the item's first packed query, and the begin and end (excluded)
-    of the item's key positions, without the first `shape.sink` positions. Row r has `kv_lengths[r]`
-    positions, and its last `num_new[r]` positions are new tokens. The query heads of a KV head are
-    packed token by token: packed query m belongs to new token m // group. Rows without new tokens
-    have no items. The items serve all layers of a step that have the same heads, window and sink.
+    of the key positions in the windows of the item's queries. All queries also see the first
+    `shape.sink` positions. Row r has `kv_lengths[r]` positions, and its last `num_new[r]` positions
+    are new tokens. The query heads of a KV head are packed token by token: packed query m belongs
+    to new token m // group. Rows without new tokens have no items. The items serve all layers of a
+    step that have the same heads, window and sink.
     """
     if not num_new.size:  # most steps have no context rows
         return np.zeros((0, 4), dtype=np.int32)
@@ -88,7 +89,7 @@ def plan_context(num_new: Ints, kv_lengths: Ints, shape: AttentionShape) -> Ints
 
 
 def max_num_context_items(num_rows: int, num_tokens: int, shape: AttentionShape) -> int:
-    """Return an upper bound of the items that `plan_context` creates for `num_rows` rows.
+    """Return an upper bound of the number of items from `plan_context` for `num_rows` rows.
 
     `num_tokens` is the total number of new tokens of these rows. A row has at most as many items
     as new tokens, and at most one item that is not full.
@@ -109,10 +110,10 @@ def context_attention(
     """Compute `out[t] = softmax(scores of queries[t] and the keys) @ values` over visible keys.
 
     Pages without a visible key are not read, and may already be freed. `queries` and `out`
-    `[T, H, D]` have the same dtype: float32, float16 or bfloat16. D is one of HEAD_DIMS, and H / K
-    at most MAX_GROUP. Pages have the same dtype, or float8_e4m3fn. `items` int32 `[N, 4]` is from
-    `plan_context`, for the same `shape`. `sinks` `[H]`, of the queries' dtype, has a score without
-    a value for each head; pass it if and only if `shape.sinks`. Raises ValueError otherwise.
+    `[T, H, D]` have the same dtype: float32, float16 or bfloat16. D is one of HEAD_DIMS. A KV head
+    has at most MAX_GROUP query heads. Pages have the same dtype, or float8_e4m3fn. `items` int32
+    `[N, 4]` is from `plan_context`, for the same `shape`. `sinks` `[H]`, of the queries' dtype, has
+    a score without a value for each head; pass it iff `shape.sinks`. Raises ValueError otherwise.
     """
     cache = check_attention(
         *(out, queries, pages, rows, shape, sinks),

@@ -15,7 +15,7 @@ template <class K> using TileScores = float[K::MATRICES][K::TOKENS / 8][4];
 // The left operand of the matmul with values.
 template <class K> using TileWeights = unsigned[K::MATRICES][K::TOKENS / 16][4];
 
-// Returns threadIdx.x, for heads of 128 dimensions read anew: no register is left to keep values of it.
+// Returns threadIdx.x. With D == 128 it is read anew: values computed from it earlier would take registers.
 template <class K> __device__ inline int thread_index() {
     if constexpr (K::D == 128) return ptx::thread_index();
     else return threadIdx.x;

@@ -5,7 +5,7 @@
 
 constexpr int WARPS = 4, THREADS = WARPS * 32;
 
-// The compile-time parameters of an instantiation: queries of T, heads of D, a cache of C.
+// The compile-time parameters of an instantiation. T: type of queries. D: head size. C: type in the cache.
 template <class Element, int HEAD_DIM, bool IS_CAPPED, bool HAS_SINK, class CacheElement, bool IS_SMALL>
 struct Kind {
     using T = Element;
@@ -13,10 +13,10 @@ struct Kind {
     static constexpr int D = HEAD_DIM;
     static constexpr bool SOFTCAP = IS_CAPPED, SINK = HAS_SINK, FP8 = IS_FP8<C>;
     // 16-row matrices per warp. With two, a warp uses each fragment of keys and values twice. Registers do
-    // not suffice for two with more than 128 dimensions, or with 128 and a sink or an 8-bit cache.
+    // not suffice for two matrices if D > 128, or if D == 128 and there is a sink or an 8-bit cache.
     static constexpr int MATRICES = D > 128 || (D == 128 && (SINK || FP8)) ? 1 : 2;
     static constexpr int ROW_STAGES = 2, QUERIES = WARPS * 16 * MATRICES;
-    // Tokens per tile. Shared memory holds two tiles of keys and values, registers the scores of one tile.
+    // Tokens per tile. Shared memory holds two tiles of keys and values. Registers hold one tile's scores.
     static constexpr int TOKENS = D > 128 || (D == 128 && (SOFTCAP || IS_SMALL)) ? 32 : 64;
     // Whether the queries stay in registers from the first tile to the last.
     static constexpr bool HOLDS = MATRICES == 1 ? D == 128 : D <= 64;

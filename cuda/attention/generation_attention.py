@@ -25,7 +25,8 @@ from gptmanager.kernels.attention.attention_arguments import AttentionShape, Pag
 
 _WARPS, _TILE = 4, 16  # as in the .cu
 _BLOCKS = {5: 32, 4: 64, 3: 160, 2: 512}  # resident blocks -> largest D * TILES, as in the .cu
-_STATIC_BYTES, _RESERVED_BYTES = 1024, 1024  # shared memory of a block: static; CUDA's own
+# shared memory of a block: at most the first for static arrays, and the second for CUDA itself
+_STATIC_BYTES, _RESERVED_BYTES = 1024, 1024
 
 
 def _name(dtype: torch.dtype, head_dim: int, tiles: int, cache: str, sinks: bool) -> str:
@@ -52,9 +53,9 @@ class GenerationWork(NamedTuple):
     """A `GenerationPlan` on the device, and its working memory.
 
     The plan consists of `items` int32 `[N, 4]`, `block_starts` int32 `[B + 1]` and `partial_starts`
-    int32 `[R + 1]`. The working memory is `partial` `[n, H, D]` and `partial_log` `[n, H]`, both
-    float32, with n of at least the plan's `num_partials`, and `arrived` int32 `[R, K]`, which is
-    zero before and after each launch.
+    int32 `[R + 1]`. The working memory has `partial` `[n, H, D]` and `partial_log` `[n, H]`, both
+    float32, and `arrived` int32 `[R, K]`. n is at least the plan's `num_partials`. All of `arrived`
+    is zero before and after each launch.
     """
 
     items: Tensor
@@ -80,8 +81,9 @@ def generation_attention(
     A row sees the positions of its items, which were planned with the window and the sink of
     `shape`. `queries` and `out` `[T, H, D]` have the same dtype: float32, float16 or bfloat16. D is
     one of HEAD_DIMS, and H / K at most MAX_GROUP. Pages have the same dtype, or float8_e4m3fn.
-    `sinks` `[H]`, of the queries' dtype, has for each head a score that has no value. Pass `sinks`
-    if and only if `shape.sinks`. Raises ValueError for tensors of other shapes or dtypes.
+    `sinks` `[H]`, of the queries' dtype, adds one score to the softmax of each head; no row of the
+    values belongs to this score. Pass `sinks` if and only if `shape.sinks`. Raises ValueError for
+    tensors of other shapes or dtypes.
     """
     items, block_starts, partial_starts, partial, partial_log, arrived = work
     num_heads, num_kv_heads, head_dim = shape[:3]

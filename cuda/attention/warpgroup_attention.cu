@@ -1,5 +1,5 @@
-// Context attention with warpgroup matmuls (Hopper): the formula, the items and the arguments of
-// context_attention.cu, for head dimensions 64 and 128.
+// Context attention with warpgroup matmuls (Hopper), for head dimensions 64 and 128. The formula, the items
+// and the arguments are the same as in context_attention.cu.
 //
 // A warpgroup has 64 queries. While tensor cores multiply the weights of a tile with its values, the warps
 // compute the weights of the next tile from its scores, as in FlashAttention-3. All threads copy, with
@@ -11,13 +11,13 @@ template <class Element, int HEAD_DIM, bool IS_CAPPED, bool HAS_SINK> struct Kin
     using C = Element;
     static constexpr int D = HEAD_DIM;
     static constexpr bool SOFTCAP = IS_CAPPED, SINK = HAS_SINK;
-    static constexpr int QUERIES = D == 128 && SINK ? 64 : 128;  // the plan uses the same number
+    static constexpr int QUERIES = D == 128 && SINK ? 64 : 128;  // same as `_queries` in context_attention.py
     static constexpr int MATRICES = 1, THREADS = 2 * QUERIES;
     static constexpr int TOKENS = 128, ROW_STAGES = 4;
 };
 
-// Returns the offset in shared memory of the 8 elements of a row that start at 8 * `vector`, in the layout
-// that matrix_descriptor describes: columns of 64 elements and ROWS rows, one after the other.
+// Returns the offset of the 8 elements of a row that start at 8 * `vector`. The matrix is in the layout that
+// matrix_descriptor describes. It is stored as one column after the other, each of ROWS rows of 64 elements.
 template <int ROWS> __device__ inline unsigned swizzled(unsigned row, unsigned vector) {
     return (vector / 8 * ROWS + row) * 64 + (vector % 8 ^ row % 8) * 8;
 }
@@ -168,8 +168,8 @@ __global__ void __launch_bounds__(Kind<T, D, SOFTCAP, SINK>::THREADS) warpgroup_
     pack_weights<K>(weights[0], scores[0]);
     int i = 0;
     for (; next.start < last; i++) {
-        // The keys of `next` and the values of the tile before it have arrived, and all threads have
-        // finished with the tiles that the next copies overwrite.
+        // After this wait, the keys of `next` and the values of the tile before it have arrived, and all
+        // threads have finished with the tiles that the next copies overwrite.
         wait_for_copies();
         multiply_keys<K>(scores, own_queries, key_tiles + (i + 1) % 2 * TILE);
         add_values<K>(state, weights, value_tiles + i % 2 * TILE);

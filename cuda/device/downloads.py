@@ -10,7 +10,7 @@ from torch import Tensor
 from gptmanager.cuda.device.streams import Event, Stream
 
 _NUM_BUFFERS = 4  # more than the steps in flight
-MOST_BYTES = 1 << 28  # largest tensor that is copied through pinned memory, which torch never frees
+MOST_BYTES = 1 << 28  # the most bytes that `fetch` copies to pinned memory, which torch never frees
 
 
 class Download(NamedTuple):
@@ -33,7 +33,7 @@ class Downloads:
         self._next = 0
 
     def send(self, tensors: Sequence[Tensor | None]) -> Download:
-        """Enqueue copies of tensors with 4 bytes per element; None stays None.
+        """Enqueue copies of `tensors`, which must have 4 bytes per element; None stays None.
 
         The memory of the copies is reused after `_NUM_BUFFERS` calls. The copies that `fetch` has
         enqueued before this call are also complete after the event `copied`.

@@ -129,7 +129,10 @@ class Library:
         return descriptor
 
     def parameters(self, number: int) -> tuple[Parameter, ...]:
-        """Return the parameters of the kernel with the index `number` in the name expressions."""
+        """Return the parameters of a kernel.
+
+        `number` is the index of the kernel's name in the `name_expressions` of its `Module`.
+        """
         descriptor = self._descriptor(number)
         return tuple(
             Parameter(it.size, it.kind.decode(), it.pointee_kind.decode(), it.pointee_size)

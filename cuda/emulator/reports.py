@@ -2,8 +2,8 @@
 
 The emulated machine writes an address as `@0x1234`, relative to the start of the library that
 contains the kernel. addr2line of binutils converts addresses to source lines. Frames inside the
-emulator's own headers are skipped if there are other frames: they do not help the author of a
-kernel.
+emulator's own headers do not help the author of a kernel, so they are skipped if there are other
+frames.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
-"""GEMM of up to 256 rows with a weight matrix, which is read once, and the plan of its blocks.
+"""GEMM of up to 256 rows with a weight matrix, which is read once.
 
-`matmul_choice` decides when to use this GEMM instead of the matmul of torch.
+`MatmulPlan` describes how the GEMM is divided among thread blocks. `matmul_choice` decides when to
+use this GEMM instead of the matmul of torch.
 """
 
 from __future__ import annotations

@@ -18,8 +18,11 @@ from gptmanager.kernels.lora.adapter_arguments import AdapterModule, StepAdapter
 
 MAX_MODULES = 4  # of one matrix: attn_q, attn_k and attn_v, and attn_qkv for the whole matrix
 _MAX_COLUMNS = 1 << 24  # columns of a matrix fit into 24 bits, see `_pack`
-_SHRINK_THREADS, _COLUMNS, _RANKS = 256, 128, 16  # per block (columns: expand, ranks: shrink)
-_FEW_TOKENS = 1024  # up to this number of tokens, groups are small: an adapter may have few tokens
+# Per block: threads of `shrink`, columns of `expand`, and ranks of `shrink`.
+_SHRINK_THREADS, _COLUMNS, _RANKS = 256, 128, 16
+# Each block has a group of adjacent tokens. Groups are small if a call has at most _FEW_TOKENS
+# tokens, because an adapter may then have few tokens.
+_FEW_TOKENS = 1024
 _FEW, _TILE = 4, {4: 8, 2: 16}  # tokens in a small group; itemsize -> tokens in a large group
 _VECTOR_BYTES = 16
 

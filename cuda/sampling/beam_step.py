@@ -1,10 +1,10 @@
-"""Find the best continuations of each beam, as `BeamCandidates` holds them.
+"""Find the best next tokens ("continuations") of each beam, for `BeamCandidates`.
 
 The kernel reads each row of logits twice, and 32 more times if the row needs more continuations
-than a block has threads. If more tokens than MAX_COUNT may be among the best, the kernel reads the
-row once more for each continuation. The CPU ranks the continuations of all beams of a request,
-because only the CPU has the sums of the beams' log probabilities. Requests with different beam
-widths share a launch.
+than a block has threads. If the kernel finds more than MAX_COUNT tokens that may be among the best,
+it reads the row once more for each continuation. The CPU ranks the continuations of all beams of a
+request, because only the CPU has the sums of the beams' log probabilities. Requests with different
+beam widths share a launch.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from gptmanager.cuda.device.launch import Argument, Launcher, Program, check_ten
 from gptmanager.cuda.sampling import sampling
 
 _THREADS = 512
-MAX_COUNT = 4 * _THREADS  # most continuations of one row: CANDIDATES of beam_step.cu
+MAX_COUNT = 4 * _THREADS  # maximum number of continuations of a row; CANDIDATES in beam_step.cu
 PROGRAM = Program("sampling/beam_step.cu", sampling.instantiations("best_of_rows"), dependent=True)
 
 
@@ -32,8 +32,8 @@ def best_of_rows(
     """Write the best tokens of each row to `tokens` int32 and `log_probs` float32, `[S, most]`.
 
     `counts` `[S]` int32 has the number of continuations of each row; if the number is 0, nothing is
-    written to the row. Otherwise the rest of the row is filled with -1 and -inf, also if the
-    vocabulary has fewer tokens than `counts`.
+    written to the row. Otherwise the places after the last continuation are filled with -1 and
+    -inf. A row has at most V continuations, even if its count is larger.
     `logits` `[S, V]`, bfloat16, float16 or float32, are already adjusted.
     `params` `[slots, sampling.PARAMS.itemsize]` uint8 is an array of PARAMS, as bytes, and `slots`
     `[S]` int32 has the index of each row in that array.

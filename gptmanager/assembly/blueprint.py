@@ -1,7 +1,8 @@
 """`Blueprint`: all settings of a loop, and `build_loop`, which builds the loop from them.
 
 A recording contains the blueprint, so a replay can build the same loop again without the model and
-the callbacks. Options with defaults that depend on the machine or the model already have values.
+the callbacks. The options that the loop reads are final: defaults that depend on the machine or the
+model have been replaced by values.
 """
 
 from __future__ import annotations

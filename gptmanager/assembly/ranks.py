@@ -36,7 +36,8 @@ from gptmanager.ranks.links import Links, Message
 from gptmanager.ranks.small_tensors import connect_parts
 from gptmanager.ranks.world import BOOT_S, World, find_all, new_group
 
-_GROUP_GRACE_S = 5.0  # process groups time out this long after links, which know the failed rank
+# process groups time out this many seconds after links: the error of links names the failed rank
+_GROUP_GRACE_S = 5.0
 # options that may differ between ranks; all others are compared
 _MAY_DIFFER = (
     *("black_box_path", "black_box_iterations", "black_box_bytes", "recording_path"),
@@ -109,9 +110,9 @@ class Ranks(NamedTuple):
         return [column[0] if len({*column}) == 1 else "own" for column in columns]
 
     def share_matmuls(self, own: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the entries of all ranks, for each key from the first rank that has the key.
+        """Return the entries of all ranks together.
 
-        All ranks must call this method.
+        If several ranks have a key, the lowest rank's entry is returned. All ranks must call this.
         """
         tables = self._exchange("engines of matmuls", own)
         return {key: value for table in reversed(tables) for key, value in table.items()}

@@ -38,7 +38,10 @@ class EndRule:
     include_stop: bool = False
 
     def find(self, stop_state: int, token: int, length: int) -> tuple[int, End | None]:
-        """Return the stop state after `token`, the `length`-th generated token, and any `End`."""
+        """Return the stop state after `token`, and the `End` if the output ends with `token`.
+
+        `token` is the `length`-th generated token.
+        """
         if token in self.end_ids:
             return 0, (FinishReason.END_ID, length - (not self.include_stop))
         if self.stop_words is not None:

@@ -91,7 +91,7 @@ class Drafter:
             self._length = 1
 
     def _learn(self, tokens: Sequence[int]) -> None:
-        """Index the new n-grams, except n-grams that end with the last token: none follows them."""
+        """Index the new n-grams, except any that ends with the last token: no token follows it."""
         found, config = self._found, self._config
         for end in range(max(self._seen, config.min_ngram), len(tokens)):
             for size in range(config.min_ngram, min(config.max_ngram, end) + 1):

@@ -47,9 +47,9 @@ class SequenceTables:
         self.blocks[line, first : first + len(block_ids)] = block_ids
 
     def fork(self, first_line: int, parents: Sequence[int], position: int) -> None:
-        """Copy the tokens before `position` of beam `parents[i]` to beam i, for all beams.
+        """Copy tokens from beam `parents[i]` to beam i, for all beams.
 
-        `first_line`: the line of beam 0.
+        The tokens at positions below `position` are copied. `first_line` is the line of beam 0.
         """
         sources = first_line + np.array(parents)
         lines = slice(first_line, first_line + len(parents))

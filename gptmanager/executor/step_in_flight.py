@@ -1,8 +1,10 @@
 """`StepInFlight`: a step that is being computed, from its rows to the tokens chosen for them.
 
-A choice is one token that is chosen from one row of logits. A row of a step with beams has one
-choice for each beam. A row with drafts has one choice for each draft, and one more after the last
-draft. Any other row has one choice. This module maps choices to rows; it does not choose tokens.
+A choice is one token that is chosen from one row of logits. A generation row with several beams has
+one choice for each beam. A row with drafts has one choice for each draft, and one more after the
+last draft. Any other row has one choice, but `TokenChooser` replaces the choice of a context row
+with sampled beams by one choice for each beam. This module maps choices to rows; it does not choose
+tokens.
 """
 
 from __future__ import annotations
@@ -89,9 +91,10 @@ PendingTokens = Callable[[], ChosenTokens]  # waits for the tokens; called once
 class StepInFlight:
     """A step being computed. `logits` `[S, vocab]`: float32, or the model's dtype on a device.
 
-    `inputs` has the same meaning as in `Computed`. `out_of_memory` has a failure for each request
-    with a row that could not be computed. `pending` waits for the chosen tokens; it is None until
-    their choice has begun.
+    `inputs` has the places of the S chosen tokens in the tables on the device; it is None if the
+    places are not uploaded yet. `out_of_memory` has a failure for each request with a row that
+    could not be computed. `pending` waits for the chosen tokens; it is None until their choice has
+    begun.
     """
 
     schedule: Schedule
@@ -155,9 +158,9 @@ def candidates(
 
     `counts` `[rows]` is the number of best tokens per beam of a row, 0 for a row with sampled
     beams. The candidates of a row with sampled beams come from `tokens` and `log_probs` `[S]`; if
-    `log_probs` is None, they are 0. The candidates of a row with searched beams come from
-    `best_tokens` and `best_log_probs` `[S, n]`; if a searched beam has the token NOT_FINITE, the
-    row's only candidate is NOT_FINITE.
+    `log_probs` is None, their log probabilities are 0. The candidates of a row with searched beams
+    come from `best_tokens` and `best_log_probs` `[S, n]`; if a searched beam has the token
+    NOT_FINITE, the row's only candidate is NOT_FINITE.
     """
     found = []
     if log_probs is None:

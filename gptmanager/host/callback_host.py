@@ -1,7 +1,7 @@
 """`CallbackHost`: the four callbacks of a host application, as the `Host` of a loop.
 
-Errors of callbacks are logged and counted. A response that is not final and fails ends its
-request. Only GetInferenceRequests, called Get in this package, ends the loop if it fails too often.
+Errors of callbacks are logged and counted. An error of SendResponse ends the request. Only
+GetInferenceRequests, called Get in this package, ends the loop if it fails too often.
 """
 
 from __future__ import annotations

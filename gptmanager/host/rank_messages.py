@@ -148,7 +148,10 @@ def schedule_digest(schedule: Schedule) -> int:
 
 
 def _error(error: BaseException) -> BaseException:
-    """Return an error with the class and text that are in the text of a recorded `error`."""
+    """Restore an error from the text of `error`, which begins with the name of a class and ": ".
+
+    If the class is unknown, return a RecordedError or a RankError with the whole text.
+    """
     name, _, text = str(error).partition(": ")
     known = getattr(errors, name, None)
     if isinstance(known, type) and issubclass(known, GptManagerError):

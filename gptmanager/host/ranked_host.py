@@ -42,7 +42,7 @@ from gptmanager.request.inference_request import InferenceRequest
 from gptmanager.request.post_processor import RequestProcessor
 from gptmanager.step import Intake, Schedule
 
-_KEPT = 4  # schedules and answers of rank 0: the other ranks lag by at most this many
+_KEPT = 4  # schedules and answers of rank 0: the other ranks lag by at most 4 iterations
 _CLOSE_S = 0.5  # how long to wait for a forward pass that hangs
 _DIGEST = struct.Struct("<q")
 _LAST_MESSAGES = {Turn.END: Message.END, Turn.ABORT: Message.ABORT}
@@ -86,7 +86,7 @@ class LeadingHost:
         message = IntakeMessage(intake, 0, 0, host.last_fetch.is_empty)
         if not (
             host.is_broadcast or intake.resumed
-        ):  # each rank calls its own host: compare digests
+        ):  # each rank calls its own callbacks, and gets digests to compare
             own = requests_digest(intake.requests), stops_digest(intake.stops)
             bare = _with_answers(intake, (), frozenset())
             self._num_iterations += 1
@@ -134,8 +134,8 @@ class LeadingHost:
 class FollowingHost:
     """The host of a rank other than 0, which iterates when rank 0 does, with rank 0's intakes.
 
-    `host` has the callbacks of this rank. `bells` are functions to call in order to wake the loop.
-    `timer` times iterations; it is stopped while this rank waits for rank 0.
+    `host` has the callbacks of this rank. `bells` are functions that wake the loop. `timer`
+    times iterations; it is stopped while this rank waits for rank 0.
     """
 
     def __init__(
@@ -170,7 +170,7 @@ class FollowingHost:
         bells.append(self._ring)
 
     def _ring(self) -> None:
-        self._is_rung = True  # checked by waits that a bell cannot interrupt
+        self._is_rung = True  # a `receive` with `may_be_woken` False loses the wake-up below
         self._links.wake()
 
     def await_turn(self, *, ends: bool, aborts: bool, is_active: bool) -> Turn:

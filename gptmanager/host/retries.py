@@ -27,7 +27,7 @@ class GetFailures:
     def add(self, error: BaseException) -> None:
         """Record that a call has failed with `error`."""
         if self.rests:
-            return  # a notify caused a call during the pause: its failure is not counted
+            return  # `notify` caused this call during the pause; the failure is not counted
         self.in_a_row += 1
         self._rests_until = monotonic() + self.pause_s
         if self.in_a_row > self._most:

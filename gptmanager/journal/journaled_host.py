@@ -48,8 +48,8 @@ class JournaledHost(HostTap):
         self.held: list[Response] = []
         self._journal, self._accepted = journal, accepted
         accepted.is_cached = self._is_cached
-        self._delivered: list[int] = []  # requests: the final SendResponse has returned
-        self._duplicates: Counter[int] = Counter()  # by id: requests refused as the id is in use
+        self._delivered: list[int] = []  # requests that the next write records as delivered
+        self._duplicates: Counter[int] = Counter()  # id -> number of refused duplicates
         self._refused: set[int] = set()  # requests refused because they could not be written
         self._is_broken = False  # a write to the journal has failed
         self._lock = threading.Lock()  # guards the journal
@@ -87,7 +87,7 @@ class JournaledHost(HostTap):
                     continue
                 try:
                     packed[request_id] = self._accepted.pack(request, now)
-                except OSError as error:  # its adapter or tokenizer does not fit
+                except OSError as error:  # the request's adapter or tokenizer cannot be stored
                     self._journal.fail(error)
                     if self._journal.refuses:
                         self._refuse(request_id, CapacityError(_FULL))
@@ -103,7 +103,8 @@ class JournaledHost(HostTap):
 
     def _refuse(self, request_id: int, error: Exception) -> None:
         self._refused.add(request_id)
-        self._accepted.end([request_id])  # no end of it is written, so its objects are unused now
+        # the request is not in the journal, so its adapter and tokenizer are unused
+        self._accepted.end([request_id])
         self._fail(Failure(request_id, error))
 
     def _write_delivered(self) -> None:
@@ -160,7 +161,7 @@ class JournaledHost(HostTap):
                     ends.append((request_id, self._last(request_id, tensors, error)))
                 continue
             request = requests.get(request_id)
-            if entry is None or request is None:  # a request not in the table: its end follows
+            if entry is None or request is None:  # not in the journal, or it ends later in `held`
                 continue
             known = entry.tokens
             start, end = request.orig_prompt_len + len(known), request.num_sent
@@ -203,7 +204,7 @@ class JournaledHost(HostTap):
         try:
             ids = []
             for request_id in request_ids:
-                if self._duplicates[request_id] > 0:  # the refused request ends, not the first
+                if self._duplicates[request_id] > 0:  # the end of a refused duplicate
                     self._duplicates[request_id] -= 1
                 elif request_id in self._journal.entries:
                     ids.append(request_id)

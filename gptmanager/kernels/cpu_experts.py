@@ -1,8 +1,8 @@
 """`CpuExperts`: the experts of a layer on the CPU. One task runs the matmuls of many experts.
 
 Only the matrices of chosen experts are read. Compiled tasks choose the experts and add up their
-outputs, so that a step with experts can be captured. The reference computes experts with matrices
-that are not packed, or with other unsupported shapes and dtypes.
+outputs, so that a step with experts can be captured. If the matrices are not packed, or if a shape
+or a dtype is not supported, the reference computes the experts.
 """
 
 from __future__ import annotations
@@ -236,7 +236,7 @@ class CpuExperts(CpuDelta):
     def _multiply_group(
         self, x: Tensor, group: _GroupPlan, routed: _Routed, lists: range, bias: Tensor | None
     ) -> Tensor:
-        """Multiply the rows of all experts; those in `lists[i]` by `group.plan.instructions[i]`."""
+        """Run `group.plan.instructions[i]` for the rows of the experts in list `lists[i]`."""
         result = torch.empty(len(x), group.plan.columns, dtype=group.dtype)
         for number, instructions in zip(lists, group.plan.instructions, strict=False):
             self._run_group(x, group, routed, number, bias, instructions, result)

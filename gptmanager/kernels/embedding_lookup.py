@@ -53,7 +53,7 @@ EMBEDDING_TASK = np.dtype(EmbeddingTask)
 
 @loop
 def _widen_groups(t: Any, row: int, first: int, wide: int) -> None:
-    """Write a row of a 4-bit table to `wide` as float32; its first byte is at index `first`."""
+    """Write a row of a 4-bit table to `wide` as float32. The row begins at byte `first`."""
     count = (t.width + 31) // 32
     for k in range(t.width):
         group, byte = k // 32, k % 16

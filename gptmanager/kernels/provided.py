@@ -51,7 +51,7 @@ _OWN = Served()
 
 
 class ProvidedKernels(Kernels):
-    """A mixin, listed before the kernels it extends: `class ProvidedOwn(ProvidedKernels, Own)`.
+    """A mixin: subclasses list it before a class of kernels, as `ProvidedCpuKernels` does.
 
     Nothing changes until `use_attention` or `use_linear` is called.
     """
@@ -102,7 +102,7 @@ class ProvidedKernels(Kernels):
         num_tokens: int,
         tokens_per_block: int,
     ) -> RowSpans:
-        if rows.lengths is None and not plan:  # not captured: a host made this batch
+        if rows.lengths is None and not plan:  # a batch that a host made, not a captured step
             given = rows.row_starts.cpu().numpy(), rows.kv_lengths.cpu().numpy()
             rows = rows._replace(lengths=RowLengths(*given))
         rows = super().begin(shapes, rows, plan, num_tokens, tokens_per_block)

@@ -1,4 +1,4 @@
-"""`AttentionProvider` and `LinearProvider`: interfaces to attention and matmuls of others."""
+"""`AttentionProvider` and `LinearProvider`: interfaces to external attention and matmuls."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from gptmanager.kernels.attention.attention_arguments import AttentionShape, Pag
 class AttentionRows:
     """The R rows of one phase of a step; a row is a sequence, or one beam of it.
 
-    `query_starts` int32 `[R + 1]`: row r has the queries `query_starts[r]:query_starts[r + 1]`,
-    which belong to the last of its `kv_lengths[r]` positions (int32 `[R]`). `block_tables` int32
-    `[R, N]`: position p of row r is token `p % B` of the block `block_tables[r, p // B]`, for
-    blocks of B tokens. `lengths`: `query_starts` and `kv_lengths` in NumPy, on the CPU; None in a
-    captured step. `memo`: a dict, empty at the start of a step. The provider may keep there what
-    all layers of the step need.
+    `kv_lengths` int32 `[R]`: row r has `kv_lengths[r]` positions. `query_starts` int32 `[R + 1]`:
+    row r has the queries `query_starts[r]:query_starts[r + 1]`, one for each of the last positions
+    of the row. `block_tables` int32 `[R, N]`: position p of row r is token `p % B` of the block
+    `block_tables[r, p // B]`, for blocks of B tokens. `lengths`: `query_starts` and `kv_lengths` in
+    NumPy, on the CPU; None in a captured step. `memo`: a dict, empty at the start of a step. The
+    provider may keep there what all layers of the step need.
     """
 
     query_starts: Tensor
@@ -55,7 +55,7 @@ class AttentionProvider(Protocol):
 
         Called once for each shape of the model, at the start. Our own kernels compute attention
         that is refused. `shape` has the head size, the numbers of heads, and in `shape.features`
-        the names of everything that a provider may not know: "window", "sink" (the first positions,
+        the names of features that a provider might lack: "window", "sink" (the first positions,
         seen by all), "softcap", "sinks" (scores without a value), "fp8" (pages in 8 bits),
         "is_once" (keys that are also the values), "chunked". Queries and the result have `dtype`.
         """
@@ -90,8 +90,8 @@ class AttentionProvider(Protocol):
     ) -> Tensor:
         """Return the attention `[T, H, D]` of rows with any number of queries, `queries [T, H, D]`.
 
-        These are prompts, chunks of prompts, and rows with draft tokens. Such a step is never
-        captured. The other arguments are those of `attend_generation`.
+        The rows are prompts, chunks of prompts, and rows with draft tokens. A step that calls this
+        method is never captured. The other arguments are those of `attend_generation`.
         """
         ...
 

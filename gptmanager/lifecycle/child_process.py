@@ -36,7 +36,7 @@ class TooSlowError(NoAnswerError):
 
 
 class NotStartedError(NoAnswerError):
-    """No process can be started. The question is not the cause, and the text is a sentence."""
+    """No process can be started. The question is not the cause. The text is a full sentence."""
 
 
 class RefusedError(Exception):
@@ -71,7 +71,7 @@ class ChildProcess:
     def ask(
         self, question: bytes, max_seconds: float, is_wanted: Callable[[], bool] = lambda: True
     ) -> Any:
-        """Return the answer to `question`, one line of JSON without the newline.
+        """Return the answer. `question` is one line of JSON without the newline.
 
         If the process must be started first, the start may take 30 s more. While the answer is
         awaited, `is_wanted` is called at least ten times a second. Raise RefusedError if the module

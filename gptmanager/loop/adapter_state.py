@@ -96,7 +96,7 @@ def restore_adapters(
 def copied_adapters(adapters: Adapters, requests: Mapping[int, ActiveRequest]) -> Adapters:
     """Return a copy of `adapters` that starts no work.
 
-    `requests` are copies of `adapters.requests`, to which the result refers.
+    `requests` are copies of `adapters.requests`; the copy of `adapters` refers to these copies.
     """
     cache, copies = copied_peft_cache(adapters.cache)
     found = Adapters(cache, lambda work: None, adapters._patience)

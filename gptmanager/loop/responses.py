@@ -54,7 +54,7 @@ _NO_LOGITS = (
 
 
 def stream_one_token(requests: Sequence[ActiveRequest]) -> list[list[NamedTensor]]:
-    """Return one response per request, with the request's last token, its only unsent one.
+    """Return one response per request. Only the last token of each request is unsent.
 
     The tensors are views of one tensor per step, because a new tensor costs 2.6 us.
     """
@@ -163,7 +163,7 @@ def _top(
 
 
 def _tokens(request: ActiveRequest, start: int, end: int, beams: Beams | None) -> list[NamedTensor]:
-    """Return the tokens and their numbers, one row per beam.
+    """Return the tokens, one row per beam, and the number of tokens in each row.
 
     A streaming response has only new tokens, and `output_offset`, the output position of the first
     new token. Without streaming, the tokens start with the prompt, unless the request excludes it.

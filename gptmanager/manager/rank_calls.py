@@ -1,4 +1,4 @@
-"""`RankCalls`: runs a call that the hosts of all ranks make, such as `sleep`, on all ranks."""
+"""`RankCalls`: runs a call such as `sleep` on all ranks. The host of each rank must make it."""
 
 from __future__ import annotations
 
@@ -51,8 +51,8 @@ class RankCalls:
     def run(self, name: str, loop: TokenLoop, call: Callable[[], _T]) -> _T:
         """Announce the call `name` if this is rank 0, finish pending steps, and return `call()`.
 
-        `call` must pass each step that may fail to `agree`. It must use `agree` at least once: if
-        the host of a rank does not make the call, the rank reports this in the first `agree`. Raise
+        `call` must use `agree` for each step that may fail, and at least once: if the host of a
+        rank does not make the call, the rank reports this in the first `agree`. Raise
         ManagerDeadError if the loop has ended.
         """
         if not hasattr(loop, "executor"):
@@ -118,7 +118,8 @@ class RankCalls:
         own, question = found or ("", None)
         if question is not None and own == name:
             question.settle(loop)
-            # raised here: rank 0 waits for this rank's part of the call, and begins no iteration
+            # raised here and not in the next iteration, which does not begin while rank 0 waits for
+            # this rank's part of the call
             self.raise_failure()
             return
         why = (

@@ -16,7 +16,10 @@ from gptmanager.memory.tensor_sources import CodedSource, GroupedSource, PanelSo
 
 
 class MappedMatrix(NamedTuple):
-    """The memory of a matrix in a source. `names`: the names of its tensors in `places`."""
+    """The memory of a matrix in a source.
+
+    `names` are the names of the matrix's tensors in the `places` of `mapped_matrices`.
+    """
 
     names: list[str]
     panels: Panels
@@ -63,7 +66,8 @@ def packed_pieces(
         if not info.in_groups or place.stacked:
             return None
         return cast(GroupedSource, source).groups(name, max_bytes, rows)
-    # each row of codes is one output: a row of a matrix, or a column of stacked matrices
+    # `codes` yields the rows of a matrix, which are outputs unless the matrix is transposed, or the
+    # columns of stacked matrices, which are outputs if the matrices are transposed
     has_outputs = info.has_codes and place.transposed == (len(info.shape) > 2)
     if has_outputs and isinstance(storage, PackedMatrix) and storage.takes_codes:
         return cast(CodedSource, source).codes(name, max_bytes, rows)

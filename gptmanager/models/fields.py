@@ -58,7 +58,10 @@ class Fields:
             self._read.update((name, self._spellings.get(name, name)))
 
     def has_default(self, field: str) -> bool:
-        """Return whether the family has a default for the field. Only fields that it reads do."""
+        """Return whether the model family has a default for the field.
+
+        A family has defaults only for fields that the family reads.
+        """
         return field in self._defaults
 
     def is_given(self, field: str) -> bool:

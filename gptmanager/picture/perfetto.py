@@ -20,7 +20,10 @@ _ITERATIONS, _REQUESTS = 1, 2  # the two "processes" that group the tracks
 
 
 def chrome_trace(trace: Trace) -> bytes:
-    """Return a trace as JSON. Times are in microseconds; an iteration takes at least 1 of them."""
+    """Return a trace as JSON, with times in microseconds.
+
+    An iteration takes at least one microsecond.
+    """
     times = _times_us(trace.columns)
     events = [
         _metadata("process_name", _ITERATIONS, 0, name="iterations"),

@@ -331,7 +331,7 @@ def _numbers(name: str, value: Any) -> np.ndarray:
 
 
 def _integers(name: str, value: Any) -> np.ndarray:
-    """Return an array of integers, with dtype object if they are too large for all others."""
+    """Return an array of integers, with dtype object if no integer dtype fits all of them."""
     if isinstance(value, (list, tuple)):
         _refuse_odd(name, value, (int, np.integer), "an integer")
     array = _array(name, value)

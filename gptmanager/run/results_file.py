@@ -40,7 +40,7 @@ def result_line(
     outcome: GenerationResult | BaseException | None,
     tokenizer: Tokenizer | None,
 ) -> dict[str, Any]:
-    """Return a line's entry of the output file. `outcome` is None if no request was sent."""
+    """Return the entry of the output file for `line`. `outcome` is None if no request was sent."""
     result: dict[str, Any] = {"line": line.number, "request_id": line.request_id}
     if line.prompt is not None:
         result["prompt"] = line.prompt
@@ -77,7 +77,7 @@ class Results:
     def add(
         self, line: RequestLine, outcome: GenerationResult | BaseException | None
     ) -> dict[str, Any]:
-        """Add the outcome of a line, and return the line's entry of the output file."""
+        """Add the outcome of `line`, and return the entry of the output file for `line`."""
         result = result_line(line, outcome, self.tokenizer)
         self.by_number[line.number] = result
         while self._num_written < len(self.lines):

@@ -47,7 +47,7 @@ class TextEncoder:
         special_in_text: bool = True,
     ) -> None:
         if tokenizer is not None and not special_in_text:
-            tokenizer = Tokenizer.from_str(tokenizer.to_str())  # others use the given one
+            tokenizer = Tokenizer.from_str(tokenizer.to_str())  # other code uses the original
             tokenizer.encode_special_tokens = True
         self._tokenizer = tokenizer
         self._long_text = long_text

@@ -1,4 +1,4 @@
-"""`RequestScheduler` decides which requests an iteration runs, `SimpleScheduler` in two steps.
+"""`RequestScheduler` decides which requests an iteration runs. `SimpleScheduler` uses two steps.
 
 The steps are a capacity scheduler and a micro-batch scheduler. A policy without these two steps
 implements `RequestScheduler`.
@@ -42,7 +42,7 @@ class RequestScheduler(ABC):
     def why_waiting(
         self, active_requests: RequestList, inflight_request_ids: Set[int]
     ) -> Mapping[int, Wait] | None:
-        """Return, by request id, why a decision that is made now would leave the request out.
+        """Return request id -> why a decision that is made now would leave this request out.
 
         Change nothing. Return None, the default, if the policy cannot give reasons.
         """

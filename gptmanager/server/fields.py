@@ -21,7 +21,7 @@ class Kind(Protocol):
     """The type and range of a field."""
 
     def read(self, where: str, value: Any) -> Any:
-        """Return the checked value. Raises ApiError (400) with the value and the limit.
+        """Return the checked value. Raises ApiError (400) if the value is not allowed.
 
         `where` is the place of the field in the body, for the error.
         """

@@ -229,8 +229,8 @@ def welcome(
 class Server(uvicorn.Server):
     """uvicorn's server without its signal handlers, and with `on_start`.
 
-    These would end the server too early: after a signal, it must answer until its requests have
-    finished. `on_start` is called when the server listens.
+    The signal handlers would end the server too early: after a signal, the server must answer until
+    its requests have finished. `on_start` is called when the server listens.
     """
 
     on_start: Callable[[], None] = staticmethod(lambda: None)

@@ -53,8 +53,9 @@ def simulate(
     """Run `load` to its end and return its figures.
 
     The steps of each stage are appended to `work`. `on_progress` is passed the number of requests
-    that ended since its last call. Raise SchedulerError if the scheduler stops running requests for
-    good, and RecordingError if a recorded load takes far more steps than were recorded.
+    that ended since its last call. Raise SchedulerError if requests are active but the scheduler no
+    longer runs any of them, and RecordingError if a recorded load takes far more steps than were
+    recorded.
     """
     fused = blueprint.model_type is not ModelType.INFLIGHT_BATCHING
     most = load.max_request_steps if isinstance(load, RecordedLoad) else None
@@ -123,7 +124,8 @@ class World:
         self._next = 0  # number of the load's next request
         self._stops, self._forgets = deque(load.stops), deque(load.forgets)
         self._clears = deque((when, None) for when in load.clears)
-        # Both are in request-steps. Each iteration adds a few, and more with many active requests.
+        # `_max_steps` and `_steps_left` count request-steps. An iteration takes ITERATION_STEPS of
+        # them, one more for each 64 active requests, and those of its schedule.
         self._max_steps = self._steps_left = max_steps
         self._iterations = 0
         self._was_idle = False  # what `_is_idle` returned last
@@ -165,8 +167,9 @@ class World:
     def _is_idle(self, num_active: int) -> bool:
         """Return whether the loop must wait for the next arrival; never True twice in a row.
 
-        If True, the loop idles for one iteration, as in a recording. The next `fetch` then advances
-        the clock to the next arrival. Always False if arrivals are in iterations.
+        If True, the loop idles for one iteration, as the loop of a manager does between arrivals.
+        The next `fetch` then advances the clock to the next arrival. Always False if the load has
+        its arrivals in iterations instead of seconds.
         """
         self._was_idle = (
             not (self._was_idle or num_active or self._in_flight or self._load.by_iterations)

@@ -43,11 +43,12 @@ SATURATED = ((128, 128, 4096), (1000, 1000, 512), (2048, 128, 768))
 class Scale:
     """The size of the benchmark. Lengths are in tokens.
 
-    `steps`: generation steps that are timed per case. A case is a batch size and a context length:
-    all `batches` with the first of `contexts`, and all but the largest with the other contexts.
-    `peer_requests`: how many requests also run through transformers. `copy_bytes`, `matmul_width`:
-    see `measure_ceilings`. `saturated`: loads that fill the KV cache, as in `SATURATED`.
-    `kv_cache_tokens`: the size of the KV cache, or None for the default of `GptManager`.
+    `steps`: generation steps that are timed per case. A case is a batch size and a context length.
+    All `batches` are timed with the first of `contexts`, and all batches but the largest with each
+    other context. `peer_requests`: how many requests also run through transformers. `copy_bytes`,
+    `matmul_width`: see `measure_ceilings`. `saturated`: loads that fill the KV cache, in the format
+    of `SATURATED`. `kv_cache_tokens`: the size of the KV cache, or None for the default of
+    `GptManager`.
     """
 
     requests: int

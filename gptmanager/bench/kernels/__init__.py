@@ -1,1 +1,1 @@
-"""The kernel benchmark: cases by part, checked for correct results and timed next to peers."""
+"""The kernel benchmark: checks and times our kernels, next to kernels of other libraries."""

@@ -48,7 +48,7 @@ def flashinfer_context(sets: Sequence[PagedRows], backend: str) -> Contender:
 def _planned(
     sets: Sequence[PagedRows], wrappers: Sequence[Any], lists: Sequence[Any], **options: Any
 ) -> Planned:
-    """Plan each wrapper with its page lists, and return them as one contender.
+    """Plan each wrapper with its page lists, and return the wrappers as one contender.
 
     The first plan compiles the kernel.
     """
@@ -136,7 +136,7 @@ def _workspace(sets: Sequence[PagedRows]) -> Tensor:
 
 
 def _page_lists(rows: PagedRows) -> tuple[Tensor, Tensor, Tensor]:
-    """Return where each row starts in a list of pages, the list, and each last page's token count.
+    """Return the row starts in a list of pages, the list, and the token count of each last page.
 
     The first and the third tensor are in CPU memory, because FlashInfer plans on the host, and a
     server has these numbers there. If they were on the device, each plan would wait for a copy.

@@ -44,7 +44,7 @@ _ITEM_BYTES: dict[Stored, float] = {"int8": 1, "fp8": 1, "int4": 0.5 + 2 / GROUP
 _LARGE = 32 << 20  # bytes; with a smaller weight, a matmul takes hardly longer than a launch
 _SHARE_OF_COPY = 0.85  # goal for few rows: at least this share of the bandwidth of a copy
 _TIMES_ROOFLINE = 1.3  # goal for more rows: at most this multiple of the roofline's time
-# goals with quantized weights: at most these multiples of torch's time with 16 bits
+# goals with quantized weights: at most these multiples of torch's time with 16-bit weights
 _TIMES_FLOATS: dict[Stored, float] = {"int8": 0.65, "fp8": 0.65, "int4": 0.4}
 
 
@@ -106,7 +106,8 @@ def _prepare(
     """Prepare weights that successive calls alternate between, and one set of input rows.
 
     A step reads each weight only once, so a weight is never in the cache when a step needs it.
-    Raise Absent if `stored` is "fp8" and the device has no 8-bit floats. Managers refuse them, too.
+    Raise Absent if `stored` is "fp8" and the device has no 8-bit floats. On such a device, managers
+    also refuse fp8 weights.
     """
     if stored == "fp8" and not rig.launcher.has_fp8:
         raise Absent("weights in 8-bit floats need compute capability 8.9 or later")

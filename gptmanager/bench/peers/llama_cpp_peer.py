@@ -1,8 +1,8 @@
 """Runs llama.cpp's benchmark programs, and this library, on the same weights.
 
-Each engine runs alone, in a process of its own. In each round every engine runs once, and the
-engine's best round counts. `llama-bench` times a prompt and one request, and `llama-batched-bench`
-times a batch.
+Each engine runs alone, in a process of its own. In each round every engine runs once, and the best
+value of each figure counts. `llama-bench` times a prompt and one request, and
+`llama-batched-bench` times a batch.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from gptmanager.bench.peers.gguf_writer import write_gguf
 from gptmanager.errors import ConfigError, GptManagerError, error_summary, quoted
 from gptmanager.models.checkpoint_parts import gguf_checkpoint
 
-# tokens of the prompt; output tokens of one request; requests of a batch, with their prompt tokens
-# and output tokens
+# PROMPT: tokens of the prompt. ALONE: output tokens of one request. BATCH: number of requests, and
+# prompt tokens and output tokens of each request.
 PROMPT, ALONE, BATCH = 512, 128, (16, 128, 48)
-TYPES = ("BF16", "Q8_0", "Q4_0", "Q4_K_M")  # types of llama.cpp's weights, all quantized but BF16
+TYPES = ("BF16", "Q8_0", "Q4_0", "Q4_K_M")  # types of llama.cpp's weights; BF16 is not quantized
 _OWN: Mapping[str, Mapping[str, Any]] = {
     "bfloat16": {},
     "int8": {"weights_dtype": "int8"},
     "int4": {"weights_dtype": "int4"},
 }
-CONTEXT, CHUNKS = 512, 12  # tokens of a chunk of the text, and number of chunks
+CONTEXT, CHUNKS = 512, 12  # for the perplexity: tokens per chunk of the text, and number of chunks
 _PROGRAMS = ("llama-bench", "llama-batched-bench", "llama-quantize")
 _PERPLEXITY = re.compile(rb"Final estimate: PPL = ([0-9.]+)")
 _LIMIT_S = 1800.0  # a program that runs longer fails

@@ -1,7 +1,8 @@
 """Decides whether two JSON schemas exclude each other, so that `oneOf` may be read as `anyOf`.
 
-Only types, listed values, patterns of listed strings, ranges and required properties are compared,
-which needs no search. If these do not exclude each other, the schemas are assumed to overlap.
+Only types, listed values, ranges and required properties are compared, and listed strings with the
+other schema's pattern. If this comparison does not show that the schemas exclude each other, they
+are assumed to overlap.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ Resolve = Callable[[Any], Any]  # returns the schema that a reference leads to
 
 
 def excluding_property(one: Any, other: Any, resolve: Resolve) -> str | None:
-    """Return the name of a property that no value fits in both schemas, such as a tag of a union.
+    """Return the name of a property, such as a union's tag, with no value that fits both schemas.
 
     Return None if no such property is found, or if a schema permits values other than objects.
     """
@@ -67,7 +68,7 @@ def excludes(one: Any, other: Any, resolve: Resolve, depth: int = _MAX_DEPTH) ->
 def _excludes_of(
     kind: str, one: Mapping[str, Any], other: Mapping[str, Any], resolve: Resolve, depth: int
 ) -> bool:
-    """Return True if no value of the type `kind` can fit both schemas, False if one might."""
+    """Return True if no value of the type `kind` can fit both schemas, else False."""
     if kind in _RANGES:
         low, high = _RANGES[kind]
         lows = [it.get(low, -math.inf) for it in (one, other)]
@@ -85,7 +86,7 @@ def _excludes_of(
 
 
 def _misses(value: Any, schema: Mapping[str, Any]) -> bool:
-    """Return whether a value does not fit the types of a schema, or a string not its pattern."""
+    """Return True if a value does not fit the types of a schema, or the pattern for strings."""
     if not set(_types_of_value(value)) & types_of(schema):
         return True
     pattern = schema.get("pattern")
@@ -98,7 +99,7 @@ def _misses(value: Any, schema: Mapping[str, Any]) -> bool:
 def _excludes_by(
     name: str, one: Mapping[str, Any], other: Mapping[str, Any], resolve: Resolve, depth: int
 ) -> bool:
-    """Return whether the property `name`, which `one` requires, excludes the schemas.
+    """Return whether the schemas exclude each other by the property `name`, which `one` requires.
 
     A property that `other` lists, but neither requires nor forbids, does not count as excluding.
     """

@@ -4,8 +4,9 @@ The module decides which processor gets which rows and arguments. If a processor
 of its rows end, and all other requests continue.
 
 A processor has one of three forms. A *callable* is called for each row. An object with
-`process_batch`, or the callable `batched`, is called once per step with all rows that share it. A
-`RowProcessor` is also called once per step, and changes its rows in place in one operation.
+`process_batch`, or the callable `batched` of `PostProcessing`, is called once per step with all
+rows that share it. A `RowProcessor` is also called once per step, and changes its rows in place in
+one operation.
 """
 
 from __future__ import annotations
@@ -111,10 +112,11 @@ class PostProcessing:
     ) -> dict[int, BaseException]:
         """Call the processors of a step's rows; return the errors by row.
 
-        `logits` float32 `[S, vocab]` are changed in place. The history of beam i is the first
-        `lengths[i]` tokens in line `lines[i]` of `tokens` int32 `[num_lines, max_seq_len]`. Row r
-        has the beams `firsts[r]` to `firsts[r + 1]` (excluded); if `firsts` is None, each row has
-        one beam. `token_tensor` is `tokens` on the logits' device, or None on the CPU.
+        `logits`, float32 `[S, vocab]` for S beams, are changed in place. The history of beam i is
+        the first `lengths[i]` tokens in line `lines[i]` of `tokens` int32 `[num_lines,
+        max_seq_len]`. Row r has the beams `firsts[r]` to `firsts[r + 1]` (excluded); if `firsts` is
+        None, each row has one beam. `token_tensor` is `tokens` on the logits' device, or None on
+        the CPU.
         """
         groups: dict[int, list[int]] = {}
         bounds = range(logits.shape[0] + 1) if firsts is None else firsts.tolist()
@@ -240,7 +242,7 @@ class PostProcessing:
 
     @staticmethod
     def _request_error(error: BaseException, shared: Any) -> BaseException:
-        """Return the error that ends a request, a new one: a traceback would keep frames alive."""
+        """Return a new error that ends a request: the old traceback would keep frames alive."""
         text = f"logits_post_processor {name_of(shared)}"
         if isinstance(error, _Misuse):
             return CallbackError(f"{text} {error}")
@@ -332,7 +334,7 @@ class _Step:
         return self.sequences[row].beams(self.tokens, lines, int(self.lengths[beams.start]))
 
     def forget_changes(self, row: int) -> None:
-        """Drop the history of a row if a processor has changed the length of the list."""
+        """Drop the history of a row if a processor has changed the history's length."""
         history = self.sequences[row].history
         if len(history) != self.lengths[self.bounds[row]]:
             history.clear()

@@ -22,8 +22,8 @@ from gptmanager.request.sampling_params import SamplingParams
 
 MAX_CONTINUATIONS = beam_step.MAX_COUNT
 _READERS = {"sample": sampling, "log_probs": log_probs, "best_of_rows": beam_step}
-# The most rows that one launch adjusts. So many rows occupy a device, and more rows would only
-# enlarge `_marks`, which takes 4 bytes for each row and token id.
+# The most rows that one launch adjusts. This number of rows is enough to occupy a device. More rows
+# would only enlarge `_marks`, which takes 4 bytes for each row and token id.
 _ADJUSTED_AT_ONCE = 128
 
 
@@ -32,9 +32,9 @@ class Choice(NamedTuple):
 
     `tokens` are int32 `[S]`. `log_probs` are float32 `[S]`, or `[S, 1 + n]`, where columns 1 to n
     belong to the first n `best_tokens`. Rows of lines that do not ask for log probabilities have
-    zeros; if no line asks, `log_probs` is None. `best_tokens` int32 and `best_log_probs` float32,
-    both `[S, most]`, are the best continuations of beams, and of rows that ask for the top tokens.
-    Both are None if no row needs continuations.
+    zeros; if no line asks, `log_probs` is None. `best_tokens` (int32) and `best_log_probs`
+    (float32) are the best continuations of beams, and of rows that ask for the top tokens. Both are
+    `[S, most]`, for the argument `most` of `enqueue`, or None if no row needs continuations.
     """
 
     tokens: Tensor
@@ -166,7 +166,7 @@ class DeviceSampler(Sampler):
             scored = tokens
             if best_tokens is not None and most_scored:
                 scored = torch.cat((tokens[:, None], best_tokens[:, :most_scored]), dim=1)
-            scored = scored.clamp(min=0)  # negative ids: no token, or fewer continuations
+            scored = scored.clamp(min=0)  # ids are negative where a token is missing
             values = torch.zeros(scored.shape, device=logits.device)
             log_probs.log_probs(
                 self._launcher, values, logits, scored, choice, self._wanted_table, lines

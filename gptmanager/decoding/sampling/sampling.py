@@ -211,7 +211,7 @@ class Sampler:
         return tokens
 
     def adjusts(self, lines: Ints) -> bool:
-        """Return whether any of these lines adjusts logits, which may need the line's history."""
+        """Return whether any of these lines has adjustments, which may read the line's history."""
         return bool(self._adjustments["adjusts"][lines].any())
 
     def log_probs(self, logits: Tensor, lines: Ints, positions: Ints) -> Tensor:

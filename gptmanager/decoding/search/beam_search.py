@@ -237,7 +237,7 @@ class BeamSearch:
 
     def _is_over(self) -> bool:
         params = self.params
-        if max(self.cum_log_probs) == _DEAD:  # the changed logits allow no continuation
+        if max(self.cum_log_probs) == _DEAD:  # all live beams have probability 0
             return True
         if len(self.ended) < params.width:
             return False
@@ -283,7 +283,7 @@ class ParallelSampling(BeamSearch):
             if token < 0 and beam not in self.done:
                 self.fault = token
                 return True
-            token = max(token, 0)  # after the end
+            token = max(token, 0)  # a beam that has ended may have a negative token
             parent = 0 if is_first else beam
             node, end = self.extend(parent, token, log_prob)
             nodes.append(node)

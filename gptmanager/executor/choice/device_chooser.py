@@ -175,7 +175,8 @@ class DeviceChooser(TokenChooser):
             if self.lines.max_beam_width > 1:
                 widths = np.array([row.beam_width for row in rows.rows], dtype=np.int64)
                 is_single = widths.repeat(np.diff(rows.firsts)) == 1
-                # tokens of beams go to the unused last cell: the next beam fork writes them
+                # tokens of beams go to the unused last cell: the next beam fork writes these tokens
+                # to the cells of their positions
                 cells[~is_single] = tables.tokens.size
             if most:
                 arrays.append(each)

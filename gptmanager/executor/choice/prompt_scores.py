@@ -20,7 +20,7 @@ from gptmanager.decoding.sampling.sampling import Ints, Sampler
 from gptmanager.request.output_options import OutputConfig
 from gptmanager.request.sampling_params import SamplingParams
 
-MOST_LOGITS = 1 << 25  # most logits that are computed for scores at a time: 128 MiB in float32
+MOST_LOGITS = 1 << 25  # the most logits computed for scores at a time: 128 MiB in float32
 
 # For n tokens of a prompt: their scores [n], the scores of the k best tokens at the position of
 # each [n, k], and the ids of these best tokens [n, k].

@@ -67,7 +67,7 @@ class Chooser(Protocol):
     gathered: GatheredLogits
 
     def load(self, start: SequenceStart) -> None:
-        """Load the sampling parameters and outputs of a sequence that starts."""
+        """Load the sampling parameters and output options of a sequence that starts."""
 
     def choose(self, step: StepInFlight) -> PendingTokens:
         """Choose the tokens of each row and compute the other outputs that its request asks for."""
@@ -94,7 +94,7 @@ class TokenChooser:
         self._num_candidates = np.zeros(lines.num_slots, dtype=np.int32)
 
     def load(self, start: SequenceStart) -> None:
-        """Load the sampling parameters and outputs of a sequence that starts."""
+        """Load the sampling parameters and output options of a sequence that starts."""
         for beam in range(start.beam_width):
             sampling = start.sampling
             if start.sampled and beam:
@@ -191,7 +191,7 @@ class TokenChooser:
     ) -> tuple[SamplingRows, Tensor, Mapping[int, BaseException]]:
         """Run the logits post-processors, then repeat the logits of contexts for sampled beams.
 
-        Returns the rows, their logits, and index of a row -> error of its post-processor.
+        Returns the rows, their logits, and the errors of post-processors by index of the row.
         """
         failed: Mapping[int, BaseException] = {}
         if self._processing.sequences:

@@ -55,7 +55,7 @@ class Format(NamedTuple):
     `kind` is the type of one load from a panel. `positions` is the number of positions of the depth
     in one load (for "bfloat16 pairs": the number of pairs). `widen(builder, loaded, n)` returns
     position or pair `n` of a load as a vector of factors. `left` is the type of one load from a
-    row. `add(builder, left, right, total)` returns the new total. All of these are vectors.
+    row. `add(builder, left, right, total)` takes three vectors, and returns the new total.
     """
 
     kind: Any
@@ -104,7 +104,8 @@ def tile(rows: int, dtype: str, across: int) -> Any:
     The sums of `across` panels are in registers at a time. The intrinsic's arguments are `(c, a,
     a_stride, b0, b1, b2, b3, steps, add)`. `c` is float32 with stride 64; `a` is float32, or
     bfloat16 for pairs, with `a_stride` in bytes; `b0` to `b3` are the addresses of four panels. A
-    step reads four positions of each panel for int8, two for bfloat16, and one for other dtypes.
+    step reads four positions of each panel for int8, two for bfloat16 and bfloat16 pairs, and one
+    for other dtypes.
     """
     own = _FORMATS[dtype]
 
@@ -258,8 +259,8 @@ def unit_tile(down: int) -> Any:
     """Return an intrinsic that computes `16 * down` x 64 elements of a bfloat16 matmul.
 
     `down` is 1 or 2. The intrinsic's arguments are the same as in `tile`, but `a_stride` is in
-    elements, `a` is bfloat16, and a step is 32 positions. The first four registers hold sums,
-    the next `down` hold a, and the rest hold b.
+    elements, `a` is bfloat16, and a step is 32 positions. The first four registers hold sums, the
+    next `down` registers hold rows of `a`, and the other registers hold parts of panels.
     """
     across = PANELS // down
     lefts, rights = range(PANELS, PANELS + down), range(PANELS + down, 8)

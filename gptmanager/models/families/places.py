@@ -55,7 +55,8 @@ def _tensors(family: Family, given: Collection[str]) -> Tensors:
     others = family.other_tensors
     used = (name for name in given if others and not family.ignored.search(name))
     # Names are compared without the prefix before "layers.", which differs in a wrapper of the
-    # model, and with or without their last part, because some stacked tensors have no `.weight`.
+    # model. `modules` has each name with and without its last part, because some stacked tensors
+    # have no `.weight`.
     names = {_NUMBER.sub(".{}", name[max(0, name.find("layers.")) :]) for name in used}
     modules = names | {name.rpartition(".")[0] for name in names}
     own = {theirs: theirs[max(0, theirs.find("layers.")) :] for theirs in others}

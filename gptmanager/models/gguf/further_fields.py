@@ -72,7 +72,11 @@ def deepseek_fields(metadata: Metadata, prefix: str, names: Names, config: Confi
 
 
 def gemma4_fields(metadata: Metadata, prefix: str, names: Names, config: Config) -> Config:
-    """Return the KV heads, MLP widths and RoPE parameters of the two kinds of layers."""
+    """Return the KV heads, MLP widths and RoPE parameters, each for two kinds of layers.
+
+    KV heads and RoPE parameters differ between full and sliding attention. Layers that share the
+    keys and values of earlier layers may have a wider MLP.
+    """
     types, shared = config.get("layer_types"), config.get("num_kv_shared_layers")
     if not isinstance(types, list) or "full_attention" not in types or not isinstance(shared, int):
         need = "must be an array of booleans, with false for at least one layer"
@@ -112,7 +116,7 @@ def gemma4_fields(metadata: Metadata, prefix: str, names: Names, config: Config)
 
 
 def _two(metadata: Metadata, key: str, is_second: Sequence[bool]) -> tuple[Any, Any]:
-    """Return the values of `key` in the layers with `is_second` False, and in the layers with True.
+    """Return two values of `key`: for layers with `is_second` False, and for the other layers.
 
     Raises ConfigError if the values of one kind of layers differ.
     """

@@ -109,8 +109,9 @@ def attend(
     pages = Pages(*step.layers[layer])
     head_dim = pages.keys.shape[2]
     shape = _shape(query, key, head_dim, scaling, sliding_window, softcap, s_aux is not None)
-    # transformers expands latent attention to value heads that are smaller than key heads. Pages
-    # have larger heads if the kernels do not support the size. Zeros as padding change no result.
+    # For latent attention, transformers passes value heads that are smaller than key heads. Pages
+    # have larger heads if the kernels do not support this head size. Zeros as padding change no
+    # result.
     q, k, v = (
         F.pad(it[0].transpose(0, 1), (0, head_dim - it.shape[3])) for it in (query, key, value)
     )

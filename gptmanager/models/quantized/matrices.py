@@ -305,7 +305,10 @@ class ExpertBlocks:
         return experts, groups * size * 2, rows
 
     def codes(self, read: Read, rows: range) -> Codes:
-        """Return `rows`, all of one expert. Rows are numbered consecutively across the experts."""
+        """Return `rows`, which must belong to one expert.
+
+        Rows are numbered consecutively across the experts.
+        """
         expert, first = divmod(rows.start, self.stored[1])
         each = range(expert, expert + 1), range(first, first + len(rows)), range(self.stored[2])
         packed = read(self.name, *each, range(self.stored[3]))[0]

@@ -104,9 +104,10 @@ class QuantizedSource:
             yield from ((own, read) for own in _split(many, size))
 
     def _held(self, max_bytes: int, name: str, rows: range, columns: range) -> Read:
-        """Read a part of the tensor `name`, and return a function that views tensors like `_view`.
+        """Read a part of the tensor `name`, and return a `Read` function.
 
-        For the tensor `name`, the function returns columns of the part that was read here.
+        For the tensor `name`, the function returns columns of this part. For other tensors, it
+        calls `_view`.
         """
         others = self._reader(max_bytes)
         part = others(name, rows, columns)
@@ -135,7 +136,7 @@ class QuantizedSource:
         return self._read(name, *ranges)
 
     def _read(self, name: str, *ranges: range) -> Tensor:
-        """Return a copy of the given ranges of a tensor, or of the whole tensor without ranges."""
+        """Return a copy of the given ranges of a tensor. Without ranges, copy the whole tensor."""
         shape, dtype, *_ = self._source.describe()[name]
         found = torch.empty([*map(len, ranges)] or shape, dtype=getattr(torch, dtype))
         for start, piece in self._source.pieces(name, _READ_BYTES, ranges or None):

@@ -56,7 +56,7 @@ class TerminalView:
                 raise
             except KeyboardInterrupt as interrupt:
                 print()
-                if type(interrupt) is not KeyboardInterrupt:  # SIGTERM
+                if type(interrupt) is not KeyboardInterrupt:  # SIGTERM raises a subclass
                     raise
                 if self._was_interrupted:
                     raise EOFError from None

@@ -53,7 +53,8 @@ from gptmanager.server.tool_formats.tool_format import ToolFormat
 from gptmanager.server.tool_formats.tools import Tools
 
 OBJECTS = AsItIs({"type": "array", "items": {"type": "object"}})
-# Trial results that are kept. With --trust-request-chat-template each request may pass a template.
+# Maximum number of templates in `ChatPrompts._one_call`. With --trust-request-chat-template, each
+# request may pass another template.
 _MOST_TRIED = 32
 _MOST_LOOKED_FOR = 32  # variables to search for in a template, which may be long
 MAX_DOCUMENTS = 1024
@@ -182,7 +183,7 @@ class ChatPrompts:
         tokenizer = self._engine.card.tokenizer
         if (
             body.get("add_special_tokens") and tokenizer is not None
-        ):  # absent: the template's suffice
+        ):  # if absent, the special tokens of the template suffice
             before, after = added_tokens(tokenizer)
             tokens = [*before, *tokens, *after]
         continued = messages[-1]["content"] if body.get("continue_final_message") else None
@@ -209,7 +210,7 @@ class ChatPrompts:
         return tokens
 
     async def _allows_only_one_call(self, template: str, process: TemplateProcess) -> bool:
-        """Return whether a template accepts a message with one call and rejects one with two.
+        """Return whether a template accepts one call in a message, but rejects two calls.
 
         The template is rendered to find out, because its text does not show what it rejects. The
         result is kept if one call was accepted.

@@ -74,7 +74,10 @@ class ServerMetrics(PrometheusSink):
         is_scoring: bool = False,
         is_ended_by_caller: bool = False,
     ) -> Generation:
-        """Count the request as waiting, and call `submit`. Undo the count if `submit` raises.
+        """Count the request as waiting, and call `submit`.
+
+        If `submit` raises, the count is undone. After a DuplicateRequestIdError the count is kept,
+        because it belongs to the earlier request with this id.
 
         With `is_try`, the request names an adapter that the cache may have evicted. If the adapter
         is missing, this try is not counted, because the caller resubmits the request with the

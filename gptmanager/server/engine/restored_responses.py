@@ -50,7 +50,7 @@ class RestoredResponses:
         return Delivered(0, False)
 
     def hold(self, request_id: int, tensors: list[NamedTensor], is_final: bool, error: str) -> bool:
-        """Hold a response if no client has joined its restored request; return whether it did."""
+        """Hold a response if no client has joined its restored request, otherwise return False."""
         if not self._held:
             return False
         with self._lock:
@@ -89,7 +89,7 @@ class RestoredResponses:
     ) -> Generation | None:
         """Return the handle that `expect` makes, and deliver the held responses of the request.
 
-        Returns None if no responses are held for a restored request with this id.
+        Returns None if no restored request has this id, or if the request was joined or dropped.
         """
         with self._lock:  # no response can arrive between `expect` and `deliver`
             self._drop_ended()

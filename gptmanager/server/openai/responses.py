@@ -73,7 +73,7 @@ _IGNORED: dict[str, Kind] = {
 }
 _LOG_PROBS = "message.output_text.logprobs"
 _INCLUDED = (_LOG_PROBS, "reasoning.encrypted_content")  # encrypted_content has no effect
-_MAX_METADATA = (16, 512)  # at most: keys, characters of each key and value
+_MAX_METADATA = (16, 512)  # maximum number of keys, and of characters in each key and value
 
 
 class Input:

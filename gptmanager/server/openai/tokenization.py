@@ -104,7 +104,7 @@ def _names(engine: Engine, ids: list[int]) -> list[str | None]:
 def _check_one(given: dict[str, Any]) -> None:
     """Raise ApiError (400) unless the request has either a prompt or messages.
 
-    Fields that are valid only with messages are refused next to a prompt, too.
+    Also raise if a request with a prompt has a field that is valid only with messages.
     """
     if "messages" in given:
         if "prompt" in given:

@@ -98,7 +98,10 @@ class TokenTexts:
             return []
 
     def bytes_of(self, token: int) -> bytes:
-        """Return the bytes of a token; the name of a token that is special or has unknown bytes."""
+        """Return the bytes of a token.
+
+        For a special token, or a token with unknown bytes, return the bytes of the token's name.
+        """
         if self._tokenizer is None:
             return f"token_id:{token}".encode()
         known = self._bytes[token] if token < len(self._bytes) else b""
@@ -185,7 +188,8 @@ def prompt_shape(
 ) -> list[dict[str, Any] | None]:
     """Return `prompt_logprobs` in vLLM's form: an object per token, but None for the first token.
 
-    The object maps ids of the `num_top` best tokens, and of the token itself, to log probabilities.
+    Each object maps ids of the `num_top` best tokens, and of the token itself, to objects with a
+    log probability, a rank and a text.
     """
     return [
         None

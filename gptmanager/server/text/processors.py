@@ -94,7 +94,7 @@ class Processors:
 
 
 def _started(grammar: Any, start: Callable[[], GrammarStart | None], warnings: Warnings) -> Any:
-    """Return the grammar, which applies after the thought (reasoning) of an answer with one."""
+    """Return the grammar, which applies after the thought (reasoning) if the answer has one."""
     try:
         found = start()
     except ValueError as error:

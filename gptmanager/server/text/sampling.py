@@ -218,8 +218,8 @@ def _common(options: GenerationOptions, card: ModelCard) -> dict[str, Any]:
 def _engine_ends(options: GenerationOptions, card: ModelCard) -> dict[str, Any]:
     """Return the engine's parameters for the end of an output.
 
-    If there is `min_tokens`, the engine bans end tokens until then. The engine cannot ignore stop
-    tokens until then, so `Output` looks for stop tokens instead.
+    Until an output has `min_tokens` tokens, the engine bans end tokens. The engine cannot ignore
+    stop tokens during that time, so with `min_tokens`, `Output` looks for stop tokens instead.
     """
     given = options.given
     found: dict[str, Any] = {}

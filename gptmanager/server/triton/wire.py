@@ -19,7 +19,10 @@ _VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
 
 
 class _Field(NamedTuple):
-    """A field. A field with a length has its content from `begin` up to `end`; others are empty."""
+    """A field of a message.
+
+    The content of a field with a length is `message[begin:end]`. For other fields, `begin == end`.
+    """
 
     number: int
     begin: int
