@@ -37,7 +37,7 @@ PROGRAM = Program(
     "norms.cu",
     tuple(_kernels()),
     dependent=True,
-    at_once=1,  # a model needs few of them
+    at_once=1,  # compiled one by one: a model needs few of these kernels
 )
 
 

@@ -55,8 +55,8 @@ template <class K> __device__ inline void cap(TileScores<K>& scores, const Score
     }
 }
 
-// Sets the scores of keys that a query must not see to -inf. `packed`: index of the packed query in the
-// lane's row g of the warp's first matrix.
+// Sets the scores of keys that a query must not see to -inf. `packed`: index of the packed query
+// that has its scores in the lane's row g of the warp's first matrix.
 template <class K>
 __device__ inline void mask(TileScores<K>& scores, const Work<K>& work, int packed, Tile tile,
                             Window window) {

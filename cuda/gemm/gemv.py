@@ -83,8 +83,8 @@ def multiply(
     if out.numel() == 0:
         return
     row_tiles = -(-num_rows // (FEW_ROWS if dtype.itemsize == 2 else FEW_ROWS // 2))
-    # The tiles share each read of x. There are 4 tiles with silu, and also for 2-byte dtypes if at
-    # least three quarters of the multiprocessors then have work.
+    # A warp reads x once for all of its tiles of outputs: 4 tiles with silu, and for 2-byte dtypes
+    # also without silu if at least three quarters of the multiprocessors then have work.
     tiles = 4 if silu or (dtype.itemsize == 2 and _fill(width // 32, launcher)) else 2
     items = -(-width // (16 if silu else 8 * tiles)) * row_tiles
     kind = BYTES.get(values.dtype, "")

@@ -59,8 +59,8 @@ def assemble(
 ) -> Assembly:
     """Load the model, then size and allocate the KV cache.
 
-    `processor_timer` times logits post-processors. `connect_ranks` is the function `connect`
-    of the module `ranks`, with the arguments before `source` bound. Raise ConfigError, which quotes
+    `processor_timer` times logits post-processors. `connect_ranks` is a partial call of
+    `ranks.connect`, which lacks the arguments from `source` on. Raise ConfigError, which quotes
     the sizes, if memory is short, and RankError if another rank has failed.
     """
     ranks = connect_ranks(source, scheduler_config, model_type, max_beam_width)
@@ -82,7 +82,7 @@ def _assemble(
     processor_timer: CallbackTimer,
     ranks: Ranks | None,
 ) -> Assembly:
-    if model_type is ModelType.V1:  # "auto" means "own": a block holds a whole sequence
+    if model_type is ModelType.V1:  # a block holds a whole sequence, which only "own" supports
         params = replace(params, attention_provider="own")
         policy = CapacitySchedulerPolicy.STATIC_BATCH
         scheduler_config = replace(scheduler_config, capacity_scheduler_policy=policy)

@@ -52,7 +52,7 @@ class Kernels(DeltaOps):
     With `deterministic`, the result of an op for a token is bitwise independent of the other tokens
     in the call. Without it, the same formulas may round differently from batch to batch.
     `has_float64` is True if the ops accept float64. `plans_experts` is True if `experts` never
-    waits for the device. If it is False, steps of models with experts are not planned.
+    waits for the device; if it is False, steps of models with experts cannot be captured.
     `quantized_kinds` are the supported formats of quantized matrices, and `expert_kinds` those of
     the matrices of experts.
     """
@@ -100,9 +100,9 @@ class Kernels(DeltaOps):
         `shapes` are the distinct attention shapes of all layers. `row_starts` and `kv_lengths` are
         those of `RowSpans`, in NumPy. The first `num_context_rows` rows may have several tokens.
         `fixed` is the number of tokens of a captured step, including padding, or 0 for other steps.
-        In a captured step, rows after the context rows have at most one token. The number and sizes
-        of the arrays then depend only on `fixed`, `num_context_rows` and the number of rows, so
-        that a step captured for one batch can run for another.
+        The other rows have one token each, or none if they pad a captured step. For such a step,
+        number and sizes of the arrays depend only on `fixed`, `num_context_rows` and the number of
+        rows, so that a step captured for one batch can run for another.
         """
         return ()
 
@@ -199,8 +199,8 @@ class Kernels(DeltaOps):
         """`result[t, columns] += B @ (A @ x[t])` for each module of `matrix` that t's adapter has.
 
         `result [T, O]`, the matrix's output for `x [T, I]`, is changed in place. This is LoRA (Hu
-        et al., 2021) with its scale multiplied into B. Both matmuls and the sums are float32, or
-        float64 if `adapters.pool` is; each element is rounded once for any number of modules.
+        et al., 2021) with its scale multiplied into B. Matmuls and sums are float32, or float64 if
+        `adapters.pool` is. An element is rounded once in total, not once for each module.
         """
         add_outputs(partial(Kernels.linear, self), result, x, adapters, layer, matrix)
 
@@ -345,7 +345,7 @@ class Kernels(DeltaOps):
         q, k, v = heads.tensor_split((num_heads, num_heads + num_kv_heads), dim=1)
         angles = None if cos_sin is None else cos_sin[positions].unsqueeze(1)
 
-        def normed(x: Tensor, weight: Tensor) -> Tensor:  # overrides may accept only `[T, C]`
+        def normed(x: Tensor, weight: Tensor) -> Tensor:  # a subclass's `_normalize` needs `[T, C]`
             return Kernels._normalize(self, x, None, weight, None, eps, plus_one, centered=False)
 
         def rotated(heads: Tensor, weight: Tensor | None) -> Tensor:
@@ -373,7 +373,7 @@ class Kernels(DeltaOps):
         """Causal attention of `q [T, H, D]` over the pages -> `[T, H * D]`, in q's dtype.
 
         `sinks [H]`, if given, has for each head a score that is in the softmax but has no value.
-        A block that no token of the row sees may be freed: the id of the block is not read.
+        Ids of blocks that no token of the row sees are not read: such blocks may be freed already.
         """
         result = q.new_empty(q.shape[0], q.shape[1] * q.shape[2])
         for start, stop, length, slot in self._pieces(rows):

@@ -28,7 +28,7 @@ _PACKAGE = __name__.split(".")[0]  # its `__path__` has two folders in a checkou
 
 
 class NoAnswerError(Exception):
-    """The process did not answer. The text is the reason, in which "it" is the answer."""
+    """The process did not answer. The text is a reason such as "it takes more than 3 s"."""
 
 
 class TooSlowError(NoAnswerError):

@@ -15,11 +15,11 @@ class Limits:
     """The limits of a request, and how many requests may run and wait. Lengths are in tokens.
 
     `pool_limited` means that the KV cache bounds `max_seq_len`. `max_run_len` limits prompt + new
-    tokens - 1 if a request may have to run its whole history as one context again (a policy that
-    evicts, without chunked context). `max_num_requests` requests may run at once, and `max_waiting`
-    more may wait, or any number if it is None. With `hidden_size` 0, the model does not accept
-    prompt embeddings. `drafts_refused` says why drafts are refused; it is "" if they are not. With
-    `adapters` None, adapters are refused.
+    tokens - 1 if the policy evicts and contexts are not chunked: a request may then have to run its
+    whole history as one context again. `max_num_requests` requests may run at once, and
+    `max_waiting` more may wait, or any number if it is None. With `hidden_size` 0, the model does
+    not accept prompt embeddings. `drafts_refused` says why drafts are refused; it is "" if they are
+    not. With `adapters` None, adapters are refused.
     """
 
     vocab_size: int

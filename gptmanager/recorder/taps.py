@@ -1,8 +1,8 @@
 """A host and an executor that pass every call on, so that calls can be observed.
 
 Each call is an attribute of the tap. An observer replaces the attribute with a function that calls
-the previous function. The calls are not methods of the tap: a method that is kept in an attribute
-of the tap would form a reference cycle, which lives until the next garbage collection.
+the previous function, and so keeps it. If the first one were a method of the tap, the tap would be
+in a reference cycle, which lives until the next garbage collection.
 """
 
 from __future__ import annotations

@@ -245,7 +245,8 @@ def _not_finite(numbers: torch.Tensor) -> torch.Tensor:
 def _on_cpu(given: np.ndarray | torch.Tensor) -> torch.Tensor:
     if isinstance(given, torch.Tensor):
         return given.detach().to("cpu")
-    with np.errstate(over="ignore"):  # `astype` also converts the byte order and the strides
+    with np.errstate(over="ignore"):
+        # torch accepts neither every byte order nor negative strides: `astype` gets rid of both
         return torch.from_numpy(given.astype("f4" if given.dtype.itemsize <= 4 else "f8"))
 
 

@@ -124,8 +124,8 @@ class World:
         self._next = 0  # number of the load's next request
         self._stops, self._forgets = deque(load.stops), deque(load.forgets)
         self._clears = deque((when, None) for when in load.clears)
-        # `_max_steps` and `_steps_left` count request-steps. An iteration takes ITERATION_STEPS of
-        # them, one more for each 64 active requests, and those of its schedule.
+        # `_max_steps` and `_steps_left` count request-steps. An iteration costs a request-step for
+        # each row of its schedule, ITERATION_STEPS, and one for each 64 active requests.
         self._max_steps = self._steps_left = max_steps
         self._iterations = 0
         self._was_idle = False  # what `_is_idle` returned last
@@ -237,7 +237,7 @@ class World:
         return finish_reasons(request, reason, end, extras)
 
     def prepare(self, request_id: int, processor: RequestProcessor) -> None:
-        """Report the processor as ready, because it is never called."""
+        """Report the processor as ready at once. A simulation never calls it."""
         self._ready.append(request_id)
 
     def load(self, work: AdapterWork) -> None:

@@ -41,8 +41,8 @@ class ToolFormat(ABC):
     ) -> tuple[str, dict[str, Any]] | None:
         """Return the grammar of an answer, in Lark's form, and the JSON schemas of its rules.
 
-        `marks`: ids of added tokens, by the text of the token. If calls are not required, an answer
-        may have no calls. With a JSON schema `answer`, an answer without calls is JSON of this
+        `marks`: ids of added tokens, by the text of the token. Unless `tools` require a call, an
+        answer may have none. With a JSON schema `answer`, an answer without calls is JSON of this
         schema. If `answer` is None, any text is allowed, and each call that begins in the text must
         be complete and valid. The result is None if the format has no grammar for these answers.
         """

@@ -1,7 +1,7 @@
-"""A compiled function that rounds integers in words to int8 panels, sixteen rows at a time.
+"""A compiled function that makes int8 panels of packed integers, sixteen rows at a time.
 
-Each lane of a vector is a row. The scales of a column fill one vector, so neighboring columns may
-belong to any groups.
+Each lane of a vector is a row. Each column loads a vector of its own with the scales of the sixteen
+rows, so neighboring columns may belong to different groups.
 """
 
 # mypy: allow-untyped-calls
@@ -56,8 +56,8 @@ class ColumnTask(ctypes.Structure):
     `word_stride`, and at least one of the two strides is 1. Each word contains integers of `bits`
     bits, and each row has `width` integers. `scales` and `zeros`: float32
     `[num_groups, num_tokens]`. If the address `zeros` is 0, every group has the zero point `zero`.
-    `index`: the group of each column, int32. The other fields are those of `PanelTask`, except that
-    the int8 scales of rows are in `row_scales`. Rows fill whole panels. `width`, `first_column` and
+    `index`: the group of each column, int32. The other fields are those of `PanelTask`, but its
+    `scales` are called `row_scales` here. Rows fill whole panels. `width`, `first_column` and
     `num_columns` are multiples of four. For each thread, `scratch` has space for the scales and the
     zeros of a panel's rows, then for the words of these rows.
     """
@@ -113,7 +113,7 @@ def _store_four(builder: Any, address: Any, line: Any, a: Any, b: Any, c: Any, d
 
 @loop
 def _gather_panel(t: Any, row: int, groups: int, words: int) -> None:
-    """Copy the scales, the zeros and the words of sixteen rows, which are far apart, to scratch."""
+    """Copy the scales, the zeros and the words of sixteen rows to scratch, without gaps."""
     zero = splat(np.float32(t.zero))
     for group in range(t.num_groups):
         place = group * t.num_tokens + row
