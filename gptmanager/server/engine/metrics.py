@@ -13,7 +13,6 @@ from prometheus_client import (
     generate_latest,
 )
 from prometheus_client.core import CounterMetricFamily
-from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 from starlette.requests import Request
@@ -26,6 +25,8 @@ from gptmanager.errors import AdapterError, DuplicateRequestIdError
 from gptmanager.server.engine.restored_responses import RestoredResponses
 from gptmanager.server.http.request_log import RequestLog
 from gptmanager.server.settings import ServerSettings
+
+_CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"  # of `generate_latest`
 
 
 class ServerMetrics(PrometheusSink):
@@ -155,8 +156,6 @@ def routes(engine: Any, settings: ServerSettings) -> list[BaseRoute]:
         # This is not a coroutine, so Starlette runs it on a worker thread. It always answers in the
         # plain format, which all scrapers read. In the OpenMetrics format, prometheus_client would
         # write underscores for the colons in vLLM's names.
-        return Response(
-            generate_latest(registry), headers={"content-type": CONTENT_TYPE_PLAIN_0_0_4}
-        )
+        return Response(generate_latest(registry), headers={"content-type": _CONTENT_TYPE})
 
     return [Route("/metrics", metrics)]
