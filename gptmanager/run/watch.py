@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import threading
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -15,6 +14,7 @@ import orjson
 
 from gptmanager.callbacks import Generation, RequestQueue, TextStream
 from gptmanager.errors import ManagerDeadError
+from gptmanager.lifecycle.latch import Latch
 from gptmanager.request.inference_request import InferenceRequest, NamedTensor
 from gptmanager.run.latencies import FetchTimes, latencies
 from gptmanager.run.progress_display import Progress, ProgressDisplay, RunningRow
@@ -125,7 +125,8 @@ class Watch:
         self._rows: dict[int, RunningRow] = {}  # by the number of the line
         self._generations: dict[int, tuple[RequestLine, Generation]] = {}
         self._num_ends = itertools.count(1)
-        self._all_ended = threading.Event()  # so that the run does not wait for the next drawing
+        # so that the run does not wait for the next drawing; Ctrl-C may interrupt a wait for it
+        self._all_ended = Latch()
 
     def follow(self, queue: RequestQueue) -> None:
         """Submit the lines and show the events; return when every line has its result."""
@@ -136,8 +137,8 @@ class Watch:
         try:
             self._take_news()
             while self._progress.done < self._progress.total:
-                self._all_ended.wait(_REFRESH_S)
-                self._all_ended.clear()
+                if self._all_ended.wait(_REFRESH_S):
+                    self._all_ended = Latch()
                 while not built.empty():
                     when, line = built.get()
                     self._submit(line, queue, when)
