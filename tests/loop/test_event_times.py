@@ -8,6 +8,7 @@ from __future__ import annotations
 import io
 import time
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -58,7 +59,8 @@ class Run:
     def told(self, monkeypatch, loop):
         """The log; `loop` is what happens between two looks of the reader."""
         looks = iter(loop)
-        monkeypatch.setattr(self.watch._all_ended, "wait", lambda seconds: next(looks))
+        latch = SimpleNamespace(wait=lambda seconds: bool(next(looks)), set=lambda: None)
+        monkeypatch.setattr(self.watch, "_all_ended", latch)
         self.watch.follow(self.queue)
         return self.pipe.getvalue().splitlines()
 
