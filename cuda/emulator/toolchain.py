@@ -186,7 +186,7 @@ class Toolchain:
 
 
 def _stamp(path: Path) -> tuple[int, ...]:
-    """Return what changes with the file's content; () if there is no such file."""
+    """Return what changes with the file's content; () without a file."""
     try:
         found = path.stat()
     except OSError:

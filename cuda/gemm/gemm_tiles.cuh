@@ -30,7 +30,7 @@ struct Kind {
     // Number of matrices of x that are loaded at once. More would need too many registers.
     static constexpr int AT_ONCE = RESIDENT == 2 ? 1 : M == 2 ? 2 : 4;
 
-    // Returns the row of the weight that is row `row` of tile `tile`, or -1 if there is none. With GATED,
+    // Returns the row of the weight that is row `row` of tile `tile`, or -1 outside the weight. With GATED,
     // the first half of a warp's rows belongs to the gate.
     __device__ static int weight_row(int row, int tile, int width) {
         int own = row % (8 * N), column = tile * COLUMNS + row / (8 * N) * SPAN;

@@ -84,7 +84,7 @@ class NormTask(ctypes.Structure):
 class ActivationTask(ctypes.Structure):
     """Addresses and sizes. `factor` has the elements that multiply the activation of `x`.
 
-    `factor` is 0 if there is no gate. Tokens are `stride` elements apart in `x` and `factor`, and
+    Without a gate, `factor` is 0. Tokens are `stride` elements apart in `x` and `factor`, and
     `width` elements apart in `result`. `scale` and `cap` are for the kind SCALE.
     """
 

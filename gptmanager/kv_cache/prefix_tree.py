@@ -39,8 +39,8 @@ class Match(NamedTuple):
     """The cached part of a prefix: full `blocks`, then `num_partial` tokens of one more block.
 
     `partial` is the block with these `num_partial` tokens, or NO_BLOCK if `num_partial` is 0. `end`
-    is the node of the last full block. If no full block matches, `end` is the root, or None if
-    there is no root.
+    is the node of the last full block. If no full block matches, `end` is the root, or None
+    without a root.
     """
 
     blocks: list[int]
@@ -52,7 +52,7 @@ class Match(NamedTuple):
 class PrefixTree:
     """Blocks of `tokens_per_block` tokens, each a child of the block with the tokens before it.
 
-    Each `root_key` has a root of its own, so sequences with different root keys share no blocks.
+    Each `root_key` has a root of its own, so only sequences with the same root key share blocks.
     `version` increases when blocks are stored, moved or removed. `num_moves` increases when a block
     is moved. Blocks with ids below `num_primary` are in the pool. All other blocks are in host
     memory, so their content must be moved or copied to the pool before a sequence can read it.
@@ -113,7 +113,7 @@ class PrefixTree:
     ) -> tuple[list[int], Node | None]:
         """Return the cached full blocks at the start of `tokens[:end]`, and the last block's node.
 
-        If no block is cached, the node is the root, or None if there is no root. If `findable_only`
+        If no block is cached, the node is the root, or None without a root. If `findable_only`
         is False, blocks that lookups skip are also returned.
         """
         node, size = self._roots.get(root_key), self.tokens_per_block

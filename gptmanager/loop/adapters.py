@@ -215,8 +215,8 @@ class Adapters:
     def _fail(self, job: int, error: BaseException) -> None:
         """Drop a job that failed, and end the request that sent its adapter.
 
-        Other requests that wait for the failed adapter use another adapter with its task id. If
-        there is none, or if the failed adapter was forgotten, these requests end as well.
+        Other requests that wait for the failed adapter use another adapter with its task id.
+        Without another adapter, or if the failed one was forgotten, these requests end as well.
         """
         read = self._drop(job)
         if read.brought_by in read.wanted_by:

@@ -91,7 +91,7 @@ class Confirmation:
     ) -> tuple[int, End | None]:
         """Confirm the accepted drafts and the token after them.
 
-        Return (fault, end): the negative token that reports a fault, or 0 if there is none, and the
+        Return (fault, end): the negative token that reports a fault, or 0 without a fault, and the
         end of the output, or None if the output continues.
         """
         if row.num_drafts:

@@ -15,7 +15,7 @@ from gptmanager.config import ContextChunkingPolicy
 from gptmanager.errors import ConfigError
 from gptmanager.request.llm_request import LlmRequest, RequestList
 
-UNLIMITED = 1 << 62  # number of requests or tokens if there is no limit
+UNLIMITED = 1 << 62  # requests or tokens, without a limit
 
 
 def share_equally(requests: RequestList, room: int, unit: int, longest: int, prefix: bool) -> None:

@@ -158,7 +158,7 @@ def _refuse_http(request: Request, error: Exception) -> Response:
 
 
 def _hint(request: Request) -> str:
-    """Return a hint that ends the message of a 404, or '' if there is none.
+    """Return a hint that ends the message of a 404, or ''.
 
     The hint names the option that would enable the requested path, or a path that was probably
     meant.

@@ -16,7 +16,7 @@ from gptmanager.callbacks.live_page import feed, page_server
 from gptmanager.testing import RecordingCallbacks, ScriptedModel
 
 pytestmark = [
-    pytest.mark.skipif(EXECUTABLE is None, reason="there is no Chromium on this machine"),
+    pytest.mark.skipif(EXECUTABLE is None, reason="needs Chromium"),
     pytest.mark.xdist_group("chromium"),
 ]
 FAILS = "<img src=x onerror=document.title='hacked'><script>alert(1)</script>"

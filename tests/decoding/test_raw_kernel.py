@@ -484,7 +484,7 @@ def require_nvrtc():
     try:
         compiler.find_nvrtc()
     except ConfigError as error:
-        pytest.skip(str(error))
+        pytest.skip(f"needs NVRTC: {error}")
 
 
 @pytest.mark.parametrize(

@@ -65,7 +65,7 @@ def skip_without_emulator():
     try:
         emulator.Toolchain().require_headers()
     except ConfigError as error:
-        pytest.skip(str(error))
+        pytest.skip(f"needs the headers of CUDA: {error}")
 
 
 def table_names(text):

@@ -251,7 +251,7 @@ def test_ranks_on_the_emulator(monkeypatch):
     try:
         emulator.Toolchain().require_headers()
     except ConfigError as error:
-        pytest.skip(str(error))
+        pytest.skip(f"needs the headers of CUDA: {error}")
     requests, stops = load(6, seed=3)
     options = {"device": "emulator", "run_ahead": 1}
     alone = run_alone("llama", requests, stops, **options)

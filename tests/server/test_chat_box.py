@@ -10,7 +10,7 @@ import pytest
 from chromium import EXECUTABLE, Chromium
 from running_server import running_server, settings_of
 
-needs_chromium = pytest.mark.skipif(EXECUTABLE is None, reason="there is no Chromium here")
+needs_chromium = pytest.mark.skipif(EXECUTABLE is None, reason="needs Chromium")
 MARKUP = "<img src=x onerror=document.title='hacked'>"
 
 

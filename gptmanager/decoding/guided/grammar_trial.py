@@ -22,11 +22,12 @@ _IDLE_S = 10.0  # seconds after which an idle process may be ended
 
 
 class GrammarTrials:
-    """A pool of child processes that compile grammars. Concurrent calls of `run` share no process.
+    """A pool of child processes that compile grammars.
 
-    `tokenizer` is a tokenizer as JSON text. A grammar may take `timeout_s` seconds and, on Linux,
-    `max_bytes` bytes of memory. When a trial ends, processes that have been idle for more than ten
-    seconds are stopped. Surplus processes of a burst are thus stopped when later trials end.
+    Concurrent calls of `run` use different processes. `tokenizer` is a tokenizer as JSON text. A
+    grammar may take `timeout_s` seconds and, on Linux, `max_bytes` bytes of memory. When a trial
+    ends, processes that have been idle for more than ten seconds are stopped. Surplus processes of
+    a burst are thus stopped when later trials end.
     """
 
     def __init__(

@@ -151,7 +151,7 @@ class Int4Matrix(PackedMatrix):
         return numbers.view(panels, groups // size, size, lanes).permute(0, 3, 1, 2)
 
     def _new_minima(self) -> Tensor:
-        """Return the minima. If there are none, first create minima that change no element."""
+        """Return the minima. A matrix without minima first gets minima that change no element."""
         if self.minima is None:
             assert self.scales is not None
             self.minima = self.scales * -MIDDLE

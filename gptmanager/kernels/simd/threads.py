@@ -144,7 +144,7 @@ class _Own(threading.local):
 
 
 class Team:
-    """Torch's OpenMP threads, or only the calling thread if there is no `GOMP_parallel`."""
+    """Torch's OpenMP threads, or only the calling thread without `GOMP_parallel`."""
 
     def __init__(self) -> None:
         # Symbols are looked up in this library and in all libraries that it was linked with.

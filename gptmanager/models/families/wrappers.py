@@ -60,7 +60,7 @@ def is_wrapper(config: Mapping[str, Any]) -> bool:
 
 
 def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the config of the text model, or `config` itself if there is no wrapper."""
+    """Return the config of the text model, or `config` itself without a wrapper."""
     if not is_wrapper(config):
         return config
     inner = config.get("text_config")

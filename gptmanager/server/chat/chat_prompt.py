@@ -148,8 +148,8 @@ class ChatPrompts:
     ) -> ChatPrompt:
         """Return the prompt; add to `warnings` the variables that the template does not use.
 
-        Raises ApiError: 400 if the messages are wrong, if there is no template, or if the template
-        rejects the messages; 503 if the process that renders templates does not start.
+        Raises ApiError: 400 without a template, and if the messages are wrong or the template
+        rejects them; 503 if the process that renders templates does not start.
         """
         given = body.get("messages")
         num_items = count_items(given, self._engine.card.max_model_len)

@@ -24,7 +24,7 @@ FORMATS: tuple[type[ToolFormat], ...] = (
 
 
 def format_of(parser: str, template: str) -> ToolFormat | None:
-    """Return the format named `parser`, a value of `--tool-call-parser`, or None if there is none.
+    """Return the format named `parser`, a value of `--tool-call-parser`, or None for other names.
 
     If `parser` is "auto", return the first of `FORMATS` that the chat template `template`
     describes, or None if it describes none.
