@@ -91,6 +91,11 @@ def response_text(error: BaseException) -> str:
         return f"{name}: (its text cannot be read)"
 
 
+def error_class(text: str) -> str:
+    """Return the name of the class in a text of `response_text`; "" for an empty text."""
+    return text.partition(":")[0]
+
+
 class _Short(reprlib.Repr):
     """Writes only the first items of a long value."""
 

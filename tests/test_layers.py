@@ -18,6 +18,7 @@ errors                        all exceptions of the library, as one tree
 environment/                  the installed package, and the machine's cores and memory
     lazy_names                names of a package that are imported on first use (no torch)
     distribution              name and version of the installed package (no torch)
+    loopback                  whether a host is localhost or a loopback address (no torch)
     control_groups            CPU and memory limits of containers and systemd (no torch)
     cores                     number of cores that this process may use (no torch)
     memory                    free memory, huge pages, and returning memory to the system (no torch)

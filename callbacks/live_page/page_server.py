@@ -16,7 +16,6 @@ from collections.abc import AsyncIterator, Callable
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib.resources import files
-from ipaddress import ip_address
 from queue import Full
 from socket import socket
 from typing import Any
@@ -24,6 +23,7 @@ from urllib.parse import urlsplit
 
 from gptmanager import GptManager
 from gptmanager.callbacks.live_page.feed import TICK_S, LiveFeed, Viewer
+from gptmanager.environment.loopback import is_loopback
 
 _TIMEOUT_S = 10.0  # a client that neither reads nor writes for this time is disconnected
 _MAX_OTHERS = 16  # connections in addition to one for each viewer
@@ -137,13 +137,12 @@ def page_headers(html: bytes) -> dict[str, str]:
     }
 
 
-def is_loopback(authority: str) -> bool:
-    """Return whether "host" or "host:port" is localhost or a loopback address."""
+def _host(authority: str) -> str:
+    """Return the host in "host:port"; "" if it is invalid."""
     try:
-        host = urlsplit(f"//{authority}").hostname or ""
-        return host == "localhost" or ip_address(host).is_loopback
+        return urlsplit(f"//{authority}").hostname or ""
     except ValueError:
-        return False
+        return ""
 
 
 class _Server(ThreadingHTTPServer):
@@ -191,7 +190,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         path = self.path.partition("?")[0]
-        if self.server.is_local and not is_loopback(self.headers.get("Host", "")):
+        if self.server.is_local and not is_loopback(_host(self.headers.get("Host", ""))):
             self.send_error(HTTPStatus.FORBIDDEN, "Host must be a name of this machine")
         elif path == "/":
             self._answer("text/html; charset=utf-8", self.server.page.html)

@@ -18,7 +18,7 @@ import orjson
 
 from gptmanager import FinishReason, NamedTensor
 from gptmanager.callbacks.sinks.metric_names import METRIC, METRICS
-from gptmanager.errors import DuplicateRequestIdError
+from gptmanager.errors import DuplicateRequestIdError, error_class
 
 _logger = logging.getLogger(__name__)
 
@@ -229,7 +229,7 @@ class RequestCounts:
     ) -> None:
         """Count a response, with the arguments of SendResponse."""
         with self._lock:
-            if error.startswith(DuplicateRequestIdError.__name__):
+            if error_class(error) == DuplicateRequestIdError.__name__:
                 self._finish("error")  # the other request with this id stays open
                 return
             request = self._of(request_id)

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from gptmanager.config import FinishReason
-from gptmanager.errors import ManagerDeadError
+from gptmanager.errors import ManagerDeadError, error_class
 from gptmanager.lifecycle.callables import check_answer, ordinary
 from gptmanager.lifecycle.clock import monotonic
 from gptmanager.lifecycle.log import logger
@@ -229,7 +229,7 @@ def _arrival(request: ActiveRequest, now: float) -> Arrival:
 def _ending(request_id: int, tensors: list[NamedTensor], error: str) -> Ending:
     by_name = dict(tensors)
     reasons, metrics = by_name.get("finish_reasons"), by_name.get("request_metrics")
-    outcome = error.partition(":")[0] if error else ""
+    outcome = error_class(error)
     if reasons is not None and not error:
         outcome = FinishReason(int(reasons[0, 0])).name
     return Ending(request_id, outcome, () if metrics is None else tuple(metrics.flatten().tolist()))

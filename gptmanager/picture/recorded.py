@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
-from gptmanager.errors import DuplicateRequestIdError, RecordingError, RequestError
+from gptmanager.errors import DuplicateRequestIdError, RecordingError, RequestError, error_class
 from gptmanager.picture.builder import TraceBuilder
 from gptmanager.picture.trace import Bounds, Trace
 from gptmanager.picture.wait_reporter import WaitReporter
@@ -180,7 +180,7 @@ def _split_ends(iteration: Iteration, running: set[int]) -> tuple[list[End], lis
     early: list[End] = []
     late: list[End] = []
     for end in iteration.ends:
-        if end.error.startswith(DuplicateRequestIdError.__name__):
+        if error_class(end.error) == DuplicateRequestIdError.__name__:
             continue
         is_early = end.reason in _EARLY and end.request_id not in running
         (early if is_early else late).append(end)

@@ -19,10 +19,11 @@ from typing import Any, NoReturn
 
 import orjson
 
+from gptmanager.environment.loopback import is_loopback
 from gptmanager.errors import RankError, response_text
 from gptmanager.lifecycle.clock import monotonic
 from gptmanager.ranks.frames import Frame, Frames, Wakener
-from gptmanager.ranks.meeting import Blame, Channel, Store, call, is_loopback, meet
+from gptmanager.ranks.meeting import Blame, Channel, Store, call, meet
 from gptmanager.ranks.watch import Watch
 
 _GRACE_S = 0.3  # added to timeouts, so that the watch notices a failure before they expire

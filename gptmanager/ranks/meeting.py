@@ -12,9 +12,9 @@ import socket
 import struct
 from contextlib import suppress
 from enum import IntEnum
-from ipaddress import ip_address
 from typing import Any, Protocol
 
+from gptmanager.environment.loopback import is_loopback
 from gptmanager.errors import RankError
 from gptmanager.lifecycle.clock import monotonic
 
@@ -22,7 +22,6 @@ _TOKEN_BYTES = 16
 _HELLO = struct.Struct(f"<{_TOKEN_BYTES}sIB")  # token, rank, channel
 _HELLO_S = 10.0  # how long a new connection may take to identify itself
 _BACKLOG = 512
-_LOOPBACK_NAMES = ("localhost", "localhost.localdomain")
 
 
 class Store(Protocol):
@@ -155,14 +154,6 @@ class _Reception:
             return False
         self.found[rank, Channel(channel)] = connection
         return True
-
-
-def is_loopback(host: str) -> bool:
-    """Return whether `host` is a loopback address or name."""
-    try:
-        return ip_address(host).is_loopback
-    except ValueError:
-        return host in _LOOPBACK_NAMES
 
 
 def _listener(host: str) -> socket.socket:

@@ -15,10 +15,11 @@ import torch
 from rank_links import at_once, linked, outcome
 from torch.distributed import HashStore, PrefixStore, ProcessGroupGloo
 
+from gptmanager.environment.loopback import is_loopback
 from gptmanager.errors import RankError
 from gptmanager.ranks.frames import Frames, Wakener
 from gptmanager.ranks.links import Links, Message
-from gptmanager.ranks.meeting import Channel, call, is_loopback, meet
+from gptmanager.ranks.meeting import Channel, call, meet
 
 # Frames ----------------------------------------------------------------------------------------
 
@@ -263,7 +264,7 @@ def test_a_rank_whose_first_connection_failed_is_named():
 
 
 def test_what_only_begins_like_a_loopback_address_is_none():
-    loopback = ("localhost", "localhost.localdomain", "127.0.0.1", "127.0.1.1", "::1")
+    loopback = ("localhost", "127.0.0.1", "127.0.1.1", "::1", "::ffff:127.0.0.1")
     others = ("localhost.example.com", "127.example.com", "::1234", "10.0.0.1", "")
     assert all(map(is_loopback, loopback)) and not any(map(is_loopback, others))
 

@@ -21,7 +21,7 @@ from starlette.routing import BaseRoute, Route
 
 from gptmanager import NamedTensor
 from gptmanager.callbacks import AsyncRequestQueue, Generation, PrometheusSink
-from gptmanager.errors import AdapterError, DuplicateRequestIdError
+from gptmanager.errors import AdapterError, DuplicateRequestIdError, error_class
 from gptmanager.server.engine.restored_responses import RestoredResponses
 from gptmanager.server.http.request_log import RequestLog
 from gptmanager.server.settings import ServerSettings
@@ -117,7 +117,7 @@ class ServerMetrics(PrometheusSink):
         if request_id not in self._tries:
             return False
         self._tries.discard(request_id)
-        return error.startswith(f"{AdapterError.__name__}: ")
+        return error_class(error) == AdapterError.__name__
 
 
 class _Refusals(Collector):

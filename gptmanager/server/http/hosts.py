@@ -8,11 +8,11 @@ names the page's host. So the guard checks the hosts in both headers.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from ipaddress import ip_address
 from urllib.parse import urlsplit
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from gptmanager.environment.loopback import is_loopback
 from gptmanager.errors import quoted
 from gptmanager.server.errors import ApiError
 from gptmanager.server.http.access import AccessSettings
@@ -21,22 +21,12 @@ from gptmanager.server.http.responses import error_response
 
 def needs_guard(host: str, access: AccessSettings) -> bool:
     """Return whether a server that listens at `host` must check the headers of requests."""
-    return bool(access.allowed_hosts) or (not access.has_key and is_of_this_machine(host))
-
-
-def is_of_this_machine(host: str) -> bool:
-    """Return whether `host`, without a port, is localhost or a loopback address."""
-    try:
-        address = ip_address(host)
-    except ValueError:
-        return host == "localhost"
-    # before Python 3.13, ::ffff:127.0.0.1 is not a loopback address
-    return (getattr(address, "ipv4_mapped", None) or address).is_loopback
+    return bool(access.allowed_hosts) or (not access.has_key and is_loopback(host))
 
 
 def is_foreign_origin(origin: str) -> bool:
     """Return whether `origin` is neither localhost nor a loopback address."""
-    return not is_of_this_machine(_host(origin.partition("://")[2]))
+    return not is_loopback(_host(origin.partition("://")[2]))
 
 
 def _host(authority: str) -> str:
@@ -86,7 +76,7 @@ class HostGuard:
 
     def _is_allowed(self, authority: str) -> bool:
         host = _host(authority)
-        return host in self._allowed or is_of_this_machine(host)
+        return host in self._allowed or is_loopback(host)
 
 
 def _refused(header: str, value: str) -> ApiError:

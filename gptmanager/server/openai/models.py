@@ -9,13 +9,14 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
+from gptmanager.environment.loopback import is_loopback
 from gptmanager.errors import quoted
 from gptmanager.server.engine.adapters import Adapter
 from gptmanager.server.engine.engine import Engine
 from gptmanager.server.errors import ApiError
 from gptmanager.server.fields import Field, Text, by_name
 from gptmanager.server.http.body import read_json, until_disconnected
-from gptmanager.server.http.hosts import is_foreign_origin, is_of_this_machine
+from gptmanager.server.http.hosts import is_foreign_origin
 from gptmanager.server.http.responses import json_response
 from gptmanager.server.request_fields import read_request
 from gptmanager.server.settings import ServerSettings
@@ -123,7 +124,7 @@ def _check_caller(request: Request, settings: ServerSettings) -> None:
     """
     host = request.client.host if request.client is not None else ""
     origin = request.headers.get("origin", "")
-    is_foreign = not is_of_this_machine(host) or (origin and is_foreign_origin(origin))
+    is_foreign = not is_loopback(host) or (origin and is_foreign_origin(origin))
     if is_foreign and not settings.has_key:
         raise ApiError(
             403, "without --api-key, adapters can be loaded and unloaded only from this machine"
