@@ -193,6 +193,24 @@ def test_answers_that_nobody_joins_are_dropped_after_a_time_and_beyond_a_size(mo
     assert found._num_bytes == 0
 
 
+def test_a_response_that_arrives_during_a_join_comes_after_those_that_were_held():
+    found, name, told = RestoredResponses(), CallKey("", b"a").request_id(0), []
+    found.restore(name)
+    for text in ("first", "second"):
+        found.hold(name, [], False, text)
+    arrives = threading.Thread(target=lambda: told.append(found.hold(name, [], False, "third")))
+
+    def deliver(request_id, tensors, is_final, text):
+        told.append(text)
+        if text == "first":
+            arrives.start()
+            arrives.join(0.05)
+
+    assert found.join(name, object, deliver) is not None
+    arrives.join(10)
+    assert told == ["first", "second", False]
+
+
 @pytest.mark.slow
 def test_a_server_that_is_killed_goes_on_when_it_starts_again(tmp_path):
     journal = ("--journal", str(tmp_path / "journal"), "--journal-sync", "always")

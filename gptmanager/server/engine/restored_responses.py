@@ -51,9 +51,7 @@ class RestoredResponses:
 
     def hold(self, request_id: int, tensors: list[NamedTensor], is_final: bool, error: str) -> bool:
         """Hold a response if no client has joined its restored request, otherwise return False."""
-        if not self._held:
-            return False
-        with self._lock:
+        with self._lock:  # also if nothing is held: a response must not overtake those of a join
             held = self._held.get(request_id)
             if held is not None:
                 held.responses.append((tensors, is_final, error))
