@@ -178,7 +178,10 @@ class CallbackHost:
             self._receive()
         finally:
             self.receiver.received = []
-            self.answer_lost((), error)
+            try:
+                self.journal.flush()
+            finally:  # after an error, the journal no longer holds responses back
+                self.answer_lost((), error)
 
     def answer_abandoned(self, error: BaseException, timeout: float | None = None) -> bool:
         """Answer all requests like `answer_all`, on another thread, after the loop was abandoned.
@@ -284,15 +287,12 @@ class CallbackHost:
             except BaseException as raised:  # noqa: B036 - the loop outlives any callback
                 timer.errors += 1
                 if not is_final:
-                    is_ours = isinstance(raised, UnfinishedAnswer)
-                    text = (
-                        str(raised) if is_ours else f"SendResponse raised {response_text(raised)}"
-                    )
+                    text = f"SendResponse raised {response_text(raised)}"
+                    if isinstance(raised, UnfinishedAnswer):
+                        text = str(raised)
                     self.fail(Failure(request_id, CallbackError(text)))
-                logger.exception(
-                    "SendResponse raised for request %d%s",
-                    *(request_id, " (final)" if is_final else ""),
-                )
+                final = " (final)" if is_final else ""
+                logger.exception("SendResponse raised for request %d%s", request_id, final)
         finally:
             timer.stop()
 

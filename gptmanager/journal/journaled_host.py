@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from gptmanager.errors import (
     CapacityError,
@@ -39,20 +39,27 @@ class JournaledHost(HostTap):
     """A `Host` and `JournalSeam` that passes calls to `host` and writes a journal.
 
     `table` is the loop's table of requests; it is set before the loop iterates. `held` has the
-    responses that wait for their records in the journal.
+    responses that wait for their records in the journal. `check` raises an error if another thread
+    answers the requests in place of the loop, after a hang. Then the loop writes nothing more.
     """
 
-    def __init__(self, host: Host, journal: Journal, accepted: AcceptedRequests) -> None:
+    def __init__(
+        self,
+        host: Host,
+        journal: Journal,
+        accepted: AcceptedRequests,
+        check: Callable[[], None] = lambda: None,
+    ) -> None:
         super().__init__(host)
         self.table: RequestTable | None = None
         self.held: list[Response] = []
-        self._journal, self._accepted = journal, accepted
+        self._journal, self._accepted, self._check = journal, accepted, check
         accepted.is_cached = self._is_cached
         self._delivered: list[int] = []  # requests that the next write records as delivered
         self._duplicates: Counter[int] = Counter()  # id -> number of refused duplicates
         self._refused: set[int] = set()  # requests refused because they could not be written
         self._is_broken = False  # a write to the journal has failed
-        self._lock = threading.Lock()  # guards the journal
+        self._lock = threading.Lock()  # guards the journal, `_delivered` and `_duplicates`
         host_fetch, host_poll = host.fetch, host.poll
         self._respond, self._fail = host.respond, host.fail
 
@@ -79,6 +86,7 @@ class JournaledHost(HostTap):
         now, entries = time.time(), self._journal.entries
         packed: dict[int, bytes] = {}
         with self._lock:
+            self._check()
             self._write_delivered()
             for request in requests:
                 request_id = request.request_id
@@ -121,9 +129,10 @@ class JournaledHost(HostTap):
         ends: list[tuple[int, bytes]] = []
         if not self._is_broken:
             try:
-                sent, ends = self._records(held)
-                delivered, self._delivered = self._delivered, []
                 with self._lock:
+                    self._check()  # the requests may have ended in the journal, by `note_ends`
+                    sent, ends = self._records(held)
+                    delivered, self._delivered = self._delivered, []
                     self._journal.commit(sent, ends, delivered)
             except Exception:  # the loop ends; its last responses must still be sent
                 self._is_broken, self.held = True, held
@@ -136,7 +145,8 @@ class JournaledHost(HostTap):
                 respond(*response)
         if ends:
             if self._journal.keeps_responses:
-                self._delivered += [request_id for request_id, _ in ends]
+                with self._lock:
+                    self._delivered += [request_id for request_id, _ in ends]
             self._accepted.end([request_id for request_id, _ in ends])
 
     def _respond_refused(self, response: Response) -> None:
@@ -200,6 +210,7 @@ class JournaledHost(HostTap):
 
     def note_ends(self, request_ids: Sequence[int], error: str) -> None:
         if not self._lock.acquire(timeout=_LOCK_S):
+            logger.error("the ends of requests are not in the journal: a write to it hangs")
             return
         try:
             ids = []

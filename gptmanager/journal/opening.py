@@ -34,7 +34,7 @@ def open_journal(
         journal.commit(None, [(request_id, b"") for request_id in found.ended])
         first = found.requests[: params.max_batch_size]  # at most these run at first
         journal.note_resumed([request.request_id for request in first])
-        journaled = JournaledHost(host, journal, accepted)
+        journaled = JournaledHost(host, journal, accepted, callbacks.lifecycle.check)
     except BaseException:
         journal.close()
         raise

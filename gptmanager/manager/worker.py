@@ -152,7 +152,7 @@ class Worker:
             except LoopAbandoned:
                 raise
             except BaseException:  # noqa: B036 - the thread must still end
-                logger.exception("the last responses could not be created")
+                logger.exception("an error while the last responses were sent")
             self._ending.log_failure(error)
             self._lifecycle.leave(ManagerState.FAILED)
 

@@ -3,18 +3,22 @@
 import errno
 import os
 import threading
+import time
 
 import numpy as np
 import pytest
 from journaled_runs import JournaledRun, die_at
-from loop_driver import expected_output
+from loop_driver import expected_output, next_token
 from shorthand import request
+from shorthand import start as start_manager
 
 from gptmanager.errors import ConfigError, JournalError
 from gptmanager.journal import journal as journal_module
 from gptmanager.journal import segments
 from gptmanager.journal.journal import SyncThread
 from gptmanager.journal.segments import JournalFolder
+from gptmanager.lifecycle.state import ManagerState
+from gptmanager.testing import RecordingCallbacks
 
 RESERVE = segments._RESERVE_BYTES
 
@@ -101,6 +105,55 @@ def test_if_the_reserve_is_full_too_the_manager_fails_and_says_so(tmp_path, disk
         iterate(run, 1)
     run.journaled.flush()  # what was held back is sent all the same
     assert len(streamed(run, 1)) == 4
+    run.journal.close()
+
+
+@pytest.mark.parametrize("ends", ["a step fails", "shutdown"])
+def test_a_disk_that_is_full_at_the_end_of_the_loop_keeps_back_no_response(tmp_path, disk, ends):
+    def script(history):
+        if len(history) > 8 and ends == "a step fails":
+            disk.free = disk.reserve = 0
+            raise LookupError("a step")
+        return next_token(history)
+
+    host = RecordingCallbacks()
+    options = {"journal_path": tmp_path / "journal", "journal_sync": "never"}
+    manager = start_manager(
+        host, script, max_step_failures=1, black_box_iterations=0, idle_poll_s=0.001, **options
+    )
+    host.submit(stream(1, 90), stream(2, 90))
+    if ends == "shutdown":
+        while not manager.health().num_active:
+            time.sleep(0.001)
+        manager.pause_generation()
+        disk.free = disk.reserve = 0
+        manager.shutdown(drain=False)
+    assert manager.wait(10) and manager.state is ManagerState.FAILED
+    finals = {it.request_id: it.error for it in host.responses if it.is_final}
+    text = "the manager was shut down" if ends == "shutdown" else "LookupError: a step"
+    assert sorted(finals) == [1, 2] and all(text in error for error in finals.values())
+
+
+def test_after_another_thread_has_answered_the_loop_writes_nothing(tmp_path):
+    class Abandoned(BaseException):
+        pass
+
+    def check():
+        if is_abandoned.is_set():
+            raise Abandoned
+
+    is_abandoned = threading.Event()
+    run = JournaledRun(tmp_path / "journal", [stream(1)], check=check)
+    iterate(run, 2)
+    is_abandoned.set()
+    run.journaled.note_ends([1], "an error")
+    size, first = run.size(), len(run.host.got)
+    with pytest.raises(Abandoned):  # a response that the loop held back
+        run.driver.loop.iterate()
+    run.host.callbacks.submit(stream(2))
+    with pytest.raises(Abandoned):  # a request that is answered as lost
+        run.journaled.fetch(1, 0)
+    assert (run.size(), len(run.host.got)) == (size, first)
     run.journal.close()
 
 

@@ -22,6 +22,7 @@ from shorthand import start as start_manager
 
 from gptmanager import GptManager, ModelType, SchedulerConfig
 from gptmanager.errors import ConfigError, ManagerDeadError
+from gptmanager.journal.segments import JournalFolder
 from gptmanager.lifecycle.state import ManagerState
 from gptmanager.scheduler import RequestScheduler
 from gptmanager.statistics import StatisticsReport
@@ -44,6 +45,10 @@ class Gate:
 
     def open(self):
         self._opened.set()
+
+    @property
+    def opened(self):
+        return self._opened.is_set()
 
 
 class Host(RecordingCallbacks):
@@ -200,6 +205,35 @@ def test_a_step_that_hangs_ends_the_manager_and_nothing_follows(gate, caplog):
     assert host.num_calls == calls
     each_has_one_final(host, set(answered))
     assert set(answered) <= set(ids)
+
+
+class SlowToAnswer(Host):
+    """While it gets the first error, the step that hung returns, and the loop's thread ends."""
+
+    def send_response(self, request_id, tensors, is_final, error):
+        super().send_response(request_id, tensors, is_final, error)
+        if error and not self.gate.opened:
+            self.gate.open()
+            self.manager._thread.join(10)
+
+
+@pytest.mark.parametrize("keeps_responses", [False, True])
+def test_a_step_that_returns_while_others_answer_writes_nothing_into_the_journal(
+    gate, tmp_path, keeps_responses
+):
+    def script(history):
+        gate.is_armed = len(history) > 8
+        gate()
+        return next_token(history)
+
+    host, folder = SlowToAnswer(gate), tmp_path / "journal"
+    restore = {"restore_cb": lambda request_id: None} if keeps_responses else {}
+    manager = start(host, script, **BUDGET, journal_path=folder, journal_sync="never", **restore)
+    host.submit(*(request(i, [1], 99, is_streaming=True) for i in range(3)))
+    assert manager.wait(20) and manager.state is ManagerState.FAILED
+    end_thread(manager)
+    each_has_one_final(host, range(3))
+    assert JournalFolder(folder).read().entries == {}  # every end is there, and no token after it
 
 
 @pytest.mark.parametrize("name", ["PollStopSignal", "ReturnBatchManagerStats"])

@@ -97,6 +97,7 @@ class JournaledRun:
         sync: Any = "never",
         max_resumes: int = 5,
         max_batch_size: int = 256,
+        check: Any = lambda: None,
         **options: Any,
     ) -> None:
         restores = None if record is None else record.get
@@ -127,7 +128,7 @@ class JournaledRun:
         loop, self.host = self.driver.loop, Host()
         self.driver.host = self.host
         self.host.size = self.size
-        self.journaled = JournaledHost(self.host, self.journal, accepted)
+        self.journaled = JournaledHost(self.host, self.journal, accepted, check)
         self.journaled.table, loop.table.host = loop.table, self.journaled
         self.journaled.held.extend(self.resumption.responses)
         self.journaled.flush()
