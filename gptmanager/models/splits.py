@@ -247,7 +247,8 @@ def _modules(spec: ModelSpec, layout: RankLayout, layers: range) -> set[str]:
     if layout.is_first_stage:
         found |= {"embedding", "positions", "token_"}
     if layout.is_last_stage:
-        return found | {"final_norm", "embedding" if spec.tied_embeddings else "lm_head"}
+        tied = {"embedding"} if spec.tied_embeddings else set()
+        return found | {"final_norm", "lm_head"} | tied
     # the last layer of a stage also applies the first norm of the next stage
     return found | {f"layers.{layers.stop}.attention_norm"}
 

@@ -56,6 +56,8 @@ def test_a_rope_scaling_replaces_all_that_a_family_has_by_default() -> None:
     kinds = {"full_attention": {**plain, **yarn}, "sliding_attention": plain}
     scaled = read_spec({**config, "rope_scaling": yarn})
     assert scaled == read_spec({**config, "rope_parameters": kinds})
+    config = {**BASE, "model_type": "gpt_oss", "num_local_experts": 4, "rope_theta": 500.0}
+    assert {rope.theta for rope in read_spec(config).ropes if rope} == {500.0}
     config = {**BASE, "model_type": "ministral3", "rope_scaling": yarn}
     assert read_spec(config).layers[0].attention.temperature is None
 

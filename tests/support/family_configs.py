@@ -239,6 +239,11 @@ VARIANTS: Mapping[str, dict[str, Any]] = {
             **{"alpha": 20.0, "factor": 1.0},
         },
     },
+    "phi tied": {**BASE, **_HALF, "tie_word_embeddings": True},
+    "ernie4_5_moe biased": {
+        **{**BASE, "moe_intermediate_size": 48, "moe_num_experts": 4, "moe_k": 2},
+        **{"use_bias": True, "tie_word_embeddings": True},
+    },
     "smollm3 tied": {**BASE, "tie_word_embeddings": True},
 }
 

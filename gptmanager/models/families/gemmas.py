@@ -217,19 +217,18 @@ _GEMMA = replace(
     norms=Norms(plus_one=True),
     network=readers.gemma_network,
 )
+_WINDOWED = {
+    **_GEMMA.defaults,
+    "num_key_value_heads": 4,
+    "query_pre_attn_scalar": 256,
+    "sliding_window": 4096,
+}
 _GEMMA2 = replace(
     _GEMMA,
     title="Gemma 2",
     tensors=llama_names(**SANDWICH),
     spellings={**RMS_EPS, "hidden_act": "hidden_activation"},
-    defaults={
-        **_GEMMA.defaults,
-        "num_key_value_heads": 4,
-        "query_pre_attn_scalar": 256,
-        "sliding_window": 4096,
-        "final_logit_softcapping": 30.0,
-        "attn_logit_softcapping": 50.0,
-    },
+    defaults={**_WINDOWED, "final_logit_softcapping": 30.0, "attn_logit_softcapping": 50.0},
     norms=_GEMMA_NORMS,
     windows=2,
     attention=readers.gemma_attention,
@@ -238,15 +237,15 @@ _GEMMA3 = replace(
     _GEMMA2,
     title="Gemma 3",
     defaults={
-        **_GEMMA2.defaults,
+        **_WINDOWED,
         "max_position_embeddings": 131072,
         "rope_theta": 1e6,
         "rope_local_base_freq": 10000.0,
         "final_logit_softcapping": None,
-        "attn_logit_softcapping": None,
     },
     norms=replace(_GEMMA_NORMS, query_key="head"),
     windows=6,
+    attention=readers.query_scale,
 )
 GEMMAS: Mapping[str, Family] = {
     "gemma": _GEMMA,

@@ -47,7 +47,7 @@ def _attention(fields: Fields, layer: int) -> Mapping[str, Any]:
     """Return further fields of a layer's `Attention`.
 
     A layer with linear attention has the shape `delta` and no RoPE. A layer with full attention is
-    `gated`.
+    `gated`. Raise ConfigError for activations that linear attention does not support.
     """
     delta = DeltaShape(
         key_heads=fields.size("linear_num_key_heads"),
@@ -60,6 +60,8 @@ def _attention(fields: Fields, layer: int) -> Mapping[str, Any]:
         need = f"must be a multiple of {fields.as_given('linear_num_key_heads')}"
         raise fields.error("linear_num_value_heads", need)
     is_linear = fields.layer_type(layer) == LINEAR
+    if is_linear and fields.get("hidden_act") not in ("silu", "swish"):
+        raise fields.error("hidden_act", "must be 'silu' with linear attention, which applies it")
     return {"rope": None, "delta": delta} if is_linear else {"gated": True}
 
 

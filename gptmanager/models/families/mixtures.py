@@ -229,9 +229,9 @@ MIXTURES: Mapping[str, Family] = {
             sliding_window=128,
             num_local_experts=128,
             num_experts_per_tok=4,
+            rope_theta=150000.0,
             rope_parameters={
                 "rope_type": "yarn",
-                "rope_theta": 150000.0,
                 "factor": 32.0,
                 "beta_fast": 32.0,
                 "beta_slow": 1.0,
@@ -354,6 +354,7 @@ MIXTURES: Mapping[str, Family] = {
             "moe_layer_end_index": -1,
             "moe_layer_interval": 1,
         },
+        head_bias="use_bias",
         neutral={"moe_norm_min": 1e-12},
         experts=experts_of(
             "moe_num_experts",

@@ -89,12 +89,15 @@ def opt_network(fields: Fields) -> Mapping[str, Any]:
     return {}
 
 
-def gemma_attention(fields: Fields, _: int) -> Mapping[str, Any]:
-    """Return Gemma's scale and softcap of attention scores."""
-    return {
-        "scale": fields.number("query_pre_attn_scalar") ** -0.5,
-        "softcap": fields.optional_number("attn_logit_softcapping"),
-    }
+def query_scale(fields: Fields, _: int) -> Mapping[str, Any]:
+    """Return Gemma's scale of attention scores."""
+    return {"scale": fields.number("query_pre_attn_scalar") ** -0.5}
+
+
+def gemma_attention(fields: Fields, layer: int) -> Mapping[str, Any]:
+    """Return the scale and the softcap of Gemma 2's attention scores."""
+    softcap = fields.optional_number("attn_logit_softcapping")
+    return {**query_scale(fields, layer), "softcap": softcap}
 
 
 def unrotated_full_layers(fields: Fields, layer: int) -> Mapping[str, Any]:
