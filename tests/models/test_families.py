@@ -62,6 +62,15 @@ def test_a_rope_scaling_replaces_all_that_a_family_has_by_default() -> None:
     assert read_spec(config).layers[0].attention.temperature is None
 
 
+def test_fields_without_effect_are_not_refused() -> None:
+    every_layer = {"mlp_only_layers": [0, 1, 2, 3], "decoder_sparse_step": 1}
+    config = {**FAMILY_CONFIGS["qwen3_moe"], "model_type": "qwen3_moe", **every_layer}
+    assert not any(layer.mlp.experts for layer in read_spec(config).layers)
+    # transformers writes the pattern 0 if there is no window
+    config = {**FAMILY_CONFIGS["exaone4"], "model_type": "exaone4", "sliding_window_pattern": 0}
+    assert {*read_spec({**config, "sliding_window": None}).windows} == {None}
+
+
 @pytest.mark.parametrize("name", ALL)
 @pytest.mark.every(3)
 def test_float64_logits_are_those_of_transformers(name: str) -> None:

@@ -239,6 +239,8 @@ VARIANTS: Mapping[str, dict[str, Any]] = {
             **{"alpha": 20.0, "factor": 1.0},
         },
     },
+    "qwen3_moe windows": {**_MOE, **_FOUR, "use_sliding_window": True, "sliding_window": 8},
+    "dots1 windows": {**_ROUTED, "sliding_window": 8, "max_window_layers": 2},
     "phi tied": {**BASE, **_HALF, "tie_word_embeddings": True},
     "ernie4_5_moe biased": {
         **{**BASE, "moe_intermediate_size": 48, "moe_num_experts": 4, "moe_k": 2},

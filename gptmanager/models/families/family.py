@@ -41,9 +41,10 @@ class Family:
 
     `windows`: which layers have a sliding window.
     - "none": no layer.
-    - "all": each layer.
+    - "all": each layer. If the family has a default for `use_sliding_window`, this field must be
+      true.
     - "some": the layers that the field `layer_types` marks. Without this field, the layers from
-      `max_window_layers` on.
+      `max_window_layers` on. The field `use_sliding_window` must be true.
     - An integer n: the layers that `layer_types` marks. Without this field, all but the last of
       every n layers; if n is negative, all but the first of every -n layers; if n is 0, all layers.
       If the config has `sliding_window_pattern`, its value replaces n.

@@ -9,6 +9,7 @@ from gptmanager.models.fields import Fields
 
 FULL, SLIDING, CHUNKED = "full_attention", "sliding_attention", "chunked_attention"
 LINEAR = "linear_attention"
+_PATTERNS = ("sliding_window_pattern", "_sliding_window_pattern")
 Concerned = Literal["none", "all", "some", "chunks", "linear"] | int
 
 
@@ -27,11 +28,11 @@ def read_windows(
         return (None,) * num_layers, _linear_types(fields, num_layers)
     if isinstance(concerned, int):
         return _by_type(fields, concerned, num_layers, max_seq_len)
-    window = None
+    window, is_optional = None, concerned == "some" or fields.has_default("use_sliding_window")
     if fields.get("sliding_window") is not None:
         if concerned == "none":
             raise fields.error("sliding_window", "not supported in this family")
-        if concerned == "all" or fields.flag("use_sliding_window"):
+        if not is_optional or fields.flag("use_sliding_window"):
             window = fields.size("sliding_window")
         else:
             fields.count("sliding_window")  # checked although it has no effect
@@ -61,27 +62,32 @@ def read_windows(
 def _by_type(
     fields: Fields, pattern: int, num_layers: int, max_seq_len: int
 ) -> tuple[tuple[int | None, ...], list[str]]:
-    given = fields.get("sliding_window_pattern")
-    if given and isinstance(given, str):  # a repeated pattern, one letter per layer: L has a window
-        if {*given} - {*"LG"}:
-            raise fields.error("sliding_window_pattern", "must be a number, or letters L and G")
-        types = [SLIDING if given[i % len(given)] == "L" else FULL for i in range(num_layers)]
-    else:
-        names = "sliding_window_pattern", "_sliding_window_pattern"
-        name = next((it for it in names if fields.get(it) is not None), None)
-        each = pattern if name is None else fields.size(name)
-        types = [FULL if _is_full(layer, each) else SLIDING for layer in range(num_layers)]
-    window = None
-    if fields.get("sliding_window") is None:
-        types = [FULL] * num_layers
-    else:
+    window, types = None, [FULL] * num_layers
+    fields.note_read(*_PATTERNS)
+    if fields.get("sliding_window") is not None:
         window = fields.size("sliding_window")
+        types = _repeated(fields, pattern, num_layers)
     given_types = fields.get("layer_types")
     if given_types is not None:
         types = _checked(fields, num_layers, [FULL, SLIDING][: 1 if window is None else 2])
     if window is not None and window >= max_seq_len:
         window = None
     return tuple(window if kind == SLIDING else None for kind in types), types
+
+
+def _repeated(fields: Fields, pattern: int, num_layers: int) -> list[str]:
+    """Return the type of each layer by the config's pattern, or by default by `pattern`.
+
+    A pattern is a number, or a string with a letter per layer, which is repeated: L has a window.
+    """
+    given = fields.get(_PATTERNS[0])
+    if given and isinstance(given, str):
+        if {*given} - {*"LG"}:
+            raise fields.error(_PATTERNS[0], "must be a number, or letters L and G")
+        return [SLIDING if given[i % len(given)] == "L" else FULL for i in range(num_layers)]
+    name = next((it for it in _PATTERNS if fields.get(it) is not None), None)
+    each = pattern if name is None else fields.size(name)
+    return [FULL if _is_full(layer, each) else SLIDING for layer in range(num_layers)]
 
 
 def _in_chunks(

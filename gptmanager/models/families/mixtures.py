@@ -93,7 +93,9 @@ _QWEN3_MOE = replace(
         "moe_intermediate_size": 768,
         "num_experts_per_tok": 8,
         "num_experts": 128,
+        "use_sliding_window": False,
     },
+    windows="all",  # unlike in other families of Qwen, `max_window_layers` has no effect
     experts=experts_of("num_experts", is_dense=readers.sparse_steps_dense),
 )
 _OLMOE = replace(
@@ -299,6 +301,7 @@ MIXTURES: Mapping[str, Family] = {
             routed_scaling_factor=1.0,
             first_k_dense_replace=0,
             moe_intermediate_size=1408,
+            use_sliding_window=True,
             sliding_window=4096,
             max_window_layers=62,
         ),

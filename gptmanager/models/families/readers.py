@@ -202,8 +202,8 @@ def first_layers_dense(fields: Fields, layer: int) -> bool:
 
 def sparse_steps_dense(fields: Fields, layer: int) -> bool:
     """Return whether a layer of Qwen's mixtures is dense, which means that it has no experts."""
-    is_only = layer in fields.layers("mlp_only_layers")
-    return is_only or (layer + 1) % fields.size("decoder_sparse_step") != 0
+    step = fields.size("decoder_sparse_step")
+    return layer in fields.layers("mlp_only_layers") or (layer + 1) % step != 0
 
 
 def ernie_dense(fields: Fields, layer: int) -> bool:
