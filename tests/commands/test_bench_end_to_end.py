@@ -37,6 +37,7 @@ from gptmanager.bench.load import RandomLlama, random_llama, read_checkpoint, un
 from gptmanager.bench.peers.transformers_peer import TooSlow, TransformersPeer
 from gptmanager.bench.roofline import Ceilings, ModelShape
 from gptmanager.bench.table import end_to_end_table
+from gptmanager.bench.timing import Budget
 from gptmanager.errors import ConfigError
 from gptmanager.terminal.tables import lines
 
@@ -127,6 +128,18 @@ def test_what_a_report_is_of(report):
     sizes = [own["max_batch_size"] for own in construction["managers"]]
     assert sizes == [8, 16] and all(own["made_s"] >= 0 for own in construction["managers"])
     json.dumps(report)
+
+
+def test_a_model_that_the_reference_does_not_know(tmp_path):
+    config, state = checkpoint(random_model(CONFIGS["llama_biased"]))
+    (tmp_path / "config.json").write_text(json.dumps({**config, "dtype": "bfloat16"}))
+    save_file({name: it.clone() for name, it in state.items()}, tmp_path / "model.safetensors")
+    report = bench_end_to_end(EndToEndOptions("cpu", tmp_path, SMALL, only=("check",)))
+    assert report["check"] == {"status": "skipped", "note": "no reference for biases"}
+    assert report["model"]["dtype"] == "bfloat16"  # as in managers
+    bench = workbench.Workbench(EndToEndOptions("cpu", tmp_path, SMALL))
+    bench.load(Budget(None))
+    assert bench.weights is None and bench.shape.itemsize == 2
 
 
 def test_the_table(report):

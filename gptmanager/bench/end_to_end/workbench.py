@@ -27,11 +27,13 @@ from gptmanager.bench.load import (
     Request,
     Source,
     read_checkpoint,
+    read_config,
     uniform_requests,
 )
 from gptmanager.bench.roofline import Ceilings, ModelShape, measure_ceilings
 from gptmanager.bench.timing import Budget, ClockTimer, DeviceTimer
 from gptmanager.config import KvCacheConfig, OptionalParams, ProgressCallback
+from gptmanager.models.read_spec import read_dtype
 
 ON_CPU = ("cpu", "emulator")
 _MODEL_FIELDS = ("model_type", "hidden_size", "num_hidden_layers", "vocab_size")
@@ -128,7 +130,7 @@ class Workbench:
         started = budget.used
         self.source, self.config, self.weights = self._model()
         weights_s = budget.used - started
-        dtype = self.weights["model.norm.weight"].dtype if self.weights else torch.float32
+        dtype = read_dtype(self.config, self.dtype)  # as in managers
         timer = ClockTimer() if self.device.type == "cpu" else DeviceTimer()
         sizes = (self.scale.copy_bytes, self.scale.matmul_width)
         self.ceilings = measure_ceilings(timer, self.device, dtype, *sizes)
@@ -212,13 +214,13 @@ class Workbench:
     def _model(self) -> tuple[Source, dict[str, Any], Mapping[str, Tensor] | None]:
         """Return the managers' source, the config, and weights if the reference can use them."""
         if self.options.model is not None:
-            config, read = read_checkpoint(self.options.model)
-            target: dict[str, Any] = {
-                "dtype": getattr(torch, self.dtype or "", None),
-                "device": self.device,
-            }
+            config = read_config(self.options.model)
+            if unsupported_reason(config):
+                return self.options.model, config, None
+            target = {"dtype": read_dtype(config, self.dtype), "device": self.device}
+            _, read = read_checkpoint(self.options.model)
             weights = {name: weight.to(**target) for name, weight in read.items()}
-            return self.options.model, config, None if unsupported_reason(config) else weights
+            return self.options.model, config, weights
         config = SMALL_LLAMA if self.device.type == "cpu" else LLAMA_8B
         dtype = getattr(torch, self.dtype or "float32")
         drawn = RandomLlama(config, self.options.seed, dtype=dtype, device=self.device)
