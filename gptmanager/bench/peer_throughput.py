@@ -13,7 +13,7 @@ import os
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from importlib.metadata import version
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -165,6 +165,11 @@ def _source(options: BenchOptions) -> Source:
         raise ConfigError("--peer needs a single rank: run without parallelism")
     if options.adapters and options.peer == "llama-cpp":
         raise ConfigError("--adapters is not measured with --peer llama-cpp: leave out one of them")
+    if options.peer == "llama-cpp" and (unused := _unused_by_llama_cpp(options)):
+        raise ConfigError(
+            "--peer llama-cpp runs loads and dtypes of its own: leave out the options that set "
+            f"{', '.join(unused)}"
+        )
     if options.model is not None:
         if options.shape is not None:
             raise ConfigError("pass either --shape or --model, not both")
@@ -173,6 +178,15 @@ def _source(options: BenchOptions) -> Source:
     if name not in SHAPES:
         raise ConfigError(f"--shape must be one of {', '.join(SHAPES)}, got {name!r}")
     return SHAPES[name], random_llama(SHAPES[name], options.load.seed)
+
+
+def _unused_by_llama_cpp(options: BenchOptions) -> list[str]:
+    """Return the names of the options that differ from their defaults, which would be ignored."""
+    found, default = options.params, OptionalParams()
+    unused = [it.name for it in fields(default) if it.name != "on_progress"]
+    unused = [name for name in unused if getattr(found, name) != getattr(default, name)]
+    others = ("load", Load()), ("scheduler", SchedulerConfig())
+    return unused + [name for name, value in others if getattr(options, name) != value]
 
 
 def _report(

@@ -10,11 +10,14 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import PagedDriver
+from checkpoints import CONFIGS, PagedDriver, random_model
+from gguf_files import model_metadata, model_tensors
+from gguf_files import write_gguf as write_tensors
 from text_checkpoint import save_text_checkpoint
 
-from gptmanager import OptionalParams, ParallelConfig
-from gptmanager.bench.load import SMALL_LLAMA, random_llama
+from gptmanager import OptionalParams, ParallelConfig, cli
+from gptmanager.bench import peer_throughput
+from gptmanager.bench.load import SMALL_LLAMA, Load, random_llama
 from gptmanager.bench.peer_throughput import BenchOptions, bench
 from gptmanager.bench.peers import llama_cpp_peer, own_script
 from gptmanager.bench.peers.gguf_writer import write_gguf
@@ -22,6 +25,7 @@ from gptmanager.callbacks import load_tokenizer
 from gptmanager.errors import ConfigError, GptManagerError
 from gptmanager.models import load_model
 from gptmanager.models.checkpoint_parts import open_tensors, read_config
+from gptmanager.terminal.options import manager_options
 
 TINY = {
     **SMALL_LLAMA,
@@ -154,6 +158,35 @@ def test_a_gguf_file_is_run_as_it_is(programs: Path, ours: list[Any], tmp_path: 
 
     assert list(report["engines"]) == ["gptmanager as the file", "llama.cpp as the file"]
     assert ours == [(file, {})]
+
+
+def test_a_folder_of_a_split_file_is_its_first_part(
+    programs: Path, ours: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    model = random_model({**CONFIGS["llama"], "num_hidden_layers": 1})
+    tensors = model_tensors("llama", model.config.to_dict(), model.state_dict())
+    for number, names in enumerate((list(tensors)[::2], list(tensors)[1::2])):
+        metadata = {"split.no": number, "split.count": 2}
+        if number == 0:
+            metadata |= model_metadata("llama", model.config.to_dict())
+        own = {name: tensors[name] for name in names}
+        write_tensors(folder / f"m-{number + 1:05}-of-00002.gguf", metadata, own)
+    listed = Path.glob
+    monkeypatch.setattr(Path, "glob", lambda *given: sorted(listed(*given), reverse=True))
+    llama_cpp_peer.compare(folder, programs, tmp_path, threads=1, rounds=1)
+    assert ours == [(folder / "m-00001-of-00002.gguf", {})]
+
+
+def test_options_that_would_be_ignored_are_refused() -> None:
+    arguments = ["bench", "--peer", "llama-cpp"]
+    params = manager_options(cli.command_parser().parse_args(arguments)).params
+    assert peer_throughput._unused_by_llama_cpp(BenchOptions(params=params)) == []
+    params.weights_dtype = "int4"
+    given = BenchOptions(peer="llama-cpp", params=params, load=Load(5))
+    with pytest.raises(ConfigError, match="leave out the options that set weights_dtype, load"):
+        bench(given)
 
 
 def test_a_program_that_fails_is_quoted(programs: Path, ours: list[Any], tmp_path: Path) -> None:

@@ -136,10 +136,9 @@ def _files(
 ) -> tuple[dict[str, tuple[Path, Mapping[str, Any]]], dict[str, Path]]:
     """Return dicts: name -> (file, options) for this library, and type -> file for llama.cpp."""
     if not isinstance(source, tuple):
-        if gguf_checkpoint(source) is None:
+        if (checkpoint := gguf_checkpoint(source)) is None:
             raise ConfigError("--peer llama-cpp needs a GGUF file as --model, or a --shape")
-        file = source if source.is_file() else next(source.glob("*.gguf"))
-        return {"as the file": (file, {})}, {"as the file": file}
+        return {"as the file": (checkpoint.path, {})}, {"as the file": checkpoint.path}
     base = folder / "BF16.gguf"
     write_gguf(base, source[0], source[1])
     own: dict[str, tuple[Path, Mapping[str, Any]]] = {

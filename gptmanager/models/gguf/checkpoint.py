@@ -38,6 +38,11 @@ class GgufCheckpoint:
         return self._parts[name](self._header) if name in self._parts else None
 
     @property
+    def path(self) -> Path:
+        """The model's only file, or the first of its split files."""
+        return self._header.path
+
+    @property
     def is_quantized(self) -> bool:
         """Whether at least one tensor is quantized."""
         return any(tensor.type.is_quantized for tensor in self._header.tensors.values())
