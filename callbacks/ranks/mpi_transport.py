@@ -7,8 +7,9 @@ do. Messages do not use pickle.
 
 from __future__ import annotations
 
+import struct
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,7 @@ from gptmanager.errors import CallbackError, ConfigError, response_text
 from gptmanager.host.rank_messages import pack_requests, unpack_requests
 from gptmanager.request.inference_request import InferenceRequest
 
+_LENGTH = struct.Struct("<Q")  # of an error's text
 _PAUSE_STEP_S, _LONGEST_PAUSE_S = 20e-6, 5e-3
 
 
@@ -33,50 +35,44 @@ class MpiTransport:
 
     def get(
         self, callback: Callable[[int], Iterable[InferenceRequest]] | None, room: int
-    ) -> list[InferenceRequest]:
-        """Return the answer of rank 0's GetInferenceRequests, which rank 0 calls with `room`."""
-        own: list[InferenceRequest] = []
+    ) -> Iterable[InferenceRequest]:
+        """Return the answer of rank 0's GetInferenceRequests, which rank 0 calls with `room`.
 
-        def answer() -> bytes:
-            own.extend(() if callback is None else callback(room))
-            return pack_requests(own)
-
-        data = self._share(answer, "GetInferenceRequests")
-        return own if self.is_first else unpack_requests(data)
-
-    def poll(self, callback: Callable[[], Iterable[int]] | None) -> set[int]:
-        """Return the answer of rank 0's PollStopSignal."""
-
-        def answer() -> bytes:
-            ids = () if callback is None else callback()
-            return np.array(sorted(ids), dtype=np.uint64).tobytes()
-
-        return set(np.frombuffer(self._share(answer, "PollStopSignal"), dtype=np.uint64).tolist())
-
-    def _share(self, answer: Callable[[], bytes], name: str) -> bytes:
-        """Return the result of rank 0's `answer` on all ranks.
-
-        If `answer` raises an exception, rank 0 raises the same exception, and the other ranks raise
-        a CallbackError.
+        If the callback raises an exception, all ranks get the requests that it has yielded before,
+        and then an error: rank 0 this exception, the other ranks a CallbackError.
         """
-        data, error = b"", None
-        if self.is_first:
-            try:
-                data = b"\0" + answer()
-            except Exception as raised:
-                data, error = b"\1" + response_text(raised).encode(), raised
+        own, error = _called(callback, room)
+        requests = [item for item in own if isinstance(item, InferenceRequest)]
+        data, error = self._share(pack_requests(requests), error, "GetInferenceRequests")
+        # rank 0's manager also reports items that are not requests
+        return _answer(own if self.is_first else unpack_requests(data), error)
+
+    def poll(self, callback: Callable[[], Iterable[int]] | None) -> Iterable[int]:
+        """Return the answer of rank 0's PollStopSignal, with errors like those of `get`."""
+        own, error = _called(callback)
+        ids = [int(item) for item in own if _is_request_id(item)]
+        data, error = self._share(np.array(ids, np.uint64).tobytes(), error, "PollStopSignal")
+        return _answer(own if self.is_first else np.frombuffer(data, np.uint64).tolist(), error)
+
+    def _share(
+        self, answer: bytes, error: BaseException | None, name: str
+    ) -> tuple[bytes, BaseException | None]:
+        """Return rank 0's `answer` and `error`. The other ranks get a CallbackError."""
+        text = b"" if error is None else response_text(error).encode()
+        data = _LENGTH.pack(len(text)) + text + answer
         length = np.array([len(data)], dtype=np.int64)
         self._broadcast(length)
         buffer = np.zeros(int(length[0]), dtype=np.uint8)
         if self.is_first:
             buffer[:] = np.frombuffer(data, dtype=np.uint8)
         self._broadcast(buffer)
-        if error is not None:
-            raise error
+        if self.is_first:
+            return answer, error
         data = buffer.tobytes()
-        if data[:1] == b"\1":
-            raise CallbackError(f"{name} failed on rank 0: {data[1:].decode()}")
-        return data[1:]
+        end = _LENGTH.size + _LENGTH.unpack_from(data)[0]
+        text = data[_LENGTH.size : end]
+        failed = CallbackError(f"{name} failed on rank 0: {text.decode()}") if text else None
+        return data[end:], failed
 
     def _broadcast(self, buffer: np.ndarray) -> None:
         """Broadcast in place. Sleep while waiting: a blocking MPI call would keep a core busy."""
@@ -84,6 +80,37 @@ class MpiTransport:
         while not request.Test():
             time.sleep(pause_s)
             pause_s = min(_LONGEST_PAUSE_S, pause_s + _PAUSE_STEP_S)
+
+
+def _called(
+    callback: Callable[..., Iterable[Any]] | None, *arguments: Any
+) -> tuple[list[Any], Exception | None]:
+    """Return the items of a callback's answer, and the exception that ended them."""
+    items: list[Any] = []
+    try:
+        for item in () if callback is None else callback(*arguments):
+            items.append(item)
+    except Exception as error:
+        return items, error
+    return items, None
+
+
+def _answer(items: list[Any], error: BaseException | None) -> Iterable[Any]:
+    """Return `items`, or an iterator that raises `error` after them."""
+    if error is None:
+        return items
+    if not items:
+        raise error
+    return _raising(items, error)
+
+
+def _raising(items: list[Any], error: BaseException) -> Iterator[Any]:
+    yield from items
+    raise error
+
+
+def _is_request_id(item: Any) -> bool:
+    return isinstance(item, (int, np.integer)) and 0 <= int(item) < 2**64
 
 
 def _world() -> Any:

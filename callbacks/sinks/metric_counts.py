@@ -193,13 +193,11 @@ class RequestCounts:
         if request.arrival is None:
             request.arrival = self._clock()
 
-    def fetch(self, request_ids: Sequence[int]) -> None:
-        """Record that GetInferenceRequests returns these requests."""
-        now = self._clock()
-        for request_id in request_ids:
-            request = self._of(request_id)
-            if request.arrival is not None:
-                request.wait_s = now - request.arrival
+    def fetch(self, request_id: int) -> None:
+        """Record that GetInferenceRequests returns a request."""
+        request = self._of(request_id)
+        if request.arrival is not None:
+            request.wait_s = self._clock() - request.arrival
 
     def end_as(
         self, request_id: int, finish_reason: str | None, num_tokens: int | None = None

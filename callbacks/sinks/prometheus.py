@@ -93,12 +93,15 @@ class PrometheusSink:
 
         def fetch(max_num_requests: int) -> Iterable[InferenceRequest]:
             requests = get(max_num_requests)
-            if requests:
-                requests = list(requests)
-                self.requests.fetch([request.request_id for request in requests])
-            return requests
+            return self._noting(requests) if requests else requests
 
         return fetch
+
+    def _noting(self, requests: Iterable[InferenceRequest]) -> Iterator[InferenceRequest]:
+        for request in requests:  # one by one: `get` may yield requests and then raise
+            if isinstance(request, InferenceRequest):
+                self.requests.fetch(request.request_id)
+            yield request
 
     # From any thread ------------------------------------------------------------------------
 

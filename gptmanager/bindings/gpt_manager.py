@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -132,17 +132,21 @@ class _Ending:
         def fetch(max_num_requests: int) -> Iterable[InferenceRequest]:
             requests = () if self.has_begun else get(max_num_requests)
             check_answer("GetInferenceRequests", requests, may_yield=True)
-            if self.terminate_id is not None and not self.has_begun:
-                requests = list(requests)
-                kept = [it for it in requests if it.request_id != self.terminate_id]
-                self.has_begun = len(kept) < len(requests)
-                requests = kept
+            return requests if self.terminate_id is None else self._until_end(requests)
+
+        return fetch
+
+    def _until_end(self, requests: Iterable[InferenceRequest]) -> Iterator[InferenceRequest]:
+        try:
+            for request in requests:  # one by one: Get may yield requests and then raise
+                if getattr(request, "request_id", None) == self.terminate_id:
+                    self.has_begun = True
+                else:
+                    yield request
+        finally:
             manager = self.manager()
             if self.has_begun and manager is not None:
                 manager.shutdown()  # from a callback this returns at once
-            return requests
-
-        return fetch
 
 
 def _sending(send: Callable[..., Any]) -> Callable[..., Any]:

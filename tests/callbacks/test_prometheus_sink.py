@@ -6,6 +6,7 @@ import itertools
 import json
 import logging
 import re
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -161,7 +162,7 @@ def test_latencies_begin_when_the_request_arrived():
     clock = itertools.chain([100.0, 103.0])
     counts = RequestCounts(lambda: next(clock))
     counts.arrive(1)
-    counts.fetch([1])
+    counts.fetch(1)
 
     counts.respond(1, whole([1, 2]), True, "")
 
@@ -169,6 +170,25 @@ def test_latencies_begin_when_the_request_arrived():
     assert counts.histograms["time_to_first_token_seconds"].sum == 3.5
     assert counts.histograms["e2e_request_latency_seconds"].sum == 3.75
     assert counts.histograms["request_decode_time_seconds"].sum == 0.25
+
+
+@pytest.mark.parametrize("wrong", ["raises", "is no request"])
+def test_requests_that_get_yields_beside_something_wrong_are_passed_on(registry, wrong):
+    def get(room):
+        yield InferenceRequest.from_tokens(1, [1], 2)
+        if wrong == "raises":
+            raise LookupError("no queue")
+        yield "no request"
+        yield InferenceRequest.from_tokens(2, [1], 2)
+
+    sink = PrometheusSink(model_name="tiny", registry=registry)
+    found = []
+    with suppress(LookupError):
+        found.extend(sink.fetching(get)(4))
+    assert [getattr(it, "request_id", it) for it in found] == (
+        [1] if wrong == "raises" else [1, "no request", 2]
+    )
+    assert sink.requests.num_open == (1 if wrong == "raises" else 2)
 
 
 def test_an_application_may_decide_late_what_counts():

@@ -195,6 +195,23 @@ def test_get_is_called_no_more_after_the_id_came():
     assert len(calls) == 3 and host.answers == {}
 
 
+def test_requests_that_get_yields_before_it_raises_run_also_with_that_argument():
+    def fetch(max_num_requests):
+        if not host.answers and not began.is_set():
+            began.set()
+            yield request(1)
+            raise LookupError("no queue")
+        yield tb.InferenceRequest(7)
+
+    host, began = Host(), threading.Event()
+    host.num_expected = 1
+    with tb.GptManager(
+        model(), tb.TrtGptModelType.InflightBatching, fetch, *host.callbacks[1:], params(), 7
+    ) as manager:
+        manager.wait_until_terminate()
+    assert len(host.output(1)) == 11
+
+
 def test_without_that_argument_the_id_is_one_like_others():
     host = Host([request(-1)])
 
