@@ -43,7 +43,7 @@ class PendingRequests:
     """
 
     def __init__(self, limits: dict[str, int | None] | None = None) -> None:
-        self._limits = limits or {}
+        self._limits = limits or dict.fromkeys(Size._fields)
         self._levels: dict[float, OrderedDict[int, InferenceRequest]] = {}
         self._level_of: dict[int, float] = {}
         self._size_of: dict[int, Size] = {}
@@ -62,8 +62,9 @@ class PendingRequests:
     def excess(self, size: Size) -> str:
         """Describe the first limit that additional requests of `size` exceed; "" if they fit.
 
-        Raise CapacityError if `size` alone exceeds this limit.
+        Raise CapacityError if `size` alone exceeds any of the limits.
         """
+        found = ""
         for (name, limit), have, more, noun in zip(
             self._limits.items(), self.size, size, ("requests", *_NOUNS), strict=True
         ):
@@ -72,8 +73,8 @@ class PendingRequests:
             if more > limit:
                 what = "one call" if size.requests > 1 else "a request"
                 raise CapacityError(f"{what} of {more} {noun} exceeds {name} = {limit}")
-            return f"{have} {noun} are pending, {more} more would exceed {name} = {limit}"
-        return ""
+            found = found or f"{have} {noun} are pending, {more} more would exceed {name} = {limit}"
+        return found
 
     def pop(self, count: int) -> list[InferenceRequest]:
         """Remove and return the next `count` requests, or all if there are fewer."""

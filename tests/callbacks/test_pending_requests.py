@@ -5,7 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gptmanager import InferenceRequest
-from gptmanager.callbacks.queue.pending_requests import PendingRequests
+from gptmanager.callbacks.queue.pending_requests import PendingRequests, Size
+from gptmanager.errors import CapacityError
 
 
 def ids(requests):
@@ -67,3 +68,17 @@ def test_it_behaves_as_a_stably_sorted_list(operations):
             model = [item for item in model if item[1] != value]
             assert (pending.take(value) is not None) == bool(found)
         assert len(pending) == len(model)
+
+
+def test_without_limits_every_request_fits():
+    assert fill(0.5).excess(Size(10**9, 10**9, 10**9)) == ""
+
+
+def test_a_request_that_can_never_fit_is_refused_even_if_another_limit_is_exceeded_first():
+    pending = PendingRequests(
+        {"max_pending": 1, "max_pending_tokens": 8, "max_pending_bytes": None}
+    )
+    pending.push(InferenceRequest.from_tokens(1, [1, 2], 3))
+    assert pending.excess(Size(1, 6, 0)).startswith("1 requests are pending, 1 more would exceed")
+    with pytest.raises(CapacityError, match="a request of 9 prompt tokens exceeds max_pending_tok"):
+        pending.excess(Size(1, 9, 0))
