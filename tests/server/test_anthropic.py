@@ -137,6 +137,7 @@ def test_structured_answers_and_thinking(server):
 USER = {"role": "user", "content": [{"type": "image", "source": {}}]}
 RESULT = {"type": "tool_result", "tool_use_id": "1", "content": "sunny"}
 SHORT = {"type": "image_embeds", "image_embeds": "AAAA"}
+TEXT = {"type": "text", "text": "Rome"}
 
 
 @pytest.mark.parametrize(
@@ -147,6 +148,8 @@ SHORT = {"type": "image_embeds", "image_embeds": "AAAA"}
         ({"messages": [USER]}, "messages[0].content[0].type: 'image' is not supported"),
         ({"messages": [{"role": "user", "content": [RESULT, SHORT]}]},
          "messages[0].content[1].image_embeds: has 3 bytes"),
+        ({"messages": [{"role": "user", "content": [TEXT, RESULT, TEXT, RESULT, SHORT]}]},
+         "messages[0].content[4].image_embeds: has 3 bytes"),
         ({"messages": [{"role": "user", "content": [{**RESULT, "content": [SHORT]}]}]},
          "messages[0].content[0].content[0].image_embeds: has 3 bytes"),
         ({"messages": [{"role": "tool", "content": "a"}]}, "messages[0].role"),

@@ -201,6 +201,8 @@ IMAGE = [{"type": "input_image"}]
     ("fields", "param"),
     [
         ({"input": [{"role": "user", "content": IMAGE}]}, "input[0].content[0].type"),
+        ({"input": [{"type": "reasoning", "summary": []}, {"role": "assistant", "content": IMAGE}]},
+         "input[1].content[0].type"),
         ({"input": [{"type": "item_reference", "id": "msg_a_0"}]}, "input[0].id"),
         ({"input": [{"type": "item_reference", "id": 7}]}, "input[0].id"),
         ({"input": [{"type": "web_search_call", "id": "a"}]}, "input[0].type"),

@@ -84,8 +84,8 @@ def _of_user(role: str, content: list[Any], where: str) -> list[tuple[Place, dic
         else:
             parts.append((index, _part(block, at)))
     if parts or not found:
-        first = parts[0][0] if parts else 0
-        found.append(((where, first), {"role": role, "content": [part for _, part in parts]}))
+        place = where, [index for index, _ in parts]
+        found.append((place, {"role": role, "content": [part for _, part in parts]}))
     return found
 
 

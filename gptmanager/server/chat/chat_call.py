@@ -31,9 +31,9 @@ from gptmanager.server.tool_formats.tool_format import random_id
 from gptmanager.server.tool_formats.tools import Tools, read_tools
 
 logger = logging.getLogger("gptmanager")
-# The place of a message in the body, such as "messages[2]", or a pair (place, i): the message's
-# first content part is part i of the message at this place in the body.
-Place = str | tuple[str, int]
+# The place of a message in the body, such as "messages[2]", or a pair (place, indices): the content
+# parts of the message are these parts of the message at this place in the body.
+Place = str | tuple[str, Sequence[int]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,8 +176,10 @@ def fields_renamed(
         found = (places or {}).get(int(at[1]))
         if found is None:
             return at[0]
-        where, first = found if isinstance(found, tuple) else (found, 0)
-        return where if at[2] is None else f"{where}.content[{int(at[2]) + first}]"
+        where, indices = found if isinstance(found, tuple) else (found, None)
+        if at[2] is None:
+            return where
+        return f"{where}.content[{int(at[2]) if indices is None else indices[int(at[2])]}]"
 
     def renamed(text: str) -> str:
         for own, name in names:

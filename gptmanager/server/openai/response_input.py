@@ -57,6 +57,8 @@ def messages_of(
         if last.get("role") == message["role"] == "assistant" and _continues(last, message):
             calls = [*last.get("tool_calls", ()), *message.get("tool_calls", ())]
             last.update(message, **({"tool_calls": calls} if calls else {}))
+            if "content" in message:  # only a content can be wrong
+                places[len(messages) - 1] = where
         else:
             places[len(messages)] = where
             messages.append(message)
