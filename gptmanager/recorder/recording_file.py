@@ -109,12 +109,9 @@ class Iteration:
 
     @property
     def is_empty(self) -> bool:
-        """Return whether the intake has no items, and schedule, result and recovered are None."""
-        intake = self.intake
-        has_input = intake.requests or intake.stops or intake.failures or intake.ready
-        has_adapters = intake.adapters or intake.forgotten_adapters
-        results = self.schedule, self.result, self.recovered
-        return not (has_input or has_adapters) and results == (None, None, None)
+        """Return whether the intake has only its time, and nothing ran or was recovered."""
+        outcome = self.schedule, self.result, self.recovered
+        return outcome == (None, None, None) and self.intake == Intake(self.intake.now)
 
     def line(self) -> bytes:
         """Return the line of the file."""

@@ -262,6 +262,16 @@ def test_an_idle_manager_writes_nothing(tmp_path):
     assert run.iterations == () and run.end.reason == "drained"
 
 
+INTAKE_FIELDS = [field for field in dataclasses.fields(Intake) if field.name != "now"]
+
+
+@pytest.mark.parametrize("field", INTAKE_FIELDS, ids=lambda field: field.name)
+def test_an_iteration_with_any_input_is_not_empty(field):
+    value = True if field.type == "bool" else frozenset([1]) if field.name == "stops" else (1,)
+    assert Iteration(0, 0, Intake(2.5)).is_empty
+    assert not Iteration(0, 0, Intake(2.5, **{field.name: value})).is_empty
+
+
 def test_a_file_that_cannot_be_written_is_a_config_error(tmp_path):
     with pytest.raises(ConfigError, match="cannot write"):
         record(tmp_path / "no" / "r.jsonl", ScheduledHost([]))
