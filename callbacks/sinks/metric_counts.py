@@ -186,12 +186,15 @@ class RequestCounts:
 
     def arrive(
         self, request_id: int, *, is_scoring: bool = False, is_ended_by_caller: bool = False
-    ) -> None:
-        """Open a request that begins to wait, with the arguments of `PrometheusSink.arrived`."""
-        request = self._of(request_id)
-        request.is_scoring, request.is_ended_by_caller = is_scoring, is_ended_by_caller
-        if request.arrival is None:
+    ) -> bool:
+        """Open a request that begins to wait, as `PrometheusSink.arrived` describes."""
+        with self._lock:
+            request = self._of(request_id)
+            if request.arrival is not None:
+                return False
+            request.is_scoring, request.is_ended_by_caller = is_scoring, is_ended_by_caller
             request.arrival = self._clock()
+            return True
 
     def fetch(self, request_id: int) -> None:
         """Record that GetInferenceRequests returns a request."""

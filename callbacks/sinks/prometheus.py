@@ -107,14 +107,17 @@ class PrometheusSink:
 
     def arrived(
         self, request_id: int, *, is_scoring: bool = False, is_ended_by_caller: bool = False
-    ) -> None:
+    ) -> bool:
         """Report that a client's request begins to wait, before GetInferenceRequests can return it.
+
+        If an earlier request with this id has arrived and not ended, nothing changes, and the
+        result is False.
 
         With `is_scoring`, the request scores its prompt, and its generated tokens do not count.
         With `is_ended_by_caller`, the application may end the request for reasons that the manager
         does not know. Unless it fails, the request then counts as ended only after `ends_as`.
         """
-        self.requests.arrive(
+        return self.requests.arrive(
             request_id, is_scoring=is_scoring, is_ended_by_caller=is_ended_by_caller
         )
 

@@ -7,9 +7,10 @@ import json
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
+from responding import whole
 from running_server import wait_for
 
-from gptmanager.errors import ConfigError
+from gptmanager.errors import ConfigError, DuplicateRequestIdError
 from gptmanager.server.engine.call import Call
 from gptmanager.server.engine.engine import EngineRequest
 from gptmanager.server.engine.metrics import ServerMetrics
@@ -105,6 +106,30 @@ def test_a_refused_request_is_not_open(server):
         metrics.submit(99, refuse)
 
     assert metrics.requests.num_open == 0
+
+
+def test_a_refused_duplicate_changes_nothing_of_the_request_with_its_id(server):
+    metrics = server.engine.metrics
+    before = metrics.requests.finished["length"]
+
+    def refuse():
+        raise DuplicateRequestIdError("no")
+
+    metrics.submit(99, lambda: None, is_ended_by_caller=True)
+    with pytest.raises(DuplicateRequestIdError):
+        metrics.submit(99, refuse, is_try=True)
+    metrics.respond(99, whole([1, 2]), True, "")
+    assert metrics.requests.num_open == 1  # the caller has not called `cancel` yet
+    metrics.ends_as(99, None)
+    assert metrics.requests.num_open == 0
+    assert metrics.requests.finished["length"] == before + 1
+
+    before = metrics.requests.finished.get("error", 0)
+    metrics.submit(99, lambda: None)
+    with pytest.raises(DuplicateRequestIdError):
+        metrics.submit(99, refuse, is_try=True)
+    metrics.respond(99, [], True, "AdapterError: no")  # an error of a request that is not a try
+    assert metrics.requests.finished["error"] == before + 1
 
 
 def test_a_prefix_that_cannot_be_is_refused(server):

@@ -21,7 +21,7 @@ from starlette.routing import BaseRoute, Route
 
 from gptmanager import NamedTensor
 from gptmanager.callbacks import AsyncRequestQueue, Generation, PrometheusSink
-from gptmanager.errors import AdapterError, DuplicateRequestIdError, error_class
+from gptmanager.errors import AdapterError, error_class
 from gptmanager.server.engine.restored_responses import RestoredResponses
 from gptmanager.server.http.request_log import RequestLog
 from gptmanager.server.settings import ServerSettings
@@ -77,23 +77,23 @@ class ServerMetrics(PrometheusSink):
     ) -> Generation:
         """Count the request as waiting, and call `submit`.
 
-        If `submit` raises, the count is undone. After a DuplicateRequestIdError the count is kept,
-        because it belongs to the earlier request with this id.
+        If `submit` raises, the count is undone. If another request with this id waits or runs,
+        nothing changes, because the count belongs to that request.
 
         With `is_try`, the request names an adapter that the cache may have evicted. If the adapter
         is missing, this try is not counted, because the caller resubmits the request with the
         adapter's weights. For `is_scoring` and `is_ended_by_caller`, see `PrometheusSink.arrived`.
         """
-        self.arrived(request_id, is_scoring=is_scoring, is_ended_by_caller=is_ended_by_caller)
-        if is_try:
+        flags = {"is_scoring": is_scoring, "is_ended_by_caller": is_ended_by_caller}
+        is_new = self.arrived(request_id, **flags)
+        if is_new and is_try:
             self._tries.add(request_id)
         try:
             return submit()
-        except DuplicateRequestIdError:
-            raise  # another request with this id waits or runs
         except BaseException:
-            self._tries.discard(request_id)
-            self.withdraw(request_id)
+            if is_new:  # otherwise another request with this id waits or runs
+                self._tries.discard(request_id)
+                self.withdraw(request_id)
             raise
 
     def cancel(
