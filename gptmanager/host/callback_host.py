@@ -196,15 +196,15 @@ class CallbackHost:
             Latch().wait(_POLL_S)
             waited_s += _POLL_S
         self.receiver.owe_returned(only_plain=timeout is not None)
-        owed = self.receiver.owed
+        owed, text = self.receiver.owed, response_text(error)
         lost = owed.beyond(())
-        self.journal.note_ends(lost, response_text(error))
+        self.journal.note_ends(lost, text)
         for request_id in lost:
             if owed.settle(request_id) and self._send is not None:
-                # the loop's thread may use `timers.send`
-                with self._guarded(CallbackTimer("SendResponse")):
-                    answer = self._send(request_id, [], True, response_text(error))
-                    check_answer("SendResponse", answer)
+                # the loop's thread may time a call with `timers.send`
+                with self._guarded(CallbackTimer("SendResponse")) as raised:
+                    check_answer("SendResponse", self._send(request_id, [], True, text))
+                self.timers.send.errors += len(raised)
         return True
 
     def stop_all(self, loop: TokenLoop) -> int:

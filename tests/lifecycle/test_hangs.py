@@ -207,6 +207,27 @@ def test_a_step_that_hangs_ends_the_manager_and_nothing_follows(gate, caplog):
     assert set(answered) <= set(ids)
 
 
+def test_a_send_that_raises_on_the_watchdogs_thread_is_counted(gate):
+    class Failing(Host):
+        def send_response(self, *response):
+            super().send_response(*response)
+            raise ConnectionError("the client has gone")
+
+    def script(history):
+        gate.is_armed = True
+        gate()
+        return next_token(history)
+
+    host = Failing(gate)
+    manager = start(host, script, **BUDGET)
+    host.submit(request(1, [1], 9), request(2, [1], 9))
+    assert manager.wait(10)
+    gate.open()
+    end_thread(manager)
+    each_has_one_final(host, {1, 2})
+    assert manager.health().callbacks["SendResponse"].errors == 2
+
+
 class SlowToAnswer(Host):
     """While it gets the first error, the step that hung returns, and the loop's thread ends."""
 
