@@ -133,26 +133,37 @@ class WeightUpdates:
                 raise SleepError("sleep: the manager is asleep already")
 
         self._calls.agree("sleep", check)
+        self.is_asleep = True  # also after an error, until all that was released is restored
         try:
             self._calls.agree("sleep", lambda: self._release_weights(keep_weights))
+            # not earlier: if the weights cannot be saved on a rank, no rank loses its cache
+            self._release_cache()
         except BaseException:
-            self._restore_weights()
+            self._restore()
+            self.is_asleep = False
             raise
-        self._runner.release()
-        self.is_asleep = True
+
+    def _release_cache(self) -> None:
         self._cached.recompute()
         self._cached.clear()
+        self._calls.agree("sleep", self._runner.release)
 
     def wake(self, loop: TokenLoop) -> None:
         """Allocate the memory again; see `GptManager.wake`."""
-        self._calls.run("wake", loop, lambda: self._calls.agree("wake", self._wake))
+        self._calls.run("wake", loop, self._wake)
 
     def _wake(self) -> None:
-        if not self.is_asleep:
-            raise SleepError("wake: the manager is not asleep")
+        def restore() -> None:
+            if not self.is_asleep:
+                raise SleepError("wake: the manager is not asleep")
+            self._restore()
+
+        self._calls.agree("wake", restore)
+        self.is_asleep = False  # on all ranks or on none
+
+    def _restore(self) -> None:
         self._restore_weights()
         self._runner.restore()
-        self.is_asleep = False
 
     def _release_weights(self, keep: bool) -> None:
         if self._weights is None:

@@ -111,6 +111,36 @@ def test_a_call_that_another_rank_does_not_make_changes_nothing(two, checkpoint)
     assert [one.state for one in it.managers] == [ManagerState.RUNNING] * 2
 
 
+def failing_once(monkeypatch, runner, name):
+    """Make the method raise on its first call."""
+
+    def fail():
+        monkeypatch.undo()
+        raise MemoryError("planted")
+
+    monkeypatch.setattr(runner, name, fail)
+
+
+@pytest.mark.parametrize("rank", range(2))
+def test_memory_that_one_rank_cannot_release_or_allocate_leaves_all_alike(two, rank):
+    it, output = two
+    first = output()
+    it.host.submit(request(90, PROMPT, 60, is_streaming=True))
+    while not it.host.of(90):
+        pass
+    for name in ("sleep", "wake"):
+        runner = it.managers[rank]._worker.updates._runner
+        with pytest.MonkeyPatch.context() as patch:
+            failing_once(patch, runner, "release" if name == "sleep" else "restore")
+            found = on_all(it, lambda _, one, name=name: getattr(one, name)())
+        assert type(found[rank]) is MemoryError and type(found[1 - rank]) is RankError
+        assert [one.is_asleep for one in it.managers] == [name == "wake"] * 2
+        assert on_all(it, lambda _, one, name=name: getattr(one, name)()) == [None] * 2
+    it.host.final(90, 60)
+    assert output() == first
+    assert [one.audit().ok for one in it.managers] == [True] * 2
+
+
 class PausingHost(RecordingCallbacks):
     """Pauses its manager after the first token of each request."""
 
