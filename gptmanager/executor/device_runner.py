@@ -154,6 +154,7 @@ class DeviceRunner(Runner):
     def restore(self) -> None:
         with self.stream:
             super().restore()
+            self._forget_graphs()  # the weights may have new addresses, even if this pool has not
             self._record_graphs()
             self.stream.synchronize()
 
