@@ -8,9 +8,9 @@ closed.
 from __future__ import annotations
 
 import asyncio
-import re
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import httptools
@@ -24,13 +24,6 @@ MAX_HEAD_BYTES = 1 << 16  # limit for request line and headers together, and for
 MAX_PIPELINED = 64  # requests of a connection that wait for an earlier answer
 _THIS_MACHINE = ("127.0.0.1", 0)
 _LINGER_S = 2.0  # how long a refused client may go on writing
-# The header Upgrade is removed. Java's client offers HTTP/2 with this header in each request, and
-# the parser would then drop the request's body.
-_UPGRADE = re.compile(rb"\r\nupgrade:[^\r\n]*", re.IGNORECASE)
-# The end of a piece of a head, if the header Upgrade or the end of the head may begin there.
-_BEGUN = re.compile(
-    rb"\r(\n(\r|upgrade:[^\r\n]{0,64}|upgrade|upgrad|upgra|upgr|upg|up|u)?)?\Z", re.IGNORECASE
-)
 
 
 class HttpProtocol(HttpToolsProtocol):
@@ -57,7 +50,6 @@ class HttpProtocol(HttpToolsProtocol):
         self._part_bytes = 0  # bytes of the head or the trailers that the parser has reported
         self._unreported_bytes = 0  # bytes received since the parser's last callback
         self._is_in_head = True
-        self._held = b""  # received bytes of a head that the parser does not have yet
         self._is_whole = True  # every request that has begun has arrived completely
         self._arriving: Any = None  # the last of `_unanswered`, while its body arrives
         self._drops_input = False  # further input is dropped
@@ -103,14 +95,10 @@ class HttpProtocol(HttpToolsProtocol):
     def data_received(self, data: bytes) -> None:
         if self._drops_input:
             return
-        if self._is_in_head:
-            data = self._without_upgrade(data)
         self._unreported_bytes += len(data)
         try:
-            self.parser.feed_data(data)
-        except httptools.HttpParserUpgrade:
-            self.cycle.keep_alive = False  # the bytes that follow belong to another protocol
-            self._drops_input = True
+            while data:
+                data = self._parse(data)
         except httptools.HttpParserError as error:
             cause = error.__context__
             not_http = ApiError(400, "the request must be HTTP/1.1", code="invalid_http")
@@ -119,12 +107,33 @@ class HttpProtocol(HttpToolsProtocol):
             if self._unreported_bytes > MAX_HEAD_BYTES and not self.transport.is_closing():
                 self._refuse(_too_large())
 
-    def _without_upgrade(self, data: bytes) -> bytes:
-        """Remove the header Upgrade from a piece of a head; hold back an end that fits `_BEGUN`."""
-        head, end, rest = (self._held + data).partition(b"\r\n\r\n")
-        begun = None if end else _BEGUN.search(head)
-        self._held = b"" if begun is None else begun[0]
-        return _UPGRADE.sub(b"", head.removesuffix(self._held)) + end + rest
+    def _parse(self, data: bytes) -> bytes:
+        """Parse `data`, and return what must be parsed next.
+
+        The parser stops behind a head with the header Upgrade, and would drop the request's body.
+        Java's client offers HTTP/2 with this header in each request. Such a head is parsed again
+        without the header, by a new parser: the old one may regard the connection as closed.
+        """
+        try:
+            self.parser.feed_data(data)
+        except httptools.HttpParserUpgrade as stop:
+            if not self._has_upgrade:  # CONNECT: the bytes that follow belong to another protocol
+                self.cycle.keep_alive = False
+                self._drops_input = True
+                return b""
+            version = self.parser.get_http_version().encode()
+            head = [b"%b %b HTTP/%b\r\n" % (self.parser.get_method(), self.url, version)]
+            head += [b"%b: %b\r\n" % pair for pair in self.headers if pair[0] != b"upgrade"]
+            self.parser = httptools.HttpRequestParser(self)
+            with suppress(AttributeError):  # httptools before 0.6.3
+                self.parser.set_dangerous_leniencies(lenient_data_after_close=True)
+            return b"".join([*head, b"\r\n", data[stop.args[0] :]])
+        return b""
+
+    @property
+    def _has_upgrade(self) -> bool:
+        """Whether the parser stops behind the current head because of its header Upgrade."""
+        return self.parser.should_upgrade() and self.parser.get_method() != b"CONNECT"
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
@@ -147,6 +156,8 @@ class HttpProtocol(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         self._is_in_head = False
         self._part_bytes = self._unreported_bytes = 0
+        if self._has_upgrade:
+            return
         if len(self.pipeline) >= MAX_PIPELINED:
             raise ApiError(
                 400,
@@ -167,6 +178,8 @@ class HttpProtocol(HttpToolsProtocol):
         self._unreported_bytes = 0
 
     def on_message_complete(self) -> None:
+        if self._has_upgrade:
+            return
         super().on_message_complete()
         self._is_in_head = self._is_whole = True
         self._arriving = None
