@@ -254,7 +254,7 @@ def test_a_pattern_that_the_parser_cannot_read_is_left_out_if_lenient(parser):
 
 
 def test_references_by_pointer_anchor_and_address():
-    schema = {
+    root = {
         "$id": "http://x.test/root.json",
         "$defs": {
             "a": {"$id": "part.json", "$defs": {"i n": {"const": 1}}},
@@ -263,10 +263,13 @@ def test_references_by_pointer_anchor_and_address():
         },
         "items": [{"const": 2}],
     }
-    references = SchemaReferences(schema)
-    parts = schema["$defs"]
+    parts = root["$defs"]
+
+    def target(reference):
+        references = SchemaReferences({**root, "not": {"$ref": reference}})
+        return references.target(references.schema["not"]["$ref"])
+
     for reference, part, pointer in (
-        ("#", schema, "#"),
         ("#/items/0", {"const": 2}, "#/items/0"),
         ("root.json#/items/0", {"const": 2}, "#/items/0"),
         ("#here", parts["b"], "#/$defs/b"),
@@ -274,9 +277,43 @@ def test_references_by_pointer_anchor_and_address():
         ("part.json", parts["a"], "#/$defs/a"),
         ("http://x.test/part.json#/$defs/i%20n", {"const": 1}, "#/$defs/a/$defs/i n"),
     ):
-        assert references.target(reference) == (part, pointer)
+        assert target(reference) == (part, pointer)
+    assert target("#")[1] == target("root.json")[1] == "#"
     for wrong in ("#/items/9", "#/none", "#none", "other.json", 5):
-        assert references.target(wrong) is None
+        assert target(wrong) is None
+
+
+@pytest.mark.parametrize("base", ["http://x.test/root.json", "urn:uuid:1", None])
+def test_references_are_relative_to_the_address_of_the_enclosing_part(parser, base):
+    """jsonschema, which resolves references itself, decides what fits."""
+    inner = {
+        "$id": "http://x.test/sub/inner.json",
+        "$defs": {"x": {"const": "inner"}, "default": {"const": "named"}},
+        "prefixItems": [
+            {"$ref": "item.json"},
+            {"$ref": "#/$defs/x"},
+            {"$ref": "#/$defs/default"},
+            {"$ref": "../item.json"},
+        ],
+        "type": "array",
+        "minItems": 4,
+        "items": False,
+    }
+    schema = {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        "type": "object",
+        "properties": {"default": inner, "r": {"$ref": "#/$defs/x"}},
+        "required": ["default", "r"],
+        "additionalProperties": False,
+        "$defs": {
+            "x": {"const": "root"},
+            "near": {"$id": "http://x.test/sub/item.json", "const": "near"},
+            "far": {"$id": "http://x.test/item.json", "const": "far"},
+        },
+    }
+    schema |= {} if base is None else {"$id": base}
+    matcher, unenforced = compiled(parser, schema)
+    assert unenforced == [] and check_texts(parser, schema, matcher, unenforced, 3) == 3
 
 
 def test_the_page_lists_the_keywords_of_the_code():

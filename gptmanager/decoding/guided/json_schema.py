@@ -104,7 +104,7 @@ class SchemaReader:
             raise ValueError(f"the schema is {shown(schema)}, expected an object, true or false")
         try:
             self._references = SchemaReferences(schema)
-            root = self._read(schema, "#")
+            root = self._read(self._references.schema, "#")
             if self._definitions:
                 root = {**root, "$defs": self._definitions}
             return json.dumps(root)

@@ -8,52 +8,63 @@ from urllib.parse import unquote, urldefrag, urljoin
 
 # Keywords that do not change what a schema with a reference permits.
 _ANNOTATIONS = frozenset({"$ref", "$defs", "definitions", "title", "description", "default"})
+# Keywords with values that are not schemas, and keywords with objects of schemas by name.
+_NOT_SCHEMAS = frozenset({"enum", "const", "default", "examples"})
+_MAPS = frozenset(
+    "properties patternProperties $defs definitions dependentSchemas dependencies".split()
+)
 
 
 class SchemaReferences:
-    """Finds the parts of one schema that its references point to."""
+    """Finds the parts of one schema that its references point to.
+
+    `schema`: a copy of the schema in which all references are absolute. References are relative to
+    the address of the enclosing part.
+    """
 
     def __init__(self, schema: Mapping[str, Any]) -> None:
-        self._base = ""
         self._anchors: dict[str, tuple[Any, str]] = {}
-        self._find_anchors(schema, "", "#")
+        self.schema: dict[str, Any] = self._absolute(dict(schema), "", "#")
 
-    def _find_anchors(self, part: Any, base: str, at: str) -> None:
-        """Record each part of the schema that has an address or an anchor.
+    def _absolute(self, part: Any, base: str, at: str, is_map: bool = False) -> Any:
+        """Return a copy of a part with absolute references, and record its address and anchors.
 
-        `base` is the address of the enclosing part, and `at` the JSON pointer of `part`.
+        `base` is the address of the enclosing part, and `at` the JSON pointer of `part`. `is_map`:
+        the keys of `part` are names of properties or definitions, not keywords.
         """
         if isinstance(part, list):
-            for index, one in enumerate(part):
-                self._find_anchors(one, base, f"{at}/{index}")
+            return [self._absolute(one, base, f"{at}/{index}") for index, one in enumerate(part)]
         if not isinstance(part, dict):
-            return
-        for name in ("$id", "id"):
+            return part
+        copy: dict[str, Any] = {}
+        for name in () if is_map else ("$id", "id"):
             if isinstance(part.get(name), str):
-                base = urljoin(base, part[name])
-                self._anchors[base.removesuffix("#")] = part, at
+                base = _joined(base, part[name])
+                self._anchors[base.removesuffix("#")] = copy, at
         if isinstance(part.get("$anchor"), str):
-            self._anchors[f"{urldefrag(base).url}#{part['$anchor']}"] = part, at
+            self._anchors[f"{urldefrag(base).url}#{part['$anchor']}"] = copy, at
         if at == "#":
-            self._anchors.setdefault("", (part, at))
-            self._base = base
+            self._anchors.setdefault("", (copy, at))
         for name, value in part.items():
-            if name not in ("enum", "const", "default", "examples"):
-                self._find_anchors(value, base, f"{at}/{escaped(name)}")
+            if is_map or name not in _NOT_SCHEMAS:
+                value = self._absolute(
+                    value, base, f"{at}/{escaped(name)}", not is_map and name in _MAPS
+                )
+            if name == "$ref" and isinstance(value, str):
+                value = _joined(base, value)
+            copy[name] = value
+        return copy
 
     def target(self, reference: Any) -> tuple[Any, str] | None:
-        """Return the part of the schema that `reference` points to, and the part's JSON pointer.
+        """Return the part of `schema` that `reference` points to, and the part's JSON pointer.
 
         Return None if the part does not exist.
         """
         if not isinstance(reference, str):
             return None
-        address = urljoin(self._base, reference) if not reference.startswith("#") else reference
-        if reference.startswith("#"):
-            address = f"{urldefrag(self._base).url}{reference}"
-        if address.removesuffix("#") in self._anchors:
-            return self._anchors[address.removesuffix("#")]
-        document, pointer = urldefrag(address)
+        if reference.removesuffix("#") in self._anchors:
+            return self._anchors[reference.removesuffix("#")]
+        document, pointer = urldefrag(reference)
         if document not in self._anchors or not pointer.startswith("/"):
             return None
         part, at = self._anchors[document]
@@ -85,6 +96,13 @@ class SchemaReferences:
 def escaped(name: str) -> str:
     """Escape a name for a JSON pointer."""
     return name.replace("~", "~0").replace("/", "~1")
+
+
+def _joined(base: str, reference: str) -> str:
+    """Return the absolute address of a reference; `urljoin` would drop a base such as a URN."""
+    if reference.startswith("#"):
+        return f"{urldefrag(base).url}{reference}"
+    return urljoin(base, reference)
 
 
 def _index(text: str) -> int:
