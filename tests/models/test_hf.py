@@ -87,6 +87,19 @@ def test_what_attention_over_pages_cannot_compute_is_refused(name: str) -> None:
         through_transformers(new_network(name))
 
 
+def test_logits_that_cannot_be_compared_are_refused() -> None:
+    network = new_network("llama")
+    with torch.no_grad():
+        network.model.embed_tokens.weight[0] = torch.nan
+    with pytest.raises(ConfigError, match="its logits are NaN while attention returns zeros"):
+        through_transformers(network)
+    network = new_network("phi")
+    with torch.no_grad():
+        network.lm_head.bias[5] = -torch.inf  # a token that is never generated
+    (logits,) = in_pieces(through_transformers(network), prompts(19))
+    assert (logits[:, 5] == -torch.inf).all() and logits[:, 6:].isfinite().all()
+
+
 def test_a_model_with_attention_of_its_own_is_told_what_is_needed() -> None:
     with pytest.raises(ConfigError) as caught:
         through_transformers(new_network("falcon"))

@@ -46,7 +46,10 @@ def probe(network: nn.Module, holder: StepHolder, num_layers: int) -> list[Call]
         _check_call(network, call)
     # While attention returns zeros, the first token must not change the logits of the others.
     others, same = (it[0, 1:].float() for it in logits)
-    if (others - same).abs().max() > _TOLERANCE * same.abs().max():
+    if others.isnan().any() or same.isnan().any():
+        raise _refusal(network, "its logits are NaN while attention returns zeros")
+    largest = same.nan_to_num(0, 0, 0).abs().max().item()
+    if not torch.allclose(others, same, rtol=0, atol=_TOLERANCE * largest):
         why = "tokens change each other outside of attention: a layer may have a state"
         raise _refusal(network, why)
     return calls
