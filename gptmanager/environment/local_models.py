@@ -6,6 +6,7 @@ Nothing is downloaded, and no model is read.
 from __future__ import annotations
 
 import glob
+import json
 import os
 import re
 import sys
@@ -16,6 +17,7 @@ from typing import NamedTuple
 
 _ROOT = Path(__file__).resolve().parents[2]
 _REPOSITORY = "models--"
+_SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _PART = re.compile(r"(.+)-(\d{5})(-of-\d{5}\.gguf)")  # the name of a file of a split model
 
 
@@ -31,10 +33,10 @@ class LocalModel(NamedTuple):
 
     @property
     def num_bytes(self) -> int:
-        """Return the size of the model's weight files in bytes."""
+        """Return the size in bytes of the weight files that loading reads."""
         files = [self.path]
         if self.path.is_dir():
-            files = [*self.path.glob("*.safetensors"), *self.path.glob("*.gguf")]
+            files = _files_of_folder(self.path)
         elif (part := _PART.fullmatch(self.path.name)) is not None:
             files = [*self.path.parent.glob(f"{glob.escape(part[1])}-?????{part[3]}")]
         return sum(file.stat().st_size for file in files if file.is_file())
@@ -111,7 +113,8 @@ def _infos_of_packages() -> Iterator[Path]:
 def _cached() -> Iterator[LocalModel]:
     """Yield the checkpoint folders and GGUF files in each repository's snapshot of `main`.
 
-    A single GGUF model in a checkpoint folder is left out, because the folder is a model itself.
+    A folder with GGUF files is a checkpoint only if it also has safetensors. A single GGUF model in
+    such a folder is left out, because the folder is a model itself.
     """
     for repository in sorted(_hub_cache().glob(f"{_REPOSITORY}*")):
         name = repository.name.removeprefix(_REPOSITORY).replace("--", "/")
@@ -122,11 +125,23 @@ def _cached() -> Iterator[LocalModel]:
         folder = repository / "snapshots" / Path(commit).name
         names = {file: _model_name(file.name) for file in sorted(folder.glob("*.gguf"))}
         found = {file: own for file, own in names.items() if own is not None}
-        if (folder / "config.json").is_file():
+        is_checkpoint = not found or any((folder / name).is_file() for name in (_SINGLE, _INDEX))
+        if is_checkpoint and (folder / "config.json").is_file():
             yield LocalModel(name, "hub cache", folder)
             found = {} if len(found) == 1 else found
         for file, own in found.items():
             yield LocalModel(name if len(found) == 1 else f"{name}/{own}", "hub cache", file)
+
+
+def _files_of_folder(folder: Path) -> list[Path]:
+    """Return the weight files of a checkpoint folder, which may have copies in other formats."""
+    if (folder / _SINGLE).is_file():
+        return [folder / _SINGLE]
+    try:
+        index = json.loads((folder / _INDEX).read_bytes())
+        return sorted({folder / name for name in index["weight_map"].values()})
+    except (OSError, ValueError, LookupError, TypeError, AttributeError):
+        return []  # loading fails, and names the reason
 
 
 def _model_name(file: str) -> str | None:

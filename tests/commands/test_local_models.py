@@ -57,6 +57,24 @@ def test_models_of_the_checkout_and_the_cache_are_found(cache: Path) -> None:
     assert find_model("org/broken") is None
 
 
+def test_only_files_that_loading_reads_are_counted(cache: Path) -> None:
+    def sizes() -> dict[str, int]:
+        return {it.name: it.num_bytes for it in local_models() if it.name.startswith("org/f")}
+
+    folder = cache / "models--org--folder" / "snapshots" / "abc"
+    (folder / "model.Q4_0.gguf").write_text("123")
+    (folder / "consolidated.safetensors").write_text("1234567")
+    assert sizes() == {"org/folder": 5}
+    (folder / "model.safetensors").rename(folder / "model-00001-of-00001.safetensors")
+    assert sizes() == {"org/folder": 3}  # the GGUF file: without an index, there is no checkpoint
+    weight_map = {"weight_map": {"a": "model-00001-of-00001.safetensors"}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(weight_map))
+    assert sizes() == {"org/folder": 5}
+    for odd in ('{"weight_map": 5}', '{"weight_map": {"a": 5}}', "[", "[]", "{}"):
+        (folder / "model.safetensors.index.json").write_text(odd)
+        assert sizes() == {"org/folder": 0}
+
+
 def test_models_of_packages_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     info = tmp_path / "llm_x-1.2.dist-info"
     info.mkdir()
