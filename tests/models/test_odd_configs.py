@@ -55,6 +55,11 @@ CASES: list[tuple[str, dict[str, Any], str]] = [
     ("llama4_text", {"rope_theta": 0.0}, f"config.json: rope_theta = 0.0: must be {POSITIVE}"),
     ("gemma3_text", {"attn_logit_softcapping": 5.0}, "attn_logit_softcapping = 5.0: not supported"),
     ("qwen3_next", {"hidden_act": "gelu"}, "hidden_act = 'gelu': must be 'silu' with linear atten"),
+    (
+        "gemma4_text",  # transformers changes the last layer to full attention
+        {"layer_types": ["sliding_attention"] * 4},
+        "must be 'full_attention' for the last layer",
+    ),
     ("mistral", {"sliding_window": 0}, "sliding_window = 0: must be a positive integer"),
     ("gpt_neox", {"rotary_emb_base": 1}, "config.json: rotary_emb_base = 1: must be more than 1"),
     ("exaone4", {"sliding_window_pattern": "LLX"}, "pattern = 'LLX': must be a number, or letters"),

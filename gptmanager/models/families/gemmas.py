@@ -55,6 +55,9 @@ def _network(fields: Fields) -> Mapping[str, Any]:
 
 def _attention(fields: Fields, layer: int) -> Mapping[str, Any]:
     found = {"scale": 1.0, **_heads(fields, layer)}
+    is_full = fields.layer_type(layer) == FULL
+    if layer == fields.size("num_hidden_layers") - 1 and not is_full:
+        raise fields.error("layer_types", f"must be {FULL!r} for the last layer")
     first = _first_shared(fields)
     if layer >= first:
         kind = fields.layer_type(layer)
@@ -63,7 +66,6 @@ def _attention(fields: Fields, layer: int) -> Mapping[str, Any]:
             need = f"no earlier layer of {kind} has the same heads as layer {layer}"
             raise fields.error("num_kv_shared_layers", need)
         return {**found, "kv_layer": same}
-    is_full = fields.layer_type(layer) == FULL
     return {**found, "keys_as_values": is_full and fields.flag("attention_k_eq_v")}
 
 
