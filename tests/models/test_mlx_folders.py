@@ -9,7 +9,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from family_runs import family_folder
+from checkpoints import PagedDriver
+from family_runs import expected, family_folder, tokens
+from rank_threads import World
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -21,9 +23,10 @@ SAME = [
     *("llama", "mistral", "qwen2", "qwen3", "phi3", "olmo2", "cohere", "stablelm", "starcoder2"),
     *("gemma", "gemma2", "gemma3_text", "smollm3 tied"),
 ]
+MIXTURES = [
+    *("mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "glm4_moe", "minimax_m2", "deepseek_v2"),
+]
 CHANGED = {
-    "qwen3_moe": "tensors are unknown: model.layers.0.mlp.switch_mlp.down_proj.weight",
-    "mixtral": "tensors are unknown: model.layers.0.block_sparse_moe.switch_mlp.down_proj.weight",
     "qwen3_next": "tensors are unknown: model.layers.0.mlp.switch_mlp.down_proj.weight",
     "qwen3_5_text": r"linear_attn.conv1d.weight has shape \[128, 4, 1\]",
     "gpt2": "tensors are unknown: model.h.0.attn.c_attn.bias",
@@ -77,6 +80,22 @@ def test_a_family_with_the_same_tensors_is_read(name: str, tmp_path: Path) -> No
     ours, theirs = (load_model(it, kernels=Kernels()) for it in (family_folder(name), folder))
     for key in ours.weights:
         assert torch.equal(ours.weights.tensor(key), theirs.weights.tensor(key))
+
+
+@pytest.mark.parametrize("name", MIXTURES)
+@pytest.mark.every(3)
+def test_experts_that_mlx_stacks_are_read(name: str, tmp_path: Path) -> None:
+    folder = mlx_folder(name, tmp_path)
+    assert any("switch_mlp.gate_proj" in key for key in load_file(folder / "model.safetensors"))
+    sequence = tokens(30, 4)
+    exact = expected(name, sequence)
+
+    def logits(collectives=None):
+        model = load_model(folder, collectives=collectives)
+        return PagedDriver(model, 1).forward([(0, sequence)])
+
+    for found in (logits(), World(2, 1).run(logits)[0]):
+        assert (found - exact).abs().max() < 2e-4 * exact.std()
 
 
 @pytest.mark.parametrize("name", CHANGED)

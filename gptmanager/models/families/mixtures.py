@@ -27,6 +27,10 @@ _BY_EXPERT = {
     "expert_down": "mlp.experts.{}.down_proj",
 }
 EXPERTS = {**_DENSE, "router": "mlp.gate", **_BY_EXPERT}
+# as MLX names the experts of a layer
+_SWITCHED = {f"switched_{it}": f"switch_mlp.{it}_proj.weight" for it in ("gate", "up", "down")}
+SWITCHED = {part: f"mlp.{name}" for part, name in _SWITCHED.items()}
+_SWITCHED_BLOCK = {part: f"block_sparse_moe.{name}" for part, name in _SWITCHED.items()}
 STACKED = {"stacked_up": "mlp.experts.gate_up_proj", "stacked_down": "mlp.experts.down_proj"}
 _SHARED_HALVES = {
     "shared_gate_proj": "mlp.shared_experts.gate_proj",
@@ -60,6 +64,7 @@ _GLM4_MOE = replace(
     BIASED_ATTENTION,
     title="GLM-4.5, 4.6",
     tensors=llama_names(**EXPERTS, **SHARED, correction="mlp.gate.e_score_correction_bias"),
+    other_tensors=layer_names(**SWITCHED),
     defaults=llama_fields(
         norm_eps=1e-5,
         max_position_embeddings=131072,
@@ -84,6 +89,7 @@ _QWEN3_MOE = replace(
     LLAMAS["qwen3"],
     title="Qwen3-MoE",
     tensors=llama_names(**EXPERTS),
+    other_tensors=layer_names(**SWITCHED),
     spellings={**LLAMAS["qwen3"].spellings, "num_experts": "num_local_experts"},
     defaults={
         **LLAMAS["qwen3"].defaults,
@@ -102,6 +108,7 @@ _OLMOE = replace(
     BIASED_ATTENTION,
     title="OLMoE",
     tensors=llama_names(**{**EXPERTS, "gate": None, "up": None, "down": None}),
+    other_tensors=layer_names(**SWITCHED),
     defaults=llama_fields(
         norm_eps=1e-5,
         max_position_embeddings=4096,
@@ -134,6 +141,7 @@ MIXTURES: Mapping[str, Family] = {
         LLAMAS["mistral"],
         title="Mixtral",
         tensors=llama_names(**_BLOCK),
+        other_tensors=layer_names(**_SWITCHED_BLOCK),
         defaults=llama_fields(
             norm_eps=1e-5,
             rope_theta=1e6,
@@ -154,6 +162,7 @@ MIXTURES: Mapping[str, Family] = {
             shared_down="mlp.shared_expert.down_proj",
             shared_gate="mlp.shared_expert_gate",
         ),
+        other_tensors=layer_names(**SWITCHED),
         defaults={
             **LLAMAS["qwen2"].defaults,
             "num_key_value_heads": 16,
@@ -182,6 +191,7 @@ MIXTURES: Mapping[str, Family] = {
             transposed_up="mlp.experts.gate_up_proj",
             transposed_down="mlp.experts.down_proj",
         ),
+        other_tensors={},
         defaults={
             **_QWEN3_MOE.defaults,
             "max_position_embeddings": 128000,
@@ -313,6 +323,7 @@ MIXTURES: Mapping[str, Family] = {
         PLAIN,
         title="MiniMax-M2",
         tensors=llama_names(**_BLOCK, correction="block_sparse_moe.e_score_correction_bias"),
+        other_tensors=layer_names(**_SWITCHED_BLOCK),
         defaults=llama_fields(
             rope_theta=5e6,
             max_position_embeddings=196608,

@@ -19,7 +19,9 @@ from gptmanager.models.spec import Attention, Latent, Layer, ModelSpec
 Order = tuple[tuple[int, int, int], ...]
 
 _ROTATED = ("q", "k")
-_STACKED = ("stacked", "stacked_transposed")  # [expert, out, in] and [expert, in, out]
+_HALVES = ("stacked_gate", "stacked_up")  # halves of the rows of each expert
+# [expert, out, in] and [expert, in, out]; the table has the complete names of these tensors
+_STACKED = ("stacked", *_HALVES, "stacked_transposed")
 _NUMBER = re.compile(r"\.\d+(?=\.)")
 
 
@@ -107,7 +109,7 @@ def _order(runs: Sequence[Run]) -> Order:
 
 def _tensor_name(name: str, layer: int, kind: str, part: str | None) -> str:
     """Return the name of a tensor of a module in a layer. `kind`: ".weight", ".bias" or ""."""
-    if part in _STACKED:  # the table has the complete names
+    if part in _STACKED:
         kind = ""
     elif part == "mixed":  # gpt-oss
         kind = {".weight": "", ".bias": "_bias"}.get(kind, kind)
@@ -329,17 +331,22 @@ def _experts(
     assert experts is not None
     count = experts.count
     each = shape[0] // count
-    if part in _STACKED:
+    if part in _HALVES:
+        half, offset = each // 2, each // 2 * _HALVES.index(part)
+        starts = (each * number + offset for number in range(count))
+        runs = tuple(Run(range(n * half, n * half + half), row) for n, row in enumerate(starts))
+        yield theirs, Place(parameter, runs=runs, stacked=count)
+    elif part in _STACKED:
         yield theirs, Place(parameter, stacked=count, transposed=part != "stacked")
     elif part == "mixed":  # [expert, in, out], and rows of gate and up alternate
         is_matrix = len(shape) == 2
-        runs = []
+        mixed = []
         if "experts_up" in parameter:
             for start in range(0, shape[0], each):
                 end, half = start + each, each // 2
-                runs += [Run(range(start, end, 2), start)]
-                runs += [Run(range(start + 1, end, 2), start + half)]
-        yield theirs, Place(parameter, runs=tuple(runs), stacked=count, transposed=is_matrix)
+                mixed += [Run(range(start, end, 2), start)]
+                mixed += [Run(range(start + 1, end, 2), start + half)]
+        yield theirs, Place(parameter, runs=tuple(mixed), stacked=count, transposed=is_matrix)
     else:
         size = each // 2 if part in ("gate", "up") else each
         offset = size if part == "up" else 0
