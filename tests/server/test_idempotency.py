@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 import signal
+import socket
 import threading
 
 import httpx
@@ -92,6 +93,34 @@ def test_a_key_is_bound_to_its_body_and_to_its_api_key(server):
     assert other.json()["error"]["code"] == "idempotency_key_reused"
     own = post(server, "/v1/completions", {**body, "max_tokens": 3}, "bound", secret="secret-2")
     assert own.status_code == 200 and own.json()["id"] != first["id"]
+
+
+@pytest.mark.parametrize("is_pipelined", [True, False])
+def test_the_key_of_a_call_is_not_that_of_the_next_one_on_its_connection(server, is_pipelined):
+    """The first body is so large that the server stops and resumes reading."""
+
+    def call(prompt, user, more=""):
+        body = json.dumps({"prompt": prompt, "max_tokens": 4, "user": user})
+        head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nX-Api-Key: secret-1\r\n"
+        return f"{head}{more}Content-Length: {len(body)}\r\n\r\n{body}".encode()
+
+    def answer(reader):
+        while (line := reader.readline()) != b"\r\n":
+            name, _, value = line.partition(b":")
+            if name.lower() == b"content-length":
+                length = int(value)
+        return json.loads(reader.read(length))["choices"][0]["text"]
+
+    host, port = server.url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port)), timeout=20) as connection:
+        with connection.makefile("rb") as reader:
+            connection.sendall(
+                call("17 + 25 =", "x" * 200_000, f"Idempotency-Key: {is_pipelined}\r\n")
+            )
+            first = None if is_pipelined else answer(reader)
+            connection.sendall(call(STORY, "x"))
+            first = answer(reader) if is_pipelined else first
+            assert first == " 42" and answer(reader) != first
 
 
 @pytest.mark.parametrize("key", ["", "x" * 256, "a b"])

@@ -66,12 +66,18 @@ def reused() -> ApiError:
 
 
 class IdempotencyGuard:
-    """ASGI middleware that sets `current` to the key of a call with the header Idempotency-Key."""
+    """ASGI middleware that sets `current` to the key of a call with the header Idempotency-Key.
+
+    For all other calls, `current` is None.
+    """
 
     def __init__(self, app: ASGIApp, keys: ServerKeys, current: ContextVar[CallKey | None]) -> None:
         self._app, self._keys, self._current = app, keys, current
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        # A task may inherit the context of an earlier request of its connection: uvicorn starts the
+        # next pipelined request, and resumes reading, in the task that has sent an answer.
+        self._current.set(None)
         headers = dict(scope["headers"]) if scope["type"] == "http" else {}
         given = headers.get(_HEADER)
         if given is None or scope["method"] != "POST" or scope["path"] not in PATHS:
