@@ -155,7 +155,13 @@ def _rope(
         raise metadata.error(f"{prefix}rope.scaling.type", "must be none, linear, yarn or longrope")
     factors = _factors(header)
     if factors is not None:
-        short, long = factors
+        if kind == "yarn":
+            raise metadata.error(f"{prefix}rope.scaling.type", "not supported with rope_freqs")
+        # llama.cpp divides by these divisors and by the linear factor
+        linear = 1 if kind == "none" or factor in (None, 0) else factor
+        if not isinstance(linear, int | float):
+            raise metadata.error(f"{prefix}rope.scaling.factor", "must be a number")
+        short, long = ([number * linear for number in numbers] for numbers in factors)
         scaling = {
             "rope_type": "longrope",
             "short_factor": short,

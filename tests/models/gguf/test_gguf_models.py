@@ -25,6 +25,7 @@ from packed_logits import packed_logits, random_tokens, reference
 from gptmanager import GptManager, KvCacheConfig, ModelType, OptionalParams
 from gptmanager.assembly import loading
 from gptmanager.callbacks import RequestQueue
+from gptmanager.errors import ConfigError
 from gptmanager.kernels import plain
 from gptmanager.kernels.gemm.int4_matrix import Int4Matrix
 from gptmanager.models import load_model
@@ -73,6 +74,20 @@ def test_rope_factors_of_llama_3_are_honored(tmp_path: Path) -> None:
 
     assert factors.max() > 3
     assert logits_error(path, model) < 1e-4
+
+    scaled = {**tensors, "rope_freqs.weight": (0, factors / 4)}
+    for kind in ("linear", None, "longrope"):  # the frequencies are divided by the factor, too
+        own = {"llama.rope.scaling.factor": 4.0}
+        own |= {} if kind is None else {"llama.rope.scaling.type": kind}
+        path = write_gguf(tmp_path / "b.gguf", {**metadata, **own}, scaled)
+        assert logits_error(path, model) < 1e-4
+    for own, told in (
+        ({"llama.rope.scaling.type": "yarn"}, "scaling.type = 'yarn': not supported with rope_fr"),
+        ({"llama.rope.scaling.factor": "4"}, "scaling.factor = '4': must be a number"),
+    ):
+        path = write_gguf(tmp_path / "b.gguf", {**metadata, **own}, scaled)
+        with pytest.raises(ConfigError, match=told):
+            load_model(path)
 
 
 @pytest.mark.parametrize(
