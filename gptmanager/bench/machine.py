@@ -87,20 +87,23 @@ def card() -> dict[str, Any]:
         "driver_cuda": _dotted(runtime.driverGetVersion()),
         "cuda_runtime": _dotted(runtime.runtimeGetVersion()),
         "torch_cuda": torch.version.cuda,
-        **_smi(),
+        **_smi(str(properties.uuid)),
     }
 
 
-def _smi() -> dict[str, str]:
-    """Return fields of the first GPU that `nvidia-smi` lists, or {} without `nvidia-smi`."""
+def _smi(uuid: str) -> dict[str, str]:
+    """Return the fields that `nvidia-smi` has for a GPU; {} if it does not list this GPU."""
     program = shutil.which("nvidia-smi")
     if program is None:
         return {}
-    query = f"--query-gpu={','.join(_SMI)}"
+    query = f"--query-gpu=uuid,{','.join(_SMI)}"
     command = [program, query, "--format=csv,noheader"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
-    values = done.stdout.strip().partition("\n")[0].split(", ")
-    return dict(zip(_SMI.values(), values, strict=True)) if len(values) == len(_SMI) else {}
+    for line in done.stdout.splitlines():
+        own, *values = line.split(", ")
+        if own.removeprefix("GPU-") == uuid.removeprefix("GPU-") and len(values) == len(_SMI):
+            return dict(zip(_SMI.values(), values, strict=True))
+    return {}
 
 
 def cache_bytes() -> int:

@@ -41,7 +41,7 @@ from gptmanager.bench.kernels.kernel_runs import run_case
 from gptmanager.bench.kernels.matmul_cases import matmul_cases
 from gptmanager.bench.kernels.paged_rows import attention_flops, paged_rows
 from gptmanager.bench.kernels.sampling_cases import refused_share
-from gptmanager.bench.machine import find_gpu
+from gptmanager.bench.machine import card, find_gpu
 from gptmanager.bench.roofline import Ceilings
 from gptmanager.bench.table import kernel_table
 from gptmanager.bench.timing import Budget, DeviceTimer, Spread
@@ -650,6 +650,29 @@ def test_a_device_that_cupy_does_not_find(monkeypatch):
         ConfigError, match="^no CUDA device for kernels: CuPy is not there; buy one"
     ):
         find_gpu("buy one")
+
+
+def test_a_report_describes_the_gpu_in_use(tmp_path, monkeypatch):
+    program = tmp_path / "nvidia-smi"
+    program.write_text("#!/bin/sh\necho GPU-a1, 580.1, 1410, 300\necho GPU-b2, 580.1, 1980, 700\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    found = SimpleNamespace(
+        name="B",
+        total_memory=2**30,
+        multi_processor_count=4,
+        major=9,
+        minor=0,
+        uuid="b2",
+        L2_cache_size=1,
+    )
+    runtime = SimpleNamespace(driverGetVersion=lambda: 13000, runtimeGetVersion=lambda: 13000)
+    cupy = SimpleNamespace(cuda=SimpleNamespace(runtime=runtime))
+    monkeypatch.setattr("gptmanager.bench.machine.find_cupy", lambda: cupy)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda: found)
+    assert card().items() >= {"name": "B", "clock": "1980", "power_limit": "700"}.items()
+    found.uuid = "c3"  # `nvidia-smi` does not list it
+    assert "clock" not in card()
 
 
 @pytest.mark.gpu
