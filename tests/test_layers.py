@@ -30,6 +30,9 @@ lifecycle/                    states of a manager; clocks, logging, child proces
     child_loop                the loop of a child process that answers questions (no torch)
     child_process             a child process with limited time and memory (no torch)
     latch                     an event that signal handlers may wait for (no torch)
+    condition                 a wait for a change, which an exception may interrupt (no torch)
+    latched_future            a future with waits that an exception may interrupt (no torch)
+    threads                   a start of a thread, which an exception may interrupt (no torch)
     watchdog                  detects a callback that exceeds its time limit
     state                     states of a manager, and its health
 arguments                     checks of constructor arguments, by name (no torch)

@@ -21,6 +21,8 @@ from gptmanager import GptManager, ManagerState
 from gptmanager.callbacks.live_page.rows import GENERATION, PAUSED, WAITING, LiveRows, ranges
 from gptmanager.callbacks.live_page.tap import LiveTap
 from gptmanager.errors import ManagerDeadError, response_text
+from gptmanager.lifecycle.latch import Latch
+from gptmanager.lifecycle.threads import start_thread
 from gptmanager.manager.inspection import Explanation
 from gptmanager.scheduler.wait_reasons import WaitReason
 
@@ -79,7 +81,7 @@ class LiveFeed:
         self._viewers: set[Viewer] = set()
         self._left = 0.0  # when the last viewer left
         self._thread: threading.Thread | None = None
-        self._ended = threading.Event()
+        self._ended = Latch()
         self._frames: deque[bytes] = deque(maxlen=_MAX_FRAMES)
         self._num_frames = 0  # number of all frames since the start, also of those dropped
         self._tap, self._rows = LiveTap(), LiveRows()
@@ -99,7 +101,7 @@ class LiveFeed:
             self._viewers.add(viewer)
             if self._thread is None:
                 self._thread = threading.Thread(target=self._follow, name="live-page", daemon=True)
-                self._thread.start()
+                start_thread(self._thread)
         return viewer
 
     def leave(self, viewer: Viewer) -> None:

@@ -24,7 +24,10 @@ from urllib.parse import urlsplit
 from gptmanager import GptManager
 from gptmanager.callbacks.live_page.feed import TICK_S, LiveFeed, Viewer
 from gptmanager.environment.loopback import is_loopback
+from gptmanager.lifecycle.latch import Latch
+from gptmanager.lifecycle.threads import start_thread
 
+_LOOK_UP_S = 0.05  # interval at which the server checks whether it is to end
 _TIMEOUT_S = 10.0  # a client that neither reads nor writes for this time is disconnected
 _MAX_OTHERS = 16  # connections in addition to one for each viewer
 
@@ -100,9 +103,9 @@ class LivePage:
     def close(self) -> None:
         """End the server and all viewers. Idempotent."""
         self._feed.close()
-        server, self._server = self._server, None
-        if server is not None:
-            server.end()
+        if self._server is not None:
+            self._server.end()
+            self._server = None
 
     def __enter__(self) -> LivePage:
         return self
@@ -158,15 +161,19 @@ class _Server(ThreadingHTTPServer):
         self.is_local = is_loopback(address[0])
         self._free_connections = threading.BoundedSemaphore(max_connections)
         super().__init__(address, _Handler)
-        self._thread = threading.Thread(
-            target=self.serve_forever, args=(0.05,), name="live-page-server", daemon=True
-        )
-        self._thread.start()
+        self.timeout = _LOOK_UP_S
+        self._ended = Latch()
+        self._thread = threading.Thread(target=self._serve, name="live-page-server", daemon=True)
+        start_thread(self._thread)
+
+    def _serve(self) -> None:
+        while not self._ended.is_set:  # `shutdown` of the base class waits for a `threading.Event`
+            self.handle_request()
 
     def end(self) -> None:
-        self.shutdown()
-        self.server_close()
+        self._ended.set()
         self._thread.join()
+        self.server_close()
 
     def process_request(self, request: Any, client_address: Any) -> None:
         if self._free_connections.acquire(blocking=False):

@@ -78,7 +78,7 @@ class AsyncRequestQueue(RequestQueue):
             await asyncio.to_thread(self._texts.load)
         generation = self._take(prompt, max_new_tokens, request_id, by_name, stop)
         turn = self._wakeups.waiter()
-        with self._changed:
+        with self._lock:
             self._turns.append(turn)  # before the first attempt: no wake-up is missed
         try:
             while not self._is_taken(generation, turn):
@@ -87,7 +87,7 @@ class AsyncRequestQueue(RequestQueue):
             self._release([generation.request_id])
             raise
         finally:
-            with self._changed:
+            with self._lock:
                 self._turns.remove(turn)
             self._wake_first()
         self._notify()
@@ -136,6 +136,6 @@ class AsyncRequestQueue(RequestQueue):
         return True
 
     def _wake_first(self) -> None:
-        with self._changed:
+        with self._lock:
             if self._turns:
                 self._turns[0].wake()

@@ -10,6 +10,7 @@ from contextlib import suppress
 
 from gptmanager import GptManager
 from gptmanager.errors import ManagerDeadError
+from gptmanager.lifecycle.threads import start_thread
 
 _JOIN_TIMEOUT_S = 5.0
 _WAIT_S = 0.5  # the longest time for which the watcher holds a reference to the manager
@@ -25,10 +26,14 @@ class Attachment:
     """
 
     def __init__(self, manager: GptManager, on_end: Callable[[ManagerDeadError], None]) -> None:
+        for method in ("notify", "wait"):
+            if not callable(getattr(manager, method, None)):
+                kind = type(manager).__name__
+                raise TypeError(f"attach() takes a GptManager: {kind} has no method {method}")
         self._manager = weakref.ref(manager)
         self._on_end = on_end
         self._watcher = threading.Thread(target=self._watch, name="request-queue", daemon=True)
-        self._watcher.start()
+        start_thread(self._watcher)
 
     def notify(self) -> None:
         """Wake an idle manager. Do nothing if it is dead: the watcher then closes the queue."""

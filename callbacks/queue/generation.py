@@ -12,6 +12,7 @@ import copy
 import os
 import threading
 from collections.abc import AsyncIterator, Callable, Generator, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeVar
 
@@ -27,6 +28,8 @@ from gptmanager.callbacks.queue.result import (
 from gptmanager.callbacks.queue.wakeups import AsyncWaiter, AsyncWakeups
 from gptmanager.callbacks.text.stopped_text import StoppedText
 from gptmanager.errors import ManagerDeadError
+from gptmanager.lifecycle.condition import Condition
+from gptmanager.lifecycle.latched_future import LatchedFuture
 
 _Item = TypeVar("_Item", int, str)
 
@@ -58,7 +61,7 @@ class ReadPosition:
     is_at_end: bool = False
 
 
-class Generation(concurrent.futures.Future[GenerationResult]):
+class Generation(LatchedFuture[GenerationResult]):
     """The handle of a request, returned by `RequestQueue.submit`.
 
     The handle is a `concurrent.futures.Future`: `result(timeout)` returns a `GenerationResult`, or
@@ -113,8 +116,9 @@ class Generation(concurrent.futures.Future[GenerationResult]):
         )
         self._tokens: list[int] = []
         self._pieces: list[str] = []  # text that `StoppedText` has released
-        self._lock = threading.Lock()  # guards the fields below
-        self._news = threading.Condition(self._lock)
+        # guards the fields below; reentrant, because a signal handler may take it again
+        self._lock = threading.RLock()
+        self._news = Condition()
         self._async_waiters: list[AsyncWaiter] = []
         self._is_ending = False  # all tokens are set; the result is set next
         self._has_ended = False  # the result or the error is set
@@ -141,18 +145,24 @@ class Generation(concurrent.futures.Future[GenerationResult]):
 
         Raise ManagerDeadError in a forked process, where no manager answers.
         """
-        self._refuse_to_wait_in_fork()
+        self._check_process()
         return super().result(timeout)
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
-        self._refuse_to_wait_in_fork()
+        self._check_process()
         return super().exception(timeout)
 
-    def _refuse_to_wait_in_fork(self) -> None:
-        if os.getpid() != self._process and not self._has_ended:
+    def _check_process(self) -> None:
+        """Raise ManagerDeadError in a forked process, unless the request had ended before."""
+        if os.getpid() == self._process:
+            return
+        if not self._has_ended:
             raise ManagerDeadError(
                 f"request {self.request_id} is answered in process {self._process}, not in its fork"
             )
+        self._lock = threading.RLock()  # other threads may have held the locks at the fork
+        self.renew_lock()
+        self._process = os.getpid()
 
     # Reading --------------------------------------------------------------------------------
 
@@ -189,7 +199,7 @@ class Generation(concurrent.futures.Future[GenerationResult]):
         after the parts with the tokens that precede it. If there are several readers, each of them
         gets all tokens.
         """
-        self._refuse_to_wait_in_fork()
+        self._check_process()
         waiter, position = self.waiter(), ReadPosition()
         try:
             while not position.is_at_end:
@@ -218,11 +228,12 @@ class Generation(concurrent.futures.Future[GenerationResult]):
         This method never waits: `waiter` is woken when there is more, so that a caller can wait for
         several generations at once. Raise the error of the request after the last part.
         """
+        self._check_process()
         with self._lock:
+            if not (self._has_ended or waiter is None or waiter in self._async_waiters):
+                self._async_waiters.append(waiter)  # before reading: no wake-up is missed
             done = self._has_ended
             tokens = self._tokens[position.num_tokens :]
-            if not done and waiter is not None and waiter not in self._async_waiters:
-                self._async_waiters.append(waiter)
             if not done and (not tokens or self._is_ending):
                 return None
             position.num_tokens += len(tokens)
@@ -239,7 +250,7 @@ class Generation(concurrent.futures.Future[GenerationResult]):
         return GenerationPart(tokens, tensors, self.result(), text)
 
     def __await__(self) -> Generator[Any, None, GenerationResult]:
-        self._refuse_to_wait_in_fork()
+        self._check_process()
         return asyncio.wrap_future(self).__await__()
 
     def __enter__(self) -> Generation:
@@ -261,13 +272,12 @@ class Generation(concurrent.futures.Future[GenerationResult]):
     ) -> list[_Item]:
         """Wait for items after the first `seen` ones. Return them, or an empty list at the end."""
         if len(items) == seen:
-            self._refuse_to_wait_in_fork()
-        with self._news:
-            if not self._news.wait_for(lambda: len(items) > seen or self.done(), timeout):
-                raise concurrent.futures.TimeoutError(
-                    f"request {self.request_id}: no new {noun} in {timeout} s"
-                )
-            return items[seen:]
+            self._check_process()
+        if not self._news.wait_for(lambda: len(items) > seen or self.done(), timeout):
+            raise concurrent.futures.TimeoutError(
+                f"request {self.request_id}: no new {noun} in {timeout} s"
+            )
+        return items[seen:]
 
     def _forget(self, waiter: AsyncWaiter) -> None:
         with self._lock:
@@ -326,7 +336,8 @@ class Generation(concurrent.futures.Future[GenerationResult]):
 
     def _end(self, settle: Callable[[], None]) -> None:
         try:
-            settle()
+            with suppress(concurrent.futures.InvalidStateError):  # an interrupted call has ended it
+                settle()
         finally:
             with self._lock:
                 self._has_ended = self.done()

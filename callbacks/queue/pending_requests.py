@@ -1,7 +1,9 @@
 """`PendingRequests`: requests that wait for the manager, in the order of their priority.
 
 Requests of equal priority are in the order of their arrival. The class also checks the limits of
-the queue. It is not thread-safe.
+the queue. It is not thread-safe. But a signal handler may interrupt any method except `pop`, which
+the manager's thread calls, and may raise an exception or call other methods. Then the requests stay
+consistent, and `size` counts too little until the queue is empty.
 """
 
 from __future__ import annotations
@@ -44,20 +46,29 @@ class PendingRequests:
 
     def __init__(self, limits: dict[str, int | None] | None = None) -> None:
         self._limits = limits or dict.fromkeys(Size._fields)
-        self._levels: dict[float, OrderedDict[int, InferenceRequest]] = {}
-        self._level_of: dict[int, float] = {}
-        self._size_of: dict[int, Size] = {}
-        self.size = Size(0, 0, 0)
+        for name, limit in self._limits.items():
+            if limit is not None and limit < 1:
+                raise ValueError(f"{name} = {limit} must be at least 1, or None")
+        self._pending: dict[int, _Pending] = {}  # by request id
+        # the ids of each priority in the order of arrival; an interrupted method may leave more ids
+        self._levels: dict[float, OrderedDict[int, None]] = {}
+        self._tokens = self._bytes = 0
 
     def __len__(self) -> int:
-        return len(self._level_of)
+        return len(self._pending)
+
+    @property
+    def size(self) -> Size:
+        """The total size of the pending requests."""
+        return Size(len(self._pending), self._tokens, self._bytes)
 
     def push(self, request: InferenceRequest) -> None:
-        level = _level(request.priority)
-        self._levels.setdefault(level, OrderedDict())[request.request_id] = request
-        self._level_of[request.request_id] = level
-        size = self._size_of[request.request_id] = Size.of(request)
-        self.size = Size(*(have + more for have, more in zip(self.size, size, strict=True)))
+        request_id, size = request.request_id, Size.of(request)
+        pending = _Pending(request, _level(request.priority), size)
+        self._levels.setdefault(pending.level, OrderedDict())[request_id] = None
+        self._pending[request_id] = pending
+        self._tokens += size.tokens
+        self._bytes += size.bytes
 
     def excess(self, size: Size) -> str:
         """Describe the first limit that additional requests of `size` exceed; "" if they fit.
@@ -81,30 +92,50 @@ class PendingRequests:
         popped: list[InferenceRequest] = []
         while self._levels and len(popped) < count:
             level = max(self._levels)
-            requests = self._levels[level]
-            while requests and len(popped) < count:
-                request_id, request = requests.popitem(last=False)
-                del self._level_of[request_id]
-                self._forget_size(request_id)
-                popped.append(request)
-            if not requests:
+            ids = self._levels[level]
+            while ids and len(popped) < count:
+                request_id, _ = ids.popitem(last=False)
+                pending = self._pending.get(request_id)
+                if pending is not None and pending.level == level:
+                    self._remove(pending)
+                    popped.append(pending.request)
+            if not ids:
                 del self._levels[level]
         return popped
 
+    def clear(self) -> set[int]:
+        """Remove all requests, and return their ids."""
+        ids = set(self._pending)
+        self._pending.clear()
+        self._levels.clear()
+        self._tokens = self._bytes = 0
+        return ids
+
     def take(self, request_id: int) -> InferenceRequest | None:
         """Remove and return this request; None if it is not in the queue."""
-        level = self._level_of.pop(request_id, None)
-        if level is None:
+        pending = self._pending.get(request_id)
+        if pending is None or not self._remove(pending):
             return None
-        request = self._levels[level].pop(request_id)
-        if not self._levels[level]:
-            del self._levels[level]
-        self._forget_size(request_id)
-        return request
+        ids = self._levels.get(pending.level, OrderedDict())
+        ids.pop(request_id, None)
+        if not ids:
+            self._levels.pop(pending.level, None)
+        return pending.request
 
-    def _forget_size(self, request_id: int) -> None:
-        size = self._size_of.pop(request_id)
-        self.size = Size(*(have - less for have, less in zip(self.size, size, strict=True)))
+    def _remove(self, pending: _Pending) -> bool:
+        # subtracted first: a count that stayed too high would keep requests out for ever
+        self._tokens -= pending.size.tokens
+        self._bytes -= pending.size.bytes
+        is_found = self._pending.pop(pending.request.request_id, None) is not None
+        if not self._pending:
+            self._tokens = self._bytes = 0
+        return is_found
+
+
+class _Pending(NamedTuple):
+    request: InferenceRequest
+    level: float
+    size: Size
 
 
 def _level(priority: Any) -> float:

@@ -25,6 +25,7 @@ from gptmanager.callbacks.queue.result import cancelled_response
 from gptmanager.callbacks.queue.wakeups import AsyncWakeups
 from gptmanager.callbacks.text.checkpoint import TokenDefaults, ids_of
 from gptmanager.errors import CallbackError, DuplicateRequestIdError, ManagerDeadError
+from gptmanager.lifecycle.condition import Condition
 from gptmanager.manager.gpt_manager import before_steps
 
 _logger = logging.getLogger(__name__)
@@ -71,17 +72,16 @@ class RequestQueue:
             "max_pending_tokens": max_pending_tokens,
             "max_pending_bytes": max_pending_bytes,
         }
-        for name, limit in limits.items():
-            if limit is not None and limit < 1:
-                raise ValueError(f"{name} = {limit} must be at least 1, or None")
         self._defaults = TokenDefaults(ids_of(default_end_id), default_pad_id)
         self._exclude_input = exclude_input_in_output
         self._texts = OutputTexts(tokenizer)
         self._wakeups = AsyncWakeups()
         # guards all fields below; reentrant, because a signal handler may take it again
-        self._changed = threading.Condition(threading.RLock())
+        self._lock = threading.RLock()
+        self._changed = Condition()  # notified when there may be room, and by `close`
         self._pending = PendingRequests(limits)
         self._open: dict[int, Generation | None] = {}  # None: reserved, not queued yet
+        self._ending: set[Generation] = set()  # those of interrupted calls of `cancel` stay here
         self._stops: set[int] = set()
         self._ids = itertools.count(1)
         self._process = os.getpid()
@@ -173,9 +173,9 @@ class RequestQueue:
         those of `submit`, except for `timeout` and the errors about limits.
         """
         generation = self._take(prompt, max_new_tokens, request_id, by_name, stop)
-        with self._changed:
+        with self._lock:
             if self._closed_by is not None:
-                del self._open[generation.request_id]
+                self._open.pop(generation.request_id, None)
                 raise ManagerDeadError("the queue is closed") from self._closed_by
             self._open[generation.request_id] = generation
         return generation
@@ -189,20 +189,22 @@ class RequestQueue:
         """
         if self._is_forked:
             return False
-        with self._changed:
+        with self._lock:
             generation = self._open.get(request_id)
             if generation is None:
                 return False
+            self._ending.add(generation)
             pending = self._pending.take(request_id)
             if pending is None:
                 self._stops.add(request_id)
             else:
-                del self._open[request_id]
-                self._changed.notify_all()
+                self._open.pop(request_id, None)
         if pending is None:
             self._notify()
         else:
+            self._changed.notify_all()
             self._deliver(generation, cancelled_response(pending), True, "")
+        self._ending.discard(generation)
         return True
 
     def attach(self, manager: GptManager) -> None:
@@ -210,11 +212,7 @@ class RequestQueue:
 
         Raise TypeError for an object without `notify` or `wait`, ValueError for a second manager.
         """
-        for method in ("notify", "wait"):
-            if not callable(getattr(manager, method, None)):
-                kind = type(manager).__name__
-                raise TypeError(f"attach() takes a GptManager: {kind} has no method {method}")
-        with self._changed:
+        with self._lock:
             if self._attachment is not None:
                 raise ValueError("the queue is attached to a manager already")
             self._attachment = Attachment(manager, self.close)
@@ -232,19 +230,20 @@ class RequestQueue:
         """
         if self._is_forked:
             return
-        with self._changed:
-            if self._closed_by is None:
-                self._closed_by = error or ManagerDeadError(
-                    "the queue was closed before the request was answered"
-                )
-            reason = self._closed_by
-            never_fetched = {r.request_id for r in self._pending.pop(len(self._pending))}
-            failed = [generation for generation in self._open.values() if generation is not None]
-            self._stops.update(g.request_id for g in failed if g.request_id not in never_fetched)
+        with self._lock:
+            reason = self._closed_by = (self._closed_by or error) or ManagerDeadError(
+                "the queue was closed before the request was answered"
+            )
+            opened = list(self._open.values())
+            self._stops.update(set(self._open) - self._pending.clear())
+        self._changed.notify_all()
+        # if an exception interrupts this, a second call finds the handles that have not ended
+        for generation in (*opened, *self._ending):
+            if generation is not None and not generation.done():
+                generation.fail(reason)
+        with self._lock:
             self._open.clear()
-            self._changed.notify_all()
-        for generation in failed:
-            generation.fail(reason)
+            self._ending.clear()
         if self._attachment is not None:
             self._attachment.join()
 
@@ -261,10 +260,10 @@ class RequestQueue:
         self._loop_thread = threading.get_ident()
         if not len(self._pending):  # without the lock, because this runs in every iteration
             return []
-        with self._changed:
+        with self._lock:
             count = len(self._pending) if max_num_requests < 0 else max_num_requests
             requests = self._pending.pop(count)
-            self._changed.notify_all()
+        self._changed.notify_all()
         return requests
 
     def send_response(
@@ -275,7 +274,7 @@ class RequestQueue:
         A response to an id that is not open is ignored.
         """
         if is_final or error:
-            with self._changed:
+            with self._lock:
                 generation = self._open.pop(request_id, None)
                 self._stops.discard(request_id)
         else:
@@ -292,7 +291,7 @@ class RequestQueue:
         """
         if not self._stops:
             return frozenset()
-        with self._changed:
+        with self._lock:
             return frozenset(self._stops)
 
     # Inside ---------------------------------------------------------------------------------
@@ -339,7 +338,7 @@ class RequestQueue:
     def _take_id(self, request_id: int | None) -> int:
         if self._is_forked:
             raise ManagerDeadError(f"the queue works in process {self._process}, not in its fork")
-        with self._changed:
+        with self._lock:
             if request_id is None:
                 request_id = next(i for i in self._ids if i not in self._open)
             elif request_id in self._open:
@@ -348,8 +347,9 @@ class RequestQueue:
             return request_id
 
     def _release(self, request_ids: Iterable[int]) -> None:
-        with self._changed:
+        with self._lock:
             for request_id in request_ids:
+                self._pending.take(request_id)  # queued before an exception interrupted `_push`
                 self._open.pop(request_id, None)
 
     def _enqueue(self, generations: Sequence[Generation], timeout: float | None) -> None:
@@ -365,17 +365,20 @@ class RequestQueue:
         if threading.get_ident() == self._loop_thread:
             timeout = 0.0  # only this thread fetches requests
         size = Size.sum(Size.of(generation.request) for generation in generations)
-        with self._changed:
-            if not self._changed.wait_for(lambda: self._is_ready_to_take(size), timeout):
-                raise queue.Full(self._pending.excess(size))
-            if self._closed_by is not None:
-                raise ManagerDeadError("the queue is closed") from self._closed_by
-            for generation in generations:
-                self._open[generation.request_id] = generation
-                self._pending.push(generation.sent_request)
 
-    def _is_ready_to_take(self, size: Size) -> bool:
-        return self._closed_by is not None or not self._pending.excess(size)
+        def is_pushed() -> bool:
+            with self._lock:
+                if self._closed_by is not None:
+                    raise ManagerDeadError("the queue is closed") from self._closed_by
+                if self._pending.excess(size):
+                    return False
+                for generation in generations:
+                    self._open[generation.request_id] = generation
+                    self._pending.push(generation.sent_request)
+                return True
+
+        if not self._changed.wait_for(is_pushed, timeout):
+            raise queue.Full(self._pending.excess(size))
 
     def _deliver(
         self, generation: Generation, tensors: list[NamedTensor], is_final: bool, error: str
@@ -384,9 +387,8 @@ class RequestQueue:
             generation.deliver(tensors, is_final, error)
         except Exception as malformed:
             # if this were raised, the manager would end the request, but the handle would not end
-            with self._changed:
-                was_open = self._open.pop(generation.request_id, None) is not None
-                if was_open:
+            with self._lock:
+                if self._open.pop(generation.request_id, None) is not None:
                     self._stops.add(generation.request_id)
             if not generation.done():
                 failure = CallbackError(f"the response cannot be read: {malformed!r}")

@@ -9,8 +9,7 @@ import threading
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, TypeVar
 
 from gptmanager.assembly.assemble import assemble
@@ -25,7 +24,9 @@ from gptmanager.errors import quoted
 from gptmanager.host.callback_host import CallbackHost
 from gptmanager.host.ranked_host import alike
 from gptmanager.lifecycle.clock import monotonic
+from gptmanager.lifecycle.latched_future import LatchedFuture
 from gptmanager.lifecycle.state import ManagerState
+from gptmanager.lifecycle.threads import start_thread
 from gptmanager.manager.generation_control import GenerationControl
 from gptmanager.manager.inbox import Inbox
 from gptmanager.manager.loop_questions import bounded
@@ -110,18 +111,17 @@ class GptManager(GenerationControl):
             *(model_path, params, config, model_type, max_beam_width),
             *(self._host.timers.processor, functools.partial(connect, *own)),
         )
-        booted: Future[None] = Future()
+        booted: LatchedFuture[None] = LatchedFuture()
         run, name = functools.partial(self._worker.run, assembling, booted), "gptmanager-loop"
         self._thread = threading.Thread(target=run, name=name, daemon=True)
         own_thread, process = weakref.ref(self._thread), self._process
         self._at_exit = functools.partial(_end_at_exit, weakref.ref(self), own_thread, process)
         atexit.register(self._at_exit)
         try:
-            self._thread.start()
+            start_thread(self._thread)
             booted.result()
         except BaseException as error:
-            if isinstance(error, Exception) and self._thread.ident is None:  # it was not started
-                self._worker.fail_startup(error)
+            self._worker.fail_start(error)
             self.shutdown(drain=False)
             raise
 
@@ -174,7 +174,8 @@ class GptManager(GenerationControl):
         if not (self._lifecycle.is_abandoned or self._thread.ident is None):
             # The thread is on its last line. `join` alone would not suffice, because an interrupted
             # `join` marks a running thread as ended.
-            self._thread.join(_HANG_S)
+            with suppress(RuntimeError):  # an interrupted constructor may still start it
+                self._thread.join(_HANG_S)
         # else the thread hangs, or was never started
         atexit.unregister(self._at_exit)
         return True

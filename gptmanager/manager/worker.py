@@ -8,6 +8,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
+from contextlib import suppress
 
 from gptmanager.assembly.assemble import Assembly
 from gptmanager.config import OptionalParams
@@ -59,6 +60,7 @@ class Worker:
         self._calls = RankCalls(inbox, self._timer)
         self.updates = WeightUpdates(host.cached, self._calls)
         self._thread: threading.Thread | None = None
+        self._starts = [None]
         self.progress = Progress()
         self.steps = StepSignal()
         self.loop: TokenLoop | None = None
@@ -88,13 +90,15 @@ class Worker:
 
         `booted` gets its result when the loop is built, or the error if the loop cannot be built.
         """
+        if not self._is_first():
+            return
         self._thread = threading.current_thread()
         try:
             self.loop = loop = self._build(assemble())
             self._host.timers.all.append(loop.scheduler_timer)
             watchdog = self._ending.watch(loop)
         except BaseException as error:  # noqa: B036 - the manager's constructor raises it
-            self.fail_startup(error)
+            self._fail_startup(error)
             booted.set_exception(error)
             return
         self._lifecycle.move_to(ManagerState.RUNNING)
@@ -130,7 +134,19 @@ class Worker:
         self._calls.attach(assembly.ranks, loop)
         return loop
 
-    def fail_startup(self, error: BaseException) -> None:
+    def fail_start(self, error: BaseException) -> None:
+        """End the manager if the loop's thread has not begun to run; then it never will."""
+        if self._is_first():
+            self._fail_startup(error)
+
+    def _is_first(self) -> bool:
+        """Return True to one caller only: the loop's thread, or the one that could not start it."""
+        with suppress(IndexError):
+            self._starts.pop()
+            return True
+        return False
+
+    def _fail_startup(self, error: BaseException) -> None:
         """Release everything after an error in building the loop or starting its thread."""
         self._lifecycle.fail(error)
         self._ending.loop_host.stop(error)

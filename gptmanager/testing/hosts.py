@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gptmanager.lifecycle.condition import Condition
 from gptmanager.manager.gpt_manager import GptManager
 from gptmanager.memory.kv_pool import KvPool
 from gptmanager.models.batch import Batch
@@ -89,24 +90,25 @@ class RecordingCallbacks:
         self.responses: list[Response] = []
         self.statistics: list[str] = []
         self.rooms: list[int] = []  # max_num_requests of each GetInferenceRequests call
-        self._condition = threading.Condition()
+        self._lock = threading.RLock()
+        self._has_ended = Condition()  # notified at each final response
         self._waiting = list(requests)
         self._stops: set[int] = set()
 
     def submit(self, *requests: InferenceRequest) -> None:
         """Queue requests for GetInferenceRequests."""
-        with self._condition:
+        with self._lock:
             self._waiting.extend(requests)
         if self.manager is not None:
             self.manager.notify()
 
     def stop(self, *request_ids: int) -> None:
         """Let PollStopSignal return these ids until the requests' final responses."""
-        with self._condition:
+        with self._lock:
             self._stops.update(request_ids)
 
     def get_inference_requests(self, max_num_requests: int) -> list[InferenceRequest]:
-        with self._condition:
+        with self._lock:
             self.rooms.append(max_num_requests)
             count = len(self._waiting) if max_num_requests < 0 else max_num_requests
             taken, self._waiting = self._waiting[:count], self._waiting[count:]
@@ -115,14 +117,15 @@ class RecordingCallbacks:
     def send_response(
         self, request_id: int, tensors: Sequence[NamedTensor], is_final: bool, error: str
     ) -> None:
-        with self._condition:
+        with self._lock:
             self.responses.append(Response(request_id, dict(tensors), is_final, error))
             if is_final:
                 self._stops.discard(request_id)
-                self._condition.notify_all()
+        if is_final:
+            self._has_ended.notify_all()
 
     def poll_stop_signal(self) -> set[int]:
-        with self._condition:
+        with self._lock:
             return set(self._stops)
 
     def return_batch_manager_stats(self, record: str) -> None:
@@ -139,7 +142,7 @@ class RecordingCallbacks:
 
     def of(self, request_id: int) -> list[Response]:
         """Return the responses to a request, in order of arrival."""
-        with self._condition:
+        with self._lock:
             return [r for r in self.responses if r.request_id == request_id]
 
     def final(self, request_id: int, timeout: float = 10.0) -> Response:
@@ -147,10 +150,9 @@ class RecordingCallbacks:
 
         Raise TimeoutError if it does not arrive within `timeout` seconds.
         """
-        with self._condition:
-            finals = self._condition.wait_for(
-                lambda: [r for r in self.of(request_id) if r.is_final], timeout
-            )
+        finals = self._has_ended.wait_for(
+            lambda: [r for r in self.of(request_id) if r.is_final], timeout
+        )
         if not finals:
             raise TimeoutError(f"no final response to request {request_id} within {timeout} s")
         return finals[0]

@@ -97,8 +97,7 @@ def test_news_of_other_kinds_do_not_begin_the_timeout_again(cancellations):
 
     def notify():
         while not has_ended.wait(0.001):
-            with generation._news:
-                generation._news.notify_all()
+            generation._news.notify_all()
 
     reader = in_thread(next, generation.tokens(timeout=0.05))
     notifier = in_thread(notify)

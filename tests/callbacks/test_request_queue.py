@@ -190,7 +190,7 @@ def test_a_handler_may_call_what_it_interrupts_in_a_queue(queue):
     interrupted = threading.Event()
 
     def interrupt():
-        with queue._changed:  # as a submit that a signal interrupts
+        with queue._lock:  # as a submit that a signal interrupts
             first = queue.submit([1], 5)
             assert queue.submit([1], 5).request_id == first.request_id + 1
             assert first.cancel()
@@ -203,7 +203,7 @@ def test_a_handler_may_call_what_it_interrupts_in_a_queue(queue):
 
 def test_a_forked_child_does_not_wait_for_a_queue(queue):
     queue.submit([1], 5)
-    with queue._changed, warnings.catch_warnings():  # its lock will never be free there
+    with queue._lock, warnings.catch_warnings():  # its lock will never be free there
         warnings.simplefilter("ignore")  # Python 3.12 warns of threads
 
         def fork():

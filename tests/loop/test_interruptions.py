@@ -19,6 +19,7 @@ from itertools import count
 
 import pytest
 from fuzz import FUZZ
+from interrupting import in_a_thread
 from loop_driver import expected_output
 from shorthand import request, start
 
@@ -50,24 +51,6 @@ CALLS = {
     "exception": lambda manager: manager.exception,
     "wait": lambda manager: manager.wait(0.0005),
 }
-
-
-def in_a_thread(function, *arguments):
-    """Run, fail instead of hanging."""
-    raised = []
-
-    def run():
-        try:
-            function(*arguments)
-        except BaseException as error:  # noqa: B036 - raised in the test
-            raised.append(error)
-
-    thread = threading.Thread(target=run, daemon=True)
-    thread.start()
-    thread.join(20)
-    assert not thread.is_alive(), "it hangs"
-    if raised:
-        raise raised[0]
 
 
 def with_a_handler(call, handler):

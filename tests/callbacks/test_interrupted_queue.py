@@ -1,0 +1,111 @@
+"""A signal at any moment of a call of a queue: others can still call it, and all handles end.
+
+Its handler raises, as that of Ctrl-C does, or it calls the queue itself.
+"""
+
+import asyncio
+from concurrent.futures import TimeoutError
+from contextlib import suppress
+from itertools import count
+from queue import Full
+
+import pytest
+from interrupting import TIMEOUT_S, handled, in_a_thread, interrupted
+from responding import whole
+
+from gptmanager.callbacks import RequestQueue
+from gptmanager.callbacks.queue.generation import ReadPosition
+from gptmanager.errors import ManagerDeadError
+
+CALLS = {
+    "submit": lambda queue, runs, waits: queue.submit([5], 2, timeout=0.0),
+    "expect": lambda queue, runs, waits: queue.expect([5], 2, request_id=77),
+    "cancel": lambda queue, runs, waits: runs.cancel(),
+    "cancel a pending one": lambda queue, runs, waits: waits.cancel(),
+    "close": lambda queue, runs, waits: queue.close(),
+    "result": lambda queue, runs, waits: runs.result(0.0001),
+    "tokens": lambda queue, runs, waits: next(runs.tokens(0.0001)),
+    "next_part": lambda queue, runs, waits: runs.next_part(ReadPosition()),
+}
+
+
+def answer_all(queue):
+    """Act as the loop of a manager: return the ids that it has fetched."""
+    fetched = [request.request_id for request in queue.get_inference_requests(-1)]
+    for request_id in (1, *fetched):
+        queue.send_response(request_id, whole([5, 7, 8]), True, "")
+    return fetched
+
+
+def new_queue():
+    """A queue with a running and a pending request, which has room for one more."""
+    queue = RequestQueue(max_pending=2, max_pending_tokens=2)
+    handles = queue.submit([5], 2), queue.submit([5], 2)
+    queue.get_inference_requests(1)
+    return queue, *handles
+
+
+def calling(name, queue, runs, waits):
+    def call():
+        with suppress(TimeoutError, Full, ManagerDeadError):
+            CALLS[name](queue, runs, waits)
+
+    return call
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_an_interrupted_call_leaves_a_queue_that_all_others_can_use(name):
+    for point in count():
+        # Given a running and a pending request, When an interrupt comes at this point of a call
+        queue, *handles = new_queue()
+        is_reached = in_a_thread(interrupted, calling(name, queue, *handles), point)
+
+        # Then the loop can fetch and answer, others can submit, and `close` ends what is left
+        in_a_thread(answer_all, queue)
+        if name != "close":
+            again = in_a_thread(lambda queue=queue: queue.submit([5, 6], 2, timeout=TIMEOUT_S))
+            assert in_a_thread(answer_all, queue) == [again.request_id], point
+            assert again.done()
+        in_a_thread(queue.close)
+        assert all(handle.done() for handle in handles), point
+        assert queue.num_open == queue.num_pending == queue.num_pending_tokens == 0
+        if not is_reached:
+            break
+    assert point > 5
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_handler_may_close_the_queue_that_it_interrupts(name):
+    for point in count():
+        queue, *handles = new_queue()
+        is_reached = in_a_thread(handled, calling(name, queue, *handles), point, queue.close)
+
+        assert all(handle.done() for handle in handles) or not is_reached, point
+        in_a_thread(queue.close)
+        if not is_reached:
+            break
+    assert point > 5
+
+
+def test_a_handler_that_ends_a_request_wakes_the_task_that_it_interrupts():
+    """It runs while the task reads, and the task would wait for ever without a wake-up."""
+
+    async def read(point):
+        queue, runs, _ = new_queue()
+        position, waiter = ReadPosition(), runs.waiter()
+        found = []
+
+        def read_once():
+            with suppress(ManagerDeadError):
+                found.append(runs.next_part(position, waiter))
+
+        is_reached = handled(read_once, point, queue.close)
+        if found == [None] and is_reached:
+            await asyncio.wait_for(waiter.wait(), TIMEOUT_S)
+        queue.close()
+        return is_reached
+
+    points = count()
+    while in_a_thread(asyncio.run, read(next(points))):
+        pass
+    assert next(points) > 5

@@ -1,0 +1,55 @@
+"""Ctrl-C at any moment of `gptmanager run`: the loop can still report, and the manager ends."""
+
+import io
+import time
+from itertools import count
+
+from interrupting import TIMEOUT_S, in_a_thread, interrupted
+from loop_driver import next_token
+from shorthand import params
+
+from gptmanager import GptManager, ManagerState, ModelType
+from gptmanager.callbacks import RequestQueue, fan_out
+from gptmanager.run import watch
+from gptmanager.run.progress_display import ProgressDisplay
+from gptmanager.run.requests_file import read_requests
+from gptmanager.run.results_file import Results
+from gptmanager.terminal.redrawn_lines import RedrawnLines
+from gptmanager.testing import ScriptedModel
+
+
+def slowly(history):
+    time.sleep(0.001)  # so that the run waits several times
+    return next_token(history)
+
+
+def test_an_interrupt_of_a_run_leaves_no_lock_that_the_loop_needs(monkeypatch):
+    monkeypatch.setattr(watch, "_REFRESH_S", 0.0003)
+    queue = RequestQueue()
+    recorder = watch.Recorder(queue, is_watched=True)
+    manager = GptManager(
+        ScriptedModel(slowly, vocab_size=100, max_position_embeddings=128),
+        ModelType.INFLIGHT_FUSED_BATCHING,
+        get_inference_requests_cb=recorder.get_inference_requests,
+        send_response_cb=fan_out(queue.send_response, recorder.see_response),
+        optional_params=params(),
+    )
+    queue.attach(manager)
+    for point in count():
+        # Given the run of one request, When an interrupt comes at this point
+        text = b'{"request_id": %d, "input_ids": [5]}' % point
+        lines = [*read_requests([text], None, max_new_tokens=2)]
+        recorder.news.clear()
+        view = ProgressDisplay(RedrawnLines(io.StringIO()))
+        run = watch.Watch(recorder, Results(lines, None, None), view)
+        is_reached = in_a_thread(interrupted, lambda run=run: run.follow(queue), point)
+
+        # Then the loop reports the end of the request, and finds the queue empty
+        assert in_a_thread(manager.wait_idle, TIMEOUT_S), point
+        assert all(generation.done() for _, generation in run._generations.values()), point
+        if not is_reached:
+            break
+    in_a_thread(manager.shutdown)
+    in_a_thread(queue.close)
+    assert manager.state is ManagerState.STOPPED
+    assert point > 100
