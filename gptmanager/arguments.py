@@ -9,7 +9,7 @@ import operator
 from numbers import Integral
 from typing import Any, TypeVar
 
-from gptmanager.errors import ConfigError
+from gptmanager.errors import ConfigError, quoted
 
 _T = TypeVar("_T")
 
@@ -19,7 +19,7 @@ def at_least(low: int, name: str, value: Any, high: int | None = None) -> int:
     is_integer = isinstance(value, Integral) and not isinstance(value, bool)
     if not is_integer or value < low or (high is not None and value > high):
         limit = f"of at least {low}" if high is None else f"from {low} to {high}"
-        raise ConfigError(f"{name} = {value!r} must be an integer {limit}")
+        raise ConfigError(f"{name} = {quoted(value)} must be an integer {limit}")
     return int(value)
 
 
@@ -48,7 +48,7 @@ def as_token(value: Any) -> int:
 def flag(name: str, value: Any) -> bool:
     """Return `value`. Raise ConfigError unless it is a bool."""
     if not isinstance(value, bool):
-        raise ConfigError(f"{name} = {value!r} must be True or False")
+        raise ConfigError(f"{name} = {quoted(value)} must be True or False")
     return value
 
 

@@ -19,8 +19,8 @@ from gptmanager.assembly.attention_trial import (
     fastest,
 )
 from gptmanager.kernels.attention.attention_arguments import AttentionShape
-from gptmanager.kernels.provided import ProvidedKernels, Served, is_capturable, name_of
-from gptmanager.kernels.providers import AttentionProvider
+from gptmanager.kernels.provided import ProvidedKernels, Served
+from gptmanager.kernels.providers import AttentionProvider, answer_of, is_capturable, name_of
 from gptmanager.lifecycle.log import logger
 
 Agree = Callable[[Sequence[str]], Sequence[str]]
@@ -91,7 +91,10 @@ def _accepted(
     tokens_per_block: int,
 ) -> frozenset[AttentionShape]:
     """Return the shapes that a provider does not refuse, and log each reason of a refusal once."""
-    reasons = {it: provider.refusal(it, dtype, tokens_per_block) for it in shapes}
+    kinds = (str, type(None)), "None or a string"
+    reasons: dict[AttentionShape, str | None] = {
+        it: answer_of(provider, "refusal", (it, dtype, tokens_per_block), *kinds) for it in shapes
+    }
     for reason in dict.fromkeys(it for it in reasons.values() if it is not None):
         logger.warning(
             "our own kernels compute attention in place of the provider %s, in %d of %d kinds of "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from dataclasses import fields
 from enum import IntEnum
 from numbers import Integral, Real
@@ -16,7 +17,7 @@ from gptmanager.config import (
     PeftCacheManagerConfig,
     PromptLookup,
 )
-from gptmanager.errors import ConfigError
+from gptmanager.errors import ConfigError, quoted
 
 _NO_EFFECT = "it has no effect in this library"
 _LATER = "it is not supported yet"
@@ -117,12 +118,12 @@ def checked_fields(config: Any, cls: type, where: str) -> Any:
     invalid field.
     """
     if not isinstance(config, cls):
-        raise ConfigError(f"{where} = {config!r}, expected {cls.__name__}")
+        raise ConfigError(f"{where} = {quoted(config)}, expected {cls.__name__}")
     default = cls()
     for name, reason in _REFUSED.get(cls, {}).items():
         value = getattr(config, name)
         if not _equal(value, getattr(default, name)):
-            raise ConfigError(f"{cls.__name__}.{name} = {value!r} is refused: {reason}")
+            raise ConfigError(f"{cls.__name__}.{name} = {quoted(value)} is refused: {reason}")
     for name in (field.name for field in fields(cls)):
         value = getattr(config, name)
         if isinstance(getattr(default, name), bool) and (value is not None or name not in _OPEN):
@@ -138,8 +139,19 @@ def require_member(config: Any, name: str, enum: type[IntEnum]) -> None:
     value = getattr(config, name)
     if not isinstance(value, enum):
         raise ConfigError(
-            f"{type(config).__name__}.{name} must be a {enum.__name__}, got {value!r}"
+            f"{type(config).__name__}.{name} must be a {enum.__name__}, got {quoted(value)}"
         )
+
+
+def require_word(where: str, value: Any, allowed: Sequence[str | None]) -> None:
+    """Raise ConfigError unless `value` is a string, or None, and one of `allowed`.
+
+    Only strings are compared: an array of one string is equal to the string.
+    """
+    if not (value is None or isinstance(value, str)) or value not in allowed:
+        is_pair = len(allowed) == 2 and None not in allowed
+        words = " or ".join(map(repr, allowed)) if is_pair else f"one of {allowed}"
+        raise ConfigError(f"{where} = {quoted(value)} must be {words}")
 
 
 def require_range(
@@ -155,7 +167,7 @@ def require_range(
     kind, noun = (Real, "a number") if isinstance(low, float) else (Integral, "an integer")
     number = isinstance(value, kind) and not isinstance(value, bool)
     if not number or not low <= value <= high:  # also true for NaN
-        raise ConfigError(f"{where} = {value!r} must be {noun} from {low} to {high}")
+        raise ConfigError(f"{where} = {quoted(value)} must be {noun} from {low} to {high}")
 
 
 def _equal(value: Any, default: Any) -> bool:

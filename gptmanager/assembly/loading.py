@@ -9,8 +9,9 @@ from typing import Any
 
 import torch
 
+from gptmanager.assembly.provider_options import is_foreign
 from gptmanager.config import OptionalParams
-from gptmanager.errors import ConfigError
+from gptmanager.errors import ConfigError, quoted
 from gptmanager.kernels import CpuKernels, Kernels
 from gptmanager.kernels.gemm.int4_matrix import Int4Matrix
 from gptmanager.kernels.gemm.packed_matrix import Matrix, PackedMatrix, Quantized
@@ -187,9 +188,9 @@ def _refuse_for_transformers(params: OptionalParams, collectives: Collectives | 
     ):
         if value is not None:
             raise ConfigError(
-                f"OptionalParams.{name} = {value!r} is refused with a model that transformers "
-                "computes: leave the default, or use an architecture that model_backend = "
-                "'native' computes"
+                f"OptionalParams.{name} = {quoted(value)} is refused with a model that "
+                "transformers computes: leave the default, or use an architecture that "
+                "model_backend = 'native' computes"
             )
 
 
@@ -206,8 +207,8 @@ def _refuse_for_models(params: OptionalParams) -> None:
         ("OptionalParams.weights_dtype", params.weights_dtype),
         ("OptionalParams.head_dtype", params.head_dtype),
         ("KvCacheConfig.dtype", params.kv_cache_config.dtype),
-        ("OptionalParams.attention_provider", None if provider in ("own", "auto") else provider),
+        ("OptionalParams.attention_provider", provider if is_foreign(provider) else None),
         ("OptionalParams.linear_provider", params.linear_provider),
     ):
         if value is not None:
-            raise ConfigError(f"{name} = {value!r} has no effect on a Model object")
+            raise ConfigError(f"{name} = {quoted(value)} has no effect on a Model object")

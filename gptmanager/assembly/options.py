@@ -9,8 +9,13 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from gptmanager.assembly.field_checks import checked_fields, require_member, require_range
-from gptmanager.assembly.provider_options import settle_providers
+from gptmanager.assembly.field_checks import (
+    checked_fields,
+    require_member,
+    require_range,
+    require_word,
+)
+from gptmanager.assembly.provider_options import is_foreign, settle_providers
 from gptmanager.config import (
     DEVICE,
     CapacitySchedulerPolicy,
@@ -87,10 +92,7 @@ def _check_kv_cache(kv_cache: KvCacheConfig) -> None:
                 f"KvCacheConfig.{name} = {value!r} needs host_cache_size: it is an option of the "
                 "host cache"
             )
-    if kv_cache.host_swap not in ("auto", "always"):
-        raise ConfigError(
-            f"KvCacheConfig.host_swap = {kv_cache.host_swap!r} must be 'auto' or 'always'"
-        )
+    require_word("KvCacheConfig.host_swap", kv_cache.host_swap, ("auto", "always"))
     fraction = kv_cache.free_gpu_memory_fraction
     if fraction is not None and not (isinstance(fraction, float) and 0 < fraction < 1):
         raise ConfigError(
@@ -130,7 +132,7 @@ def _check_objects(params: OptionalParams) -> None:
     for name in ("recording_path", "black_box_path", "journal_path"):
         path = getattr(params, name)
         if path is not None and not isinstance(path, (str, os.PathLike)):
-            raise ConfigError(f"OptionalParams.{name} must be a path, got {path!r}")
+            raise ConfigError(f"OptionalParams.{name} must be a path, got {quoted(path)}")
     for name in ("restore_cb", "restore_processor_cb"):
         if (callback := getattr(params, name)) is not None:
             if params.journal_path is None:
@@ -147,17 +149,14 @@ def _check_modes(params: OptionalParams) -> None:
     chunked = params.enable_chunked_context
     if chunked is not None and not isinstance(chunked, bool):
         raise ConfigError(
-            f"OptionalParams.enable_chunked_context = {chunked!r} must be None, True or False"
+            f"OptionalParams.enable_chunked_context = {quoted(chunked)} must be None, True or False"
         )
-    sync, on_full = params.journal_sync, params.journal_on_full
-    if sync not in ("always", "never"):
+    sync = params.journal_sync
+    if not isinstance(sync, str) or sync not in ("always", "never"):
         require_range("OptionalParams.journal_sync", sync, 20, 1.0, 60e3, False)
-    if on_full not in ("refuse", "continue"):
-        raise ConfigError(
-            f"OptionalParams.journal_on_full = {on_full!r} must be 'refuse' or 'continue'"
-        )
-    if not isinstance(params.on_hang, str) or params.on_hang not in ("log", "fail"):
-        raise ConfigError(f"OptionalParams.on_hang = {params.on_hang!r} must be 'log' or 'fail'")
+    words = params.journal_on_full, ("refuse", "continue")
+    require_word("OptionalParams.journal_on_full", *words)
+    require_word("OptionalParams.on_hang", params.on_hang, ("log", "fail"))
     if params.on_hang == "fail" and params.step_budget_s is None:
         raise ConfigError(
             "OptionalParams.on_hang = 'fail' needs step_budget_s: with None no step counts as hung"
@@ -187,16 +186,15 @@ def _check_ranks(params: OptionalParams) -> None:
 def _settle_device(params: OptionalParams) -> None:
     """Convert `device` to a str, check it, and set the defaults that depend on it."""
     if params.device is not None:
-        params.device = str(params.device)  # the caller may pass a torch.device
+        params.device = _text(params.device)  # the caller may pass a torch.device
         if not DEVICE.fullmatch(params.device):
             raise ConfigError(
-                f"OptionalParams.device = {params.device!r} must be 'cpu', 'cuda', 'cuda:N' or "
-                "'emulator'"
+                f"OptionalParams.device = {quoted(params.device)} must be 'cpu', 'cuda', 'cuda:N' "
+                "or 'emulator'"
             )
     on_host = params.device in (None, "cpu")
     dtype = params.kv_cache_config.dtype
-    if dtype not in (None, "fp8"):
-        raise ConfigError(f"KvCacheConfig.dtype = {dtype!r} must be one of (None, 'fp8')")
+    require_word("KvCacheConfig.dtype", dtype, (None, "fp8"))
     if dtype is not None and on_host:
         raise ConfigError(
             f"KvCacheConfig.dtype = {dtype!r} is refused with OptionalParams.device = "
@@ -211,10 +209,9 @@ def _settle_device(params: OptionalParams) -> None:
 def _settle_dtypes(params: OptionalParams) -> None:
     """Convert `dtype` to a str. Check `dtype` and the other fields in `_CHOICES`."""
     if params.dtype is not None:
-        params.dtype = str(params.dtype).removeprefix("torch.")
+        params.dtype = _text(params.dtype).removeprefix("torch.")
     for name, allowed in _CHOICES.items():
-        if (value := getattr(params, name)) not in allowed:
-            raise ConfigError(f"OptionalParams.{name} = {value!r} must be one of {allowed}")
+        require_word(f"OptionalParams.{name}", getattr(params, name), allowed)
     if params.head_dtype is not None and params.weights_dtype != "int4":
         raise ConfigError(
             f"OptionalParams.head_dtype = {params.head_dtype!r} is refused with weights_dtype = "
@@ -227,6 +224,14 @@ def _settle_dtypes(params: OptionalParams) -> None:
         )
 
 
+def _text(value: Any) -> str:
+    """Return `str(value)`, or how an error quotes a value that cannot be written as a text."""
+    try:
+        return str(value)
+    except Exception:
+        return quoted(value)
+
+
 def check_arguments(
     model_type: Any, max_beam_width: Any, params: OptionalParams, scheduler_config: SchedulerConfig
 ) -> None:
@@ -235,11 +240,11 @@ def check_arguments(
     Raise ConfigError for the first invalid argument.
     """
     if not isinstance(model_type, ModelType):
-        raise ConfigError(f"model_type must be a ModelType, got {model_type!r}")
+        raise ConfigError(f"model_type must be a ModelType, got {quoted(model_type)}")
     if model_type is ModelType.V1:
         _check_lock_step(params, scheduler_config)
     if isinstance(max_beam_width, bool) or not isinstance(max_beam_width, int):
-        raise ConfigError(f"max_beam_width must be an integer, got {max_beam_width!r}")
+        raise ConfigError(f"max_beam_width must be an integer, got {quoted(max_beam_width)}")
     if max_beam_width < 1:
         raise ConfigError(f"max_beam_width = {max_beam_width} must be at least 1")
     if max_beam_width * params.max_batch_size > _MANY:
@@ -272,7 +277,7 @@ def _check_lock_step(params: OptionalParams, scheduler_config: SchedulerConfig) 
         ),
         "KvCacheConfig.enable_block_reuse = True": params.kv_cache_config.enable_block_reuse,
         "KvCacheConfig.max_attention_window": params.kv_cache_config.max_attention_window,
-        "OptionalParams.attention_provider": params.attention_provider not in ("own", "auto"),
+        "OptionalParams.attention_provider": is_foreign(params.attention_provider),
     }
     for name, is_set in contradictions.items():
         if is_set:

@@ -13,6 +13,11 @@ _ATTENTION = ("refusal", "attend_generation", "attend_context")
 _LINEAR = ("accepts", "__call__")
 
 
+def is_foreign(provider: Any) -> bool:
+    """Return whether a value of `attention_provider` demands attention that is not ours."""
+    return not isinstance(provider, str) or provider not in ("own", "auto")
+
+
 def settle_providers(params: OptionalParams) -> None:
     """Check both providers; "auto" becomes "own" where only our own kernels may run."""
     provider, linear = params.attention_provider, params.linear_provider

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -17,7 +18,14 @@ from gptmanager.kernels.attention.attention_arguments import (
 )
 from gptmanager.kernels.cpu import CpuKernels
 from gptmanager.kernels.gemm.packed_matrix import Matrix, PackedMatrix, Quantized
-from gptmanager.kernels.providers import AttentionProvider, AttentionRows, LinearProvider
+from gptmanager.kernels.providers import (
+    AttentionProvider,
+    AttentionRows,
+    LinearProvider,
+    answer_of,
+    is_capturable,
+    result_of,
+)
 from gptmanager.kernels.reference import Ints, Kernels
 
 
@@ -28,12 +36,9 @@ class Served(NamedTuple):
     generation: AttentionProvider | None = None
 
     @property
-    def calls(self) -> tuple[Any, Any]:
-        context, generation = self
-        return (
-            None if context is None else context.attend_context,
-            None if generation is None else generation.attend_generation,
-        )
+    def is_own(self) -> bool:
+        """Whether our own kernels compute both phases."""
+        return self.context is None and self.generation is None
 
 
 class _Phase(NamedTuple):
@@ -48,6 +53,7 @@ class _Phase(NamedTuple):
 
 
 _OWN = Served()
+_METHODS = "attend_context", "attend_generation"  # in the order of `Served`
 
 
 class ProvidedKernels(Kernels):
@@ -58,6 +64,7 @@ class ProvidedKernels(Kernels):
 
     _served: Mapping[AttentionShape, Served] = MappingProxyType({})
     _linear: LinearProvider | None = None
+    _accepted: dict[tuple[int, int, torch.dtype], bool]  # the answers of `LinearProvider.accepts`
 
     def use_attention(self, served: Mapping[AttentionShape, Served]) -> None:
         """Let providers compute attention of these shapes; call it before the first step."""
@@ -66,11 +73,12 @@ class ProvidedKernels(Kernels):
     @property
     def has_providers(self) -> bool:
         """Whether a provider computes attention of any shape."""
-        return any(map(any, self._served.values()))
+        return not all(it.is_own for it in self._served.values())
 
     def use_linear(self, provider: LinearProvider | None) -> None:
         """Let `provider` compute matmuls; call it before weights are loaded."""
         self._linear = provider
+        self._accepted = {}
 
     def plan(
         self,
@@ -90,7 +98,7 @@ class ProvidedKernels(Kernels):
         used = [self._linear, *(it.generation for it in served)]
         if fixed and not all(it is None or is_capturable(it) for it in used):
             return ()
-        if fixed and num_context_rows and any(map(any, served)):
+        if fixed and num_context_rows and not all(it.is_own for it in served):
             return ()
         return super().plan(shapes, row_starts, kv_lengths, num_context_rows, fixed)
 
@@ -106,7 +114,7 @@ class ProvidedKernels(Kernels):
             given = rows.row_starts.cpu().numpy(), rows.kv_lengths.cpu().numpy()
             rows = rows._replace(lengths=RowLengths(*given))
         rows = super().begin(shapes, rows, plan, num_tokens, tokens_per_block)
-        if not any(any(self._served.get(shape, _OWN)) for shape in shapes):
+        if all(self._served.get(shape, _OWN).is_own for shape in shapes):
             return rows
         return rows._replace(phases=_phases(rows))
 
@@ -118,19 +126,19 @@ class ProvidedKernels(Kernels):
         shape: AttentionShape,
         sinks: Tensor | None = None,
     ) -> Tensor:
-        calls = self._served.get(shape, _OWN).calls
-        pairs = list(zip(rows.phases or (), calls, strict=False))
-        parts = [(phase, call) for phase, call in pairs if phase is not None]
-        if all(call is None for _, call in parts):
+        served = self._served.get(shape, _OWN)
+        phases = zip(rows.phases or (), served, _METHODS, strict=False)
+        parts = [part for part in phases if part[0] is not None]
+        if all(provider is None for _, provider, _ in parts):
             return super().attention(q, pages, rows, shape, sinks)
         found = []
-        for phase, call in parts:
-            if call is None:
+        for phase, provider, method in parts:
+            if provider is None:
                 own = super().attention(q, pages, phase.own, shape, sinks)[phase.tokens]
             else:
                 queries = q[phase.tokens]
-                own = call(queries, pages, phase.given, shape, sinks)
-                own = _checked(own, queries.shape, call).flatten(1).to(q.dtype)
+                given = queries, pages, phase.given, shape, sinks
+                own = result_of(provider, method, given, queries.shape).flatten(1)
             found.append(own)
         return found[0] if len(found) == 1 else torch.cat(found)
 
@@ -150,8 +158,8 @@ class ProvidedKernels(Kernels):
         if self._linear is None or not self._is_provided(weight):
             return super().linear(x, weight, bias)
         assert isinstance(weight, Tensor)
-        result = self._linear(x.to(weight.dtype), weight, bias)
-        return _checked(result, (len(x), len(weight)), self._linear)
+        given = x.to(weight.dtype), weight, bias
+        return result_of(self._linear, "__call__", given, (len(x), len(weight)))
 
     def linear_silu_mul(self, x: Tensor, weight: Matrix, bias: Tensor | None = None) -> Tensor:
         if self._is_provided(weight):
@@ -163,21 +171,17 @@ class ProvidedKernels(Kernels):
         return isinstance(weight, Tensor) and self._accepts(rows, columns, weight.dtype)
 
     def _accepts(self, rows: int, columns: int, dtype: torch.dtype) -> bool:
-        return self._linear is not None and self._linear.accepts(rows, columns, dtype)
+        if self._linear is None:
+            return False
+        kind = rows, columns, dtype
+        if kind not in self._accepted:
+            bools = (bool, np.bool_), "True or False"
+            self._accepted[kind] = bool(answer_of(self._linear, "accepts", kind, *bools))
+        return self._accepted[kind]
 
 
 class ProvidedCpuKernels(ProvidedKernels, CpuKernels):
     """The kernels of the CPU with providers. Steps are not captured."""
-
-
-def is_capturable(provider: Any) -> bool:
-    """Return whether a provider says that its steps may be captured."""
-    return bool(getattr(provider, "capturable", False))
-
-
-def name_of(provider: Any) -> str:
-    """Return a provider's name in the log."""
-    return str(getattr(provider, "name", None) or type(provider).__name__)
 
 
 def _phases(rows: RowSpans) -> tuple[_Phase | None, _Phase | None]:
@@ -209,21 +213,14 @@ def _phase(rows: RowSpans, lengths: RowLengths, first: int, last: int) -> _Phase
 def _rows(
     rows: RowSpans, first: int, last: int, lengths: RowLengths | None = None, start: int = 0
 ) -> AttentionRows:
-    starts = rows.row_starts[first : last + 1]
+    """Return the rows for a provider. Their tensors are copies, which it may overwrite: a kernel
+    that reads other lengths than those of the step would access memory out of bounds.
+    """
+    if lengths is not None:
+        lengths = RowLengths(*(it.copy() for it in lengths))
     return AttentionRows(
-        starts - start if start else starts,
-        rows.kv_lengths[first:last],
+        rows.row_starts[first : last + 1] - start,
+        rows.kv_lengths[first:last].clone(),
         rows.block_tables.index_select(0, rows.slots[first:last]),
         lengths,
     )
-
-
-def _checked(result: Tensor, shape: Sequence[int], call: Any) -> Tensor:
-    """Return a provider's `result`. Raises ValueError if its shape is not `shape`."""
-    if result.shape != tuple(shape):
-        provider = getattr(call, "__self__", call)
-        raise ValueError(
-            f"the provider {name_of(provider)} returned the shape {tuple(result.shape)}, expected "
-            f"{tuple(shape)}"
-        )
-    return result

@@ -1,13 +1,19 @@
-"""`AttentionProvider` and `LinearProvider`: interfaces to external attention and matmuls."""
+"""`AttentionProvider` and `LinearProvider`: interfaces to external attention and matmuls.
+
+The functions at the end call their methods. An error names the provider, the method and what was
+wrong.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+from gptmanager.errors import CallbackError, quoted, response_text
 from gptmanager.kernels.attention.attention_arguments import AttentionShape, Pages, RowLengths
 
 
@@ -53,7 +59,8 @@ class AttentionProvider(Protocol):
     ) -> str | None:
         """Return why this attention is not supported, or None if it is supported.
 
-        Called once for each shape of the model, at the start. Our own kernels compute attention
+        Called once for each shape of the model, at the start. Anything but None or a string is an
+        error. Our own kernels compute attention
         that is refused. `shape` has the head size, the numbers of heads, and in `shape.features`
         the names of features that a provider might lack: "window", "sink" (the first positions,
         seen by all), "softcap", "sinks" (scores without a value), "fp8" (pages in 8 bits),
@@ -76,7 +83,7 @@ class AttentionProvider(Protocol):
         `ModelType.V1`, where there are gaps between blocks. A query sees the positions from 0 to
         its own, or those that `shape` says. `sinks [H]` is None unless `shape.sinks`. Memory after
         the end of a row may hold NaN, and block ids after its last block, or before its window,
-        mean nothing.
+        mean nothing. Do not change the pages.
         """
         ...
 
@@ -107,12 +114,79 @@ class LinearProvider(Protocol):
     capturable: bool
 
     def accepts(self, rows: int, columns: int, dtype: torch.dtype) -> bool:
-        """Return whether the provider multiplies by weights `[rows, columns]` of this dtype."""
+        """Return whether the provider multiplies by weights `[rows, columns]` of this dtype.
+
+        Called once for each kind of weights.
+        """
         ...
 
     def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """Return `x @ weight^T + bias`, `[T, rows]`, for `x [T, columns]`, in the weight's dtype.
 
         Do not change `weight [rows, columns]`. Its elements change when a host loads new weights.
+        Do not overwrite the result in a later call.
         """
         ...
+
+
+def is_capturable(provider: Any) -> bool:
+    """Return whether a provider says that its steps may be captured."""
+    return bool(getattr(provider, "capturable", False))
+
+
+def name_of(provider: Any) -> str:
+    """Return a provider's name in the log."""
+    return str(getattr(provider, "name", None) or type(provider).__name__)
+
+
+def answer_of(
+    provider: Any, method: str, given: Sequence[Any], kinds: tuple[type, ...], expected: str
+) -> Any:
+    """Call a method, and return its answer. Raise CallbackError if it has none of these types."""
+    answer = _call(provider, method, given)
+    if not isinstance(answer, kinds):
+        raise _misuse(provider, method, quoted(answer), expected)
+    return answer
+
+
+def result_of(provider: Any, method: str, given: Sequence[Any], shape: Sequence[int]) -> Tensor:
+    """Call a method that computes, and return its result in the dtype of its first argument.
+
+    Raise CallbackError if the result is not a tensor of floats of this shape, on the device of the
+    first argument. Our kernels read its memory: memory of another device would end the process.
+    """
+    result, first = _call(provider, method, given), given[0]
+    if not isinstance(result, Tensor):
+        raise _misuse(provider, method, f"a value of type {type(result).__name__}", "a tensor")
+    for what, found, expected in (
+        ("shape", tuple(result.shape), tuple(shape)),
+        ("device", result.device, first.device),
+        ("layout", result.layout, torch.strided),
+    ):
+        if found != expected:
+            raise _misuse(provider, method, f"the {what} {found}", str(expected))
+    if not result.is_floating_point():
+        raise _misuse(provider, method, f"the dtype {result.dtype}", str(first.dtype))
+    return result.to(first.dtype)
+
+
+def _call(provider: Any, method: str, given: Sequence[Any]) -> Any:
+    """Call a method. Raise CallbackError if it raises anything but an error of memory.
+
+    Errors of memory are passed on: the executor then runs the step in parts.
+    """
+    try:
+        return getattr(provider, method)(*given)
+    except (torch.OutOfMemoryError, MemoryError):
+        raise
+    except Exception as error:
+        name = name_of(provider)
+        raise CallbackError(
+            f"{method} of the provider {name} raised {response_text(error)}"
+        ) from error
+
+
+def _misuse(provider: Any, method: str, found: str, expected: str) -> CallbackError:
+    return CallbackError(
+        f"{method} of the provider {name_of(provider)} returned {found}, expected {expected}"
+    )

@@ -19,7 +19,7 @@ from gptmanager.cuda.attention import flashinfer_attention, provider_libraries
 from gptmanager.cuda.attention.flash_attention import FlashAttention
 from gptmanager.cuda.attention.flashinfer_attention import FlashInferAttention
 from gptmanager.cuda.attention.provider_libraries import find_providers
-from gptmanager.errors import ConfigError
+from gptmanager.errors import CallbackError, ConfigError
 from gptmanager.kernels import AttentionShape, Kernels
 from gptmanager.kernels.attention.attention_arguments import Pages, RowLengths
 from gptmanager.kernels.provided import ProvidedCpuKernels, ProvidedKernels, Served
@@ -54,7 +54,9 @@ class Linear:
 def test_the_result_of_a_matmul_must_have_its_shape():
     kernels = ProvidedCpuKernels()
     kernels.use_linear(Linear(lambda result: result[:, :5]))
-    with pytest.raises(ValueError, match=r"Linear returned the shape \(3, 5\), expected \(3, 64\)"):
+    with pytest.raises(
+        CallbackError, match=r"Linear returned the shape \(3, 5\), expected \(3, 64\)"
+    ):
         kernels.linear(randn(3, 32), randn(64, 32))
 
 

@@ -19,7 +19,7 @@ from gptmanager.assembly.options import check_arguments, checked_optional_params
 from gptmanager.callbacks import generate
 from gptmanager.config import SchedulerConfig
 from gptmanager.cuda.attention.provider_libraries import find_providers
-from gptmanager.errors import ConfigError
+from gptmanager.errors import CallbackError, ConfigError
 from gptmanager.kernels import AttentionShape, CpuKernels, Kernels, PackedMatrix
 from gptmanager.kernels.provided import ProvidedCpuKernels, ProvidedKernels, Served
 from gptmanager.recorder import read_recording
@@ -77,7 +77,7 @@ def test_a_result_of_another_shape_is_an_error():
     host.attend_context = lambda queries, *others: queries[:1]
     kernels.use_attention({SHAPE: Served(host, None)})
     with pytest.raises(
-        ValueError, match=r"returned the shape \(1, 4, 32\), expected \(68, 4, 32\)"
+        CallbackError, match=r"returned the shape \(1, 4, 32\), expected \(68, 4, 32\)"
     ):
         new_pages(Sizes(), MIXED[:2]).attend_all(Stepwise(kernels, 2))
 

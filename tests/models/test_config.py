@@ -118,6 +118,49 @@ def test_what_cannot_be_is_named(options, text):
         checked_optional_params(OptionalParams(**options))
 
 
+class Unwritable:
+    def __repr__(self):
+        raise RuntimeError("no text")
+
+
+WORDS = {
+    "weights_dtype": "int8",
+    "head_dtype": "int8",
+    "model_backend": "auto",
+    "on_hang": "log",
+    "journal_on_full": "refuse",
+    "journal_sync": "never",
+    "attention_provider": "own",
+}
+
+
+@pytest.mark.parametrize("name", WORDS)
+@pytest.mark.parametrize("array", [lambda word: [word], lambda word: [word, word], lambda word: []])
+def test_an_array_of_words_is_not_a_word(name, array):
+    """NumPy finds that an array of one word equals the word."""
+    value = np.array(array(WORDS[name]))
+    needed = {"weights_dtype": "int4"} if name == "head_dtype" else {}
+    with pytest.raises(ConfigError, match=rf"OptionalParams.{name} .*array\(\["):
+        checked_optional_params(OptionalParams(**{name: value, **needed}))
+
+
+@pytest.mark.parametrize("field", ["host_swap", "dtype"])
+def test_an_array_of_words_is_not_a_word_for_the_cache(field):
+    cache = KvCacheConfig(**{field: np.array(["auto", "fp8"])})
+    with pytest.raises(ConfigError, match=rf"KvCacheConfig.{field} = array\(\["):
+        checked_optional_params(OptionalParams(cache, device="emulator"))
+
+
+@pytest.mark.parametrize(
+    "name", ["weights_dtype", "dtype", "device", "cuda_graphs", "max_batch_size", "debug_config"]
+)
+def test_values_that_cannot_be_written_out_and_long_ones_are_refused_in_short(name):
+    for value in (Unwritable(), "x" * 10**6):
+        with pytest.raises(ConfigError) as error:
+            checked_optional_params(OptionalParams(**{name: value}))
+        assert f"OptionalParams.{name} = " in str(error.value) and len(str(error.value)) < 500
+
+
 @pytest.mark.parametrize("name", ["enableChunkedContext", "max_batchsize"])
 def test_a_name_that_is_no_field_raises_where_it_is_set(name):
     with pytest.raises(AttributeError):
