@@ -83,10 +83,13 @@ class JournalError(GptManagerError, ValueError):
 
 
 def response_text(error: BaseException) -> str:
-    """Return the text of an error response: the class's name, then the error's text."""
+    """Return the text of an error response: the class's name, then the error's text.
+
+    Surrogates, for which UTF-8 has no bytes, are written as escapes.
+    """
     name = type(error).__name__
     try:
-        return f"{name}: {error}"
+        return f"{name}: {error}".encode(errors="backslashreplace").decode()
     except BaseException:  # noqa: B036 - its own `__str__` may fail
         return f"{name}: (its text cannot be read)"
 

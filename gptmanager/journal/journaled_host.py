@@ -134,9 +134,12 @@ class JournaledHost(HostTap):
                     sent, ends = self._records(held)
                     delivered, self._delivered = self._delivered, []
                     self._journal.commit(sent, ends, delivered)
-            except Exception:  # the loop ends; its last responses must still be sent
+            except Exception as error:  # the loop ends; its last responses must still be sent
                 self._is_broken, self.held = True, held
-                raise
+                if isinstance(error, JournalError):
+                    raise
+                text = f"responses cannot be recorded: {response_text(error)}"
+                raise JournalError(text) from error
         respond, refused = self._respond, self._refused
         for response in held:
             if refused and response[0] in refused:

@@ -134,6 +134,33 @@ def test_a_disk_that_is_full_at_the_end_of_the_loop_keeps_back_no_response(tmp_p
     assert sorted(finals) == [1, 2] and all(text in error for error in finals.values())
 
 
+def test_an_error_whose_text_utf_8_cannot_encode_ends_only_its_request(tmp_path):
+    def processor(request_id, logits, tokens, stream, client_id):
+        raise LookupError("\udcff")
+
+    host, folder = RecordingCallbacks(), tmp_path / "journal"
+    options = {"journal_path": folder, "journal_sync": "never", "restore_cb": lambda number: None}
+    with start_manager(host, **options):
+        host.submit(stream(1), stream(2, logits_post_processor=processor))
+        assert host.final(1).error == ""
+        assert host.final(2).error.endswith("raised LookupError: \\udcff")
+    assert JournalFolder(folder).read().entries == {}
+
+
+def test_a_response_that_cannot_be_recorded_ends_the_manager_and_not_the_journal(tmp_path):
+    class Unreadable(dict):
+        def get(self, request_id, default=None):
+            raise LookupError("a fault of the program")
+
+    host = RecordingCallbacks()
+    manager = start_manager(host, journal_path=tmp_path / "journal", black_box_iterations=0)
+    manager._host.journal._journal.entries = Unreadable()
+    host.submit(stream(1))
+    assert manager.wait(10) and manager.state is ManagerState.FAILED
+    text = "JournalError: responses cannot be recorded: LookupError: a fault of the program"
+    assert host.final(1).error == text
+
+
 def test_after_another_thread_has_answered_the_loop_writes_nothing(tmp_path):
     class Abandoned(BaseException):
         pass
