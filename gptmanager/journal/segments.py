@@ -187,12 +187,12 @@ class JournalFolder:
         return data
 
     def keep_only(self, digests: Iterable[str]) -> None:
-        """Remove all objects except those with these digests."""
+        """Remove all objects except those with these digests, as far as the file system allows."""
         kept = set(digests)
-        for name in os.listdir(self._objects):
-            if name not in kept:
-                with suppress(FileNotFoundError):
-                    (self._objects / name).unlink()
+        with suppress(OSError):
+            for name in os.listdir(self._objects):
+                if name not in kept:
+                    (self._objects / name).unlink(missing_ok=True)
 
     # The reserve: disk space for the records of running requests if the disk becomes full -----
 
@@ -211,8 +211,8 @@ class JournalFolder:
             os.close(file)
 
     def free_reserve(self) -> None:
-        """Free the disk space of the reserve. Idempotent."""
-        with suppress(FileNotFoundError):
+        """Free the disk space of the reserve, if the file system allows it. Idempotent."""
+        with suppress(OSError):
             self._reserve.unlink()
 
 

@@ -2,8 +2,10 @@
 
 import errno
 import os
+import shutil
 import threading
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -374,6 +376,27 @@ def test_a_changed_byte_is_found_wherever_it_is(tmp_path):
             assert "offset 0" in str(error)  # nothing of it was written
         else:
             assert found.end + found.torn == length
+    run.journal.close()
+
+
+def test_files_that_cannot_be_removed_fail_no_request(tmp_path, monkeypatch):
+    """A file system may have become read-only, or an operator may have removed the folder."""
+    run = JournaledRun(tmp_path / "journal", [request(1, [1], 20)], on_full="refuse")
+    iterate(run, 2)
+    run.journal.folder.put(b"an object", syncs=False)
+
+    def refuse(*ignored, **more):
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "unlink", refuse)
+        patch.setattr(journal_module, "write_all", refuse)
+        run.journaled._accepted.remove_unused()
+        run.host.callbacks.submit(stream(2))
+        iterate(run, 2)
+    shutil.rmtree(tmp_path / "journal" / "objects")
+    run.journaled._accepted.remove_unused()
+    assert [*ends(run)] == [2] and ends(run)[2].startswith("CapacityError: the journal cannot be")
     run.journal.close()
 
 
