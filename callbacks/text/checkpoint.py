@@ -56,9 +56,15 @@ class TokenDefaults:
     def of_config(cls, config: Mapping[str, Any], where: str = "config.json") -> TokenDefaults:
         """Read the keys `eos_token_id` (an id, or a list) and `pad_token_id`.
 
-        Raise ConfigError for a value that is not a token id; the error names the file `where`.
+        The config of a multimodal model may have these keys in its `text_config` only. Raise
+        ConfigError for a value that is not a token id; the error names the file `where`.
         """
-        end_ids, pad_id = config.get("eos_token_id"), config.get("pad_token_id")
+        inner = config.get("text_config")
+        sources = [config, *([inner] if isinstance(inner, Mapping) else [])]
+        end_ids, pad_id = (
+            next((it[key] for it in sources if it.get(key) is not None), None)
+            for key in ("eos_token_id", "pad_token_id")
+        )
         listed = end_ids if isinstance(end_ids, (list, tuple)) else [end_ids]
         if end_ids is not None and not (len(listed) <= MAX_END_IDS and all(map(_is_id, listed))):
             raise ConfigError(

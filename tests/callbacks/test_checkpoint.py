@@ -16,6 +16,14 @@ def test_generation_config_comes_before_config(checkpoint, tmp_path):
 
     (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": 5}))
     assert TokenDefaults.of_folder(tmp_path) == TokenDefaults((5,), None)
+    inner = {"eos_token_id": [6, 7], "pad_token_id": 2}
+    for outer, found in (
+        ({}, TokenDefaults((6, 7), 2)),
+        ({"eos_token_id": 5, "pad_token_id": None}, TokenDefaults((5,), 2)),
+    ):
+        config = {"model_type": "gemma3", **outer, "text_config": inner}
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        assert TokenDefaults.of_folder(tmp_path) == found
 
 
 def test_a_folder_without_token_ids_has_no_defaults(tmp_path):
