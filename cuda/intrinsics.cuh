@@ -14,11 +14,13 @@
 #define PTX(...) { __VA_ARGS__ }
 #endif
 
-// Code that only sm_90 and later support, and that older architectures do not need.
+// Code that only sm_90 and later support, and what older architectures need in its place, if anything.
 #if __CUDA_ARCH__ >= 900
 #define SM_90(...) __VA_ARGS__
+#define BEFORE_SM_90(...)
 #else
 #define SM_90(...)
+#define BEFORE_SM_90(...) __VA_ARGS__
 #endif
 
 #ifndef INFINITY
@@ -59,8 +61,9 @@ __device__ inline int thread_index() PTX(
 //   kernels before C have ended, too. If such a kernel K precedes C, it does not let C begin early: C
 //   begins when the blocks of K have ended, and sees their writes after this call.
 // - C has blocks on the device only when all blocks of B are on it: B never waits for the resources of C.
-// This argument does not cover loads before the call: L1 may keep data that is overwritten later.
-// `prefetch_l2` is safe there, because all reads and writes of global memory pass through L2.
+// Plain loads before the call are not covered: L1 may keep data that is overwritten later. All reads and
+// writes of global memory pass through L2, so there, `prefetch_l2` is safe before the call, and `load_early`
+// is for data that B does not write: what wrote it has ended when C begins.
 __device__ inline void wait_for_previous() PTX(
     SM_90(asm volatile("griddepcontrol.wait;" ::: "memory");)
     SM_90(asm volatile("griddepcontrol.launch_dependents;" ::: "memory");)
@@ -69,6 +72,22 @@ __device__ inline void wait_for_previous() PTX(
 // Starts to load the cache line of this address, which must be inside an array, into L2. Does not wait.
 __device__ inline void prefetch_l2(const void* address) PTX(
     asm volatile("prefetch.global.L2 [%0];" :: "l"(address));
+)
+
+// Loads a number that the previous kernel of the stream does not write, such as one of a plan or a block
+// table. Of all loads, only this one may precede `wait_for_previous`. It bypasses L1.
+// Not volatile, which would cost registers: no thread of this kernel writes such a number.
+__device__ inline int load_early(const int* address) PTX(
+    int value = 0;
+    SM_90(asm("ld.global.cg.s32 %0, [%1];" : "=r"(value) : "l"(address));)
+    BEFORE_SM_90(value = *address;)
+    return value;
+)
+__device__ inline long long load_early(const long long* address) PTX(
+    long long value = 0;
+    SM_90(asm("ld.global.cg.s64 %0, [%1];" : "=l"(value) : "l"(address));)
+    BEFORE_SM_90(value = *address;)
+    return value;
 )
 
 // Arithmetic --------------------------------------------------------------------------------------

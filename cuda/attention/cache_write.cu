@@ -52,13 +52,15 @@ __global__ void __launch_bounds__(128) rope_and_write(
     const int* cells,        // [tokens], from locate_tokens; -1: only the query of the token is written
     const float* scales,     // [2, kv_heads] of an 8-bit cache: of keys, then of values
     int num_tokens, int num_heads, int num_kv_heads, int rotary, int tokens_per_block, float eps) {
-    ptx::wait_for_previous();
     constexpr int LANES = lanes_of(D / WIDTH), COUNT = (D / WIDTH + LANES - 1) / LANES;
     int lane = threadIdx.x % LANES;
     int group = (blockIdx.x * blockDim.x + threadIdx.x) / LANES;
     int heads = num_heads + 2 * num_kv_heads;
     int token = group / heads, head = group % heads;
-    bool inside = token < num_tokens;
+    bool inside = token < num_tokens, has_rotation = cos_sin && inside;
+    long long position = has_rotation ? ptx::load_early(positions + token) : 0;
+    ptx::wait_for_previous();
+    int cell = inside ? cells[token] : -1;
     bool is_query = head < num_heads, is_value = head >= num_heads + num_kv_heads;
     const T* from = qkv + (size_t(token) * heads + head) * D;
     float own[COUNT][WIDTH] = {};
@@ -83,7 +85,7 @@ __global__ void __launch_bounds__(128) rope_and_write(
             own[i][j] = own[i][j] * cosine[j] + (low ? -partner[j] : partner[j]) * sine[j];
     };
     auto find_rotation = [&] {
-        return cos_sin && !is_value ? cos_sin + positions[token] * rotary : nullptr;
+        return has_rotation && !is_value ? cos_sin + position * rotary : nullptr;
     };
     float square = 0;
 #pragma unroll
@@ -100,7 +102,6 @@ __global__ void __launch_bounds__(128) rope_and_write(
     }
     const T* weight = is_value ? nullptr : is_query ? q_norm : k_norm;
     float scale = rsqrtf(warp_sum<LANES>(square) / D + eps);
-    int cell = inside ? cells[token] : -1;
     if (!inside || (!is_query && cell < 0)) return;
     void* to = queries + (size_t(token) * num_heads + head) * D;
     if (!is_query) {

@@ -101,9 +101,8 @@ __global__ void __launch_bounds__(THREADS) context_attention(
     float softcap, HeadScores... head_scores) {  // nothing, or [heads]: as in `begin_with`
     using K = Kind<T, D, SOFTCAP, SINK, C, SMALL>;
     __shared__ Work<K> work;
-    ptx::wait_for_previous();
-    Item item = items[blockIdx.x];
-    if (item.row < 0) return;
+    Item item = load_early(items + blockIdx.x);
+    if (item.row < 0) return ptx::wait_for_previous();
     if (threadIdx.x == 0)
         start_work(work, item, {row_starts, kv_lengths, slots, block_tables, table_width}, keys,
                    values, tokens_per_block, num_heads, sink);
@@ -112,8 +111,9 @@ __global__ void __launch_bounds__(THREADS) context_attention(
     T* tiles = query_tile + K::QUERIES * ROW<T, D>;
     C* raw_tiles = reinterpret_cast<C*>(K::FP8 ? tiles + K::TILE : tiles);
     Tile tile = work.tiles.begin();
-    store_row(work, 0, find_row(work, tile));
-    store_row(work, 1, find_row(work, work.tiles.after(tile)));
+    store_row(work, 0, find_row(work, tile, true));
+    store_row(work, 1, find_row(work, work.tiles.after(tile), true));
+    ptx::wait_for_previous();
     __syncthreads();
     copy_queries<K>(query_tile, queries, work);
     ptx::cp_async_commit();

@@ -7,6 +7,11 @@ struct Item {  // packed queries of a row, starting at `first_query`, which see 
     int row, first_query, first, last;
 };
 
+__device__ inline Item load_early(const Item* item) {
+    return {ptx::load_early(&item->row), ptx::load_early(&item->first_query),
+            ptx::load_early(&item->first), ptx::load_early(&item->last)};
+}
+
 struct Tile {  // TOKENS positions
     int start;
     bool sinking;  // only the positions of the sink count
@@ -59,19 +64,20 @@ struct Rows {
     int table_width;
 };
 
-// Fills `work`; one thread of the block calls it.
+// Fills `work`, also before `ptx::wait_for_previous`; one thread of the block calls it.
 template <class K, class C = typename K::C>
 __device__ inline void start_work(Work<K>& work, Item item, Rows rows, const C* keys,
                                   const C* values, int tokens_per_block, int num_heads, int sink) {
     int num_kv_heads = gridDim.y, kv_head = blockIdx.y, group = num_heads / num_kv_heads;
-    int row_start = rows.row_starts[item.row];
-    int num_new = rows.row_starts[item.row + 1] - row_start;
-    const int* table = rows.block_tables + size_t(rows.slots[item.row]) * rows.table_width;
+    int row_start = ptx::load_early(rows.row_starts + item.row);
+    int num_new = ptx::load_early(rows.row_starts + item.row + 1) - row_start;
+    int slot = ptx::load_early(rows.slots + item.row);
+    const int* table = rows.block_tables + size_t(slot) * rows.table_width;
     work.first_query = item.first_query;
     work.num_packed = num_new * group;
     work.group = group;
     work.num_heads = num_heads;
-    work.first_position = rows.kv_lengths[item.row] - num_new;
+    work.first_position = ptx::load_early(rows.kv_lengths + item.row) - num_new;
     int low = work.position(item.first_query);
     int high = work.position(item.first_query + K::QUERIES - 1);
     work.tiles = {item.first, item.last, sink, low, high};
@@ -82,11 +88,12 @@ __device__ inline void start_work(Work<K>& work, Item item, Rows rows, const C* 
 
 // Returns `Pages::row` of token `threadIdx.x` of a tile; -1 if the token must not be read. Pages before
 // the item's keys may be freed, and pages after the end of the row were never written.
-template <class K> __device__ inline int find_row(const Work<K>& work, Tile tile) {
+template <class K>
+__device__ inline int find_row(const Work<K>& work, Tile tile, bool early = false) {
     int position = tile.start + threadIdx.x;
     bool seen = position >= work.tiles.first || (K::SINK && position < work.tiles.sink);
     bool valid = threadIdx.x < K::TOKENS && seen && position < work.tiles.last;
-    return valid ? work.pages.row(position) : -1;
+    return valid ? work.pages.row(position, early) : -1;
 }
 
 // Stores the result of `find_row`, which was read ahead of time, for the copies of a later tile.

@@ -255,22 +255,16 @@ __global__ void __launch_bounds__(WARPS * 32, BLOCKS<D * TILES>) generation_atte
     const float* scales,        // [2, kv_heads] of an 8-bit cache
     int num_heads, int table_width, int tokens_per_block, float scale, float softcap,
     HeadScores... head_scores) {  // nothing, or [heads]
-    ptx::wait_for_previous();
     int num_kv_heads = gridDim.y, kv_head = blockIdx.y, group = num_heads / num_kv_heads;
     int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     constexpr int TILE_SIZE = TILE * ROW<C, D>, STAGES = ::STAGES<C>;
     C* mine = reinterpret_cast<C*>(ptx::dynamic_shared()) + warp * STAGES * 2 * TILE_SIZE;
-    float value_scale = 1;
-    if constexpr (IS_FP8<C>) {
-        scale *= scales[kv_head];
-        value_scale = scales[num_kv_heads + kv_head];
-    }
-    Scores to_score(scale, softcap);
-    int end = block_starts[blockIdx.x + 1];
-    for (int i = block_starts[blockIdx.x]; i < end; i++) {
-        Item item = items[i];
-        size_t first_head = size_t(row_starts[item.row]) * num_heads + kv_head * group;
-        const int* table = block_tables + size_t(slots[item.row]) * table_width;
+    int end = ptx::load_early(block_starts + blockIdx.x + 1);
+    for (int i = ptx::load_early(block_starts + blockIdx.x); i < end; i++) {
+        Item item = load_early(items + i);
+        size_t first_head =
+            size_t(ptx::load_early(row_starts + item.row)) * num_heads + kv_head * group;
+        const int* table = block_tables + size_t(ptx::load_early(slots + item.row)) * table_width;
         auto pages = find_pages<C, D>(keys, table, kv_head, num_kv_heads, tokens_per_block);
         const C* value_memory = values + (pages.memory - keys);
 
@@ -278,19 +272,24 @@ __global__ void __launch_bounds__(WARPS * 32, BLOCKS<D * TILES>) generation_atte
         constexpr int STEP = WARPS * TILE;
         int start = item.first / TILE * TILE + warp * TILE;
         int num_tiles = start < item.last ? (item.last - start + STEP - 1) / STEP : 0;
-        auto rows_of = [&](int tile) {  // reads the block table, ahead of the copies
+        auto rows_of = [&](int tile, bool early) {  // reads the block table, ahead of the copies
             int position = start + tile * STEP + lane % TILE;
             // Pages before the item may have been freed, and positions after the row were never written.
-            return position >= item.first && position < item.last ? pages.row(position) : -1;
+            return position >= item.first && position < item.last ? pages.row(position, early) : -1;
         };
         auto copy = [&](int tile, int rows) {
             C* to = mine + tile % STAGES * 2 * TILE_SIZE;
             copy_tile<C, D>(to, to + TILE_SIZE, pages.memory, value_memory, rows);
             ptx::cp_async_commit();
         };
+        int first_rows[STAGES - 1];
 #pragma unroll
-        for (int tile = 0; tile < STAGES - 1; tile++) copy(tile, rows_of(tile));
-        int next_rows = rows_of(STAGES - 1);
+        for (int tile = 0; tile < STAGES - 1; tile++) first_rows[tile] = rows_of(tile, true);
+        ptx::wait_for_previous();  // returns at once after the first item
+        Scores to_score(IS_FP8<C> ? scale * scales[kv_head] : scale, softcap);
+#pragma unroll
+        for (int tile = 0; tile < STAGES - 1; tile++) copy(tile, first_rows[tile]);
+        int next_rows = rows_of(STAGES - 1, false);
 
         WarpState<T, D, TILES> state = {};
         state.template load<Chunks<T, C, D>>(queries + first_head * D, group);
@@ -302,17 +301,19 @@ __global__ void __launch_bounds__(WARPS * 32, BLOCKS<D * TILES>) generation_atte
             ptx::cp_async_wait<STAGES - 2>();
             __syncwarp();  // all lanes have loaded this tile, and finished with the previous one
             copy(tile + STAGES - 1, next_rows);
-            next_rows = rows_of(tile + STAGES);
+            next_rows = rows_of(tile + STAGES, false);
             const C* from = mine + tile % STAGES * 2 * TILE_SIZE;
             attend_tile<T, C, D>(state, from, from + TILE_SIZE, start + tile * STEP, item, to_score);
         }
         ptx::cp_async_wait<0>();
         size_t to = size_t(item.partial) * num_heads + kv_head * group;
         merge_warps<Chunks<T, C, D>>(state, out + first_head * D, partial + to * D, partial_log + to,
-                                     group, item.partial < 0, value_scale);
+                                     group, item.partial < 0,
+                                     IS_FP8<C> ? scales[num_kv_heads + kv_head] : 1.0f);
         if (item.partial >= 0)
             merge_if_last<WARPS, D, D <= 64 ? 32 : D <= 128 ? 16 : 8>(
                 out + first_head * D, {partial, partial_log, arrived, partial_starts}, item.row, group);
         __syncthreads();  // the next item uses the same shared memory
     }
+    ptx::wait_for_previous();  // for a block without items
 }

@@ -12,10 +12,11 @@ template <class C, int D> struct Pages {
     int shift;       // log2(tokens_per_block); -1 if it is not a power of two
     int block_rows;  // rows from one block to the next
 
-    // The row of the token at a position, relative to `memory`.
-    __device__ int row(int position) const {
+    // The row of the token at a position, relative to `memory`. `early`: see `ptx::load_early`.
+    __device__ int row(int position, bool early = false) const {
         int number = shift >= 0 ? position >> shift : position / tokens_per_block;
-        return table[number] * block_rows + position - number * tokens_per_block;
+        int block = early ? ptx::load_early(table + number) : table[number];
+        return block * block_rows + position - number * tokens_per_block;
     }
     __device__ size_t offset(int position) const { return size_t(row(position)) * D; }
 };

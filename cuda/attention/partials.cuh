@@ -10,6 +10,11 @@ struct Item {
     int row, first, last, partial;
 };
 
+__device__ inline Item load_early(const Item* item) {
+    return {ptx::load_early(&item->row), ptx::load_early(&item->first), ptx::load_early(&item->last),
+            ptx::load_early(&item->partial)};
+}
+
 // Whether the item is the first of its row.
 __device__ inline bool is_first(Item item, const int* partial_starts) {
     return item.partial < 0 || item.partial == partial_starts[item.row];

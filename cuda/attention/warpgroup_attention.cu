@@ -114,9 +114,8 @@ __global__ void __launch_bounds__(Kind<T, D, SOFTCAP, SINK>::THREADS) warpgroup_
     using K = Kind<T, D, SOFTCAP, SINK>;
     __shared__ Work<K> work;
     __shared__ volatile float unread[K::THREADS * 2];
-    ptx::wait_for_previous();
-    Item item = items[blockIdx.x];
-    if (item.row < 0) return;
+    Item item = load_early(items + blockIdx.x);
+    if (item.row < 0) return ptx::wait_for_previous();
     if (threadIdx.x == 0)
         start_work(work, item, {row_starts, kv_lengths, slots, block_tables, table_width}, keys,
                    values, tokens_per_block, num_heads, sink);
@@ -131,9 +130,10 @@ __global__ void __launch_bounds__(Kind<T, D, SOFTCAP, SINK>::THREADS) warpgroup_
     Tiles<K> seen{uniform(from.first), uniform(from.last), uniform(from.sink), uniform(from.low),
                   uniform(from.high)};
     Tile tile = seen.begin(), next = seen.after(tile), after = seen.after(next);
-    store_row(work, 0, find_row(work, tile));
-    store_row(work, 1, find_row(work, next));
-    store_row(work, 2, find_row(work, after));
+    store_row(work, 0, find_row(work, tile, true));
+    store_row(work, 1, find_row(work, next, true));
+    store_row(work, 2, find_row(work, after, true));
+    ptx::wait_for_previous();
     __syncthreads();
 
     int last = seen.last, warp = uniform(threadIdx.x / 32);

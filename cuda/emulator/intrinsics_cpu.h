@@ -104,6 +104,16 @@ inline int thread_index() { return threadIdx.x; }
 
 inline void wait_for_previous() { ::emulator::wait_for_previous(); }
 EMULATED void prefetch_l2(const void* address) { ::emulator::prefetch(address, EMULATOR_RETURN); }
+EMULATED int load_early(const int* address) {
+    int value;
+    ::emulator::read_early(&value, address, sizeof value, EMULATOR_RETURN);
+    return value;
+}
+EMULATED long long load_early(const long long* address) {
+    long long value;
+    ::emulator::read_early(&value, address, sizeof value, EMULATOR_RETURN);
+    return value;
+}
 
 inline float exp2_approx(float x) { return exp2f(x); }
 

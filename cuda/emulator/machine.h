@@ -56,6 +56,7 @@ bool in_shared(const char* address);
 
 // Accesses of emulated instructions, which the compiler does not instrument.
 void read_memory(void* to, const void* from, size_t size, Site site);
+void read_early(void* to, const void* from, size_t size, Site site);  // also before wait_for_previous
 void check_read(const void* address, size_t size, Site site);
 void check_write(void* address, size_t size, Site site);
 void check_atomic(void* address, size_t size, Site site);

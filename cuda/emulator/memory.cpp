@@ -238,4 +238,11 @@ void read_memory(void* to, const void* from, size_t size, Site site) {
     memcpy(to, from, size);
 }
 
+void read_early(void* to, const void* from, size_t size, Site site) {
+    bool has_waited = current->has_waited;
+    current->has_waited = true;
+    read_memory(to, from, size, site);
+    current->has_waited = has_waited;
+}
+
 }  // namespace emulator

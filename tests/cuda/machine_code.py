@@ -14,6 +14,9 @@ from requirements import skip
 from gptmanager.cuda.device import compiler
 from gptmanager.errors import ConfigError
 
+# kernels that load numbers before they wait, with `ptx::load_early`
+LOADS_EARLY = {"rope_and_write", "generation_attention", "context_attention", "warpgroup_attention"}
+
 
 @functools.cache
 def disassembler() -> str:

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
+import re
 from collections import Counter
 
 import numpy as np
+import pytest
 import torch
 from devices import LLAMA, checkpoint
+from machine_code import LOADS_EARLY
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from gptmanager.cuda.device.downloads import Downloads
@@ -38,15 +43,25 @@ class Launches(TorchDispatchMode, EmulatorLauncher):
         EmulatorLauncher.__init__(self, has_matmuls=has_matmuls)
         self.names = []
         self.late = []  # kernels that begin when the one before them has ended
+        self.accesses = []  # of each launch: its name, whole numbers that it reads, what it writes
 
     def kernel(self, program, name, shared_mem=0):
         kernel = super().kernel(program, name, shared_mem)
         if not program.dependent:
             self.late.append(name)
 
-        def launch(*arguments, **options):
-            self.names.append(name.partition("<")[0])
-            kernel(*arguments, **options)
+        short = name.partition("<")[0]
+        is_written = written_parameters(program, short)
+
+        def launch(grid, block, arguments, shared_mem=0):
+            self.names.append(short)
+            kernel(grid, block, arguments, shared_mem)
+            tensors = [[], []]
+            for given, writes in zip(arguments, is_written, strict=False):
+                if isinstance(given, torch.Tensor):
+                    tensors[writes].append(given)
+            reads = [it for it in tensors[False] if not it.is_floating_point()]
+            self.accesses.append((short, reads, tensors[True]))
 
         return launch
 
@@ -58,7 +73,21 @@ class Launches(TorchDispatchMode, EmulatorLauncher):
         is_new = isinstance(result, torch.Tensor) and memory[-1] not in memory[:-1]
         if "empty" not in name and (is_new or function._schema.is_mutable):
             self.names.append(name)
+            self.accesses.append((name, [], [it for it in tensors if it.numel()]))
         return result
+
+
+@functools.cache
+def written_parameters(program, kernel):
+    """Whether the kernel may write to what each parameter points to."""
+    source = re.sub("//.*", "", program.path.read_text())
+    parameters = re.search(rf"\b{kernel}\(([^)]*)\)", source)[1].split(",")
+    return ["*" in it and not it.strip().startswith("const ") for it in parameters]
+
+
+def overlap(one, other):
+    first, second = one.data_ptr(), other.data_ptr()
+    return first < second + other.nbytes and second < first + one.nbytes
 
 
 def new_chooser(tables, launches, uploads, downloads):
@@ -181,6 +210,27 @@ def test_what_is_launched_behind_a_recording(toolchain):
     assert launched_choice() == Counter(["copy_"])
     launched = launched_choice(repetition_penalty=1.5)
     assert launched == Counter(["to", "adjust", "sample", "copy_"])
+
+
+@pytest.mark.parametrize("has_matmuls", [False, True])
+def test_nothing_is_loaded_early_that_the_launch_before_writes(toolchain, has_matmuls):
+    """The device may run both at the same time."""
+    runner, launches, _ = new_runner(2, has_matmuls)
+    zeros = np.zeros(3, np.int64)
+    bounds, lengths = np.array([0, 3], np.int32), np.array([3], np.int32)
+    context = PackedRows(
+        zeros[:1], bounds, lengths, np.arange(3), zeros, zeros[:1] + 2, zeros[:1], 1
+    )
+    runner.tables.write_blocks(0, 0, [1])
+    with torch.inference_mode(), launches:
+        runner._step(runner._generation_steps._plain._graphs[2].inputs)
+        runner.run(context)
+    early = set()
+    for (_, _, written), (kernel, read, _) in itertools.pairwise(launches.accesses):
+        if kernel in LOADS_EARLY:
+            early.add(kernel)
+            assert not any(overlap(*pair) for pair in itertools.product(written, read)), kernel
+    assert early == {"rope_and_write", "generation_attention", "context_attention"}
 
 
 def test_a_step_with_products_as_kernels(toolchain):
