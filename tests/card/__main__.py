@@ -26,20 +26,35 @@ from typing import Any
 import card_steps
 import wheels
 from card_steps import PHASES, Setup, Step
+from exclusive import NotWritable, Running, Taken, check_writable, only_call
 from running import PHASE_S, PROBE_S, Phase, Record, read_record, status_of
 from summary import restore, summary, write
 
 ROOT = Path(__file__).resolve().parents[2]
+RUNNING = "running.json"
 SOURCES = ("gptmanager", "callbacks", "cuda", "tests/cuda", "tests/card")
 
 
 def main(arguments: Sequence[str], root: Path = ROOT) -> int:
     started = time.monotonic()
     options = parser().parse_args(arguments)
-    folder = options.work.resolve() / options.phase
-    folder.mkdir(parents=True, exist_ok=True)
-    environment = environment_of(options.work.resolve(), root)
-    notes = unpack_wheels(options, options.work.resolve() / "site")
+    work = options.work.resolve()
+    try:
+        with only_call(work):
+            for pid in Running(work / RUNNING).end_left():
+                print(f"ended process {pid}, a step of a run that was killed")
+            check_writable(options.out)
+            check_writable(work / options.phase)
+            return run_phase(options, root, work, started)
+    except (Taken, NotWritable) as error:
+        print(f"error: {error}", file=sys.stderr)
+    return 2
+
+
+def run_phase(options: argparse.Namespace, root: Path, work: Path, started: float) -> int:
+    folder = work / options.phase
+    environment = environment_of(work, root)
+    notes = unpack_wheels(options, work / "site")
     notes += restore(options.out, options.phase, folder, but=card_steps.OF_MACHINE)
     setup = Setup(root, folder, sys.executable, options.device, options.requests)
     steps = chosen(card_steps.steps_of(options.phase, setup), options.only)
@@ -49,10 +64,16 @@ def main(arguments: Sequence[str], root: Path = ROOT) -> int:
     switches = os.environ.get("GPTMANAGER_CUDA", "")
     notes += [f"GPTMANAGER_CUDA={switches}"] if switches else []
     code = f"{fingerprint(root)} {switches} {probe.get('gpu', '')}"
+    unwritten: list[str] = []
 
     def told(records: Sequence[Record]) -> list[str]:
+        """A summary that cannot be written ends no step: what it says is in `folder`, too."""
         lines = summary(options.phase, probe, notes, steps, records, folder, code)
-        write(options.out, options.phase, lines, folder)
+        try:
+            write(options.out, options.phase, lines, folder)
+            unwritten.clear()
+        except OSError as error:
+            unwritten[:] = [f"error: {options.out} cannot be written: {error.strerror or error}"]
         return lines
 
     phase = Phase(
@@ -64,16 +85,18 @@ def main(arguments: Sequence[str], root: Path = ROOT) -> int:
         code=code,
         num_lanes=max(2, min(8, len(os.sched_getaffinity(0)) // 2)),
         on_record=told,
+        running=work / RUNNING,
     )
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: phase.end())
     why = "" if status == 0 or options.anyway or options.device != "cuda" else reason(probe, status)
     records = phase.run(no_gpu=why)
     print("", *told(records), sep="\n")
+    if unwritten:
+        print(f"{unwritten[0]}; the logs are in {folder}", file=sys.stderr)
+        return 1
     print(f"\n{options.out / options.phase}.txt and .tar.gz")
-    if why:
-        return 2
-    return status_of(records)
+    return 2 if why else status_of(records)
 
 
 def environment_of(work: Path, root: Path) -> dict[str, str]:
@@ -165,13 +188,21 @@ def parser() -> argparse.ArgumentParser:
     def words(text: str) -> list[str]:
         return [word for word in text.replace(",", " ").split() if word]
 
+    def minutes(text: str) -> float:
+        if not 0 < float(text):  # also for NaN
+            raise argparse.ArgumentTypeError(f"{text} must be more than 0")
+        return float(text)
+
     build = ROOT / "build/card"
     add("phase", choices=PHASES, help="a: is it right? b: how fast is it? c: why?")
     add("--out", type=Path, default=build, help="where summary and archive are written")
     add("--work", type=Path, default=build, help="what later runs go on from, and compiled kernels")
     add("--wheels", default="", help="a folder of wheels of what this Python lacks")
     add(
-        "--minutes", type=float, default=PHASE_S / 60, help="the phase ends within them (default 9)"
+        "--minutes",
+        type=minutes,
+        default=PHASE_S / 60,
+        help="the phase ends within them (default 9)",
     )
     add("--only", type=words, default=[], help="steps whose names begin like that")
     add("--again", type=words, default=[], help="done steps to run again: all, failed, or names")

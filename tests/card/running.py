@@ -22,6 +22,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from card_steps import Step
+from exclusive import Running
 
 PHASE_S = 540.0  # a phase, unless it is given another time
 PROBE_S = 60.0  # at its begin
@@ -34,6 +35,7 @@ RESERVED_S = _KILL_S + _STUCK_S + _ARCHIVE_S  # no step runs in the last seconds
 # notes of steps that the next run begins, or goes on with
 NO_TIME, ENDED = "no time left", "the phase was ended"
 CUT_OFF = "cut off by the end of the phase"
+CANNOT_RUN = "its log cannot be written"
 
 
 @dataclass(frozen=True)
@@ -62,7 +64,8 @@ class Record:
 class Phase:
     """The steps of one phase. `environment`: of each command, on top of the step's own.
 
-    `on_record`: gets all records after each step. `clock`: seconds.
+    `on_record`: gets all records after each step. `clock`: seconds. `running`: the file in which
+    `Running` keeps what runs.
     """
 
     def __init__(
@@ -78,6 +81,7 @@ class Phase:
         say: Callable[[str], None] = print,
         on_record: Callable[[Sequence[Record]], None] = lambda records: None,
         clock: Callable[[], float] = time.monotonic,
+        running: Path | None = None,
     ) -> None:
         self._steps = steps
         self._folder = folder
@@ -92,6 +96,7 @@ class Phase:
         self._started = clock()
         self._lock = threading.Lock()
         self._running: dict[int, subprocess.Popen[bytes]] = {}
+        self._known = Running(running)
         self._is_ending = False
         self.records: dict[str, Record] = {}
 
@@ -129,7 +134,10 @@ class Phase:
         elif left < step.least_s:
             self._note(step, NO_TIME)
         else:
-            self._start(step, min(step.limit_s, left))
+            try:
+                self._start(step, min(step.limit_s, left))
+            except OSError as error:  # as on a full disk: the next run begins the step anew
+                self._note(step, f"{CANNOT_RUN}: {error.strerror or error}")
 
     def _start(self, step: Step, limit_s: float) -> None:
         settings = " ".join(f"{name}={value}" for name, value in step.environment.items())
@@ -150,12 +158,14 @@ class Phase:
             )
             self._running[process.pid] = process
             try:
+                self._known.add(process.pid)
                 status = process.wait(limit_s + _KILL_S + _STUCK_S)
             except subprocess.TimeoutExpired:  # it cannot even be killed: the others go on
                 status = -signal.SIGKILL
             finally:
                 del self._running[process.pid]
                 _kill(process, signal.SIGKILL)  # whatever it has left behind
+                self._known.remove(process.pid)
         seconds = self._clock() - started
         is_late = status in TIMED_OUT and seconds > limit_s - 1
         was_cut = is_late and limit_s < step.limit_s

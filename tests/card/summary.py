@@ -78,27 +78,33 @@ def write(out: Path, phase: str, lines: Sequence[str], folder: Path) -> None:
 
 
 def restore(out: Path, phase: str, folder: Path, but: Sequence[str]) -> list[str]:
-    """Unpack the archive of an earlier run in `out`, unless `folder` has records already.
+    """Unpack the steps in the archive of an earlier run that have no record in `folder`.
 
-    So a run on one machine goes on on another. `but`: steps whose results the other machine has
-    kept, which run again. Return a note if there are records now.
+    So a run on one machine goes on on another, and what only the archive in `out` has is not lost
+    when it is written anew. `but`: steps whose results the other machine has kept, which run again.
+    Return a note if there are more records now.
     """
-    file = out / f"{phase}.tar.gz"
-    if not file.exists() or any(folder.glob("*.record")):
-        return []
+    file, known = out / f"{phase}.tar.gz", {path.name for path in folder.glob("*.record")}
+    left_out = {"summary.record", *(f"{name}.record" for name in but), *known}
     broken = OSError, EOFError, tarfile.TarError, zlib.error  # a file that was copied in part
     with contextlib.suppress(*broken), tarfile.open(file) as archive:
         for member in archive:
             name, data = Path(member.name).name, archive.extractfile(member)
-            if data is not None and name.partition(".")[0] not in ("summary", *but):
+            if data is not None and f"{name.partition('.')[0]}.record" not in left_out:
                 (folder / name).write_bytes(data.read())
-    return [f"it goes on from the records in {file}"] if any(folder.glob("*.record")) else []
+    is_more = len([*folder.glob("*.record")]) > len(known)
+    return [f"it goes on from the records in {file}"] if is_more else []
 
 
 def _replace(file: Path, write_to: Callable[[Path], object]) -> None:
+    for old in file.parent.glob(f".{file.name}.*"):  # of a run that was killed
+        old.unlink(missing_ok=True)
     part = file.with_name(f".{file.name}.{os.getpid()}")
-    write_to(part)
-    part.replace(file)
+    try:
+        write_to(part)
+        part.replace(file)
+    finally:
+        part.unlink(missing_ok=True)
 
 
 def _pack(file: Path, phase: str, text: str, folder: Path) -> None:
