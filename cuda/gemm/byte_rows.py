@@ -42,7 +42,7 @@ class ByteRows(PackedMatrix):
 
     @property
     def takes_codes(self) -> bool:
-        return False
+        return False  # a piece of codes has more rows than a piece of floats, which they become
 
     def adopt(self, panels: Panels) -> bool:
         return False  # packed files have the order of the CPU kernels
@@ -69,8 +69,7 @@ class ByteRows(PackedMatrix):
         first_column: int = 0,
         columns: slice = _ALL,
     ) -> None:
-        if isinstance(values, Codes):
-            values = values.floats()
+        assert isinstance(values, Tensor)  # not `Codes`, see `takes_codes`
         found, scales = self.round(values.to(self.values.device))
         own, rows = found[:, columns], slice(first_row, first_row + len(values))
         self.scales[rows] = scales

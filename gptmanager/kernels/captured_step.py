@@ -68,7 +68,7 @@ class _Memory:
 
     def tensor(self, like: Tensor) -> Tensor:
         """Return an uninitialized tensor of the shape and dtype of `like`, a contiguous tensor."""
-        size = max(1 << 6, 1 << (like.nbytes - 1).bit_length())
+        size = 1 << (like.nbytes - 1).bit_length()
         free = self._free.setdefault(size, [])
         own = free.pop() if free else self._bytes(size)
         array = own.numpy()

@@ -5,9 +5,10 @@ from __future__ import annotations
 import contextlib
 import warnings
 
+import numpy as np
 import pytest
 import torch
-from devices import check_same, finals, prompt
+from devices import check_same, finals, prompt, set_token_sizes
 
 from gptmanager import InferenceRequest
 from gptmanager.assembly import backend
@@ -15,8 +16,11 @@ from gptmanager.callbacks import BannedTokens, TokenBias, Watermark
 from gptmanager.config import PromptLookup
 from gptmanager.cuda.device import downloads
 from gptmanager.cuda.device.streams import DeviceStream
+from gptmanager.executor.choice import device_chooser
 from gptmanager.executor.choice.device_chooser import DeviceChooser
+from gptmanager.executor.choice.top_tokens import TopTokens
 from gptmanager.executor.device_runner import DeviceRunner
+from gptmanager.executor.step_in_flight import SamplingRows
 from gptmanager.executor.torch_executor import TorchExecutor
 
 pytestmark = pytest.mark.every(2)
@@ -219,6 +223,33 @@ def test_a_search_too_wide_for_the_kernel_is_the_hosts(device, watched, monkeypa
     check(device, watched, texts, waits=True, max_beam_width=3)
 
 
+def test_the_widest_search_of_the_kernel_is_not_the_hosts(device, watched, monkeypatch):
+    counts = []
+    load = DeviceChooser.load
+
+    def spy(self, start):
+        counts.append(start.num_candidates)
+        load(self, start)
+
+    monkeypatch.setattr(DeviceChooser, "load", spy)
+    check(device, watched, texts, max_beam_width=3)
+    monkeypatch.setattr("gptmanager.executor.choice.device_chooser.MAX_CONTINUATIONS", max(counts))
+    check(device, watched, texts, max_beam_width=3)
+
+
+def test_top_tokens_are_ranked_by_their_exact_log_probs():
+    """Those of a search by its scores. A row that asks for fewer has ids of -1."""
+    firsts = np.array([0, 1, 2, 3])
+    rows = SamplingRows((), firsts[:3], firsts, firsts[:3], firsts[:3])
+    top = TopTokens(rows, np.array([3, 0, 2], dtype=np.int32))
+    ids = np.array([[5, 0, 3, 9], [-1, -1, -1, -1], [7, 0, -1, -1]], dtype=np.int32)
+    exact = np.array([[-1, -1, -0.5], [0, 0, 0], [0, 0, 0]], dtype=np.float32)
+    scores = np.array([[0, 0, 0, 0], [0, 0, 0, 0], [-3, -0.25, 0, 0]], dtype=np.float32)
+    device_chooser._put(top, exact, np.array([False, False, True]), ids, scores)
+    found = [(it.row, it.ids.tolist(), it.log_probs.tolist()) for it in top.by_row()]
+    assert found == [(0, [[3, 0, 5]], [[-0.5, -1, -1]]), (2, [[0, 7]], [[-0.25, -3]])]
+
+
 def test_huge_logits_are_waited_for(device, watched, monkeypatch):
     monkeypatch.setattr(downloads, "MOST_BYTES", 100)
     check(device, watched, wanted, waits=True)
@@ -283,6 +314,23 @@ def test_drafts_that_were_drawn_from_few_tokens(device, watched):
         return found
 
     check(device, watched, requests, waits=True)
+
+
+@pytest.mark.parametrize("sizes", [(), (96,)], ids=["launched", "captured"])
+def test_logits_of_drafts_that_were_never_verified_are_forgotten(
+    device, watched, sizes, monkeypatch
+):
+    """The first step has no room for the drafts; later drafts are found in the prompt."""
+    set_token_sizes(monkeypatch, *sizes)
+
+    def requests():
+        own = {"temperature": 1.5, "draft_input_ids": [1, 2, 3]}
+        own["draft_logits"] = torch.linspace(0, 1, 96).expand(3, -1).clone()
+        return [from_tokens(1, [*range(96)], 8, **own)]
+
+    options = {"enable_chunked_context": True, "max_num_tokens": 96}
+    lookup = PromptLookup(max_draft_tokens=4, min_ngram=1)
+    check(device, watched, requests, speculative_decoding_config=lookup, **options)
 
 
 def test_a_processor_that_fails_ends_its_request_alone(device, watched):

@@ -24,7 +24,7 @@ from gptmanager.assembly.backend import DeviceBackend
 from gptmanager.callbacks import BannedTokens, TokenBias, Watermark
 from gptmanager.config import PromptLookup
 from gptmanager.cuda.device.downloads import Downloads
-from gptmanager.cuda.device.graphs import StepGraphs, ladder
+from gptmanager.cuda.device.graphs import StepGraphs
 from gptmanager.cuda.device.streams import DeviceStream, EmulatedStream
 from gptmanager.cuda.device.uploads import Uploads
 from gptmanager.cuda.kernels import CudaKernels
@@ -356,26 +356,6 @@ def test_a_recorded_step_takes_one_copy_to_the_device(device, monkeypatch):
         finals([from_tokens(1, prompt(1, 8), num_tokens)], device, run_ahead=1)
         counts.append(len(copies))
     assert counts[1] == counts[0] + 3
-
-
-def test_the_ladder_has_a_step_for_each_batch_with_few_rows_of_padding():
-    assert ladder(1) == (1,) and ladder(4) == (1, 2, 4) and ladder(20) == (1, 2, 4, 8, 16, 24)
-    for most in range(1, 300):
-        steps = ladder(most)
-        assert most <= steps[-1] < most + 8
-        assert all(b - a <= 8 for a, b in zip(steps, steps[1:], strict=False))
-
-
-def test_progress_counts_the_graphs_that_are_captured():
-    stream, counted = EmulatedStream(), []
-    graphs = StepGraphs(stream, Uploads(stream), (1, 4, 2))
-    graphs.record(
-        inputs=lambda size: [np.ones(size, np.int32)],
-        step=lambda tensors: tensors[0] + 1,
-        on_progress=lambda *progress: counted.append(progress),
-        what="graphs",
-    )
-    assert counted == [("graphs", 1, 3), ("graphs", 2, 3), ("graphs", 3, 3)]
 
 
 def test_tables_on_the_device_follow_those_of_the_cpu():

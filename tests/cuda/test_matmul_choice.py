@@ -324,8 +324,9 @@ def scaled(monkeypatch):
     return found
 
 
-def test_each_number_of_rows_of_8_bit_floats_has_its_fastest_engine(launcher, scaled):
+def test_each_number_of_rows_of_8_bit_floats_has_its_fastest_engine(launcher, scaled, caplog):
     """Ours, torch's matmul of 8-bit floats, and that of the dequantized weight."""
+    caplog.set_level("INFO", "gptmanager")
     fastest = {1: 0, 2: 1, 4: 2, 8: 0, 16: 0, 32: 1, 64: 0, 128: 0, 256: 2, 1024: 0, 4096: 1}
     times = iter(
         [1.0 if engine == best else 2.0 for best in fastest.values() for engine in range(3)]
@@ -337,6 +338,7 @@ def test_each_number_of_rows_of_8_bit_floats_has_its_fastest_engine(launcher, sc
 
     kernels, weight = CudaKernels(launcher), rounded(randn(40, 64, dtype=torch.bfloat16), Fp8Rows)
     kernels.measure_matmuls([weight], "card", timer)
+    assert [int(it) for it in re.findall(r"(\d+): own", caplog.text)] == [*fastest]
     expected = {1: "gemv", 2: "scaled", 3: "torch", 32: "scaled", 64: "gemm", 200: "torch",
                 300: "gemm", 1024: "gemm", 1025: "scaled", 5000: "scaled"}  # fmt: skip
     for rows, engine in expected.items():
@@ -376,6 +378,18 @@ def test_rows_are_divided_into_as_few_parts_as_shared_memory_allows(
     OwnMatmuls(launcher).multiply(x.new_empty(600, 48), x, weight, None)
     most = max(rows for rows in range(1, 601) if gemm.covers(launcher, x[:rows], weight))
     assert parts == [most] * (600 // most) + [600 % most]
+
+
+def test_all_gemms_share_their_counters(own, launcher, monkeypatch):
+    """Each leaves them as it has found them."""
+    made, new = [], gemm.new_counters
+    monkeypatch.setattr(gemm, "new_counters", lambda *given: made.append(new(*given)) or made[-1])
+    weight, x = randn(48, 64, dtype=torch.bfloat16), randn(20, 64, dtype=torch.bfloat16, seed=3)
+    for _ in range(2):
+        out = x.new_empty(20, 48)
+        own.multiply(out, x, weight, None)
+        close(out, x.double() @ weight.double().T)
+    assert launcher.names == ["gemm"] * 2 and len(made) == 1 and not made[0].any()
 
 
 def test_few_rows_of_a_weight_in_4_bits_are_ours(own, launcher):

@@ -13,7 +13,7 @@ from gptmanager.assembly.backend import DeviceBackend
 from gptmanager.config import PromptLookup
 from gptmanager.cuda.attention.context_attention import max_num_context_items, plan_context
 from gptmanager.cuda.device.downloads import Downloads
-from gptmanager.cuda.device.graphs import StepGraphs, token_ladder
+from gptmanager.cuda.device.graphs import StepGraphs
 from gptmanager.cuda.device.launch import EmulatorLauncher
 from gptmanager.cuda.device.streams import EmulatedStream
 from gptmanager.cuda.device.uploads import Uploads
@@ -109,15 +109,6 @@ def test_items_of_contexts_fit():
 
 
 def test_sizes_that_are_captured():
-    """Up to the largest step, and while launches take the CPU longer than a GPU computes."""
-    sizes = 64, 128, 256, 512
-    assert token_ladder(sizes, 8192, 10**9) == sizes
-    for most in (1, 63, 64, 65, 128, 512, 513):
-        found = token_ladder(sizes, most, 10**9)
-        assert found == sizes[: len(found)] and found[-1] >= min(most, sizes[-1])
-        assert all(size < most for size in found[:-1])
-    assert token_ladder(sizes, 8192, 6 * 10**9) == (64, 128)
-    assert token_ladder(sizes, 8192, 16 * 10**9) == () == token_ladder((), 8192, 1)
     assert step_shapes((8, 64), 24) == (StepShape(8, 16, 8, 8), StepShape(64, 16, 24, 24))
     assert step_shapes((64,), 4) == (StepShape(64, 4, 4, 4),)
 

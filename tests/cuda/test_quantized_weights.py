@@ -21,6 +21,9 @@ from gptmanager.errors import ConfigError
 from gptmanager.kernels.gemm.int4_matrix import Int4Matrix
 from gptmanager.kernels.gemm.packed_matrix import PackedMatrix
 from gptmanager.kernels.gemm.weight_quantization import round_to_groups, round_to_int8
+from gptmanager.memory import Place, Weights
+from gptmanager.memory.tensor_sources import StateDict
+from gptmanager.models.checkpoint_parts import as_floats
 from gptmanager.models.conversion import convert_checkpoint
 from gptmanager.models.model import load_model
 
@@ -66,6 +69,27 @@ def test_panels_of_a_converted_file_are_copied_to_rows_and_not_adopted(kind):
     weight = rounded(randn(32, 64), kind)
     before = exact(weight)
     assert not weight.adopt(panels) and torch.equal(exact(weight), before)
+
+
+@pytest.mark.parametrize("kind", [Int8Rows, Fp8Rows])
+def test_codes_of_a_file_become_rows_of_their_floats(kind):
+    """Through floats: the pieces in which a file is read are as small as those of a float file."""
+    codes, scales = torch.arange(-120, 120, dtype=torch.int8).view(5, 48), torch.rand(5, 1) + 0.1
+    channels = {"weights": {"type": "int", "num_bits": 8, "strategy": "channel"}}
+    scheme = {"quant_method": "compressed-tensors", "config_groups": {"all": channels}}
+    source = as_floats(
+        {"quantization_config": scheme}, StateDict({"a.weight": codes, "a.weight_scale": scales})
+    )
+    weights = Weights(
+        {"a": (5, 48)},
+        {"a.weight": Place("a")},
+        matrices=["a"],
+        new_matrix=lambda rows, columns, dtype, *_: kind(rows, columns, dtype),
+        quantized={"a": "int8"},
+    )
+    weights.load(source)
+    assert source.describe()["a.weight"].has_codes
+    assert torch.equal(weights["a"].unpacked(), rounded(codes * scales, kind).unpacked())
 
 
 def test_matrices_are_int8_rows_and_a_load_changes_them_in_place(load, state):

@@ -68,7 +68,7 @@ _LAUNCHES = {
     "gemv_int4.py": f"test_gemv_int4 test_prefetches {_CHOICES}",
     "generation_attention.py": f"test_generation_plan test_generation_attention {_CHOICES}",
     "generation_plan.py": "test_generation_plan test_generation_attention",
-    "graphs.py": "test_device_executor test_step_launches test_mixed_steps",
+    "graphs.py": "test_step_graphs test_step_launches test_mixed_steps",
     "kernels.py": "test_step_launches test_matmul_choice test_lora test_families_on_devices",
     "launch.py": "test_launch test_gemv test_sampling_kernel",
     "matrix.py": "test_compiler",
@@ -98,8 +98,6 @@ _CPU = {
     "adapter_plan.py": "test_kernel_memory test_adapter_kernels",
     "adapters.py": "test_kernel_memory test_adapter_kernels",
     "attention_arguments.py": "test_kernel_memory test_kernels",
-    "attention_choice.py": _RULES,
-    "attention_trial.py": _RULES,
     "attention_task.py": "test_kernel_memory test_kernels",
     "cpu_delta.py": "test_delta_rule",
     "cpu_experts.py": _EXPERTS,
@@ -111,7 +109,7 @@ _CPU = {
     "int4_groups.py": _INT4,
     "int4_matmul.py": _INT4,
     "int4_matrix.py": f"{_INT4} test_gemv_int4 test_panel_writing test_matmul_choice "
-    "test_conversion",
+    "test_conversion test_quantized_weights",
     "int4_tiles.py": _INT4,
     "int8_tiles.py": _MATMULS,
     "int16_tiles.py": _MATMULS,
@@ -145,9 +143,23 @@ _CPU = {
     "per_token_kernels.py": "test_kernel_memory test_kernels",
     "token_masks.py": "test_token_masks",
 }
-_CHOOSES_PROVIDERS = tuple(
-    f"gptmanager/assembly/attention_{name}.py" for name in ("choice", "trial")
-)
+# What chooses providers, captures steps as CUDA graphs, and chooses tokens.
+_CHOOSER = "test_executor test_top_log_probs test_beam_search test_prompt_lookup test_logits"
+_DEVICE_STEPS = "test_step_launches test_mixed_steps test_device_executor"
+_OTHERS = {
+    "gptmanager/assembly/attention_choice.py": _RULES,
+    "gptmanager/assembly/attention_trial.py": _RULES,
+    "gptmanager/assembly/provider_options.py": _RULES,
+    "gptmanager/executor/captured_steps.py": "test_step_graphs test_mixed_steps",
+    "gptmanager/executor/choice/device_chooser.py": f"{_DEVICE_STEPS} test_device_chooser",
+    "gptmanager/executor/choice/drawn_drafts.py": "test_drawn_drafts",
+    "gptmanager/executor/choice/gathered_logits.py": f"test_gathered_logits {_CHOOSER}",
+    "gptmanager/executor/choice/prompt_scores.py": "test_top_log_probs test_log_probs_kernel",
+    "gptmanager/executor/choice/token_chooser.py": f"{_CHOOSER} test_guided_beams",
+    "gptmanager/executor/choice/top_tokens.py": "test_top_log_probs",
+    "gptmanager/executor/device_runner.py": f"{_DEVICE_STEPS} test_device_chooser",
+    "gptmanager/executor/packed_rows.py": f"test_mixed_steps test_memory_shortage {_CHOOSER}",
+}
 _ANY_OF_CPU = (
     "test_kernel_memory test_kernels test_packed_matmul test_adapter_kernels test_token_masks"
 )
@@ -162,7 +174,7 @@ def files(root: Path) -> list[str]:
         for path in sorted((root / folder).rglob("*.*"))
         if path.name not in left_out and "__pycache__" not in path.parts
     ]
-    return [*kernels, *_CHOOSES_PROVIDERS]
+    return [*kernels, *_OTHERS]
 
 
 def covering_tests(root: Path, file: str) -> list[str]:
@@ -171,6 +183,8 @@ def covering_tests(root: Path, file: str) -> list[str]:
     A file in cuda/ without an entry has the tests of its name, or of the files that include it.
     Raise ValueError if there are none.
     """
+    if file in _OTHERS:
+        return _paths(root, _OTHERS[file])
     folder, _, name = file.rpartition("/")
     if folder == "cuda/emulator":
         return _paths(root, _EMULATED.get(name, _EMULATOR))

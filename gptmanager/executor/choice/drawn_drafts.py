@@ -30,7 +30,7 @@ class DrawnDrafts:
         """Store the draft logits of a sequence that starts, or clear its slot if it has none."""
         if start.draft_logits is not None and start.draft_logits.numbers is not None:
             self.by_slot[start.slot] = start.sampling, start.draft_logits.numbers
-        elif self.by_slot:
+        else:
             self.by_slot.pop(start.slot, None)
 
     def forget(self, rows: SamplingRows) -> None:

@@ -8,6 +8,7 @@ models and KV caches. One choice is one token that is chosen from one row of log
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import NamedTuple, Protocol
@@ -101,8 +102,7 @@ class TokenChooser:
                 sampling = replace(sampling, seed=derive_seed(sampling.seed, beam))
             line = self.lines.of(start.slot, beam)
             self._sampler.load(line, sampling, start.orig_prompt_len, start.output_config)
-        if start.sampled or start.slot in self._sampled:
-            (self._sampled.add if start.sampled else self._sampled.discard)(start.slot)
+        (self._sampled.add if start.sampled else self._sampled.discard)(start.slot)
         is_searched = start.beam_width > 1 and not start.sampled
         most = min(start.num_candidates, self._sampler.vocab_size)
         self._num_candidates[start.slot] = most if is_searched else 0
@@ -167,11 +167,10 @@ class TokenChooser:
         `logits` `[n, vocab]`: the logits from which the `tokens` `[n]` were sampled.
         """
         own = np.flatnonzero(top.wanted[choices])
-        if own.size:
-            logits = logits[torch.from_numpy(own)]
-            ids = best_ids(logits, top.most)
-            sampled = logits, lines[own], tokens[own], log_probs[own]
-            top.put(choices[own], self._sampler.log_probs_of(ids, *sampled), ids)
+        logits = logits[torch.from_numpy(own)]
+        ids = best_ids(logits, top.most)
+        sampled = logits, lines[own], tokens[own], log_probs[own]
+        top.put(choices[own], self._sampler.log_probs_of(ids, *sampled), ids)
 
     def _write(self, rows: SamplingRows, tokens: np.ndarray, own: np.ndarray | None = None) -> None:
         """Write tokens `[S]` to the tables, as the next inputs of their sequences.
@@ -204,7 +203,7 @@ class TokenChooser:
                 rows.firsts,
                 self._tables.token_tensor,
             )
-        if self._sampled and not self._sampled.isdisjoint(rows.slots.tolist()):
+        if self._sampled:
             rows, logits = self._spread(rows, logits)
         return rows, logits, failed
 
@@ -227,8 +226,8 @@ class TokenChooser:
         copies = np.ones(len(rows.lines), dtype=np.int64)
         for index in np.flatnonzero(is_sampled).tolist():
             first, width = starts[index], rows.rows[index].beam_width
-            if width == 1 or starts[index + 1] > first + 1:
-                continue
+            if starts[index + 1] > first + 1:
+                continue  # not a context
             pieces += [logits[end:first], logits[first : first + 1].expand(width, -1)]
             end, copies[first] = first + 1, width
             self._tables.fork(int(rows.lines[first]), [0] * width, int(rows.positions[first]))
@@ -302,7 +301,7 @@ class TokenChooser:
         top: dict[int, list[TopLogProbs]] = {}
         failed: dict[int, BaseException] = {}
         left = np.arange(len(rows.rows))
-        for offset in range(1 + max(row.num_drafts for row in rows.rows)):
+        for offset in itertools.count():
             part, part_logits, errors = self._prepare(*part_of(rows, logits, left, offset))
             compared = self._drawn.at(offset, part, part_logits)
             picked = self._pick(part, part_logits)

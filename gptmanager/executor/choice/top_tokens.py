@@ -14,12 +14,12 @@ class TopTokens:
     """The top tokens of S choices. The choices of a row are consecutive.
 
     `counts` int32 `[rows]`: how many top tokens each row asks for. `wanted` int32 `[S]`: for each
-    choice, the count of its row. `most`: the largest count.
+    choice, the count of its row. `most`: the largest count. At least one row asks for some.
     """
 
     def __init__(self, rows: SamplingRows, counts: np.ndarray) -> None:
         self.wanted = counts.repeat(np.diff(rows.firsts))
-        self.most = int(counts.max(initial=0))
+        self.most = int(counts.max())
         self._counts = counts
         self._firsts = rows.firsts
         self._log_probs = np.zeros((len(self.wanted), self.most), dtype=np.float32)
