@@ -72,10 +72,10 @@ class Journal:
         try:
             self._open()
         except OSError as error:
-            self._lock.close()
+            self.folder.unlock(self._lock)
             raise JournalError(f"the journal cannot be written: {error}") from error
         except BaseException:
-            self._lock.close()
+            self.folder.unlock(self._lock)
             raise
 
     def _open(self) -> None:
@@ -277,7 +277,7 @@ class Journal:
                     os.fdatasync(file.fileno())
             file.close()
             self.folder.free_reserve()
-        self._lock.close()
+        self.folder.unlock(self._lock)
 
 
 class SyncThread:

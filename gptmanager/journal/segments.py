@@ -62,7 +62,7 @@ class JournalFolder:
     def lock(self) -> IO[Any]:
         """Lock the folder, and return the lock file.
 
-        The lock is held until the file is closed or the process ends.
+        The lock is held until `unlock`, or until this process and its forks have ended.
 
         Raise ConfigError with the other process's id if another manager has the lock, and
         JournalError if the file system has no locks.
@@ -83,6 +83,11 @@ class JournalFolder:
         lock.write(str(os.getpid()))
         lock.flush()
         return lock
+
+    def unlock(self, lock: IO[Any]) -> None:
+        """Unlock the folder, also if a forked process still has the lock file open."""
+        fcntl.flock(lock, fcntl.LOCK_UN)
+        lock.close()
 
     # Segments --------------------------------------------------------------------------------
 

@@ -400,6 +400,21 @@ def test_files_that_cannot_be_removed_fail_no_request(tmp_path, monkeypatch):
     run.journal.close()
 
 
+def test_a_forked_process_does_not_keep_the_lock(tmp_path):
+    run = JournaledRun(tmp_path / "journal", [])
+    reading, writing = os.pipe()
+    child = os.fork()
+    if not child:
+        os.close(writing)
+        os.read(reading, 1)  # until the parent closes its end
+        os._exit(0)
+    os.close(reading)
+    run.journal.close()
+    JournaledRun(tmp_path / "journal", []).journal.close()
+    os.close(writing)
+    os.waitpid(child, 0)
+
+
 def test_who_locks_a_journal_is_named_and_a_file_system_without_locks_is_not_blamed_on_others(
     tmp_path, monkeypatch
 ):
