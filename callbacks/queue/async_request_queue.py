@@ -110,8 +110,8 @@ class AsyncRequestQueue(RequestQueue):
             self._enqueue(generations, 0.0)
         return generations
 
-    def cancel(self, request_id: int) -> bool:
-        found = super().cancel(request_id)
+    def _cancel(self, generation: Generation | None) -> bool:
+        found = super()._cancel(generation)
         self._wake_first()
         return found
 

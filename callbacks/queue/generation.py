@@ -93,7 +93,7 @@ class Generation(LatchedFuture[GenerationResult]):
     def __init__(
         self,
         request: InferenceRequest,
-        cancel: Callable[[int], bool],
+        cancel: Callable[[Generation], bool],
         wakeups: AsyncWakeups,
         *,
         exclude_input: bool = False,
@@ -138,7 +138,7 @@ class Generation(LatchedFuture[GenerationResult]):
 
         A request that the manager has not fetched yet ends at once.
         """
-        return self._ask_to_cancel(self.request_id)
+        return self._ask_to_cancel(self)
 
     def result(self, timeout: float | None = None) -> GenerationResult:
         """Return the result of the request, or raise its error. Wait at most `timeout` seconds.

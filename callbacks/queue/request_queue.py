@@ -28,6 +28,7 @@ from gptmanager.errors import CallbackError, DuplicateRequestIdError, ManagerDea
 from gptmanager.lifecycle.condition import Condition
 from gptmanager.manager.gpt_manager import before_steps
 
+_CLOSED = "the queue was closed before the request was answered"
 _logger = logging.getLogger(__name__)
 
 
@@ -96,10 +97,8 @@ class RequestQueue:
         `options` are arguments of `RequestQueue`. They take precedence over the checkpoint.
         """
         defaults = TokenDefaults.of_folder(folder)
-        options.setdefault("default_end_id", defaults.end_ids)
-        options.setdefault("default_pad_id", defaults.pad_id)
-        options.setdefault("tokenizer", folder)
-        return cls(**options)
+        own = {"default_end_id": defaults.end_ids, "default_pad_id": defaults.pad_id}
+        return cls(**{**own, "tokenizer": folder, **options})
 
     @property
     def num_pending(self) -> int:
@@ -187,18 +186,21 @@ class RequestQueue:
         has fetched ends at the next iteration. Both end without an error, with finish reason
         CANCELLED. In a forked process no request is open.
         """
-        if self._is_forked:
+        return self._cancel(self._open.get(request_id))
+
+    def _cancel(self, generation: Generation | None) -> bool:
+        """Do the same as `cancel`, for the request of a handle. Its id may have been reused."""
+        if generation is None or self._is_forked:
             return False
         with self._lock:
-            generation = self._open.get(request_id)
-            if generation is None:
+            if self._open.get(generation.request_id) is not generation:
                 return False
             self._ending.add(generation)
-            pending = self._pending.take(request_id)
+            pending = self._pending.take(generation.request_id)
             if pending is None:
-                self._stops.add(request_id)
+                self._stops.add(generation.request_id)
             else:
-                self._open.pop(request_id, None)
+                self._open.pop(generation.request_id, None)
         if pending is None:
             self._notify()
         else:
@@ -231,9 +233,7 @@ class RequestQueue:
         if self._is_forked:
             return
         with self._lock:
-            reason = self._closed_by = (self._closed_by or error) or ManagerDeadError(
-                "the queue was closed before the request was answered"
-            )
+            reason = self._closed_by = self._closed_by or error or ManagerDeadError(_CLOSED)
             opened = list(self._open.values())
             self._stops.update(set(self._open) - self._pending.clear())
         self._changed.notify_all()
@@ -326,7 +326,7 @@ class RequestQueue:
             self._defaults.fill(request)
             return Generation(
                 request,
-                self.cancel,
+                self._cancel,
                 self._wakeups,
                 exclude_input=self._exclude_input,
                 new_text=self._texts.of_request(request, stop),

@@ -18,8 +18,8 @@ class Cancellations:
         self.ids = []
         self.arrived = threading.Event()
 
-    def __call__(self, request_id):
-        self.ids.append(request_id)
+    def __call__(self, generation):
+        self.ids.append(generation.request_id)
         self.arrived.set()
         return True
 

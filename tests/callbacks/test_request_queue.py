@@ -480,3 +480,15 @@ def test_no_handle_is_left_waiting_when_the_manager_dies(queue):
         error = future.exception(TIMEOUT)
         assert isinstance(error, ManagerDeadError)
         assert error.__cause__ is cause
+
+
+def test_a_handle_that_has_ended_cancels_no_later_request_with_its_id():
+    queue = RequestQueue()
+    first = queue.submit([1], 3, request_id=7)
+    queue.get_inference_requests(1)
+    queue.send_response(7, whole([1, 2]), True, "")
+    second = queue.submit([1], 3, request_id=7)
+    assert not first.cancel() and not second.done()
+    queue.get_inference_requests(1)
+    assert not first.cancel() and not queue.poll_stop_signal()
+    assert second.cancel() and queue.poll_stop_signal() == {7}
