@@ -1,14 +1,17 @@
 """Settings that hold for every test, and what tests of guided decoding share."""
 
+import faulthandler
 import functools
 import gc
 import os
 import signal
+import sys
 import zlib
 from collections import defaultdict
 
 import httpx
 import pytest
+from _pytest.faulthandler import fault_handler_stderr_fd_key
 from fuzz import ALL_CASES, FUZZ
 from hypothesis import HealthCheck, settings
 
@@ -33,6 +36,8 @@ signal.signal(signal.SIGHUP, signal.SIG_DFL)
 httpx._transports.default.create_ssl_context = functools.cache(httpx.create_ssl_context)
 
 gc.disable()  # until all tests are collected
+
+_EXIT_S = 60.0  # a run that has ended may wait so long for its threads
 
 _WORKER = os.environ.get("PYTEST_XDIST_WORKER", "")
 
@@ -82,6 +87,28 @@ def pytest_collection_finish():
     """
     gc.freeze()
     gc.enable()
+
+
+@pytest.hookimpl(tryfirst=True, optionalhook=True)
+def pytest_timeout_set_timer(item, settings):
+    """End the process of a test that has not ended long after its limit, with all stacks.
+
+    The signal of the limit raises an error in the main thread, which does not notice it in code of
+    C that never returns. xdist's controller tells which test its worker ran, and starts another.
+    """
+    stderr = item.config.stash.get(fault_handler_stderr_fd_key, 2)  # not the captured one
+    faulthandler.dump_traceback_later(2 * settings.timeout, exit=True, file=stderr)
+
+
+@pytest.hookimpl(tryfirst=True, optionalhook=True)
+def pytest_timeout_cancel_timer(item):
+    faulthandler.cancel_dump_traceback_later()
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_unconfigure():
+    """End the process even if a thread that a test has left never ends: Python waits for it."""
+    faulthandler.dump_traceback_later(_EXIT_S, exit=True, file=sys.__stderr__)
 
 
 @pytest.fixture(scope="module")

@@ -19,6 +19,7 @@ from pathlib import Path
 import jsonschema
 import numpy as np
 import pytest
+from child import Child
 from screen import Screen
 from text_checkpoint import END_ID, byte_tokenizer, save_text_checkpoint
 
@@ -698,7 +699,7 @@ def test_an_interrupt_ends_a_run_keeps_its_results_and_leaves_the_terminal_as_it
     out = tmp_path / "out.jsonl"
     master, slave = pty.openpty()
     path = slow_requests(tmp_path / "requests.jsonl")
-    with subprocess.Popen(
+    with Child(
         command("run", "--model", model, "--requests", path, "--output", out, "--pace", 0.3),
         stdout=subprocess.PIPE,
         stderr=slave,
@@ -755,7 +756,7 @@ def test_the_whole_run_on_a_terminal(model, tmp_path, environment):
     requests = [{"prompt": f"no. {i}", "max_new_tokens": 3 + 9 * i} for i in range(5)]
     path = write_requests(tmp_path / "requests.jsonl", *requests)
     options = ["--pace", 0.02, "--max-batch-size", 3]
-    with subprocess.Popen(
+    with Child(
         command("run", "--model", model, "--requests", path, *options),
         stdout=subprocess.PIPE,
         stderr=slave,

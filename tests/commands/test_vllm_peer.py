@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 import torch
 from bench_load import LOAD, TINY
+from child import Child
 from safetensors.torch import load_file
 
 from gptmanager import OptionalParams, SchedulerConfig
@@ -338,7 +339,7 @@ def test_whatever_ends_the_command_ends_the_peer(fake_vllm, notes, sent):
     fake_vllm("\n        ".join(LINGER.strip().splitlines()) + "; time.sleep(600)")
     arguments = ["--num-requests", "1", "--prompt-len", "4", "--output-len", "2"]
     command = [sys.executable, "-m", "gptmanager", "bench", "--peer", "vllm-cpu", *arguments]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+    with Child(command, stderr=subprocess.PIPE, text=True) as process:
         deadline = time.monotonic() + 50
         while not any(path.name.isdecimal() for path in notes.iterdir()):
             assert process.poll() is None and time.monotonic() < deadline

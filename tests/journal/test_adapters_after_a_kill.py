@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from child import Child
 from journaled_runs import Output
 
 
@@ -21,7 +22,7 @@ class Life:
     def __init__(self, folder: Path, outputs: Mapping[int, Output]) -> None:
         self.outputs: dict[int, Output] = defaultdict(Output, outputs)
         script = Path(__file__).parents[1] / "support" / "adapter_life.py"
-        self.process = subprocess.Popen(
+        self.process = Child(
             [sys.executable, script, folder],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,

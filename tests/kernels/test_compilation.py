@@ -13,6 +13,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
+from child import Child
 from numba import carray
 
 from gptmanager.kernels import PackedMatrix, compilation
@@ -157,7 +158,7 @@ def test_processes_that_start_together_compile_each_body_once(alone, compiled_he
             twin.stdin.flush()
 
     command, pipe = [sys.executable, "-c", TWIN, json.dumps(sys.path)], subprocess.PIPE
-    with subprocess.Popen(command, text=True, stdin=pipe, stdout=pipe) as twin:
+    with Child(command, text=True, stdin=pipe, stdout=pipe) as twin:
         assert twin.stdout.readline() == "first\n"
         compile_all(BODIES, tell)
         compiled_then, _ = twin.communicate("\n\n")
@@ -181,7 +182,7 @@ def holder(tmp_path):
     with machine_code._lock(machine_code._function(second)._cache):
         (path,) = tmp_path.rglob("*.lock")
     command, pipe = [sys.executable, "-c", HOLDER, str(path)], subprocess.PIPE
-    with subprocess.Popen(command, text=True, stdin=pipe, stdout=pipe) as process:
+    with Child(command, text=True, stdin=pipe, stdout=pipe) as process:
         assert process.stdout.readline() == "locked\n"
         yield process
         process.kill()

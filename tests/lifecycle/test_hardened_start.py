@@ -9,6 +9,7 @@ from pathlib import Path
 
 import httpx
 import pytest
+from child import Child
 
 ROOT = Path(__file__).resolve().parents[2]
 NOBODY = "65534"
@@ -40,7 +41,7 @@ def test_a_hardened_server_starts_and_answers(tmp_path):
     serve = ["-m", "gptmanager", "serve", "--model", ROOT / "examples/tiny_llama", "--port", "0"]
     serve += ["--dtype", "float64"]  # nothing is kept, and of the kernels it needs only one
     environment = {"PATH": os.environ["PATH"], "PYTHONPATH": str(ROOT)}
-    with subprocess.Popen(
+    with Child(
         [*unprivileged(), sys.executable, *serve],
         cwd="/",
         env={**environment, "NUMBA_OPT": "0"},  # compiles in half the time

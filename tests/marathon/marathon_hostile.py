@@ -27,6 +27,7 @@ from typing import Any
 
 import httpx
 from adapter_folders import save_small_adapter
+from child import Child
 from hostile_bars import Bars, Record, judge
 from hostile_calls import Target, send
 from hostile_case import Case
@@ -150,9 +151,7 @@ class Attack:
         where = (self._target.host, self._target.port, self._pid, self._poll_s)
         command = [sys.executable, "-S", str(_WATCH), *map(str, where)]
         found: list[Watched] = []
-        with subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        ) as process:
+        with Child(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
             yield found
             found.append(Watched.from_json(process.communicate()[0]))
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from child import Child
 from hostile_bars import Bars, Record, judge
 from hostile_calls import Target
 from hostile_case import Case, post
@@ -39,7 +40,7 @@ def attack(fault: str, log: Path) -> dict[str, Any]:
 
     with (
         log.open("wb") as stderr,
-        subprocess.Popen(
+        Child(
             [sys.executable, "-S", str(PLANTED), fault], stdout=subprocess.PIPE, stderr=stderr
         ) as process,
     ):

@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 
 import pytest
+from child import Child
 from covering import covering_tests, files
 from mutant_runs import (
     KILLED,
@@ -242,21 +243,21 @@ def test_an_interrupted_command_reports_what_it_has(tmp_path):
         "1",
         "--unchecked",
     ]
-    process = subprocess.Popen(
+    with Child(
         [sys.executable, FOLDER, *options, "--report", report],
         env={**os.environ, "TMPDIR": str(tmp_path)},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
         start_new_session=True,
-    )
-    deadline = time.monotonic() + 30
-    while not list(tmp_path.glob("mutants-*/0/cache")) and time.monotonic() < deadline:
-        if list(tmp_path.glob("mutants-*/0/project/setup.cfg")):
-            break
-        time.sleep(0.02)
-    process.send_signal(signal.SIGINT)
-    said, _ = process.communicate(timeout=30)
+    ) as process:
+        deadline = time.monotonic() + 30
+        while not list(tmp_path.glob("mutants-*/0/cache")) and time.monotonic() < deadline:
+            if list(tmp_path.glob("mutants-*/0/project/setup.cfg")):
+                break
+            time.sleep(0.02)
+        process.send_signal(signal.SIGINT)
+        said, _ = process.communicate(timeout=30)
     assert process.returncode == 130, said
     assert re.search(r"interrupted: \d of 3 were not tried", said) and report.exists()
     assert not list(tmp_path.glob("mutants-*"))

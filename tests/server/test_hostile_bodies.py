@@ -14,6 +14,7 @@ import threading
 
 import orjson
 import pytest
+from child import Child
 from hostile_values import (
     HOSTILE,
     allowed_growth,
@@ -128,7 +129,7 @@ def attacked(tmp_path_factory):
     folder = tmp_path_factory.mktemp("adapters")
     command = [sys.executable, "-m", "gptmanager", "serve", "--model", MODEL, "--port", "0"]
     command += ["--threads", "1", "--adapter-dir", str(folder)]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+    with Child(command, stderr=subprocess.PIPE, text=True) as process:
         found = (re.search(r"http://([\d.]+):(\d+)", line) for line in process.stderr)
         address = next(filter(None, found))
         connection = http.client.HTTPConnection(address[1], int(address[2]), timeout=60)

@@ -15,6 +15,7 @@ from pathlib import Path
 import httpx
 import pytest
 import torch
+from child import Child
 from outside_server import Outside
 from running_server import MODEL, settings_of, wait_for
 
@@ -88,7 +89,7 @@ def test_a_second_signal_ends_at_once(monkeypatch):
 
 @pytest.mark.slow
 def test_any_number_of_signals_shows_no_traceback():
-    with subprocess.Popen(SERVE, stderr=subprocess.PIPE, text=True) as process:
+    with Child(SERVE, stderr=subprocess.PIPE, text=True) as process:
         process.stderr.readline()
         while process.poll() is None:
             process.send_signal(signal.SIGINT)
@@ -144,7 +145,7 @@ def test_a_signal_before_the_server_serves_ends_it_with_a_line(tmp_path, number,
     config.symlink_to(MODEL / "config.json")
     os.mkfifo(tmp_path / "tokenizer_config.json")
     command = [tmp_path if it == MODEL else it for it in SERVE]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+    with Child(command, stderr=subprocess.PIPE, text=True) as process:
         wait_for(lambda: b"serve" in Path(f"/proc/{process.pid}/cmdline").read_bytes())
         wait_for(lambda: catches(process.pid, signal.SIGTERM))  # SIGINT is caught by Python itself
         process.send_signal(number)
@@ -268,7 +269,7 @@ def test_of_few_cores_one_is_left_to_others(monkeypatch, cores, threads, told, l
 
 
 def test_the_command_serves_and_ends_with_0():
-    with subprocess.Popen(SERVE, stderr=subprocess.PIPE, text=True) as process:
+    with Child(SERVE, stderr=subprocess.PIPE, text=True) as process:
         line = next(line for line in process.stderr if "http://" in line)  # kernels come before
         url = line.strip().rpartition(" ")[2]
         assert status(url + "/health") == 200

@@ -78,8 +78,9 @@ def running_server(settings: ServerSettings) -> Iterator[RunningServer]:
         engine = stack.enter_context(open_engine(settings))
         loop = asyncio.new_event_loop()
         server = new_server(engine, settings)
+        # a daemon, because Python would wait for the end of a thread that loops for ever
         thread = threading.Thread(
-            target=lambda: loop.run_until_complete(server.serve(sockets=[listener]))
+            target=lambda: loop.run_until_complete(server.serve(sockets=[listener])), daemon=True
         )
         thread.start()
         scheme = "https" if settings.tls_cert else "http"
@@ -89,4 +90,5 @@ def running_server(settings: ServerSettings) -> Iterator[RunningServer]:
         finally:
             server.should_exit = server.force_exit = True
             thread.join(10)
+            assert not thread.is_alive(), "the server's thread does not end"
             loop.close()

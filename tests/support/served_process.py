@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import httpx
+from child import Child
 from hostile_values import allowed_growth, forget_peak, memory_of
 from running_server import MODEL
 
@@ -53,9 +54,7 @@ def served_process(*options: str) -> Iterator[ServedProcess]:
     environment = {**os.environ, **_ALLOCATOR}
     with (
         tempfile.NamedTemporaryFile() as log,  # a pipe that nobody empties would hold it up
-        subprocess.Popen(
-            [*command, "--threads", "1", *options], stderr=log, env=environment
-        ) as process,
+        Child([*command, "--threads", "1", *options], stderr=log, env=environment) as process,
     ):
         try:
             told = _welcome(process, Path(log.name))
