@@ -60,6 +60,11 @@ CASES: list[tuple[str, dict[str, Any], str]] = [
         {"layer_types": ["sliding_attention"] * 4},
         "must be 'full_attention' for the last layer",
     ),
+    (
+        "qwen2_moe",  # transformers gives every second layer a window, others the last layers
+        {"use_sliding_window": True, "sliding_window": 8},
+        "layer_types = None: must list the type of each layer",
+    ),
     ("mistral", {"sliding_window": 0}, "sliding_window = 0: must be a positive integer"),
     ("gpt_neox", {"rotary_emb_base": 1}, "config.json: rotary_emb_base = 1: must be more than 1"),
     ("exaone4", {"sliding_window_pattern": "LLX"}, "pattern = 'LLX': must be a number, or letters"),

@@ -174,6 +174,7 @@ MIXTURES: Mapping[str, Family] = {
             "qkv_bias": True,
         },
         qkv_bias="qkv_bias",
+        network=readers.listed_windows,
         experts=experts_of(
             "num_experts",
             shared="shared_expert_intermediate_size",

@@ -71,6 +71,18 @@ def minimax_network(fields: Fields) -> Mapping[str, Any]:
     return {}
 
 
+def listed_windows(fields: Fields) -> Mapping[str, Any]:
+    """Refuse a sliding window without a list of its layers.
+
+    The default of transformers for these layers contradicts its documentation.
+    """
+    is_used = fields.get("sliding_window") is not None and fields.flag("use_sliding_window")
+    if is_used and fields.get("layer_types") is None:
+        need = "must list the type of each layer if use_sliding_window is true"
+        raise fields.error("layer_types", need)
+    return {}
+
+
 def opt_network(fields: Fields) -> Mapping[str, Any]:
     """Refuse the variants of OPT that are not supported.
 
