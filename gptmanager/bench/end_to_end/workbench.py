@@ -217,9 +217,9 @@ class Workbench:
             config = read_config(self.options.model)
             if unsupported_reason(config):
                 return self.options.model, config, None
-            target = {"dtype": read_dtype(config, self.dtype), "device": self.device}
+            dtype = read_dtype(config, self.dtype)
             _, read = read_checkpoint(self.options.model)
-            weights = {name: weight.to(**target) for name, weight in read.items()}
+            weights = {name: weight.to(self.device, dtype) for name, weight in read.items()}
             return self.options.model, config, weights
         config = SMALL_LLAMA if self.device.type == "cpu" else LLAMA_8B
         dtype = getattr(torch, self.dtype or "float32")
