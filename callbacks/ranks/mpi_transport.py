@@ -55,8 +55,8 @@ class MpiTransport:
         return _answer(own if self.is_first else np.frombuffer(data, np.uint64).tolist(), error)
 
     def _share(
-        self, answer: bytes, error: BaseException | None, name: str
-    ) -> tuple[bytes, BaseException | None]:
+        self, answer: bytes, error: Exception | None, name: str
+    ) -> tuple[bytes, Exception | None]:
         """Return rank 0's `answer` and `error`. The other ranks get a CallbackError."""
         text = b"" if error is None else response_text(error).encode()
         data = _LENGTH.pack(len(text)) + text + answer
@@ -95,7 +95,7 @@ def _called(
     return items, None
 
 
-def _answer(items: list[Any], error: BaseException | None) -> Iterable[Any]:
+def _answer(items: list[Any], error: Exception | None) -> Iterable[Any]:
     """Return `items`, or an iterator that raises `error` after them."""
     if error is None:
         return items
@@ -104,7 +104,7 @@ def _answer(items: list[Any], error: BaseException | None) -> Iterable[Any]:
     return _raising(items, error)
 
 
-def _raising(items: list[Any], error: BaseException) -> Iterator[Any]:
+def _raising(items: list[Any], error: Exception) -> Iterator[Any]:
     yield from items
     raise error
 

@@ -9,6 +9,9 @@ import pytest
 from running_server import running_server, settings_of
 from scripted_server import scripted_server
 
+from gptmanager.server.chat.chat_call import fields_renamed
+from gptmanager.server.errors import ApiError
+
 QWEN = Path(__file__).parent / "chat_templates" / "qwen.jinja"
 ASKS = [{"role": "user", "content": "17 + 25 ="}]
 CITY = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
@@ -226,3 +229,16 @@ def test_input_that_is_nested_too_deeply_is_refused(server):
     for field in ({"messages": messages}, {"thinking": {"type": deep}}, {"system": deep},
                   {"tools": [{**LOOK, "input_schema": {"a": deep}}]}):  # fmt: skip
         assert ask(server, "42", **field).status_code in (200, 400)
+
+
+@pytest.mark.parametrize(
+    ("text", "renamed"),
+    [
+        ("messages[1].content[0] and messages[1].content[1]", "messages[0].content[3] and"),
+        ("messages[1].content[7]", "messages[0].content[7]"),
+    ],
+)
+def test_an_error_of_a_template_may_name_what_is_not_there(text, renamed):
+    with pytest.raises(ApiError) as refused, fields_renamed((), {1: ("messages[0]", [3])}):
+        raise ApiError(400, text)
+    assert refused.value.message.startswith(renamed)

@@ -176,10 +176,11 @@ def fields_renamed(
         found = (places or {}).get(int(at[1]))
         if found is None:
             return at[0]
-        where, indices = found if isinstance(found, tuple) else (found, None)
+        where, indices = found if isinstance(found, tuple) else (found, ())
         if at[2] is None:
             return where
-        return f"{where}.content[{int(at[2]) if indices is None else indices[int(at[2])]}]"
+        index = int(at[2])  # a template's own error may name a part that is not there
+        return f"{where}.content[{indices[index] if index < len(indices) else index}]"
 
     def renamed(text: str) -> str:
         for own, name in names:
