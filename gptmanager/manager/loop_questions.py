@@ -92,7 +92,8 @@ class LoopQuestions:
 
         `see` is called on the loop's thread, first with a `Beginning` and an `Arrival` for each
         active request, then with each `Event` of `gptmanager.manager.watching`. The `append` of a
-        bounded deque is a good choice. If `see` raises an error, it is not called again. If the
+        bounded deque is a good choice. A second call with the same `see` begins the watch again,
+        and events are still passed once. If `see` raises an error, it is not called again. If the
         error occurs in the first events, `watch` raises it; otherwise it is logged. Raise
         ConfigError if `see` is not an ordinary function, and raise the errors of `explain`.
         """

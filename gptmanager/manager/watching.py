@@ -119,7 +119,8 @@ class Watchers:
         if not self._has_taps:
             _put_taps(loop, self.report_event)
             self._has_taps = True
-        self._sees += (see,)
+        # once only: an earlier call may have timed out and yet have had its effect
+        self._sees = *(other for other in self._sees if other != see), see
 
     def remove(self, loop: TokenLoop, see: WatchCallback) -> None:
         """Stop calling `see`; do nothing if it is not a watcher."""

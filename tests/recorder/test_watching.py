@@ -118,6 +118,17 @@ def test_a_watch_that_begins_late_hears_of_who_is_there():
     assert next(event for event in events if isinstance(event, Ran)).iteration == 2
 
 
+def test_a_watcher_that_is_added_again_begins_anew_and_gets_each_event_once():
+    host, events = RecordingCallbacks(), deque()
+    with managed(host.keywords()) as manager:
+        for _ in range(2):
+            manager.watch(events.append)
+        host.submit(request(7))
+        assert manager.wait_idle(20)
+    assert [type(event) for event in list(events)[:3]] == [Beginning, Beginning, Arrival]
+    assert sum(concerns(event, 7) and isinstance(event, Ending) for event in events) == 1
+
+
 def test_a_loop_that_nobody_watches_has_no_taps():
     host = RecordingCallbacks()
     with managed(host.keywords()) as manager:
