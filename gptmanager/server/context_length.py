@@ -6,7 +6,7 @@ The wording of its errors is fixed: clients match it to shorten a chat automatic
 from __future__ import annotations
 
 from gptmanager.errors import quoted
-from gptmanager.server.errors import ApiError
+from gptmanager.server.errors import CONTEXT_LENGTH_EXCEEDED, ApiError
 from gptmanager.server.http.warning_header import Warnings
 
 
@@ -20,13 +20,22 @@ class ContextLength:
         self._most = most
         self._clamps = clamps
 
-    def clamped(self, length: int, max_new_tokens: int, name: str, warnings: Warnings) -> int:
+    def clamped(
+        self,
+        length: int,
+        max_new_tokens: int,
+        name: str,
+        warnings: Warnings,
+        *,
+        is_forced: bool = False,
+    ) -> int:
         """Return the maximum number of new tokens: `max_new_tokens`, or less if it does not fit.
 
-        The number is lowered only with `clamps`, and with a warning about the field `name`.
+        The number is lowered only with `clamps` or if `is_forced`, and with a warning about the
+        field `name`.
         """
         left = max(1, self._most - length)
-        if not self._clamps or max_new_tokens <= left:
+        if not (self._clamps or is_forced) or max_new_tokens <= left:
             return max_new_tokens
         warnings.add(f"{name} = {quoted(max_new_tokens)} does not fit and is lowered to {left}")
         return left
@@ -70,4 +79,4 @@ class ContextLength:
     def exceeded(self, param: str, details: str) -> ApiError:
         """Return the error (400) for the field `param`. Its message is the limit and `details`."""
         start = f"This model's maximum context length is {self._most} tokens."
-        return ApiError(400, f"{start} {details}", param=param, code="context_length_exceeded")
+        return ApiError(400, f"{start} {details}", param=param, code=CONTEXT_LENGTH_EXCEEDED)

@@ -46,6 +46,7 @@ _STATUS_OF: tuple[tuple[type[BaseException], int], ...] = (
     (ConfigError, 400),
     (TimeoutError, 504),
 )
+CONTEXT_LENGTH_EXCEEDED = "context_length_exceeded"  # the `code` of a request that is too long
 RETRY_AFTER_S = 1
 LONGEST = 1000  # characters of a message or `param` before it is cut
 
@@ -55,6 +56,7 @@ class ApiError(Exception):
 
     `type`: OpenAI's name for the kind of error, by default from `STATUSES`. `param`: the name of
     the wrong field. `code`: a machine-readable name or number. `headers`: further response headers.
+    `details`: an object that Anthropic's clients read.
     """
 
     def __init__(  # noqa: B042 - it is never pickled
@@ -66,6 +68,7 @@ class ApiError(Exception):
         param: str | None = None,
         code: str | int | None = None,
         headers: Mapping[str, str] | None = None,
+        details: Mapping[str, Any] | None = None,
     ) -> None:
         super().__init__(message)
         self.status = status
@@ -74,6 +77,7 @@ class ApiError(Exception):
         self.param = param and _cut(param)
         self.code = code
         self.headers = dict(headers or {})
+        self.details = details
         if status in (429, 503):
             self.headers.setdefault("Retry-After", str(RETRY_AFTER_S))
 
@@ -107,7 +111,12 @@ _ANTHROPIC_TYPES = {
 def anthropic_error(error: ApiError) -> dict[str, Any]:
     """Return the error object for clients of Anthropic's API, as JSON values."""
     kind = "invalid_request_error" if error.status < 500 else "api_error"
-    own = {"type": _ANTHROPIC_TYPES.get(error.status, kind), "message": error.message}
+    message = error.message
+    if error.code == CONTEXT_LENGTH_EXCEEDED:  # clients match Anthropic's words to shorten a chat
+        message = f"prompt is too long: {message}"
+    own: dict[str, Any] = {"type": _ANTHROPIC_TYPES.get(error.status, kind), "message": message}
+    if error.details is not None:
+        own["details"] = error.details
     return {"type": "error", "error": own}
 
 

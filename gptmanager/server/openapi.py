@@ -80,6 +80,12 @@ ENDPOINTS = (
     Endpoint("/v1/completions", "complete prompts", completions.FIELDS, _COMPLETION),
     Endpoint("/v1/chat/completions", "answer a chat", chat.FIELDS, _COMPLETION),
     Endpoint("/v1/responses", "answer items", responses.FIELDS, _RESPONSE),
+    Endpoint(
+        "/v1/responses/input_tokens",
+        "count the tokens of items",
+        responses.FIELDS,
+        {"object": _TEXT, "input_tokens": _COUNT},
+    ),
     Endpoint(_STORED, "return a stored response", None, _RESPONSE, "response_id"),
     Endpoint(_STORED, "forget a response", None, {"id": _TEXT}, "response_id", method="delete"),
     Endpoint(

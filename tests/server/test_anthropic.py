@@ -16,6 +16,13 @@ QWEN = Path(__file__).parent / "chat_templates" / "qwen.jinja"
 ASKS = [{"role": "user", "content": "17 + 25 ="}]
 CITY = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
 LOOK = {"name": "look", "description": "looks", "input_schema": CITY}
+
+
+def look(city: str) -> str:
+    """Look at the weather of a city."""
+    return f"sunny in {city}"
+
+
 CALL = '<tool_call>\n{"name": "look", "arguments": {"city": "Rome"}}\n</tool_call>'
 ANSWER = f"<think>\nI look.\n</think>\n\nI see.\n{CALL}\n{CALL}"
 BODY = {"model": "scripted", "max_tokens": 200, "messages": ASKS}
@@ -166,7 +173,8 @@ TEXT = {"type": "text", "text": "Rome"}
         ({"thinking": {"type": "much"}}, "thinking.type"),
         ({"system": 7}, "system"),
         ({"best_of": 2}, "best_of"),
-        ({"max_tokens": 10**6}, "maximum context length"),
+        ({"messages": [{"role": "user", "content": "17 " * 5000}]},
+         "prompt is too long: This model's maximum context length"),
         ({"temperature": "hot"}, "temperature"),
     ],
 )  # fmt: skip
@@ -177,6 +185,44 @@ def test_errors_have_the_shape_of_this_api(server, fields, where):
     assert error["error"]["type"] == "invalid_request_error" and where in error["error"]["message"]
     missing = ask(server, "42", model="other").json()
     assert missing["error"]["type"] == "not_found_error"
+
+
+def test_an_answer_may_end_with_the_context(server):
+    """Clients set `max_tokens`, which is mandatory, to the most of Anthropic's own models."""
+    messages = [{"role": "user", "content": "17 " * 1300}]
+    long = ask(server, "42 " * 500, messages=messages, max_tokens=64000)
+    found = long.json()
+    assert found["stop_reason"] == "model_context_window_exceeded", found
+    usage = found["usage"]
+    num_prompt = usage["input_tokens"] + usage["cache_read_input_tokens"]
+    assert num_prompt + usage["output_tokens"] == 4096
+    assert (
+        f"max_tokens = 64000 does not fit and is lowered to {4096 - num_prompt}"
+        in (long.headers["Warning"])
+    )
+    short = ask(server, "42", max_tokens=64000).json()
+    assert short["stop_reason"] == "end_turn"
+    assert "Warning" not in ask(server, "42", max_tokens=99).headers
+
+
+def test_a_thread_is_refused_in_the_words_after_which_clients_go_on_without(server):
+    refused = ask(server, "42", thread={"type": "create"})
+    details = {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
+    assert refused.status_code == 400 and refused.json()["error"]["details"] == details
+    assert ask(server, "42", thread=None).status_code == 200
+
+
+def test_fields_for_bills_and_speed_change_no_answer(server):
+    fields = {
+        "speed": "fast",
+        "billing_policy": {"type": "billing_policy", "bill_to": "self"},
+        "fallbacks": [],
+        "fallback_credit_token": None,
+    }
+    answer = ask(server, "42", **fields)
+    assert answer.status_code == 200 and "Warning" not in answer.headers
+    told = ask(server, "42", diagnostics={"previous_message_id": "msg_1"}).headers["Warning"]
+    assert "no effect here: diagnostics" in told
 
 
 def test_the_key_may_be_in_the_header_of_this_api(one_torch_thread):
@@ -209,6 +255,15 @@ def test_the_client_itself(server):
             ).input_tokens
             > 50
         )
+        server.says(CALL, "Sunny.")
+        runner = client.beta.messages.tool_runner(**BODY, tools=[anthropic.beta_tool(look)])
+        assert runner.until_done().content[0].text == "Sunny."
+        with pytest.raises(anthropic.BadRequestError, match="prompt is too long"):
+            client.messages.create(
+                **{**BODY, "messages": [{"role": "user", "content": "17 " * 5000}]}
+            )
+        (model,) = client.models.list()
+        assert (model.type, model.display_name, model.id) == ("model", "scripted", "scripted")
         server.says("Sunny.")
         last = client.messages.create(model="scripted", max_tokens=99, messages=again)
         assert last.content[0].text == "Sunny." and last.stop_reason == "end_turn"

@@ -423,6 +423,17 @@ def test_a_stream_of_calls_says_what_the_whole_answer_says(request, form, choice
         assert listed == (whole.logprobs.content if whole.logprobs else [])
 
 
+def test_a_stream_has_no_event_for_text_that_is_held_back(qwen):
+    deltas = [chunk.choices[0] for chunk in qwen(CALLS, stream=True)]
+    empty = [one for one in deltas if not one.delta.model_dump(exclude_none=True)]
+    assert empty == deltas[-1:] and empty[0].finish_reason == "tool_calls"
+    ids = {"seed": 1, "extra_body": {"return_token_ids": True}}
+    streamed = [
+        one for chunk in qwen(CALLS, stream=True, **ids) for one in chunk.choices[0].token_ids
+    ]
+    assert streamed == qwen(CALLS, **ids).choices[0].token_ids
+
+
 def test_calls_go_back_into_the_prompt(qwen):
     (choice,) = qwen(CALLS).choices
     results = [

@@ -18,14 +18,15 @@ from running_server import running_server, settings_of
 BODIES = Path(__file__).parent / "client_bodies"
 CLIENTS = [
     *("openai_python", "openai_node", "litellm", "langchain", "llamaindex", "instructor"),
-    *("pydantic_ai", "ai_sdk", "lm_eval", "guidellm", "continue", "aider"),
+    *("pydantic_ai", "ai_sdk", "lm_eval", "guidellm", "continue", "aider", "anthropic_python"),
 ]
 CASES = [
     pytest.param(case, id=f"{client}: {case['name']}")
     for client in CLIENTS
     for case in json.loads((BODIES / f"{client}.json").read_text(encoding="utf-8"))
 ]
-CHATS = "/v1/chat/completions"
+CHATS, MESSAGES = "/v1/chat/completions", "/v1/messages"
+ENDS = {"end_turn", "tool_use", "max_tokens", "model_context_window_exceeded"}
 REASONS = {"stop", "length", "tool_calls", "function_call"}
 
 
@@ -103,6 +104,18 @@ def check_form(body, message):
         assert calls, "a call was required"
 
 
+def check_message(body, text):
+    if not body.get("stream"):
+        message = json.loads(text)
+        assert message["type"] == "message" and message["stop_reason"] in ENDS
+        return
+    kinds, data = zip(*(frame.split("\n", 1) for frame in text.strip().split("\n\n")), strict=True)
+    found = [json.loads(one.removeprefix("data: ")) for one in data]
+    assert kinds == tuple(f"event: {one['type']}" for one in found)
+    assert (kinds[0], kinds[-1]) == ("event: message_start", "event: message_stop")
+    assert found[-2]["delta"]["stop_reason"] in ENDS
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_it_is_answered(client, case):
     body, route = case["body"], case.get("route", CHATS)
@@ -111,6 +124,9 @@ def test_it_is_answered(client, case):
     is_chat = route == CHATS
     if body.get("stream"):
         assert response.headers["Content-Type"].startswith("text/event-stream")
+    if route == MESSAGES:
+        check_message(body, response.text)
+    elif body.get("stream"):
         check_stream(body, is_chat, response.text)
     else:
         check_whole(body, is_chat, response.json())

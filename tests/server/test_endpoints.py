@@ -1,5 +1,7 @@
 """The endpoints beside those that generate: health, version, models, tokens; and refusals."""
 
+from datetime import datetime
+
 import httpx
 import pytest
 from http_answers import refusal
@@ -31,6 +33,19 @@ def test_the_model_is_listed_with_its_length(client):
     (model,) = client.get("/v1/models").json()["data"]
     assert model["id"] == "tiny_llama" and model["max_model_len"] == 512
     assert client.get("/v1/models/tiny_llama").json() == model
+
+
+def test_models_are_listed_in_the_shape_of_anthropics_api_too(client):
+    listed = client.get("/v1/models", headers={"anthropic-version": "2023-06-01"}).json()
+    (model,) = listed["data"]
+    assert (listed["first_id"], listed["last_id"], listed["has_more"]) == (
+        *["tiny_llama"] * 2,
+        False,
+    )
+    assert (model["type"], model["display_name"]) == ("model", "tiny_llama")
+    assert model["max_input_tokens"] == 512
+    at = datetime.fromisoformat(model["created_at"].replace("Z", "+00:00"))
+    assert at.timestamp() == model["created"]
 
 
 def test_an_unknown_model_is_a_404(client):

@@ -86,21 +86,23 @@ MESSAGES = {
     "tool_choice": {"type": "none"},
 }  # fmt: skip
 # for each path a body that is taken; fields that are not in it are added to it one by one
+ITEMS = {
+    "input": [
+        {"role": "user", "content": [{"type": "input_text", "text": "a"}]},
+        {"type": "reasoning", "content": [{"type": "reasoning_text", "text": "b"}]},
+        {"type": "function_call", "call_id": "1", "name": "f", "arguments": "{}"},
+        {"type": "function_call_output", "call_id": "1", "output": "a"},
+    ],
+    "tools": [{"type": "function", **CHAT["tools"][0]["function"]}],
+    "tool_choice": "none",
+    "text": {"format": {"type": "text"}},
+    "max_output_tokens": 1,
+}
 BODIES = {
     "/v1/completions": {"prompt": [[5, 6]], "max_tokens": 1},
     "/v1/chat/completions": CHAT,
-    "/v1/responses": {
-        "input": [
-            {"role": "user", "content": [{"type": "input_text", "text": "a"}]},
-            {"type": "reasoning", "content": [{"type": "reasoning_text", "text": "b"}]},
-            {"type": "function_call", "call_id": "1", "name": "f", "arguments": "{}"},
-            {"type": "function_call_output", "call_id": "1", "output": "a"},
-        ],
-        "tools": [{"type": "function", **CHAT["tools"][0]["function"]}],
-        "tool_choice": "none",
-        "text": {"format": {"type": "text"}},
-        "max_output_tokens": 1,
-    },
+    "/v1/responses": ITEMS,
+    "/v1/responses/input_tokens": ITEMS,
     "/v1/messages": {**MESSAGES, "max_tokens": 1},
     "/v1/messages/count_tokens": MESSAGES,
     "/tokenize": {"messages": CHAT["messages"], "tools": CHAT["tools"]},

@@ -166,6 +166,8 @@ def test_a_response_goes_on(ask):
     items = [*responses.input_items.list(second.id, order="asc", limit=2)]
     assert [one.type for one in items[-2:]] == ["function_call", "function_call_output"]
     assert len(items) == 6
+    assert (items[0].type, items[0].content[0].text) == ("message", ASKS)
+    assert items[0].content[0].type == "input_text"
     responses.delete(second.id)
     unstored = ask("42", store=False)
     for name in (second.id, unstored.id, "resp_other"):
@@ -177,6 +179,17 @@ def test_a_response_goes_on(ask):
     assert refused.value.code == "previous_response_not_found"
     with pytest.raises(Exception, match="only background"):
         responses.cancel(first.id)
+
+
+def test_input_tokens_are_counted(ask):
+    first = ask(ANSWER, tools=[LOOK], instructions="Look.")
+    count = ask.client.responses.input_tokens.count
+    fields = {"model": "scripted", "tools": [LOOK], "instructions": "Look."}
+    assert count(input=ASKS, **fields).input_tokens == first.usage.input_tokens
+    longer = count(input="And now?", previous_response_id=first.id, **fields).input_tokens
+    assert longer > first.usage.total_tokens
+    with pytest.raises(Exception, match="does not exist"):
+        count(input=ASKS, model="other")
 
 
 def test_stored_items_are_referred_to(ask):

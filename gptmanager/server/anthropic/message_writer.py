@@ -10,6 +10,7 @@ from gptmanager.server.errors import ApiError, anthropic_error
 from gptmanager.server.http.responses import named_event
 
 _REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
+_CONTEXT_IS_FULL = "model_context_window_exceeded"
 _EMPTY: Mapping[str, dict[str, Any]] = {
     "text": {"type": "text", "text": ""},
     "thinking": {"type": "thinking", "thinking": "", "signature": ""},
@@ -20,12 +21,21 @@ class MessageWriter:
     """Writes content blocks in the order in which the model generates them.
 
     `usage` returns the token counts so far, in the form of `usage` in Chat Completions.
+    `is_clamped`: the end of the context limits the answer, and not the request's `max_tokens`.
     """
 
     keep_alive = named_event({"type": "ping"})
 
-    def __init__(self, answer_id: str, model: str, usage: Callable[[], Mapping[str, Any]]) -> None:
+    def __init__(
+        self,
+        answer_id: str,
+        model: str,
+        usage: Callable[[], Mapping[str, Any]],
+        *,
+        is_clamped: bool = False,
+    ) -> None:
         self.answer_id = answer_id
+        self._reasons = _REASONS | ({"length": _CONTEXT_IS_FULL} if is_clamped else {})
         self._usage = usage
         self._content: list[dict[str, Any]] = []
         self._is_open = False  # whether the last block has not ended
@@ -58,7 +68,7 @@ class MessageWriter:
     def end(self, reason: str, stop_reason: str | int | None) -> list[dict[str, Any]]:
         is_text = reason == "stop" and isinstance(stop_reason, str)
         found = {
-            "stop_reason": "stop_sequence" if is_text else _REASONS[reason],
+            "stop_reason": "stop_sequence" if is_text else self._reasons[reason],
             "stop_sequence": stop_reason if is_text else None,
         }
         events, usage = self._close(), self._tokens()

@@ -20,6 +20,7 @@ from gptmanager.server.anthropic.message_writer import MessageWriter
 from gptmanager.server.chat.chat_call import ChatCalls, Place, fields_renamed
 from gptmanager.server.chat.chat_prompt import TEMPLATE_FIELDS
 from gptmanager.server.chat.event_answer import EventAnswer
+from gptmanager.server.errors import ApiError
 from gptmanager.server.fields import AsItIs, Field, ListOf, Object, Text, by_name
 from gptmanager.server.http.body import read_json, until_disconnected
 from gptmanager.server.http.request_log import RECORD
@@ -38,6 +39,20 @@ _MESSAGE = {
     "required": ["role", "content"],
     "properties": {"role": {"enum": ["user", "assistant"]}, "content": _TEXTS},
 }
+
+
+class _NoThread:
+    """A conversation that the server holds. It is refused, and so clients send all messages."""
+
+    def read(self, where: str, value: Any) -> Any:
+        refused = {"error_code": "thread_unsupported_request", "unsupported": [where]}
+        message = f"{where} is not supported: leave it out, and send all messages"
+        raise ApiError(400, message, param=where, details=refused)
+
+    def schema(self) -> dict[str, Any]:
+        return {"type": "null"}
+
+
 _PROMPT = (
     Field("messages", ListOf(AsItIs(_MESSAGE), 1), "messages of user and assistant", required=True),
     Field("system", AsItIs(_TEXTS), "the system message: a string, or text blocks"),
@@ -47,6 +62,7 @@ _PROMPT = (
         "thinking", Object(), "enabled, disabled or adaptive, for enable_thinking of the template"
     ),
     Field("output_config", Object(), "effort, and format: a JSON schema"),
+    Field("thread", _NoThread(), "not supported: the client sends all messages"),
 )
 _GENERATION = (
     Field("max_tokens", NewTokens(1), "maximum number of new tokens", required=True),
@@ -54,11 +70,17 @@ _GENERATION = (
 )
 _IGNORED = tuple(
     Field(name, AsItIs(), "accepted; has no effect on the answer")
-    for name in ("metadata", "service_tier", "cache_control", "inference_geo", "betas")
+    for name in (
+        *("metadata", "service_tier", "cache_control", "inference_geo", "betas", "speed"),
+        *("billing_policy", "fallbacks", "fallback_credit_token"),
+    )
 )
 _NOT_SUPPORTED = tuple(
     Field(name, NotSupported(neutral), "not supported: ignored, and reported in the header Warning")
-    for name, neutral in (("container", ()), ("mcp_servers", ([],)), ("context_management", ()))
+    for name, neutral in (
+        *(("container", ()), ("mcp_servers", ([],)), ("context_management", ())),
+        ("diagnostics", ()),
+    )
 )
 _SHARED = by_name(SAMPLING, SERVING, TEMPLATE_FIELDS)
 _OTHER = {name: _SHARED[name] for name in PASSED_ON if name in _SHARED}
@@ -105,9 +127,13 @@ class _Messages:
     ) -> EventAnswer:
         messages, places = self._messages(given)
         with fields_renamed(RENAMED, places):
-            chat = await self._calls.prepare({**chat_fields(given), "messages": messages}, warnings)
+            fields = {**chat_fields(given), "messages": messages}
+            # `max_tokens` is mandatory, and clients set it to the most of Anthropic's models
+            chat = await self._calls.prepare(fields, warnings, clamps=True)
         model = given.get("model") or self._calls.engine.card.name
-        return EventAnswer(chat, MessageWriter(f"msg_{request_id}", model, chat.usage), model)
+        is_clamped = chat.max_new_tokens < given["max_tokens"]
+        writer = MessageWriter(f"msg_{request_id}", model, chat.usage, is_clamped=is_clamped)
+        return EventAnswer(chat, writer, model)
 
     def _messages(self, given: dict[str, Any]) -> tuple[list[dict[str, Any]], dict[int, Place]]:
         system = given.get("system")

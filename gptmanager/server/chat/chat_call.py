@@ -41,12 +41,13 @@ class PreparedChat:
     """A chat that is ready to generate.
 
     `messages` has a `ChatAnswer` for each output of `answer`. `thinks`: whether the model may write
-    thoughts.
+    thoughts. `max_new_tokens`: the most tokens of an output, which fit into the context.
     """
 
     answer: Answer
     messages: list[ChatAnswer]
     thinks: bool
+    max_new_tokens: int
 
     def usage(self) -> dict[str, Any]:
         """Return OpenAI's `usage`, with the number of tokens in thoughts if the model may think."""
@@ -108,9 +109,12 @@ class ChatCalls:
             tools = replace(tools, parallel=False)
         return prompt, tools
 
-    async def prepare(self, given: Mapping[str, Any], warnings: Warnings) -> PreparedChat:
+    async def prepare(
+        self, given: Mapping[str, Any], warnings: Warnings, *, clamps: bool = False
+    ) -> PreparedChat:
         """Prepare the chat of a request; add to `warnings` each field that has no effect.
 
+        `clamps`: a maximum number of new tokens that does not fit is lowered, with a warning.
         Raises ApiError like `prompt` and `Processors.of`.
         """
         card = self.engine.card
@@ -123,8 +127,9 @@ class ChatCalls:
         left = max(1, card.max_model_len - len(prompt.tokens))
         name = "max_completion_tokens" if "max_completion_tokens" in given else "max_tokens"
         most = given.get(name, left)
-        most = self.engine.context_length.clamped(len(prompt.tokens), most, name, warnings)
-        self.engine.context_length.check(len(prompt.tokens), most, prompt="messages", most=name)
+        length, limit = len(prompt.tokens), self.engine.context_length
+        most = limit.clamped(length, most, name, warnings, is_forced=clamps)
+        limit.check(length, most, prompt="messages", most=name)
         form = prompt.tool_format
         tags = prompt.start.reasoning.tags + (() if form is None else form.tags)
         special = special_tags(card.tokenizer, tags) if card.tokenizer and tags else None
@@ -138,7 +143,8 @@ class ChatCalls:
             )
             for _ in answer.outputs
         ]
-        return PreparedChat(answer, messages, prompt.start.reasoning is not Reasoning.NONE)
+        thinks = prompt.start.reasoning is not Reasoning.NONE
+        return PreparedChat(answer, messages, thinks, most)
 
     async def _processor(
         self, given: Mapping[str, Any], warnings: Warnings, tools: Tools | None, prompt: ChatPrompt

@@ -151,8 +151,8 @@ class _ChatFormat:
             deltas += message.flush()
         if not self._has_begun[index]:
             deltas.insert(0, {"role": "assistant", "content": ""})
-        if is_done or not deltas:
-            deltas.append({})  # carries the finish reason, or log probabilities of held-back text
+        if is_done or not deltas and self._has_details(delta):
+            deltas.append({})  # carries the finish reason, or details of held-back text
         # The tokens are sent with the first choice after the role, or with the role if it is alone.
         at = min(len(deltas) - 1, 0 if self._has_begun[index] else 1)
         choices = []
@@ -166,6 +166,12 @@ class _ChatFormat:
             )
             choices.append({"index": index, "delta": one, **self._details(index, own)})
         return choices
+
+    def _has_details(self, delta: Delta) -> bool:
+        """Return whether the client gets more of a delta than its text."""
+        options = self._given.get("stream_options") or {}
+        names_tokens = self._given.get("return_token_ids", False)
+        return bool(delta.log_probs or names_tokens or options.get("continuous_usage_stats"))
 
     def _details(self, index: int, delta: Delta) -> dict[str, Any]:
         """Return the fields of a choice besides its message or delta."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from datetime import datetime, timezone
 from typing import Any
 
 from starlette.requests import Request
@@ -41,7 +42,8 @@ def routes(engine: Engine, settings: ServerSettings) -> list[BaseRoute]:
     async def models(request: Request) -> Response:
         own = [_model(engine, name) for name in engine.card.names]
         data = [*own, *(_adapter(engine, it) for it in engine.adapters)]
-        return json_response({"object": "list", "data": data})
+        ends = {"has_more": False, "first_id": data[0]["id"], "last_id": data[-1]["id"]}
+        return json_response({"object": "list", "data": data, **ends})
 
     async def model(request: Request) -> Response:
         name = request.path_params["name"]
@@ -107,13 +109,20 @@ def _adapter(engine: Engine, adapter: Adapter) -> dict[str, Any]:
 
 
 def _entry(name: str, created: int, engine: Engine) -> dict[str, Any]:
+    """Return the keys of OpenAI's API and of Anthropic's: both have clients that ask here."""
     length = engine.card.max_model_len
+    at = datetime.fromtimestamp(created, timezone.utc)
     return {
         "id": name,
         "object": "model",
         "created": created,
         "owned_by": "gptmanager",
         "max_model_len": length,
+        "type": "model",
+        "display_name": name,
+        "created_at": at.isoformat().replace("+00:00", "Z"),
+        "max_input_tokens": length,
+        "max_tokens": length,
     }
 
 

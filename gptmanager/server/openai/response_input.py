@@ -36,6 +36,18 @@ def items_of(given: Any) -> list[Any]:
     return [{"role": "user", "content": given}] if isinstance(given, str) else given
 
 
+def listed(item: Mapping[str, Any]) -> dict[str, Any]:
+    """Return an input item in full, as OpenAI lists it: a text of a message becomes a part."""
+    if "role" not in item:
+        return dict(item)
+    content = item.get("content")
+    if isinstance(content, str):
+        kind = "output_text" if item["role"] == "assistant" else "input_text"
+        more = {"annotations": []} if kind == "output_text" else {}
+        content = [{"type": kind, "text": content, **more}]
+    return {**item, "type": "message", "content": content}
+
+
 def messages_of(
     items: Sequence[Any], earlier: Sequence[Any] = (), instructions: str | None = None
 ) -> tuple[list[dict[str, Any]], dict[int, str]]:

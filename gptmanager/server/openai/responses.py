@@ -31,7 +31,7 @@ from gptmanager.server.fields import (
     by_name,
     field_error,
 )
-from gptmanager.server.http.body import read_json
+from gptmanager.server.http.body import read_json, until_disconnected
 from gptmanager.server.http.request_log import RECORD
 from gptmanager.server.http.responses import json_response
 from gptmanager.server.http.warning_header import Warnings
@@ -43,6 +43,7 @@ from gptmanager.server.openai.response_input import (
     SAME,
     chat_fields,
     items_of,
+    listed,
     messages_of,
 )
 from gptmanager.server.openai.response_store import ResponseStore
@@ -133,6 +134,7 @@ def routes(calls: ChatCalls) -> list[BaseRoute]:
     path = "/v1/responses/{response_id}"
     return [
         Route("/v1/responses", own.create, methods=["POST"]),
+        Route("/v1/responses/input_tokens", own.count, methods=["POST"]),
         Route(path, own.read, methods=["GET"]),
         Route(path, own.delete, methods=["DELETE"]),
         Route(f"{path}/input_items", own.input_items, methods=["GET"]),
@@ -148,22 +150,46 @@ class _Responses:
         self._store = None if calls.settings.no_store else ResponseStore()
 
     async def create(self, request: Request) -> Response:
+        given, warnings = await self._read(request)
+        preparing = self._prepare(given, warnings, request.scope[RECORD].key)
+        return await respond(request, preparing, warnings, streams=given.get("stream", False))
+
+    async def count(self, request: Request) -> Response:
+        given, warnings = await self._read(request)
+        counting = self._count(given, warnings, request.scope[RECORD].key)
+        num_tokens = await until_disconnected(request, counting)
+        found = {"object": "response.input_tokens", "input_tokens": num_tokens}
+        return json_response(found, headers=warnings.headers())
+
+    async def _read(self, request: Request) -> tuple[dict[str, Any], Warnings]:
         lenient = self._calls.settings.lenient
         given, warnings = await read_json(
             request, functools.partial(read_request, fields=FIELDS, lenient=lenient)
         )
         check_model(self._calls.engine, given.get("model"))
         _check_supported(given)
-        preparing = self._prepare(given, warnings, request.scope[RECORD].key)
-        return await respond(request, preparing, warnings, streams=given.get("stream", False))
+        return given, warnings
 
-    async def _prepare(self, given: dict[str, Any], warnings: Warnings, owner: str) -> EventAnswer:
+    def _items(self, given: dict[str, Any], owner: str) -> tuple[list[Any], list[Any]]:
+        """Return the items of the responses that a request continues, and its own items."""
         items = resolved(items_of(given.get("input", [])), self._store, owner)
         name = given.get("previous_response_id")
         earlier = [] if name is None else self._earlier(owner, name)
         if not items and not earlier:
             raise bad_request("input", "input is missing")
         self._calls.check_number("input", [*earlier, *items])
+        return earlier, items
+
+    async def _count(self, given: dict[str, Any], warnings: Warnings, owner: str) -> int:
+        earlier, items = self._items(given, owner)
+        messages, places = messages_of(items, earlier, given.get("instructions"))
+        with fields_renamed(RENAMED, places):
+            fields = {**chat_fields(given, warnings), "messages": messages}
+            prompt, _ = await self._calls.prompt(fields, warnings)
+        return len(prompt.tokens)
+
+    async def _prepare(self, given: dict[str, Any], warnings: Warnings, owner: str) -> EventAnswer:
+        earlier, items = self._items(given, owner)
         messages, places = messages_of(items, earlier, given.get("instructions"))
         with fields_renamed(RENAMED, places):
             fields = {**chat_fields(given, warnings), "messages": messages}
@@ -214,7 +240,8 @@ class _Responses:
         if found is None:
             raise _missing(request)
         items = [
-            {"id": f"item_{index}", **one} for index, one in enumerate(orjson.loads(found.items))
+            {"id": f"item_{index}", **listed(one)}
+            for index, one in enumerate(orjson.loads(found.items))
         ]
         query = request.query_params
         if query.get("order") != "asc":
