@@ -18,15 +18,21 @@ from running_server import running_server, settings_of
 BODIES = Path(__file__).parent / "client_bodies"
 CLIENTS = [
     *("openai_python", "openai_node", "litellm", "langchain", "llamaindex", "instructor"),
-    *("pydantic_ai", "ai_sdk", "lm_eval", "guidellm", "continue", "aider", "anthropic_python"),
+    *("pydantic_ai", "ai_sdk", "lm_eval", "guidellm", "continue", "aider"),
+    *("anthropic_python", "codex"),
 ]
 CASES = [
     pytest.param(case, id=f"{client}: {case['name']}")
     for client in CLIENTS
     for case in json.loads((BODIES / f"{client}.json").read_text(encoding="utf-8"))
 ]
-CHATS, MESSAGES = "/v1/chat/completions", "/v1/messages"
-ENDS = {"end_turn", "tool_use", "max_tokens", "model_context_window_exceeded"}
+CHATS = "/v1/chat/completions"
+# the types of the first and the last event of a stream
+EVENTS = {
+    "/v1/messages": ("message_start", "message_stop"),
+    "/v1/responses": ("response.created", "response.completed"),
+}
+ENDS = {"end_turn", "tool_use", "max_tokens", "model_context_window_exceeded", "completed"}
 REASONS = {"stop", "length", "tool_calls", "function_call"}
 
 
@@ -104,16 +110,16 @@ def check_form(body, message):
         assert calls, "a call was required"
 
 
-def check_message(body, text):
+def check_named(body, route, text):
+    """Check an answer of a protocol with named events."""
     if not body.get("stream"):
-        message = json.loads(text)
-        assert message["type"] == "message" and message["stop_reason"] in ENDS
+        answer = json.loads(text)
+        assert answer.get("stop_reason", answer.get("status")) in ENDS
         return
-    kinds, data = zip(*(frame.split("\n", 1) for frame in text.strip().split("\n\n")), strict=True)
-    found = [json.loads(one.removeprefix("data: ")) for one in data]
-    assert kinds == tuple(f"event: {one['type']}" for one in found)
-    assert (kinds[0], kinds[-1]) == ("event: message_start", "event: message_stop")
-    assert found[-2]["delta"]["stop_reason"] in ENDS
+    heads, data = zip(*(frame.split("\n", 1) for frame in text.strip().split("\n\n")), strict=True)
+    kinds = [json.loads(one.removeprefix("data: "))["type"] for one in data]
+    assert [f"event: {kind}" for kind in kinds] == list(heads)
+    assert (kinds[0], kinds[-1]) == EVENTS[route]
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -124,8 +130,8 @@ def test_it_is_answered(client, case):
     is_chat = route == CHATS
     if body.get("stream"):
         assert response.headers["Content-Type"].startswith("text/event-stream")
-    if route == MESSAGES:
-        check_message(body, response.text)
+    if route in EVENTS:
+        check_named(body, route, response.text)
     elif body.get("stream"):
         check_stream(body, is_chat, response.text)
     else:

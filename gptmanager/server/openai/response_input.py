@@ -27,6 +27,7 @@ SAME = (
     *("cache_salt", "min_tokens", "ignore_eos"),
 )
 _ROLES = ("system", "developer", "user", "assistant")
+_EXTRA_TOOLS = ("web_search", "image_generation", "namespace")
 _KINDS = ("message", "function_call", "function_call_output", "reasoning")
 _ALLOWED = ", ".join((*_KINDS, "item_reference"))  # an earlier step replaces each item_reference
 
@@ -43,8 +44,7 @@ def listed(item: Mapping[str, Any]) -> dict[str, Any]:
     content = item.get("content")
     if isinstance(content, str):
         kind = "output_text" if item["role"] == "assistant" else "input_text"
-        more = {"annotations": []} if kind == "output_text" else {}
-        content = [{"type": kind, "text": content, **more}]
+        content = [{"type": kind, "text": content}]
     return {**item, "type": "message", "content": content}
 
 
@@ -125,8 +125,10 @@ def chat_fields(given: Mapping[str, Any], warnings: Warnings) -> dict[str, Any]:
     fields = {name: given[name] for name in SAME if name in given}
     if "max_output_tokens" in given:
         fields["max_completion_tokens"] = given["max_output_tokens"]
-    if "tools" in given:
-        fields["tools"] = [_tool(one) for one in given["tools"]]
+    left_out = [f"tools[{i}]" for i, one in enumerate(given.get("tools", ())) if _is_extra(one)]
+    warnings.add_ignored(left_out, "tools that the model does not see, as no server runs them here")
+    if len(left_out) < len(given.get("tools", ())):
+        fields["tools"] = [_tool(one) for one in given["tools"] if not _is_extra(one)]
     if "tool_choice" in given:
         fields["tool_choice"] = _choice(given["tool_choice"])
     text, reasoning = given.get("text", {}), given.get("reasoning", {})
@@ -142,6 +144,14 @@ def chat_fields(given: Mapping[str, Any], warnings: Warnings) -> dict[str, Any]:
         [name for name, is_given in ignored.items() if is_given], "fields that have no effect here"
     )
     return fields
+
+
+def _is_extra(tool: Any) -> bool:
+    """Return whether a tool may be left out: clients offer it whether the server has it or not.
+
+    Other tools of OpenAI's servers, such as `file_search`, name data that the answer depends on.
+    """
+    return isinstance(tool, Mapping) and str(tool.get("type")).startswith(_EXTRA_TOOLS)
 
 
 def _tool(tool: Any) -> Any:

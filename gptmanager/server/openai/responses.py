@@ -69,6 +69,7 @@ _RETURNED = ("input", "tools", "tool_choice", "text")
 _IGNORED: dict[str, Kind] = {
     **dict.fromkeys(("user", "safety_identifier", "prompt_cache_key"), Text(0, 1024)),
     **dict.fromkeys(("service_tier", "prompt_cache_options", "prompt_cache_retention"), AsItIs()),
+    **dict.fromkeys(("client_metadata", "access_programs"), AsItIs()),
     "max_tool_calls": Integer(0, 2**31 - 1),
     "metadata": Object(),
 }
