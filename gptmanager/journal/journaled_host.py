@@ -225,8 +225,8 @@ class JournaledHost(HostTap):
             self._journal.commit(None, [(i, self._last(i, [], error)) for i in ids])
             if self._journal.keeps_responses:
                 self._delivered += ids
-        except JournalError as failed:
-            logger.error("the ends of requests are not in the journal: %s", failed)
+        except Exception as failed:  # the responses must still be sent
+            logger.error("the ends of requests are not in the journal: %s", response_text(failed))
         finally:
             self._lock.release()
 

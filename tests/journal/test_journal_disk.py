@@ -163,6 +163,19 @@ def test_a_response_that_cannot_be_recorded_ends_the_manager_and_not_the_journal
     assert host.final(1).error == text
 
 
+def test_ends_that_cannot_be_recorded_prevent_no_response(tmp_path, monkeypatch, caplog):
+    run = JournaledRun(tmp_path / "journal", [stream(1)])
+    iterate(run, 2)
+
+    def fail(*ignored):
+        raise LookupError("a fault of the program")
+
+    monkeypatch.setattr(run.journal, "commit", fail)
+    run.journaled.note_ends([1], "an error")
+    assert "not in the journal: LookupError: a fault of the program" in caplog.text
+    run.journal.close()
+
+
 def test_after_another_thread_has_answered_the_loop_writes_nothing(tmp_path):
     class Abandoned(BaseException):
         pass
