@@ -92,6 +92,21 @@ def test_codes_of_a_file_become_rows_of_their_floats(kind):
     assert torch.equal(weights["a"].unpacked(), rounded(codes * scales, kind).unpacked())
 
 
+@pytest.mark.parametrize("kind", [Int8Rows, Fp8Rows])
+def test_parts_of_rows_share_their_memory(kind):
+    """The experts of a stacked matrix, of 32 rows each."""
+    weight, values = (
+        rounded(randn(96, 64, dtype=torch.bfloat16), kind),
+        randn(32, 64, seed=7).bfloat16(),
+    )
+    for number, part in enumerate(weight.parts(3)):
+        rows = slice(32 * number, 32 * number + 32)
+        assert type(part) is kind and part.shape == (32, 64) and part.depth == 64 and not part.plans
+        assert part.dtype is torch.bfloat16 and torch.equal(part.unpacked(), weight.unpacked(rows))
+    weight.parts(3)[1].copy_(values)
+    assert torch.equal(weight.unpacked(slice(32, 64)), rounded(values, kind).unpacked())
+
+
 def test_matrices_are_int8_rows_and_a_load_changes_them_in_place(load, state):
     model = load()
     matrices = model.weights.matrices

@@ -349,7 +349,9 @@ def test_a_manager_records_its_generation_steps(monkeypatch: pytest.MonkeyPatch)
     assert none is None and 3 in captured(capture)
 
 
-def test_a_step_releases_the_interpreter_lock_if_its_last_run_was_long() -> None:
+def test_a_step_releases_the_interpreter_lock_if_its_last_run_was_long(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     kernels, weight = CpuKernels(), torch.ones(16)
     capture = kernels.new_step_capture()
     assert capture is not None
@@ -367,12 +369,19 @@ def test_a_step_releases_the_interpreter_lock_if_its_last_run_was_long() -> None
             begun.append,
         )
 
+    unlocked: list[bool] = []
+    for name, value in (("_run_locked", False), ("_run_unlocked", True)):
+        real = getattr(captured_step, name)
+        monkeypatch.setattr(
+            captured_step, name, lambda real=real, value=value: unlocked.append(value) or real()
+        )
     start = time.perf_counter()
     first = run()
     results = [run(), run(), run(1.0), run(0.0), run(captured_step.LONG_S)]
     elapsed = time.perf_counter() - start
     assert all(torch.equal(result, first) for result in results)
     assert begun == [False, False, False, True, False, False]
+    assert unlocked == begun[2:], "the replays"
     (step,) = capture._known.values()
     assert step is not None and 0 < step._seconds < elapsed
     assert step._seconds != captured_step.LONG_S  # measured anew
