@@ -214,6 +214,23 @@ def test_logits_of_16_bits(device, watched, requests):
             assert name == "request_metrics" or torch.equal(one.tensors[name], tensor), name
 
 
+@pytest.mark.parametrize(
+    ("requests", "dtype"),
+    [(plain, torch.bfloat16), (wanted, torch.float32), (processed, torch.float32)],
+)
+def test_only_steps_whose_logits_are_read_widen_them(device, monkeypatch, requests, dtype):
+    """Post-processors and hosts read float32, kernels read what the model has computed."""
+    enqueue, dtypes = DeviceChooser._enqueue, []
+
+    def spy(self, rows, logits, *rest):
+        dtypes.append(logits.dtype)
+        return enqueue(self, rows, logits, *rest)
+
+    monkeypatch.setattr(DeviceChooser, "_enqueue", spy)
+    finals(requests(), device, dtype="bfloat16")
+    assert dtypes[0] is dtype
+
+
 def test_nothing_waits_for_beams(device, watched):
     check(device, watched, texts, max_beam_width=3)
 
