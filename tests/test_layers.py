@@ -29,6 +29,7 @@ lifecycle/                    states of a manager; clocks, logging, child proces
     log                       the library's logger, which never raises (no torch)
     child_loop                the loop of a child process that answers questions (no torch)
     child_process             a child process with limited time and memory (no torch)
+    per_process               a value that a forked process makes again (no torch)
     latch                     an event that signal handlers may wait for (no torch)
     condition                 a wait for a change, which an exception may interrupt (no torch)
     latched_future            a future with waits that an exception may interrupt (no torch)

@@ -260,11 +260,11 @@ def test_large_grammars_are_kept_only_so_long_as_there_is_room(monkeypatch):
     guided = GuidedDecoding(byte_tokenizer(), [END_ID])
     for number in range(9):
         guided.regex(f"{number}" + "a" * 99).compiled.result(20)
-        assert len(guided._compiled) == min(number + 1, 5)
-    first, *_ = guided._compiled
+        assert len(guided._own.get().compiled) == min(number + 1, 5)
+    first, *_ = guided._own.get().compiled
     assert first.text.startswith("4")
     guided.regex("b" * 501).compiled.result(20)  # it serves its own request alone
-    assert not guided._compiled
+    assert not guided._own.get().compiled
 
 
 def test_equal_grammars_are_compiled_once_and_few_are_kept():

@@ -283,7 +283,7 @@ def test_a_grammar_that_nobody_refers_to_is_not_compiled(tokenizer, monkeypatch)
 
     monkeypatch.setattr(GrammarTrials, "run", run)
     guided = GuidedDecoding(tokenizer, [0])
-    num_trials = guided._threads._max_workers
+    num_trials = guided._own.get().threads._max_workers
     wanted = guided.regex("wanted")
     running = [guided.regex(f"x{i}") for i in range(num_trials - 1)]
     waiting = [guided.regex(f"y{i}") for i in range(50)]

@@ -7,6 +7,7 @@ part of the history.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass, replace
@@ -76,13 +77,21 @@ class Grammar(BoundProcessor):
     ) -> None:
         super().__init__(owner)
         self.kind = kind
-        self.compiled = compiled
+        self._compiled, self._process = compiled, os.getpid()
         self.bans = bans
         self.start = start
 
     @property
     def name(self) -> str:
         return self.kind
+
+    @property
+    def compiled(self) -> CompiledGrammar:
+        """The grammar. A forked process compiles it again, because threads are not forked."""
+        if self._process != os.getpid():
+            self._compiled = self.owner.compiled(self._compiled.source)
+            self._process = os.getpid()
+        return self._compiled
 
     @property
     def unenforced(self) -> tuple[str, ...]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import re
 import threading
 import weakref
@@ -40,12 +39,28 @@ from gptmanager.lifecycle.child_process import (
     RefusedError,
     TooSlowError,
 )
+from gptmanager.lifecycle.per_process import PerProcess
 
 MAX_TEXTS = 10_000  # in a choice
 MAX_GRAMMAR_BYTES = 1 << 20
 MAX_KEPT_BYTES = 4 << 20  # of grammar texts; a compiled grammar takes up to 10 times its text
 _MAX_TRIALS = 4  # grammars that are compiled at the same time
 logger = logging.getLogger("gptmanager")
+
+
+class _Compilation:
+    """The grammars of one process, and what compiles them."""
+
+    def __init__(self, trials: GrammarTrials) -> None:
+        self.trials = trials
+        self.lock = threading.Lock()  # guards the fields below
+        self.compiled: OrderedDict[GrammarSource, CompiledGrammar] = OrderedDict()
+        self.num_kept_bytes = 0
+        # The references are weak, so a grammar is dropped when no request waits for it any more.
+        self.waiting: weakref.WeakValueDictionary[GrammarSource, CompiledGrammar]
+        self.waiting = weakref.WeakValueDictionary()
+        num_trials = max(2, min(num_cores(), _MAX_TRIALS))
+        self.threads = ThreadPoolExecutor(num_trials, thread_name_prefix="gptmanager-grammars")
 
 
 class GuidedDecoding(RowProcessor):
@@ -88,22 +103,10 @@ class GuidedDecoding(RowProcessor):
         self.vocab_size: int = self._tokenizer.vocab_size
         self.end_ids = frozenset(end_ids) or frozenset(self._tokenizer.eos_tokens)
         self._max_grammars = max_grammars
-        self._compiled: OrderedDict[GrammarSource, CompiledGrammar] = OrderedDict()
-        self._num_kept_bytes = 0
-        self._lock = threading.Lock()
-        self._trials = GrammarTrials(*given, compile_timeout_s)
-        self._start()
+        self._own = PerProcess(lambda: _Compilation(GrammarTrials(*given, compile_timeout_s)))
+        self._own.get()
         # Numba compiles this function here, before the first request runs.
         mask_logits(torch.zeros(1, 1), np.zeros(1, np.int64), np.zeros((1, 1), np.int32))
-
-    def _start(self) -> None:
-        """Start the threads. A forked process calls this again, because threads are not forked."""
-        # The references are weak, so a grammar is dropped when no request waits for it any more.
-        self._waiting: weakref.WeakValueDictionary[GrammarSource, CompiledGrammar]
-        self._waiting = weakref.WeakValueDictionary()
-        num_trials = max(2, min(num_cores(), _MAX_TRIALS))
-        self._threads = ThreadPoolExecutor(num_trials, thread_name_prefix="gptmanager-grammars")
-        self._pid = os.getpid()
 
     def json_schema(
         self,
@@ -163,19 +166,22 @@ class GuidedDecoding(RowProcessor):
             raise ValueError(
                 f"the {source.kind} has {size} bytes, at most {MAX_GRAMMAR_BYTES} are allowed"
             )
-        with self._lock:
-            if self._pid != os.getpid():
-                self._start()
-            compiled = self._compiled.get(source) or self._waiting.get(source)
+        return Grammar(self, source.kind, self.compiled(source))
+
+    def compiled(self, source: GrammarSource) -> CompiledGrammar:
+        """Return the grammar of a source, which this process compiles if it has not yet."""
+        own = self._own.get()
+        with own.lock:
+            compiled = own.compiled.get(source) or own.waiting.get(source)
             if compiled is None:
-                compiled = self._waiting[source] = CompiledGrammar(source)
+                compiled = own.waiting[source] = CompiledGrammar(source)
                 try:
-                    self._threads.submit(self._compile_waiting, source, weakref.ref(compiled))
+                    own.threads.submit(self._compile_waiting, source, weakref.ref(compiled))
                 except RuntimeError as error:  # no thread can be started
                     raise CapacityError(f"the {source.kind} cannot be compiled: {error}") from None
-            elif source in self._compiled:
-                self._compiled.move_to_end(source)
-            return Grammar(self, source.kind, compiled)
+            elif source in own.compiled:
+                own.compiled.move_to_end(source)
+            return compiled
 
     def _compile_waiting(
         self, source: GrammarSource, waiting: weakref.ref[CompiledGrammar]
@@ -198,14 +204,15 @@ class GuidedDecoding(RowProcessor):
         compiled = waiting()
         if compiled is None:
             return
-        with self._lock:
-            self._waiting.pop(source, None)
+        own = self._own.get()
+        with own.lock:
+            own.waiting.pop(source, None)
             if not isinstance(error, CapacityError):  # a process may be available later
-                self._num_kept_bytes += source.num_bytes if source not in self._compiled else 0
-                self._compiled[source] = compiled
-            while len(self._compiled) > self._max_grammars or self._num_kept_bytes > MAX_KEPT_BYTES:
-                oldest, _ = self._compiled.popitem(last=False)
-                self._num_kept_bytes -= oldest.num_bytes
+                own.num_kept_bytes += source.num_bytes if source not in own.compiled else 0
+                own.compiled[source] = compiled
+            while len(own.compiled) > self._max_grammars or own.num_kept_bytes > MAX_KEPT_BYTES:
+                oldest, _ = own.compiled.popitem(last=False)
+                own.num_kept_bytes -= oldest.num_bytes
         if error is not None:
             compiled.set_exception(error)
         else:
@@ -218,7 +225,7 @@ class GuidedDecoding(RowProcessor):
         """Return a matcher in its initial state, and the keywords that are not enforced."""
         kind, where = source.kind, f"logits_post_processor {source.kind}"
         try:
-            text, unenforced = self._trials.run(source, is_wanted)
+            text, unenforced = self._own.get().trials.run(source, is_wanted)
             matcher = new_matcher(self._llguidance, self._tokenizer, kind, text)
         except NotStartedError as error:
             raise CapacityError(f"{where}: the grammar cannot be compiled: {error}") from None

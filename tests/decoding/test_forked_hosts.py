@@ -1,0 +1,67 @@
+"""A host may make its processors, then fork, and run a manager in the child."""
+
+import os
+import signal
+import threading
+from itertools import count
+
+import pytest
+from interrupting import handled
+
+from gptmanager.callbacks.processors.guided_decoding import GuidedDecoding
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+
+
+def forked(function):
+    """Call in a fork, and return whether it has returned a true value; a hang is ended."""
+    child = os.fork()
+    if not child:
+        signal.setitimer(signal.ITIMER_REAL, 40)
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        try:
+            os._exit(0 if function() else 1)
+        finally:
+            os._exit(2)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+def forked_in_a_thread(function):
+    """The calling thread does not exist in the fork."""
+    found = []
+    thread = threading.Thread(target=lambda: found.append(forked(function)))
+    thread.start()
+    thread.join()
+    return found[0]
+
+
+def test_a_fork_at_any_moment_leaves_grammars_that_can_be_made(tokenizer):
+    guided = GuidedDecoding(tokenizer, [0])
+    guided.regex("a").compiled.result()
+    found = []
+
+    def fork():
+        found.append(forked_in_a_thread(lambda: guided.regex("b")))
+
+    for point in count():
+        if not handled(lambda: guided.regex("a"), point, fork):
+            break
+        assert found.pop(), point
+    assert point > 10
+
+
+def test_a_grammar_that_a_fork_inherits_is_compiled_there(tokenizer, monkeypatch):
+    guided, may_compile = GuidedDecoding(tokenizer, [0]), threading.Event()
+    compile_ = guided._compile
+    monkeypatch.setattr(
+        guided, "_compile", lambda *given: may_compile.wait(40) and compile_(*given)
+    )
+    grammar = guided.regex("a")  # its thread waits here, and would never run in the fork
+
+    def is_compiled():
+        may_compile.set()
+        return grammar.compiled.result(30) and grammar.compiled is guided.regex("a").compiled
+
+    assert forked(is_compiled)
+    may_compile.set()
+    assert grammar.compiled.result(30)
