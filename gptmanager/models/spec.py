@@ -202,14 +202,13 @@ class TokenInputs:
 
     The input is (e + p) / sqrt(2). e is a second embedding of the token, times sqrt(`width`), and p
     is a normed projection of the residual before the first layer. A layer multiplies the input by a
-    gate with this `activation`, and adds the projected and normed result to the residual.
+    gate with its MLP's activation, and adds the projected and normed result to the residual.
     `vocab_size`: the number of tokens with a second embedding. `padding_id`: the token id that is
     looked up for a virtual token of a prompt embedding table.
     """
 
     width: int
     vocab_size: int
-    activation: Activation
     padding_id: int
 
 

@@ -203,6 +203,7 @@ VARIANTS: Mapping[str, dict[str, Any]] = {
         "vocab_size_per_layer_input": 96,
         "num_kv_shared_layers": 2,
         "use_double_wide_mlp": True,
+        "hidden_activation": "silu",
     },
     "gemma4_text experts": {
         **_GEMMA4,

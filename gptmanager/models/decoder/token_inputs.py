@@ -21,6 +21,7 @@ class TokenInputTensors:
         self._given, self._kernels = given, kernels
         self._hidden_size, self._eps = spec.hidden_size, spec.norms.eps
         self._plus_one = spec.norms.plus_one
+        self._activations = [layer.mlp.activation for layer in spec.layers]
         self._embedding = weights["token_embedding.weight"]
         self._projection = weights["token_projection.weight"]
         self._norm = weights.tensor("token_norm.weight")
@@ -47,7 +48,7 @@ class TokenInputTensors:
         `inputs` is `[T, layers, width]`, and `residual` is changed in place.
         """
         assert layer.end is not None and layer.end.token_input is not None
-        own, activation = layer.end.token_input, self._given.activation
+        own, activation = layer.end.token_input, self._activations[layer.number]
         gate = self._kernels.linear(residual, own.gate)
         gated = self._kernels.activate(gate, activation, gated=False) * inputs[:, layer.number]
         out = self._kernels.linear(gated, own.out)

@@ -50,7 +50,7 @@ def _network(fields: Fields) -> Mapping[str, Any]:
     if padding >= known:
         need = f"must be less than {fields.as_given('vocab_size_per_layer_input')}"
         raise fields.error("pad_token_id", need)
-    return {**found, "token_inputs": TokenInputs(width, known, "gelu_tanh", padding)}
+    return {**found, "token_inputs": TokenInputs(width, known, padding)}
 
 
 def _attention(fields: Fields, layer: int) -> Mapping[str, Any]:
