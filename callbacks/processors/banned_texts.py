@@ -8,15 +8,17 @@ of the text so far, so the banned tokens of each state are cached.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
+import os
 import sys
 import threading
 import weakref
 from array import array
 from bisect import bisect_left
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -28,6 +30,7 @@ from torch import Tensor
 
 from gptmanager.callbacks.processors.token_bytes import token_bytes
 from gptmanager.errors import CapacityError, InvalidRequestError
+from gptmanager.lifecycle.per_process import PerProcess
 
 Ints = npt.NDArray[np.int64]
 
@@ -36,6 +39,9 @@ _MAX_SIZE = 1 << 28  # bytes of all lists of words in memory, used or cached
 _MAX_CACHED = 1 << 23  # banned token ids that all lists together may cache: 64 MiB
 _STATE_SIZE = 200  # bytes of a state, at most; a word adds at most one state per byte
 MAX_WORDS, MAX_WORD_LETTERS, MAX_LETTERS = 1024, 256, 8192  # limits of one list
+
+
+_Bind = Callable[[Sequence[str]], "BannedWords"]
 
 
 class BannedTexts:
@@ -52,6 +58,30 @@ class BannedTexts:
     """
 
     def __init__(self, tokenizer: Tokenizer, *, max_word_lists: int = 64) -> None:
+        self._lists = PerProcess(lambda: _Lists(tokenizer, max_word_lists))
+        # weak: otherwise cached lists would keep this object and its thread alive
+        self._bind_again = functools.partial(_bind, weakref.ref(self), tokenizer)
+
+    def bind(self, words: Sequence[str]) -> BannedWords:
+        """Return the processor that bans `words`; requests with the same words share it.
+
+        Raise ValueError for an empty list, an empty word, or a list beyond the limits; TypeError
+        for a string instead of a list; CapacityError if the lists that requests use leave no space.
+        """
+        _check(words)
+        return self._lists.get().bind(tuple(sorted(set(words))), self._bind_again)
+
+
+def _bind(
+    texts: weakref.ref[BannedTexts], tokenizer: Tokenizer, words: Sequence[str]
+) -> BannedWords:
+    return (texts() or BannedTexts(tokenizer)).bind(words)
+
+
+class _Lists:
+    """The lists of one process."""
+
+    def __init__(self, tokenizer: Tokenizer, max_word_lists: int) -> None:
         self._tokenizer = tokenizer
         self._max_word_lists = max_word_lists
         self._kept: OrderedDict[tuple[str, ...], BannedWords] = OrderedDict()
@@ -61,23 +91,17 @@ class BannedTexts:
         self._lock = threading.Lock()
         self._threads = ThreadPoolExecutor(1, thread_name_prefix="gptmanager-banned-texts")
 
-    def bind(self, words: Sequence[str]) -> BannedWords:
-        """Return the processor that bans `words`; requests with the same words share it.
-
-        Raise ValueError for an empty list, an empty word, or a list beyond the limits; TypeError
-        for a string instead of a list; CapacityError if the lists that requests use leave no space.
-        """
-        _check(words)
-        key = tuple(sorted(set(words)))
+    def bind(self, words: tuple[str, ...], bind: _Bind) -> BannedWords:
+        """Return the processor of `words`, which calls `bind` in a forked process."""
         with self._lock:
-            found = self._kept.get(key) or self._started(key)
-            self._kept[key] = found
-            self._kept.move_to_end(key)
+            found = self._kept.get(words) or self._started(words, bind)
+            self._kept[words] = found
+            self._kept.move_to_end(words)
             if len(self._kept) > self._max_word_lists:
                 self._kept.popitem(last=False)
             return found
 
-    def _started(self, words: tuple[str, ...]) -> BannedWords:
+    def _started(self, words: tuple[str, ...], bind: _Bind) -> BannedWords:
         size = _size(words)
         while self._kept and self._used.size + size > _MAX_SIZE:
             self._kept.popitem(last=False)
@@ -87,7 +111,7 @@ class BannedTexts:
                 f"most {_MAX_SIZE} are allowed: try again when a request has ended"
             )
         looking_up = self._threads.submit(self._look_up, words)
-        found = BannedWords(words, looking_up)
+        found = BannedWords(words, looking_up, bind)
         self._used.add(size)
         weakref.finalize(found, _release, looking_up, self._used, size).atexit = False
         return found
@@ -150,9 +174,19 @@ def _size(words: Sequence[str]) -> int:
 class BannedWords:
     """The logits post-processor of a request; requests with the same words share it."""
 
-    def __init__(self, words: tuple[str, ...], states: Future[_States]) -> None:
+    def __init__(self, words: tuple[str, ...], looking_up: Future[_States], bind: _Bind) -> None:
         self.words = words
-        self._states = states
+        self._looking_up, self._bind = looking_up, bind
+        self._process = os.getpid()
+        self._twin: BannedWords | None = None  # in a forked process
+
+    @property
+    def _states(self) -> Future[_States]:
+        """The states. A forked process looks them up again, because threads are not forked."""
+        if self._process == os.getpid():
+            return self._looking_up
+        self._twin = self._twin or self._bind(self.words)
+        return self._twin._states
 
     def prepare(self, device: str) -> Future[Any]:
         return self._states

@@ -214,7 +214,7 @@ def test_a_tokenizer_s_lists_end_with_it():
     texts = BannedTexts(byte_level([b"a"]))
     words = weakref.ref(texts.bind(["ab"]))
     words().prepare("cpu").result(20)
-    texts._threads.shutdown()
+    texts._lists.get()._threads.shutdown()
     del texts
     gc.collect()
     assert words() is None
@@ -232,7 +232,7 @@ def test_letters_of_any_script_count_by_their_bytes(monkeypatch):
 
 def test_a_list_that_nobody_waits_for_is_not_looked_up():
     texts, gate = BannedTexts(byte_level([b"a"]), max_word_lists=1), threading.Event()
-    texts._threads.submit(gate.wait, 20)
+    texts._lists.get()._threads.submit(gate.wait, 20)
     given_up = weakref.ref(texts.bind(["a"]))
     waiting = given_up().prepare("cpu")
     kept = texts.bind(["b"])

@@ -8,6 +8,7 @@ from itertools import count
 import pytest
 from interrupting import handled
 
+from gptmanager.callbacks.processors.banned_texts import BannedTexts
 from gptmanager.callbacks.processors.guided_decoding import GuidedDecoding
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
@@ -65,3 +66,27 @@ def test_a_grammar_that_a_fork_inherits_is_compiled_there(tokenizer, monkeypatch
     assert forked(is_compiled)
     may_compile.set()
     assert grammar.compiled.result(30)
+
+
+def test_banned_words_that_a_fork_inherits_are_looked_up_there(tokenizer):
+    banned = BannedTexts(tokenizer)
+    inherited = banned.bind(["red"])
+    inherited.prepare("cpu").result(30)  # its thread does not exist in the fork
+    is_free, lock = threading.Event(), banned._lists.get()._lock
+
+    def hold():
+        with lock:
+            is_free.wait(40)
+
+    holder = threading.Thread(target=hold, daemon=True)  # as another request while it is bound
+    holder.start()
+    before = list(inherited.banned_after([]))
+
+    def works():
+        others = banned.bind(["blue"]).banned_after([])
+        return len(others) and list(inherited.banned_after([])) == before
+
+    assert forked(works)
+    is_free.set()
+    holder.join()
+    assert inherited.prepare("cpu") is banned.bind(["red"]).prepare("cpu")
