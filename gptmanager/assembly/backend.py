@@ -120,18 +120,18 @@ class Backend(ABC):
 
         `agree` is explained at `attention_choice.choose`.
         """
+        is_auto = isinstance(params.attention_provider, str) and params.attention_provider == "auto"
         if not isinstance(self.kernels, ProvidedKernels) or not self.providers:
-            if params.attention_provider == "auto":  # a rank that has providers waits for this call
+            if is_auto:  # a rank that has providers waits for this call
                 agree((OWN, OWN))
             return
         graphs = self._cuda_graphs, bool(self._shapes(model, params.max_batch_size))
         sizes = params.max_batch_size, params.max_num_tokens, wanted_seq_len(params, model.spec)
         limits = StepLimits(*sizes, params.kv_cache_config.tokens_per_block, *graphs)
         dtype = getattr(model.spec, "dtype", torch.float32)
-        seconds = self._seconds if params.attention_provider == "auto" else None
         given = self.kernels, self.providers, getattr(model, "attention_shapes", ())
         with self.stream or nullcontext(), torch.inference_mode():
-            choose(*given, dtype, limits, seconds, agree, self.device)
+            choose(*given, dtype, limits, self._seconds if is_auto else None, agree, self.device)
         self.providers = ()
         if self.kernels.has_providers:
             self._token_sizes = ()

@@ -169,14 +169,25 @@ def test_an_error_of_memory_stays_one():
         kernels.linear(randn(3, 32), randn(64, 32))
 
 
-def test_a_provider_whose_truth_is_false_is_used():
-    """A torch module with a length of 0, for example."""
+class Empty(HostAttention):
+    """As a torch module without children: its truth is False."""
 
-    class Empty(HostAttention):
-        def __len__(self):
-            return 0
+    def __len__(self):
+        return 0
 
-    provider = Empty()
+
+class Elementwise(HostAttention):
+    """As a tensor: no comparison with it is True or False."""
+
+    def __eq__(self, other):
+        return torch.ones(2)
+
+    __hash__ = None
+
+
+@pytest.mark.parametrize("kind", [Empty, Elementwise])
+def test_only_the_identity_of_a_provider_counts(kind):
+    provider = kind()
     manager, _, _ = build(attention_provider=provider)
     with manager:
         assert manager.wait_idle(20)
