@@ -21,6 +21,7 @@ from gptmanager.callbacks.text.template_rendering import TemplateError
 from gptmanager.environment.distribution import install_command
 from gptmanager.errors import CapacityError, ConfigError, InvalidRequestError, quoted_path
 from gptmanager.lifecycle.child_process import NotStartedError
+from gptmanager.lifecycle.per_process import PerProcess
 from gptmanager.models.checkpoint_parts import read_part
 
 
@@ -42,8 +43,8 @@ class ChatTemplate:
         self._tokenizer.encode_special_tokens = True
         self._special_tokens = special_tokens
         self._control_tokens = ControlTokens(tokenizer)
-        self._process = TemplateProcess()
-        self._lock = threading.Lock()  # guards the process, which answers one thread at a time
+        # the lock guards the process, which answers one thread at a time
+        self._own = PerProcess(lambda: (threading.Lock(), TemplateProcess()))
         self._is_closed = False
 
     @classmethod
@@ -84,11 +85,12 @@ class ChatTemplate:
                 "add_generation_prompt": add_generation_prompt,
             },
         }
-        with self._lock:
+        lock, process = self._own.get()
+        with lock:
             if self._is_closed:
                 raise ValueError("the chat template is closed")
             try:
-                text = self._process.ask(given)
+                text = process.ask(given)
             except TemplateError as error:
                 raise InvalidRequestError(f"messages: the chat template: {error}") from None
             except NotStartedError as error:
@@ -103,9 +105,10 @@ class ChatTemplate:
 
     def close(self) -> None:
         """End the process. A running `render` ends first; later calls raise ValueError."""
-        with self._lock:
+        lock, process = self._own.get()
+        with lock:
             self._is_closed = True
-            self._process.close()
+            process.close()
 
     def __enter__(self) -> ChatTemplate:
         return self

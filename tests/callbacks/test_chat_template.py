@@ -81,7 +81,7 @@ def test_several_threads_render_at_once(template):
 def test_closed_it_has_no_process_and_renders_nothing(folder):
     with ChatTemplate.of_folder(folder) as template:
         template.render(says("Hi"))
-        process = template._process._child._process
+        process = template._own.get()[1]._child._process
     assert process.poll() is not None
     with pytest.raises(ValueError, match="the chat template is closed"):
         template.render(says("Hi"))

@@ -1,5 +1,6 @@
 """A host may make its processors, then fork, and run a manager in the child."""
 
+import contextlib
 import os
 import signal
 import threading
@@ -10,6 +11,7 @@ from interrupting import handled
 
 from gptmanager.callbacks.processors.banned_texts import BannedTexts
 from gptmanager.callbacks.processors.guided_decoding import GuidedDecoding
+from gptmanager.callbacks.text.chat_template import ChatTemplate
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 
@@ -25,6 +27,24 @@ def forked(function):
         finally:
             os._exit(2)
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+@contextlib.contextmanager
+def held(lock):
+    """Hold a lock in a thread, which does not exist in a fork."""
+    is_held, is_free = threading.Event(), threading.Event()
+
+    def hold():
+        with lock:
+            is_held.set()
+            is_free.wait(50)
+
+    holder = threading.Thread(target=hold, daemon=True)
+    holder.start()
+    is_held.wait(50)
+    yield
+    is_free.set()
+    holder.join()
 
 
 def forked_in_a_thread(function):
@@ -72,21 +92,21 @@ def test_banned_words_that_a_fork_inherits_are_looked_up_there(tokenizer):
     banned = BannedTexts(tokenizer)
     inherited = banned.bind(["red"])
     inherited.prepare("cpu").result(30)  # its thread does not exist in the fork
-    is_free, lock = threading.Event(), banned._lists.get()._lock
-
-    def hold():
-        with lock:
-            is_free.wait(40)
-
-    holder = threading.Thread(target=hold, daemon=True)  # as another request while it is bound
-    holder.start()
     before = list(inherited.banned_after([]))
 
     def works():
         others = banned.bind(["blue"]).banned_after([])
         return len(others) and list(inherited.banned_after([])) == before
 
-    assert forked(works)
-    is_free.set()
-    holder.join()
+    with held(banned._lists.get()._lock):  # as while another request is bound
+        assert forked(works)
     assert inherited.prepare("cpu") is banned.bind(["red"]).prepare("cpu")
+
+
+def test_a_fork_renders_chats_even_if_another_thread_renders_one():
+    messages = [{"role": "user", "content": "Hello"}]
+    with ChatTemplate.of_folder("examples/tiny_llama") as template:
+        expected = template.render(messages)
+        with held(template._own.get()[0]):
+            assert forked(lambda: template.render(messages) == expected)
+        assert template.render(messages) == expected
