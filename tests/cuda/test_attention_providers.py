@@ -57,6 +57,24 @@ def test_a_library_gets_our_pages(provider, options):
             )
 
 
+@pytest.mark.parametrize("place", [0, 1, 2])
+@pytest.mark.parametrize("num_drafts", [0, 1, 2])
+def test_generation_rows_are_contexts_if_one_of_them_has_drafts(num_drafts, place):
+    lengths = [(1, 70), (1, 40), (1, 1)]
+    lengths[place] = 1 + num_drafts, 50
+    rows, kernels, own = PagedRows(lengths, 6, 2, 64), OnReference(), HostAttention()
+    shape = rows.shape(0.09)
+    kernels.use_attention({shape: Served(own, own)})
+    spans = rows.spans_on(CPU)._replace(num_context_rows=0)
+    spans = kernels.begin((shape,), spans, (), len(rows.queries), 16)
+    found = kernels.attention(rows.queries, rows.pages_on(CPU), spans, shape)
+    expected = rows.textbook(0.09)
+    torch.testing.assert_close(
+        found.view(expected.shape).double(), expected, rtol=1.6e-2, atol=1.6e-2
+    )
+    assert own.calls == {"context": int(num_drafts > 0), "generation": int(num_drafts == 0)}
+
+
 def test_two_shapes_of_a_step_have_plans_of_their_own():
     rows, kernels, own = PagedRows(ROWS, 6, 2, 64), OnReference(), flashinfer()
     kinds = {}, {"window": 20}
