@@ -11,7 +11,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 
-from gptmanager.errors import ConfigError
+from gptmanager.errors import ConfigError, quoted
 
 VARIABLE = "GPTMANAGER_CUDA"
 
@@ -44,7 +44,7 @@ class Features:
         unknown = [word for word in given if word not in known]
         if unknown:
             raise ConfigError(
-                f"unknown word {unknown[0]!r} in {VARIABLE}; allowed are {', '.join(known)}"
+                f"unknown word {quoted(unknown[0])} in {VARIABLE}; allowed are {', '.join(known)}"
             )
         return replace(cls(), **dict(map(known.__getitem__, given)))
 

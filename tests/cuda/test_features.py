@@ -56,6 +56,9 @@ def test_words():
             ConfigError, match=f"unknown word '{word}' in GPTMANAGER_CUDA; .*{known}"
         ):
             Features.parse(f"no-tiled,{word}")
+    with pytest.raises(ConfigError) as error:
+        Features.parse("x" * 10**6)
+    assert len(str(error.value)) < 500
 
 
 def test_launchers_read_the_variable(monkeypatch, toolchain):
