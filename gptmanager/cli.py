@@ -35,7 +35,12 @@ from gptmanager.terminal.early_signals import leave_at_once, leaving_signals
 from gptmanager.terminal.parser import Parser
 from gptmanager.terminal.printable import printable
 from gptmanager.terminal.redrawn_lines import RedrawnLines
-from gptmanager.terminal.streams import flush_streams, open_closed_streams, print_message
+from gptmanager.terminal.streams import (
+    flush_streams,
+    open_closed_streams,
+    print_message,
+    report_unwritable_output,
+)
 
 _HELP = """\
 Run GPT-style models behind four callbacks: in-flight batching over a paged KV cache.
@@ -64,6 +69,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except SystemExit as exit_:  # argparse has printed the error or the help
         exit_.code = flush_streams(exit_.code if isinstance(exit_.code, int) else 2)
         raise
+    except OSError as error:  # argparse cannot write the help to a stream without a buffer
+        report_unwritable_output(error)
+        code = 1
     if is_server and arguments is None:  # a signal during Python's exit would show a traceback
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             signal.signal(number, signal.SIG_IGN)

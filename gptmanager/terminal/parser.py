@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import sys
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
@@ -27,6 +28,16 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         super().error(printable_lines(message))
+
+    def _print_message(self, message: str, file: Any = None) -> None:
+        """Print the help, the version or an error. Raise OSError if the help cannot be printed.
+
+        The argparse of some Python versions ignores this error.
+        """
+        if file is None or file is sys.stderr:
+            super()._print_message(message, file)
+        elif message:
+            file.write(message)
 
     def parse_known_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: Any = None

@@ -22,6 +22,12 @@ def print_message(text: str) -> None:
         print(printable_lines(f"gptmanager: {text}"), file=sys.stderr)
 
 
+def report_unwritable_output(error: OSError) -> None:
+    """Print why the standard output cannot be written, unless its reader has closed the pipe."""
+    if not isinstance(error, BrokenPipeError):
+        print_message(f"the standard output cannot be written: {error.strerror}")
+
+
 def flush_streams(code: int) -> int:
     """Flush the streams. Return `code`, or 1 if it is 0 and printed text could not be written."""
     for stream in (sys.stdout, sys.stderr):
@@ -30,7 +36,7 @@ def flush_streams(code: int) -> int:
         except OSError as error:
             with contextlib.suppress(OSError, ValueError):  # or the flush at exit fails again
                 os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
-            if stream is sys.stdout and not isinstance(error, BrokenPipeError):
-                print_message(f"the standard output cannot be written: {error.strerror}")
+            if stream is sys.stdout:
+                report_unwritable_output(error)
             code = code or 1
     return code

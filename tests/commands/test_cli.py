@@ -571,6 +571,17 @@ def test_a_standard_output_that_is_full(call, monkeypatch, arguments):
     )
 
 
+@pytest.mark.parametrize("argument", ["--help", "--version"])
+def test_a_standard_output_that_is_full_and_has_no_buffer(call, monkeypatch, argument):
+    """As with PYTHONUNBUFFERED=1, which images of containers set."""
+    with io.TextIOWrapper(open("/dev/full", "wb", buffering=0), write_through=True) as full:
+        monkeypatch.setattr(sys, "stdout", full)
+        outcome = call(argument)
+    assert (outcome.code, outcome.err) == (
+        1, "gptmanager: the standard output cannot be written: No space left on device\n",
+    )  # fmt: skip
+
+
 def test_a_standard_input_that_is_closed_or_none(call, model, monkeypatch):
     monkeypatch.setattr(sys, "stdin", None)
     outcome = call("run", "--model", model, "--requests", "-")
