@@ -1,6 +1,7 @@
 """A disk that is full, slow or damaged: what a journal refuses, continues, forces out and finds."""
 
 import errno
+import logging
 import os
 import shutil
 import threading
@@ -136,7 +137,9 @@ def test_a_disk_that_is_full_at_the_end_of_the_loop_keeps_back_no_response(tmp_p
     assert sorted(finals) == [1, 2] and all(text in error for error in finals.values())
 
 
-def test_an_error_whose_text_utf_8_cannot_encode_ends_only_its_request(tmp_path):
+def test_an_error_whose_text_utf_8_cannot_encode_ends_only_its_request(tmp_path, caplog):
+    caplog.set_level(logging.CRITICAL, "gptmanager")  # the report of a test is sent in UTF-8
+
     def processor(request_id, logits, tokens, stream, client_id):
         raise LookupError("\udcff")
 
