@@ -46,7 +46,7 @@ WITH_METHODS = (
     "RecordingCallbacks", "RequestQueue", "TextStream", "TokenDefaults",
 )  # fmt: skip
 # what the library calls of itself, and what an abstract class says of it
-NOT_FOR_HOSTS = {"open", "prepare", "name", "deliver", "fail", "values"}
+NOT_FOR_HOSTS = {"open", "prepare", "name", "deliver", "fail", "values", "compiled"}
 
 
 def shown(name: str, function: Any) -> str:
