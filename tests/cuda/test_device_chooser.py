@@ -130,6 +130,7 @@ def wanted():
         {"return_context_logits": True, "return_log_probs": True},
         {"return_generation_logits": True, "logits_post_processor": replace},
         {"return_context_logits": True, "return_generation_logits": True, "temperature": 0.6},
+        {"num_top_log_probs": 3, "return_log_probs": True},
     ]
     return [from_tokens(i, prompt(i, 5 + 4 * i), 3, **own) for i, own in enumerate(options)]
 

@@ -22,7 +22,7 @@ from gptmanager.cuda.kernels import CudaKernels
 from gptmanager.executor.captured_steps import step_shapes
 from gptmanager.executor.choice.device_chooser import DeviceChooser
 from gptmanager.executor.device_runner import DeviceRunner
-from gptmanager.executor.packed_rows import PackedRows, StepShape, fitted
+from gptmanager.executor.packed_rows import PackedRows, StepShape, fitted, halves
 from gptmanager.executor.sequence_tables import DeviceTables
 from gptmanager.kernels.attention.attention_arguments import AttentionShape
 from gptmanager.memory.kv_pool import KvPool
@@ -74,6 +74,22 @@ def test_rows_are_padded_behind_the_contexts_and_at_the_end():
         3,
     ]
     assert padded.num_context_rows == 2
+
+
+def test_halves_of_a_batch_have_its_rows_and_samples():
+    rows = packed(1, (3, 7), (8, 9), (4, 5), samples=[0, 2])
+    (first, own), (second, others) = halves(rows)
+    assert first.row_starts.tolist() == [0, 4] and second.row_starts.tolist() == [0, 1, 2]
+    assert first.positions.tolist() == [3, 4, 5, 6] and second.positions.tolist() == [8, 4]
+    assert (own.tolist(), others.tolist()) == ([0], [1])
+    assert first.sample_index.tolist() == [3] and second.sample_index.tolist() == [1]
+    assert first.sample_rows.tolist() == [0] and second.sample_rows.tolist() == [1]
+    assert (first.num_context_rows, second.num_context_rows) == (1, 0)
+    (first, own), (second, others) = halves(packed(1, (3, 8)))
+    assert first.row_starts.tolist() == [0, 2] and second.row_starts.tolist() == [0, 3]
+    assert first.kv_lengths.tolist() == [5] and second.kv_lengths.tolist() == [8]
+    assert own.tolist() == [] and others.tolist() == [0]
+    assert halves(packed(0, (3, 4))) == ()
 
 
 def test_which_rows_fit():

@@ -205,6 +205,30 @@ def test_a_recording_chooses_for_its_rows_alone(toolchain):
         assert runner.run(rows).inputs.tokens is None and tables.token_cells[cell + 1] == -1
 
 
+def test_steps_are_recorded_anew_when_memory_is_restored(toolchain):
+    """What was recorded holds addresses in memory that is released, or that moves."""
+    runner, _, _ = new_runner(1)
+    runner.tables.write_tokens(1, 0, [7])
+    runner.tables.write_blocks(1, 0, [1])
+    line, first, length = np.ones(1, np.int64), np.zeros(1, np.int64), np.ones(1, np.int32)
+    rows = PackedRows(line, np.array([0, 1], np.int32), length, first, line, first, first, 0)
+
+    def logits():
+        assert runner._generation_steps.size_for(1) == 2
+        with torch.inference_mode():
+            return runner.run(rows).logits.clone()
+
+    expected = logits()
+    runner.release()
+    assert runner._generation_steps.size_for(1) is None
+    runner.restore()
+    assert torch.equal(logits(), expected)
+    before = runner._generation_steps._plain._graphs[2]
+    runner.restore()
+    assert runner._generation_steps._plain._graphs[2] is not before
+    assert torch.equal(logits(), expected)
+
+
 def test_what_is_launched_behind_a_recording(toolchain):
     """The copy of the tokens to the CPU; and all that somebody wants who wants more."""
     assert launched_choice() == Counter(["copy_"])
