@@ -25,35 +25,30 @@ def test_never_ends():
 IN_A_THREAD = """
 import threading, conftest
 
-def loop_for_ever():
-    while True:
-        pass
-
 def test_leaves_a_thread():
     conftest._EXIT_S = 0.5
-    threading.Thread(target=loop_for_ever).start()
+    threading.Thread(target=threading.Event().wait).start()
     assert False
 """
 
 
 @pytest.mark.parametrize(
-    ("test", "told"),
-    [(IN_C, "in test_never_ends"), (IN_A_THREAD, "FAILED test_it.py::test_leaves_a_thread")],
+    ("test", "limit", "told"),
+    [
+        (IN_C, "1", "in test_never_ends"),
+        (IN_A_THREAD, "20", "FAILED test_it.py::test_leaves_a_thread"),
+    ],
     ids=["in C", "in a thread"],
 )
-def test_a_run_ends_with_a_failure_that_names_the_test(test, told, tmp_path):
+def test_a_run_ends_with_a_failure_that_names_the_test(test, limit, told, tmp_path):
     (tmp_path / "test_it.py").write_text(test)
-    options = [
-        "--config-file",
-        ROOT / "setup.cfg",
-        "--rootdir",
-        tmp_path,
-        "--timeout",
-        "2",
-        "test_it.py",
-    ]
+    settings = "--config-file", ROOT / "setup.cfg", "--rootdir", tmp_path, "--timeout", limit
     ended = subprocess.run(
-        [sys.executable, "-m", "pytest", "-p", "conftest", "-p", "no:cacheprovider", *options],
+        [
+            sys.executable,
+            *"-m pytest -p conftest -p no:cacheprovider test_it.py".split(),
+            *settings,
+        ],
         cwd=tmp_path,
         env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT / "tests"), *sys.path])},
         capture_output=True,
