@@ -22,7 +22,7 @@ URL = "http://127.0.0.1:8765/"
 LONG = 200  # tokens
 
 pytestmark = [
-    pytest.mark.skipif(find_spec("ray") is None, reason="Ray is an extra: `ray`"),
+    pytest.mark.skipif(find_spec("ray") is None, reason="needs Ray, of the extra ray"),
     pytest.mark.filterwarnings("ignore"),  # Ray's own
     pytest.mark.timeout(240),
 ]

@@ -322,7 +322,7 @@ def test_a(): pass
 def test_ends_its_process(): os._exit(3)
 def test_fails(): assert 0
 def test_ends_its_process_too(): os._exit(1)
-@pytest.mark.skip(reason="stands for a test whose machine lacks something")
+@pytest.mark.skip(reason="needs a second GPU")
 def test_skipped(): pass
 def test_z(): pass
 """

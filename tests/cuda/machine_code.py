@@ -28,7 +28,7 @@ def disassembler() -> str:
     places = (Path(folder, "nvidia/cu13/bin/nvdisasm") for folder in sys.path)
     found = next((str(it) for it in places if it.exists()), shutil.which("nvdisasm"))
     if found is None:
-        skip("there is no nvdisasm here: pip install nvidia-cuda-nvdisasm")
+        skip("needs nvdisasm: pip install nvidia-cuda-nvdisasm")
     return found
 
 

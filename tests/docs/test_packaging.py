@@ -219,7 +219,7 @@ def test_no_file_of_cuda_has_a_name_of_nvidias():
     assert not taken & {path.stem for path in (ROOT / "cuda").iterdir()}
 
 
-@pytest.mark.skipif(find_spec("cupy") is None, reason="CuPy is an extra, faked above")
+@pytest.mark.skipif(find_spec("cupy") is None, reason="needs CuPy, an extra")
 def test_cupy_imports_from_the_root():
     run_code("import cupy, gptmanager.cuda.device.device", cwd=ROOT, path=THIRD_PARTY)
 

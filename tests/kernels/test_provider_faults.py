@@ -7,15 +7,9 @@ import pytest
 import torch
 from attention_libraries import HostAttention
 from kernel_cases import randn
+from shorthand import params, request
 
-from gptmanager import (
-    GptManager,
-    InferenceRequest,
-    KvCacheConfig,
-    ModelType,
-    OptionalParams,
-    SchedulerConfig,
-)
+from gptmanager import GptManager, ModelType
 from gptmanager.errors import CallbackError
 from gptmanager.kernels import AttentionShape, Kernels
 from gptmanager.kernels.attention.attention_arguments import Pages, RowLengths, RowSpans
@@ -53,20 +47,14 @@ def fail(*given):
 
 def build(**providers):
     """A manager with three requests, of which the third comes later, and its host."""
-    host = RecordingCallbacks(
-        InferenceRequest.from_tokens(number, [5, 9, 11 + number], 4) for number in range(3)
-    )
+    host = RecordingCallbacks(request(number, [5, 9, 11 + number], 4) for number in range(3))
     checker = ContractChecker(host.get_inference_requests, host.send_response)
     manager = GptManager(
         "examples/tiny_llama",
         ModelType.INFLIGHT_FUSED_BATCHING,
-        1,
-        SchedulerConfig(),
-        checker.get_inference_requests,
-        checker.send_response,
-        optional_params=OptionalParams(
-            KvCacheConfig(max_tokens=256, tokens_per_block=16), max_batch_size=2, **providers
-        ),
+        get_inference_requests_cb=checker.get_inference_requests,
+        send_response_cb=checker.send_response,
+        optional_params=params(max_batch_size=2, **providers),
     )
     return manager, host, checker
 

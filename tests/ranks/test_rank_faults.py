@@ -88,7 +88,7 @@ def test_a_step_that_fails_during_a_call_ends_all_ranks_at_once(name, failing, h
         assert raised == expected or (rank != failing and raised == late)
 
 
-@pytest.mark.skipif(FUZZ == 1, reason="takes minutes: make marathon runs it")
+@pytest.mark.slow
 @pytest.mark.timeout(PATIENCE_S * FUZZ)
 def test_whatever_fails_at_whatever_moment(capsys):
     records = run(str(FUZZ), str(3 * FUZZ), timeout=PATIENCE_S * FUZZ)

@@ -227,6 +227,8 @@ IMAGE = [{"type": "input_image"}]
         ({"tools": [LOOK, {"type": "web_search"}], "tool_choice": {"type": "web_search"}},
          "tool_choice"),
         ({"tools": [{"type": "function", "name": "a b"}]}, "tools[0].name"),
+        ({"tools": [{"type": "web_search"}, LOOK, {"type": "function", "name": "a b"}]},
+         "tools[2].name"),
         ({"tools": [LOOK], "tool_choice": {"type": "function", "name": "b"}}, "tool_choice.name"),
         ({"text": {"format": {"type": "json_schema", "schema": {}}}}, "text.format.name"),
         ({"background": True}, "background"),

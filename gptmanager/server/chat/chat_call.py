@@ -170,12 +170,15 @@ def _why(own: tuple[str, str], other: tuple[str, str]) -> str:
 
 @contextmanager
 def fields_renamed(
-    names: Sequence[tuple[str, str]], places: Mapping[int, Place] | None = None
+    names: Sequence[tuple[str, str]],
+    places: Mapping[int, Place] | None = None,
+    tools: Sequence[int] = (),
 ) -> Iterator[None]:
     """Rename the fields in ApiErrors that the block raises, for a protocol with other fields.
 
     `names`: pairs of a field of /v1/chat/completions and the text that replaces the field.
-    `places`: the index of a message -> the message's place in the body.
+    `places`: the index of a message -> the message's place in the body. `tools`: the
+    index in the body of each tool, if some of the body's tools are left out.
     """
 
     def place(at: re.Match[str]) -> str:
@@ -188,9 +191,14 @@ def fields_renamed(
         index = int(at[2])  # a template's own error may name a part that is not there
         return f"{where}.content[{indices[index] if index < len(indices) else index}]"
 
+    def tool(at: re.Match[str]) -> str:
+        index = int(at[1])
+        return f"tools[{tools[index] if index < len(tools) else index}]"
+
     def renamed(text: str) -> str:
         for own, name in names:
             text = text.replace(own, name)
+        text = re.sub(r"\btools\[(\d+)\]", tool, text)
         return re.sub(r"\bmessages\[(\d+)\](?:\.content\[(\d+)\])?", place, text)
 
     try:
@@ -198,7 +206,12 @@ def fields_renamed(
     except ApiError as error:
         param = error.param and renamed(error.param)
         message = outside_quotes(error.message, renamed)
-        kind, code, headers = error.type, error.code, error.headers
         raise ApiError(
-            error.status, message, type=kind, param=param, code=code, headers=headers
+            error.status,
+            message,
+            type=error.type,
+            param=param,
+            code=error.code,
+            headers=error.headers,
+            details=error.details,
         ) from None

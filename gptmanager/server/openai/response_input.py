@@ -125,10 +125,11 @@ def chat_fields(given: Mapping[str, Any], warnings: Warnings) -> dict[str, Any]:
     fields = {name: given[name] for name in SAME if name in given}
     if "max_output_tokens" in given:
         fields["max_completion_tokens"] = given["max_output_tokens"]
-    left_out = [f"tools[{i}]" for i, one in enumerate(given.get("tools", ())) if _is_extra(one)]
+    tools, own = given.get("tools", ()), own_tools(given)
+    left_out = [f"tools[{i}]" for i in sorted({*range(len(tools))} - {*own})]
     warnings.add_ignored(left_out, "tools that the model does not see, as no server runs them here")
-    if len(left_out) < len(given.get("tools", ())):
-        fields["tools"] = [_tool(one) for one in given["tools"] if not _is_extra(one)]
+    if own:
+        fields["tools"] = [_tool(tools[i]) for i in own]
     if "tool_choice" in given:
         fields["tool_choice"] = _choice(given["tool_choice"])
     text, reasoning = given.get("text", {}), given.get("reasoning", {})
@@ -144,6 +145,11 @@ def chat_fields(given: Mapping[str, Any], warnings: Warnings) -> dict[str, Any]:
         [name for name, is_given in ignored.items() if is_given], "fields that have no effect here"
     )
     return fields
+
+
+def own_tools(given: Mapping[str, Any]) -> list[int]:
+    """Return the indices of the tools that are not left out."""
+    return [i for i, one in enumerate(given.get("tools", ())) if not _is_extra(one)]
 
 
 def _is_extra(tool: Any) -> bool:

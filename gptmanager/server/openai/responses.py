@@ -45,6 +45,7 @@ from gptmanager.server.openai.response_input import (
     items_of,
     listed,
     messages_of,
+    own_tools,
 )
 from gptmanager.server.openai.response_store import ResponseStore
 from gptmanager.server.openai.response_writer import ResponseWriter
@@ -184,7 +185,7 @@ class _Responses:
     async def _count(self, given: dict[str, Any], warnings: Warnings, owner: str) -> int:
         earlier, items = self._items(given, owner)
         messages, places = messages_of(items, earlier, given.get("instructions"))
-        with fields_renamed(RENAMED, places):
+        with fields_renamed(RENAMED, places, own_tools(given)):
             fields = {**chat_fields(given, warnings), "messages": messages}
             prompt, _ = await self._calls.prompt(fields, warnings)
         return len(prompt.tokens)
@@ -192,7 +193,7 @@ class _Responses:
     async def _prepare(self, given: dict[str, Any], warnings: Warnings, owner: str) -> EventAnswer:
         earlier, items = self._items(given, owner)
         messages, places = messages_of(items, earlier, given.get("instructions"))
-        with fields_renamed(RENAMED, places):
+        with fields_renamed(RENAMED, places, own_tools(given)):
             fields = {**chat_fields(given, warnings), "messages": messages}
             if _lists_tokens(given):
                 fields |= {"logprobs": True, "top_logprobs": given.get("top_logprobs", 0)}
