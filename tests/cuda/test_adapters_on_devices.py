@@ -18,7 +18,7 @@ from gptmanager.cuda.device.graphs import StepGraphs
 from gptmanager.testing import ContractChecker, RecordingCallbacks
 
 RANKS = (1, 8, 33)
-TASKS = (None, 0, 1, None, 2, 1)
+TASKS = (None, 0, 1, None, 2, 1, None)  # the last comes alone, in steps without adapters
 
 
 def test_recorded_steps_mix_adapters_that_come_and_go(device, monkeypatch):
@@ -35,13 +35,14 @@ def test_recorded_steps_mix_adapters_that_come_and_go(device, monkeypatch):
         [(5 * number + 7 * i) % 90 for i in range(3 + number)] for number in range(len(TASKS))
     ]
     lengths = [3 + number % 3 for number in range(len(TASKS))]
-    host = RecordingCallbacks(
+    *together, alone = [
         InferenceRequest(
             number,
             {"input_ids": prompts[number], "request_output_len": lengths[number]} | made.lora(task),
         )
         for number, task in enumerate(TASKS)
-    )
+    ]
+    host = RecordingCallbacks(together)
     checker = ContractChecker(host.get_inference_requests, host.send_response)
     params = OptionalParams(
         KvCacheConfig(max_tokens=64, tokens_per_block=16, enable_block_reuse=True),
@@ -60,6 +61,9 @@ def test_recorded_steps_mix_adapters_that_come_and_go(device, monkeypatch):
         checker.send_response,
         optional_params=params,
     ) as manager:
+        assert manager.wait_idle(120), manager.exception
+        host.submit(alone)
+        manager.notify()
         assert manager.wait_idle(120), manager.exception
         report = manager.audit()
         assert report.ok and report.adapters.counts.misses == len(RANKS)
