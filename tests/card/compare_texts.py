@@ -29,9 +29,9 @@ def main(arguments: list[str]) -> int:
         print("nothing to compare: one of both runs has answered nothing")
         return 2
     same = [number for number, answer in expected.items() if found.get(number) == answer]
-    print(f"{len(same)} of {len(expected)} answers are the same")
     for number in [number for number in expected if number not in same][:3]:
         print(f"request {number}: {_start(expected[number])} and {_start(found.get(number))}")
+    print(f"{len(same)} of {len(expected)} answers are the same")
     return int(len(same) < options.least * len(expected))
 
 

@@ -48,14 +48,14 @@ def summary(
     of_each = min(_OF_STEP, max(0, _FOR_WRONG - len(wrong)) // max(1, len(wrong)))
     for step in wrong:
         lines.append(f"- {step.name}: {describe(by_name[step.name])}")
-        lines += [f"    {line}" for line in list(_details(step, folder, wrong=True))[:of_each]]
+        lines += [f"    {line}" for line in _wrong_lines(step, folder, of_each)]
     lines += _not_run(records)
     files = [step for step in ran if step.kind == "tests" and step not in wrong]
     files = [step for step in files if by_name[step.name].is_right]
     if files:
         lines.append(f"+ {len(files)} test files passed: {_num_tests(files, folder)} tests")
     rest = [step for step in ran if by_name[step.name].is_right and step.kind != "tests"]
-    blocks = [(step, list(_details(step, folder, wrong=False))) for step in rest]
+    blocks = [(step, _details(step, folder)) for step in rest]
     room = max(0, MOST_LINES - len(lines) - len(blocks))
     share = room // max(1, sum(bool(own) for _, own in blocks))
     for step, own in blocks:
@@ -166,7 +166,13 @@ def _not_run(records: Sequence[Record]) -> Iterator[str]:
         yield f"not run, {note}: {', '.join(names)}"
 
 
-def _details(step: Step, folder: Path, wrong: bool) -> Iterator[str]:
+def _wrong_lines(step: Step, folder: Path, most: int) -> list[str]:
+    """What a wrong step reports, or else how its log ends: an error is the last line."""
+    found = [] if step.kind == "texts" else _details(step, folder)
+    return found[:most] or _last_lines(step, folder, min(most, 3))
+
+
+def _details(step: Step, folder: Path) -> list[str]:
     reader = {
         "tests": _test_lines,
         "kernels": _kernel_lines,
@@ -174,11 +180,10 @@ def _details(step: Step, folder: Path, wrong: bool) -> Iterator[str]:
         "ncu": _ncu_lines,
         "texts": _last_lines,
     }.get(step.kind)
-    found = []
     if reader is not None:
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-            found = list(reader(step, folder))
-    yield from found or (_last_lines(step, folder) if wrong else ())
+            return list(reader(step, folder))
+    return []
 
 
 def _last_lines(step: Step, folder: Path, count: int = 3) -> list[str]:
@@ -186,7 +191,8 @@ def _last_lines(step: Step, folder: Path, count: int = 3) -> list[str]:
         text = (folder / f"{step.name}.log").read_text("utf-8", "replace")
     except OSError:
         return []
-    return [line.strip() for line in text.splitlines()[1:] if line.strip()][-count:]
+    lines = [line.strip() for line in text.splitlines()[1:] if line.strip()]
+    return lines[max(0, len(lines) - count) :]
 
 
 def _num_tests(steps: Sequence[Step], folder: Path) -> int:

@@ -407,6 +407,17 @@ def test_the_archive_stays_small(tmp_path):
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["a.tar.gz", "a.txt"]
 
 
+def test_what_a_step_failed_of_is_told_also_where_many_failed(tmp_path):
+    steps = [shell(f"step{number}", "") for number in range(30)]
+    for step in steps:
+        (tmp_path / f"{step.name}.log").write_text("$ command\nloading\nerror: why\n")
+    for wrong, told in ((1, ["loading", "error: why"]), (20, ["error: why"])):
+        records = [Record(step.name, status=2, is_done=True) for step in steps[:wrong]]
+        lines = summary("a", {}, [], steps, records, tmp_path, "")
+        assert [line.strip() for line in lines].count("error: why") == wrong
+        assert [line.strip() for line in lines].count("loading") == wrong * ("loading" in told)
+
+
 def test_a_summary_of_what_benchmarks_report(tmp_path, monkeypatch):
     """Reports as the benchmarks write them, of a CPU."""
     monkeypatch.syspath_prepend(str(ROOT / "tests"))
