@@ -81,6 +81,11 @@ class ApiError(Exception):
         if status in (429, 503):
             self.headers.setdefault("Retry-After", str(RETRY_AFTER_S))
 
+    @property
+    def is_transient(self) -> bool:
+        """Whether the same call may succeed later, so that clients repeat it."""
+        return self.status in (408, 429) or (self.status >= 500 and self.status != 501)
+
     def body(self) -> dict[str, Any]:
         """Return the error object for the client, as JSON values."""
         error = {"message": self.message, "type": self.type, "param": self.param, "code": self.code}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import os
@@ -17,8 +18,11 @@ from running_server import running_server, settings_of, wait_for
 from served_process import served_process
 
 from gptmanager import NamedTensor
+from gptmanager.callbacks import AsyncRequestQueue
 from gptmanager.server.engine import kept_calls, restored_responses
+from gptmanager.server.engine.call import Call
 from gptmanager.server.engine.restored_responses import RestoredResponses
+from gptmanager.server.errors import ApiError
 from gptmanager.server.http.idempotency import PATHS, CallKey
 
 STORY = "Lily had a grey book. Max had a brown coat."
@@ -154,6 +158,74 @@ def test_a_call_that_can_never_be_kept_is_not_told_to_come_again(server, monkeyp
 
 
 @pytest.mark.parametrize("stream", [False, True])
+def test_a_call_whose_step_failed_runs_again_when_it_is_sent_again(server, monkeypatch, stream):
+    loop, failed = server.engine.manager._worker.loop, []
+    forward = loop.forward
+
+    def fail_once(schedule):
+        if failed:
+            return forward(schedule)
+        failed.append(schedule)
+        raise RuntimeError("no memory for this step")
+
+    monkeypatch.setattr(loop, "forward", fail_once)
+    body = {**BODIES["/v1/completions"], "stream": stream, "n": 2}
+    answers = [post(server, "/v1/completions", body, f"step-{stream}") for _ in range(3)]
+    assert [answer.status_code for answer in answers] == [500, 200, 200]
+    assert "no memory for this step" in answers[0].text
+
+
+def test_a_call_that_has_timed_out_is_not_kept(server):
+    before = [*server.engine.kept._kept]
+    body = {**BODIES["/v1/completions"], "deadline_s": 1e-6}
+    assert post(server, "/v1/completions", body, "late").status_code == 504
+    assert [*server.engine.kept._kept] == before
+
+
+async def half_failed(error):
+    """The queue, keeper and key of a call of two requests, the first of which has had `error`."""
+    queue, kept, key = AsyncRequestQueue(), kept_calls.KeptCalls(), CallKey("", b"a")
+    generations = [queue.submit([5], 1, request_id=it, timeout=0.0) for it in (1, 2)]
+
+    def cancel(generation, reason):
+        generation.cancel()
+
+    nothing = [None, None]
+    call = Call(generations, nothing, nothing, cancel, lambda _: None, 2, is_kept=True)
+    kept.add(key, call, 100)
+    queue.get_inference_requests(-1)
+    queue.send_response(1, [], True, error)
+    await asyncio.sleep(0)
+    return queue, kept, key
+
+
+def test_a_call_that_has_failed_for_now_ends_its_other_requests_before_it_runs_again():
+    async def main():
+        queue, kept, key = await half_failed("StepError: the device is lost")
+        assert queue.poll_stop_signal() == {2}
+        with pytest.raises(ApiError) as refused:
+            kept.find(key)
+        assert refused.value.status == 503 and refused.value.code == "idempotency_key_in_use"
+        queue.send_response(2, [], True, "StepError: the device is lost")
+        await asyncio.sleep(0)
+        assert kept.find(key) is None and kept._num_bytes == 0
+
+    asyncio.run(main())
+
+
+def test_an_error_that_stays_is_kept():
+    async def main():
+        queue, kept, key = await half_failed("CapacityError: too large")
+        queue.send_response(2, [], True, "CapacityError: too large")
+        await asyncio.sleep(0)
+        with pytest.raises(ApiError, match="too large") as refused:
+            await kept.find(key).results()
+        assert refused.value.status == 400
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("stream", [False, True])
 def test_a_new_server_goes_on_and_its_client_joins_from_the_first_token(
     server, tmp_path, monkeypatch, stream
 ):
@@ -220,6 +292,17 @@ def test_answers_that_nobody_joins_are_dropped_after_a_time_and_beyond_a_size(mo
     assert found.join(names[2], object, print) is None
     assert [*found._held] == names[3:]
     assert found._num_bytes == 0
+
+
+def test_a_restored_request_that_has_failed_for_now_is_not_held():
+    found, names = RestoredResponses(), [CallKey("", b"%d" % it).request_id(0) for it in range(2)]
+    for name, error in zip(names, ("StepError: lost", "CapacityError: too large"), strict=True):
+        found.restore(name)
+        assert found.hold(name, [], False, "") and found.hold(name, [], True, error)
+    told = []
+    assert found.join(names[0], object, lambda *given: told.append(given)) is None
+    assert found.join(names[1], object, lambda *given: told.append(given)) is not None
+    assert [error for *_, error in told] == ["", "CapacityError: too large"]
 
 
 def test_a_response_that_arrives_during_a_join_comes_after_those_that_were_held():

@@ -272,6 +272,9 @@ def test_the_store_has_limits():
         add(name)
     assert store.find("", "a") is None and store.find("", "c") is not None
     assert store.find("other", "c") is None and not store.delete("other", "c")
+    for _ in range(10):
+        add("c")  # counts once
+    assert store.find("", "b") is not None
     add("d", 170)
     assert store.find("", "c") is None and store.find("", "d") is not None
     add("e", 500)

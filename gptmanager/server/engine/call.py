@@ -86,6 +86,20 @@ class _Submitted:
     def has_ended(self) -> bool:
         return self.generation.done() and not self.lacks_adapter
 
+    @property
+    def failure(self) -> ApiError | None:
+        """The error of a request that has failed, otherwise None."""
+        if not self.has_ended or self.refusal is not None:
+            return self.refusal
+        error = self.generation.exception()
+        return None if error is None else api_error(error)
+
+    @property
+    def is_late(self) -> bool:
+        """Whether a request that has ended without an error timed out."""
+        reasons = self.generation.result().finish_reasons
+        return self.has_timed_out or FinishReason.TIMED_OUT in reasons
+
     def resend(self) -> None:
         """Send the request again, with the weights of its adapter."""
         assert self.send_again is not None
@@ -161,10 +175,21 @@ class Call:
         """Whether all requests have ended."""
         return all(it.has_ended for it in self._submitted)
 
+    @property
+    def failure(self) -> ApiError | None:
+        """The error of the first request that has failed, or None."""
+        return next((it.failure for it in self._submitted if it.failure is not None), None)
+
+    @property
+    def is_late(self) -> bool:
+        """Whether a request of this call, which has ended without an error, timed out."""
+        return any(it.is_late for it in self._submitted)
+
     def on_last_end(self, end: Callable[[], None]) -> None:
         """Let the event loop call `end` once, when all requests have ended.
 
-        A request that lacks its adapter is sent again, even if no client reads it.
+        A request that lacks its adapter is sent again, even if no client reads it. If a request
+        fails, the others are cancelled, because every reader gets the error.
         """
         loop, is_over = asyncio.get_running_loop(), False
 
@@ -173,6 +198,8 @@ class Call:
             for it in self._submitted:
                 if it.lacks_adapter:
                     it.resend()
+            if self.failure is not None:
+                self.cancel()
             if self.has_ended and not is_over:
                 is_over = True
                 end()

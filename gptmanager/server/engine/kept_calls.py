@@ -22,12 +22,19 @@ class _Kept:
     call: Call
     num_bytes: int
 
+    @property
+    def has_failed_for_now(self) -> bool:
+        """Whether a request has failed by a transient error."""
+        failure = self.call.failure
+        return failure is not None and failure.is_transient
+
 
 class KeptCalls:
     """The kept calls by key. `current` has the key of the call that the running task answers.
 
     At most MAX_KEYS calls are kept, with at most MAX_BYTES in total by estimate. A call is kept
-    until KEEP_S seconds after its end. If a new call does not fit, ended calls are removed, the
+    until KEEP_S seconds after its end, but not after a transient error or a timeout: clients repeat
+    the call because it may succeed then. If a new call does not fit, ended calls are removed, the
     oldest first.
     """
 
@@ -39,13 +46,21 @@ class KeptCalls:
     def find(self, key: CallKey) -> Call | None:
         """Return a new reader of the call with this key, or None.
 
-        Raises ApiError (422) if that call has another body.
+        Raises ApiError: 422 if that call has another body, 503 if one of its requests has failed by
+        a transient error and the others are ending.
         """
         kept = self._kept.get(key.name)
         if kept is None:
             return None
         if kept.body != key.body:
             raise reused()
+        if kept.has_failed_for_now:
+            raise ApiError(
+                503,
+                "a request of the call with this Idempotency-Key has failed, and the others are "
+                "ending: send the call again",
+                code="idempotency_key_in_use",
+            )
         return kept.call.joined()
 
     def require_room(self, requests: Sequence[EngineRequest]) -> int:
@@ -80,14 +95,17 @@ class KeptCalls:
         return len(self._kept) < MAX_KEYS and self._num_bytes + num_bytes <= MAX_BYTES
 
     def add(self, key: CallKey, call: Call, num_bytes: int) -> None:
-        """Keep a call until KEEP_S seconds after its end."""
+        """Keep a call until KEEP_S seconds after its end, or to its end if it fails for now."""
         kept = self._kept[key.name] = _Kept(key.body, call, num_bytes)
         self._num_bytes += num_bytes
         loop = asyncio.get_running_loop()
 
         def end() -> None:
             call.end()
-            loop.call_later(KEEP_S, self._remove, key.name, kept)
+            if kept.has_failed_for_now or (call.failure is None and call.is_late):
+                self._remove(key.name, kept)
+            else:
+                loop.call_later(KEEP_S, self._remove, key.name, kept)
 
         call.on_last_end(end)
 

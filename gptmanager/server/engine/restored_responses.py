@@ -9,8 +9,10 @@ from dataclasses import dataclass, field
 
 from gptmanager import NamedTensor
 from gptmanager.callbacks import Generation
+from gptmanager.callbacks.queue.result import error_of
 from gptmanager.config import Delivered
 from gptmanager.lifecycle.clock import monotonic
+from gptmanager.server.errors import api_error
 from gptmanager.server.http.idempotency import CallKey, is_keyed, reused
 
 MAX_BYTES = 64 << 20
@@ -28,9 +30,10 @@ class _Restored:
 class RestoredResponses:
     """Holds the responses to restored requests that have an Idempotency-Key. Thread-safe.
 
-    The responses to an ended request are dropped KEEP_S seconds after its end. If all held
-    responses together exceed MAX_BYTES, ended requests are dropped earlier, the request that ended
-    first before the others. Requests are dropped only when `hold`, `check` or `join` is called.
+    A request that fails by a transient error is dropped at once, as in `KeptCalls`; any other
+    ended request is dropped KEEP_S seconds after its end. If all held responses together exceed
+    MAX_BYTES, ended requests are dropped earlier, the request that ended first before the others.
+    Requests are dropped only when `hold`, `check` or `join` is called.
     """
 
     def __init__(self) -> None:
@@ -53,7 +56,9 @@ class RestoredResponses:
         """Hold a response if no client has joined its restored request, otherwise return False."""
         with self._lock:  # also if nothing is held: a response must not overtake those of a join
             held = self._held.get(request_id)
-            if held is not None:
+            if held is not None and is_final and _is_transient(error):
+                self._remove(request_id)  # the call runs again if its client repeats it
+            elif held is not None:
                 held.responses.append((tensors, is_final, error))
                 size = 256 + sum(tensor.nbytes for _, tensor in tensors)
                 held.num_bytes += size
@@ -97,3 +102,8 @@ class RestoredResponses:
             for response in self._remove(request_id).responses:
                 deliver(request_id, *response)
             return generation
+
+
+def _is_transient(error: str) -> bool:
+    """Return whether a response with this error text ends a request by a transient error."""
+    return bool(error) and api_error(error_of(error)).is_transient

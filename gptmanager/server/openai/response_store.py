@@ -49,7 +49,12 @@ class ResponseStore:
         self._num_bytes = 0
 
     def add(self, owner: str, response: dict[str, Any], items: list[Any]) -> None:
-        """Keep a response with all its input items, unless it alone exceeds the limit of bytes."""
+        """Keep a response with all its input items, unless it alone exceeds the limit of bytes.
+
+        It replaces an earlier response with its id.
+        """
+        if response["id"] in self._stored:
+            self._remove(response["id"])
         texts = orjson.dumps(response), orjson.dumps(items)
         stored = StoredResponse(owner, *texts, self._clock() + MAX_AGE_S)
         if stored.num_bytes > self._most_bytes:
