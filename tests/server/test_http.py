@@ -91,6 +91,25 @@ def test_who_asks_for_another_protocol_gets_this_one(server):
     assert status == 200 and body["count"] == len(body["tokens"])
 
 
+@pytest.mark.parametrize("connection", [b"close", b"keep-alive"])
+def test_a_client_of_http_1_0_gets_streams_without_chunks(server, connection):
+    """Its body ends with the connection; a whole answer still has its length."""
+    body = b'{"prompt":"17 + 25 =","max_tokens":3,"stream":true}'
+    for data in (body, body.replace(b"true", b"false")):
+        head = b"POST /v1/completions HTTP/1.0\r\nConnection: %b\r\n" % connection
+        with connect(server) as client, client.makefile("rb") as reader:
+            client.sendall(head + b"Content-Length: %d\r\n\r\n" % len(data) + data)
+            head, answer = reader.read().split(b"\r\n\r\n", 1)
+        lines = head.lower().split(b"\r\n")
+        assert lines[0] == b"http/1.1 200 ok" and b"connection: close" in lines
+        assert not [line for line in lines if line.startswith(b"transfer-encoding")]
+        assert (b"content-length: %d" % len(answer) in lines) == (data != body)
+        if data == body:
+            frames = answer.decode().split("\n\n")
+            assert frames[-2:] == ["data: [DONE]", ""]
+            assert all(frame.startswith("data: ") for frame in frames[:-1])
+
+
 def test_the_header_upgrade_is_removed_wherever_a_head_is_cut(server):
     head = POST + UPGRADE + b"Content-Length: 15\r\n\r\n"
     with connect(server) as connection:

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from typing import Any
 
 import httptools
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from gptmanager.server.errors import ApiError
 from gptmanager.server.http.connections import PEER, Connections
@@ -169,6 +169,8 @@ class HttpProtocol(HttpToolsProtocol):
         self._unanswered.append(cycle)
         self.scope[IS_WHOLE] = lambda: not cycle.more_body  # type: ignore[literal-required]
         cycle.transport = _ResponseTransport(self.transport, self._end)  # type: ignore[assignment]
+        if self.parser.get_http_version() == "1.0":
+            cycle.send = _without_chunks(cycle)  # type: ignore[method-assign]
 
     def on_body(self, body: bytes) -> None:
         self._unreported_bytes = 0
@@ -300,6 +302,26 @@ class _ResponseTransport:
     def write(self, data: bytes) -> None:
         if not self.is_closing():
             self._write(data)
+
+
+def _without_chunks(cycle: RequestResponseCycle) -> Callable[[Any], Awaitable[None]]:
+    """Return the `send` of a request of HTTP/1.0, whose client does not know chunks.
+
+    A body of unknown length ends with the connection: it is closed after each such request.
+    """
+    send, has_length = cycle.send, True
+
+    async def send_unframed(message: Any) -> None:
+        nonlocal has_length
+        if message["type"] == "http.response.start":
+            has_length = any(name.lower() == b"content-length" for name, _ in message["headers"])
+            if not has_length:
+                cycle.chunked_encoding = False
+        elif not has_length:
+            cycle.expected_content_length += len(message.get("body", b""))
+        await send(message)
+
+    return send_unframed
 
 
 def _too_large() -> ApiError:
