@@ -27,7 +27,7 @@ from gptmanager.server.http.hosts import HostGuard, needs_guard
 from gptmanager.server.http.idempotency import IdempotencyGuard
 from gptmanager.server.http.keys import KeyGuard
 from gptmanager.server.http.request_log import CLIENT_GONE, RECORD, RequestRecord
-from gptmanager.server.http.responses import DIRECT_SEND, IS_WHOLE, error_response
+from gptmanager.server.http.responses import DIRECT_SEND, IS_WHOLE, error_response, is_of_ollama
 from gptmanager.server.openai import chat, completions, models, responses, tokenization
 from gptmanager.server.settings import ServerSettings
 from gptmanager.server.triton import http as triton
@@ -164,6 +164,8 @@ def _hint(request: Request) -> str:
     meant.
     """
     path, settings = request.url.path, request.app.state.settings
+    if is_of_ollama(path):
+        return ": this server does not have Ollama's API; use a client of OpenAI's, and /v1"
     option = _ASKED_FOR.get("/v2" if path.startswith("/v2/") else path)
     is_on = settings.serves_triton if option == "--triton" else settings.adapter_dir is not None
     if option is not None and not is_on:

@@ -100,6 +100,14 @@ def test_a_wrong_base_url_is_explained(client, path):
     assert ": /v1/completions was probably meant" in message
 
 
+@pytest.mark.parametrize("method, path", [("GET", "/api/tags"), ("POST", "/api/chat")])
+def test_a_client_of_ollama_reads_that_its_api_is_missing(client, method, path):
+    """Its clients show an `error` that is a text, and nothing of an object."""
+    response = client.request(method, path, json={"model": "tiny_llama"})
+    assert response.status_code == 404
+    assert f"{path}: this server does not have Ollama's API" in response.json()["error"]
+
+
 def test_the_list_of_models_with_a_slash_at_its_end(client):
     assert client.get("/v1/models/").json() == client.get("/v1/models").json()
 

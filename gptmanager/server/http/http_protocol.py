@@ -305,9 +305,9 @@ class _ResponseTransport:
 
 
 def _without_chunks(cycle: RequestResponseCycle) -> Callable[[Any], Awaitable[None]]:
-    """Return the `send` of a request of HTTP/1.0, whose client does not know chunks.
+    """Return the `send` for a request of HTTP/1.0: its client does not know chunks.
 
-    A body of unknown length ends with the connection: it is closed after each such request.
+    The end of the connection, which is closed after each such request, ends a body without length.
     """
     send, has_length = cycle.send, True
 

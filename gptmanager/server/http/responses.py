@@ -34,7 +34,7 @@ def json_response(
 
 def error_response(error: ApiError, path: str = "/") -> Response:
     """Return the response for `error`, in the format of the protocol at `path`."""
-    if path == "/v2" or path.startswith("/v2/"):  # Triton's
+    if path == "/v2" or path.startswith("/v2/") or is_of_ollama(path):
         body: Any = {"error": error.message}
     elif path == "/v1/messages" or path.startswith("/v1/messages/"):
         body = anthropic_error(error)
@@ -57,6 +57,11 @@ def named_event(content: Mapping[str, Any]) -> bytes:
 def error_frame(error: ApiError) -> bytes:
     """Return the last two events of a failed stream, for OpenAI's clients: the error, and DONE."""
     return event(error.body()) + DONE
+
+
+def is_of_ollama(path: str) -> bool:
+    """Return whether `path` is one of Ollama's API, and not of OpenAI's behind a prefix."""
+    return path.startswith("/api/") and not path.startswith("/api/v1/")
 
 
 class _Refusal(Response):
