@@ -141,7 +141,6 @@ def _finish(
     _write_report(options.output, report)
     print_report(report, parts, as_json=options.json)
     if report.get("interrupted"):
-        sys.stdout.flush()
         raise KeyboardInterrupt
     return 0 if is_correct else 1
 

@@ -14,6 +14,7 @@ from gptmanager.journal.accepted import AcceptedRequests
 from gptmanager.journal.entries import Entry
 from gptmanager.journal.segments import JournalFolder, Segment
 from gptmanager.terminal.printable import printable_lines
+from gptmanager.terminal.streams import print_output
 
 
 def main(options: argparse.Namespace) -> int:
@@ -27,9 +28,9 @@ def main(options: argparse.Namespace) -> int:
         raise JournalError(f"{quoted_path(folder.path)} has no journal")
     report = report_of(folder, found)
     if options.json:
-        print(orjson.dumps(report).decode())
+        print_output(orjson.dumps(report).decode())
     else:
-        print(printable_lines("\n".join(_lines(report))))
+        print_output(printable_lines("\n".join(_lines(report))))
     return 0
 
 

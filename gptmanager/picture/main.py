@@ -15,6 +15,7 @@ from gptmanager.recorder.recording_file import located, read_recording
 from gptmanager.terminal.arguments import check_distinct
 from gptmanager.terminal.printable import printable
 from gptmanager.terminal.progress import ProgressBars
+from gptmanager.terminal.streams import print_output
 
 
 def main(options: argparse.Namespace) -> int:
@@ -44,7 +45,7 @@ def main(options: argparse.Namespace) -> int:
     written = _write(options, trace)
     bars.close()
     for path, size in written:
-        print(f"{printable(str(path))}  {size / 1024:.0f} KiB")
+        print_output(f"{printable(str(path))}  {size / 1024:.0f} KiB")
     return 0
 
 

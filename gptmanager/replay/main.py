@@ -17,6 +17,7 @@ from gptmanager.recorder.recording_file import read_recording
 from gptmanager.replay.replaying import replay
 from gptmanager.terminal.printable import printable_lines
 from gptmanager.terminal.progress import ProgressBars
+from gptmanager.terminal.streams import print_output
 
 
 def main(options: argparse.Namespace) -> int:
@@ -44,15 +45,15 @@ def main(options: argparse.Namespace) -> int:
             "divergence": plain,
             "broke_off": report.broke_off,
         }
-        print(orjson.dumps(result).decode())
+        print_output(orjson.dumps(result).decode())
     elif divergence is not None:
         text = f"diverged after {report.iterations - 1} iterations\n{divergence}"
-        print(printable_lines(text))
+        print_output(printable_lines(text))
     else:
-        print(f"{report.iterations} iterations, {report.compared} compared: no divergence")
+        print_output(f"{report.iterations} iterations, {report.compared} compared: no divergence")
         if report.broke_off:
             text = f"the recorded run broke off in the last one: {report.broke_off}"
-            print(printable_lines(text))
+            print_output(printable_lines(text))
     return 0 if divergence is None else 1
 
 

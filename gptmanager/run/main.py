@@ -30,7 +30,7 @@ from gptmanager.terminal.options import (
 )
 from gptmanager.terminal.printable import printable_lines
 from gptmanager.terminal.progress import NOTES, ProgressBars
-from gptmanager.terminal.streams import print_message
+from gptmanager.terminal.streams import print_message, print_output
 from gptmanager.terminal.tables import print_report
 
 _STDOUT = Path("-")
@@ -131,7 +131,7 @@ def _print_texts(answers: Sequence[dict[str, Any]]) -> None:
     for answer in answers:
         if "error" not in answer:
             ids = " ".join(map(str, answer["output_ids"]))
-            print(printable_lines(answer.get("text", ids)))
+            print_output(printable_lines(answer.get("text", ids)))
 
 
 def _manager(

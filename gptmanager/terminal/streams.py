@@ -3,17 +3,38 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import sys
+from typing import TextIO
 
+from gptmanager.errors import GptManagerError
 from gptmanager.terminal.printable import printable_lines
 
 
 def open_closed_streams() -> None:
-    """Open the null device for closed streams: after `gptmanager ... >&-` sys.stdout is None."""
-    for name in ("stdout", "stderr"):
-        if getattr(sys, name) is None:
-            setattr(sys, name, open(os.devnull, "w"))
+    """Open the null device for closed streams: after `gptmanager ... >&-` sys.stdout is None.
+
+    Otherwise the next opened file would be the standard stream of this process's children. A closed
+    standard output is opened for reading only, so that text for it is an error. sys.stdin stays
+    None, because a closed standard input is an error of its own.
+    """
+    access = {"stdin": os.O_RDONLY, "stdout": os.O_RDONLY, "stderr": os.O_WRONLY}
+    for name in [name for name in access if getattr(sys, name) is None]:
+        descriptor = os.open(os.devnull, access[name])
+        if name != "stdin":
+            setattr(sys, name, open(descriptor, "w"))
+
+
+def print_output(text: str = "", end: str = "\n") -> None:
+    """Print a text of the command on the standard output. Raise GptManagerError if it is lost."""
+    try:
+        print(text, end=end, flush=True)
+    except BrokenPipeError:  # the reader has what it wanted
+        raise
+    except OSError as error:
+        _drop_text(sys.stdout)
+        raise GptManagerError(_unwritable(error)) from error
 
 
 def print_message(text: str) -> None:
@@ -25,7 +46,7 @@ def print_message(text: str) -> None:
 def report_unwritable_output(error: OSError) -> None:
     """Print why the standard output cannot be written, unless its reader has closed the pipe."""
     if not isinstance(error, BrokenPipeError):
-        print_message(f"the standard output cannot be written: {error.strerror}")
+        print_message(_unwritable(error))
 
 
 def flush_streams(code: int) -> int:
@@ -34,9 +55,22 @@ def flush_streams(code: int) -> int:
         try:
             stream.flush()
         except OSError as error:
-            with contextlib.suppress(OSError, ValueError):  # or the flush at exit fails again
-                os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+            _drop_text(stream)
             if stream is sys.stdout:
                 report_unwritable_output(error)
             code = code or 1
     return code
+
+
+def _drop_text(stream: TextIO) -> None:
+    """Let a stream's text go to the null device, or each later flush fails again."""
+    with contextlib.suppress(OSError, ValueError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+
+
+def _unwritable(error: OSError) -> str:
+    if error.errno == errno.EBADF:
+        why = "it is closed; redirect it to a file, or to /dev/null"
+    else:
+        why = f"{error.strerror}"
+    return f"what the command prints cannot be written to the standard output: {why}"

@@ -6,6 +6,7 @@ is as wide as its cells need. If the terminal is narrower, the terminal wraps th
 
 from __future__ import annotations
 
+import io
 import os
 import sys
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -18,6 +19,7 @@ from rich.text import Text
 
 from gptmanager.terminal.printable import printable, printable_lines
 from gptmanager.terminal.redrawn_lines import can_draw
+from gptmanager.terminal.streams import print_output
 
 Piece = str | Table
 _HIGHLIGHTED = ("WRONG", "FAILED", "MISSED")
@@ -53,18 +55,18 @@ def table(
 
 def lines(pieces: Iterable[Piece], *, styled: bool = False) -> list[str]:
     """Return the lines of a report as plain text, or with a terminal's styles if `styled`."""
-    console = Console(width=_UNLIMITED, color_system="standard" if styled else None)
-    with console.capture() as capture:
-        for piece in pieces:
-            drawing = _text(printable_lines(piece)) if isinstance(piece, str) else piece
-            console.print(drawing, soft_wrap=isinstance(piece, str))
-    return [line.rstrip() for line in capture.get().split("\n")[:-1]]
+    written = io.StringIO()
+    console = Console(file=written, width=_UNLIMITED, color_system="standard" if styled else None)
+    for piece in pieces:
+        drawing = _text(printable_lines(piece)) if isinstance(piece, str) else piece
+        console.print(drawing, soft_wrap=isinstance(piece, str))
+    return [line.rstrip() for line in written.getvalue().split("\n")[:-1]]
 
 
 def show(pieces: Iterable[Piece]) -> None:
     """Print a report on the standard output."""
     styled = can_draw(sys.stdout) and not os.environ.get("NO_COLOR")
-    print("\n".join(lines(pieces, styled=styled)))
+    print_output("\n".join(lines(pieces, styled=styled)))
 
 
 def print_report(
@@ -75,10 +77,10 @@ def print_report(
     If `pieces` is None, a table of the report's names and values is printed.
     """
     if as_json:
-        print(orjson.dumps(report).decode())
+        print_output(orjson.dumps(report).decode())
         return
     if pieces is None and sys.stdout.isatty():  # separates the report from the live view
-        print()
+        print_output()
     show([report_table(report)] if pieces is None else pieces)
 
 

@@ -49,6 +49,9 @@ def read_lines(path):
     return [json.loads(line) for line in Path(path).read_text(encoding="utf-8").splitlines()]
 
 
+UNWRITABLE = "what the command prints cannot be written to the standard output"
+
+
 class Outcome:
     def __init__(self, code, capsys):
         self.code = code
@@ -566,20 +569,36 @@ def test_a_standard_output_that_is_full(call, monkeypatch, arguments):
         outcome = call(*arguments)
         full.flush()
     assert outcome.code == 1
-    assert outcome.err.endswith(
-        "gptmanager: the standard output cannot be written: No space left on device\n"
-    )
+    assert outcome.err.endswith(f"gptmanager: {UNWRITABLE}: No space left on device\n")
 
 
-@pytest.mark.parametrize("argument", ["--help", "--version"])
-def test_a_standard_output_that_is_full_and_has_no_buffer(call, monkeypatch, argument):
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--help"],
+        ["--version"],
+        ["env"],
+        ["simulate", "--num-requests", 2, "--output-len", 2, "--json"],
+        ["models", "--json"],
+    ],
+)
+def test_a_standard_output_that_is_full_and_has_no_buffer(call, monkeypatch, arguments):
     """As with PYTHONUNBUFFERED=1, which images of containers set."""
     with io.TextIOWrapper(open("/dev/full", "wb", buffering=0), write_through=True) as full:
         monkeypatch.setattr(sys, "stdout", full)
-        outcome = call(argument)
-    assert (outcome.code, outcome.err) == (
-        1, "gptmanager: the standard output cannot be written: No space left on device\n",
-    )  # fmt: skip
+        outcome = call(*arguments)
+    assert outcome.code == 1
+    assert outcome.err == f"gptmanager: {UNWRITABLE}: No space left on device\n"
+
+
+@pytest.mark.parametrize("unbuffered", [False, True])
+def test_the_answer_to_a_prompt_that_cannot_be_printed(call, model, monkeypatch, unbuffered):
+    buffering = 0 if unbuffered else -1
+    with io.TextIOWrapper(open("/dev/full", "wb", buffering), write_through=unbuffered) as full:
+        monkeypatch.setattr(sys, "stdout", full)
+        outcome = call("run", "--model", model, "--prompt", "a", "--max-new-tokens", 1)
+    assert outcome.code == 1
+    assert outcome.err.endswith(f"gptmanager: {UNWRITABLE}: No space left on device\n")
 
 
 def test_a_standard_input_that_is_closed_or_none(call, model, monkeypatch):
@@ -753,12 +772,45 @@ def test_a_reader_that_leaves_early(run, monkeypatch):
     assert "request 1 leaves" in outcome.err and "Error" not in outcome.err
 
 
-@pytest.mark.every(3)
-@pytest.mark.parametrize("closed", [">&-", "2>&-", ">&- 2>&-"])
-def test_closed_streams_are_nobody_s_error(closed, environment):
-    line = " ".join(command("simulate", "--num-requests", 2, "--output-len", 2, closed))
+def run_in_shell(environment, *arguments):
+    line = " ".join(command(*arguments))
+    return subprocess.run(["sh", "-c", line], capture_output=True, env=environment, text=True)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "unbuffered"),
+    [
+        (["--version"], ""),
+        (["journal", "--help"], "1"),
+        (["simulate", "--num-requests", 2, "--output-len", 2], ""),
+        (["simulate", "--num-requests", 2, "--output-len", 2, "--json"], "1"),
+    ],
+)
+def test_a_closed_standard_output_is_an_error_of_what_prints(arguments, unbuffered, environment):
+    environment["PYTHONUNBUFFERED"] = unbuffered
+    ended = run_in_shell(environment, *arguments, ">&-")
+    why = "it is closed; redirect it to a file, or to /dev/null"
+    assert (ended.returncode, ended.stderr) == (1, f"gptmanager: {UNWRITABLE}: {why}\n")
+    assert run_in_shell(environment, *arguments, ">&-", "2>&-").returncode == 1
+
+
+def test_closed_streams_that_a_command_does_not_use(environment, model, tmp_path):
+    ended = run_in_shell(environment, "simulate", "--num-requests", 2, "<&-", "2>&-")
+    assert ended.returncode == 0 and ended.stdout.startswith("   ")
+    out = tmp_path / "out.jsonl"
+    options = ["--model", model, "--prompt", "a", "--max-new-tokens", 1, "--output", out]
+    ended = run_in_shell(environment, "run", *options, "<&-", ">/dev/null", "2>&-")
+    assert ended.returncode == 0 and len(read_lines(out)) == 1
+
+
+def test_no_file_gets_the_number_of_a_closed_stream(environment):
+    """Children would inherit the file."""
+    code = (
+        "import gptmanager.terminal.streams as it; it.open_closed_streams(); print(open(0).read())"
+    )
+    line = f"{sys.executable} -c '{code}' <&- 2>&-"
     ended = subprocess.run(["sh", "-c", line], capture_output=True, env=environment, text=True)
-    assert ended.returncode == 0 and ended.stderr == ""
+    assert (ended.returncode, ended.stdout) == (0, "\n")
 
 
 def test_the_whole_run_on_a_terminal(model, tmp_path, environment):

@@ -8,7 +8,7 @@ from gptmanager.errors import ConfigError
 from gptmanager.run.chat.answers import Answers
 from gptmanager.run.chat.message_lines import Entry, read_message
 from gptmanager.terminal.printable import printable_text
-from gptmanager.terminal.streams import print_message
+from gptmanager.terminal.streams import print_message, print_output
 
 
 class PipedView:
@@ -43,7 +43,7 @@ class PipedView:
         if len(answers.texts) > 1:
             text = "\n".join(answers.texts)
             self._print(text)
-        print("" if text.endswith("\n") else "\n", end="", flush=True)
+        print_output(end="" if text.endswith("\n") else "\n")
 
     def note(self, text: str) -> None:
         print_message(text)
@@ -63,4 +63,4 @@ class PipedView:
 
     def _print(self, text: str) -> None:
         if text:
-            print(text if self._is_safe else printable_text(text), end="", flush=True)
+            print_output(text if self._is_safe else printable_text(text), end="")

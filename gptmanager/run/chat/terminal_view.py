@@ -17,6 +17,7 @@ from gptmanager.run.chat.interrupts import on_interrupt
 from gptmanager.run.chat.message_lines import Entry, read_message
 from gptmanager.terminal.printable import printable_lines, printable_text
 from gptmanager.terminal.redrawn_lines import RedrawnLines, console
+from gptmanager.terminal.streams import print_output
 
 with contextlib.suppress(ImportError):  # with readline, `input` edits and recalls lines
     import readline  # noqa: F401
@@ -52,10 +53,10 @@ class TerminalView:
             try:
                 entry = read_message(lambda continues: input("... " if continues else ">>> "))
             except EOFError:
-                print()
+                print_output()
                 raise
             except KeyboardInterrupt as interrupt:
-                print()
+                print_output()
                 if type(interrupt) is not KeyboardInterrupt:  # SIGTERM raises a subclass
                     raise
                 if self._was_interrupted:
@@ -77,11 +78,11 @@ class TerminalView:
             finally:
                 self._region.clear()
         if len(answers.texts) == 1:
-            print("" if answers.texts[0].endswith("\n") else "\n", end="", flush=True)
+            print_output(end="" if answers.texts[0].endswith("\n") else "\n")
             return
         for number, text in enumerate(answers.texts, 1):
             self._dim(f"answer {number}")
-            print(printable_text(text.rstrip("\n")))
+            print_output(printable_text(text.rstrip("\n")))
 
     def note(self, text: str) -> None:
         self._dim(text)
@@ -98,7 +99,7 @@ class TerminalView:
             now = time.monotonic()
             if len(new) == 1 and new[0]:
                 self._region.clear()
-                print(printable_text(new[0]), end="", flush=True)
+                print_output(printable_text(new[0]), end="")
             elif now >= drawn + _REFRESH_S and self._region.can_draw:
                 drawn = now
                 if any(answers.texts) and len(new) > 1:
