@@ -50,7 +50,6 @@ class _Memory:
     """
 
     def __init__(self) -> None:
-        self.nbytes = 0
         self._kept: list[Tensor] = []
         self._free: dict[int, list[Tensor]] = {}
         self._scratch: Tensor | None = None
@@ -58,7 +57,6 @@ class _Memory:
     def _bytes(self, size: int) -> Tensor:
         """Return new bytes that are never moved: captured steps hold their address."""
         self._kept.append(torch.empty(size, dtype=torch.uint8))
-        self.nbytes += size
         return self._kept[-1]
 
     def scratch(self, num_bytes: int) -> int:

@@ -232,6 +232,14 @@ def test_only_steps_whose_logits_are_read_widen_them(device, monkeypatch, reques
     assert dtypes[0] is dtype
 
 
+def test_log_probs_after_the_end_of_a_request_with_top_log_probs(device, watched):
+    def requests():
+        options = {"num_top_log_probs": 3}, {"return_log_probs": True}, {}
+        return [from_tokens(i, prompt(i, 9), 2 + 3 * i, **options[i]) for i in range(3)]
+
+    check(device, watched, requests)
+
+
 def test_nothing_waits_for_beams(device, watched):
     check(device, watched, texts, max_beam_width=3)
 

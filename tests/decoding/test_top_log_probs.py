@@ -241,6 +241,16 @@ def test_nothing_is_asked_of_a_step_where_nobody_asks(source, monkeypatch):
     assert host.final(0).tensors["output_log_probs"].shape == (1, 1, 4)
 
 
+def test_log_probs_after_the_end_of_a_request_with_top_log_probs(source):
+    """A step may have no row of a request that asks for them, while others ask for log probs."""
+    others = [request(i, [1 + i, 2], 6, return_log_probs=True) for i in (1, 2)]
+    host = serve(source, [request(0, [1, 2], 2, num_top_log_probs=3), *others])
+    for own in others:
+        alone = serve(source, [request(own.request_id, own.input_ids, 6, return_log_probs=True)])
+        found, expected = (it.final(own.request_id).tensors for it in (host, alone))
+        torch.testing.assert_close(found["output_log_probs"], expected["output_log_probs"])
+
+
 def test_streams_have_them_with_their_tokens(source):
     """Held back with what may be a stop word; of the prompt in the first response alone."""
     words = [[t, u] for t in range(0, VOCAB, 2) for u in range(95)]

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import CONFIGS, PagedDriver, checkpoint
+from checkpoints import CONFIGS, PagedDriver, checkpoint, random_state
 from family_runs import family_folder
 from packed_logits import random_tokens, reference
 from torch import Tensor
@@ -259,7 +259,24 @@ def test_a_recording_takes_memory_that_its_ops_are_through_with() -> None:
         assert torch.equal(result, compute((x,)))
     assert captured(capture) == [1, 5, 7, 8]
     largest = 8 * 4 << 16
-    assert capture._memory.nbytes < 3.5 * largest  # two, and two of a single row
+    taken = sum(own.nbytes for own in capture._memory._kept)
+    assert taken < 3.5 * largest  # two, and two of a single row
+
+
+@needs_packing
+def test_recordings_of_deep_models_take_no_more_memory() -> None:
+    """Tensors and scratch of a layer are those of the layer before."""
+    taken = []
+    for num_layers in (2, 6):
+        config = {**CONFIGS["llama"], "num_hidden_layers": num_layers}
+        model = load_model((config, random_state(config)), kernels=CpuKernels())
+        recorded = PagedDriver(model, 1)
+        recorded.step_capture = capture = model.new_step_capture()
+        for _ in range(3):
+            recorded.forward([(0, [5])])
+        assert capture is not None and captured(capture) == [1]
+        taken.append([own.nbytes for own in capture._memory._kept])
+    assert taken[0] == taken[1]
 
 
 def test_a_step_that_fails_while_it_is_recorded_leaves_nothing_behind() -> None:

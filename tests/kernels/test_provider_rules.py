@@ -316,6 +316,58 @@ def test_auto_is_own_if_steps_with_contexts_are_captured(monkeypatch, caplog):
     assert "our own kernels, because steps with contexts are captured" in caplog.text
 
 
+def test_attention_is_timed_if_our_own_kernels_cannot_be_captured(monkeypatch):
+    """Then steps with contexts are not captured either."""
+    provider = Scripted("fast", lambda shape: 0.1)
+    limits = LIMITS._replace(captures=True, captures_mixed=True)
+    served = chosen(monkeypatch, provider, limits=limits)
+    assert {*served.values()} == {Served(provider, provider)}
+
+
+def test_the_times_are_logged(monkeypatch, caplog):
+    caplog.set_level(logging.INFO)
+    chosen(monkeypatch, Scripted("fast", lambda shape: 0.25e-3), own=1e-3, shapes=(SHAPE,))
+    for phase in attention_trial.PHASES:
+        times = f"attention of 4/2 heads of 32, {phase}: 1000.0 us by own, 250.0 us by fast"
+        assert times in caplog.text
+
+
+def test_nothing_is_timed_if_the_provider_refuses_all_shapes(monkeypatch):
+    def seconds(run, captured):
+        pytest.fail("our own kernels have no competitor")
+
+    kernels, provider = OnReference(), Scripted("none", lambda shape: 0.1, ())
+    choose(kernels, (provider,), (SHAPE, WINDOWED), torch.float32, LIMITS, seconds)
+    assert {*kernels._served.values()} == {Served()}
+
+
+@pytest.mark.parametrize("phase", attention_trial.PHASES)
+@pytest.mark.parametrize(
+    ("num_kv_heads", "num_sets"), [(1, 8), (32, 4), (64, 2)], ids=["one", "some", "many"]
+)
+def test_a_run_reads_a_few_sets_of_pages_that_exceed_caches(
+    monkeypatch, phase, num_kv_heads, num_sets
+):
+    """A run of a small model reads at most eight, so that it does not take all memory."""
+    row_bytes = 2 * 64 * 64 * 32 * 4  # of the most heads
+    monkeypatch.setattr(attention_trial, "_BEYOND_CACHES", 2 * row_bytes - 1)
+    read = []
+
+    class Noting(Scripted):
+        def _attend(self, queries, pages, *given):
+            read.append(pages.keys.data_ptr())
+            return torch.zeros_like(queries)
+
+    shape = SHAPE._replace(num_heads=64, num_kv_heads=num_kv_heads)
+    provider = Noting("noting", lambda shape: 0.5, (shape,))
+    limits = StepLimits(1, 64, 64, 16)
+    trial = attention_trial.AttentionTrial(
+        *(OnReference(), torch.float32, limits, lambda run, captured: len(run()), "cpu")
+    )
+    trial.seconds_of(phase, shape, {"noting": provider})
+    assert len({*read}) == num_sets and len(read) == 3 * num_sets, "three rounds"
+
+
 def test_a_plan_is_not_overwritten_before_its_copy_has_run(monkeypatch):
     """Wrappers alternate, and each waits for the copy of its last plan."""
     order = []
