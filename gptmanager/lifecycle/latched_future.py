@@ -1,16 +1,19 @@
 """`LatchedFuture`: a future for threads that the exception of a signal handler may interrupt.
 
 `Condition` explains the reason: an interrupted wait for a `concurrent.futures.Future` may leave its
-lock held, and the thread that sets the result would wait for this lock forever.
+lock held, and the thread that sets the result would wait for this lock forever. An interrupted
+`set_result` may call some of the done callbacks only.
 """
 
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, TimeoutError
 from typing import Any, TypeVar
 
 from gptmanager.lifecycle.latch import Latch
+from gptmanager.lifecycle.log import logger
 
 _T = TypeVar("_T")
 
@@ -26,11 +29,16 @@ class _Guard(threading.Condition):
 
 
 class LatchedFuture(Future[_T]):
-    """A future that waits for a `Latch` in `result` and `exception`. `done` acquires no lock."""
+    """A future that waits for a `Latch` in `result` and `exception`. `done` acquires no lock.
+
+    Each done callback is called, even if one of them raises a BaseException or is interrupted. The
+    first such exception is raised after the last callback.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self._condition = _Guard()
+        self._uncalled: Iterator[Callable[[Future[_T]], object]] | None = None
         latch = self._is_done = Latch()
         self.add_done_callback(lambda _: latch.set())  # the first callback
 
@@ -62,9 +70,27 @@ class LatchedFuture(Future[_T]):
         self._condition = _Guard()
 
     def _note_end(self) -> None:
-        """Set the latch if an exception has interrupted the call after the end, but before that."""
+        """Do what is left if an exception has interrupted the call after the end."""
         if super().done():
             self._is_done.set()
+            self._invoke_callbacks()
+
+    def _invoke_callbacks(self) -> None:
+        """Call the done callbacks that have not been called. The base class calls this method."""
+        if self._uncalled is None:
+            self._uncalled = iter(self._done_callbacks)
+        interrupt: BaseException | None = None
+        while True:
+            try:
+                for callback in self._uncalled:  # continues after the callback that raised
+                    callback(self)
+                break
+            except Exception:
+                logger.exception("a done callback of %r raised", self)
+            except BaseException as error:  # noqa: B036 - raised below
+                interrupt = interrupt or error
+        if interrupt is not None:
+            raise interrupt
 
     def _wait(self, timeout: float | None) -> None:
         if not self._is_done.wait(None if timeout is None else max(0.0, timeout)):

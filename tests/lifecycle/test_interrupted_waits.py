@@ -1,5 +1,6 @@
 """Ctrl-C at any moment of a wait, or of a start of a thread, harms no other thread."""
 
+import asyncio
 import sys
 import threading
 import time
@@ -71,6 +72,43 @@ def test_an_interrupted_call_of_a_future_hinders_no_other(name):
         if not is_reached:
             break
     assert point > 0
+
+
+@pytest.mark.parametrize("name", ["set_result", "set_exception"])
+def test_an_interrupt_of_a_future_that_ends_loses_no_callback(name):
+    called = []
+    for point in count():
+        future, own = LatchedFuture(), []
+        for number in range(3):
+            future.add_done_callback(lambda _, number=number, own=own: own.append(number))
+
+        def end(future=future):
+            getattr(future, name)(RuntimeError("7"))
+
+        is_reached = in_a_thread(interrupted, end, point)
+        if not future.done():
+            end()
+        called.append(own)
+        if not is_reached:
+            break
+    # the interrupt of a callback may come before or after what it does
+    assert all(own == sorted({*own}) and len(own) >= 2 for own in called), called
+    assert sum(len(own) == 2 for own in called) == 3
+
+
+@pytest.mark.parametrize("error", [SystemExit, asyncio.CancelledError, GeneratorExit, ValueError])
+def test_a_callback_that_raises_anything_stops_no_other(error):
+    future, called = LatchedFuture(), []
+
+    def raise_it(future):
+        called.append("raises")
+        raise error
+
+    for callback in (raise_it, called.append, raise_it, called.append):
+        future.add_done_callback(callback)
+    with suppress(error):
+        future.set_result(7)
+    assert called == ["raises", future, "raises", future]
 
 
 def test_a_future_wakes_its_readers_before_it_calls_back():
