@@ -243,7 +243,7 @@ __global__ void __launch_bounds__(THREADS, 1) sample(
     const Params* params,        // [slots]
     const int* slots,            // [rows], -1: nothing is chosen
     const long long* positions,  // [rows]: of the token to be chosen
-    const long long* cells,      // [rows]: index in `inputs`; null: the row's number
+    const long long* cells,      // [rows]: index in `inputs`, -1: not written; null: the row's number
     Pieces* all_pieces, float* own_bests, unsigned* arrived,  // SharedRow; null if parts == 1
     int vocab_size, int parts) {
     ptx::wait_for_previous();
@@ -262,7 +262,8 @@ __global__ void __launch_bounds__(THREADS, 1) sample(
     auto choose = [&](int token) {
         if (threadIdx.x != 0) return;
         tokens[number] = token;
-        inputs[cells ? cells[number] : number] = max(token, 0);
+        long long cell = cells ? cells[number] : number;
+        if (cell >= 0) inputs[cell] = max(token, 0);
     };
     float best = -INFINITY;
     for (int i = threadIdx.x % 32; i < count; i += 32) best = fmaxf(best, pieces.best[i]);

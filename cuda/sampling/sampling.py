@@ -106,7 +106,7 @@ def sample(
 
     The tokens are written to `tokens` int32 `[S]`, and to `inputs` int32 `[S]`. If no token can be
     chosen, `inputs` gets 0. With `cells` int64 `[S]`, the token of row i is written to
-    `inputs[cells[i]]`.
+    `inputs[cells[i]]`, or only to `tokens` if the cell is -1.
 
     `params` uint8 `[slots, PARAMS.itemsize]` is an array of PARAMS records, as bytes. `slots` int32
     `[S]` has each row's index in that array; for a row with -1 nothing is chosen or written.

@@ -270,8 +270,8 @@ class DeviceRunner(Runner):
 
         - the lines for which the captured step chooses tokens: the line of each of the first
           `num_chosen` samples, and -1 for the other samples
-        - for the token that follows each sample: the line, the position, and the cell (index into
-          `DeviceTables.token_cells`), in three arrays
+        - for the token that follows each sample: the line, the position, and the cell (see
+          `DeviceTables.cells`), in three arrays
         - the arrays of the batch
         - the model's plan
         """
@@ -288,8 +288,8 @@ class DeviceRunner(Runner):
     def _inputs(self, rows: PackedRows) -> Array:
         """Return the cells of the tokens, int64 `[T]`; the CPU may not know the tokens yet."""
         cells = self.tables.cells(rows.token_lines, rows.positions)
-        # padding reads the spare last cell: another cell may hold a virtual token, which has no
-        # row in the embedding
+        # padding reads the 0 at the end: a cell may hold a virtual token, which has no row in the
+        # embedding
         cells[rows.row_starts[-1] :] = self.tables.tokens.size
         return cells
 

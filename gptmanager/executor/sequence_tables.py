@@ -65,8 +65,8 @@ class DeviceTables(SequenceTables):
     """Tables with a copy on a device, to which `flush` sends what was written since the last flush.
 
     Tokens chosen on the device are written to its copy first, and later to the CPU's arrays.
-    `token_cells` is the device's token table as a vector, plus one element at the end, which only
-    padding reads and writes. A cell of the token table is an index into this vector.
+    `token_cells` is the device's token table as a vector, plus a 0 at the end, which only padding
+    reads. A cell of the token table is an index into this vector.
     """
 
     def __init__(
@@ -104,12 +104,9 @@ class DeviceTables(SequenceTables):
         self._forks.append((lines, first_line + np.array(parents)))
 
     def cells(self, lines: Ints, positions: Ints) -> Ints:
-        """Return the indices of these positions in `token_cells`.
-
-        A position past the end of its line has the index of the last element, for padding.
-        """
+        """Return the cells of these positions, or -1 for a position past the end of its line."""
         width = self.tokens.shape[1]
-        return np.where(positions < width, lines * width + positions, self.tokens.size)
+        return np.where(positions < width, lines * width + positions, -1)
 
     def flush(self, upload: Upload) -> None:
         """Enqueue all pending updates of the device's copy: forks first, then written cells."""

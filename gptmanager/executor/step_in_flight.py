@@ -53,8 +53,9 @@ class ChoiceInputs(NamedTuple):
     """The places of S chosen tokens in the tables on a device, as tensors `[S]`.
 
     `lines` is int32, `positions` and `cells` are int64; `cells` are indices into
-    `DeviceTables.token_cells`. `counts` int32: number of best tokens that each choice returns, or
-    None. `tokens` int32: the chosen tokens if the forward pass has already chosen them, or None.
+    `DeviceTables.token_cells`, or -1 for tokens that are not written there. `counts` int32: number
+    of best tokens that each choice returns, or None. `tokens` int32: the chosen tokens if the
+    forward pass has already chosen them, or None.
     """
 
     lines: Tensor

@@ -210,6 +210,19 @@ def test_rows_without_work(machine):
     assert (tokens.tolist(), inputs.tolist()) == ([7], [8])
 
 
+def test_rows_without_a_cell(machine):
+    logits, cells = rows(3, 40), torch.tensor([-1, 0, -1])
+    given = np.array([pack(SamplingParams(), 40)] * 3, dtype=PARAMS).view(np.uint8).reshape(3, -1)
+    tokens, inputs = machine.empty((3,), torch.int32), machine.tensor(torch.tensor([6, 7, 8]).int())
+    own = torch.from_numpy(given), torch.arange(3).int(), torch.arange(3)
+    sample(
+        *(machine.launcher, tokens, inputs[1:], machine.tensor(logits), *map(machine.tensor, own)),
+        cells=machine.tensor(cells),
+    )
+    best = logits.argmax(dim=1).tolist()
+    assert (tokens.tolist(), inputs.tolist()) == (best, [6, best[1], 8])
+
+
 def test_inputs_are_in_the_order_of_rows_where_no_cells_are_given(machine):
     logits = rows(3, 40)
     tokens, inputs = (machine.empty((3,), torch.int32) for _ in range(2))

@@ -142,8 +142,9 @@ class DeviceSampler(Sampler):
         int64 and `cells` int64, each `[S]`, `histories` int32 `[num_lines, length]`, and `inputs`
         int32. `counts` int32 `[S]` has the number of continuations to find for each row, and is
         only used if `most` > 0. `Choice.log_probs` also covers the first `most_scored`
-        continuations. The token of row i is also written to `inputs[cells[i]]`; 0 is written if no
-        token could be chosen. `upload` copies the parameters that have changed since the last call.
+        continuations. The token of row i is also written to `inputs[cells[i]]`, unless the cell is
+        -1; 0 is written if no token could be chosen. `upload` copies the parameters that have
+        changed since the last call.
         """
         self.flush(upload)
         if self.adjusts(cpu_lines):

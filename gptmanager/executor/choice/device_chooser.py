@@ -77,7 +77,7 @@ class DeviceChooser(TokenChooser):
     def choose_captured(self, tokens: Tensor, logits: Tensor, inputs: ChoiceInputs) -> None:
         """Enqueue the choice of one token for each of `inputs.lines`, without beams.
 
-        The tokens are written to `tokens` and to `inputs.cells`. A line of -1 is skipped.
+        The tokens are written to `tokens` and to `inputs.cells`. A line or a cell of -1 is skipped.
         """
         places = inputs.lines, inputs.positions, inputs.cells
         self._sampler.sample_there(tokens, self._tables.token_cells, logits, *places)
@@ -175,9 +175,7 @@ class DeviceChooser(TokenChooser):
             if self.lines.max_beam_width > 1:
                 widths = np.array([row.beam_width for row in rows.rows], dtype=np.int64)
                 is_single = widths.repeat(np.diff(rows.firsts)) == 1
-                # tokens of beams go to the unused last cell: the next beam fork writes these tokens
-                # to the cells of their positions
-                cells[~is_single] = tables.tokens.size
+                cells[~is_single] = -1  # the next beam fork writes the tokens of beams
             if most:
                 arrays.append(each)
             inputs = ChoiceInputs(*upload(arrays))
@@ -197,7 +195,7 @@ class DeviceChooser(TokenChooser):
         tables, upload, rows = self._tables, self._uploads.upload, step.rows
         tables.flush(upload)
         cells = tables.cells(rows.lines, rows.positions)
-        fits = cells < tables.tokens.size
+        fits = cells >= 0
         tokens = tables.tokens[rows.lines[fits], rows.positions[fits]]
         tables.token_cells.index_copy_(0, *upload((cells[fits], tokens)))
         if step.context_logits or step.prompt_log_probs:
