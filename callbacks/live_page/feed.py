@@ -159,7 +159,7 @@ class LiveFeed:
                 return True
             self._thread, tap = None, self._tap
             self._tap = LiveTap()
-        if self.manager is not None and tap.is_open:
+        if self.manager is not None:  # also if not `is_open`: `open` may have had a late effect
             tap.close(self.manager)
         return False
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import threading
 from collections.abc import Callable
@@ -103,10 +104,11 @@ class LoopQuestions:
     def unwatch(self, see: WatchCallback, timeout: float | None = ANSWER_S) -> None:
         """Stop calling `see`. Do nothing if `see` is not a watcher, or if the loop cannot answer.
 
-        Raise TimeoutError as `audit` does.
+        Raise TimeoutError as `audit` does. The loop then stops calling `see` when it answers again.
         """
         with contextlib.suppress(ManagerDeadError):
-            self._ask("unwatch", lambda loop: self._watchers.remove(loop, see), timeout)
+            remove = functools.partial(self._watchers.remove, see=see)
+            self._ask("unwatch", remove, timeout, stays=True)
 
     def would_fit(self, request: InferenceRequest, timeout: float | None = ANSWER_S) -> Fit:
         """Return whether a request would be accepted and start now, and how many blocks it needs.
@@ -131,8 +133,12 @@ class LoopQuestions:
         timeout: float | None,
         *,
         is_call: bool = False,
+        stays: bool = False,
     ) -> _T:
-        """Return the loop's answer. With `is_call`, all ranks make the call `name` together."""
+        """Return the loop's answer. With `is_call`, all ranks make the call `name` together.
+
+        A question that is not answered in time is dropped, unless it `stays`.
+        """
         self._raise_if_forked()
         if self._is_elsewhere and self._worker.loop is not None:
             return function(self._asked(name))
@@ -140,7 +146,8 @@ class LoopQuestions:
         if self._lifecycle.ended.is_set and self._inbox.take_back(question):
             question.settle(self._asked(name))
         elif not question.wait(bounded(timeout)):
-            self._inbox.take_back(question)
+            if not stays:
+                self._inbox.take_back(question)
             raise TimeoutError(
                 f"{name}: no answer within timeout = {timeout:g} s; {self._worker.whereabouts()}"
             )

@@ -12,6 +12,7 @@ from queue import Full
 from urllib.parse import urlsplit
 
 import pytest
+from running_server import wait_for
 
 from gptmanager import (
     CapacitySchedulerPolicy,
@@ -405,6 +406,28 @@ def test_nobody_looks_nothing_is_done(monkeypatch):
             while isinstance(loop.table.host, HostTap) or threading.active_count() > threads:
                 assert time.monotonic() < deadline
                 time.sleep(0.005)
+
+
+def test_a_watch_that_begins_after_its_timeout_ends_with_the_last_viewer(monkeypatch):
+    monkeypatch.setattr(live_feed, "GRACE_S", 0.0)
+    monkeypatch.setattr(live_tap, "_ANSWER_S", 0.01)
+    begins, may_begin, see = threading.Event(), threading.Event(), LiveTap.see
+
+    def slow(tap, event):
+        if not begins.is_set():
+            begins.set()
+            may_begin.wait(20)
+        see(tap, event)
+
+    monkeypatch.setattr(LiveTap, "see", slow)
+    with managed(RecordingCallbacks()) as manager, LivePage() as page:
+        page.attach(manager)
+        with page.viewer():
+            assert begins.wait(20)
+        wait_for(lambda: page._feed._thread is None)  # it has asked, and has given up
+        may_begin.set()
+        manager.audit()
+        wait_for(lambda: not isinstance(manager._worker.loop.table.host, HostTap))
 
 
 def test_a_manager_that_has_stopped_or_failed_says_so():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections import deque
 from concurrent.futures import Future
 
@@ -151,6 +152,31 @@ def test_a_loop_that_nobody_watches_has_no_taps():
     manager.unwatch(other.append)
     with pytest.raises(ManagerDeadError):
         manager.watch(other.append)
+
+
+def test_a_watch_that_could_not_end_in_time_ends_when_the_loop_goes_on():
+    host, events, calls, gate = RecordingCallbacks(), [], threading.Event(), threading.Event()
+
+    def next_token(history):
+        calls.set()
+        gate.wait(20)
+        return 1
+
+    model, fused = ScriptedModel(next_token), ModelType.INFLIGHT_FUSED_BATCHING
+    with GptManager(model, fused, **host.keywords()) as manager:
+        loop = manager._worker.loop
+        bare = loop.table.host, loop.executor
+        manager.watch(events.append)
+        host.submit(request(1))
+        assert calls.wait(20)
+        with pytest.raises(TimeoutError, match="unwatch"):
+            manager.unwatch(events.append, 0.01)
+        gate.set()
+        assert manager.wait_idle(20)
+        assert (loop.table.host, loop.executor) == bare
+        seen = len(events)
+        host.submit(request(2))
+        assert manager.wait_idle(20) and len(events) == seen
 
 
 def test_one_that_raises_harms_nobody(caplog):
