@@ -1,5 +1,6 @@
 """Settings that hold for every test, and what tests of guided decoding share."""
 
+import contextlib
 import faulthandler
 import functools
 import gc
@@ -9,7 +10,6 @@ import sys
 import zlib
 from collections import defaultdict
 
-import httpx
 import pytest
 from _pytest.faulthandler import fault_handler_stderr_fd_key
 from fuzz import ALL_CASES, FUZZ
@@ -32,8 +32,12 @@ settings.load_profile("gptmanager")
 signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
-# Each call of `httpx.post` creates a context for TLS, which takes 20 ms: one is enough.
-httpx._transports.default.create_ssl_context = functools.cache(httpx.create_ssl_context)
+# Each call of `httpx.post` creates a context for TLS, which takes 20 ms: one is enough. Where GPU
+# tests run alone, httpx may be missing.
+with contextlib.suppress(ImportError):
+    import httpx
+
+    httpx._transports.default.create_ssl_context = functools.cache(httpx.create_ssl_context)
 
 gc.disable()  # until all tests are collected
 

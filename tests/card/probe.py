@@ -42,8 +42,10 @@ def _look_for(name: str, found: dict[str, Any]) -> None:
     try:
         if find_spec(name) is None:
             raise ImportError(f"no module {name}")
-        if name in NEEDED:
-            found["versions"][name] = getattr(import_module(name), "__version__", "there")
+        if name in NEEDED or name in TESTING:
+            version = getattr(import_module(name), "__version__", "there")
+            if name in NEEDED:
+                found["versions"][name] = version
     except Exception as error:  # a package that breaks at its import is of no use either
         found["missing"].append(name)
         if find_spec(name.partition(".")[0]) is not None:

@@ -155,6 +155,8 @@ def _machine_lines(probe: dict[str, Any]) -> Iterator[str]:
         yield f"CUDA {probe['cuda']}, {probe.get('free_gib')} GiB free; {probe.get('smi', '')}"
     if probe.get("missing"):
         yield f"missing: {', '.join(probe['missing'])}"
+    for name, error in probe.get("errors", {}).items():
+        yield f"{name} cannot be imported: {error}"
 
 
 def _not_run(records: Sequence[Record]) -> Iterator[str]:

@@ -407,6 +407,19 @@ def test_the_archive_stays_small(tmp_path):
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["a.tar.gz", "a.txt"]
 
 
+def test_the_probe_tells_what_cannot_be_imported(tmp_path):
+    """Without what pytest needs, each test file would fail alone."""
+    (tmp_path / "pytest.py").write_text("import no_such_module")
+    command = [sys.executable, FOLDER / "probe.py"]
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    probe = json.loads(done.stdout)
+    assert "pytest" in probe["missing"]
+    lines = summary("a", probe, [], [], [], tmp_path, "")
+    told = "pytest cannot be imported: ModuleNotFoundError: No module named 'no_such_module'"
+    assert told in lines
+
+
 def test_what_a_step_failed_of_is_told_also_where_many_failed(tmp_path):
     steps = [shell(f"step{number}", "") for number in range(30)]
     for step in steps:

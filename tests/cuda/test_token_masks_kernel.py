@@ -53,6 +53,7 @@ def test_tensors_that_do_not_fit(machine):
 @pytest.mark.parametrize("device", ["emulator", GPU])
 def test_guided_decoding_by_the_kernel(device, monkeypatch):
     there_is(device)
+    pytest.importorskip("llguidance", reason="llguidance is not installed")
     tokenizer, guided = load_tokenizer(MODEL), load_guided_decoding(MODEL)
     grammars = [guided.choice(["red", "a blue ball"]), None, guided.regex("[a-f]{4,9}")]
 
