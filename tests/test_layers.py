@@ -262,9 +262,11 @@ models/                       decoder networks, and the table of families
     fields                    checked reading of a checkpoint's config
     converted_tensors         tensors of a checkpoint with matrices in 8 or 4 bits
     quantized/                quantized safetensors checkpoints, read as floats
+        mlx_options           the options of modules that MLX has quantized, from a config
         scheme                how a checkpoint is quantized, from its config
         matrices              quantized matrices, which return their rows as stored or as floats
         codebooks             matrices of bitsandbytes in 4 bits, checked
+        mlx                   matrices that MLX has quantized, checked
         formats               finds the quantized matrices among a checkpoint's tensors
         source                the tensors of a quantized checkpoint, as if they were floats
     other_folders             describes a folder without a usable checkpoint (no torch)

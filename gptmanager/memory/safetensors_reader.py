@@ -23,7 +23,7 @@ from gptmanager.memory.untrusted_files import check_file, read_object
 FLOATS = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 _DTYPES = {
     **FLOATS,
-    **{"I8": "int8", "U8": "uint8", "I32": "int32", "I64": "int64"},
+    **{"I8": "int8", "U8": "uint8", "I32": "int32", "U32": "uint32", "I64": "int64"},
     **{"F8_E4M3": "float8_e4m3fn", "F8_E8M0": "float8_e8m0fnu"},
 }
 _SINGLE = "model.safetensors"

@@ -63,12 +63,11 @@ def packed_pieces(
     """
     info = source.describe()[name]
     if isinstance(storage, Int4Matrix):
-        if not info.in_groups or place.stacked:
+        if not info.in_groups or place.stacked and place.transposed:
             return None
         return cast(GroupedSource, source).groups(name, max_bytes, rows)
-    # `codes` yields the rows of a matrix, which are outputs unless the matrix is transposed, or the
-    # columns of stacked matrices, which are outputs if the matrices are transposed
-    has_outputs = info.has_codes and place.transposed == (len(info.shape) > 2)
+    # the rows of a matrix are outputs, unless it is transposed; then its columns are outputs
+    has_outputs = info.codes == ("columns" if place.transposed else "rows")
     if has_outputs and isinstance(storage, PackedMatrix) and storage.takes_codes:
         return cast(CodedSource, source).codes(name, max_bytes, rows)
     return None

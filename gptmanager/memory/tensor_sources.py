@@ -6,7 +6,7 @@ A source finds tensors and reads slices of them. It does not know how a tensor i
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import Literal, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -17,18 +17,21 @@ from gptmanager.kernels.gemm.packed_matrix import Panels
 from gptmanager.kernels.gemm.panels.codes import Codes
 from gptmanager.kernels.gemm.panels.words import PackedGroups
 
+CodesOf = Literal["", "rows", "columns"]
+
 
 class TensorInfo(NamedTuple):
     """The shape and dtype of a tensor, known before the tensor is read.
 
-    `dtype` is the name of a torch dtype. `in_groups`: `GroupedSource.groups` can read the matrix.
-    `has_codes`: `CodedSource.codes` can read the matrix, or the matrices of all experts.
+    `dtype` is the name of a torch dtype. `in_groups`: `GroupedSource.groups` can read the matrix,
+    or the matrices of all experts. `codes`: `CodedSource.codes` can read their "rows" or "columns";
+    "" if neither.
     """
 
     shape: tuple[int, ...]
     dtype: str
     in_groups: bool = False
-    has_codes: bool = False
+    codes: CodesOf = ""
 
 
 class TensorSource(Protocol):
@@ -60,7 +63,10 @@ class GroupedSource(TensorSource, Protocol):
     def groups(
         self, name: str, max_bytes: int, rows: range
     ) -> Iterator[tuple[int, Groups | PackedGroups]]:
-        """Yield these rows of a matrix `[outputs, inputs]` in slices, as (first index, groups)."""
+        """Yield these rows of a matrix `[outputs, inputs]` in slices, as (first index, groups).
+
+        Rows of a tensor `[experts, outputs, inputs]` are numbered as in `CodedSource.codes`.
+        """
         ...
 
 
@@ -70,7 +76,7 @@ class CodedSource(TensorSource, Protocol):
     def codes(self, name: str, max_bytes: int, rows: range) -> Iterator[tuple[int, Codes]]:
         """Yield these rows of a matrix in slices, as (first index, codes).
 
-        For a tensor `[experts, inputs, outputs]`, row `expert * outputs + i` is output i of an
+        For a tensor with the matrices of all experts, row `expert * outputs + i` is output i of an
         expert. All `rows` must be outputs of the same expert.
         """
         ...

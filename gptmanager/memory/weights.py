@@ -346,7 +346,8 @@ class Weights:
             for start, own in packed:
                 skipped = -start % rows.step
                 row = part.row + (start + skipped) // rows.step
-                self._copy(place, own.rows(slice(skipped, None, rows.step)), row, 0, columns)
+                own = own if rows.step == 1 else own.rows(slice(skipped, None, rows.step))
+                self._copy(place, own, row, 0, columns)
             return len(rows) * self._shapes[place.parameter][1] * itemsize
         size = sum(len(own) for own, _ in runs(place, self._shapes[place.parameter])) // max(
             1, place.stacked

@@ -48,7 +48,7 @@ def read_config(path: str | os.PathLike[str]) -> dict[str, Any]:
     Raises ConfigError if the config is missing or cannot be read.
     """
     config, folder = read_part(path, "config.json"), Path(path)
-    why = describe_other(folder) if config is None else describe_other_weights(folder, config)
+    why = describe_other(folder) if config is None else describe_other_weights(folder)
     if config is None or why:
         raise ConfigError(
             f"model_path = {quoted(os.fspath(path))}: must be a checkpoint folder with a "

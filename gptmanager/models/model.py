@@ -39,6 +39,7 @@ from gptmanager.models.parameters import (
     wide_parameters,
 )
 from gptmanager.models.quantized.scheme import without_quantization
+from gptmanager.models.quantized.source import QuantizedSource
 from gptmanager.models.read_spec import read_spec
 from gptmanager.models.spec import ModelSpec
 from gptmanager.models.splits import rank_cuts
@@ -227,7 +228,7 @@ def _load(weights: Weights, tensors: TensorSource, on_progress: ProgressCallback
     MLX stacks experts, and renames or transposes tensors of some families. If files that MLX has
     written do not have the tensors of the network, the error names MLX as the reason.
     """
-    if isinstance(tensors, SafetensorsFolder) and "mlx" in tensors.formats:
+    if isinstance(tensors, (SafetensorsFolder, QuantizedSource)) and "mlx" in tensors.formats:
         try:
             weights.check(tensors)
         except ConfigError as error:

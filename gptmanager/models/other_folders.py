@@ -69,14 +69,10 @@ def describe_other(path: Path) -> str:
     return text if inner is None else f"{text}: pass its folder {inner!r}, which has one"
 
 
-def describe_other_weights(path: Path, config: Mapping[str, Any]) -> str:
-    """Return what a folder with the config.json `config` is; "" if it may be a checkpoint."""
+def describe_other_weights(path: Path) -> str:
+    """Return what a folder with a config.json is; "" if it may be a checkpoint."""
     if not os.path.lexists(path / "config.json"):  # the config is from a GGUF file
         return ""
-    quantization = config.get("quantization")
-    is_alone = config.get("quantization_config") in (None, quantization)
-    if isinstance(quantization, dict) and "bits" in quantization and is_alone:
-        return "it holds weights that MLX has quantized: pass the model from which they were made"
     if any(os.path.lexists(path / name) for name in _WEIGHTS):
         return ""
     try:

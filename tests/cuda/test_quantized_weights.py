@@ -88,7 +88,7 @@ def test_codes_of_a_file_become_rows_of_their_floats(kind):
         quantized={"a": "int8"},
     )
     weights.load(source)
-    assert source.describe()["a.weight"].has_codes
+    assert source.describe()["a.weight"].codes == "rows"
     assert torch.equal(weights["a"].unpacked(), rounded(codes * scales, kind).unpacked())
 
 

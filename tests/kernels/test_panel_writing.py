@@ -67,6 +67,7 @@ KINDS = {
     "e4m3": {},
     "zeros": {"zeros": torch.randn(70, 3, generator=torch.Generator().manual_seed(6))},
     "one zero": {"zeros": 8.0, "factor": 0.3},
+    "minima": {"minima": torch.randn(70, 3, generator=torch.Generator().manual_seed(8))},
     "index": {"index": torch.arange(100) % 3},
     "four bits": {"kind": FOUR_BITS},
     "e2m1": {"kind": E2M1},
@@ -85,8 +86,9 @@ def test_codes_become_the_int8_of_their_floats(kind: str, columns: int, block: i
     blocks = 3 if "index" in options else -(-columns // block)
     scales = torch.rand(70, blocks, generator=generator)
     scales[4] = 0
-    if isinstance(options.get("zeros"), Tensor):
-        options["zeros"] = options["zeros"][:, :blocks]
+    for name in {"zeros", "minima"} & options.keys():
+        if isinstance(options[name], Tensor):
+            options[name] = options[name][:, :blocks]
     if "index" in options:
         options["index"] = options["index"][:columns]
     given = Codes(codes=codes, scales=scales, block=block, columns=columns, **options)
@@ -166,6 +168,22 @@ def test_integers_in_words_become_the_int8_of_their_floats(
         assert torch.equal(found, wanted)
     start, stop, _ = own.indices(columns)
     assert given.write_words(start, stop, *matrix.panels[:2], first) == is_direct
+
+
+@pytest.mark.parametrize("bits", [2, 4, 8])
+def test_minima_are_added_to_scaled_integers_in_words(bits: int) -> None:
+    generator = torch.Generator().manual_seed(bits)
+    words = torch.randint(-(2**31), 2**31, (32, 4 * bits), generator=generator).int()
+    scales, minima = torch.randn(2, 32, 4, generator=generator).bfloat16().float()
+    given = Codes(codes=words, bits=bits, scales=scales, block=32, minima=minima)
+    exact = integers_of(words, bits).unflatten(1, (4, 32)) * scales[..., None] + minima[..., None]
+    matrix, expected = (PackedMatrix(32, 128, torch.float32, quantized=True) for _ in range(2))
+    matrix.copy_(given)
+    expected.copy_(exact.flatten(1))
+
+    assert torch.equal(given.floats(), exact.flatten(1))
+    for found, wanted in zip(matrix.panels[:2], expected.panels[:2], strict=True):
+        assert torch.equal(found, wanted)
 
 
 @pytest.mark.parametrize("bits", [0, 8])

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import json
-import re
-import shutil
 from pathlib import Path
 
 import pytest
 import torch
 from checkpoints import PagedDriver
 from family_runs import expected, family_folder, tokens
+from mlx_folders import mlx_folder
 from rank_threads import World
-from safetensors.torch import load_file, save_file
-from torch import Tensor
+from safetensors.torch import load_file
 
 from gptmanager.errors import ConfigError
 from gptmanager.kernels import Kernels
@@ -31,46 +28,6 @@ CHANGED = {
     "qwen3_5_text": r"linear_attn.conv1d.weight has shape \[128, 4, 1\]",
     "gpt2": "tensors are unknown: model.h.0.attn.c_attn.bias",
 }
-_PLUS_ONE = ("layernorm.weight", "model.norm.weight", ".q_norm.weight", ".k_norm.weight")
-_MIXTRAL = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
-
-
-def mlx_folder(name: str, target: Path) -> Path:
-    """Write the checkpoint of a family as MLX does."""
-    source = family_folder(name)
-    config = json.loads((source / "config.json").read_text())
-    state = load_file(source / "model.safetensors")
-    if config.get("tie_word_embeddings"):
-        state.pop("lm_head.weight", None)
-    if name == "gpt2":
-        matrices = re.compile(r"h\.\d+\..*c_\w+\.weight")
-        state = {key.removeprefix("transformer."): it for key, it in state.items()}
-        state = {k: it.T if matrices.fullmatch(k) else it for k, it in state.items()}
-        state = {f"model.{key}": it for key, it in state.items()}
-    if any("conv1d" in key for key in state):
-        state = {k: it + 1 if k.endswith(_PLUS_ONE) else it for k, it in state.items()}
-        state = {k: it.movedim(2, 1) if "conv1d" in k else it for k, it in state.items()}
-    save_file(
-        {key: it.contiguous() for key, it in _stacked(state).items()},
-        target / "model.safetensors",
-        {"format": "mlx"},
-    )
-    shutil.copy(source / "config.json", target)
-    return target
-
-
-def _stacked(state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Join the experts of a layer under the name that MLX gives them."""
-    found: dict[str, Tensor] = {}
-    experts: dict[str, list[Tensor]] = {}
-    for key, tensor in state.items():
-        match = re.fullmatch(r"(.*)\.experts\.\d+\.(\w+)\.weight", key)
-        if match is None:
-            found[key] = tensor
-        else:
-            own = f"{match[1]}.switch_mlp.{_MIXTRAL.get(match[2], match[2])}.weight"
-            experts.setdefault(own, []).append(tensor)
-    return found | {key: torch.stack(tensors) for key, tensors in experts.items()}
 
 
 @pytest.mark.parametrize("name", SAME)

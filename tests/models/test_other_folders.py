@@ -23,7 +23,6 @@ LLAMA = json.loads(
 TENSORS = save({"x": torch.zeros(2)})
 POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 12345678\n"
 ENGINE = {"pretrained_config": {"architecture": "LlamaForCausalLM"}, "build_config": {}}
-MLX = {**LLAMA, "quantization": {"group_size": 64, "bits": 4}}
 # Content of files, by name; the path to pass, in their folder; the sentence's end.
 CASES: dict[str, tuple[dict[str, Any], str, str]] = {
     "nothing": ({}, "", "it is an empty folder"),
@@ -72,11 +71,6 @@ CASES: dict[str, tuple[dict[str, Any], str, str]] = {
     ),
     "TensorFlow": ({"config.json": LLAMA, "tf_model.h5": b"x"}, "", "it holds weights of Tensor"),
     "Flax": ({"config.json": LLAMA, "flax_model.msgpack": b"x"}, "", "it holds weights of Flax"),
-    "MLX in 4 bits": (
-        {"config.json": MLX, "model.safetensors": TENSORS},
-        "",
-        "it holds weights that MLX has quantized: pass the model from which they were made",
-    ),
     "MLX": (
         {"config.json": LLAMA, "weights.npz": b"x"},
         "",

@@ -16,3 +16,8 @@ CONFIG: dict[str, Any] = {
     "max_position_embeddings": 128,
     "tie_word_embeddings": False,
 }
+
+
+def field_of(name: str) -> str:
+    """The field of config.json that describes how the fixture `name` is quantized."""
+    return "quantization" if name.startswith("mlx") else "quantization_config"

@@ -30,6 +30,7 @@ from gptmanager.models.quantized.matrices import (
     ScaledMatrix,
     StoredMatrix,
 )
+from gptmanager.models.quantized.mlx import mlx_matrix
 from gptmanager.models.quantized.scheme import Block, Scheme
 
 _FLOAT8, _INTEGERS = "float8_e4m3fn", "compressed-tensors"
@@ -72,6 +73,7 @@ class MatrixFinder:
             "gptq": ((".qweight", self._gptq),),
             "awq": ((".qweight", self._awq),),
             "bitsandbytes": ((".weight", self._bitsandbytes),),
+            "mlx": ((".weight", self._mlx),),
         }
         for name, info in given.items():
             for ending, describe in endings[scheme.method]:
@@ -304,6 +306,9 @@ class MatrixFinder:
         if info.dtype in FLOATS.values():
             return None
         return codebook_matrix(name, self._given, self._take, self._read)
+
+    def _mlx(self, name: str, info: TensorInfo) -> StoredMatrix | None:
+        return mlx_matrix(name, self._scheme.packings, self._given, self._take, self._read)
 
 
 def _ceil(count: int, size: int) -> int:

@@ -19,7 +19,7 @@ from gptmanager.errors import ConfigError
 from gptmanager.kernels.gemm.panels.code_loops import E2M1, NAMED
 from gptmanager.kernels.gemm.panels.codes import Codes, numbers
 from gptmanager.kernels.gemm.panels.words import PackedGroups, unpack_columns
-from gptmanager.memory.tensor_sources import tensor_name
+from gptmanager.memory.tensor_sources import CodesOf, tensor_name
 
 LIMIT = 2.0**64  # scales must be smaller in magnitude, which keeps weights far from infinity
 # `read(name, *ranges)` returns a part of the tensor `name`: one range of indices per dimension.
@@ -77,13 +77,13 @@ class Grid:
 class StoredMatrix(ABC):
     """A quantized matrix of `shape` `[rows, columns]`.
 
-    `in_groups`: whether `groups`, a method of `IntegerMatrix`, can be called. `has_codes`: whether
-    `codes` can be called.
+    `in_groups`: whether `groups`, a method of `IntegerMatrix` and `MlxMatrix`, can be called.
+    `codes_of`: see `TensorInfo.codes`.
     """
 
     shape: tuple[int, ...]
     in_groups = False
-    has_codes = True
+    codes_of: CodesOf = "rows"
 
     @abstractmethod
     def codes(self, read: Read, rows: range) -> Codes:
@@ -234,8 +234,8 @@ class CodebookMatrix(StoredMatrix):
     scales: Callable[[Read, range], Tensor]
 
     @property
-    def has_codes(self) -> bool:  # type: ignore[override]
-        return self.shape[1] % self.block == 0
+    def codes_of(self) -> CodesOf:  # type: ignore[override]
+        return "" if self.shape[1] % self.block else "rows"
 
     def codes(self, read: Read, rows: range) -> Codes:
         first, last = rows.start * self.shape[1], rows.stop * self.shape[1]
@@ -297,7 +297,7 @@ class ExpertBlocks:
     scales: str
     stored: tuple[int, ...]
     in_groups = False
-    has_codes = True
+    codes_of: CodesOf = "columns"
 
     @property
     def shape(self) -> tuple[int, ...]:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from gptmanager.errors import ConfigError, quoted
 from gptmanager.models.converted_tensors import FIELD
 from gptmanager.models.fields import MAX_SIZE
+from gptmanager.models.quantized.mlx_options import MLX_FIELD, OPTIONS, Packings, read_packings
 
 _SPELLINGS = (FIELD, "compression_config")  # the second one is an older name
 _CT_FORMATS = frozenset(
@@ -36,7 +38,7 @@ class Scheme(NamedTuple):
     and the whole matrix. `symmetric`: zero points must be the middle of the range. `offset`: a
     number that is added to stored zero points. `asymmetric`: matrices of integers must have zero
     points. `reordered`: matrices of integers with a scale per group of columns must have a tensor
-    `g_idx`, which holds the group of each column.
+    `g_idx`, which holds the group of each column. `packings`: of MLX, see `read_packings`.
     """
 
     method: str
@@ -46,12 +48,13 @@ class Scheme(NamedTuple):
     offset: int = 0
     asymmetric: bool = False
     reordered: bool = False
+    packings: Packings = MappingProxyType({})
 
 
 def without_quantization(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the config without the field that describes its quantization."""
-    found = _find(config)
-    return {field: value for field, value in config.items() if field != found}
+    """Return the config without the fields that describe its quantization."""
+    found = {MLX_FIELD, FIELD} if _is_mlx(config) else {_find(config)}
+    return {field: value for field, value in config.items() if field not in found}
 
 
 def read_scheme(config: Mapping[str, Any]) -> Scheme | None:
@@ -59,6 +62,8 @@ def read_scheme(config: Mapping[str, Any]) -> Scheme | None:
 
     Raises ConfigError for a method, format or value that is not supported.
     """
+    if _is_mlx(config):
+        return Scheme("mlx", packings=read_packings(config[MLX_FIELD]))
     name = _find(config)
     if name is None:
         return None
@@ -69,6 +74,13 @@ def read_scheme(config: Mapping[str, Any]) -> Scheme | None:
     if not isinstance(method, str) or method not in _READERS:
         raise _error("quant_method", method, f"must be one of {[*_READERS]}")
     return _READERS[method](own)
+
+
+def _is_mlx(config: Mapping[str, Any]) -> bool:
+    """Return whether MLX has quantized a checkpoint. It writes the same object in two fields."""
+    own = config.get(MLX_FIELD)
+    is_alone = config.get(FIELD) in (None, own)
+    return isinstance(own, dict) and not own.keys().isdisjoint(OPTIONS) and is_alone
 
 
 def _find(config: Mapping[str, Any]) -> str | None:

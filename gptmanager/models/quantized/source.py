@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import partial
 
 import torch
@@ -12,9 +12,11 @@ from torch import Tensor
 from gptmanager.kernels.gemm.packed_matrix import PANEL_ROWS
 from gptmanager.kernels.gemm.panels.codes import Codes
 from gptmanager.kernels.gemm.panels.words import PackedGroups
+from gptmanager.memory.safetensors_reader import SafetensorsFolder
 from gptmanager.memory.tensor_sources import TensorInfo, TensorSource
 from gptmanager.models.quantized.formats import MatrixFinder
 from gptmanager.models.quantized.matrices import ExpertBlocks, IntegerMatrix, Read, StoredMatrix
+from gptmanager.models.quantized.mlx import MlxMatrix
 from gptmanager.models.quantized.scheme import Scheme
 
 _FLOAT_BYTES = 6  # memory per element that becomes a float32: the float and its stored bits
@@ -38,9 +40,14 @@ class QuantizedSource:
         self._matrices: dict[str, StoredMatrix | ExpertBlocks] = finder.matrices
         self._found = {n: it for n, it in given.items() if n not in finder.used}
         self._found |= {
-            name: TensorInfo(matrix.shape, "float32", matrix.in_groups, matrix.has_codes)
+            name: TensorInfo(matrix.shape, "float32", matrix.in_groups, matrix.codes_of)
             for name, matrix in self._matrices.items()
         }
+
+    @property
+    def formats(self) -> Collection[str]:
+        """See `SafetensorsFolder`."""
+        return self._source.formats if isinstance(self._source, SafetensorsFolder) else ()
 
     def describe(self) -> Mapping[str, TensorInfo]:
         return self._found
@@ -53,22 +60,29 @@ class QuantizedSource:
             yield from self._source.pieces(name, max_bytes, region)
             return
         ranges = list(region or map(range, matrix.shape))
-        if isinstance(matrix, ExpertBlocks):
-            experts, columns, rows = ranges
-            size, read = matrix.stored[1], self._reader(_READ_BYTES)
-            for expert in experts:
-                own = range(expert * size + rows.start, expert * size + rows.stop)
-                floats = matrix.codes(read, own).floats().t()
-                yield expert - experts.start, floats[columns.start : columns.stop].unsqueeze(0)
+        if len(ranges) > 2 or isinstance(matrix, ExpertBlocks):
+            yield from self._expert_pieces(matrix, *ranges)
             return
         rows, columns = ranges
         for own, read in self._slices(matrix, rows, max_bytes, _FLOAT_BYTES):
             floats = matrix.floats(read, own)
             yield own.start - rows.start, floats[:, columns.start : columns.stop]
 
+    def _expert_pieces(
+        self, matrix: StoredMatrix | ExpertBlocks, experts: range, first: range, second: range
+    ) -> Iterator[tuple[int, Tensor]]:
+        """Yield a part of each expert's matrix, as `pieces` does."""
+        by_column = matrix.codes_of == "columns"
+        outputs, inputs = (second, first) if by_column else (first, second)
+        size, read = matrix.shape[2 if by_column else 1], self._reader(_READ_BYTES)
+        for expert in experts:
+            own = range(expert * size + outputs.start, expert * size + outputs.stop)
+            floats = matrix.codes(read, own).floats()[:, inputs.start : inputs.stop]
+            yield expert - experts.start, (floats.t() if by_column else floats).unsqueeze(0)
+
     def groups(self, name: str, max_bytes: int, rows: range) -> Iterator[tuple[int, PackedGroups]]:
         matrix = self._matrices[name]
-        assert isinstance(matrix, IntegerMatrix)
+        assert isinstance(matrix, (IntegerMatrix, MlxMatrix))
         for own, read in self._slices(matrix, rows, max_bytes, _CODE_BYTES):
             yield own.start - rows.start, matrix.groups(read, own)
 
@@ -92,7 +106,7 @@ class QuantizedSource:
         tensor, so a read covers more rows. Without a limit (`max_bytes` is `sys.maxsize`), all rows
         are one piece.
         """
-        columns = matrix.shape[1]
+        columns = matrix.shape[-1]
         size = max_bytes if max_bytes == sys.maxsize else min(max_bytes, _PIECE_BYTES)
         size //= columns * element_bytes
         if not (isinstance(matrix, IntegerMatrix) and matrix.transposed):

@@ -1,6 +1,7 @@
 """Quantized checkpoints: the numbers of the libraries that pack them, in floats and in our bits.
 
-`pack_fixtures.py` made the files of this folder. Each has the packed linears of one tiny Llama.
+`pack_fixtures.py` and `pack_mlx_fixtures.py` made the files of this folder. Each has the packed
+linears of one tiny Llama.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 from family_runs import family_folder
-from quantized_config import CONFIG
+from quantized_config import CONFIG, field_of
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -40,7 +41,7 @@ Checkpoint = tuple[dict[str, Any], dict[str, Tensor]]
 
 def checkpoint(name: str) -> Checkpoint:
     tensors = load_file(HERE / "floats.safetensors") | load_file(HERE / f"{name}.safetensors")
-    return {**CONFIG, "quantization_config": EXPECTED[name]["config"]}, tensors
+    return {**CONFIG, field_of(name): EXPECTED[name]["config"]}, tensors
 
 
 def floats(name: str) -> dict[str, Tensor]:
@@ -75,7 +76,7 @@ def test_a_model_answers_as_its_floats_do(name: str, tmp_path: Path) -> None:
     assert generate(model, PROMPTS, 12) == expected
 
 
-IN_4_BITS = {"ct-int4", "ct-int4-asymmetric", "gptq", "awq"}
+IN_4_BITS = {"ct-int4", "ct-int4-asymmetric", "gptq", "awq", "mlx"}
 
 
 @pytest.mark.parametrize("name", EXPECTED)
@@ -191,7 +192,7 @@ def test_deepseek_in_8_bit_floats_has_the_numbers_of_its_floats() -> None:
 
 def changed(name: str, **fields: Any) -> dict[str, Any]:
     config = copy.deepcopy(checkpoint(name)[0])
-    config["quantization_config"] |= fields
+    config[field_of(name)] |= fields
     return config
 
 
@@ -233,6 +234,20 @@ REFUSED = [
         "group_size = None: must be a positive integer",
     ),
     ("awq", {"group_size": -32}, "group_size = -32: must be a positive integer"),
+    ("mlx", {"group_size": -32}, r"quantization.group_size = -32: must be one of \[32, 64, 128"),
+    ("mlx", {"group_size": 128}, r"weight is uint32 \[\d+, \d\]: .* whole groups of 128 columns"),
+    ("mlx", {"group_size": 2**70}, "quantization.group_size = 1.*: must be one of"),
+    ("mlx", {"bits": 7}, "quantization.bits = 7: must be one of"),
+    ("mlx", {"bits": True}, "quantization.bits = True: must be one of"),
+    ("mlx", {"bits": 8}, r"scales is bfloat16 \[32, 2\]: it must be .* \[32, 1\]"),
+    ("mlx", {"mode": "mxfp4"}, "scales is bfloat16 .*: it must be uint8"),
+    ("mlx", {"mode": "mxfp8"}, "quantization.bits = 4: must be one of"),
+    ("mlx", {"mode": ["affine"]}, r"quantization.mode = \['affine'\]: must be one of"),
+    ("mlx", {"mode": "ternary"}, "quantization.mode = 'ternary': must be one of"),
+    ("mlx", {"lm_head": "4"}, "quantization.lm_head = '4': must be an object, true or false"),
+    ("mlx", {"lm_head": {"bits": 0}}, "quantization.lm_head.bits = 0: must be one of"),
+    ("mlx", {"lm_head": {"quantize_input": True}}, "lm_head.quantize_input = True: not supported"),
+    ("mlx", {f"{LAYER}mlp.down_proj": False}, "down_proj = False: but tensor .* is uint32"),
 ]
 
 
@@ -337,6 +352,11 @@ def test_numbers_of_a_file_size_nothing_before_they_are_checked() -> None:
         ("bnb8", "mlp.down_proj.SCB", -1e30),
         ("bnb4", "self_attn.o_proj.weight.absmax", float("nan")),
         ("bnb4", "self_attn.o_proj.weight.quant_map", float("nan")),
+        ("mlx", "mlp.down_proj.scales", float("nan")),
+        ("mlx", "self_attn.o_proj.biases", float("inf")),
+        ("mlx-mixed", "mlp.down_proj.biases", float("nan")),
+        ("mlx-floats", "self_attn.q_proj.scales", 255),  # 2^128
+        ("mlx-floats", "self_attn.k_proj.scales", 127),  # NaN
     ],
 )
 @pytest.mark.parametrize("kind", [None, "file"])

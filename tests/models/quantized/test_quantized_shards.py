@@ -16,6 +16,7 @@ import pytest
 import torch
 from bounded import bounded
 from quantized_config import CONFIG as LLAMA
+from quantized_config import field_of
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -48,6 +49,9 @@ PARTS = {
     "awq": ("mlp.down_proj.qweight", "mlp.down_proj.scales"),
     "bnb8": ("mlp.down_proj.weight", "mlp.down_proj.SCB"),
     "bnb4": ("self_attn.o_proj.weight", "self_attn.o_proj.weight.absmax"),
+    "mlx": ("mlp.down_proj.weight", "mlp.down_proj.biases"),
+    "mlx-mixed": ("mlp.down_proj.weight", "mlp.down_proj.scales"),
+    "mlx-floats": ("mlp.down_proj.weight", "mlp.down_proj.scales"),
     "gpt-oss": ("mlp.experts.down_proj_blocks", "mlp.experts.down_proj_scales"),
 }
 PACKED = ("mlp.down_proj.weight_packed", "mlp.down_proj.weight_scale")
@@ -87,7 +91,7 @@ def checkpoint(name: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
     tensors = load_file(HERE / "floats.safetensors")
     if name != "mxfp4":
         tensors |= load_file(HERE / f"{name}.safetensors")
-        return {**LLAMA, "quantization_config": EXPECTED[name]["config"]}, tensors
+        return {**LLAMA, field_of(name): EXPECTED[name]["config"]}, tensors
     for matrix in EXPECTED["awq"]["digests"]:
         rows, columns = (
             (64, 32) if matrix.endswith(("down_proj.weight", "o_proj.weight")) else (32, 64)

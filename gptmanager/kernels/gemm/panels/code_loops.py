@@ -51,13 +51,14 @@ class ScaleTask(ctypes.Structure):
     `scales` and `zeros`: float32 `[num_tokens, num_blocks]`. If the address `zeros` is 0, every
     block has the zero point `zero`. Column c is in block `index[c]` (float32). If the address
     `index` is 0, column c is in block `c // block`, where `block` is a multiple of 16. All values
-    are also multiplied by `factor`. The other fields are those of `PanelTask`, except that the int8
-    scales of rows are in `row_scales`, and that `scratch` also has a row of floats.
+    are also multiplied by `factor`. If `adds_zeros`, `zeros` are instead added to these values. The
+    other fields are those of `PanelTask`, except that the int8 scales of rows are in `row_scales`,
+    and that `scratch` also has a row of floats.
     """
 
     _fields_ = task_fields(
         "codes table scales zeros index result num_tokens width stride num_blocks block kind"
-        " high_first values row_scales first_column num_columns first_row depth"
+        " high_first adds_zeros values row_scales first_column num_columns first_row depth"
         " scratch scratch_bytes row_bytes",
         "zero factor",
     )
@@ -200,12 +201,16 @@ def _scale_row(t: Any, row: int, to: int) -> None:
             if t.zeros:
                 zero = splat(get(t.zeros, number))
             number, stop = number + 1, stop + t.block
-        value = (_value(t, row, i) - zero) * scale * factor
+        value = _value(t, row, i)
+        if t.adds_zeros:
+            value = value * scale * factor + zero
+        else:
+            value = (value - zero) * scale * factor
         store_part(to, i, value, t.width - i)
 
 
 def scale_rows(address: int) -> None:
-    """Write (value - zero) * scale * factor to `result` for each code."""
+    """Write the scaled value of each code to `result`."""
     t = task_at(address, SCALE_TASK)
     part = claim(address, NEXT_PART)
     while part < t.num_parts:
@@ -215,7 +220,7 @@ def scale_rows(address: int) -> None:
 
 
 def scale_to_int8(address: int) -> None:
-    """Round (value - zero) * scale * factor to int8 panels, with a new scale for each row."""
+    """Round the scaled values to int8 panels, with a new scale for each row."""
     t = task_at(address, SCALE_TASK)
     scratch = t.scratch + claim(address, NEXT_THREAD) * t.scratch_bytes
     floats = scratch + LANES * t.row_bytes

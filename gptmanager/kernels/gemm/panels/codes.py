@@ -43,14 +43,15 @@ _FLOAT_BYTES = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Codes:
-    """Rows of codes. An element is (value - zero) * scale * factor, in float32.
+    """Rows of codes. An element is (value - zero) * scale * factor + minimum, in float32.
 
     `codes` is `[n, bytes]` of int8, float8_e4m3fn, or uint8 with codes of the given `kind`. If
     `bits` is not 0, `codes` is instead int32 `[n, words]` with any strides: a word has integers of
     `bits` bits, the first one in the lowest bits. `columns`: how many codes of a row are used, by
     default all. `scales`: `[n, blocks]`. `zeros`: `[n, blocks]`, or one number. A block has `block`
-    consecutive columns, unless `index` `[columns]` has the block of each column. `table`,
-    `high_first`: see `ScaleTask`.
+    consecutive columns, unless `index` `[columns]` has the block of each column. `minima`:
+    `[n, blocks]`, or None; not both `zeros` and `minima` are given. `table`, `high_first`: see
+    `ScaleTask`.
     """
 
     codes: Tensor
@@ -59,6 +60,7 @@ class Codes:
     kind: int = UNSIGNED
     columns: int | None = None
     zeros: Tensor | float = 0.0
+    minima: Tensor | None = None
     table: Tensor | None = None
     index: Tensor | None = None
     high_first: bool = False
@@ -75,7 +77,9 @@ class Codes:
 
     def rows(self, rows: slice) -> Codes:
         zeros = self.zeros[rows] if isinstance(self.zeros, Tensor) else self.zeros
-        return replace(self, codes=self.codes[rows], scales=self.scales[rows], zeros=zeros)
+        minima = None if self.minima is None else self.minima[rows]
+        codes, scales = self.codes[rows], self.scales[rows]
+        return replace(self, codes=codes, scales=scales, zeros=zeros, minima=minima)
 
     def floats(self) -> Tensor:
         """Return the elements in float32, `[n, columns]`."""
@@ -111,6 +115,8 @@ class Codes:
         """
         count, columns, strides = len(self), self.num_columns, self.codes.stride()
         if 1 not in strides or self.factor != 1 or count % LANES or first % LANES:
+            return False
+        if self.minima is not None:
             return False
         if any(size % FOUR for size in (start, stop, columns)):
             return False
@@ -165,7 +171,8 @@ class Codes:
         codes, columns, block = self.codes, self.num_columns, self.block
         if kind in _PAIRS and codes.shape[1] % _READ:
             codes = F.pad(codes, (0, -codes.shape[1] % _READ))
-        scales, zeros, index = self.scales, self.zeros, self.index
+        scales, index = self.scales, self.index
+        zeros = self.zeros if self.minima is None else self.minima
         if isinstance(zeros, Tensor) and zeros.shape != scales.shape:
             given = scales, zeros
             scales, zeros = torch.broadcast_tensors(*given)  # type: ignore[no-untyped-call]
@@ -189,6 +196,7 @@ class Codes:
             block=block,
             kind=kind,
             high_first=self.high_first,
+            adds_zeros=self.minima is not None,
             zero=0.0 if isinstance(zeros, Tensor) else zeros,
             factor=self.factor,
             **fields,

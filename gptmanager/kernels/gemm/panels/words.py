@@ -139,6 +139,19 @@ def unpack(words: Tensor, bits: int) -> Tensor:
     return result
 
 
+def unpack_stream(words: Tensor, bits: int) -> Tensor:
+    """Unpack int32 `[n, words]` to uint8 `[n, elements]`, for 3, 5 or 6 bits.
+
+    A row is one stream of bits, in which an element may begin in one word and end in the next. Its
+    number of elements must be a multiple of eight.
+    """
+    parts = words.contiguous().view(torch.uint8).view(len(words), -1, bits).long()
+    shifts = torch.arange(0, 8 * bits, 8)
+    eight = (parts << shifts).sum(2, keepdim=True)  # the bits of eight elements
+    found: Tensor = eight >> torch.arange(0, 8 * bits, bits) & (1 << bits) - 1
+    return found.to(torch.uint8).flatten(1)
+
+
 def unpack_columns(words: Tensor, bits: int, order: tuple[int, ...] = ()) -> Tensor:
     """Unpack int32 `[n, words]` and transpose it to uint8 `[elements, n]`.
 

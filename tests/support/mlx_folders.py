@@ -1,0 +1,113 @@
+"""Checkpoints as MLX writes them: in floats, or with matrices quantized in its mode "affine"."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from family_runs import family_folder
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+_PLUS_ONE = ("layernorm.weight", "model.norm.weight", ".q_norm.weight", ".k_norm.weight")
+_MIXTRAL = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
+
+
+def mlx_folder(name: str, target: Path) -> Path:
+    """Write the checkpoint of a family as MLX does."""
+    source = family_folder(name)
+    config = json.loads((source / "config.json").read_text())
+    state = load_file(source / "model.safetensors")
+    if config.get("tie_word_embeddings"):
+        state.pop("lm_head.weight", None)
+    if name == "gpt2":
+        matrices = re.compile(r"h\.\d+\..*c_\w+\.weight")
+        state = {key.removeprefix("transformer."): it for key, it in state.items()}
+        state = {k: it.T if matrices.fullmatch(k) else it for k, it in state.items()}
+        state = {f"model.{key}": it for key, it in state.items()}
+    if any("conv1d" in key for key in state):
+        state = {k: it + 1 if k.endswith(_PLUS_ONE) else it for k, it in state.items()}
+        state = {k: it.movedim(2, 1) if "conv1d" in k else it for k, it in state.items()}
+    save_file(
+        {key: it.contiguous() for key, it in stacked(state).items()},
+        target / "model.safetensors",
+        {"format": "mlx"},
+    )
+    shutil.copy(source / "config.json", target)
+    return target
+
+
+def stacked(state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Join the experts of a layer under the name that MLX gives them."""
+    found: dict[str, Tensor] = {}
+    experts: dict[str, list[Tensor]] = {}
+    for key, tensor in state.items():
+        match = re.fullmatch(r"(.*)\.experts\.\d+\.(\w+)\.(\w+)", key)
+        if match is None:
+            found[key] = tensor
+        else:
+            own = f"{match[1]}.switch_mlp.{_MIXTRAL.get(match[2], match[2])}.{match[3]}"
+            experts.setdefault(own, []).append(tensor)
+    return found | {key: torch.stack(tensors) for key, tensors in experts.items()}
+
+
+def quantize(matrix: Tensor, bits: int, size: int) -> dict[str, Tensor]:
+    """Quantize each `size` columns of the rows of a matrix, with bfloat16 scales and biases."""
+    groups = matrix.unflatten(-1, (-1, size))
+    low, high = groups.amin(-1), groups.amax(-1)
+    scales = ((high - low) / ((1 << bits) - 1)).clamp(min=1e-7).bfloat16()
+    biases = low.bfloat16()
+    steps = (groups - biases.float()[..., None]) / scales.float()[..., None]
+    integers = steps.round().clamp(0, (1 << bits) - 1).long().flatten(-2)
+    words = integers.unflatten(-1, (-1, 32 // bits)) << torch.arange(0, 32, bits)
+    return {"weight": words.sum(-1).to(torch.uint32), "scales": scales, "biases": biases}
+
+
+def dequantize(packed: Mapping[str, Tensor], bits: int, size: int) -> Tensor:
+    words, shifts = packed["weight"].long(), torch.arange(0, 32, bits)
+    integers = (words[..., None] >> shifts & (1 << bits) - 1).flatten(-2)
+    scales, biases = (packed[it].float()[..., None] for it in ("scales", "biases"))
+    return (integers.unflatten(-1, (-1, size)) * scales + biases).flatten(-2)
+
+
+def quantized_folders(name: str, target: Path) -> tuple[Path, Path]:
+    """Write a family in 4 bits as MLX does, and the same numbers in floats as transformers does.
+
+    Routers, and every third other matrix, have 8 bits; a matrix whose rows are not whole groups
+    stays in floats.
+    """
+    source, (packed, floats) = family_folder(name), (target / "packed", target / "floats")
+    config = json.loads((source / "config.json").read_text())
+    quantization: dict[str, Any] = {"group_size": 32, "bits": 4, "mode": "affine"}
+    state = load_file(source / "model.safetensors")
+    theirs, ours = {}, {}
+    if config.get("tie_word_embeddings"):
+        state.pop("lm_head.weight", None)
+    for number, (key, tensor) in enumerate(state.items()):
+        theirs[key] = ours[key] = tensor
+        if tensor.dim() != 2 or tensor.shape[1] % 32:
+            continue
+        module = key.removesuffix(".weight")
+        is_expert = ".experts." in key
+        bits = 8 if not is_expert and (module.endswith("gate") or number % 3 == 0) else 4
+        own = quantize(tensor, bits, 32)
+        ours[key] = dequantize(own, bits, 32)
+        del theirs[key]
+        theirs |= {f"{module}.{ending}": part for ending, part in own.items()}
+        if bits != 4:
+            quantization[module] = {"group_size": 32, "bits": bits}
+    fields = {"quantization": quantization, "quantization_config": quantization}
+    for folder, tensors, own_fields, kind in (
+        (packed, stacked(theirs), fields, "mlx"),
+        (floats, ours, {}, "pt"),
+    ):
+        folder.mkdir()
+        whole = {key: it.contiguous() for key, it in tensors.items()}
+        save_file(whole, folder / "model.safetensors", {"format": kind})
+        (folder / "config.json").write_text(json.dumps({**config, **own_fields}))
+    return packed, floats
