@@ -37,7 +37,7 @@ from gptmanager.terminal.printable import printable
 from gptmanager.terminal.redrawn_lines import RedrawnLines
 from gptmanager.terminal.streams import (
     flush_streams,
-    open_closed_streams,
+    prepare_streams,
     print_message,
     report_unwritable_output,
 )
@@ -61,7 +61,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     0: success, 1: failure, 2: invalid arguments, configuration or recording, 130: interrupted, 143:
     terminated. Raise SystemExit after printing help, or an error in the arguments.
     """
-    open_closed_streams()
+    prepare_streams()
     is_server = (sys.argv[1:] if arguments is None else arguments)[:1] == ["serve"]
     try:
         with _exit_at_once() if is_server else _terminable():
@@ -91,6 +91,12 @@ def _imported(command: str, *, is_program: bool) -> Callable[[Any], int]:
         if is_program:
             gc.freeze()
         return function
+    except ImportError as error:
+        logging.info("The error of the import:", exc_info=error)
+        raise GptManagerError(
+            f"{command.partition(':')[0]} cannot be imported: {error}; check the installation, and "
+            "the memory limit of this process (ulimit -v)"
+        ) from error
     finally:
         if was_enabled:
             gc.enable()

@@ -22,6 +22,7 @@ environment/                  the installed package, and the machine's cores and
     control_groups            CPU and memory limits of containers and systemd (no torch)
     cores                     number of cores that this process may use (no torch)
     memory                    free memory, huge pages, and returning memory to the system (no torch)
+    legible_json              values that JSON can hold, without lone surrogates (no torch)
     local_models              finds the models on this machine, by name (no torch)
 lifecycle/                    states of a manager; clocks, logging, child processes, watchdog
     callables                 check that a host's callable is an ordinary function (no torch)

@@ -26,7 +26,7 @@ from gptmanager.errors import GptManagerError
 from gptmanager.run.follow import is_follower
 from gptmanager.terminal.options import manager_options
 from gptmanager.terminal.progress import NOTES, ProgressBars
-from gptmanager.terminal.tables import Piece, print_report, table
+from gptmanager.terminal.tables import Piece, print_report, report_json, table
 
 _Options = TypeVar("_Options", KernelOptions, EndToEndOptions)
 
@@ -154,6 +154,6 @@ def _write_report(output: Path | None, report: Mapping[str, Any]) -> None:
     if output is None:
         return
     try:
-        output.write_bytes(orjson.dumps(report, option=orjson.OPT_INDENT_2) + b"\n")
+        output.write_bytes(report_json(report, orjson.OPT_INDENT_2) + b"\n")
     except OSError as error:
         raise GptManagerError(f"--output {output}: {error.strerror}") from error

@@ -7,14 +7,12 @@ import time
 from typing import Any
 
 import numpy as np
-import orjson
 
 from gptmanager.errors import JournalError, quoted_path
 from gptmanager.journal.accepted import AcceptedRequests
 from gptmanager.journal.entries import Entry
 from gptmanager.journal.segments import JournalFolder, Segment
-from gptmanager.terminal.printable import printable_lines
-from gptmanager.terminal.streams import print_output
+from gptmanager.terminal.tables import print_report
 
 
 def main(options: argparse.Namespace) -> int:
@@ -27,10 +25,7 @@ def main(options: argparse.Namespace) -> int:
     if found is None:
         raise JournalError(f"{quoted_path(folder.path)} has no journal")
     report = report_of(folder, found)
-    if options.json:
-        print_output(orjson.dumps(report).decode())
-    else:
-        print_output(printable_lines("\n".join(_lines(report))))
+    print_report(report, _lines(report), as_json=options.json)
     return 0
 
 

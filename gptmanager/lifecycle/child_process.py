@@ -6,6 +6,7 @@ time limit, even if the process is stopped, reads nothing, or cannot be started.
 
 from __future__ import annotations
 
+import json
 import mmap
 import os
 import select
@@ -54,7 +55,7 @@ class ChildProcess:
     """
 
     def __init__(self, module: str, given: Mapping[str, Any], max_bytes: int) -> None:
-        self._start_line = orjson.dumps(
+        self._start_line = json.dumps(  # orjson refuses paths that are not UTF-8
             {
                 "path": sys.path,
                 "roots": list(sys.modules[_PACKAGE].__path__),
@@ -62,7 +63,7 @@ class ChildProcess:
                 "given": given,
                 "max_bytes": max_bytes,
             }
-        )
+        ).encode()
         self._max_bytes = max_bytes
         self._process: subprocess.Popen[bytes] | None = None
         self._first_size = 0  # resident bytes after its start

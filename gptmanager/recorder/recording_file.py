@@ -18,12 +18,13 @@ import orjson
 
 from gptmanager.assembly.blueprint import Blueprint
 from gptmanager.environment import distribution
+from gptmanager.environment.legible_json import legible
 from gptmanager.errors import GptManagerError, RecordingError, response_text
 from gptmanager.lifecycle.log import logger
 from gptmanager.loop.token_loop import LoopState
 from gptmanager.recorder.limits import Bounds, checked_blueprint, without_code
 from gptmanager.recorder.requests import Allowance
-from gptmanager.recorder.values import Decoder, field_names, legible, to_json
+from gptmanager.recorder.values import Decoder, field_names, to_json
 from gptmanager.request.sampling_params import SamplingParams
 from gptmanager.step import Intake, Schedule, StepResult
 

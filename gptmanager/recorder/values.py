@@ -24,6 +24,7 @@ import numpy as np
 import orjson
 
 from gptmanager.decoding.deferred import Deferred
+from gptmanager.environment.legible_json import legible
 from gptmanager.errors import RecordingError, response_text
 from gptmanager.recorder.requests import (
     Allowance,
@@ -52,27 +53,6 @@ def to_json(value: Any) -> bytes:
         return orjson.dumps(value, default=_plain, option=options)
     except TypeError:  # a string has a lone surrogate, which is too rare for a check in advance
         return orjson.dumps(legible(value, _plain), option=options)
-
-
-def legible(value: Any, plain: Callable[[Any], Any] = str) -> Any:
-    """Return `value` in JSON's types, with enums by name, and lone surrogates escaped (`\\ud800`).
-
-    `plain` converts values of other types, except dataclasses.
-    """
-    if isinstance(value, str):
-        return value.encode(errors="backslashreplace").decode()
-    if isinstance(value, dict):
-        return {legible(key, plain): legible(item, plain) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [legible(item, plain) for item in value]
-    if isinstance(value, Enum):
-        return value.name
-    if value is None or isinstance(value, (bool, int, float)):
-        return value
-    if dataclasses.is_dataclass(value):
-        names = (field.name for field in dataclasses.fields(value))
-        return {name: legible(getattr(value, name), plain) for name in names}
-    return legible(plain(value), plain)
 
 
 def _plain(value: Any) -> Any:

@@ -10,14 +10,11 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-import orjson
-
 from gptmanager.errors import ConfigError, response_text
 from gptmanager.recorder.recording_file import read_recording
 from gptmanager.replay.replaying import replay
-from gptmanager.terminal.printable import printable_lines
 from gptmanager.terminal.progress import ProgressBars
-from gptmanager.terminal.streams import print_output
+from gptmanager.terminal.tables import print_report
 
 
 def main(options: argparse.Namespace) -> int:
@@ -37,23 +34,19 @@ def main(options: argparse.Namespace) -> int:
     )
     bars.close()
     divergence = report.divergence
-    if options.json:
-        plain = None if divergence is None else divergence.plain()
-        result = {
-            "iterations": report.iterations,
-            "compared": report.compared,
-            "divergence": plain,
-            "broke_off": report.broke_off,
-        }
-        print_output(orjson.dumps(result).decode())
-    elif divergence is not None:
-        text = f"diverged after {report.iterations - 1} iterations\n{divergence}"
-        print_output(printable_lines(text))
+    result = {
+        "iterations": report.iterations,
+        "compared": report.compared,
+        "divergence": None if divergence is None else divergence.plain(),
+        "broke_off": report.broke_off,
+    }
+    if divergence is not None:
+        lines = [f"diverged after {report.iterations - 1} iterations\n{divergence}"]
     else:
-        print_output(f"{report.iterations} iterations, {report.compared} compared: no divergence")
+        lines = [f"{report.iterations} iterations, {report.compared} compared: no divergence"]
         if report.broke_off:
-            text = f"the recorded run broke off in the last one: {report.broke_off}"
-            print_output(printable_lines(text))
+            lines.append(f"the recorded run broke off in the last one: {report.broke_off}")
+    print_report(result, lines, as_json=options.json)
     return 0 if divergence is None else 1
 
 

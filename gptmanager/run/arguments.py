@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from gptmanager.terminal.arguments import positive, seconds
+from gptmanager.terminal.arguments import positive, seconds, text_argument
 from gptmanager.terminal.options import add_json, add_manager_options, add_model, add_parser
 
 _HELP = """\
@@ -59,7 +59,7 @@ def add_command(commands: Any) -> None:
     text = "a file with a request in each line, as JSON; -: the standard input"
     given.add_argument("--requests", metavar="FILE", help=text)
     text = "run one request, and print only its answer"
-    given.add_argument("--prompt", metavar="TEXT", help=text)
+    given.add_argument("--prompt", type=text_argument, metavar="TEXT", help=text)
     text = "write results as JSON lines, in the same order; - prints them instead of the summary"
     add("--output", type=Path, metavar="FILE", help=text)
     text = "write the statistics record of each iteration as JSON lines"

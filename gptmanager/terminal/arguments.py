@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import sys
 from argparse import ArgumentTypeError
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +15,16 @@ from gptmanager.errors import ConfigError, quoted
 
 _MAX_THREADS = 1024
 _MAX_COUNT = 2**31 - 1
+
+
+def text_argument(argument: str) -> str:
+    """Read a text. Bytes that the locale cannot decode are lone surrogates, which are refused."""
+    try:
+        argument.encode()
+    except UnicodeEncodeError:
+        encoding = sys.getfilesystemencoding()
+        raise ArgumentTypeError(f"must be a text in {encoding}, got {quoted(argument)}") from None
+    return argument
 
 
 def positive(text: str) -> int:

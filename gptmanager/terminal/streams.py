@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import io
 import os
 import sys
 from typing import TextIO
@@ -12,13 +13,15 @@ from gptmanager.errors import GptManagerError
 from gptmanager.terminal.printable import printable_lines
 
 
-def open_closed_streams() -> None:
-    """Open the null device for closed streams: after `gptmanager ... >&-` sys.stdout is None.
+def prepare_streams() -> None:
+    """Let the standard output accept any text, and open the null device for closed streams.
 
-    Otherwise the next opened file would be the standard stream of this process's children. A closed
-    standard output is opened for reading only, so that text for it is an error. sys.stdin stays
-    None, because a closed standard input is an error of its own.
+    After `gptmanager ... >&-`, sys.stdout is None, and the next opened file would be the standard
+    output of this process's children. The null device is opened for reading only, so that text for
+    a closed output is an error. sys.stdin stays None: a closed input is an error of its own.
     """
+    if isinstance(sys.stdout, io.TextIOWrapper):  # as sys.stderr, and like it not always in UTF-8
+        sys.stdout.reconfigure(errors="backslashreplace")
     access = {"stdin": os.O_RDONLY, "stdout": os.O_RDONLY, "stderr": os.O_WRONLY}
     for name in [name for name in access if getattr(sys, name) is None]:
         descriptor = os.open(os.devnull, access[name])

@@ -17,6 +17,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from gptmanager.environment.legible_json import legible
 from gptmanager.terminal.printable import printable, printable_lines
 from gptmanager.terminal.redrawn_lines import can_draw
 from gptmanager.terminal.streams import print_output
@@ -77,11 +78,19 @@ def print_report(
     If `pieces` is None, a table of the report's names and values is printed.
     """
     if as_json:
-        print_output(orjson.dumps(report).decode())
+        print_output(report_json(report).decode())
         return
     if pieces is None and sys.stdout.isatty():  # separates the report from the live view
         print_output()
     show([report_table(report)] if pieces is None else pieces)
+
+
+def report_json(report: Mapping[str, Any], option: int = 0) -> bytes:
+    """Return a report as JSON. `option`: options of orjson."""
+    try:
+        return orjson.dumps(report, option=option)
+    except TypeError:  # a path on Linux may have any bytes
+        return orjson.dumps(legible(report), option=option)
 
 
 def report_table(report: Mapping[str, Any]) -> Table:

@@ -541,6 +541,56 @@ def test_no_error_ends_in_a_traceback(run, monkeypatch, error, code):
     assert outcome.err.startswith("gptmanager: ")
 
 
+def test_a_command_that_cannot_be_imported(call, monkeypatch):
+    why = "libtorch_cpu.so: failed to map segment from shared object"
+
+    def fail(_):
+        raise ImportError(why)
+
+    monkeypatch.setattr(cli, "named", fail)
+    outcome = call("models")
+    hint = "check the installation, and the memory limit of this process (ulimit -v)"
+    assert outcome.code == 1
+    assert outcome.err == (
+        f"gptmanager: gptmanager.run.models_main cannot be imported: {why}; {hint}\n"
+    )
+
+
+# Bytes that are not text -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["run", "--model", ".", "--prompt", "a\udcffb"],
+        ["chat", "--model", ".", "--system", "a\udcffb"],
+        ["chat", "--model", ".", "--stop", "a\udcffb"],
+    ],
+)
+def test_a_text_in_another_encoding_than_that_of_the_locale(call, arguments):
+    outcome = call(*arguments)
+    assert outcome.code == 2
+    told = rf"argument {arguments[-2]}: must be a text in [\w-]+, got 'a\\udcffb'\n$"
+    assert re.search(told, outcome.err), outcome.err
+
+
+def test_a_path_that_is_not_utf_8_in_a_report(call, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", "/a\udcffb")
+    caches = json.loads(call("env", "--json").out)["caches"]
+    assert caches["kernels of the GPU"] == r"/a\udcffb/gptmanager/cuda"
+
+
+def test_a_text_that_the_standard_output_cannot_encode(call, tmp_path, monkeypatch):
+    path = tmp_path / "ä漢.jsonl"
+    options = ["--num-requests", 2, "--policies", "max_utilization", "--record", path]
+    assert call("simulate", *options).code == 0
+    written = io.BytesIO()
+    with io.TextIOWrapper(written, "latin-1") as latin:
+        monkeypatch.setattr(sys, "stdout", latin)
+        outcome = call("picture", path, "--output", path.with_suffix(".html"))
+        assert outcome.code == 0 and b"/\xe4\\u6f22.html  " in written.getvalue()
+
+
 # Files and streams that fail ---------------------------------------------------------------------
 
 
@@ -805,9 +855,7 @@ def test_closed_streams_that_a_command_does_not_use(environment, model, tmp_path
 
 def test_no_file_gets_the_number_of_a_closed_stream(environment):
     """Children would inherit the file."""
-    code = (
-        "import gptmanager.terminal.streams as it; it.open_closed_streams(); print(open(0).read())"
-    )
+    code = "import gptmanager.terminal.streams as it; it.prepare_streams(); print(open(0).read())"
     line = f"{sys.executable} -c '{code}' <&- 2>&-"
     ended = subprocess.run(["sh", "-c", line], capture_output=True, env=environment, text=True)
     assert (ended.returncode, ended.stdout) == (0, "\n")

@@ -6,6 +6,7 @@ import gc
 import os
 import resource
 import signal
+import sys
 
 import orjson
 import pytest
@@ -32,6 +33,13 @@ def child():
     child = ChildProcess(MODULE, {}, 1 << 27)
     assert child.ask(question("ready"), 30) == "ready"
     yield child
+    child.stop()
+
+
+def test_a_search_path_that_is_not_utf_8(monkeypatch, tmp_path):
+    monkeypatch.setattr(sys, "path", [*sys.path, f"{tmp_path}/a\udcffb"])
+    child = ChildProcess(MODULE, {}, 1 << 27)
+    assert child.ask(question("ready"), 30) == "ready"
     child.stop()
 
 

@@ -11,7 +11,7 @@ from adapter_folders import save_output_adapter
 from running_server import MODEL, running_server, settings_of
 
 from gptmanager.errors import ConfigError
-from gptmanager.server.http.listening import bind_path, listening
+from gptmanager.server.http.listening import bind, bind_path, listening
 from gptmanager.server.serving import welcome
 
 PAGE = "https://page.example"
@@ -202,3 +202,9 @@ def test_an_adapter_that_cannot_be_read_ends_the_start(engine, tmp_path, server)
     finally:
         engine._settings = before
     assert "x" not in engine.adapters
+
+
+@pytest.mark.parametrize("host", ["a\udcffb", "a..b", "x" * 64, "a\0b"])
+def test_a_host_that_is_not_a_name(host):
+    with pytest.raises(ConfigError, match=r"^--host [^.]*(\.\.b)? --port 0 cannot be used: "):
+        bind(host, 0)

@@ -64,23 +64,20 @@ class TransformersPeer:
         batching = self._configure(
             block_size=_BLOCK, num_blocks=2 * needed + 2, max_batch_tokens=_BATCH_TOKENS
         )
-        with (
-            torch.inference_mode(),
-            self._model.continuous_batching_context_manager(
-                generation_config=self._generation,
-                continuous_batching_config=batching,
-                timeout=10,
-                warmup=False,  # else transformers captures CUDA graphs
-            ) as engine,
-        ):
+        # Its context manager would pass an error on in a way that Python 3.12 deprecates.
+        engine = self._model.init_continuous_batching(
+            generation_config=self._generation, continuous_batching_config=batching
+        )
+        with torch.inference_mode():
+            engine.start()
             try:
                 _collect(engine, [(WARM_UP, 2)])
                 started = time.monotonic()
                 outputs = _collect(engine, requests, limit_s)
                 seconds = time.monotonic() - started
-            except BaseException:
-                engine.stop(hard_stop=True)  # else leaving the context waits for running requests
-                raise
+            finally:
+                engine.stop(timeout=10, hard_stop=True)  # else it waits for running requests
+                engine.destroy()
         return Figures(seconds, outputs)
 
 

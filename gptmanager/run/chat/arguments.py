@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from gptmanager.terminal.arguments import natural, number, positive
+from gptmanager.terminal.arguments import natural, number, positive, text_argument
 from gptmanager.terminal.options import add_manager_options, add_model, add_parser
 
 _MOST_ANSWERS = 2  # answers that /fork generates at once
@@ -45,13 +45,18 @@ def add_command(commands: Any) -> None:
     )
     add_model(parser, required=True)
     add = parser.add_argument
-    add("--system", metavar="TEXT", help="the system prompt (default: the chat template's)")
+    add(
+        "--system",
+        type=text_argument,
+        metavar="TEXT",
+        help="the system prompt (default: the chat template's)",
+    )
     text = "a file with the chat template (default: the checkpoint's)"
     add("--chat-template", type=Path, metavar="FILE", help=text)
     text = "maximum number of tokens of an answer (default %(default)s)"
     add("--max-new-tokens", type=positive, default=1024, metavar="N", help=text)
     text = "a text that ends an answer; may be repeated"
-    add("--stop", action="append", default=[], metavar="TEXT", help=text)
+    add("--stop", type=text_argument, action="append", default=[], metavar="TEXT", help=text)
     add = parser.add_argument_group("sampling", _SAMPLING).add_argument
     add("--temperature", type=number, metavar="X", help="0: always the most likely token")
     text = "sample from the N most likely tokens only; 0: from all"

@@ -38,7 +38,7 @@ def bind(host: str, port: int, option: str = "--port") -> socket.socket:
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listener.bind((host, port))
-    except (OSError, OverflowError) as error:
+    except (OSError, OverflowError, TypeError, ValueError) as error:  # names are encoded
         listener.close()
         reason = getattr(error, "strerror", None) or error
         raise ConfigError(f"--host {host} {option} {port} cannot be used: {reason}") from error
