@@ -112,23 +112,18 @@ def outside_quotes(text: str, change: Callable[[str], str]) -> str:
 
 
 class Number(NamedTuple):
-    """A finite number from `low` to `high`.
-
-    `or_zero`: 0 is also allowed. `excludes_low`: `low` itself is not allowed.
-    """
+    """A finite number from `low` to `high`. `excludes_low`: `low` itself is not allowed."""
 
     low: float = -math.inf
     high: float = math.inf
-    or_zero: bool = False
     excludes_low: bool = False
 
     def read(self, where: str, value: Any) -> float:
         if type(value) not in (int, float) or not math.isfinite(value):
             raise must_be(where, "a number", value)
-        if not (self.low <= value <= self.high or (self.or_zero and value == 0)):
-            except_zero = ", and not 0" if self.or_zero else ""
+        if not self.low <= value <= self.high:
             problem = _range_problem(self.low, self.high)
-            raise bad_request(where, f"{where} = {quoted(value)} {problem}{except_zero}")
+            raise bad_request(where, f"{where} = {quoted(value)} {problem}")
         if self.excludes_low and value == self.low:
             raise bad_request(where, f"{where} = {quoted(value)} must be more than {self.low:g}")
         return float(value)
@@ -137,7 +132,7 @@ class Number(NamedTuple):
         found: dict[str, Any] = {"type": "number", **_bounds(self.low, self.high)}
         if self.excludes_low:
             found["exclusiveMinimum"] = found.pop("minimum")
-        return {"anyOf": [found, {"const": 0}]} if self.or_zero else found
+        return found
 
 
 class Integer(NamedTuple):

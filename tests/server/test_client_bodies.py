@@ -19,7 +19,7 @@ BODIES = Path(__file__).parent / "client_bodies"
 CLIENTS = [
     *("openai_python", "openai_node", "litellm", "langchain", "llamaindex", "instructor"),
     *("pydantic_ai", "ai_sdk", "lm_eval", "guidellm", "continue", "aider"),
-    *("anthropic_python", "codex"),
+    *("anthropic_python", "codex", "go_openai", "home_assistant", "dify", "cline", "genai_perf"),
 ]
 CASES = [
     pytest.param(case, id=f"{client}: {case['name']}")
@@ -48,7 +48,7 @@ def client(tmp_path_factory, one_torch_thread):
 
 def test_there_are_enough_of_every_client():
     assert {path.stem for path in BODIES.glob("*.json")} == set(CLIENTS)
-    assert len(CASES) >= 60
+    assert len(CASES) >= 80
 
 
 def events(text):

@@ -149,6 +149,14 @@ def test_beams_of_a_greedy_request_are_those_of_any_other(client, fields):
     assert chats[0] == chats[1]
 
 
+@pytest.mark.parametrize("route", ROUTES)
+def test_a_temperature_that_is_nearly_0_is_0(client, route):
+    """Clients in Go leave a 0 out, and send the smallest number of 32 bits in place of it."""
+    plain = ask(client, route, temperature=0, n=8).json()["choices"]
+    for nearly in (1e-45, 9e-31, -0.0):
+        assert ask(client, route, temperature=nearly, n=8).json()["choices"] == plain
+
+
 def test_a_beam_search_takes_no_sampling_from_the_checkpoint(engine):
     """Else every search of a checkpoint such as Qwen's, which has a top_k, would be refused."""
     defaults = {"temperature": 0.7, "top_k": 20, "top_p": 0.8, "repetition_penalty": 1.05}

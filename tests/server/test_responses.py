@@ -123,7 +123,8 @@ def test_log_probabilities_are_those_of_the_text(ask):
     added = [one.part for one in by_type["response.content_part.added"]]
     assert [part.to_dict().get("logprobs") for part in added] == [None, []]
     assert ask("42", top_logprobs=1).output[0].content[0].logprobs[0].top_logprobs
-    assert ask("42", include=["reasoning.encrypted_content"]).output[0].content[0].logprobs == []
+    for name in ("reasoning.encrypted_content", "web_search_call.action.sources"):
+        assert ask("42", include=[name]).output[0].content[0].logprobs == []
 
 
 def test_the_helper_for_streams(ask):

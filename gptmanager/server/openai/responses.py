@@ -75,7 +75,11 @@ _IGNORED: dict[str, Kind] = {
     "metadata": Object(),
 }
 _LOG_PROBS = "message.output_text.logprobs"
-_INCLUDED = (_LOG_PROBS, "reasoning.encrypted_content")  # encrypted_content has no effect
+_INCLUDED = (
+    _LOG_PROBS,
+    # without effect: no thought is encrypted, and the tool for searches is left out
+    *("reasoning.encrypted_content", "web_search_call.action.sources", "web_search_call.results"),
+)
 _MAX_METADATA = (16, 512)  # maximum number of keys, and of characters in each key and value
 
 

@@ -27,9 +27,23 @@ MAX_CHOICES = 128  # for each prompt
 MAX_TOP_LOG_PROBS = 20
 MAX_BIASES = 1 << 16  # more would block the event loop for a noticeable time
 _MAX_STOP_TOKENS = 1024
-TEMPERATURE = Number(1e-30, 100, or_zero=True)
+_LEAST_TEMPERATURE = 1e-30  # the least that a manager samples with
 DEADLINE = Number(0, 1e9, excludes_low=True)
 _INT64 = (-(2**63), 2**64 - 1)
+
+
+class Temperature:
+    """A number from 0 to 100. Less than 1e-30 is 0.
+
+    Clients that leave a 0 out, such as Go's, send the smallest number of 32 bits in place of it.
+    """
+
+    def read(self, where: str, value: Any) -> float:
+        found = Number(0, 100).read(where, value)
+        return found if found >= _LEAST_TEMPERATURE else 0.0
+
+    def schema(self) -> dict[str, Any]:
+        return Number(0, 100).schema()
 
 
 class NewTokens(NamedTuple):
@@ -95,7 +109,7 @@ STREAM_OPTIONS = Object(
 )
 
 SAMPLING = (
-    Field("temperature", TEMPERATURE, "0: greedy; absent: the checkpoint's, else 1"),
+    Field("temperature", Temperature(), "0: greedy; absent: the checkpoint's, else 1"),
     Field("top_p", Number(0, 1), "absent: the checkpoint's, else 1"),
     Field("top_k", Integer(-1, 2**31 - 1), "0 or -1: unlimited; absent: the checkpoint's"),
     Field("min_p", Number(0, 1), "minimum probability, relative to the likeliest token"),
