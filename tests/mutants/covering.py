@@ -143,9 +143,10 @@ _CPU = {
     "per_token_kernels.py": "test_kernel_memory test_kernels",
     "token_masks.py": "test_token_masks",
 }
-# What chooses providers, captures steps as CUDA graphs, and chooses tokens.
+# What chooses providers, captures steps as CUDA graphs, computes steps, and chooses tokens.
 _CHOOSER = "test_executor test_top_log_probs test_beam_search test_prompt_lookup test_logits"
 _DEVICE_STEPS = "test_step_launches test_mixed_steps test_device_executor"
+_RANKS = "test_rank_executor test_rank_parity"
 _OTHERS = {
     "gptmanager/assembly/attention_choice.py": _RULES,
     "gptmanager/assembly/attention_trial.py": _RULES,
@@ -158,7 +159,18 @@ _OTHERS = {
     "gptmanager/executor/choice/token_chooser.py": f"{_CHOOSER} test_guided_beams",
     "gptmanager/executor/choice/top_tokens.py": "test_top_log_probs",
     "gptmanager/executor/device_runner.py": f"{_DEVICE_STEPS} test_device_chooser",
+    "gptmanager/executor/forward_thread.py": f"{_RANKS} test_adapter_loader",
+    "gptmanager/executor/out_of_memory.py": "test_memory_shortage",
     "gptmanager/executor/packed_rows.py": f"test_mixed_steps test_memory_shortage {_CHOOSER}",
+    "gptmanager/executor/rank_executor.py": _RANKS,
+    "gptmanager/executor/result_message.py": _RANKS,
+    "gptmanager/executor/runner.py": f"{_CHOOSER} test_captured_steps test_prompt_embeddings "
+    "test_adapters_in_models test_memory_of_managers test_weight_updates test_step_signal",
+    "gptmanager/executor/sequence_tables.py": f"{_CHOOSER} {_DEVICE_STEPS}",
+    "gptmanager/executor/staged_executor.py": f"{_RANKS} test_rank_faults",
+    "gptmanager/executor/step_in_flight.py": f"{_CHOOSER} test_drawn_drafts",
+    "gptmanager/executor/torch_executor.py": f"{_CHOOSER} test_gathered_logits test_sink_tokens "
+    "test_attention_window test_memory_shortage test_top_log_probs test_recovery",
 }
 _ANY_OF_CPU = (
     "test_kernel_memory test_kernels test_packed_matmul test_adapter_kernels test_token_masks"

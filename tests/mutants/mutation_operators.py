@@ -216,7 +216,8 @@ def _of_node(node: ast.AST, lines: list[str]) -> Iterator[tuple[str, Place, Plac
             for change in between(left, sign, right):
                 yield kind, *change
             simple = all(isinstance(it, (ast.Name, ast.Attribute)) for it in (left, right))
-            if simple and isinstance(sign, _SWAPPED):
+            is_in_one_line = left.end_lineno == right.lineno
+            if simple and is_in_one_line and isinstance(sign, _SWAPPED):
                 parts = text(*whole).partition(text(_end(left), _begin(right)))
                 yield "swapped", *whole, "".join(reversed(parts))
         case ast.BoolOp(sign, values):

@@ -94,6 +94,7 @@ def test_mistakes_in_python():
     assert not planted("f.py", "for a, b in zip(c, d, strict=True):\n    f(a, b)\n") - {
         ("dropped", "pass")
     }
+    assert not planted("f.py", "x = (\n    a\n    - b\n)\n")  # nothing where a sign has its line
     for mutant in mutants_of("f.py", BODY):
         compile(mutant.plant(BODY), "f.py", "exec")
         assert mutant.line > 2
