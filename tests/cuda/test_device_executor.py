@@ -445,9 +445,12 @@ class CountedStream(EmulatedStream):
         return self.largest << 20
 
 
-@pytest.mark.parametrize(("cuda_graphs", "sizes"), [(True, ()), (True, (16, 30)), (False, (30,))])
+@pytest.mark.parametrize(
+    ("cuda_graphs", "sizes", "is_capturable"),
+    [(True, (), True), (True, (16, 30), True), (True, (30,), False), (False, (30,), True)],
+)
 def test_what_is_recorded_counts_before_the_cache_takes_the_rest(
-    toolchain, cuda_graphs, sizes, monkeypatch
+    toolchain, cuda_graphs, sizes, is_capturable, monkeypatch
 ):
     set_token_sizes(monkeypatch, *sizes)
     stream = CountedStream()
@@ -459,9 +462,15 @@ def test_what_is_recorded_counts_before_the_cache_takes_the_rest(
         stream.largest = max(stream.largest, len(batch.token_ids))
         return forward(batch, pool)
 
-    model.forward = forward
+    def plan(starts, lengths, num_context_rows, fixed=0, plan=model.plan):
+        may_plan = is_capturable or not fixed
+        return plan(starts, lengths, num_context_rows, fixed) if may_plan else ()
+
+    model.forward, model.plan = forward, plan
     marks = 2 * 9 * 96 * 4
-    recorded = max(24, *sizes[1:], 0) if cuda_graphs else 0  # of 18 beams, as the ladder has it
+    recorded = (
+        max(24, *sizes[1:], 0) if cuda_graphs and is_capturable else 0
+    )  # of 18 beams, as the ladder has it
     free = stream.free_bytes() - marks - (40 + recorded << 20)
     assert backend.memory_budget(model, params, 2).free_bytes == free
 
