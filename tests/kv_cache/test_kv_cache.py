@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -17,6 +18,9 @@ from gptmanager.errors import (
 from gptmanager.kv_cache import BlockCopy, KvCacheManager, LedgerError
 from gptmanager.kv_cache.block import BlockPool, BlockTables, WhatIf
 from gptmanager.request.llm_request import LlmRequest, LlmRequestState
+
+
+GENERATING = {LlmRequestState.GENERATION_IN_PROGRESS, LlmRequestState.GENERATION_TO_COMPLETE}
 
 
 def started(kv: KvCacheManager, request: LlmRequest) -> LlmRequest:
@@ -37,6 +41,62 @@ def stepped(kv: KvCacheManager, request: LlmRequest, count: int = 1) -> LlmReque
 def snapshot(kv: KvCacheManager, *request_ids: int) -> object:
     held = [(kv.block_ids(i), kv.num_tokens(i)) for i in request_ids]
     return kv.audit(), kv.get_num_free_blocks(), held
+
+
+# Counts of many requests ------------------------------------------------------------------------
+
+
+def requests_in_all_states(chance: random.Random, count: int) -> list[LlmRequest]:
+    found = []
+    for number in range(count):
+        request = LlmRequest(
+            *(number, chance.randint(1, 20), chance.randint(1, 30)),
+            beam_width=chance.choice([1, 1, 3]),
+            num_draft_tokens=chance.choice([0, 0, 1, 5]),
+            encoder_len=chance.randint(1, 20),
+            context_current_position=chance.choice([0, 0, 1]),
+            state=chance.choice([*LlmRequestState]),
+        )
+        for _ in range(chance.randrange(request.max_new_tokens)):
+            request.add_token()
+        found.append(request)
+    return found
+
+
+WINDOW = {"max_attention_window": 9, "sink_token_length": 3}
+
+
+@pytest.mark.parametrize("tokens_per_block", [1, 4, 7])
+@pytest.mark.parametrize("options", [{}, WINDOW, {"cross": True}], ids=["plain", "window", "cross"])
+@pytest.mark.parametrize("lookahead", [False, True])
+def test_counts_of_many_requests_are_sums_or_bounds_of_single_ones(
+    tokens_per_block: int, options: dict[str, Any], lookahead: bool
+) -> None:
+    kv, chance = KvCacheManager(100, tokens_per_block, **options), random.Random(1)
+    for _ in range(300):
+        requests = requests_in_all_states(chance, chance.randint(0, 3))
+        one_step = sum(kv.get_needed_blocks_one_step(it, lookahead) for it in requests)
+        rest = sum(kv.get_remaining_blocks_to_completion(it) for it in requests)
+        assert kv.most_blocks_one_step(requests, lookahead) >= one_step
+        assert kv.most_blocks_to_completion(requests) >= rest
+        assert kv.sum_remaining_blocks_to_completion(requests) == rest
+        generating = [it for it in requests if it.state in GENERATING]
+        one_step = sum(kv.get_needed_blocks_one_step(it, lookahead) for it in generating)
+        assert kv.sum_needed_blocks_one_step(generating, lookahead) == one_step
+
+
+@pytest.mark.parametrize("lookahead", [False, True])
+def test_the_bound_of_a_step_is_close(lookahead: bool) -> None:
+    """A bound far above would make schedulers slow: they would never take all requests at once."""
+    kv, chance = KvCacheManager(100, 4), random.Random(2)
+    for request in requests_in_all_states(chance, 300):
+        left = request.max_new_tokens - request.num_generated
+        generates_on = request.state in GENERATING and left > 12
+        starts = request.state not in GENERATING and request.is_first_context_chunk
+        if generates_on or (starts and request.state is not LlmRequestState.GENERATION_COMPLETE):
+            needed = kv.get_needed_blocks_one_step(request, lookahead)
+            bound = kv.most_blocks_one_step([request], lookahead)
+            assert needed <= bound <= needed + request.beam_width, request
 
 
 # The contract's worked example: 20 blocks of 10 tokens, four requests of 10 + 80 ---------------
