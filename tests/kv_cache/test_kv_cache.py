@@ -625,8 +625,11 @@ def test_a_cross_cache_counts_the_encoders_positions_once() -> None:
     assert kv.get_needed_blocks_one_step(request) == 3
     begun = LlmRequest(2, 70, 80, encoder_len=25, context_current_position=40)
     assert kv.get_remaining_blocks_to_completion(begun) == 0
+    generating = LlmRequest(3, 70, 80, encoder_len=25)
+    generating.move_to_next_context_chunk()
+    assert kv.get_needed_blocks_one_step(generating) == 0
     kv.add_sequence(request)
-    assert kv.block_ids(1) == [[0, 1, 2]] * 4
+    assert kv.block_ids(1) == [[0, 1, 2]] * 4 and kv.num_tokens(1) == 25
     assert kv.get_remaining_blocks_to_completion(request) == 0
     kv.check()
     request.move_to_next_context_chunk()
@@ -758,27 +761,3 @@ def test_check_names_the_block_and_its_owner(
     report = kv.audit()
     assert not report.ok
     assert report.problem == str(raised.value)
-
-
-def test_the_sum_of_one_step_needs_is_the_sum_of_each() -> None:
-    for window, sink, cross in ((None, 0, False), (11, 3, False), (None, 0, True)):
-        kv = KvCacheManager(
-            500, 4, max_attention_window=window, sink_token_length=sink, cross=cross
-        )
-        requests = []
-        for number in range(60):
-            request = LlmRequest(
-                number,
-                1 + number % 7,
-                1 + number % 9,
-                beam_width=1 + number % 2,
-                num_draft_tokens=number % 3,
-                encoder_len=5,
-            )
-            request.move_to_next_context_chunk()
-            for _ in range(1 + number % request.max_new_tokens):
-                request.add_token()
-            requests.append(request)
-        for lookahead in (False, True):
-            needs = [kv.get_needed_blocks_one_step(request, lookahead) for request in requests]
-            assert kv.sum_needed_blocks_one_step(requests, lookahead) == sum(needs)
