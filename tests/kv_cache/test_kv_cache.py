@@ -19,7 +19,6 @@ from gptmanager.kv_cache import BlockCopy, KvCacheManager, LedgerError
 from gptmanager.kv_cache.block import BlockPool, BlockTables, WhatIf
 from gptmanager.request.llm_request import LlmRequest, LlmRequestState
 
-
 GENERATING = {LlmRequestState.GENERATION_IN_PROGRESS, LlmRequestState.GENERATION_TO_COMPLETE}
 
 

@@ -19,6 +19,7 @@ from gptmanager.scheduler import (
     SimpleScheduler,
     StaticBatchScheduler,
 )
+from gptmanager.scheduler.wait_reasons import WaitReason
 
 BOTH = pytest.mark.parametrize("policy", [GuaranteedNoEvictScheduler, MaxUtilizationScheduler])
 CONTEXT_INIT = LlmRequestState.CONTEXT_INIT
@@ -164,6 +165,21 @@ def test_max_utilization_skips_a_context_that_it_tries_again_after_a_pause() -> 
     assert (fitting, ids(paused)) == ([], [9])
 
 
+def test_a_delayed_request_waits_for_what_the_context_waits_for_that_it_would_reuse() -> None:
+    """The context with the same beginning is paused in the same decision."""
+    kv = caching(7)
+    paused = LlmRequest(9, tokens(35), 5, context_chunk_size=20)
+    kv.add_sequence(paused)
+    paused.move_to_next_context_chunk()
+    active = [LlmRequest(1, tokens(40, 300), 5), LlmRequest(2, tokens(25), 5), paused]
+    scheduler = MaxUtilizationScheduler(5, kv)
+    assert ids(scheduler.schedule_request(active)[1]) == [9]
+    waits = scheduler.why_waiting(active)
+    assert waits is not None
+    assert waits[2] == waits[9] and waits[9].behind == 1
+    assert waits[9].cause is WaitReason.KV_BLOCKS
+
+
 def test_a_static_batch_does_not_wait() -> None:
     kv = caching(20)
     active = [LlmRequest(i, tokens(11), 2) for i in range(3)]
@@ -200,7 +216,11 @@ def test_a_victims_blocks_that_a_scheduled_context_shares_do_not_become_free() -
         other = LlmRequest(2, tokens(prompt_len, 100), 8)
         fitting, paused = MaxUtilizationScheduler(5, kv).schedule_request([sharer, other, victim])
         assert ids(paused) == [9]
-        assert (2 in ids(fitting)) is False  # tried again after the pause: its own record
+        assert ids(fitting) == [1]  # 2 is tried again after the pause: its own record
+        third = LlmRequest(3, tokens(prompt_len, 500), 8)
+        active = [sharer, other, third, victim]
+        fitting, _ = MaxUtilizationScheduler(5, kv).schedule_request(active)
+        assert ids(fitting) == ([1, 3] if fits else [1])
         kv.start_scheduling()
         kv.scheduling_add_sequence(sharer)
         kv.scheduling_remove_sequence(9)
