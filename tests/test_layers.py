@@ -299,7 +299,7 @@ models/                       decoder networks, and the table of families
         lora_modules          the modules of a layer that LoRA adapters may change
         layer_tensors         the tensors of a layer, looked up once
         cos_sin_tables        cosines and sines of all positions
-        attention_inputs      queries with a temperature, pages of another layer
+        attention_inputs      normed heads, queries with a temperature, fewer pages
         latent_attention      attention to the latents of DeepSeek V2
         linear_attention      linear attention with a state
         expert_mixture        outputs of experts, with those of a shared MLP

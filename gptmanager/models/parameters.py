@@ -14,6 +14,7 @@ Shape = tuple[int, ...]
 
 # matrices used for lookups, not for matmuls
 _LOOKED_UP = ("positions.weight", "token_embedding.weight", "embedding.weight")
+_QK_NORMS = "q_norm", "k_norm"
 _HEADS = {"embedding.weight", "lm_head.weight"}
 
 
@@ -199,6 +200,10 @@ def _attention(spec: ModelSpec, own: Attention) -> dict[str, Shape]:
     kind = spec.norms.query_key
     if kind in ("head", "rotated_head"):
         found |= {"q_norm.weight": (own.head_dim,), "k_norm.weight": (own.head_dim,)}
+    elif kind == "biased_head":
+        found |= {
+            f"{it}.{part}": (own.head_dim,) for it in _QK_NORMS for part in ("weight", "bias")
+        }
     elif kind in ("own_head", "all_heads"):
         found |= {"q_norm.weight": (heads,), "k_norm.weight": (kv_heads,)}
     if own.sinks:

@@ -29,9 +29,10 @@ class Norms:
     has on the inputs of attention and MLP, and on their outputs before the residual addition.
     `query_key`: the norm of queries and keys. "head" has one weight `[head_dim]` for all heads.
     "rotated_head" is the same, but applied after RoPE. "rotated" is like "rotated_head", but
-    without weights, and only in layers with RoPE. "own_head" has separate weights per head.
-    "all_heads" normalizes all heads together. `query_key_kind`: the `kind` of the norm of queries
-    and keys. `value`: heads of values have an RMS norm without weights.
+    without weights, and only in layers with RoPE. "biased_head" is a LayerNorm with one weight and
+    one bias `[head_dim]` for all heads. "own_head" has separate weights per head. "all_heads"
+    normalizes all heads together. `query_key_kind`: the `kind` of the norm of queries and keys.
+    `value`: heads of values have an RMS norm without weights.
     """
 
     kind: Literal["rms", "layer"] = "rms"
@@ -43,7 +44,9 @@ class Norms:
     after_attention: bool = False
     before_mlp: bool = True
     after_mlp: bool = False
-    query_key: Literal["none", "head", "rotated_head", "rotated", "own_head", "all_heads"] = "none"
+    query_key: Literal[
+        "none", "head", "rotated_head", "rotated", "biased_head", "own_head", "all_heads"
+    ] = "none"
     query_key_kind: Literal["rms", "layer"] = "rms"
     value: bool = False
 

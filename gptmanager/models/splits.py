@@ -52,7 +52,7 @@ SPLITS = {
 
 # for models in which norms of queries and keys have separate weights for each head
 _NORMS = {"q_norm": Split(rows=("queries",)), "k_norm": Split(rows=("keys",))}
-_OF_ONE_HEAD = ("none", "head", "rotated_head", "rotated")
+_OF_ONE_HEAD = ("none", "head", "rotated_head", "rotated", "biased_head")
 
 
 class Shares:

@@ -138,12 +138,12 @@ def test_other_folders_are_described(tmp_path: Path, files: dict[str, str], text
             {"per_layer_config": {"1": {"window": 3}}},
             "per_layer_config = .* may only",
         ),
+        ("deepseek_v2", {"norm_topk_prob": True}, "norm_topk_prob = True: must be false: DeepSeek"),
         ("deepseek_v2", {"topk_method": "noaux_tc"}, "topk_method = 'noaux_tc': must be 'greedy'"),
         ("deepseek_v3", {"scoring_func": "softmax"}, "scoring_func = 'softmax': not supported"),
         ("granitemoehybrid", {"layer_types": ["mamba"] * 4}, "layer_types = .*: not supported"),
         ("granitemoehybrid", {"num_local_experts": 4}, "num_local_experts = 4: must be 0"),
         ("smollm3", {"no_rope_layers": [1]}, "no_rope_layers = .1.: must be a list of 4"),
-        ("stablelm", {"qk_layernorm": True}, "qk_layernorm = True: an unknown field"),
         ("opt", {"do_layer_norm_before": False}, "do_layer_norm_before = False: must be true"),
     ],
 )

@@ -218,6 +218,8 @@ VARIANTS: Mapping[str, dict[str, Any]] = {
         "rope_parameters": _ROPE,
     },
     "stablelm parallel": {**BASE, "use_parallel_residual": True},
+    "stablelm norms": {**BASE, **_HALF, "qk_layernorm": True, "use_parallel_residual": True},
+    "phi norms": {**BASE, **_HALF, "qk_layernorm": True},
     "gpt_neox sequential": {**_NEOX, "use_parallel_residual": False},
     "deepseek_v2 greedy": {
         **_ROUTED,

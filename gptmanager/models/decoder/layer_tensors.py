@@ -36,12 +36,13 @@ class HeadNorm(NamedTuple):
     """A norm for `columns` of the joined queries, keys and values.
 
     Each group of `width` adjacent columns is normalized by itself. `weight` has an element for each
-    of `columns`.
+    of `columns`. If there is a `bias`, `weight` and `bias` have `width` elements for all groups.
     """
 
     columns: range
     width: int
     weight: Tensor
+    bias: Tensor | None = None
 
 
 class TokenInput(NamedTuple):
@@ -262,13 +263,13 @@ def _head_norms(
         end = own.num_heads * own.head_dim + 2 * size
         ones = torch.ones(size, dtype=spec.dtype, device=device)
         norms.append(HeadNorm(range(end - size, end), own.head_dim, ones))
-    if kind not in ("own_head", "all_heads"):
+    if kind not in ("biased_head", "own_head", "all_heads"):
         return tuple(norms)
     for name, heads in (("q_norm", own.num_heads), ("k_norm", own.num_kv_heads)):
-        size = heads * own.head_dim
-        width = own.head_dim if kind == "own_head" else size
-        weight = weights.tensor(f"layers.{index}.{name}.weight")
-        norms.append(HeadNorm(range(first, first + size), width, weight))
+        size, module = heads * own.head_dim, f"layers.{index}.{name}"
+        width = size if kind == "all_heads" else own.head_dim
+        weight, bias = weights.tensor(f"{module}.weight"), _bias(weights, module)
+        norms.append(HeadNorm(range(first, first + size), width, weight, bias))
         first += size
     return tuple(norms)
 

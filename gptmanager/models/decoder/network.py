@@ -21,7 +21,11 @@ from gptmanager.kernels.reference import Ints, Kernels
 from gptmanager.memory.kv_pool import KvPool
 from gptmanager.memory.weights import Weights
 from gptmanager.models.batch import Batch
-from gptmanager.models.decoder.attention_inputs import scaled_by_temperature, without_heads
+from gptmanager.models.decoder.attention_inputs import (
+    norm_heads,
+    scaled_by_temperature,
+    without_heads,
+)
 from gptmanager.models.decoder.cos_sin_tables import CosSinTables
 from gptmanager.models.decoder.expert_mixture import mix_apart, mix_experts
 from gptmanager.models.decoder.latent_attention import attend_to_latents, latent_tensors
@@ -283,8 +287,7 @@ class CheckpointModel:
         if layer.pages.keys_as_values:
             width = layer.attention.num_heads * layer.attention.head_dim
             qkv = torch.cat((qkv, qkv[:, width:]), dim=1)
-        if layer.head_norms:
-            self._norm_heads(layer, qkv)
+        self._norm_heads(layer, qkv)
         queries = self._kernels.rope_and_write(
             qkv,
             positions,
@@ -297,8 +300,7 @@ class CheckpointModel:
             layer.attention.late_norm,
             layer.attention.plus_one,
         )
-        if layer.temperature is not None:
-            queries = scaled_by_temperature(queries, positions, layer.temperature)
+        queries = scaled_by_temperature(queries, positions, layer.temperature)
         mixed = self._kernels.attention(queries, pages, rows, layer.attention, layer.sinks)
         return mixed if gates is None else self._kernels.gated(mixed, gates)
 
@@ -308,10 +310,8 @@ class CheckpointModel:
             whole = self.whole_spec.layers[self.spec.first_layer + layer.number].attention
             given = qkv, layer.head_norms, norms.eps, norms.plus_one, whole
             norm_over_ranks(*given, self._collectives)
-            return
-        kind = {"centered": norms.query_key_kind == "layer", "plus_one": norms.plus_one}
-        for columns, width, weight in layer.head_norms:
-            self._kernels.norm_heads(qkv, columns, width, weight, norms.eps, **kind)
+        else:
+            norm_heads(self._kernels, qkv, layer.head_norms, norms)
 
     def _feed_forward(
         self,

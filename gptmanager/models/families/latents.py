@@ -91,6 +91,12 @@ def _v2_experts(fields: Fields, layer: int) -> tuple[Experts, int] | None:
     If `topk_method` is "greedy", all experts are in one group.
     """
     method, found = fields.get("topk_method"), _GREEDY(fields, layer)
+    if fields.get("norm_topk_prob") not in (None, False):
+        raise fields.error(
+            "norm_topk_prob",
+            "must be false: DeepSeek's own code divides the weights of a token's experts by their "
+            "sum, and transformers does not",
+        )
     if method not in ("greedy", "group_limited_greedy"):
         raise fields.error("topk_method", "must be 'greedy' or 'group_limited_greedy'")
     if found is None or method == "group_limited_greedy":
@@ -122,7 +128,6 @@ _V2 = replace(
     out_bias="attention_bias",
     mlp_bias="mlp_bias",
     neutral={
-        "norm_topk_prob": False,
         "scoring_func": "softmax",
         "moe_layer_freq": 1,
         "seq_aux": True,

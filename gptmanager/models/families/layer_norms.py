@@ -70,9 +70,16 @@ _COHERE = replace(
 _STABLELM = replace(
     PLAIN,
     title="StableLM",
+    tensors=llama_names(
+        q_norm=None,
+        k_norm=None,
+        q_norms="self_attn.q_layernorm.norms.{}",
+        k_norms="self_attn.k_layernorm.norms.{}",
+    ),
     spellings=LAYER_EPS,
     defaults=llama_fields(norm_eps=1e-5, max_position_embeddings=4096, partial_rotary_factor=0.25),
-    norms=LAYER_NORM,
+    norms=replace(LAYER_NORM, query_key="own_head", query_key_kind="layer"),
+    qk_norm="qk_layernorm",
     parallel="use_parallel_residual",
     one_norm="use_parallel_residual",
     qkv_bias="use_qkv_bias",
@@ -83,6 +90,8 @@ _PHI = replace(
     title="Phi 1, 1.5, 2",
     tensors=llama_names(
         mlp_norm=None,
+        q_norm="self_attn.q_layernorm",
+        k_norm="self_attn.k_layernorm",
         out="self_attn.dense",
         gate=None,
         up=None,
@@ -92,7 +101,10 @@ _PHI = replace(
     ),
     spellings=LAYER_EPS,
     defaults=llama_fields(hidden_act="gelu_new", norm_eps=1e-5, partial_rotary_factor=0.5),
-    norms=Norms("layer", bias=True, before_mlp=False),
+    norms=Norms(
+        "layer", bias=True, before_mlp=False, query_key="biased_head", query_key_kind="layer"
+    ),
+    qk_norm="qk_layernorm",
     gated=False,
     parallel=True,
     qkv_bias=True,

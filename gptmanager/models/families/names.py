@@ -22,6 +22,8 @@ _MODULES: Mapping[str, tuple[str, str | None]] = {
     "qkv_by_head": ("qkv", "by_head"),
     "q_norm": ("q_norm", None),
     "k_norm": ("k_norm", None),
+    "q_norms": ("q_norm", "each_head"),
+    "k_norms": ("k_norm", "each_head"),
     "query_latent": ("query_latent", None),
     "query_latent_norm": ("query_latent_norm", None),
     "query": ("query", "query"),

@@ -156,6 +156,9 @@ def _in_layer(
         count = heads if part == "q" else kv_heads
         rope = _interleaved_rope(spec) if part in _ROTATED else None
         yield theirs, _heads(parameter, own, first, count, rope, transposed)
+    elif part == "each_head":
+        for head in range(num_rows // (dim := layer.attention.head_dim)):
+            yield _numbered(theirs, head), Place(parameter, head * dim, dim)
     elif parameter.endswith(("q_norm.weight", "k_norm.weight")):
         count = num_rows // layer.attention.head_dim
         place = _heads(parameter, layer.attention, 0, count, _interleaved_rope(spec), False)
