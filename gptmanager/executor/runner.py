@@ -154,6 +154,7 @@ class Runner:
     def release(self) -> None:
         """Return the memory of the KV cache to the system. No step may run until `restore`."""
         self._released = ReleasedMemory(self.kv_pool.memory)
+        self._released.release()
 
     def restore(self) -> None:
         """Allocate what `release` gave back to the system. The KV cache has lost its contents."""

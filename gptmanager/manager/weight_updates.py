@@ -170,7 +170,8 @@ class WeightUpdates:
             return  # only a natively loaded model has `Weights`
         with self._runner.stream:
             self._released = ReleasedMemory(*self._weights.memory(keeps=keep))
-        self.is_incomplete |= not keep
+            self.is_incomplete |= not keep
+            self._released.release()
 
     def _restore_weights(self) -> None:
         if self._released is not None:

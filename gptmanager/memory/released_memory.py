@@ -15,29 +15,32 @@ from gptmanager.errors import ConfigError, error_summary
 
 
 class ReleasedMemory:
-    """The constructor releases the memory of `tensors`, which must not be used until `restore`.
+    """The memory of `tensors`. After `release`, they must not be used until `restore`.
 
-    On the CPU, only memory pages are returned to the system: the tensors keep their addresses, so
-    pointers to them stay valid. On a device, the tensors get new addresses.
+    `restore` also restores what a `release` that has failed half-way has released. On the CPU, only
+    memory pages are returned to the system: the tensors keep their addresses, so pointers to them
+    stay valid. On a device, the tensors get new addresses.
 
-    The contents of the tensors `kept` are saved until `restore`: tensors on the CPU in a temporary
-    file, tensors on a device in CPU memory. After `restore`, a tensor that was not kept has
-    the contents of its file if it is mapped from a file, and otherwise zeros or its old contents.
-    If the temporary file cannot be written, the constructor raises ConfigError and releases
-    nothing.
+    The constructor saves the contents of the tensors `kept` until `restore`: tensors on the CPU in
+    a temporary file, tensors on a device in CPU memory. After `restore`, a tensor that was not kept
+    has the contents of its file if it is mapped from a file, and otherwise zeros or its old
+    contents. If the temporary file cannot be written, the constructor raises ConfigError.
     """
 
     def __init__(self, tensors: Iterable[Tensor], kept: Iterable[Tensor] = ()) -> None:
         kept = [*kept]
-        on_cpu, on_device = _by_device(tensors)
+        self._on_cpu, self._on_device = _by_device(tensors)
         self._from_file, kept_on_device = _by_device(kept)
-        self._file = _saved(self._from_file) if self._from_file else None
         self._copies = [(tensor, tensor.cpu()) for tensor in kept_on_device]
-        for tensor in on_cpu:
+        self._file = _saved(self._from_file) if self._from_file else None
+        storages = (tensor.untyped_storage() for tensor in self._on_device)
+        by_id = {id(storage): storage for storage in storages}
+        self._storages = [(storage, storage.nbytes()) for storage in by_id.values()]
+
+    def release(self) -> None:
+        """Return the memory to the system."""
+        for tensor in self._on_cpu:
             _release_pages(tensor)
-        self._on_device = on_device
-        storages = {id(it): it for it in (tensor.untyped_storage() for tensor in on_device)}
-        self._storages = [(storage, storage.nbytes()) for storage in storages.values()]
         for storage, _ in self._storages:
             storage.resize_(0)
 
@@ -62,6 +65,7 @@ class ReleasedMemory:
         """Remove the temporary file."""
         if self._file is not None:
             self._file.close()
+            self._file = None
 
 
 def _by_device(tensors: Iterable[Tensor]) -> tuple[list[Tensor], list[Tensor]]:

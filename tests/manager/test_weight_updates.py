@@ -22,6 +22,7 @@ from gptmanager import (
     PeftCacheManagerConfig,
 )
 from gptmanager.errors import CallbackError, ConfigError, ManagerDeadError, SleepError
+from gptmanager.memory import released_memory
 from gptmanager.memory.safetensors_reader import SafetensorsFolder
 from gptmanager.models.conversion import convert_checkpoint
 from gptmanager.testing import RecordingCallbacks
@@ -326,6 +327,28 @@ def test_a_full_disk_leaves_a_manager_awake(served, monkeypatch):
     with pytest.raises(ConfigError, match=r"cannot be written to .*keep_weights=False"):
         manager.sleep()
     assert not manager.is_asleep and output(host) == first
+
+
+@pytest.mark.parametrize("keeps", [True, False])
+def test_memory_that_is_released_in_part_leaves_a_manager_awake(served, monkeypatch, keeps):
+    host, manager = served
+    first, release, released = output(host), released_memory._release_pages, []
+
+    def release_some(tensor):
+        if len(released) == 5:
+            raise MemoryError("no memory for this call")
+        released.append(tensor)
+        release(tensor)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(released_memory, "_release_pages", release_some)
+        with pytest.raises(MemoryError):
+            manager.sleep(keep_weights=keeps)
+    assert not manager.is_asleep
+    if not keeps:
+        assert not manager._worker.updates.can_run  # some weights are lost
+        manager.update_weights(load_file(f"{FOLDER}/model.safetensors"))
+    assert output(host) == first
 
 
 def test_a_machine_without_a_temporary_folder_leaves_a_manager_awake(served, monkeypatch):
