@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import time
 
-from ranks_by_hand import outputs, start_ranks
+from ranks_by_hand import outputs, started_ranks
 
 from gptmanager import GptManager, ModelType, OptionalParams, ParallelConfig
 from gptmanager.callbacks import broadcast
@@ -39,4 +39,5 @@ if __name__ == "__main__":
     if "RANK" in os.environ:
         main()
     else:
-        print(*outputs(start_ranks([__file__], 2, PYTHONPATH=".:tests/support")), sep="", end="")
+        with started_ranks([__file__], 2, PYTHONPATH=".:tests/support") as ranks:
+            print(*outputs(ranks), sep="", end="")

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from ranks_by_hand import outputs, start_ranks
+from ranks_by_hand import outputs, started_ranks
 
 from gptmanager import InferenceRequest, ParallelConfig
 from gptmanager.host.rank_messages import Turn, Unpacker, pack
@@ -92,6 +92,5 @@ if __name__ == "__main__":
         main()
     else:
         for num_ranks in (2, 4):
-            print(
-                outputs(start_ranks([__file__], num_ranks, PYTHONPATH=".:tests/support"))[0], end=""
-            )
+            with started_ranks([__file__], num_ranks, PYTHONPATH=".:tests/support") as ranks:
+                print(outputs(ranks)[0], end="")

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import httpx
 import pytest
-from ranks_by_hand import free_port, outputs, start_ranks
+from ranks_by_hand import free_port, outputs, started_ranks
 
 from gptmanager import OptionalParams
 from gptmanager.cli import main
@@ -42,7 +42,8 @@ def test_a_file_of_requests_runs_on_ranks_as_on_one(options, tmp_path):
     written = [str(tmp_path / name) for name in ("alone", "ranks")]
     command = run_arguments(tmp_path, "--json", "--dtype", "float64", "--output")
     assert main([*command[2:], written[0]]) == 0
-    reports = outputs(start_ranks([*command, written[1], *options], 2))
+    with started_ranks([*command, written[1], *options], 2) as ranks:
+        reports = outputs(ranks)
     assert json.loads(reports[0])["requests"] == 3 and reports[1] == ""
     alone, ranks = (
         [json.loads(line)["output_ids"] for line in Path(path).read_text().splitlines()]
@@ -56,8 +57,8 @@ def test_a_chat_over_ranks_is_that_of_rank_0(tmp_path):
     lines = tmp_path / "lines"
     lines.write_text("17 + 25 =\n")
     command = ["-m", "gptmanager", "chat", "--model", MODEL, "--temperature", "0"]
-    with lines.open() as stdin:
-        ranks = start_ranks([*command, "--tensor-parallel-size", "2"], 2, stdin=stdin)
+    parallel = "--tensor-parallel-size", "2"
+    with lines.open() as stdin, started_ranks([*command, *parallel], 2, stdin=stdin) as ranks:
         assert outputs(ranks) == [" 42\n", ""]
 
 
@@ -75,8 +76,7 @@ def test_processes_of_a_launcher_that_share_nothing_are_warned(
 
 def test_a_server_over_ranks_answers_and_ends_on_both():
     command = ["-m", "gptmanager", "serve", "--model", MODEL, "--port", "0"]
-    first, second = start_ranks([*command, "--tensor-parallel-size", "2"], 2)
-    try:
+    with started_ranks([*command, "--tensor-parallel-size", "2"], 2) as (first, second):
         lines = iter(first.stderr.readline, "")
         url = next(
             found[0] for found in (re.search(r"http://\S+", line) for line in lines) if found
@@ -90,9 +90,12 @@ def test_a_server_over_ranks_answers_and_ends_on_both():
         for rank in (second, first):  # rank 1 leaves signals to rank 0
             rank.send_signal(signal.SIGTERM)
         assert outputs([first, second])[1] == ""
-    finally:
-        for rank in (first, second):
-            rank.kill()
+
+
+def test_ranks_end_with_a_block_that_fails():
+    with pytest.raises(KeyError), started_ranks(["-c", "import time; time.sleep(600)"], 2) as ranks:
+        raise KeyError
+    assert [rank.returncode for rank in ranks] == [-signal.SIGKILL] * 2
 
 
 # Each machine has a network of its own.
@@ -129,6 +132,7 @@ def test_the_host_of_the_page_runs_under_torchrun(tmp_path):
     host.write_text(host_of_the_page())
     names = [f"gptm-{letter}-{os.getpid()}" for letter in "ab"]
     made = subprocess.run(["sh", "-c", MACHINES.format(pid=os.getpid())], capture_output=True)
+    launchers = []
     try:
         there_are_two = made.returncode == 0
         commands = on_two_machines(names, str(host)) if there_are_two else on_one_machine(str(host))
@@ -140,6 +144,8 @@ def test_the_host_of_the_page_runs_under_torchrun(tmp_path):
         ]
         told = outputs(launchers)
     finally:
+        for launcher in launchers:
+            launcher.kill()
         for name in names:
             subprocess.run(["ip", "netns", "del", name], capture_output=True)
     lines = sorted("".join(told).splitlines())

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import IO
 
 
@@ -15,39 +16,39 @@ def free_port() -> int:
         return int(server.getsockname()[1])
 
 
-def start_ranks(
+@contextlib.contextmanager
+def started_ranks(
     command: Sequence[str],
     size: int,
     address: str = "127.0.0.1",
     stdin: IO[str] | None = None,
     **others: str,
-) -> list[subprocess.Popen[str]]:
+) -> Iterator[list[subprocess.Popen[str]]]:
     """`python *command` of each rank, with the environment that torchrun would set.
 
-    `stdin`: the standard input of all of them, as under torchrun.
+    `stdin`: the standard input of all of them, as under torchrun. They end with the block.
     """
     world = {"MASTER_ADDR": address, "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(size)}
     threads = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"}
-    return [
-        subprocess.Popen(
-            [sys.executable, *command],
-            env={**os.environ, **threads, **world, **others, "RANK": str(rank)},
-            stdin=stdin,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(size)
-    ]
+    with contextlib.ExitStack() as stack:
+        ranks = []
+        for number in range(size):
+            rank = subprocess.Popen(
+                [sys.executable, *command],
+                env={**os.environ, **threads, **world, **others, "RANK": str(number)},
+                stdin=stdin,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+            ranks.append(stack.enter_context(rank))  # it waits, after the kill
+            stack.callback(rank.kill)
+        yield ranks
 
 
 def outputs(ranks: Sequence[subprocess.Popen[str]], timeout_s: float = 120.0) -> list[str]:
     """What each has printed, when all have ended well."""
-    try:
-        told = [rank.communicate(timeout=timeout_s) for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
+    told = [rank.communicate(timeout=timeout_s) for rank in ranks]
     for rank, (_, errors) in zip(ranks, told, strict=True):
         assert rank.returncode == 0, errors
     return [output for output, _ in told]
