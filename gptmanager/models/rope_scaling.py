@@ -24,6 +24,7 @@ _LAYER_TYPES = ("full_attention", "sliding_attention")
 _KINDS: Mapping[str, frozenset[str]] = {
     "default": _COMMON,
     "linear": _COMMON | {"factor"},
+    "dynamic": _COMMON | {"factor"},
     "proportional": _COMMON | {"factor"},
     "llama3": _COMMON | {"factor", "low_freq_factor", "high_freq_factor"},
     "yarn": _COMMON.union(
@@ -197,6 +198,8 @@ def _scale_rope(
     plain = Rope(kind, theta=_base(rope, "rope_theta"))
     if kind == "default":
         return plain
+    if kind == "dynamic":
+        return _unstretched(rope, head_dim, max_positions, max_seq_len)
     if kind == "proportional":
         share = rope.number("partial_rotary_factor", 1.0, limit=1.0)
         return replace(plain, factor=rope.number("factor", 1.0), share=share)
@@ -229,6 +232,28 @@ def _scale_rope(
             attention_factor=rope.number("attention_factor", math.sqrt(1 + stretch)),
         )
     return plain
+
+
+def _unstretched(rope: Fields, dim: int, max_positions: int, max_seq_len: int) -> Rope:
+    """Return the RoPE that dynamic RoPE has for each sequence of at most `max_positions` tokens.
+
+    It is the default one, up to the rounding of the formula. For a longer sequence the base would
+    grow with each token, and cached keys would not fit later queries.
+    """
+    if max_seq_len > max_positions:
+        raise rope.error(
+            "rope_type",
+            f"max_seq_len = {max_seq_len} must be at most max_position_embeddings {max_positions}, "
+            "because the frequencies of longer sequences change with each token",
+        )
+    if dim < 4:
+        raise rope.error("rope_type", "needs heads of which more than 2 dimensions rotate")
+    factor = rope.number("factor")
+    stretch = factor * max_positions / max_positions - (factor - 1)
+    theta = _base(rope, "rope_theta") * max(stretch, 0.0) ** (dim / (dim - 2))
+    if theta <= 1 or not is_positive(theta):
+        raise rope.error("factor", f"leads to the base {theta:g}; it must be above 1, and {RANGE}")
+    return Rope(theta=theta)
 
 
 def _yarn_attention(rope: Fields, factor: float) -> float:

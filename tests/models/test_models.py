@@ -115,6 +115,7 @@ ROPES: Mapping[str, dict[str, Any]] = {
     "yarn_mscale": {**YARN, "mscale": 0.7, "mscale_all_dim": 0.4, "truncate": False},
     "yarn_factor": {**YARN, "attention_factor": 1.3, "beta_fast": 20.0, "beta_slow": 2.0},
     "longrope": {**LONGROPE, "factor": 4.0},
+    "dynamic": {"rope_type": "dynamic", "factor": 2.3},
     "longrope_implied": LONGROPE,
     "longrope_factor": {**LONGROPE, "attention_factor": 1.2},
 }
@@ -149,11 +150,12 @@ LONG_YARN = YARN | {"rope_theta": 50.0, "original_max_position_embeddings": 1310
     [
         {"rope_type": "default", "rope_theta": 1e6},
         {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0},
+        {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 3.7},
         {**LLAMA_3_1, "original_max_position_embeddings": 8192},
         {**YARN, "rope_theta": 1e6, "original_max_position_embeddings": 32768},
         {**LONG_YARN, "beta_fast": 1e5, "beta_slow": 1e-3},
     ],
-    ids=["default", "linear", "llama3", "yarn", "yarn of all dimensions"],
+    ids=["default", "linear", "dynamic", "llama3", "yarn", "yarn of all dimensions"],
 )
 def test_tables_are_exact_far_out(rope: dict[str, Any]) -> None:
     sizes = {"max_position_embeddings": 131072, "head_dim": 128, "rope_parameters": rope}
@@ -164,6 +166,14 @@ def test_tables_are_exact_far_out(rope: dict[str, Any]) -> None:
     assert table.shape == (131072, 128)
     expected = expected_rope({**CONFIGS["llama"], **sizes}, positions)
     assert torch.allclose(table[positions], expected, rtol=0, atol=1e-6)
+
+
+def test_dynamic_rope_is_refused_for_sequences_that_it_would_stretch() -> None:
+    rope = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
+    config = {**CONFIGS["llama"], "max_position_embeddings": 64, "rope_parameters": rope}
+    assert {it.theta for it in read_spec(config, max_seq_len=64).ropes if it} == {1e4}
+    with pytest.raises(ConfigError, match="max_seq_len = 65 must be at most max_position_embedd"):
+        read_spec(config, max_seq_len=65)
 
 
 def test_longrope_takes_the_short_factors_for_a_short_limit() -> None:
@@ -531,8 +541,10 @@ def test_the_first_gpt2_checkpoints_load() -> None:
         ("gpt2", {"add_cross_attention": True}, ["add_cross_attention = True"]),
         ("qwen2", {"is_causal": False}, ["is_causal = False"]),
         ("llama", {"torch_dtype": "int8"}, ["torch_dtype = 'int8'", "bfloat16"]),
-        ("llama", {"rope_scaling": {"type": "dynamic", "factor": 2}}, [".type = 'dynamic'"]),
-        ("llama", {"rope_parameters": {"rope_type": "dynamic"}}, ["rope_type = 'dynamic'", "yarn"]),
+        ("llama", {"rope_scaling": {"type": "ntk", "factor": 2}}, [".type = 'ntk'"]),
+        ("llama", {"rope_parameters": {"rope_type": "ntk"}}, ["rope_type = 'ntk'", "yarn"]),
+        ("llama", {"rope_scaling": {"type": "dynamic"}}, ["rope_scaling.factor = None"]),
+        ("llama", {"rope_scaling": {"type": "dynamic", "factor": 1e30}}, ["leads to the base 0"]),
         ("llama", {"rope_scaling": {"type": "linear"}}, ["rope_scaling.factor = None"]),
         ("llama", {"rope_scaling": "yarn"}, ["rope_scaling = 'yarn'"]),
         ("llama", {"rope_scaling": {**YARN, "extra": 1}}, ["rope_scaling.extra = 1", "yarn"]),

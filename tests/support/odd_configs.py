@@ -84,6 +84,7 @@ ROPES: list[tuple[str, dict[str, Any]]] = [
     ("phi3", {"rope_type": "yarn", **_SCALED, "beta_fast": 32.0, "beta_slow": 1.0}),
     ("deepseek_v3", {"rope_type": "yarn", **_SCALED, "mscale_all_dim": 1.0}),
     ("ministral3", {"rope_type": "yarn", **_SCALED, "llama_4_scaling_beta": 0.1}),
+    ("llama", {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}),
     ("hunyuan_v1_dense", {"rope_type": "dynamic", "rope_theta": 1e4, "alpha": 2.0}),
 ]
 
