@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from checkpoints import random_state
 from devices import LLAMA, check_same, checkpoint, finals, prompt, set_token_sizes
 from mixed_schedules import from_tokens
 
@@ -251,11 +252,14 @@ def test_drafts(device, replayed, monkeypatch):
     monkeypatch.setattr(DeviceChooser, "_download", spy)
 
     def requests():
-        text = prompt(4, 6)
-        return [from_tokens(i, text * 2 + text[: 1 + i], 6) for i in range(2)]
+        return [from_tokens(i, prompt(4, 13 + i), 12) for i in range(2)]
 
+    norm = "model.norm.weight"  # zeros: all logits are 0, all tokens and drafts are 0
+    source = LLAMA, {**random_state(LLAMA), norm: torch.zeros(LLAMA["hidden_size"])}
     lookup = PromptLookup(max_draft_tokens=3)
-    check_same(device, requests, speculative_decoding_config=lookup, max_batch_size=8)
+    check_same(
+        device, requests, source=source, speculative_decoding_config=lookup, max_batch_size=8
+    )
     assert 16 in replayed and not drafts
 
 
