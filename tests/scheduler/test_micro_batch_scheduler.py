@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from gptmanager.config import ContextChunkingPolicy
 from gptmanager.errors import ConfigError, SchedulerError
 from gptmanager.scheduler import LlmRequest, LlmRequestState, MicroBatchScheduler, RequestList
+from gptmanager.scheduler.wait_reasons import WaitReason
 
 State = LlmRequestState
 GENERATION = State.GENERATION_IN_PROGRESS
@@ -204,6 +205,22 @@ def test_contexts_get_what_generation_leaves_and_chunk_zero_takes_a_slot() -> No
     assert sizes(requests) == [9, 0, None, None]
 
 
+@pytest.mark.parametrize(
+    ("policy", "reserved"), [(FCFS, 3 + 35), (EQUAL_PROGRESS, 3 + 30), (FORCE_CHUNK, 3 + 30)]
+)
+def test_a_context_without_a_chunk_waits_for_tokens_that_others_take(
+    policy: ContextChunkingPolicy, reserved: int
+) -> None:
+    scheduler = MicroBatchScheduler(9, 40, context_chunking_policy=policy, chunk_unit=10)
+    lengths = {1: 35, 2: 60, 3: 60, 4: 60}
+    requests = [generation(0, 3), *(context(it, length) for it, length in lengths.items())]
+    assert 4 not in decide(scheduler, requests)[0]
+    waits = scheduler.why_waiting(requests, frozenset())
+    assert waits is not None
+    assert (waits[4].reason, waits[4].needed, waits[4].free) == (WaitReason.TOKEN_BUDGET, 10, 40)
+    assert waits[4].reserved == reserved
+
+
 def test_whole_contexts_are_not_charged_during_the_pass() -> None:
     requests = [context(0, 100), generation(1), generation(2)]
     scheduler = MicroBatchScheduler(9, 10, context_chunking_policy=FCFS, chunk_unit=4)
@@ -282,6 +299,8 @@ def test_credit_counts_on_the_first_chunk_only() -> None:
     assert decide(scheduler, [first]) == ([0], [])
     assert decide(scheduler, [later]) == ([1], [])
     assert sizes([first, later]) == [30, 8]
+    later.context_chunk_size = 25
+    assert decide(MicroBatchScheduler(9, 20), [later]) == ([], [])
 
 
 @pytest.mark.parametrize(
