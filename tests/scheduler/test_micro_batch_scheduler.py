@@ -322,6 +322,18 @@ def test_reuse_credit_rules(rule: str, policy: ContextChunkingPolicy, expected: 
     assert sizes(requests) == expected
 
 
+@pytest.mark.parametrize("policy", [FCFS, EQUAL_PROGRESS])
+def test_contexts_are_cut_if_the_rest_after_their_credit_exceeds_the_budget(
+    policy: ContextChunkingPolicy,
+) -> None:
+    """The credit itself costs nothing."""
+    scheduler = MicroBatchScheduler(9, 11, context_chunking_policy=policy, chunk_unit=5)
+    longer, shorter = (context(i, 16 + i, estimated_reusable_tokens=5) for i in (1, 0))
+    assert decide(scheduler, [longer]) == ([1], [])
+    assert sizes([longer]) == [15 if policy is EQUAL_PROGRESS else 10]
+    assert decide(scheduler, [shorter]) == ([0], []) and sizes([shorter]) == [16]
+
+
 @pytest.mark.parametrize(("rule", "expected"), [("prefix", 30), ("shift", 10)])
 def test_credit_and_the_limit_of_one_context(rule: str, expected: int) -> None:
     request = context(0, 40, estimated_reusable_tokens=20)
