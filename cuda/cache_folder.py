@@ -57,7 +57,8 @@ def unseal(path: Path) -> bytes | None:
 
 
 def _user_cache() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    given = Path(os.environ.get("XDG_CACHE_HOME", ""))
+    return given if given.is_absolute() else Path.home() / ".cache"  # relative: not valid
 
 
 def _write_to(folder: Path) -> None:

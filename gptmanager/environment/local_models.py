@@ -116,7 +116,11 @@ def _cached() -> Iterator[LocalModel]:
     A folder with GGUF files is a checkpoint only if it also has safetensors. A single GGUF model in
     such a folder is left out, because the folder is a model itself.
     """
-    for repository in sorted(_hub_cache().glob(f"{_REPOSITORY}*")):
+    try:
+        cache = _hub_cache()
+    except RuntimeError:  # no home folder
+        return
+    for repository in sorted(cache.glob(f"{_REPOSITORY}*")):
         name = repository.name.removeprefix(_REPOSITORY).replace("--", "/")
         try:
             commit = (repository / "refs" / "main").read_text("utf-8").strip()

@@ -13,10 +13,17 @@ from safetensors import safe_open
 from text_checkpoint import save_text_checkpoint
 
 from gptmanager import cli
+from gptmanager.callbacks import generate
 
 TINY_LLAMA = Path(__file__).resolve().parents[2] / "examples" / "tiny_llama"
 TEMPLATE = "{% for message in messages %}{{ message.content }}\n{% endfor %}"
 GREEDY = ("--temperature", "0")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compiled():
+    """Compile the kernels, so that no chat says that it does."""
+    generate(TINY_LLAMA, "a", 2)
 
 
 @pytest.fixture
@@ -196,6 +203,11 @@ def test_wrong_bytes_and_names_of_control_tokens_are_plain_text(chat, tmp_path):
     assert code == 0 and "3 messages" not in err
     question = json.loads(file.read_bytes())["messages"][0]["content"]
     assert question == "\N{REPLACEMENT CHARACTER}<|endoftext|>"
+
+
+def test_a_home_folder_that_is_unknown(chat):
+    code, _, err = chat("/save ~nobody-has-this-name/chat.json", "--max-new-tokens", 2)
+    assert code == 1 and "~nobody-has-this-name/chat.json" in err and err.count("\n") == 1
 
 
 def test_a_closed_standard_input(monkeypatch, capsys):

@@ -574,10 +574,10 @@ def test_a_text_in_another_encoding_than_that_of_the_locale(call, arguments):
     assert re.search(told, outcome.err), outcome.err
 
 
-def test_a_path_that_is_not_utf_8_in_a_report(call, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", "/a\udcffb")
+def test_a_path_that_is_not_utf_8_in_a_report(call, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", f"{tmp_path}/a\udcffb")
     caches = json.loads(call("env", "--json").out)["caches"]
-    assert caches["kernels of the GPU"] == r"/a\udcffb/gptmanager/cuda"
+    assert caches["kernels of the GPU"] == rf"{tmp_path}/a\udcffb/gptmanager/cuda"
 
 
 def test_a_text_that_the_standard_output_cannot_encode(call, tmp_path, monkeypatch):

@@ -75,6 +75,14 @@ def test_only_files_that_loading_reads_are_counted(cache: Path) -> None:
         assert sizes() == {"org/folder": 0}
 
 
+def test_models_are_found_without_a_home_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("HOME", "HF_HOME", "HF_HUB_CACHE", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr("os.path.expanduser", lambda path: path)
+    monkeypatch.setattr("pwd.getpwuid", {}.__getitem__)
+    assert find_model("tiny_llama") is not None
+
+
 def test_models_of_packages_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     info = tmp_path / "llm_x-1.2.dist-info"
     info.mkdir()
@@ -82,6 +90,9 @@ def test_models_of_packages_are_found(tmp_path: Path, monkeypatch: pytest.Monkey
     files = ["My-Model.Q4_0.gguf", "Mine-00001-of-00002.gguf", "Mine-00002-of-00002.gguf"]
     files.append("__init__.py")
     (info / "RECORD").write_text("".join(f"llm_x/{file},,\n" for file in files))
+    (tmp_path / "llm_x").mkdir()
+    for file in files:  # Python 3.12 leaves out files that do not exist
+        (tmp_path / "llm_x" / file).touch()
     other = tmp_path / "llm_y-1.0.dist-info"
     other.mkdir()
     (other / "RECORD").write_text("llm_y/__init__.py,,\n")  # and no METADATA: it is not read

@@ -29,7 +29,10 @@ def test_the_users_cache(monkeypatch, tmp_path, caplog):
 
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setenv("HOME", str(tmp_path))
-    assert cache_folder("cubins") == tmp_path / ".cache" / "gptmanager" / "cubins"
+    for invalid in (None, "", "relative"):
+        if invalid is not None:
+            monkeypatch.setenv("XDG_CACHE_HOME", invalid)
+        assert cache_folder("cubins") == tmp_path / ".cache" / "gptmanager" / "cubins"
     assert not caplog.records
 
 

@@ -148,9 +148,13 @@ def test_a_body_compiles_where_no_folder_can_hold_its_cache(monkeypatch, compila
     assert "no folder can be written to" in record.message and "NUMBA_CACHE_DIR" in record.message
 
 
-def test_no_folder_named_like_a_home_is_made_where_there_is_no_home(monkeypatch, tmp_path):
+@pytest.mark.parametrize("cache", [None, "", "relative"])
+def test_no_folder_is_made_in_the_current_one_where_there_is_no_home(monkeypatch, tmp_path, cache):
     monkeypatch.delenv("HOME", raising=False)
-    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    if cache is None:
+        monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    else:
+        monkeypatch.setenv("XDG_CACHE_HOME", cache)
     monkeypatch.setattr("os.path.expanduser", lambda path: path)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(

@@ -135,8 +135,11 @@ def _digest(folder: Path) -> bytes:
 class _UserCacheLocator(UserWideCacheLocator):
     @classmethod
     def from_function(cls, function: Any, file: str) -> Any:
-        """Return None if the home folder is unknown: Numba would then create a folder named `~`."""
-        if "XDG_CACHE_HOME" not in os.environ and not Path("~").expanduser().is_absolute():
+        """Return None if Numba would cache in the current folder.
+
+        It does so if XDG_CACHE_HOME is relative or empty, or without it if there is no home folder.
+        """
+        if not os.path.isabs(os.environ.get("XDG_CACHE_HOME", os.path.expanduser("~"))):
             return None
         return super().from_function(function, file)
 

@@ -5,6 +5,7 @@ Each command returns a text for the person. `/fork` is not here, because it asks
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -65,7 +66,7 @@ def _pick(conversation: Conversation, argument: str) -> str:
 def _save(conversation: Conversation, argument: str) -> str:
     if not argument:
         raise ConfigError("/save needs the name of a file: /save chat.json")
-    conversation.save(Path(argument).expanduser())
+    conversation.save(Path(os.path.expanduser(argument)))
     count = len(conversation.messages)
     return f"{count} {'message is' if count == 1 else 'messages are'} in {argument}"
 
