@@ -26,6 +26,7 @@ from gptmanager.server.http.request_log import RequestLog, RequestRecord
 from gptmanager.server.settings import ServerSettings
 from gptmanager.server.triton import repository
 from gptmanager.server.triton.errors import invalid, unsupported_extension
+from gptmanager.server.triton.grpc_health import health_service
 from gptmanager.server.triton.grpc_log import CallLog
 from gptmanager.server.triton.grpc_messages import (
     StreamedResponses,
@@ -47,7 +48,7 @@ _CODES = {
     503: grpc.StatusCode.UNAVAILABLE,
     504: grpc.StatusCode.DEADLINE_EXCEEDED,
 }
-_OPEN = ("ServerLive", "ServerReady")  # health checks need no key
+_OPEN = ("ServerLive", "ServerReady", "Check")  # health checks need no key
 _UNSUPPORTED = {
     **dict.fromkeys(
         [f"SystemSharedMemory{does}" for does in ("Status", "Register", "Unregister")],
@@ -98,6 +99,7 @@ class GrpcFront:
         inference = Inference.of(engine, settings)
         service = TritonService(inference, settings, engine.body_budget, CallLog(engine.keys, log))
         service_pb2_grpc.add_GRPCInferenceServiceServicer_to_server(service, server)
+        server.add_generic_rpc_handlers((health_service(lambda: inference.is_ready),))
         host = f"[{settings.host}]" if ":" in settings.host else settings.host
         address, credentials = f"{host}:{settings.grpc_port}", _credentials(settings)
         try:

@@ -267,6 +267,26 @@ def test_nothing_is_left_of_them(server, stub, expected):
 KEY = "secret"
 
 
+def test_probes_of_kubernetes_need_no_key(tmp_path):
+    """Messages are those of grpc/health/v1/health.proto: a service's name, a status."""
+    file = tmp_path / "keys"
+    file.write_text(KEY)
+    with running_server(settings_of(api_key_file=file, grpc_port=0)) as server:
+        front = server.run(GrpcFront.start(server.engine, server.settings))
+        with grpc_package.insecure_channel(f"127.0.0.1:{front.port}") as channel:
+            check = channel.unary_unary("/grpc.health.v1.Health/Check")
+            serving, not_serving = b"\x08\x01", b"\x08\x02"
+            named = b"\n\x1einference.GRPCInferenceService"
+            assert check(b"", timeout=20) == check(named, timeout=20) == serving
+            for other in (b"\n\x05other", named[:-1], b"\xff" * 100):
+                with pytest.raises(grpc_package.RpcError, match="GRPCInferenceService") as refusal:
+                    check(other, timeout=20)
+                assert refusal.value.code() == CODES.NOT_FOUND
+            server.run(server.engine.drain(1.0))
+            assert check(b"", timeout=20) == not_serving
+        server.run(front.stop(0))
+
+
 def test_the_key_comes_as_metadata(tmp_path, monkeypatch):
     file, counted = tmp_path / "keys", []
     file.write_text(f"me {KEY} 8")
