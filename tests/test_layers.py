@@ -680,7 +680,6 @@ server/                       a manager behind HTTP and gRPC
         wire                  checks protobuf bytes before parsing (no torch)
         grpc_messages         converts protobuf messages
         grpc_log              lines of the log for gRPC calls (no torch)
-        grpc_health           the standard health service of gRPC (no torch)
         grpc_service          the gRPC service
     openapi                   the OpenAPI document
     app                       all routes as one application

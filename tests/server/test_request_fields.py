@@ -112,6 +112,12 @@ def test_other_names_of_fields(client):
     ]
     free = ask(client, route, **given).json()["choices"][0]["text"]
     assert punished[0] == punished[1] != free
+    given.update(prompt="Tom had", temperature=1.5)
+    drawn = [
+        ask(client, route, **given, **{name: seed}).json()["choices"][0]["text"]
+        for name, seed in (("seed", 7), ("random_seed", 7), ("random_seed", 8))
+    ]
+    assert drawn[0] == drawn[1] != drawn[2]
 
 
 def test_variables_that_the_template_does_not_know_are_reported(client):

@@ -114,6 +114,7 @@ SAMPLING = (
     Field("top_k", Integer(-1, 2**31 - 1), "0 or -1: unlimited; absent: the checkpoint's"),
     Field("min_p", Number(0, 1), "minimum probability, relative to the likeliest token"),
     Field("seed", Integer(*_INT64), "the same seed gives the same choices"),
+    Field("random_seed", Integer(*_INT64), "seed by another name"),
     Field("n", Integer(1, MAX_CHOICES), "number of choices for each prompt"),
     Field("presence_penalty", Number(-2, 2), "subtracted once from logits of generated tokens"),
     Field("frequency_penalty", Number(-2, 2), "subtracted for each occurrence of a token"),
@@ -182,7 +183,8 @@ NOT_SUPPORTED = tuple(
     Field(name, NotSupported(neutral), "not supported: ignored, and reported in the header Warning")
     for name, neutral in _NOT_SUPPORTED.items()
 )
-_ALIASES = {"repeat_penalty": "repetition_penalty"}  # other servers' names for fields
+# other servers' names for fields
+_ALIASES = {"repeat_penalty": "repetition_penalty", "random_seed": "seed"}
 
 
 def with_known_names(given: dict[str, Any]) -> dict[str, Any]:

@@ -86,6 +86,8 @@ def read_tools(tools: Any, tool_choice: Any, parallel_tool_calls: bool = True) -
         parameters[name] = schema
     choice, allowed = _allowed("auto" if tool_choice is None else tool_choice)
     named = _named(choice)
+    if choice == "any":  # the name in Mistral's API
+        choice = "required"
     if named is None and choice not in ("none", "auto", "required"):
         raise field_error("tool_choice", "must be 'none', 'auto', 'required', or name a function")
     if not parameters and (named is not None or choice == "required"):

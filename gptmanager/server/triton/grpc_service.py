@@ -26,7 +26,6 @@ from gptmanager.server.http.request_log import RequestLog, RequestRecord
 from gptmanager.server.settings import ServerSettings
 from gptmanager.server.triton import repository
 from gptmanager.server.triton.errors import invalid, unsupported_extension
-from gptmanager.server.triton.grpc_health import health_service
 from gptmanager.server.triton.grpc_log import CallLog
 from gptmanager.server.triton.grpc_messages import (
     StreamedResponses,
@@ -49,6 +48,8 @@ _CODES = {
     504: grpc.StatusCode.DEADLINE_EXCEEDED,
 }
 _OPEN = ("ServerLive", "ServerReady", "Check")  # health checks need no key
+_HEALTH_OF = ("", "inference.GRPCInferenceService")  # "" is the whole server
+_SERVING, _NOT_SERVING = b"\x08\x01", b"\x08\x02"  # messages grpc.health.v1.HealthCheckResponse
 _UNSUPPORTED = {
     **dict.fromkeys(
         [f"SystemSharedMemory{does}" for does in ("Status", "Register", "Unregister")],
@@ -99,7 +100,7 @@ class GrpcFront:
         inference = Inference.of(engine, settings)
         service = TritonService(inference, settings, engine.body_budget, CallLog(engine.keys, log))
         service_pb2_grpc.add_GRPCInferenceServiceServicer_to_server(service, server)
-        server.add_generic_rpc_handlers((health_service(lambda: inference.is_ready),))
+        server.add_generic_rpc_handlers((_health_service(inference),))
         host = f"[{settings.host}]" if ":" in settings.host else settings.host
         address, credentials = f"{host}:{settings.grpc_port}", _credentials(settings)
         try:
@@ -126,6 +127,23 @@ def _credentials(settings: ServerSettings) -> Any:
     return grpc.ssl_server_credentials(
         [(settings.tls_key.read_bytes(), settings.tls_cert.read_bytes())]
     )
+
+
+def _health_service(inference: Inference) -> grpc.GenericRpcHandler:
+    """Return the standard health service of gRPC, which probes of Kubernetes call.
+
+    Its messages have one field, so that they are compared as bytes, and no package parses them.
+    """
+    known = [b"\n%c%b" % (len(name), name.encode()) if name else b"" for name in _HEALTH_OF]
+
+    async def check(request: Any, context: grpc.aio.ServicerContext) -> bytes:
+        if request not in known:
+            names = " and ".join(map(repr, _HEALTH_OF))
+            await context.abort(grpc.StatusCode.NOT_FOUND, f"the services are {names}")
+        return _SERVING if inference.is_ready else _NOT_SERVING
+
+    method = grpc.unary_unary_rpc_method_handler(check, request_deserializer=bytes)
+    return grpc.method_handlers_generic_handler("grpc.health.v1.Health", {"Check": method})
 
 
 class KeyInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]
