@@ -87,7 +87,7 @@ def test_what_may_be_called():
         ([tool("a"), tool("a")], None, "tools[1].function.name"),
         ([tool("a", {"type": "string"})], None, "tools[0].function.parameters.type"),
         ([tool("a", [])], None, "tools[0].function.parameters"),
-        (TOOLS, "any", "tool_choice"),
+        (TOOLS, "some", "tool_choice"),
         (TOOLS, {"type": "function"}, "tool_choice"),
         (TOOLS, {"type": "function", "function": {"name": "other"}}, "tool_choice.function.name"),
         (TOOLS, allowed("often", "add"), "tool_choice.allowed_tools.mode"),

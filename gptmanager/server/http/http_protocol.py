@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from typing import Any
 
@@ -304,7 +304,7 @@ class _ResponseTransport:
             self._write(data)
 
 
-def _without_chunks(cycle: RequestResponseCycle) -> Callable[[Any], Awaitable[None]]:
+def _without_chunks(cycle: RequestResponseCycle) -> Callable[[Any], Coroutine[Any, Any, None]]:
     """Return the `send` for a request of HTTP/1.0: its client does not know chunks.
 
     The end of the connection, which is closed after each such request, ends a body without length.
