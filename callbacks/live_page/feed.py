@@ -225,7 +225,7 @@ class _Picture:
         if self.all.get(name) != value:
             self.all[name] = self._news[name] = value
 
-    def keep_own_error(self, error: Exception, now: float) -> str:
+    def keep_own_error(self, error: BaseException, now: float) -> str:
         """Show an error of the page itself for a few seconds; return its text."""
         self._own_error = (now, f"the live page itself: {response_text(error)}"[:_MAX_TEXT])
         return self._own_error[1]
@@ -262,7 +262,7 @@ class _Picture:
         health, outside = manager.health(), None
         try:
             outside = None if num_outside is None else num_outside()
-        except Exception as error:  # raised by the host's function
+        except BaseException as error:  # noqa: B036 - raised by the host's function
             self.keep_own_error(error, now)
         self.put("outside", outside)
         self.put(

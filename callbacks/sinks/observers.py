@@ -33,7 +33,7 @@ def fan_out(first: Callable[P, R], *observers: Callable[P, object]) -> Callable[
             for index, observer in enumerate(observers):
                 try:
                     check_answer("it", observer(*args, **kwargs))
-                except Exception as error:
+                except BaseException as error:  # noqa: B036 - it affects nothing else
                     known = index in failed
                     failed.add(index)
                     _logger.warning(

@@ -1,4 +1,4 @@
-"""The library's logger. It never raises an Exception, so the code that logs always continues.
+"""The library's logger. It raises nothing but interrupts, so the code that logs always continues.
 
 Every record calls handlers, filters and `time.time`. These may be code of the host, and may fail.
 """
@@ -6,9 +6,9 @@ Every record calls handlers, filters and `time.time`. These may be code of the h
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from typing import Any
 
 _RARELY_S = 10.0
@@ -36,8 +36,14 @@ class SteadyLogger:
         self._log(logging.ERROR, text, values, True)
 
     def _log(self, level: int, text: str, values: tuple[Any, ...], exc_info: Any = None) -> None:
-        with suppress(Exception):
+        try:
             self._logger.log(level, text, *values, exc_info=exc_info, stacklevel=3)
+        except Exception:
+            pass
+        except BaseException:
+            # on the main thread it may come from a signal handler, for example that of Ctrl-C
+            if threading.current_thread() is threading.main_thread():
+                raise
 
 
 class RareWarnings:

@@ -135,7 +135,7 @@ class Watchers:
         for see in self._sees:
             try:
                 check_answer("it", see(event))
-            except Exception:
+            except BaseException:  # noqa: B036 - the loop outlives any watcher
                 # the taps remain, because this may be inside a call that they pass on
                 logger.exception("%r raised, and gets no more events of the loop", see)
                 self._sees = tuple(other for other in self._sees if other != see)

@@ -1,3 +1,4 @@
+import asyncio
 import logging
 
 import pytest
@@ -17,11 +18,12 @@ def test_all_are_called_in_order_and_the_first_one_answers():
     assert calls == [("a", 1, "x"), ("b", 1, "x"), ("c", 1, "x")]
 
 
-def test_an_observer_that_raises_stops_nobody_and_is_logged(caplog):
+@pytest.mark.parametrize("error", [RuntimeError, asyncio.CancelledError, SystemExit])
+def test_an_observer_that_raises_stops_nobody_and_is_logged(caplog, error):
     seen = []
 
     def failing(record):
-        raise RuntimeError("boom")
+        raise error("boom")
 
     call_all = fan_out(seen.append, failing, seen.append)
     with caplog.at_level(logging.WARNING):

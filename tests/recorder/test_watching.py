@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from collections import deque
 from concurrent.futures import Future
@@ -179,12 +180,13 @@ def test_a_watch_that_could_not_end_in_time_ends_when_the_loop_goes_on():
         assert manager.wait_idle(20) and len(events) == seen
 
 
-def test_one_that_raises_harms_nobody(caplog):
+@pytest.mark.parametrize("error", [RuntimeError, asyncio.CancelledError, SystemExit])
+def test_one_that_raises_harms_nobody(caplog, error):
     host, events = RecordingCallbacks(), []
 
     def raises(event):
         if isinstance(event, Ran):
-            raise RuntimeError("planted")
+            raise error("planted")
 
     with managed(host.keywords()) as manager:
         manager.watch(raises)
