@@ -119,6 +119,7 @@ def test_the_last_token_of_a_prompt_is_always_computed():
     run_context(kv, LlmRequest(1, tokens(20), 10))
     request = LlmRequest(2, tokens(20), 10)
     assert kv.get_reusable_tokens(request) == 10
+    assert kv.get_all_reusable_tokens([request, LlmRequest(3, tokens(21), 10)]) == [10, 20]
     assert kv.add_sequence(request) == (BlockCopy(1, 2, 9),)
     assert request.context_current_position == 19
 
