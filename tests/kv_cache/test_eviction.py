@@ -74,11 +74,12 @@ def test_what_is_found_again_and_again_does_not_pile_up():
     run(kv, 500, priority=10)
     for _ in range(300):
         run(kv, 0, num_blocks=4, priority=90)
-    queue = kv._sequences.pool.queue
+    queue, is_leaf = kv._sequences.pool.queue, kv._sequences.pool.tree.is_leaf
     assert len(queue._heap) <= 2 * len(queue.blocks) + 65
-    assert queue.first(kv._sequences.pool.tree.is_leaf) == searched(
-        queue, kv._sequences.pool.tree.is_leaf
-    )
+    for start in range(1000, 1020):  # each takes the place of the first, until all are replaced
+        assert queue.first(is_leaf) == searched(queue, is_leaf)
+        run(kv, SIZE * start, priority=100)
+    assert kv.get_reusable_tokens(LlmRequest(9999, list(range(4 * SIZE)), 1)) == 0
 
 
 @pytest.mark.parametrize("hosts", [0, 3])
