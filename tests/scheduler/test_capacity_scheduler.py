@@ -24,6 +24,7 @@ from gptmanager.scheduler import (
     ReuseCredit,
     StaticBatchScheduler,
 )
+from gptmanager.scheduler.wait_reasons import Wait, WaitReason
 
 State = LlmRequestState
 CONTEXT, GENERATION = State.CONTEXT_INIT, State.GENERATION_IN_PROGRESS
@@ -162,6 +163,8 @@ def test_static_batch_admits_only_when_nothing_runs() -> None:
     running = generating(kv, 0)
     scheduler = StaticBatchScheduler(8, kv)
     assert decide(scheduler, [waiting(1), running]) == ([0], [])
+    reason = Wait(WaitReason.STATIC_BATCH, running=1)
+    assert scheduler.why_waiting([waiting(1), running]) == {1: reason}
     assert decide(scheduler, [waiting(1), in_context(kv, 2, done=10)]) == ([1, 2], [])
 
 
