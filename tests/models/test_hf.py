@@ -87,6 +87,20 @@ def test_what_attention_over_pages_cannot_compute_is_refused(name: str) -> None:
         through_transformers(new_network(name))
 
 
+def test_a_window_that_is_only_in_the_mask_is_applied() -> None:
+    """Layers of Qwen2-MoE pass no window to attention."""
+    types = ["sliding_attention", "full_attention"] * 2
+    windows = {"use_sliding_window": True, "sliding_window": 8, "layer_types": types}
+    network, sequences = new_network("qwen2_moe", **windows), prompts(30, 19)
+    with torch.inference_mode():
+        exact = [network(input_ids=torch.tensor([it])).logits[0] for it in sequences]
+    model = through_transformers(network)
+
+    assert {it.window for it in model.attention_shapes} == {8, None}
+    for own, theirs in zip(in_pieces(model, sequences), exact, strict=True):
+        assert (own - theirs).abs().max() < 1e-5 * theirs.std()
+
+
 def test_logits_that_cannot_be_compared_are_refused() -> None:
     network = new_network("llama")
     with torch.no_grad():

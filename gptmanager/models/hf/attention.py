@@ -30,13 +30,15 @@ class Call(NamedTuple):
     """A layer's call of attention.
 
     `layer`: the index of the layer. `mask`: the attention mask, or None. `refused`: the arguments
-    that attention over pages cannot apply.
+    that attention over pages cannot apply. `module_window`: the attribute `sliding_window` of the
+    attention module, which the call may not pass on.
     """
 
     layer: int
     shape: AttentionShape
     mask: Any
     refused: tuple[str, ...]
+    module_window: int | None = None
 
 
 @dataclass
@@ -55,9 +57,13 @@ class PagedStep:
 
 @dataclass
 class StepHolder:
-    """The state that all layers of a network share: the step, or the calls that a probe records."""
+    """The state that all layers of a network share: the step, or the calls that a probe records.
+
+    `windows`: the windows of layers whose calls do not pass a window, but a mask for it.
+    """
 
     step: PagedStep | None = None
+    windows: dict[int, int] = field(default_factory=dict)
     calls: list[Call] = field(default_factory=list)
 
 
@@ -104,8 +110,11 @@ def attend(
     `query` `[1, H, T, D]`; `key` and `value` `[1, KV heads, T, D]`. `s_aux` `[H]`: the scores of
     sinks, or None. `attention_mask` is ignored.
     """
-    step: PagedStep = getattr(module, HOLDER).step
+    holder: StepHolder = getattr(module, HOLDER)
+    step: Any = holder.step
     layer: Any = module.layer_idx
+    if sliding_window is None:
+        sliding_window = holder.windows.get(layer)
     pages = Pages(*step.layers[layer])
     head_dim = pages.keys.shape[2]
     shape = _shape(query, key, head_dim, scaling, sliding_window, softcap, s_aux is not None)
@@ -150,7 +159,9 @@ def note_call(
         refused.append("keys of other tokens than the step's")
     head_dim = max(query.shape[3], value.shape[3])
     shape = _shape(query, key, head_dim, scaling, sliding_window, softcap, s_aux is not None)
-    call = Call(layer, shape, attention_mask, tuple(sorted(refused)))
+    own: Any = getattr(module, "sliding_window", None)
+    own = own if isinstance(own, int) and own > 0 else None
+    call = Call(layer, shape, attention_mask, tuple(sorted(refused)), own)
     getattr(module, HOLDER).calls.append(call)
     batch, heads, tokens, _ = query.shape
     return value.new_zeros(batch, tokens, heads, value.shape[3]), None

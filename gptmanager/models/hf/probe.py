@@ -42,8 +42,10 @@ def probe(network: nn.Module, holder: StepHolder, num_layers: int) -> list[Call]
         use_attention(network, ATTENTION)
     calls, holder.calls = holder.calls, []
     _check_layers(network, calls, num_layers)
-    for call in calls:
-        _check_call(network, call)
+    calls = [_checked(network, call) for call in calls]
+    holder.windows = {
+        call.layer: call.shape.window for call in calls if call.shape.window is not None
+    }
     # While attention returns zeros, the first token must not change the logits of the others.
     others, same = (it[0, 1:].float() for it in logits)
     if others.isnan().any() or same.isnan().any():
@@ -113,14 +115,22 @@ def _check_layers(network: nn.Module, calls: Sequence[Call], num_layers: int) ->
     )
 
 
-def _check_call(network: nn.Module, call: Call) -> None:
+def _checked(network: nn.Module, call: Call) -> Call:
+    """Return a call with the window that its mask shows.
+
+    Raises ConfigError for a call that paged attention cannot compute. Some architectures, such as
+    Qwen2-MoE, pass the mask of a window, but not the window itself.
+    """
     layer = f"layer {call.layer}"
     if call.refused:
         raise _refusal(network, f"{layer} passes {', '.join(call.refused)} to attention")
-    if isinstance(call.mask, Tensor):
-        shows = getattr(call.mask, "shows", None)
-        if shows is None or not _is_causal(shows, call.shape.window):
-            raise _refusal(network, f"{layer} has a mask other than causal or its sliding window")
+    if not isinstance(call.mask, Tensor):
+        return call
+    shows, given = getattr(call.mask, "shows", None), call.shape.window
+    for window in [given, *([call.module_window] if given is None else [])]:
+        if shows is not None and _is_causal(shows, window):
+            return call._replace(shape=call.shape._replace(window=window))
+    raise _refusal(network, f"{layer} has a mask other than causal or its sliding window")
 
 
 def _is_causal(shows: Any, window: int | None) -> bool:
