@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -21,7 +22,17 @@ SAME = [
     *("gemma", "gemma2", "gemma3_text", "smollm3 tied"),
 ]
 MIXTURES = [
-    *("mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "glm4_moe", "minimax_m2", "deepseek_v2"),
+    *(
+        "mixtral",
+        "qwen2_moe",
+        "qwen3_moe",
+        "olmoe",
+        "glm4_moe",
+        "minimax_m2",
+        "deepseek_v2",
+        "dots1",
+        "gpt_oss",
+    ),
 ]
 CHANGED = {
     "qwen3_next": "tensors are unknown: model.layers.0.mlp.switch_mlp.down_proj.weight",
@@ -43,7 +54,10 @@ def test_a_family_with_the_same_tensors_is_read(name: str, tmp_path: Path) -> No
 @pytest.mark.every(3)
 def test_experts_that_mlx_stacks_are_read(name: str, tmp_path: Path) -> None:
     folder = mlx_folder(name, tmp_path)
-    assert any("switch_mlp.gate_proj" in key for key in load_file(folder / "model.safetensors"))
+    assert any(
+        re.search(r"(switch_mlp|experts)\.gate_proj", key)
+        for key in load_file(folder / "model.safetensors")
+    )
     sequence = tokens(30, 4)
     exact = expected(name, sequence)
 

@@ -33,8 +33,9 @@ def mlx_folder(name: str, target: Path) -> Path:
     if any("conv1d" in key for key in state):
         state = {k: it + 1 if k.endswith(_PLUS_ONE) else it for k, it in state.items()}
         state = {k: it.movedim(2, 1) if "conv1d" in k else it for k, it in state.items()}
+    state = separated(state) if name == "gpt_oss" else stacked(state, module_of(name))
     save_file(
-        {key: it.contiguous() for key, it in stacked(state).items()},
+        {key: it.contiguous() for key, it in state.items()},
         target / "model.safetensors",
         {"format": "mlx"},
     )
@@ -42,7 +43,22 @@ def mlx_folder(name: str, target: Path) -> Path:
     return target
 
 
-def stacked(state: dict[str, Tensor]) -> dict[str, Tensor]:
+def separated(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Write the experts of gpt-oss as MLX does: gate and up apart, each `[experts, out, in]`."""
+    found: dict[str, Tensor] = {}
+    for key, tensor in state.items():
+        match = re.fullmatch(r"(.*\.experts)\.(gate_up|down)_proj(_bias)?", key)
+        if match is None:
+            found[key] = tensor
+            continue
+        own, kind = (tensor, "bias") if match[3] else (tensor.mT, "weight")
+        halves = {"gate": own[:, ::2], "up": own[:, 1::2]}
+        for name, part in ({"down": own} if match[2] == "down" else halves).items():
+            found[f"{match[1]}.{name}_proj.{kind}"] = part
+    return found
+
+
+def stacked(state: dict[str, Tensor], module: str = "switch_mlp") -> dict[str, Tensor]:
     """Join the experts of a layer under the name that MLX gives them."""
     found: dict[str, Tensor] = {}
     experts: dict[str, list[Tensor]] = {}
@@ -51,9 +67,14 @@ def stacked(state: dict[str, Tensor]) -> dict[str, Tensor]:
         if match is None:
             found[key] = tensor
         else:
-            own = f"{match[1]}.switch_mlp.{_MIXTRAL.get(match[2], match[2])}.{match[3]}"
+            own = f"{match[1]}.{module}.{_MIXTRAL.get(match[2], match[2])}.{match[3]}"
             experts.setdefault(own, []).append(tensor)
     return found | {key: torch.stack(tensors) for key, tensors in experts.items()}
+
+
+def module_of(name: str) -> str:
+    """The name that MLX gives to the stacked experts of a family."""
+    return "experts" if name.startswith("dots1") else "switch_mlp"
 
 
 def quantize(matrix: Tensor, bits: int, size: int) -> dict[str, Tensor]:
@@ -103,7 +124,7 @@ def quantized_folders(name: str, target: Path) -> tuple[Path, Path]:
             quantization[module] = {"group_size": 32, "bits": bits}
     fields = {"quantization": quantization, "quantization_config": quantization}
     for folder, tensors, own_fields, kind in (
-        (packed, stacked(theirs), fields, "mlx"),
+        (packed, stacked(theirs, module_of(name)), fields, "mlx"),
         (floats, ours, {}, "pt"),
     ):
         folder.mkdir()

@@ -31,6 +31,9 @@ EXPERTS = {**_DENSE, "router": "mlp.gate", **_BY_EXPERT}
 _SWITCHED = {f"switched_{it}": f"switch_mlp.{it}_proj.weight" for it in ("gate", "up", "down")}
 SWITCHED = {part: f"mlp.{name}" for part, name in _SWITCHED.items()}
 _SWITCHED_BLOCK = {part: f"block_sparse_moe.{name}" for part, name in _SWITCHED.items()}
+_SWITCHED_EXPERTS = {
+    f"switched_{it}": f"mlp.experts.{it}_proj.weight" for it in ("gate", "up", "down")
+}
 STACKED = {"stacked_up": "mlp.experts.gate_up_proj", "stacked_down": "mlp.experts.down_proj"}
 _SHARED_HALVES = {
     "shared_gate_proj": "mlp.shared_experts.gate_proj",
@@ -232,7 +235,7 @@ MIXTURES: Mapping[str, Family] = {
             mixed_up="mlp.experts.gate_up_proj",
             mixed_down="mlp.experts.down_proj",
         ),
-        other_tensors=layer_names(**_BY_EXPERT),
+        other_tensors=layer_names(**_BY_EXPERT, **_SWITCHED_EXPERTS),
         defaults=llama_fields(
             norm_eps=1e-5,
             max_position_embeddings=131072,
@@ -304,6 +307,7 @@ MIXTURES: Mapping[str, Family] = {
     "dots1": replace(
         _GLM4_MOE,
         title="dots.llm1",
+        other_tensors=layer_names(**_SWITCHED_EXPERTS),
         defaults=llama_fields(
             norm_eps=1e-6,
             n_routed_experts=None,

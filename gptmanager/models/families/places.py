@@ -62,9 +62,12 @@ def _tensors(family: Family, given: Collection[str]) -> Tensors:
     names = {_NUMBER.sub(".{}", name[max(0, name.find("layers.")) :]) for name in used}
     modules = names | {name.rpartition(".")[0] for name in names}
     own = {theirs: theirs[max(0, theirs.find("layers.")) :] for theirs in others}
-    replaced = {ours for theirs, (ours, _) in others.items() if own[theirs] in modules}
+    # There may be other names for stacked experts, and others for single experts.
+    kinds = {theirs: (ours, theirs.count("{}")) for theirs, (ours, _) in others.items()}
+    used_kinds = {kinds[theirs] for theirs in others if own[theirs] in modules}
+    replaced = {ours for ours, _ in used_kinds}
     kept = {n: it for n, it in family.tensors.items() if it[0] not in replaced}
-    return {**kept, **{n: it for n, it in others.items() if it[0] in replaced}}
+    return {**kept, **{n: it for n, it in others.items() if kinds[n] in used_kinds}}
 
 
 def row_orders(spec: ModelSpec, index: int) -> dict[str, Order]:
@@ -110,7 +113,7 @@ def _order(runs: Sequence[Run]) -> Order:
 def _tensor_name(name: str, layer: int, kind: str, part: str | None) -> str:
     """Return the name of a tensor of a module in a layer. `kind`: ".weight", ".bias" or ""."""
     if part in _STACKED:
-        kind = ""
+        name, kind = (name.removesuffix(".weight"), kind) if kind == ".bias" else (name, "")
     elif part == "mixed":  # gpt-oss
         kind = {".weight": "", ".bias": "_bias"}.get(kind, kind)
     return name.replace("{}", str(layer), 1) + kind

@@ -59,7 +59,7 @@ class PagedStep:
 class StepHolder:
     """The state that all layers of a network share: the step, or the calls that a probe records.
 
-    `windows`: the windows of layers whose calls do not pass a window, but a mask for it.
+    `windows`: the window of each layer that has one, for layers that pass only a mask to attention.
     """
 
     step: PagedStep | None = None
