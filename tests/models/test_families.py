@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import PagedDriver, default_config, expected_logits, is_greedy
+from checkpoints import PagedDriver, default_config, expected_logits, is_greedy, new_model
 from family_configs import BASE, FAMILY_CONFIGS, VARIANTS
 from family_runs import (
     LONG,
@@ -32,6 +32,7 @@ from gptmanager.models import load_model
 from gptmanager.models.families import FAMILIES
 from gptmanager.models.families.wrappers import TEXT_FAMILIES
 from gptmanager.models.read_spec import read_spec
+from gptmanager.models.spec import QueryTemperature
 from gptmanager.testing import RecordingCallbacks
 
 pytest.importorskip("transformers", reason="transformers is not installed")
@@ -60,6 +61,21 @@ def test_a_rope_scaling_replaces_all_that_a_family_has_by_default() -> None:
     assert {rope.theta for rope in read_spec(config).ropes if rope} == {500.0}
     config = {**BASE, "model_type": "ministral3", "rope_scaling": yarn}
     assert read_spec(config).layers[0].attention.temperature is None
+
+
+def test_an_original_length_outside_of_the_rope_parameters_counts_for_temperatures() -> None:
+    """transformers moves it into these parameters."""
+    rope = {"rope_type": "longrope", "short_factor": [1.5] * 8, "long_factor": [3.0] * 8}
+    rope |= {"factor": 4.0, "llama_4_scaling_beta": 0.3}
+    given = {**FAMILY_CONFIGS["ministral3"], "model_type": "ministral3"}
+    del given["rope_parameters"]
+    old = {**given, "rope_theta": 1e4, "rope_scaling": rope, "original_max_position_embeddings": 8}
+    moved = new_model(old).config.rope_parameters
+    assert moved["original_max_position_embeddings"] == 8
+
+    spec = read_spec(old)
+    assert spec == read_spec({**given, "rope_parameters": moved})
+    assert spec.layers[0].attention.temperature == QueryTemperature(0.3, 8)
 
 
 def test_fields_without_effect_are_not_refused() -> None:

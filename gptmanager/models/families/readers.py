@@ -125,9 +125,14 @@ def unrotated_layers(fields: Fields, layer: int) -> Mapping[str, Any]:
 
 
 def query_temperature(fields: Fields, _: int) -> Mapping[str, Any]:
-    """Return the query temperature, which Ministral 3 stores in the RoPE parameters."""
+    """Return the query temperature, which Ministral 3 stores in the RoPE parameters.
+
+    The original length may be outside of these parameters, as in `read_rope`.
+    """
     rope = fields.get("rope_scaling") or fields.get("rope_parameters") or {}
-    own = Fields(rope if isinstance(rope, Mapping) else {}, {}, {}, "config.json: rope_parameters.")
+    rope, original = rope if isinstance(rope, Mapping) else {}, "original_max_position_embeddings"
+    rope = rope if fields.get(original) is None else {**rope, original: fields.get(original)}
+    own = Fields(rope, {}, {}, "config.json: rope_parameters.")
     beta = own.number_or_zero("llama_4_scaling_beta")
     if not beta:
         return {}
