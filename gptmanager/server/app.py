@@ -39,6 +39,7 @@ _ASKED_FOR = {
     "/v1/load_lora_adapter": "--adapter-dir",
     "/v1/unload_lora_adapter": "--adapter-dir",
 }
+_LONGEST_PATH = 4  # parts of a path that is looked for in a wrong one
 _CORS: dict[str, Any] = {
     "allow_methods": ("GET", "POST", "DELETE"),
     "allow_headers": ("*",),
@@ -171,11 +172,12 @@ def _hint(request: Request) -> str:
     if option is not None and not is_on:
         return f": the server was started without {option}"
     known = {getattr(route, "path", "") for route in request.app.routes}
-    parts = [part for part in path.split("/") if part]
-    for meant in (parts, ["v1", *parts], parts[1:]):  # /v1 missing, or a part too many
-        found = "/" + "/".join(meant)
-        if meant and found in known:
-            return f": {found} was probably meant; check the base URL of the client"
+    parts = [part for part in path.split("/") if part][-_LONGEST_PATH:]
+    for start in range(len(parts)):  # /v1 missing, or too many parts, such as Azure's
+        for prefix in ("/", "/v1/"):
+            found = prefix + "/".join(parts[start:])
+            if found in known:
+                return f": {found} was probably meant; check the base URL of the client"
     return ""
 
 

@@ -170,7 +170,7 @@ class HttpProtocol(HttpToolsProtocol):
         self.scope[IS_WHOLE] = lambda: not cycle.more_body  # type: ignore[literal-required]
         cycle.transport = _ResponseTransport(self.transport, self._end)  # type: ignore[assignment]
         if self.parser.get_http_version() == "1.0":
-            cycle.send = _without_chunks(cycle)  # type: ignore[method-assign]
+            cycle.send = _without_chunks(cycle)  # type: ignore[assignment,method-assign]
 
     def on_body(self, body: bytes) -> None:
         self._unreported_bytes = 0
