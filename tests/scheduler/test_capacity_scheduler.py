@@ -177,6 +177,12 @@ def full_pool(num_requests: int, tokens_per_block: int = 10) -> tuple[KvCacheMan
     return kv, [generating(kv, i, tokens_per_block) for i in range(num_requests)]
 
 
+def test_a_wait_counts_the_blocks_that_running_requests_take_in_the_step() -> None:
+    kv = KvCacheManager(2, 10)
+    waits = MaxUtilizationScheduler(8, kv).why_waiting([generating(kv, 0), waiting(1, 5)])
+    assert waits == {1: Wait(WaitReason.KV_BLOCKS, needed=1, free=1, reserved=1, running=1)}
+
+
 def test_max_utilization_pauses_from_the_end() -> None:
     kv, active = full_pool(5)
     # each victim's block serves one request in front: 4 for 0, 3 for 1, and 2 for itself
@@ -321,17 +327,21 @@ def test_a_request_starts_only_where_all_can_go_on(steps: int, starts: bool) -> 
     active = [generating(kv, 0, prompt_len=15), waiting(1, 6), waiting(2, 1)]
     scheduler = MaxUtilizationScheduler(2, kv, start_headroom_steps=steps)
     assert decide(scheduler, active) == ([0, 1] if starts else [0], [])
+    if not starts:
+        waits = scheduler.why_waiting(active)
+        assert waits is not None
+        assert waits[1] == Wait(WaitReason.KV_BLOCKS, needed=1, free=2, reserved=2, running=1)
     # alone it needs no headroom
     assert decide(scheduler, active[1:2]) == ([1], [])
 
 
 def test_the_headroom_ends_with_the_outputs() -> None:
     kv = KvCacheManager(3, 10)
-    active = [generating(kv, 0, prompt_len=5, max_new_tokens=5), waiting(1, 10, 10)]
-    # the first ends within its block, the second stores 19 of its 20 tokens: two blocks
+    active = [generating(kv, 0, prompt_len=5, max_new_tokens=6), waiting(1, 10, 10)]
+    # the first stores 10 of its 11 tokens: one block; the second 19 of 20: two blocks
     assert decide(MaxUtilizationScheduler(2, kv, start_headroom_steps=99), active) == ([0, 1], [])
     kv = KvCacheManager(2, 10)
-    active = [generating(kv, 0, prompt_len=5, max_new_tokens=5), waiting(1, 10, 10)]
+    active = [generating(kv, 0, prompt_len=5, max_new_tokens=6), waiting(1, 10, 10)]
     assert decide(MaxUtilizationScheduler(2, kv, start_headroom_steps=99), active) == ([0], [])
 
 

@@ -221,6 +221,14 @@ def test_a_context_without_a_chunk_waits_for_tokens_that_others_take(
     assert waits[4].reserved == reserved
 
 
+def test_a_wait_counts_no_reused_tokens_of_others() -> None:
+    scheduler = MicroBatchScheduler(9, 40, context_chunking_policy=FCFS, chunk_unit=10)
+    reusing = context(1, 60, estimated_reusable_tokens=30)
+    waits = scheduler.why_waiting([generation(0, 3), reusing, context(2, 60)], frozenset())
+    assert waits is not None
+    assert (waits[2].needed, waits[2].free, waits[2].reserved) == (10, 40, 3 + 30)
+
+
 def test_whole_contexts_are_not_charged_during_the_pass() -> None:
     requests = [context(0, 100), generation(1), generation(2)]
     scheduler = MicroBatchScheduler(9, 10, context_chunking_policy=FCFS, chunk_unit=4)
