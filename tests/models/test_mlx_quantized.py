@@ -104,6 +104,19 @@ def test_a_family_that_mlx_stores_in_another_way_is_refused(tmp_path: Path) -> N
         load_model(packed, kernels=Kernels())
 
 
+def test_a_tensor_that_is_no_matrix_is_named_as_what_it_is(tmp_path: Path) -> None:
+    packed, _ = quantized_folders("llama", tmp_path)
+    config = json.loads((packed / "config.json").read_text())
+    tensors = load_file(packed / "model.safetensors")
+    norm = "model.norm.weight"
+    with pytest.raises(ConfigError, match=f"{norm} has dtype uint8"):
+        load_model((config, {**tensors, norm: tensors[norm].to(torch.uint8)}))
+    for broken in (torch.zeros(64), torch.zeros((), dtype=torch.int32)):
+        key = "model.layers.0.mlp.up_proj.weight"
+        with pytest.raises(ConfigError, match=f"{key} is .*: it must be"):
+            load_model((config, {**tensors, key: broken}))
+
+
 def test_an_empty_group_stays_in_4_bits() -> None:
     """The scale of a group of zeros is 1e-7, which float16 rounds to its smallest numbers."""
     matrix = torch.randn(8, 64, generator=torch.Generator().manual_seed(1))

@@ -22,6 +22,7 @@ from gptmanager.memory.tensor_sources import TensorInfo, tensor_name
 from gptmanager.models.quantized.matrices import Read, StoredMatrix, check_scales
 from gptmanager.models.quantized.mlx_options import MLX_FIELD, Packing, Packings, mlx_error
 
+_WORDS = ("uint32", "int32")  # dtypes of packed numbers
 _IN_WORDS = (2, 4, 8)  # bits of integers of which none is in two words
 _MOST_ERROR = 2.0**-7  # of a step: by how much float16 scales may move an element
 
@@ -101,7 +102,7 @@ def mlx_matrix(
     is missing or does not fit.
     """
     module, info = name.removesuffix(".weight"), given[name]
-    if info.dtype in FLOATS.values() and f"{module}.scales" not in given:
+    if info.dtype not in _WORDS and f"{module}.scales" not in given:
         return None
     packing = packings.get(module, packings[""])
     if packing is None:
@@ -109,7 +110,7 @@ def mlx_matrix(
             f"{MLX_FIELD}.{module}", False, f"but tensor {tensor_name(name)} is {info.dtype}"
         )
     bits, size, mode = packing
-    take(name, {"uint32", "int32"})
+    take(name, _WORDS)
     packed_bits = info.shape[-1] * 32 if info.shape else 0
     columns = packed_bits // bits
     if len(info.shape) not in (2, 3) or 0 in info.shape or packed_bits % (bits * size):
