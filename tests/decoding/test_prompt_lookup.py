@@ -197,6 +197,16 @@ def test_a_hosts_greedy_guesses_save_steps(source):
     assert len(host.statistics) == 12 - 8
 
 
+def test_guesses_of_a_host_cost_tokens_of_one_step_alone(source):
+    """In each step one of four prompts fits beside all that generate."""
+    prompt = [3, 1, 4, 1, 5]
+    first = serve(source, [InferenceRequest.from_tokens(1, prompt, 1)]).output(1)[5]
+    wrong = {"draft_input_ids": [(first + 1) % VOCAB_SIZE]}
+    requests = [InferenceRequest.from_tokens(i, prompt, 6, **wrong) for i in range(4)]
+    host = serve(source, requests, max_num_tokens=3 + len(prompt) + 1)
+    assert len(host.statistics) == 3 + 6
+
+
 @pytest.mark.every(2)
 @pytest.mark.parametrize("drawn_from", [range(96), (79, 18, 26, 20, 50)])
 def test_sampled_guesses_leave_the_distribution_as_it_is(source, drawn_from):
