@@ -158,6 +158,13 @@ def test_no_evict_stops_at_a_cross_cache_misfit() -> None:
     assert decide(scheduler, active) == ([0], [])
 
 
+def test_a_wait_for_blocks_of_the_cross_cache_has_the_numbers_of_that_cache() -> None:
+    kv, cross = KvCacheManager(2, 10), KvCacheManager(2, 10, cross=True)
+    scheduler = GuaranteedNoEvictScheduler(9, kv, cross_kv_cache_manager=cross)
+    waits = scheduler.why_waiting([waiting(0, encoder_len=30)])  # 2 blocks of the first would do
+    assert waits == {0: Wait(WaitReason.KV_BLOCKS, needed=3, free=2)}
+
+
 def test_static_batch_admits_only_when_nothing_runs() -> None:
     kv = KvCacheManager(20, 10)
     running = generating(kv, 0)
