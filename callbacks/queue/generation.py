@@ -354,6 +354,22 @@ class Generation(LatchedFuture[GenerationResult]):
             self._wakeups.send()  # the wakeups for earlier tokens may still wait to be sent
 
 
+def fail_all(generations: Iterable[Generation | None], error: BaseException) -> None:
+    """End those that have not ended with `error`, even if a done callback raises a BaseException.
+
+    The first such exception is raised at the end.
+    """
+    interrupt: BaseException | None = None
+    for generation in generations:
+        if generation is not None and not generation.done():
+            try:
+                generation.fail(error)
+            except BaseException as raised:  # noqa: B036 - raised below
+                interrupt = interrupt or raised
+    if interrupt is not None:
+        raise interrupt
+
+
 def _has_one_output(request: InferenceRequest) -> bool:
     """Return whether a request has one beam and returns one sequence."""
     for name in ("beam_width", "num_return_sequences"):

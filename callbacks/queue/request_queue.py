@@ -18,7 +18,7 @@ from tokenizers import Tokenizer
 
 from gptmanager import GptManager, InferenceRequest, NamedTensor
 from gptmanager.callbacks.queue.attachment import Attachment
-from gptmanager.callbacks.queue.generation import Generation
+from gptmanager.callbacks.queue.generation import Generation, fail_all
 from gptmanager.callbacks.queue.output_texts import OutputTexts
 from gptmanager.callbacks.queue.pending_requests import PendingRequests, Size
 from gptmanager.callbacks.queue.result import cancelled_response
@@ -237,13 +237,13 @@ class RequestQueue:
             opened = list(self._open.values())
             self._stops.update(set(self._open) - self._pending.clear())
         self._changed.notify_all()
-        # if an exception interrupts this, a second call finds the handles that have not ended
-        for generation in (*opened, *self._ending):
-            if generation is not None and not generation.done():
-                generation.fail(reason)
-        with self._lock:
-            self._open.clear()
-            self._ending.clear()
+        try:
+            fail_all((*opened, *self._ending), reason)
+        finally:  # a second call finds the handles that an interrupt has left
+            with self._lock:
+                left = [it for it in self._open.values() if it is not None and not it.done()]
+                self._open = {it.request_id: it for it in left}
+                self._ending = {it for it in self._ending if not it.done()}
         if self._attachment is not None:
             self._attachment.join()
 

@@ -87,6 +87,18 @@ def test_a_handler_may_close_the_queue_that_it_interrupts(name):
     assert point > 5
 
 
+def test_close_ends_all_handles_though_a_callback_raises():
+    queue, *handles = new_queue()
+
+    def cancel(handle):
+        raise asyncio.CancelledError
+
+    handles[0].add_done_callback(cancel)
+    with pytest.raises(asyncio.CancelledError):
+        queue.close()
+    assert all(handle.done() for handle in handles) and queue.num_open == 0
+
+
 def test_a_handler_that_ends_a_request_wakes_the_task_that_it_interrupts():
     """It runs while the task reads, and the task would wait for ever without a wake-up."""
 
