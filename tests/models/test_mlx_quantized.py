@@ -127,6 +127,7 @@ def test_an_empty_group_stays_in_4_bits() -> None:
         {"quantization": {"bits": 4, "group_size": 32}},
         StateDict({f"a.{key}": it for key, it in packed.items()}),
     )
+    assert source.describe()["a.weight"].in_groups
     [(_, groups)] = source.groups("a.weight", 1 << 20, range(8))
     assert torch.equal(groups.floats(), dequantize(packed, 4, 32))
 
