@@ -39,7 +39,6 @@ from gptmanager.terminal.streams import (
     flush_streams,
     prepare_streams,
     print_message,
-    report_unwritable_output,
 )
 
 _HELP = """\
@@ -69,8 +68,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except SystemExit as exit_:  # argparse has printed the error or the help
         exit_.code = flush_streams(exit_.code if isinstance(exit_.code, int) else 2)
         raise
-    except OSError as error:  # argparse cannot write the help to a stream without a buffer
-        report_unwritable_output(error)
+    except BrokenPipeError:  # the reader has closed the pipe: printing is impossible
+        code = 1
+    except (GptManagerError, OSError) as error:  # of a check of an argument, or of the help
+        print_message(str(error))
         code = 1
     if is_server and arguments is None:  # a signal during Python's exit would show a traceback
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
@@ -122,8 +123,8 @@ def _call(arguments: Sequence[str] | None) -> int:
                 importlib.import_module("torch").set_num_threads(options.threads)
             code: int = command(options)
         return code
-    except BrokenPipeError:  # the reader has closed the pipe: printing is impossible
-        return 1
+    except BrokenPipeError:
+        raise
     except (GptManagerError, OSError, MemoryError) as error:
         print_message(str(error) or "out of memory")
         return 2 if isinstance(error, (ConfigError, RecordingError)) else 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, field, replace
 
 from gptmanager.config import ModelType, OptionalParams, PromptLookup, SchedulerConfig
@@ -73,7 +74,7 @@ class ServerSettings(AccessSettings, ModelSettings, ChatSettings):
                 f"reasoning_parser = {parsers[0]} and tool_call_parser = {parsers[1]} do not fit "
                 "together: use harmony for both"
             )
-        if self.chat_template is not None and not self.chat_template.is_file():
+        if self.chat_template is not None and not os.path.isfile(self.chat_template):
             raise ConfigError(f"chat_template = {self.chat_template} must be a file that exists")
         self._check_names()
 

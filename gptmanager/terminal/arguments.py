@@ -1,4 +1,8 @@
-"""Convert and check the texts of command-line arguments. argparse shows the errors."""
+"""Convert and check the texts of command-line arguments. argparse shows the errors.
+
+The functions of os.path are used, because `Path.is_dir` and others raise an error if a path is too
+long, or is in a folder that this user cannot read.
+"""
 
 from __future__ import annotations
 
@@ -123,7 +127,7 @@ def device(text: str) -> str:
 
 def folder(text: str) -> Path:
     """Read the path of an existing folder."""
-    if not Path(text).is_dir():
+    if not os.path.isdir(text):
         raise ArgumentTypeError(f"must be a folder, got {text!r}")
     return Path(text)
 
@@ -141,7 +145,6 @@ def checkpoint(text: str) -> Path:
 
     The files of the checkpoint are not checked.
     """
-    # Path.is_dir may raise an error if the path is too long.
     if os.path.isdir(text) or os.path.isfile(text):
         return Path(text)
     if (path := find_model(text)) is not None:
@@ -157,20 +160,19 @@ def writable(text: str) -> Path:
 
     A wrong path is thus reported before slow work begins.
     """
-    path = Path(text)
-    if path.is_dir():
+    if os.path.isdir(text):
         raise ArgumentTypeError(f"must be a file, got the folder {text!r}")
-    if not path.parent.is_dir():
+    if not os.path.isdir(Path(text).parent):
         raise ArgumentTypeError(f"must be in an existing folder, got {text!r}")
-    return path
+    return Path(text)
 
 
 def check_distinct(paths: dict[str, Path | None]) -> None:
     """Raise ConfigError if two options name the same file. `paths`: option -> its file."""
     seen: dict[Path, str] = {}
     for option, path in paths.items():
-        if path is None or (path.exists() and not path.is_file()):  # options may share /dev/null
-            continue
+        if path is None or (os.path.exists(path) and not os.path.isfile(path)):
+            continue  # options may share /dev/null
         other = seen.setdefault(path.resolve(), option)
         if other != option:
             raise ConfigError(f"{other} and {option} must be different files, not both {path}")

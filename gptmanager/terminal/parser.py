@@ -11,6 +11,7 @@ from typing import Any, NoReturn
 from gptmanager.errors import ConfigError
 from gptmanager.terminal.option_sources import CONFIG, find_options
 from gptmanager.terminal.printable import printable_lines
+from gptmanager.terminal.streams import print_output
 
 
 class Parser(argparse.ArgumentParser):
@@ -30,14 +31,15 @@ class Parser(argparse.ArgumentParser):
         super().error(printable_lines(message))
 
     def _print_message(self, message: str, file: Any = None) -> None:
-        """Print the help, the version or an error. Raise OSError if the help cannot be printed.
+        """Print the help, the version or an error.
 
-        The argparse of some Python versions ignores this error.
+        Raise GptManagerError or BrokenPipeError if the help cannot be printed. The argparse of some
+        Python versions ignores this.
         """
         if file is None or file is sys.stderr:
             super()._print_message(message, file)
         elif message:
-            file.write(message)
+            print_output(message, end="")
 
     def parse_known_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: Any = None

@@ -46,12 +46,6 @@ def print_message(text: str) -> None:
         print(printable_lines(f"gptmanager: {text}"), file=sys.stderr)
 
 
-def report_unwritable_output(error: OSError) -> None:
-    """Print why the standard output cannot be written, unless its reader has closed the pipe."""
-    if not isinstance(error, BrokenPipeError):
-        print_message(_unwritable(error))
-
-
 def flush_streams(code: int) -> int:
     """Flush the streams. Return `code`, or 1 if it is 0 and printed text could not be written."""
     for stream in (sys.stdout, sys.stderr):
@@ -59,8 +53,8 @@ def flush_streams(code: int) -> int:
             stream.flush()
         except OSError as error:
             _drop_text(stream)
-            if stream is sys.stdout:
-                report_unwritable_output(error)
+            if stream is sys.stdout and not isinstance(error, BrokenPipeError):
+                print_message(_unwritable(error))
             code = code or 1
     return code
 

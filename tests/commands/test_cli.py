@@ -482,6 +482,24 @@ def test_a_folder_without_a_checkpoint(call, tmp_path):
     assert outcome.code == 2 and "config.json" in outcome.err
 
 
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        ("simulate --record LONG/x", "argument --record: must be in an existing folder, got"),
+        ("serve --model . --adapter-dir LONG", "argument --adapter-dir: must be a folder, got"),
+        ("run --model MODEL --requests LONG", "--requests"),
+        ("run --model MODEL --prompt a --output LONG", "--output"),
+        ("run --model MODEL --prompt a --record LONG", "cannot write the recording"),
+        ("serve --model MODEL --port 0 --chat-template LONG", "chat_template ="),
+    ],
+)
+def test_a_path_that_is_too_long_is_an_error_of_its_option(call, model, arguments, told):
+    long = "a" * 300
+    outcome = call(*arguments.replace("LONG", long).replace("MODEL", str(model)).split())
+    assert outcome.code == 2
+    assert re.search(rf"{told} '?{long}", outcome.err), outcome.err
+
+
 def test_the_requests_are_not_overwritten(run, tmp_path):
     path = tmp_path / "requests.jsonl"
     outcome = run({"prompt": "Once"}, options=["--output", path])
