@@ -275,3 +275,17 @@ def test_the_credit_is_what_will_be_found_in_full_blocks() -> None:
     kv.clear_cached()
     assert simple.schedule_request([request], frozenset()).context_requests == []
     assert request.estimated_reusable_tokens == 0
+
+
+def test_a_context_between_two_chunks_has_no_credit() -> None:
+    kv = caching()
+    first = LlmRequest(1, tokens(25), 5)
+    kv.add_sequence(first)
+    kv.store_context(first)
+    later = LlmRequest(2, tokens(25, 500), 5, context_chunk_size=10)
+    kv.add_sequence(later)
+    later.move_to_next_context_chunk()
+    later.tokens[:20] = tokens(20)  # as if they were cached only now
+    scheduler = ReuseCredit(GuaranteedNoEvictScheduler(9, kv), kv)
+    assert scheduler.schedule_request([later]) == ([later], [])
+    assert later.estimated_reusable_tokens == 0
