@@ -78,7 +78,7 @@ class LatchedFuture(Future[_T]):
     def _invoke_callbacks(self) -> None:
         """Call the done callbacks that have not been called. The base class calls this method."""
         if self._uncalled is None:
-            self._uncalled = iter(self._done_callbacks)
+            self._uncalled = iter(self._done_callbacks)  # type: ignore[attr-defined]
         interrupt: BaseException | None = None
         while True:
             try:
