@@ -366,8 +366,11 @@ def fail_all(generations: Iterable[Generation | None], error: BaseException) -> 
                 generation.fail(error)
             except BaseException as raised:  # noqa: B036 - raised below
                 interrupt = interrupt or raised
-    if interrupt is not None:
-        raise interrupt
+    try:
+        if interrupt is not None:
+            raise interrupt
+    finally:
+        interrupt = None  # otherwise this frame and its exception are a cycle
 
 
 def _has_one_output(request: InferenceRequest) -> bool:

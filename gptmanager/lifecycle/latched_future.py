@@ -8,7 +8,7 @@ lock held, and the thread that sets the result would wait for this lock forever.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future, TimeoutError
 from typing import Any, TypeVar
 
@@ -38,7 +38,9 @@ class LatchedFuture(Future[_T]):
     def __init__(self) -> None:
         super().__init__()
         self._condition = _Guard()
-        self._uncalled: Iterator[Callable[[Future[_T]], object]] | None = None
+        self._done_callbacks: list[Callable[[Future[_T]], object]] = []  # the base class appends
+        # one iterator, so that of two threads only one calls a callback
+        self._uncalled = iter(self._done_callbacks)
         latch = self._is_done = Latch()
         self.add_done_callback(lambda _: latch.set())  # the first callback
 
@@ -77,8 +79,6 @@ class LatchedFuture(Future[_T]):
 
     def _invoke_callbacks(self) -> None:
         """Call the done callbacks that have not been called. The base class calls this method."""
-        if self._uncalled is None:
-            self._uncalled = iter(self._done_callbacks)  # type: ignore[attr-defined]
         interrupt: BaseException | None = None
         while True:
             try:
@@ -89,8 +89,11 @@ class LatchedFuture(Future[_T]):
                 logger.exception("a done callback of %r raised", self)
             except BaseException as error:  # noqa: B036 - raised below
                 interrupt = interrupt or error
-        if interrupt is not None:
-            raise interrupt
+        try:
+            if interrupt is not None:
+                raise interrupt
+        finally:
+            interrupt = None  # otherwise this frame and its exception are a cycle
 
     def _wait(self, timeout: float | None) -> None:
         if not self._is_done.wait(None if timeout is None else max(0.0, timeout)):

@@ -1,9 +1,11 @@
 """Ctrl-C at any moment of a wait, or of a start of a thread, harms no other thread."""
 
 import asyncio
+import gc
 import sys
 import threading
 import time
+import weakref
 from concurrent.futures import TimeoutError
 from contextlib import suppress
 from itertools import count
@@ -109,6 +111,26 @@ def test_a_callback_that_raises_anything_stops_no_other(error):
     with suppress(error):
         future.set_result(7)
     assert called == ["raises", future, "raises", future]
+
+
+def test_what_a_callback_raised_is_in_no_cycle():
+    class Error(BaseException):
+        pass
+
+    def raise_it(future):
+        raise Error
+
+    gc.disable()
+    try:
+        future = LatchedFuture()
+        future.add_done_callback(raise_it)
+        try:
+            future.set_result(7)
+        except Error as error:
+            raised = weakref.ref(error)
+        assert raised() is None
+    finally:
+        gc.enable()
 
 
 def test_a_future_wakes_its_readers_before_it_calls_back():
