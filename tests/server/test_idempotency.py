@@ -17,7 +17,7 @@ import torch
 from running_server import running_server, settings_of, wait_for
 from served_process import served_process
 
-from gptmanager import NamedTensor
+from gptmanager import FinishReason, NamedTensor
 from gptmanager.callbacks import AsyncRequestQueue
 from gptmanager.server.engine import kept_calls, restored_responses
 from gptmanager.server.engine.call import Call
@@ -180,6 +180,32 @@ def test_a_call_that_has_timed_out_is_not_kept(server):
     body = {**BODIES["/v1/completions"], "deadline_s": 1e-6}
     assert post(server, "/v1/completions", body, "late").status_code == 504
     assert [*server.engine.kept._kept] == before
+
+
+def test_a_call_that_ended_before_its_timeout_had_an_effect_is_kept():
+    async def main():
+        queue, kept, key = AsyncRequestQueue(), kept_calls.KeptCalls(), CallKey("", b"a")
+        request = queue.submit([5], 1, request_id=1, timeout=0.0)
+        call = Call([request], [None], [None], ignore, ignore, 1, is_kept=True)
+        kept.add(key, call, 100)
+        queue.get_inference_requests(-1)
+        call.time_out()
+        assert not request.done()
+        found = {
+            "output_ids": torch.tensor([[[5, 7]]], dtype=torch.int32),
+            "sequence_length": torch.tensor([[2]], dtype=torch.int32),
+            "finish_reasons": torch.tensor([[FinishReason.LENGTH]], dtype=torch.int32),
+        }
+        queue.send_response(1, [NamedTensor(*it) for it in found.items()], True, "")
+        await asyncio.sleep(0)
+        [result] = await kept.find(key).results()
+        assert result.finish_reasons == (FinishReason.LENGTH,)
+
+    asyncio.run(main())
+
+
+def ignore(*_):
+    pass
 
 
 async def half_failed(error):

@@ -97,8 +97,18 @@ class _Submitted:
     @property
     def is_late(self) -> bool:
         """Whether a request that has ended without an error timed out."""
-        reasons = self.generation.result().finish_reasons
-        return self.has_timed_out or FinishReason.TIMED_OUT in reasons
+        result = self.with_timeout(self.generation.result())
+        return FinishReason.TIMED_OUT in result.finish_reasons
+
+    def with_timeout(self, result: GenerationResult) -> GenerationResult:
+        """Return `result`, with TIMED_OUT in place of CANCELLED if the request has timed out."""
+        if not self.has_timed_out:
+            return result
+        reasons = tuple(
+            FinishReason.TIMED_OUT if reason is FinishReason.CANCELLED else reason
+            for reason in result.finish_reasons
+        )
+        return replace(result, finish_reasons=reasons)
 
     def resend(self) -> None:
         """Send the request again, with the weights of its adapter."""
@@ -262,8 +272,7 @@ class Call:
                     del running[index]
                 elif part.result is not None:
                     del running[index]
-                    if it.request.has_timed_out:
-                        part = part._replace(result=_timed_out(part.result))
+                    part = part._replace(result=it.request.with_timeout(part.result))
                 self._note(index, part)
                 yield index, part
             if running:
@@ -349,12 +358,3 @@ def check_in_time(result: GenerationResult) -> None:
     """Raise ApiError (504) for a result that timed out."""
     if FinishReason.TIMED_OUT in result.finish_reasons:
         raise ApiError(504, "the request timed out", code="timeout")
-
-
-def _timed_out(result: GenerationResult) -> GenerationResult:
-    """Return the result of a request that timed out, with TIMED_OUT in place of CANCELLED."""
-    reasons = tuple(
-        FinishReason.TIMED_OUT if reason is FinishReason.CANCELLED else reason
-        for reason in result.finish_reasons
-    )
-    return replace(result, finish_reasons=reasons)
