@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,7 @@ class AdapterFolders:
         given = fields.pop("lora")
         if "lora_weights" in fields or "lora_config" in fields:
             raise InvalidRequestError("pass either lora or lora_weights and lora_config, not both")
-        folder = (self._place / given).resolve()
+        folder = Path(os.path.realpath(self._place / given))  # not `resolve`: links may form a loop
         if folder not in self._read:
             self._read[folder] = self._load(folder, given)
         found = self._read[folder]

@@ -1,7 +1,7 @@
 """Convert and check the texts of command-line arguments. argparse shows the errors.
 
 The functions of os.path are used, because `Path.is_dir` and others raise an error if a path is too
-long, or is in a folder that this user cannot read.
+long, or is in a folder that this user cannot read, and `Path.resolve` if links form a loop.
 """
 
 from __future__ import annotations
@@ -169,10 +169,10 @@ def writable(text: str) -> Path:
 
 def check_distinct(paths: dict[str, Path | None]) -> None:
     """Raise ConfigError if two options name the same file. `paths`: option -> its file."""
-    seen: dict[Path, str] = {}
+    seen: dict[str, str] = {}
     for option, path in paths.items():
         if path is None or (os.path.exists(path) and not os.path.isfile(path)):
             continue  # options may share /dev/null
-        other = seen.setdefault(path.resolve(), option)
+        other = seen.setdefault(os.path.realpath(path), option)
         if other != option:
             raise ConfigError(f"{other} and {option} must be different files, not both {path}")

@@ -26,7 +26,7 @@ def prepare_streams() -> None:
     for name in [name for name in access if getattr(sys, name) is None]:
         descriptor = os.open(os.devnull, access[name])
         if name != "stdin":
-            setattr(sys, name, open(descriptor, "w"))
+            setattr(sys, name, open(descriptor, "w", errors="backslashreplace"))
 
 
 def print_output(text: str = "", end: str = "\n") -> None:

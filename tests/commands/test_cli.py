@@ -500,6 +500,14 @@ def test_a_path_that_is_too_long_is_an_error_of_its_option(call, model, argument
     assert re.search(rf"{told} '?{long}", outcome.err), outcome.err
 
 
+def test_a_path_in_a_loop_of_links_is_an_error_of_its_option(call, tmp_path):
+    (tmp_path / "a").symlink_to("b")
+    (tmp_path / "b").symlink_to("a")
+    outcome = call("picture", tmp_path / "a", "--output", tmp_path / "a.html")
+    assert outcome.code == 2
+    assert outcome.err == f"gptmanager: {tmp_path}/a: Too many levels of symbolic links\n"
+
+
 def test_the_requests_are_not_overwritten(run, tmp_path):
     path = tmp_path / "requests.jsonl"
     outcome = run({"prompt": "Once"}, options=["--output", path])
@@ -860,6 +868,16 @@ def test_a_closed_standard_output_is_an_error_of_what_prints(arguments, unbuffer
     why = "it is closed; redirect it to a file, or to /dev/null"
     assert (ended.returncode, ended.stderr) == (1, f"gptmanager: {UNWRITABLE}: {why}\n")
     assert run_in_shell(environment, *arguments, ">&-", "2>&-").returncode == 1
+
+
+def test_a_closed_standard_output_is_an_error_of_what_it_cannot_encode(environment, tmp_path):
+    path = tmp_path / "ä.jsonl"
+    options = ["--num-requests", 2, "--policies", "max_utilization", "--record", path]
+    assert run_in_shell(environment, "simulate", *options).returncode == 0
+    environment |= {"LC_ALL": "POSIX", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    ended = run_in_shell(environment, "picture", path, "--output", tmp_path / "ä.html", ">&-")
+    assert ended.returncode == 1
+    assert ended.stderr.startswith(f"gptmanager: {UNWRITABLE}: it is closed")
 
 
 def test_closed_streams_that_a_command_does_not_use(environment, model, tmp_path):

@@ -428,12 +428,14 @@ def test_lines_name_adapters_by_their_folders(tmp_path):
             {f"{module}.lora_{it}.weight": value for it, value in weights.items()},
             folder / "adapter_model.safetensors",
         )
+    (tmp_path / "loop").symlink_to("loop")
     lines = [
         {"input_ids": [1], "lora": "a"},
         {"input_ids": [1], "lora": str(tmp_path / "b"), "lora_task_id": 7},
         {"input_ids": [1], "lora": "./a"},
         {"input_ids": [1]},
         {"input_ids": [1], "lora": "nowhere"},
+        {"input_ids": [1], "lora": "loop"},
         {"input_ids": [1], "lora": 3},
         {"input_ids": [1], "lora": "a", "lora_config": [[1, 0, 1]]},
     ]
@@ -447,9 +449,8 @@ def test_lines_name_adapters_by_their_folders(tmp_path):
     assert tensors(again) == tensors(first)
     assert again.request.tensors["lora_weights"] is first.request.tensors["lora_weights"]
     assert not base.request.tensors.keys() & {"lora_task_id", "lora_weights"}
-    for line, text in zip(
-        wrong, ("nowhere", "lora must be a folder, got 3", "pass either lora or"), strict=True
-    ):
+    told = "nowhere", "lora = 'loop'", "lora must be a folder, got 3", "pass either lora or"
+    for line, text in zip(wrong, told, strict=True):
         assert text in str(line.error)
 
 
