@@ -18,7 +18,7 @@ from gptmanager.server.fields import AsItIs, Field, Flag, Integer, bad_request, 
 from gptmanager.server.http.body import read_json
 from gptmanager.server.http.request_log import RECORD
 from gptmanager.server.http.warning_header import Warnings
-from gptmanager.server.openai.json_answer import JsonAnswer, answer_head, respond
+from gptmanager.server.openai.json_answer import JsonAnswer, answer_head, end_fields, respond
 from gptmanager.server.openai.models import check_model
 from gptmanager.server.request_fields import read_request
 from gptmanager.server.text.generation_fields import (
@@ -176,11 +176,9 @@ class _ChatFormat:
     def _details(self, index: int, delta: Delta) -> dict[str, Any]:
         """Return the fields of a choice besides its message or delta."""
         given, reason = self._given, delta.finish_reason
-        fields: dict[str, Any] = {
-            "logprobs": None,
-            "finish_reason": reason and self._messages[index].finish_reason(reason),
-            "stop_reason": reason and self._answer.outputs[index].stop_reason,
-        }
+        reason = reason and self._messages[index].finish_reason(reason)
+        ends = end_fields(reason, self._answer.outputs[index].stop_reason)
+        fields: dict[str, Any] = {"logprobs": None, **ends}
         if delta.log_probs:
             fields["logprobs"] = chat_shape(
                 delta.log_probs, given.get("top_logprobs", 0), self._texts

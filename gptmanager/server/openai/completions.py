@@ -24,7 +24,7 @@ from gptmanager.server.fields import (
 from gptmanager.server.http.body import read_json, run_in_thread
 from gptmanager.server.http.request_log import RECORD
 from gptmanager.server.http.warning_header import Warnings
-from gptmanager.server.openai.json_answer import JsonAnswer, answer_head, respond
+from gptmanager.server.openai.json_answer import JsonAnswer, answer_head, end_fields, respond
 from gptmanager.server.openai.models import check_model
 from gptmanager.server.request_fields import read_request
 from gptmanager.server.settings import ServerSettings
@@ -256,13 +256,11 @@ class _CompletionFormat:
         prompt = self._prompts[prompt_index]
         is_first, self._has_begun[index] = not self._has_begun[index], True
         echoes = is_first and given.get("echo", False)
-        is_done = delta.finish_reason is not None
         choice = {
             "index": index,
             "text": prompt.text + delta.text if echoes else delta.text,
             "logprobs": None,
-            "finish_reason": delta.finish_reason,
-            "stop_reason": output.stop_reason if is_done else None,
+            **end_fields(delta.finish_reason, output.stop_reason),
         }
         of_prompt = self._answer.prompt_log_probs[prompt_index]
         if "logprobs" in given:

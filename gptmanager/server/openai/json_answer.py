@@ -12,6 +12,7 @@ from typing import Any, Protocol
 from starlette.requests import Request
 from starlette.responses import Response
 
+from gptmanager.environment.distribution import VERSION
 from gptmanager.server.errors import ApiError
 from gptmanager.server.http.body import start_stream, until_disconnected
 from gptmanager.server.http.request_log import RECORD
@@ -113,7 +114,19 @@ def answer_head(
         "object": kind,
         "created": int(time.time()),
         "model": given.get("model") or model,
+        "system_fingerprint": f"gptmanager-{VERSION}",
     }
+
+
+def end_fields(reason: str | None, stop_reason: str | int | None) -> dict[str, Any]:
+    """Return `finish_reason` and `stop_reason` of a choice; both are None before its end.
+
+    Strict clients accept only OpenAI's finish reasons, and none of these is a timeout. So the
+    finish reason of an output that timed out is "length", and its `stop_reason` is "timeout".
+    """
+    if reason == "timeout":
+        reason, stop_reason = "length", "timeout"
+    return {"finish_reason": reason, "stop_reason": reason and stop_reason}
 
 
 class HttpAnswer(Protocol):

@@ -305,6 +305,12 @@ def _is_short(value: Any, longest: int) -> bool:
     return isinstance(value, str) and len(value) <= longest
 
 
+def _with_nulls(tool: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a tool of a request with the keys that every function of a response has."""
+    is_function = tool.get("type") == "function"
+    return {"parameters": None, "strict": None, **tool} if is_function else tool
+
+
 def _echoed(given: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields of a response that repeat the request."""
     optional = ("instructions", "previous_response_id", "max_output_tokens", "temperature", "top_p")
@@ -318,7 +324,7 @@ def _echoed(given: Mapping[str, Any]) -> dict[str, Any]:
         "service_tier": "default",
         "text": {"format": {"type": "text"}, **given.get("text", {})},
         "tool_choice": given.get("tool_choice", "auto"),
-        "tools": given.get("tools", []),
+        "tools": [_with_nulls(tool) for tool in given.get("tools", [])],
         "top_logprobs": given.get("top_logprobs", 0),
         "truncation": given.get("truncation", "disabled"),
     }
