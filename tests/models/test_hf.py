@@ -87,11 +87,16 @@ def test_what_attention_over_pages_cannot_compute_is_refused(name: str) -> None:
         through_transformers(new_network(name))
 
 
+WINDOWED = {
+    "use_sliding_window": True,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+}
+
+
 def test_a_window_that_is_only_in_the_mask_is_applied() -> None:
     """Layers of Qwen2-MoE pass no window to attention."""
-    types = ["sliding_attention", "full_attention"] * 2
-    windows = {"use_sliding_window": True, "sliding_window": 8, "layer_types": types}
-    network, sequences = new_network("qwen2_moe", **windows), prompts(30, 19)
+    network = new_network("qwen2_moe", sliding_window=8, **WINDOWED)
+    sequences = prompts(30, 19)
     with torch.inference_mode():
         exact = [network(input_ids=torch.tensor([it])).logits[0] for it in sequences]
     model = through_transformers(network)
@@ -99,6 +104,19 @@ def test_a_window_that_is_only_in_the_mask_is_applied() -> None:
     assert {it.window for it in model.attention_shapes} == {8, None}
     for own, theirs in zip(in_pieces(model, sequences), exact, strict=True):
         assert (own - theirs).abs().max() < 1e-5 * theirs.std()
+
+
+@pytest.mark.parametrize("window", [200_000, 2**31 - 1])
+def test_a_wide_window_that_is_only_in_the_mask_is_found(window: int) -> None:
+    model = through_transformers(new_network("qwen2_moe", sliding_window=window, **WINDOWED))
+    assert {it.window for it in model.attention_shapes} == {window, None}
+
+
+@pytest.mark.parametrize(("name", "fields"), [("qwen2_moe", WINDOWED), ("mistral", {})])
+def test_a_window_that_no_sequence_can_fill_is_refused(name: str, fields: dict[str, Any]) -> None:
+    network = new_network(name, sliding_window=2**63, **fields)
+    with pytest.raises(ConfigError, match=f"layer 0 has a window of {2**63} tokens, more than"):
+        through_transformers(network)
 
 
 def test_logits_that_cannot_be_compared_are_refused() -> None:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from gptmanager.errors import ConfigError, error_summary
+from gptmanager.models.fields import MAX_SIZE
 from gptmanager.models.hf.attention import Call, StepHolder
 from gptmanager.models.hf.library import ATTENTION, PROBE, use_attention
 
@@ -124,18 +125,25 @@ def _checked(network: nn.Module, call: Call) -> Call:
     layer = f"layer {call.layer}"
     if call.refused:
         raise _refusal(network, f"{layer} passes {', '.join(call.refused)} to attention")
+    given = call.shape.window
+    known = call.module_window if given is None else given
+    if known is not None and known > MAX_SIZE:
+        raise _refusal(network, f"{layer} has a window of {known} tokens, more than {MAX_SIZE}")
     if not isinstance(call.mask, Tensor):
         return call
-    shows, given = getattr(call.mask, "shows", None), call.shape.window
-    for window in [given, *([call.module_window] if given is None else [])]:
-        if shows is not None and _is_causal(shows, window):
+    shows = getattr(call.mask, "shows", None)
+    for window in dict.fromkeys((given, known)):
+        if shows is not None and _is_causal(shows, window, known):
             return call._replace(shape=call.shape._replace(window=window))
     raise _refusal(network, f"{layer} has a mask other than causal or its sliding window")
 
 
-def _is_causal(shows: Any, window: int | None) -> bool:
-    """Return whether a mask function allows the same positions as a causal mask with `window`."""
-    near = [window + it for it in (-1, 0, 1)] if window else []
+def _is_causal(shows: Any, window: int | None, known: int | None) -> bool:
+    """Return whether a mask function allows the same positions as a causal mask with `window`.
+
+    `known` is a window that the mask may have, so the masks are also compared at its end.
+    """
+    near = [known + it for it in (-1, 0, 1)] if known else []
     at = torch.tensor(sorted({*_POSITIONS, *near}))
     query, key = at[:, None], at[None, :]
     expected = key <= query
