@@ -355,9 +355,9 @@ class Generation(LatchedFuture[GenerationResult]):
 
 
 def fail_all(generations: Iterable[Generation | None], error: BaseException) -> None:
-    """End those that have not ended with `error`, even if a done callback raises a BaseException.
+    """Set `error` for all handles that have not ended.
 
-    The first such exception is raised at the end.
+    If done callbacks raise BaseExceptions, the first of them is raised at the end.
     """
     interrupt: BaseException | None = None
     for generation in generations:

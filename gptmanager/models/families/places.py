@@ -62,7 +62,7 @@ def _tensors(family: Family, given: Collection[str]) -> Tensors:
     names = {_NUMBER.sub(".{}", name[max(0, name.find("layers.")) :]) for name in used}
     modules = names | {name.rpartition(".")[0] for name in names}
     own = {theirs: theirs[max(0, theirs.find("layers.")) :] for theirs in others}
-    # There may be other names for stacked experts, and others for single experts.
+    # A family may have other names for stacked experts, and further ones for single experts.
     kinds = {theirs: (ours, theirs.count("{}")) for theirs, (ours, _) in others.items()}
     used_kinds = {kinds[theirs] for theirs in others if own[theirs] in modules}
     replaced = {ours for ours, _ in used_kinds}

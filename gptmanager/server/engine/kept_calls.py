@@ -24,7 +24,7 @@ class _Kept:
 
     @property
     def has_failed_for_now(self) -> bool:
-        """Whether a request has failed by a transient error."""
+        """Whether a request has failed with a transient error."""
         failure = self.call.failure
         return failure is not None and failure.is_transient
 
@@ -46,8 +46,8 @@ class KeptCalls:
     def find(self, key: CallKey) -> Call | None:
         """Return a new reader of the call with this key, or None.
 
-        Raises ApiError: 422 if that call has another body, 503 if one of its requests has failed by
-        a transient error and the others are ending.
+        Raises ApiError: 422 if that call has another body, 503 if one of its requests has failed
+        with a transient error and the others are ending.
         """
         kept = self._kept.get(key.name)
         if kept is None:

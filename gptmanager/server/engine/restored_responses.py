@@ -30,7 +30,7 @@ class _Restored:
 class RestoredResponses:
     """Holds the responses to restored requests that have an Idempotency-Key. Thread-safe.
 
-    A request that fails by a transient error is dropped at once, as in `KeptCalls`; any other
+    A request that fails with a transient error is dropped at once, as in `KeptCalls`; any other
     ended request is dropped KEEP_S seconds after its end. If all held responses together exceed
     MAX_BYTES, ended requests are dropped earlier, the request that ended first before the others.
     Requests are dropped only when `hold`, `check` or `join` is called.
@@ -105,5 +105,5 @@ class RestoredResponses:
 
 
 def _is_transient(error: str) -> bool:
-    """Return whether a response with this error text ends a request by a transient error."""
+    """Return whether a response with this error text is a transient error."""
     return bool(error) and api_error(error_of(error)).is_transient

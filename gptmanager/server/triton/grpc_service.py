@@ -132,7 +132,7 @@ def _credentials(settings: ServerSettings) -> Any:
 def _health_service(inference: Inference) -> grpc.GenericRpcHandler:
     """Return the standard health service of gRPC, which probes of Kubernetes call.
 
-    Its messages have one field, so that they are compared as bytes, and no package parses them.
+    A message has at most one field, so it is compared as bytes, and no package has to parse it.
     """
     known = [b"\n%c%b" % (len(name), name.encode()) if name else b"" for name in _HEALTH_OF]
 
