@@ -68,6 +68,20 @@ def test_a_sequence_that_fits_lies_there_block_by_block_and_runs_in_one_piece(
         assert [*window.pieces(0, length)] == [(0, length)]
 
 
+@given(window=WINDOWS, start=st.integers(0, 120), length=st.integers(1, 120))
+def test_a_piece_ends_where_a_block_more_would_overwrite_what_its_first_query_sees(
+    window: AttentionWindow, start: int, length: int
+) -> None:
+    size = window.tokens_per_block
+    for position, end in window.pieces(start, start + length):
+        if end < start + length:
+            lost = (
+                end - window.num_ring_blocks * size
+            )  # the first position of the overwritten block
+            assert window.index(lost // size) == window.index(end // size) and end % size == 0
+            assert lost + size - 1 > position - window.size
+
+
 # Whole managers ----------------------------------------------------------------------------------
 
 

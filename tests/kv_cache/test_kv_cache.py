@@ -702,6 +702,11 @@ def test_an_option_that_cannot_work_is_refused_by_name(options: dict[str, Any], 
         KvCacheManager(**{**good, **options})
 
 
+def test_a_block_has_64_tokens_unless_told() -> None:
+    kv = KvCacheManager(10)
+    assert (kv.tokens_per_block, kv.get_needed_blocks_one_step(LlmRequest(1, 64, 1))) == (64, 1)
+
+
 def test_whole_numbers_of_numpy_are_taken_as_ints() -> None:
     kv = KvCacheManager(np.int64(10), np.uint8(8), max_attention_window=np.int32(40))
     assert [type(n) for n in (kv.num_blocks, kv.tokens_per_block)] == [int, int]

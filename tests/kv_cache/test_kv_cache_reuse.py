@@ -465,6 +465,19 @@ def test_a_victim_does_not_free_what_a_scheduled_request_will_share():
     assert kv.get_needed_blocks_one_step(request) == 1
 
 
+def test_several_scheduled_requests_share_what_is_held():
+    kv = caching(num_blocks=10)
+    for request_id in (1, 2):
+        run_context(kv, LlmRequest(request_id, tokens(35), 10))  # 3 blocks in common, 1 of its own
+    third, fourth = (LlmRequest(i, [*tokens(30), i], 20) for i in (3, 4))
+    kv.start_scheduling()
+    kv.scheduling_add_sequence(third)
+    assert kv.get_needed_blocks_one_step(fourth) == 1
+    kv.scheduling_remove_sequence(1)  # the others go on with the blocks in common
+    assert kv.scheduling_num_free_blocks == 6
+    assert kv.get_needed_blocks_one_step(fourth) == 1
+
+
 def test_what_others_were_told_is_not_evicted_while_one_starts():
     kv = caching(num_blocks=7)
     left_behind(kv, tokens(30))
@@ -514,6 +527,19 @@ def test_an_answer_follows_what_is_stored_and_evicted_while_a_request_waits():
     assert kv.get_reusable_tokens(waiting) == 0
 
 
+def test_nothing_is_remembered_of_requests_that_no_longer_wait():
+    kv = caching()
+    waiting = [LlmRequest(i, [*tokens(20), i // 2, *tokens(15)], 10) for i in range(4)]
+    keys = kv.find_new_context_blocks(waiting)
+    assert keys[0] == keys[1] == keys[2]  # all lack the first block
+    run_context(kv, waiting.pop(0))
+    keys = kv.find_new_context_blocks(waiting)
+    assert keys[0] is None and keys[1] == keys[2] is not None
+    for request in waiting:
+        kv.forget_waiting(request.request_id)
+    assert not kv._lookups._numbers and not kv._lookups._users
+
+
 def test_counts_say_what_was_found():
     kv = caching()
     assert kv.reuse_counts == ReuseCounts(0, 0, 0, 0)
@@ -527,7 +553,8 @@ def test_counts_say_what_was_found():
     assert kv.reuse_counts == ReuseCounts(7, 5, 64, 3)
     off = KvCacheManager(10, 10)
     assert (off.enable_block_reuse, kv.enable_block_reuse) == (False, True)
-    assert off.reuse_counts == ReuseCounts()
+    assert set(off.reuse_counts) == {0}
+    assert kv.reuse_counts.cached_host_blocks == kv.reuse_counts.host_blocks == 0
     assert off.get_reusable_tokens(LlmRequest(1, 5, 5)) == 0
     assert off.find_new_context_block(LlmRequest(1, 50, 5)) is None
 

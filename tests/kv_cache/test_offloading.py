@@ -73,6 +73,20 @@ def test_without_onboarding_nothing_is_found_there_and_what_is_computed_takes_it
     assert kv.get_reusable_tokens(LlmRequest(4, list(range(31)), 2)) == 30
 
 
+@pytest.mark.parametrize("onboards", [False, True])
+def test_held_blocks_may_follow_one_on_the_host(onboards):
+    kv = cache(num_blocks=6, onboard_blocks=onboards)
+    first, second = LlmRequest(1, list(range(15)), 30), LlmRequest(2, list(range(25)), 30)
+    for request in (first, second):  # each computes the block that they have in common
+        kv.add_sequence(request)
+    for request in (first, second):  # only that of the first is cached
+        kv.store_context(request)
+    kv.remove(1)
+    assert kv.add_sequence(LlmRequest(3, [7] * 25, 10)) == (BlockCopy(0, 6, 10),)
+    assert kv.host_counts.offloaded_blocks == 1
+    kv.check()
+
+
 def test_blocks_with_too_few_tokens_are_lost():
     kv = cache(min_offload_tokens=6)
     run(kv, LlmRequest(1, list(range(25)), 2))
