@@ -314,6 +314,7 @@ models/                       decoder networks, and the table of families
         probe                 refuses by name what our attention cannot compute
         fixed_rope            rotary embeddings that depend on the longest sequence
         linears               replaces linear layers by our matmuls
+        experts               replaces experts by ours, if their layout is known
         network               TransformersModel: a network of transformers as a Model
         loading               loads a checkpoint folder through transformers
 decoding/                     from logits to tokens, and the end of an output

@@ -36,7 +36,7 @@ from gptmanager.kernels.gemm.matmul_plan import (
     plan_matmul,
     registers,
 )
-from gptmanager.kernels.gemm.packed_matrix import PANEL_ROWS, Matrix, PackedMatrix
+from gptmanager.kernels.gemm.packed_matrix import PANEL_ROWS, Matrix, PackedMatrix, Quantized
 from gptmanager.kernels.recurrent import delta_loops
 from gptmanager.kernels.simd.dtypes import DTYPES
 from gptmanager.kernels.simd.machine_code import compiled
@@ -44,6 +44,7 @@ from gptmanager.kernels.simd.threads import address_of, alike, with_first
 
 _PARTS_PER_THREAD = 8  # parts into which all matmuls of a group are divided, for each thread
 _LONG_BYTES = 8
+_ROWS = 2 * PANEL_ROWS  # the number of rows of an expert's matrix must be a multiple
 _kept: list[Any] = []  # owns memory that tasks refer to by address
 
 
@@ -63,6 +64,18 @@ class _GroupPlan(NamedTuple):
         """
         most = [it.most_rows for it in self.plan.instructions]
         return [it for it in zip([0, *most], most, strict=False) if it[0] < num_tokens]
+
+
+class _Plans(NamedTuple):
+    """The plans of the two matmuls of experts. `is_silu`: the first one multiplies by the gate."""
+
+    up: _GroupPlan
+    down: _GroupPlan
+    is_silu: bool
+
+    def bounds(self, num_tokens: int) -> tuple[tuple[int, int], ...]:
+        """Return the bounds of the first matmul, then those of the second."""
+        return (*self.up.bounds(num_tokens), *self.down.bounds(num_tokens))
 
 
 class _Routed(NamedTuple):
@@ -91,6 +104,19 @@ class CpuExperts(CpuDelta):
         own = [multiply_group, *routing_loops.BODIES] if has_experts else []
         compile_all([*own, *(delta_loops.BODIES if has_states else ())])
 
+    def new_expert_matrix(
+        self,
+        count: int,
+        rows: int,
+        columns: int,
+        dtype: torch.dtype,
+        quantized: Quantized | None = None,
+        device: torch.device | str = "cpu",
+    ) -> PackedMatrix | None:
+        if rows % _ROWS:
+            return None
+        return self.new_matrix(count * rows, columns, dtype, quantized, device)
+
     def experts(
         self,
         x: Tensor,
@@ -99,25 +125,45 @@ class CpuExperts(CpuDelta):
         routing: Routing,
         experts: ExpertMatrices,
     ) -> Tensor:
+        plans = self._plans(x, experts)
+        wide = [it.dtype is torch.float32 for it in (correction, experts.factors) if it is not None]
+        if plans is None or logits.dtype not in DTYPES or not all(wide):
+            return super().experts(x, logits, correction, routing, experts)
+        given = x.contiguous(), logits.contiguous(), correction, routing, experts
+        routed = self._route(*given, plans.bounds(len(x)))
+        return self._mix(x, routed, plans, experts)
+
+    def mix_experts(
+        self, x: Tensor, chosen: Tensor, weights: Tensor, experts: ExpertMatrices
+    ) -> Tensor:
+        plans = self._plans(x, experts)
+        if plans is None or len(x) != len(chosen):
+            return super().mix_experts(x, chosen, weights, experts)
+        routed = self._sort(x.contiguous(), chosen, weights, experts, plans.bounds(len(x)))
+        return self._mix(x, routed, plans, experts)
+
+    def _plans(self, x: Tensor, experts: ExpertMatrices) -> _Plans | None:
+        """Return the plans of both matmuls, or None if the reference computes the experts."""
         is_silu = experts.gated and experts.activation == "silu"
         up = self._grouped(experts.up, experts.count, is_silu)
         down = self._grouped(experts.down, experts.count, False)
-        wide = [it.dtype is torch.float32 for it in (correction, experts.factors) if it is not None]
-        is_known = x.dtype in DTYPES and logits.dtype in DTYPES and all(wide)
-        if up is None or down is None or not is_known or not len(x):
-            return super().experts(x, logits, correction, routing, experts)
-        bounds, others = up.bounds(len(x)), down.bounds(len(x))
-        given = x.contiguous(), logits.contiguous(), correction, routing, experts
-        routed = self._route(*given, (*bounds, *others))
-        lists = range(len(bounds)), range(len(bounds), len(bounds) + len(others))
-        hidden = self._multiply_group(routed.rows, up, routed, lists[0], experts.up_bias)
-        if not is_silu:
+        if up is None or down is None or x.dtype not in DTYPES or not len(x):
+            return None
+        return _Plans(up, down, is_silu)
+
+    def _mix(self, x: Tensor, routed: _Routed, plans: _Plans, experts: ExpertMatrices) -> Tensor:
+        """Return the weighted sums of the experts' outputs, like `x` in shape and dtype."""
+        split, end = (len(it.bounds(len(x))) for it in (plans.up, plans.down))
+        lists = range(split), range(split, split + end)
+        hidden = self._multiply_group(routed.rows, plans.up, routed, lists[0], experts.up_bias)
+        if not plans.is_silu:
             hidden = self.activate(hidden, experts.activation, experts.gated)
-        outputs = self._multiply_group(hidden, down, routed, lists[1], experts.down_bias)
-        result = torch.empty_like(x)
+        outputs = self._multiply_group(hidden, plans.down, routed, lists[1], experts.down_bias)
+        result = torch.empty_like(x, memory_format=torch.contiguous_format)
         if outputs.dtype is not x.dtype:
             outputs = outputs.to(x.dtype)
-        fixed = MixingTask(per_token=routing.per_token, width=x.shape[1], dtype=DTYPES[x.dtype])
+        per_token = len(routed.rows) // len(x)
+        fixed = MixingTask(per_token=per_token, width=x.shape[1], dtype=DTYPES[x.dtype])
         addresses = outputs.data_ptr(), result.data_ptr(), routed.places, routed.weights
         task = with_first(fixed, 0, len(x), *addresses)
         self._run(routing_loops.mix, task, outputs.numel())
@@ -126,9 +172,9 @@ class CpuExperts(CpuDelta):
     def _grouped(self, matrix: Matrix, count: int, silu: bool) -> _GroupPlan | None:
         """Return the plan for a matrix of `count` experts, or None if the matrix is not supported.
 
-        The matrix must be packed, and each expert must have a multiple of 2 * PANEL_ROWS rows.
+        The matrix must be packed, and each expert must have a multiple of `_ROWS` rows.
         """
-        if not isinstance(matrix, PackedMatrix) or len(matrix) // count % (2 * PANEL_ROWS):
+        if not isinstance(matrix, PackedMatrix) or len(matrix) // count % _ROWS:
             return None
         key = self.deterministic, count, silu
         if key not in matrix.plans:
@@ -164,47 +210,77 @@ class CpuExperts(CpuDelta):
 
         For each pair of `bounds`, it lists the experts with a number of routed rows in that range.
         """
-        (num_tokens, num_experts), count = logits.shape, experts.count
-        num_choices, size = num_tokens * routing.per_token, self._team.max_size
-        counters = len(bounds) * count
-        copies = size * TASK_BYTES // _LONG_BYTES
-        lengths = num_choices, num_choices, num_choices, count + 1, len(bounds) + 3 * counters
-        memory = torch.empty(sum(lengths) + counters + copies, dtype=torch.int64)
-        rows = torch.empty(num_choices, x.shape[1], dtype=x.dtype)
-        first = memory.data_ptr()
-        at = [first + _LONG_BYTES * it for it in accumulate((*lengths, counters), initial=0)]
         fixed = self._fixed(x, logits, correction, routing, experts, bounds)
-        task = with_first(
-            fixed,
-            *(0, num_tokens, logits.data_ptr(), x.data_ptr(), rows.data_ptr(), *at[:-1]),
-            self._team.scratch(size * 4 * SCRATCH_ROWS * num_experts),
-        )
-        if rows.numel() < SMALL_MATMUL:
+        task, routed = self._new_routed(x, logits, fixed)
+        if routed.rows.numel() < SMALL_MATMUL:
             self._run(routing_loops.choose_and_gather, task, 0)
         else:
             for body, work in (
                 (routing_loops.choose, routing.per_token * logits.numel()),
                 (routing_loops.sort, 0),
-                (routing_loops.gather, rows.numel()),
+                (routing_loops.gather, routed.rows.numel()),
             ):
                 self._run(body, RoutingTask.from_buffer_copy(task), work)
+        return routed
+
+    def _sort(
+        self,
+        x: Tensor,
+        chosen: Tensor,
+        weights: Tensor,
+        experts: ExpertMatrices,
+        bounds: tuple[tuple[int, int], ...],
+    ) -> _Routed:
+        """Return the same as `_route`, for experts that are chosen and weighed already."""
+        fixed = self._fixed(x, None, None, Routing(chosen.shape[1]), experts, bounds)
+        task, routed = self._new_routed(x, None, fixed)
+        size = chosen.numel()
+        choices, _, floats = routed.memory[: 3 * size].view(3, size)
+        choices.view_as(chosen).copy_(chosen)
+        floats.view(torch.float32)[:size].view_as(weights).copy_(weights)
+        self._run(routing_loops.sort, RoutingTask.from_buffer_copy(task), 0)
+        self._run(routing_loops.gather, task, routed.rows.numel())
+        return routed
+
+    def _new_routed(
+        self, x: Tensor, logits: Tensor | None, fixed: RoutingTask
+    ) -> tuple[RoutingTask, _Routed]:
+        """Allocate the results of routing; return also the task that writes them."""
+        num_tokens, size, counters = len(x), self._team.max_size, fixed.num_zeros
+        num_choices, lists = num_tokens * fixed.per_token, fixed.num_lists + 3 * counters
+        copies = size * TASK_BYTES // _LONG_BYTES
+        lengths = num_choices, num_choices, num_choices, fixed.count + 1, lists
+        memory = torch.empty(sum(lengths) + counters + copies, dtype=torch.int64)
+        rows = torch.empty(num_choices, x.shape[1], dtype=x.dtype)
+        first = memory.data_ptr()
+        at = [first + _LONG_BYTES * it for it in accumulate((*lengths, counters), initial=0)]
+        task = with_first(
+            fixed,
+            *(0, num_tokens, 0 if logits is None else logits.data_ptr()),
+            *(x.data_ptr(), rows.data_ptr(), *at[:-1]),
+            self._team.scratch(size * 4 * SCRATCH_ROWS * fixed.num_experts),
+        )
         choices, places, weights, _, lists, counters, copies = at
-        weights = 0 if routing.scales_inputs else weights
-        return _Routed(rows, memory, choices, places, weights, lists, counters, copies, count)
+        weights, count = 0 if fixed.scales_inputs else weights, fixed.count
+        routed = _Routed(rows, memory, choices, places, weights, lists, counters, copies, count)
+        return task, routed
 
     def _fixed(
         self,
         x: Tensor,
-        logits: Tensor,
+        logits: Tensor | None,
         correction: Tensor | None,
         routing: Routing,
         experts: ExpertMatrices,
         bounds: tuple[tuple[int, int], ...],
     ) -> RoutingTask:
-        """Return a cached task with the fields that are the same in each step."""
+        """Return a cached task with the fields that are the same in each step.
+
+        `logits` is None if the experts are chosen already.
+        """
         vectors = correction, experts.factors
         addresses = tuple(address_of(it, torch.float32) for it in vectors)
-        kinds = x.shape[1], x.dtype, logits.dtype
+        kinds = x.shape[1], x.dtype, None if logits is None else logits.dtype
         key = routing, addresses, bounds, kinds, experts.first
         assert isinstance(experts.up, PackedMatrix)
         plans = experts.up.plans
@@ -213,7 +289,7 @@ class CpuExperts(CpuDelta):
                 correction=addresses[0],
                 factors=addresses[1],
                 bounds=_address_of(bounds),
-                num_experts=logits.shape[1],
+                num_experts=experts.count if logits is None else logits.shape[1],
                 count=experts.count,
                 first=experts.first,
                 per_token=routing.per_token,
@@ -226,7 +302,7 @@ class CpuExperts(CpuDelta):
                 two_best=routing.group_score == "two_best",
                 renormalize=routing.renormalize,
                 scales_inputs=routing.scales_inputs,
-                logits_dtype=DTYPES[logits.dtype],
+                logits_dtype=0 if logits is None else DTYPES[logits.dtype],
                 dtype=DTYPES[x.dtype],
                 factor=routing.factor,
             )

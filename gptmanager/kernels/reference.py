@@ -33,8 +33,7 @@ from gptmanager.kernels.attention.paged_formulas import (
     write_heads,
 )
 from gptmanager.kernels.captured_step import StepCapture
-from gptmanager.kernels.experts.mixture import ExpertMatrices, mix_experts
-from gptmanager.kernels.experts.routing import Routing
+from gptmanager.kernels.experts.mixture import MixtureOps
 from gptmanager.kernels.gemm.packed_matrix import Matrix, PackedMatrix, Quantized, plain
 from gptmanager.kernels.lora.adapter_arguments import StepAdapters
 from gptmanager.kernels.lora.adapter_formulas import add_outputs
@@ -46,7 +45,7 @@ ALIGNMENT = 16
 Ints = npt.NDArray[np.int32]
 
 
-class Kernels(DeltaOps):
+class Kernels(DeltaOps, MixtureOps):
     """The ops in torch. A subclass overrides the ops that it can compute faster.
 
     With `deterministic`, the result of an op for a token is bitwise independent of the other tokens
@@ -159,17 +158,6 @@ class Kernels(DeltaOps):
     def linear_silu_mul(self, x: Tensor, weight: Matrix, bias: Tensor | None = None) -> Tensor:
         """`silu_mul(linear(x, weight, bias))`, in the weight's dtype."""
         return self.silu_mul(self.linear(x, weight, bias))
-
-    def experts(
-        self,
-        x: Tensor,
-        logits: Tensor,
-        correction: Tensor | None,
-        routing: Routing,
-        experts: ExpertMatrices,
-    ) -> Tensor:
-        """Choose experts by `logits [T, E]`; return their weighted sums `[T, C]` for `x [T, C]`."""
-        return mix_experts(self, *experts.choose(x, logits, routing, correction), experts)
 
     def begin_adapters(self, adapters: StepAdapters | None) -> StepAdapters | None:
         """Return a step's adapters for the ops of each layer.

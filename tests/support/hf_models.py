@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from checkpoints import PagedDriver
 
 from gptmanager.kernels import CpuKernels
 from gptmanager.models.families import FAMILIES
@@ -244,6 +245,31 @@ def greedy(network: Any, prompts: Sequence[Sequence[int]], count: int) -> list[l
 
 def through_transformers(network: Any, **options: Any) -> TransformersModel:
     return TransformersModel(network, CpuKernels(), **options)
+
+
+def prompts(*lengths: int) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(2)
+    return [torch.randint(3, 250, (n,), generator=generator).tolist() for n in lengths]
+
+
+def in_pieces(model: Any, sequences: Sequence[Sequence[int]]) -> list[torch.Tensor]:
+    """Logits of sequences that run next to each other: in chunks, then token by token."""
+    driver = PagedDriver(model, len(sequences))
+    found: list[list[torch.Tensor]] = [[] for _ in sequences]
+    starts = [5 + 4 * slot for slot in range(len(sequences))]
+    _run(driver, [it[:start] for start, it in zip(starts, sequences, strict=True)], found)
+    _run(driver, [it[start:-3] for start, it in zip(starts, sequences, strict=True)], found)
+    for place in (-3, -2, -1):
+        _run(driver, [[it[place]] for it in sequences], found)
+    return [torch.cat(it) for it in found]
+
+
+def _run(
+    driver: PagedDriver, rows: Sequence[Sequence[int]], found: list[list[torch.Tensor]]
+) -> None:
+    logits = driver.forward(list(enumerate(rows)))
+    for slot, part in enumerate(logits.split([len(row) for row in rows])):
+        found[slot].append(part.float())
 
 
 if __name__ == "__main__":

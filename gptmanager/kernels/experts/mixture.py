@@ -15,7 +15,7 @@ from torch import Tensor
 from gptmanager.kernels.activation_kinds import Activation
 from gptmanager.kernels.attention.paged_formulas import widened
 from gptmanager.kernels.experts.routing import Routing, choose_experts
-from gptmanager.kernels.gemm.packed_matrix import Matrix, PackedMatrix
+from gptmanager.kernels.gemm.packed_matrix import Matrix, PackedMatrix, Quantized
 
 
 class ExpertOps(Protocol):
@@ -68,6 +68,46 @@ class ExpertMatrices(NamedTuple):
             x = (x.unsqueeze(1) * weights.unsqueeze(-1)).to(x.dtype).flatten(0, 1)
             weights = torch.ones_like(weights)
         return x, chosen, weights
+
+
+class MixtureOps(ExpertOps, Protocol):
+    """The experts of a layer in torch, which all kernels inherit."""
+
+    def new_expert_matrix(
+        self,
+        count: int,
+        rows: int,
+        columns: int,
+        dtype: torch.dtype,
+        quantized: Quantized | None = None,
+        device: torch.device | str = "cpu",
+    ) -> PackedMatrix | None:
+        """Return storage for `count` matrices `[rows, columns]` of experts, one below another.
+
+        The result is None if the matmuls of all chosen experts cannot run as one operation.
+        `quantized` is as in `new_matrix`, and must be in `expert_kinds`.
+        """
+        return None
+
+    def experts(
+        self,
+        x: Tensor,
+        logits: Tensor,
+        correction: Tensor | None,
+        routing: Routing,
+        experts: ExpertMatrices,
+    ) -> Tensor:
+        """Choose experts by `logits [T, E]`; return their weighted sums `[T, C]` for `x [T, C]`."""
+        return mix_experts(self, *experts.choose(x, logits, routing, correction), experts)
+
+    def mix_experts(
+        self, x: Tensor, chosen: Tensor, weights: Tensor, experts: ExpertMatrices
+    ) -> Tensor:
+        """Return the weighted sums `[T, C]` of given experts `[T, k]` for `x [T, C]`.
+
+        The function `mix_experts` explains `chosen` and `weights`. `experts.factors` is not used.
+        """
+        return mix_experts(self, x, chosen, weights, experts)
 
 
 def mix_experts(

@@ -38,25 +38,29 @@ def replace_linears(
     network: nn.Module,
     kernels: Kernels,
     kind_of: Callable[[str], Quantized | None],
-    on_progress: Callable[[int, int], None],
+    on_layer: Callable[[], None] = lambda: None,
     device: torch.device | str = "cpu",
 ) -> list[PackedMatrix]:
     """Replace all linear layers that the kernels pack, except routers; return the packed matrices.
 
     The packed matrices and their biases are on `device`; nothing else is moved there. `kind_of`
     maps the name of a module to the quantization of its matrix, None for no quantization.
-    `on_progress` is called with the number of layers that are done and the number of all layers.
+    `on_layer` is called after each of `find_linears`.
     """
-    named = [(name, it) for name, it in network.named_modules() if _is_linear(name, it)]
     matrices = []
-    for done, (name, module) in enumerate(named, start=1):
-        packed = _packed(module, kernels, kind_of(name), device)
-        on_progress(done, len(named))
+    for name in find_linears(network):
+        packed = _packed(network.get_submodule(name), kernels, kind_of(name), device)
+        on_layer()
         if packed is not None:
             parent, _, own = name.rpartition(".")
             setattr(network.get_submodule(parent), own, packed)
             matrices.append(packed.matrix)
     return matrices
+
+
+def find_linears(network: nn.Module) -> list[str]:
+    """Return the names of the linear layers, except routers."""
+    return [name for name, it in network.named_modules() if _is_linear(name, it)]
 
 
 def _is_linear(name: str, module: nn.Module) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import count
 from typing import Any
 
 import torch
@@ -23,9 +24,10 @@ from gptmanager.models.hf.attention import (
     hold,
     note_call,
 )
+from gptmanager.models.hf.experts import find_experts, replace_experts
 from gptmanager.models.hf.fixed_rope import fix_rotations
 from gptmanager.models.hf.library import register
-from gptmanager.models.hf.linears import num_bytes, replace_linears
+from gptmanager.models.hf.linears import find_linears, num_bytes, replace_linears
 from gptmanager.models.hf.probe import check_forward, probe
 
 
@@ -51,11 +53,11 @@ class TransformersSpec:
 class TransformersModel:
     """A causal language model of transformers. Its steps are not captured in CUDA graphs.
 
-    `network` must be on the CPU. The constructor replaces its attention and its linear layers with
-    ours, and moves it to `device`. `kernels` must be for this device. `kind_of` maps the name of a
-    linear layer to its quantization, or to None. `max_seq_len` is by default the config's
-    `max_position_embeddings`. If paged attention does not support a feature of the network, the
-    constructor raises a ConfigError that names this feature.
+    `network` must be on the CPU. The constructor replaces its attention, its linear layers and its
+    experts with ours, and moves it to `device`. `kernels` must be for this device. `kind_of` maps
+    the name of a linear layer, or of a module of experts, to its quantization, or to None.
+    `max_seq_len` is by default the config's `max_position_embeddings`. If paged attention does not
+    support a feature of the network, the constructor raises a ConfigError that names this feature.
     """
 
     def __init__(
@@ -96,7 +98,11 @@ class TransformersModel:
                 for it in sorted(calls, key=lambda call: call.layer)
             ),
         )
-        self.matrices = replace_linears(network, kernels, kind_of, on_progress, device)
+        done, total = count(1), len(find_experts(network)) + len(find_linears(network))
+        options: Any = kernels, kind_of, lambda: on_progress(next(done), total), device
+        experts = replace_experts(network, *options)
+        kernels.warm_up_layers(has_states=False, has_experts=bool(experts))
+        self.matrices = experts + replace_linears(network, *options)
         hold(network, self._holder)
         self.nbytes = num_bytes(network, self.matrices)
         if str(device) != "cpu":
