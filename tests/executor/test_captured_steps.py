@@ -196,6 +196,20 @@ def test_new_tensors_of_a_recording_have_the_strides_that_torch_gives_them() -> 
     assert strides == [(1, 16)] * 3
 
 
+def test_new_tensors_of_a_recording_have_all_their_bytes() -> None:
+    kernels, weight, sizes = CpuKernels(), torch.ones(16), []
+    capture = kernels.new_step_capture()
+    assert capture is not None
+
+    def compute(inputs: Sequence[Tensor]) -> Tensor:
+        sizes.append([len(torch.empty(size, dtype=torch.int8)) for size in range(1, 35)])
+        return kernels.rms_norm(inputs[0], weight, 1e-5)
+
+    for _ in range(2):
+        capture.run((torch.ones(1, 16),), None, compute)
+    assert sizes == [[*range(1, 35)]] * 2 and captured(capture) == [1]
+
+
 def test_tasks_of_a_recording_share_no_cache_line() -> None:
     kernels, weight = CpuKernels(), torch.ones(16)
     capture = kernels.new_step_capture()
