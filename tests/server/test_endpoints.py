@@ -92,6 +92,7 @@ def test_a_path_with_a_slash_too_many_is_a_404(client, path):
         "/v1/v1/completions",
         "/completions",
         "/api/v1/completions",
+        "/api/completions",
         "/openai/deployments/tiny_llama/completions",
         "/a" * 100 + "/v1/completions",
     ],

@@ -22,6 +22,13 @@ COMMENT = b": keep-alive\n\n"  # clients ignore comments in streams of server-se
 DIRECT_SEND = "gptmanager.send"
 # Key in a request's scope: a function that returns whether the request's whole body has arrived.
 IS_WHOLE = "gptmanager.is_whole"
+_OLLAMA = frozenset(
+    f"/api/{name}"
+    for name in (
+        *("chat", "copy", "create", "delete", "embed", "embeddings", "generate", "ps", "pull"),
+        *("push", "show", "tags", "version"),
+    )
+)
 _STREAM_HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
 
 
@@ -60,8 +67,8 @@ def error_frame(error: ApiError) -> bytes:
 
 
 def is_of_ollama(path: str) -> bool:
-    """Return whether `path` is one of Ollama's API, and not of OpenAI's behind a prefix."""
-    return path.startswith("/api/") and not path.startswith("/api/v1/")
+    """Return whether `path` is one of Ollama's API, and not of OpenAI's behind the prefix /api."""
+    return path in _OLLAMA or path.startswith("/api/blobs/")
 
 
 class _Refusal(Response):
