@@ -13,8 +13,7 @@ import importlib
 import logging
 import signal
 import sys
-import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from gptmanager import __version__
@@ -31,10 +30,10 @@ from gptmanager.run.convert_arguments import add_command as add_convert
 from gptmanager.run.models_arguments import add_command as add_models
 from gptmanager.server.arguments import add_command as add_serve
 from gptmanager.simulator.arguments import add_command as add_simulate
-from gptmanager.terminal.early_signals import leave_at_once, leaving_signals
 from gptmanager.terminal.parser import Parser
 from gptmanager.terminal.printable import printable
 from gptmanager.terminal.redrawn_lines import RedrawnLines
+from gptmanager.terminal.signals import end_message, handled, leave_server, raising_signals
 from gptmanager.terminal.streams import (
     flush_streams,
     prepare_streams,
@@ -57,14 +56,15 @@ examples:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command and return its exit status.
 
-    0: success, 1: failure, 2: invalid arguments, configuration or recording, 130: interrupted, 143:
-    terminated. Raise SystemExit after printing help, or an error in the arguments.
+    0: success, 1: failure, 2: invalid arguments, configuration or recording; 130, 143 and 129:
+    ended by Ctrl-C, SIGTERM and SIGHUP. Raise SystemExit after printing help, or an error in the
+    arguments.
     """
     prepare_streams()
     is_server = (sys.argv[1:] if arguments is None else arguments)[:1] == ["serve"]
     try:
-        with _exit_at_once() if is_server else _terminable():
-            code = _call(arguments)
+        with handled(leave_server) if is_server else contextlib.nullcontext():
+            code = _call(arguments, is_server=is_server)
     except SystemExit as exit_:  # argparse has printed the error or the help
         exit_.code = flush_streams(exit_.code if isinstance(exit_.code, int) else 2)
         raise
@@ -103,7 +103,7 @@ def _imported(command: str, *, is_program: bool) -> Callable[[Any], int]:
             gc.enable()
 
 
-def _call(arguments: Sequence[str] | None) -> int:
+def _call(arguments: Sequence[str] | None, *, is_server: bool) -> int:
     parser = command_parser()
     options, unknown = parser.parse_known_args(arguments)
     if unknown:  # argparse itself would show the usage of all commands
@@ -113,6 +113,7 @@ def _call(arguments: Sequence[str] | None) -> int:
         return 2
     options.region = RedrawnLines(sys.stderr)
     _start_log(options.region, options.verbose)
+    arrived: list[int] = []
     try:
         with contextlib.ExitStack() as stack:
             stack.callback(options.region.clear)  # before an error is printed
@@ -121,56 +122,19 @@ def _call(arguments: Sequence[str] | None) -> int:
             command = _imported(options.command, is_program=arguments is None)
             if options.threads is not None:  # the command has already imported torch
                 importlib.import_module("torch").set_num_threads(options.threads)
-            code: int = command(options)
+            # a server handles signals itself
+            with contextlib.nullcontext([]) if is_server else raising_signals() as arrived:
+                code: int = command(options)
         return code
     except BrokenPipeError:
         raise
     except (GptManagerError, OSError, MemoryError) as error:
         print_message(str(error) or "out of memory")
         return 2 if isinstance(error, (ConfigError, RecordingError)) else 1
-    except _Terminated:
-        print_message("terminated")
-        return 143
     except KeyboardInterrupt:
-        print_message("interrupted")
-        return 130
-
-
-class _Terminated(KeyboardInterrupt):
-    """SIGTERM has arrived. If a rank dies, launchers send SIGTERM to all other ranks."""
-
-
-def _terminable() -> contextlib.AbstractContextManager[None]:
-    """Return a context that handles SIGTERM like Ctrl-C.
-
-    Requests then get their final responses, and files are completed.
-    """
-
-    def terminate(*_: Any) -> None:
-        raise _Terminated
-
-    return _handled(terminate, signal.SIGTERM)
-
-
-def _exit_at_once() -> contextlib.AbstractContextManager[None]:
-    """Return a context in which signals end the process at once.
-
-    This is for the time before and after a server handles signals itself.
-    """
-    return _handled(leave_at_once, *leaving_signals())
-
-
-@contextlib.contextmanager
-def _handled(handler: Callable[..., None], *numbers: signal.Signals) -> Iterator[None]:
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = {number: signal.signal(number, handler) for number in numbers}
-    try:
-        yield
-    finally:
-        for number, other in before.items():
-            signal.signal(number, other)
+        number = arrived[0] if arrived else signal.SIGINT
+        print_message(end_message(number))
+        return 128 + number
 
 
 def command_parser() -> argparse.ArgumentParser:

@@ -40,7 +40,7 @@ lifecycle/                    states of a manager; clocks, logging, child proces
 arguments                     checks of constructor arguments, by name (no torch)
 config                        OptionalParams and all other options of a host; enums (no torch)
 terminal/                     shared by the commands: arguments, tables, progress bars
-    early_signals             signals of a server that does not serve yet (no torch)
+    signals                   signals that end a command: at once, or by an exception (no torch)
     printable                 makes any text safe to print on a terminal (no torch)
     streams                   standard streams that are closed, full or have no reader (no torch)
     redrawn_lines             the last lines of a terminal, redrawn in place (no torch)

@@ -130,11 +130,11 @@ class Watch:
 
     def follow(self, queue: RequestQueue) -> None:
         """Submit the lines and show the events; return when every line has its result."""
-        for line in self._lines:
-            if line.build is None:
-                self._submit(line, queue, time.monotonic())
-        built = build_in_thread([line for line in self._lines if line.build is not None])
         try:
+            for line in self._lines:
+                if line.build is None:
+                    self._submit(line, queue, time.monotonic())
+            built = build_in_thread([line for line in self._lines if line.build is not None])
             self._take_news()
             while self._progress.done < self._progress.total:
                 if self._all_ended.wait(_REFRESH_S):

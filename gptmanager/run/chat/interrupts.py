@@ -1,4 +1,4 @@
-"""`on_interrupt`: what Ctrl-C does while an answer is generated."""
+"""What Ctrl-C does in a chat: while a message is typed, and while an answer is generated."""
 
 from __future__ import annotations
 
@@ -6,6 +6,16 @@ import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
+
+
+@contextmanager
+def each_interrupt_raises() -> Iterator[None]:
+    """Let each Ctrl-C in the block raise KeyboardInterrupt, however many there are in a chat."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 @contextmanager

@@ -13,10 +13,11 @@ from rich.table import Table
 from rich.text import Text
 
 from gptmanager.run.chat.answers import Answers
-from gptmanager.run.chat.interrupts import on_interrupt
+from gptmanager.run.chat.interrupts import each_interrupt_raises, on_interrupt
 from gptmanager.run.chat.message_lines import Entry, read_message
 from gptmanager.terminal.printable import printable_lines, printable_text
 from gptmanager.terminal.redrawn_lines import RedrawnLines, console
+from gptmanager.terminal.signals import Terminated
 from gptmanager.terminal.streams import print_output
 
 with contextlib.suppress(ImportError):  # with readline, `input` edits and recalls lines
@@ -51,13 +52,14 @@ class TerminalView:
         """
         while True:
             try:
-                entry = read_message(lambda continues: input("... " if continues else ">>> "))
+                with each_interrupt_raises():
+                    entry = read_message(lambda continues: input("... " if continues else ">>> "))
             except EOFError:
                 print_output()
                 raise
             except KeyboardInterrupt as interrupt:
                 print_output()
-                if type(interrupt) is not KeyboardInterrupt:  # SIGTERM raises a subclass
+                if isinstance(interrupt, Terminated):
                     raise
                 if self._was_interrupted:
                     raise EOFError from None
