@@ -128,7 +128,8 @@ def load_tokenizer(folder: str | os.PathLike[str]) -> Tokenizer:
         )
     check_file(path, _MAX_TOKENIZER_BYTES)
     try:
-        tokenizer = Tokenizer.from_file(str(path))
+        # not `from_file`, which refuses a path that is not UTF-8
+        tokenizer = Tokenizer.from_buffer(path.read_bytes())
     except BaseException as error:  # a panic of Rust is not an Exception
         if isinstance(error, (KeyboardInterrupt, SystemExit)):
             raise

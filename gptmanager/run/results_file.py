@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from io import FileIO, RawIOBase
@@ -100,6 +101,9 @@ class Results:
             while self.file is not None and line:
                 line = line[self.file.write(line) :]
         except OSError as error:
-            name = getattr(self.file, "name", "")
+            is_stdout = self.file is getattr(sys.stdout, "buffer", None)
+            name = "-" if is_stdout else getattr(self.file, "name", "")
             self.file = None  # a line after an incomplete line would be misread
+            if is_stdout and isinstance(error, BrokenPipeError):  # the reader has what it wanted
+                raise
             raise GptManagerError(f"--output {name}: {error.strerror}") from error

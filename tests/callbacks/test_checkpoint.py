@@ -1,4 +1,6 @@
 import json
+import os
+import shutil
 
 import pytest
 
@@ -93,3 +95,11 @@ def test_a_broken_tokenizer_is_a_config_error(tmp_path):
 
     with pytest.raises(ConfigError, match=r"tokenizer\.json is not a tokenizer"):
         load_tokenizer(tmp_path)
+
+
+def test_a_tokenizer_whose_path_is_not_utf_8(tmp_path):
+    folder = os.fsdecode(os.fsencode(tmp_path) + b"/caf\xe9")
+    os.mkdir(folder)
+    shutil.copy("examples/tiny_llama/tokenizer.json", folder)
+    tokenizer = load_tokenizer(folder)
+    assert tokenizer.to_str() == load_tokenizer("examples/tiny_llama").to_str()

@@ -838,14 +838,16 @@ def test_an_interrupt_ends_a_run_keeps_its_results_and_leaves_the_terminal_as_it
     assert [result["request_id"] for result in read_lines(out)] == [1]
 
 
-def test_a_reader_that_leaves_early(run, monkeypatch):
+@pytest.mark.parametrize("options", [(), ("--output", "-")])
+def test_a_reader_that_leaves_early(run, monkeypatch, options):
     reader, writer = os.pipe()
     os.close(reader)
     with os.fdopen(writer, "w") as stream:
         monkeypatch.setattr(sys, "stdout", stream)
-        outcome = run({"prompt": "a", "max_new_tokens": 1})
+        outcome = run({"prompt": "a", "max_new_tokens": 1}, options=options)
     assert outcome.code == 1
-    assert "request 1 leaves" in outcome.err and "Error" not in outcome.err
+    assert "request 1 joins" in outcome.err
+    assert "Error" not in outcome.err and "Broken pipe" not in outcome.err
 
 
 def run_in_shell(environment, *arguments):
