@@ -842,7 +842,7 @@ def test_an_interrupt_ends_a_run_keeps_its_results_and_leaves_the_terminal_as_it
 def test_a_reader_that_leaves_early(run, monkeypatch, options):
     reader, writer = os.pipe()
     os.close(reader)
-    with os.fdopen(writer, "w") as stream:
+    with io.TextIOWrapper(io.FileIO(writer, "w"), write_through=True) as stream:  # unbuffered
         monkeypatch.setattr(sys, "stdout", stream)
         outcome = run({"prompt": "a", "max_new_tokens": 1}, options=options)
     assert outcome.code == 1

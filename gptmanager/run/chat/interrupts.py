@@ -1,4 +1,4 @@
-"""What Ctrl-C does in a chat: while a message is typed, and while an answer is generated."""
+"""Effects of Ctrl-C in a chat: while a message is typed, and while an answer is generated."""
 
 from __future__ import annotations
 
