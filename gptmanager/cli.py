@@ -122,9 +122,9 @@ def _call(arguments: Sequence[str] | None, *, is_server: bool) -> int:
             command = _imported(options.command, is_program=arguments is None)
             if options.threads is not None:  # the command has already imported torch
                 importlib.import_module("torch").set_num_threads(options.threads)
-            # a server handles signals itself
-            with contextlib.nullcontext([]) if is_server else raising_signals() as arrived:
-                code: int = command(options)
+            if not is_server:  # a server handles signals itself
+                arrived = stack.enter_context(raising_signals())
+            code: int = command(options)
         return code
     except BrokenPipeError:
         raise
