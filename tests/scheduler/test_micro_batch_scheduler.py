@@ -280,6 +280,13 @@ def test_draft_rules_charge_differently() -> None:
     assert drafts_kept([(2, 1), (10, 0), (3, 9)], 24, rule="kept") == [1, 0, 7]
 
 
+def test_reused_tokens_leave_room_for_drafts() -> None:
+    request = context(0, 17, num_draft_tokens=5, estimated_reusable_tokens=10)
+    MicroBatchScheduler(9).set_chunk_sizes([request], FCFS, 9, 10, None)
+    # 7 of 17 tokens are computed: of 3 places in the last unit, 2 are left in the budget
+    assert (request.context_chunk_size, request.num_draft_tokens) == (17, 2)
+
+
 def test_nothing_is_trimmed_when_everything_fits() -> None:
     request = context(0, 7, num_draft_tokens=5)
     scheduler = MicroBatchScheduler(9, 12, context_chunking_policy=FCFS, chunk_unit=8)
