@@ -1,5 +1,6 @@
 """Answers in the shapes that OpenAI documents: right types, known values, few keys of our own."""
 
+import functools
 import json
 from pathlib import Path
 
@@ -79,8 +80,11 @@ def unknown(value):
     return set(value.model_extra or ()) | unknown(fields)
 
 
+validator = functools.cache(TypeAdapter)  # it takes seconds to build some
+
+
 def check(shape, value):
-    found = TypeAdapter(shape).validate_json(json.dumps(value), strict=True)
+    found = validator(shape).validate_json(json.dumps(value), strict=True)
     assert unknown(found) <= OWN
     return found
 
@@ -103,9 +107,7 @@ def test_chats(server, case):
 def test_completions(server, case):
     body = {"prompt": "17 + 25 =", **COMPLETIONS[case]}
     for chunk in events(server, "completions", **body):
-        for choice in chunk[
-            "choices"
-        ]:  # OpenAI's model does not know that it is null until the end
+        for choice in chunk["choices"]:  # null until the end, which OpenAI's model does not know
             choice["finish_reason"] = choice["finish_reason"] or "stop"
         check(Completion, chunk)
     if case not in ("late", "usage"):
