@@ -29,7 +29,7 @@ from gptmanager.callbacks.queue.wakeups import AsyncWaiter, AsyncWakeups
 from gptmanager.callbacks.text.stopped_text import StoppedText
 from gptmanager.errors import ManagerDeadError
 from gptmanager.lifecycle.condition import Condition
-from gptmanager.lifecycle.latched_future import LatchedFuture
+from gptmanager.lifecycle.latched_future import LatchedFuture, raise_first
 
 _Item = TypeVar("_Item", int, str)
 
@@ -359,18 +359,14 @@ def fail_all(generations: Iterable[Generation | None], error: BaseException) -> 
 
     If done callbacks raise BaseExceptions, the first of them is raised at the end.
     """
-    interrupt: BaseException | None = None
+    interrupts: list[BaseException] = []
     for generation in generations:
         if generation is not None and not generation.done():
             try:
                 generation.fail(error)
             except BaseException as raised:  # noqa: B036 - raised below
-                interrupt = interrupt or raised
-    try:
-        if interrupt is not None:
-            raise interrupt
-    finally:
-        interrupt = None  # otherwise this frame and its exception are a cycle
+                interrupts.append(raised)
+    raise_first(interrupts)
 
 
 def _has_one_output(request: InferenceRequest) -> bool:

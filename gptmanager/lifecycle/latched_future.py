@@ -28,6 +28,18 @@ class _Guard(threading.Condition):
     __exit__: Any = property(lambda self: self._lock.__exit__)
 
 
+def raise_first(errors: list[BaseException]) -> None:
+    """Raise the first of the errors, if any, and empty the list.
+
+    Otherwise the error and the frame that has the list would be a reference cycle.
+    """
+    try:
+        if errors:
+            raise errors[0]
+    finally:
+        errors.clear()
+
+
 class LatchedFuture(Future[_T]):
     """A future that waits for a `Latch` in `result` and `exception`. `done` acquires no lock.
 
@@ -79,7 +91,7 @@ class LatchedFuture(Future[_T]):
 
     def _invoke_callbacks(self) -> None:
         """Call the done callbacks that have not been called. The base class calls this method."""
-        interrupt: BaseException | None = None
+        interrupts: list[BaseException] = []
         while True:
             try:
                 for callback in self._uncalled:  # continues after the callback that raised
@@ -88,12 +100,8 @@ class LatchedFuture(Future[_T]):
             except Exception:
                 logger.exception("a done callback of %r raised", self)
             except BaseException as error:  # noqa: B036 - raised below
-                interrupt = interrupt or error
-        try:
-            if interrupt is not None:
-                raise interrupt
-        finally:
-            interrupt = None  # otherwise this frame and its exception are a cycle
+                interrupts.append(error)
+        raise_first(interrupts)
 
     def _wait(self, timeout: float | None) -> None:
         if not self._is_done.wait(None if timeout is None else max(0.0, timeout)):

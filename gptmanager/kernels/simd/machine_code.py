@@ -137,7 +137,8 @@ class _UserCacheLocator(UserWideCacheLocator):
     def from_function(cls, function: Any, file: str) -> Any:
         """Return None if Numba would cache in the current folder.
 
-        It does so if XDG_CACHE_HOME is relative or empty, or without it if there is no home folder.
+        Numba does this if XDG_CACHE_HOME is relative or empty. If XDG_CACHE_HOME is not set, Numba
+        also does this if there is no home folder.
         """
         if not os.path.isabs(os.environ.get("XDG_CACHE_HOME", os.path.expanduser("~"))):
             return None
