@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gptmanager.cuda import activations, delta_rule, moe, norms
+from gptmanager.cuda import activations, delta_rule, norms
 from gptmanager.cuda.attention import cache_write
 from gptmanager.cuda.attention.context_attention import (
     context_attention,
@@ -28,6 +28,7 @@ from gptmanager.cuda.attention.generation_attention import (
 from gptmanager.cuda.attention.generation_plan import WHOLE, max_num_items, plan_generation
 from gptmanager.cuda.attention.paged_kernels import HEAD_DIMS, refusal
 from gptmanager.cuda.device.launch import Launcher
+from gptmanager.cuda.expert_kernels import ExpertKernels
 from gptmanager.cuda.gemm import gemv, gemv_int4, lora
 from gptmanager.cuda.gemm.byte_rows import ByteRows, Fp8Rows, Int8Rows
 from gptmanager.cuda.gemm.device_matrices import DeviceMatrix, on_device
@@ -35,14 +36,12 @@ from gptmanager.cuda.gemm.matmul_choice import OWN, MatmulChoice, multiply_by_to
 from gptmanager.cuda.gemm.own_matmuls import OwnMatmuls
 from gptmanager.kernels.activation_kinds import Activation
 from gptmanager.kernels.attention.attention_arguments import AttentionShape, Pages, RowSpans
-from gptmanager.kernels.experts.mixture import ExpertMatrices
-from gptmanager.kernels.experts.routing import Routing
 from gptmanager.kernels.gemm.int4_matrix import Int4Matrix
 from gptmanager.kernels.gemm.packed_matrix import Matrix, PackedMatrix, Quantized
 from gptmanager.kernels.lora.adapter_arguments import StepAdapters
 from gptmanager.kernels.provided import ProvidedKernels
 from gptmanager.kernels.recurrent.delta_formulas import DeltaShape, DeltaState, DeltaTensors
-from gptmanager.kernels.reference import Ints, Kernels
+from gptmanager.kernels.reference import Ints
 from gptmanager.lifecycle.log import logger
 
 # heads, KV heads, head size, window, sink, chunked
@@ -75,7 +74,7 @@ class StepPlan(NamedTuple):
         return self._replace(context=None) if first else self._replace(generation=None)
 
 
-class CudaKernels(Kernels):
+class CudaKernels(ExpertKernels):
     """Ops on tensors of the launcher's device. They are enqueued on its current stream.
 
     `keys [P, K, D, B]` is a view of `[P, K, B, D]` in memory. If `deterministic`, a matmul uses
@@ -83,16 +82,13 @@ class CudaKernels(Kernels):
     generation attention divides a row into parts that depend on the other rows.
     """
 
-    has_float64, plans_experts = False, True
+    has_float64 = False
     quantized_kinds: tuple[Quantized, ...] = ("int8", "int4")
-    expert_kinds: tuple[Quantized, ...] = ("int8",)
 
     def __init__(self, launcher: Launcher, deterministic: bool = False) -> None:
-        super().__init__(deterministic)
-        self._launcher = launcher
+        super().__init__(launcher, deterministic)
         if launcher.has_fp8:
             self.quantized_kinds = (*self.quantized_kinds, "fp8")
-            self.expert_kinds = (*self.expert_kinds, "fp8")
         self._own_matmuls = OwnMatmuls(launcher)
         self._choice = MatmulChoice()
         self._is_refusal_logged = False
@@ -296,16 +292,6 @@ class CudaKernels(Kernels):
         out = x.new_empty(x.shape[0], x.shape[1] // 2)
         activations.activate_gated(self._launcher, out, x, activation)
         return out
-
-    def experts(
-        self,
-        x: Tensor,
-        logits: Tensor,
-        correction: Tensor | None,
-        routing: Routing,
-        experts: ExpertMatrices,
-    ) -> Tensor:
-        return moe.experts(self._launcher, x, logits, correction, routing, experts)
 
     def captures_delta(self, shape: DeltaShape) -> bool:
         return delta_rule.covers(shape)

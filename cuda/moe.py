@@ -110,9 +110,11 @@ def sort_slots(launcher: Launcher, chosen: Tensor, first: int, count: int) -> So
     """Sort the slots of `chosen` int32 `[T, k]` by expert.
 
     Only slots of the experts `first` to `first + count` (excluded) are in tiles. The tiles number
-    these experts from 0. Raises ValueError for other tensors.
+    these experts from 0. Raises ValueError for other tensors, and if `count` exceeds MAX_EXPERTS.
     """
     check_tensors(chosen=(chosen, (None, None), torch.int32))
+    if count > MAX_EXPERTS:
+        raise ValueError(f"{count} experts: at most {MAX_EXPERTS} are supported")
     num_slots = chosen.numel()
     rows = 128 if num_slots >= 64 * count else 32
     max_tiles = min(num_slots, num_slots // rows + count)
@@ -229,12 +231,19 @@ def experts(
     """Compute `Kernels.experts`, without waiting for the device."""
     wide = None if correction is None else correction.float()
     chosen, weights = choose_experts(launcher, logits.float(), routing, wide)
-    x, chosen, weights = own.prepared(x, routing, chosen, weights)
+    return mix_experts(launcher, *own.prepared(x, routing, chosen, weights), own)
+
+
+def mix_experts(
+    launcher: Launcher, x: Tensor, chosen: Tensor, weights: Tensor, own: ExpertMatrices
+) -> Tensor:
+    """Compute `Kernels.mix_experts`, without waiting for the device. Sums are float32."""
+    chosen, weights = chosen.int().contiguous(), weights.float().contiguous()
     slots = sort_slots(launcher, chosen, own.first, own.count)
-    x, up, down = x.to(own.up.dtype).contiguous(), _readable(own.up), _readable(own.down)
+    rows, up, down = x.to(own.up.dtype).contiguous(), _readable(own.up), _readable(own.down)
     fuses = own.gated and own.activation in _FUSED
     kind = own.activation if fuses else None
-    hidden = multiply(launcher, x, up, own.up_bias, slots, own.count, kind)
+    hidden = multiply(launcher, rows, up, own.up_bias, slots, own.count, kind)
     if not fuses and own.gated:
         activated = hidden.new_empty(len(hidden), hidden.shape[1] // 2)
         activations.activate_gated(launcher, activated, hidden, own.activation)
@@ -242,7 +251,8 @@ def experts(
     elif not fuses:
         activations.activate(launcher, hidden, hidden, own.activation)
     outputs = multiply(launcher, hidden, down, own.down_bias, slots, own.count)
-    return mix_outputs(launcher, outputs, chosen, weights, own.first, own.count)
+    given = outputs, chosen, weights, own.first, own.count
+    return mix_outputs(launcher, *given).to(x.dtype)
 
 
 def _readable(matrix: Matrix) -> Tensor | ByteRows:

@@ -208,6 +208,7 @@ cuda/                         CUDA kernels with their launchers, and an emulator
         matmul_choice         measures whether our matmul or torch's is faster
     activations               activations of MLPs, gated or not
     moe                       mixtures of experts: choice, sort, grouped matmuls
+    expert_kernels            mixtures of experts on a GPU
     delta_rule                the gated delta rule: convolution, memories
     sampling/                 kernels from logits to tokens and log probabilities
         token_masks           bit masks of permitted tokens, applied to logits

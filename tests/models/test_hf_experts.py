@@ -2,87 +2,33 @@
 
 from __future__ import annotations
 
-import importlib
-import re
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from expert_classes import (
+    CLAMPED,
+    GPT_OSS,
+    MIXTRAL,
+    NEMOTRON,
+    check_same,
+    decorated,
+    experts_of,
+    ours,
+)
 from hf_models import in_pieces, new_network, prompts, through_transformers
 from torch import nn
 
-from gptmanager.kernels import CpuKernels
 from gptmanager.kernels.gemm.int4_matrix import Int4Matrix
-from gptmanager.models.hf.experts import PackedExperts, replace_experts
+from gptmanager.models.hf.experts import OwnExperts
 
-transformers = pytest.importorskip("transformers", reason="transformers is not installed")
-_DECORATED = re.compile(r"^@use_experts_implementation.*\nclass (\w+)", re.MULTILINE)
-# Experts that clamp the values of SiLU, which we do not compute.
-CLAMPED = {"DeepseekV4Experts", "Glm5NextTextExperts", "HYV4Experts"}
-
-
-def decorated() -> list[tuple[str, str]]:
-    """Return the module and the name of each class of experts in transformers."""
-    folder = Path(transformers.__file__).parent / "models"
-    return [
-        (f"transformers.models.{path.parent.name}.{path.stem}", name)
-        for path in sorted(folder.glob("*/modeling_*.py"))
-        for name in _DECORATED.findall(path.read_text())
-    ]
-
-
-class AnyConfig:
-    """A config with each field that a class of experts reads."""
-
-    _experts_implementation = "eager"
-    hidden_act = mlp_hidden_act = hidden_activation = "silu"
-    hidden_size = moe_latent_size = 64
-    swiglu_limit, swiglu_alpha = 7.0, 1.702
-
-    def __init__(self, **changes: Any) -> None:
-        self.__dict__.update(changes)
-
-    def __getattr__(self, name: str) -> int:
-        for part, size in (("intermediate", 96), ("ffn", 96), ("expert", 6)):
-            if part in name:
-                return size
-        raise AttributeError(name)
-
-
-def experts_of(module: str, name: str, **changes: Any) -> Any:
-    torch.manual_seed(0)
-    made = getattr(importlib.import_module(module), name)(AnyConfig(**changes))
-    for parameter in made.requires_grad_(False).parameters():
-        parameter.normal_(0, 0.3)
-    return made
-
-
-def check_same(module: Any, is_ours: bool = True, count: int = 6) -> None:
-    """Compare experts with ours: for no token, few tokens, and more than a thread's share."""
-    given = []
-    for num_tokens in (0, 1, 23, 700):
-        chosen = torch.rand(num_tokens, count).topk(2).indices
-        given.append((2 * torch.randn(num_tokens, 64), chosen, torch.rand(num_tokens, 2)))
-    expected = [module(*it) for it in given]
-    network = nn.ModuleDict({"experts": module})
-    matrices = replace_experts(network, CpuKernels(), lambda name: None)
-
-    assert (type(network["experts"]) is PackedExperts) == is_ours == (len(matrices) == 2)
-    for own, theirs in zip(given, expected, strict=True):
-        rounding = 3e-6 * theirs.abs().amax().item() if len(theirs) else 0.0
-        torch.testing.assert_close(network["experts"](*own), theirs, rtol=0, atol=rounding)
+pytest.importorskip("transformers", reason="transformers is not installed")
 
 
 @pytest.mark.every(9)
 @pytest.mark.parametrize(("module", "name"), decorated())
 def test_experts_are_those_of_transformers(module: str, name: str) -> None:
     check_same(experts_of(module, name), name not in CLAMPED)
-
-
-MIXTRAL = "transformers.models.mixtral.modeling_mixtral", "MixtralExperts"
-NEMOTRON = "transformers.models.nemotron_h.modeling_nemotron_h", "NemotronHExperts"
-GPT_OSS = "transformers.models.gpt_oss.modeling_gpt_oss", "GptOssExperts"
 
 
 @pytest.mark.parametrize(
@@ -113,8 +59,26 @@ def test_a_gate_that_needs_the_width_of_its_layer_is_left_to_transformers() -> N
 
 @pytest.mark.parametrize("sizes", [{"intermediate_size": 40}, {"hidden_size": 80}])
 def test_widths_that_share_panels_are_left_to_transformers(sizes: dict[str, int]) -> None:
-    network = nn.ModuleDict({"experts": experts_of(*MIXTRAL, **sizes)})
-    assert replace_experts(network, CpuKernels(), lambda name: None) == []
+    module = experts_of(*MIXTRAL, **sizes)
+    assert ours(module) is module
+
+
+@pytest.mark.parametrize(
+    ("name", "shape"),
+    [("gate_up_proj", (6, 190, 64)), ("down_proj", (6, 64, 95)), ("down_proj", (5, 64, 96))],
+)
+def test_shapes_that_contradict_each_other_are_left_to_transformers(
+    name: str, shape: tuple[int, ...]
+) -> None:
+    module = experts_of(*MIXTRAL)
+    setattr(module, name, nn.Parameter(torch.ones(shape)))
+    assert ours(module) is module
+
+
+def test_matrices_of_two_dtypes_are_left_to_transformers() -> None:
+    module = experts_of(*MIXTRAL)
+    module.down_proj.data = module.down_proj.data.bfloat16()
+    assert ours(module) is module
 
 
 def test_experts_of_no_rank_add_nothing() -> None:
@@ -123,9 +87,7 @@ def test_experts_of_no_rank_add_nothing() -> None:
     x, weights = torch.randn(5, 64), torch.rand(5, 2)
     chosen = torch.tensor([[0, 6], [6, 6], [5, 1], [6, 2], [3, 6]])
     expected = module(x, chosen.clamp(max=5), weights.where(chosen < 6, 0))
-    network = nn.ModuleDict({"experts": module})
-    replace_experts(network, CpuKernels(), lambda name: None)
-    torch.testing.assert_close(network["experts"](x, chosen, weights), expected)
+    torch.testing.assert_close(ours(module)(x, chosen, weights), expected)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -134,10 +96,9 @@ def test_experts_in_16_bits(dtype: torch.dtype) -> None:
     x, chosen = torch.randn(40, 64), torch.rand(40, 6).topk(2).indices
     weights = torch.rand(40, 2)
     expected = module(x, chosen, weights)
-    network = nn.ModuleDict({"experts": module.to(dtype)})
-    replace_experts(network, CpuKernels(), lambda name: None)
+    experts = ours(module.to(dtype))
     for own in (weights, weights.to(dtype)):  # some routers have weights in float32
-        found = network["experts"](x.to(dtype), chosen, own)
+        found = experts(x.to(dtype), chosen, own)
         assert found.dtype is dtype
         assert (found - expected).std() < 2 * torch.finfo(dtype).eps * expected.std()
 
@@ -152,8 +113,9 @@ def test_experts_are_stored_in_few_bits(name: str, kind: Any, largest: float) ->
         )
 
     exact, found = model(None), model(kind)
-    packed = [it for it in found.network.modules() if isinstance(it, PackedExperts)]
+    packed = [it for it in found.network.modules() if isinstance(it, OwnExperts)]
     assert len(packed) == 4
+    assert {id(it.experts.up) for it in packed} < {id(it) for it in found.matrices}
     assert all(isinstance(it.experts.up, Int4Matrix) == (kind == "int4") for it in packed)
     own, theirs = (in_pieces(it, prompts(20))[0] for it in (found, exact))
     assert 1e-3 < (own - theirs).std() / theirs.std() < largest

@@ -81,11 +81,12 @@ class MixtureOps(ExpertOps, Protocol):
         dtype: torch.dtype,
         quantized: Quantized | None = None,
         device: torch.device | str = "cpu",
-    ) -> PackedMatrix | None:
+    ) -> Matrix | None:
         """Return storage for `count` matrices `[rows, columns]` of experts, one below another.
 
-        The result is None if the matmuls of all chosen experts cannot run as one operation.
-        `quantized` is as in `new_matrix`, and must be in `expert_kinds`.
+        The result is None if the matmuls of all chosen experts cannot run as one operation, and a
+        tensor if the kernels multiply by plain tensors. `quantized` is as in `new_matrix`, and must
+        be in `expert_kinds`.
         """
         return None
 

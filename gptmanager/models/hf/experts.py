@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from gptmanager.kernels.activation_kinds import Activation, activate, activate_gated
 from gptmanager.kernels.experts.mixture import ExpertMatrices
-from gptmanager.kernels.gemm.packed_matrix import PackedMatrix, Quantized
+from gptmanager.kernels.gemm.packed_matrix import Matrix, PackedMatrix, Quantized
 from gptmanager.kernels.reference import Kernels
 
 _ATTRIBUTES = ("has_gate", "has_bias", "is_transposed", "is_concatenated", "_apply_gate")
@@ -22,8 +22,11 @@ _ATTRIBUTES = ("has_gate", "has_bias", "is_transposed", "is_concatenated", "_app
 _SAMPLES = (-1e4, -90.0, -8.5, -3.0, -1.3, -0.4, 0.0, 0.2, 0.9, 1.7, 4.0, 7.5, 12.0, 90.0, 1e4)
 
 
-class PackedExperts(nn.Module):
-    """The experts of a layer, with packed matrices. Its call is that of transformers' modules."""
+class OwnExperts(nn.Module):
+    """The experts of a layer, computed by our kernels. Its call is that of transformers' modules.
+
+    Buffers refer to all plain tensors of `experts`, so that the network's size includes them.
+    """
 
     up_bias: Tensor | None
     down_bias: Tensor | None
@@ -31,8 +34,9 @@ class PackedExperts(nn.Module):
     def __init__(self, experts: ExpertMatrices, kernels: Kernels) -> None:
         super().__init__()
         self.experts, self._kernels = experts, kernels
-        self.register_buffer("up_bias", experts.up_bias)
-        self.register_buffer("down_bias", experts.down_bias)
+        for name in ("up", "up_bias", "down", "down_bias"):
+            own = getattr(experts, name)
+            self.register_buffer(name, None if isinstance(own, PackedMatrix) else own)
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """Return the weighted sums `[T, C]` of the chosen experts `[T, k]` for tokens `[T, C]`."""
@@ -55,6 +59,23 @@ class _Layout(NamedTuple):
     transposed: bool
     interleaved: bool
 
+    @property
+    def is_consistent(self) -> bool:
+        """Whether all tensors have the shapes of the layout, and one dtype."""
+        if self.up.dim() != 3:
+            return False
+        count, width, hidden = (self.up.mT if self.transposed else self.up).shape
+        down = count, hidden, width // 2 if self.gated else width
+        expected = (
+            (self.down.mT if self.transposed else self.down, down),
+            (self.up_bias, (count, width)),
+            (self.down_bias, (count, hidden)),
+        )
+        return not (self.gated and width % 2) and all(
+            it is None or (it.shape == shape and it.dtype is self.up.dtype)
+            for it, shape in expected
+        )
+
     def up_rows(self, rows: Tensor) -> Tensor:
         """Return the rows of an expert's gate, then those of its up projection."""
         return torch.cat((rows[::2], rows[1::2])) if self.interleaved else rows
@@ -69,7 +90,7 @@ def replace_experts(
 ) -> list[PackedMatrix]:
     """Replace the experts that the kernels can compute at once; return their packed matrices.
 
-    The packed matrices and their biases are on `device`. `kind_of` maps the name of a module to the
+    The matrices and their biases are on `device`. `kind_of` maps the name of a module to the
     quantization of its matrices, None for no quantization. Experts are not quantized in formats
     that the kernels do not have for experts. `on_layer` is called after each of `find_experts`.
     """
@@ -78,11 +99,11 @@ def replace_experts(
         layout = _layout_of(network.get_submodule(name))
         kind = kind_of(name)
         kind = kind if kind in kernels.expert_kinds else None
-        packed = None if layout is None else _packed(layout, kernels, kind, device)
-        if packed is not None:
-            parent, _, own = name.rpartition(".")
-            setattr(network.get_submodule(parent), own, PackedExperts(packed, kernels))
-            matrices += (it for it in (packed.up, packed.down) if isinstance(it, PackedMatrix))
+        own = None if layout is None else _copied(layout, kernels, kind, device)
+        if own is not None:
+            parent, _, last = name.rpartition(".")
+            setattr(network.get_submodule(parent), last, OwnExperts(own, kernels))
+            matrices += (it for it in (own.up, own.down) if isinstance(it, PackedMatrix))
         on_layer()
     return matrices
 
@@ -107,7 +128,8 @@ def _layout_of(module: Any) -> _Layout | None:
         return None
     interleaved = module.has_gate and not module.is_concatenated
     kind = activation, module.has_gate, module.is_transposed, interleaved
-    return _Layout(up, up_bias, down, down_bias, *kind)
+    layout = _Layout(up, up_bias, down, down_bias, *kind)
+    return layout if layout.is_consistent else None
 
 
 def _activation_of(module: Any) -> Activation | None:
@@ -135,13 +157,13 @@ def _activation_of(module: Any) -> Activation | None:
     return None
 
 
-def _packed(
+def _copied(
     layout: _Layout, kernels: Kernels, kind: Quantized | None, device: torch.device | str
 ) -> ExpertMatrices | None:
-    """Return the packed matrices of experts; None if the kernels cannot compute these at once."""
+    """Return matrices for our kernels; None if the kernels cannot compute these experts at once."""
     ups, downs = (it.detach() for it in (layout.up, layout.down))
     if layout.transposed:
-        ups, downs = ups.transpose(1, 2), downs.transpose(1, 2)
+        ups, downs = ups.mT, downs.mT
     count, width, hidden = ups.shape
     kinds = ups.dtype, kind, device
     up = kernels.new_expert_matrix(count, width, hidden, *kinds)
@@ -149,11 +171,20 @@ def _packed(
     if up is None or down is None:
         return None
     for number, (of_up, of_down) in enumerate(zip(ups, downs, strict=True)):
-        up.copy_(layout.up_rows(of_up), number * len(of_up))
-        down.copy_(of_down, number * len(of_down))
+        _write(up, layout.up_rows(of_up), number)
+        _write(down, of_down, number)
     up_bias, down_bias = layout.up_bias, layout.down_bias
     if up_bias is not None and down_bias is not None:
         up_bias = torch.cat([layout.up_rows(it) for it in up_bias.detach()]).to(device)
         down_bias = down_bias.detach().flatten().to(device)
     own = up, up_bias, down, down_bias, layout.activation, layout.gated
     return ExpertMatrices(*own, first=0, count=count)
+
+
+def _write(matrix: Matrix, rows: Tensor, number: int) -> None:
+    """Write the rows of the expert `number`. Each expert has as many rows."""
+    first = number * len(rows)
+    if isinstance(matrix, PackedMatrix):
+        matrix.copy_(rows, first)
+    else:
+        matrix[first : first + len(rows)].copy_(rows)
