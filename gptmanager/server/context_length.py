@@ -53,7 +53,7 @@ class ContextLength:
         if max_new_tokens < 1:
             raise ApiError(400, f"{most} = {max_new_tokens} must be at least 1", param=most)
         if length >= self._most:
-            raise self.exceeded(prompt, f"However, your {prompt} has {length} tokens.")
+            raise self.exceeded(prompt, f"However, your {prompt} resulted in {length} tokens.")
         if length + max_new_tokens > self._most:
             raise self.exceeded(
                 most,
@@ -67,7 +67,7 @@ class ContextLength:
         most = self._most - 1
         if length > most:
             raise self.exceeded(
-                "prompt", f"However, your prompt has {length} tokens; at most {most} can be scored."
+                "prompt", f"However, your prompt resulted in {length} tokens; at most {most} can be scored."
             )
 
     def check_parts(self, param: str, num_parts: int) -> None:

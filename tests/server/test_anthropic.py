@@ -15,6 +15,7 @@ from gptmanager.server.errors import ApiError
 QWEN = Path(__file__).parent / "chat_templates" / "qwen.jinja"
 ASKS = [{"role": "user", "content": "17 + 25 ="}]
 CITY = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+FORM = {"type": "json_schema", "schema": {**CITY, "additionalProperties": False}}
 LOOK = {"name": "look", "description": "looks", "input_schema": CITY}
 
 
@@ -137,11 +138,19 @@ def test_blocks_go_back(server):
     assert counted.json() == {"input_tokens": total}
 
 
-def test_structured_answers_and_thinking(server):
-    form = {"type": "json_schema", "schema": {**CITY, "additionalProperties": False}}
-    answer = ask(server, '{"city": "Rome"}', output_config={"format": form},
-                 thinking={"type": "disabled"})  # fmt: skip
-    assert json.loads(answer.json()["content"][0]["text"]) == {"city": "Rome"}
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"output_config": {"format": FORM}},
+        {"output_format": FORM},
+        {"output_format": FORM, "output_config": {"effort": "low"}},
+        {"output_format": {"type": "often"}, "output_config": {"format": FORM}},
+    ],
+)
+def test_structured_answers_and_thinking(server, fields):
+    fields = {**fields, "thinking": {"type": "disabled"}}
+    answer = ask(server, '{"city": "Rome"}', **fields).json()
+    assert json.loads(answer["content"][0]["text"]) == {"city": "Rome"}
 
 
 USER = {"role": "user", "content": [{"type": "image", "source": {}}]}
@@ -176,6 +185,9 @@ TEXT = {"type": "text", "text": "Rome"}
         ({"messages": [{"role": "user", "content": "17 " * 5000}]},
          "prompt is too long: This model's maximum context length"),
         ({"temperature": "hot"}, "temperature"),
+        ({"output_format": {"type": "often"}}, "output_format.type: must be json_schema"),
+        ({"output_format": {**FORM, "schema": []}}, "output_format.schema"),
+        ({"output_config": {"format": {**FORM, "schema": []}}}, "output_config.format.schema"),
     ],
 )  # fmt: skip
 def test_errors_have_the_shape_of_this_api(server, fields, where):

@@ -318,7 +318,7 @@ def test_what_has_no_effect_is_taken(client):
         ({"max_completion_tokens": 1e300}, "max_tokens", "maximum context length is 512 tokens"),
         ({"prompt": [3, 640]}, "prompt", "prompt[1] = 640 is outside 0 to 639"),
         ({"prompt": [3, -1]}, "prompt", "prompt[1] = -1 is outside 0 to 639"),
-        ({"prompt": [640] * 600}, "prompt", "your prompt has 600 tokens"),
+        ({"prompt": [640] * 600}, "prompt", "your prompt resulted in 600 tokens"),
         ({"prompt": ""}, "prompt", "has 0 characters, and needs at least 1"),
         ({"suffix": "x"}, "suffix", "not supported"),
         ({"best_of": 3}, "best_of", "best_of = 3"),

@@ -53,6 +53,21 @@ def test_an_unknown_model_is_a_404(client):
     assert error["param"] == "model" and "'other/one'" in error["message"]
 
 
+def test_json_may_begin_with_a_byte_order_mark(client):
+    """As files have it that Windows writes, whose text curl sends as it is."""
+    answer = client.post("/tokenize", content='\ufeff{"prompt": "é"}'.encode())
+    assert answer.json()["count"] == client.post("/tokenize", json={"prompt": "é"}).json()["count"]
+
+
+@pytest.mark.parametrize(
+    ("encoding", "place"), [("utf-16", "byte 0 (0xff)"), ("latin-1", "byte 12 (0xe9)")]
+)
+def test_a_body_that_is_not_utf_8_is_refused_with_the_place(client, encoding, place):
+    answer = client.post("/tokenize", content='{"prompt": "é"}'.encode(encoding))
+    message = refusal(answer, 400)["message"]
+    assert message == f"the body is not JSON: it must be UTF-8, but {place} is not"
+
+
 def test_an_unknown_path_is_a_404(client):
     assert refusal(client.get("/nothing"), 404)["message"] == "there is nothing at /nothing"
 

@@ -13,9 +13,7 @@ from gptmanager.server.chat.messages import READABLE
 from gptmanager.server.fields import field_error
 
 # Pairs: a part of a chat field's name, and the text that replaces this part in errors.
-RENAMED = (
-    ("response_format.json_schema", "output_config.format"),
-    ("response_format", "output_config.format"),
+_RENAMED = (
     ("].function.parameters", "].input_schema"),
     ("tool_choice.function", "tool_choice"),
     ("].function", "]"),
@@ -174,9 +172,26 @@ def chat_fields(given: Mapping[str, Any]) -> dict[str, Any]:
     output = given.get("output_config", {})
     if output.get("effort") is not None:
         fields["reasoning_effort"] = str(output["effort"])[:64]
-    if output.get("format") is not None:
-        fields["response_format"] = _format(output["format"])
+    where = _format_field(given)
+    form = given.get("output_format") if where == "output_format" else output.get("format")
+    if form is not None:
+        fields["response_format"] = _format(form, where)
     return fields
+
+
+def renamed(given: Mapping[str, Any]) -> tuple[tuple[str, str], ...]:
+    """Return pairs: a part of a chat field's name, and the text that replaces it in errors."""
+    where = _format_field(given)
+    return (("response_format.json_schema", where), ("response_format", where), *_RENAMED)
+
+
+def _format_field(given: Mapping[str, Any]) -> str:
+    """Return the field that has the output's form: the newer name, unless only the older is there.
+
+    `output_format` is the name in Anthropic's beta, which some clients still use.
+    """
+    is_old = "output_format" in given and given.get("output_config", {}).get("format") is None
+    return "output_format" if is_old else "output_config.format"
 
 
 def _tool(tool: Any) -> Any:
@@ -193,8 +208,8 @@ def _tool(tool: Any) -> Any:
     return {"type": "function", "function": {**function, "strict": tool.get("strict", False)}}
 
 
-def _format(given: Any) -> Any:
+def _format(given: Any, where: str) -> Any:
     if not isinstance(given, Mapping) or given.get("type") != "json_schema":
-        raise field_error("output_config.format.type", "must be json_schema")
+        raise field_error(f"{where}.type", "must be json_schema")
     own = {"name": "answer", "schema": given.get("schema")}
     return {"type": "json_schema", "json_schema": own}

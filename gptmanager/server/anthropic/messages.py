@@ -12,9 +12,9 @@ from starlette.routing import BaseRoute, Route
 from gptmanager.callbacks.text.stop_strings import MAX_STOPS
 from gptmanager.server.anthropic.message_input import (
     PASSED_ON,
-    RENAMED,
     chat_fields,
     messages_of,
+    renamed,
 )
 from gptmanager.server.anthropic.message_writer import MessageWriter
 from gptmanager.server.chat.chat_call import ChatCalls, Place, fields_renamed
@@ -62,6 +62,7 @@ _PROMPT = (
         "thinking", Object(), "enabled, disabled or adaptive, for enable_thinking of the template"
     ),
     Field("output_config", Object(), "effort, and format: a JSON schema"),
+    Field("output_format", Object(), "the older name of the format in output_config"),
     Field("thread", _NoThread(), "not supported: the client sends all messages"),
 )
 _GENERATION = (
@@ -126,7 +127,7 @@ class _Messages:
         self, given: dict[str, Any], warnings: Warnings, request_id: str
     ) -> EventAnswer:
         messages, places = self._messages(given)
-        with fields_renamed(RENAMED, places):
+        with fields_renamed(renamed(given), places):
             fields = {**chat_fields(given), "messages": messages}
             # `max_tokens` is mandatory, and clients set it to the most of Anthropic's models
             chat = await self._calls.prepare(fields, warnings, clamps=True)
@@ -142,7 +143,7 @@ class _Messages:
 
     async def _count(self, given: dict[str, Any], warnings: Warnings) -> int:
         messages, places = self._messages(given)
-        with fields_renamed(RENAMED, places):
+        with fields_renamed(renamed(given), places):
             fields = {**chat_fields(given), "messages": messages}
             prompt, _ = await self._calls.prompt(fields, warnings)
         return len(prompt.tokens)

@@ -110,11 +110,17 @@ class ChatCalls:
         return prompt, tools
 
     async def prepare(
-        self, given: Mapping[str, Any], warnings: Warnings, *, clamps: bool = False
+        self,
+        given: Mapping[str, Any],
+        warnings: Warnings,
+        *,
+        clamps: bool = False,
+        where: str = "messages",
     ) -> PreparedChat:
         """Prepare the chat of a request; add to `warnings` each field that has no effect.
 
         `clamps`: a maximum number of new tokens that does not fit is lowered, with a warning.
+        `where`: the field with the messages, for the error of a chat that does not fit.
         Raises ApiError like `prompt` and `Processors.of`.
         """
         card = self.engine.card
@@ -129,7 +135,7 @@ class ChatCalls:
         most = given.get(name, left)
         length, limit = len(prompt.tokens), self.engine.context_length
         most = limit.clamped(length, most, name, warnings, is_forced=clamps)
-        limit.check(length, most, prompt="messages", most=name)
+        limit.check(length, most, prompt=where, most=name)
         form = prompt.tool_format
         tags = prompt.start.reasoning.tags + (() if form is None else form.tags)
         special = special_tags(card.tokenizer, tags) if card.tokenizer and tags else None

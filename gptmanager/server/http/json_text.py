@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from codecs import BOM_UTF8
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -32,15 +33,26 @@ class _Counts(NamedTuple):
 def parse_json(text: bytes) -> Any:
     """Parse `text`. Raise ApiError (400) if it is not JSON, or needs far too much time or memory.
 
-    The values may need much more memory than the text: empty lists, for instance, thirty times.
+    The values may need much more memory than the text: empty lists, for instance, thirty times. A
+    byte order mark of UTF-8 is skipped, because editors and shells on Windows write it to files.
     """
     problem = _problem(text)
     if problem is not None:
         raise ApiError(400, f"the body's JSON {problem}", code="invalid_json")
     try:
-        return orjson.loads(text)
+        return orjson.loads(text.removeprefix(BOM_UTF8))
     except orjson.JSONDecodeError as error:
-        raise ApiError(400, f"the body is not JSON: {error}", code="invalid_json") from None
+        message = f"the body is not JSON: {_not_utf8(text) or error}"
+        raise ApiError(400, message, code="invalid_json") from None
+
+
+def _not_utf8(text: bytes) -> str | None:
+    """Return which byte of `text` is not UTF-8, or None. The parser does not say which."""
+    try:
+        text.decode()
+    except UnicodeDecodeError as error:
+        return f"it must be UTF-8, but byte {error.start} (0x{text[error.start]:02x}) is not"
+    return None
 
 
 def _problem(text: bytes) -> str | None:

@@ -201,7 +201,7 @@ class _Responses:
             fields = {**chat_fields(given, warnings), "messages": messages}
             if _lists_tokens(given):
                 fields |= {"logprobs": True, "top_logprobs": given.get("top_logprobs", 0)}
-            chat = await self._calls.prepare(fields, warnings)
+            chat = await self._calls.prepare(fields, warnings, where="input")
         model = given.get("model") or self._calls.engine.card.name
         stores = given.get("store", True) and self._store is not None
         head = {**_echoed(given), "model": model, "store": stores}
