@@ -67,7 +67,8 @@ class ContextLength:
         most = self._most - 1
         if length > most:
             raise self.exceeded(
-                "prompt", f"However, your prompt resulted in {length} tokens; at most {most} can be scored."
+                "prompt",
+                f"However, your prompt resulted in {length} tokens; at most {most} can be scored.",
             )
 
     def check_parts(self, param: str, num_parts: int) -> None:

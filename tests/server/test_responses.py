@@ -69,6 +69,18 @@ def test_a_text(ask):
     assert cut.status == "incomplete" and cut.incomplete_details.reason == "max_output_tokens"
 
 
+def test_an_answer_without_a_text_has_a_message(ask):
+    whole = ask("")
+    (message,) = whole.output
+    assert (whole.status, message.type, message.content[0].text) == ("completed", "message", "")
+    events = [*ask("", stream=True)]
+    assert plain(events[-1].response) == plain(whole)
+    assert [one.type.removeprefix("response.") for one in events[2:]] == [
+        *("output_item.added", "content_part.added", "output_text.done", "content_part.done"),
+        *("output_item.done", "completed"),
+    ]
+
+
 def test_a_stream_is_the_whole_response(ask):
     whole = ask(ANSWER, tools=[LOOK])
     kinds = [item.type for item in whole.output]

@@ -71,7 +71,9 @@ class ResponseWriter:
     def end(self, reason: str, stop_reason: str | int | None) -> list[dict[str, Any]]:
         is_cut = reason == "length"
         status = "incomplete" if is_cut else "completed"
-        events = self._close(status)
+        # clients read the first item, also if the model has ended without a text
+        events = [] if self._output else self._open_text("message")
+        events += self._close(status)
         if is_cut:
             self._response["incomplete_details"] = {"reason": "max_output_tokens"}
         return [*events, self._last(status)]
