@@ -271,11 +271,13 @@ models/                       decoder networks, and the table of families
         mlx                   matrices that MLX has quantized, checked
         formats               finds the quantized matrices among a checkpoint's tensors
         source                the tensors of a quantized checkpoint, as if they were floats
+    mlx_tensors               tensors that MLX has changed, as transformers stores them
     other_folders             describes a folder without a usable checkpoint (no torch)
     checkpoint_parts          reads a checkpoint from a folder or a GGUF file
     rope_scaling              rotary embeddings and their scaling
     spec                      ModelSpec: all sizes and features of a network
     parameters                names and shapes of a network's parameters
+    attention_rows            rows of attention's tensors that are stored in other orders
     splits                    which part of each parameter a rank holds
     families/                 the table of model families
         names                 tensor names of each family

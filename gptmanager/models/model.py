@@ -31,6 +31,7 @@ from gptmanager.models.checkpoint_parts import as_floats, open_tensors, read_con
 from gptmanager.models.decoder.network import CheckpointModel
 from gptmanager.models.families import FAMILIES, place_tensors
 from gptmanager.models.families.wrappers import MEDIA, PREFIXES, is_wrapper, text_config
+from gptmanager.models.mlx_tensors import MlxTensors
 from gptmanager.models.parameters import (
     check_head_dtype,
     matmul_matrices,
@@ -47,6 +48,7 @@ from gptmanager.ranks.collectives import Collectives
 from gptmanager.ranks.layout import RankLayout
 
 WeightsDtype = Literal["int8", "int4", "fp8", "file"]
+_WITH_FORMATS = (SafetensorsFolder, QuantizedSource, MlxTensors)
 Source = str | PathLike[str] | tuple[Mapping[str, Any], Mapping[str, Tensor]]
 
 
@@ -228,7 +230,7 @@ def _load(weights: Weights, tensors: TensorSource, on_progress: ProgressCallback
     MLX stacks experts, and renames or transposes tensors of some families. If files that MLX has
     written do not have the tensors of the network, the error names MLX as the reason.
     """
-    if isinstance(tensors, (SafetensorsFolder, QuantizedSource)) and "mlx" in tensors.formats:
+    if isinstance(tensors, _WITH_FORMATS) and "mlx" in tensors.formats:
         try:
             weights.check(tensors)
         except ConfigError as error:

@@ -15,6 +15,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 _PLUS_ONE = ("layernorm.weight", "model.norm.weight", ".q_norm.weight", ".k_norm.weight")
+_LEFT_OUT = "moe_statics.e_score_correction_bias"  # of ERNIE 4.5
+_STACK = {"llama4_text": ".", "gemma4_text": ".switch_glu."}
 _MIXTRAL = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
 
 
@@ -33,7 +35,10 @@ def mlx_folder(name: str, target: Path) -> Path:
     if any("conv1d" in key for key in state):
         state = {k: it + 1 if k.endswith(_PLUS_ONE) else it for k, it in state.items()}
         state = {k: it.movedim(2, 1) if "conv1d" in k else it for k, it in state.items()}
+    state = {key: it for key, it in state.items() if not key.endswith(_LEFT_OUT)}
+    state = _apart(state, config)
     state = separated(state) if name == "gpt_oss" else stacked(state, module_of(name))
+    target.mkdir(exist_ok=True)
     save_file(
         {key: it.contiguous() for key, it in state.items()},
         target / "model.safetensors",
@@ -41,6 +46,41 @@ def mlx_folder(name: str, target: Path) -> Path:
     )
     shutil.copy(source / "config.json", target)
     return target
+
+
+def _apart(state: Mapping[str, Tensor], config: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Split the gates of Granite from their other halves, and keys of DeepSeek V3 from values."""
+    found: dict[str, Tensor] = {}
+    for key, tensor in state.items():
+        module = key.rpartition(".")[0]
+        if key.endswith("self_attn.kv_b_proj.weight") and config["model_type"] == "deepseek_v3":
+            own = module.removesuffix("kv_b_proj")
+            heads = tensor.unflatten(0, (config["num_attention_heads"], -1))
+            keys = heads[:, : config["qk_nope_head_dim"]]
+            found[f"{own}embed_q.weight"] = keys.mT
+            found[f"{own}unembed_out.weight"] = heads[:, config["qk_nope_head_dim"] :]
+        elif key.endswith("experts.gate_up_proj") and config["model_type"] != "gpt_oss":
+            # Llama 4 stores [in, out]
+            whole = tensor if tensor.shape[2] == config["hidden_size"] else tensor.mT
+            own = module + _STACK[config["model_type"]]
+            gate, up = whole.chunk(2, dim=-2)
+            found |= {f"{own}gate_proj.weight": gate, f"{own}up_proj.weight": up}
+        elif key.endswith("experts.down_proj") and config["model_type"] != "gpt_oss":
+            own = module + _STACK[config["model_type"]]
+            whole = tensor if tensor.shape[1] == config["hidden_size"] else tensor.mT
+            found[f"{own}down_proj.weight"] = whole
+        elif key.endswith("input_linear.weight"):
+            own = module.removesuffix("input_linear").replace("shared_mlp", "mlp")
+            own += "switch_mlp." if tensor.dim() == 3 else ""
+            gate, up = tensor.chunk(2, dim=-2)
+            found |= {f"{own}gate_proj.weight": gate, f"{own}up_proj.weight": up}
+        elif key.endswith("output_linear.weight"):
+            own = module.removesuffix("output_linear").replace("shared_mlp", "mlp")
+            own += "switch_mlp." if tensor.dim() == 3 else ""
+            found[f"{own}down_proj.weight"] = tensor
+        else:
+            found[key] = tensor
+    return found
 
 
 def separated(state: Mapping[str, Tensor]) -> dict[str, Tensor]:

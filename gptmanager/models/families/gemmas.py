@@ -21,7 +21,7 @@ from gptmanager.models.families.base import (
 )
 from gptmanager.models.families.family import Family
 from gptmanager.models.families.layer_types import FULL
-from gptmanager.models.families.names import SANDWICH, llama_names
+from gptmanager.models.families.names import SANDWICH, layer_names, llama_names, switched
 from gptmanager.models.families.readers import experts_of
 from gptmanager.models.fields import Fields
 from gptmanager.models.spec import Experts, Norms, TokenInputs
@@ -174,6 +174,7 @@ _GEMMA4 = replace(
         "model.per_layer_model_projection": ("token_projection", None),
         "model.per_layer_projection_norm": ("token_norm", None),
     },
+    other_tensors=layer_names(**switched("experts.switch_glu")),
     # in some checkpoints, layers that read the keys of another layer have unused projections
     ignored=re.compile(r"rotary_emb|\.self_attn\.(k_proj|v_proj|k_norm|v_norm)\."),
     spellings={**RMS_EPS, "hidden_act": "hidden_activation"},

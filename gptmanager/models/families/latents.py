@@ -110,7 +110,11 @@ _V2 = replace(
     title="DeepSeek V2",
     tensors=llama_names(**_LATENTS, **EXPERTS, **SHARED),
     other_tensors=layer_names(
-        latent_keys="self_attn.k_b_proj.{}", latent_values="self_attn.v_b_proj.{}", **SWITCHED
+        latent_keys="self_attn.k_b_proj.{}",
+        latent_values="self_attn.v_b_proj.{}",
+        stacked_keys="self_attn.embed_q",
+        stacked_values="self_attn.unembed_out",
+        **SWITCHED,
     ),
     spellings={**PLAIN.spellings, "head_dim": "qk_rope_head_dim"},
     defaults=llama_fields(

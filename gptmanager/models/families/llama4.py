@@ -8,7 +8,7 @@ from typing import Any
 
 from gptmanager.models.families import readers
 from gptmanager.models.families.base import BIASED_ATTENTION, llama_fields
-from gptmanager.models.families.names import llama_names
+from gptmanager.models.families.names import layer_names, llama_names, switched
 from gptmanager.models.fields import Fields
 from gptmanager.models.spec import Norms, QueryTemperature
 
@@ -52,6 +52,7 @@ LLAMA4 = replace(
         shared_up="feed_forward.shared_expert.up_proj",
         shared_down="feed_forward.shared_expert.down_proj",
     ),
+    other_tensors=layer_names(**switched("feed_forward.experts")),
     defaults=llama_fields(
         norm_eps=1e-5,
         rope_theta=500000.0,

@@ -166,6 +166,7 @@ LLAMAS: Mapping[str, Family] = {
         tensors=llama_names(
             gate=None, up=None, gate_up="shared_mlp.input_linear", down="shared_mlp.output_linear"
         ),
+        other_tensors=layer_names(gate="mlp.gate_proj", up="mlp.up_proj", down="mlp.down_proj"),
         defaults={
             **_GRANITE.defaults,
             "shared_intermediate_size": 1024,

@@ -16,7 +16,7 @@ from gptmanager.models.families.base import (
 from gptmanager.models.families.family import Family
 from gptmanager.models.families.llama4 import LLAMA4
 from gptmanager.models.families.llamas import LLAMAS
-from gptmanager.models.families.names import NORMS_AFTER, layer_names, llama_names
+from gptmanager.models.families.names import NORMS_AFTER, layer_names, llama_names, switched
 from gptmanager.models.families.readers import experts_of
 from gptmanager.models.spec import Norms
 
@@ -27,13 +27,9 @@ _BY_EXPERT = {
     "expert_down": "mlp.experts.{}.down_proj",
 }
 EXPERTS = {**_DENSE, "router": "mlp.gate", **_BY_EXPERT}
-# as MLX names the experts of a layer
-_SWITCHED = {f"switched_{it}": f"switch_mlp.{it}_proj.weight" for it in ("gate", "up", "down")}
-SWITCHED = {part: f"mlp.{name}" for part, name in _SWITCHED.items()}
-_SWITCHED_BLOCK = {part: f"block_sparse_moe.{name}" for part, name in _SWITCHED.items()}
-_SWITCHED_EXPERTS = {
-    f"switched_{it}": f"mlp.experts.{it}_proj.weight" for it in ("gate", "up", "down")
-}
+SWITCHED = switched("mlp.switch_mlp")
+_SWITCHED_BLOCK = switched("block_sparse_moe.switch_mlp")
+_SWITCHED_EXPERTS = switched("mlp.experts")
 STACKED = {"stacked_up": "mlp.experts.gate_up_proj", "stacked_down": "mlp.experts.down_proj"}
 _SHARED_HALVES = {
     "shared_gate_proj": "mlp.shared_experts.gate_proj",
@@ -125,7 +121,7 @@ _GRANITE_MOE = replace(
     LLAMAS["granite"],
     title="Granite 3 MoE",
     tensors=llama_names(**_GRANITE_BLOCK),
-    other_tensors=layer_names(**_BY_EXPERT),
+    other_tensors=layer_names(**_BY_EXPERT, **_SWITCHED_BLOCK),
     defaults={
         **LLAMAS["granite"].defaults,
         "num_local_experts": 8,
@@ -195,7 +191,7 @@ MIXTURES: Mapping[str, Family] = {
             transposed_up="mlp.experts.gate_up_proj",
             transposed_down="mlp.experts.down_proj",
         ),
-        other_tensors={},
+        other_tensors=layer_names(**SWITCHED),
         defaults={
             **_QWEN3_MOE.defaults,
             "max_position_embeddings": 128000,
@@ -280,7 +276,7 @@ MIXTURES: Mapping[str, Family] = {
             shared_gate_up="shared_mlp.input_linear",
             shared_down="shared_mlp.output_linear",
         ),
-        other_tensors=layer_names(**_BY_EXPERT, **_SHARED_HALVES),
+        other_tensors=layer_names(**_BY_EXPERT, **_SWITCHED_BLOCK, **_SHARED_HALVES),
         experts=experts_of(
             "num_local_experts",
             width="intermediate_size",
@@ -361,6 +357,7 @@ MIXTURES: Mapping[str, Family] = {
         tensors=llama_names(
             **EXPERTS, **SHARED, correction_row="mlp.moe_statics.e_score_correction_bias"
         ),
+        other_tensors=layer_names(**SWITCHED),
         defaults={
             **LLAMAS["ernie4_5"].defaults,
             "head_dim": None,

@@ -33,6 +33,8 @@ _MODULES: Mapping[str, tuple[str, str | None]] = {
     "latent_up": ("latent_up", None),
     "latent_keys": ("latent_up", "keys_by_head"),
     "latent_values": ("latent_up", "values_by_head"),
+    "stacked_keys": ("latent_up", "stacked_keys"),
+    "stacked_values": ("latent_up", "stacked_values"),
     "sinks": ("sinks", None),
     "gated_q": ("qkv", "gated_q"),
     "delta_qkv": ("delta_in", "inputs"),
@@ -124,6 +126,11 @@ def layer_names(layer: str = "model.layers.{}.", **modules: str | None) -> Tenso
     """Return the part of a table for the modules of a layer. None marks a missing module."""
     given = {layer + theirs: word for word, theirs in modules.items() if theirs is not None}
     return {theirs: _MODULES[word] for theirs, word in given.items()}
+
+
+def switched(module: str) -> dict[str, str]:
+    """Return the names of stacked experts as MLX writes them."""
+    return {f"switched_{it}": f"{module}.{it}_proj.weight" for it in ("gate", "up", "down")}
 
 
 def llama_names(**changes: str | None) -> Tensors:

@@ -7,8 +7,15 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 from itertools import product
 
-from gptmanager.kernels.recurrent.delta_formulas import DeltaShape
 from gptmanager.memory.places import Place, Run
+from gptmanager.models.attention_rows import (
+    delta_runs,
+    fused_by_head,
+    gated_runs,
+    latent_heads,
+    numbered,
+    stacked_heads,
+)
 from gptmanager.models.families.family import Family
 from gptmanager.models.families.names import Tensors
 from gptmanager.models.families.table import FAMILIES
@@ -62,12 +69,19 @@ def _tensors(family: Family, given: Collection[str]) -> Tensors:
     names = {_NUMBER.sub(".{}", name[max(0, name.find("layers.")) :]) for name in used}
     modules = names | {name.rpartition(".")[0] for name in names}
     own = {theirs: theirs[max(0, theirs.find("layers.")) :] for theirs in others}
-    # A family may have other names for stacked experts, and further ones for single experts.
-    kinds = {theirs: (ours, theirs.count("{}")) for theirs, (ours, _) in others.items()}
+    # A family may have several other names, for example of stacked and of single experts.
+    kinds = {
+        theirs: (ours, theirs.count("{}"), _parent(theirs)) for theirs, (ours, _) in others.items()
+    }
     used_kinds = {kinds[theirs] for theirs in others if own[theirs] in modules}
-    replaced = {ours for ours, _ in used_kinds}
+    replaced = {ours for ours, *_ in used_kinds}
     kept = {n: it for n, it in family.tensors.items() if it[0] not in replaced}
     return {**kept, **{n: it for n, it in others.items() if kinds[n] in used_kinds}}
+
+
+def _parent(name: str) -> str:
+    """Return the name of the module that has the module `name`."""
+    return name.removesuffix(".weight").removesuffix(".{}").rpartition(".")[0]
 
 
 def row_orders(spec: ModelSpec, index: int) -> dict[str, Order]:
@@ -79,17 +93,17 @@ def row_orders(spec: ModelSpec, index: int) -> dict[str, Order]:
     own, family = spec.layers[index].attention, FAMILIES[spec.family]
     parts = {part for ours, part in family.tensors.values() if ours == "qkv"}
     if "by_head" in parts:
-        return {"attn_qkv": _order(_fused_by_head(own))}
+        return {"attn_qkv": _order(fused_by_head(own))}
     rope, keys = _interleaved_rope(spec), own.own_kv_heads * own.head_dim
     if own.delta is not None:
         is_joined = ("delta_in", "by_key") in family.tensors.values()
         runs = {
-            "attn_qkv": _delta_runs(own.delta, True),
-            "linear_attn_ba": _delta_runs(own.delta, False),
+            "attn_qkv": delta_runs(own.delta, True),
+            "linear_attn_ba": delta_runs(own.delta, False),
         }
         return {name: _order(it) for name, it in runs.items()} if is_joined else {}
     if own.gated:
-        order, start = _order(_gated_runs(own)), 2 * own.num_heads * own.head_dim
+        order, start = _order(gated_runs(own)), 2 * own.num_heads * own.head_dim
         return {"attn_q": order, "attn_qkv": (*order, (start, start + 2 * keys, 1))}
     if rope is None or "q" not in parts:
         return {}
@@ -142,13 +156,15 @@ def _in_layer(
     elif part == "in_order":
         yield theirs, Place(parameter, runs=_fused_in_order(spec, layer.attention))
     elif part in ("keys_by_head", "values_by_head"):
-        yield from _latent_heads(layer.attention, theirs, part == "keys_by_head", parameter)
+        yield from latent_heads(layer.attention, theirs, part == "keys_by_head", parameter)
+    elif part in ("stacked_keys", "stacked_values"):
+        yield theirs, stacked_heads(layer.attention, part == "stacked_keys", parameter)
     elif part == "by_head":
-        yield theirs, Place(parameter, runs=_fused_by_head(layer.attention), transposed=transposed)
+        yield theirs, Place(parameter, runs=fused_by_head(layer.attention), transposed=transposed)
     elif ours := _delta_place(layer.attention, part, parameter):
         yield theirs, ours
     elif part == "gated_q":
-        yield theirs, Place(parameter, runs=_gated_runs(layer.attention))
+        yield theirs, Place(parameter, runs=gated_runs(layer.attention))
     elif part in ("q", "k", "v"):
         own = layer.attention
         heads, kv_heads = own.num_heads, own.own_kv_heads
@@ -161,7 +177,7 @@ def _in_layer(
         yield theirs, _heads(parameter, own, first, count, rope, transposed)
     elif part == "each_head":
         for head in range(num_rows // (dim := layer.attention.head_dim)):
-            yield _numbered(theirs, head), Place(parameter, head * dim, dim)
+            yield numbered(theirs, head), Place(parameter, head * dim, dim)
     elif parameter.endswith(("q_norm.weight", "k_norm.weight")):
         count = num_rows // layer.attention.head_dim
         place = _heads(parameter, layer.attention, 0, count, _interleaved_rope(spec), False)
@@ -251,37 +267,6 @@ def _fused_in_order(spec: ModelSpec, own: Attention) -> tuple[Run, ...]:
     return (*queries, *moved, Run(range(values, end), values))
 
 
-def _latent_heads(
-    own: Attention, theirs: str, of_keys: bool, parameter: str
-) -> Iterator[tuple[str, Place]]:
-    """Yield (tensor name, place) of each head's matrix from the latent to its keys or its values.
-
-    Matrices of keys are stored as [in, out], and matrices of values as [out, in].
-    """
-    assert own.latent is not None
-    rows, after = own.latent.key_dim, own.latent.value_dim
-    for head in range(own.num_heads):
-        first = head * (rows + after)
-        place = Place(parameter, first, rows, transposed=True)
-        if not of_keys:
-            place = Place(parameter, first + rows, after)
-        yield _numbered(theirs, head), place
-
-
-def _gated_runs(own: Attention) -> tuple[Run, ...]:
-    """Return the runs of a matrix in which each head has its query rows, then its gate rows.
-
-    The parameter has the gate rows of all heads, followed by the query rows of all heads.
-    """
-    dim, heads = own.head_dim, own.num_heads
-    runs = []
-    for head in range(heads):
-        start = 2 * head * dim
-        runs += [Run(range(start, start + dim), (heads + head) * dim)]
-        runs += [Run(range(start + dim, start + 2 * dim), head * dim)]
-    return tuple(runs)
-
-
 def _delta_place(own: Attention, part: str | None, parameter: str) -> Place | None:
     """Return the place of a tensor of linear attention; None for other tensors."""
     delta = own.delta
@@ -290,43 +275,10 @@ def _delta_place(own: Attention, part: str | None, parameter: str) -> Place | No
     if part == "channels":  # [channel, 1, token] becomes [token, channel]
         return Place(parameter, transposed=True, squeezed=True)
     if part == "by_key":
-        return Place(parameter, runs=_delta_runs(delta, "delta_in" in parameter))
+        return Place(parameter, runs=delta_runs(delta, "delta_in" in parameter))
     first = {"gate": delta.channels, "steps": delta.value_heads}.get(part, 0)
     size = {"inputs": delta.channels, "gate": delta.values}.get(part, delta.value_heads)
     return Place(parameter, first, size)
-
-
-def _delta_runs(own: DeltaShape, of_inputs: bool) -> tuple[Run, ...]:
-    """Return the runs of a projection of linear attention in the order of key heads (Qwen3-Next).
-
-    If `of_inputs`, each key head has rows for its query, its key, its values and their gates.
-    Otherwise each key head has rows for the rates of its value heads, then for the arguments of
-    their decays.
-    """
-    group = own.value_heads // own.key_heads
-    values, heads = group * own.value_dim, own.key_heads
-    # (number of rows for each key head, first row of the parameter)
-    parts = [(group, 0), (group, own.value_heads)]
-    if of_inputs:
-        parts = [(own.key_dim, 0), (own.key_dim, own.keys), (values, 2 * own.keys)]
-        parts += [(values, own.channels)]
-    runs, source = [], 0
-    for head in range(heads):
-        for size, first in parts:
-            runs.append(Run(range(source, source + size), first + head * size))
-            source += size
-    return tuple(runs)
-
-
-def _fused_by_head(own: Attention) -> tuple[Run, ...]:
-    """Return the runs of a matrix in which each head has its query, its key and its value."""
-    dim, heads = own.head_dim, own.num_heads
-    return tuple(
-        Run(range(start, start + dim), (part * heads + head) * dim)
-        for head in range(heads)
-        for part in range(3)
-        for start in [(3 * head + part) * dim]
-    )
 
 
 def _experts(
@@ -357,12 +309,7 @@ def _experts(
         size = each // 2 if part in ("gate", "up") else each
         offset = size if part == "up" else 0
         for number in range(count):
-            yield _numbered(theirs, number), Place(parameter, number * each + offset, size)
-
-
-def _numbered(theirs: str, number: int) -> str:
-    """Fill in the second {} of a name."""
-    return theirs.replace("{}", "\0", 1).replace("{}", str(number), 1).replace("\0", "{}")
+            yield numbered(theirs, number), Place(parameter, number * each + offset, size)
 
 
 def _place_scales(spec: ModelSpec, family: Family) -> dict[str, Place]:

@@ -24,6 +24,7 @@ from gptmanager.models.quantized.mlx_options import MLX_FIELD, Packing, Packings
 
 _WORDS = ("uint32", "int32")  # dtypes of packed numbers
 _IN_WORDS = (2, 4, 8)  # bits of integers of which none is in two words
+_NVFP4_LARGEST = 448 * 6  # the largest e4m3 number times the largest e2m1 number
 _MOST_ERROR = 2.0**-7  # of a step: by how much float16 scales may move an element
 
 
@@ -41,7 +42,7 @@ class MlxMatrix(StoredMatrix):
     in_groups: bool = False
 
     def codes(self, read: Read, rows: range) -> Codes:
-        bits, block, mode = self.packing
+        bits, block, mode, _ = self.packing
         words, scales = self._part(read, "weight", rows).view(torch.int32), self._scales(read, rows)
         shared: dict[str, Any] = {"scales": scales, "block": block, "columns": self.shape[-1]}
         if mode == "mxfp8":
@@ -67,10 +68,18 @@ class MlxMatrix(StoredMatrix):
         stored = self._part(read, "scales", rows)
         if self.packing.mode == "nvfp4":
             scales = stored.view(torch.float8_e4m3fn).float()
+            if self.packing.global_scale:
+                scales = scales * (self._largest(read, rows) / _NVFP4_LARGEST)
         else:
             scales = powers_of_two(stored)
         check_scales(f"{self.module}.scales", scales)
         return scales
+
+    def _largest(self, read: Read, rows: range) -> Tensor:
+        """Return the largest magnitude that the matrix with these rows can have."""
+        found = read(f"{self.module}.global_scale").float().flatten()
+        check_scales(f"{self.module}.global_scale", found)
+        return found[rows.start // self.shape[1] if len(self.shape) == 3 else 0]
 
     def _numbers(self, read: Read, ending: str, rows: range) -> Tensor:
         found = self._part(read, ending, rows).float()
@@ -109,7 +118,7 @@ def mlx_matrix(
         raise mlx_error(
             f"{MLX_FIELD}.{module}", False, f"but tensor {tensor_name(name)} is {info.dtype}"
         )
-    bits, size, mode = packing
+    bits, size, mode, has_global = packing
     take(name, _WORDS)
     packed_bits = info.shape[-1] * 32 if info.shape else 0
     columns = packed_bits // bits
@@ -121,6 +130,9 @@ def mlx_matrix(
         )
     shape = (*info.shape[:-1], columns)
     groups = (*shape[:-1], columns // size)
+    if mode == "nvfp4" and (has_global or f"{module}.global_scale" in given):
+        take(f"{module}.global_scale", {*FLOATS.values()}, shape[:-2])
+        packing = packing._replace(global_scale=True)
     matrix = MlxMatrix(module, shape, packing)
     if mode != "affine":
         take(f"{module}.scales", "uint8", groups)

@@ -10,17 +10,22 @@ from gptmanager.memory.tensor_sources import tensor_name
 
 MLX_FIELD = "quantization"  # of config.json
 OPTIONS = ("group_size", "bits", "mode")
+_GLOBAL_SCALE = "global_scale"
 _BITS = (2, 3, 4, 5, 6, 8)
 _GROUP_SIZES = (32, 64, 128)
 _OF_OTHER_MODES = {"mxfp4": (4, 32), "nvfp4": (4, 16), "mxfp8": (8, 32)}  # bits, group size
 
 
 class Packing(NamedTuple):
-    """How a module is quantized: the bits of a number, columns that share a scale, and the mode."""
+    """How a module is quantized: the bits of a number, columns that share a scale, and the mode.
+
+    If `global_scale`, the scales of each matrix are also multiplied by a number.
+    """
 
     bits: int
     group_size: int
     mode: str = "affine"
+    global_scale: bool = False
 
 
 Packings = Mapping[str, Packing | None]
@@ -49,17 +54,23 @@ def read_packings(own: Mapping[str, Any]) -> Packings:
 
 def _packing(field: str, given: Mapping[str, Any]) -> Packing:
     for name, value in given.items():
-        if name not in OPTIONS and value not in (None, False):
-            raise mlx_error(f"{field}.{name}", value, f"not supported; the fields are {[*OPTIONS]}")
+        if name not in (*OPTIONS, _GLOBAL_SCALE) and value not in (None, False):
+            allowed = [*OPTIONS, _GLOBAL_SCALE]
+            raise mlx_error(f"{field}.{name}", value, f"not supported; the fields are {allowed}")
     mode = "affine" if given.get("mode") is None else given["mode"]
     if not isinstance(mode, str) or mode not in ("affine", *_OF_OTHER_MODES):
         raise mlx_error(f"{field}.mode", mode, f"must be one of {['affine', *_OF_OTHER_MODES]}")
     bits, size = _OF_OTHER_MODES.get(mode, (4, 64))
+    has_global = given.get(_GLOBAL_SCALE)
+    if has_global not in (None, False) and (has_global is not True or mode != "nvfp4"):
+        need = "must be true or false, and false unless the mode is 'nvfp4'"
+        raise mlx_error(f"{field}.{_GLOBAL_SCALE}", has_global, need)
     allowed = (_BITS, _GROUP_SIZES) if mode == "affine" else ((bits,), (size,))
     return Packing(
         _number(f"{field}.bits", given.get("bits"), bits, allowed[0]),
         _number(f"{field}.group_size", given.get("group_size"), size, allowed[1]),
         mode,
+        has_global is True,
     )
 
 

@@ -5,6 +5,7 @@
 
 Each fixture has the packed linears of one tiny Llama as NAME.safetensors. Their options, and the
 SHA-256 digest of each matrix as MLX dequantizes it in float32, are added to `expected.json`.
+The experts of `mlx-experts.safetensors` have a global scale each, next to their floats.
 """
 
 from __future__ import annotations
@@ -70,6 +71,24 @@ def main() -> None:
         mx.save_safetensors(str(HERE / f"{name}.safetensors"), tensors, {"format": "mlx"})
         expected[name] = {"config": config, "digests": digests}
     file.write_text(json.dumps(expected, indent=1) + "\n")
+    pack_experts()
+
+
+def pack_experts() -> None:
+    """Pack experts as mlx_lm does with the option `global_scale`."""
+    weights = mx.array(np.random.default_rng(8).normal(scale=0.2, size=(3, 8, 64)))
+    largest = mx.max(mx.abs(weights), axis=(-2, -1)).astype(mx.float32)
+    options = {"group_size": 16, "bits": 4, "mode": "nvfp4"}
+    parts = [[], [], []]
+    for weight, own in zip(weights.astype(mx.float32), largest, strict=True):
+        words, scales = mx.quantize(weight, global_scale=own, **options)
+        floats = mx.dequantize(words, scales, global_scale=own, dtype=mx.float32, **options)
+        for found, tensor in zip(parts, (words, scales, floats), strict=True):
+            found.append(tensor)
+    names = [f"switch_mlp.up_proj.{it}" for it in ("weight", "scales", "global_scale")]
+    words, scales, floats = map(mx.stack, parts)
+    tensors = dict(zip(names, (words, scales, largest), strict=True)) | {"floats": floats}
+    mx.save_safetensors(str(HERE / "mlx-experts.safetensors"), tensors, {"format": "mlx"})
 
 
 if __name__ == "__main__":

@@ -65,6 +65,30 @@ def test_matrices_are_those_of_the_library_that_packed_them(name: str) -> None:
         assert hashlib.sha256(own).hexdigest() == digest, matrix
 
 
+def test_experts_of_mlx_have_a_global_scale_each() -> None:
+    tensors, module = load_file(HERE / "mlx-experts.safetensors"), "switch_mlp.up_proj"
+    exact, largest = tensors.pop("floats"), f"{module}.global_scale"
+    options = {"group_size": 16, "bits": 4, "mode": "nvfp4"}
+
+    def read(own: dict[str, Any], changes: Mapping[str, Tensor | None]) -> Tensor:
+        config = {"quantization": {"group_size": 32, "bits": 4, module: own}}
+        given = {key: it for key, it in {**tensors, **changes}.items() if it is not None}
+        source = as_floats(config, StateDict(given))
+        return torch.cat([it.clone() for _, it in source.pieces(f"{module}.weight", 1 << 40)])
+
+    # mlx_lm notes the global scale in the options of a module, or only writes the tensor
+    for own in ({**options, "global_scale": True}, options):
+        assert torch.equal(read(own, {}), exact)
+    with pytest.raises(ConfigError, match=f"{largest} is missing: a quantized matrix needs it"):
+        read({**options, "global_scale": True}, {largest: None})
+    for wrong in (torch.ones(2), torch.ones(()), torch.ones(3, dtype=torch.int32)):
+        with pytest.raises(ConfigError, match=rf"{largest} is .*: it must be .*float32.* \[3\]"):
+            read(options, {largest: wrong})
+    for number in (torch.nan, torch.inf, 1e30):
+        with pytest.raises(ConfigError, match=f"{largest} leads to a scale .* NaN, or"):
+            read(options, {largest: torch.tensor([1, number, 1])})
+
+
 @pytest.mark.every(4)
 @pytest.mark.parametrize("name", EXPECTED)
 def test_a_model_answers_as_its_floats_do(name: str, tmp_path: Path) -> None:
@@ -247,6 +271,16 @@ REFUSED = [
     ("mlx", {"lm_head": "4"}, "quantization.lm_head = '4': must be an object, true or false"),
     ("mlx", {"lm_head": {"bits": 0}}, "quantization.lm_head.bits = 0: must be one of"),
     ("mlx", {"lm_head": {"quantize_input": True}}, "lm_head.quantize_input = True: not supported"),
+    (
+        "mlx",
+        {"lm_head": {"global_scale": True}},
+        "lm_head.global_scale = True: must be true or false, and false unless",
+    ),
+    (
+        "mlx",
+        {"lm_head": {"mode": "nvfp4", "global_scale": 2}},
+        "lm_head.global_scale = 2: must be true or false",
+    ),
     ("mlx", {f"{LAYER}mlp.down_proj": False}, "down_proj = False: but tensor .* is uint32"),
 ]
 

@@ -1,0 +1,105 @@
+"""`as_transformers_stores`: tensors that MLX has changed, as transformers stores them.
+
+MLX adds 1 to the norms of Qwen3-Next and Qwen3.5, and moves the dimension of size 1 of their
+convolutions to the end. It leaves out a term of the routers of ERNIE 4.5, which is then zero.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from gptmanager.kernels.gemm.panels.codes import Codes
+from gptmanager.kernels.gemm.panels.words import PackedGroups
+from gptmanager.memory.safetensors_reader import SafetensorsFolder
+from gptmanager.memory.tensor_sources import CodedSource, GroupedSource, TensorInfo, TensorSource
+from gptmanager.models.quantized.source import QuantizedSource
+
+_CONVOLUTION = ".linear_attn.conv1d.weight"
+_NORMS = re.compile(
+    r"(^|\.)(input_layernorm|post_attention_layernorm|q_norm|k_norm)\.weight$"
+    r"|^((.+\.)?(language_)?model\.)?norm\.weight$"
+)
+_EXPERTS = ".mlp.switch_mlp.up_proj.weight"
+_CORRECTION = ".mlp.moe_statics.e_score_correction_bias"
+
+
+def as_transformers_stores(config: Mapping[str, Any], tensors: TensorSource) -> TensorSource:
+    """Return a source of the tensors of transformers, or `tensors` itself if nothing differs."""
+    given = tensors.describe()
+    convolutions = {name for name in given if name.endswith(_CONVOLUTION)}
+    moved = {name for name in convolutions if _has_last_one(given[name].shape)}
+    zeros: dict[str, tuple[int, ...]] = {}
+    if config.get("model_type") == "ernie4_5_moe":
+        layers = {name.removesuffix(_EXPERTS): name for name in given if name.endswith(_EXPERTS)}
+        zeros = {it + _CORRECTION: (1, *given[name].shape[:1]) for it, name in layers.items()}
+        zeros = {name: shape for name, shape in zeros.items() if name not in given}
+    if moved != convolutions or not (moved or zeros):
+        return tensors
+    norms = {name for name in given if moved and _NORMS.search(name)}
+    return MlxTensors(tensors, moved, norms, zeros)
+
+
+def _has_last_one(shape: Sequence[int]) -> bool:
+    return len(shape) == 3 and shape[2] == 1 != shape[1]
+
+
+class MlxTensors:
+    """A `GroupedSource` and `CodedSource` over the tensors of `source`.
+
+    The last two dimensions of tensors in `moved` are exchanged, 1 is subtracted from tensors in
+    `norms`, and tensors in `zeros`, which `source` does not have, are zero.
+    """
+
+    def __init__(
+        self,
+        source: TensorSource,
+        moved: Collection[str],
+        norms: Collection[str],
+        zeros: Mapping[str, tuple[int, ...]],
+    ) -> None:
+        self._source, self._moved, self._norms, self._zeros = source, moved, norms, zeros
+        given = source.describe()
+        self._found = dict(given)
+        for name in moved:
+            first, second, third = given[name].shape
+            self._found[name] = TensorInfo((first, third, second), given[name].dtype)
+        # float32 holds the difference exactly where MLX has added 1 to a number of 16 bits
+        self._found |= {name: TensorInfo(given[name].shape, "float32") for name in norms}
+        self._found |= {name: TensorInfo(shape, "float32") for name, shape in zeros.items()}
+
+    @property
+    def formats(self) -> Collection[str]:
+        """See `SafetensorsFolder`."""
+        own = self._source
+        return own.formats if isinstance(own, (SafetensorsFolder, QuantizedSource)) else ()
+
+    def describe(self) -> Mapping[str, TensorInfo]:
+        return self._found
+
+    def pieces(
+        self, name: str, max_bytes: int, region: Sequence[range] | None = None
+    ) -> Iterator[tuple[int, Tensor]]:
+        if name in self._zeros:
+            yield 0, torch.zeros([len(it) for it in region] if region else self._zeros[name])
+            return
+        if name in self._moved and region is not None:
+            first, second, third = region
+            region = [first, third, second]
+        for start, piece in self._source.pieces(name, max_bytes, region):
+            own = piece.mT if name in self._moved else piece
+            yield start, own.float() - 1 if name in self._norms else own
+
+    def groups(self, name: str, max_bytes: int, rows: range) -> Iterator[tuple[int, PackedGroups]]:
+        source = cast(GroupedSource, self._source)
+        return cast(Iterator[tuple[int, PackedGroups]], source.groups(name, max_bytes, rows))
+
+    def codes(self, name: str, max_bytes: int, rows: range) -> Iterator[tuple[int, Codes]]:
+        return cast(CodedSource, self._source).codes(name, max_bytes, rows)
+
+    def close(self) -> None:
+        self._source.close()
