@@ -244,8 +244,8 @@ class RequestQueue:
                 left = [it for it in self._open.values() if it is not None and not it.done()]
                 self._open = {it.request_id: it for it in left}
                 self._ending = {it for it in self._ending if not it.done()}
-        if self._attachment is not None:
-            self._attachment.join()
+            if self._attachment is not None:  # the watcher may be calling done callbacks
+                self._attachment.join()
 
     def __enter__(self) -> RequestQueue:
         return self

@@ -4,14 +4,16 @@ Its handler raises, as that of Ctrl-C does, or it calls the queue itself.
 """
 
 import asyncio
+import time
 from concurrent.futures import TimeoutError
 from contextlib import suppress
 from itertools import count
 from queue import Full
+from threading import Event
 
 import pytest
 from interrupting import TIMEOUT_S, handled, in_a_thread, interrupted
-from responding import whole
+from responding import ManagerStub, whole
 
 from gptmanager.callbacks import RequestQueue
 from gptmanager.callbacks.queue.generation import ReadPosition
@@ -97,6 +99,31 @@ def test_close_ends_all_handles_though_a_callback_raises():
     with pytest.raises(asyncio.CancelledError):
         queue.close()
     assert all(handle.done() for handle in handles) and queue.num_open == 0
+
+
+def test_close_waits_for_the_callbacks_of_other_handles_though_one_raises():
+    """The watcher of an ended manager calls them, while `close` ends another handle itself."""
+    queue, first, second = new_queue()
+    manager, is_entered, may_go, called = ManagerStub(), Event(), Event(), []
+
+    def wait_for_close(handle):
+        is_entered.set()
+        may_go.wait(TIMEOUT_S)
+        time.sleep(0.05)
+
+    def cancel(handle):
+        may_go.set()
+        raise asyncio.CancelledError
+
+    first.add_done_callback(wait_for_close)
+    first.add_done_callback(called.append)
+    second.add_done_callback(cancel)
+    queue.attach(manager)
+    manager.end()
+    assert is_entered.wait(TIMEOUT_S)
+    with pytest.raises(asyncio.CancelledError):
+        queue.close()
+    assert called == [first]
 
 
 def test_a_handler_that_ends_a_request_wakes_the_task_that_it_interrupts():
