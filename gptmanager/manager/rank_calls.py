@@ -72,10 +72,10 @@ class RankCalls:
         """Return `step()`. Raise its error, or RankError if it fails only on another rank."""
         if self._ranks is None:
             return step()
-        error: Exception | None = None
+        error: BaseException | None = None
         try:
             answer = step()
-        except Exception as raised:
+        except BaseException as raised:  # noqa: B036 - the other ranks wait; raised below
             error = raised
         texts = self._ranks.links.exchange(b"" if error is None else response_text(error).encode())
         if error is not None:

@@ -133,20 +133,22 @@ class WeightUpdates:
                 raise SleepError("sleep: the manager is asleep already")
 
         self._calls.agree("sleep", check)
-        self.is_asleep = True  # also after an error, until all that was released is restored
+        self.is_asleep = True  # also after an error, until all ranks have restored their memory
         try:
             self._calls.agree("sleep", lambda: self._release_weights(keep_weights))
             # not earlier: if the weights cannot be saved on a rank, no rank loses its cache
-            self._release_cache()
+            self._calls.agree("sleep", self._release_cache)
         except BaseException:
-            self._restore()
-            self.is_asleep = False
+            drops = not keep_weights and self._weights is not None
+            self.is_incomplete |= drops and self._calls.has_ranks  # another rank may have dropped
+            self._calls.agree("sleep", self._restore)
+            self.is_asleep = False  # on all ranks or on none
             raise
 
     def _release_cache(self) -> None:
         self._cached.recompute()
         self._cached.clear()
-        self._calls.agree("sleep", self._runner.release)
+        self._runner.release()
 
     def wake(self, loop: TokenLoop) -> None:
         """Allocate the memory again; see `GptManager.wake`."""

@@ -1,5 +1,6 @@
 """Weights replaced and memory released on several ranks: on all of them, or on none."""
 
+import asyncio
 import time
 from pathlib import Path
 
@@ -114,7 +115,7 @@ def test_a_call_that_another_rank_does_not_make_changes_nothing(two, checkpoint)
 def failing_once(monkeypatch, runner, name):
     """Make the method raise on its first call."""
 
-    def fail():
+    def fail(*_):
         monkeypatch.undo()
         raise MemoryError("planted")
 
@@ -176,3 +177,59 @@ def test_abort_all_ends_requests_on_all_ranks_or_on_none(monkeypatch):
         started(it, 3)
         assert reason(it, 3) == FinishReason.LENGTH
         assert [one.state for one in it.managers] == [ManagerState.RUNNING] * 2
+
+
+@pytest.mark.parametrize("restores", range(2), ids="rank {} cannot restore".format)
+@pytest.mark.parametrize("releases", range(2), ids="rank {} cannot release".format)
+def test_ranks_that_can_neither_release_nor_restore_all_stay_asleep(two, releases, restores):
+    it, output = two
+    first = output()
+    runners = [one._worker.updates._runner for one in it.managers]
+    with pytest.MonkeyPatch.context() as one, pytest.MonkeyPatch.context() as other:
+        failing_once(one, runners[releases], "release")
+        failing_once(other, runners[restores], "restore")
+        found = on_all(it, lambda _, one: one.sleep())
+    assert type(found[restores]) is MemoryError and type(found[1 - restores]) is RankError
+    assert [one.is_asleep for one in it.managers] == [True] * 2
+    assert on_all(it, lambda _, one: one.wake()) == [None] * 2
+    assert output() == first
+
+
+@pytest.mark.parametrize("rank", range(2))
+def test_weights_that_one_rank_has_dropped_are_missing_on_all(two, checkpoint, rank):
+    it, output = two
+    first = output()
+    with pytest.MonkeyPatch.context() as patch:
+        failing_once(patch, it.managers[rank]._worker.updates, "_release_weights")
+        found = on_all(it, lambda _, one: one.sleep(keep_weights=False))
+    assert type(found[rank]) is MemoryError and type(found[1 - rank]) is RankError
+    assert [one.is_asleep for one in it.managers] == [False] * 2
+    partial = dict([*checkpoint.items()][:1])
+    for error in on_all(it, lambda _, one: one.update_weights(partial)):
+        assert isinstance(error, ConfigError), error
+    assert on_all(it, lambda _, one: one.update_weights(checkpoint)) == [1] * 2
+    assert output() == first
+
+
+def test_an_exception_of_any_kind_in_the_tensors_of_one_rank_is_reported_to_the_others(
+    two, checkpoint
+):
+    it, output = two
+    first = output()
+
+    def update(rank, one):
+        tensors = iter(checkpoint.items())
+        try:
+            return one.update_weights(cancelled(tensors) if rank else tensors)
+        except asyncio.CancelledError as error:
+            return error
+
+    def cancelled(tensors):
+        yield next(tensors)
+        raise asyncio.CancelledError
+
+    found = on_all(it, update)
+    assert type(found[1]) is asyncio.CancelledError and type(found[0]) is RankError
+    assert "rank 1 failed: CancelledError" in str(found[0])
+    assert on_all(it, lambda _, one: one.update_weights(checkpoint)) == [1] * 2
+    assert output() == first
