@@ -68,6 +68,19 @@ def test_blocks(server):
     assert message["usage"]["input_tokens"] + message["usage"]["cache_read_input_tokens"] > 9
 
 
+def test_an_answer_without_a_text_has_a_block(server):
+    message = ask(server, "").json()
+    assert (message["content"], message["stop_reason"]) == (
+        [{"type": "text", "text": ""}],
+        "end_turn",
+    )
+    kinds = [one["type"] for one in events_of(server, "")]
+    assert kinds == [
+        *("message_start", "content_block_start", "content_block_stop", "message_delta"),
+        "message_stop",
+    ]
+
+
 def test_a_stream_is_the_whole_message(server):
     message = ask(server, ANSWER, tools=[LOOK]).json()
     events = events_of(server, ANSWER, tools=[LOOK])

@@ -71,7 +71,10 @@ class MessageWriter:
             "stop_reason": "stop_sequence" if is_text else self._reasons[reason],
             "stop_sequence": stop_reason if is_text else None,
         }
-        events, usage = self._close(), self._tokens()
+        # clients read the first block, also if the model writes nothing
+        events = [] if self._content else [self._open(dict(_EMPTY["text"]))]
+        events += self._close()
+        usage = self._tokens()
         self._message |= {**found, "usage": usage}
         return [
             *events,

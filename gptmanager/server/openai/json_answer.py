@@ -88,8 +88,6 @@ class JsonAnswer:
                     chunk = {**self._head, **fields}
                     if is_continuous:
                         chunk["usage"] = self._form.usage()
-                    elif has_usage:
-                        chunk["usage"] = None
                     has_begun = True
                     yield event(chunk)
         except ApiError as error:
