@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from gptmanager.assembly.adapter_sizing import AdapterSizes
+from gptmanager.assembly.provider_options import is_foreign
 from gptmanager.assembly.sizing import Sizes, num_micro_batches, num_slots
 from gptmanager.config import (
     CapacitySchedulerPolicy,
@@ -19,6 +20,7 @@ from gptmanager.config import (
     SchedulerConfig,
 )
 from gptmanager.errors import ConfigError
+from gptmanager.kernels.providers import name_of
 from gptmanager.kv_cache import KvCacheManager
 from gptmanager.loop.adapters import Adapters
 from gptmanager.loop.allocation import Allocator
@@ -136,8 +138,16 @@ def build_loop(
         run_ahead=params.run_ahead or 0,
         num_micro_batches=blueprint.num_micro_batches,
         phase_times=phase_times,
+        providers=_provider_names(params),
         final=final,
     )
+
+
+def _provider_names(params: OptionalParams) -> tuple[str, ...]:
+    """Return the names of the providers of attention and matmuls that are not our kernels."""
+    attention, linear = params.attention_provider, params.linear_provider
+    given = attention if is_foreign(attention) else None, linear
+    return tuple(it if isinstance(it, str) else name_of(it) for it in given if it is not None)
 
 
 def _adapters(blueprint: Blueprint, host: Host) -> Adapters | None:

@@ -26,10 +26,14 @@ class Confirmation:
     """Applies the results of steps to the requests of a loop.
 
     `failing` holds the ids of requests that failed in a result. These requests end with the next
-    intake. `drafts` and `num_logits_errors` count since the start.
+    intake. `drafts` and `num_logits_errors` count since the start. `providers` are the names of the
+    host's providers, which may have computed NaN.
     """
 
-    def __init__(self, table: RequestTable, allocator: Allocator) -> None:
+    def __init__(
+        self, table: RequestTable, allocator: Allocator, providers: Sequence[str] = ()
+    ) -> None:
+        self._providers = providers
         self.failing: set[int] = set()
         self.drafts = DraftCounts()
         self.num_logits_errors = 0
@@ -121,7 +125,8 @@ class Confirmation:
         """End a request in the next intake, because its row yielded `fault` instead of a token."""
         if fault == NOT_FINITE:  # its cached blocks may be invalid too
             self._allocator.kv_cache.withdraw(request.request_id)
-        self._fail(Failure(request.request_id, _fault_error(request, fault, schedule.iteration)))
+        error = _fault_error(request, fault, schedule.iteration, self._providers)
+        self._fail(Failure(request.request_id, error))
 
     def _fail(self, failure: Failure) -> None:
         self.num_logits_errors += isinstance(failure.error, LogitsError)
@@ -147,7 +152,9 @@ def _advance_beams(
     return 0, (FinishReason.LENGTH, request.num_output)
 
 
-def _fault_error(request: ActiveRequest, fault: int, iteration: int) -> LogitsError:
+def _fault_error(
+    request: ActiveRequest, fault: int, iteration: int, providers: Sequence[str]
+) -> LogitsError:
     """Return the error of a request that got `fault`, NO_TOKEN or NOT_FINITE, as its next token."""
     number = request.num_output + (request.search is None)
     where = f"generated token {number} (iteration {iteration})"
@@ -156,7 +163,10 @@ def _fault_error(request: ActiveRequest, fault: int, iteration: int) -> LogitsEr
         text = f"the logits of {where} hold NaN or +inf"
     else:
         text = f"no token is possible as {where}: every logit is -inf"
-    return LogitsError(f"{text}; inputs of the request that change logits: {inputs}")
+    text += f"; inputs of the request that change logits: {inputs}"
+    if fault == NOT_FINITE and providers:
+        text += f"; providers that computed attention or matmuls: {', '.join(providers)}"
+    return LogitsError(text)
 
 
 def _changes(request: ActiveRequest) -> list[str]:

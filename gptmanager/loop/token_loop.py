@@ -7,7 +7,7 @@ simulation and the tests all use the same class.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from gptmanager.errors import SchedulerError
@@ -53,8 +53,9 @@ class TokenLoop:
     At most `max_active` requests are active, if it is not None. If `run_ahead` is 1, a step
     is launched before the tokens of the preceding step are known, and may have the same requests.
     If `num_micro_batches` is more than 1, up to this number of micro batches are in flight, and no
-    request is in two of them. `adapters` is None if no request has an adapter. `final` creates the
-    tensors of final responses.
+    request is in two of them. `adapters` is None if no request has an adapter. `providers` are the
+    names of the host's providers of attention and matmuls, for errors. `final` creates the tensors
+    of final responses.
     """
 
     def __init__(
@@ -72,10 +73,11 @@ class TokenLoop:
         run_ahead: int = 0,
         num_micro_batches: int = 1,
         phase_times: PhaseTimes,
+        providers: Sequence[str] = (),
         final: MakeFinal = final_tensors,
     ) -> None:
         self.table = RequestTable(host, allocator, adapters or no_adapters(), limits, final)
-        self.confirmation = Confirmation(self.table, allocator)
+        self.confirmation = Confirmation(self.table, allocator, providers)
         self.allocator = allocator
         self.executor = executor
         self.scheduler = scheduler

@@ -91,6 +91,25 @@ def test_each_request_gets_an_error_that_names_the_provider(what, change, proble
     checker.check(manager)
 
 
+@pytest.mark.parametrize("what", ["context", "linear"])
+def test_an_error_of_logits_names_the_provider(what):
+    def spoil(result):
+        return result.clone().fill_(torch.nan)
+
+    linear, attention = Linear(), Attention(spoil, "context")
+    if what == "linear":
+        linear, attention = Linear(spoil), "own"
+    manager, host, checker = build(linear_provider=linear, attention_provider=attention)
+    names = "Linear" if what == "linear" else f"{attention.name}, Linear"
+    with manager:
+        assert manager.wait_idle(20) and manager.audit().ok
+    for request_id in range(3):
+        text = host.final(request_id).error
+        assert text.startswith("LogitsError: the logits of generated token 1")
+        assert text.endswith(f"; providers that computed attention or matmuls: {names}")
+    checker.check(manager)
+
+
 @pytest.mark.parametrize("change", [lambda it: it.double(), lambda it: it.mT.contiguous().mT])
 def test_other_floats_and_other_strides_are_accepted(change):
     answers = []

@@ -210,7 +210,7 @@ def test_every_attribute_is_in_the_state_or_follows_from_what_the_loop_is_made_o
         "weights_version",  # counts calls of update_weights, which no recording has
     }
     assert vars(loop.confirmation).keys() == {
-        *("_table", "_allocator", "failing", "drafts", "num_logits_errors"),
+        *("_table", "_allocator", "_providers", "failing", "drafts", "num_logits_errors"),
     }
     assert vars(loop.allocator).keys() == {
         *("kv_cache", "num_slots", "window"),
