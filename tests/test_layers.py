@@ -271,7 +271,7 @@ models/                       decoder networks, and the table of families
         mlx                   matrices that MLX has quantized, checked
         formats               finds the quantized matrices among a checkpoint's tensors
         source                the tensors of a quantized checkpoint, as if they were floats
-    mlx_tensors               tensors that MLX has changed, as transformers stores them
+    other_layouts             tensors of MLX or transformers 5 in the layout of their family
     other_folders             describes a folder without a usable checkpoint (no torch)
     checkpoint_parts          reads a checkpoint from a folder or a GGUF file
     rope_scaling              rotary embeddings and their scaling

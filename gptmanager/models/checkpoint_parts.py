@@ -18,8 +18,8 @@ from gptmanager.memory.untrusted_files import read_object
 from gptmanager.models.converted_tensors import ConvertedTensors, is_own_layout
 from gptmanager.models.gguf.checkpoint import GgufCheckpoint
 from gptmanager.models.gguf.split_files import first_of_split
-from gptmanager.models.mlx_tensors import as_transformers_stores
 from gptmanager.models.other_folders import describe_other, describe_other_weights
+from gptmanager.models.other_layouts import in_family_layout
 from gptmanager.models.quantized.scheme import read_scheme, without_quantization
 from gptmanager.models.quantized.source import QuantizedSource
 
@@ -67,13 +67,13 @@ def open_tensors(path: str | os.PathLike[str]) -> TensorSource:
 
 
 def as_floats(config: Mapping[str, Any], tensors: TensorSource) -> TensorSource:
-    """Return a source that dequantizes `tensors`, and has the tensors that transformers stores.
+    """Return a source that dequantizes `tensors`, and has them in the layout of their family.
 
     `config` is the checkpoint's config.json. Returns `tensors` itself if nothing differs.
     """
     scheme = read_scheme(config)
     found = tensors if scheme is None else QuantizedSource(tensors, scheme)
-    return as_transformers_stores(config, found)
+    return in_family_layout(config, found)
 
 
 def is_quantized(path: str | os.PathLike[str]) -> bool:

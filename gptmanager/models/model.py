@@ -31,7 +31,7 @@ from gptmanager.models.checkpoint_parts import as_floats, open_tensors, read_con
 from gptmanager.models.decoder.network import CheckpointModel
 from gptmanager.models.families import FAMILIES, place_tensors
 from gptmanager.models.families.wrappers import MEDIA, PREFIXES, is_wrapper, text_config
-from gptmanager.models.mlx_tensors import MlxTensors
+from gptmanager.models.other_layouts import RearrangedTensors
 from gptmanager.models.parameters import (
     check_head_dtype,
     matmul_matrices,
@@ -48,7 +48,7 @@ from gptmanager.ranks.collectives import Collectives
 from gptmanager.ranks.layout import RankLayout
 
 WeightsDtype = Literal["int8", "int4", "fp8", "file"]
-_WITH_FORMATS = (SafetensorsFolder, QuantizedSource, MlxTensors)
+_WITH_FORMATS = (SafetensorsFolder, QuantizedSource, RearrangedTensors)
 Source = str | PathLike[str] | tuple[Mapping[str, Any], Mapping[str, Tensor]]
 
 

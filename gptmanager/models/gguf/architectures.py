@@ -43,6 +43,8 @@ _GEMMA2 = replace(
     modules=SANDWICH,
     scaled_by_size=46,
 )
+# Positions of a text are the same in all sections; text has no features of an image to add.
+_OF_MEDIA = frozenset({"rope.dimension_sections", "n_deepstack_layers"})
 _BY_KIND = ("num_key_value_heads", "intermediate_size", "head_dim", "attn_logit_softcapping")
 _MLP_BIAS = {"mlp_bias": "blk.0.ffn_up.bias"}
 ARCHITECTURES: Mapping[str, Architecture] = {
@@ -53,6 +55,10 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     ),
     "qwen2": Architecture("qwen2", constants={"use_sliding_window": False}),
     "qwen3": Architecture("qwen3", constants={"use_sliding_window": False}, biases=ATTENTION_BIAS),
+    "qwen2vl": Architecture("qwen2", constants={"use_sliding_window": False}, ignored=_OF_MEDIA),
+    "qwen3vl": Architecture(
+        "qwen3", constants={"use_sliding_window": False}, ignored=_OF_MEDIA, biases=ATTENTION_BIAS
+    ),
     "gemma": _GEMMA,
     "gemma2": _GEMMA2,
     "gemma3": replace(
@@ -185,7 +191,14 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "stablelm": Architecture(
         "stablelm",
         fields={**LAYER_NORM, "use_parallel_residual": "use_parallel_residual"},
-        biases={"use_qkv_bias": "blk.0.attn_q.bias"},
+        experts={
+            "attn_q_norm": "self_attn.q_layernorm.norms.{}",
+            "attn_k_norm": "self_attn.k_layernorm.norms.{}",
+        },
+        biases={
+            "use_qkv_bias": "blk.0.attn_q.bias",
+            "qk_layernorm": "blk.0.attn_q_norm.weight",
+        },
     ),
     "starcoder2": Architecture(
         "starcoder2",
@@ -258,6 +271,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         ignored=frozenset({"rope.scaling.yarn_log_multiplier", "attention.temperature_scale"}),
     ),
     **MIXTURES,
+    "qwen3vlmoe": replace(MIXTURES["qwen3moe"], ignored=_OF_MEDIA),
 }
 
 

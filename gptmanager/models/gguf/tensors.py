@@ -140,7 +140,8 @@ class GgufTensors:
         own = self._own
         if match := _IN_LAYER.fullmatch(name):
             layer, module, kind = match.groups()
-            if module in own.experts and len(stored.shape) == (3 if kind == "weight" else 2):
+            is_vector = kind == "bias" or module.endswith("_norm")
+            if module in own.experts and len(stored.shape) == (2 if is_vector else 3):
                 yield from self._place_experts(own.layer.format(layer), module, kind, stored)
                 return
             known = own.modules.get(f"{module}.{kind}")

@@ -1,7 +1,8 @@
 """Files that llama.cpp's converter wrote, of small random models: the logits of transformers.
 
 `architectures/` has them in F16, written by `convert_hf_to_gguf.py` of llama.cpp b11434 without a
-tokenizer, and the logits of transformers 5.17.0 in float32 with the same weights.
+tokenizer, and the logits of transformers 5.17.0 in float32 with the same weights. The norms of
+heads in `stablelm_norms.gguf` are stacked as the converter's code says; this version of it fails.
 """
 
 from __future__ import annotations

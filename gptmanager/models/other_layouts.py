@@ -1,7 +1,8 @@
-"""`as_transformers_stores`: tensors that MLX has changed, as transformers stores them.
+"""`in_family_layout`: tensors that some programs store in another way, as their family stores them.
 
 MLX adds 1 to the norms of Qwen3-Next and Qwen3.5, and moves the dimension of size 1 of their
 convolutions to the end. It leaves out a term of the routers of ERNIE 4.5, which is then zero.
+transformers 5 writes the experts of Qwen3-VL-MoE as [out, in], and reads both orders.
 """
 
 from __future__ import annotations
@@ -25,30 +26,48 @@ _NORMS = re.compile(
     r"|^((.+\.)?(language_)?model\.)?norm\.weight$"
 )
 _EXPERTS = ".mlp.switch_mlp.up_proj.weight"
+_TRANSPOSED = ("qwen3_vl_moe", "qwen3_vl_moe_text")
+_FUSED = re.compile(r"\.mlp\.experts\.(gate_up|down)_proj$")
 _CORRECTION = ".mlp.moe_statics.e_score_correction_bias"
 
 
-def as_transformers_stores(config: Mapping[str, Any], tensors: TensorSource) -> TensorSource:
-    """Return a source of the tensors of transformers, or `tensors` itself if nothing differs."""
+def in_family_layout(config: Mapping[str, Any], tensors: TensorSource) -> TensorSource:
+    """Return a source in the layout of the family, or `tensors` itself if nothing differs."""
     given = tensors.describe()
     convolutions = {name for name in given if name.endswith(_CONVOLUTION)}
     moved = {name for name in convolutions if _has_last_one(given[name].shape)}
+    if moved != convolutions:
+        return tensors
+    norms = {name for name in given if moved and _NORMS.search(name)}
     zeros: dict[str, tuple[int, ...]] = {}
-    if config.get("model_type") == "ernie4_5_moe":
+    kind = config.get("model_type")
+    if kind == "ernie4_5_moe":
         layers = {name.removesuffix(_EXPERTS): name for name in given if name.endswith(_EXPERTS)}
         zeros = {it + _CORRECTION: (1, *given[name].shape[:1]) for it, name in layers.items()}
         zeros = {name: shape for name, shape in zeros.items() if name not in given}
-    if moved != convolutions or not (moved or zeros):
-        return tensors
-    norms = {name for name in given if moved and _NORMS.search(name)}
-    return MlxTensors(tensors, moved, norms, zeros)
+    elif kind in _TRANSPOSED:
+        own = config.get("text_config")
+        hidden = (own if isinstance(own, Mapping) else config).get("hidden_size")
+        moved = {name for name in given if _is_out_in(name, given[name].shape, hidden)}
+    return RearrangedTensors(tensors, moved, norms, zeros) if moved or zeros else tensors
+
+
+def _is_out_in(name: str, shape: Sequence[int], hidden: Any) -> bool:
+    """Return whether a tensor has experts of Qwen3-VL-MoE as [out, in].
+
+    Square matrices count as [out, in], as in transformers.
+    """
+    part = _FUSED.search(name)
+    if part is None or len(shape) != 3:
+        return False
+    return bool(shape[1 if part[1] == "down" else 2] == hidden)
 
 
 def _has_last_one(shape: Sequence[int]) -> bool:
     return len(shape) == 3 and shape[2] == 1 != shape[1]
 
 
-class MlxTensors:
+class RearrangedTensors:
     """A `GroupedSource` and `CodedSource` over the tensors of `source`.
 
     The last two dimensions of tensors in `moved` are exchanged, 1 is subtracted from tensors in
