@@ -291,6 +291,13 @@ def test_an_answer_in_a_form_holds_no_bad_word(client):
     assert "choice, min_length" in refusal(response, 400)["message"]
 
 
+def test_usage_has_each_count_that_clients_with_strict_types_expect(client):
+    usage = complete(client, prompt=COUNT, max_tokens=1)["usage"]
+    assert usage["prompt_tokens_details"].keys() == {"cached_tokens", "audio_tokens"}
+    names = ("reasoning", "audio", "accepted_prediction", "rejected_prediction")
+    assert usage["completion_tokens_details"] == {f"{name}_tokens": 0 for name in names}
+
+
 def test_usage_tells_cached_tokens_and_may_be_continuous(client):
     prompt = list(range(40, 200))
     first = complete(client, prompt=prompt, max_tokens=1, cache_salt="usage")

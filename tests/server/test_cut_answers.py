@@ -18,6 +18,7 @@ USAGE = {
     "completion_tokens": 2,
     "total_tokens": 3,
     "prompt_tokens_details": {"cached_tokens": 0},
+    "completion_tokens_details": {"reasoning_tokens": 0},
 }
 THOUGHT = "I look <tool_call> up."
 

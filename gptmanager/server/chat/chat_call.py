@@ -55,7 +55,7 @@ class PreparedChat:
         if self.thinks:
             outputs = zip(self.messages, self.answer.outputs, strict=True)
             num = sum(message.num_reasoning_tokens(it.token_starts) for message, it in outputs)
-            usage["completion_tokens_details"] = {"reasoning_tokens": num}
+            usage["completion_tokens_details"]["reasoning_tokens"] = num
         return usage
 
 

@@ -141,7 +141,7 @@ class ResponseWriter:
     def _last(self, status: str) -> dict[str, Any]:
         usage = self._usage()
         cached = usage["prompt_tokens_details"]["cached_tokens"]
-        thoughts = usage.get("completion_tokens_details", {}).get("reasoning_tokens", 0)
+        thoughts = usage["completion_tokens_details"]["reasoning_tokens"]
         self._response |= {"status": status, "completed_at": int(time.time())}
         self._response["usage"] = {
             "input_tokens": usage["prompt_tokens"],

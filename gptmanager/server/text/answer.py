@@ -128,14 +128,23 @@ class Answer:
         return await run_in_thread(shape) if of_prompts + num_listed >= MANY_LISTED else shape()
 
     def usage(self) -> dict[str, Any]:
-        """Return the OpenAI `usage` object. It counts the tokens so far, including end tokens."""
+        """Return the OpenAI `usage` object. It counts the tokens so far, including end tokens.
+
+        Clients with strict types expect each count of OpenAI's API, also those that are always 0.
+        """
         prompt = sum(map(len, self.prompts))
         generated = self._num_generated
         return {
             "prompt_tokens": prompt,
             "completion_tokens": generated,
             "total_tokens": prompt + generated,
-            "prompt_tokens_details": {"cached_tokens": self._num_cached},
+            "prompt_tokens_details": {"cached_tokens": self._num_cached, "audio_tokens": 0},
+            "completion_tokens_details": {
+                "reasoning_tokens": 0,
+                "audio_tokens": 0,
+                "accepted_prediction_tokens": 0,
+                "rejected_prediction_tokens": 0,
+            },
         }
 
     def log_fields(self) -> dict[str, Any]:
