@@ -73,7 +73,8 @@ class Results:
     tokenizer: Tokenizer | None
     file: RawIOBase | None
     by_number: dict[int, dict[str, Any]] = field(default_factory=dict, init=False)
-    _num_written: int = field(default=0, init=False)
+    _next: int = field(default=0, init=False)  # the index of the line that is written next
+    _sizes: list[int] = field(default_factory=list, init=False)  # of its parts that are written
 
     def add(
         self, line: RequestLine, outcome: GenerationResult | BaseException | None
@@ -81,25 +82,32 @@ class Results:
         """Add the outcome of `line`, and return the entry of the output file for `line`."""
         result = result_line(line, outcome, self.tokenizer)
         self.by_number[line.number] = result
-        while self._num_written < len(self.lines):
-            known = self.by_number.get(self.lines[self._num_written].number)
-            if known is None:
-                break
-            self._write(known)
+        self._write_known(skips=False)
         return result
 
     def close(self) -> None:
         """Write the outcomes that wait for an earlier one."""
-        for line in self.lines[self._num_written :]:
-            if line.number in self.by_number:
-                self._write(self.by_number[line.number])
+        self._write_known(skips=True)
+
+    def _write_known(self, *, skips: bool) -> None:
+        """Write the next outcomes, and if `skips` also those behind an outcome that is not known.
+
+        If an exception interrupts this call at any point, the next call continues.
+        """
+        while self._next < len(self.lines):
+            known = self.by_number.get(self.lines[self._next].number)
+            if known is not None:
+                self._write(known)
+            elif not skips:
+                break
+            self._sizes, self._next = [], self._next + 1
 
     def _write(self, result: dict[str, Any]) -> None:
-        self._num_written += 1
         line = memoryview(orjson.dumps(result) + b"\n")
         try:
-            while self.file is not None and line:
-                line = line[self.file.write(line) :]
+            while self.file is not None and (left := line[sum(self._sizes) :]):
+                # one call of C code, so no interrupt comes between the write and its size
+                self._sizes.extend(map(self.file.write, (left,)))
         except OSError as error:
             is_stdout = self.file is getattr(sys.stdout, "buffer", None)
             name = "-" if is_stdout else getattr(self.file, "name", "")

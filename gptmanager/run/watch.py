@@ -145,8 +145,16 @@ class Watch:
                 self._take_news()
                 self._view.draw(list(self._rows.values()), self._progress)
         except KeyboardInterrupt:
-            self._view.note(f"{self._progress.done} of {self._progress.total} requests were done")
+            self._add_ended()
+            done = len(self._results.by_number)
+            self._view.note(f"{done} of {self._progress.total} requests were done")
             raise
+
+    def _add_ended(self) -> None:
+        """Add the outcomes of ended requests, whose events an interrupt may have dropped."""
+        for line, generation in self._generations.values():
+            if generation.done() and line.number not in self._results.by_number:
+                self._results.add(line, generation.exception() or generation.result())
 
     def _submit(self, line: RequestLine, queue: RequestQueue, known_at: float) -> None:
         """Submit a line's request. If the line has none, record a refusal at time `known_at`."""

@@ -1,10 +1,16 @@
-"""Ctrl-C at any moment of `gptmanager run`: the loop can still report, and the manager ends."""
+"""Ctrl-C at any moment of `gptmanager run`: the loop can still report, and the manager ends.
 
+No result of a request that has ended is lost.
+"""
+
+import functools
 import io
+import json
 import time
+from contextlib import suppress
 from itertools import count
 
-from interrupting import TIMEOUT_S, in_a_thread, interrupted
+from interrupting import TIMEOUT_S, handled, in_a_thread
 from loop_driver import next_token
 from shorthand import params
 
@@ -41,12 +47,29 @@ def test_an_interrupt_of_a_run_leaves_no_lock_that_the_loop_needs(monkeypatch):
         lines = [*read_requests([text], None, max_new_tokens=2)]
         recorder.news.clear()
         view = ProgressDisplay(RedrawnLines(io.StringIO()))
-        run = watch.Watch(recorder, Results(lines, None, None), view)
-        is_reached = in_a_thread(interrupted, lambda run=run: run.follow(queue), point)
+        file, ended = io.BytesIO(), []
+        results = Results(lines, None, file)
+        run = watch.Watch(recorder, results, view)
+
+        def interrupt(run=run, ended=ended):
+            ended += [it for it in run._generations.values() if it[1].done()]
+            raise KeyboardInterrupt
+
+        def follow(run=run, point=point, interrupt=interrupt):
+            with suppress(KeyboardInterrupt):
+                return handled(functools.partial(run.follow, queue), point, interrupt)
+            return True
+
+        is_reached = in_a_thread(follow)
 
         # Then the loop reports the end of the request, and finds the queue empty
         assert in_a_thread(manager.wait_idle, TIMEOUT_S), point
         assert all(generation.done() for _, generation in run._generations.values()), point
+        # And the result of a request that had ended is written, once
+        results.close()
+        written = file.getvalue().splitlines()
+        assert [json.loads(it)["line"] for it in written] == [*results.by_number], point
+        assert not ended or written, point
         if not is_reached:
             break
     in_a_thread(manager.shutdown)

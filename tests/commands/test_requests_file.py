@@ -6,12 +6,14 @@ import io
 import json
 import math
 import re
+from itertools import count
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from family_configs import FAMILY_CONFIGS
+from interrupting import interrupted
 from safetensors.torch import save_file
 from text_checkpoint import byte_tokenizer, save_text_checkpoint
 
@@ -414,6 +416,43 @@ def test_an_interrupted_run_keeps_the_results_that_are_known():
     results.close()
 
     assert [json.loads(line)["line"] for line in file.getvalue().splitlines()] == [1, 4]
+
+
+def test_a_file_may_write_a_part_of_a_line():
+    class PartialFile(io.BytesIO):
+        def write(self, data):
+            return super().write(data[:30])
+
+    lines = read({"prompt": "a"}, {"prompt": "b"})
+    file = PartialFile()
+    results = Results(lines, TOKENIZER, file)
+    for line in lines:
+        results.add(line, generated("x"))
+    assert [json.loads(line)["line"] for line in file.getvalue().splitlines()] == [1, 2]
+
+
+@pytest.mark.parametrize("call", ["add", "close"])
+def test_an_interrupt_at_any_point_neither_loses_nor_repeats_a_result(call):
+    lines = read(*({"prompt": "a"} for _ in range(4)))
+    outcomes = [generated(text) for text in "wxyz"]
+    for point in count():
+        file = io.BytesIO()
+        results = Results(lines, TOKENIZER, file)
+        results.add(lines[1], outcomes[1])
+        results.add(lines[3], outcomes[3])
+        if call == "close":
+            results.add(lines[0], outcomes[0])
+            is_reached = interrupted(results.close, point)
+        else:
+            is_reached = interrupted(lambda new=results: new.add(lines[0], outcomes[0]), point)
+        if 1 not in results.by_number:
+            results.add(lines[0], outcomes[0])
+        results.close()
+        found = [json.loads(line)["line"] for line in file.getvalue().splitlines()]
+        assert found == [1, 2, 4], point
+        if not is_reached:
+            break
+    assert point > 5
 
 
 def test_lines_name_adapters_by_their_folders(tmp_path):
