@@ -14,6 +14,7 @@ import threading
 import httpx
 import pytest
 import torch
+from responding import ending, whole
 from running_server import running_server, settings_of, wait_for
 from served_process import served_process
 
@@ -208,8 +209,8 @@ def ignore(*_):
     pass
 
 
-async def half_failed(error):
-    """The queue, keeper and key of a call of two requests, the first of which has had `error`."""
+async def half_failed(error, *, fails=0):
+    """The queue, keeper and key of a call of two requests, one of which has had `error`."""
     queue, kept, key = AsyncRequestQueue(), kept_calls.KeptCalls(), CallKey("", b"a")
     generations = [queue.submit([5], 1, request_id=it, timeout=0.0) for it in (1, 2)]
 
@@ -220,7 +221,7 @@ async def half_failed(error):
     call = Call(generations, nothing, nothing, cancel, lambda _: None, 2, is_kept=True)
     kept.add(key, call, 100)
     queue.get_inference_requests(-1)
-    queue.send_response(1, [], True, error)
+    queue.send_response(1 + fails, [], True, error)
     await asyncio.sleep(0)
     return queue, kept, key
 
@@ -247,6 +248,25 @@ def test_an_error_that_stays_is_kept():
         with pytest.raises(ApiError, match="too large") as refused:
             await kept.find(key).results()
         assert refused.value.status == 400
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("fails", [0, 1])
+def test_a_reader_that_joins_gets_the_error_and_no_request_that_it_has_cancelled(fails):
+    async def main():
+        queue, kept, key = await half_failed("CapacityError: too large", fails=fails)
+        other = 2 - fails
+        queue.send_response(other, whole([5, 7], reason=FinishReason.CANCELLED), True, "")
+        await asyncio.sleep(0)
+        told = []
+        with pytest.raises(ApiError, match="too large"):
+            async for index, part in kept.find(key).parts():
+                told.append((index, part.tokens, part.result))
+        assert told in ([], [(1 - fails, [7], None)])
+        found = dict([it async for it in kept.find(key).outcomes()])
+        assert isinstance(found[fails], ApiError)
+        assert found[1 - fails].result.finish_reasons == (FinishReason.CANCELLED,)
 
     asyncio.run(main())
 
@@ -329,6 +349,15 @@ def test_a_restored_request_that_has_failed_for_now_is_not_held():
     assert found.join(names[0], object, lambda *given: told.append(given)) is None
     assert found.join(names[1], object, lambda *given: told.append(given)) is not None
     assert [error for *_, error in told] == ["", "CapacityError: too large"]
+
+
+def test_a_restored_request_that_has_timed_out_runs_again():
+    found, names = RestoredResponses(), [CallKey("", b"%d" % it).request_id(0) for it in range(2)]
+    for name, reason in zip(names, (FinishReason.TIMED_OUT, FinishReason.LENGTH), strict=True):
+        found.restore(name)
+        assert found.hold(name, ending(reason), True, "")
+    assert found.join(names[0], object, ignore) is None
+    assert found.join(names[1], object, ignore) is not None
 
 
 def test_a_response_that_arrives_during_a_join_comes_after_those_that_were_held():

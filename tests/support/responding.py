@@ -31,13 +31,15 @@ def ending(reason: FinishReason = FinishReason.LENGTH, beams: int = 1) -> list[N
     ]
 
 
-def whole(*beams: Sequence[int], pad: int = 0, width: int = 12) -> list[NamedTensor]:
+def whole(
+    *beams: Sequence[int], pad: int = 0, width: int = 12, reason: FinishReason = FinishReason.LENGTH
+) -> list[NamedTensor]:
     """The final response to a request that does not stream; `beams` as `output_ids` holds them."""
     rows = [[*beam, *[pad] * (width - len(beam))] for beam in beams]
     return [
         NamedTensor("output_ids", torch.tensor([rows], dtype=torch.int32)),
         NamedTensor("sequence_length", torch.tensor([[len(b) for b in beams]], dtype=torch.int32)),
-        *ending(beams=len(beams)),
+        *ending(reason, beams=len(beams)),
     ]
 
 

@@ -272,7 +272,14 @@ class Call:
                     del running[index]
                 elif part.result is not None:
                     del running[index]
-                    part = part._replace(result=it.request.with_timeout(part.result))
+                    result: GenerationResult | None = it.request.with_timeout(part.result)
+                    if (
+                        raises
+                        and FinishReason.CANCELLED in result.finish_reasons
+                        and self.failure is not None
+                    ):
+                        result = None  # the error that has cancelled it is raised next
+                    part = part._replace(result=result)
                 self._note(index, part)
                 yield index, part
             if running:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from gptmanager import NamedTensor
 from gptmanager.callbacks import Generation
 from gptmanager.callbacks.queue.result import error_of
-from gptmanager.config import Delivered
+from gptmanager.config import Delivered, FinishReason
 from gptmanager.lifecycle.clock import monotonic
 from gptmanager.server.errors import api_error
 from gptmanager.server.http.idempotency import CallKey, is_keyed, reused
@@ -30,8 +30,8 @@ class _Restored:
 class RestoredResponses:
     """Holds the responses to restored requests that have an Idempotency-Key. Thread-safe.
 
-    A request that fails with a transient error is dropped at once, as in `KeptCalls`; any other
-    ended request is dropped KEEP_S seconds after its end. If all held responses together exceed
+    A request that fails with a transient error or times out is dropped at once, as in `KeptCalls`;
+    any other ended request is dropped KEEP_S seconds after its end. If all held responses exceed
     MAX_BYTES, ended requests are dropped earlier, the request that ended first before the others.
     Requests are dropped only when `hold`, `check` or `join` is called.
     """
@@ -56,7 +56,7 @@ class RestoredResponses:
         """Hold a response if no client has joined its restored request, otherwise return False."""
         with self._lock:  # also if nothing is held: a response must not overtake those of a join
             held = self._held.get(request_id)
-            if held is not None and is_final and _is_transient(error):
+            if held is not None and is_final and _may_succeed_later(tensors, error):
                 self._remove(request_id)  # the call runs again if its client repeats it
             elif held is not None:
                 held.responses.append((tensors, is_final, error))
@@ -104,6 +104,9 @@ class RestoredResponses:
             return generation
 
 
-def _is_transient(error: str) -> bool:
-    """Return whether a response with this error text is a transient error."""
-    return bool(error) and api_error(error_of(error)).is_transient
+def _may_succeed_later(tensors: Iterable[NamedTensor], error: str) -> bool:
+    """Return whether this final response is a transient error, or of a request that timed out."""
+    if error:
+        return api_error(error_of(error)).is_transient
+    reasons = (tensor.tolist()[0] for name, tensor in tensors if name == "finish_reasons")
+    return any(FinishReason.TIMED_OUT in found for found in reasons)
