@@ -106,7 +106,7 @@ class Results:
         line = memoryview(orjson.dumps(result) + b"\n")
         try:
             while self.file is not None and (left := line[sum(self._sizes) :]):
-                # one call of C code, so no interrupt comes between the write and its size
+                # one call of C code: no interrupt is between the write and its size
                 self._sizes.extend(map(self.file.write, (left,)))
         except OSError as error:
             is_stdout = self.file is getattr(sys.stdout, "buffer", None)

@@ -151,7 +151,7 @@ class Watch:
             raise
 
     def _add_ended(self) -> None:
-        """Add the outcomes of ended requests, whose events an interrupt may have dropped."""
+        """Add the outcomes of ended requests: an interrupt may have dropped their events."""
         for line, generation in self._generations.values():
             if generation.done() and line.number not in self._results.by_number:
                 self._results.add(line, generation.exception() or generation.result())
