@@ -98,6 +98,18 @@ def test_the_bound_of_a_step_is_close(lookahead: bool) -> None:
             assert needed <= bound <= needed + request.beam_width, request
 
 
+def test_counts_look_one_step_ahead_unless_told() -> None:
+    kv = KvCacheManager(100, 4)
+    request = LlmRequest(1, 8, 20, num_draft_tokens=3, state=LlmRequestState.GENERATION_IN_PROGRESS)
+    request.add_token()
+    for count, asked in (
+        (kv.get_needed_blocks_one_step, request),
+        (kv.sum_needed_blocks_one_step, [request]),
+        (kv.most_blocks_one_step, [request]),
+    ):
+        assert count(asked) == count(asked, False) == count(asked, True) - 1
+
+
 # The contract's worked example: 20 blocks of 10 tokens, four requests of 10 + 80 ---------------
 
 

@@ -51,6 +51,13 @@ def left_behind(kv: KvCacheManager, prompt: list[int], **more) -> LlmRequest:
     return request
 
 
+def test_blocks_that_others_hold_are_not_subtracted_from_the_growth_of_a_generating_request():
+    kv = caching()
+    run_context(kv, LlmRequest(1, tokens(30), 10))
+    state = LlmRequestState.GENERATION_IN_PROGRESS
+    assert kv.get_needed_blocks_one_step(LlmRequest(2, tokens(30), 10, state=state)) == 1
+
+
 # What is withdrawn ------------------------------------------------------------------------------
 
 

@@ -153,6 +153,12 @@ def test_unfinished_contexts_come_first_only_if_sizes_were_recomputed() -> None:
     assert sizes(requests) == [6, 8, 12]
 
 
+def test_sizes_that_another_scheduler_wrote_do_not_reorder_whole_contexts() -> None:
+    requests = [context(0, 10), context(1, 10, position=4, context_chunk_size=0)]
+    assert decide(MicroBatchScheduler(4), requests) == ([0, 1], [])
+    assert decide(MicroBatchScheduler(4, context_chunking_policy=FCFS), requests) == ([0, 1], [])
+
+
 # Chunks ---------------------------------------------------------------------------------------
 
 
