@@ -128,7 +128,7 @@ def _check(state: RequestState, limits: Limits) -> None:
     length, width = len(state.tokens), 1 if state.beams is None else state.beams.width
     longest, progress, ends = limits.max_seq_len, state.progress, state.end_rule
     ordered = (
-        (0, progress.num_sent, longest),
+        (progress.orig_prompt_len, progress.num_sent, longest),
         (1, progress.orig_prompt_len, progress.prompt_len, length, longest),
         (progress.prompt_len, progress.num_tokens, longest),
         (progress.prompt_len, progress.prompt_len + progress.max_new_tokens, longest),

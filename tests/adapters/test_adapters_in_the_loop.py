@@ -476,15 +476,18 @@ def test_news_of_work_that_nobody_waits_for_is_no_news():
     assert not error_of(driver, 1)
 
 
-def test_an_iteration_that_fails_loses_no_news(monkeypatch):
+@pytest.mark.parametrize(("owner", "name"), [(RequestTable, "most_active"), (Adapters, "take_in")])
+def test_an_iteration_that_fails_loses_no_news(monkeypatch, owner, name):
     driver = driver_of()
     driver.submit(request(1, 7, size=1), request(2, 8, size=1))
     step(driver)
     with monkeypatch.context() as patched:
-        patched.setattr(RequestTable, "most_active", lambda self: 1 / 0)
+        patched.setattr(owner, name, lambda self: 1 / 0)
         driver.submit(request(3))
         with pytest.raises(ZeroDivisionError):
             driver.loop.iterate()
     driver.loop.recover(RuntimeError("it failed"))
+    for request_id in (1, 2):  # both have been read, which the next iteration will notice
+        assert "is on the host" in explain(driver.loop, request_id).text
     finish(driver)
     assert not error_of(driver, 1) and not error_of(driver, 2)

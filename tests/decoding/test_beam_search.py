@@ -314,7 +314,7 @@ def test_a_search_that_cannot_be_is_refused_by_name(llama):
         return response.error
 
     assert "beam_width = 5" in refusal(beam_width=5) and "4" in refusal(beam_width=5)
-    assert "runtime_top_k = 7 with beam_width = 2" in refusal(beam_width=2, runtime_top_k=7)
+    assert "runtime_top_k = 2 with beam_width = 2" in refusal(beam_width=2, runtime_top_k=2)
     assert "temperature = 0 with beam_width = 2" in refusal(beam_width=2, temperature=0.0)
     text = "2 beams of 3 + 100 tokens need 26 KV cache blocks of 8 tokens, the cache has 20"
     assert text in refusal(beam_width=2)

@@ -98,6 +98,15 @@ def test_the_bound_of_a_step_is_close(lookahead: bool) -> None:
             assert needed <= bound <= needed + request.beam_width, request
 
 
+def test_without_block_reuse_nothing_is_cleared_or_withdrawn() -> None:
+    kv = KvCacheManager(10, 10)
+    kv.add_sequence(LlmRequest(1, 25, 10))
+    kv.clear_cached()
+    kv.withdraw(1)
+    kv.check()
+    assert kv.get_num_free_blocks() == 7
+
+
 def test_counts_look_one_step_ahead_unless_told() -> None:
     kv = KvCacheManager(100, 4)
     request = LlmRequest(1, 8, 20, num_draft_tokens=3, state=LlmRequestState.GENERATION_IN_PROGRESS)

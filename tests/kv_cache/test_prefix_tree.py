@@ -62,6 +62,12 @@ def test_who_may_not_be_the_partial_block_leaves_it_to_the_next_longest():
     assert tree.match(None, [1, 2, 3], 2).partial == NO_BLOCK
 
 
+def test_the_least_of_many_blocks_is_found_if_no_other_may_be_the_partial_one():
+    tree = tree_of(([1, 1, 1], [10]), ([1, 2, 1], [11]), ([1, 2, 3], [12]))
+    match = tree.match(None, [1, 2, 9], 3, [10].__contains__)
+    assert (match.partial, match.num_partial) == (10, 1)
+
+
 def test_what_is_cached_already_stays_and_the_rest_is_stored_behind_it():
     tree = tree_of(([1, 2, 3, 4, 5, 6], [10, 11]), ([1, 2, 3, 7, 8, 9], [20, 21]))
     assert tree.full_blocks(None, [1, 2, 3, 7, 8, 9], 6)[0] == [10, 21]

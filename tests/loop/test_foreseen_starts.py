@@ -216,3 +216,19 @@ def test_what_is_said_is_what_the_next_iteration_does(part):
 @pytest.mark.parametrize("seed", FOUND)
 def test_what_was_said_wrongly_once(seed):
     run(seed)
+
+
+def test_drafts_that_the_next_iteration_proposes_are_counted():
+    driver = LoopDriver(
+        lookup=PromptLookup(max_draft_tokens=6), max_num_tokens=12, script=lambda _: 5
+    )
+    driver.submit(InferenceRequest.from_tokens(1, [5, 5, 5], 30))
+    for _ in range(3):
+        driver.loop.iterate()
+    newcomer = InferenceRequest.from_tokens(2, [*range(10, 18)], 4)
+    fit = would_fit(driver.loop, newcomer)
+    assert not fit.starts_now and "5 of max_num_tokens = 12 are left" in fit.wait
+    driver.submit(newcomer)
+    driver.loop.iterate()
+    assert driver.loop.table.by_id[2].slot < 0
+    driver.run()

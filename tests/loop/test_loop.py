@@ -20,11 +20,12 @@ from gptmanager.config import FinishReason, PromptLookup
 from gptmanager.decoding.search.beam_search import BeamParams
 from gptmanager.errors import SchedulerError
 from gptmanager.loop.responses import REQUEST_METRICS, final_tensors
+from gptmanager.loop.scheduler_call import check_output
 from gptmanager.request.inference_request import InferenceRequest
-from gptmanager.request.llm_request import LlmRequestState
+from gptmanager.request.llm_request import LlmRequest, LlmRequestState
 from gptmanager.scheduler import MaxUtilizationScheduler, RequestScheduler, SchedulerOutput
 from gptmanager.statistics import PhaseTimes
-from gptmanager.step import StepResult
+from gptmanager.step import NO_TOKEN, NOT_FINITE, StepResult
 
 each_mode = pytest.mark.parametrize("mode", AHEAD, ids=str)
 
@@ -314,6 +315,31 @@ def test_higher_priority_runs_first_and_equals_keep_their_order():
     assert order == [3, 1, 2]
 
 
+def test_a_deadline_is_missed_after_its_time_and_not_at_it():
+    driver = LoopDriver(max_batch_size=1)
+    driver.submit(
+        request(1, [1], 40, deadline_s=3.0),  # the fake clock ticks once an iteration
+        request(2, [2], 3, queue_timeout_s=4.0),
+    )
+    driver.submit(request(3, [3], 3, queue_timeout_s=3.0))
+    driver.run()
+    assert [reason(driver.final(i)) for i in (1, 2, 3)] == [
+        *(FinishReason.TIMED_OUT, FinishReason.LENGTH, FinishReason.TIMED_OUT)
+    ]
+    assert len(driver.output(1)) == 1 + 4
+
+
+@pytest.mark.parametrize(("fault", "num_cached"), [(NOT_FINITE, 0), (NO_TOKEN, 3)])
+def test_only_blocks_of_a_request_with_invalid_logits_are_not_reused(fault, num_cached):
+    prompt = [*range(1, 10)]
+    ended = len(prompt) + 1
+    driver = LoopDriver(reuse=True, script=lambda history: fault if len(history) == ended else 7)
+    driver.submit(request(1, prompt, 5))
+    driver.run()
+    assert driver.final(1).error.startswith("LogitsError")
+    assert driver.kv_cache.reuse_counts.cached_blocks == num_cached
+
+
 def test_deadline_and_queue_timeout_end_a_request_with_what_it_has():
     driver = LoopDriver(max_batch_size=1)
     driver.submit(
@@ -374,7 +400,8 @@ class Foreign:
 
 
 def twice(output):
-    return SchedulerOutput(output.context_requests * 2, output.generation_requests * 2, [])
+    first, second = output.context_requests
+    return SchedulerOutput([first, second, second], [], [])
 
 
 def wrong_phase(output):
@@ -395,7 +422,7 @@ def empty_chunk(output):
     ("answer", "text"),
     [
         (foreign, "which is not active"),
-        (twice, "returned request 1 twice"),
+        (twice, "returned request 2 twice"),
         (wrong_phase, "as a generation request"),
         (raises, "raised ZeroDivisionError: of mine"),
         (empty_chunk, "as a context request"),
@@ -406,11 +433,35 @@ def empty_chunk(output):
 )
 def test_a_scheduler_that_breaks_its_contract_is_named(answer, text):
     driver = LoopDriver(scheduler=lambda scheduler: Misbehaving(scheduler, answer))
-    driver.submit(request(1, [1], 3))
+    driver.submit(request(1, [1], 3), request(2, [2], 3))
     with pytest.raises(SchedulerError, match="Misbehaving.*" + text):
         driver.run()
     driver.loop.abort(RuntimeError("dead"))
     driver.check_empty()
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "changes"),
+    [
+        (10, {}),
+        (12, {"num_draft_tokens": 2}),
+        (6, {"estimated_reusable_tokens": 4}),
+        (7, {"estimated_reusable_tokens": 4, "context_current_position": 3}),
+        (3, {"context_chunk_size": 3, "num_draft_tokens": 2}),
+        (5, {"state": LlmRequestState.GENERATION_IN_PROGRESS, "num_draft_tokens": 4}),
+    ],
+)
+def test_a_step_may_have_exactly_its_limit_of_tokens(num_tokens, changes):
+    chosen = LlmRequest(1, 10, 5, **changes)
+    generates = chosen.state is LlmRequestState.GENERATION_IN_PROGRESS
+    output = SchedulerOutput([], [chosen], []) if generates else SchedulerOutput([chosen], [], [])
+
+    def check(limit):
+        check_output(output, {1: chosen}, (), max_batch_size=1, max_num_tokens=limit)
+
+    check(num_tokens)
+    with pytest.raises(SchedulerError, match=f"returned {num_tokens} tokens"):
+        check(num_tokens - 1)
 
 
 def test_a_scheduler_that_overcommits_memory_is_named():

@@ -368,6 +368,8 @@ REQUEST = ("RequestTableState.active", 0)
         ((*REQUEST, "RequestState.progress", "ProgressState.max_new_tokens"), lambda length: 2**40),
         ((*REQUEST, "RequestState.end_rule", "EndRuleState.max_new_tokens"), lambda length: 2**40),
         ((*REQUEST, "RequestState.progress", "ProgressState.prompt_len"), lambda length: -1),
+        ((*REQUEST, "RequestState.progress", "ProgressState.orig_prompt_len"), lambda length: 0),
+        ((*REQUEST, "RequestState.progress", "ProgressState.num_sent"), lambda count: 0),
         ((*REQUEST, "RequestState.tokens"), lambda tokens: []),
         ((*REQUEST, "RequestState.progress", "ProgressState.slot"), lambda slot: 2**31),
         ((*REQUEST, "RequestState.progress", "ProgressState.state"), lambda state: 9),

@@ -149,6 +149,10 @@ def test_no_evict_counts_adapter_pages_of_running_requests_first() -> None:
     # 5 pages, 3 claimed: 4 is too large and is passed over alone; 2 and 3 are shared afterwards
     scheduler = GuaranteedNoEvictScheduler(9, kv, peft_cache_manager=Adapters(5))
     assert decide(scheduler, active) == ([9, 1, 2, 3, 4], [])
+    assert scheduler.why_waiting(active)[0].text == (
+        "for adapter pages: it needs 4, 5 are free, 3 must stay free for 1 running request, "
+        "short by 2"
+    )
 
 
 def test_no_evict_stops_at_a_cross_cache_misfit() -> None:
