@@ -68,6 +68,8 @@ def convert_checkpoint(
     folder = Path(target).absolute()
     if os.path.lexists(folder):
         raise ConfigError(f"{quoted_path(folder)} exists already: pass the path of a new folder")
+    if not _is_utf8(folder):
+        raise ConfigError(f"{quoted_path(folder)} must be valid UTF-8, as safetensors requires")
     _check_dtypes(weights_dtype, head_dtype)
     config, tensors = read_config(source), open_tensors(source)
     spec = read_spec(config, dtype=dtype, num_tensors=len(tensors.describe()))
@@ -91,6 +93,14 @@ def convert_checkpoint(
     finally:
         tensors.close()
     return folder
+
+
+def _is_utf8(path: Path) -> bool:
+    try:
+        os.fspath(path).encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _check_dtypes(weights_dtype: str | None, head_dtype: str | None) -> None:

@@ -49,7 +49,8 @@ class ModelSettings:
         """All names of the model for clients."""
         given = self.served_model_name
         if given is None:
-            return (self.model.resolve().name.removesuffix(".gguf"),)
+            own = self.model.resolve().name.removesuffix(".gguf")
+            return ("".join(it if it.isprintable() else "_" for it in own),)
         return (given,) if isinstance(given, str) else tuple(given)
 
     def _check_names(self) -> None:

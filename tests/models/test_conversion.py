@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -105,6 +106,13 @@ def test_a_gguf_file_becomes_a_folder_of_hugging_face(tmp_path: Path) -> None:
     assert TokenDefaults.of_folder(target) == TokenDefaults.of_folder(source)
     text = "Hi <|im_start|>"
     assert load_tokenizer(target).encode(text).ids == load_tokenizer(source).encode(text).ids
+
+
+def test_a_target_that_is_not_utf_8_is_refused(folder: Path, tmp_path: Path) -> None:
+    target = tmp_path / "made" / os.fsdecode(b"caf\xe9")
+    with pytest.raises(ConfigError, match=r"caf\\udce9' must be valid UTF-8"):
+        convert_checkpoint(folder, target)
+    assert not target.parent.exists()
 
 
 def test_what_cannot_be_converted_is_refused(folder: Path, tmp_path: Path) -> None:

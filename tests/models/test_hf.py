@@ -94,6 +94,14 @@ def test_a_window_that_no_sequence_can_fill_is_refused(name: str, fields: dict[s
         through_transformers(network)
 
 
+@pytest.mark.parametrize("window", [0, -8])
+def test_a_window_of_no_tokens_is_refused(window: int) -> None:
+    """transformers fails on such a model, or its attention implementations differ."""
+    network = new_network("mistral", sliding_window=window)
+    with pytest.raises(ConfigError, match=f"layer 0 has a window of {window} tokens: it must be"):
+        through_transformers(network)
+
+
 def test_logits_that_cannot_be_compared_are_refused() -> None:
     network = new_network("llama")
     with torch.no_grad():

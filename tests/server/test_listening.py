@@ -1,9 +1,11 @@
 """Where a server listens: a Unix socket, HTTPS, a proxy's prefix; pages of other origins."""
 
+import os
 import shutil
 import ssl
 import subprocess
 from dataclasses import replace
+from pathlib import Path
 
 import httpx
 import pytest
@@ -60,6 +62,11 @@ def ask(secured):
     with httpx.Client(transport=transport, base_url="https://localhost", timeout=30) as client:
         client.headers["Authorization"] = "Bearer secret"
         yield client
+
+
+def test_the_name_of_a_file_that_is_not_utf_8_is_made_printable():
+    file = Path(os.fsdecode(b"/models/caf\xe9\n2.gguf"))
+    assert settings_of(model=file).name == "caf__2"
 
 
 def test_names_and_adapters_are_listed_and_answer(ask):

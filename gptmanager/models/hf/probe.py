@@ -127,6 +127,8 @@ def _checked(network: nn.Module, call: Call) -> Call:
         raise _refusal(network, f"{layer} passes {', '.join(call.refused)} to attention")
     given = call.shape.window
     known = call.module_window if given is None else given
+    if given is not None and given < 1:
+        raise _refusal(network, f"{layer} has a window of {given} tokens: it must be at least 1")
     if known is not None and known > MAX_SIZE:
         raise _refusal(network, f"{layer} has a window of {known} tokens, more than {MAX_SIZE}")
     if not isinstance(call.mask, Tensor):
