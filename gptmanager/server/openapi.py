@@ -136,6 +136,12 @@ ENDPOINTS = (
     Endpoint(
         "/detokenize", "convert tokens into a text", tokenization.DETOKENIZE, {"prompt": _TEXT}
     ),
+    Endpoint(
+        "/tokenizer_info",
+        "describe the tokenizer",
+        None,
+        {"model_max_length": _COUNT, "chat_template": {"type": ["string", "null"]}},
+    ),
     Endpoint("/health", "check that requests are accepted", None, {"status": _TEXT}),
     Endpoint("/health/live", "check that the loop runs", None, {"status": _TEXT}),
     Endpoint("/health/ready", "check that requests are accepted", None, {"status": _TEXT}),

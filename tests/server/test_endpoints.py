@@ -1,11 +1,12 @@
 """The endpoints beside those that generate: health, version, models, tokens; and refusals."""
 
+from dataclasses import replace
 from datetime import datetime
 
 import httpx
 import pytest
 from http_answers import refusal
-from running_server import settings_of
+from running_server import MODEL, settings_of
 from starlette.testclient import TestClient
 
 import gptmanager
@@ -149,6 +150,16 @@ def test_text_to_tokens_and_back(client, tokenizer):
     assert found["token_strs"] == encoded.tokens and found["max_model_len"] == 512
     back = client.post("/detokenize", json={"tokens": found["tokens"]}).json()
     assert back == {"prompt": text}
+
+
+def test_the_tokenizer_is_described_for_clients_that_have_none(client, server, monkeypatch):
+    template = (MODEL / "chat_template.jinja").read_text()
+    assert client.get("/tokenizer_info").json() == {
+        **{"bos_token": None, "eos_token": "<|endoftext|>", "pad_token": "<|pad|>"},
+        **{"model_max_length": 512, "chat_template": template},
+    }
+    monkeypatch.setattr(server.engine, "card", replace(server.engine.card, tokenizer=None))
+    assert refusal(client.get("/tokenizer_info"), 404)["message"] == "the model has no tokenizer"
 
 
 def test_a_long_text_has_the_same_tokens(client, tokenizer):

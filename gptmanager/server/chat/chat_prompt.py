@@ -116,12 +116,14 @@ class ChatPrompts:
         self._control_tokens = ControlTokens(tokenizer) if tokenizer and hides else None
 
     @property
+    def template(self) -> str | None:
+        """The server's template for chats without tools, or None."""
+        return pick(self._templates, False)
+
+    @property
     def reasoning(self) -> Reasoning | None:
         """The format of thoughts with the server's template; None if the server has no template."""
-        template = pick(self._templates, False)
-        if template is None:
-            return None
-        return self._reasoning(template)
+        return None if self.template is None else self._reasoning(self.template)
 
     @property
     def tool_format(self) -> ToolFormat | None:

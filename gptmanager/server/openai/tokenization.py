@@ -1,4 +1,4 @@
-"""/tokenize and /detokenize: convert text into tokens and back."""
+"""/tokenize and /detokenize: convert text into tokens and back; /tokenizer_info."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ DETOKENIZE = by_name([_MODEL, Field("tokens", TokenIds(), "token ids", required=
 
 
 def routes(engine: Engine, settings: ServerSettings) -> list[BaseRoute]:
-    """Return the routes /tokenize and /detokenize."""
+    """Return the routes /tokenize, /detokenize and /tokenizer_info."""
     chats = ChatPrompts(engine, settings)
 
     async def tokens(given: dict[str, Any], warnings: Warnings) -> list[int]:
@@ -90,7 +90,23 @@ def routes(engine: Engine, settings: ServerSettings) -> list[BaseRoute]:
         text = await run_in_thread(lambda: tokenizer.decode(ids, skip_special_tokens=False))
         return json_response({"prompt": text}, headers=warnings.headers())
 
+    async def describe(request: Request) -> Response:
+        """Return what lm-eval needs to use the tokenizer of a server: the names are those of vLLM,
+        and of the files of Hugging Face's tokenizers.
+        """
+        card = engine.card
+        if card.tokenizer is None:
+            raise ApiError(404, "the model has no tokenizer")
+        found = {
+            **dict.fromkeys(("bos_token", "eos_token", "pad_token")),
+            **card.special_tokens,
+            "model_max_length": card.max_model_len,
+            "chat_template": chats.template,
+        }
+        return json_response(found)
+
     return [
+        Route("/tokenizer_info", describe, methods=["GET"]),
         Route("/tokenize", tokenize, methods=["POST"]),
         Route("/detokenize", detokenize, methods=["POST"]),
     ]
