@@ -71,12 +71,14 @@ class Journal:
         self._lock = self.folder.lock()
         try:
             self._open()
-        except OSError as error:
+        except BaseException as error:
+            if self._file is not None:
+                self._file.close()
             self.folder.unlock(self._lock)
-            raise JournalError(f"the journal cannot be written: {error}") from error
-        except BaseException:
-            self.folder.unlock(self._lock)
-            raise
+            if not isinstance(error, OSError):
+                raise
+            where = quoted_path(self.folder.path)
+            raise JournalError(f"cannot write the journal {where}: {error.strerror}") from error
 
     def _open(self) -> None:
         found = self.folder.read()

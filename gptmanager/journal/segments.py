@@ -65,7 +65,7 @@ class JournalFolder:
         The lock is held until `unlock`, or until this process and its forks have ended.
 
         Raise ConfigError with the other process's id if another manager has the lock, and
-        JournalError if the file system has no locks.
+        JournalError if the file system has no locks or is full.
         """
         lock = os.fdopen(_opened(self.path / "lock", os.O_RDWR | os.O_CREAT), "r+")
         try:
@@ -79,9 +79,12 @@ class JournalFolder:
                 f"the journal {quoted_path(self.path)} is in use by another manager, of process "
                 f"{owner}"
             ) from None
-        lock.truncate(0)
-        lock.write(str(os.getpid()))
-        lock.flush()
+        try:
+            os.truncate(lock.fileno(), 0)
+            write_all(lock.fileno(), str(os.getpid()).encode())
+        except OSError as error:
+            self.unlock(lock)
+            raise _failed(f"cannot write the journal {quoted_path(self.path)}", error) from error
         return lock
 
     def unlock(self, lock: IO[Any]) -> None:

@@ -41,7 +41,8 @@ def add_command(commands: Any) -> None:
     )
     add = parser.add_argument
     add("recording", type=Path, metavar="RECORDING", help="a recording, as JSON lines")
-    add("--output", type=Path, metavar="FILE", help="the picture to write, FILE.html or FILE.svg")
+    text = "the picture to write, FILE.html or FILE.svg"
+    add("--output", type=_picture, metavar="FILE", help=text)
     text = "write an SVG instead of an HTML page (default for FILE.svg)"
     add("--svg", action="store_true", help=text)
     add("--chrome-trace", type=Path, metavar="FILE", help="write trace events as JSON")
@@ -49,6 +50,13 @@ def add_command(commands: Any) -> None:
     add("--iterations", type=_range, metavar="A:B", help=text)
     add("--running", action="store_true", help="leave out requests that only wait")
     add("--title", metavar="TEXT", help="the title of the picture (default: the recording's name)")
+
+
+def _picture(text: str) -> Path:
+    """Read the path of a picture. A name without a suffix, such as /dev/stdout, is one, too."""
+    if text == "-" or Path(text).suffix.lower() not in ("", ".html", ".htm", ".svg"):
+        raise argparse.ArgumentTypeError(f"must end in .html or .svg, got {text!r}")
+    return Path(text)
 
 
 def _range(text: str) -> tuple[int, int]:

@@ -55,7 +55,7 @@ def _write(options: argparse.Namespace, trace: Trace) -> list[tuple[Path, int]]:
     output: Path | None = options.output
     if output is not None:
         title = printable(options.title or options.recording.name)
-        is_svg = options.svg or output.suffix == ".svg"
+        is_svg = options.svg or output.suffix.lower() == ".svg"
         text = draw(trace, title) if is_svg else page(trace, title)
         contents.append((output, text.encode()))
     if options.chrome_trace is not None:

@@ -74,7 +74,8 @@ def read_fields(text: bytes) -> dict[str, Any]:
     try:
         given = orjson.loads(text)
     except orjson.JSONDecodeError as error:
-        raise InvalidRequestError(f"invalid JSON: {error}") from error
+        problem = "not UTF-8" if "UTF-8" in error.msg else error
+        raise InvalidRequestError(f"invalid JSON: {problem}") from error
     if not isinstance(given, dict):
         raise InvalidRequestError("not a JSON object")
     # Requests stream by default, so that the live view shows their tokens.

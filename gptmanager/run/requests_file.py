@@ -8,6 +8,7 @@ becomes a `RequestLine` with an error, and the other lines run.
 
 from __future__ import annotations
 
+import codecs
 import functools
 import os
 import sys
@@ -65,6 +66,8 @@ def read_requests(
     first_use: dict[int | None, int] = {}
     encoder, adapters = TextEncoder(tokenizer, max_tokens), AdapterFolders(Path(folder), model)
     for number, text in enumerate(lines, start=1):
+        if number == 1:  # editors on Windows write a byte order mark
+            text = text.removeprefix(codecs.BOM_UTF8)
         if not text.strip():
             continue
         line = _read_line(number, text, encoder, adapters, max_new_tokens, chats)

@@ -31,6 +31,13 @@ def text_argument(argument: str) -> str:
     return argument
 
 
+def nonempty_text(argument: str) -> str:
+    """Read a text of at least one character."""
+    if not argument:
+        raise ArgumentTypeError("must have at least one character, got ''")
+    return text_argument(argument)
+
+
 def positive(text: str) -> int:
     """Read an integer from 1 to 2^31 - 1."""
     number = int(text[:20]) if text.isdecimal() else 0
@@ -90,9 +97,20 @@ def rate(text: str) -> float:
     return _number(text, "a number above 0", lambda value: 0 < value < math.inf)
 
 
-def number(text: str) -> float:
-    """Read a finite number of at least 0."""
-    return _number(text, "a number of at least 0", lambda value: 0 <= value < math.inf)
+def probability(text: str) -> float:
+    """Read a number from 0 to 1."""
+    return _number(text, "a number from 0 to 1", lambda value: 0 <= value <= 1)
+
+
+def penalty(text: str) -> float:
+    """Read a number that logits may be multiplied or divided by."""
+    return _number(text, "a number from 1e-30 to 1e30", lambda value: 1e-30 <= value <= 1e30)
+
+
+def temperature(text: str) -> float:
+    """Read 0, or a number that logits may be divided by."""
+    need = "0, or a number from 1e-30 to 1e30"
+    return _number(text, need, lambda value: value == 0 or 1e-30 <= value <= 1e30)
 
 
 def _number(text: str, need: str, is_valid: Callable[[float], bool]) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import os
 import sys
 from collections.abc import Sequence
@@ -17,6 +18,9 @@ from gptmanager.terminal.streams import print_output
 class Parser(argparse.ArgumentParser):
     """A parser with printable errors: control characters in quoted arguments are replaced.
 
+    An error also names the unknown options of the call, and the known options that they resemble:
+    argparse alone reports only a missing option if the name of that option is misspelled.
+
     If `variables` is not empty, options can also be set by environment variables with the prefix
     `variables`, and by a file that the option `--config` names. The command line has precedence,
     then the environment, then the file. With `variables`, the parsed options also have `origins`
@@ -26,9 +30,27 @@ class Parser(argparse.ArgumentParser):
     def __init__(self, *arguments: Any, variables: str = "", **by_name: Any) -> None:
         super().__init__(*arguments, **by_name)
         self._variables = variables
+        self._given: Sequence[str] = ()
 
     def error(self, message: str) -> NoReturn:
-        super().error(printable_lines(message))
+        super().error(printable_lines("; ".join([message, *self._unknown_options(message)])))
+
+    def _unknown_options(self, message: str) -> list[str]:
+        """Return a phrase for each unknown option, except those that `message` already explains."""
+        phrases = []
+        known = [name for name in self._option_string_actions if name.startswith("--")]
+        for argument in self._given:
+            name = argument.partition("=")[0]
+            if name == "--":
+                break
+            if not name.startswith("--") or any(option.startswith(name) for option in known):
+                continue
+            phrase = [] if name in message else [f"unknown option {name}"]
+            names = [option[2:] for option in known]
+            similar = difflib.get_close_matches(name[2:], names, n=1, cutoff=0.7)
+            phrase += [f"did you mean --{option}?" for option in similar]
+            phrases += [": ".join(phrase)] if phrase else []
+        return phrases
 
     def _print_message(self, message: str, file: Any = None) -> None:
         """Print the help, the version or an error.
@@ -44,7 +66,7 @@ class Parser(argparse.ArgumentParser):
     def parse_known_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: Any = None
     ) -> tuple[Any, list[str]]:
-        given = list(args or ())
+        self._given = given = list(sys.argv[1:] if args is None else args)
         if self._variables and not {"-h", "--help"} & set(given):
             self._set_defaults(given)
         return super().parse_known_args(args, namespace)

@@ -15,7 +15,7 @@ import os
 import signal
 import threading
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NoReturn
 
 
 class Terminated(KeyboardInterrupt):
@@ -23,13 +23,29 @@ class Terminated(KeyboardInterrupt):
 
 
 def leave(number: int, _: Any) -> None:
-    """Exit at once with status 130 for SIGINT, 143 for SIGTERM and 129 for SIGHUP."""
-    _leave(number, 128 + number)
+    """End the process at once by the signal that has arrived."""
+    _print_end(number)
+    end_by(number)
 
 
 def leave_server(number: int, _: Any) -> None:
-    """Exit at once with status 130 for SIGINT, and with 0 for other signals."""
-    _leave(number, 130 if number == signal.SIGINT else 0)
+    """End the process at once: by SIGINT, or with status 0 for other signals."""
+    _print_end(number)
+    if number == signal.SIGINT:
+        end_by(number)
+    os._exit(0)
+
+
+def end_by(number: int) -> NoReturn:
+    """End the process by a signal, as if it had no handler. Shells report status 128 + `number`.
+
+    If a command exits with a status after Ctrl-C, a shell assumes that it has handled the signal,
+    and continues the script or the loop that runs the command. The first process of a container
+    does not end by its own signals: it exits with the status.
+    """
+    signal.signal(number, signal.SIG_DFL)
+    signal.raise_signal(number)
+    os._exit(128 + number)
 
 
 def ending_signals() -> list[signal.Signals]:
@@ -75,7 +91,6 @@ def handled(handler: Callable[[int, Any], None]) -> Iterator[None]:
             signal.signal(number, other)
 
 
-def _leave(number: int, status: int) -> None:
+def _print_end(number: int) -> None:
     with contextlib.suppress(OSError):
         os.write(2, b"gptmanager: %b\n" % end_message(number).encode())
-    os._exit(status)

@@ -178,7 +178,8 @@ def test_a_model_without_a_template_is_refused(chat, tmp_path):
     assert (code, out) == (1, "")
     assert err == "gptmanager: messages: the chat template: only users may speak\n"
     assert chat("hello", "--chat-template", tmp_path / "none", model=folder)[0] == 2
-    assert chat("hello", "--stop", "", model=folder)[0] == 1  # as a request that is refused
+    too_long = "x" * 5000
+    assert chat("hello", "--stop", too_long, model=folder)[0] == 1  # as a request that is refused
 
 
 @pytest.mark.parametrize("lacks_tokenizer", [False, True])

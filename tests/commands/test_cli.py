@@ -439,6 +439,29 @@ def test_an_unknown_option_is_told_by_its_command(call, arguments, prog):
     assert outcome.err.endswith(f"\n{prog}: error: unrecognized arguments: --nope\n")
 
 
+@pytest.mark.parametrize(
+    ("arguments", "end"),
+    [
+        (
+            ["run", "--modle", "x"],
+            "required: --model; unknown option --modle: did you mean --model?",
+        ),
+        (
+            ["serve", "--modle=x"],
+            "required: --model; unknown option --modle: did you mean --model?",
+        ),
+        (["env", "--jsn"], "unrecognized arguments: --jsn; did you mean --json?"),
+        (["--hlp"], "unrecognized arguments: --hlp; did you mean --help?"),
+        (["run", "--zzz"], "required: --model; unknown option --zzz"),
+        (["run", "--", "--modle"], "required: --model"),
+        (["run", "--max-batch", "3"], "required: --model"),  # an abbreviation
+    ],
+)
+def test_the_error_of_a_misspelled_option_names_it_and_a_similar_one(call, arguments, end):
+    outcome = call(*arguments)
+    assert outcome.code == 2 and outcome.err.endswith(f"{end}\n")
+
+
 STEERING = "x\x1b[31m\x07\u202e\udc80"
 
 
@@ -713,6 +736,12 @@ def test_no_file_is_written_over_another(call, model, tmp_path, monkeypatch, arg
         (["bench", "--threads", "1000000000"], "must be at most 1024"),
         (["bench", "e2e", "--batches", ","], "must be words like a,b, got ','"),
         (["bench", "kernels", "--only", ","], "must be words like a,b, got ','"),
+        (["picture", "x", "--output", "x.png"], "--output: must end in .html or .svg, got 'x.png'"),
+        (["picture", "x", "--output", "-"], "--output: must end in .html or .svg, got '-'"),
+        (["chat", "--top-p", "2"], "--top-p: must be a number from 0 to 1, got '2'"),
+        (["chat", "--temperature", "1e39"], "--temperature: must be 0, or a number from 1e-30 to"),
+        (["chat", "--repetition-penalty", "0"], "must be a number from 1e-30 to 1e30, got '0'"),
+        (["chat", "--stop", ""], "--stop: must have at least one character"),
         (
             ["simulate", "--num-requests", "2", "--scheduler", "os:getcwd"],
             "--scheduler os:getcwd: TypeError: posix.getcwd",
@@ -827,7 +856,7 @@ def test_an_interrupt_ends_a_run_keeps_its_results_and_leaves_the_terminal_as_it
     os.close(master)
 
     # Then it ends soon, without a traceback, what is done is done, and nothing that ran stays
-    assert process.returncode == 130
+    assert process.returncode == -signal.SIGINT
     assert time.monotonic() - interrupted < 10
     assert b"Traceback" not in seen and printed == ""
     screen = Screen(80)

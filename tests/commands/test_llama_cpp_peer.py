@@ -141,14 +141,24 @@ def test_engines_alternate_and_the_best_counts(
 
 
 def test_without_the_programs_the_peer_is_skipped_with_a_sentence(
+    ours: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(bench.__globals__["SHAPES"], "small", TINY)
+    report = bench(BenchOptions(peer="llama-cpp", repeats=1))
+    assert list(report["engines"]) == [f"gptmanager {n}" for n in ("bfloat16", "int8", "int4")]
+    assert report["notes"][0].startswith("llama.cpp is skipped: ")
+    assert report["notes"][0].endswith(" as --peer-binary")
+    assert report["processor"] and "ratios" not in report
+
+
+def test_a_folder_without_the_programs_is_refused_before_anything_runs(
     ours: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(bench.__globals__["SHAPES"], "small", TINY)
-    for folder, why in ((None, "as --peer-binary"), (tmp_path, f"{tmp_path} has no llama-bench")):
-        report = bench(BenchOptions(peer="llama-cpp", peer_binary=folder, repeats=1))
-        assert list(report["engines"]) == [f"gptmanager {n}" for n in ("bfloat16", "int8", "int4")]
-        assert report["notes"][0].startswith("llama.cpp is skipped: ") and why in report["notes"][0]
-        assert report["processor"] and "ratios" not in report
+    options = BenchOptions(peer="llama-cpp", peer_binary=tmp_path, repeats=1)
+    with pytest.raises(ConfigError, match=f"--peer-binary {tmp_path}: .* no llama-bench, "):
+        bench(options)
+    assert not ours
 
 
 def test_a_gguf_file_is_run_as_it_is(programs: Path, ours: list[Any], tmp_path: Path) -> None:
@@ -230,8 +240,10 @@ def test_both_perplexities_of_a_text_are_reported(
     with pytest.raises(GptManagerError, match="llama-perplexity printed no estimate: .*too few"):
         llama_cpp_peer.compare(file, programs, tmp_path, **given)
     (programs / "llama-perplexity").unlink()
-    report = llama_cpp_peer.compare(file, programs, tmp_path, **given)
-    assert report["perplexity"] == {own: 512.0} and "llama-perplexity" in report["notes"][0]
+    with pytest.raises(ConfigError, match="the folder has no llama-perplexity"):
+        llama_cpp_peer.compare(file, programs, tmp_path, **given)
+    report = llama_cpp_peer.compare(file, None, tmp_path, **given)
+    assert report["perplexity"] == {own: 512.0}
 
 
 @pytest.mark.parametrize("first", [False, True])

@@ -56,6 +56,12 @@ def test_a_line_becomes_a_request():
     }  # fmt: skip
 
 
+def test_a_byte_order_mark_at_the_start_is_skipped():
+    first, second = read(b'\xef\xbb\xbf{"prompt": "a"}', b'\xef\xbb\xbf{"prompt": "a"}')
+    assert first.error is None and first.prompt == "a"
+    assert "invalid JSON" in str(second.error)
+
+
 def test_what_a_line_leaves_out():
     first, second = read({"input_ids": [1, 2]}, b"  \n", {"prompt": "a", "streaming": False})
 
@@ -206,6 +212,7 @@ def test_messages_for_a_model_without_a_template(tmp_path):
         ({"prompt": "a", "request_id": "x"}, "request_id must be an integer"),
         ({"prompt": "a", "request_id": True}, "request_id must be an integer"),
         ({"prompt": "a", "request_id": -1}, "request_id = -1 is outside"),
+        (b"\xff\xfe{\0", "invalid JSON: not UTF-8"),
     ],
 )
 def test_a_wrong_line_tells_its_number_and_what_is_wrong(text, error):

@@ -79,6 +79,16 @@ def streamed(run, number):
     return [token for it in found for token in it["output_ids"].flatten().tolist()]
 
 
+@pytest.mark.parametrize("free", [0, 2, 40, RESERVE // 2])
+def test_a_new_journal_that_does_not_fit_is_named_and_unlocked(tmp_path, disk, free):
+    disk.free = free
+    for _ in range(2):
+        with pytest.raises(
+            JournalError, match=f"cannot write .*{tmp_path}/journal.*: No space left"
+        ):
+            JournaledRun(tmp_path / "journal", [], on_full="refuse")
+
+
 def test_while_the_disk_is_full_requests_are_refused_and_the_running_ones_end(tmp_path, disk):
     run = JournaledRun(tmp_path / "journal", [stream(1)], on_full="refuse")
     iterate(run, 3)

@@ -95,7 +95,7 @@ def test_any_number_of_signals_shows_no_traceback():
             process.send_signal(signal.SIGINT)
             time.sleep(0.01)
         assert "Traceback" not in process.stderr.read()
-    assert process.returncode == 130
+    assert process.returncode == -signal.SIGINT
 
 
 def test_a_hangup_reloads_the_key_where_it_has_a_file(monkeypatch, tmp_path):
@@ -136,7 +136,7 @@ SERVE = [
     [
         (signal.SIGTERM, 0, "gptmanager: terminated\n"),
         (signal.SIGHUP, 0, "gptmanager: terminated\n"),
-        (signal.SIGINT, 130, "gptmanager: interrupted\n"),
+        (signal.SIGINT, -signal.SIGINT, "gptmanager: interrupted\n"),
     ],
 )
 def test_a_signal_before_the_server_serves_ends_it_with_a_line(tmp_path, number, status, text):

@@ -40,13 +40,12 @@ _NOTE = 300  # characters that are shown, from the end of a program's output
 Run = Callable[[], Mapping[str, float]]
 
 
-def missing(folder: Path | None, text: Path | None = None) -> str | None:
-    """Return a sentence about missing programs, or None if all exist. `text`: as for `compare`."""
-    if folder is None:
-        return "llama.cpp is skipped: pass the folder of its programs as --peer-binary"
+def _check_programs(folder: Path, text: Path | None) -> None:
+    """Raise ConfigError if the folder lacks a program. `text`: as for `compare`."""
     needed = [*_PROGRAMS, *([] if text is None else ["llama-perplexity"])]
     absent = [name for name in needed if not (folder / name).is_file()]
-    return f"llama.cpp is skipped: {folder} has no {', '.join(absent)}" if absent else None
+    if absent:
+        raise ConfigError(f"--peer-binary {folder}: the folder has no {', '.join(absent)}")
 
 
 def compare(
@@ -61,20 +60,21 @@ def compare(
 ) -> dict[str, Any]:
     """Return the report's fields: tokens/s of each engine, and ratios of ours to llama.cpp's.
 
-    `programs`: the folder of llama.cpp's programs; without the programs, only this library runs.
+    `programs`: the folder of llama.cpp's programs; if it is None, only this library runs.
     `folder`: an empty folder for the files. Random weights are written in bfloat16, and each engine
     quantizes them itself. A GGUF file is used as it is. With a file `text`, the report also has the
     perplexity of the text with each engine; `source` must then be a GGUF file. Raise ConfigError
     for options that do not fit together, and GptManagerError if a program fails.
     """
-    why = missing(programs, text)
+    if programs is not None:
+        _check_programs(programs, text)
     if text is not None and isinstance(source, tuple):
         raise ConfigError("--text needs a GGUF file as --model: random weights have no tokenizer")
-    own, theirs = _files(source, None if why else programs, folder)
+    own, theirs = _files(source, programs, folder)
     engines: dict[str, Run] = {
         f"gptmanager {name}": _ours(path, params, threads) for name, (path, params) in own.items()
     }
-    if programs is not None and why is None:
+    if programs is not None:
         engines |= {
             f"llama.cpp {name}": _llama_cpp(programs, path, threads)
             for name, path in theirs.items()
@@ -88,8 +88,11 @@ def compare(
             kept[key] = round(max(kept.get(key, 0.0), value), 1)
     report: dict[str, Any] = {"engines": best, "loads": _loads()}
     if text is not None:
-        report["perplexity"] = _perplexities(text, own, theirs, None if why else programs, threads)
-    return report | ({"ratios": _ratios(best)} if why is None else {"notes": [why]})
+        report["perplexity"] = _perplexities(text, own, theirs, programs, threads)
+    if programs is None:
+        why = "llama.cpp is skipped: pass the folder of its programs as --peer-binary"
+        return report | {"notes": [why]}
+    return report | {"ratios": _ratios(best)}
 
 
 def _perplexities(

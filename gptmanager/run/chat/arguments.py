@@ -5,7 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from gptmanager.terminal.arguments import natural, number, positive, text_argument
+from gptmanager.terminal.arguments import (
+    natural,
+    nonempty_text,
+    penalty,
+    positive,
+    probability,
+    temperature,
+    text_argument,
+)
 from gptmanager.terminal.options import add_manager_options, add_model, add_parser
 
 _MOST_ANSWERS = 2  # answers that /fork generates at once
@@ -56,15 +64,15 @@ def add_command(commands: Any) -> None:
     text = "maximum number of tokens of an answer (default %(default)s)"
     add("--max-new-tokens", type=positive, default=1024, metavar="N", help=text)
     text = "a text that ends an answer; may be repeated"
-    add("--stop", type=text_argument, action="append", default=[], metavar="TEXT", help=text)
+    add("--stop", type=nonempty_text, action="append", default=[], metavar="TEXT", help=text)
     add = parser.add_argument_group("sampling", _SAMPLING).add_argument
-    add("--temperature", type=number, metavar="X", help="0: always the most likely token")
+    add("--temperature", type=temperature, metavar="X", help="0: always the most likely token")
     text = "sample from the N most likely tokens only; 0: from all"
     add("--top-k", type=natural, metavar="N", help=text)
     text = "sample only from the most likely tokens that together have this probability"
-    add("--top-p", type=number, metavar="X", help=text)
+    add("--top-p", type=probability, metavar="X", help=text)
     text = "sample only from tokens with at least X times the probability of the most likely one"
-    add("--min-p", type=number, metavar="X", help=text)
-    add("--repetition-penalty", type=number, metavar="X", help="above 1: fewer repetitions")
+    add("--min-p", type=probability, metavar="X", help=text)
+    add("--repetition-penalty", type=penalty, metavar="X", help="above 1: fewer repetitions")
     add_manager_options(parser)
     parser.set_defaults(max_batch_size=_MOST_ANSWERS, announces_model=True)
