@@ -120,18 +120,20 @@ def attend(
     shape = _shape(query, key, head_dim, scaling, sliding_window, softcap, s_aux is not None)
     # For latent attention, transformers passes value heads that are smaller than key heads. Pages
     # have larger heads if the kernels do not support this head size. Zeros as padding change no
-    # result.
-    q, k, v = (
-        F.pad(it[0].transpose(0, 1), (0, head_dim - it.shape[3])) for it in (query, key, value)
-    )
-    packed = torch.cat((q, k, v), dim=1).flatten(1).to(pages.keys.dtype)
+    # result. Without padding, `F.pad` would copy.
+    heads = [
+        it if it.shape[3] == head_dim else F.pad(it, (0, head_dim - it.shape[3]))
+        for it in (query, key, value)
+    ]
+    by_token = torch.cat([it.transpose(1, 2) for it in heads], dim=2)
+    packed = by_token[0].flatten(1).to(pages.keys.dtype)
     queries = step.kernels.rope_and_write(
         packed, step.positions, None, None, None, 0.0, pages, step.rows
     )
     sinks = None if s_aux is None else s_aux.to(queries.dtype)
     found = step.kernels.attention(queries, pages, step.rows, shape, sinks)
-    heads = found.view(1, len(found), shape.num_heads, head_dim)[..., : value.shape[3]]
-    return heads.to(query.dtype).contiguous(), None  # callers may use `view`
+    found = found.view(1, len(found), shape.num_heads, head_dim)[..., : value.shape[3]]
+    return found.to(query.dtype).contiguous(), None  # callers may use `view`
 
 
 def note_call(
