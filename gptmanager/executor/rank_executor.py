@@ -119,11 +119,9 @@ class SharedChoice:
     def _cells(self, step: StepInFlight) -> Tensor | None:
         rows = step.rows
         cells = self._runner.tables.cells(rows.lines, rows.positions)
-        is_read = cells >= 0
         if self._has_beams:
             widths = np.array([row.beam_width for row in rows.rows], dtype=np.int64)
-            is_read &= widths.repeat(np.diff(rows.firsts)) == 1
-        cells = cells[is_read]
+            cells = cells[widths.repeat(np.diff(rows.firsts)) == 1]
         return self._runner.upload((cells,))[0] if cells.size else None
 
 
