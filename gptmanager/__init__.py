@@ -8,7 +8,10 @@ if (_root / "setup.cfg").exists():  # a checkout: callbacks/ and cuda/ are next 
     __path__.append(str(_root))
 
 from gptmanager.environment.distribution import VERSION  # noqa: E402
+from gptmanager.environment.interpreter import require_main_interpreter  # noqa: E402
 from gptmanager.environment.lazy_names import lazy_names  # noqa: E402
+
+require_main_interpreter()
 
 if TYPE_CHECKING:
     from gptmanager.config import (

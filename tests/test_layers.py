@@ -17,6 +17,7 @@ LAYERS = """
 errors                        all exceptions of the library, as one tree
 environment/                  the installed package, and the machine's cores and memory
     lazy_names                names of a package that are imported on first use (no torch)
+    interpreter               refuses sub-interpreters, in which torch does not work (no torch)
     distribution              name and version of the installed package (no torch)
     loopback                  whether a host is localhost or a loopback address (no torch)
     control_groups            CPU and memory limits of containers and systemd (no torch)

@@ -126,3 +126,24 @@ def test_a_name_is_loaded_once(monkeypatch):
     assert load("loads") is json.loads is sys.modules["a_package"].loads
     with pytest.raises(ModuleNotFoundError, match="absent"):
         load("other")
+
+
+IN_SUB_INTERPRETER = """
+try:
+    import _xxsubinterpreters as interpreters
+except ImportError:
+    import _interpreters as interpreters
+interpreters.run_string(interpreters.create(), '''
+try:
+    import gptmanager
+except ImportError as error:
+    print(error)
+''')
+"""
+
+
+def test_an_import_in_a_sub_interpreter_is_refused():
+    """Torch would wait forever. Since Python 3.12 the import of ctypes is refused before."""
+    command = [sys.executable, "-c", IN_SUB_INTERPRETER]
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=50)
+    assert re.search("sub-?interpreter", ended.stdout), ended.stdout + ended.stderr

@@ -74,6 +74,7 @@ def test_processes_of_a_launcher_that_share_nothing_are_warned(
     assert (text in caplog.text) == warns
 
 
+@pytest.mark.timeout(240)  # two processes import torch at the same time
 def test_a_server_over_ranks_answers_and_ends_on_both():
     command = ["-m", "gptmanager", "serve", "--model", MODEL, "--port", "0"]
     with started_ranks([*command, "--tensor-parallel-size", "2"], 2) as (first, second):
