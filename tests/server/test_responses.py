@@ -235,7 +235,7 @@ IMAGE = [{"type": "input_image"}]
         ({"input": [{"role": "critic", "content": "a"}]}, "input[0].role"),
         ({"input": [{"type": "function_call_output", "output": ""}]}, "input[0].call_id"),
         ({"input": []}, "input"),
-        ({"tools": [{"type": "file_search", "vector_store_ids": ["a"]}]}, "tools[0]"),
+        ({"tools": [{"type": "file_search", "vector_store_ids": ["a"]}]}, "tools[0].type"),
         ({"tools": [{"type": "web_search"}], "tool_choice": "required"}, "tool_choice"),
         ({"tools": [LOOK, {"type": "web_search"}], "tool_choice": {"type": "web_search"}},
          "tool_choice"),

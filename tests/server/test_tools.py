@@ -82,7 +82,7 @@ def test_what_may_be_called():
         ({}, None, "tools"),
         ([tool("a")] * 129, None, "tools"),
         (["add"], None, "tools[0]"),
-        ([{"type": "retrieval"}], None, "tools[0]"),
+        ([{"type": "retrieval"}], None, "tools[0].type"),
         ([tool("a"), tool("a b")], None, "tools[1].function.name"),
         ([tool("a"), tool("a")], None, "tools[1].function.name"),
         ([tool("a", {"type": "string"})], None, "tools[0].function.parameters.type"),

@@ -111,11 +111,13 @@ def read_tools(tools: Any, tool_choice: Any, parallel_tool_calls: bool = True) -
 
 
 def _tool(tool: Any, where: str) -> tuple[str, Any]:
-    function = tool.get("function") if isinstance(tool, Mapping) else None
-    if not isinstance(function, Mapping) or tool.get("type", "function") != "function":
-        raise field_error(
-            where, "must be a tool such as {'type': 'function', 'function': {'name': ...}}"
-        )
+    if not isinstance(tool, Mapping):
+        raise field_error(where, f"{quoted(tool)} must be an object")
+    kind, function = tool.get("type", "function"), tool.get("function")
+    if kind != "function":
+        raise field_error(f"{where}.type", f"{quoted(kind)} is not supported: pass functions only")
+    if not isinstance(function, Mapping):
+        raise field_error(f"{where}.function", "must be an object with the function's name")
     name = function.get("name")
     if not isinstance(name, str) or not _NAME.fullmatch(name):
         raise field_error(
