@@ -151,6 +151,14 @@ def test_blocks_go_back(server):
     assert counted.json() == {"input_tokens": total}
 
 
+def test_tokens_are_counted_by_the_body_that_is_sent_next(server):
+    counted = server.post("/v1/messages/count_tokens", json={"messages": ASKS}).json()
+    body = {**BODY, "stream": True, "temperature": 0.5, "stop_sequences": ["a"], "min_p": 0.1}
+    assert server.post("/v1/messages/count_tokens", json=body).json() == counted
+    wrong = server.post("/v1/messages/count_tokens", json={**body, "temperature": "hot"})
+    assert wrong.status_code == 400 and "temperature" in wrong.json()["error"]["message"]
+
+
 @pytest.mark.parametrize(
     "fields",
     [

@@ -86,9 +86,8 @@ _NOT_SUPPORTED = tuple(
 _SHARED = by_name(SAMPLING, SERVING, TEMPLATE_FIELDS)
 _OTHER = {name: _SHARED[name] for name in PASSED_ON if name in _SHARED}
 FIELDS = by_name(_PROMPT, _GENERATION, _IGNORED, _NOT_SUPPORTED) | _OTHER
-COUNT_FIELDS = by_name(_PROMPT, _IGNORED, _NOT_SUPPORTED) | {
-    name: _OTHER[name] for name in ("model", "chat_template_kwargs")
-}
+# Clients count the tokens of a message by the body that they send next.
+COUNT_FIELDS = FIELDS | {"max_tokens": FIELDS["max_tokens"]._replace(required=False)}
 
 
 def routes(calls: ChatCalls) -> list[BaseRoute]:
