@@ -35,9 +35,11 @@ from gptmanager.errors import ConfigError
 from gptmanager.executor.choice.device_chooser import DeviceChooser
 from gptmanager.executor.device_runner import DeviceRunner
 from gptmanager.executor.sequence_tables import DeviceTables
+from gptmanager.memory.adapter_pool import AdapterPool
 from gptmanager.memory.cuda_kv_pool import CudaKvPool
 from gptmanager.memory.kv_pool import KvPool, PageShape
 from gptmanager.models.model import load_model
+from gptmanager.peft_cache import CacheSizes
 
 pytestmark = pytest.mark.every(3)
 
@@ -432,8 +434,32 @@ def test_the_largest_step_runs_with_one_block(device):
     pool = KvPool([PageShape(1, 64)] * 2, 1, 16, token_major=True, device=stream.device)
     tables = DeviceTables(1, 160, 10, stream.device)
     runner = DeviceRunner(model, pool, tables, stream, Uploads(stream), Downloads(stream, 8))
+    rows = []
+
+    def forward(batch, pool, forward=model.forward):
+        logits = forward(batch, pool)
+        rows.append((len(batch.token_ids), len(logits)))
+        return logits
+
+    model.forward = forward
     runner.run_largest(350, 4)
+    runner.run_largest(3, 4)
     stream.synchronize()
+    assert rows == [(350, 4), (3, 3)]
+
+
+def test_memory_includes_the_pages_of_adapters():
+    stream = EmulatedStream()
+    source = (LLAMA, checkpoint(tuple(sorted(LLAMA.items(), key=str))))
+    model = load_model(source, kernels=CudaKernels(stream.launcher), device=stream.device)
+    pool = KvPool([PageShape(1, 64)] * 2, 1, 16, token_major=True, device=stream.device)
+    adapters = AdapterPool(CacheSizes(64, 2, 3, 4, 8), 1, torch.float32, stream.device)
+    parts = (model, pool, DeviceTables(1, 160, 10, stream.device), stream, Uploads(stream))
+    found = [
+        DeviceRunner(*parts, Downloads(stream, 8), adapter_pool=own).memory.gpu
+        for own in (None, adapters)
+    ]
+    assert found[1] - found[0] == adapters.nbytes > 0
 
 
 class CountedStream(EmulatedStream):

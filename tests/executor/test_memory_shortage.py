@@ -113,6 +113,18 @@ def test_what_fits_in_no_part_ends_alone(place, error):
         assert host.output(request.request_id) == alone.output(9)
 
 
+def test_ever_fewer_of_the_batches_that_run_in_parts_are_reported(caplog):
+    splitter, every = BatchSplitter(3, torch.device("cpu")), np.arange(2)
+    starts = np.arange(3, dtype=np.int32)
+    rows = PackedRows(every, starts, starts[1:], every, every, every, every, 0)
+    reported = []
+    for number in range(1, 18):
+        caplog.clear()
+        splitter.run(rows, "no memory", lambda rows: Computed(torch.zeros(len(rows.lines), 3)))
+        reported += [number] * len(caplog.records)
+    assert reported == [1, 2, 4, 8, 16]
+
+
 def test_parts_that_write_their_logits_to_the_same_memory():
     memory = torch.zeros(4, 3)
 
