@@ -448,7 +448,7 @@ def test_the_largest_step_runs_with_one_block(device):
     assert rows == [(350, 4), (3, 3)]
 
 
-def test_memory_includes_the_pages_of_adapters():
+def test_memory_includes_the_tables_and_the_pages_of_adapters():
     stream = EmulatedStream()
     source = (LLAMA, checkpoint(tuple(sorted(LLAMA.items(), key=str))))
     model = load_model(source, kernels=CudaKernels(stream.launcher), device=stream.device)
@@ -459,6 +459,7 @@ def test_memory_includes_the_pages_of_adapters():
         DeviceRunner(*parts, Downloads(stream, 8), adapter_pool=own).memory.gpu
         for own in (None, adapters)
     ]
+    assert found[0] == model.nbytes + pool.nbytes + 4 * (160 + 1 + 10)  # the tables' int32
     assert found[1] - found[0] == adapters.nbytes > 0
 
 
