@@ -34,6 +34,7 @@ from gptmanager.decoding.sampling.device_sampling import DeviceSampler
 from gptmanager.errors import ConfigError
 from gptmanager.executor.choice.device_chooser import DeviceChooser
 from gptmanager.executor.device_runner import DeviceRunner
+from gptmanager.executor.packed_rows import PackedRows
 from gptmanager.executor.sequence_tables import DeviceTables
 from gptmanager.memory.adapter_pool import AdapterPool
 from gptmanager.memory.cuda_kv_pool import CudaKvPool
@@ -446,6 +447,23 @@ def test_the_largest_step_runs_with_one_block(device):
     runner.run_largest(3, 4)
     stream.synchronize()
     assert rows == [(350, 4), (3, 3)]
+
+
+def test_logits_of_a_dtype_that_no_kernel_reads_become_float32():
+    stream = EmulatedStream()
+    source = (LLAMA, checkpoint(tuple(sorted(LLAMA.items(), key=str))))
+    model = load_model(source, kernels=CudaKernels(stream.launcher), device=stream.device)
+    pool = KvPool([PageShape(1, 64)] * 2, 1, 16, token_major=True, device=stream.device)
+    tables = DeviceTables(1, 160, 10, stream.device)
+    runner = DeviceRunner(model, pool, tables, stream, Uploads(stream), Downloads(stream, 8))
+    tokens, one = np.arange(3), np.zeros(1, dtype=np.int64)
+    starts = np.array([0, 3], dtype=np.int32)
+    rows = PackedRows(one, starts, starts[1:], tokens, np.zeros_like(tokens), tokens[2:], one, 1)
+    with torch.inference_mode():
+        expected = runner.run(rows).logits.clone()
+        model.forward = lambda batch, pool, forward=model.forward: forward(batch, pool).double()
+        found = runner.run(rows).logits
+    assert found.dtype is torch.float32 and torch.equal(found, expected)
 
 
 def test_memory_includes_the_tables_and_the_pages_of_adapters():
