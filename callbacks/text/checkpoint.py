@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from tokenizers import Tokenizer
+from tokenizers import AddedToken, Tokenizer
 
 from gptmanager import InferenceRequest
 from gptmanager.errors import ConfigError, error_summary, quoted
@@ -22,6 +22,9 @@ from gptmanager.models.checkpoint_parts import gguf_checkpoint, read_part
 from gptmanager.models.other_folders import describe_other
 from gptmanager.request.read_tensors import MAX_END_IDS
 
+# files of tokenizers in other formats
+_OTHER_TOKENIZERS = ("tokenizer.model", "tekken.json", "vocab.json", "spiece.model", "vocab.txt")
+_OPTIONS = ("single_word", "lstrip", "rstrip", "normalized", "special")  # of an added token
 _MAX_TOKENIZER_BYTES = 256 << 20
 
 
@@ -123,8 +126,7 @@ def load_tokenizer(folder: str | os.PathLike[str]) -> Tokenizer:
                 f"({describe_other(Path(folder))})"
             )
         raise ConfigError(
-            f"{where} has no tokenizer.json, which text prompts need: pass token ids, or a "
-            "tokenizer"
+            f"{where} has no tokenizer.json, which text prompts need: {_how_to_make(Path(folder))}"
         )
     check_file(path, _MAX_TOKENIZER_BYTES)
     try:
@@ -136,7 +138,44 @@ def load_tokenizer(folder: str | os.PathLike[str]) -> Tokenizer:
         raise ConfigError(f"{path} is not a tokenizer: {error_summary(error)}") from error
     tokenizer.no_truncation()
     tokenizer.no_padding()
+    tokenizer.add_tokens(_further_tokens(folder, tokenizer))
     return tokenizer
+
+
+def _how_to_make(folder: Path) -> str:
+    """Return what to do about a folder without a tokenizer.json."""
+    found = next((it for it in _OTHER_TOKENIZERS if os.path.lexists(folder / it)), None)
+    if found is None:
+        return "pass token ids, or a tokenizer"
+    return (
+        f"it has {found}, from which transformers makes one: "
+        "AutoTokenizer.from_pretrained(folder).save_pretrained(folder)"
+    )
+
+
+def _further_tokens(folder: str | os.PathLike[str], tokenizer: Tokenizer) -> list[AddedToken]:
+    """Return the added tokens of a folder that are not in its tokenizer.json, by their ids.
+
+    They are in tokenizer_config.json, or else in added_tokens.json. As in transformers, each token
+    gets the next free id, unless it is in the vocabulary.
+    """
+    config = read_part(folder, "tokenizer_config.json") or {}
+    listed = config.get("added_tokens_decoder")
+    name = "tokenizer_config.json: added_tokens_decoder"
+    if listed is None:
+        name, special = "added_tokens.json", {*special_tokens_of(config).values()}
+        given = read_part(folder, name) or {}
+        listed = {it: {"content": text, "special": text in special} for text, it in given.items()}
+    known = {it.content for it in tokenizer.get_added_tokens_decoder().values()}
+    try:
+        found = {int(number): _added_token(own) for number, own in listed.items()}
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise ConfigError(f"{quoted(os.fspath(folder))}: {name}: {error_summary(error)}") from None
+    return [found[it] for it in sorted(found) if found[it].content not in known]
+
+
+def _added_token(own: Mapping[str, Any]) -> AddedToken:
+    return AddedToken(own["content"], **{it: own[it] for it in _OPTIONS if it in own})
 
 
 def _is_id(value: Any) -> bool:

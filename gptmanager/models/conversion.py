@@ -38,7 +38,13 @@ from gptmanager.models.spec import ModelSpec
 
 _PIECE_BYTES = 16 << 20
 _ENDS = ("", SCALE)  # added to a matrix's name: for its values, and for its scales
-_TEXT_FILES = ("*.jinja", "additional_chat_templates/*.jinja", "tokenizer*", "*_config.json")
+_TEXT_FILES = (
+    "*.jinja",
+    "additional_chat_templates/*.jinja",
+    "tokenizer*",
+    "*_config.json",
+    "added_tokens.json",
+)
 _PARTS = ("generation_config.json", "tokenizer_config.json")
 
 

@@ -1,6 +1,7 @@
 import json
 import os
 import shutil
+from pathlib import Path
 
 import pytest
 
@@ -88,6 +89,61 @@ def test_a_tokenizer_is_loaded(checkpoint):
 def test_a_missing_tokenizer_is_a_config_error(tmp_path):
     with pytest.raises(ConfigError, match=r"has no tokenizer\.json.*pass token ids"):
         load_tokenizer(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["tokenizer.model", "tekken.json", "vocab.json"])
+def test_a_tokenizer_in_another_format_is_named(name, tmp_path):
+    (tmp_path / name).touch()
+    with pytest.raises(ConfigError, match=f"it has {name}, from which transformers makes one"):
+        load_tokenizer(tmp_path)
+
+
+ADDED = {"content": "<|new|>", "special": True, "normalized": False}
+WIDE = {"content": " <x>", "special": False, "lstrip": True, "rstrip": True}
+
+
+def tokenizer_folder(folder, **files):
+    shutil.copy("examples/tiny_llama/tokenizer.json", folder)
+    config = json.loads(Path("examples/tiny_llama/tokenizer_config.json").read_text())
+    for name, content in {
+        "tokenizer_config": {},
+        "config": {"model_type": "llama"},
+        **files,
+    }.items():
+        content = {**config, **content} if name == "tokenizer_config" else content
+        (folder / f"{name}.json").write_text(json.dumps(content))
+    return folder
+
+
+@pytest.mark.parametrize(
+    "files",
+    [
+        {"tokenizer_config": {"added_tokens_decoder": {"641": WIDE, "640": ADDED}}},
+        {"tokenizer_config": {"added_tokens_decoder": {"640": {**ADDED, "special": False}}}},
+        {"added_tokens": {" <x>": 641, "<|new|>": 640}},
+        {"tokenizer_config": {"eos_token": "<|new|>"}, "added_tokens": {"<|new|>": 640}},
+    ],
+)
+def test_added_tokens_outside_of_tokenizer_json_are_those_of_transformers(files, tmp_path):
+    transformers = pytest.importorskip("transformers", reason="compares with transformers")
+    folder = tokenizer_folder(tmp_path, **files)
+    theirs, ours = transformers.AutoTokenizer.from_pretrained(folder), load_tokenizer(folder)
+    text = "once <|new|> upon  <x> a<|endoftext|>"
+    ids = theirs(text)["input_ids"]
+    assert 640 in ids and ours.encode(text).ids == ids
+    for skip in (True, False):
+        plain = ours.decode(ids, skip_special_tokens=skip)
+        assert plain == theirs.decode(ids, skip_special_tokens=skip)
+
+
+@pytest.mark.parametrize(
+    "decoder",
+    [[], {"x": ADDED}, {"640": 5}, {"640": {}}, {"640": {**ADDED, "lstrip": 1}}, {"640": None}],
+)
+def test_added_tokens_that_cannot_be_read_are_named(decoder, tmp_path):
+    folder = tokenizer_folder(tmp_path, tokenizer_config={"added_tokens_decoder": decoder})
+    with pytest.raises(ConfigError, match="tokenizer_config.json: added_tokens_decoder: "):
+        load_tokenizer(folder)
 
 
 def test_a_broken_tokenizer_is_a_config_error(tmp_path):
