@@ -557,8 +557,10 @@ class Shared:
 
     def __init__(self):
         self.tensors = queue.Queue()
+        self.num_given = 0
 
     def give(self, tensor):
+        self.num_given += 1
         self.tensors.put(tensor.clone())
 
     def take(self, tensor):
@@ -585,6 +587,7 @@ def test_ranks_on_devices(num_stages, ahead):
     assert second.schedules == first.schedules
     assert said(second.host.callbacks) == said(first.host.callbacks)
     assert shared.tensors.empty()
+    assert bool(shared.num_given) == (num_stages == 1)  # only these share between devices
     assert second.inputs == first.inputs
     alone = Rank(RankLayout(), ListHost(), None, params, SchedulerConfig(), beams=2)
     lead([alone], load(5)[:14])
