@@ -16,7 +16,7 @@ from torch import Tensor
 
 from gptmanager.kernels.gemm.panels.codes import Codes
 from gptmanager.kernels.gemm.panels.words import PackedGroups
-from gptmanager.memory.safetensors_reader import SafetensorsFolder
+from gptmanager.memory.safetensors_reader import FLOATS, SafetensorsFolder
 from gptmanager.memory.tensor_sources import CodedSource, GroupedSource, TensorInfo, TensorSource
 from gptmanager.models.quantized.source import QuantizedSource
 
@@ -38,7 +38,8 @@ def in_family_layout(config: Mapping[str, Any], tensors: TensorSource) -> Tensor
     moved = {name for name in convolutions if _has_last_one(given[name].shape)}
     if moved != convolutions:
         return tensors
-    norms = {name for name in given if moved and _NORMS.search(name)}
+    floats = {name for name in given if given[name].dtype in FLOATS.values()}
+    norms = {name for name in floats if moved and _NORMS.search(name)}
     zeros: dict[str, tuple[int, ...]] = {}
     kind = config.get("model_type")
     if kind == "ernie4_5_moe":

@@ -12,7 +12,7 @@ from checkpoints import PagedDriver
 from family_runs import expected, family_folder, tokens
 from mlx_folders import mlx_folder
 from rank_threads import World
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from gptmanager.errors import ConfigError
 from gptmanager.kernels import Kernels
@@ -113,6 +113,15 @@ def test_the_numbers_of_norms_in_bfloat16_are_kept(tmp_path: Path) -> None:
         for it in (state, theirs)
     )
     assert torch.equal((found.float() + 1).bfloat16(), (ours.float() + 1).bfloat16())
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.int32])
+def test_norms_that_are_not_floats_are_refused(dtype: torch.dtype, tmp_path: Path) -> None:
+    folder = mlx_folder("qwen3_5_text", tmp_path)
+    state, name = load_file(folder / "model.safetensors"), "model.layers.0.input_layernorm.weight"
+    save_file({**state, name: state[name].to(dtype)}, folder / "model.safetensors")
+    with pytest.raises(ConfigError, match=f"{name} has dtype"):
+        load_model(folder, kernels=Kernels())
 
 
 def test_a_correction_that_mlx_leaves_out_is_zero(tmp_path: Path) -> None:
