@@ -232,6 +232,22 @@ def test_linear_layers_are_stored_in_few_bits(device, caplog, kind, largest, sto
     assert 1e-3 < error < largest
 
 
+@pytest.mark.parametrize("kind", [None, "int8", "int4"])
+def test_a_step_may_need_no_logits(device, kind):
+    """The first chunk of a prompt, alone."""
+
+    def request():
+        return [from_tokens(1, prompt(1, 30), 4)]
+
+    found, expected = (
+        finals(request(), where, source=saved("mixtral")[1], weights_dtype=kind, **CHUNKS)[0]
+        for where in (device, "cpu")
+    )
+    assert found.error == expected.error == ""
+    if kind is None:
+        assert torch.equal(found.tensors["output_ids"], expected.tensors["output_ids"])
+
+
 def test_a_provider_of_the_host_computes_attention():
     provider, given = HostAttention(), {"source": saved("apertus")[1], **CHUNKS}
     device = there_is("emulator")  # the provider waits for it

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from checkpoints import PagedDriver
 from hf_models import (
     ARCHITECTURES,
     PARTS,
@@ -267,6 +268,15 @@ def test_linear_layers_are_stored_in_few_bits(folder: Path, kind: Any) -> None:
     # without a matrix unit, the activations of a prompt are int8, too
     assert 0 < error < (0.04 if kind == "int8" else 0.3)
     assert model.nbytes < 0.6 * through_transformers(new_network("apertus")).nbytes
+
+
+@pytest.mark.parametrize("kind", [None, "int8", "int4"])
+@pytest.mark.parametrize("name", ["apertus", "mixtral", "gpt2"])
+def test_a_step_may_need_no_logits(name: str, kind: Any) -> None:
+    """All rows of the step are chunks, of which none is the last of its prompt."""
+    model = through_transformers(new_network(name), kind_of=lambda own: kind)
+    driver = PagedDriver(model, 1)
+    assert driver.forward([(0, prompts(9)[0])], sample=[]).shape == (0, 256)
 
 
 def test_embeddings_of_a_prompt_take_the_place_of_tokens() -> None:

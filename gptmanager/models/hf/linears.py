@@ -31,7 +31,7 @@ class PackedLinear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Return `[..., out]`: the matmul of `x` `[..., in]`, plus the bias."""
         found = self._kernels.linear(x.reshape(-1, x.shape[-1]), self.matrix, self.bias)
-        return found.view(*x.shape[:-1], -1)
+        return found.view(*x.shape[:-1], self.out_features)
 
 
 def replace_linears(
