@@ -11,6 +11,7 @@ import contextlib
 import gc
 import importlib
 import logging
+import os
 import signal
 import sys
 from collections.abc import Callable, Sequence
@@ -85,6 +86,12 @@ def _imported(command: str, *, is_program: bool) -> Callable[[Any], int]:
     Imports create hundreds of thousands of objects and no garbage, and take a fifth less time
     without garbage collection. With `is_program`, later collections skip these objects.
     """
+    try:
+        os.getcwd()
+    except OSError as error:  # torch's libraries would end the process
+        raise ConfigError(
+            f"the current folder cannot be used: {error.strerror}; change to another one (cd)"
+        ) from error
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -131,6 +138,12 @@ def _call(arguments: Sequence[str] | None, *, is_server: bool) -> int:
     except (GptManagerError, OSError, MemoryError) as error:
         print_message(str(error) or "out of memory")
         return 2 if isinstance(error, (ConfigError, RecordingError)) else 1
+    except RuntimeError as error:
+        if "can't start new thread" not in str(error):
+            raise
+        logging.info("The error of the thread:", exc_info=error)
+        print_message("a thread cannot be started: raise a limit of this process (ulimit -u -v -d)")
+        return 1
     except KeyboardInterrupt:
         number = arrived[0] if arrived else signal.SIGINT
         print_message(end_message(number))

@@ -577,6 +577,7 @@ def test_a_file_that_is_no_recording_is_a_wrong_call(call, tmp_path):
         (OSError(28, "No space left on device"), 1),
         (ManagerDeadError("gone"), 1),
         (RecordingError("nothing to read"), 2),
+        (RuntimeError("can't start new thread"), 1),
         (KeyboardInterrupt(), 130),
     ],
 )
@@ -602,6 +603,18 @@ def test_a_command_that_cannot_be_imported(call, monkeypatch):
     assert outcome.code == 1
     assert outcome.err == (
         f"gptmanager: gptmanager.run.models_main cannot be imported: {why}; {hint}\n"
+    )
+
+
+def test_a_current_folder_that_was_removed(call, tmp_path, monkeypatch):
+    folder = tmp_path / "gone"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    folder.rmdir()
+    outcome = call("models")
+    assert outcome.code == 2 and outcome.err == (
+        "gptmanager: the current folder cannot be used: No such file or directory; change to "
+        "another one (cd)\n"
     )
 
 
