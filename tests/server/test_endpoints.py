@@ -69,6 +69,12 @@ def test_a_body_that_is_not_utf_8_is_refused_with_the_place(client, encoding, pl
     assert message == f"the body is not JSON: it must be UTF-8, but {place} is not"
 
 
+@pytest.mark.parametrize("path", ["/v1/embeddings", "/rerank", "/v1/audio/speech"])
+def test_a_path_for_models_of_another_kind_is_a_404_that_says_so(client, path):
+    message = refusal(client.post(path, json={"model": "tiny_llama", "input": "a"}), 404)["message"]
+    assert message.endswith(f"{path}: the model of this server generates text and has no other use")
+
+
 def test_an_unknown_path_is_a_404(client):
     assert refusal(client.get("/nothing"), 404)["message"] == "there is nothing at /nothing"
 
