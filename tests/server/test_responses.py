@@ -79,6 +79,7 @@ def test_an_answer_without_a_text_has_a_message(ask):
         *("output_item.added", "content_part.added", "output_text.done", "content_part.done"),
         *("output_item.done", "completed"),
     ]
+    assert ask("42", previous_response_id=whole.id).output_text == "42"
 
 
 def test_a_stream_is_the_whole_response(ask):
