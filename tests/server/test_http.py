@@ -69,6 +69,22 @@ def test_what_is_no_request_is_refused_and_the_connection_ends(server, data, exp
         assert body["error"]["type"] == "invalid_request_error" and "param" in body["error"]
 
 
+@pytest.mark.parametrize(
+    ("data", "reason"),
+    [
+        (POST + b"Content-Length: 15\r\nTransfer-Encoding: chunked\r\n\r\n",
+         ": Transfer-Encoding can't be present with Content-Length"),
+        (b"GET http://localhost HTTP/1.1\r\nHost: localhost\r\n\r\n", ""),  # no path
+    ],
+)  # fmt: skip
+def test_the_reason_of_the_parser_is_in_the_refusal(server, data, reason):
+    with connect(server) as connection:
+        connection.sendall(data)
+        status, answer = told(connection)
+    assert (status, answer["error"]["code"]) == (400, "invalid_http")
+    assert answer["error"]["message"] == f"the request must be HTTP/1.1{reason}"
+
+
 def test_a_request_in_pieces_and_several_in_one_piece_are_answered(server):
     with connect(server) as connection:
         for byte in HEALTH:

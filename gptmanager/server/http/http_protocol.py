@@ -101,8 +101,7 @@ class HttpProtocol(HttpToolsProtocol):
                 data = self._parse(data)
         except httptools.HttpParserError as error:
             cause = error.__context__
-            not_http = ApiError(400, "the request must be HTTP/1.1", code="invalid_http")
-            self._refuse(cause if isinstance(cause, ApiError) else not_http)
+            self._refuse(cause if isinstance(cause, ApiError) else _not_http(error))
         else:
             if self._unreported_bytes > MAX_HEAD_BYTES and not self.transport.is_closing():
                 self._refuse(_too_large())
@@ -322,6 +321,13 @@ def _without_chunks(cycle: RequestResponseCycle) -> Callable[[Any], Coroutine[An
         await send(message)
 
     return send_unframed
+
+
+def _not_http(error: httptools.HttpParserError) -> ApiError:
+    """Return the refusal, with the parser's reason unless the error is from a callback of ours."""
+    is_ours = isinstance(error, httptools.HttpParserCallbackError)
+    reason = "" if is_ours else f": {error}"
+    return ApiError(400, f"the request must be HTTP/1.1{reason}", code="invalid_http")
 
 
 def _too_large() -> ApiError:
