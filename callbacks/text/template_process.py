@@ -6,7 +6,6 @@ A child process renders, with limits of time and memory.
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -24,11 +23,13 @@ from gptmanager.lifecycle.child_process import (
     NotStartedError,
     RefusedError,
 )
+from gptmanager.memory.untrusted_files import read_object
 from gptmanager.models.checkpoint_parts import gguf_checkpoint
 
 MAX_SECONDS = 5.0  # to render a template
 MAX_BYTES = 1 << 29  # limit of memory
 
+_MAX_CHARACTERS = 1 << 24  # of a template
 _DEFAULT = "default"
 _WITH_TOOLS = "tool_use"
 
@@ -54,14 +55,9 @@ def read_chat_templates(folder: str | os.PathLike[str]) -> dict[str, str]:
         return {_DEFAULT: _read(own), **{path.stem: _read(path) for path in named}}
     for name in ("tokenizer_config.json", "chat_template.json"):
         path = Path(folder) / name
-        if path.is_file():
-            try:
-                config = json.loads(_read(path))
-            except ValueError as error:
-                raise ConfigError(f"{path} must be JSON: {error}") from None
-            found = config.get("chat_template") if isinstance(config, dict) else None
-            if found is not None:
-                return _named(found, path)
+        found = read_object(path).get("chat_template") if path.is_file() else None
+        if found is not None:
+            return _named(found, path)
     return {}
 
 
@@ -79,9 +75,13 @@ def pick(templates: Mapping[str, str], has_tools: bool) -> str | None:
 
 def _read(path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8")
+        with path.open(encoding="utf-8") as file:
+            found = file.read(_MAX_CHARACTERS + 1)
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: cannot read the chat template: {error}") from None
+    if len(found) > _MAX_CHARACTERS:
+        raise ConfigError(f"{path}: the chat template has more than {_MAX_CHARACTERS} characters")
+    return found
 
 
 def _named(found: Any, path: Path) -> dict[str, str]:

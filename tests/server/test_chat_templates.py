@@ -7,6 +7,7 @@ import signal
 from pathlib import Path
 
 import pytest
+from bounded import bounded
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
@@ -170,6 +171,20 @@ def test_template_files_that_cannot_be_read_are_named(tmp_path):
         read_template_file(tmp_path / "nowhere.jinja")
     (tmp_path / "own.jinja").write_text("é")
     assert read_template_file(tmp_path / "own.jinja") == {"default": "é"}
+
+
+def test_template_files_that_are_too_large_or_too_deep_are_refused(tmp_path):
+    processor = tmp_path / "chat_template.json"
+    for text in ("[" * 100_000, '{"a":' * 10_000 + "1" + "}" * 10_000):
+        processor.write_text(text)
+        with pytest.raises(ConfigError, match=r"chat_template.json: .* nested deeper than 64"):
+            read_chat_templates(tmp_path)
+    own = tmp_path / "chat_template.jinja"
+    with own.open("wb") as file:
+        file.truncate(1 << 36)  # a file without content, which takes no space
+    for read in (lambda: read_chat_templates(tmp_path), lambda: read_template_file(own)):
+        with bounded(), pytest.raises(ConfigError, match="jinja: .* has more than 16777216 char"):
+            read()
 
 
 # The process
