@@ -33,6 +33,7 @@ from gptmanager.decoding.guided.json_schema import (
     SOMETIMES,
     SchemaReader,
 )
+from gptmanager.decoding.guided.schema_overlap import excludes
 from gptmanager.decoding.guided.schema_references import SchemaReferences
 
 NUM_TEXTS = 3 * FUZZ
@@ -189,6 +190,45 @@ def test_a_keyword_that_the_parser_has_not_is_enforced_in_other_words(parser, sc
     matcher, unenforced = compiled(parser, schema)
     assert not unenforced
     assert check_texts(parser, schema, matcher, (), 25 * FUZZ) > 5
+
+
+@pytest.mark.parametrize(
+    ("schema", "fits", "misfits"),
+    [
+        (
+            {
+                "allOf": [FIRST],
+                "properties": {"c": {"type": "null"}},
+                "unevaluatedProperties": False,
+            },
+            {"a": "x", "c": None},
+            {"a": "x", "d": None},
+        ),
+        ({"type": "string", "not": {"minLength": 3}}, "ab", "abc"),
+        ({"type": "string", "not": {"maxLength": 2}}, "abc", "ab"),
+    ],
+    ids=str,
+)
+def test_a_keyword_in_other_words_permits_no_less_and_no_more(parser, schema, fits, misfits):
+    matcher, unenforced = compiled(parser, schema)
+    assert not unenforced
+    for value, expected in ((fits, True), (misfits, False)):
+        tokens = parser.tokenize_str(json.dumps(value, separators=(",", ":")))
+        own = matcher.deep_copy()
+        assert (own.validate_tokens(tokens) == len(tokens) and own.consume_tokens(tokens)
+                and own.is_accepting()) is expected, value  # fmt: skip
+
+
+def test_required_properties_exclude_only_if_their_values_do():
+    def tagged(value, **more):
+        return {"type": "object", "properties": {"a": {"const": value}}, "required": ["a"], **more}
+
+    def resolve(schema):
+        return schema
+
+    assert excludes(tagged(1), tagged(2), resolve)
+    assert not excludes(tagged(1), tagged(1), resolve)
+    assert not excludes(tagged(1), tagged(1, required=[]), resolve)
 
 
 @pytest.mark.parametrize(

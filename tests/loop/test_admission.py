@@ -205,6 +205,14 @@ def test_neutral_values_of_what_has_not_landed_are_taken():
     accept(len_penalty=1.5, early_stopping=1, num_return_sequences=1, input_lengths=[3])
 
 
+@pytest.mark.parametrize(
+    ("length", "kept"), [(1, ()), (3, (1, 2)), (4, (1, 2, 3)), (9, (1, 2, 3, 4))]
+)
+def test_drafts_are_cut_to_the_tokens_before_the_last(length, kept):
+    admitted = accept(draft_input_ids=[1, 2, 3, 4], request_output_len=length)
+    assert (admitted.drafts.tokens, admitted.num_draft_tokens) == (kept, len(kept))
+
+
 def test_what_changes_the_logits_is_read():
     bias = np.zeros((1, 100))
     bias[0, [3, 99]] = -np.inf, 0.1
