@@ -315,6 +315,15 @@ def test_higher_priority_runs_first_and_equals_keep_their_order():
     assert order == [3, 1, 2]
 
 
+def test_a_context_keeps_the_drafts_of_its_host_where_drafts_are_looked_up():
+    driver = LoopDriver(lookup=PromptLookup())
+    guess = expected_output([5, 6, 7], 4)[1:]
+    driver.submit(request(1, [5, 6, 7], 8, draft_input_ids=guess))
+    driver.run()
+    assert driver.executor.schedules[0].context_rows[0].num_drafts == 3
+    assert driver.output(1) == [5, 6, 7, *expected_output([5, 6, 7], 8)]
+
+
 def test_a_deadline_is_missed_after_its_time_and_not_at_it():
     driver = LoopDriver(max_batch_size=1)
     driver.submit(
