@@ -7,6 +7,7 @@ from torch import Tensor
 
 from gptmanager.cuda import moe
 from gptmanager.cuda.device.launch import NAMES, Launcher
+from gptmanager.errors import ConfigError
 from gptmanager.kernels.experts.mixture import ExpertMatrices
 from gptmanager.kernels.experts.routing import Routing
 from gptmanager.kernels.gemm.packed_matrix import Matrix, Quantized
@@ -24,6 +25,13 @@ class ExpertKernels(Kernels):
         self._launcher = launcher
         if launcher.has_fp8:
             self.expert_kinds = (*self.expert_kinds, "fp8")
+
+    def check_routing(self, num_experts: int, routing: Routing) -> None:
+        if num_experts > moe.MAX_EXPERTS or routing.per_token > moe.MAX_PER_TOKEN:
+            raise ConfigError(
+                f"{routing.per_token} of {num_experts} experts for a token: CUDA kernels support "
+                f"at most {moe.MAX_PER_TOKEN} of {moe.MAX_EXPERTS}"
+            )
 
     def new_expert_matrix(
         self,

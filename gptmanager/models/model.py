@@ -369,6 +369,9 @@ def _check_experts(spec: ModelSpec, weights_dtype: str | None, kernels: Kernels)
             f"{type(kernels).__name__}: this model has experts, which they multiply in "
             f"{', '.join(kernels.expert_kinds)}"
         )
+    for experts in (layer.mlp.experts for layer in spec.layers):
+        if experts is not None:
+            kernels.check_routing(experts.count, experts.routing)
 
 
 def _kinds(weights_dtype: str | None) -> set[str]:

@@ -229,3 +229,12 @@ def test_4_bits_of_experts_are_refused_by_name(load):
     for kind in ("int4", "file"):
         with pytest.raises(ConfigError, match=f"'{kind}' is refused with kernels = CudaKernels: "):
             load(config={**spec, "num_local_experts": 4}, weights_dtype=kind)
+
+
+@pytest.mark.parametrize(("count", "per_token"), [(1025, 2), (40, 33)])
+def test_more_experts_than_kernels_choose_from_are_refused(load, count, per_token):
+    spec = {"model_type": "mixtral", **{k: v for k, v in LLAMA.items() if k != "model_type"}}
+    spec |= {"num_local_experts": count, "num_experts_per_tok": per_token}
+    message = f"{per_token} of {count} experts for a token: CUDA kernels support at most 32 of 1024"
+    with pytest.raises(ConfigError, match=message):
+        load(config=spec, weights_dtype=None)
