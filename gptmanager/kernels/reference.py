@@ -34,6 +34,7 @@ from gptmanager.kernels.attention.paged_formulas import (
 )
 from gptmanager.kernels.captured_step import StepCapture
 from gptmanager.kernels.experts.mixture import MixtureOps
+from gptmanager.kernels.experts.routing import Routing
 from gptmanager.kernels.gemm.packed_matrix import Matrix, PackedMatrix, Quantized, plain
 from gptmanager.kernels.lora.adapter_arguments import StepAdapters
 from gptmanager.kernels.lora.adapter_formulas import add_outputs
@@ -81,6 +82,9 @@ class Kernels(DeltaOps, MixtureOps):
 
     def warm_up_layers(self, has_states: bool, has_experts: bool) -> None:
         """Compile or load what the first step needs for layers with states, or with experts."""
+
+    def check_routing(self, num_experts: int, routing: Routing) -> None:
+        """Raise ConfigError for more experts than the kernels support, in all or per token."""
 
     def new_step_capture(self) -> StepCapture | None:
         """Return an object that captures steps, or None if each step runs op by op."""

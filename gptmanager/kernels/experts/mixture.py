@@ -73,9 +73,6 @@ class ExpertMatrices(NamedTuple):
 class MixtureOps(ExpertOps, Protocol):
     """The experts of a layer in torch, which all kernels inherit."""
 
-    def check_routing(self, num_experts: int, routing: Routing) -> None:
-        """Raise ConfigError for more experts than the kernels support, in all or per token."""
-
     def new_expert_matrix(
         self,
         count: int,
