@@ -22,6 +22,7 @@ environment/                  the installed package, and the machine's cores and
     loopback                  whether a host is localhost or a loopback address (no torch)
     control_groups            CPU and memory limits of containers and systemd (no torch)
     cores                     number of cores that this process may use (no torch)
+    cpu_features              features of the processor that compiled code may use (no torch)
     memory                    free memory, huge pages, and returning memory to the system (no torch)
     legible_json              values that JSON can hold, without lone surrogates (no torch)
     local_models              finds the models on this machine, by name (no torch)

@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from llvmlite import binding  # type: ignore[import-untyped]
 
 from gptmanager.cuda.device.device import find_cupy
 from gptmanager.cuda.features import Features
+from gptmanager.environment.cpu_features import cpu_features
 from gptmanager.environment.distribution import DISTRIBUTION
 from gptmanager.errors import ConfigError
 
@@ -69,7 +69,7 @@ def processor() -> str:
             if line.startswith("model name"):
                 name = line.partition(":")[2].strip()
                 break
-    features = binding.get_host_cpu_features()
+    features = cpu_features()
     found = [word for word in _INSTRUCTIONS if features.get(word)]
     return ", ".join([name, *found])
 

@@ -664,7 +664,10 @@ def on_an_exception():
     raise ValueError("of the host")
 
 def in_another_thread():
-    threading.Thread(target=start).start()
+    thread = threading.Thread(target=start)
+    thread.start()
+    if (3, 12) <= sys.version_info < (3, 12, 2):  # they start no thread after the main one's end
+        thread.join()
 
 def in_a_forked_child():
     manager = start()

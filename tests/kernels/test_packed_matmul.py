@@ -405,7 +405,7 @@ def test_pairs_are_fast_on_processors_of_amd(
     monkeypatch: pytest.MonkeyPatch, has_them: bool, name: str, fast: bool
 ) -> None:
     features = {"avx512bf16": has_them}
-    monkeypatch.setattr(pairs.binding, "get_host_cpu_features", lambda: features)
+    monkeypatch.setattr(pairs, "cpu_features", lambda: features)
     monkeypatch.setattr(pairs.binding, "get_host_cpu_name", lambda: name)
     assert has_fast_pairs.__wrapped__() is fast
 
@@ -446,7 +446,7 @@ def test_weights_are_packed_where_there_are_lanes(
     told: str,
 ) -> None:
     has = dict.fromkeys(features, True)
-    monkeypatch.setattr(matmul_plan.binding, "get_host_cpu_features", lambda: has)
+    monkeypatch.setattr(matmul_plan, "cpu_features", lambda: has)
     monkeypatch.setattr(matmul_plan, "has_matrix_unit", lambda: False)
     monkeypatch.setattr(matmul_plan, "has_fast_pairs", lambda: False)
     with caplog.at_level("INFO", logger="gptmanager"):

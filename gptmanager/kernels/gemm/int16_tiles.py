@@ -12,9 +12,10 @@ import functools
 from collections.abc import Sequence
 from typing import Any
 
-from llvmlite import binding, ir  # type: ignore[import-untyped]
+from llvmlite import ir  # type: ignore[import-untyped]
 from numba import types
 
+from gptmanager.environment.cpu_features import cpu_features
 from gptmanager.kernels.gemm.matrix_tiles import AHEAD, PANELS, fetch_line
 from gptmanager.kernels.gemm.quantized_activations import MAX_POSITIONS
 from gptmanager.kernels.gemm.small_matmul import repeat
@@ -42,7 +43,7 @@ _TWO_SHORTS = ir.VectorType(ir.IntType(16), 2 * LANES)
 @functools.cache  # LLVM needs 0.1 ms to answer, and each plan of a matmul asks
 def has_int16_dots() -> bool:
     """Return whether the processor has 512-bit dot products of int16 pairs."""
-    return bool(binding.get_host_cpu_features().get("avx512bw"))
+    return bool(cpu_features().get("avx512bw"))
 
 
 def _rows(builder: Any, start: Any, stride: Any, count: int) -> list[Any]:

@@ -14,8 +14,9 @@ import functools
 from collections.abc import Sequence
 from typing import Any
 
-from llvmlite import binding, ir  # type: ignore[import-untyped]
+from llvmlite import ir  # type: ignore[import-untyped]
 
+from gptmanager.environment.cpu_features import cpu_features
 from gptmanager.kernels.gemm.int4_activations import BEGIN, BLOCK_HEAD, FACTOR, SUM, block_bytes
 from gptmanager.kernels.gemm.int4_groups import GROUP, MIDDLE
 from gptmanager.kernels.gemm.matrix_tiles import AHEAD, PANELS, fetch_line
@@ -50,13 +51,13 @@ _SHIFTED = 0x43000000  # bits of the float 128; the float 128 + n has n in bits 
 @functools.cache  # LLVM needs 0.1 ms to answer, and each plan of a matmul asks
 def has_wide_dots() -> bool:
     """Return whether the processor has 512-bit dot products of four bytes (AVX-512 VNNI)."""
-    return bool(binding.get_host_cpu_features().get("avx512vnni"))
+    return bool(cpu_features().get("avx512vnni"))
 
 
 @functools.cache  # LLVM needs 0.1 ms to answer, and each plan of a matmul asks
 def has_byte_dots() -> bool:
     """Return whether the processor has dot products of four bytes, with 512 or 256 bits (VNNI)."""
-    return has_wide_dots() or bool(binding.get_host_cpu_features().get("avxvnni"))
+    return has_wide_dots() or bool(cpu_features().get("avxvnni"))
 
 
 def _load(builder: Any, address: Any, kind: Any) -> Any:

@@ -14,9 +14,10 @@ import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from llvmlite import binding, ir  # type: ignore[import-untyped]
+from llvmlite import ir  # type: ignore[import-untyped]
 from numba import types
 
+from gptmanager.environment.cpu_features import cpu_features
 from gptmanager.kernels.gemm.matrix_tiles import PANELS, fetch_line
 from gptmanager.kernels.gemm.quantized_activations import MARK_BYTES, STRETCH
 from gptmanager.kernels.gemm.small_matmul import repeat
@@ -44,7 +45,7 @@ FOUR = 4  # positions in a step: a lane has four int8
 @functools.cache  # LLVM needs 0.1 ms to answer, and each plan of a matmul asks
 def has_int8_dots() -> bool:
     """Return whether the processor has 512-bit dot products of four int8 (VNNI)."""
-    return bool(binding.get_host_cpu_features().get("avx512vnni"))
+    return bool(cpu_features().get("avx512vnni"))
 
 
 def _add_dots(builder: Any, unsigned: Any, signed: Any, total: Any) -> Any:

@@ -11,8 +11,8 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-from llvmlite import binding  # type: ignore[import-untyped]
 
+from gptmanager.environment.cpu_features import cpu_features
 from gptmanager.kernels.gemm import int4_matmul
 from gptmanager.kernels.gemm import matmul as bodies
 from gptmanager.kernels.gemm.int4_activations import (
@@ -267,7 +267,7 @@ def packing_pays() -> bool:
     The speed is not measured, because a measurement on a busy machine is sometimes wrong. A wrong
     choice would change the bits of results from run to run on the same machine.
     """
-    features = binding.get_host_cpu_features()
+    features = cpu_features()
     pays = bool(features.get("avx2") and features.get("fma"))
     widest = "AVX-512" if features.get("avx512f") else "AVX2"
     unit = "a matrix unit for bfloat16" if has_matrix_unit() else "no matrix unit"

@@ -14,9 +14,10 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from llvmlite import binding, ir  # type: ignore[import-untyped]
+from llvmlite import ir  # type: ignore[import-untyped]
 from numba import types
 
+from gptmanager.environment.cpu_features import cpu_features
 from gptmanager.kernels.gemm.small_matmul import WIDE, repeat
 from gptmanager.kernels.simd.lanes import (
     FLOAT,
@@ -225,7 +226,7 @@ def has_matrix_unit() -> bool:
 
     Linux requires a request for permission, which is made here once for all threads.
     """
-    if sys.platform != "linux" or not binding.get_host_cpu_features().get("amx-bf16"):
+    if sys.platform != "linux" or not cpu_features().get("amx-bf16"):
         return False
     arch_prctl, request_permission, tile_data = 158, 0x1023, 18
     return bool(ctypes.CDLL(None).syscall(arch_prctl, request_permission, tile_data) == 0)

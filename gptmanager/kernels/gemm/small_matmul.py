@@ -8,9 +8,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from llvmlite import binding, ir  # type: ignore[import-untyped]
+from llvmlite import ir  # type: ignore[import-untyped]
 from numba import types
 
+from gptmanager.environment.cpu_features import cpu_features
 from gptmanager.kernels.simd.dtypes import (
     BFLOAT16,
     FLOAT32,
@@ -133,7 +134,7 @@ def tile(rows: int, vectors: int, dtype: str, *, partial: bool = False) -> Any:
 
 # The sums of a tile fill eight registers: enough to hide the latency of an addition, and few enough
 # for a CPU that has only sixteen. A vector takes one register of 512 bits, or two of 256.
-WIDE = 2 if binding.get_host_cpu_features().get("avx512f") else 1
+WIDE = 2 if cpu_features().get("avx512f") else 1
 
 
 def _multiply_by(dtype: str) -> Any:

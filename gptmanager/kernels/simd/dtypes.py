@@ -10,8 +10,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from llvmlite import binding, ir  # type: ignore[import-untyped]
+from llvmlite import ir  # type: ignore[import-untyped]
 
+from gptmanager.environment.cpu_features import cpu_features
 from gptmanager.kernels.simd.lanes import (
     FLOAT,
     INDICES,
@@ -38,7 +39,7 @@ from gptmanager.kernels.simd.lanes import (
 
 FLOAT32, BFLOAT16, FLOAT16 = 0, 1, 2
 DTYPES = {torch.float32: FLOAT32, torch.bfloat16: BFLOAT16}
-_features = binding.get_host_cpu_features()
+_features = cpu_features()
 HAS_FLOAT16 = "sse2" not in _features or bool(_features.get("f16c"))
 if HAS_FLOAT16:  # without F16C, LLVM would call a library that is not linked
     DTYPES[torch.float16] = FLOAT16

@@ -13,6 +13,7 @@ from typing import Any
 
 from llvmlite import binding, ir  # type: ignore[import-untyped]
 
+from gptmanager.environment.cpu_features import cpu_features
 from gptmanager.kernels.simd.lanes import LANES, VECTOR, call
 
 
@@ -35,7 +36,7 @@ def add_pairs(builder: Any, left: Any, right: Any, total: Any) -> Any:
 
 def has_pairs() -> bool:
     """Return whether this processor has the instruction."""
-    return bool(binding.get_host_cpu_features().get("avx512bf16"))
+    return bool(cpu_features().get("avx512bf16"))
 
 
 def is_amd() -> bool:

@@ -12,9 +12,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from llvmlite import binding, ir  # type: ignore[import-untyped]
+from llvmlite import ir  # type: ignore[import-untyped]
 from numba import types
 
+from gptmanager.environment.cpu_features import cpu_features
 from gptmanager.kernels.gemm.int4_groups import GROUP, MIDDLE
 from gptmanager.kernels.gemm.int4_tiles import GROUP_BYTES, SCALE_BYTES
 from gptmanager.kernels.gemm.matrix_tiles import PANELS, fetch_line, has_matrix_unit, move, unit
@@ -52,7 +53,7 @@ _BYTES = ir.VectorType(ir.IntType(8), 4 * LANES)
 
 def has_int8_unit() -> bool:
     """Return whether the matrix unit multiplies bytes, and this process may use it."""
-    return has_matrix_unit() and bool(binding.get_host_cpu_features().get("amx-int8"))
+    return has_matrix_unit() and bool(cpu_features().get("amx-int8"))
 
 
 def _load(builder: Any, address: Any, kind: Any, align: int = 1) -> Any:

@@ -1,0 +1,20 @@
+"""The features of the processor that compiled code uses, such as AVX-512."""
+
+from __future__ import annotations
+
+from llvmlite import binding  # type: ignore[import-untyped]
+from numba import config
+
+
+def cpu_features() -> dict[str, bool]:
+    """Return LLVM's names of features -> whether the processor has them and Numba may use them.
+
+    The variable NUMBA_CPU_FEATURES replaces the processor's features for Numba; it is empty with
+    NUMBA_CPU_NAME=generic. Code with an instruction that it excludes ends the process while it is
+    compiled.
+    """
+    features: dict[str, bool] = binding.get_host_cpu_features()
+    if config.CPU_FEATURES is None:
+        return features
+    named = {word.strip() for word in config.CPU_FEATURES.split(",")}
+    return {name: has and f"+{name}" in named for name, has in features.items()}

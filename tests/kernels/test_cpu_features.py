@@ -1,0 +1,54 @@
+"""The features of the processor that compiled code uses, and runs that exclude some of them."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from gptmanager.environment import cpu_features as module
+from gptmanager.environment.cpu_features import cpu_features
+
+ROOT = Path(__file__).resolve().parents[2]
+HAS = {"sse2": True, "avx2": True, "f16c": True, "avx512f": False}
+
+
+@pytest.mark.parametrize(
+    ("given", "used"),
+    [
+        (None, {"sse2", "avx2", "f16c"}),
+        ("", set()),
+        ("+sse2,+avx2", {"sse2", "avx2"}),
+        ("+avx512f, +f16c,-avx2", {"f16c"}),  # a processor does not get what it lacks
+    ],
+)
+def test_the_features_are_those_of_the_processor_that_numba_may_use(monkeypatch, given, used):
+    monkeypatch.setattr(module.binding, "get_host_cpu_features", lambda: HAS)
+    monkeypatch.setattr(module.config, "CPU_FEATURES", given)
+    found = cpu_features()
+    assert found.keys() == HAS.keys()
+    assert {name for name, has in found.items() if has} == used
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ("--dtype", "float16"),
+        pytest.param(("--weights-dtype", "int8"), marks=pytest.mark.slow),
+        pytest.param(("--weights-dtype", "int4"), marks=pytest.mark.slow),
+    ],
+    ids=" ".join,
+)
+def test_a_processor_without_avx(tmp_path, options):
+    """LLVM ends the process at an instruction for float16 that the processor does not have."""
+    limits = {"NUMBA_CPU_NAME": "x86-64", "NUMBA_CPU_FEATURES": "", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, "-m", "gptmanager", "run", "--model", "examples/tiny_llama"]
+        + ["--prompt", "17 + 25 =", *options],
+        cwd=ROOT,
+        env={**os.environ, **limits, "NUMBA_CACHE_DIR": str(tmp_path)},
+        capture_output=True,
+        text=True,
+    )
+    assert (done.returncode, done.stdout) == (0, " 42\n"), done.stderr
