@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from llvmlite import binding  # type: ignore[import-untyped]
-from numba import config
+from numba.core import config
 
 
 def cpu_features() -> dict[str, bool]:
@@ -14,7 +14,8 @@ def cpu_features() -> dict[str, bool]:
     compiled.
     """
     features: dict[str, bool] = binding.get_host_cpu_features()
-    if config.CPU_FEATURES is None:
+    given: str | None = config.CPU_FEATURES  # type: ignore[attr-defined]
+    if given is None:
         return features
-    named = {word.strip() for word in config.CPU_FEATURES.split(",")}
+    named = {word.strip() for word in given.split(",")}
     return {name: has and f"+{name}" in named for name, has in features.items()}

@@ -72,13 +72,16 @@ class Journal:
         try:
             self._open()
         except BaseException as error:
-            if self._file is not None:
-                self._file.close()
+            self._close_file()
             self.folder.unlock(self._lock)
             if not isinstance(error, OSError):
                 raise
             where = quoted_path(self.folder.path)
             raise JournalError(f"cannot write the journal {where}: {error.strerror}") from error
+
+    def _close_file(self) -> None:
+        if self._file is not None:
+            self._file.close()
 
     def _open(self) -> None:
         found = self.folder.read()
