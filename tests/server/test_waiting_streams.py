@@ -79,8 +79,8 @@ def test_an_empty_stream_ends():
 
 
 def waits(server, path, body):
-    """The first line of a stream that waits while another request runs."""
-    long = {"prompt": [1, 2], "max_tokens": 400, "ignore_eos": True, "stream": True}
+    """The first lines of a stream that waits while the requests of another call run in turn."""
+    long = {"prompt": [1, 2], "n": 8, "max_tokens": 400, "ignore_eos": True, "stream": True}
     other = httpx.stream("POST", f"{server.url}/v1/completions", json=long, timeout=60)
     own = httpx.stream("POST", server.url + path, json={**body, "stream": True}, timeout=60)
     with other as running:
