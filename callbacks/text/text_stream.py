@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 
 from tokenizers import Tokenizer
@@ -9,6 +10,8 @@ from tokenizers import Tokenizer
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 # number of prompt tokens that can affect the first space or the first character of the output
 _CONTEXT = 8
+_MAX_BYTES = 4  # of a character in UTF-8
+_CONTINUED = re.compile("<0x[89AB][0-9A-F]>")  # a token for a byte that begins no character
 
 
 class TextStream:
@@ -34,7 +37,7 @@ class TextStream:
         self._tokenizer = tokenizer
         self._skip_special_tokens = skip_special_tokens
         # the tokens of the text returned last, then the held-back tokens; all are decoded together
-        self._window = list(prompt_ids[-_CONTEXT:])
+        self._window = self._context(prompt_ids)
         self._num_returned = len(self._window)
         self._num_characters = 0  # returned characters of the held-back tokens' text
 
@@ -52,6 +55,21 @@ class TextStream:
     def flush(self) -> str:
         """Return the text held back; an incomplete last character becomes U+FFFD."""
         return self._flush(self._held_text())
+
+    def _context(self, prompt_ids: Sequence[int]) -> list[int]:
+        """Return the last tokens of the prompt, which do not begin within a character.
+
+        With byte fallback, a part of a character would make all bytes after it invalid.
+        """
+        start = max(0, len(prompt_ids) - _CONTEXT)
+        for _ in range(_MAX_BYTES - 1):
+            if start == 0 or not _CONTINUED.fullmatch(self._token(prompt_ids[start])):
+                break
+            start -= 1
+        return list(prompt_ids[start:])
+
+    def _token(self, token: int) -> str:
+        return self._tokenizer.id_to_token(int(token)) or ""
 
     def _held_text(self) -> str:
         returned, text = (

@@ -101,6 +101,14 @@ def test_the_space_after_the_prompt_is_kept(fallback_tokenizer):
     assert "".join(pieces(TextStream(fallback_tokenizer, [1]), [2, 1])) == " upon once"
 
 
+@pytest.mark.parametrize("prompt", ["日本語日本語", "a🙂日本🙂", "ééééééé", "日本語日本語a"])
+@pytest.mark.parametrize("text", ["語", "🙂é", "a語"])
+def test_bytes_of_the_prompt_do_not_spoil_the_next_ones(fallback_tokenizer, prompt, text):
+    """The last tokens of a prompt may begin within a character."""
+    stream = TextStream(fallback_tokenizer, byte_ids(prompt))
+    assert "".join(pieces(stream, byte_ids(text))) == text
+
+
 def test_a_character_that_begins_in_the_prompt_is_completed(tokenizer):
     before, (first, *rest) = tokenizer.encode("12 ").ids, byte_tokens(tokenizer, "🙂")
     for num_rest in range(4):
