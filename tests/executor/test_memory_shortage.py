@@ -122,6 +122,9 @@ def test_ever_fewer_of_the_batches_that_run_in_parts_are_reported(caplog):
         caplog.clear()
         splitter.run(rows, "no memory", lambda rows: Computed(torch.zeros(len(rows.lines), 3)))
         reported += [number] * len(caplog.records)
+        text = "a batch of 2 sequences and 2 tokens does not fit into memory and runs in parts; "
+        text += f"this is batch {number} that was split"
+        assert all(record.getMessage().startswith(text) for record in caplog.records)
     assert reported == [1, 2, 4, 8, 16]
 
 

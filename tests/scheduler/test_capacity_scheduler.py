@@ -155,6 +155,21 @@ def test_no_evict_counts_adapter_pages_of_running_requests_first() -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("running", "starting", "text"),
+    [
+        (1, 0, "1 running request"),
+        (2, 0, "2 running requests"),
+        (0, 1, "1 starting request"),
+        (2, 1, "2 running and 1 starting requests"),
+        (0, 0, "0 running requests"),
+    ],
+)
+def test_a_wait_names_the_requests_that_come_first(running: int, starting: int, text: str) -> None:
+    wait = Wait(WaitReason.BATCH_FULL, 1, 3, 3, running, starting)
+    assert wait.text == f"for room in the batch: {text}, at most 3 at once"
+
+
 def test_no_evict_stops_at_a_cross_cache_misfit() -> None:
     kv, cross = KvCacheManager(100, 10), KvCacheManager(4, 10, cross=True)
     active = [waiting(0, encoder_len=20), waiting(1, encoder_len=30), waiting(2, encoder_len=1)]
