@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import difflib
 import importlib
 import re
 import shlex
@@ -75,7 +76,11 @@ def find_options(
         for key, value in _read(Path(file)).items():
             name, shown = key.replace("_", "-"), quoted_path(Path(file))
             if name not in by_name:
-                raise ConfigError(f"{shown}: unknown option {quoted(key)}")
+                raise ConfigError(
+                    "; ".join(
+                        [f"{shown}: unknown option {quoted(key)}", *suggestion(name, by_name)]
+                    )
+                )
             if by_name[name].dest in found.values:
                 raise ConfigError(f"{shown}: {name} is in the file twice")
             found.add(by_name[name], value, f"{name} in {shown}")
@@ -182,3 +187,9 @@ def _converted(action: argparse.Action, value: Any) -> Any:
 def _kind(value: Any) -> str:
     names = {bool: "a boolean", dict: "a table", list: "an array", int: "a number"}
     return names.get(type(value), f"a {type(value).__name__}")
+
+
+def suggestion(name: str, names: Iterable[str], prefix: str = "") -> list[str]:
+    """Return a question with the most similar of `names`, or nothing if none is similar."""
+    similar = difflib.get_close_matches(name[:100], list(names), n=1, cutoff=0.7)
+    return [f"did you mean {prefix}{found}?" for found in similar]

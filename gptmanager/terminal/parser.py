@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import difflib
 import os
 import sys
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from gptmanager.errors import ConfigError
-from gptmanager.terminal.option_sources import CONFIG, find_options
+from gptmanager.terminal.option_sources import CONFIG, find_options, suggestion
 from gptmanager.terminal.printable import printable_lines
 from gptmanager.terminal.streams import print_output
 
@@ -46,9 +45,7 @@ class Parser(argparse.ArgumentParser):
             if not name.startswith("--") or any(option.startswith(name) for option in known):
                 continue
             phrase = [] if name in message else [f"unknown option {name}"]
-            names = [option[2:] for option in known]
-            similar = difflib.get_close_matches(name[2:], names, n=1, cutoff=0.7)
-            phrase += [f"did you mean --{option}?" for option in similar]
+            phrase += suggestion(name[2:], [option[2:] for option in known], "--")
             phrases += [": ".join(phrase)] if phrase else []
         return phrases
 

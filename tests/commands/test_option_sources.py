@@ -110,7 +110,7 @@ def test_an_unknown_variable_is_a_warning(parse):
 @pytest.mark.parametrize(
     ("config", "reason"),
     [
-        ("prot = 1", "unknown option 'prot'"),
+        ("prot = 1", "unknown option 'prot'; did you mean port?"),
         ("config = 'x'", "unknown option 'config'"),
         ("help = true", "unknown option 'help'"),
         ("[serve]\nport = 1", "unknown option 'serve'"),
