@@ -272,14 +272,11 @@ class Call:
                     del running[index]
                 elif part.result is not None:
                     del running[index]
-                    result: GenerationResult | None = it.request.with_timeout(part.result)
-                    if (
-                        raises
-                        and FinishReason.CANCELLED in result.finish_reasons
-                        and self.failure is not None
-                    ):
-                        result = None  # the error that has cancelled it is raised next
-                    part = part._replace(result=result)
+                    result = it.request.with_timeout(part.result)
+                    is_cancelled = FinishReason.CANCELLED in result.finish_reasons
+                    # the error that has cancelled the request is raised next
+                    hides = raises and is_cancelled and self.failure is not None
+                    part = part._replace(result=None if hides else result)
                 self._note(index, part)
                 yield index, part
             if running:
