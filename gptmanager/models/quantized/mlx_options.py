@@ -55,8 +55,8 @@ def read_packings(own: Mapping[str, Any]) -> Packings:
 def _packing(field: str, given: Mapping[str, Any]) -> Packing:
     for name, value in given.items():
         if name not in (*OPTIONS, _GLOBAL_SCALE) and value not in (None, False):
-            allowed = [*OPTIONS, _GLOBAL_SCALE]
-            raise mlx_error(f"{field}.{name}", value, f"not supported; the fields are {allowed}")
+            known = [*OPTIONS, _GLOBAL_SCALE]
+            raise mlx_error(f"{field}.{name}", value, f"not supported; the fields are {known}")
     mode = "affine" if given.get("mode") is None else given["mode"]
     if not isinstance(mode, str) or mode not in ("affine", *_OF_OTHER_MODES):
         raise mlx_error(f"{field}.mode", mode, f"must be one of {['affine', *_OF_OTHER_MODES]}")
