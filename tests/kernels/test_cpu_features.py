@@ -31,13 +31,10 @@ def test_the_features_are_those_of_the_processor_that_numba_may_use(monkeypatch,
     assert {name for name, has in found.items() if has} == used
 
 
+@pytest.mark.slow  # each compiles all kernels anew
 @pytest.mark.parametrize(
     "options",
-    [
-        ("--dtype", "float16"),
-        pytest.param(("--weights-dtype", "int8"), marks=pytest.mark.slow),
-        pytest.param(("--weights-dtype", "int4"), marks=pytest.mark.slow),
-    ],
+    [("--dtype", "float16"), ("--weights-dtype", "int8"), ("--weights-dtype", "int4")],
     ids=" ".join,
 )
 def test_a_processor_without_avx(tmp_path, options):

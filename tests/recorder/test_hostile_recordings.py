@@ -296,7 +296,7 @@ def test_a_picture_follows_no_more_who_wait_than_rows_could_tell(run, tmp_path, 
 
 
 def test_a_picture_is_not_drawn_over_its_recording(run, tmp_path, capsys):
-    path = tmp_path / "r.jsonl"
+    path = tmp_path / "r.html"
     path.write_bytes(b"\n".join(run))
     assert main(["picture", str(path), "--output", str(path)]) == 2
     assert "must be different files" in capsys.readouterr().err
