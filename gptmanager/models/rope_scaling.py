@@ -127,10 +127,10 @@ def _rope_values(fields: Fields, layer_type: str) -> tuple[Mapping[str, Any], st
     for name, value in (("rope_scaling", scaling), ("rope_parameters", parameters)):
         if value is not None and not isinstance(value, Mapping):
             raise fields.error(name, "must be an object")
-    if scaling and parameters and scaling != parameters:
+    theta, local = (_base_or_none(fields, it) for it in ("rope_theta", "rope_local_base_freq"))
+    if scaling and parameters and not _contains({"rope_theta": theta, **scaling}, parameters):
         raise fields.error("rope_scaling", f"contradicts rope_parameters = {quoted(parameters)}")
     values, label = scaling or parameters or {}, "rope_scaling" if scaling else "rope_parameters"
-    theta, local = (_base_or_none(fields, it) for it in ("rope_theta", "rope_local_base_freq"))
     if layer_type in values and set(values) <= {*_LAYER_TYPES} and fields.layer_types:
         label, values = f"{label}.{layer_type}", values[layer_type]
         if not isinstance(values, Mapping):
@@ -142,6 +142,12 @@ def _rope_values(fields: Fields, layer_type: str) -> tuple[Mapping[str, Any], st
     if theta is None and "rope_theta" not in values:
         raise fields.error("rope_theta", "must be a number above 1")
     return values, label, theta
+
+
+def _contains(scaling: Mapping[str, Any], parameters: Mapping[str, Any]) -> bool:
+    """Return whether `scaling`, which transformers prefers, has all values of `parameters`."""
+    whole, part = ({"rope_type": it.get("type", "default"), **it} for it in (scaling, parameters))
+    return whole | part | {"type": None} == whole | {"type": None}
 
 
 def _base_or_none(fields: Fields, field: str) -> float | None:

@@ -63,6 +63,26 @@ def test_a_rope_scaling_replaces_all_that_a_family_has_by_default() -> None:
     assert read_spec(config).layers[0].attention.temperature is None
 
 
+def test_a_rope_scaling_is_read_before_equal_rope_parameters() -> None:
+    """transformers reads `rope_scaling` alone. So each value must be in it, or be the default."""
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 40}
+    old = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 40}
+    config = {**BASE, "model_type": "llama"}
+    with_theta, by_type = {**yarn, "rope_theta": 5e5}, {**old, "rope_theta": 5e5}
+    for given in (
+        {"rope_scaling": yarn, "rope_parameters": yarn, "rope_theta": 5e5},
+        {"rope_scaling": old, "rope_parameters": with_theta, "rope_theta": 5e5},
+        {"rope_scaling": by_type, "rope_parameters": yarn},
+        {"rope_scaling": with_theta, "rope_parameters": with_theta, "rope_theta": 7.0},
+    ):
+        expected = new_model({**config, **given}).config.rope_parameters
+        assert read_spec({**config, **given}) == read_spec({**config, "rope_parameters": expected})
+        assert expected["rope_theta"] == 5e5
+    for own in (with_theta, {**yarn, "factor": 2.0}, {"rope_type": "linear", "factor": 4.0}):
+        with pytest.raises(ConfigError, match="rope_scaling = .*: contradicts rope_parameters = "):
+            read_spec({**config, "rope_scaling": yarn, "rope_parameters": own})
+
+
 def test_an_original_length_outside_of_the_rope_parameters_counts_for_temperatures() -> None:
     """transformers moves it into these parameters."""
     rope = {"rope_type": "longrope", "short_factor": [1.5] * 8, "long_factor": [3.0] * 8}
