@@ -11,7 +11,8 @@ _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 # number of prompt tokens that can affect the first space or the first character of the output
 _CONTEXT = 8
 _MAX_BYTES = 4  # of a character in UTF-8
-_CONTINUED = re.compile("<0x[89AB][0-9A-F]>")  # a token for a byte that begins no character
+_BYTE = re.compile("<0x[0-9A-F]{2}>")  # a token for a byte
+_CONTINUED = re.compile("<0x[89AB][0-9A-F]>")  # one that begins no character
 
 
 class TextStream:
@@ -37,7 +38,8 @@ class TextStream:
         self._tokenizer = tokenizer
         self._skip_special_tokens = skip_special_tokens
         # the tokens of the text returned last, then the held-back tokens; all are decoded together
-        self._window = self._context(prompt_ids)
+        size = self._size_of_last_character(prompt_ids) or _CONTEXT
+        self._window = list(prompt_ids[-size:])
         self._num_returned = len(self._window)
         self._num_characters = 0  # returned characters of the held-back tokens' text
 
@@ -56,17 +58,19 @@ class TextStream:
         """Return the text held back; an incomplete last character becomes U+FFFD."""
         return self._flush(self._held_text())
 
-    def _context(self, prompt_ids: Sequence[int]) -> list[int]:
-        """Return the last tokens of the prompt, which do not begin within a character.
+    def _size_of_last_character(self, tokens: Sequence[int]) -> int:
+        """Return how many of the last tokens are bytes of one character, which may be incomplete.
 
-        With byte fallback, a part of a character would make all bytes after it invalid.
+        Return 0 if the last token is not a byte. With byte fallback, if one byte in a row is
+        invalid, all are. So bytes are decoded after a whole character, or at the start of one.
         """
-        start = max(0, len(prompt_ids) - _CONTEXT)
-        for _ in range(_MAX_BYTES - 1):
-            if start == 0 or not _CONTINUED.fullmatch(self._token(prompt_ids[start])):
+        for size, token in enumerate(reversed(tokens[-_MAX_BYTES:]), 1):
+            text = self._token(token)
+            if not _BYTE.fullmatch(text):
                 break
-            start -= 1
-        return list(prompt_ids[start:])
+            if not _CONTINUED.fullmatch(text):
+                return size
+        return 0
 
     def _token(self, token: int) -> str:
         return self._tokenizer.id_to_token(int(token)) or ""
@@ -76,15 +80,20 @@ class TextStream:
             self._decode(self._window[: self._num_returned]),
             self._decode(self._window),
         )
-        if not text.startswith(returned):  # held-back tokens complete the prompt's last character
-            returned = returned.rstrip(_REPLACEMENT)
-        return text[len(returned) :]
+        if text.startswith(returned):
+            return text[len(returned) :]
+        if returned.endswith(_REPLACEMENT):  # held-back tokens complete the prompt's last character
+            return text[len(returned.rstrip(_REPLACEMENT)) :]
+        # held-back bytes are invalid, and with them the returned bytes before them
+        return self._decode(self._window[self._num_returned :])
 
     def _flush(self, text: str) -> str:
         """Release the held-back tokens. Return the part of their `text` not returned so far."""
         piece, self._num_characters = text[self._num_characters :], 0
-        del self._window[: self._num_returned]
-        self._num_returned = len(self._window)
+        num_held = len(self._window) - self._num_returned
+        size = self._size_of_last_character(self._window) or num_held
+        self._window = self._window[len(self._window) - size :]
+        self._num_returned = size
         return piece
 
     def _decode(self, tokens: list[int]) -> str:

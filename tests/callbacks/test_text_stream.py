@@ -109,6 +109,40 @@ def test_bytes_of_the_prompt_do_not_spoil_the_next_ones(fallback_tokenizer, prom
     assert "".join(pieces(stream, byte_ids(text))) == text
 
 
+@pytest.mark.parametrize("before", ["", "日本語日本語", "aéa", "éééééé"])
+@pytest.mark.parametrize("character", ["é", "語", "🙂"])
+def test_bytes_complete_a_character_that_begins_in_the_prompt(
+    fallback_tokenizer, before, character
+):
+    ids = byte_ids(character)
+    for size in range(1, len(ids)):
+        prompt, rest = byte_ids(before) + ids[:size], ids[size:]
+        stream = TextStream(fallback_tokenizer, prompt)
+        following = [*rest, *byte_ids("日本"), 2]
+        assert "".join(pieces(stream, following)) == f"{character}日本 upon"
+        at_once = TextStream(fallback_tokenizer, prompt)
+        assert at_once.push(following[:-4]) == f"{character}日"
+        assert at_once.push(following[-4:]) == "本 upon"
+        broken = TextStream(fallback_tokenizer, prompt)
+        assert "".join(pieces(broken, [2])) == " upon"
+        whole, part = map(
+            fallback_tokenizer.decode, ([*ids[:size], *byte_ids("日"), 2], ids[:size])
+        )
+        broken = TextStream(fallback_tokenizer, prompt)
+        assert "".join(pieces(broken, [*byte_ids("日"), 2])) == whole.removeprefix(part)
+
+
+def test_invalid_bytes_after_valid_ones_are_one_replacement_each(fallback_tokenizer):
+    """The decoder makes all bytes in a row invalid, also those that have been returned."""
+    for prompt, valid in (("", "日本"), ("日本", ""), ("日", "本語日本語")):
+        first, *_ = byte_ids("日")
+        stream = TextStream(fallback_tokenizer, byte_ids(prompt))
+        assert stream.push(byte_ids(valid)) == valid
+        assert stream.push([first, first]) == ""
+        assert stream.push([2]) == f"{REPLACEMENT * 2} upon"
+        assert stream.push([first]) + stream.flush() == REPLACEMENT
+
+
 def test_a_character_that_begins_in_the_prompt_is_completed(tokenizer):
     before, (first, *rest) = tokenizer.encode("12 ").ids, byte_tokens(tokenizer, "🙂")
     for num_rest in range(4):
