@@ -262,13 +262,13 @@ class DeviceBackend(Backend):
         ranks: Ranks | None = None,
         check: Check = lambda spec: None,
     ) -> Model:
+        self.stream.catch_up()  # a host has filled its tensors on this thread's current stream
         with self.stream:  # a network of transformers runs once, to see whether it can
             model = super().load(source, params, ranks, check)
             if isinstance(self.stream, DeviceStream):
                 name = torch.cuda.get_device_name(self.device)
                 agree = () if ranks is None else (ranks.share_matmuls,)
                 self.kernels.measure_matmuls(matrices_of(model), name, self.stream.timer, *agree)
-        self.stream.catch_up()  # a host's own model was filled on this thread's current stream
         if ranks is not None:
             self._token_sizes = ()  # the sizes to capture must be the same on all ranks
         if isinstance(model, TransformersModel):

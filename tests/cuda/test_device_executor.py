@@ -481,6 +481,23 @@ def test_memory_includes_the_tables_and_the_pages_of_adapters():
     assert found[1] - found[0] == adapters.nbytes > 0
 
 
+class DelayedStream(EmulatedStream):
+    """`pending` runs when something waits for this thread's current stream."""
+
+    def catch_up(self):
+        self.pending()
+
+
+def test_weights_that_a_host_is_still_computing_are_waited_for():
+    state = checkpoint(tuple(sorted(LLAMA.items(), key=str)))
+    unready = {name: torch.zeros_like(tensor) for name, tensor in state.items()}
+    stream, params = DelayedStream(), OptionalParams()
+    stream.pending = lambda: [unready[name].copy_(tensor) for name, tensor in state.items()]
+    model = DeviceBackend(stream, params).load((LLAMA, unready), params)
+    found = model.weights.tensor("final_norm.weight")
+    assert torch.equal(found, state["model.norm.weight"])
+
+
 class CountedStream(EmulatedStream):
     """Each run counts as many bytes as the largest batch of the model in it has rows."""
 
