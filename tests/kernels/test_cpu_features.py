@@ -26,9 +26,17 @@ HAS = {"sse2": True, "avx2": True, "f16c": True, "avx512f": False}
 def test_the_features_are_those_of_the_processor_that_numba_may_use(monkeypatch, given, used):
     monkeypatch.setattr(module.binding, "get_host_cpu_features", lambda: HAS)
     monkeypatch.setattr(module.config, "CPU_FEATURES", given)
+    monkeypatch.setattr(module.config, "ENABLE_AVX", 1)
     found = cpu_features()
     assert found.keys() == HAS.keys()
     assert {name for name, has in found.items() if has} == used
+
+
+def test_numba_may_exclude_avx_without_a_list_of_features(monkeypatch):
+    monkeypatch.setattr(module.binding, "get_host_cpu_features", lambda: HAS)
+    monkeypatch.setattr(module.config, "CPU_FEATURES", None)
+    monkeypatch.setattr(module.config, "ENABLE_AVX", 0)
+    assert cpu_features() == {**HAS, "avx2": False}
 
 
 @pytest.mark.slow  # each compiles all kernels anew
