@@ -7,7 +7,7 @@ module makes the usual choice.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -154,28 +154,32 @@ def _how_to_make(folder: Path) -> str:
 
 
 def _further_tokens(folder: str | os.PathLike[str], tokenizer: Tokenizer) -> list[AddedToken]:
-    """Return the added tokens of a folder that are not in its tokenizer.json, by their ids.
+    """Return the added tokens of a folder that differ from those in its tokenizer.json, by ids.
 
     They are in tokenizer_config.json, or else in added_tokens.json. As in transformers, each token
-    gets the next free id, unless it is in the vocabulary.
+    gets the next free id, unless it is in the vocabulary; tokenizer_config.json has precedence over
+    tokenizer.json, and added_tokens.json has not.
     """
     config = read_part(folder, "tokenizer_config.json") or {}
-    listed = config.get("added_tokens_decoder")
+    listed, special = config.get("added_tokens_decoder"), {*special_tokens_of(config).values()}
     name = "tokenizer_config.json: added_tokens_decoder"
-    if listed is None:
-        name, special = "added_tokens.json", {*special_tokens_of(config).values()}
-        given = read_part(folder, name) or {}
-        listed = {it: {"content": text, "special": text in special} for text, it in given.items()}
-    known = {it.content for it in tokenizer.get_added_tokens_decoder().values()}
+    known = {it.content: repr(it) for it in tokenizer.get_added_tokens_decoder().values()}
     try:
-        found = {int(number): _added_token(own) for number, own in listed.items()}
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        if listed is None:
+            name = "added_tokens.json"
+            given = read_part(folder, name) or {}
+            listed = {int(it): {"content": n} for n, it in given.items() if n not in known}
+        found = {int(number): _added_token(own, special) for number, own in listed.items()}
+    except (AttributeError, KeyError, OverflowError, TypeError, ValueError) as error:
         raise ConfigError(f"{quoted(os.fspath(folder))}: {name}: {error_summary(error)}") from None
-    return [found[it] for it in sorted(found) if found[it].content not in known]
+    return [found[it] for it in sorted(found) if known.get(found[it].content) != repr(found[it])]
 
 
-def _added_token(own: Mapping[str, Any]) -> AddedToken:
-    return AddedToken(own["content"], **{it: own[it] for it in _OPTIONS if it in own})
+def _added_token(own: Mapping[str, Any], special: Collection[str]) -> AddedToken:
+    options = {it: own[it] for it in _OPTIONS if it in own}
+    if own["content"] in special:
+        options["special"] = True
+    return AddedToken(own["content"], **options)
 
 
 def _is_id(value: Any) -> bool:

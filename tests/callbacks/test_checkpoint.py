@@ -101,6 +101,9 @@ def test_a_tokenizer_in_another_format_is_named(name, tmp_path):
 ADDED = {"content": "<|new|>", "special": True, "normalized": False}
 WIDE = {"content": " <x>", "special": False, "lstrip": True, "rstrip": True}
 
+PLAIN = {"content": "<x>", "special": False, "normalized": False}
+NOT_SPECIAL = {"content": "<|endoftext|>", "special": False, "normalized": False}
+
 
 def tokenizer_folder(folder, **files):
     shutil.copy("examples/tiny_llama/tokenizer.json", folder)
@@ -122,6 +125,9 @@ def tokenizer_folder(folder, **files):
         {"tokenizer_config": {"added_tokens_decoder": {"640": {**ADDED, "special": False}}}},
         {"added_tokens": {" <x>": 641, "<|new|>": 640}},
         {"tokenizer_config": {"eos_token": "<|new|>"}, "added_tokens": {"<|new|>": 640}},
+        {"tokenizer_config": {"eos_token": "<x>", "added_tokens_decoder": {"640": PLAIN}}},
+        {"tokenizer_config": {"added_tokens_decoder": {"0": NOT_SPECIAL, "640": ADDED}}},
+        {"added_tokens": {"<|endoftext|>": 0, "<|new|>": 640}},
     ],
 )
 def test_added_tokens_outside_of_tokenizer_json_are_those_of_transformers(files, tmp_path):
@@ -143,6 +149,14 @@ def test_added_tokens_outside_of_tokenizer_json_are_those_of_transformers(files,
 def test_added_tokens_that_cannot_be_read_are_named(decoder, tmp_path):
     folder = tokenizer_folder(tmp_path, tokenizer_config={"added_tokens_decoder": decoder})
     with pytest.raises(ConfigError, match="tokenizer_config.json: added_tokens_decoder: "):
+        load_tokenizer(folder)
+
+
+@pytest.mark.parametrize("number", ["[]", "{}", "null", "1e999", '"x"'])
+def test_ids_of_added_tokens_that_cannot_be_read_are_refused(number, tmp_path):
+    folder = tokenizer_folder(tmp_path)
+    (folder / "added_tokens.json").write_text(f'{{"<|new|>": {number}}}')
+    with pytest.raises(ConfigError, match="added_tokens.json: "):
         load_tokenizer(folder)
 
 
