@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -106,8 +107,11 @@ class Results:
         line = memoryview(orjson.dumps(result) + b"\n")
         try:
             while self.file is not None and (left := line[sum(self._sizes) :]):
+                num_parts = len(self._sizes)
                 # one call of C code: no interrupt is between the write and its size
-                self._sizes.extend(map(self.file.write, (left,)))
+                self._sizes.extend(filter(None, map(self.file.write, (left,))))
+                if len(self._sizes) == num_parts:  # a pipe that does not block is full
+                    raise BlockingIOError(errno.EAGAIN, "write could not complete without blocking")
         except OSError as error:
             is_stdout = self.file is getattr(sys.stdout, "buffer", None)
             name = "-" if is_stdout else getattr(self.file, "name", "")

@@ -39,8 +39,8 @@ _ASKED_FOR = {
     "/v1/load_lora_adapter": "--adapter-dir",
     "/v1/unload_lora_adapter": "--adapter-dir",
 }
-# Beginnings of paths below /v1 that are for models of another kind.
-_OTHER_MODELS = ("/embeddings", "/rerank", "/score", "/moderations", "/audio/", "/images/")
+# First parts of paths, also below /v1, that are for models of another kind.
+_OTHER_MODELS = {"embeddings", "rerank", "score", "moderations", "audio", "images"}
 _LONGEST_PATH = 4  # parts of a path that is looked for in a wrong one
 _CORS: dict[str, Any] = {
     "allow_methods": ("GET", "POST", "DELETE"),
@@ -169,7 +169,7 @@ def _hint(request: Request) -> str:
     path, settings = request.url.path, request.app.state.settings
     if is_of_ollama(path):
         return ": this server does not have Ollama's API; use a client of OpenAI's, and /v1"
-    if path.removeprefix("/v1").startswith(_OTHER_MODELS):
+    if _OTHER_MODELS.intersection(path.removeprefix("/v1").split("/")[1:2]):
         return ": the model of this server generates text and has no other use"
     option = _ASKED_FOR.get("/v2" if path.startswith("/v2/") else path)
     is_on = settings.serves_triton if option == "--triton" else settings.adapter_dir is not None

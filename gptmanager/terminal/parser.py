@@ -40,8 +40,8 @@ class Parser(argparse.ArgumentParser):
         known = [name for name in self._option_string_actions if name.startswith("--")]
         for argument in self._given:
             name = argument.partition("=")[0]
-            if name == "--":
-                break
+            if name == "--" or (self._subparsers is not None and not name.startswith("-")):
+                break  # the options of a command are behind its name
             if not name.startswith("--") or any(option.startswith(name) for option in known):
                 continue
             phrase = [] if name in message else [f"unknown option {name}"]

@@ -453,6 +453,8 @@ def test_an_unknown_option_is_told_by_its_command(call, arguments, prog):
         (["env", "--jsn"], "unrecognized arguments: --jsn; did you mean --json?"),
         (["--hlp"], "unrecognized arguments: --hlp; did you mean --help?"),
         (["run", "--zzz"], "required: --model; unknown option --zzz"),
+        (["rnu", "--model", "x"], "'env', 'journal')"),  # an option of a command, not of all
+        (["--modle", "x"], "'env', 'journal'); unknown option --modle"),
         (["run", "--", "--modle"], "required: --model"),
         (["run", "--max-batch", "3"], "required: --model"),  # an abbreviation
     ],

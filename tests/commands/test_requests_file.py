@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import math
+import os
 import re
 from itertools import count
 from pathlib import Path
@@ -19,7 +20,7 @@ from text_checkpoint import byte_tokenizer, save_text_checkpoint
 
 from gptmanager import FinishReason
 from gptmanager.callbacks import GenerationResult, load_tokenizer
-from gptmanager.errors import CapacityError, ConfigError
+from gptmanager.errors import CapacityError, ConfigError, GptManagerError
 from gptmanager.request.adapter import LORA_MODULE_IDS
 from gptmanager.run.chat_prompts import ChatPrompts
 from gptmanager.run.line_fields import _ALIASES, _NAMES
@@ -436,6 +437,18 @@ def test_a_file_may_write_a_part_of_a_line():
     for line in lines:
         results.add(line, generated("x"))
     assert [json.loads(line)["line"] for line in file.getvalue().splitlines()] == [1, 2]
+
+
+def test_a_full_pipe_that_does_not_block_is_an_error():
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    lines = read({"prompt": "a"})
+    with open(reader, "rb"), open(writer, "wb", buffering=0) as file:
+        while file.write(bytes(1 << 16)):
+            pass
+        results = Results(lines, TOKENIZER, file)
+        with pytest.raises(GptManagerError, match="--output .*could not complete without blocking"):
+            results.add(lines[0], generated("x"))
 
 
 @pytest.mark.parametrize("call", ["add", "close"])

@@ -75,8 +75,9 @@ def test_a_path_for_models_of_another_kind_is_a_404_that_says_so(client, path):
     assert message.endswith(f"{path}: the model of this server generates text and has no other use")
 
 
-def test_an_unknown_path_is_a_404(client):
-    assert refusal(client.get("/nothing"), 404)["message"] == "there is nothing at /nothing"
+@pytest.mark.parametrize("path", ["/nothing", "/scores", "/v1/scores", "/v1score"])
+def test_an_unknown_path_is_a_404(client, path):
+    assert refusal(client.get(path), 404)["message"] == f"there is nothing at {path}"
 
 
 @pytest.mark.parametrize(
