@@ -137,6 +137,11 @@ def size(
         has_states=bool(state_shapes(spec)),
     )
     _check_chunks(params.max_num_tokens, sizes)
+    if params.max_num_tokens < max_beam_width:
+        raise ConfigError(
+            f"OptionalParams.max_num_tokens = {params.max_num_tokens} must be at least "
+            f"max_beam_width = {max_beam_width}: an iteration computes one token of each beam"
+        )
     _log(sizes, params.kv_cache_config.onboard_blocks, block_bytes)
     return sizes
 

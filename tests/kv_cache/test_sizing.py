@@ -153,6 +153,20 @@ def test_a_step_that_holds_a_chunk_or_any_prompt_is_enough():
     assert not sizes(32, max_num_tokens=15).chunked  # whole contexts, of up to 15 tokens
 
 
+def test_a_step_holds_one_token_of_each_beam():
+    text = "max_num_tokens = 2 must be at least max_beam_width = 3: "
+    with pytest.raises(ConfigError, match=text):
+        sizes(beams=3, max_num_tokens=2)
+    options = OptionalParams(
+        KvCacheConfig(tokens_per_block=1), max_num_tokens=3, enable_chunked_context=True
+    )
+    request = InferenceRequest.from_tokens(1, [5, 6, 7, 8], 4, beam_width=3)
+    host = RecordingCallbacks([request])
+    source = checkpoint(random_model(CONFIGS["llama"]))
+    with GptManager(source, FUSED, 3, optional_params=options, **host.keywords()):
+        assert not host.final(1).error
+
+
 def test_the_rings_of_the_default_pool_serve_a_full_batch_side_by_side():
     """Prompts of more than a step, in rings that the default pool holds all at once."""
     source = checkpoint(random_model({**CONFIGS["llama"], "max_position_embeddings": 400}))

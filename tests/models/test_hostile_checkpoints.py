@@ -201,7 +201,12 @@ def test_positions_cost_no_more_than_the_cache_has_room_for(folder: Path) -> Non
             1,
             "no memory for steps of max_batch_size = 2147483647",
         ),
-        ({"max_batch_size": 1}, {}, 2**31 - 1, "no memory for steps of max_batch_size = 1 "),
+        (
+            {"max_batch_size": 1, "max_num_tokens": 2**31 - 1},
+            {},
+            2**31 - 1,
+            "no memory for steps of max_batch_size = 1 ",
+        ),
         ({}, {"tokens_per_block": 2**31 - 1}, 1, "no KV cache block of .* bytes fits into"),
         ({}, {"host_cache_size": 2**63 - 1}, 1, "no memory for steps .* blocks and [0-9]+ on the"),
         ({}, {"host_cache_size": 2**50}, 1, "no memory for steps of max_batch_size = 256"),
