@@ -60,13 +60,13 @@ def test_more_is_guessed_after_right_guesses_and_less_after_wrong_ones():
     drafter.learn_result(8, 2)
     assert len(drafter.propose(text, 99)) == 3
     rests = []
-    for _ in range(4):
+    for _ in range(8):
         drafter.learn_result(1, 0)
         count = 0
         while not drafter.propose(text, 99):
             count += 1
         rests.append(count)
-    assert rests == [1, 2, 4, 8]
+    assert rests == [1, 2, 4, 8, 16, 32, 32, 32]
     drafter.learn_result(1, 1)
     assert len(drafter.propose(text, 99)) == 2
 

@@ -91,6 +91,13 @@ def test_lines_are_computed_in_one_place():
     assert found == {"lines.py"}
 
 
+def test_memory_includes_the_cache_and_the_tables():
+    tables, pool = executor(num_slots=3).runner.tables, executor().runner.kv_pool
+    assert executor(num_slots=3).memory.cpu == pool.nbytes + 4 * (
+        tables.tokens.size + tables.blocks.size  # int32
+    )
+
+
 def test_a_sampled_token_is_the_next_input():
     own = executor()
     assert run(own, context(start(0, 3, 4), start(2, 7, 8))).tokens.tolist() == [[5], [9]]

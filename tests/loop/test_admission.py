@@ -302,6 +302,12 @@ def test_derived_seeds_differ_by_request_and_by_manager():
     assert len(seeds) == 1000 and all(0 <= seed < 2**64 for seed in seeds)
 
 
+def test_derived_seeds_are_the_numbers_of_splitmix64():
+    """A seed of the journal's file leads to the same tokens on every version and machine."""
+    published = [6457827717110365317, 3203168211198807973, 9817491932198370423]
+    assert [derive_seed(1234567, number) for number in range(3)] == published
+
+
 def test_word_lists_in_both_shapes():
     words = [[5, 7, 3], [9, 2]]
     encoded = InferenceRequest.from_tokens(1, [1], 1, stop_words_list=words).stop_words_list

@@ -324,6 +324,19 @@ def test_a_context_keeps_the_drafts_of_its_host_where_drafts_are_looked_up():
     assert driver.output(1) == [5, 6, 7, *expected_output([5, 6, 7], 8)]
 
 
+def test_a_pause_before_the_first_token_keeps_the_drafts_of_the_host():
+    """They continue the prompt, which is computed again."""
+    driver = LoopDriver(max_num_tokens=8, chunked=True, scheduler=ForcedPauses)
+    prompt, guess = list(range(12)), expected_output(range(12), 3)
+    driver.submit(request(1, prompt, 8, draft_input_ids=guess))
+    driver.loop.iterate()
+    driver.scheduler.victims.add(1)
+    driver.run()
+    rows = [row for s in driver.executor.schedules for row in s.context_rows]
+    assert [row.num_drafts for row in rows] == [0, 0, 3]  # the first chunk runs twice
+    assert driver.output(1) == prompt + expected_output(prompt, 8)
+
+
 def test_a_deadline_is_missed_after_its_time_and_not_at_it():
     driver = LoopDriver(max_batch_size=1)
     driver.submit(

@@ -18,6 +18,7 @@ from waiting_policies import POLICIES, guarded
 from gptmanager import InferenceRequest
 from gptmanager.config import ContextChunkingPolicy
 from gptmanager.kv_cache import KvCacheManager
+from gptmanager.manager import stall_watch
 from gptmanager.manager.inspection import explain
 from gptmanager.request.llm_request import LlmRequestState
 from gptmanager.scheduler import MaxUtilizationScheduler, RequestScheduler, StaticBatchScheduler
@@ -347,3 +348,16 @@ def test_one_that_others_were_paused_for_waits_for_what_it_lacks(seed):
             driver.loop.iterate()
     driver.run()
     assert seen[WaitReason.KV_BLOCKS.value]
+
+
+def test_a_stall_that_began_before_the_first_check_is_told(caplog, monkeypatch):
+    now = 5.0
+    monkeypatch.setattr(stall_watch, "monotonic", lambda: now)
+    progress = stall_watch.Progress()
+    driver = LoopDriver(num_blocks=3, max_batch_size=1)
+    driver.submit(*(InferenceRequest.from_tokens(number, [1], 8) for number in (1, 2)))
+    driver.loop.iterate()
+    now += 1.5
+    for _ in range(2):
+        progress.warn_of_stall(driver.loop)
+    assert caplog.text.count("no request has been scheduled for 1.5 s, 2 requests are active") == 1

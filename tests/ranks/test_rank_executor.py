@@ -420,6 +420,29 @@ def test_ranks_that_have_logits_may_choose_for_themselves(num_stages):
         rank.executor.close(PATIENCE_S)
 
 
+def test_what_follows_a_wrong_draft_may_differ_between_ranks_that_choose_for_themselves():
+    """Only the valid tokens of a row are compared."""
+    params = options(1, speculative_decoding_config=PromptLookup(3, 2, 1))
+    ranks = world(2, 1, params, SchedulerConfig(), replicates=True, beams=2)
+    inner, num_invalid = ranks[1].executor._executor, []
+    own_result = inner.result
+
+    def result(step):
+        found = own_result(step)
+        if found.num_tokens is None:
+            return found
+        is_invalid = np.arange(found.tokens.shape[1]) >= found.num_tokens[:, None]
+        num_invalid.append(is_invalid.sum())
+        return replace(found, tokens=np.where(is_invalid, found.tokens + 1, found.tokens))
+
+    inner.result = result
+    lead(ranks, load(3))
+    assert sum(num_invalid) > 0
+    assert said(ranks[1].host.callbacks) == said(ranks[0].host.callbacks)
+    for rank in ranks:
+        rank.executor.close(PATIENCE_S)
+
+
 @pytest.mark.parametrize("num_stages", [1, 2])
 def test_a_rank_whose_post_processor_differs_says_so(num_stages):
     calls = []
