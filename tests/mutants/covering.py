@@ -172,6 +172,20 @@ _OTHERS = {
     "gptmanager/executor/torch_executor.py": f"{_CHOOSER} test_gathered_logits test_sink_tokens "
     "test_attention_window test_memory_shortage test_top_log_probs test_recovery",
 }
+# What decides, and what it keeps account of: all files of a package have the same tests.
+_CORE = {
+    "gptmanager/kv_cache": "test_kv_cache test_kv_cache_state test_capacity_scheduler "
+    "test_eviction test_prefix_tree test_host_tier test_offloading test_kv_cache_reuse "
+    "test_reuse_delay test_retention_priority test_clear_cached test_sizing test_kv_cache_trial "
+    "test_block_reuse test_attention_window",
+    "gptmanager/loop": "test_loop test_admission test_adapters_in_the_loop test_micro_batches "
+    "test_outputs test_preparation test_stop_words test_end_ids test_back_pressure "
+    "test_why_waiting test_recovery test_foreseen_starts test_top_log_probs "
+    "test_loop_state_machine test_attention_window",
+    "gptmanager/scheduler": "test_capacity_scheduler test_micro_batch_scheduler "
+    "test_simple_scheduler test_reuse_delay test_retention_priority test_scheduler_oracle "
+    "test_back_pressure test_why_waiting test_foreseen_starts test_micro_batches",
+}
 _ANY_OF_CPU = (
     "test_kernel_memory test_kernels test_packed_matmul test_adapter_kernels test_token_masks"
 )
@@ -180,13 +194,13 @@ _ANY_OF_CPU = (
 def files(root: Path) -> list[str]:
     """What mistakes are planted in."""
     left_out = ("intrinsics.cuh", "__init__.py")
-    kernels = [
+    of_folders = [
         path.relative_to(root).as_posix()
-        for folder in ("cuda", "gptmanager/kernels")
+        for folder in ("cuda", "gptmanager/kernels", *_CORE)
         for path in sorted((root / folder).rglob("*.*"))
         if path.name not in left_out and "__pycache__" not in path.parts
     ]
-    return [*kernels, *_OTHERS]
+    return [*of_folders, *_OTHERS]
 
 
 def covering_tests(root: Path, file: str) -> list[str]:
@@ -198,6 +212,8 @@ def covering_tests(root: Path, file: str) -> list[str]:
     if file in _OTHERS:
         return _paths(root, _OTHERS[file])
     folder, _, name = file.rpartition("/")
+    if folder in _CORE:
+        return _paths(root, _CORE[folder])
     if folder == "cuda/emulator":
         return _paths(root, _EMULATED.get(name, _EMULATOR))
     if not folder.startswith("cuda"):

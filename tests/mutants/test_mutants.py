@@ -11,6 +11,7 @@ import sys
 import time
 from pathlib import Path
 
+import covering
 import pytest
 from child import Child
 from covering import covering_tests, files
@@ -109,12 +110,20 @@ def test_a_sample_is_that_of_its_seed():
 
 
 def test_every_file_has_tests():
-    assert {"cuda/norms.cu", "cuda/attention/pages.cuh", "gptmanager/kernels/cpu.py"} <= {
-        *files(ROOT)
-    }
+    own = {"cuda/norms.cu", "cuda/attention/pages.cuh", "gptmanager/kernels/cpu.py"}
+    core = {"gptmanager/kv_cache/block.py", "gptmanager/loop/limits.py"}
+    assert {*own, *core, "gptmanager/scheduler/capacity.py"} <= {*files(ROOT)}
+    assert all(covering_tests(ROOT, file) for file in files(ROOT))
     for file in ("cuda/norms.cu", "cuda/numerics.cuh", "gptmanager/kernels/cpu.py"):
-        assert covering_tests(ROOT, file)
         assert mutants_of(file, (ROOT / file).read_text("utf-8"))
+
+
+def test_every_named_test_exists():
+    tables = (covering._CUDA, covering._LAUNCHES, covering._EMULATED, covering._CPU)
+    tables = (*tables, covering._OTHERS, covering._CORE)
+    named = {name for table in tables for names in table.values() for name in names.split()}
+    assert {"test_loop", "test_gemm"} < named
+    assert named <= {path.stem for path in (ROOT / "tests").rglob("test_*.py")}
 
 
 def test_tests_of_a_kernel_are_those_that_launch_it(tmp_path):
