@@ -33,6 +33,7 @@ from gptmanager.decoding.sampling import device_sampling
 from gptmanager.decoding.sampling.device_sampling import DeviceSampler
 from gptmanager.errors import ConfigError
 from gptmanager.executor.choice.device_chooser import DeviceChooser
+from gptmanager.executor.choice.prompt_scores import PromptScorer
 from gptmanager.executor.device_runner import DeviceRunner
 from gptmanager.executor.packed_rows import PackedRows
 from gptmanager.executor.sequence_tables import DeviceTables
@@ -449,13 +450,32 @@ def test_the_largest_step_runs_with_one_block(device):
     assert rows == [(350, 4), (3, 3)]
 
 
-def test_logits_of_a_dtype_that_no_kernel_reads_become_float32():
+def emulated_runner():
     stream = EmulatedStream()
     source = (LLAMA, checkpoint(tuple(sorted(LLAMA.items(), key=str))))
     model = load_model(source, kernels=CudaKernels(stream.launcher), device=stream.device)
     pool = KvPool([PageShape(1, 64)] * 2, 1, 16, token_major=True, device=stream.device)
     tables = DeviceTables(1, 160, 10, stream.device)
-    runner = DeviceRunner(model, pool, tables, stream, Uploads(stream), Downloads(stream, 8))
+    return DeviceRunner(model, pool, tables, stream, Uploads(stream), Downloads(stream, 8))
+
+
+@pytest.mark.parametrize("normalized", [False, True])
+def test_prompts_are_scored_as_on_the_cpu(normalized):
+    """Passes of different numbers of tokens."""
+    runner, on_cpu = emulated_runner(), PromptScorer(96)
+    for num_tokens in (3, 5):
+        logits = torch.randn(num_tokens, 96, generator=torch.Generator().manual_seed(num_tokens))
+        targets = np.arange(num_tokens)
+        expected = on_cpu.score(logits.clone(), targets, 2, normalized=normalized)
+        with torch.inference_mode():
+            found = runner.score(logits, targets, 2, normalized)
+        for own, other in zip(found, expected, strict=True):
+            torch.testing.assert_close(own, other, check_dtype=False)
+
+
+def test_logits_of_a_dtype_that_no_kernel_reads_become_float32():
+    runner = emulated_runner()
+    model = runner.model
     tokens, one = np.arange(3), np.zeros(1, dtype=np.int64)
     starts = np.array([0, 3], dtype=np.int32)
     rows = PackedRows(one, starts, starts[1:], tokens, np.zeros_like(tokens), tokens[2:], one, 1)

@@ -324,6 +324,14 @@ def test_a_context_keeps_the_drafts_of_its_host_where_drafts_are_looked_up():
     assert driver.output(1) == [5, 6, 7, *expected_output([5, 6, 7], 8)]
 
 
+def test_no_limit_of_active_requests_is_reported_as_minus_one():
+    for most, reported in ((8, 8), (None, -1)):
+        driver = LoopDriver(max_active=most)
+        driver.submit(request(1, [1], 2))
+        driver.run()
+        assert {counts.max_active for counts in driver.host.counts} == {reported}
+
+
 def test_a_pause_before_the_first_token_keeps_the_drafts_of_the_host():
     """They continue the prompt, which is computed again."""
     driver = LoopDriver(max_num_tokens=8, chunked=True, scheduler=ForcedPauses)
