@@ -21,6 +21,7 @@ from gptmanager.server.settings import ServerSettings
 from gptmanager.server.triton import described
 
 _TEXT = {"type": "string"}
+_OPTIONAL = {"type": ["string", "null"]}
 _COUNT = {"type": "integer", "minimum": 0}
 # Statuses of every endpoint: errors of the connection, errors of the guards, which run before the
 # endpoint, and unexpected errors.
@@ -50,6 +51,10 @@ def _link(path: str, method: str = "post", **values: Any) -> dict[str, Any]:
     return {"operationRef": f"#/paths/{place}/{method}", **values}
 
 
+def _counts(*names: str) -> dict[str, Any]:
+    return {"type": "object", "required": [*names], "properties": dict.fromkeys(names, _COUNT)}
+
+
 _COMPLETION = {
     "id": _TEXT,
     "object": _TEXT,
@@ -63,6 +68,13 @@ _COMPLETION = {
             "prompt_tokens": _COUNT,
             "completion_tokens": _COUNT,
             "total_tokens": _COUNT,
+            "prompt_tokens_details": _counts("cached_tokens", "audio_tokens"),
+            "completion_tokens_details": _counts(
+                "reasoning_tokens",
+                "audio_tokens",
+                "accepted_prediction_tokens",
+                "rejected_prediction_tokens",
+            ),
         },
     },
 }
@@ -140,7 +152,10 @@ ENDPOINTS = (
         "/tokenizer_info",
         "describe the tokenizer",
         None,
-        {"model_max_length": _COUNT, "chat_template": {"type": ["string", "null"]}},
+        {
+            "model_max_length": _COUNT,
+            **dict.fromkeys(("bos_token", "eos_token", "pad_token", "chat_template"), _OPTIONAL),
+        },
     ),
     Endpoint("/health", "check that requests are accepted", None, {"status": _TEXT}),
     Endpoint("/health/live", "check that the loop runs", None, {"status": _TEXT}),

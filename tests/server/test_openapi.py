@@ -65,6 +65,18 @@ def test_every_status_of_an_error_is_described():
                 assert missing == (set() if path in PATHS else {"422"}), path
 
 
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_every_count_of_the_usage_is_described(client, path):
+    messages = [{"role": "user", "content": "a"}]
+    prompt = {"messages": messages} if "chat" in path else {"prompt": "a"}
+    usage = client.post(path, json={**prompt, "max_tokens": 1}).json()["usage"]
+    answer = document()["paths"][path]["post"]["responses"]["200"]["content"]["application/json"]
+    described = answer["schema"]["properties"]["usage"]["properties"]
+    assert usage.keys() == described.keys()
+    for name in ("prompt_tokens_details", "completion_tokens_details"):
+        assert usage[name].keys() == described[name]["properties"].keys()
+
+
 def test_links_lead_to_what_is_described():
     paths = document()["paths"]
     links = [
