@@ -1,6 +1,7 @@
 """Makes docs/pictures/live_page.png: the live page of a load, in a headless Chromium.
 
-.venv/bin/python tests/benchmarks/picture_of_live_page.py docs/pictures/live_page.png
+PYTHONPATH=tests/support .venv/bin/python tests/benchmarks/picture_of_live_page.py \\
+  docs/pictures/live_page.png
 """
 
 from __future__ import annotations

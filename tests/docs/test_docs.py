@@ -8,12 +8,13 @@ import inspect
 import json
 import math
 import re
+import shlex
 import typing
 from pathlib import Path
 
 import pytest
 
-from gptmanager import config
+from gptmanager import cli, config
 from gptmanager.assembly.options import checked_optional_params, checked_scheduler_config
 from gptmanager.cuda import emulator
 from gptmanager.errors import ConfigError
@@ -201,6 +202,25 @@ def test_every_figure_of_a_simulation_is_documented_as_it_is_printed():
     assert labels == [line.split("  ")[0] for line in lines([figures_table({"a": figures})])[1:]]
     for field in dataclasses.fields(figures):
         assert type(getattr(figures, field.name)) is not tuple, field.name
+
+
+def test_the_shown_simulation_is_what_its_command_prints(capsys):
+    command, shown = re.findall(r"^```\n(.*?)```", page("simulation.md"), re.DOTALL | re.MULTILINE)[
+        :2
+    ]
+    assert cli.main(shlex.split(command)[1:]) == 0
+    assert capsys.readouterr().out.lstrip("\n").startswith(shown)
+
+
+def test_scripts_run_by_their_documented_commands_find_their_imports():
+    support = {path.stem for path in (ROOT / "tests/support").glob("*.py")}
+    text = "".join(path.read_text(encoding="utf-8") for path in PAGES)
+    commands = re.findall(r"(PYTHONPATH=tests/support )?python (tests/[\w/]+\.py)", text)
+    assert len(commands) > 5
+    for path_is_set, script in commands:
+        source = (ROOT / script).read_text(encoding="utf-8")
+        imported = set(re.findall(r"^(?:from|import) (\w+)", source, re.MULTILINE))
+        assert path_is_set or "sys.path" in source or not imported & support, script
 
 
 def test_every_part_of_a_comparison_in_json_is_documented():

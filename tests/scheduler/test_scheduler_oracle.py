@@ -1,6 +1,6 @@
 """The schedulers against `scheduling_oracle`, the same rules written a second time.
 
-`python tests/scheduler/test_scheduler_oracle.py 10000` runs so many traces.
+`PYTHONPATH=tests/support python tests/scheduler/test_scheduler_oracle.py 10000` runs 10,000 traces.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """A manager's MAX_UTILIZATION does not thrash: half the KV cache that the requests want.
 
-`python tests/scheduler/test_scheduler_thrash.py` prints the table of docs/scheduling.md.
+`PYTHONPATH=tests/support python tests/scheduler/test_scheduler_thrash.py` prints the table of
+docs/scheduling.md.
 """
 
 from __future__ import annotations
