@@ -198,7 +198,8 @@ def _scheduler(blueprint: Blueprint, kv_cache: KvCacheManager) -> RequestSchedul
         params.max_num_tokens,
         max_context_length=sizes.max_context_length,
         context_chunking_policy=chunking if sizes.chunked else None,
-        chunk_unit=sizes.chunk_unit if sizes.chunked else None,
+        # a unit above `max_context_length` is allowed if every context fits in one step
+        chunk_unit=min(sizes.chunk_unit, sizes.max_context_length) if sizes.chunked else None,
         # Cached tokens move the start of a prompt's first chunk, but do not shorten this chunk. So
         # only a first chunk that reaches the end of the prompt costs fewer tokens in its step.
         reuse_credit_rule="shift",

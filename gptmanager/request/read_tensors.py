@@ -62,7 +62,8 @@ def read_float(name: str, value: Any, low: float, high: float = math.inf) -> flo
         raise InvalidRequestError(f"{name} = {number} is not finite")
     if not low <= number <= high:
         bounds = f"at least {low:g}" if math.isinf(high) else f"within {low:g}..{high:g}"
-        raise InvalidRequestError(f"{name} = {number:g} must be {bounds}")
+        shown = repr(number).removesuffix(".0")  # all digits: 1.0000001 is not within 0..1
+        raise InvalidRequestError(f"{name} = {shown} must be {bounds}")
     return number
 
 

@@ -12,6 +12,7 @@ from checkpoints import CONFIGS, checkpoint, random_model
 
 from gptmanager import (
     CapacitySchedulerPolicy,
+    ContextChunkingPolicy,
     GptManager,
     InferenceRequest,
     KvCacheConfig,
@@ -151,6 +152,21 @@ def test_a_step_that_holds_a_chunk_or_any_prompt_is_enough():
     with pytest.raises(ConfigError, match="max_num_tokens = 158 is less"):
         sizes(32, max_num_tokens=158, max_seq_len=160, enable_chunked_context=True)
     assert not sizes(32, max_num_tokens=15).chunked  # whole contexts, of up to 15 tokens
+
+
+@pytest.mark.parametrize("chunking", ContextChunkingPolicy)
+def test_every_chunking_policy_starts_with_a_step_that_holds_any_prompt(chunking):
+    options = OptionalParams(
+        KvCacheConfig(tokens_per_block=64),
+        max_num_tokens=7,
+        max_seq_len=8,
+        enable_chunked_context=True,
+    )
+    host = RecordingCallbacks([InferenceRequest.from_tokens(1, [5, 6, 7, 8, 5, 6, 7], 1)])
+    source = checkpoint(random_model(CONFIGS["llama"]))
+    scheduler = SchedulerConfig(context_chunking_policy=chunking)
+    with GptManager(source, FUSED, 1, scheduler, optional_params=options, **host.keywords()):
+        assert not host.final(1).error
 
 
 def test_a_step_holds_one_token_of_each_beam():

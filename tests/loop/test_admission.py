@@ -84,6 +84,7 @@ def test_a_scalar_may_have_any_shape_of_one_value(value):
         ({"temperature": 1e-300}, "temperature = 1e-300 must be 0 or within 1e-30"),
         ({"runtime_top_p": 1.5}, "runtime_top_p = 1.5 must be within 0..1"),
         ({"runtime_top_p": -0.1}, "runtime_top_p = -0.1 must be within 0..1"),
+        ({"runtime_top_p": 1.0000001}, "runtime_top_p = 1.00000[0-9]* must be within 0..1"),
         ({"runtime_min_p": 2.0}, "runtime_min_p = 2 must be within 0..1"),
         ({"runtime_top_k": -1}, "runtime_top_k = -1 is outside 0"),
         ({"runtime_top_k": 0.5}, "runtime_top_k has dtype float64"),
