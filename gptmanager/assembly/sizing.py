@@ -137,11 +137,7 @@ def size(
         has_states=bool(state_shapes(spec)),
     )
     _check_chunks(params.max_num_tokens, sizes)
-    if params.max_num_tokens < max_beam_width:
-        raise ConfigError(
-            f"OptionalParams.max_num_tokens = {params.max_num_tokens} must be at least "
-            f"max_beam_width = {max_beam_width}: an iteration computes one token of each beam"
-        )
+    _check_generation(params, max_beam_width)
     _log(sizes, params.kv_cache_config.onboard_blocks, block_bytes)
     return sizes
 
@@ -294,6 +290,22 @@ def _check_chunks(max_num_tokens: int, sizes: Sizes) -> None:
         f"OptionalParams.max_num_tokens = {max_num_tokens} is less than one context chunk of "
         f"{reason}"
     )
+
+
+def _check_generation(params: OptionalParams, max_beam_width: int) -> None:
+    """Raise ConfigError if a step is too small for all beams, or for all drafts, of a request."""
+    given, lookup = params.max_num_tokens, params.speculative_decoding_config
+    if given < max_beam_width:
+        raise ConfigError(
+            f"OptionalParams.max_num_tokens = {given} must be at least max_beam_width = "
+            f"{max_beam_width}: an iteration computes one token of each beam"
+        )
+    if lookup is not None and given <= lookup.max_draft_tokens:
+        raise ConfigError(
+            f"OptionalParams.max_num_tokens = {given} must be above PromptLookup.max_draft_tokens "
+            f"= {lookup.max_draft_tokens}: an iteration computes a request's drafts and the token "
+            "before them"
+        )
 
 
 def _log(sizes: Sizes, onboards: bool, block_bytes: int) -> None:

@@ -18,12 +18,13 @@ from gptmanager import (
     KvCacheConfig,
     ModelType,
     OptionalParams,
+    PromptLookup,
     SchedulerConfig,
 )
 from gptmanager.assembly.options import checked_optional_params
 from gptmanager.assembly.sizing import MemoryBudget, size
 from gptmanager.errors import ConfigError
-from gptmanager.testing import RecordingCallbacks
+from gptmanager.testing import RecordingCallbacks, ScriptedModel
 
 MAX_UTILIZATION = CapacitySchedulerPolicy.MAX_UTILIZATION
 GIB = 1 << 30
@@ -181,6 +182,21 @@ def test_a_step_holds_one_token_of_each_beam():
     source = checkpoint(random_model(CONFIGS["llama"]))
     with GptManager(source, FUSED, 3, optional_params=options, **host.keywords()):
         assert not host.final(1).error
+
+
+def test_a_step_holds_the_drafts_of_a_request():
+    text = r"max_num_tokens = 3 must be above PromptLookup.max_draft_tokens = 3: "
+    with pytest.raises(ConfigError, match=text):
+        sizes(max_num_tokens=3, speculative_decoding_config=PromptLookup(max_draft_tokens=3))
+    options = OptionalParams(
+        KvCacheConfig(max_tokens=128),
+        max_num_tokens=4,
+        speculative_decoding_config=PromptLookup(max_draft_tokens=3, min_ngram=1),
+    )
+    host = RecordingCallbacks([InferenceRequest.from_tokens(1, [5, 5, 5, 5], 20)])
+    with GptManager(ScriptedModel(lambda _: 5), FUSED, optional_params=options, **host.keywords()):
+        assert not host.final(1).error
+    assert len(host.statistics) < 20  # drafts were accepted
 
 
 def test_the_rings_of_the_default_pool_serve_a_full_batch_side_by_side():
