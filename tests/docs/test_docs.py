@@ -178,12 +178,12 @@ def keywords(function):
 
 
 def test_the_keywords_of_load_model_are_documented_with_their_defaults():
-    found = rows(section("models.md", "### Wrapping a shipped network"))
+    found = rows(section("own_model.md", "## Wrapping a shipped network"))
     assert {code(name): eval(code(default)) for name, default, _ in found} == keywords(load_model)
 
 
 def test_every_field_of_a_batch_is_documented_once():
-    documented = [code(name) for name, *_ in rows(section("models.md", "### The batch"))]
+    documented = [code(name) for name, *_ in rows(section("own_model.md", "## The batch"))]
     assert sorted(documented) == sorted(field.name for field in dataclasses.fields(Batch))
 
 
