@@ -358,6 +358,23 @@ def test_who_is_passed_over_long_enough_is_waited_for():
     finish(driver)
 
 
+def test_who_runs_keeps_its_pages_however_long_another_is_passed_over():
+    driver = driver_of(host=8, device=2, max_batch_size=2, max_active=None)
+    driver.submit(request(1, 1, size=1), request(2, 2, size=2))
+    step(driver, 3)
+    driver.submit(*(request(number, 1, length=12) for number in (3, 4, 5)))
+    adapters, is_waited_for = driver.loop.table.adapters, False
+    for _ in range(40):
+        step(driver)
+        running = [r.request_id for r in driver.loop.active if r.slot >= 0]
+        assert all(it in adapters.cache.adapter_of(it).running for it in running)
+        is_waited_for |= running == [3] and adapters.num_overtaken >= 2
+        if 2 in running:
+            break
+    assert running == [2] and is_waited_for  # and not 4 or 5, which came later
+    finish(driver)
+
+
 def test_a_paused_request_has_its_adapter_again_before_it_goes_on():
     pauses: list[ForcedPauses] = []
 
