@@ -493,6 +493,18 @@ def test_news_of_work_that_nobody_waits_for_is_no_news():
     assert not error_of(driver, 1)
 
 
+def test_an_explanation_includes_news_that_are_noted_and_not_applied():
+    driver = driver_of()
+    driver.submit(request(1, 7, size=1))
+    step(driver)
+    adapters, done = driver.loop.table.adapters, driver.host.done
+    adapters.note((), done)
+    done.clear()
+    assert "is on the host" in explain(driver.loop, 1).text
+    finish(driver)
+    assert not error_of(driver, 1)
+
+
 @pytest.mark.parametrize(("owner", "name"), [(RequestTable, "most_active"), (Adapters, "take_in")])
 def test_an_iteration_that_fails_loses_no_news(monkeypatch, owner, name):
     driver = driver_of()

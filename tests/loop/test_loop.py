@@ -332,6 +332,18 @@ def test_no_limit_of_active_requests_is_reported_as_minus_one():
         assert {counts.max_active for counts in driver.host.counts} == {reported}
 
 
+def test_a_pause_changes_neither_the_time_in_the_queue_nor_the_cached_tokens():
+    driver = LoopDriver(reuse=True, scheduler=ForcedPauses)
+    driver.submit(request(1, [1, 2, 3, 4, 5, 6], 8))
+    for _ in range(3):
+        driver.loop.iterate()
+    driver.scheduler.victims.add(1)
+    driver.run()
+    metrics = dict(zip(REQUEST_METRICS, driver.final(1).tensors["request_metrics"], strict=True))
+    assert metrics["pauses"] == 1  # after which its own blocks are found
+    assert metrics["queue_s"] == metrics["cached_tokens"] == 0
+
+
 def test_a_pause_before_the_first_token_keeps_the_drafts_of_the_host():
     """They continue the prompt, which is computed again."""
     driver = LoopDriver(max_num_tokens=8, chunked=True, scheduler=ForcedPauses)
