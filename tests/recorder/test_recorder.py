@@ -181,6 +181,17 @@ def test_a_field_that_the_file_lacks_has_its_default_and_an_unknown_one_is_dropp
     assert Decoder(names).decode(Schedule, data) == Schedule(3, (Row(1, 2, 3, 4, 5, True),))
 
 
+def test_a_request_recorded_before_adapters_were_waits_for_none():
+    driver = LoopDriver()
+    driver.submit(request(1, 3, 4))
+    driver.loop.iterate()
+    (state,) = driver.loop.table.state().active
+    names = {name: [*fields] for name, fields in field_names(ProgressState).items()}
+    old = [it for it in names["ProgressState"] if not it.startswith(("awaited", "adapter"))]
+    data = orjson.loads(to_json(state.progress))[: len(old)]
+    assert Decoder({**names, "ProgressState": old}).decode(ProgressState, data) == state.progress
+
+
 def test_a_log_probability_of_nothing_comes_back():
     dead = BeamCandidates(((1, 2), (3,)), ((-0.5, -math.inf), (-math.inf,)))
     result = StepResult(np.array([[0]], np.int32), 0.1, beams=(dead,))
