@@ -18,7 +18,7 @@ from gptmanager import cli, config
 from gptmanager.assembly.options import checked_optional_params, checked_scheduler_config
 from gptmanager.cuda import emulator
 from gptmanager.errors import ConfigError
-from gptmanager.lifecycle.state import NEXT_MANAGER_STATES
+from gptmanager.lifecycle.state import NEXT_MANAGER_STATES, Health
 from gptmanager.loop.token_loop import TokenLoop
 from gptmanager.manager import inspection
 from gptmanager.manager.gpt_manager import GptManager
@@ -278,6 +278,15 @@ def test_the_constructor_is_documented_argument_by_argument():
     arguments = list(inspect.signature(GptManager).parameters.values())
     defaults = ["mandatory" if a.default is a.empty else repr(a.default) for a in arguments]
     assert documented == list(zip([a.name for a in arguments], defaults, strict=True))
+
+
+def test_the_answer_to_health_is_documented_attribute_by_attribute():
+    names = [
+        name
+        for cells in rows(section("manager.md", "## What it answers"))
+        for name in cells[0].split(", ")
+    ]
+    assert [*map(code, names)] == [field.name for field in dataclasses.fields(Health)]
 
 
 def described(cls):
