@@ -14,7 +14,11 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-from gptmanager.callbacks.text.checkpoint import load_tokenizer, special_tokens_of
+from gptmanager.callbacks.text.checkpoint import (
+    load_tokenizer,
+    read_tokenizer_config,
+    special_tokens_of,
+)
 from gptmanager.callbacks.text.control_tokens import ControlTokens
 from gptmanager.callbacks.text.template_process import TemplateProcess, pick, read_chat_templates
 from gptmanager.callbacks.text.template_rendering import TemplateError
@@ -22,7 +26,6 @@ from gptmanager.environment.distribution import install_command
 from gptmanager.errors import CapacityError, ConfigError, InvalidRequestError, quoted_path
 from gptmanager.lifecycle.child_process import NotStartedError
 from gptmanager.lifecycle.per_process import PerProcess
-from gptmanager.models.checkpoint_parts import read_part
 
 
 class ChatTemplate:
@@ -59,7 +62,7 @@ class ChatTemplate:
         templates = read_chat_templates(path)
         if pick(templates, has_tools=False) is None:
             raise ConfigError(f"{quoted_path(Path(path))} has no chat template: pass token ids")
-        special = special_tokens_of(read_part(path, "tokenizer_config.json") or {})
+        special = special_tokens_of(read_tokenizer_config(path))
         return cls(templates, load_tokenizer(path), special)
 
     def render(

@@ -7,10 +7,10 @@ module makes the usual choice.
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from tokenizers import AddedToken, Tokenizer
@@ -25,6 +25,16 @@ from gptmanager.request.read_tensors import MAX_END_IDS
 # files of tokenizers in other formats
 _OTHER_TOKENIZERS = ("tokenizer.model", "tekken.json", "vocab.json", "spiece.model", "vocab.txt")
 _OPTIONS = ("single_word", "lstrip", "rstrip", "normalized", "special")  # of an added token
+_R = TypeVar("_R")
+_NAMED = (
+    "bos_token",
+    "eos_token",
+    "unk_token",
+    "sep_token",
+    "pad_token",
+    "cls_token",
+    "mask_token",
+)
 _MAX_TOKENIZER_BYTES = 256 << 20
 
 
@@ -103,6 +113,17 @@ def special_tokens_of(config: Mapping[str, Any]) -> dict[str, str]:
     return found
 
 
+def read_tokenizer_config(folder: str | os.PathLike[str]) -> dict[str, Any]:
+    """Return tokenizer_config.json with the special tokens of special_tokens_map.json.
+
+    As in transformers, the second file is read only if the first one does not list added tokens.
+    """
+    config = read_part(folder, "tokenizer_config.json") or {}
+    if config.get("added_tokens_decoder") is None:
+        config = {**config, **(read_part(folder, "special_tokens_map.json") or {})}
+    return config
+
+
 def has_tokenizer(path: str | os.PathLike[str]) -> bool:
     """Return whether a checkpoint has a tokenizer, without a check that it can be read."""
     gguf = gguf_checkpoint(path)
@@ -154,32 +175,64 @@ def _how_to_make(folder: Path) -> str:
 
 
 def _further_tokens(folder: str | os.PathLike[str], tokenizer: Tokenizer) -> list[AddedToken]:
-    """Return the added tokens of a folder that differ from those in its tokenizer.json, by ids.
+    """Return the added and special tokens of a folder that its tokenizer.json has not.
 
-    They are in tokenizer_config.json, or else in added_tokens.json. As in transformers, each token
-    gets the next free id, unless it is in the vocabulary; tokenizer_config.json has precedence over
-    tokenizer.json, and added_tokens.json has not.
+    Added tokens are in tokenizer_config.json, or else in added_tokens.json. As in transformers,
+    they are followed by the special tokens, and each gets the next free id, unless it is in the
+    vocabulary. A token with other options than in tokenizer.json replaces that one.
     """
-    config = read_part(folder, "tokenizer_config.json") or {}
-    listed, special = config.get("added_tokens_decoder"), {*special_tokens_of(config).values()}
+    config = read_tokenizer_config(folder)
+    special = _read(folder, "special tokens", _special_tokens, config)
+    listed = config.get("added_tokens_decoder")
     name = "tokenizer_config.json: added_tokens_decoder"
-    known = {it.content: repr(it) for it in tokenizer.get_added_tokens_decoder().values()}
+    known = {it.content: it for it in tokenizer.get_added_tokens_decoder().values()}
+    if listed is None:
+        name, given = "added_tokens.json", read_part(folder, "added_tokens.json") or {}
+        texts = given.keys() - known.keys()  # tokenizer.json has precedence over this file
+        pairs = [(given[it], {"content": it, "special": it in special}) for it in texts]
+        numbered = _read(folder, name, _numbered, pairs)
+    else:
+        numbered = _read(folder, name, lambda own: _numbered(own.items()), listed)
+    found: dict[str, AddedToken] = {}
+    for _, token in sorted(numbered.items()):
+        if repr(token) != repr(known.get(token.content)):
+            token.special = token.special or token.content in special
+            found.setdefault(token.content, token)
+    further = [it for text, it in special.items() if text not in known and text not in found]
+    return [*found.values(), *further]
+
+
+def _read(folder: str | os.PathLike[str], name: str, read: Callable[[Any], _R], given: Any) -> _R:
+    """Return what `read` returns for `given`. Raise ConfigError if a value has a wrong type."""
     try:
-        if listed is None:
-            name = "added_tokens.json"
-            given = read_part(folder, name) or {}
-            listed = {int(it): {"content": n} for n, it in given.items() if n not in known}
-        found = {int(number): _added_token(own, special) for number, own in listed.items()}
+        return read(given)
     except (AttributeError, KeyError, OverflowError, TypeError, ValueError) as error:
         raise ConfigError(f"{quoted(os.fspath(folder))}: {name}: {error_summary(error)}") from None
-    return [found[it] for it in sorted(found) if known.get(found[it].content) != repr(found[it])]
 
 
-def _added_token(own: Mapping[str, Any], special: Collection[str]) -> AddedToken:
-    options = {it: own[it] for it in _OPTIONS if it in own}
-    if own["content"] in special:
-        options["special"] = True
-    return AddedToken(own["content"], **options)
+def _numbered(pairs: Iterable[tuple[Any, Mapping[str, Any]]]) -> dict[int, AddedToken]:
+    return {int(number): _added_token(own) for number, own in pairs}
+
+
+def _special_tokens(config: Mapping[str, Any]) -> dict[str, AddedToken]:
+    """Return text -> special token, in the order in which transformers adds them."""
+    extra = config.get("extra_special_tokens", config.get("additional_special_tokens"))
+    named = {it: config.get(it) for it in _NAMED}
+    named |= {key: it for key, it in config.items() if key.endswith("_token")}
+    for own in (extra, config.get("model_specific_special_tokens")):
+        named |= own if isinstance(own, dict) else {}
+    listed = [*named.values(), *(extra if isinstance(extra, list) else ())]
+    objects = ({"content": it} if isinstance(it, str) else it for it in listed)
+    tokens = (
+        _added_token({**it, "special": True})
+        for it in objects
+        if isinstance(it, dict) and isinstance(it.get("content"), str)
+    )
+    return {it.content: it for it in tokens}
+
+
+def _added_token(own: Mapping[str, Any]) -> AddedToken:
+    return AddedToken(own["content"], **{it: own[it] for it in _OPTIONS if it in own})
 
 
 def _is_id(value: Any) -> bool:

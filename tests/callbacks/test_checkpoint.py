@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from gptmanager import InferenceRequest
-from gptmanager.callbacks import RequestQueue, TokenDefaults, load_tokenizer
+from gptmanager.callbacks import ChatTemplate, RequestQueue, TokenDefaults, load_tokenizer
 from gptmanager.errors import ConfigError
 
 
@@ -128,13 +128,29 @@ def tokenizer_folder(folder, **files):
         {"tokenizer_config": {"eos_token": "<x>", "added_tokens_decoder": {"640": PLAIN}}},
         {"tokenizer_config": {"added_tokens_decoder": {"0": NOT_SPECIAL, "640": ADDED}}},
         {"added_tokens": {"<|endoftext|>": 0, "<|new|>": 640}},
+        {"tokenizer_config": {"eos_token": " <x>", "image_token": "<|b|>", "bos_token": "<|new|>"}},
+        {"tokenizer_config": {"extra_special_tokens": {"image_token": "<|new|>"}}},
+        {"tokenizer_config": {"additional_special_tokens": ["<|new|>", " <x>", "once"]}},
+        {"special_tokens_map": {"pad_token": " <x>", "eos_token": {**ADDED, "lstrip": True}}},
+        {
+            "tokenizer_config": {"added_tokens_decoder": {"9": ADDED}, "pad_token": " <x>"},
+            "special_tokens_map": {"eos_token": "<|b|>"},
+        },
+        {
+            "tokenizer_config": {
+                "added_tokens_decoder": {
+                    "0": {**ADDED, "content": "<|endoftext|>", "rstrip": True}
+                },
+                "unk_token": "<|new|>",
+            }
+        },
     ],
 )
 def test_added_tokens_outside_of_tokenizer_json_are_those_of_transformers(files, tmp_path):
     transformers = pytest.importorskip("transformers", reason="compares with transformers")
     folder = tokenizer_folder(tmp_path, **files)
     theirs, ours = transformers.AutoTokenizer.from_pretrained(folder), load_tokenizer(folder)
-    text = "once <|new|> upon  <x> a<|endoftext|>"
+    text = "once <|new|> upon  <x> a<|endoftext|> <|b|>"
     ids = theirs(text)["input_ids"]
     assert 640 in ids and ours.encode(text).ids == ids
     for skip in (True, False):
@@ -158,6 +174,23 @@ def test_ids_of_added_tokens_that_cannot_be_read_are_refused(number, tmp_path):
     (folder / "added_tokens.json").write_text(f'{{"<|new|>": {number}}}')
     with pytest.raises(ConfigError, match="added_tokens.json: "):
         load_tokenizer(folder)
+
+
+def test_special_tokens_that_cannot_be_read_are_refused(tmp_path):
+    folder = tokenizer_folder(tmp_path, tokenizer_config={"eos_token": {**ADDED, "lstrip": 1}})
+    with pytest.raises(ConfigError, match="special tokens: 'int' object is not"):
+        load_tokenizer(folder)
+
+
+def test_special_tokens_of_a_template_may_be_in_another_file(tmp_path):
+    template = "{{ messages[0].content }}{{ eos_token }}"
+    folder = tokenizer_folder(
+        tmp_path,
+        tokenizer_config={"chat_template": template},
+        special_tokens_map={"eos_token": "<|new|>"},
+    )
+    with ChatTemplate.of_folder(folder) as chat:
+        assert chat.render([{"role": "user", "content": "once"}])[-1] == 640
 
 
 def test_a_broken_tokenizer_is_a_config_error(tmp_path):

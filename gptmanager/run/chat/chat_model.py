@@ -15,7 +15,7 @@ from typing import Any
 
 from gptmanager.callbacks import ChatTemplate, Generation, RequestQueue, broadcast, load_tokenizer
 from gptmanager.callbacks.longest_request import longest_request
-from gptmanager.callbacks.text.checkpoint import special_tokens_of
+from gptmanager.callbacks.text.checkpoint import read_tokenizer_config, special_tokens_of
 from gptmanager.callbacks.text.stop_strings import checked_stops
 from gptmanager.callbacks.text.template_process import read_chat_templates, read_template_file
 from gptmanager.config import ModelType
@@ -96,7 +96,7 @@ def open_chat_model(options: argparse.Namespace, given: ManagerOptions) -> Itera
     open_tensors(path).close()
     templates = _templates(path, options.chat_template)
     tokenizer = load_tokenizer(path)
-    special_tokens = special_tokens_of(read_part(path, "tokenizer_config.json") or {})
+    special_tokens = special_tokens_of(read_tokenizer_config(path))
     with (
         ChatTemplate(templates, tokenizer, special_tokens) as template,
         RequestQueue.for_checkpoint(

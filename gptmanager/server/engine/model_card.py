@@ -11,7 +11,11 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from gptmanager.callbacks import TokenDefaults, load_tokenizer
-from gptmanager.callbacks.text.checkpoint import has_tokenizer, special_tokens_of
+from gptmanager.callbacks.text.checkpoint import (
+    has_tokenizer,
+    read_tokenizer_config,
+    special_tokens_of,
+)
 from gptmanager.models.checkpoint_parts import read_part
 from gptmanager.models.decoder.lora_modules import lora_modules
 from gptmanager.models.hf.sizes import read_sizes
@@ -70,7 +74,7 @@ class ModelCard:
         sizes = read_sizes(folder, backend, max_seq_len)
         spec = sizes.spec
         modules = () if spec is None else lora_modules(spec).values()
-        tokenizer_config = read_part(folder, "tokenizer_config.json") or {}
+        tokenizer_config = read_tokenizer_config(folder)
         generation = read_part(folder, "generation_config.json") or {}
         return cls(
             names=names,
