@@ -117,6 +117,26 @@ def test_a_tensor_that_is_no_matrix_is_named_as_what_it_is(tmp_path: Path) -> No
             load_model((config, {**tensors, key: broken}))
 
 
+@pytest.mark.parametrize("bits", [2, 8])
+def test_a_module_with_bits_that_the_config_does_not_name_is_refused(
+    bits: int, tmp_path: Path
+) -> None:
+    packed, _ = quantized_folders("llama", tmp_path)
+    name, state = "model.layers.1.mlp.up_proj", load_file(packed / "model.safetensors")
+    config = json.loads((packed / "config.json").read_text())
+    config["quantization"].pop(name, None)
+    del config["quantization_config"]
+    matrix = torch.randn(state[f"{name}.scales"].shape[0], 64)
+    state |= {f"{name}.{it}": own for it, own in quantize(matrix, bits, 32).items()}
+    rows = len(matrix)
+    wanted = (
+        f"quantization.{name} = {{'bits': 4, 'group_size': 32}}: but tensor {name}.weight is "
+        f"[{rows}, {2 * bits}] with scales [{rows}, 2], so this module must have {bits} bits"
+    )
+    with pytest.raises(ConfigError, match=re.escape(wanted)):
+        as_floats(config, StateDict(state))
+
+
 def test_an_empty_group_stays_in_4_bits() -> None:
     """The scale of a group of zeros is 1e-7, which float16 rounds to its smallest numbers."""
     matrix = torch.randn(8, 64, generator=torch.Generator().manual_seed(1))

@@ -20,7 +20,7 @@ from gptmanager.kernels.gemm.panels.words import PackedGroups, unpack_stream
 from gptmanager.memory.safetensors_reader import FLOATS
 from gptmanager.memory.tensor_sources import TensorInfo, tensor_name
 from gptmanager.models.quantized.matrices import Read, StoredMatrix, check_scales
-from gptmanager.models.quantized.mlx_options import MLX_FIELD, Packing, Packings, mlx_error
+from gptmanager.models.quantized.mlx_options import BITS, MLX_FIELD, Packing, Packings, mlx_error
 
 _WORDS = ("uint32", "int32")  # dtypes of packed numbers
 _IN_WORDS = (2, 4, 8)  # bits of integers of which none is in two words
@@ -130,6 +130,8 @@ def mlx_matrix(
         )
     shape = (*info.shape[:-1], columns)
     groups = (*shape[:-1], columns // size)
+    if (scales := given.get(f"{module}.scales")) is not None:
+        _check_bits(module, packing, info, scales)
     if mode == "nvfp4" and (has_global or f"{module}.global_scale" in given):
         take(f"{module}.global_scale", {*FLOATS.values()}, shape[:-2])
         packing = packing._replace(global_scale=True)
@@ -142,6 +144,20 @@ def mlx_matrix(
     if bits == 4 and _fit_float16(*(read(f"{module}.{it}") for it in ("scales", "biases"))):
         return MlxMatrix(module, shape, packing, in_groups=True)
     return matrix
+
+
+def _check_bits(module: str, packing: Packing, words: TensorInfo, scales: TensorInfo) -> None:
+    """Raise ConfigError if the shapes of numbers and scales are those of other bits."""
+    columns = scales.shape[-1] * packing.group_size if scales.shape else 0
+    bits = words.shape[-1] * 32 / (columns or 1)
+    if words.shape[:-1] != scales.shape[:-1] or bits not in BITS or bits == packing.bits:
+        return
+    raise mlx_error(
+        f"{MLX_FIELD}.{module}",
+        {"bits": packing.bits, "group_size": packing.group_size},
+        f"but tensor {tensor_name(f'{module}.weight')} is {list(words.shape)} with scales "
+        f"{list(scales.shape)}, so this module must have {bits:g} bits",
+    )
 
 
 def _fit_float16(scales: Tensor, biases: Tensor) -> bool:

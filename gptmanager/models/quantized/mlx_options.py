@@ -11,7 +11,7 @@ from gptmanager.memory.tensor_sources import tensor_name
 MLX_FIELD = "quantization"  # of config.json
 OPTIONS = ("group_size", "bits", "mode")
 _GLOBAL_SCALE = "global_scale"
-_BITS = (2, 3, 4, 5, 6, 8)
+BITS = (2, 3, 4, 5, 6, 8)
 _GROUP_SIZES = (32, 64, 128)
 _OF_OTHER_MODES = {"mxfp4": (4, 32), "nvfp4": (4, 16), "mxfp8": (8, 32)}  # bits, group size
 
@@ -65,7 +65,7 @@ def _packing(field: str, given: Mapping[str, Any]) -> Packing:
     if has_global not in (None, False) and (has_global is not True or mode != "nvfp4"):
         need = "must be true or false, and false unless the mode is 'nvfp4'"
         raise mlx_error(f"{field}.{_GLOBAL_SCALE}", has_global, need)
-    allowed = (_BITS, _GROUP_SIZES) if mode == "affine" else ((bits,), (size,))
+    allowed = (BITS, _GROUP_SIZES) if mode == "affine" else ((bits,), (size,))
     return Packing(
         _number(f"{field}.bits", given.get("bits"), bits, allowed[0]),
         _number(f"{field}.group_size", given.get("group_size"), size, allowed[1]),

@@ -263,7 +263,7 @@ REFUSED = [
     ("mlx", {"group_size": 2**70}, "quantization.group_size = 1.*: must be one of"),
     ("mlx", {"bits": 7}, "quantization.bits = 7: must be one of"),
     ("mlx", {"bits": True}, "quantization.bits = True: must be one of"),
-    ("mlx", {"bits": 8}, r"scales is bfloat16 \[32, 2\]: it must be .* \[32, 1\]"),
+    ("mlx", {"bits": 8}, r"q_proj.weight is \[32, 8\] with scales \[32, 2\], .* have 4 bits"),
     ("mlx", {"mode": "mxfp4"}, "scales is bfloat16 .*: it must be uint8"),
     ("mlx", {"mode": "mxfp8"}, "quantization.bits = 4: must be one of"),
     ("mlx", {"mode": ["affine"]}, r"quantization.mode = \['affine'\]: must be one of"),
