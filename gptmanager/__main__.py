@@ -14,7 +14,8 @@ def main() -> int:
 
     Signals are handled before the modules of the command are imported, and ignored while Python
     exits: they would show a traceback, or replace the exit status. If a signal has ended the
-    command, the process ends by this signal after Python's other functions of `atexit`.
+    command, the process ends by this signal when Python exits, after the `atexit` functions of
+    everything that the command has imported.
     """
     ended_by: list[int] = []
     atexit.register(_end, ended_by)
