@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import functools
 import os
+import sys
 import threading
 import warnings
 import weakref
@@ -223,8 +224,10 @@ class GptManager(GenerationControl):
     def __reduce__(self) -> Any:
         raise TypeError("a GptManager cannot be pickled or copied: it has a thread of this process")
 
-    def __del__(self) -> None:
+    def __del__(self, _is_exiting: Callable[[], bool] = sys.is_finalizing) -> None:
         """End the loop, with an error for each request, because no code can use the manager now."""
+        if _is_exiting():  # `_at_exit` has ended the loop, and modules may have lost their names
+            return
         is_made = hasattr(self, "_thread")  # False if the constructor has raised
         if not is_made or self._is_forked:
             return
