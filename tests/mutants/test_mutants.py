@@ -237,7 +237,9 @@ def test_tests_that_take_too_long(project):
 def test_tests_that_are_red_without_a_mistake(project):
     (project / "gptmanager" / "kernels.py").write_text("def double(x):\n    return x\n")
     with trees(project, 1, limit_s=60) as made:
-        with pytest.raises(ValueError, match="without a mistake the tests of any are red(.|\n)*1 failed"):
+        with pytest.raises(
+            ValueError, match="without a mistake the tests of any are red(.|\n)*1 failed"
+        ):
             check_tests(made[0], ["any"], lambda file: ["tests/test_double.py"])
 
 
