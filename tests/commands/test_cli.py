@@ -905,7 +905,11 @@ def run_in_shell(environment, *arguments):
         (["--version"], ""),
         (["journal", "--help"], "1"),
         (["simulate", "--num-requests", 2, "--output-len", 2], ""),
-        (["simulate", "--num-requests", 2, "--output-len", 2, "--json"], "1"),
+        pytest.param(
+            ["simulate", "--num-requests", 2, "--output-len", 2, "--json"],
+            "1",
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_a_closed_standard_output_is_an_error_of_what_prints(arguments, unbuffered, environment):
@@ -916,6 +920,7 @@ def test_a_closed_standard_output_is_an_error_of_what_prints(arguments, unbuffer
     assert run_in_shell(environment, *arguments, ">&-", "2>&-").returncode == 1
 
 
+@pytest.mark.slow
 def test_a_closed_standard_output_is_an_error_of_what_it_cannot_encode(environment, tmp_path):
     path = tmp_path / "ä.jsonl"
     options = ["--num-requests", 2, "--policies", "max_utilization", "--record", path]

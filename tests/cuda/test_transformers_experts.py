@@ -104,7 +104,9 @@ def test_experts_in_few_bits(machine, filled, kind):
     assert least <= error < most
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    "dtype", [pytest.param(torch.float32, marks=pytest.mark.slow), torch.bfloat16], ids=str
+)
 def test_neighbors_change_no_bits(machine, filled, dtype):
     module = experts_of(*GPT_OSS).to(dtype)
     x, chosen = torch.randn(250, 64).to(dtype), torch.rand(250, 6).topk(2).indices

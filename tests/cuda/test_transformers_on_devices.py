@@ -232,7 +232,7 @@ def test_linear_layers_are_stored_in_few_bits(device, caplog, kind, largest, sto
     assert 1e-3 < error < largest
 
 
-@pytest.mark.parametrize("kind", [None, "int8", "int4"])
+@pytest.mark.parametrize("kind", [None, "int8", pytest.param("int4", marks=pytest.mark.slow)])
 def test_a_step_may_need_no_logits(device, kind):
     """The first chunk of a prompt, alone."""
 
