@@ -476,9 +476,11 @@ class Trip:
     def __init__(self, at):
         self.left = at
         self.where = ""
+        # kept: CPython 3.11 once called the object that lay where a freed bound method had been
+        self._traced = self._trace
 
     def __enter__(self):
-        sys.settrace(self._trace)
+        sys.settrace(self._traced)
 
     def __exit__(self, *error):
         sys.settrace(None)
