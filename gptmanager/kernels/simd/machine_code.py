@@ -137,8 +137,8 @@ class _UserCacheLocator(UserWideCacheLocator):
     def from_function(cls, function: Any, file: str) -> Any:
         """Return None if Numba would cache in the current folder.
 
-        Numba does this if XDG_CACHE_HOME is relative or empty. If XDG_CACHE_HOME is not set, Numba
-        also does this if there is no home folder.
+        Numba caches there if XDG_CACHE_HOME is relative or empty. It also caches there if this
+        variable is not set and no home folder exists.
         """
         if not os.path.isabs(os.environ.get("XDG_CACHE_HOME", os.path.expanduser("~"))):
             return None

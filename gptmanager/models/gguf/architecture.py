@@ -141,7 +141,7 @@ class Architecture:
 
     `layer`: the prefix of a layer's modules in a Hugging Face checkpoint. `modules`: name in a file
     -> name in a checkpoint, for modules in a layer. A name with the ending "weight" or "bias" is
-    the name of a single tensor. `outside`: the same for modules outside the layers. `experts`: the
+    the name of a single tensor. `outside`: the same for modules outside the layers. `stacked`: the
     same for modules with the matrices of all experts of a layer, or of all heads. In their names in
     a checkpoint, {} stands for the number of the expert or head. `single_rows`: matrices of one
     row, which may be stored as vectors. `permuted`: the file stores the two rows of a RoPE pair
@@ -170,7 +170,7 @@ class Architecture:
     permuted: bool = False
     plus_one: bool = False
     transposed: bool = False
-    experts: Mapping[str, str] = field(default_factory=dict)
+    stacked: Mapping[str, str] = field(default_factory=dict)
     single_rows: frozenset[str] = frozenset()
     ignored: frozenset[str] = frozenset()
     required: Mapping[str, Any] = field(default_factory=dict)

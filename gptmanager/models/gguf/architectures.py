@@ -191,7 +191,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "stablelm": Architecture(
         "stablelm",
         fields={**LAYER_NORM, "use_parallel_residual": "use_parallel_residual"},
-        experts={
+        stacked={
             "attn_q_norm": "self_attn.q_layernorm.norms.{}",
             "attn_k_norm": "self_attn.k_layernorm.norms.{}",
         },

@@ -45,7 +45,7 @@ MIXTRAL = Architecture(
     fields=_LOCAL,
     permuted=True,
     modules={**_ATTENTION, "ffn_gate_inp": "block_sparse_moe.gate"},
-    experts=_BLOCK_EXPERTS,
+    stacked=_BLOCK_EXPERTS,
 )
 _GRANITE_MOE = Architecture(
     "granitemoe",
@@ -57,7 +57,7 @@ _GRANITE_MOE = Architecture(
         "ffn_gate_inp": "block_sparse_moe.router.layer",
         "ffn_down_shexp": "shared_mlp.output_linear",
     },
-    experts=EXPERTS,
+    stacked=EXPERTS,
     required={"rope.scaling.finetuned": True},
     biases=ATTENTION_BIAS,
 )
@@ -78,7 +78,7 @@ _GLM4_MOE = Architecture(
         **{key: CORRECTED[key] for key in CORRECTED if key != "ffn_norm"},
         "post_attention_norm": "post_attention_layernorm",
     },
-    experts=EXPERTS,
+    stacked=EXPERTS,
     ignored=frozenset({"nextn_predict_layers"}),
     required=_SIGMOID,
     biases={**ATTENTION_BIAS, "use_qk_norm": "blk.0.attn_q_norm.weight"},
@@ -102,7 +102,7 @@ _DEEPSEEK_V2 = Architecture(
         "attn_kv_a_norm": "self_attn.kv_a_layernorm",
         "attn_kv_b": "self_attn.kv_b_proj",
     },
-    experts={
+    stacked={
         **EXPERTS,
         "attn_k_b": "self_attn.k_b_proj.{}",
         "attn_v_b": "self_attn.v_b_proj.{}",
@@ -134,7 +134,7 @@ MIXTURES: Mapping[str, Architecture] = {
                 for module in FEED_FORWARD
             },
         },
-        experts=EXPERTS,
+        stacked=EXPERTS,
         single_rows=frozenset({"ffn_gate_inp_shexp"}),
     ),
     "qwen3moe": Architecture(
@@ -142,7 +142,7 @@ MIXTURES: Mapping[str, Architecture] = {
         fields=MIXTURE,
         constants={"use_sliding_window": False, "norm_topk_prob": True},
         modules={**LLAMA, "ffn_gate_inp": "mlp.gate"},
-        experts=EXPERTS,
+        stacked=EXPERTS,
         biases=ATTENTION_BIAS,
     ),
     "olmoe": Architecture(
@@ -150,7 +150,7 @@ MIXTURES: Mapping[str, Architecture] = {
         fields={key: MIXTURE[key] for key in MIXTURE if key != "moe_intermediate_size"},
         constants={"norm_topk_prob": False},
         modules={**LLAMA, "ffn_gate_inp": "mlp.gate"},
-        experts=EXPERTS,
+        stacked=EXPERTS,
     ),
     "gpt-oss": Architecture(
         "gpt_oss",
@@ -163,7 +163,7 @@ MIXTURES: Mapping[str, Architecture] = {
             "ffn_gate_inp": "mlp.router",
             "attn_sinks.weight": "self_attn.sinks",
         },
-        experts=EXPERTS,
+        stacked=EXPERTS,
         ignored=frozenset({"feed_forward_length"}),
         biases=ATTENTION_BIAS,
     ),
@@ -186,7 +186,7 @@ MIXTURES: Mapping[str, Architecture] = {
             **CORRECTED,
             "exp_probs_b.bias": "mlp.moe_statics.e_score_correction_bias",
         },
-        experts=EXPERTS,
+        stacked=EXPERTS,
         single_rows=frozenset({"exp_probs_b"}),
         ignored=frozenset({"expert_shared_feed_forward_length"}),
         biases={"use_bias": "blk.0.attn_q.bias"},
@@ -199,7 +199,7 @@ MIXTURES: Mapping[str, Architecture] = {
             "ffn_gate_inp": "block_sparse_moe.gate",
             "exp_probs_b.bias": "block_sparse_moe.e_score_correction_bias",
         },
-        experts=_BLOCK_EXPERTS,
+        stacked=_BLOCK_EXPERTS,
         ignored=frozenset({"feed_forward_length"}),
         required=_SIGMOID,
     ),

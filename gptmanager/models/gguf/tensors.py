@@ -141,8 +141,8 @@ class GgufTensors:
         if match := _IN_LAYER.fullmatch(name):
             layer, module, kind = match.groups()
             is_vector = kind == "bias" or module.endswith("_norm")
-            if module in own.experts and len(stored.shape) == (2 if is_vector else 3):
-                yield from self._place_experts(own.layer.format(layer), module, kind, stored)
+            if module in own.stacked and len(stored.shape) == (2 if is_vector else 3):
+                yield from self._place_stacked(own.layer.format(layer), module, kind, stored)
                 return
             known = own.modules.get(f"{module}.{kind}")
             if known is None and module in own.modules:
@@ -173,7 +173,7 @@ class GgufTensors:
         )
         yield theirs, named
 
-    def _place_experts(
+    def _place_stacked(
         self, layer: str, module: str, kind: str, stored: StoredTensor
     ) -> Iterator[tuple[str, _Named]]:
         count, *shape = stored.shape
@@ -183,7 +183,7 @@ class GgufTensors:
                 f"{quoted_path(self._header.path)}: {module} has {count} matrices or vectors: at "
                 f"most {_MAX_EXPERTS} are supported"
             )
-        theirs = layer + self._own.experts[module]
+        theirs = layer + self._own.stacked[module]
         for expert in range(count):
             named = _Named(stored, tuple(shape), first_row=expert * rows)
             yield f"{theirs.format(expert)}.{kind}", named
