@@ -50,8 +50,8 @@ def raised():
 
 def test_every_status_of_an_error_is_described():
     assert raised() == set(errors.STATUSES)
-    serving = Path(__file__).resolve().parents[2] / "docs" / "serving.md"
-    section = serving.read_text(encoding="utf-8").partition("\n## Errors\n")[2]
+    page = Path(__file__).resolve().parents[2] / "docs" / "http_api.md"
+    section = page.read_text(encoding="utf-8").partition("\n## Errors\n")[2]
     rows = re.findall(r"^\| (\d{3}) \|", section.partition("\n## ")[0], re.MULTILINE)
     assert rows == [str(status) for status in sorted(errors.STATUSES)]
     # a path does not list what another method of it would get

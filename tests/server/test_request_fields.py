@@ -14,7 +14,7 @@ from gptmanager.server.openai import chat, completions
 from gptmanager.server.text.generation_fields import IGNORED, NOT_SUPPORTED
 from gptmanager.server.text.sampling import GenerationOptions, requests_of
 
-DOCS = Path(__file__).parents[2] / "docs" / "serving.md"
+DOCS = Path(__file__).parents[2] / "docs" / "http_api.md"
 ROUTES = {
     "/v1/completions": {"prompt": "17 + 25 =", "max_tokens": 2},
     "/v1/chat/completions": {

@@ -17,7 +17,7 @@ CITY = {"type": "object", "properties": {"city": {"type": "string"}}, "required"
 LOOK = {"name": "look", "parameters": CITY}
 CALL = '<tool_call>\n{"name": "look", "arguments": {"city": "Rome"}}\n</tool_call>'
 ANSWER = f"<think>\nI look.\n</think>\n\nI see.\n{CALL}\n{CALL}"
-# Keys that OpenAI's models of an answer lack, and that docs/serving.md names. OpenAI's own server
+# Keys that OpenAI's models of an answer lack, and that docs/http_api.md names. OpenAI's own server
 # sends `bytes`, `name` and `store`, too.
 OWN = {"reasoning", "reasoning_content", "stop_reason", "bytes", "name", "store"}
 LATE = {"deadline_s": 1e-9}  # a whole answer is a 504

@@ -57,7 +57,7 @@ def test_answers_are_those_of_transformers(file: Path) -> None:
         assert ids == (expected[:-1] if expected[-1] == 2 else expected), answer["question"]
 
 
-def test_the_readme_begins_with_its_answer(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_readme_shows_its_answer(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     readme = (ROOT / "README.md").read_text("utf-8")
     command, answer = readme.split("$ gptmanager ")[1].split("```")[0].split("\n")[:2]
 
