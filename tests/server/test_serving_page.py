@@ -12,7 +12,7 @@ PAGE = (Path(__file__).resolve().parents[2] / "docs" / "serving.md").read_text(e
 
 
 def own_options():
-    """The options of `serve`, as the page writes them -> default, without those of every manager."""
+    """The options of `serve` alone, as the page writes them -> default."""
     parser = cli.command_parser()
     (commands,) = (it for it in parser._actions if isinstance(it, argparse._SubParsersAction))
     groups = commands.choices["serve"]._action_groups
@@ -34,7 +34,9 @@ def listed_options():
     for names, default in rows:
         options = [name.strip("`") for name in names.split(", `")]
         defaults = default.split(", ") if len(options) == default.count(", ") + 1 else [default]
-        found += [(name, defaults[-1 if len(defaults) == 1 else i]) for i, name in enumerate(options)]
+        found += [
+            (name, defaults[-1 if len(defaults) == 1 else i]) for i, name in enumerate(options)
+        ]
     return found
 
 
