@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 from hostile_calls import Outcome
 from hostile_case import Case
+from memory_growth import lasting_growth
 from server_watch import Memory, Watched
 
 _KEPT = 1 << 13  # bytes of a case that are remembered for each one
@@ -19,12 +20,10 @@ _KEPT = 1 << 13  # bytes of a case that are remembered for each one
 
 @dataclass(frozen=True)
 class Bars:
-    """`warm_share`: of a run, after which memory is judged. The slope is the smaller one of the
-    last two quarters: a leak goes on in both, and a cache that has become full, or a process that
-    has been started anew, is in one of them. It counts in runs of `slope_s` at least, since noise
-    has a slope, too. `on_time_s`: a late
-    answer counts only if the watcher itself was later than this at no time, and if it is still late
-    without the time that the event loop's thread waited for a core.
+    """`warm_share`: of a run, after which memory is judged. The slope counts in runs of `slope_s`
+    at least, since noise has a slope, too. `on_time_s`: a late answer counts only if the watcher
+    itself was later than this at no time, and if it is still late without the time that the event
+    loop's thread waited for a core.
     """
 
     health_s: float = 0.5
@@ -136,8 +135,8 @@ def _judge_memory(
     slope = None
     if length >= bars.slope_s:
         at = {window * bars.window_s: size for window, size in windows.items()}
-        slope = min(_slope(at, length * share, length * (share + 0.25)) for share in (0.5, 0.75))
-        if slope >= bars.mb_a_minute:
+        slope = lasting_growth(at, length)
+        if slope is not None and slope >= bars.mb_a_minute:
             record.fail(f"memory of {name} grows by {slope} MB a minute")
     if growth >= bars.growth_mb:
         record.fail(f"memory of {name} has grown by {growth:.0f} MB")
@@ -150,13 +149,6 @@ def _judge_memory(
             round(size) for size in list(windows.values())[:: max(1, len(windows) // 20)]
         ],
     }
-
-
-def _slope(sizes: Mapping[float, float], begin: float, end: float) -> float:
-    """MB a minute between two times, in seconds."""
-    found = [(at / 60, size) for at, size in sizes.items() if begin <= at <= end]
-    times, values = np.array(found).T
-    return round(float(np.polyfit(times, values, 1)[0]), 3)
 
 
 def _tracebacks(log: str) -> Counter[str]:

@@ -20,8 +20,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
+from memory_growth import lasting_growth
 
 from gptmanager import (
     CapacitySchedulerPolicy,
@@ -41,7 +41,7 @@ MODEL = Path(__file__).resolve().parents[2] / "examples" / "tiny_llama"
 NUM_CANARIES, NUM_ADAPTERS = 60, 5
 OPEN = 24  # requests that the manager has at a time
 PAUSES_A_MINUTE, MOST_MB_A_MINUTE = 500 / 15, 1.0
-_SLOPE_S, _WARM_SHARE = 120.0, 0.25  # the resident set is judged after warming up, in longer runs
+_SLOPE_S = 120.0  # the resident set is judged in longer runs
 # inputs and outputs of the model's matrices by module id, as docs/adapters.md has them
 _MODULES = {1: (128, 128), 2: (128, 64), 3: (128, 64), 4: (128, 128), 5: (128, 384), 6: (384, 128),
             7: (128, 384)}  # fmt: skip
@@ -205,12 +205,6 @@ def resident_mb() -> float:
     return int(Path("/proc/self/statm").read_text().split()[1]) * 4096 / 1e6
 
 
-def slope(samples: list[tuple[float, float]]) -> float:
-    """MB a minute."""
-    times, sizes = np.array(samples).T
-    return float(np.polyfit(times / 60, sizes, 1)[0])
-
-
 def soak(
     minutes: float,
     seed: int,
@@ -292,10 +286,9 @@ def judge_handle(handle: Any, canary: Canary, number: int, failures: list[str]) 
 
 def rise_of(minutes: float, samples: list[tuple[float, float]]) -> float | None:
     """MB a minute of the resident set after warming up; None: the run was too short."""
-    warm = [it for it in samples if it[0] >= _WARM_SHARE * 60 * minutes]
-    if 60 * minutes < _SLOPE_S or len(warm) < 2:
+    if 60 * minutes < _SLOPE_S:
         return None
-    return round(slope(warm), 3)
+    return lasting_growth(dict(samples), 60 * minutes)
 
 
 def _missed_bars(
