@@ -27,6 +27,14 @@ settings.register_profile(
 )
 settings.load_profile("gptmanager")
 
+# Hypothesis also draws constants from the source of all imported modules. To read these takes
+# seconds, and which are imported depends on the tests that ran before: the examples would differ.
+with contextlib.suppress(ImportError):
+    from hypothesis.internal.conjecture import providers
+
+    if FUZZ == 1:
+        providers._get_local_constants = lambda: providers._local_constants
+
 # Tests that a shell runs in the background ignore Ctrl-C, those under `nohup` ignore SIGHUP, and so
 # would the processes that they start.
 signal.signal(signal.SIGINT, signal.default_int_handler)

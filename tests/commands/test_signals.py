@@ -74,7 +74,7 @@ main()
     assert (done.returncode, done.stderr) == (0, "")
 
 
-@pytest.mark.every(2)
+@pytest.mark.every(3)
 @pytest.mark.parametrize(("number", "told"), ENDS)
 def test_a_run_tells_how_many_requests_were_done(number, told, tmp_path):
     out, path = tmp_path / "out.jsonl", tmp_path / "requests.jsonl"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import concurrent.futures
+import functools
 import os
 import shutil
 import subprocess
@@ -17,6 +18,12 @@ from gptmanager import GptManager, KvCacheConfig, ModelType, OptionalParams
 from gptmanager.cuda import emulator
 from gptmanager.cuda.device.launch import EmulatorLauncher
 from gptmanager.cuda.emulator import toolchain as toolchains
+from gptmanager.cuda.emulator.source import (
+    compilable,
+    compiler_options,
+    separate_headers,
+    translation_unit,
+)
 from gptmanager.errors import ConfigError
 from gptmanager.testing import RecordingCallbacks
 
@@ -394,6 +401,24 @@ def copy_machine(folder):
     return folder
 
 
+@functools.cache
+def precompiled_headers(mode):
+    """Return the precompiled headers of sources that include none themselves."""
+    chain = emulator.Toolchain()
+    unit = translation_unit("", "kernel.cu", ())
+    unit = chain.preprocess(unit, "kernel.cu", compiler_options((), Path()))
+    headers, _ = separate_headers(compilable(unit, "kernel.cu"), chain.headers)
+    return chain._precompiled(headers, [*toolchains._FLAGS, *mode])
+
+
+def copy_all(folder, modes=(toolchains.FAST,)):
+    """Put the precompiled headers there, too."""
+    copy_machine(folder)
+    for mode in modes:
+        shutil.copy(precompiled_headers(mode), folder)
+    return folder
+
+
 @pytest.fixture
 def no_headers(monkeypatch, tmp_path):
     """A machine with g++ and without NVIDIA's headers."""
@@ -440,15 +465,15 @@ def test_nothing_is_made_where_no_kernel_could_be_compiled(make, monkeypatch, tm
 
 
 def test_a_library_is_built_once(tmp_path, monkeypatch):
-    copy_machine(tmp_path / "gptmanager" / "emulator")
+    copy_all(tmp_path / "gptmanager" / "emulator", (toolchains.FAST, toolchains.CHECKED))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     source = 'extern "C" __global__ void f(int* x) { x[0] = 1; }'
     for _ in range(2):
         emulator.Module(source=source, name_expressions=["f"])
     kept = sorted((tmp_path / "gptmanager" / "emulator").iterdir())
-    assert sorted(path.suffix for path in kept) == [".gch", ".machine", ".so"]
+    assert sorted(path.suffix for path in kept) == [".gch", ".gch", ".machine", ".so"]
     emulator.Module(source=source, name_expressions=["f"], options=["-DX=1"])
-    assert len(list(kept[0].parent.iterdir())) == 3, "an unused macro changes nothing"
+    assert len(list(kept[0].parent.iterdir())) == 4, "an unused macro changes nothing"
     emulator.Module(source=source, name_expressions=["f"], check=True)
     assert len(list(kept[0].parent.iterdir())) == 5
 
@@ -465,7 +490,7 @@ def test_headers_are_parsed_once_for_all_kernels(works, tmp_path, monkeypatch):
         return original(arguments, text, name)
 
     monkeypatch.setattr(chain, "_run", run)
-    for number in range(2):
+    for number in range(1 + works):
         source = f"#include <cuda_fp16.h>\n#define N {number}\n" + (
             "__device__ half f(half x) { return __hmul(x, __float2half(N)); }\n"
             'extern "C" __global__ void g(half* x) { x[0] = f(x[0]); }'
@@ -475,13 +500,13 @@ def test_headers_are_parsed_once_for_all_kernels(works, tmp_path, monkeypatch):
         module.get_function("g")((1,), (1,), (x,))
         assert x.tolist() == [3 * number]
     assert len(list(tmp_path.glob("*.gch"))) == works
-    assert len(parsed) == 2 and (max(parsed) < 10_000) == works
+    assert len(parsed) == 1 + works and (max(parsed) < 10_000) == works
 
 
 @pytest.mark.parametrize("kind", ["so", "machine", "gch"])
 @pytest.mark.every(2)
 def test_a_damaged_file_is_built_anew(tmp_path, caplog, kind):
-    chain = emulator.Toolchain(copy_machine(tmp_path))
+    chain = emulator.Toolchain(copy_all(tmp_path))
 
     def build():
         return emulator.Module(source=SCALE, name_expressions=NAMES, toolchain=chain)
@@ -502,7 +527,7 @@ def test_a_damaged_file_is_built_anew(tmp_path, caplog, kind):
 
 def test_a_kernel_runs_where_the_cache_cannot_be_written_to(monkeypatch, tmp_path, caplog):
     (tmp_path / f"gptmanager-{os.getuid()}").mkdir(mode=0o700)
-    copy_machine(tmp_path / f"gptmanager-{os.getuid()}" / "emulator")
+    copy_all(tmp_path / f"gptmanager-{os.getuid()}" / "emulator")
     monkeypatch.setenv("XDG_CACHE_HOME", "/proc/nope")
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setattr("tempfile.tempdir", None)
