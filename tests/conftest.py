@@ -46,6 +46,8 @@ with contextlib.suppress(ImportError):
     import httpx
 
     httpx._transports.default.create_ssl_context = functools.cache(httpx.create_ssl_context)
+    # A server on a busy machine may answer after the 5 s that httpx waits by default.
+    vars(httpx._config.DEFAULT_TIMEOUT_CONFIG).update(vars(httpx.Timeout(60)))
 
 gc.disable()  # until all tests are collected
 

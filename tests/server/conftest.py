@@ -3,7 +3,7 @@
 import httpx
 import pytest
 import torch
-from running_server import running_server, settings_of
+from running_server import RunningServer, running_server, settings_of
 
 
 @pytest.fixture(autouse=True, scope="package")
@@ -26,3 +26,15 @@ def client(server):
 @pytest.fixture
 def engine(server):
     return server.engine
+
+
+@pytest.fixture(autouse=True)
+def nothing_comes_late(request):
+    """Let servers that tests share do what follows their answers before the next test begins.
+
+    They log and count then, which would be among what the next test asks for.
+    """
+    yield
+    for it in request.node.funcargs.values():
+        if isinstance(it, RunningServer):
+            it.settle()

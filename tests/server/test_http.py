@@ -209,11 +209,18 @@ def test_a_request_has_so_much_time_to_arrive_however_it_comes(hasty, begun):
     assert hasty.engine.counts == (0, 0)
 
 
+async def wait_for_the_end(request):
+    await disconnected(request.receive)
+    return Response()
+
+
 def test_there_are_only_so_many_connections(hasty):
+    """A connection whose request has arrived has no time limit."""
+    hasty.server.config.app.router.routes.append(Route("/wait", wait_for_the_end))
     with contextlib.ExitStack() as stack:
         for _ in range(4):
-            stack.enter_context(connect(hasty)).sendall(HEALTH[:-2])
-        wait_for(lambda: len(hasty.server.server_state.connections) == 4)
+            stack.enter_context(connect(hasty)).sendall(HEALTH.replace(b"/health", b"/wait"))
+        wait_for(lambda: len(hasty.server.server_state.tasks) == 4)
         with connect(hasty) as connection, connection.makefile("rb") as answer:
             head = answer.read().decode()
             assert head.startswith("HTTP/1.1 503") and "retry-after: 1" in head.lower()
@@ -246,8 +253,7 @@ def test_an_address_has_only_so_many_connections_and_a_proxy_s_client_so_many_re
 
     async def wait(request):
         num_waiting.append(request.client.host)
-        await disconnected(request.receive)
-        return Response()
+        return await wait_for_the_end(request)
 
     num_waiting = []
     with running_server(settings) as server:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import json
 import os
 import shutil
@@ -15,7 +16,7 @@ import httpx
 import pytest
 import torch
 from responding import ending, whole
-from running_server import running_server, settings_of, wait_for
+from running_server import running_server, settings_of
 from served_process import served_process
 
 from gptmanager import FinishReason, NamedTensor
@@ -55,15 +56,6 @@ def server(tmp_path_factory):
 def post(server, path, body, key, secret="secret-1", **more):
     headers = {"Authorization": f"Bearer {secret}", "Idempotency-Key": key}
     return httpx.post(server.url + path, json=body, headers=headers, timeout=60, **more)
-
-
-@contextlib.contextmanager
-def paused(server):
-    server.engine.manager.pause_generation()
-    try:
-        yield
-    finally:
-        server.engine.manager.resume_generation()
 
 
 def without_times(answer):
@@ -279,15 +271,17 @@ def test_a_new_server_goes_on_and_its_client_joins_from_the_first_token(
     path, key = "/v1/completions", f"restored {stream}".replace(" ", "-")
     body = {**BODIES[path], "max_tokens": 200, "temperature": 1.0, "n": 2}
     body |= {"stream": stream, "ignore_eos": True}
-    found = []
-    client = threading.Thread(target=lambda: found.append(post(server, path, body, key)))
-    client.start()
-    wait_for(lambda: server.engine.manager.health().num_active == 2)
-    folder = server.settings.journal
-    with paused(server):
-        shutil.copytree(folder, tmp_path / "copy")
-    client.join(60)
-    [whole] = found
+    loop, steps = server.engine.manager._worker.loop, itertools.count()
+    forward = loop.forward
+
+    def copy_once(schedule):
+        if next(steps) == 20:
+            shutil.copytree(server.settings.journal, tmp_path / "copy")
+        return forward(schedule)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(loop, "forward", copy_once)
+        whole = post(server, path, body, key)
     keys = server.settings.api_key_file
     with running_server(settings_of(api_key_file=keys, journal=tmp_path / "copy")) as new:
         assert len(new.engine.restored._held) == 2

@@ -2,7 +2,7 @@
 
 import httpx
 import pytest
-from running_server import running_server, settings_of
+from running_server import running_server, settings_of, wait_for
 
 from gptmanager.errors import ConfigError
 from gptmanager.server.errors import ApiError
@@ -111,7 +111,7 @@ def test_a_quota_counts_what_runs_and_waits(tmp_path, caplog):
     file = tmp_path / "keys"
     file.write_text(NAMED)
     settings = settings_of(api_key_file=file, served_model_name=("a", "b"), triton=False)
-    body = {"model": "b", "prompt": [1], "max_tokens": 200, "ignore_eos": True, "stream": True}
+    body = {"model": "b", "prompt": [1], "max_tokens": 480, "ignore_eos": True, "stream": True}
     with running_server(settings) as server:
         post = f"{server.url}/v1/completions"
         alice, bob = ({"Authorization": f"Bearer sk-{name}"} for name in ("alice", "bob"))
@@ -126,11 +126,13 @@ def test_a_quota_counts_what_runs_and_waits(tmp_path, caplog):
         with httpx.stream("POST", post, headers=alice, json={**body, "n": 2}) as stream:
             lines = stream.iter_lines()
             next(lines)
+            server.engine.manager.pause_generation()  # the stream does not end meanwhile
             refused = ask(alice)
             assert refused.status_code == 429 and refused.headers["Retry-After"] == "1"
             assert refused.json()["error"]["code"] == "quota_exceeded"
+            server.engine.manager.resume_generation()
             assert ask(bob, n=5).status_code == 200
-        server.wait_idle()
+        wait_for(lambda: not server.engine._calls)
         assert ask(alice, n=2).json()["model"] == "b"
     logged = [it.fields for it in caplog.records if it.name == "gptmanager.requests"]
     assert {line["key"] for line in logged} == {"alice", "bob"} and "sk-" not in caplog.text

@@ -10,6 +10,7 @@ import httpx
 import pytest
 from running_server import running_server, settings_of, wait_for
 
+from gptmanager.server import log_output
 from gptmanager.server.engine.throughput import Throughput
 from gptmanager.server.http.request_log import MAX_ID_LETTERS, as_text, logger
 from gptmanager.server.log_output import logging_to
@@ -145,7 +146,9 @@ def test_the_log_as_text_and_as_json():
         assert logging.getLogger("gptmanager").propagate
 
 
-def test_a_reader_that_is_stuck_holds_up_nobody():
+def test_a_reader_that_is_stuck_holds_up_nobody(monkeypatch):
+    monkeypatch.setattr(log_output, "_LAST_LINES_S", 30.0)  # 10,000 lines take their time
+
     class Stuck(io.StringIO):
         released = threading.Event()
 

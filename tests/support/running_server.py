@@ -47,6 +47,18 @@ class RunningServer:
         """Nothing runs and nothing waits."""
         wait_for(lambda: self.engine.counts == (0, 0))
 
+    def settle(self) -> None:
+        """Wait for what follows the answers: ends of calls, statistics, lines of the log."""
+        self.wait_idle()
+        wait_for(lambda: all(map(_stays, asyncio.all_tasks(self.loop))))
+        assert self.engine.manager.wait_idle(20)
+
+
+def _stays(task: asyncio.Task[Any]) -> bool:
+    """Whether it is a task of a server over HTTP or gRPC, and not of a call."""
+    name = getattr(task.get_coro(), "__qualname__", "")
+    return name == "Server.serve" or name.startswith("AioServer.")
+
 
 def wait_for(condition: Callable[[], Any], timeout_s: float = 20.0) -> None:
     give_up = time.monotonic() + timeout_s

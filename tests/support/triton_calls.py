@@ -125,9 +125,9 @@ class Stream:
 
 
 @contextlib.contextmanager
-def streaming(client: Any) -> Iterator[Stream]:
+def streaming(client: Any, headers: Mapping[str, str] | None = None) -> Iterator[Stream]:
     stream = Stream(client)
-    client.start_stream(stream.take)
+    client.start_stream(stream.take, headers=headers)
     try:
         yield stream
     finally:
