@@ -19,7 +19,7 @@ def no_thread_is_left():
     yield
     left = [thread for thread in threading.enumerate() if thread not in before]
     for thread in left:
-        thread.join(2.0)
+        thread.join(20.0)
     assert not [thread for thread in left if thread.is_alive()]
 
 

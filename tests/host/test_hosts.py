@@ -638,7 +638,7 @@ def test_a_ctrl_c_in_the_constructor_leaves_no_thread_and_asks_nobody(host, monk
     before = set(threading.enumerate())
     with pytest.raises(KeyboardInterrupt):
         start(host)
-    assert set(threading.enumerate()) == before
+    assert set(threading.enumerate()) <= before
     assert host.rooms == []
 
 

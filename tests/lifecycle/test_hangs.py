@@ -23,6 +23,7 @@ from shorthand import start as start_manager
 from gptmanager import GptManager, ModelType, SchedulerConfig
 from gptmanager.errors import ConfigError, ManagerDeadError
 from gptmanager.journal.segments import JournalFolder
+from gptmanager.lifecycle import watchdog
 from gptmanager.lifecycle.state import ManagerState
 from gptmanager.scheduler import RequestScheduler
 from gptmanager.statistics import StatisticsReport
@@ -37,11 +38,17 @@ class Gate:
     def __init__(self):
         self.is_armed = False
         self.reached, self._opened = threading.Event(), threading.Event()
+        self._reached_ns = 0
 
     def __call__(self, *ignored):
         if self.is_armed:
+            self._reached_ns = self._reached_ns or time.perf_counter_ns()
             self.reached.set()
             self._opened.wait(30)
+
+    def now_ns(self):
+        """A clock that goes while something hangs: no other step of a busy machine is slow."""
+        return 1 + (time.perf_counter_ns() - self._reached_ns if self._reached_ns else 0)
 
     def open(self):
         self._opened.set()
@@ -82,9 +89,11 @@ class Host(RecordingCallbacks):
 
 
 @pytest.fixture
-def gate():
+def gate(monkeypatch):
+    """A gate, whose clock the watchdog reads."""
     before = set(threading.enumerate())
     gate = Gate()
+    monkeypatch.setattr(watchdog, "perf_counter_ns", gate.now_ns)
     yield gate
     gate.open()
     deadline = time.monotonic() + 10
@@ -410,10 +419,14 @@ def test_what_a_send_asks_on_the_watchdogs_thread_waits_for_nothing(gate):
     assert answers == 3 * [(False, False, None)]
 
 
-def test_a_host_that_is_idle_or_slow_within_its_budget_does_not_hang(gate, caplog):
-    host = Host(gate)
-    with start(host, step_budget_s=0.2, on_hang="fail", idle_poll_s=None) as manager:
-        time.sleep(0.5)
+def test_a_host_that_is_idle_or_slow_within_its_budget_does_not_hang(monkeypatch, caplog):
+    now_ns = [1]
+    monkeypatch.setattr(watchdog, "perf_counter_ns", lambda: now_ns[0])
+    host = Host(lambda: None)
+    with start(host, step_budget_s=0.02, on_hang="fail", idle_poll_s=None) as manager:
+        assert manager.wait_idle(10)
+        now_ns[0] += 10**12
+        time.sleep(0.1)  # the watchdog looks several times
         host.submit(request(1, [1], 3))
         assert host.final(1).error == ""
         assert manager.wait_idle(10)
@@ -423,7 +436,7 @@ def test_a_host_that_is_idle_or_slow_within_its_budget_does_not_hang(gate, caplo
 def test_a_step_that_returns_when_it_is_given_up():
     rng = random.Random(1)
     states = Counter()
-    for _ in range(12 * FUZZ):
+    while sum(states.values()) < 12 * FUZZ or len(states) < 2:  # a busy machine is late more often
 
         def script(history):
             time.sleep(rng.choice([0, 0, 0, rng.uniform(0.004, 0.02)]))
@@ -452,8 +465,7 @@ def test_a_step_that_returns_when_it_is_given_up():
         assert (manager.exception is not None) is (manager.state is ManagerState.FAILED)
         fetched = accepted[: len(accepted) - len(host._waiting)]
         each_has_one_final(host, fetched)
-    assert set(states) <= {ManagerState.STOPPED, ManagerState.FAILED}
-    assert len(states) == 2, states
+        assert set(states) <= {ManagerState.STOPPED, ManagerState.FAILED}
 
 
 @pytest.mark.parametrize(

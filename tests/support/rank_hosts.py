@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
+from own_time import own_time
 from rank_links import at_once, outcome
 from rank_managers import ThreadWorld, _here
 from torch.distributed import HashStore
@@ -97,12 +98,13 @@ def serving(
 ) -> Iterator[Ranks]:
     """Running managers; they drain at the end."""
     hosts = hosts or [RecordingCallbacks() for _ in range(size)]
-    found = start(monkeypatch, size, hosts, **options)
-    for it in found:
-        if not isinstance(it, GptManager):
-            raise it
-    try:
-        yield Ranks(found, hosts)
-        at_once(lambda it: it.shutdown(timeout=30), found)
-    finally:
-        at_once(lambda it: it.shutdown(drain=False, timeout=30), found)
+    with own_time():
+        found = start(monkeypatch, size, hosts, **options)
+        for it in found:
+            if not isinstance(it, GptManager):
+                raise it
+        try:
+            yield Ranks(found, hosts)
+            at_once(lambda it: it.shutdown(timeout=30), found)
+        finally:
+            at_once(lambda it: it.shutdown(drain=False, timeout=30), found)

@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
+from own_time import own_time
 from torch.distributed import HashStore
 
 from gptmanager.ranks.links import Links
@@ -22,12 +23,13 @@ def linked(size: int, timeout_s: float = 20.0, host: str = "127.0.0.1") -> Itera
     def start(rank: int) -> Links:
         return Links(rank, size, store, host, timeout_s=timeout_s, boot_s=10.0)
 
-    links = at_once(start, range(size))
-    try:
-        yield links
-    finally:
-        for it in links:
-            it.close()
+    with own_time():
+        links = at_once(start, range(size))
+        try:
+            yield links
+        finally:
+            for it in links:
+                it.close()
 
 
 def at_once(body: Callable[[Any], T], items: Any) -> list[T]:
