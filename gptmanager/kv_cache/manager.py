@@ -1,7 +1,7 @@
 """`KvCacheManager`: holds the blocks of sequences, and counts blocks for schedulers.
 
-It makes no decisions. Its counts follow from the block tables of sequences and the needs of
-requests.
+It makes no decisions. Its counts follow from the block tables of sequences, which its base class
+keeps, and from the needs of requests.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from itertools import takewhile
 
 from gptmanager.arguments import at_least, flag
 from gptmanager.errors import ConfigError
-from gptmanager.kv_cache.block import BlockCopy, KvCacheReport, LedgerError, WhatIf
+from gptmanager.kv_cache.block import WhatIf
 from gptmanager.kv_cache.block_reuse import BlockReuse, ReuseCounts, ReuseOptions
 from gptmanager.kv_cache.needs import BlockNeeds, CrossBlockNeeds
 from gptmanager.kv_cache.offloading import HostCounts
@@ -22,7 +22,7 @@ from gptmanager.request.llm_request import RETENTION_PRIORITIES, LlmRequest, Llm
 _IN_PROGRESS = LlmRequestState.GENERATION_IN_PROGRESS
 
 
-class KvCacheManager:
+class KvCacheManager(KvSequences):
     """Holds the blocks of sequences, by request id, and counts blocks for schedulers.
 
     A block has `tokens_per_block` positions. A call that cannot be satisfied raises and changes
@@ -63,7 +63,7 @@ class KvCacheManager:
     more.
     """
 
-    __slots__ = ("num_blocks", "tokens_per_block", "_lookups", "_needs", "_sequences", "_what_if")
+    __slots__ = ("tokens_per_block", "_lookups", "_what_if")
 
     def __init__(
         self,
@@ -110,122 +110,8 @@ class KvCacheManager:
                     f"multiple of tokens_per_block = {needs.tokens_per_block}"
                 )
             reuse = BlockReuse(num_blocks, needs.tokens_per_block, needs.window, options)
-        self.num_blocks = num_blocks
+        super().__init__(num_blocks, needs, reuse)
         self.tokens_per_block = needs.tokens_per_block
-        self._needs = needs
-        self._begin(reuse)
-
-    def reset(self) -> None:
-        """Drop all sequences and cached content, so that all blocks are free."""
-        reuse = self._sequences.reuse
-        self._begin(None if reuse is None else reuse.anew())
-
-    # Changes of sequences -------------------------------------------------------------------
-
-    def add_sequence(self, request: LlmRequest) -> tuple[BlockCopy, ...]:
-        """Take the blocks of the whole prompt, even if only its first chunk runs now.
-
-        All beams share the full blocks. Each beam has its own partial last block. With block reuse
-        the context of `request` starts after its cached tokens. If the partial last block begins
-        with cached tokens, only the first beam has them: compute the context in the first beam, and
-        fork the other beams from it. The returned copies must be made in order, after the copies of
-        earlier calls and before any block is written. They include pending copies of `add_token`.
-        Raise DuplicateRequestIdError, or CapacityError if too few blocks are free.
-        """
-        return self._sequences.add_sequence(request)
-
-    @property  # a method would add one call for each generated token
-    def add_token(self) -> Callable[[int], tuple[int, ...]]:
-        """`add_token(request_id)` stores one more position in each beam of the request.
-
-        The function returns the blocks that were taken, one per beam; () in most calls. It raises
-        CapacityError if too few blocks are free. With a host tier `take_moves` returns the copies
-        to make before these blocks are written.
-        """
-        return self._sequences.add_token
-
-    def rewind(self, request_id: int, num_tokens: int) -> None:
-        """Remove the last `num_tokens` positions. Blocks that become empty are freed.
-
-        Raise ValueError for beams and cross caches, for more tokens than are stored, and if the
-        new end is inside a block that other sequences share. Past the attention window only the
-        last token can be removed, because more would need positions that were overwritten.
-        """
-        self._sequences.rewind(request_id, num_tokens)
-
-    def fork(self, request_id: int, parents: Sequence[int]) -> tuple[BlockCopy, ...]:
-        """Let beam i continue from the blocks of beam `parents[i]`, without taking blocks.
-
-        Full blocks become shared; a partial last block stays private to each beam. Return the
-        copies to make before the next position is stored, in the order that `add_sequence`
-        describes. The table of each beam that is not its own parent changes. Raise ValueError past
-        the attention window.
-        """
-        return self._sequences.fork(request_id, parents)
-
-    def take_moves(self) -> tuple[BlockCopy, ...]:
-        """Return the copies, in order, that no call has returned yet; () without a host tier."""
-        return self._sequences.take_moves()
-
-    def store_context(self, request: LlmRequest) -> None:
-        """Make the full blocks of the computed context of `request` available for reuse.
-
-        Steps run in order, so a part of the context counts as computed once its step is launched.
-        Do nothing without block reuse.
-        """
-        self._sequences.store_context(request)
-
-    def remove(self, request_id: int, store: bool = True) -> None:
-        """End the sequence. With `store`, its content except the newest token may be reused.
-
-        The content is the confirmed tokens of the request. With several beams it is only the
-        prompt. Blocks are freed from the last to the first, so that a prefix is evicted after its
-        continuations.
-        """
-        self._sequences.remove(request_id, store)
-
-    def withdraw(self, request_id: int) -> None:
-        """Remove the blocks of a sequence from the cache, and do not store them when it ends.
-
-        Do the same for every sequence that shares one of these blocks. Do nothing without block
-        reuse.
-        """
-        self._sequences.withdraw(request_id)
-
-    def clear_cached(self) -> None:
-        """Drop all cached content, even of live sequences, after a change of weights."""
-        self._sequences.clear_cached()
-
-    # Blocks held ----------------------------------------------------------------------------
-
-    def __contains__(self, request_id: int) -> bool:
-        return request_id in self._sequences.live
-
-    @property
-    def num_free_blocks(self) -> int:
-        return len(self._sequences.pool.free)
-
-    def block_ids(self, request_id: int) -> list[list[int]]:
-        """Return the block table of each beam, as new lists."""
-        return self._sequences.block_ids(request_id)
-
-    def num_tokens(self, request_id: int) -> int:
-        """Return the number of positions that each beam has stored, overwritten ones included."""
-        return self._sequences.num_tokens(request_id)
-
-    def num_cached_tokens(self, request_id: int) -> int:
-        """Return how many prompt tokens were found in the cache when the sequence was added."""
-        return self._sequences.num_cached_tokens(request_id)
-
-    def audit(self) -> KvCacheReport:
-        """Recount all blocks; the report has the owners of each held block."""
-        return self._sequences.audit()
-
-    def check(self) -> None:
-        """Raise LedgerError, with block and owner, unless every count agrees with the tables."""
-        problem = self.audit().problem
-        if problem is not None:
-            raise LedgerError(problem)
 
     # Needs of requests ----------------------------------------------------------------------
 
@@ -239,7 +125,7 @@ class KvCacheManager:
         return self._needs.window
 
     def get_num_free_blocks(self) -> int:
-        return len(self._sequences.pool.free)
+        return len(self._pool.free)
 
     def get_needed_resource_to_completion(self, request: LlmRequest) -> int:
         """Return how many blocks the request needs in its whole life, INCLUDING held blocks."""
@@ -247,12 +133,12 @@ class KvCacheManager:
 
     def get_remaining_blocks_to_completion(self, request: LlmRequest) -> int:
         """Return the number of blocks that the request must still take to complete."""
-        held = self._sequences.live.get(request.request_id)
+        held = self._live.get(request.request_id)
         if held is None:
             needed = self._needs.remaining(request, 0)
             if self._lookups is None or request.state >= _IN_PROGRESS:
                 return needed
-            ref_counts = self._sequences.pool.ref_counts
+            ref_counts = self._pool.ref_counts
             return needed - len(self._held_prefix(request, ref_counts.__getitem__))
         if held.life_tokens == request.prompt_len + request.max_new_tokens:
             return held.remaining_blocks
@@ -260,7 +146,7 @@ class KvCacheManager:
 
     def sum_remaining_blocks_to_completion(self, requests: Iterable[LlmRequest]) -> int:
         """Return the sum of `get_remaining_blocks_to_completion` over `requests`, in one call."""
-        find = self._sequences.live.get
+        find = self._live.get
         total = 0
         for request in requests:
             held = find(request.request_id)
@@ -299,14 +185,14 @@ class KvCacheManager:
 
     def start_scheduling(self) -> None:
         """Start a new what-if count from the current state."""
-        self._what_if = WhatIf(self._sequences.pool)
+        self._what_if = WhatIf(self._pool)
 
     def scheduling_remove_sequence(self, request_id: int) -> None:
         """Remove a sequence in the what-if count: blocks that only it holds count as free.
 
         Do nothing for an id without blocks.
         """
-        sequence = self._sequences.live.get(request_id)
+        sequence = self._live.get(request_id)
         if sequence is not None:
             self._what_if.remove(sequence)
 
@@ -326,11 +212,11 @@ class KvCacheManager:
 
     @property
     def enable_block_reuse(self) -> bool:
-        return self._sequences.reuse is not None
+        return self._reuse is not None
 
     @property
     def reuse_counts(self) -> ReuseCounts:
-        reuse = self._sequences.reuse
+        reuse = self._reuse
         return ReuseCounts() if reuse is None else reuse.counts
 
     @property
@@ -373,7 +259,7 @@ class KvCacheManager:
 
     def holding_cached(self, requests: Iterable[LlmRequest]) -> AbstractContextManager[None]:
         """Evict none of the cached blocks that `requests` would reuse, in the `with` block."""
-        reuse = self._sequences.reuse
+        reuse = self._reuse
         return nullcontext() if reuse is None else reuse.holding(requests)
 
     def forget_waiting(self, request_id: int) -> None:
@@ -384,7 +270,7 @@ class KvCacheManager:
     # Private --------------------------------------------------------------------------------
 
     def _begin(self, reuse: BlockReuse | None) -> None:
-        self._sequences = KvSequences(self.num_blocks, self._needs, reuse)
+        super()._begin(reuse)
         self._lookups = None if reuse is None else reuse.lookups
         self.start_scheduling()
 

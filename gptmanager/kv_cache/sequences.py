@@ -10,7 +10,15 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from gptmanager.errors import CapacityError, DuplicateRequestIdError
-from gptmanager.kv_cache.block import NEVER, BlockCopy, BlockPool, BlockTables, KvCacheReport, audit
+from gptmanager.kv_cache.block import (
+    NEVER,
+    BlockCopy,
+    BlockPool,
+    BlockTables,
+    KvCacheReport,
+    LedgerError,
+    audit,
+)
 from gptmanager.kv_cache.block_reuse import BlockReuse
 from gptmanager.kv_cache.needs import BlockNeeds
 from gptmanager.request.llm_request import LlmRequest, LlmRequestState
@@ -19,90 +27,126 @@ _CONTEXT_INIT = LlmRequestState.CONTEXT_INIT
 
 
 class KvSequences:
-    """The block tables of `live` sequences, by request id, and the `pool` of their blocks.
+    """The base of `KvCacheManager`: the block tables of live sequences, by request id.
 
-    `KvCacheManager` has methods with the same names, and documents them. A call that cannot be
-    satisfied raises and changes nothing. An unknown request id raises ValueError.
+    A call that cannot be satisfied raises and changes nothing. An unknown request id raises
+    ValueError.
     """
 
-    __slots__ = ("live", "needs", "num_blocks", "pool", "reuse")
+    __slots__ = ("num_blocks", "_live", "_needs", "_pool", "_reuse")
 
     def __init__(self, num_blocks: int, needs: BlockNeeds, reuse: BlockReuse | None) -> None:
         self.num_blocks = num_blocks
-        self.needs = needs
-        self.reuse = reuse
-        self.pool = BlockPool(num_blocks) if reuse is None else reuse.pool
-        self.live: dict[int, BlockTables] = {}
+        self._needs = needs
+        self._begin(reuse)
+
+    def _begin(self, reuse: BlockReuse | None) -> None:
+        """Begin without sequences, so that all blocks are free."""
+        self._reuse = reuse
+        self._pool = BlockPool(self.num_blocks) if reuse is None else reuse.pool
+        self._live: dict[int, BlockTables] = {}
+
+    def reset(self) -> None:
+        """Drop all sequences and cached content, so that all blocks are free."""
+        self._begin(None if self._reuse is None else self._reuse.anew())
 
     # Changes of sequences -------------------------------------------------------------------
 
     def add_sequence(self, request: LlmRequest) -> tuple[BlockCopy, ...]:
+        """Take the blocks of the whole prompt, even if only its first chunk runs now.
+
+        All beams share the full blocks. Each beam has its own partial last block. With block reuse
+        the context of `request` starts after its cached tokens. If the partial last block begins
+        with cached tokens, only the first beam has them: compute the context in the first beam, and
+        fork the other beams from it. The returned copies must be made in order, after the copies of
+        earlier calls and before any block is written. They include pending copies of `add_token`.
+        Raise DuplicateRequestIdError, or CapacityError if too few blocks are free.
+        """
         request_id, beam_width = request.request_id, request.beam_width
-        if request_id in self.live:
+        if request_id in self._live:
             raise DuplicateRequestIdError(f"request {request_id} already holds KV cache blocks")
-        shared, private = self.needs.context(request)
-        if self.reuse is not None and self.reuse.lookups.applies_to(request):
-            return self._add_reusing(self.reuse, request, shared, private)
+        shared, private = self._needs.context(request)
+        if self._reuse is not None and self._reuse.lookups.applies_to(request):
+            return self._add_reusing(self._reuse, request, shared, private)
         self._require(request_id, shared + private)
-        common = self.pool.take(shared, beam_width)
+        common = self._pool.take(shared, beam_width)
         tables = [common, *(common.copy() for _ in range(beam_width - 1))]
         if private:
-            for table, block in zip(tables, self.pool.take(private), strict=True):
+            for table, block in zip(tables, self._pool.take(private), strict=True):
                 table.append(block)
-        self._hold(BlockTables(request_id, self.needs.context_slots(request), tables), request)
+        self._hold(BlockTables(request_id, self._needs.context_slots(request), tables), request)
         return self.take_moves()
 
     def add_token(self, request_id: int) -> tuple[int, ...]:
+        """Store one more position in each beam of the request.
+
+        Return the blocks that were taken, one per beam; () in most calls. Raise CapacityError if
+        too few blocks are free. With a host tier `take_moves` returns the copies to make before
+        these blocks are written.
+        """
         try:
-            sequence = self.live[request_id]
+            sequence = self._live[request_id]
         except KeyError:
             raise _unknown(request_id) from None
         num_slots = sequence.num_slots
         if num_slots != sequence.grows_at:
             sequence.num_slots = num_slots + 1
             return ()
-        if not self.needs.grows:
+        if not self._needs.grows:
             raise ValueError(f"request {request_id}: a cross KV cache accepts no further tokens")
-        if self.reuse is not None and num_slots == self.needs.max_slots:
-            self.reuse.end_sharing(sequence)
+        if self._reuse is not None and num_slots == self._needs.max_slots:
+            self._reuse.end_sharing(sequence)
             sequence.num_slots = num_slots + 1
-            self.table_changed(sequence)
+            self._table_changed(sequence)
             return ()
         tables = sequence.tables
         self._require(request_id, len(tables))
-        blocks = self.pool.take(len(tables))
+        blocks = self._pool.take(len(tables))
         for table, block in zip(tables, blocks, strict=True):
             table.append(block)
         sequence.num_slots = num_slots + 1
-        self.table_changed(sequence)
+        self._table_changed(sequence)
         return tuple(blocks)
 
     def rewind(self, request_id: int, num_tokens: int) -> None:
+        """Remove the last `num_tokens` positions. Blocks that become empty are freed.
+
+        Raise ValueError for beams and cross caches, for more tokens than are stored, and if the
+        new end is inside a block that other sequences share. Past the attention window only the
+        last token can be removed, because more would need positions that were overwritten.
+        """
         sequence = self._sequence(request_id)
-        stored, window = sequence.num_slots - self.needs.bubble, self.needs.window
-        if len(sequence.tables) > 1 or not self.needs.grows:
+        stored, window = sequence.num_slots - self._needs.bubble, self._needs.window
+        if len(sequence.tables) > 1 or not self._needs.grows:
             raise ValueError(f"request {request_id}: beams and cross caches cannot be rewound")
         if not 0 <= num_tokens <= stored:
             raise ValueError(f"request {request_id}: cannot rewind {num_tokens} of {stored} tokens")
         left = sequence.num_slots - num_tokens
         peak = max(sequence.peak_slots, sequence.num_slots)
-        if peak > self.needs.max_slots and left < peak - 1:
+        if peak > self._needs.max_slots and left < peak - 1:
             raise ValueError(
                 f"request {request_id} is past its attention window of {window} tokens: only the "
                 f"last can be rewound, not {num_tokens}"
             )
-        if self.reuse is not None:
-            self.reuse.make_writable(sequence, left)
+        if self._reuse is not None:
+            self._reuse.make_writable(sequence, left)
         sequence.num_slots, sequence.peak_slots = left, peak
         table = sequence.tables[0]
-        keep = self.needs.table_length(sequence.num_slots)
-        self.pool.release(reversed(table[keep:]))
+        keep = self._needs.table_length(sequence.num_slots)
+        self._pool.release(reversed(table[keep:]))
         del table[keep:]
-        self.table_changed(sequence)
+        self._table_changed(sequence)
 
     def fork(self, request_id: int, parents: Sequence[int]) -> tuple[BlockCopy, ...]:
+        """Let beam i continue from the blocks of beam `parents[i]`, without taking blocks.
+
+        Full blocks become shared; a partial last block stays private to each beam. Return the
+        copies to make before the next position is stored, in the order that `add_sequence`
+        describes. The table of each beam that is not its own parent changes. Raise ValueError past
+        the attention window.
+        """
         sequence = self._sequence(request_id)
-        tables, needs = sequence.tables, self.needs
+        tables, needs = sequence.tables, self._needs
         if len(parents) != len(tables) or not all(0 <= p < len(tables) for p in parents):
             raise ValueError(f"request {request_id} has {len(tables)} beams, not parents {parents}")
         if not needs.grows:
@@ -111,63 +155,98 @@ class KvSequences:
             raise ValueError(
                 f"request {request_id} is past its attention window: its beams cannot be forked"
             )
-        num_full, num_tail = divmod(sequence.num_slots, self.needs.tokens_per_block)
-        sequence.tables, copies = self.pool.fork(tables, parents, num_full, num_tail)
+        num_full, num_tail = divmod(sequence.num_slots, self._needs.tokens_per_block)
+        sequence.tables, copies = self._pool.fork(tables, parents, num_full, num_tail)
         return self.take_moves() + copies
 
     def take_moves(self) -> tuple[BlockCopy, ...]:
-        return () if self.reuse is None else self.reuse.pool.take_copies()
+        """Return the copies, in order, that no call has returned yet; () without a host tier."""
+        return () if self._reuse is None else self._reuse.pool.take_copies()
 
     def store_context(self, request: LlmRequest) -> None:
-        if self.reuse is not None:
-            self.reuse.store_context(self._sequence(request.request_id), request)
+        """Make the full blocks of the computed context of `request` available for reuse.
+
+        Steps run in order, so a part of the context counts as computed once its step is launched.
+        Do nothing without block reuse.
+        """
+        if self._reuse is not None:
+            self._reuse.store_context(self._sequence(request.request_id), request)
 
     def remove(self, request_id: int, store: bool = True) -> None:
+        """End the sequence. With `store`, its content except the newest token may be reused.
+
+        The content is the confirmed tokens of the request. With several beams it is only the
+        prompt. Blocks are freed from the last to the first, so that a prefix is evicted after its
+        continuations.
+        """
         sequence = self._sequence(request_id)
-        del self.live[request_id]
-        if self.reuse is not None:
-            self.reuse.end(sequence, store)
+        del self._live[request_id]
+        if self._reuse is not None:
+            self._reuse.end(sequence, store)
         for table in sequence.tables:
-            self.pool.release(reversed(table))
+            self._pool.release(reversed(table))
 
     def withdraw(self, request_id: int) -> None:
-        if self.reuse is not None:
-            self.reuse.withdraw(self._sequence(request_id), self.live.values())
+        """Remove the blocks of a sequence from the cache, and do not store them when it ends.
+
+        Do the same for every sequence that shares one of these blocks. Do nothing without block
+        reuse.
+        """
+        if self._reuse is not None:
+            self._reuse.withdraw(self._sequence(request_id), self._live.values())
 
     def clear_cached(self) -> None:
-        if self.reuse is not None:
-            self.reuse.clear()
+        """Drop all cached content, even of live sequences, after a change of weights."""
+        if self._reuse is not None:
+            self._reuse.clear()
 
     # Blocks held ----------------------------------------------------------------------------
 
+    def __contains__(self, request_id: int) -> bool:
+        return request_id in self._live
+
+    @property
+    def num_free_blocks(self) -> int:
+        return len(self._pool.free)
+
     def block_ids(self, request_id: int) -> list[list[int]]:
+        """Return the block table of each beam, as new lists."""
         return [table.copy() for table in self._sequence(request_id).tables]
 
     def num_tokens(self, request_id: int) -> int:
-        return self._sequence(request_id).num_slots - self.needs.bubble
+        """Return the number of positions that each beam has stored, overwritten ones included."""
+        return self._sequence(request_id).num_slots - self._needs.bubble
 
     def num_cached_tokens(self, request_id: int) -> int:
+        """Return how many prompt tokens were found in the cache when the sequence was added."""
         return self._sequence(request_id).num_cached
 
     def audit(self) -> KvCacheReport:
+        """Recount all blocks; the report has the owners of each held block."""
         report = audit(
-            self.pool,
-            self.live.values(),
-            tokens_per_block=self.needs.tokens_per_block,
-            max_slots=self.needs.max_slots,
-            private_tails=self.needs.grows,
+            self._pool,
+            self._live.values(),
+            tokens_per_block=self._needs.tokens_per_block,
+            max_slots=self._needs.max_slots,
+            private_tails=self._needs.grows,
         )
-        if self.reuse is None:
+        if self._reuse is None:
             return report
-        counts = self.reuse.counts
+        counts = self._reuse.counts
         return replace(
             report,
-            problem=report.problem or self.reuse.problem(self.live.values()),
+            problem=report.problem or self._reuse.problem(self._live.values()),
             cached=counts.cached_blocks,
             host_total=counts.host_blocks,
             host_free=counts.host_blocks - counts.cached_host_blocks,
             host_used=counts.cached_host_blocks,
         )
+
+    def check(self) -> None:
+        """Raise LedgerError, with block and owner, unless every count agrees with the tables."""
+        problem = self.audit().problem
+        if problem is not None:
+            raise LedgerError(problem)
 
     # Private --------------------------------------------------------------------------------
 
@@ -179,36 +258,36 @@ class KvSequences:
         sequence.num_cached, sequence.may_share = num_cached, True
         self._hold(sequence, request)
         if request.state is _CONTEXT_INIT and request.context_current_position < num_cached:
-            request.skip_cached_context(num_cached, self.needs.tokens_per_block)
+            request.skip_cached_context(num_cached, self._needs.tokens_per_block)
         return copies
 
     def _hold(self, sequence: BlockTables, request: LlmRequest) -> None:
-        if request.beam_width == 1 and self.needs.grows:
+        if request.beam_width == 1 and self._needs.grows:
             sequence.life_tokens = request.prompt_len + request.max_new_tokens
-            sequence.total_blocks = self.needs.whole_life(request)
-        self.live[request.request_id] = sequence
-        self.table_changed(sequence)
+            sequence.total_blocks = self._needs.whole_life(request)
+        self._live[request.request_id] = sequence
+        self._table_changed(sequence)
 
     def _sequence(self, request_id: int) -> BlockTables:
         try:
-            return self.live[request_id]
+            return self._live[request_id]
         except KeyError:
             raise _unknown(request_id) from None
 
     def _require(self, request_id: int, num_blocks: int) -> None:
-        free = len(self.pool.free)
+        free = len(self._pool.free)
         if num_blocks > free:
             need = f"request {request_id} needs {num_blocks} more KV cache blocks"
             raise CapacityError(f"{need}, {free} of {self.num_blocks} are free")
 
-    def table_changed(self, sequence: BlockTables) -> None:
+    def _table_changed(self, sequence: BlockTables) -> None:
         length = len(sequence.tables[0])
-        if not self.needs.grows:
+        if not self._needs.grows:
             sequence.grows_at = sequence.num_slots
-        elif length < self.needs.max_table_length:
-            sequence.grows_at = length * self.needs.tokens_per_block
+        elif length < self._needs.max_table_length:
+            sequence.grows_at = length * self._needs.tokens_per_block
         else:  # shared blocks must not be overwritten when the window moves on
-            sequence.grows_at = self.needs.max_slots if sequence.may_share else NEVER
+            sequence.grows_at = self._needs.max_slots if sequence.may_share else NEVER
         sequence.remaining_blocks = max(0, sequence.total_blocks - length)
 
 

@@ -16,7 +16,6 @@ from gptmanager.kv_cache.manager import KvCacheManager
 from gptmanager.kv_cache.offloading import HostTier
 from gptmanager.kv_cache.prefix_lookups import key_of
 from gptmanager.kv_cache.prefix_tree import NO_BLOCK, Node, PrefixTree
-from gptmanager.kv_cache.sequences import KvSequences
 from gptmanager.request.llm_request import RETENTION_PRIORITIES, LlmRequest
 
 Salt = bool | int | str | None
@@ -97,11 +96,10 @@ class KvCacheState(NamedTuple):
 
 
 def kv_cache_state(kv_cache: KvCacheManager) -> KvCacheState:
-    sequences = kv_cache._sequences
-    reuse = sequences.reuse
+    reuse = kv_cache._reuse
     return KvCacheState(
-        tuple(map(_sequence_state, sequences.live.values())),
-        tuple(sequences.pool.free),
+        tuple(map(_sequence_state, kv_cache._live.values())),
+        tuple(kv_cache._pool.free),
         None if reuse is None else _reuse_state(reuse),
     )
 
@@ -113,8 +111,7 @@ def restore_kv_cache(
 
     Raise LedgerError if the restored state is inconsistent.
     """
-    sequences = kv_cache._sequences
-    pool, reuse = sequences.pool, sequences.reuse
+    pool, reuse = kv_cache._pool, kv_cache._reuse
     if (reuse is None) != (state.reuse is None):
         raise LedgerError("the state and the cache must both have block reuse, or neither")
     for sequence in state.sequences:
@@ -123,7 +120,7 @@ def restore_kv_cache(
                 f"request {sequence.request_id} cannot hold blocks: it is unknown, or holds some "
                 "already"
             )
-        _restore_sequence(sequences, sequence)
+        _restore_sequence(kv_cache, sequence)
     _check_blocks(state.free, 0, kv_cache.num_blocks)
     pool.free.clear()
     pool.free.update(dict.fromkeys(state.free))
@@ -137,16 +134,16 @@ def _sequence_state(held: BlockTables) -> SequenceState:
     return SequenceState(*_read_sequence(held))._replace(tables=tuple(map(tuple, held.tables)))
 
 
-def _restore_sequence(sequences: KvSequences, state: SequenceState) -> None:
+def _restore_sequence(kv_cache: KvCacheManager, state: SequenceState) -> None:
     held = BlockTables(**{**state._asdict(), "tables": [list(table) for table in state.tables]})
     if not held.tables:
         raise LedgerError(f"request {state.request_id} has no block table")
     for table in held.tables:
-        _check_blocks(table, 0, sequences.num_blocks)
+        _check_blocks(table, 0, kv_cache.num_blocks)
         for block in table:
-            sequences.pool.ref_counts[block] += 1
-    sequences.live[state.request_id] = held
-    sequences.table_changed(held)
+            kv_cache._pool.ref_counts[block] += 1
+    kv_cache._live[state.request_id] = held
+    kv_cache._table_changed(held)
 
 
 def _reuse_state(reuse: BlockReuse) -> ReuseState:

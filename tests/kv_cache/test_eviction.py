@@ -74,7 +74,7 @@ def test_what_is_found_again_and_again_does_not_pile_up():
     run(kv, 500, priority=10)
     for _ in range(300):
         run(kv, 0, num_blocks=4, priority=90)
-    queue, is_leaf = kv._sequences.pool.queue, kv._sequences.pool.tree.is_leaf
+    queue, is_leaf = kv._pool.queue, kv._pool.tree.is_leaf
     assert len(queue._heap) <= 2 * len(queue.blocks) + 65
     for start in range(1000, 1020):  # each takes the place of the first, until all are replaced
         assert queue.first(is_leaf) == searched(queue, is_leaf)
@@ -96,7 +96,7 @@ def test_a_copy_by_its_state_decides_the_same(hosts):
         for each in (kv, copy):
             run(each, 100 * i, 1 + i % 3, priority=[None, 40, 60][i % 3])
             each.check()
-        assert list(copy._sequences.pool.free) == list(kv._sequences.pool.free)
+        assert list(copy._pool.free) == list(kv._pool.free)
         assert copy.reuse_counts == kv.reuse_counts
 
 
@@ -107,7 +107,7 @@ def test_priorities_that_end_and_begin_again_are_those_of_now():
     run(kv, 200)
     run(kv, 300)  # takes the place of 100
     kv.clear_cached()
-    assert kv._sequences.pool.tree.num_prioritized == 0
+    assert kv._pool.tree.num_prioritized == 0
     for start in (0, 100, 200):
         run(kv, start)
     run(kv, 100, priority=0)

@@ -747,29 +747,29 @@ def spoiled(spoil: Callable[[KvCacheManager], object]) -> KvCacheManager:
     ("spoil", "problem"),
     [
         (
-            lambda kv: kv._sequences.pool.ref_counts.__setitem__(1, 2),
+            lambda kv: kv._pool.ref_counts.__setitem__(1, 2),
             r"block 1 counts 2 .*requests \[1\]",
         ),
         (
-            lambda kv: kv._sequences.pool.ref_counts.__setitem__(9, 1),
+            lambda kv: kv._pool.ref_counts.__setitem__(9, 1),
             "block 9 counts 1 .*no request",
         ),
         (
-            lambda kv: kv._sequences.pool.free.__setitem__(4, None),
+            lambda kv: kv._pool.free.__setitem__(4, None),
             r"block 4 is free, but is held by requests \[2\]",
         ),
-        (lambda kv: kv._sequences.pool.free.pop(9), "block 9 is not free, but is held by no req"),
+        (lambda kv: kv._pool.free.pop(9), "block 9 is not free, but is held by no req"),
         (
-            lambda kv: kv._sequences.pool.free.__setitem__(77, None),
+            lambda kv: kv._pool.free.__setitem__(77, None),
             "6 free and 6 used|5 free and 6 used",
         ),
-        (lambda kv: kv._sequences.live[1].tables[0].pop(), "beam 0 of request 1 holds 2 .*block 1"),
-        (lambda kv: kv._sequences.live[1].tables[0].clear(), "request 1 holds 0 .*has none"),
-        (lambda kv: kv._sequences.live[1].tables[0].__setitem__(0, 1), "block 1 is twice .*1"),
+        (lambda kv: kv._live[1].tables[0].pop(), "beam 0 of request 1 holds 2 .*block 1"),
+        (lambda kv: kv._live[1].tables[0].clear(), "request 1 holds 0 .*has none"),
+        (lambda kv: kv._live[1].tables[0].__setitem__(0, 1), "block 1 is twice .*1"),
         (
             lambda kv: (
-                kv._sequences.live[2].tables[1].__setitem__(1, kv._sequences.live[2].tables[0][1]),
-                kv._sequences.pool.ref_counts.__setitem__(kv._sequences.live[2].tables[0][1], 2),
+                kv._live[2].tables[1].__setitem__(1, kv._live[2].tables[0][1]),
+                kv._pool.ref_counts.__setitem__(kv._live[2].tables[0][1], 2),
             ),
             "block 4, which beam 0 of request 2 is writing to, is in 2 tables",
         ),

@@ -569,7 +569,7 @@ def test_counts_say_what_was_found():
 def test_check_finds_a_block_that_is_cached_for_other_tokens():
     kv = caching()
     run_context(kv, LlmRequest(1, tokens(35), 10))
-    kv._sequences.live[1].tables[0][:2] = [1, 0]
+    kv._live[1].tables[0][:2] = [1, 0]
     with pytest.raises(LedgerError, match="block 1 is cached with other tokens than request 1"):
         kv.check()
 
@@ -849,8 +849,8 @@ class ReuseMachine(RuleBasedStateMachine):
         with self.kv.holding_cached(waiting):
             assert told == [self.kv.get_reusable_tokens(request) for request in waiting]
         self.kv.check()
-        assert sorted(self.free) == sorted(self.kv._sequences.pool.free)
-        self.free = list(self.kv._sequences.pool.free)
+        assert sorted(self.free) == sorted(self.kv._pool.free)
+        self.free = list(self.kv._pool.free)
 
     @rule(now=st.integers(0, 9))
     def replace_weights(self, now) -> None:
@@ -866,13 +866,13 @@ class ReuseMachine(RuleBasedStateMachine):
         if not hasattr(self, "kv"):
             return
         self.kv.check()
-        tree = self.kv._sequences.reuse.tree
+        tree = self.kv._reuse.tree
         assert {b: path_to(tree, b) for b in self.content} == {
             block: ((root[0], type(root[1]).__name__, root[1]), list(prefix))
             for block, (root, prefix) in self.content.items()
         }
         assert len(tree) == len(self.content) == self.kv.audit().cached
-        assert list(self.kv._sequences.pool.free) == self.free
+        assert list(self.kv._pool.free) == self.free
         held = {b for i in self.requests for t in self.kv.block_ids(i) for b in t}
         assert held | set(self.free) == set(range(self.num_blocks))
 

@@ -153,7 +153,7 @@ def test_a_block_that_is_reused_too_early_is_found(monkeypatch):
 
     def store_at_once(right, self, request):
         copies = right(self, request)
-        self._sequences.reuse.store_context(self._sequences.live[request.request_id], request)
+        self._reuse.store_context(self._live[request.request_id], request)
         return copies
 
     spoil(monkeypatch, KvCacheManager, "add_sequence", store_at_once)

@@ -153,7 +153,7 @@ def test_the_cache_can_be_cleared():
 
 def test_a_host_block_that_is_lost_is_found_by_the_audit():
     kv = cache()
-    kv._sequences.pool.host.free.popitem()
+    kv._pool.host.free.popitem()
     with pytest.raises(LedgerError, match="3 free and 0 used host blocks are not 4"):
         kv.check()
 
@@ -291,7 +291,7 @@ class Lives:
             self.kv.clear_cached()
 
     def prove(self):
-        kv, tree = self.kv, self.kv._sequences.reuse.tree
+        kv, tree = self.kv, self.kv._reuse.tree
         kv.check()
         report = kv.audit()
         assert report.free + report.used == report.total

@@ -593,8 +593,8 @@ def test_accounts_that_begin_anew_are_sound_whatever_they_were(options):
         driver.loop.iterate()
     kv_cache = driver.kv_cache
     counts = kv_cache.reuse_counts
-    kv_cache._sequences.pool.free.clear()
-    kv_cache._sequences.pool.ref_counts[3] += 7
+    kv_cache._pool.free.clear()
+    kv_cache._pool.ref_counts[3] += 7
     driver.loop.recover(errors.StepError("of the test"))
     kv_cache.check()
     assert kv_cache.get_num_free_blocks() == kv_cache.get_max_resource_count()

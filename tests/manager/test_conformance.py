@@ -317,7 +317,7 @@ class Miscounts(Planted):
     """Keeps accounts of its own in those of the KV cache."""
 
     def spoil(self, output, active, in_flight):
-        self.kv._sequences.pool.ref_counts[-1] += 1
+        self.kv._pool.ref_counts[-1] += 1
         return output
 
 

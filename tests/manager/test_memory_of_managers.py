@@ -130,9 +130,9 @@ def test_the_kv_cache_keeps_nothing_of_requests_that_have_ended():
     host = EndlessHost(itertools.islice(mixed_requests(512, None), 400), 40)
     with start(model, host, max_active_requests=None) as manager:
         assert host.is_over.wait(60)
-    reuse = manager._worker.loop.allocator.kv_cache._sequences.reuse
+    reuse = manager._worker.loop.allocator.kv_cache._reuse
     lookups = reuse.lookups
-    assert manager._worker.loop.allocator.kv_cache._sequences.live == reuse._storing == {}
+    assert manager._worker.loop.allocator.kv_cache._live == reuse._storing == {}
     assert lookups._lookups == lookups._numbers == lookups._users == {}
     assert lookups._last.requests == []
 
