@@ -419,7 +419,7 @@ recorder/                     recordings of a loop's inputs and decisions; the b
     taps                      a host and an executor that record all calls
     recorder                  Recorder: writes down a run
 host/                         calls the host's four callbacks safely
-    turns                     the interfaces between loop, worker and host
+    loop_host                 the interface of a host for a manager's worker
     timers                    times of callbacks
     received_requests         checks and admits what GetInferenceRequests returned
     retries                   delays GetInferenceRequests after an error
@@ -427,7 +427,7 @@ host/                         calls the host's four callbacks safely
     background_jobs           long jobs in pieces, between or beside steps
     adapter_loader            loads adapters on threads
     broadcast                 marks a callback whose results go to all ranks
-    cached_blocks             when cached blocks are stale (no torch)
+    cache_invalidation        when cached blocks are stale (no torch)
     journal_seam              where a journal holds responses back (no torch)
     callback_host             CallbackHost: calls the four callbacks
     packed_requests           requests as bytes

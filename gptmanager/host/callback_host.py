@@ -18,14 +18,14 @@ from gptmanager.config import ModelType
 from gptmanager.errors import CallbackError, InvalidRequestError, response_text
 from gptmanager.host.adapter_loader import AdapterLoader
 from gptmanager.host.broadcast import Broadcast
-from gptmanager.host.cached_blocks import CachedBlocks
+from gptmanager.host.cache_invalidation import CacheInvalidation
 from gptmanager.host.journal_seam import JournalSeam, NoJournal
 from gptmanager.host.preparation import Preparation
 from gptmanager.host.received_requests import Receiver, not_iterable
 from gptmanager.host.retries import GetFailures
-from gptmanager.host.timers import HostTimers, optional, required
-from gptmanager.host.turns import Turn
-from gptmanager.lifecycle.callables import UnfinishedAnswer, check_answer
+from gptmanager.host.timers import HostTimers
+from gptmanager.host.loop_host import Turn
+from gptmanager.lifecycle.callables import UnfinishedAnswer, check_answer, optional, required
 from gptmanager.lifecycle.clock import monotonic
 from gptmanager.lifecycle.latch import Latch
 from gptmanager.lifecycle.log import logger
@@ -86,15 +86,15 @@ class CallbackHost:
         self.get_failures = GetFailures(max_get_failures)
         self.is_accepting = True  # whether Get may be called
         self.last_fetch = Fetched(0, is_empty=False, failed=False)
-        self._get = required(get_inference_requests, "get_inference_requests_cb", may_yield=True)
-        self._send: Any = required(send_response, "send_response_cb")
-        self._poll = optional(poll_stop_signal, "poll_stop_signal_cb", may_yield=True)
-        self._return_stats = optional(return_stats, "return_batch_manager_stats_cb")
+        self._get = required("get_inference_requests_cb", get_inference_requests, may_yield=True)
+        self._send: Any = required("send_response_cb", send_response)
+        self._poll = optional("poll_stop_signal_cb", poll_stop_signal, may_yield=True)
+        self._return_stats = optional("return_batch_manager_stats_cb", return_stats)
         self.receiver = Receiver(self.lifecycle)
         self.journal: JournalSeam = NoJournal()
         self.failures: list[Failure] = []  # for the next intake
         self._stops: set[int] = set()
-        self.cached = CachedBlocks()
+        self.cache_invalidation = CacheInvalidation()
 
     def attach(self, assembly: Assembly) -> None:
         """Connect to the parts of a loop. Called once, before the loop iterates."""
@@ -105,7 +105,7 @@ class CallbackHost:
         peft_config = assembly.blueprint.params.peft_cache_manager_config
         pool, loop_helps = executor.runner.adapter_pool, assembly.ranks is None
         self.adapter_loader.attach(pool, peft_config, executor.mark, loop_helps=loop_helps)
-        self.cached.follow_weights(assembly.weights_version)
+        self.cache_invalidation.follow_weights(assembly.weights_version)
 
     @property
     def is_broadcast(self) -> bool:
@@ -142,7 +142,7 @@ class CallbackHost:
         self.preparation.release()
         self.adapter_loader.release()
         self.statistics.release()
-        self.cached.follow_weights(int)
+        self.cache_invalidation.follow_weights(int)
 
     def peek(self, room: int | None) -> bool:
         """Call Get outside an iteration, for an idle manager. Return whether there are requests.
@@ -237,17 +237,14 @@ class CallbackHost:
         receiver, preparation = self.receiver, self.preparation
         if receiver.received or preparation.prepared:
             preparation.collect(receiver.received)
-        cached, recomputes = self.cached, self.cached.recomputes
-        is_stale = len(cached.clears) > 0 or cached.version() != cached.last_version
-        if is_stale or recomputes:
-            cached.settle()
+        clears_cache, recomputes = self.cache_invalidation.take()
         intake = Intake(
             monotonic(),
             tuple(receiver.received),
             frozenset(self._stops),
             tuple(preparation.ready),
             (*self.failures, *preparation.failures),
-            clears_cache=is_stale,
+            clears_cache=clears_cache,
             recomputes=recomputes,
             adapters=_taken(self.adapter_loader.done),
             forgotten_adapters=_taken(self.adapter_loader.forgotten),

@@ -29,7 +29,7 @@ from gptmanager.host.rank_messages import (
     schedule_digest,
     stops_digest,
 )
-from gptmanager.host.turns import LoopHost, Turn
+from gptmanager.host.loop_host import LoopHost, Turn
 from gptmanager.lifecycle.clock import monotonic
 from gptmanager.lifecycle.latch import Latch
 from gptmanager.lifecycle.watchdog import CallbackTimer
@@ -103,6 +103,7 @@ class LeadingHost:
 
     def release(self) -> None:
         _release(self._host, self._executor, self._ranks)
+        del self._executor
 
     def _announce_get(self, room: int | None) -> None:
         if not self._host.is_broadcast:
@@ -257,6 +258,7 @@ class FollowingHost:
     def release(self) -> None:
         self._bells.clear()
         _release(self._host, self._executor, self._ranks)
+        del self._executor
 
     # Comparison with rank 0 ------------------------------------------------------------------
 

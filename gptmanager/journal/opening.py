@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from gptmanager.config import OptionalParams
 from gptmanager.host.callback_host import CallbackHost
-from gptmanager.host.turns import LoopHost
+from gptmanager.host.loop_host import LoopHost
 from gptmanager.journal.accepted import AcceptedRequests
 from gptmanager.journal.journal import Journal
 from gptmanager.journal.journaled_host import JournaledHost

@@ -40,6 +40,18 @@ def ordinary(name: str, function: _T, *, may_yield: bool = False) -> _T:
     return function
 
 
+def required(name: str, callback: Any, *, may_yield: bool = False) -> Any:
+    """Return a mandatory callback. Raise ConfigError if it is None, or if `ordinary` raises."""
+    if callback is None:
+        raise ConfigError(f"{name} is mandatory")
+    return ordinary(name, callback, may_yield=may_yield)
+
+
+def optional(name: str, callback: Any, *, may_yield: bool = False) -> Any:
+    """Return an optional callback, or None. Raise ConfigError if `ordinary` does."""
+    return None if callback is None else ordinary(name, callback, may_yield=may_yield)
+
+
 def kind_of_deferred(function: Any, *, may_yield: bool = False) -> str:
     """Return a description such as "a coroutine function", or "" for an ordinary function.
 

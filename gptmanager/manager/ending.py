@@ -1,4 +1,4 @@
-"""`Ending`: ends a loop, even one that hangs.
+"""`LoopEnding`: ends a loop, even one that hangs.
 
 If the loop's thread hangs and `on_hang` is "fail", the watchdog's thread sends the last responses.
 The loop's thread then does nothing more, even if the call that hung returns.
@@ -12,7 +12,7 @@ from gptmanager.config import OptionalParams
 from gptmanager.environment.memory import give_back
 from gptmanager.errors import GptManagerError, ManagerDeadError, RankError, response_text
 from gptmanager.host.callback_host import CallbackHost
-from gptmanager.host.turns import LoopHost
+from gptmanager.host.loop_host import LoopHost
 from gptmanager.lifecycle.log import logger
 from gptmanager.lifecycle.watchdog import CallbackTimer, Hang, Watchdog
 from gptmanager.loop.token_loop import TokenLoop
@@ -22,7 +22,7 @@ from gptmanager.recorder import Recorder
 _SEND_S = 0.3  # seconds to wait until an abandoned loop's call of SendResponse returns
 
 
-class Ending:
+class LoopEnding:
     """Ends a loop. `timer` times the loop's iterations.
 
     While the watchdog's thread sends responses in place of a loop's thread that hangs, `stand_in`
@@ -40,7 +40,6 @@ class Ending:
         self.stand_in: threading.Thread | None = None
         self._params = params
         self._host = host
-        self.loop_host: LoopHost = host  # replaced when several ranks are connected
         self._inbox = inbox
         self._recorder = recorder
         self._timer = timer
@@ -65,9 +64,8 @@ class Ending:
         except Exception:
             self._recorder.close("failed")
 
-    def release(self, loop: TokenLoop | None) -> None:
+    def release(self, loop: TokenLoop | None, loop_host: LoopHost) -> None:
         """Free weights and pages now, not only when the host drops the manager."""
-        loop_host, self.loop_host = self.loop_host, self._host
         loop_host.release()
         if loop is not None:
             loop.release()
@@ -82,8 +80,8 @@ class Ending:
 
     # A hang ------------------------------------------------------------------------------------
 
-    def watch(self, loop: TokenLoop) -> Watchdog | None:
-        """Start and return a watchdog of the calling thread, which runs `loop`.
+    def watch(self, loop: TokenLoop, loop_host: LoopHost) -> Watchdog | None:
+        """Start and return a watchdog of the calling thread, which runs `loop` for `loop_host`.
 
         Return None if no budget is set.
         """
@@ -99,7 +97,7 @@ class Ending:
             if params.on_hang == "log":
                 hang.log(f"; statistics: {statistics}")
                 return True
-            self._give_up(hang, statistics, loop, watched)
+            self._give_up(hang, statistics, loop, loop_host, watched)
             return False
 
         watchdog = Watchdog(
@@ -114,13 +112,18 @@ class Ending:
         return watchdog
 
     def _give_up(
-        self, hang: Hang, statistics: str, loop: TokenLoop, watched: threading.Thread
+        self,
+        hang: Hang,
+        statistics: str,
+        loop: TokenLoop,
+        loop_host: LoopHost,
+        watched: threading.Thread,
     ) -> None:
         host, error = self._host, ManagerDeadError(hang.text)
         if not host.lifecycle.abandon(error):
             return  # the loop's thread is ending by itself
         self.stand_in = threading.current_thread()
-        self.loop_host.stop(error)
+        loop_host.stop(error)
         is_sent = host.answer_abandoned(error, _SEND_S)
         self.close()
         self._inbox.refuse(error)
@@ -131,5 +134,5 @@ class Ending:
         host.answer_abandoned(error)
         watched.join()  # if GetInferenceRequests hung, its late requests need a response, too
         host.answer_abandoned(error)
-        self.release(loop)
+        self.release(loop, loop_host)
         self.stand_in = None

@@ -205,7 +205,7 @@ class GptManager(GenerationControl):
         ManagerDeadError as `notify` does.
         """
         self._raise_if_forked()
-        self._host.cached.clear()
+        self._host.cache_invalidation.clear()
         self.notify()
 
     def forget_adapter(self, task_id: int) -> None:

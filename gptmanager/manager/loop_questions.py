@@ -46,15 +46,15 @@ class LoopQuestions:
 
     def health(self) -> Health:
         """Return the health of the manager at once, even while a callback hangs."""
-        loop, progress = self._worker.loop, self._worker.progress
+        loop, stall_watch = self._worker.loop, self._worker.stall_watch
         num_active = 0 if loop is None else len(loop.active)
         alive = not (self._lifecycle.ended.is_set or self._is_forked)
         return Health(
             alive=alive,
-            progressing=alive and progress.is_progressing(num_active),
+            progressing=alive and stall_watch.is_progressing(num_active),
             accepting=alive and self._host.is_accepting,
             num_active=num_active,
-            last_step_age_s=progress.last_step_age_s(),
+            last_step_age_s=stall_watch.last_step_age_s(),
             callbacks={timer.name: timer.snapshot() for timer in self._host.timers.all},
             total_blocks=0 if loop is None else loop.allocator.kv_cache.get_max_resource_count(),
             free_blocks=0 if loop is None else loop.allocator.kv_cache.get_num_free_blocks(),

@@ -1,6 +1,6 @@
-"""`Progress`: records when a step last ended, and warns if requests wait while no step runs.
+"""`StallWatch`: records when a step last ended, and warns if requests wait while no step runs.
 
-The loop's thread writes the progress, and any thread may read it. This module alone decides when a
+The loop's thread writes the record, and any thread may read it. This module alone decides when a
 manager counts as stuck.
 """
 
@@ -15,8 +15,8 @@ _STALL_WARNING_S = 1.0
 _STUCK_S = 10.0  # a loop with active requests is stuck after this time without a step
 
 
-class Progress:
-    """The progress of a loop. `last_step`: the monotonic time when a step last ended, or None."""
+class StallWatch:
+    """Watches one loop. `last_step`: the monotonic time when a step last ended, or None."""
 
     __slots__ = ("last_step", "_last", "_has_warned")
 

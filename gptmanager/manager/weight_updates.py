@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from gptmanager.errors import ConfigError, SleepError
-from gptmanager.host.cached_blocks import CachedBlocks
+from gptmanager.host.cache_invalidation import CacheInvalidation
 from gptmanager.loop.token_loop import TokenLoop
 from gptmanager.manager.rank_calls import RankCalls
 from gptmanager.memory.released_memory import ReleasedMemory
@@ -30,13 +30,13 @@ class WeightUpdates:
     means that the memory of the weights and of the KV cache is released.
     """
 
-    def __init__(self, cached: CachedBlocks, calls: RankCalls) -> None:
+    def __init__(self, cache_invalidation: CacheInvalidation, calls: RankCalls) -> None:
         self.version = 0
         self.is_incomplete = self.is_asleep = False
         self._runner: Any = None
         self._weights: Weights | None = None
         self._released: ReleasedMemory | None = None  # the memory of the weights
-        self._cached, self._calls = cached, calls
+        self._cache_invalidation, self._calls = cache_invalidation, calls
 
     def attach(self, runner: Any) -> None:
         """Connect to the runner of a loop. Only a natively loaded model has `Weights`."""
@@ -72,7 +72,7 @@ class WeightUpdates:
         self.version += 1
         loop.table.note_weights(self.version)
         if recompute:
-            self._cached.recompute()
+            self._cache_invalidation.recompute()
         return self.version
 
     def _prepared(self, tensors: NewWeights) -> Weights:
@@ -146,8 +146,8 @@ class WeightUpdates:
             raise
 
     def _release_cache(self) -> None:
-        self._cached.recompute()
-        self._cached.clear()
+        self._cache_invalidation.recompute()
+        self._cache_invalidation.clear()
         self._runner.release()
 
     def wake(self, loop: TokenLoop) -> None:

@@ -15,8 +15,8 @@ from gptmanager.config import OptionalParams
 from gptmanager.errors import ManagerDeadError
 from gptmanager.executor.runner import StepSignal
 from gptmanager.host.callback_host import CallbackHost
+from gptmanager.host.loop_host import LoopHost, Turn
 from gptmanager.host.ranked_host import loop_host
-from gptmanager.host.turns import Turn
 from gptmanager.journal.opening import open_journal
 from gptmanager.kernels.simd.threads import end_threads_of_caller
 from gptmanager.lifecycle.clock import perf_counter_ns
@@ -24,11 +24,11 @@ from gptmanager.lifecycle.log import logger
 from gptmanager.lifecycle.state import LoopAbandoned, ManagerState, as_final
 from gptmanager.lifecycle.watchdog import CallbackTimer, whereabouts
 from gptmanager.loop.token_loop import TokenLoop
-from gptmanager.manager.ending import Ending
+from gptmanager.manager.ending import LoopEnding
 from gptmanager.manager.inbox import Inbox
 from gptmanager.manager.rank_calls import RankCalls
 from gptmanager.manager.recovery import Recovery
-from gptmanager.manager.stall_watch import Progress
+from gptmanager.manager.stall_watch import StallWatch
 from gptmanager.manager.weight_updates import WeightUpdates
 from gptmanager.recorder import Recorder, build_recorded_loop
 from gptmanager.statistics import PhaseTimes
@@ -48,6 +48,7 @@ class Worker:
     ) -> None:
         self._params = params
         self._host = host
+        self._loop_host: LoopHost = host  # with several ranks, the host of this rank
         self._lifecycle = host.lifecycle
         self._inbox = inbox
         self._recorder = recorder
@@ -56,12 +57,12 @@ class Worker:
         most = params.max_step_failures if params.parallel_config is None else 1
         self._recovery = Recovery(host, recorder, most)
         self._timer = CallbackTimer("iteration")  # stopped while the loop sleeps
-        self._ending = Ending(params, host, inbox, recorder, self._timer)
+        self._ending = LoopEnding(params, host, inbox, recorder, self._timer)
         self._calls = RankCalls(inbox, self._timer)
-        self.updates = WeightUpdates(host.cached, self._calls)
+        self.updates = WeightUpdates(host.cache_invalidation, self._calls)
         self._thread: threading.Thread | None = None
         self._starts = [None]
-        self.progress = Progress()
+        self.stall_watch = StallWatch()
         self.steps = StepSignal()
         self.loop: TokenLoop | None = None
         end_threads_of_caller()  # so that the loop's compute threads may spin between operations
@@ -96,7 +97,7 @@ class Worker:
         try:
             self.loop = loop = self._build(assemble())
             self._host.timers.all.append(loop.scheduler_timer)
-            watchdog = self._ending.watch(loop)
+            watchdog = self._ending.watch(loop, self._loop_host)
         except BaseException as error:  # noqa: B036 - the manager's constructor raises it
             self._fail_startup(error)
             booted.set_exception(error)
@@ -110,7 +111,7 @@ class Worker:
         if watchdog is not None:
             watchdog.stop()
         self.updates.release()
-        self._ending.release(self.loop)
+        self._ending.release(self.loop, self._loop_host)
         self._ending.close()
         self._inbox.answer(loop)
 
@@ -118,8 +119,9 @@ class Worker:
         self._host.attach(assembly)
         self.updates.attach(assembly.executor.runner)
         assembly.executor.runner.begin_step = self.steps.begin
-        host = loop_host(self._host, assembly, self._inbox.bells, self._timer)
-        self._ending.loop_host = host
+        self._loop_host = host = loop_host(
+            self._host, assembly, self._inbox.bells, self._timer
+        )
         is_leader = assembly.ranks is None or assembly.ranks.collectives.layout.rank == 0
         journaled = None
         if self._params.journal_path is not None and is_leader:
@@ -149,8 +151,8 @@ class Worker:
     def _fail_startup(self, error: BaseException) -> None:
         """Release everything after an error in building the loop or starting its thread."""
         self._lifecycle.fail(error)
-        self._ending.loop_host.stop(error)
-        self._ending.release(self.loop)
+        self._loop_host.stop(error)
+        self._ending.release(self.loop, self._loop_host)
         self._ending.close()
 
     def _serve_to_the_end(self, loop: TokenLoop) -> None:
@@ -162,7 +164,7 @@ class Worker:
         except BaseException as error:  # noqa: B036 - kept as `exception`
             # nothing between the failure and the final responses may raise
             self._lifecycle.fail(error)
-            self._ending.loop_host.stop(error)
+            self._loop_host.stop(error)
             try:
                 self._ending.end_requests(loop, as_final(error))
             except LoopAbandoned:
@@ -205,7 +207,7 @@ class Worker:
             if self._host.get_failures.fatal is not None:
                 raise self._host.get_failures.fatal
             if is_idle:
-                self.progress.warn_of_stall(loop)
+                self.stall_watch.warn_of_stall(loop)
                 self._rest(loop)
         self._recorder.close("aborted" if turn is Turn.ABORT else "drained")
         if turn is Turn.ABORT:
@@ -224,7 +226,7 @@ class Worker:
         if ends and not self.updates.can_run and not self._inbox.defers_calls:
             aborts = True
         is_active = loop.holds_requests
-        return self._ending.loop_host.await_turn(ends=ends, aborts=aborts, is_active=is_active)
+        return self._loop_host.await_turn(ends=ends, aborts=aborts, is_active=is_active)
 
     def _iterate(self, loop: TokenLoop) -> bool:
         """Run an iteration if there is work. Return False if the loop may rest now."""
@@ -232,11 +234,11 @@ class Worker:
         had_active, pending = bool(loop.active), loop.pending
         is_idle = not (loop.holds_requests or loop.pending) and self._host.is_accepting
         # an idle loop only calls Get, in `peek`, by default a hundred times a second
-        has_work = not is_idle or self._ending.loop_host.peek(loop.max_active)
+        has_work = not is_idle or self._loop_host.peek(loop.max_active)
         worked = has_work and loop.iterate()
         self.steps.end_iteration()
         self._host.journal.flush()
-        self.progress.note(worked=worked, is_active=bool(loop.active))
+        self.stall_watch.note(worked=worked, is_active=bool(loop.active))
         if not worked:
             self._host.adapter_loader.jobs.rest_loop()
         elif pending[0] not in loop.pending if pending else not loop.pending:
@@ -252,4 +254,4 @@ class Worker:
             self._inbox.report_idle()
         self._timer.stop()
         idle_poll_s = self._params.idle_poll_s
-        self._inbox.rest(self._ending.loop_host.pause_s(idle_poll_s, is_active=is_active))
+        self._inbox.rest(self._loop_host.pause_s(idle_poll_s, is_active=is_active))

@@ -103,7 +103,7 @@ class LoraCut(NamedTuple):
         """The width of the part that is kept; see `LoraModule.width`."""
         return len(self.inputs) + sum(map(len, self.columns))
 
-    def of(self, row: AdapterRow) -> Tensor:
+    def of(self, row: AdapterMatrices) -> Tensor:
         """Return a copy of the values that are kept: A and then B, flattened."""
         a = row.a[:, self.inputs.start : self.inputs.stop]
         parts = [row.b[own.start : own.stop] for own in self.columns]
@@ -153,7 +153,7 @@ class AdapterLimits(NamedTuple):
         return self.module(layer, module_id).width if own is None else own
 
 
-class AdapterRow(NamedTuple):
+class AdapterMatrices(NamedTuple):
     """An adapter's matrices for one module of one layer; `values` has A and then B, flattened."""
 
     layer: int
@@ -187,8 +187,8 @@ class Adapter:
 
     __slots__ = ("digest", "num_elements", "rows")
 
-    def __init__(self, rows: Sequence[AdapterRow], digest: str) -> None:
-        self.rows: Mapping[tuple[int, int], AdapterRow] = {
+    def __init__(self, rows: Sequence[AdapterMatrices], digest: str) -> None:
+        self.rows: Mapping[tuple[int, int], AdapterMatrices] = {
             (row.layer, row.module_id): row for row in rows
         }
         self.num_elements = sum(row.num_elements for row in rows)
@@ -264,7 +264,7 @@ class AdapterTensors:
             )
             if module.order:
                 values = _reordered(values, rank, module)
-            rows.append(AdapterRow(layer, module_id, rank, module.input_width, values))
+            rows.append(AdapterMatrices(layer, module_id, rank, module.input_width, values))
         rows.sort(key=lambda row: (row.layer, row.module_id))
         return Adapter(rows, (yield from _digest(rows)))
 
@@ -368,7 +368,7 @@ def _reordered(values: Tensor, rank: int, module: LoraVariant) -> Tensor:
     return torch.cat((a, b.view(module.num_columns, rank)[order].flatten()))
 
 
-def _digest(rows: Sequence[AdapterRow]) -> Pieces[str]:
+def _digest(rows: Sequence[AdapterMatrices]) -> Pieces[str]:
     digest = hashlib.blake2b(digest_size=32)
     for row in rows:
         facts = (*row[:4], row.num_elements, str(row.values.dtype))

@@ -177,14 +177,14 @@ def test_what_runs_meanwhile_leaves_nothing_to_be_found(run_ahead):
 def test_a_host_says_it_once_and_loses_no_call():
     host = CallbackHost(lambda n: [], lambda *args: None, None, None, max_get_failures=1)
     version = [3]
-    host.cached.follow_weights(lambda: version[0])
+    host.cache_invalidation.follow_weights(lambda: version[0])
 
     def clears():
         return host.fetch(None, 0).clears_cache
 
     assert not clears()
-    host.cached.clear()
-    host.cached.clear()
+    host.cache_invalidation.clear()
+    host.cache_invalidation.clear()
     assert clears() and not clears()
     version[0] = 4
     assert clears() and not clears()

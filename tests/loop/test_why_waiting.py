@@ -353,11 +353,11 @@ def test_one_that_others_were_paused_for_waits_for_what_it_lacks(seed):
 def test_a_stall_that_began_before_the_first_check_is_told(caplog, monkeypatch):
     now = 5.0
     monkeypatch.setattr(stall_watch, "monotonic", lambda: now)
-    progress = stall_watch.Progress()
+    watch = stall_watch.StallWatch()
     driver = LoopDriver(num_blocks=3, max_batch_size=1)
     driver.submit(*(InferenceRequest.from_tokens(number, [1], 8) for number in (1, 2)))
     driver.loop.iterate()
     now += 1.5
     for _ in range(2):
-        progress.warn_of_stall(driver.loop)
+        watch.warn_of_stall(driver.loop)
     assert caplog.text.count("no request has been scheduled for 1.5 s, 2 requests are active") == 1

@@ -107,7 +107,7 @@ def test_an_idle_rank_answers_its_host(monkeypatch):
 def test_a_rank_that_is_rung_in_the_middle_of_an_iteration_hears_it(monkeypatch):
     """While it waits for rank 0, and for nothing else."""
     with serving(monkeypatch, 2) as it:
-        hosts = [manager._worker._ending.loop_host for manager in it.managers]
+        hosts = [manager._worker._loop_host for manager in it.managers]
         first, second = (host._executor for host in hosts)
         decide, goes_on, waits = first.on_decision, threading.Event(), threading.Event()
         first.on_decision = lambda schedule: goes_on.wait(10) and decide(schedule)
