@@ -6,14 +6,12 @@ Each file ends with a digest of its content, so that a damaged kernel is never r
 from __future__ import annotations
 
 import hashlib
-import logging
 import os
 import tempfile
 from pathlib import Path
 
+from gptmanager.lifecycle.log import logger
 from gptmanager.errors import ConfigError
-
-logger = logging.getLogger("gptmanager")
 
 
 def cache_folder(name: str) -> Path:

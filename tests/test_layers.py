@@ -462,6 +462,7 @@ gptmanager                    the public names
 callbacks/                    ready-made callbacks, built on the public names only
     text/                     tokenizers, chat templates and text streams
         checkpoint            tokenizer and end tokens of a checkpoint
+        text_encoder          tokenizes prompts, and finds those that are too long
         text_stream           decodes tokens to text as they arrive
         stop_strings          stop strings (no torch)
         stopped_text          the text of one output, up to its first stop string
@@ -502,8 +503,8 @@ callbacks/                    ready-made callbacks, built on the public names on
         banned_texts          forbids texts, however they are tokenized
         guided_decoding       guided decoding for a checkpoint's tokenizer
     longest_request           how many tokens a request may have in a running manager
-    name_pattern              regular expressions with a limit of steps (no torch)
     adapters/                 LoRA adapters that PEFT saved
+        name_pattern          regular expressions with a limit of steps (no torch)
         peft_config           reads adapter_config.json
         peft_adapter          reads a PEFT adapter as tensors of a request
     start                     generate(): completions in three lines
@@ -554,7 +555,6 @@ picture/                      drawings of a schedule: SVG, zoomable page, Perfet
     main                      runs `gptmanager picture`
     arguments                 arguments of `gptmanager picture` (no torch)
 run/                          `gptmanager run`: a file of requests
-    text_encoder              tokenizes prompts, and finds those that are too long
     adapter_folders           loads the adapters that requests name
     chat_prompts              messages of a chat in a line, as token ids
     line_fields               fields of a line of the requests file

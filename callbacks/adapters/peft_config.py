@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
-from gptmanager.callbacks.name_pattern import NamePattern, PatternError, Steps
+from gptmanager.callbacks.adapters.name_pattern import NamePattern, PatternError, Steps
 from gptmanager.errors import ConfigError, quoted, quoted_path
 from gptmanager.memory.untrusted_files import read_object
 

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
 
+from gptmanager.lifecycle.log import logger
 from gptmanager.config import PeftCacheManagerConfig
 from gptmanager.errors import ConfigError
 from gptmanager.peft_cache import CacheSizes, cache_sizes
 from gptmanager.request.adapter import AdapterLimits, AdapterShare, LoraModule
-
-logger = logging.getLogger("gptmanager")
 
 MAX_PAGES = 1 << 22  # per cache level; more than any manager needs
 _DEFAULT = PeftCacheManagerConfig()

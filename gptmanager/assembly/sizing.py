@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import logging
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 
+from gptmanager.lifecycle.log import logger
 from gptmanager.config import CapacitySchedulerPolicy, ModelType, OptionalParams, SchedulerConfig
 from gptmanager.environment.memory import free_memory_bytes
 from gptmanager.errors import ConfigError
 from gptmanager.kv_cache.attention_window import AttentionWindow
 from gptmanager.memory.kv_pool import KvPool
 from gptmanager.models.model import Dimensions, page_shapes, state_shapes
-
-logger = logging.getLogger("gptmanager")
 
 _GIB = 1 << 30
 _CPU_FRACTION = 0.25  # of free CPU memory, if neither max_tokens nor a fraction is given

@@ -27,7 +27,7 @@ from gptmanager.request.inference_request import InferenceRequest
 from gptmanager.run.adapter_folders import AdapterFolders
 from gptmanager.run.chat_prompts import ChatPrompts
 from gptmanager.run.line_fields import read_fields
-from gptmanager.run.text_encoder import LONG_TEXT, TextEncoder
+from gptmanager.callbacks.text.text_encoder import LONG_TEXT, TextEncoder
 
 
 @dataclass(frozen=True, slots=True)

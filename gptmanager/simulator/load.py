@@ -5,7 +5,6 @@ A synthetic request is built when it is due, so a million waiting requests need 
 
 from __future__ import annotations
 
-import logging
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -14,13 +13,12 @@ from typing import Literal, Protocol
 
 import numpy as np
 
+from gptmanager.lifecycle.log import logger
 from gptmanager.arguments import at_least
 from gptmanager.errors import ConfigError, RecordingError
 from gptmanager.recorder.recording_file import Iteration, Recording
 from gptmanager.request.inference_request import InferenceRequest
 from gptmanager.step import BeamCandidates, Schedule, StepResult
-
-logger = logging.getLogger("gptmanager")
 
 # A simulation of a recorded load may take this many times the request-steps (see `request_steps`)
 # of the recorded run, and _SPARE_STEPS more. The simulation can take more request-steps than the

@@ -14,7 +14,7 @@ from fuzz import FUZZ
 from safetensors.torch import save_file
 
 from gptmanager.callbacks import load_peft_adapter
-from gptmanager.callbacks.name_pattern import NamePattern, Steps
+from gptmanager.callbacks.adapters.name_pattern import NamePattern, Steps
 from gptmanager.errors import ConfigError
 
 Q, K = "model.layers.1.self_attn.q_proj", "model.layers.0.self_attn.k_proj"

@@ -10,7 +10,7 @@ from tokenizers.models import WordLevel
 
 from gptmanager.callbacks import load_tokenizer
 from gptmanager.callbacks.text.control_tokens import ControlTokens
-from gptmanager.run.text_encoder import TextEncoder
+from gptmanager.callbacks.text.text_encoder import TextEncoder
 from gptmanager.server.chat.chat_prompt import ChatPrompts
 from gptmanager.server.http.warning_header import Warnings
 

@@ -7,7 +7,6 @@ then in a background thread. A request waits until its grammar is compiled.
 from __future__ import annotations
 
 import json
-import logging
 import re
 import threading
 import weakref
@@ -19,6 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from gptmanager.lifecycle.log import logger
 from gptmanager.cuda.device.streams import Stream
 from gptmanager.decoding.guided.grammar_masks import CompiledGrammar, Grammar, GuidedSession
 from gptmanager.decoding.guided.grammar_matcher import (
@@ -45,8 +45,6 @@ MAX_TEXTS = 10_000  # in a choice
 MAX_GRAMMAR_BYTES = 1 << 20
 MAX_KEPT_BYTES = 4 << 20  # of grammar texts; a compiled grammar takes up to 10 times its text
 _MAX_TRIALS = 4  # grammars that are compiled at the same time
-logger = logging.getLogger("gptmanager")
-
 
 class _Compilation:
     """The grammars of one process, and what compiles them."""

@@ -6,13 +6,13 @@ Other protocols convert their fields into fields of /v1/chat/completions first.
 from __future__ import annotations
 
 import functools
-import logging
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
+from gptmanager.lifecycle.log import logger
 from gptmanager.server.chat.chat_answer import ChatAnswer
 from gptmanager.server.chat.chat_prompt import UNKNOWN_FORMAT, ChatPrompt, ChatPrompts
 from gptmanager.server.chat.functions import has_functions, read_functions
@@ -30,7 +30,6 @@ from gptmanager.server.text.sampling import GenerationOptions, check
 from gptmanager.server.tool_formats.tool_format import random_id
 from gptmanager.server.tool_formats.tools import Tools, read_tools
 
-logger = logging.getLogger("gptmanager")
 # The place of a message in the body, such as "messages[2]", or a pair (place, indices): the content
 # parts of the message are these parts of the message at this place in the body.
 Place = str | tuple[str, Sequence[int]]

@@ -21,7 +21,7 @@ from gptmanager.callbacks.text.template_process import (
 )
 from gptmanager.callbacks.text.template_rendering import TemplateError
 from gptmanager.lifecycle.child_process import NotStartedError
-from gptmanager.run.text_encoder import added_tokens
+from gptmanager.callbacks.text.text_encoder import added_tokens
 from gptmanager.server.chat.embedding_parts import EmbeddingParts, has_embeddings
 from gptmanager.server.chat.messages import (
     MESSAGES_SCHEMA,

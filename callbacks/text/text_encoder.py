@@ -71,14 +71,11 @@ class TextEncoder:
                 ids: list[int] = self._tokenizer.encode(text, add_special_tokens=special).ids
                 return ids
             return self._batch(text, special)
-        except (
-            BaseException
-        ) as error:  # plain Exceptions, and Rust panics, which are BaseExceptions
-            if isinstance(error, (KeyboardInterrupt, SystemExit)):
-                raise
-            raise InvalidRequestError(
-                f"{name} cannot be encoded: {error_summary(error)}"
-            ) from error
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as error:  # noqa: B036 - a panic of Rust is a BaseException
+            text = f"{name} cannot be encoded: {error_summary(error)}"
+            raise InvalidRequestError(text) from error
 
     def _batch(self, text: str, special: bool) -> list[int]:
         """Encode as a batch: unlike `Tokenizer.encode`, this lets other threads run."""
@@ -90,10 +87,8 @@ class TextEncoder:
     def _refuse_endless(self, name: str, text: str) -> None:
         if self._max_tokens is None or self._longest_token is None:
             return
-        size, limit = (
-            len(text.encode(errors="surrogatepass")),
-            self._max_tokens * self._longest_token,
-        )
+        size = len(text.encode(errors="surrogatepass"))
+        limit = self._max_tokens * self._longest_token
         if size > limit:
             error = TextTooLongError(
                 f"{name} has {size} bytes: a request may have {self._max_tokens} tokens "
