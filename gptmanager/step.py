@@ -190,6 +190,11 @@ class Schedule:
     micro_batch_id: int = 0
 
     @property
+    def rows(self) -> tuple[Row, ...]:
+        """All rows, in the order of the step."""
+        return (*self.context_rows, *self.generation_rows)
+
+    @property
     def num_context_tokens(self) -> int:
         """The number of tokens in all context rows."""
         return sum(row.num_tokens for row in self.context_rows)

@@ -66,6 +66,6 @@ def failures(lines: Lines, schedule: Schedule, computed: Computed) -> tuple[Fail
     reasons = {lines.slot_of(line): reason for line, reason in computed.lost}
     return tuple(
         Failure(row.request_id, CapacityError(f"no memory for one token: {reasons[row.slot]}"))
-        for row in (*schedule.context_rows, *schedule.generation_rows)
+        for row in schedule.rows
         if row.slot in reasons
     )

@@ -114,8 +114,7 @@ class Confirmation:
 
     def _hand_on(self, failures: Collection[Failure], schedule: Schedule) -> None:
         """Pass failures on to the next intake, except those of ended or restarted requests."""
-        rows = (*schedule.context_rows, *schedule.generation_rows)
-        epochs = {row.request_id: row.epoch for row in rows}
+        epochs = {row.request_id: row.epoch for row in schedule.rows}
         for failure in failures:
             request = self._table.by_id.get(failure.request_id)
             if request is not None and request.epoch == epochs[failure.request_id]:

@@ -8,7 +8,7 @@ share, because later steps cannot change these tokens. The final response has th
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -51,6 +51,12 @@ _NO_LOGITS = (
     NamedTensor("context_logits", torch.zeros(1, 1, 1, dtype=torch.float32)),
     NamedTensor("generation_logits", torch.zeros(1, 1, 1, 1, dtype=torch.float32)),
 )
+
+
+def finish_reason_name(tensors: Iterable[NamedTensor], default: str) -> str:
+    """Return the name of the first beam's finish reason; `default` if the response has none."""
+    reasons = dict(tensors).get("finish_reasons")
+    return default if reasons is None else FinishReason(int(reasons[0, 0])).name
 
 
 def stream_one_token(requests: Sequence[ActiveRequest]) -> list[list[NamedTensor]]:

@@ -192,7 +192,7 @@ class TokenLoop:
         return frozenset(
             row.request_id
             for step in self.pending
-            for row in (*step.schedule.context_rows, *step.schedule.generation_rows)
+            for row in step.schedule.rows
             if (request := find(row.request_id)) is not None and request.epoch == row.epoch
         )
 

@@ -10,12 +10,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
-from gptmanager.config import FinishReason
 from gptmanager.errors import ManagerDeadError, error_class
 from gptmanager.lifecycle.callables import check_answer, ordinary
 from gptmanager.lifecycle.clock import monotonic
 from gptmanager.lifecycle.log import logger
 from gptmanager.loop.active_request import ActiveRequest
+from gptmanager.loop.responses import finish_reason_name
 from gptmanager.loop.token_loop import TokenLoop
 from gptmanager.recorder.taps import ExecutorTap, HostTap
 from gptmanager.request.inference_request import NamedTensor
@@ -228,9 +228,6 @@ def _arrival(request: ActiveRequest, now: float) -> Arrival:
 
 
 def _ending(request_id: int, tensors: list[NamedTensor], error: str) -> Ending:
-    by_name = dict(tensors)
-    reasons, metrics = by_name.get("finish_reasons"), by_name.get("request_metrics")
-    outcome = error_class(error)
-    if reasons is not None and not error:
-        outcome = FinishReason(int(reasons[0, 0])).name
+    metrics = dict(tensors).get("request_metrics")
+    outcome = error_class(error) if error else finish_reason_name(tensors, "")
     return Ending(request_id, outcome, () if metrics is None else tuple(metrics.flatten().tolist()))

@@ -131,7 +131,7 @@ class TraceBuilder:
         column = len(self._columns)
         for request_id in schedule.paused:
             self._pause(request_id)
-        rows = (*schedule.context_rows, *schedule.generation_rows)
+        rows = schedule.rows
         started = {start.slot for start in schedule.starts}
         for row in rows:
             self._enter_slot(self._find(row), row, row.slot in started)

@@ -5,8 +5,8 @@ The loop's scheduler, executor and host are wrapped in objects that pass every c
 
 from __future__ import annotations
 
-from gptmanager.config import FinishReason
 from gptmanager.errors import DuplicateRequestIdError, error_class
+from gptmanager.loop.responses import finish_reason_name
 from gptmanager.loop.token_loop import TokenLoop
 from gptmanager.picture.builder import TraceBuilder
 from gptmanager.picture.trace import Bounds
@@ -42,9 +42,7 @@ def observe(loop: TokenLoop, *, policy: str = "", chunk_unit: int | None = None)
     def respond(request_id: int, tensors: list[NamedTensor], is_final: bool, error: str) -> None:
         host.respond(request_id, tensors, is_final, error)
         if is_final and error_class(error) != DuplicateRequestIdError.__name__:
-            value = dict(tensors).get("finish_reasons")
-            reason = "" if value is None else FinishReason(int(value[0, 0])).name
-            builder.end(request_id, error or reason)
+            builder.end(request_id, error or finish_reason_name(tensors, ""))
 
     def forward(schedule: Schedule) -> Step:
         for request in loop.table.by_id.values():

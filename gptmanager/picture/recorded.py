@@ -57,7 +57,7 @@ def trace_of(recording: Recording) -> Trace:
     )
     reader = _Reader(TraceBuilder(bounds), blueprint.vocab_size, sizes.max_seq_len)
     rows = sum(
-        len(iteration.schedule.context_rows) + len(iteration.schedule.generation_rows)
+        len(iteration.schedule.rows)
         for iteration in recording.iterations
         if iteration.schedule is not None
     )
@@ -109,7 +109,7 @@ class _Reader:
 
     def read(self, iteration: Iteration, waits: Mapping[int, Wait] | None) -> None:
         builder, schedule, intake = self.builder, iteration.schedule, iteration.intake
-        rows = () if schedule is None else (*schedule.context_rows, *schedule.generation_rows)
+        rows = () if schedule is None else schedule.rows
         running = {row.request_id for row in rows}
         early, late = _split_ends(iteration, running)
         for end in early:

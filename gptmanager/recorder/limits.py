@@ -143,7 +143,7 @@ class Bounds:
 
     def _check_schedule(self, schedule: Schedule) -> None:
         _require("schedule.iteration", schedule.iteration, 0, _INT32 << 20)
-        for row in (*schedule.context_rows, *schedule.generation_rows):
+        for row in schedule.rows:
             self._check_row(row)
         for start in schedule.starts:
             _require("orig_prompt_len", start.orig_prompt_len, 1, len(start.tokens))

@@ -13,10 +13,9 @@ from pathlib import Path
 from typing import IO, Any
 
 from gptmanager.assembly.blueprint import Blueprint, build_loop
-from gptmanager.config import FinishReason
 from gptmanager.errors import ConfigError, RecordingError, response_text
 from gptmanager.lifecycle.log import logger
-from gptmanager.loop.responses import MakeFinal, final_tensors
+from gptmanager.loop.responses import MakeFinal, final_tensors, finish_reason_name
 from gptmanager.loop.token_loop import TokenLoop
 from gptmanager.recorder.black_box import BlackBox
 from gptmanager.recorder.black_box_file import BlackBoxFile
@@ -168,8 +167,7 @@ class Recorder:
         """Record a final response, without its tensors."""
         iteration = self._iteration
         if iteration is not None and iteration.ends is not None:
-            value = dict(tensors).get("finish_reasons")
-            reason = "ERROR" if value is None else FinishReason(int(value[0, 0])).name
+            reason = finish_reason_name(tensors, "ERROR")
             iteration.ends += (End(request_id, reason, error),)
 
     # Private -------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from gptmanager.config import FinishReason
 from gptmanager.errors import RecordingError, response_text
 from gptmanager.loop.active_request import ActiveRequest
 from gptmanager.loop.extras import HeldExtras
-from gptmanager.loop.responses import final_beams
+from gptmanager.loop.responses import final_beams, finish_reason_name
 from gptmanager.loop.token_loop import LoopState, TokenLoop
 from gptmanager.peft_cache.work import AdapterWork
 from gptmanager.recorder.difference import difference, summary
@@ -277,11 +277,9 @@ class _RecordedWorld:
     def respond(
         self, request_id: int, tensors: list[NamedTensor], is_final: bool, error: str
     ) -> None:
-        if not is_final:
-            return
-        value = dict(tensors).get("finish_reasons")
-        reason = "ERROR" if value is None else FinishReason(int(value[0, 0])).name
-        self.ends.append(End(request_id, reason, _class(error)))
+        if is_final:
+            reason = finish_reason_name(tensors, "ERROR")
+            self.ends.append(End(request_id, reason, _class(error)))
 
     def prepare(self, request_id: int, processor: RequestProcessor) -> None:
         """Do nothing: the recorded intakes contain the id of each request that became ready."""

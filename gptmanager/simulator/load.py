@@ -298,6 +298,6 @@ def request_steps(schedule: Schedule) -> int:
     Each row counts as the square of its beam width, and every 64 appended blocks as one. (The
     figure `Figures.request_steps` counts each row as one.)
     """
-    rows = (*schedule.context_rows, *schedule.generation_rows)
+    rows = schedule.rows
     num_blocks = sum(len(append.block_ids) for append in schedule.block_appends)
     return sum(row.beam_width * row.beam_width for row in rows) + num_blocks // 64

@@ -325,7 +325,7 @@ class AdapterMachine(RuleBasedStateMachine):
         assert to_json(twin.loop.state()) == to_json(self.loop.state())
 
     def check_adapters(self, schedule):
-        for row in (*schedule.context_rows, *schedule.generation_rows):
+        for row in schedule.rows:
             request = self.loop.table.by_id.get(row.request_id)
             task, digest, *_ = self.asked[row.request_id]
             if request is None or request.epoch != row.epoch:

@@ -250,7 +250,7 @@ def count(counts, schedule, steps, kv_cache):
     params = schedule.params
     counts["steps"] += len(steps)
     for step in steps:
-        rows = (*step.context_rows, *step.generation_rows)
+        rows = step.rows
         counts["pauses"] += len(step.paused)
         counts["unfinished chunks"] += sum(not row.samples for row in step.context_rows)
         counts["steps of both phases"] += bool(step.context_rows and step.generation_rows)

@@ -140,7 +140,7 @@ def test_without_recorded_ends_it_is_found_in_the_schedule_after(run):
 @pytest.mark.parametrize("index", [0, 3, 9])
 def test_a_changed_row_is_named_to_the_field(run, index):
     schedule = run.iterations[index].schedule
-    rows = schedule.context_rows + schedule.generation_rows
+    rows = schedule.rows
     name = "context_rows" if schedule.context_rows else "generation_rows"
     changed = (rows[0]._replace(position=77), *getattr(schedule, name)[1:])
     report = replay(planted(run, index, schedule=dataclasses.replace(schedule, **{name: changed})))

@@ -74,10 +74,6 @@ class Watched(LoopDriver):
         return [(name, schedule.iteration) for name, schedule in self.events[before:]]
 
 
-def rows(schedule):
-    return (*schedule.context_rows, *schedule.generation_rows)
-
-
 @each_number
 def test_as_many_are_in_flight_of_different_requests_and_return_in_their_order(num_stages):
     driver = Watched(num_stages=num_stages, num_blocks=60, max_batch_size=4, max_active=None)
@@ -86,8 +82,8 @@ def test_as_many_are_in_flight_of_different_requests_and_return_in_their_order(n
     in_flight, most = [], 0
     for name, schedule in driver.events:
         if name == "forward":
-            ids = {row.request_id for row in rows(schedule)}
-            assert all(ids.isdisjoint(row.request_id for row in rows(s)) for s in in_flight)
+            ids = {row.request_id for row in schedule.rows}
+            assert all(ids.isdisjoint(row.request_id for row in s.rows) for s in in_flight)
             assert schedule.micro_batch_id not in {s.micro_batch_id for s in in_flight}
             in_flight.append(schedule)
             most = max(most, len(in_flight))
@@ -96,7 +92,7 @@ def test_as_many_are_in_flight_of_different_requests_and_return_in_their_order(n
     assert most == num_stages
     first = [schedule for name, schedule in driver.events if name == "forward"][: 2 * num_stages]
     assert [s.micro_batch_id for s in first] == [*range(num_stages)] * 2
-    assert [len(rows(schedule)) for schedule in first] == [3] * len(first)  # even shares
+    assert [len(schedule.rows) for schedule in first] == [3] * len(first)  # even shares
 
 
 @each_number
@@ -117,7 +113,7 @@ def test_who_is_to_pause_pauses_when_its_micro_batch_has_returned_and_no_later_o
     for _ in range(11):
         driver.turn()
     oldest, middle, newest = (step.schedule for step in driver.loop.pending)
-    (victim,) = {row.request_id for row in rows(middle)}
+    (victim,) = {row.request_id for row in middle.rows}
     driver.scheduler.victims.add(victim)
     taken = [number for name, number in driver.turn() if name == "result"]
     assert taken == [oldest.iteration, middle.iteration]
@@ -133,7 +129,7 @@ def test_a_share_is_rounded_up_and_counts_those_in_flight():
     driver.submit(*(request(i, [i + 1], 9) for i in range(5)))
     for _ in range(6):
         driver.turn()
-    assert [len(rows(schedule)) for schedule in driver.executor.schedules] == [3, 2, 3, 2, 3, 2]
+    assert [len(schedule.rows) for schedule in driver.executor.schedules] == [3, 2, 3, 2, 3, 2]
 
 
 # Anything at any time -----------------------------------------------------------------------
