@@ -172,7 +172,8 @@ class TorchExecutor:
         """Compute the logits to sample from, and the prompt outputs that requests ask for."""
         results: list[Computed] = []
         sampled: list[tuple[np.ndarray, np.ndarray]] = []
-        prompt_outputs: list[ContextLogits | PromptLogProbs] = []
+        context_logits: list[ContextLogits] = []
+        prompt_log_probs: list[PromptLogProbs] = []
         for context, generation in self._batches(schedule):
             if results:  # copy the logits: all captured steps write to the same memory
                 results[-1] = results[-1]._replace(logits=results[-1].logits.clone())
@@ -187,35 +188,33 @@ class TorchExecutor:
             logits, pieces = split_context(computed.logits, parts)
             results.append(computed._replace(logits=logits))
             for part, piece in zip(parts, pieces, strict=True):
-                prompt_outputs += self._prompt_outputs(part, piece)
+                if part.num_logits:
+                    context_logits.append(self._context_logits(part, piece))
+                if part.num_scored and piece.shape[1]:  # some ranks have no logits
+                    prompt_log_probs.append(self._prompt_log_probs(part, piece))
         whole, (lines, positions) = results[0], sampled[0]
         if len(results) > 1:
             whole = joined(results)
             lines, positions = map(np.concatenate, zip(*sampled, strict=True))
         choices = _sampling_rows(schedule, lines, positions)
         lost = failures(self.lines, schedule, whole) if whole.lost else ()
-        context_logits = tuple(it for it in prompt_outputs if isinstance(it, ContextLogits))
-        prompt_log_probs = tuple(it for it in prompt_outputs if isinstance(it, PromptLogProbs))
         return StepInFlight(
-            *(schedule, choices, whole.logits, context_logits, whole.inputs, lost),
-            prompt_log_probs=prompt_log_probs,
+            *(schedule, choices, whole.logits, tuple(context_logits), whole.inputs, lost),
+            prompt_log_probs=tuple(prompt_log_probs),
         )
 
-    def _prompt_outputs(
-        self, part: ContextPart, logits: Tensor
-    ) -> Iterator[ContextLogits | PromptLogProbs]:
-        """Yield the logits and the log probabilities that are requested for a part of a prompt."""
+    def _context_logits(self, part: ContextPart, logits: Tensor) -> ContextLogits:
+        row, logits = part.row, self.runner.to_cpu(logits[: part.num_logits])
+        return ContextLogits(row.request_id, row.epoch, row.position, logits)
+
+    def _prompt_log_probs(self, part: ContextPart, logits: Tensor) -> PromptLogProbs:
         row = part.row
-        name = row.request_id, row.epoch, row.position
-        if part.num_logits:
-            yield ContextLogits(*name, self.runner.to_cpu(logits[: part.num_logits]))
-        if part.num_scored and logits.shape[1]:  # some ranks have no logits
-            config, line = self._gathered.config(row.slot), self.lines.of(row.slot)
-            scored = slice(row.position + 1, row.position + 1 + part.num_scored)
-            targets = self._tables.tokens[line, scored].astype(np.int64)
-            count = config.num_prompt_log_probs
-            scores = self.runner.score(logits[: part.num_scored], targets, count, config.normalized)
-            yield PromptLogProbs(*name, *scores)
+        config, line = self._gathered.config(row.slot), self.lines.of(row.slot)
+        scored = slice(row.position + 1, row.position + 1 + part.num_scored)
+        targets = self._tables.tokens[line, scored].astype(np.int64)
+        count = config.num_prompt_log_probs
+        scores = self.runner.score(logits[: part.num_scored], targets, count, config.normalized)
+        return PromptLogProbs(row.request_id, row.epoch, row.position, *scores)
 
     def _batches(self, schedule: Schedule) -> Iterator[tuple[Rows, Rows]]:
         """Yield (context rows, generation rows) of each pass of the model."""

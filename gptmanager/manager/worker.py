@@ -9,6 +9,7 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
+from typing import Any
 
 from gptmanager.assembly.assemble import Assembly
 from gptmanager.config import OptionalParams
@@ -241,7 +242,7 @@ class Worker:
         self.stall_watch.note(worked=worked, is_active=bool(loop.active))
         if not worked:
             self._host.adapter_loader.jobs.rest_loop()
-        elif pending[0] not in loop.pending if pending else not loop.pending:
+        elif _has_finished_a_step(pending, loop.pending):
             self._recovery.note_step()  # not earlier: a step may fail until its result is in
         # a final response may have made the host submit another request: do not rest yet
         ended_some = had_active and not loop.active
@@ -255,3 +256,8 @@ class Worker:
         self._timer.stop()
         idle_poll_s = self._params.idle_poll_s
         self._inbox.rest(self._loop_host.pause_s(idle_poll_s, is_active=is_active))
+
+
+def _has_finished_a_step(before: tuple[Any, ...], after: tuple[Any, ...]) -> bool:
+    """Return whether an iteration that worked has applied a result, by its pending steps."""
+    return before[0] not in after if before else not after

@@ -231,7 +231,8 @@ def test_few_logits_are_held_at_a_time(source, most, monkeypatch):
 def test_nothing_is_asked_of_a_step_where_nobody_asks(source, monkeypatch):
     for owner, name in (
         (prompt_scores.PromptScorer, "score"),
-        (torch_executor.TorchExecutor, "_prompt_outputs"),
+        (torch_executor.TorchExecutor, "_context_logits"),
+        (torch_executor.TorchExecutor, "_prompt_log_probs"),
         (torch_executor.ContextPart, "__new__"),
     ):
         monkeypatch.setattr(owner, name, lambda *args, **named: 1 / 0)
