@@ -10,8 +10,8 @@ import os
 import tempfile
 from pathlib import Path
 
-from gptmanager.lifecycle.log import logger
 from gptmanager.errors import ConfigError
+from gptmanager.lifecycle.log import logger
 
 
 def cache_folder(name: str) -> Path:

@@ -7,9 +7,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from gptmanager.lifecycle.log import logger
 from gptmanager.config import PeftCacheManagerConfig
 from gptmanager.errors import ConfigError
+from gptmanager.lifecycle.log import logger
 from gptmanager.peft_cache import CacheSizes, cache_sizes
 from gptmanager.request.adapter import AdapterLimits, AdapterShare, LoraModule
 

@@ -7,11 +7,11 @@ from typing import NamedTuple
 
 import torch
 
-from gptmanager.lifecycle.log import logger
 from gptmanager.config import CapacitySchedulerPolicy, ModelType, OptionalParams, SchedulerConfig
 from gptmanager.environment.memory import free_memory_bytes
 from gptmanager.errors import ConfigError
 from gptmanager.kv_cache.attention_window import AttentionWindow
+from gptmanager.lifecycle.log import logger
 from gptmanager.memory.kv_pool import KvPool
 from gptmanager.models.model import Dimensions, page_shapes, state_shapes
 

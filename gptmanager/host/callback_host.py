@@ -20,11 +20,11 @@ from gptmanager.host.adapter_loader import AdapterLoader
 from gptmanager.host.broadcast import Broadcast
 from gptmanager.host.cache_invalidation import CacheInvalidation
 from gptmanager.host.journal_seam import JournalSeam, NoJournal
+from gptmanager.host.loop_host import Turn
 from gptmanager.host.preparation import Preparation
 from gptmanager.host.received_requests import Receiver, not_iterable
 from gptmanager.host.retries import GetFailures
 from gptmanager.host.timers import HostTimers
-from gptmanager.host.loop_host import Turn
 from gptmanager.lifecycle.callables import UnfinishedAnswer, check_answer, optional, required
 from gptmanager.lifecycle.clock import monotonic
 from gptmanager.lifecycle.latch import Latch

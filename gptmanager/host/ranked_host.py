@@ -20,6 +20,7 @@ from gptmanager.errors import RankError, response_text
 from gptmanager.executor.rank_executor import RankExecutor
 from gptmanager.host.broadcast import Broadcast
 from gptmanager.host.callback_host import CallbackHost, Fetched
+from gptmanager.host.loop_host import LoopHost, Turn
 from gptmanager.host.rank_answers import Answers, answers_difference, answers_of
 from gptmanager.host.rank_messages import (
     IntakeMessage,
@@ -29,7 +30,6 @@ from gptmanager.host.rank_messages import (
     schedule_digest,
     stops_digest,
 )
-from gptmanager.host.loop_host import LoopHost, Turn
 from gptmanager.lifecycle.clock import monotonic
 from gptmanager.lifecycle.latch import Latch
 from gptmanager.lifecycle.watchdog import CallbackTimer

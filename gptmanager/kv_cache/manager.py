@@ -13,9 +13,8 @@ from itertools import takewhile
 from gptmanager.arguments import at_least, flag
 from gptmanager.errors import ConfigError
 from gptmanager.kv_cache.block import WhatIf
-from gptmanager.kv_cache.block_reuse import BlockReuse, ReuseCounts, ReuseOptions
+from gptmanager.kv_cache.block_reuse import BlockReuse, ReuseOptions
 from gptmanager.kv_cache.needs import BlockNeeds, CrossBlockNeeds
-from gptmanager.kv_cache.offloading import HostCounts
 from gptmanager.kv_cache.sequences import KvSequences
 from gptmanager.request.llm_request import RETENTION_PRIORITIES, LlmRequest, LlmRequestState
 
@@ -115,17 +114,10 @@ class KvCacheManager(KvSequences):
 
     # Needs of requests ----------------------------------------------------------------------
 
-    def get_max_resource_count(self) -> int:
-        """Return the number of blocks in the pool, free or not."""
-        return self.num_blocks
-
     @property
     def max_kept_tokens(self) -> int:
         """The largest number of tokens that a sequence keeps; later tokens take no blocks."""
         return self._needs.window
-
-    def get_num_free_blocks(self) -> int:
-        return len(self._pool.free)
 
     def get_needed_resource_to_completion(self, request: LlmRequest) -> int:
         """Return how many blocks the request needs in its whole life, INCLUDING held blocks."""
@@ -209,23 +201,6 @@ class KvCacheManager(KvSequences):
             self._what_if.share(self._held_prefix(request, self._what_if.is_held))
 
     # Block reuse ----------------------------------------------------------------------------
-
-    @property
-    def enable_block_reuse(self) -> bool:
-        return self._reuse is not None
-
-    @property
-    def reuse_counts(self) -> ReuseCounts:
-        reuse = self._reuse
-        return ReuseCounts() if reuse is None else reuse.counts
-
-    @property
-    def host_counts(self) -> HostCounts:
-        counts = self.reuse_counts
-        free = counts.host_blocks - counts.cached_host_blocks
-        return HostCounts(
-            counts.host_blocks, free, counts.offloaded_blocks, counts.onboarded_blocks
-        )
 
     def get_reusable_tokens(self, request: LlmRequest) -> int:
         """Return the number of tokens in the full cached blocks that the request would find now."""

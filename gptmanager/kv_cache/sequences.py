@@ -19,8 +19,9 @@ from gptmanager.kv_cache.block import (
     LedgerError,
     audit,
 )
-from gptmanager.kv_cache.block_reuse import BlockReuse
+from gptmanager.kv_cache.block_reuse import BlockReuse, ReuseCounts
 from gptmanager.kv_cache.needs import BlockNeeds
+from gptmanager.kv_cache.offloading import HostCounts
 from gptmanager.request.llm_request import LlmRequest, LlmRequestState
 
 _CONTEXT_INIT = LlmRequestState.CONTEXT_INIT
@@ -209,6 +210,13 @@ class KvSequences:
     def num_free_blocks(self) -> int:
         return len(self._pool.free)
 
+    def get_num_free_blocks(self) -> int:
+        return len(self._pool.free)
+
+    def get_max_resource_count(self) -> int:
+        """Return the number of blocks in the pool, free or not."""
+        return self.num_blocks
+
     def block_ids(self, request_id: int) -> list[list[int]]:
         """Return the block table of each beam, as new lists."""
         return [table.copy() for table in self._sequence(request_id).tables]
@@ -247,6 +255,25 @@ class KvSequences:
         problem = self.audit().problem
         if problem is not None:
             raise LedgerError(problem)
+
+    # Block reuse ----------------------------------------------------------------------------
+
+    @property
+    def enable_block_reuse(self) -> bool:
+        return self._reuse is not None
+
+    @property
+    def reuse_counts(self) -> ReuseCounts:
+        reuse = self._reuse
+        return ReuseCounts() if reuse is None else reuse.counts
+
+    @property
+    def host_counts(self) -> HostCounts:
+        counts = self.reuse_counts
+        free = counts.host_blocks - counts.cached_host_blocks
+        return HostCounts(
+            counts.host_blocks, free, counts.offloaded_blocks, counts.onboarded_blocks
+        )
 
     # Private --------------------------------------------------------------------------------
 

@@ -120,9 +120,7 @@ class Worker:
         self._host.attach(assembly)
         self.updates.attach(assembly.executor.runner)
         assembly.executor.runner.begin_step = self.steps.begin
-        self._loop_host = host = loop_host(
-            self._host, assembly, self._inbox.bells, self._timer
-        )
+        self._loop_host = host = loop_host(self._host, assembly, self._inbox.bells, self._timer)
         is_leader = assembly.ranks is None or assembly.ranks.collectives.layout.rank == 0
         journaled = None
         if self._params.journal_path is not None and is_leader:

@@ -147,14 +147,8 @@ def _norm(norms: Norms, name: str, width: int) -> dict[str, Shape]:
 
 def _norms(norms: Norms, hidden: int) -> dict[str, Shape]:
     """Return the parameters of the norms before and after a layer's attention and MLP."""
-    present = {
-        "attention_norm": norms.before_attention,
-        "attention_out_norm": norms.after_attention,
-        "mlp_norm": norms.before_mlp,
-        "mlp_out_norm": norms.after_mlp,
-    }
     found: dict[str, Shape] = {}
-    for name, is_present in present.items():
+    for name, is_present in norms.in_layer.items():
         if is_present:
             found |= _norm(norms, name, hidden)
     return found

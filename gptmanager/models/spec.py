@@ -50,6 +50,16 @@ class Norms:
     query_key_kind: Literal["rms", "layer"] = "rms"
     value: bool = False
 
+    @property
+    def in_layer(self) -> dict[str, bool]:
+        """The names of a layer's norms around attention and MLP -> whether the layer has them."""
+        return {
+            "attention_norm": self.before_attention,
+            "attention_out_norm": self.after_attention,
+            "mlp_norm": self.before_mlp,
+            "mlp_out_norm": self.after_mlp,
+        }
+
 
 @dataclass(frozen=True, slots=True)
 class QueryTemperature:
@@ -342,8 +352,3 @@ class ModelSpec:
         """KV heads and head size of the layer with the most elements in a page."""
         shapes = {(it.attention.num_kv_heads, it.attention.head_dim) for it in self.layers}
         return max(shapes, key=lambda shape: (shape[0] * shape[1], shape))
-
-    @property
-    def intermediate_size(self) -> int:
-        """The largest `Mlp.width` of any layer."""
-        return max(layer.mlp.width for layer in self.layers)

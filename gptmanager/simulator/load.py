@@ -13,9 +13,9 @@ from typing import Literal, Protocol
 
 import numpy as np
 
-from gptmanager.lifecycle.log import logger
 from gptmanager.arguments import at_least
 from gptmanager.errors import ConfigError, RecordingError
+from gptmanager.lifecycle.log import logger
 from gptmanager.recorder.recording_file import Iteration, Recording
 from gptmanager.request.inference_request import InferenceRequest
 from gptmanager.step import BeamCandidates, Schedule, StepResult

@@ -8,8 +8,8 @@ import pytest
 from text_checkpoint import byte_tokenizer
 from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizers, trainers
 
-from gptmanager.errors import InvalidRequestError
 from gptmanager.callbacks.text.text_encoder import LONG_TEXT, TextEncoder, longest_token
+from gptmanager.errors import InvalidRequestError
 
 CORPUS = ["the rain in spain stays mainly in the plain " * 20, "ああ é 日本語 " * 20]
 

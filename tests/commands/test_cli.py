@@ -25,11 +25,11 @@ from text_checkpoint import END_ID, byte_tokenizer, save_text_checkpoint
 
 from gptmanager import __version__, cli
 from gptmanager.callbacks import generate
+from gptmanager.callbacks.text.text_encoder import TextEncoder
 from gptmanager.errors import ManagerDeadError, RecordingError
 from gptmanager.recorder.recording_file import read_recording
 from gptmanager.replay import replay
 from gptmanager.run.latencies import latencies
-from gptmanager.callbacks.text.text_encoder import TextEncoder
 
 SCHEMA = json.loads(files("gptmanager").joinpath("statistics.schema.json").read_text())
 
@@ -802,7 +802,9 @@ def test_a_long_text_is_encoded_while_the_others_run(run, tmp_path, monkeypatch)
     # Given a tokenizer without a bound, which waits for the other line to be answered
     out = tmp_path / "out.jsonl"
     stats = tmp_path / "stats.jsonl"
-    monkeypatch.setattr("gptmanager.callbacks.text.text_encoder.longest_token", lambda tokenizer: None)
+    monkeypatch.setattr(
+        "gptmanager.callbacks.text.text_encoder.longest_token", lambda tokenizer: None
+    )
     batch, encoded = TextEncoder._batch, []
 
     def patient(encoder, text, special):

@@ -18,7 +18,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from gptmanager.lifecycle.log import logger
 from gptmanager.cuda.device.streams import Stream
 from gptmanager.decoding.guided.grammar_masks import CompiledGrammar, Grammar, GuidedSession
 from gptmanager.decoding.guided.grammar_matcher import (
@@ -39,12 +38,14 @@ from gptmanager.lifecycle.child_process import (
     RefusedError,
     TooSlowError,
 )
+from gptmanager.lifecycle.log import logger
 from gptmanager.lifecycle.per_process import PerProcess
 
 MAX_TEXTS = 10_000  # in a choice
 MAX_GRAMMAR_BYTES = 1 << 20
 MAX_KEPT_BYTES = 4 << 20  # of grammar texts; a compiled grammar takes up to 10 times its text
 _MAX_TRIALS = 4  # grammars that are compiled at the same time
+
 
 class _Compilation:
     """The grammars of one process, and what compiles them."""

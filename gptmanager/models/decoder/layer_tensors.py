@@ -205,16 +205,9 @@ def find_norm(
 
     If the norms of the network have no weights, `weight` is all ones.
     """
-    norms, name = spec.norms, module.rpartition(".")[2]
-    present = {
-        "attention_norm": norms.before_attention,
-        "attention_out_norm": norms.after_attention,
-        "mlp_norm": norms.before_mlp,
-        "mlp_out_norm": norms.after_mlp,
-    }
-    if not present.get(name, True):
+    if not spec.norms.in_layer.get(module.rpartition(".")[2], True):
         return None
-    if norms.weight:
+    if spec.norms.weight:
         return Norm(weights.tensor(f"{module}.weight"), _bias(weights, module))
     return Norm(torch.ones(spec.hidden_size, dtype=spec.dtype, device=device), None)
 

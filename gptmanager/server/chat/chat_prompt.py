@@ -20,8 +20,8 @@ from gptmanager.callbacks.text.template_process import (
     read_template_file,
 )
 from gptmanager.callbacks.text.template_rendering import TemplateError
-from gptmanager.lifecycle.child_process import NotStartedError
 from gptmanager.callbacks.text.text_encoder import added_tokens
+from gptmanager.lifecycle.child_process import NotStartedError
 from gptmanager.server.chat.embedding_parts import EmbeddingParts, has_embeddings
 from gptmanager.server.chat.messages import (
     MESSAGES_SCHEMA,

@@ -16,8 +16,8 @@ from typing import NamedTuple
 
 from gptmanager import GptManager, ManagerState
 from gptmanager.callbacks import AsyncRequestQueue, BannedTexts, Generation
-from gptmanager.errors import ConfigError, GptManagerError, ManagerDeadError, quoted
 from gptmanager.callbacks.text.text_encoder import TextEncoder, TextTooLongError
+from gptmanager.errors import ConfigError, GptManagerError, ManagerDeadError, quoted
 from gptmanager.server.context_length import ContextLength
 from gptmanager.server.engine.adapters import FIRST_OWN_TASK, Adapter, Adapters
 from gptmanager.server.engine.call import Call, EngineRequest

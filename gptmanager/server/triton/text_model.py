@@ -14,8 +14,8 @@ import numpy as np
 
 from gptmanager.callbacks import GenerationPart
 from gptmanager.callbacks.processors.banned_texts import MAX_WORD_LETTERS
-from gptmanager.errors import CapacityError
 from gptmanager.callbacks.text.text_encoder import TextTooLongError
+from gptmanager.errors import CapacityError
 from gptmanager.server.engine.engine import Engine
 from gptmanager.server.errors import ApiError
 from gptmanager.server.http.body import run_in_thread

@@ -31,7 +31,6 @@ from gptmanager.server.triton.grpc_messages import read_request
 from gptmanager.server.triton.inference import sizes_of
 from gptmanager.server.triton.tensors import InputReader, Sizes, input_table
 from gptmanager.server.triton.text_model import BLS_INPUTS
-from gptmanager.server.triton.text_model import OUTPUTS as TEXT_OUTPUTS
 from gptmanager.server.triton.token_model import INPUTS, OUTPUTS
 from gptmanager.server.triton.wire import MAX_CONTENTS, MAX_FIELDS, MAX_SMALL, wire_problem
 
@@ -41,7 +40,6 @@ SIZES = Sizes(rows=8, prompt=63, vocabulary=640, hidden=128, adapter_rows=32, ad
 TOKENS = InputReader("tensorrt_llm", INPUTS, SIZES)
 TEXTS = InputReader("ensemble", BLS_INPUTS, SIZES)
 MODEL = SimpleNamespace(name="tensorrt_llm", inputs=INPUTS, outputs=OUTPUTS, reader=TOKENS)
-TEXT_MODEL = SimpleNamespace(name="ensemble", inputs=BLS_INPUTS, outputs=TEXT_OUTPUTS, reader=TEXTS)
 HUGE, EMPTY_TEXTS = ["a"] * MANY, b"\0\0\0\0" * MANY
 VARIABLE = [
     (reader, name)
