@@ -627,8 +627,8 @@ server/                       a manager behind HTTP and gRPC
         tools                 tools that a model may call, from a request (no torch)
         schema_types          types of values that a JSON schema allows (no torch)
         python_values         values in Python's syntax as JSON (no torch)
+        call_grammar          grammars of answers with calls (no torch)
         tool_format           ToolFormat: the interface of a format of calls (no torch)
-        call_grammar          grammars of answers with calls
         hermes                the format of Hermes and Qwen
         llama3                the format of Llama 3
         mistral               the formats of Mistral

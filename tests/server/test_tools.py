@@ -183,7 +183,7 @@ def fits(request):
     guided = GuidedDecoding(tokenizer, [0])
 
     def fits(form, tools, text, answer=None):
-        grammar, schemas = form.grammar(tools, marks, answer, several=bool(form.tag))
+        grammar, schemas = form.grammar(tools, marks, answer)
         matcher = guided.lark(grammar, schemas=schemas).prepare("cpu").result(30).deep_copy()
         ids = tokenizer.encode(text).ids
         taken = matcher.try_consume_tokens(ids)

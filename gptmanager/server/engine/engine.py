@@ -12,7 +12,6 @@ import functools
 import itertools
 import os
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
 
 from gptmanager import GptManager, ManagerState
 from gptmanager.callbacks import AsyncRequestQueue, BannedTexts, Generation
@@ -22,7 +21,7 @@ from gptmanager.server.context_length import ContextLength
 from gptmanager.server.engine.adapters import FIRST_OWN_TASK, Adapter, Adapters
 from gptmanager.server.engine.call import Call, EngineRequest
 from gptmanager.server.engine.kept_calls import KeptCalls
-from gptmanager.server.engine.metrics import ServerMetrics, counts_of
+from gptmanager.server.engine.metrics import RequestCounts, ServerMetrics, counts_of
 from gptmanager.server.engine.model_card import ModelCard
 from gptmanager.server.errors import ApiError, api_error
 from gptmanager.server.http.body import BodyBudget, run_in_thread
@@ -31,13 +30,6 @@ from gptmanager.server.settings import ServerSettings
 
 _POLL_S = 0.02  # how often `drain` checks whether all calls have ended
 LONG_TEXT = 2048  # characters; encoding a longer text takes some milliseconds
-
-
-class Counts(NamedTuple):
-    """The number of requests in the manager, and the number that wait for the manager."""
-
-    running: int
-    waiting: int
 
 
 class Engine:
@@ -89,9 +81,9 @@ class Engine:
         self._request_ids = itertools.count(first + 1)
 
     @property
-    def counts(self) -> Counts:
+    def counts(self) -> RequestCounts:
         """The numbers of running and waiting requests."""
-        return Counts(*counts_of(self.queue))
+        return counts_of(self.queue)
 
     @property
     def is_live(self) -> bool:

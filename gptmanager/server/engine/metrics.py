@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from prometheus_client import (
     CollectorRegistry,
@@ -142,10 +142,17 @@ class _Refusals(Collector):
         yield metric
 
 
-def counts_of(queue: AsyncRequestQueue) -> tuple[int, int]:
-    """Return the number of requests in the manager, and the number that wait for the manager."""
+class RequestCounts(NamedTuple):
+    """The number of requests in the manager, and the number that wait for the manager."""
+
+    running: int
+    waiting: int
+
+
+def counts_of(queue: AsyncRequestQueue) -> RequestCounts:
+    """Return the numbers of running and waiting requests."""
     waiting = queue.num_pending
-    return max(queue.num_open - waiting, 0), waiting
+    return RequestCounts(max(queue.num_open - waiting, 0), waiting)
 
 
 def routes(engine: Any, settings: ServerSettings) -> list[BaseRoute]:

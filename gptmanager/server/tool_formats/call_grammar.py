@@ -31,7 +31,8 @@ class CallShape:
     A call is `before` name `between` arguments `behind`. Calls are `begin` call `joint` call ...
     `end`. `body` returns the grammar of the arguments. `tag` begins calls within text; if `tag`
     is empty, an answer is either only calls or only text. `tags` are the texts that mark calls.
-    Tags that are added tokens cannot occur in the text around calls.
+    Tags that are added tokens cannot occur in the text around calls. `several`: whether the grammar
+    allows more than one call in an answer.
     """
 
     before: str
@@ -43,15 +44,13 @@ class CallShape:
     tag: str = ""
     tags: tuple[str, ...] = ()
     body: Body = json_body
+    several: bool = True
 
     def grammar(
-        self, tools: Tools, marks: Mapping[str, int], answer: Any = None, *, several: bool = True
+        self, tools: Tools, marks: Mapping[str, int], answer: Any = None
     ) -> tuple[str, dict[str, Any]]:
-        """Return the grammar and its schemas, see `ToolFormat.grammar`.
-
-        `several`: whether the format allows more than one call in an answer.
-        """
-        several = several and tools.parallel
+        """Return the grammar and its schemas, see `ToolFormat.grammar`."""
+        several = self.several and tools.parallel
         schemas: dict[str, Any] = {}
         tag = ""  # stays empty if the rule `calls` itself matches the tag
         if self.tag and not tools.required and answer is None and self.tag not in marks:

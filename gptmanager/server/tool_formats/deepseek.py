@@ -9,14 +9,10 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
-from typing import Any
 
-from gptmanager.server.answer_parsing.answer_parts import AnswerParser
 from gptmanager.server.answer_parsing.call_parser import NAME, OBJECT, SPACE, HeadedCallParser
 from gptmanager.server.tool_formats.call_grammar import CallShape
-from gptmanager.server.tool_formats.tool_format import ToolFormat
-from gptmanager.server.tool_formats.tools import Tools
+from gptmanager.server.tool_formats.tool_format import ShapedFormat
 
 _MARK = "<｜tool▁{}｜>"  # noqa: RUF001 - the letters of the model's tokens
 TAGS = tuple(map(_MARK.format, ("calls▁begin", "calls▁end", "call▁begin", "call▁end", "sep")))
@@ -40,19 +36,14 @@ class DeepSeekParser(HeadedCallParser):
     }
 
 
-class DeepSeek(ToolFormat):
+class DeepSeek(ShapedFormat):
     name = "deepseek"
     tags = TAGS
+    parser_class = DeepSeekParser
+
+    def __init__(self, template: str = "") -> None:
+        self.shape = _WITH_BLOCK if _BLOCK in template else _WITHOUT
 
     @staticmethod
     def is_in(template: str) -> bool:
         return BEGIN in template
-
-    def parser(self, tools: Tools) -> AnswerParser:
-        return DeepSeekParser(tools.parameters)
-
-    def grammar(
-        self, tools: Tools, marks: Mapping[str, int], answer: Any = None
-    ) -> tuple[str, dict[str, Any]]:
-        shape = _WITH_BLOCK if _BLOCK in self._template else _WITHOUT
-        return shape.grammar(tools, marks, answer)

@@ -7,14 +7,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
-from gptmanager.server.answer_parsing.answer_parts import AnswerParser
 from gptmanager.server.answer_parsing.json_calls import JsonCallParser
 from gptmanager.server.tool_formats.call_grammar import CallShape
-from gptmanager.server.tool_formats.tool_format import ToolFormat
-from gptmanager.server.tool_formats.tools import Tools
+from gptmanager.server.tool_formats.tool_format import ShapedFormat
 
 TAGS = ("<tool_call>", "</tool_call>")
 SHAPE = CallShape(
@@ -27,18 +22,12 @@ class HermesParser(JsonCallParser):
     closers = TAGS[1:]
 
 
-class Hermes(ToolFormat):
+class Hermes(ShapedFormat):
     name = "hermes"
     tags = TAGS
+    shape = SHAPE
+    parser_class = HermesParser
 
     @staticmethod
     def is_in(template: str) -> bool:
         return TAGS[0] in template and "arguments" in template
-
-    def parser(self, tools: Tools) -> AnswerParser:
-        return HermesParser(tools.parameters)
-
-    def grammar(
-        self, tools: Tools, marks: Mapping[str, int], answer: Any = None
-    ) -> tuple[str, dict[str, Any]]:
-        return SHAPE.grammar(tools, marks, answer)

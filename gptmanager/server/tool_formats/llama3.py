@@ -5,16 +5,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
-from gptmanager.server.answer_parsing.answer_parts import AnswerParser
 from gptmanager.server.answer_parsing.json_calls import JsonCallParser
 from gptmanager.server.tool_formats.call_grammar import CallShape
-from gptmanager.server.tool_formats.tool_format import ToolFormat
-from gptmanager.server.tool_formats.tools import Tools
+from gptmanager.server.tool_formats.tool_format import ShapedFormat
 
-SHAPE = CallShape('{"name": "', '", "parameters": ', "}")
+SHAPE = CallShape('{"name": "', '", "parameters": ', "}", several=False)
 _HEADERS = ("<|start_header_id|>", "<|header_start|>", "<|python_tag|>")
 
 
@@ -22,17 +17,11 @@ class Llama3Parser(JsonCallParser):
     separator = ";"
 
 
-class Llama3(ToolFormat):
+class Llama3(ShapedFormat):
     name = "llama3"
+    shape = SHAPE
+    parser_class = Llama3Parser
 
     @staticmethod
     def is_in(template: str) -> bool:
         return '"parameters"' in template and any(one in template for one in _HEADERS)
-
-    def parser(self, tools: Tools) -> AnswerParser:
-        return Llama3Parser(tools.parameters)
-
-    def grammar(
-        self, tools: Tools, marks: Mapping[str, int], answer: Any = None
-    ) -> tuple[str, dict[str, Any]]:
-        return SHAPE.grammar(tools, marks, answer, several=False)

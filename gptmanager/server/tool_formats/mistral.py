@@ -7,15 +7,11 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Mapping
-from typing import Any
 
-from gptmanager.server.answer_parsing.answer_parts import AnswerParser
 from gptmanager.server.answer_parsing.call_parser import NAME, OBJECT, SPACE, HeadedCallParser
 from gptmanager.server.answer_parsing.json_calls import JsonCallParser
 from gptmanager.server.tool_formats.call_grammar import CallShape
-from gptmanager.server.tool_formats.tool_format import ToolFormat
-from gptmanager.server.tool_formats.tools import Tools
+from gptmanager.server.tool_formats.tool_format import ShapedFormat
 
 CALLS, ID, ARGS = TAGS = ("[TOOL_CALLS]", "[CALL_ID]", "[ARGS]")
 _LIST = CallShape(
@@ -43,28 +39,20 @@ class MistralTagParser(HeadedCallParser):
     }
 
 
-class Mistral(ToolFormat):
+class Mistral(ShapedFormat):
     """Both formats of Mistral: a template with `[ARGS]` has the newer format."""
 
     name = "mistral"
     tags = TAGS
 
+    def __init__(self, template: str = "") -> None:
+        has_tags = ARGS in template
+        self.shape = _TAGGED if has_tags else _LIST
+        self.parser_class = MistralTagParser if has_tags else MistralListParser
+
     @staticmethod
     def is_in(template: str) -> bool:
         return CALLS in template
-
-    @property
-    def _has_tags(self) -> bool:
-        return ARGS in self._template
-
-    def parser(self, tools: Tools) -> AnswerParser:
-        own = MistralTagParser if self._has_tags else MistralListParser
-        return own(tools.parameters)
-
-    def grammar(
-        self, tools: Tools, marks: Mapping[str, int], answer: Any = None
-    ) -> tuple[str, dict[str, Any]]:
-        return (_TAGGED if self._has_tags else _LIST).grammar(tools, marks, answer)
 
     def new_id(self) -> str:
         """Return an id of nine characters, because Mistral's templates reject other lengths."""

@@ -9,7 +9,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from gptmanager.server.answer_parsing.answer_parts import AnswerParser, Arguments, Found
+from gptmanager.server.answer_parsing.answer_parts import Arguments, Found
 from gptmanager.server.answer_parsing.call_parser import NAME, SPACE, CallParser, State, read_header
 from gptmanager.server.tool_formats.call_grammar import CallShape, grammar_text
 from gptmanager.server.tool_formats.python_values import LiteralScan, json_of_literal
@@ -19,8 +19,7 @@ from gptmanager.server.tool_formats.schema_types import (
     required_of,
     types_of,
 )
-from gptmanager.server.tool_formats.tool_format import ToolFormat
-from gptmanager.server.tool_formats.tools import Tools
+from gptmanager.server.tool_formats.tool_format import ShapedFormat
 
 _SHOWN = re.compile(r"\[\w+\(\w+=\w+")
 _KEY = re.compile(r"\s*([^\W\d][\w-]{0,255})\s*=(?!=)")
@@ -91,22 +90,6 @@ class PythonicParser(CallParser):
         return True
 
 
-class Pythonic(ToolFormat):
-    name = "pythonic"
-
-    @staticmethod
-    def is_in(template: str) -> bool:
-        return _SHOWN.search(template) is not None
-
-    def parser(self, tools: Tools) -> AnswerParser:
-        return PythonicParser(tools.parameters)
-
-    def grammar(
-        self, tools: Tools, marks: Mapping[str, int], answer: Any = None
-    ) -> tuple[str, dict[str, Any]]:
-        return _SHAPE.grammar(tools, marks, answer)
-
-
 def _body(rule: str, schema: Any) -> tuple[list[str], dict[str, Any]]:
     """Return the grammar of named arguments: first the required ones, then the optional ones.
 
@@ -135,3 +118,13 @@ def _body(rule: str, schema: Any) -> tuple[list[str], dict[str, Any]]:
 
 
 _SHAPE = CallShape("", "(", ")", begin="[", joint=", ", end="]", body=_body)
+
+
+class Pythonic(ShapedFormat):
+    name = "pythonic"
+    shape = _SHAPE
+    parser_class = PythonicParser
+
+    @staticmethod
+    def is_in(template: str) -> bool:
+        return _SHOWN.search(template) is not None

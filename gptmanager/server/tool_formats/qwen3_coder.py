@@ -16,7 +16,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from gptmanager.server.answer_parsing.answer_parts import AnswerParser, Arguments, Found
+from gptmanager.server.answer_parsing.answer_parts import Arguments, Found
 from gptmanager.server.answer_parsing.call_parser import NAME, SPACE, HeadedCallParser, State
 from gptmanager.server.answer_parsing.text_scan import num_tag_letters
 from gptmanager.server.tool_formats.call_grammar import CallShape, grammar_text
@@ -28,8 +28,7 @@ from gptmanager.server.tool_formats.schema_types import (
     required_of,
     types_of,
 )
-from gptmanager.server.tool_formats.tool_format import ToolFormat
-from gptmanager.server.tool_formats.tools import Tools
+from gptmanager.server.tool_formats.tool_format import ShapedFormat
 
 _OPENER, _CLOSER = TAGS = ("<tool_call>", "</tool_call>")
 _FUNCTION, _END_FUNCTION = "<function=", "</function>"
@@ -134,23 +133,6 @@ def _json_of(text: str) -> str:
     return as_json(text) if found is None else found
 
 
-class Qwen3Coder(ToolFormat):
-    name = "qwen3_coder"
-    tags = TAGS
-
-    @staticmethod
-    def is_in(template: str) -> bool:
-        return _FUNCTION in template and _PARAMETER in template
-
-    def parser(self, tools: Tools) -> AnswerParser:
-        return Qwen3CoderParser(tools.parameters)
-
-    def grammar(
-        self, tools: Tools, marks: Mapping[str, int], answer: Any = None
-    ) -> tuple[str, dict[str, Any]]:
-        return _SHAPE.grammar(tools, marks, answer)
-
-
 def _body(rule: str, schema: Any) -> tuple[list[str], dict[str, Any]]:
     """Return the grammar of a schema's parameters, in order, and the schemas of undefined rules.
 
@@ -194,3 +176,14 @@ _SHAPE = CallShape(
     f"{_OPENER}\n{_FUNCTION}", ">\n", f"{_END_FUNCTION}\n{_CLOSER}", tag=_OPENER, tags=TAGS,
     body=_body,
 )  # fmt: skip
+
+
+class Qwen3Coder(ShapedFormat):
+    name = "qwen3_coder"
+    tags = TAGS
+    shape = _SHAPE
+    parser_class = Qwen3CoderParser
+
+    @staticmethod
+    def is_in(template: str) -> bool:
+        return _FUNCTION in template and _PARAMETER in template

@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from gptmanager.server.answer_parsing.answer_parts import AnswerParser
+from gptmanager.server.answer_parsing.call_parser import CallParser
+from gptmanager.server.tool_formats.call_grammar import CallShape
 from gptmanager.server.tool_formats.tools import Tools
 
 
@@ -23,8 +25,8 @@ class ToolFormat(ABC):
     tags: ClassVar[tuple[str, ...]] = ()
     has_thoughts: ClassVar[bool] = False
 
-    def __init__(self, template: str = "") -> None:
-        self._template = template
+    def __init__(self, template: str = "") -> None:  # noqa: B027 - few formats have variants
+        """Choose the variant."""
 
     @staticmethod
     @abstractmethod
@@ -50,6 +52,24 @@ class ToolFormat(ABC):
     def new_id(self) -> str:
         """Return the id of a new call."""
         return random_id()
+
+
+class ShapedFormat(ToolFormat):
+    """A format with a grammar that follows from the `shape` of its calls.
+
+    `parser_class` is the class of its parsers.
+    """
+
+    shape: CallShape
+    parser_class: type[CallParser]
+
+    def parser(self, tools: Tools) -> AnswerParser:
+        return self.parser_class(tools.parameters)
+
+    def grammar(
+        self, tools: Tools, marks: Mapping[str, int], answer: Any = None
+    ) -> tuple[str, dict[str, Any]]:
+        return self.shape.grammar(tools, marks, answer)
 
 
 def random_id() -> str:
