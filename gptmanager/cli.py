@@ -31,6 +31,7 @@ from gptmanager.run.convert_arguments import add_command as add_convert
 from gptmanager.run.models_arguments import add_command as add_models
 from gptmanager.server.arguments import add_command as add_serve
 from gptmanager.simulator.arguments import add_command as add_simulate
+from gptmanager.terminal.option_names import in_options, with_origin
 from gptmanager.terminal.parser import Parser
 from gptmanager.terminal.printable import printable
 from gptmanager.terminal.redrawn_lines import RedrawnLines
@@ -135,9 +136,13 @@ def _call(arguments: Sequence[str] | None, *, is_server: bool) -> int:
         return code
     except BrokenPipeError:
         raise
+    except ConfigError as error:
+        text = in_options(str(error), options.parser.actions)
+        print_message(with_origin(text, options.origins))
+        return 2
     except (GptManagerError, OSError, MemoryError) as error:
         print_message(str(error) or "out of memory")
-        return 2 if isinstance(error, (ConfigError, RecordingError)) else 1
+        return 2 if isinstance(error, RecordingError) else 1
     except RuntimeError as error:
         if "can't start new thread" not in str(error):
             raise
@@ -160,7 +165,7 @@ def command_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"gptmanager {__version__}")
     parser.set_defaults(command=None, parser=parser, json=False, threads=None, verbose=False)
-    parser.set_defaults(announces_model=False)
+    parser.set_defaults(announces_model=False, origins={})
     commands = parser.add_subparsers(title="commands", metavar="COMMAND")
     running = add_chat, add_run, add_serve, add_models, add_convert
     reports = add_replay, add_simulate, add_picture, add_env, add_journal

@@ -50,6 +50,7 @@ terminal/                     shared by the commands: arguments, tables, progres
     tables                    reports as tables for people, or as JSON (no torch)
     arguments                 parsers of argument values: numbers, sizes, folders (no torch)
     option_sources            options from the environment and from a file (no torch)
+    option_names              errors that name options instead of parameters (no torch)
     parser                    the parser of all commands (no torch)
     options                   options that several commands share (no torch)
 request/                      requests as hosts make them and as schedulers see them
@@ -338,6 +339,7 @@ decoding/                     from logits to tokens, and the end of an output
         schema_numbers        number limits of JSON schemas for the parser (no torch)
         schema_references     resolves references of JSON schemas (no torch)
         schema_overlap        checks if two JSON schemas exclude each other (no torch)
+        schema_keywords       keywords and formats that the parser enforces (no torch)
         schema_complement     the complement of a JSON schema (no torch)
         json_schema           turns JSON schemas into enforceable grammars (no torch)
         grammar_matcher       compiles a grammar, in this or a child process (no torch)

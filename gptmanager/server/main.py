@@ -15,12 +15,10 @@ import torch
 
 from gptmanager.config import CapacitySchedulerPolicy, ModelType
 from gptmanager.environment.cores import num_cores
-from gptmanager.errors import ConfigError
 from gptmanager.run.follow import follow, is_follower
 from gptmanager.server.extras import load_extra
 from gptmanager.server.log_output import logging_to
 from gptmanager.server.settings import ServerSettings
-from gptmanager.terminal.option_sources import with_origin
 from gptmanager.terminal.options import ManagerOptions, manager_options
 from gptmanager.terminal.progress import NOTES, ProgressBars
 from gptmanager.terminal.streams import print_message
@@ -42,14 +40,6 @@ def leave_a_core() -> int:
         return 0
     torch.set_num_threads(cores - 1)
     return cores
-
-
-def main(options: argparse.Namespace) -> int:
-    """Run the server until it ends, and return the exit status."""
-    try:
-        return _run(options)
-    except ConfigError as error:
-        raise with_origin(error, options.origins) from error
 
 
 def server_settings(options: argparse.Namespace) -> ServerSettings:
@@ -78,7 +68,8 @@ def with_short_steps(given: ManagerOptions) -> ManagerOptions:
     return given._replace(params=params)
 
 
-def _run(options: argparse.Namespace) -> int:
+def main(options: argparse.Namespace) -> int:
+    """Run the server until it ends, and return the exit status."""
     cores = leave_a_core() if options.threads is None else 0
     settings = server_settings(options)
     given = settings.manager

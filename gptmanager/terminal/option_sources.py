@@ -11,7 +11,6 @@ import argparse
 import contextlib
 import difflib
 import importlib
-import re
 import shlex
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -91,17 +90,6 @@ def find_options(
         elif name.startswith(prefix) and name != variable:
             found.unknown.append(name)
     return found
-
-
-def with_origin(error: ConfigError, origins: Mapping[str, str]) -> ConfigError:
-    """Return `error`, extended by the origins of the options that its message names."""
-    text = str(error)
-    named = [
-        origin
-        for name, origin in origins.items()
-        if f"--{name.replace('_', '-')}" in text or re.search(rf"^{name}\b|\b{name} = ", text)
-    ]
-    return ConfigError(f"{text} ({', '.join(named)})") if named else error
 
 
 def _read(file: Path) -> dict[str, Any]:

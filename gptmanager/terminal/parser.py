@@ -29,7 +29,12 @@ class Parser(argparse.ArgumentParser):
     def __init__(self, *arguments: Any, variables: str = "", **by_name: Any) -> None:
         super().__init__(*arguments, **by_name)
         self._variables = variables
-        self._given: Sequence[str] = ()
+        self._given: Sequence[str] | None = None  # the arguments, once they are parsed
+
+    @property
+    def actions(self) -> Sequence[argparse.Action]:
+        """The options and other arguments of this parser."""
+        return self._actions
 
     def error(self, message: str) -> NoReturn:
         super().error(printable_lines("; ".join([message, *self._unknown_options(message)])))
@@ -38,11 +43,15 @@ class Parser(argparse.ArgumentParser):
         """Return a phrase for each unknown option, except those that `message` already explains."""
         phrases = []
         known = [name for name in self._option_string_actions if name.startswith("--")]
-        for argument in self._given:
+        of_commands = {name for it in self._commands for name in it._option_string_actions}
+        for argument in self._given or ():
             name = argument.partition("=")[0]
             if name == "--" or (self._subparsers is not None and not name.startswith("-")):
                 break  # the options of a command are behind its name
             if not name.startswith("--") or any(option.startswith(name) for option in known):
+                continue
+            if name in of_commands:
+                phrases.append(f"{name} must be after the name of its command")
                 continue
             phrase = [] if name in message else [f"unknown option {name}"]
             phrase += suggestion(name[2:], [option[2:] for option in known], "--")
@@ -66,7 +75,22 @@ class Parser(argparse.ArgumentParser):
         self._given = given = list(sys.argv[1:] if args is None else args)
         if self._variables and not {"-h", "--help"} & set(given):
             self._set_defaults(given)
-        return super().parse_known_args(args, namespace)
+        for command in self._commands:
+            command._given = None
+        parsed = super().parse_known_args(args, namespace)
+        for command in self._commands:
+            if command._given is not None:
+                early = [it for it in given[: -1 - len(command._given)] if it != "--"]
+                if early:  # argparse would ignore the ones that the command has, too
+                    corrected = " ".join([command.prog, *command._given, *early])
+                    command.error(f"{early[0]} must be after the name of the command: {corrected}")
+        return parsed
+
+    @property
+    def _commands(self) -> Sequence[Parser]:
+        """The parsers of the commands, if this parser has commands."""
+        own = [it for it in self._actions if isinstance(it, argparse._SubParsersAction)]
+        return [parser for it in own for parser in it.choices.values()]
 
     def _set_defaults(self, arguments: Sequence[str]) -> None:
         """Set the defaults of options from the environment and from the file of `--config`."""

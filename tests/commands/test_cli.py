@@ -86,7 +86,7 @@ def run(call, model, tmp_path):
 def test_a_device_that_there_is_not_is_refused(run):
     outcome = run({"prompt": "Once"}, options=["--device", "tpu"])
     assert outcome.code == 2
-    assert "OptionalParams.device = 'tpu' must be 'cpu', 'cuda'" in outcome.err
+    assert "gptmanager: --device = 'tpu' must be 'cpu', 'cuda'" in outcome.err
 
 
 # Running a file ----------------------------------------------------------------------------------
@@ -410,8 +410,8 @@ def test_help_and_version(call):
             ["--model", "/nowhere"],
             "argument --model: must be a folder, a file, or a name",
         ),
-        (["--seed", "-1"], "gptmanager: OptionalParams.seed = -1 must be"),
-        (["--max-seq-len", "1"], "gptmanager: OptionalParams.max_seq_len = 1 must be"),
+        (["--seed", "-1"], "gptmanager: --seed = -1 must be"),
+        (["--max-seq-len", "1"], "gptmanager: --max-seq-len = 1 must be"),
         (["--output", "/dev/null/out"], "gptmanager: --output /dev/null/out: "),
         (["--stats", "/dev/null/out"], "gptmanager: --stats /dev/null/out: "),
     ],
@@ -455,6 +455,11 @@ def test_an_unknown_option_is_told_by_its_command(call, arguments, prog):
         (["run", "--zzz"], "required: --model; unknown option --zzz"),
         (["rnu", "--model", "x"], "'env', 'journal')"),  # an option of a command, not of all
         (["--modle", "x"], "'env', 'journal'); unknown option --modle"),
+        (["--model", "x"], "'env', 'journal'); --model must be after the name of its command"),
+        (["--json", "env"], "--json must be after the name of the command: gptmanager env --json"),
+        (["bench", "--json", "kernels"], "name of the command: gptmanager bench kernels --json"),
+        (["bench", "--quick", "kernels"], "name of the command: gptmanager bench kernels --quick"),
+        (["--jsn", "env", "--json"], "name of the command: gptmanager env --json --jsn"),
         (["run", "--", "--modle"], "required: --model"),
         (["run", "--max-batch", "3"], "required: --model"),  # an abbreviation
     ],
@@ -515,7 +520,7 @@ def test_a_folder_without_a_checkpoint(call, tmp_path):
         ("run --model MODEL --requests LONG", "--requests"),
         ("run --model MODEL --prompt a --output LONG", "--output"),
         ("run --model MODEL --prompt a --record LONG", "cannot write the recording"),
-        ("serve --model MODEL --port 0 --chat-template LONG", "chat_template ="),
+        ("serve --model MODEL --port 0 --chat-template LONG", "--chat-template ="),
     ],
 )
 def test_a_path_that_is_too_long_is_an_error_of_its_option(call, model, arguments, told):

@@ -8,9 +8,9 @@ import pytest
 from running_server import MODEL as FOLDER
 
 from gptmanager import cli
-from gptmanager.errors import ConfigError
 from gptmanager.server import main as serve_main
-from gptmanager.terminal.option_sources import MAX_FILE_BYTES, Repeated, with_origin
+from gptmanager.terminal.option_names import in_options, with_origin
+from gptmanager.terminal.option_sources import MAX_FILE_BYTES, Repeated
 
 MODEL = str(FOLDER)
 PREFIX = "GPTMANAGER_SERVE_"
@@ -201,6 +201,7 @@ def test_an_error_after_parsing_names_the_origin_too(parse, capsys, tmp_path, mo
     origins = {"port": "P", "max_body_bytes": "M", "model": "no", "api_key": "K"}
     for text, origin in [
         ("--host a --port 1 cannot be used", "P"),
+        ("--grpc-port 1 and --port-range cannot be used", None),
         ("max_body_bytes = 0 must be more than 0", "M"),
         ("api_key must be printable", "K"),
         ("port and grpc_port are both 1", "P"),
@@ -208,8 +209,33 @@ def test_an_error_after_parsing_names_the_origin_too(parse, capsys, tmp_path, mo
         ("grpc_port = 7 must be", None),
         ("api_key_file = x", None),
     ]:
-        told = str(with_origin(ConfigError(text), origins))
+        told = with_origin(text, origins)
         assert told == (text if origin is None else f"{text} ({origin})")
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("raise KvCacheConfig.max_tokens", "raise --kv-cache-tokens"),
+        ("KvCacheConfig.dtype = 'fp8' is refused", "--kv-cache-dtype = 'fp8' is refused"),
+        ("OptionalParams.dtype = 'x' with device = 'y'", "--dtype = 'x' with --device = 'y'"),
+        ("one sequence of max_seq_len = 256: raise", "one sequence of --max-seq-len = 256: raise"),
+        (
+            "OptionalParams.enable_trt_overlap = True is refused with ModelType.V1: it runs",
+            "--overlap is refused with --batching v1: it runs",
+        ),
+        ("KvCacheConfig.enable_block_reuse = False is", "--block-reuse = False is"),
+        ("port and grpc_port are both 1", "--port and --grpc-port are both 1"),
+        ("allowed_hosts: 'max_seq_len' must be", "--allowed-host: 'max_seq_len' must be"),
+        ("/tmp/max_seq_len/port: no port = 1", "/tmp/max_seq_len/port: no port = 1"),
+        ("the model has no seed, and max_tokens = 1", "the model has no seed, and max_tokens = 1"),
+        ("KvCacheConfig.use_uvm = 1 is refused", "KvCacheConfig.use_uvm = 1 is refused"),
+    ],
+)
+def test_an_error_names_options_in_place_of_parameters(parse, text, expected):
+    actions = parse("--model", MODEL).parser.actions
+    assert in_options(text, actions) == expected
+    assert in_options(expected, actions) == expected
 
 
 def test_a_repeated_option_replaces_its_default():

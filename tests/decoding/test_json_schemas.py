@@ -26,13 +26,8 @@ from gptmanager.decoding.guided.grammar_matcher import (
     new_tokenizer,
     read_source,
 )
-from gptmanager.decoding.guided.json_schema import (
-    DROPPED,
-    ENFORCED,
-    FORMATS,
-    SOMETIMES,
-    SchemaReader,
-)
+from gptmanager.decoding.guided.json_schema import SchemaReader
+from gptmanager.decoding.guided.schema_keywords import DROPPED, ENFORCED, FORMATS, SOMETIMES
 from gptmanager.decoding.guided.schema_overlap import excludes
 from gptmanager.decoding.guided.schema_references import SchemaReferences
 
@@ -213,10 +208,55 @@ def test_a_keyword_in_other_words_permits_no_less_and_no_more(parser, schema, fi
     matcher, unenforced = compiled(parser, schema)
     assert not unenforced
     for value, expected in ((fits, True), (misfits, False)):
-        tokens = parser.tokenize_str(json.dumps(value, separators=(",", ":")))
-        own = matcher.deep_copy()
-        assert (own.validate_tokens(tokens) == len(tokens) and own.consume_tokens(tokens)
-                and own.is_accepting()) is expected, value  # fmt: skip
+        written = json.dumps(value, separators=(",", ":"))
+        assert accepts(matcher, parser, written) is expected, value
+
+
+@pytest.mark.parametrize(
+    ("schema", "fits", "misfits"),
+    [
+        ({"format": "date"}, "2024-02-29 2000-02-29", "2023-02-29 1900-02-29 2024-04-31"),
+        ({"format": "time"}, "23:59:59Z 00:00:00.5+01:00", "23:59:60Z 22:59:60Z"),
+        (
+            {"format": "date-time"},
+            "2024-02-29T23:59:59Z 2023-12-31t00:00:00.25-08:00",
+            "2023-02-29T00:00:00Z 1998-12-31T23:59:60Z",
+        ),
+        ({"format": "date", "pattern": "^2"}, "2024-02-29", "1996-02-29 2023-02-29"),
+        ({"maxLength": 2.0}, "é", "abc"),
+        ({"enum": ["a/b", "é"]}, "a/b é", "a"),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_each_text_that_is_permitted_fits(parser, schema, fits, misfits):
+    matcher, unenforced = compiled(parser, {"type": "string", **schema})
+    assert not unenforced
+    for texts, expected in ((fits, True), (misfits, False)):
+        for text in texts.split():
+            written = json.dumps(text, ensure_ascii=False)
+            assert accepts(matcher, parser, written) is expected, text
+
+
+def accepts(matcher, parser, text):
+    tokens = parser.tokenize_str(text)
+    own = matcher.deep_copy()
+    is_read = own.validate_tokens(tokens) == len(tokens) and own.consume_tokens(tokens)
+    return bool(is_read and own.is_accepting())
+
+
+def test_a_character_is_escaped_only_if_json_demands_it(parser):
+    """As docs/guided.md says."""
+    matcher, _ = compiled(parser, {"type": "string"})
+    for text in ('"/"', '"é"', r'"\""', r'"\\"', r'"\n"', r'"\u0001"'):
+        assert accepts(matcher, parser, text), text
+    for text in (r'"\/"', r'"\u00e9"', r'"\u0041"'):
+        assert not accepts(matcher, parser, text), text
+
+
+def test_unevaluated_properties_do_not_look_around(parser):
+    part = {"unevaluatedProperties": False}
+    matcher, _ = compiled(parser, {"type": "object", "properties": {"a": {}}, "allOf": [part]})
+    assert accepts(matcher, parser, "{}") and not accepts(matcher, parser, '{"a":1}')
 
 
 def test_required_properties_exclude_only_if_their_values_do():
@@ -240,6 +280,8 @@ def test_required_properties_exclude_only_if_their_values_do():
         ({"oneOf": [{"pattern": "a"}, {"pattern": "b"}]}, "#/oneOf"),
         ({"type": "array", "contains": {}, "minContains": 2}, "#/contains"),
         ({"type": "object", "propertyNames": {"minLength": 3}}, "#/propertyNames"),
+        ({"type": "object", "propertyNames": {"type": "integer"}}, "#/propertyNames"),
+        ({"propertyNames": {"minLength": 0, "format": "date"}}, "#/propertyNames"),
         ({**FIRST, "minProperties": 2}, "#/minProperties"),
         ({**FIRST, "maxProperties": 3}, "#/maxProperties"),
         ({**FIRST, "dependentRequired": {"a": ["b"]}, "items": SET}, "#/items/uniqueItems"),

@@ -15,32 +15,18 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from gptmanager.decoding.guided.schema_complement import complement
-from gptmanager.decoding.guided.schema_numbers import UP, check_value, narrowed, shown
+from gptmanager.decoding.guided.schema_keywords import (
+    DROPPED,
+    ENFORCED,
+    FORMATS,
+    PATTERNS,
+    SOMETIMES,
+    limits_names,
+)
+from gptmanager.decoding.guided.schema_numbers import UP, check_value, narrowed, shown, simplest
 from gptmanager.decoding.guided.schema_overlap import excludes, excluding_property, listed_values
 from gptmanager.decoding.guided.schema_references import SchemaReferences, escaped
 
-# The parser enforces the keywords in ENFORCED. Keywords in SOMETIMES are enforced if they can be
-# rewritten. Keywords in DROPPED are never enforced.
-ENFORCED = frozenset(
-    {
-        *("type", "enum", "const", "anyOf", "allOf", "$ref"),
-        *("properties", "patternProperties", "additionalProperties", "required"),
-        *("items", "prefixItems", "additionalItems", "minItems", "maxItems"),
-        *("minLength", "maxLength", "pattern"),
-        *("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"),
-    }
-)
-SOMETIMES = frozenset(
-    {
-        *("format", "oneOf", "propertyNames", "uniqueItems", "minProperties", "maxProperties"),
-        *("not", "if", "contains", "unevaluatedProperties"),
-        *("dependencies", "dependentRequired", "dependentSchemas"),
-    }
-)
-DROPPED = frozenset({"unevaluatedItems", "$dynamicRef", "$recursiveRef"})
-FORMATS = frozenset(
-    {*("date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid"), "uri"}
-)
 # Keywords that the parts of `allOf` get as `around`. The complement of a part depends on them.
 _KNOWN = ("type", "enum", "const", "properties", "required")
 _NOTHING: Mapping[str, Any] = {}
@@ -91,7 +77,7 @@ class SchemaReader:
         Raise ValueError for an invalid schema, or one that cannot be enforced.
         """
         try:
-            schema = json.loads(text)
+            schema = json.loads(text, parse_float=simplest)
         except RecursionError:
             raise ValueError(TOO_DEEP) from None
         except ValueError:
@@ -159,7 +145,8 @@ class SchemaReader:
             elif name in ENFORCED:
                 self._read_enforced(name, value, at, found, schema)
         for name in (it for it in own if it in SOMETIMES):  # may replace keywords read above
-            getattr(self, f"_read_{_snake(name)}")(schema, schema[name], at, found)
+            seen = own if name == "unevaluatedProperties" else schema  # it does not look around
+            getattr(self, f"_read_{_snake(name)}")(seen, own[name], at, found)
         return found
 
     def _demand(self, found: dict[str, Any], at: str, keyword: str, made: list[Any] | None) -> None:
@@ -216,6 +203,8 @@ class SchemaReader:
         """Leave out an unknown format, which is an annotation according to the specification."""
         if value in FORMATS:
             found["format"] = value
+        if value in PATTERNS:
+            found["allOf"] = [*found.get("allOf", ()), {"pattern": PATTERNS[value]}]
 
     def _read_unique_items(self, schema: Any, value: Any, at: str, found: dict[str, Any]) -> None:
         """Replace `uniqueItems` by all combinations of the possible values, if these are few.
@@ -325,16 +314,9 @@ class SchemaReader:
     def _read_property_names(self, schema: Any, value: Any, at: str, found: dict[str, Any]) -> None:
         """Rewrite `propertyNames` if it is a list of names or a pattern, or has no effect."""
         value = self._references.resolve(value)
-        says = (
-            {k: v for k, v in value.items() if k in ENFORCED | SOMETIMES | DROPPED}
-            if isinstance(value, dict)
-            else {}
-        )
-        says.pop("type", None)
-        if says.get("minLength") == 0 or says.get("format") not in FORMATS:
-            says = {k: v for k, v in says.items() if (k, v) != ("minLength", 0) and k != "format"}
-        is_plain = value is True or (isinstance(value, dict) and not says)
-        if is_plain:
+        is_dict = isinstance(value, dict)
+        says = {k: v for k, v in value.items() if limits_names(k, v)} if is_dict else {}
+        if value is True or (is_dict and not says):
             return
         is_open = not schema.get("properties") and not schema.get("patternProperties")
         others = schema.get("additionalProperties", True)

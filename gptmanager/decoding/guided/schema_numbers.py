@@ -32,6 +32,15 @@ def narrowed(name: str, bound: float) -> float:
     return int(near)  # printed without an exponent, so that it is read exactly
 
 
+def simplest(text: str) -> float:
+    """Return the number of a JSON text with a fraction or an exponent, as an int if it is one.
+
+    To JSON Schema 2.0 is an integer. The parser would refuse it as a length.
+    """
+    number = float(text)
+    return int(number) if number.is_integer() and abs(number) <= _EXACT else number
+
+
 def check_value(name: str, value: Any) -> None:
     """Raise ValueError if a constant has a number beyond 2**53, which may be rounded."""
     parts = value.values() if isinstance(value, dict) else value
