@@ -76,8 +76,8 @@ class AsyncRequestQueue(RequestQueue):
         stop, request_id = by_name.pop("stop", None), by_name.pop("request_id", None)
         if stop is not None:  # reading the tokenizer's file takes long
             await asyncio.to_thread(self._texts.load)
+        turn = self._wakeups.waiter()  # raises outside asyncio, before an id is reserved
         generation = self._take(prompt, max_new_tokens, request_id, by_name, stop)
-        turn = self._wakeups.waiter()
         with self._lock:
             self._turns.append(turn)  # before the first attempt: no wake-up is missed
         try:

@@ -7,7 +7,6 @@ GetInferenceRequests, called Get in this package, ends the loop if it fails too 
 from __future__ import annotations
 
 import itertools
-import operator
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -22,7 +21,7 @@ from gptmanager.host.cache_invalidation import CacheInvalidation
 from gptmanager.host.journal_seam import JournalSeam, NoJournal
 from gptmanager.host.loop_host import Turn
 from gptmanager.host.preparation import Preparation
-from gptmanager.host.received_requests import Receiver, not_iterable
+from gptmanager.host.received_requests import READY, Receiver, collect_ids, items_of, not_iterable
 from gptmanager.host.retries import GetFailures
 from gptmanager.host.timers import HostTimers
 from gptmanager.lifecycle.callables import UnfinishedAnswer, check_answer, optional, required
@@ -45,7 +44,6 @@ from gptmanager.step import Failure, Intake
 
 _T = TypeVar("_T")
 
-_READY = frozenset({list, tuple, set, frozenset})  # types of answers that need no check
 _POLL_S = 0.002  # interval of checking whether SendResponse has returned
 _STALL_S = 0.01  # pause after an iteration that scheduled no active request
 
@@ -302,10 +300,10 @@ class CallbackHost:
             return
         with self._guarded(self.timers.poll):
             stops = self._poll()
-            if type(stops) not in _READY:
+            if type(stops) not in READY:
                 check_answer("PollStopSignal", stops, may_yield=True)
             if stops is not None:
-                _collect_ids(stops, self._stops)
+                collect_ids(stops, self._stops)
 
     def report(self, counts: Counts, phase_times: PhaseTimes) -> None:
         self._check()
@@ -332,10 +330,10 @@ class CallbackHost:
         before = len(receiver.received)
         with self._guarded(self.timers.get) as raised:
             answer = self._get(-1 if room is None else room)
-            if type(answer) not in _READY:
+            if type(answer) not in READY:
                 check_answer("GetInferenceRequests", answer, may_yield=True)
             try:  # do nothing else here: an error would lose requests that Get has returned
-                items = iter(answer)
+                items = items_of("GetInferenceRequests", answer)
             except TypeError:
                 raise not_iterable(answer) from None
             for item in items:
@@ -380,18 +378,3 @@ class CallbackHost:
 def _taken(queue: deque[_T]) -> tuple[_T, ...]:
     """Remove and return all items of a queue that other threads fill."""
     return tuple(queue.popleft() for _ in range(len(queue)))
-
-
-def _collect_ids(stops: Any, into: set[int]) -> None:
-    """Add the ids that PollStopSignal returned. Raise CallbackError for other values."""
-    try:
-        ids, foreign = iter(stops), []
-    except TypeError:
-        ids, foreign = iter(()), [stops]
-    for stop in ids:
-        try:
-            into.add(operator.index(stop))
-        except TypeError:
-            foreign.append(stop)
-    if foreign:
-        raise CallbackError(f"PollStopSignal returned {foreign[0]!r}, expected request ids")

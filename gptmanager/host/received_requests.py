@@ -10,16 +10,21 @@ from __future__ import annotations
 import reprlib
 import threading
 from collections import Counter, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from typing import Any
 
 import numpy as np
 
+from gptmanager.arguments import as_integer
 from gptmanager.errors import CallbackError, InvalidRequestError, response_text
 from gptmanager.lifecycle.state import Lifecycle
 from gptmanager.request.inference_request import KEYWORDS, InferenceRequest
+from gptmanager.request.read_tensors import refuse_masked
 from gptmanager.step import Progress
+
+READY = frozenset({list, tuple, set, frozenset})  # types of answers that have all their items
+MAX_YIELDED = 100_000  # items of any other answer, which may be an endless generator
 
 
 class OwedFinals:
@@ -155,12 +160,51 @@ def _read_request(item: InferenceRequest, request_id: int) -> InferenceRequest:
     try:
         tensors = item.tensors
         keywords = {name: getattr(item, name) for name in KEYWORDS}
-        return InferenceRequest(request_id, tensors, **keywords)
+        request = InferenceRequest(request_id, tensors, **keywords)
     except BaseException as error:  # noqa: B036 - a host's class
         raise InvalidRequestError(
             f"the request cannot be read: {response_text(error)} (it is a {type(item).__name__}; "
             "a subclass of InferenceRequest must call super().__init__())"
         ) from error
+    refuse_masked(request.tensors)
+    return request
+
+
+def items_of(name: str, answer: Any) -> Iterator[Any]:
+    """Return an iterator over the items that the callback `name` has returned.
+
+    After `MAX_YIELDED` items of a lazy answer, such as a generator, the iterator raises
+    CallbackError. Raise TypeError if the answer is not iterable.
+    """
+    items = iter(answer)
+    return items if type(answer) in READY else _limited(name, items)
+
+
+def _limited(name: str, items: Iterator[Any]) -> Iterator[Any]:
+    for count, item in enumerate(items, 1):
+        yield item
+        if count == MAX_YIELDED:
+            raise CallbackError(
+                f"{name} has yielded {MAX_YIELDED} items, the most of a generator: the rest is not "
+                "read; return a list, or yield fewer items in each call"
+            )
+
+
+def collect_ids(stops: Any, into: set[int]) -> None:
+    """Add the ids that PollStopSignal returned. Raise CallbackError for other values."""
+    try:
+        ids, foreign = items_of("PollStopSignal", stops), []
+    except TypeError:
+        ids, foreign = iter(()), [stops]
+    for stop in ids:
+        try:
+            into.add(as_integer(stop))
+        except TypeError:
+            foreign.append(stop)
+    if foreign:
+        raise CallbackError(
+            f"PollStopSignal returned {reprlib.repr(foreign[0])}, expected request ids"
+        )
 
 
 def not_iterable(answer: Any) -> CallbackError:

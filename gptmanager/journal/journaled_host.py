@@ -7,7 +7,6 @@ written to the journal, at the end of the iteration.
 from __future__ import annotations
 
 import threading
-import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 
@@ -21,6 +20,7 @@ from gptmanager.errors import (
 from gptmanager.journal.accepted import AcceptedRequests, pack_response
 from gptmanager.journal.entries import Sent
 from gptmanager.journal.journal import Journal
+from gptmanager.lifecycle.clock import system_time
 from gptmanager.lifecycle.log import logger
 from gptmanager.loop.active_request import ActiveRequest
 from gptmanager.loop.request_table import RequestTable
@@ -83,7 +83,7 @@ class JournaledHost(HostTap):
         self.fetch, self.respond, self.poll = fetch, respond, poll
 
     def _accept(self, requests: Sequence[InferenceRequest]) -> None:
-        now, entries = time.time(), self._journal.entries
+        now, entries = system_time(), self._journal.entries
         packed: dict[int, bytes] = {}
         with self._lock:
             self._check()

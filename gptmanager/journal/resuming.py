@@ -6,7 +6,6 @@ The journal and the host's own record (`restore_cb`) decide where each request c
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -18,6 +17,7 @@ from gptmanager.journal.accepted import AcceptedRequests, read_response
 from gptmanager.journal.entries import Entry
 from gptmanager.journal.journal import Journal
 from gptmanager.journal.journaled_host import Response
+from gptmanager.lifecycle.clock import system_time
 from gptmanager.lifecycle.log import logger
 from gptmanager.recorder.requests import RecordedProcessor
 from gptmanager.request.inference_request import InferenceRequest, NamedTensor
@@ -101,7 +101,7 @@ def _resumed(
     renews_adapter = accepted.renews_adapter(read)
     request = accepted.restore(read)
     _restore_processor(request, params)
-    age_s = max(0.0, time.time() - read.time)
+    age_s = max(0.0, system_time() - read.time)
     for name in ("deadline_s", "queue_timeout_s"):
         limit = getattr(request, name)
         if isinstance(limit, (int, float)) and math.isfinite(limit):

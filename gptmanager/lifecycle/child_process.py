@@ -12,7 +12,6 @@ import os
 import select
 import subprocess
 import sys
-import time
 import weakref
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -21,6 +20,7 @@ from typing import Any
 import orjson
 
 from gptmanager.lifecycle import child_loop
+from gptmanager.lifecycle.clock import monotonic
 
 _START_S = 30.0  # time limit for the interpreter to start and import the module
 _LOOK_S = 0.1  # longest interval between calls of `is_wanted`
@@ -134,14 +134,14 @@ class ChildProcess:
     ) -> dict[str, Any]:
         """Write one line and return the object of the line that is read, within `max_seconds`."""
         assert process.stdin is not None and process.stdout is not None
-        give_up = time.monotonic() + max_seconds
+        give_up = monotonic() + max_seconds
         writing, reading, found = process.stdin.fileno(), process.stdout.fileno(), [b""]
         os.set_blocking(writing, False)
         left, ready = memoryview(line + b"\n"), select.poll()
         ready.register(reading, select.POLLIN)
         ready.register(writing, select.POLLOUT)
         while not found[-1].endswith(b"\n"):
-            seconds = give_up - time.monotonic()
+            seconds = give_up - monotonic()
             if seconds <= 0:
                 raise TooSlowError(f"it takes more than {max_seconds:g} s")
             if not is_wanted():

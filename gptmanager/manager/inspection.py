@@ -24,6 +24,7 @@ from gptmanager.loop.token_loop import TokenLoop
 from gptmanager.peft_cache import PeftCacheReport
 from gptmanager.request.inference_request import InferenceRequest
 from gptmanager.request.llm_request import LlmRequestState
+from gptmanager.request.read_tensors import refuse_masked
 from gptmanager.scheduler.wait_reasons import Wait, WaitReason, unreported_wait
 
 
@@ -201,6 +202,7 @@ def would_fit(loop: TokenLoop, inference_request: InferenceRequest) -> Fit:
             raise DuplicateRequestIdError(
                 f"request id {request_id} belongs to a request that is still being processed"
             )
+        refuse_masked(inference_request.tensors)
         request = admit(inference_request, loop.table.limits, now=0.0)
         loop.table.adapters.require_known(request)
     except RequestError as error:

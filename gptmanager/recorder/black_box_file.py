@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import os
 import tempfile
-import time
 from contextlib import suppress
 from pathlib import Path
+
+from gptmanager.lifecycle.clock import system_time
 
 _PREFIX, _SUFFIX = "gptmanager-black-box-", ".jsonl"
 _MOST_FILES, _MOST_DAYS = 16, 7
@@ -53,7 +54,7 @@ def prune_black_boxes(folder: Path) -> None:
             status = path.lstat()
             if status.st_uid == os.getuid():
                 found.append((status.st_mtime, path))
-    oldest = time.time() - _MOST_DAYS * 86400
+    oldest = system_time() - _MOST_DAYS * 86400
     for place, (modified, path) in enumerate(sorted(found, reverse=True)):
         if place >= _MOST_FILES - 1 or modified < oldest:
             with suppress(OSError):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import reprlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -262,6 +262,16 @@ def _check_rows(name: str, shape: Sequence[int], width: int | None) -> None:
         raise InvalidRequestError(
             f"{name} has shape {list(shape)}, expected [n, {known}] or [1, n, {known}]"
         )
+
+
+def refuse_masked(tensors: Mapping[str, Any]) -> None:
+    """Raise InvalidRequestError for a masked array, whose mask every conversion would drop."""
+    for name, value in tensors.items():
+        if isinstance(value, np.ma.MaskedArray):
+            raise InvalidRequestError(
+                f"{name} is a masked array, but masks are not supported: pass an array without "
+                "one, such as array.filled(0) or array.compressed()"
+            )
 
 
 def is_too_large(name: str, value: Any) -> bool:

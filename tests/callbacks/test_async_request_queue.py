@@ -216,3 +216,11 @@ def test_one_wrong_request_queues_none():
     with pytest.raises(Exception, match="already in progress"):
         requests.submit_all([*requests_of(1, 1), InferenceRequest.from_tokens(0, [1], 5)])
     assert requests.num_open == 0 == requests.num_pending
+
+
+def test_outside_of_asyncio_an_error_leaves_no_request_open():
+    """Another event loop, such as trio's, runs the coroutine."""
+    requests = AsyncRequestQueue()
+    with pytest.raises(RuntimeError, match="no running event loop"):
+        requests.submit_async([1], 5).send(None)
+    assert requests.num_open == 0

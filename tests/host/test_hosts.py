@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import functools
 import gc
+import itertools
 import os
 import pickle
 import random
@@ -32,10 +34,12 @@ from gptmanager import (
     SchedulerConfig,
 )
 from gptmanager.errors import ManagerDeadError
+from gptmanager.host import received_requests
 from gptmanager.kernels import CpuKernels
 from gptmanager.lifecycle.state import ManagerState
 from gptmanager.manager import gpt_manager as manager_module
 from gptmanager.models import load_model
+from gptmanager.recorder.recording_file import read_recording
 from gptmanager.request.inference_request import KEYWORDS, TENSOR_ALIASES, TENSORS
 from gptmanager.scheduler import (
     CapacityScheduler,
@@ -119,6 +123,8 @@ def test_tensors_that_cannot_be_read_are_refused_and_harm_nobody(host):
         np.zeros(2, dtype=[("token", "i4")]),
         np.array([1, "a"], dtype=object),
         np.array(["2020"], dtype="M8[D]"),
+        np.ma.array([1, 2], mask=[False, True]),
+        np.ma.array([1, 2]),
         "abc",
         object(),
     ]
@@ -129,6 +135,24 @@ def test_tensors_that_cannot_be_read_are_refused_and_harm_nobody(host):
         for request_id in range(len(unreadable)):
             assert host.final(request_id).error.startswith("InvalidRequestError: ")
         assert host.final(99).error == "" and len(host.output(99)) == 41
+
+
+@pytest.mark.parametrize("name", ["input_ids", "embedding_bias", "lora_weights", "end_id"])
+def test_a_masked_array_is_refused_before_a_recording_or_a_rank_drops_its_mask(
+    host, tmp_path, name
+):
+    masked = np.ma.array(np.ones((1, 9), np.float32), mask=[[True] + [False] * 8])
+    masked = masked.astype(np.int32) if name in ("input_ids", "end_id") else masked
+    given = {"input_ids": np.array([1]), "request_output_len": np.array([2]), name: masked}
+    with start(host, options=params(recording_path=tmp_path / "recording.jsonl")) as manager:
+        fit = manager.would_fit(InferenceRequest(1, given))
+        host.submit(InferenceRequest(1, given))
+        error = host.final(1).error
+    told = f"InvalidRequestError: {name} is a masked array, but masks are not supported"
+    assert error.startswith(told) and fit.text == error
+    assert not any(
+        it.intake.requests for it in read_recording(tmp_path / "recording.jsonl").iterations
+    )
 
 
 def test_a_request_is_the_managers_own_once_get_has_returned_it(host):
@@ -247,13 +271,27 @@ def test_stop_signals_may_be_any_iterable_of_integers(host, stops):
         assert host.final(2**63).error == ""
 
 
-@pytest.mark.parametrize("stops", [{1.0}, {"1"}, "1", 5, True, [[1]]], ids=str)
+@pytest.mark.parametrize(
+    "stops",
+    [{1.0}, {"1"}, "1", 5, True, [[1]], {True}, np.array([True]), torch.tensor([True])],
+    ids=str,
+)
 def test_other_stop_signals_are_counted_and_stop_nothing(host, stops):
     with start(host, poll_stop_signal_cb=lambda: stops) as manager:
         host.submit(request(1, [1], 5))
         assert host.final(1).error == ""
         assert manager.wait_idle(10)
         assert manager.health().callbacks["PollStopSignal"].errors == 5
+
+
+@pytest.mark.parametrize("make", [itertools.count, functools.partial(itertools.repeat, 1)])
+def test_an_endless_generator_of_stop_signals_is_an_error(host, make, monkeypatch):
+    monkeypatch.setattr(received_requests, "MAX_YIELDED", 50)
+    with start(host, slowly, poll_stop_signal_cb=make) as manager:
+        host.submit(request(1, [1], 100))
+        assert FinishReason(int(host.final(1).tensors["finish_reasons"])) is FinishReason.CANCELLED
+        assert manager.wait_idle(10)
+        assert manager.health().callbacks["PollStopSignal"].errors >= 1
 
 
 def test_an_error_in_a_generator_of_stop_signals_is_logged_as_it_is(host, caplog):
@@ -338,6 +376,26 @@ def test_a_huge_answer_of_get_is_taken_whole(host):
         assert manager.wait_idle(30)
     assert len(finals(host)) == 2000 and not any(r.error for r in host.responses)
     assert all(host.output(i) == [i % 100, *expected_output([i % 100], 2)] for i in (0, 999, 1999))
+
+
+def test_an_endless_generator_of_requests_is_an_error_of_get(host, monkeypatch):
+    """Those that it has yielded are served; memory does not grow without a limit."""
+    monkeypatch.setattr(received_requests, "MAX_YIELDED", 50)
+    yielded = itertools.count()
+
+    def get(room):
+        while True:
+            yield request(next(yielded), [5], 2)
+
+    options = params(max_get_failures=2, max_active_requests=None)
+    with start(host, options=options, get_inference_requests_cb=get) as manager:
+        assert manager.wait(20) and manager.state is ManagerState.FAILED
+    told = (
+        "GetInferenceRequests has yielded 50 items, the most of a generator: the rest is not read"
+    )
+    assert told in str(manager.exception)
+    assert next(yielded) == 150
+    assert sorted(it.request_id for it in finals(host)) == list(range(150))
 
 
 # A manager's methods, from everywhere ------------------------------------------------------------

@@ -2,7 +2,6 @@
 
 import shutil
 import time
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -130,8 +129,7 @@ def test_requests_of_all_kinds_continue_as_if_nothing_was(life, guided, death, t
 
 
 def test_a_deadline_goes_on_while_no_process_runs(life, tmp_path, monkeypatch):
-    later = SimpleNamespace(time=lambda: time.time() + DEADLINE_S)
-    monkeypatch.setattr(resuming, "time", later)
+    monkeypatch.setattr(resuming, "system_time", lambda: time.time() + DEADLINE_S)
     has = life.got[:30]
     host = Host([], had=has)
     run(host, shutil.copytree(f"{life.folder}-30", tmp_path / "journal"))

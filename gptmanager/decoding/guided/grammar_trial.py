@@ -8,7 +8,6 @@ requests.
 from __future__ import annotations
 
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Sequence
 
@@ -16,6 +15,7 @@ import orjson
 
 from gptmanager.decoding.guided.grammar_matcher import GrammarSource
 from gptmanager.lifecycle.child_process import ChildProcess
+from gptmanager.lifecycle.clock import monotonic
 
 MAX_BYTES = 1 << 30  # bytes of memory for one grammar
 _IDLE_S = 10.0  # seconds after which an idle process may be ended
@@ -61,7 +61,7 @@ class GrammarTrials:
 
     def _give_back(self, child: ChildProcess) -> list[ChildProcess]:
         """Put `child` back in the pool; remove and return processes that are idle for too long."""
-        now = time.monotonic()
+        now = monotonic()
         with self._lock:
             self._idle.append((now, child))
             surplus = []
