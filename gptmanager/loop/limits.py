@@ -84,6 +84,15 @@ def fit_length(request_id: int, prompt_len: int, max_new_tokens: int, limits: Li
     return max_new_tokens
 
 
+def check_context(num_tokens: int, limits: Limits) -> None:
+    """Raise CapacityError if a request cannot compute its prompt and output as one new context."""
+    if num_tokens > limits.max_input_len:
+        raise CapacityError(
+            f"the request must compute its {num_tokens} tokens again, but a context that does not "
+            f"run in chunks has at most {limits.max_input_len} tokens: set enable_chunked_context"
+        )
+
+
 def check_pool(prompt_len: int, max_new_tokens: int, beam_width: int, limits: Limits) -> None:
     """Raise CapacityError if the cache cannot hold all beams at their full length.
 

@@ -28,7 +28,7 @@ from gptmanager.loop.adapters import Adapters
 from gptmanager.loop.admission import admit
 from gptmanager.loop.allocation import Allocator, AllocatorState
 from gptmanager.loop.extras import HeldExtras
-from gptmanager.loop.limits import Limits
+from gptmanager.loop.limits import Limits, check_context
 from gptmanager.loop.responses import MakeFinal, stream_one_token, stream_tokens
 from gptmanager.request.inference_request import InferenceRequest, NamedTensor
 from gptmanager.request.llm_request import LlmRequestState, insert_by_priority
@@ -104,18 +104,13 @@ class RequestTable:
         self._intake = intake
         if intake.adapters or intake.forgotten_adapters:
             self.adapters.note(intake.forgotten_adapters, intake.adapters)
-        if intake.recomputes:
-            for request in self.active:
-                if request.slot >= 0:
-                    self._allocator.pause(request, self.limits.max_seq_len)
-                    self.adapters.pause(request)
+        too_long = self._pause_all() if intake.recomputes else []
         if intake.clears_cache:
             self._allocator.kv_cache.clear_cached()
         taken: set[int] = set()
         if self._arriving:
             taken = self.by_id.keys() & {request.request_id for request in self._arriving}
-        if intake.failures:
-            self._end_failed(intake.failures)
+        self._end_failed((*intake.failures, *too_long))
         self._stopping.extend(sorted(intake.stops))
         self._stop()
         for request in [r for r in self._timed.values() if r.times.is_overdue(intake.now)]:
@@ -133,6 +128,19 @@ class RequestTable:
         self._intake = None
         if self.adapters.has_changed:
             self._end_failed(self.adapters.settle(self.active))
+
+    def _pause_all(self) -> list[Failure]:
+        """Pause all started requests. Return failures of those that cannot start again."""
+        too_long = []
+        for request in self.active:
+            if request.slot >= 0:
+                self._allocator.pause(request, self.limits.max_seq_len)
+                self.adapters.pause(request)
+                try:
+                    check_context(request.num_tokens, self.limits)
+                except CapacityError as error:
+                    too_long.append(Failure(request.request_id, error))
+        return too_long
 
     def _stop(self) -> None:
         while self._stopping:
@@ -209,6 +217,7 @@ class RequestTable:
             request.weights_versions = self.weights_version, self.weights_version
             if progress is not None:
                 request.resume(progress, intake.now)
+                check_context(request.num_tokens, self.limits)
         except RequestError as error:
             self._reject(request_id, error)
             return

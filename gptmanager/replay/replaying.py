@@ -178,6 +178,9 @@ class _Replay:
             return None
         try:
             self.loop.iterate()
+            # a call such as `sleep` has finished the pending steps after the iteration
+            while self.loop.pending and world.num_taken < len(iteration.results):
+                self.loop.finish_pending()
         except _EndOfRecording:
             return self._broken(iteration, "")
         except Exception as error:  # an error of the recorded run may also occur here

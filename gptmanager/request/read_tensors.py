@@ -265,7 +265,7 @@ def _check_rows(name: str, shape: Sequence[int], width: int | None) -> None:
 
 
 def refuse_masked(tensors: Mapping[str, Any]) -> None:
-    """Raise InvalidRequestError for a masked array, whose mask every conversion would drop."""
+    """Raise InvalidRequestError for a masked array: any conversion would drop its mask."""
     for name, value in tensors.items():
         if isinstance(value, np.ma.MaskedArray):
             raise InvalidRequestError(

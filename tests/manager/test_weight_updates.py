@@ -25,6 +25,8 @@ from gptmanager.errors import CallbackError, ConfigError, ManagerDeadError, Slee
 from gptmanager.memory import released_memory
 from gptmanager.memory.safetensors_reader import SafetensorsFolder
 from gptmanager.models.conversion import convert_checkpoint
+from gptmanager.recorder.recording_file import read_recording
+from gptmanager.replay import replay
 from gptmanager.testing import RecordingCallbacks
 
 FOLDER = "examples/tiny_llama"
@@ -167,6 +169,59 @@ def test_recompute_gives_the_output_of_the_new_weights_alone(served, checkpoint)
     manager.update_weights(checkpoint, recompute=True)
     assert host.final(number, 60).tensors["output_ids"].tolist() == before
     assert manager.audit().ok
+
+
+@pytest.mark.parametrize("call", ["sleep", "update_weights"])
+def test_a_context_that_is_too_long_to_compute_again_ends_only_its_request(checkpoint, call):
+    """Without chunks: prompt and output together exceed the tokens of a step."""
+    host = RecordingCallbacks()
+    options = OptionalParams(
+        kv_cache_config=KvCacheConfig(max_tokens=1024), max_num_tokens=16, deterministic=True
+    )
+    fused = ModelType.INFLIGHT_FUSED_BATCHING
+    with GptManager(FOLDER, fused, optional_params=options, **host.keywords()) as manager:
+        host.manager = manager
+        whole = output(host, prompt=(5, 6), length=12)
+        number, short = next(NUMBERS), next(NUMBERS)
+        host.submit(request(number, [1, 2, 3, 4, 5], 400, is_streaming=True))
+        while len(host.of(number)) < 20:
+            time.sleep(0.001)
+        manager.pause_generation()
+        host.submit(request(short, [5, 6], 12))
+        if call == "sleep":
+            manager.sleep()
+            manager.wake()
+        else:
+            manager.update_weights(checkpoint, recompute=True)
+        manager.resume_generation()
+        told = host.final(number, 60).error
+        assert told.startswith("CapacityError: the request must compute its 2")
+        assert told.endswith("at most 16 tokens: set enable_chunked_context")
+        assert host.final(short, 60).tensors["output_ids"].tolist() == whole
+        assert manager.wait_idle(10) and manager.audit().ok
+
+
+@pytest.mark.parametrize("options", [{"run_ahead": 1}, {"enable_trt_overlap": True}])
+def test_a_recording_with_calls_between_its_iterations_replays(checkpoint, tmp_path, options):
+    """A call finishes the steps in flight, whose results are not those of an iteration."""
+    host, path = RecordingCallbacks(), tmp_path / "recording.jsonl"
+    kv_cache = KvCacheConfig(max_tokens=1024)
+    params = OptionalParams(kv_cache, max_batch_size=2, recording_path=path, **options)
+    fused = ModelType.INFLIGHT_FUSED_BATCHING
+    with GptManager(FOLDER, fused, optional_params=params, **host.keywords()) as manager:
+        host.manager = manager
+        host.submit(*(request(i, [1, 2, 3 + i], 60 + i, is_streaming=i == 0) for i in range(4)))
+        while len(host.of(0)) < 5:
+            time.sleep(0.001)
+        manager.update_weights(checkpoint)
+        manager.sleep()
+        manager.wake()
+        manager.update_weights(checkpoint, recompute=True)
+        assert manager.wait_idle(60)
+    assert not any(host.final(i).error for i in range(4))
+    recording = read_recording(path)
+    assert any(len(it.results) > 1 for it in recording.iterations)
+    assert replay(recording).divergence is None
 
 
 def test_abort_all_ends_what_is_active_and_nothing_else(served):
