@@ -145,7 +145,11 @@ def test_equal_words_are_shared_and_wrong_ones_refused():
     first = texts.bind(["x", "y"])
     assert texts.bind(["y", "x", "x"]) is first
     texts.bind(["1"])
-    texts.bind(["2"])
+    assert texts.bind(["x", "y"]) is first
+    texts.bind(["2"])  # takes the place of "1", which was used least recently
+    assert texts.bind(["x", "y"]) is first
+    texts.bind(["3"])
+    texts.bind(["4"])
     assert texts.bind(["x", "y"]) is not first
     uncached = BannedTexts(byte_level([b"a"]), max_word_lists=0)
     assert uncached.bind(["x"]) is not uncached.bind(["x"])

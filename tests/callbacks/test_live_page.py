@@ -571,6 +571,8 @@ def test_it_is_served_without_an_extra():
         assert events.fp.readline() == b"retry: 1000\n"
         assert get(url, "/live/events").status == 503
         assert get(url, "/etc/passwd").status == 404
+        # a page that stays open does not keep the interpreter from ending
+        assert {it.name: it.daemon for it in threading.enumerate()}["live-page-server"]
         for host_name in ("localhost", "127.0.0.1:1", "[::1]:80", "LOCALHOST:9"):
             assert get(url, "/", Host=host_name).status == 200
         for host_name in ("evil.example", "127.0.0.1.evil.example", "10.0.0.1", "[::1", ""):

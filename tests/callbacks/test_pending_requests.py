@@ -42,6 +42,16 @@ def test_one_in_the_middle_can_be_taken_once():
     assert ids(pending.pop(3)) == [0, 2]
 
 
+def test_a_cleared_queue_keeps_no_order_of_earlier_requests():
+    pending = fill(0.5, 0.5)
+
+    assert pending.clear() == {0, 1}
+    assert pending.size == Size(0, 0, 0)
+    for request_id in (1, 0):
+        pending.push(InferenceRequest(request_id, priority=0.5))
+    assert ids(pending.pop(2)) == [1, 0]
+
+
 @given(
     st.lists(
         st.one_of(

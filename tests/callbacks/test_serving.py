@@ -2,12 +2,14 @@
 
 import asyncio
 import concurrent.futures
+from types import SimpleNamespace
 
 import torch
 from responding import in_thread
 
 from gptmanager import FinishReason, GptManager, ModelType, OptionalParams, SchedulerConfig
 from gptmanager.callbacks import RequestQueue
+from gptmanager.callbacks.longest_request import longest_request
 from gptmanager.errors import ManagerDeadError
 from gptmanager.testing import ContractChecker, ScriptedModel
 
@@ -145,3 +147,16 @@ def test_without_the_prompt_in_the_output():
     assert torch.equal(
         result.tensors["output_ids"], torch.tensor([[[1, 2, 1, 2]]], dtype=torch.int32)
     )
+
+
+def test_the_longest_request_is_found_by_asking_the_manager():
+    for limit in range(2, 10):
+        for at_most in range(2, 10):
+
+            def would_fit(request, limit=limit, at_most=at_most):
+                length = len(request.input_ids) + int(request.max_new_tokens[0])
+                assert 2 <= length <= at_most
+                return SimpleNamespace(accepted=length <= limit)
+
+            manager = SimpleNamespace(would_fit=would_fit)
+            assert longest_request(manager, at_most) == min(limit, at_most)

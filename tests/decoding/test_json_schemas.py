@@ -201,6 +201,17 @@ def test_a_keyword_that_the_parser_has_not_is_enforced_in_other_words(parser, sc
         ),
         ({"type": "string", "not": {"minLength": 3}}, "ab", "abc"),
         ({"type": "string", "not": {"maxLength": 2}}, "abc", "ab"),
+        ({"type": "boolean", "not": {"const": True}}, False, True),
+        (
+            {**CLOSED, "not": {"required": ["a"], "additionalProperties": True}},
+            {"b": 1},
+            {"a": "x"},
+        ),
+        (
+            {**CLOSED, "not": {"properties": {"a": {}}, "additionalProperties": False}},
+            {"b": 1},
+            {"a": "x"},
+        ),
     ],
     ids=str,
 )
@@ -269,6 +280,17 @@ def test_required_properties_exclude_only_if_their_values_do():
     assert excludes(tagged(1), tagged(2), resolve)
     assert not excludes(tagged(1), tagged(1), resolve)
     assert not excludes(tagged(1), tagged(1, required=[]), resolve)
+
+
+def test_a_listed_array_excludes_other_types_and_an_endless_schema_nothing():
+    def resolve(schema):
+        return schema
+
+    assert excludes({"enum": [[1]]}, {"type": "string"}, resolve)
+    assert not excludes({"enum": [[1]]}, {"type": "array"}, resolve)
+    endless = {"allOf": []}
+    endless["allOf"].append(endless)
+    assert not excludes(endless, {}, resolve)
 
 
 @pytest.mark.parametrize(
@@ -363,6 +385,7 @@ def test_references_by_pointer_anchor_and_address():
     assert target("#")[1] == target("root.json")[1] == "#"
     for wrong in ("#/items/9", "#/none", "#none", "other.json", 5):
         assert target(wrong) is None
+        assert SchemaReferences(root).resolve({"$ref": wrong}) is True
 
 
 @pytest.mark.parametrize("base", ["http://x.test/root.json", "urn:uuid:1", None])

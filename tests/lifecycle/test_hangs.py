@@ -404,7 +404,8 @@ def test_what_a_send_asks_on_the_watchdogs_thread_waits_for_nothing(gate):
     def send_response(request_id, tensors, is_final, error):
         send(request_id, tensors, is_final, error)
         answers.append((manager.wait(), manager.wait_idle(), manager.shutdown()))
-        for call in (manager.notify, manager.audit, lambda: manager.explain(2)):
+        asks = manager.audit, manager.resume_generation, lambda: manager.explain(2)
+        for call in (manager.notify, *asks):
             with pytest.raises(ManagerDeadError):
                 call()
 

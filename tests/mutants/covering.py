@@ -185,6 +185,31 @@ _CORE = {
     "gptmanager/scheduler": "test_capacity_scheduler test_micro_batch_scheduler "
     "test_simple_scheduler test_reuse_delay test_retention_priority test_scheduler_oracle "
     "test_back_pressure test_why_waiting test_foreseen_starts test_micro_batches",
+    # What chooses tokens, and what ends a request.
+    "gptmanager/decoding": "test_prompt_lookup test_stop_words test_end_ids test_outputs "
+    "test_sums_and_streams test_sampling test_beam_search",
+    "gptmanager/decoding/guided": "test_guided test_json_schemas test_guided_bans "
+    "test_grammar_start test_hostile_grammars test_guided_beams",
+    "gptmanager/decoding/processors": "test_row_processors test_logits test_raw_kernel",
+    "gptmanager/decoding/sampling": "test_random_numbers test_adjustments test_sampling "
+    "test_top_log_probs test_drawn_drafts",
+    "gptmanager/decoding/search": "test_beam_ends test_beam_search test_beam_reuse",
+    # What lives around the loop, and what a host would have written.
+    "gptmanager/manager": "test_step_signal test_inspection test_watching test_forgotten_managers "
+    "test_why_waiting test_recovery test_hangs test_manager test_weight_updates test_rank_weights "
+    "test_rank_hosts",
+    "callbacks": "test_start test_peft_adapter test_serving",
+    "callbacks/adapters": "test_peft_adapter",
+    "callbacks/live_page": "test_live_page",
+    "callbacks/processors": "test_banned_texts test_raw_kernel test_guided",
+    "callbacks/queue": "test_wakeups test_result test_pending_requests test_attachment "
+    "test_async_request_queue test_request_queue test_stop_strings test_generation "
+    "test_interrupted_queue",
+    "callbacks/ranks": "test_mpi_transport test_rank_hosts",
+    "callbacks/sinks": "test_observers test_logging_sink test_json_lines_sink test_prometheus_sink "
+    "test_metrics",
+    "callbacks/text": "test_stop_strings test_stops test_text_stream test_chat_template "
+    "test_checkpoint test_control_tokens",
 }
 _ANY_OF_CPU = (
     "test_kernel_memory test_kernels test_packed_matmul test_adapter_kernels test_token_masks"
@@ -194,10 +219,17 @@ _ANY_OF_CPU = (
 def files(root: Path) -> list[str]:
     """What mistakes are planted in."""
     left_out = ("intrinsics.cuh", "__init__.py")
+    paths = [
+        *(
+            path
+            for folder in ("cuda", "gptmanager/kernels")
+            for path in (root / folder).rglob("*.*")
+        ),
+        *(path for folder in _CORE for path in (root / folder).glob("*.py")),
+    ]
     of_folders = [
         path.relative_to(root).as_posix()
-        for folder in ("cuda", "gptmanager/kernels", *_CORE)
-        for path in sorted((root / folder).rglob("*.*"))
+        for path in sorted(paths)
         if path.name not in left_out and "__pycache__" not in path.parts
     ]
     return [*of_folders, *_OTHERS]

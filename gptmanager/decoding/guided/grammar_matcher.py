@@ -61,7 +61,7 @@ def new_matcher(llguidance: Any, tokenizer: Any, kind: str, text: str) -> Any:
 
 
 def _first_fault(matcher: Any, end_ids: list[int]) -> str:
-    """Run the first two steps, which are the slowest, and return their error, or ""."""
+    """Compute the first mask, accept its lowest token, and return the error of this, or ""."""
     mask = int.from_bytes(matcher.compute_bitmask(), "little")
     fault = fault_of(matcher)
     for end_id in end_ids:
@@ -70,9 +70,7 @@ def _first_fault(matcher: Any, end_ids: list[int]) -> str:
         return fault
     lowest = mask & -mask
     matcher.consume_token(lowest.bit_length() - 1)
-    fault = fault_of(matcher)
-    # another first token may still lead to a text
-    return "" if fault == NO_TEXT and mask != lowest else fault
+    return fault_of(matcher)  # not NO_TEXT, which only a mask finds
 
 
 def fault_of(matcher: Any) -> str:

@@ -191,10 +191,6 @@ class SchemaReader:
         elif name in ("anyOf", "allOf", "items", "prefixItems") and isinstance(value, list):
             known = {k: v for k, v in schema.items() if k in _KNOWN} if name == "allOf" else {}
             value = [self._read(it, f"{inner}/{index}", known) for index, it in enumerate(value)]
-            if name == "anyOf":
-                return _add(found, {"anyOf": value})
-            if name == "allOf":
-                value = [*found.get("allOf", ()), *value]
         elif name in ("items", "additionalItems", "additionalProperties"):
             value = self._read(value, inner)
         found[name] = value
