@@ -179,7 +179,8 @@ def _further_tokens(folder: str | os.PathLike[str], tokenizer: Tokenizer) -> lis
 
     Added tokens are in tokenizer_config.json, or else in added_tokens.json. As in transformers,
     they are followed by the special tokens, and each gets the next free id, unless it is in the
-    vocabulary. A token with other options than in tokenizer.json replaces that one.
+    vocabulary. A token with other options than in tokenizer.json replaces that one, and so does a
+    special token that has a name, such as `pad_token`, and is not special in tokenizer.json.
     """
     config = read_tokenizer_config(folder)
     special = _read(folder, "special tokens", _special_tokens, config)
@@ -198,8 +199,10 @@ def _further_tokens(folder: str | os.PathLike[str], tokenizer: Tokenizer) -> lis
         if repr(token) != repr(known.get(token.content)):
             token.special = token.special or token.content in special
             found.setdefault(token.content, token)
-    further = [it for text, it in special.items() if text not in known and text not in found]
-    return [*found.values(), *further]
+    named = special_tokens_of(config).values()  # these are special in any case
+    plain = {text for text in named if text in known and not known[text].special}
+    missing = (special.keys() - known.keys() | plain) - found.keys()
+    return [*found.values(), *(it for text, it in special.items() if text in missing)]
 
 
 def _read(folder: str | os.PathLike[str], name: str, read: Callable[[Any], _R], given: Any) -> _R:

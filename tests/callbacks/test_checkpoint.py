@@ -4,6 +4,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+from tokenizers import AddedToken, Tokenizer
 
 from gptmanager import InferenceRequest
 from gptmanager.callbacks import ChatTemplate, RequestQueue, TokenDefaults, load_tokenizer
@@ -156,6 +157,30 @@ def test_added_tokens_outside_of_tokenizer_json_are_those_of_transformers(files,
     for skip in (True, False):
         plain = ours.decode(ids, skip_special_tokens=skip)
         assert plain == theirs.decode(ids, skip_special_tokens=skip)
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {},
+        {"pad_token": "<x>"},
+        {"pad_token": "<x>", "added_tokens_decoder": {"640": PLAIN}},
+        {"additional_special_tokens": ["<x>"]},
+        {"additional_special_tokens": ["<x>"], "added_tokens_decoder": {"640": PLAIN}},
+    ],
+)
+def test_which_added_tokens_of_tokenizer_json_become_special(more, tmp_path):
+    """Those with a name, as in transformers."""
+    transformers = pytest.importorskip("transformers", reason="compares with transformers")
+    path = str(tokenizer_folder(tmp_path, tokenizer_config=more) / "tokenizer.json")
+    tokenizer = Tokenizer.from_file(path)
+    tokenizer.add_tokens([AddedToken("<x>", special=False, normalized=False)])
+    tokenizer.save(path)
+    theirs, ours = transformers.AutoTokenizer.from_pretrained(tmp_path), load_tokenizer(tmp_path)
+    ids = theirs("once<x>")["input_ids"]
+    assert ids[-1] == 640 and ours.encode("once<x>").ids == ids
+    expected = "once" if "pad_token" in more else "once<x>"
+    assert ours.decode(ids) == theirs.decode(ids, skip_special_tokens=True) == expected
 
 
 @pytest.mark.parametrize(
