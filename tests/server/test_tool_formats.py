@@ -6,14 +6,12 @@ import pytest
 from fuzz import FUZZ
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tool_answers import CALLS, LISTED, MADE, ROME, TOOLS, TWO
+from tool_answers import CALLS, LISTED, MADE, ROME, TOOLS, TWO, fits_of
 
-from gptmanager import GuidedDecoding
 from gptmanager.callbacks import load_tokenizer
 from gptmanager.server.answer_parsing.answer_parts import Arguments, CallBegins, Content
 from gptmanager.server.answer_parsing.thought_tags import ThoughtTags
 from gptmanager.server.chat.chat_answer import ChatAnswer
-from gptmanager.server.tool_formats.call_grammar import marks_of
 from gptmanager.server.tool_formats.deepseek import TAGS as DEEPSEEK
 from gptmanager.server.tool_formats.formats import FORMATS
 from gptmanager.server.tool_formats.tools import read_tools
@@ -164,24 +162,11 @@ def test_ids_of_mistral_have_nine_letters():
 
 @pytest.fixture(scope="module", params=[False, True], ids=["letters", "marks"])
 def fits(request):
-    """Whether a text is one of a grammar: "yes", "begins one", or the part that fits."""
     tokenizer = load_tokenizer("examples/tiny_llama")
     if request.param:
         tokenizer.add_special_tokens([*MADE["mistral"].tags, *MADE["harmony"].tags])
         tokenizer.add_tokens([*DEEPSEEK, "<tool_call>", "</tool_call>"])
-    marks = marks_of(tokenizer, [0, 1])
-    guided = GuidedDecoding(tokenizer, [0])
-
-    def fits(form, tools, text, answer=None):
-        grammar, schemas = form.grammar(tools, marks, answer)
-        matcher = guided.lark(grammar, schemas=schemas).prepare("cpu").result(30).deep_copy()
-        ids = tokenizer.encode(text).ids
-        taken = matcher.try_consume_tokens(ids)
-        if taken < len(ids):
-            return tokenizer.decode(ids[:taken], skip_special_tokens=False)
-        return "yes" if matcher.is_accepting() else "begins one"
-
-    return fits
+    return fits_of(tokenizer)
 
 
 GUIDED = [name for name in MADE if name != "harmony"]

@@ -4,8 +4,8 @@ import json
 from pathlib import Path
 
 import pytest
+from tool_answers import fits_of
 
-from gptmanager import GuidedDecoding
 from gptmanager.callbacks import load_tokenizer
 from gptmanager.server.chat.functions import has_functions, read_functions
 from gptmanager.server.errors import ApiError
@@ -168,10 +168,7 @@ def test_fields_of_both_kinds_are_refused(mixed):
 
 @pytest.fixture(scope="module", params=["letters", "other marks", "marks"])
 def fits(request):
-    """Whether a text is one of a grammar: "yes", "begins one", or how far it goes.
-
-    With tags that are letters, and with tags that are tokens of their own.
-    """
+    """With tags that are letters, and with tags that are tokens of their own."""
     tokenizer = load_tokenizer("examples/tiny_llama")
     if request.param == "marks":
         tokenizer.add_tokens(["<tool_call>", "</tool_call>"])
@@ -180,18 +177,7 @@ def fits(request):
         tokenizer.add_special_tokens(["<|end|>"])
     marks = marks_of(tokenizer, [0, 1])
     assert (marks.keys() == {"<think>", "<|end|>"}) == (request.param == "other marks")
-    guided = GuidedDecoding(tokenizer, [0])
-
-    def fits(form, tools, text, answer=None):
-        grammar, schemas = form.grammar(tools, marks, answer)
-        matcher = guided.lark(grammar, schemas=schemas).prepare("cpu").result(30).deep_copy()
-        ids = tokenizer.encode(text).ids
-        taken = matcher.try_consume_tokens(ids)
-        if taken < len(ids):
-            return tokenizer.decode(ids[:taken], skip_special_tokens=False)
-        return "yes" if matcher.is_accepting() else "begins one"
-
-    return fits
+    return fits_of(tokenizer)
 
 
 def call(form, name, arguments):

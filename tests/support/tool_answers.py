@@ -1,5 +1,7 @@
-"""Every format of calls, and an answer of two calls as it writes them."""
+"""Every format of calls, an answer of two calls as it writes them, and what its grammar permits."""
 
+from gptmanager import GuidedDecoding
+from gptmanager.server.tool_formats.call_grammar import marks_of
 from gptmanager.server.tool_formats.deepseek import TAGS as DEEPSEEK
 from gptmanager.server.tool_formats.formats import format_of
 from gptmanager.server.tool_formats.tools import read_tools
@@ -58,3 +60,21 @@ TWO = {  # two calls, as each format writes them, after a text if it may have on
     f"to=functions.look <|constrain|>json<|message|>{ROME}<|end|><|start|>assistant<|channel|>"
     "commentary to=functions.stop <|message|>{}<|call|>",
 }  # fmt: skip
+
+
+def fits_of(tokenizer):
+    """A function that tells how far a text is one of a grammar: "yes", "begins one", or the part
+    that fits.
+    """
+    marks, guided = marks_of(tokenizer, [0, 1]), GuidedDecoding(tokenizer, [0])
+
+    def fits(form, tools, text, answer=None):
+        grammar, schemas = form.grammar(tools, marks, answer)
+        matcher = guided.lark(grammar, schemas=schemas).prepare("cpu").result(30).deep_copy()
+        ids = tokenizer.encode(text).ids
+        taken = matcher.try_consume_tokens(ids)
+        if taken < len(ids):
+            return tokenizer.decode(ids[:taken], skip_special_tokens=False)
+        return "yes" if matcher.is_accepting() else "begins one"
+
+    return fits
