@@ -350,14 +350,11 @@ def _with_answers(
     return replace(intake, requests=requests, stops=stops)
 
 
-def alike(get: Any, send: Any, poll: Any, stats: Any) -> dict[str, bool]:
-    """Return name -> value of the properties of callbacks that must be equal on all ranks."""
-    found = {"callbacks.broadcast is used": isinstance(get, Broadcast)}
-    return (
-        found
-        if isinstance(get, Broadcast)
-        else {"poll_stop_signal_cb is given": poll is not None, **found}
-    )
+def callback_properties(get: Any, poll: Any) -> dict[str, bool]:
+    """Return the properties of callbacks that must be equal on all ranks, as name -> value."""
+    is_broadcast = isinstance(get, Broadcast)
+    own = {} if is_broadcast else {"poll_stop_signal_cb is given": poll is not None}
+    return {**own, "callbacks.broadcast is used": is_broadcast}
 
 
 def loop_host(

@@ -23,7 +23,7 @@ from gptmanager.assembly.ranks import connect, report_failed_start
 from gptmanager.config import ModelType, OptionalParams, SchedulerConfig
 from gptmanager.errors import quoted
 from gptmanager.host.callback_host import CallbackHost
-from gptmanager.host.ranked_host import alike
+from gptmanager.host.ranked_host import callback_properties
 from gptmanager.lifecycle.clock import monotonic
 from gptmanager.lifecycle.latched_future import LatchedFuture
 from gptmanager.lifecycle.state import ManagerState
@@ -106,7 +106,8 @@ class GptManager(GenerationControl):
                 black_box_path=params.black_box_path,
             )
             self._worker = Worker(params, self._host, self._inbox, self._recorder)
-        own = world, params, alike(*callbacks), self._inbox.wake
+        properties = callback_properties(get_inference_requests_cb, poll_stop_signal_cb)
+        own = world, params, properties, self._inbox.wake
         assembling = functools.partial(
             assemble,
             *(model_path, params, config, model_type, max_beam_width),
