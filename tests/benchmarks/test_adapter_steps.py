@@ -94,6 +94,7 @@ def steps(dtype: torch.dtype) -> dict[str, Callable[[], Tensor]]:
     }
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_steps(benchmark: Any, dtype: torch.dtype) -> None:
     own = steps(dtype)

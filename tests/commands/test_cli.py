@@ -955,6 +955,7 @@ def test_no_file_gets_the_number_of_a_closed_stream(environment):
     assert (ended.returncode, ended.stdout) == (0, "\n")
 
 
+@pytest.mark.slow  # everyday runs have one on a terminal that is interrupted, and each display
 def test_the_whole_run_on_a_terminal(model, tmp_path, environment):
     # Given a terminal of unknown size for what happens, and a pipe for the report
     master, slave = pty.openpty()

@@ -24,7 +24,9 @@ KINDS = {
 
 
 @pytest.mark.parametrize("order", ["forward", "reverse"])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(  # the mixed requests run alone, too, as some end before others
+    "kind", [pytest.param(it, marks=() if it == "mixed" else pytest.mark.slow) for it in KINDS]
+)
 def test_no_kernel_of_a_step_has_a_race(kind, order, monkeypatch):
     device = there_is("emulator")
     launcher = EmulatorLauncher(check=True, order=order)

@@ -3,6 +3,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from fuzz import FUZZ
 from generation_cases import PLACES, attend, check
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -158,7 +159,9 @@ def test_of_more_partial_results_than_a_warp_has_lanes(ordered_machines):
 
 
 @settings(
-    max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=10 * FUZZ,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 @given(
     lengths=st.lists(st.integers(1, 300), min_size=1, max_size=4),

@@ -46,6 +46,7 @@ def test_logits_are_those_of_transformers(name: str, tmp_path: Path) -> None:
         assert (found - exact).abs().max() < 2e-4 * exact.std()
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("name", ["mixtral", "qwen2"])
 def test_matrices_in_4_bits_keep_the_numbers_of_the_file(name: str, tmp_path: Path) -> None:
     packed, floats = quantized_folders(name, tmp_path)

@@ -199,6 +199,7 @@ def test_the_original_length_beside_the_rope_wins() -> None:
 # Root mean square errors over 240 rows of logits, as a share of their standard deviation, against
 # float32. transformers, computing in the same dtype, is the yardstick.
 @both_kernels
+@pytest.mark.every(3)  # all values of each parameter are run
 @pytest.mark.parametrize(("dtype", "tolerance"), [("bfloat16", 0.03), ("float16", 0.004)])
 @pytest.mark.parametrize("name", ["llama", "qwen3", "gpt2"])
 def test_narrow_dtypes_are_as_exact_as_in_transformers(

@@ -54,7 +54,7 @@ def check(record):
         assert told[blamed]["error"].startswith("RankError: "), record
 
 
-FAULTS = ["kill:0:1:2", "hang:0:2:1", "stop:1:2:1", "exit:1:1:2"][: 4 if ALL_CASES else 2]
+FAULTS = ["kill:0:1:2", "hang:0:2:1", "stop:1:2:1", "exit:1:1:2"][: 4 if ALL_CASES else 1]
 
 
 @pytest.mark.timeout(PATIENCE_S * 2)

@@ -131,6 +131,7 @@ SERVE = [
 ]
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize(
     ("number", "status", "text"),
     [
