@@ -13,12 +13,14 @@ from pathlib import Path
 
 from gptmanager.cuda.emulator.reports import EmulatorError
 
-# `extern __shared__ __align__(16) float x[];` after the preprocessor.
+# `extern __shared__ __align__(16) float x[];` after the preprocessor. Both patterns begin with a
+# word instead of `\b`: the search in megabytes of headers is then several times as fast.
 _DYNAMIC = re.compile(
-    r"\bextern\s+__constinit\s+thread_local\s+(?:__attribute__\s*\(\((?:[^()]|\([^()]*\))*\)\)\s*)?"
+    r"extern(?<!\wextern)\s+__constinit\s+thread_local\s+"
+    r"(?:__attribute__\s*\(\((?:[^()]|\([^()]*\))*\)\)\s*)?"
     r"([^;{}()\[\]]+?)\b(\w+)\s*\[\s*\]\s*;"
 )
-_NOINLINE = re.compile(r"\b__noinline__\b(?!\s*[,)])")
+_NOINLINE = re.compile(r"__noinline__(?<!\w__noinline__)\b(?!\s*[,)])")
 _MEANINGFUL = ("-D", "-U", "-I", "-include", "-std=", "--std=")
 _EXPORTS = '"name_expressions"'  # the file name of the descriptors, one line per kernel
 _PRELUDE = str(Path(__file__).resolve().parent / "cuda_cpu.h")

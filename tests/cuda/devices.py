@@ -15,6 +15,7 @@ from gptmanager import (
     KvCacheConfig,
     ModelType,
     OptionalParams,
+    PeftCacheManagerConfig,
     SchedulerConfig,
 )
 from gptmanager.cuda import emulator
@@ -23,6 +24,8 @@ from gptmanager.errors import ConfigError
 from gptmanager.testing import ContractChecker, RecordingCallbacks
 
 NO_EVICT = CapacitySchedulerPolicy.GUARANTEED_NO_EVICT
+NO_ADAPTERS = PeftCacheManagerConfig(host_cache_size=0)
+"""Steps are not captured with adapters, too, which takes as long again."""
 
 WIDE = {
     "hidden_size": 64,
@@ -79,7 +82,7 @@ def finals(
         OptionalParams(
             cache or KvCacheConfig(max_tokens=256, tokens_per_block=16),
             device=device,
-            **{"max_batch_size": 4, **options},
+            **{"max_batch_size": 4, "peft_cache_manager_config": NO_ADAPTERS, **options},
         ),
     ) as manager:
         assert manager.wait_idle(120), manager.exception

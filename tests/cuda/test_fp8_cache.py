@@ -7,7 +7,7 @@ import functools
 import pytest
 import torch
 from checkpoints import CONFIGS, checkpoint, random_model
-from devices import LLAMA
+from devices import LLAMA, NO_ADAPTERS
 
 from gptmanager import (
     GptManager,
@@ -78,7 +78,7 @@ def serve(device, requests, *, beams=1, cache=None, source=None, **options):
         OptionalParams(
             KvCacheConfig(**sizes | (cache or {})),
             device=device,
-            **{"max_batch_size": 4, **options},
+            **{"max_batch_size": 4, "peft_cache_manager_config": NO_ADAPTERS, **options},
         ),
     ) as manager:
         assert manager.wait_idle(120), manager.exception

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 from checkpoints import expected_logits, is_greedy, random_model, random_state
-from devices import GPU, LLAMA, there_is
+from devices import GPU, LLAMA, NO_ADAPTERS, there_is
 
 from gptmanager import (
     CapacitySchedulerPolicy,
@@ -87,7 +87,7 @@ def serve(device, requests, *, beams=1, policy=NO_EVICT, source=None, max_tokens
     host = RecordingCallbacks(requests)
     checker = ContractChecker(host.get_inference_requests, host.send_response)
     cache = options.pop("cache", None) or KvCacheConfig(max_tokens=max_tokens, tokens_per_block=16)
-    options.setdefault("max_batch_size", 4)
+    options = {"max_batch_size": 4, "peft_cache_manager_config": NO_ADAPTERS, **options}
     with GptManager(
         source or own_checkpoint(),
         ModelType.INFLIGHT_FUSED_BATCHING,

@@ -13,7 +13,7 @@ import random
 import numpy as np
 import pytest
 import torch
-from devices import GPU, LLAMA, checkpoint, finals, prompt, there_is
+from devices import GPU, LLAMA, NO_ADAPTERS, checkpoint, finals, prompt, there_is
 from fuzz import FUZZ
 
 from gptmanager import (
@@ -235,6 +235,7 @@ def manager_of(model, host, device, max_tokens=512, **options):
         ),
         "max_batch_size": 4,
         "deterministic": True,
+        "peft_cache_manager_config": NO_ADAPTERS,
         **options,
     }
     return GptManager(
