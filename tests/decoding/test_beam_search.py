@@ -24,6 +24,12 @@ from gptmanager.callbacks import BannedTokens
 from gptmanager.decoding.end_rule import EndRule
 from gptmanager.decoding.sampling.random_numbers import derive_seed
 from gptmanager.decoding.search.beam_search import BeamParams, BeamSearch
+from gptmanager.decoding.search.beam_state import (
+    BeamEndState,
+    BeamNodeState,
+    beam_state,
+    restore_beams,
+)
 from gptmanager.decoding.stop_words import StopWords
 from gptmanager.step import BeamCandidates
 from gptmanager.testing import ContractChecker, RecordingCallbacks
@@ -178,6 +184,38 @@ def test_a_restart_forgets_everything():
     assert not beam_search.ended and not beam_search.live
     beam_search.advance(candidates_of(rows[:1], beam_search))
     assert len(beam_search.ended) == 1
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"live": (0,)}, "1 beams live and 1 ended of 2"),
+        ({"live": (0, 1, 2)}, "3 beams live and 1 ended of 2"),
+        ({"ended": (BeamEndState(0, FinishReason.END_ID, 0, -1),) * 3}, "2 beams live and 3 ended"),
+        ({"live": (0, 3)}, "out of range, of 2 beams and 3 nodes"),
+        ({"live": (0, -1)}, "out of range, of 2 beams and 3 nodes"),
+        ({"parents": (0, 2)}, "out of range, of 2 beams and 3 nodes"),
+        ({"nodes": (BeamNodeState(0, 0, 1, 0),) * 3}, "beam node 0 cannot follow node 0"),
+    ],
+)
+def test_a_state_of_beams_that_contradicts_itself_is_refused(changes, text):
+    def new_search():
+        return BeamSearch(BeamParams(2), EndRule(3, frozenset({0})))
+
+    search = new_search()
+    search.advance(candidates_of(distribution([0.5, 0.3, 0.2]), search))
+    state = beam_state(search).make()
+    restored = new_search()
+    restore_beams(restored, state)
+    assert beam_state(restored).make() == state
+    with pytest.raises(ValueError, match=text):
+        restore_beams(new_search(), state._replace(**changes))
+
+
+def test_without_live_beams_the_best_ended_one_is_stable():
+    search = BeamSearch(BeamParams(2), EndRule(3, frozenset({0, 1})))
+    assert search.advance(candidates_of(distribution([0.7, 0.3]), search))
+    assert not search.live and tokens_of_path(search.stable_path()) == [0]
 
 
 @settings(max_examples=75 * FUZZ, deadline=None)

@@ -115,6 +115,47 @@ def test_whoever_waits_while_the_bell_is_silenced_is_told_by_the_turn_that_begin
     assert told == [True]
 
 
+def test_a_wait_ends_with_the_first_idle_iteration_that_begins_after_it():
+    inbox, told = Inbox(), []
+    inbox.begin_iteration()
+    inbox.report_idle()
+    assert not inbox.wait_idle(0.0)  # that iteration began before
+    waiter = threading.Thread(target=lambda: told.append(inbox.wait_idle(None)), daemon=True)
+    waiter.start()
+    while not inbox._idle_waits:
+        time.sleep(0.001)
+    inbox.begin_iteration()
+    inbox.report_idle()
+    waiter.join(5)
+    assert told == [True]
+
+
+def test_a_call_that_waits_for_the_other_ranks_is_refused_at_the_end():
+    inbox = Inbox()
+    inbox.defers_calls = True
+    question = inbox.ask(len, "sleep")
+    inbox.refuse(ValueError("too early"))
+    assert not question.wait(0.0)
+    inbox.close()
+    inbox.refuse(ManagerDeadError("the end"))
+    with pytest.raises(ManagerDeadError, match="the end"):
+        assert question.wait(0.0) and question.answer()
+
+
+def test_no_thread_is_left_when_a_wait_has_returned(host, monkeypatch):
+    manager = start(host)
+    answer = manager._inbox.answer
+
+    def slow_answer(*arguments):
+        if manager._lifecycle.ended.is_set:  # the last line of the thread
+            time.sleep(0.05)
+        answer(*arguments)
+
+    monkeypatch.setattr(manager._inbox, "answer", slow_answer)
+    manager.shutdown()
+    assert not manager._thread.is_alive()
+
+
 def test_one_forward_call_an_iteration_whose_tokens_are_the_scheduled_sum(host):
     scripted = model()
     with GptManager(scripted, FUSED, optional_params=params(), **host.keywords()) as manager:
@@ -274,7 +315,9 @@ def test_shutdown_from_a_callback_only_asks(host):
     assert manager.state is ManagerState.STOPPED
 
 
-def test_the_last_failing_step_gives_every_request_one_final_error_and_fails_the_manager(host):
+def test_the_last_failing_step_gives_every_request_one_final_error_and_fails_the_manager(
+    host, caplog
+):
     def explode(history):
         if len(history) > 6:
             raise FloatingPointError("the network is broken")
@@ -291,7 +334,9 @@ def test_the_last_failing_step_gives_every_request_one_final_error_and_fails_the
         assert final.error.startswith(
             "ManagerDeadError: Encountered an error in forwardAsync function: FloatingPointError"
         )
-    for call in (manager.notify, manager.wait_idle, lambda: manager.explain(1)):
+    assert "the token loop has failed" in caplog.text
+    asks = manager.wait_idle, manager.pause_generation, lambda: manager.explain(1)
+    for call in (manager.notify, *asks):
         with pytest.raises(ManagerDeadError) as caught:
             call()
         assert caught.value.__cause__ is manager.exception
