@@ -158,6 +158,20 @@ def test_equal_words_are_shared_and_wrong_ones_refused():
             texts.bind(wrong)
 
 
+def test_the_vocabulary_is_read_once(monkeypatch):
+    readings, read = [], banned_texts.token_bytes
+
+    def counting(tokenizer):
+        readings.append(tokenizer)
+        return read(tokenizer)
+
+    monkeypatch.setattr(banned_texts, "token_bytes", counting)
+    texts = BannedTexts(byte_level([b"a"]))
+    for word in ("x", "y"):
+        texts.bind([word]).prepare("cpu").result(20)
+    assert len(readings) == 1
+
+
 def test_the_lists_that_all_requests_use_are_bounded(monkeypatch):
     monkeypatch.setattr(banned_texts, "_MAX_SIZE", 300 * banned_texts._STATE_SIZE)
     texts = BannedTexts(byte_level([b"a"]))

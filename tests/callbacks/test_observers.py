@@ -4,6 +4,7 @@ import logging
 import pytest
 
 from gptmanager.callbacks import fan_out
+from gptmanager.errors import ConfigError
 
 
 def test_all_are_called_in_order_and_the_first_one_answers():
@@ -16,6 +17,15 @@ def test_all_are_called_in_order_and_the_first_one_answers():
 
     assert call_all(1, "x") == "a"
     assert calls == [("a", 1, "x"), ("b", 1, "x"), ("c", 1, "x")]
+
+
+def test_only_the_first_one_may_be_a_generator():
+    def requests(room):
+        yield room
+
+    assert list(fan_out(requests, print)(3)) == [3]
+    with pytest.raises(ConfigError, match=r"callback 1 of fan_out\(\)"):
+        fan_out(print, requests)
 
 
 @pytest.mark.parametrize("error", [RuntimeError, asyncio.CancelledError, SystemExit])

@@ -94,6 +94,9 @@ def test_streamed_parts_are_joined():
 
     first = collector.add([*streamed([9]), log_probs[0], running[0]])
     second = collector.add([*streamed([8, 7], 1), log_probs[1], running[1]])
+    seen = {}
+    assert collector.new_tensors(seen)["output_log_probs"].shape == (1, 1, 3)
+    assert "output_log_probs" not in collector.new_tensors(seen)
     last = collector.add([*streamed([], 3), log_probs[2], *ending(FinishReason.END_ID)])
     done = collector.result()
 

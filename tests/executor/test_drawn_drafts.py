@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from gptmanager.decoding.sampling.rejection import truncated
 from gptmanager.decoding.sampling.sampling import Sampler
 from gptmanager.executor.choice.drawn_drafts import DrawnDrafts
 from gptmanager.executor.step_in_flight import SamplingRows
@@ -124,3 +125,21 @@ def test_draft_logits_belong_to_the_first_tokens_of_one_sequence(drawn):
     drawn.load(start(2, None))
     drawn.load(start(4, HostRows(None, count=1)))  # of a recording
     assert not drawn.by_slot
+
+
+@pytest.mark.parametrize(
+    ("options", "kept"),
+    [
+        ({}, [1, 4, 2, 3]),
+        ({"top_k": 3}, [0, 4, 2, 3]),
+        ({"top_p": 0.6}, [0, 4, 0, 3]),
+        ({"top_p": 0.8}, [0, 4, 2, 3]),
+        ({"top_p": 0.0}, [0, 4, 0, 0]),
+        ({"top_k": 3, "top_p": 0.75}, [0, 4, 0, 3]),  # top_p is a share of what top_k keeps
+        ({"min_p": 0.6}, [0, 4, 0, 3]),
+    ],
+)
+def test_drafts_are_compared_with_the_tokens_that_sampling_keeps(options, kept):
+    log_probs = np.log(np.float32([0.1, 0.4, 0.2, 0.3]))
+    found = truncated(log_probs, SamplingParams(greedy=False, **options))
+    assert found == pytest.approx(np.array(kept) / sum(kept))
