@@ -201,6 +201,7 @@ def test_a_keyword_that_the_parser_has_not_is_enforced_in_other_words(parser, sc
         ),
         ({"type": "string", "not": {"minLength": 3}}, "ab", "abc"),
         ({"type": "string", "not": {"maxLength": 2}}, "abc", "ab"),
+        ({"type": "string", "not": {"allOf": [{"minLength": 3}]}}, "ab", "abc"),
         ({"type": "boolean", "not": {"const": True}}, False, True),
         (
             {**CLOSED, "not": {"required": ["a"], "additionalProperties": True}},
@@ -386,6 +387,7 @@ def test_references_by_pointer_anchor_and_address():
     for wrong in ("#/items/9", "#/none", "#none", "other.json", 5):
         assert target(wrong) is None
         assert SchemaReferences(root).resolve({"$ref": wrong}) is True
+    assert SchemaReferences({"$ref": "#"}).resolve({"$ref": "#"}) is True
 
 
 @pytest.mark.parametrize("base", ["http://x.test/root.json", "urn:uuid:1", None])

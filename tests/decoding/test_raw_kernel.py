@@ -397,8 +397,9 @@ def test_wrong_bindings_of_the_ready_made_ones():
         TokenBias().bind({-1: 1.0})
     with pytest.raises(ValueError, match="max_tokens = 0 must be an integer of at least 1"):
         AllowedTokens(0)
-    with pytest.raises(ValueError, match="max_tokens"):
-        ForcedPrefix(0)
+    for made in (BannedTokens, TokenBias, ForcedPrefix):
+        with pytest.raises(ValueError, match="max_tokens = 0 must be an integer of at least 1"):
+            made(0)
     with pytest.raises(TypeError, match="float"):
         BannedTokens().bind([1.5])
     for bias in (float("nan"), float("inf"), 1e39):

@@ -16,11 +16,14 @@ from served_outputs import MAX_UTILIZATION, joined, serve
 from gptmanager import GptManager, InferenceRequest, ModelType, PromptLookup
 from gptmanager.callbacks.queue.result import ResponseCollector
 from gptmanager.decoding.sampling.best_tokens import best_ids
+from gptmanager.decoding.sampling.sampling import Sampler
 from gptmanager.errors import InvalidRequestError
 from gptmanager.executor import torch_executor
 from gptmanager.executor.choice import prompt_scores
 from gptmanager.recorder import read_recording
 from gptmanager.replay import replay
+from gptmanager.request.output_options import OutputConfig
+from gptmanager.request.sampling_params import SamplingParams
 from gptmanager.testing import ContractChecker, ContractViolation, RecordingCallbacks, ScriptedModel
 
 VOCAB = 96
@@ -262,6 +265,15 @@ def test_streams_have_them_with_their_tokens(source):
     assert not any({*PROMPT} & response.tensors.keys() for response in responses[1:])
     for response in responses:
         assert response.tensors["top_log_probs"].shape[2] == response.tensors["output_ids"].shape[2]
+
+
+def test_rounding_makes_no_log_prob_positive():
+    sampler = Sampler(1, 2)
+    sampler.load(0, SamplingParams(greedy=False), 1, OutputConfig(num_top_log_probs=2))
+    chosen, known = np.array([1], np.int32), np.float32([-9.9])  # more than -10.00005
+    logits, lines = torch.tensor([[10.0, 0.0]]), np.array([0])
+    found = sampler.log_probs_of(np.array([[0, 1]]), logits, lines, chosen, known)
+    assert found.tolist() == [[0.0, known[0]]]
 
 
 def test_of_equal_ones_the_lowest_id_comes_first():

@@ -73,15 +73,19 @@ def output(host, prompt=(1, 2, 3, 4, 5), length=8, **more):
     return host.final(number, 60).tensors["output_ids"].tolist()
 
 
-def test_an_update_changes_what_later_requests_generate_and_back(served, checkpoint):
+def test_an_update_changes_what_later_requests_generate_and_back(served, checkpoint, monkeypatch):
     host, manager = served
     first = output(host)
     version = manager.weights_version
+    waits, runner = [], manager._worker.updates._runner
+    # on a device, the host may still compute the new weights
+    monkeypatch.setattr(runner, "catch_up", lambda: waits.append(manager.weights_version))
     assert manager.update_weights(changed(checkpoint)) == version + 1
     second = output(host)
     assert second != first
     assert manager.update_weights(iter(checkpoint.items())) == version + 2
     assert output(host) == first
+    assert waits == [version, version + 1]
 
 
 def versions(response):
