@@ -43,6 +43,10 @@ def test_texts_and_ids_may_be_mixed(tokenizer, checkpoint):
     assert completions == [tokenizer.decode([letter + 1, letter + 2]), [letter + 1, letter + 2]]
 
 
+def test_a_completion_has_at_most_64_tokens_by_default():
+    assert generate(counting(), [10]) == [*range(11, 75)]
+
+
 def test_sampling_and_options_reach_the_manager():
     params = OptionalParams(exclude_input_in_output=True, max_batch_size=1)
 

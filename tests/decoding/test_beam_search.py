@@ -205,6 +205,7 @@ def test_a_state_of_beams_that_contradicts_itself_is_refused(changes, text):
     search = new_search()
     search.advance(candidates_of(distribution([0.5, 0.3, 0.2]), search))
     state = beam_state(search).make()
+    assert [end.beam for end in state.ended] == [-1]  # only samples have beams of their own
     restored = new_search()
     restore_beams(restored, state)
     assert beam_state(restored).make() == state

@@ -334,7 +334,8 @@ def test_the_last_failing_step_gives_every_request_one_final_error_and_fails_the
         assert final.error.startswith(
             "ManagerDeadError: Encountered an error in forwardAsync function: FloatingPointError"
         )
-    assert "the token loop has failed" in caplog.text
+    logged = [it for it in caplog.records if it.getMessage() == "the token loop has failed"]
+    assert [it.exc_info[1] for it in logged] == [manager.exception]
     asks = manager.wait_idle, manager.pause_generation, lambda: manager.explain(1)
     for call in (manager.notify, *asks):
         with pytest.raises(ManagerDeadError) as caught:
@@ -659,6 +660,12 @@ def test_a_notify_is_not_lost_to_a_failing_get(host):
         assert manager.wait_idle(10)
         host.submit(request(1, [1], 2))
         assert host.final(1).error == ""
+
+
+@pytest.mark.parametrize("wrong", [-1, 2**64, True, 1.0, "1"])
+def test_an_adapter_is_forgotten_by_its_task_id_only(host, wrong):
+    with start(host) as manager, pytest.raises(ValueError, match="task_id = .* must be an integer"):
+        manager.forget_adapter(wrong)
 
 
 @pytest.mark.parametrize("wrong", [0, {}, "", 1])
