@@ -88,6 +88,11 @@ def test_an_end_beyond_the_tokenizers_vocabulary(byte_guided):
         assert ended == {end_id}
 
 
+def test_without_end_ids_they_are_the_end_of_text_tokens_of_the_tokenizer(tokenizer):
+    assert GuidedDecoding(tokenizer, [1, 3]).end_ids == {1, 3}
+    assert GuidedDecoding(tokenizer).end_ids == {tokenizer.token_to_id("<|endoftext|>")}
+
+
 def test_a_panic_harms_its_own_row(guided, tokenizer):
     class Panic(BaseException):
         """Replaces a panic in Rust, which is not an Exception."""

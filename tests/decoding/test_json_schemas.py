@@ -202,6 +202,7 @@ def test_a_keyword_that_the_parser_has_not_is_enforced_in_other_words(parser, sc
         ({"type": "string", "not": {"minLength": 3}}, "ab", "abc"),
         ({"type": "string", "not": {"maxLength": 2}}, "abc", "ab"),
         ({"type": "string", "not": {"allOf": [{"minLength": 3}]}}, "ab", "abc"),
+        ({"type": "string", "not": {"anyOf": [{"minLength": 3}, {"const": "a"}]}}, "ab", "a"),
         ({"type": "boolean", "not": {"const": True}}, False, True),
         (
             {**CLOSED, "not": {"required": ["a"], "additionalProperties": True}},

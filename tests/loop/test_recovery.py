@@ -401,6 +401,16 @@ def test_accounts_that_do_not_hold_end_the_manager(host, monkeypatch):
     assert "block 3 is lost" in str(manager.exception)
 
 
+def test_an_audit_finds_a_slot_that_is_free_twice(host):
+    with start(host, failing(0)) as manager:
+        assert manager.wait_idle(10) and manager.audit().ok
+        free_slots = manager._worker.loop.allocator._free_slots
+        free_slots.append(free_slots[0])
+        (problem,) = manager.audit().problems
+        del free_slots[-1]
+    assert problem.startswith("a slot is free twice")
+
+
 def test_nothing_that_a_failed_step_was_to_compute_is_found_again(host):
     options = params(
         kv_cache_config=KvCacheConfig(max_tokens=256, tokens_per_block=4, enable_block_reuse=True)

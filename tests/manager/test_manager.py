@@ -701,13 +701,13 @@ def test_a_stalled_request_can_be_cancelled_and_the_stall_is_told_once(host, cap
 def test_active_requests_without_a_step_for_ten_seconds_make_no_progress(monkeypatch):
     now = [0.0]
     monkeypatch.setattr(stall_watch, "monotonic", lambda: now[0])
-    progress = stall_watch.Progress()
+    watch = stall_watch.StallWatch()
     for worked, is_active in ((True, True), (False, False), (False, True)):
         now[0] += 60
-        assert progress.is_progressing(0) and not progress.is_progressing(1)
-        progress.note(worked=worked, is_active=is_active)
-        assert progress.is_progressing(1) is (worked or not is_active)
-    assert progress.last_step_age_s() == 120
+        assert watch.is_progressing(0) and not watch.is_progressing(1)
+        watch.note(worked=worked, is_active=is_active)
+        assert watch.is_progressing(1) is (worked or not is_active)
+    assert watch.last_step_age_s() == 120
 
 
 @pytest.mark.parametrize("weights_dtype", [None, "int8"])
