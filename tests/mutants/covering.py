@@ -171,6 +171,9 @@ _OTHERS = {
     "gptmanager/executor/step_in_flight.py": f"{_CHOOSER} test_drawn_drafts",
     "gptmanager/executor/torch_executor.py": f"{_CHOOSER} test_gathered_logits test_sink_tokens "
     "test_attention_window test_memory_shortage test_top_log_probs test_recovery",
+    "gptmanager/manager/generation_control.py": "test_manager test_weight_updates",
+    "gptmanager/manager/rank_calls.py": "test_rank_weights test_rank_hosts",
+    "gptmanager/manager/weight_updates.py": "test_weight_updates test_rank_weights",
 }
 # What decides, and what it keeps account of: all files of a package have the same tests.
 _CORE = {
@@ -191,13 +194,12 @@ _CORE = {
     "gptmanager/decoding/guided": "test_guided test_json_schemas test_guided_bans "
     "test_grammar_start test_hostile_grammars test_guided_beams",
     "gptmanager/decoding/processors": "test_row_processors test_logits test_raw_kernel",
-    "gptmanager/decoding/sampling": "test_random_numbers test_adjustments test_sampling "
-    "test_top_log_probs test_drawn_drafts",
+    "gptmanager/decoding/sampling": "test_random_numbers test_admission test_adjustments "
+    "test_sampling test_top_log_probs test_drawn_drafts",
     "gptmanager/decoding/search": "test_beam_ends test_beam_search test_beam_reuse",
     # What lives around the loop, and what a host would have written.
     "gptmanager/manager": "test_step_signal test_inspection test_watching test_forgotten_managers "
-    "test_why_waiting test_recovery test_hangs test_manager test_weight_updates test_rank_weights "
-    "test_rank_hosts",
+    "test_why_waiting test_recovery test_hangs test_manager test_journal_resumes",
     "callbacks": "test_start test_peft_adapter test_serving",
     "callbacks/adapters": "test_peft_adapter",
     "callbacks/live_page": "test_live_page",
@@ -232,7 +234,7 @@ def files(root: Path) -> list[str]:
         for path in sorted(paths)
         if path.name not in left_out and "__pycache__" not in path.parts
     ]
-    return [*of_folders, *_OTHERS]
+    return [*dict.fromkeys([*of_folders, *_OTHERS])]
 
 
 def covering_tests(root: Path, file: str) -> list[str]:
