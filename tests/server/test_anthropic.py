@@ -1,6 +1,7 @@
 """/v1/messages: as Anthropic's own client sees it where it is installed, and as plain HTTP."""
 
 import functools
+import inspect
 import json
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import pytest
 from running_server import running_server, settings_of
 from scripted_server import scripted_server
 
+from gptmanager.server.anthropic.messages import COUNT_FIELDS, FIELDS
 from gptmanager.server.chat.chat_call import fields_renamed
 from gptmanager.server.errors import ApiError
 
@@ -268,6 +270,17 @@ def test_the_key_may_be_in_the_header_of_this_api(one_torch_thread):
             answer = httpx.post(url, json={"messages": ASKS}, headers=headers)
             assert answer.status_code == status
         assert answer.json()["error"]["type"] == "authentication_error"
+
+
+def test_every_parameter_of_the_client_is_known():
+    pytest.importorskip("anthropic", reason="needs Anthropic's client")
+    from anthropic.resources import Messages
+    from anthropic.resources.beta.messages import Messages as BetaMessages
+
+    own = {"self", "extra_headers", "extra_query", "extra_body", "timeout"}
+    for cls in (Messages, BetaMessages):
+        for fields, method in ((FIELDS, cls.create), (COUNT_FIELDS, cls.count_tokens)):
+            assert {*inspect.signature(method).parameters} - own <= {*fields}
 
 
 def test_the_client_itself(server):

@@ -20,7 +20,7 @@ CLIENTS = [
     *("openai_python", "openai_node", "litellm", "langchain", "llamaindex", "instructor"),
     *("pydantic_ai", "ai_sdk", "lm_eval", "guidellm", "continue", "aider"),
     *("anthropic_python", "codex", "go_openai", "home_assistant", "dify", "cline", "genai_perf"),
-    *("mistral", "inspect_ai", "open_webui"),
+    *("mistral", "inspect_ai", "open_webui", "grok_cli"),
 ]
 CASES = [
     pytest.param(case, id=f"{client}: {case['name']}")

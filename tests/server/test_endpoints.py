@@ -61,12 +61,16 @@ def test_json_may_begin_with_a_byte_order_mark(client):
 
 
 @pytest.mark.parametrize(
-    ("encoding", "place"), [("utf-16", "byte 0 (0xff)"), ("latin-1", "byte 12 (0xe9)")]
+    ("encoding", "reason"),
+    [
+        ("latin-1", "byte 12 (0xe9) is not"),
+        *((name, f"begins like {name}") for name in ("utf-16", "utf-16-le", "utf-16-be", "utf-32")),
+    ],
 )
-def test_a_body_that_is_not_utf_8_is_refused_with_the_place(client, encoding, place):
+def test_a_body_that_is_not_utf_8_is_refused_with_the_reason(client, encoding, reason):
     answer = client.post("/tokenize", content='{"prompt": "é"}'.encode(encoding))
     message = refusal(answer, 400)["message"]
-    assert message == f"the body is not JSON: it must be UTF-8, but {place} is not"
+    assert message == f"the body is not JSON: it must be UTF-8, but {reason}"
 
 
 @pytest.mark.parametrize("path", ["/v1/embeddings", "/rerank", "/v1/audio/speech"])

@@ -160,6 +160,16 @@ def test_a_body_that_waits_to_be_asked_for_is_asked_for(server):
         assert told(connection)[0] == 200
 
 
+def test_a_client_of_http_1_0_is_not_asked_for_its_body(server):
+    """It would read the interim answer as the answer."""
+    head = POST.replace(b"1.1", b"1.0") + b"Expect: 100-continue\r\nContent-Length: 15\r\n\r\n"
+    with connect(server) as connection:
+        connection.sendall(head)
+        time.sleep(0.1)  # for an interim answer, which would be wrong
+        connection.sendall(BODY)
+        assert told(connection)[0] == 200
+
+
 def test_who_writes_too_large_a_body_still_reads_the_answer():
     with running_server(settings_of(max_body_bytes=1 << 20)) as server:
         piece = b"10000\r\n" + b"x" * 0x10000 + b"\r\n"

@@ -8,9 +8,10 @@ from pathlib import Path
 import openai
 import pytest
 from http_answers import texts_of
+from openai.resources.responses import InputTokens, Responses
 
 from gptmanager.server.chat.chat_prompt import _VARIABLES
-from gptmanager.server.openai import chat, completions
+from gptmanager.server.openai import chat, completions, responses
 from gptmanager.server.text.generation_fields import IGNORED, NOT_SUPPORTED
 from gptmanager.server.text.sampling import GenerationOptions, requests_of
 
@@ -49,11 +50,22 @@ def test_docs_list_what_has_no_effect():
 
 def test_every_parameter_of_the_client_library_is_known():
     own = {"self", "extra_headers", "extra_query", "extra_body", "timeout"}
+    own |= {"conversation", "prompt"}  # the answer needs what the server does not have
     for fields, create in (
         (chat.FIELDS, openai.resources.chat.Completions.create),
         (completions.FIELDS, openai.resources.Completions.create),
+        (responses.FIELDS, Responses.create),
+        (responses.FIELDS, InputTokens.count),
     ):
         assert set(inspect.signature(create).parameters) - own <= set(fields)
+
+
+def test_what_changes_responses_elsewhere_is_reported(client):
+    fields = {"context_management": [{"type": "compaction"}], "moderation": {"model": "m"}}
+    body = {"input": "17 + 25 =", "max_output_tokens": 2, "personality": "friendly", **fields}
+    answer = client.post("/v1/responses", json=body)
+    assert answer.status_code == 200, answer.text
+    assert texts_of(answer.headers) == [EFFECT + "context_management, moderation, personality"]
 
 
 @pytest.mark.parametrize("route", ROUTES)

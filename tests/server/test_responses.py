@@ -269,6 +269,9 @@ def test_items_that_follow_each_other_are_one_message():
     assert roles == ["user", "assistant", "tool", "assistant", "assistant"]
     assert messages[1].keys() == {"role", "reasoning_content", "content", "tool_calls"}
     assert len(messages[1]["tool_calls"]) == 2 and places[2] == "input[5]"
+    goal = {"type": "function_call_output", "name": "goal", "namespace": "agent", "output": "a"}
+    (found,), _ = messages_of([goal])
+    assert found == {"role": "tool", "name": "goal", "content": "a"}
     warnings = Warnings()
     chat_fields({"truncation": "auto", "text": {"verbosity": "low"}}, warnings)
     assert "'text.verbosity', truncation" in warnings.headers()["Warning"]

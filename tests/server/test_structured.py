@@ -64,6 +64,8 @@ def json_schema(schema, **more):
         ({"guided_regex": "a+"}, OutputRule("guided_regex", "regex", "a+")),
         ({"guided_choice": ["a"]}, OutputRule("guided_choice", "choice", ["a"])),
         ({"guided_grammar": "start: A"}, OutputRule("guided_grammar", "grammar", "start: A")),
+        ({"json_schema": SCHEMA}, OutputRule("json_schema", "json", SCHEMA)),
+        ({"regex": "a+"}, OutputRule("regex", "regex", "a+")),
     ],
 )  # fmt: skip
 def test_fields_that_ask_for_a_form(body, rule):

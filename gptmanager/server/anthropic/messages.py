@@ -74,13 +74,14 @@ _IGNORED = tuple(
     for name in (
         *("metadata", "service_tier", "cache_control", "inference_geo", "betas", "speed"),
         *("billing_policy", "fallbacks", "fallback_credit_token"),
+        *("user_profile_id", "workspace_id"),
     )
 )
 _NOT_SUPPORTED = tuple(
     Field(name, NotSupported(neutral), "not supported: ignored, and reported in the header Warning")
     for name, neutral in (
         *(("container", ()), ("mcp_servers", ([],)), ("context_management", ())),
-        ("diagnostics", ()),
+        *(("diagnostics", ()), ("compaction", ())),
     )
 )
 _SHARED = by_name(SAMPLING, SERVING, TEMPLATE_FIELDS)

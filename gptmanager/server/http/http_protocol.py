@@ -163,12 +163,14 @@ class HttpProtocol(HttpToolsProtocol):
                 f"more than {MAX_PIPELINED} requests wait on this connection: wait for answers "
                 "before you send more",
             )
+        is_1_0 = self.parser.get_http_version() == "1.0"
+        self.expect_100_continue &= not is_1_0  # such a client would read 100 as its answer
         super().on_headers_complete()
         cycle = self._arriving = self.cycle
         self._unanswered.append(cycle)
         self.scope[IS_WHOLE] = lambda: not cycle.more_body  # type: ignore[literal-required]
         cycle.transport = _ResponseTransport(self.transport, self._end)  # type: ignore[assignment]
-        if self.parser.get_http_version() == "1.0":
+        if is_1_0:
             cycle.send = _without_chunks(cycle)  # type: ignore[assignment,method-assign]
 
     def on_body(self, body: bytes) -> None:

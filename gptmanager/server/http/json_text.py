@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from codecs import BOM_UTF8
 from typing import Any, NamedTuple
 
@@ -47,7 +48,10 @@ def parse_json(text: bytes) -> Any:
 
 
 def _not_utf8(text: bytes) -> str | None:
-    """Return which byte of `text` is not UTF-8, or None. The parser does not say which."""
+    """Return why `text` is not UTF-8, or None. The parser does not say which byte is wrong."""
+    encoding = json.detect_encoding(text)
+    if not encoding.startswith("utf-8"):
+        return f"it must be UTF-8, but begins like {encoding}"
     try:
         text.decode()
     except UnicodeDecodeError as error:

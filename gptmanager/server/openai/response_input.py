@@ -98,6 +98,10 @@ def _message(item: Any, where: str) -> dict[str, Any]:
         return {"role": item["role"], "content": item.get("content")}
     if kind == "reasoning":
         return {"role": "assistant", "reasoning_content": _reasoning_text(item)}
+    name, has_id = item.get("name"), item.get("call_id") is not None
+    if kind == "function_call_output" and isinstance(name, str) and not has_id:
+        # A tool reports what the model has not called it for, such as a new goal.
+        return {"role": "tool", "name": name, "content": item.get("output")}
     names = ("name", "arguments", "call_id") if kind == "function_call" else ("call_id",)
     for name in names:
         if not isinstance(item.get(name), str):

@@ -49,7 +49,7 @@ from gptmanager.server.openai.response_input import (
 )
 from gptmanager.server.openai.response_store import ResponseStore
 from gptmanager.server.openai.response_writer import ResponseWriter
-from gptmanager.server.request_fields import read_request
+from gptmanager.server.request_fields import NotSupported, read_request
 from gptmanager.server.text.generation_fields import (
     MAX_TOP_LOG_PROBS,
     SAMPLING,
@@ -70,10 +70,13 @@ _RETURNED = ("input", "tools", "tool_choice", "text")
 _IGNORED: dict[str, Kind] = {
     **dict.fromkeys(("user", "safety_identifier", "prompt_cache_key"), Text(0, 1024)),
     **dict.fromkeys(("service_tier", "prompt_cache_options", "prompt_cache_retention"), AsItIs()),
-    **dict.fromkeys(("client_metadata", "access_programs"), AsItIs()),
+    **dict.fromkeys(
+        ("client_metadata", "access_programs", "background_options", "image"), AsItIs()
+    ),
     "max_tool_calls": Integer(0, 2**31 - 1),
     "metadata": Object(),
 }
+_NOT_SUPPORTED = ("context_management", "moderation", "personality")
 _LOG_PROBS = "message.output_text.logprobs"
 _INCLUDED = (
     _LOG_PROBS,
@@ -128,6 +131,12 @@ _BODY = by_name(
         ),
     ],
     [Field(name, kind, "accepted; has no effect on the answer") for name, kind in _IGNORED.items()],
+    [
+        Field(
+            name, NotSupported(), "not supported: ignored, and reported in the header Warning"
+        )
+        for name in _NOT_SUPPORTED
+    ],
 )  # fmt: skip
 FIELDS = _BODY | {
     name: one for name, one in by_name(SAMPLING, SERVING, TEMPLATE_FIELDS).items() if name in SAME

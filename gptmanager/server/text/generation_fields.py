@@ -173,6 +173,7 @@ _NOT_SUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "options": ({},),
     "reasoning": ({},),
     "safe_prompt": (False,),
+    "search_parameters": ({"mode": "off"},),
     "spaces_between_special_tokens": (True,),
     "thinking": ({"type": "disabled"},),
     "truncate_prompt_tokens": (),

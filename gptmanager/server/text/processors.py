@@ -27,6 +27,8 @@ STRUCTURED = (
     Field("guided_regex", AsItIs({"type": "string"}), "a regular expression"),
     Field("guided_choice", AsItIs({"type": "array", "items": {"type": "string"}})),
     Field("guided_grammar", AsItIs({"type": "string"}), "a grammar in the syntax of Lark"),
+    Field("json_schema", AsItIs({"type": ["object", "string", "boolean"]}), "as guided_json"),
+    Field("regex", AsItIs({"type": "string"}), "as guided_regex"),
 )
 
 

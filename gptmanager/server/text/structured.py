@@ -30,7 +30,11 @@ from gptmanager.server.tool_formats.tools import Tools
 
 _KINDS = ("json", "regex", "choice", "grammar", "json_object")
 _ANY_OBJECT = {"type": "object"}
-_ALIASES = {f"guided_{kind}": kind for kind in _KINDS[:4]}
+_ALIASES = {
+    **{f"guided_{kind}": kind for kind in _KINDS[:4]},
+    "json_schema": "json",
+    "regex": "regex",
+}
 
 
 @dataclass(frozen=True, slots=True)
