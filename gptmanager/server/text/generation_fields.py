@@ -167,7 +167,7 @@ IGNORED = tuple(
 # fields that can change answers on other servers, each with the values that change nothing
 _NOT_SUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "audio": (),
-    "include_reasoning": (),
+    "include_reasoning": (True,),
     "modalities": (["text"],),
     "moderation": (),
     "options": ({},),
