@@ -175,6 +175,7 @@ def test_keys_pointer_and_filter(browser, url):
     browser.press("Escape")
     assert browser.evaluate("document.querySelector('#tip').hidden")
 
+    browser.wait_for("view.head > 10")  # so that there is something to the left
     browser.press(" ", " ")
     assert browser.evaluate("document.querySelector('#pause').getAttribute('aria-pressed')") == (
         "true"
@@ -328,5 +329,5 @@ def test_the_text_for_no_rows_is_hidden_if_there_are_rows(browser, url):
 def test_a_silent_server_is_reported(browser, url):
     browser.open(url)
     browser.wait_for(RUNS)
-    said = browser.evaluate("heard -= 2600, stateWords()")
+    said = browser.evaluate("heard = performance.now() - 2600, stateWords()")
     assert said == ["The server has been silent for 2 s", "bad"]

@@ -750,13 +750,14 @@ way()
 """
 
 
+@pytest.mark.timeout(240)
 def test_an_interpreter_may_exit_while_a_manager_runs():
     done = subprocess.run(
         [sys.executable, "-W", "ignore::DeprecationWarning", "-c", EXITS],
         cwd=Path(__file__).parents[2],
         capture_output=True,
         text=True,
-        timeout=50,
+        timeout=200,
     )
     assert done.returncode == 0, done.stderr
     assert done.stderr.count("Traceback") == 1 and "ValueError: of the host" in done.stderr

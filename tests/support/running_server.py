@@ -60,7 +60,7 @@ def _stays(task: asyncio.Task[Any]) -> bool:
     return name == "Server.serve" or name.startswith("AioServer.")
 
 
-def wait_for(condition: Callable[[], Any], timeout_s: float = 20.0) -> None:
+def wait_for(condition: Callable[[], Any], timeout_s: float = 50.0) -> None:
     give_up = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < give_up, "it never came"
