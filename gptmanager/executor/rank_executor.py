@@ -17,7 +17,7 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -32,7 +32,7 @@ from gptmanager.executor.sequence_tables import SequenceTables
 from gptmanager.executor.step_in_flight import SamplingRows, StepInFlight
 from gptmanager.ranks.layout import RankLayout
 from gptmanager.statistics import Memory
-from gptmanager.step import Schedule, StepResult
+from gptmanager.step import Executor, Schedule, Step, StepResult
 
 # overwrites a tensor with the values that it has on the first rank of a pipeline stage
 Broadcast = Callable[[Tensor], None]
@@ -48,19 +48,18 @@ class ResultLink(Protocol):
         """Wait for the next message; not on rank 0. Raises RankError if a rank failed."""
 
 
-class LaunchedStep(Protocol):
+class LaunchedStep(Step, Protocol):
     """A step of an `InnerExecutor`."""
 
     def computed(self) -> StepInFlight:
         """Return the step after its forward pass, for which this call may wait."""
 
 
-class InnerExecutor(Protocol):
+class InnerExecutor(Executor, Protocol):
     """The executor of a single rank, which a `RankExecutor` connects to the other ranks.
 
     `settles_in_sample`: tokens are known on the CPU when `sample` returns. `writes_tokens`:
-    `sample` writes the tokens as the next inputs of their sequences. The methods are those of
-    `TorchExecutor` and `StagedExecutor`.
+    `sample` writes the tokens as the next inputs of their sequences.
     """
 
     settles_in_sample: bool
@@ -78,10 +77,6 @@ class InnerExecutor(Protocol):
     def take_gil_wait_us(self) -> int: ...
 
     def forward(self, schedule: Schedule) -> LaunchedStep: ...
-
-    def sample(self, step: Any) -> None: ...
-
-    def result(self, step: Any) -> StepResult: ...
 
     def close(self, timeout_s: float) -> bool: ...
 
