@@ -114,7 +114,7 @@ class CallbackHost:
         """Stop calling SendResponse and ReturnBatchManagerStats: rank 0 answers the host."""
         self._send = self._return_stats = None
 
-    def await_turn(self, *, ends: bool, aborts: bool, is_active: bool) -> Turn:
+    def await_turn(self, *, ends: bool, aborts: bool, is_active: Callable[[], bool]) -> Turn:
         """Return the next action of the loop; see `LoopHost.await_turn`."""
         if ends or aborts:
             self.is_accepting = False
@@ -122,7 +122,7 @@ class CallbackHost:
             return Turn.ABORT
         if not ends:
             return Turn.ITERATE
-        return Turn.DRAIN if is_active or self.holds_requests else Turn.END
+        return Turn.DRAIN if is_active() or self.holds_requests else Turn.END
 
     def pause_s(self, idle_poll_s: float | None, *, is_active: bool) -> float | None:
         """Return how many seconds an idle loop sleeps unless it is woken; None for no limit."""

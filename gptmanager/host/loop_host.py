@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from enum import Enum
 from typing import Protocol
 
@@ -20,11 +21,12 @@ class Turn(Enum):
 class LoopHost(Host, Protocol):
     """The host of a loop: a `CallbackHost`, or the host of one of several ranks."""
 
-    def await_turn(self, *, ends: bool, aborts: bool, is_active: bool) -> Turn:
+    def await_turn(self, *, ends: bool, aborts: bool, is_active: Callable[[], bool]) -> Turn:
         """Return what the loop does next. Ranks other than 0 wait for rank 0 first.
 
-        `ends` and `aborts` say whether this manager was asked to end or abort, and `is_active`
-        whether the loop has requests. Raise RankError when a rank has failed.
+        `ends` and `aborts` say whether this manager was asked to end or abort. `is_active` returns
+        whether the loop has requests or pending steps, which a call on all ranks may change. Raise
+        RankError when a rank has failed.
         """
 
     def pause_s(self, idle_poll_s: float | None, *, is_active: bool) -> float | None:

@@ -64,7 +64,7 @@ class LeadingHost:
         self.pause_s = host.pause_s
         self._links.explain_difference(self._difference)
 
-    def await_turn(self, *, ends: bool, aborts: bool, is_active: bool) -> Turn:
+    def await_turn(self, *, ends: bool, aborts: bool, is_active: Callable[[], bool]) -> Turn:
         turn = self._host.await_turn(ends=ends, aborts=aborts, is_active=is_active)
         if turn in _LAST_MESSAGES:
             self._links.send(_LAST_MESSAGES[turn])
@@ -174,7 +174,7 @@ class FollowingHost:
         self._is_rung = True  # a `receive` with `may_be_woken` False loses the wake-up below
         self._links.wake()
 
-    def await_turn(self, *, ends: bool, aborts: bool, is_active: bool) -> Turn:
+    def await_turn(self, *, ends: bool, aborts: bool, is_active: Callable[[], bool]) -> Turn:
         """Wait until rank 0 iterates (`peek` is then true) or ends.
 
         Without active requests, a bell ends the wait as well. A rank ends when rank 0 does, so
@@ -186,9 +186,9 @@ class FollowingHost:
         is_woken, self._is_woken = self._is_woken, False
         self._timer.stop()
         while not (self._message or self._end or is_woken):
-            frame = None
-            if is_active or not self._is_rung:
-                frame = self._links.receive(may_be_woken=not is_active)
+            frame, waits = None, is_active()  # a call may have finished the last request
+            if waits or not self._is_rung:
+                frame = self._links.receive(may_be_woken=not waits)
             if frame is None:
                 # the ringing thread waits for an iteration that begins after the bell
                 self._is_rung, self._is_woken = False, True
@@ -199,7 +199,7 @@ class FollowingHost:
             self._host.is_accepting = False
         return self._end or Turn.ITERATE
 
-    def _handle(self, frame: Frame, is_active: bool) -> None:
+    def _handle(self, frame: Frame, is_active: Callable[[], bool]) -> None:
         """Handle a message from rank 0 that arrived between two iterations."""
         if frame.kind == Message.ASK:
             self._check_alone()
@@ -210,7 +210,7 @@ class FollowingHost:
             self._end = Turn.ABORT
         elif frame.kind == Message.END:
             self._check_alone()
-            if is_active:
+            if is_active():
                 self._links.give_up("rank 0 has answered all requests, but this rank has not")
             self._end = Turn.END
         elif frame.kind == Message.CALL:

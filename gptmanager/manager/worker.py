@@ -224,7 +224,10 @@ class Worker:
         self._inbox.answer(loop, self.steps.interrupt)
         if ends and not self.updates.can_run and not self._inbox.defers_calls:
             aborts = True
-        is_active = loop.holds_requests
+
+        def is_active() -> bool:
+            return loop.holds_requests or bool(loop.pending)  # a step may outlive its requests
+
         return self._loop_host.await_turn(ends=ends, aborts=aborts, is_active=is_active)
 
     def _iterate(self, loop: TokenLoop) -> bool:

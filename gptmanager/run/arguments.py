@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from gptmanager.terminal.arguments import positive, seconds, text_argument
+from gptmanager.terminal.arguments import positive, seconds, text_argument, writable
 from gptmanager.terminal.options import add_json, add_manager_options, add_model, add_parser
 
 _HELP = """\
@@ -64,7 +64,8 @@ def add_command(commands: Any) -> None:
     add("--output", type=Path, metavar="FILE", help=text)
     text = "write the statistics record of each iteration as JSON lines"
     add("--stats", type=Path, metavar="FILE", help=text)
-    add("--record", type=Path, metavar="FILE", help="write a recording, for `gptmanager picture`")
+    text = "write a recording, for `gptmanager picture`"
+    add("--record", type=writable, metavar="FILE", help=text)
     add_json(parser, "print the summary as JSON; without --output, with the answers")
     text = "maximum number of new tokens, for lines without max_new_tokens (default %(default)s)"
     add("--max-new-tokens", type=positive, default=64, metavar="N", help=text)

@@ -42,7 +42,7 @@ def in_options(text: str, actions: Iterable[argparse.Action]) -> str:
     """Return an error with the options of `actions` in place of the fields that they set.
 
     A name without its class and without an underscore is also a common word. It is replaced only at
-    the start of the text or after "with", and before a value.
+    the start of the text or after "with" or "needs", and before a value.
     """
     options = {it.dest: it for it in actions if it.option_strings}
 
@@ -64,7 +64,9 @@ def in_options(text: str, actions: Iterable[argparse.Action]) -> str:
 
 def _has_value(found: re.Match[str]) -> bool:
     before, after = found.string[: found.start()], found.string[found.end() :]
-    return (not before or before.endswith(" with ")) and after.startswith((" = ", ": ", " and "))
+    return (not before or before.endswith((" with ", " needs "))) and after.startswith(
+        (" = ", ": ", " and ")
+    )
 
 
 def _batching(found: re.Match[str]) -> str:

@@ -229,6 +229,7 @@ def test_an_error_after_parsing_names_the_origin_too(parse, capsys, tmp_path, mo
         ("allowed_hosts: 'max_seq_len' must be", "--allowed-host: 'max_seq_len' must be"),
         ("/tmp/max_seq_len/port: no port = 1", "/tmp/max_seq_len/port: no port = 1"),
         ("the model has no seed, and max_tokens = 1", "the model has no seed, and max_tokens = 1"),
+        ("the library needs device = 'cuda'", "the library needs --device = 'cuda'"),
         ("KvCacheConfig.use_uvm = 1 is refused", "KvCacheConfig.use_uvm = 1 is refused"),
     ],
 )

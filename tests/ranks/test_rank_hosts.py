@@ -104,6 +104,52 @@ def test_an_idle_rank_answers_its_host(monkeypatch):
             serve(it)
 
 
+class PausingHost(RecordingCallbacks):
+    """Pauses its manager when a response has `is_last`."""
+
+    def __init__(self, is_last):
+        super().__init__()
+        self.is_last = is_last
+
+    def send_response(self, request_id, tensors, is_final, error):
+        super().send_response(request_id, tensors, is_final, error)
+        if self.is_last(len(self.responses), is_final):
+            self.manager.pause_generation()
+
+
+def test_a_rank_is_idle_when_a_call_has_finished_its_last_request(monkeypatch):
+    """The last token of the request is in flight when both ranks make the call."""
+    hosts = [PausingHost(lambda count, is_final: count == 5), RecordingCallbacks()]
+    alike = {"run_ahead": 1}
+    with serving(monkeypatch, 2, hosts, by_rank={0: alike, 1: alike}) as it:
+        it.host.submit(request(1, [1, 2], 6, is_streaming=True))
+        while len(it.host.responses) < 5:
+            time.sleep(0.001)
+        at_once(lambda manager: manager.update_weights({}, timeout=20), it.managers)
+        assert it.host.final(1, 20).error == ""
+        it.managers[0].resume_generation()
+        assert all(manager.audit(5).ok for manager in it.managers)
+    assert [manager.state for manager in it.managers] == [STOPPED] * 2
+
+
+def test_a_rank_that_is_rung_between_the_last_response_and_the_last_step_waits(monkeypatch):
+    """With run-ahead, one more step than needed is in flight after a request has ended early."""
+    hosts = [PausingHost(lambda count, is_final: is_final), RecordingCallbacks()]
+    alike = {"run_ahead": 1}
+    with serving(monkeypatch, 2, hosts, by_rank={0: alike, 1: alike}) as it:
+        it.host.submit(request(1, [1, 2], 60, end_id=[*range(256)]))
+        assert it.host.final(1, 20).error == ""
+        loop = it.managers[1]._worker.loop
+        while loop.holds_requests or not loop.pending:
+            time.sleep(0.001)
+        it.managers[1].notify()
+        time.sleep(0.1)
+        it.managers[0].resume_generation()
+        assert all(manager.audit(10).ok for manager in it.managers)
+        serve(it, first=5)
+    assert [manager.state for manager in it.managers] == [STOPPED] * 2
+
+
 def test_a_rank_that_is_rung_in_the_middle_of_an_iteration_hears_it(monkeypatch):
     """While it waits for rank 0, and for nothing else."""
     with serving(monkeypatch, 2) as it:
