@@ -288,6 +288,7 @@ def test_a_listed_array_excludes_other_types_and_an_endless_schema_nothing():
     def resolve(schema):
         return schema
 
+    assert excludes({"const": True}, {"type": "null"}, resolve)
     assert excludes({"enum": [[1]]}, {"type": "string"}, resolve)
     assert not excludes({"enum": [[1]]}, {"type": "array"}, resolve)
     endless = {"allOf": []}

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gptmanager.decoding.end_rule import EndRule, restored_end_rule
 from gptmanager.decoding.stop_words import StopWords
 
 TOKENS = st.integers(0, 2)
@@ -114,3 +115,12 @@ def test_many_words_that_share_prefixes_stay_small() -> None:
     automaton = StopWords(words)
     edges = sum(len(edges) for edges in automaton._next)
     assert edges <= 2 * sum(len(word) for word in words)
+
+
+@pytest.mark.parametrize("words", [None, [[1, 2], [3]]])
+def test_a_restored_end_rule_ends_where_the_first_one_did(words):
+    stop_words = None if words is None else StopWords(words)
+    rule = EndRule(9, frozenset({7}), stop_words, include_stop=True)
+    restored = restored_end_rule(rule.state(), [7])
+    assert restored.state() == rule.state() and restored.end_ids == rule.end_ids
+    assert restored.find(0, 3, 1) == rule.find(0, 3, 1)

@@ -30,6 +30,7 @@ from gptmanager.assembly.backend import CpuBackend
 from gptmanager.errors import CallbackError, ConfigError, ManagerDeadError
 from gptmanager.host import retries
 from gptmanager.host.callback_host import CallbackHost
+from gptmanager.host.journal_seam import NoJournal
 from gptmanager.lifecycle.state import ManagerState
 from gptmanager.manager import stall_watch
 from gptmanager.manager.inbox import Inbox
@@ -154,6 +155,19 @@ def test_no_thread_is_left_when_a_wait_has_returned(host, monkeypatch):
     monkeypatch.setattr(manager._inbox, "answer", slow_answer)
     manager.shutdown()
     assert not manager._thread.is_alive()
+
+
+def test_what_a_journal_holds_back_is_sent_before_get_is_called(host, monkeypatch):
+    calls = []
+    monkeypatch.setattr(NoJournal, "flush", lambda self: calls.append("flush"))
+
+    def get(room):
+        calls.append("get")
+        return []
+
+    with start(host, get_inference_requests_cb=get) as manager:
+        assert manager.wait_idle(10)
+    assert calls[0] == "flush"
 
 
 def test_one_forward_call_an_iteration_whose_tokens_are_the_scheduled_sum(host):
