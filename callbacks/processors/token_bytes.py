@@ -32,8 +32,7 @@ def token_bytes(tokenizer: Tokenizer) -> list[bytes]:
     if "ByteLevel" in kinds:
         letters = _letters()
         for text, token in vocabulary.items():
-            if token not in added:
-                found[token] = b"".join(letters.get(one) or one.encode() for one in text)
+            found[token] = b"".join(letters.get(one) or one.encode() for one in text)
     elif "Metaspace" in kinds or "ByteFallback" in kinds:
         space = kinds.get("Metaspace", {}).get("replacement", "\N{LOWER ONE EIGHTH BLOCK}")
         for text, token in vocabulary.items():

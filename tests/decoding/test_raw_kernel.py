@@ -411,6 +411,7 @@ def test_wrong_bindings_of_the_ready_made_ones():
         Watermark(1, delta=float("inf"))
     with pytest.raises(ValueError, match="steps = 0 must be above 0"):
         TemperatureSchedule().bind(1.0, 1.0, 0)
+    assert Watermark(0).key == 0
     with pytest.raises(ValueError, match="key = -1"):
         Watermark(-1)
     with pytest.raises(ValueError, match="gamma = 1.0"):
