@@ -109,6 +109,7 @@ def test_streamed_parts_are_joined():
     assert done.tensors["sequence_length"].tolist() == [[3]]
     assert done.tensors["output_log_probs"].shape == (1, 1, 3)
     assert done.tensors["cum_log_probs"].item() == -1.5
+    assert "output_offset" not in done.tensors
 
 
 @pytest.mark.parametrize("is_streaming", [True, False])
