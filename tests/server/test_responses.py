@@ -221,6 +221,7 @@ def test_stored_items_are_referred_to(ask):
         assert refused.value.code == "item_not_found"
 
 
+RESULT = {"type": "function_call_output", "call_id": "1", "output": {"a": 1}}
 IMAGE = [{"type": "input_image"}]
 
 
@@ -235,6 +236,9 @@ IMAGE = [{"type": "input_image"}]
         ({"input": [{"type": "web_search_call", "id": "a"}]}, "input[0].type"),
         ({"input": [{"role": "critic", "content": "a"}]}, "input[0].role"),
         ({"input": [{"type": "function_call_output", "output": ""}]}, "input[0].call_id"),
+        ({"input": [RESULT]}, "input[0].output"),
+        ({"input": [RESULT | {"output": IMAGE}]}, "input[0].output[0].type"),
+        ({"input": [RESULT | {"output": "a"}, {"role": "user", "content": 7}]}, "input[1].content"),
         ({"input": []}, "input"),
         ({"tools": [{"type": "file_search", "vector_store_ids": ["a"]}]}, "tools[0].type"),
         ({"tools": [{"type": "web_search"}], "tool_choice": "required"}, "tool_choice"),

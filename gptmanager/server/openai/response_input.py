@@ -77,6 +77,14 @@ def messages_of(
     return messages, places
 
 
+def outputs_renamed(
+    messages: Sequence[Mapping[str, Any]], places: Mapping[int, str]
+) -> list[tuple[str, str]]:
+    """Return pairs for errors: the content of a tool's message, and the field that it was."""
+    of_tools = [places[index] for index, one in enumerate(messages) if one["role"] == "tool"]
+    return [(f"{place}.content", f"{place}.output") for place in of_tools]
+
+
 def _continues(last: Mapping[str, Any], message: Mapping[str, Any]) -> bool:
     """Return whether `message` belongs to `last`. The order is: reasoning, a text, calls."""
     if "tool_calls" in message:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 import uuid
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import orjson
@@ -45,6 +46,7 @@ from gptmanager.server.openai.response_input import (
     items_of,
     listed,
     messages_of,
+    outputs_renamed,
     own_tools,
 )
 from gptmanager.server.openai.response_store import ResponseStore
@@ -198,7 +200,7 @@ class _Responses:
     async def _count(self, given: dict[str, Any], warnings: Warnings, owner: str) -> int:
         earlier, items = self._items(given, owner)
         messages, places = messages_of(items, earlier, given.get("instructions"))
-        with fields_renamed(RENAMED, places, own_tools(given)):
+        with _fields_renamed(given, messages, places):
             fields = {**chat_fields(given, warnings), "messages": messages}
             prompt, _ = await self._calls.prompt(fields, warnings)
         return len(prompt.tokens)
@@ -206,7 +208,7 @@ class _Responses:
     async def _prepare(self, given: dict[str, Any], warnings: Warnings, owner: str) -> EventAnswer:
         earlier, items = self._items(given, owner)
         messages, places = messages_of(items, earlier, given.get("instructions"))
-        with fields_renamed(RENAMED, places, own_tools(given)):
+        with _fields_renamed(given, messages, places):
             fields = {**chat_fields(given, warnings), "messages": messages}
             if _lists_tokens(given):
                 fields |= {"logprobs": True, "top_logprobs": given.get("top_logprobs", 0)}
@@ -275,6 +277,16 @@ class _Responses:
         if self._store is None or self._store.find(*_place(request)) is None:
             raise _missing(request)
         raise ApiError(400, "the response has ended: only background responses can be canceled")
+
+
+@contextmanager
+def _fields_renamed(
+    given: Mapping[str, Any], messages: list[dict[str, Any]], places: dict[int, str]
+) -> Iterator[None]:
+    """Rename the fields of chats in ApiErrors that the block raises."""
+    outputs = fields_renamed(outputs_renamed(messages, places))
+    with outputs, fields_renamed(RENAMED, places, own_tools(given)):
+        yield
 
 
 def _place(request: Request) -> tuple[str, str]:
