@@ -302,6 +302,8 @@ class CallbackHost:
             stops = self._poll()
             if type(stops) not in READY:
                 check_answer("PollStopSignal", stops, may_yield=True)
+            elif not stops:
+                return  # as in most iterations
             if stops is not None:
                 collect_ids(stops, self._stops)
 
@@ -330,14 +332,17 @@ class CallbackHost:
         before = len(receiver.received)
         with self._guarded(self.timers.get) as raised:
             answer = self._get(-1 if room is None else room)
-            if type(answer) not in READY:
+            # do nothing else here: an error would lose requests that Get has returned
+            if type(answer) in READY:
+                receiver.returned.extend(answer)
+            else:
                 check_answer("GetInferenceRequests", answer, may_yield=True)
-            try:  # do nothing else here: an error would lose requests that Get has returned
-                items = items_of("GetInferenceRequests", answer)
-            except TypeError:
-                raise not_iterable(answer) from None
-            for item in items:
-                receiver.returned.append(item)
+                try:
+                    items = items_of("GetInferenceRequests", answer)
+                except TypeError:
+                    raise not_iterable(answer) from None
+                for item in items:
+                    receiver.returned.append(item)
         foreign = self._receive() if receiver.returned else None
         error = raised[0] if raised else foreign
         if error is None:
