@@ -20,8 +20,10 @@ from everyday_schemas import EVERYDAY
 from fuzz import FUZZ
 from grammar_walks import random_text, without
 
+from gptmanager.decoding.guided import grammar_matcher
 from gptmanager.decoding.guided.grammar_matcher import (
     GrammarSource,
+    answerer,
     new_matcher,
     new_tokenizer,
     read_source,
@@ -351,6 +353,22 @@ def test_many_branches_are_not_compared_for_ever(parser):
     names = [f"a{i}" for i in range(60)]
     schema = {"oneOf": [{"type": "object", "required": [name]} for name in names]}
     assert compiled(parser, schema, lenient=True)[1] == ["#/oneOf"]
+
+
+def test_what_is_too_large_in_other_words_is_left_out_if_lenient(tokenizer, monkeypatch):
+    answer, make = answerer(tokenizer.to_str(), [0]), grammar_matcher.new_matcher
+
+    def limited(llguidance, parser, kind, text):
+        if "prefixItems" in text:
+            raise ValueError("the grammar is too large")
+        return make(llguidance, parser, kind, text)
+
+    monkeypatch.setattr(grammar_matcher, "new_matcher", limited)
+    schema = json.dumps({"type": "array", "items": {"enum": [1, 2]}, "uniqueItems": True})
+    strict = GrammarSource("json_schema", schema)
+    with pytest.raises(ValueError, match="too large"):
+        answer([*strict])
+    assert answer([*strict._replace(lenient=("",))])[1] == ["#/uniqueItems"]
 
 
 def test_a_pattern_that_the_parser_cannot_read_is_left_out_if_lenient(parser):
