@@ -2,7 +2,6 @@
 
 import ast
 import configparser
-import functools
 import os
 import re
 import sys
@@ -29,9 +28,6 @@ SOURCES = sorted(
 MANY_ATTRIBUTES = {"Family", "OptionalParams", "ModelSpec", "LlmRequest"}
 
 
-syntax_tree = functools.cache(ast.parse)  # each file is checked several times
-
-
 def num_attributes(class_):
     """Names that the methods of a class give to self, and fields of its body."""
     names = set()
@@ -52,7 +48,7 @@ def is_argument_table(function):
 def too_large(text):
     """What of a module is: (name, size)."""
     found = [("module", text.count("\n"))] if text.count("\n") > 400 else []
-    for node in ast.walk(syntax_tree(text)):
+    for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.ClassDef) and node.name not in MANY_ATTRIBUTES:
             if num_attributes(node) > 20:
                 found.append((node.name, num_attributes(node)))
@@ -98,7 +94,7 @@ DANGLING = re.compile(r"(Of|As|That|What|Who|Whose|So|Such)\b")
 def dangling_docstrings(text):
     """Return the modules, classes and functions whose docstring begins without a subject."""
     kinds = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
-    nodes = (node for node in ast.walk(syntax_tree(text)) if isinstance(node, kinds))
+    nodes = (node for node in ast.walk(ast.parse(text)) if isinstance(node, kinds))
     return [
         getattr(node, "name", "module")
         for node in nodes
