@@ -36,7 +36,7 @@ class DeltaOps:
         return False
 
     def gated(self, x: Tensor, gates: Tensor) -> Tensor:
-        """`x * sigmoid(gates)`, both `[T, N]`, in x's dtype."""
+        """`x * sigmoid(gates)`, in x's dtype. x is `[T, N]`, gates are `[T, N]` or `[T, 1]`."""
         return (widened(x) * self._elementwise(torch.sigmoid, widened(gates))).to(x.dtype)
 
     def gated_delta(
@@ -60,6 +60,7 @@ class DeltaOps:
         result = projected.new_empty(len(projected), shape.values)
         wide, weight = widened(projected), widened(tensors.conv)
         rates, steps = widened(gates).to(wide).chunk(2, dim=-1)
+        rates = self._elementwise(torch.sigmoid, rates)
         arguments = steps + widened(tensors.step)
         decays = -widened(tensors.decay).exp() * self._elementwise(F.softplus, arguments)
         for tokens, slots in self._spans(rows):
@@ -69,7 +70,7 @@ class DeltaOps:
             x, past = convolved(channels.unflatten(0, count), past, weight)
             q, k, v = heads_of(x, shape)
             advance = step_by_step if self.deterministic or x.shape[1] == 1 else in_chunks
-            decay, rate = decays[tokens], rates[tokens].sigmoid()
+            decay, rate = decays[tokens], rates[tokens]
             read, memory = advance(
                 q, k, v, decay.unflatten(0, count), rate.unflatten(0, count), memory
             )

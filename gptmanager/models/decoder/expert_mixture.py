@@ -23,7 +23,7 @@ def mix_experts(
     if shared is None:
         return mixed
     if own.shared_gate is not None:
-        shared = shared * kernels.linear(hidden, own.shared_gate).sigmoid()
+        shared = kernels.gated(shared, kernels.linear(hidden, own.shared_gate))
     return mixed + shared
 
 
