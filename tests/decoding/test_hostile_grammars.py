@@ -80,6 +80,8 @@ def fault_of(guided, kind, argument):
         ("lark", 'start: start "a"', "lark: the grammar permits no text"),
         ("lark", "start: a\na: b\nb: a", "lark: the grammar permits no text"),
         ("lark", "start: A\nA: /a+/ & /b+/", "lark: the grammar permits no text"),
+        ("lark", 'start: "a" A\nA: /a+/ & /b+/', "lark: the grammar permits no text"),
+        ("lark", 'start: "a" "Z" A\nA: /a+/ & /b+/', "lark: the grammar permits no text"),
         ("lark", "start: " + "(" * 5000 + '"a"' + ")" * 5000, "too deeply nested"),
         ("lark", "start: <[0-99999999]>", "Token range end too large"),
     ],
@@ -103,6 +105,9 @@ def test_what_cannot_be_is_told_by_name(guided, kind, argument, fault):
         ("regex", "((a*)*)*b"),
         ("lark", 'start: "b" | "a" x\nx: "a" x'),
         ("lark", 'start: ""'),
+        ("lark", 'start: "a" | "b" A\nA: /a+/ & /b+/'),
+        ("lark", 'start: "a" A |\nA: /a+/ & /b+/'),
+        ("lark", 'start: "a" A?\nA: /a+/ & /b+/'),
     ],
 )
 def test_what_only_looks_hostile_compiles(guided, kind, argument):

@@ -16,6 +16,7 @@ NO_TEXT = "the grammar permits no text"
 # Limits of the lexer's work, in llguidance's units: at the start, and in each step. A grammar that
 # exceeds a limit fails after about 0.2 s.
 _FUEL = {"initial_lexer_fuel": 200_000, "step_lexer_fuel": 50_000}
+_MAX_FOLLOWED = 16  # tokens after which a dead end of a grammar is left to the request
 
 
 class GrammarSource(NamedTuple):
@@ -61,16 +62,23 @@ def new_matcher(llguidance: Any, tokenizer: Any, kind: str, text: str) -> Any:
 
 
 def _first_fault(matcher: Any, end_ids: list[int]) -> str:
-    """Compute the first mask, accept its lowest token, and return the error of this, or ""."""
-    mask = int.from_bytes(matcher.compute_bitmask(), "little")
-    fault = fault_of(matcher)
-    for end_id in end_ids:
-        mask &= ~(1 << end_id)
-    if fault or not mask:
-        return fault
-    lowest = mask & -mask
-    matcher.consume_token(lowest.bit_length() - 1)
-    return fault_of(matcher)  # not NO_TEXT, which only a mask finds
+    """Follow the grammar while only one token may be next, and return the error of this, or "".
+
+    Where several tokens may be next, accept only the lowest: others may be permitted texts.
+    """
+    for _ in range(_MAX_FOLLOWED):
+        mask, may_end = int.from_bytes(matcher.compute_bitmask(), "little"), matcher.is_accepting()
+        fault = fault_of(matcher)
+        for end_id in end_ids:
+            mask &= ~(1 << end_id)
+        if fault or not mask:
+            return fault
+        lowest = mask & -mask
+        matcher.consume_token(lowest.bit_length() - 1)
+        fault = fault_of(matcher)  # not NO_TEXT, which only a mask finds
+        if fault or may_end or mask != lowest:
+            return fault
+    return ""
 
 
 def fault_of(matcher: Any) -> str:
