@@ -68,7 +68,7 @@ class LiveTap:
         return self.is_open
 
     def close(self, manager: GptManager) -> None:
-        self.is_open = False
+        """End the watch, also one that `open` has begun too late. The tap is not used again."""
         with suppress(TimeoutError):
             manager.unwatch(self.see, _ANSWER_S)
 

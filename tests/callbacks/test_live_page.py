@@ -6,6 +6,7 @@ import asyncio
 import http.client
 import json
 import re
+import socket
 import threading
 import time
 from queue import Full
@@ -26,6 +27,7 @@ from gptmanager import (
 )
 from gptmanager.callbacks import LivePage
 from gptmanager.callbacks.live_page import feed as live_feed
+from gptmanager.callbacks.live_page import page_server
 from gptmanager.callbacks.live_page import tap as live_tap
 from gptmanager.callbacks.live_page.rows import LiveRows, ranges
 from gptmanager.callbacks.live_page.tap import LiveTap
@@ -583,6 +585,18 @@ def test_it_is_served_without_an_extra():
         events.close()
     with pytest.raises(ConnectionRefusedError):
         get(url, "/")
+
+
+def test_a_connection_beyond_the_limit_is_closed_at_once(monkeypatch):
+    monkeypatch.setattr(page_server, "_MAX_OTHERS", 0)
+    with LivePage(max_viewers=1) as page:
+        address = urlsplit(page.serve())
+        place = address.hostname, address.port
+        with socket.create_connection(place, 20) as first:
+            first.sendall(b"GET /live/events HTTP/1.1\r\nHost: localhost\r\n\r\n")
+            assert first.recv(1) == b"H"
+            with socket.create_connection(place, 20) as second:
+                assert second.recv(1) == b""
 
 
 def test_asyncio_gets_the_same_events():

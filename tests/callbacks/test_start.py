@@ -141,6 +141,7 @@ def test_an_interrupt_aborts_and_leaves_no_thread():
 def test_a_bar_shows_what_takes_long(monkeypatch, capsys, progress, is_shown):
     # Given a patience that is over at once, and no terminal
     monkeypatch.setattr(start, "_PATIENCE_S", 0.0)
+    monkeypatch.setattr(start, "_REFRESH_S", 0.0001)  # several times before the first one ends
     before = set(threading.enumerate())
 
     generate(counting(), [[1], [2]], 3, progress=progress)

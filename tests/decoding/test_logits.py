@@ -334,7 +334,11 @@ def test_one_that_overstays_its_budget_is_named(caplog):
     assert len(warnings) == 3  # the 1st, 2nd and 4th of five calls
     assert warnings[0].startswith("logits_post_processor Spy took ")
     caplog.clear()
-    serve([request(1, logits_post_processor=Spy())], logits_post_processor_budget_s=None)
+    for budget_s in (None, 3600.0):
+        host = serve(
+            [request(1, logits_post_processor=Spy())], logits_post_processor_budget_s=budget_s
+        )
+        assert not host.final(1).error
     assert "budget" not in caplog.text
 
 

@@ -271,7 +271,7 @@ OTHER_PARAMETERS = [
     ("int vocab_size", "int vocab_size, int more", "takes 10 parameters, not 9: it has int more"),
     ("const int* lengths", "int lengths", "parameter 5 is declared `int lengths`, expected"),
     ("float* logits", "double* logits", "parameter 1 is declared `double\\* logits`, expected"),
-    ("int max_seq_len", "long long max_seq_len", "parameter 8 is declared `long long max_seq_len`"),
+    ("int vocab_size", "long vocab_size", "parameter 9 is declared `long vocab_size`, expected"),
     ("double added", "float added", "parameter 4 .* expected .* of PARAMS_SIZE bytes"),
 ]
 

@@ -201,7 +201,8 @@ def test_a_step_that_hangs_ends_the_manager_and_nothing_follows(gate, caplog):
     answered = finals(host)
     assert {1, 2, 3, 4} <= set(answered) and not host.final(0).error
     assert all(answered[i].error == f"ManagerDeadError: {text}" for i in answered if i)
-    for call in (manager.notify, manager.wait_idle, manager.audit, lambda: manager.explain(1)):
+    calls = manager.notify, manager.resume_generation, manager.wait_idle, manager.audit
+    for call in (*calls, lambda: manager.explain(1)):
         with pytest.raises(ManagerDeadError):
             call()
     health = manager.health()
@@ -211,6 +212,7 @@ def test_a_step_that_hangs_ends_the_manager_and_nothing_follows(gate, caplog):
     calls = Counter(host.num_calls)
     gate.open()
     end_thread(manager)
+    assert "on_hang = 'fail': the manager has ended; statistics: {" in caplog.text
     assert host.num_calls == calls
     each_has_one_final(host, set(answered))
     assert set(answered) <= set(ids)
