@@ -274,6 +274,18 @@ def test_unevaluated_properties_do_not_look_around(parser):
     assert accepts(matcher, parser, "{}") and not accepts(matcher, parser, '{"a":1}')
 
 
+def test_properties_that_a_closed_schema_collects_keep_their_order(parser):
+    """Another order in each process would give other outputs, and other ones on each rank."""
+    names = ["delta", "alpha", "omega", "zeta", "beta"]
+    parts = [{"properties": {name: {"type": "integer"}}} for name in names]
+    schema = {"type": "object", "allOf": parts, "unevaluatedProperties": False}
+    text, _ = read_source(llguidance, GrammarSource("json_schema", json.dumps(schema)))
+    (closed,) = json.loads(text)["anyOf"]
+    assert [*closed["properties"]] == names
+    matcher, _ = compiled(parser, schema)
+    assert accepts(matcher, parser, json.dumps(dict.fromkeys(names, 1), separators=(",", ":")))
+
+
 def test_required_properties_exclude_only_if_their_values_do():
     def tagged(value, **more):
         return {"type": "object", "properties": {"a": {"const": value}}, "required": ["a"], **more}

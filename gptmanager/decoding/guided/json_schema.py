@@ -230,14 +230,19 @@ class SchemaReader:
         if value is not True:
             self._demand(found, at, "unevaluatedProperties", made)
 
-    def _named(self, schema: Any, keyword: str, depth: int = 6) -> set[str]:
-        """Return names, or patterns, of the properties that a schema and its parts define."""
+    def _named(self, schema: Any, keyword: str, depth: int = 6) -> dict[str, None]:
+        """Return names, or patterns, of the properties that a schema and its parts define.
+
+        Their order, on which outputs depend, is the same in each process.
+        """
         if not isinstance(schema, Mapping) or not depth:
-            return set()
-        found = set(schema.get(keyword) or ())
+            return {}
+        found = dict.fromkeys(schema.get(keyword) or ())
         target = self._references.target(schema.get("$ref"))
         parts = [*(schema.get("allOf") or ()), *([] if target is None else [target[0]])]
-        return found.union(*(self._named(part, keyword, depth - 1) for part in parts))
+        for part in parts:
+            found |= self._named(part, keyword, depth - 1)
+        return found
 
     def _read_contains(self, schema: Any, value: Any, at: str, found: dict[str, Any]) -> None:
         """Require the first item to be one that fits `contains`."""
