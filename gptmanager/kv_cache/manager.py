@@ -109,8 +109,8 @@ class KvCacheManager(KvSequences):
                     f"multiple of tokens_per_block = {needs.tokens_per_block}"
                 )
             reuse = BlockReuse(num_blocks, needs.tokens_per_block, needs.window, options)
-        super().__init__(num_blocks, needs, reuse)
         self.tokens_per_block = needs.tokens_per_block
+        super().__init__(num_blocks, needs, reuse)
 
     # Needs of requests ----------------------------------------------------------------------
 

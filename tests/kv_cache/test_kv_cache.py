@@ -734,6 +734,15 @@ def test_whole_numbers_of_numpy_are_taken_as_ints() -> None:
     assert kv.get_max_resource_count() == 10
 
 
+def test_a_subclass_may_count_when_its_first_scheduling_starts():
+    class Counting(KvCacheManager):
+        def start_scheduling(self):
+            super().start_scheduling()
+            self.num_free_positions = self.num_free_blocks * self.tokens_per_block
+
+    assert Counting(6, 4).num_free_positions == 24
+
+
 def spoiled(spoil: Callable[[KvCacheManager], object]) -> KvCacheManager:
     kv = KvCacheManager(10, 10)
     kv.add_sequence(LlmRequest(1, 25, 10))
