@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import time
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -24,6 +23,7 @@ from gptmanager.kernels.simd.machine_code import compiled
 from gptmanager.kernels.simd.threads import COUNTER_BYTES, Team
 from gptmanager.kernels.task_list import TaskList, run_tasks
 from gptmanager.kernels.torch_operations import TorchOperations
+from gptmanager.lifecycle.clock import perf_counter
 
 Compute = Callable[[Sequence[Tensor]], Tensor]
 Begin = Callable[[bool], None]
@@ -142,9 +142,9 @@ class _CapturedStep:
         is_long = self._seconds > LONG_S
         run = _run_unlocked if is_long else _run_locked
         begin(is_long)
-        start = time.perf_counter()
+        start = perf_counter()
         run()(ctypes.addressof(self._list))
-        self._seconds = time.perf_counter() - start
+        self._seconds = perf_counter() - start
         return result
 
 

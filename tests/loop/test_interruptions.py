@@ -24,6 +24,7 @@ from loop_driver import expected_output
 from shorthand import request, start
 
 import gptmanager
+from gptmanager import GptManager, KvCacheConfig, ModelType, OptionalParams
 from gptmanager.errors import ManagerDeadError
 from gptmanager.lifecycle.state import ManagerState
 from gptmanager.testing import RecordingCallbacks
@@ -245,6 +246,20 @@ def test_a_host_that_breaks_the_clocks_breaks_nothing_else(broken, monkeypatch, 
     assert "input_ids is empty" in host.final(2).error
     assert host.final(3).error == ""
     assert manager.state is ManagerState.STOPPED
+
+
+def test_captured_steps_of_a_model_do_not_ask_the_clocks_of_a_host(monkeypatch):
+    host = RecordingCallbacks()
+    options = OptionalParams(kv_cache_config=KvCacheConfig(max_tokens=256), max_batch_size=1)
+    fused = ModelType.INFLIGHT_FUSED_BATCHING
+    with GptManager("examples/tiny_llama", fused, optional_params=options, **host.keywords()) as it:
+        host.manager = it
+        for name in ("time", "monotonic", "perf_counter", "perf_counter_ns", "thread_time_ns"):
+            monkeypatch.setattr(time, name, fails)
+        host.submit(request(1, [5, 6], 8))
+        assert it.wait_idle(60)
+        monkeypatch.undo()
+    assert host.final(1).error == ""
 
 
 def test_a_question_that_waits_too_long_says_what_the_loop_does():
