@@ -35,6 +35,7 @@ _CLASSES = "|".join(
 _FIELD = re.compile(
     rf"(?<![\w./'\"-])(?:({_CLASSES})\.)?([a-z]+(?:_[a-z]+)*)\b(?![-/(]|\.\w)( = (?:True|False)\b)?"
 )
+_OF_FILE = re.compile(r"\.jsonl?['\"]?: $")
 _BATCHING = re.compile(r"\bModelType\.([A-Z]\w*)")
 
 
@@ -42,13 +43,14 @@ def in_options(text: str, actions: Iterable[argparse.Action]) -> str:
     """Return an error with the options of `actions` in place of the fields that they set.
 
     A name without its class and without an underscore is also a common word. It is replaced only at
-    the start of the text or after "with" or "needs", and before a value.
+    the start of the text or after "with" or "needs", and before a value. A name after that of a
+    JSON file is a key of this file.
     """
     options = {it.dest: it for it in actions if it.option_strings}
 
     def replaced(found: re.Match[str]) -> str:
         config, name, switched = found.groups()
-        if config is None and "_" not in name and not _has_value(found):
+        if config is None and not _is_field(found):
             return found[0]
         other = _WITHOUT_CLASS.get(name) if config is None else _OTHER_NAMES.get(f"{config}.{name}")
         option = options.get(other or name)
@@ -62,8 +64,10 @@ def in_options(text: str, actions: Iterable[argparse.Action]) -> str:
     return _FIELD.sub(replaced, text)
 
 
-def _has_value(found: re.Match[str]) -> bool:
+def _is_field(found: re.Match[str]) -> bool:
     before, after = found.string[: found.start()], found.string[found.end() :]
+    if "_" in found[2]:
+        return _OF_FILE.search(before) is None
     return (not before or before.endswith((" with ", " needs "))) and after.startswith(
         (" = ", ": ", " and ")
     )

@@ -231,6 +231,8 @@ def test_an_error_after_parsing_names_the_origin_too(parse, capsys, tmp_path, mo
         ("the model has no seed, and max_tokens = 1", "the model has no seed, and max_tokens = 1"),
         ("the library needs device = 'cuda'", "the library needs --device = 'cuda'"),
         ("KvCacheConfig.use_uvm = 1 is refused", "KvCacheConfig.use_uvm = 1 is refused"),
+        ("a/config.json: chat_template must be", "a/config.json: chat_template must be"),
+        ("run_ahead = 1: enable_trt_overlap overlaps", "run_ahead = 1: --overlap overlaps"),
     ],
 )
 def test_an_error_names_options_in_place_of_parameters(parse, text, expected):
