@@ -10,13 +10,15 @@ from __future__ import annotations
 import struct
 import time
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
 
 from gptmanager.environment.distribution import install_command
-from gptmanager.errors import CallbackError, ConfigError, response_text
+from gptmanager.errors import CallbackError, ConfigError, InvalidRequestError, response_text
 from gptmanager.host.rank_messages import pack_requests, unpack_requests
+from gptmanager.host.received_requests import collect_ids, items_of, read_id, read_request
 from gptmanager.request.inference_request import InferenceRequest
 
 _LENGTH = struct.Struct("<Q")  # of an error's text
@@ -41,17 +43,19 @@ class MpiTransport:
         If the callback raises an exception, all ranks get the requests that it has yielded before,
         and then an error: rank 0 this exception, the other ranks a CallbackError.
         """
-        own, error = _called(callback, room)
-        requests = [item for item in own if isinstance(item, InferenceRequest)]
-        data, error = self._share(pack_requests(requests), error, "GetInferenceRequests")
-        # rank 0's manager also reports items that are not requests
+        own, error = _called("GetInferenceRequests", callback, room)
+        data, error = self._share(pack_requests(_readable(own)), error, "GetInferenceRequests")
+        # rank 0's manager also reports the items that are not sent
         return _answer(own if self.is_first else unpack_requests(data), error)
 
     def poll(self, callback: Callable[[], Iterable[int]] | None) -> Iterable[int]:
         """Return the answer of rank 0's PollStopSignal, with errors like those of `get`."""
-        own, error = _called(callback)
-        ids = [int(item) for item in own if _is_request_id(item)]
-        data, error = self._share(np.array(ids, np.uint64).tobytes(), error, "PollStopSignal")
+        own, error = _called("PollStopSignal", callback)
+        ids: set[int] = set()
+        with suppress(CallbackError):  # raised again, and logged, by rank 0's manager
+            collect_ids(own, ids)
+        stops = np.array([*ids], np.uint64)
+        data, error = self._share(stops.tobytes(), error, "PollStopSignal")
         return _answer(own if self.is_first else np.frombuffer(data, np.uint64).tolist(), error)
 
     def _share(
@@ -83,16 +87,23 @@ class MpiTransport:
 
 
 def _called(
-    callback: Callable[..., Iterable[Any]] | None, *arguments: Any
+    name: str, callback: Callable[..., Iterable[Any]] | None, *arguments: Any
 ) -> tuple[list[Any], Exception | None]:
-    """Return the items of a callback's answer, and the exception that ended them."""
+    """Return the items of the answer of the callback `name`, and the exception that ended them."""
     items: list[Any] = []
     try:
-        for item in () if callback is None else callback(*arguments):
+        for item in items_of(name, () if callback is None else callback(*arguments)):
             items.append(item)
     except Exception as error:
         return items, error
     return items, None
+
+
+def _readable(items: list[Any]) -> Iterator[InferenceRequest]:
+    """Yield the requests that rank 0's manager will accept: it refuses those it cannot read."""
+    for item in items:
+        with suppress(CallbackError, InvalidRequestError):
+            yield read_request(item, read_id(item))
 
 
 def _answer(items: list[Any], error: Exception | None) -> Iterable[Any]:
@@ -107,10 +118,6 @@ def _answer(items: list[Any], error: Exception | None) -> Iterable[Any]:
 def _raising(items: list[Any], error: Exception) -> Iterator[Any]:
     yield from items
     raise error
-
-
-def _is_request_id(item: Any) -> bool:
-    return isinstance(item, (int, np.integer)) and 0 <= int(item) < 2**64
 
 
 def _world() -> Any:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import reprlib
 import threading
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sized
 from contextlib import suppress
 from typing import Any
 
@@ -23,8 +23,8 @@ from gptmanager.request.inference_request import KEYWORDS, InferenceRequest
 from gptmanager.request.read_tensors import refuse_masked
 from gptmanager.step import Progress
 
-READY = frozenset({list, tuple, set, frozenset})  # types of answers that have all their items
-MAX_YIELDED = 100_000  # items of any other answer, which may be an endless generator
+READY = frozenset({list, tuple, set, frozenset})  # types of most answers: these have a length
+MAX_YIELDED = 100_000  # items of an answer without a length, such as a generator: it may be endless
 
 
 class OwedFinals:
@@ -87,7 +87,7 @@ class Receiver:
         while self.returned:
             item = self.returned[0]
             try:
-                request_id = _read_id(item)
+                request_id = read_id(item)
             except CallbackError as error:
                 self.returned.popleft()
                 num_foreign, first = num_foreign + 1, first or str(error)
@@ -97,7 +97,7 @@ class Receiver:
                 self.owed.owe(request_id)
                 self.returned.popleft()
             try:
-                self.received.append(_read_request(item, request_id))
+                self.received.append(read_request(item, request_id))
             except InvalidRequestError as error:
                 refuse(request_id, error)
         if not num_foreign:
@@ -123,10 +123,10 @@ class Receiver:
                     self.returned.append(item)
                     continue
                 with suppress(CallbackError):  # not a request
-                    self.owed.owe(_read_id(item))
+                    self.owed.owe(read_id(item))
 
 
-def _read_id(item: Any) -> int:
+def read_id(item: Any) -> int:
     """Return the id of an item that Get returned.
 
     Raise CallbackError, which names the item's type, if the item is not a request with a valid id.
@@ -152,7 +152,7 @@ def _read_id(item: Any) -> int:
     )
 
 
-def _read_request(item: InferenceRequest, request_id: int) -> InferenceRequest:
+def read_request(item: InferenceRequest, request_id: int) -> InferenceRequest:
     """Return a plain `InferenceRequest` with the fields of `item`, which may be of a subclass.
 
     Raise InvalidRequestError if a field cannot be read.
@@ -173,34 +173,40 @@ def _read_request(item: InferenceRequest, request_id: int) -> InferenceRequest:
 def items_of(name: str, answer: Any) -> Iterator[Any]:
     """Return an iterator over the items that the callback `name` has returned.
 
-    After `MAX_YIELDED` items of a lazy answer, such as a generator, the iterator raises
-    CallbackError. Raise TypeError if the answer is not iterable.
+    If an answer without a length has more than `MAX_YIELDED` items, the iterator returns one more,
+    and then raises CallbackError. Raise TypeError if the answer is not iterable.
     """
     items = iter(answer)
-    return items if type(answer) in READY else _limited(name, items)
+    return items if isinstance(answer, Sized) else _limited(name, items)
 
 
 def _limited(name: str, items: Iterator[Any]) -> Iterator[Any]:
     for count, item in enumerate(items, 1):
-        yield item
-        if count == MAX_YIELDED:
+        yield item  # also the one too many: it cannot be given back
+        if count > MAX_YIELDED:
             raise CallbackError(
-                f"{name} has yielded {MAX_YIELDED} items, the most of a generator: the rest is not "
-                "read; return a list, or yield fewer items in each call"
+                f"{name} has yielded more than {MAX_YIELDED} items: the rest is not read; return a "
+                "list, or yield fewer items in each call"
             )
 
 
 def collect_ids(stops: Any, into: set[int]) -> None:
-    """Add the ids that PollStopSignal returned. Raise CallbackError for other values."""
+    """Add the ids that PollStopSignal returned. Raise CallbackError for other values.
+
+    Integers that no request can have as its id are left out.
+    """
     try:
         ids, foreign = items_of("PollStopSignal", stops), []
     except TypeError:
         ids, foreign = iter(()), [stops]
     for stop in ids:
         try:
-            into.add(as_integer(stop))
+            request_id = as_integer(stop)
         except TypeError:
             foreign.append(stop)
+            continue
+        if 0 <= request_id < 2**64:
+            into.add(request_id)
     if foreign:
         raise CallbackError(
             f"PollStopSignal returned {reprlib.repr(foreign[0])}, expected request ids"

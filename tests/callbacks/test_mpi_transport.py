@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
+import itertools
 import os
 import shutil
 import subprocess
@@ -10,6 +12,7 @@ import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
+import numpy as np
 import pytest
 import torch
 
@@ -17,7 +20,10 @@ from gptmanager import InferenceRequest
 from gptmanager.callbacks import broadcast
 from gptmanager.callbacks.ranks.mpi_transport import MpiTransport
 from gptmanager.errors import CallbackError, ConfigError, RankError
+from gptmanager.host import received_requests
 from gptmanager.host.rank_messages import requests_digest, unpack_requests
+from gptmanager.host.received_requests import Receiver, collect_ids
+from gptmanager.lifecycle.state import Lifecycle
 from gptmanager.request.post_processor import is_post_processor
 
 SIZE = 3
@@ -133,11 +139,49 @@ def test_what_rank_0_yields_before_it_raises_or_beside_other_values_reaches_ever
         assert requests_digest(answer) == requests_digest([own]) and stops == [3]
 
 
-def test_an_id_that_no_request_can_have_keeps_no_other_from_the_ranks():
-    def body(rank, transport):
-        return transport.poll((lambda: [-1, 2**64, 4]) if rank == 0 else None)
+def test_every_rank_stops_what_the_manager_of_rank_0_stops():
+    given = [-1, 2**64, 4, True, np.uint64(5), torch.tensor(6), "7"]
 
-    assert [set(it.result()) & {4} for it in on_ranks(body)] == [{4}] * SIZE
+    def body(rank, transport):
+        stops = set()
+        with contextlib.suppress(CallbackError):  # rank 0's manager reports the others
+            collect_ids(transport.poll((lambda: given) if rank == 0 else None), stops)
+        return stops
+
+    assert [it.result() for it in on_ranks(body)] == [{4, 5, 6}] * SIZE
+
+
+class Unreadable(InferenceRequest):
+    def __init__(self, request_id):
+        self.__dict__["request_id"] = request_id
+
+
+def test_no_rank_gets_what_the_manager_of_rank_0_refuses():
+    """It would run there alone, and the ranks would fail."""
+    masked = InferenceRequest.from_tokens(8, [1], 5)
+    masked.input_ids = np.ma.array([1, 2], mask=[False, True])
+    own = [masked, *requests(), Unreadable(9)]
+
+    def body(rank, transport):
+        receiver, refused = Receiver(Lifecycle()), []
+        receiver.returned.extend(transport.get((lambda room: own) if rank == 0 else None, 9))
+        receiver.receive(lambda request_id, error: refused.append(request_id))
+        return requests_digest(receiver.received), len(receiver.received), refused
+
+    found = [it.result() for it in on_ranks(body)]
+    assert len({digest for digest, *_ in found}) == 1
+    assert [counts for _, *counts in found] == [[2, [8, 9]], *[[2, []]] * (SIZE - 1)]
+
+
+def test_an_endless_generator_ends_on_every_rank(monkeypatch):
+    monkeypatch.setattr(received_requests, "MAX_YIELDED", 50)
+
+    def body(rank, transport):
+        with pytest.raises(CallbackError, match="PollStopSignal has yielded more than 50 items"):
+            list(transport.poll(itertools.count if rank == 0 else None))
+
+    for it in on_ranks(body):
+        it.result()
 
 
 @pytest.mark.parametrize("data", [b"", b"\xff\xff\xff\xff", b"\x02\0\0\0[{", b"\x02\0\0\0[1"])

@@ -15,6 +15,7 @@ import sys
 import threading
 import time
 import weakref
+from collections import deque
 from pathlib import Path
 
 import numpy as np
@@ -294,6 +295,19 @@ def test_an_endless_generator_of_stop_signals_is_an_error(host, make, monkeypatc
         assert manager.health().callbacks["PollStopSignal"].errors >= 1
 
 
+def test_an_integer_that_no_request_has_as_its_id_stops_nothing(host, tmp_path):
+    """A recording could not have it."""
+    stops = [-1, 2**64, -(2**70), 1]
+    options = params(recording_path=tmp_path / "recording.jsonl")
+    with start(host, slowly, options=options, poll_stop_signal_cb=lambda: stops) as manager:
+        host.submit(request(1, [1], 100), request(2, [1], 5))
+        assert FinishReason(int(host.final(1).tensors["finish_reasons"])) is FinishReason.CANCELLED
+        assert host.final(2).error == ""
+        assert manager.health().callbacks["PollStopSignal"].errors == 0
+    recording = read_recording(tmp_path / "recording.jsonl")
+    assert {stop for it in recording.iterations for stop in it.intake.stops} == {1}
+
+
 def test_an_error_in_a_generator_of_stop_signals_is_logged_as_it_is(host, caplog):
     def ids():
         yield 7
@@ -390,12 +404,25 @@ def test_an_endless_generator_of_requests_is_an_error_of_get(host, monkeypatch):
     options = params(max_get_failures=2, max_active_requests=None)
     with start(host, options=options, get_inference_requests_cb=get) as manager:
         assert manager.wait(20) and manager.state is ManagerState.FAILED
-    told = (
-        "GetInferenceRequests has yielded 50 items, the most of a generator: the rest is not read"
-    )
+    told = "GetInferenceRequests has yielded more than 50 items: the rest is not read"
     assert told in str(manager.exception)
-    assert next(yielded) == 150
-    assert sorted(it.request_id for it in finals(host)) == list(range(150))
+    assert next(yielded) == 153
+    assert sorted(it.request_id for it in finals(host)) == list(range(153))
+
+
+@pytest.mark.parametrize(
+    ("make", "count"), [(iter, 50), (deque, 60), (lambda it: dict(enumerate(it)).values(), 60)]
+)
+def test_an_answer_that_is_complete_is_taken_whole(host, monkeypatch, make, count):
+    """A generator may yield as many as the limit, and what has a length has no limit."""
+    monkeypatch.setattr(received_requests, "MAX_YIELDED", 50)
+    answers = [make([request(i, [5], 2) for i in range(count)])]
+    options = params(max_active_requests=None)
+    get = lambda room: answers.pop() if answers else ()  # noqa: E731
+    with start(host, options=options, get_inference_requests_cb=get) as manager:
+        assert manager.wait_idle(10)
+        assert manager.health().callbacks["GetInferenceRequests"].errors == 0
+    assert len(finals(host)) == count and not any(it.error for it in host.responses)
 
 
 # A manager's methods, from everywhere ------------------------------------------------------------
