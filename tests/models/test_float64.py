@@ -34,6 +34,8 @@ from gptmanager.assembly.options import checked_optional_params
 from gptmanager.cuda.kernels import CudaKernels
 from gptmanager.errors import ConfigError
 from gptmanager.kernels import CpuKernels, Kernels
+from gptmanager.kernels.experts.mixture import ExpertMatrices
+from gptmanager.kernels.experts.routing import Routing, Score
 from gptmanager.models import load_model
 from gptmanager.testing import ContractChecker, RecordingCallbacks
 
@@ -96,7 +98,19 @@ def test_adapters_are_their_merged_models(family: str, tmp_path: Any) -> None:
 
 # The reference's ops, which are the only ones for float64 ---------------------------------------
 
+
+def mix_equal_experts(kernels: Kernels, x: torch.Tensor, score: Score) -> torch.Tensor:
+    """Only the weights of the chosen experts depend on the logits, `x[:, :7]`."""
+    matrix = x[:1].repeat(7 * 16, 1) * 0.03
+    down = x[:1, :8].repeat(7 * x.shape[1], 1)
+    experts = ExpertMatrices(matrix, None, down, None, "silu", True, 0, 7)
+    return kernels.experts(x, x[:, :7].clone(), None, Routing(3, score), experts)
+
+
 OPS = {
+    "experts": partial(mix_equal_experts, score="sigmoid"),
+    "experts_of_best": partial(mix_equal_experts, score="sigmoid_of_best"),
+    "gated": lambda kernels, x: kernels.gated(x, x.flip(1)),
     "rms_norm": lambda kernels, x: kernels.rms_norm(x, x[0].clone(), 1e-5),
     "add_rms_norm": lambda kernels, x: kernels.add_rms_norm(x, x.flip(1), x[0].clone(), 1e-5),
     "layer_norm": lambda kernels, x: kernels.layer_norm(x, x[0].clone(), None, 1e-5),

@@ -6,7 +6,8 @@ matrices once. Experts that no token has chosen are not read.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import NamedTuple, Protocol
 
 import torch
@@ -26,6 +27,8 @@ class ExpertOps(Protocol):
     def linear_silu_mul(self, x: Tensor, weight: Matrix, bias: Tensor | None = None) -> Tensor: ...
 
     def activate(self, x: Tensor, activation: Activation, gated: bool) -> Tensor: ...
+
+    def elementwise(self, op: Callable[[Tensor], Tensor], x: Tensor) -> Tensor: ...
 
 
 class ExpertMatrices(NamedTuple):
@@ -48,15 +51,21 @@ class ExpertMatrices(NamedTuple):
     factors: Tensor | None = None
 
     def choose(
-        self, x: Tensor, logits: Tensor, routing: Routing, correction: Tensor | None
+        self,
+        x: Tensor,
+        logits: Tensor,
+        routing: Routing,
+        correction: Tensor | None,
+        sigmoid: Callable[[Tensor], Tensor],
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Choose k experts per token by `logits [T, E]`; return inputs, numbers and weights.
 
         The inputs of experts are `x [T, C]`, or `[T * k, C]` if `routing.scales_inputs`. The
-        numbers of the chosen experts and their weights are `[T, k]`.
+        numbers of the chosen experts and their weights are `[T, k]`. `sigmoid`: see
+        `choose_experts`.
         """
         bias = None if correction is None else widened(correction)
-        return self.prepared(x, routing, *choose_experts(widened(logits), routing, bias))
+        return self.prepared(x, routing, *choose_experts(widened(logits), routing, bias, sigmoid))
 
     def prepared(
         self, x: Tensor, routing: Routing, chosen: Tensor, weights: Tensor
@@ -99,7 +108,9 @@ class MixtureOps(ExpertOps, Protocol):
         experts: ExpertMatrices,
     ) -> Tensor:
         """Choose experts by `logits [T, E]`; return their weighted sums `[T, C]` for `x [T, C]`."""
-        return mix_experts(self, *experts.choose(x, logits, routing, correction), experts)
+        sigmoid = partial(self.elementwise, torch.sigmoid)
+        chosen = experts.choose(x, logits, routing, correction, sigmoid)
+        return mix_experts(self, *chosen, experts)
 
     def mix_experts(
         self, x: Tensor, chosen: Tensor, weights: Tensor, experts: ExpertMatrices

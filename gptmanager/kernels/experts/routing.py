@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Literal, NamedTuple
 
 import torch
@@ -34,17 +35,21 @@ class Routing(NamedTuple):
 
 
 def choose_experts(
-    logits: Tensor, routing: Routing, correction: Tensor | None
+    logits: Tensor,
+    routing: Routing,
+    correction: Tensor | None,
+    sigmoid: Callable[[Tensor], Tensor] = torch.sigmoid,
 ) -> tuple[Tensor, Tensor]:
     """Return the experts of each token, int64 `[T, k]`, and their weights `[T, k]`.
 
     `logits [T, E]` are float32 or float64, as are the weights. `correction [E]`, if given, is added
-    to the scores to choose experts, but not to weigh them.
+    to the scores to choose experts, but not to weigh them. `sigmoid` computes the sigmoid of each
+    element of a tensor `[T, *]`.
     """
     if routing.score == "softmax":
         scores = logits.softmax(-1)
     elif routing.score == "sigmoid":
-        scores = logits.sigmoid()
+        scores = sigmoid(logits)
     else:
         scores = logits
     ranked = scores if correction is None else scores + correction
@@ -55,7 +60,7 @@ def choose_experts(
     if routing.score == "softmax_of_best":
         weights = weights.softmax(-1)
     elif routing.score == "sigmoid_of_best":
-        weights = weights.sigmoid()
+        weights = sigmoid(weights)
     if routing.renormalize:
         weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
     return chosen, weights * routing.factor

@@ -37,7 +37,7 @@ class DeltaOps:
 
     def gated(self, x: Tensor, gates: Tensor) -> Tensor:
         """`x * sigmoid(gates)`, in x's dtype. x is `[T, N]`, gates are `[T, N]` or `[T, 1]`."""
-        return (widened(x) * self._elementwise(torch.sigmoid, widened(gates))).to(x.dtype)
+        return (widened(x) * self.elementwise(torch.sigmoid, widened(gates))).to(x.dtype)
 
     def gated_delta(
         self,
@@ -60,9 +60,9 @@ class DeltaOps:
         result = projected.new_empty(len(projected), shape.values)
         wide, weight = widened(projected), widened(tensors.conv)
         rates, steps = widened(gates).to(wide).chunk(2, dim=-1)
-        rates = self._elementwise(torch.sigmoid, rates)
+        rates = self.elementwise(torch.sigmoid, rates)
         arguments = steps + widened(tensors.step)
-        decays = -widened(tensors.decay).exp() * self._elementwise(F.softplus, arguments)
+        decays = -widened(tensors.decay).exp() * self.elementwise(F.softplus, arguments)
         for tokens, slots in self._spans(rows):
             count = (len(slots), -1)
             channels, own_gates = wide[tokens].split((shape.channels, shape.values), dim=-1)
@@ -107,7 +107,7 @@ class DeltaOps:
             return op(x)
         return torch.cat([op(own) for own in torch.split(x, 1)])
 
-    def _elementwise(self, op: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    def elementwise(self, op: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
         """Return `op(x [T, ...])` for an elementwise `op`. On the CPU, `_each` computes it.
 
         On the CPU, torch computes the last elements of each thread's share without SIMD, so their
