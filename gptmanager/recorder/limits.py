@@ -6,7 +6,7 @@ schedule is correct: a replay checks the schedule.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -170,8 +170,13 @@ class Bounds:
                 f"most {self._beams} beams"
             )
 
-    def check_result(self, result: StepResult) -> None:
-        """Raise RecordingError if a step's result has an invalid number or shape."""
+    def check_results(self, results: Sequence[StepResult], num_late: int) -> None:
+        """Raise RecordingError if a result of an iteration has an invalid number or shape."""
+        _require("num_late", num_late, 0, len(results))
+        for result in results:
+            self._check_result(result)
+
+    def _check_result(self, result: StepResult) -> None:
         _require("result.now", result.now, -_SECONDS, _SECONDS)
         rows, counts = result.tokens, result.num_tokens
         if rows.ndim != 2 and rows.size:

@@ -50,6 +50,7 @@ class Recorder:
         self._max_bytes = max_bytes
         self._black_box_file = BlackBoxFile(black_box_path)
         self._iteration: Iteration | None = None
+        self._has_polled = False  # the last part of an iteration in which results may be taken
         self._num_iterations = 0
         self._num_idle = 0  # iterations without work since the last recorded iteration
         self._black_box: BlackBox | None = None
@@ -146,6 +147,7 @@ class Recorder:
             except BaseException as error:  # noqa: B036 - a failed copy must not end the loop
                 self._give_up(error)
         self._iteration = iteration = Iteration(self._num_iterations, num_active, intake)
+        self._has_polled = False
         iteration.ends, iteration.idle_turns = None if self._file is None else (), self._num_idle
 
     def record_schedule(self, schedule: Schedule) -> None:
@@ -159,9 +161,14 @@ class Recorder:
         if current is not None:
             if current.result is not None:
                 current.recalled = current.results
+            current.num_late += self._has_polled
             is_plain = result.extras is None and not result.failures
             current.result_of = iteration
             current.result = result if is_plain else kept_result(result)
+
+    def record_poll(self) -> None:
+        """Record that the current iteration will take no more results: only a call may."""
+        self._has_polled = True
 
     def record_end(self, request_id: int, tensors: list[NamedTensor], error: str) -> None:
         """Record a final response, without its tensors."""
@@ -218,7 +225,7 @@ class Recorder:
 
 
 class RecordingHost(HostTap):
-    """A `Host` that calls another host, and reports intakes and final responses to `recorder`."""
+    """A `Host` that calls another host, and reports intakes, polls and final responses."""
 
     def __init__(self, host: Host, recorder: Recorder) -> None:
         super().__init__(host)
@@ -236,7 +243,12 @@ class RecordingHost(HostTap):
                 recorder.record_end(request_id, tensors, error)
             host.respond(request_id, tensors, is_final, error)
 
+        def poll() -> None:
+            host_poll()
+            recorder.record_poll()
+
         host_fetch, self.fetch = host.fetch, fetch
+        host_poll, self.poll = host.poll, poll
         if recorder.writes_file:  # a black box keeps no responses
             self.respond = respond
 

@@ -82,7 +82,8 @@ class Iteration:
     `schedule` is None if no request ran, or if the schedule was dropped. `kept` is False only if
     the schedule was dropped. `result` belongs to the schedule with the number `result_of`; with
     run-ahead this is an earlier schedule. If the iteration took several results, `result` is the
-    last result, and `recalled` has the earlier results, each with the number of its schedule.
+    last result, and `recalled` has the earlier results, each with the number of its schedule. The
+    last `num_late` results were taken after the iteration, by a call of the host such as `sleep`.
     `ends` has the final responses; None if they are not recorded, as in a black box. `idle_turns`
     is the number of iterations without work since the previous recorded iteration; None if this
     number is not recorded. `recovered` is the state of the loop after an iteration that raised;
@@ -100,6 +101,7 @@ class Iteration:
     idle_turns: int | None = None
     recovered: LoopState | None = None
     recalled: tuple[tuple[int, StepResult], ...] = ()
+    num_late: int = 0
 
     @property
     def results(self) -> tuple[tuple[int, StepResult], ...]:
@@ -206,8 +208,7 @@ def read_lines(lines: Iterable[bytes], name: str = "recording") -> Recording:
                 value["recovered"] = _upgraded(value.get("recovered"), header)
                 iteration = decoder.decode(Iteration, value)
                 bounds.check(iteration.intake, iteration.schedule)
-                for _, result in iteration.results:
-                    bounds.check_result(result)
+                bounds.check_results([it for _, it in iteration.results], iteration.num_late)
                 if iteration.index <= (iterations[-1].index if iterations else -1):
                     raise RecordingError(f"iteration {iteration.index} is out of order")
                 iterations.append(iteration)

@@ -178,8 +178,7 @@ class _Replay:
             return None
         try:
             self.loop.iterate()
-            # a call such as `sleep` has finished the pending steps after the iteration
-            while self.loop.pending and world.num_taken < len(iteration.results):
+            for _ in range(iteration.num_late):
                 self.loop.finish_pending()
         except _EndOfRecording:
             return self._broken(iteration, "")

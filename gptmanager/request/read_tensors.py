@@ -267,7 +267,7 @@ def _check_rows(name: str, shape: Sequence[int], width: int | None) -> None:
 def refuse_masked(tensors: Mapping[str, Any]) -> None:
     """Raise InvalidRequestError for a masked array: any conversion would drop its mask."""
     for name, value in tensors.items():
-        if isinstance(value, np.ma.MaskedArray):
+        if issubclass(type(value), np.ma.MaskedArray):  # `isinstance` reads a host's `__class__`
             raise InvalidRequestError(
                 f"{name} is a masked array, but masks are not supported: pass an array without "
                 "one, such as array.filled(0) or array.compressed()"

@@ -60,7 +60,6 @@ def same_weights(w):
         "long double": w.numpy().astype(np.longdouble),
         "big endian": w.numpy().astype(">f4"),
         "matrix": w.numpy().view(np.matrix),
-        "masked": np.ma.masked_array(w.numpy()),
         "backwards": np.ascontiguousarray(w.numpy()[:, ::-1])[:, ::-1],
         "with padding": torch.nn.functional.pad(w, (0, 9), value=torch.nan),
     }
@@ -92,6 +91,7 @@ def bad_weights(w):
         "sparse": (w.to_sparse(), "cannot be read: a torch.float32 tensor of layout torch.sparse"),
         "meta": (w.to("meta"), "torch.strided on meta"),
         "nothing": (None, "Cannot set nullptr when calling lora_weights"),
+        "masked": (np.ma.masked_array(w.numpy()), "lora_weights is a masked array"),
         "a text": ("x", "lora_weights is of type str, expected numbers"),
         "one dimension": (w[0], "lora_weights has shape [352], expected [n, width]"),
         "ragged": ([[1.0], [1.0, 2.0]], "lora_weights cannot become a tensor"),
