@@ -141,6 +141,31 @@ def test_a_deadline_goes_on_while_no_process_runs(life, tmp_path, monkeypatch):
     assert all(it.reason != FinishReason.TIMED_OUT for n, it in found.items() if n != DEADLINE)
 
 
+def test_a_context_that_is_too_long_to_compute_again_ends_only_its_request(tmp_path):
+    """Without chunks: prompt and output together exceed the tokens of a step."""
+
+    def live(host, folder):
+        params = params_of(host, folder, max_num_tokens=16, enable_chunked_context=False)
+        fused = ModelType.INFLIGHT_FUSED_BATCHING
+        given = MODEL, fused, 1, None, host.get, host.send
+        with GptManager(*given, optional_params=params) as manager:
+            assert manager.wait_idle(60)
+            assert manager.audit().ok
+        return host.got
+
+    folder = tmp_path / "journal"
+    asked = [
+        InferenceRequest.from_tokens(1, [5, 6, 7], 100, is_streaming=True),
+        InferenceRequest.from_tokens(2, [5, 6, 8], 100),
+    ]
+    whole = live(Host(asked, folder, deaths=(15,)), folder)
+    found = outputs_of(whole[:15], live(Host([], had=whole[:15]), f"{folder}-15"))
+    [error] = found[1].errors
+    assert error.startswith("CapacityError: the request must compute its ")
+    assert error.endswith("at most 16 tokens: set enable_chunked_context")
+    assert not found[2].errors and found[2].tokens == outputs_of(whole)[2].tokens
+
+
 def test_rank_0_has_the_journal_and_all_ranks_resume_alike(tmp_path, guided, monkeypatch):
     def asked():
         return [it for it in requests_of(guided) if it.request_id in (1, 2, 3, 9)]
