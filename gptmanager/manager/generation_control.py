@@ -26,10 +26,11 @@ class GenerationControl(LoopQuestions):
     ) -> int:
         """Replace weights between two iterations, in place; return the new `weights_version`.
 
-        `tensors` is a mapping or an iterator of (name, tensor), by the checkpoint's names. All
-        other weights are unchanged. Running requests keep their keys and values, or compute new
-        ones if `recompute`. Later requests do not reuse blocks that were cached before. If the
-        manager is asleep, it allocates the memory of its weights, and stays asleep.
+        `tensors` is a mapping or an iterator of (name, tensor), by the names of a checkpoint of
+        the family, or of its `state_dict()` in transformers. All other weights are unchanged.
+        Running requests keep their keys and values, or compute new ones if `recompute`. Later
+        requests do not reuse blocks that were cached before. If the manager is asleep, it allocates
+        the memory of its weights, and stays asleep.
 
         Raise ConfigError for unknown names and wrong shapes; for a mapping this happens before
         anything is copied. If an iterator fails half-way, no step runs until an update with all

@@ -113,7 +113,7 @@ class WeightUpdates:
                 self._load_batch(weights, batch)
                 batch, num_bytes = {}, 0
         if was_incomplete:
-            weights.require_all(seen)
+            weights.names(seen)  # raises if one is missing
         self._load_batch(weights, {**batch, **twins})
 
     def _load_batch(self, weights: Weights, batch: dict[str, Tensor]) -> None:

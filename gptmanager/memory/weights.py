@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import re
 import sys
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple, cast
 
@@ -43,21 +43,23 @@ class _Part(NamedTuple):
 class Weights:
     """The parameters of a model, by our names, filled from the tensors of a checkpoint.
 
-    `places` maps the name of a tensor to its destination. A name in the checkpoint may lack
-    `prefix`. If the name begins with a key of `prefixes`, the key is replaced by its value. Tensors
-    without a place are skipped if their names match `ignored`; otherwise they are an error.
+    `places` maps the names of a checkpoint's tensors, which may be one of several sets of names, to
+    the destinations of all tensors by name. A name in the checkpoint may lack `prefix`. If the name
+    begins with a key of `prefixes`, the key is replaced by its value. Tensors without a place are
+    skipped if their names match `ignored`; otherwise they are an error.
     Parameters in `wide` are kept in float32 at least, and matrices in `quantized` in fewer bits. If
     `keeps_groups`, matrices in `quantized` that are int4 in the first source stay int4. `cuts` has
     the part to keep of each parameter; by default, all are kept whole. `shapes` and `places`
     describe whole parameters. The first `load` allocates the storage. A parameter in `matrices` is
     stored in the result of `new_matrix(rows, columns, dtype, quantized)`, or in a tensor if this
-    result is None. `version` counts the loads, so that results of older weights can be recognized.
+    result is None. `as_source` returns a source of the tensors of a mapping, such as an update.
+    `version` counts the loads, so that results of older weights can be recognized.
     """
 
     def __init__(
         self,
         shapes: Mapping[str, tuple[int, ...]],
-        places: Mapping[str, Place],
+        places: Callable[[Collection[str]], Mapping[str, Place]],
         *,
         prefix: str = "",
         prefixes: Mapping[str, str] = MappingProxyType({}),
@@ -70,11 +72,13 @@ class Weights:
         keeps_groups: bool = False,
         wide: Collection[str] = (),
         cuts: Mapping[str, Cut] | None = None,
+        as_source: Callable[[Mapping[str, Tensor]], TensorSource] = StateDict,
     ) -> None:
         self.version = 0
         self._shapes = shapes
         self._cuts = {n: whole(shape) for n, shape in shapes.items()} if cuts is None else cuts
-        self._places = places
+        self._find_places, self._places = places, places(())
+        self._as_source = as_source
         self._prefix, self._prefixes = prefix, prefixes
         self._ignored = ignored
         self._dtype, self._device = dtype, device
@@ -123,7 +127,7 @@ class Weights:
         to, and for scales that are not positive. Raises ConfigError before anything is copied if
         memory does not suffice.
         """
-        source = StateDict(tensors) if isinstance(tensors, Mapping) else tensors
+        source = self._as_source(tensors) if isinstance(tensors, Mapping) else tensors
         found = source.describe()
         names = self.check(source, partial=partial)
         scales = self._cuts.keys() & {it.parameter for it in self._places.values() if it.scale}
@@ -157,29 +161,20 @@ class Weights:
         self, tensors: TensorSource | Mapping[str, Tensor], *, partial: bool = False
     ) -> dict[str, str]:
         """Check names, shapes and dtypes as `load` does. Return name in `places` -> given name."""
-        source = StateDict(tensors) if isinstance(tensors, Mapping) else tensors
+        source = self._as_source(tensors) if isinstance(tensors, Mapping) else tensors
         found = source.describe()
-        names = self._names(found)
-        if not (partial and self.version):
-            self.require_all(found)
+        names = self.names(found, partial=partial and self.version > 0)
         for name, given in names.items():
+            place = self._places[name]
             check_tensor(
-                given,
-                found[given],
-                *expected_shapes(self._places[name], self._shapes[self._places[name].parameter]),
+                given, found[given], *expected_shapes(place, self._shapes[place.parameter])
             )
         return names
 
-    def require_all(self, given_names: Iterable[str]) -> None:
-        """Raise ConfigError if tensors are missing that a complete load needs."""
-        optional = {name for name, place in self._places.items() if place.twin or place.scale}
-        names = self._names(given_names)
-        refuse_tensors("tensors are missing", self._places.keys() - names.keys() - optional)
-
     def is_twin(self, given: str) -> bool:
         """Return whether a tensor is only compared with the parameter that it is tied to."""
-        name = next(iter(self._names([given])), "")
-        return name in self._places and bool(self._places[name].twin)
+        name = self._own_name(given)
+        return name in self._places and self._places[name].twin
 
     def _in_groups(
         self, names: Mapping[str, str], found: Mapping[str, TensorInfo]
@@ -267,13 +262,16 @@ class Weights:
         num_columns = 1 if columns is None else len(columns)
         return len(part.rows) * num_columns * self._storage[parameter].dtype.itemsize
 
-    def _names(self, given_names: Iterable[str]) -> dict[str, str]:
-        """Return name in `places` -> given name. Raises ConfigError for unknown names."""
+    def names(self, given_names: Collection[str], *, partial: bool = False) -> dict[str, str]:
+        """Find the places for these names, and return name in `places` -> given name.
+
+        Raises ConfigError for unknown names and, unless `partial`, for missing tensors.
+        """
+        self._places = self._find_places(given_names)
         names: dict[str, str] = {}
         unknown = []
         for given in given_names:
             name = self._own_name(given)
-            name = name if name in self._places else self._prefix + name
             if name in names:
                 raise ConfigError(f"tensor {name} occurs twice: as {names[name]} and as {given}")
             if name in self._places:
@@ -281,12 +279,16 @@ class Weights:
             elif self._ignored is None or not self._ignored.search(given):
                 unknown.append(given)
         refuse_tensors("tensors are unknown", unknown)
+        if not partial:
+            optional = {name for name, it in self._places.items() if it.twin or it.scale}
+            refuse_tensors("tensors are missing", self._places.keys() - names.keys() - optional)
         return names
 
     def _own_name(self, given: str) -> str:
-        """Return the name with a key of `prefixes` at its start replaced by the key's value."""
+        """Return the name that a tensor with this name has in `places`, if there is any."""
         theirs = next(filter(given.startswith, self._prefixes), "")
-        return self._prefixes.get(theirs, "") + given.removeprefix(theirs)
+        name = self._prefixes.get(theirs, "") + given.removeprefix(theirs)
+        return name if name in self._places else self._prefix + name
 
     def _copy_part(
         self, source: TensorSource, given: str, name: str, part: _Part, max_bytes: int

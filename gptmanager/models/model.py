@@ -31,7 +31,7 @@ from gptmanager.models.checkpoint_parts import as_floats, open_tensors, read_con
 from gptmanager.models.decoder.network import CheckpointModel
 from gptmanager.models.families import FAMILIES, place_tensors
 from gptmanager.models.families.wrappers import MEDIA, PREFIXES, is_wrapper, text_config
-from gptmanager.models.other_layouts import RearrangedTensors
+from gptmanager.models.other_layouts import RearrangedTensors, in_expert_order
 from gptmanager.models.parameters import (
     check_head_dtype,
     matmul_matrices,
@@ -205,7 +205,7 @@ def load_model(
     if prepare is not None:
         prepare(spec, {*quantized.values(), *(("int4",) if keeps_groups else ())})
     weights = Weights(
-        **_parts(spec, layout, tensors.describe()),
+        **_parts(spec, layout),
         **_naming(spec, config),
         device=device,
         new_matrix=functools.partial(kernels.new_matrix, device=device),
@@ -243,7 +243,7 @@ def _load(weights: Weights, tensors: TensorSource, on_progress: ProgressCallback
 
 
 def _naming(spec: ModelSpec, config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments of `Weights` for the names of a checkpoint's tensors."""
+    """Return the arguments of `Weights` for the names and the order of a checkpoint's tensors."""
     family, wraps = FAMILIES[spec.family], is_wrapper(config)
     ignored = _either(family.ignored, MEDIA) if wraps else family.ignored
     num_further = text_config(config).get("num_nextn_predict_layers")
@@ -251,17 +251,19 @@ def _naming(spec: ModelSpec, config: Mapping[str, Any]) -> dict[str, Any]:
         first = len(spec.layers)
         numbers = "|".join(map(str, range(first, first + min(num_further, 8))))
         ignored = _either(ignored, re.compile(rf"(^|\.)layers\.({numbers})\."))
-    return {"prefix": family.prefix, "prefixes": PREFIXES if wraps else {}, "ignored": ignored}
+    return {
+        "prefix": family.prefix,
+        "prefixes": PREFIXES if wraps else {},
+        "ignored": ignored,
+        "as_source": lambda tensors: in_expert_order(config, StateDict(tensors)),
+    }
 
 
-def _parts(spec: ModelSpec, layout: RankLayout, given: Collection[str]) -> dict[str, Any]:
-    """Return the arguments of `Weights` for parameters: shapes, places, dtypes, the rank's cuts.
-
-    `given` holds the names of the checkpoint's tensors.
-    """
+def _parts(spec: ModelSpec, layout: RankLayout) -> dict[str, Any]:
+    """Return the arguments of `Weights` for parameters: shapes, places, dtypes, the rank's cuts."""
     return {
         "shapes": parameter_shapes(spec),
-        "places": place_tensors(spec, given),
+        "places": functools.partial(place_tensors, spec),
         "dtype": spec.dtype,
         "matrices": matmul_matrices(spec),
         "wide": wide_parameters(spec),

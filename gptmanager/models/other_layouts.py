@@ -2,7 +2,7 @@
 
 MLX adds 1 to the norms of Qwen3-Next and Qwen3.5, and moves the dimension of size 1 of their
 convolutions to the end. It leaves out a term of the routers of ERNIE 4.5, which is then zero.
-transformers 5 writes the experts of Qwen3-VL-MoE as [out, in], and reads both orders.
+transformers 5 has the experts of Qwen3-VL-MoE as [out, in], and reads both orders.
 """
 
 from __future__ import annotations
@@ -41,27 +41,31 @@ def in_family_layout(config: Mapping[str, Any], tensors: TensorSource) -> Tensor
     floats = {name for name in given if given[name].dtype in FLOATS.values()}
     norms = {name for name in floats if moved and _NORMS.search(name)}
     zeros: dict[str, tuple[int, ...]] = {}
-    kind = config.get("model_type")
-    if kind == "ernie4_5_moe":
+    if config.get("model_type") == "ernie4_5_moe":
         layers = {name.removesuffix(_EXPERTS): name for name in given if name.endswith(_EXPERTS)}
         zeros = {it + _CORRECTION: (1, *given[name].shape[:1]) for it, name in layers.items()}
         zeros = {name: shape for name, shape in zeros.items() if name not in given}
-    elif kind in _TRANSPOSED:
-        own = config.get("text_config")
-        hidden = (own if isinstance(own, Mapping) else config).get("hidden_size")
-        moved = {name for name in given if _is_out_in(name, given[name].shape, hidden)}
-    return RearrangedTensors(tensors, moved, norms, zeros) if moved or zeros else tensors
+    if moved or zeros:
+        return RearrangedTensors(tensors, moved, norms, zeros)
+    return in_expert_order(config, tensors)
 
 
-def _is_out_in(name: str, shape: Sequence[int], hidden: Any) -> bool:
-    """Return whether a tensor has experts of Qwen3-VL-MoE as [out, in].
-
-    Square matrices count as [out, in], as in transformers.
-    """
-    part = _FUSED.search(name)
-    if part is None or len(shape) != 3:
-        return False
-    return bool(shape[1 if part[1] == "down" else 2] == hidden)
+def in_expert_order(config: Mapping[str, Any], tensors: TensorSource) -> TensorSource:
+    """Return a source with the experts of Qwen3-VL-MoE as [in, out], or `tensors` itself."""
+    if config.get("model_type") not in _TRANSPOSED:
+        return tensors
+    own = config.get("text_config")
+    hidden = (own if isinstance(own, Mapping) else config).get("hidden_size")
+    given = tensors.describe()
+    experts = {name: _FUSED.search(name) for name in given if len(given[name].shape) == 3}
+    parts = {name: part[1] for name, part in experts.items() if part is not None}
+    # gate_up and down of a model are not both square, so one of them has only one of the orders
+    squares = {name for name in parts if given[name].shape[1] == given[name].shape[2]}
+    first = {"down": 1, "gate_up": 2}  # the dimension of the hidden size in [out, in]
+    moved = {n for n in parts.keys() - squares if given[n].shape[first[parts[n]]] == hidden}
+    if moved or squares == parts.keys():  # squares alone are [out, in], as in transformers
+        moved |= squares
+    return RearrangedTensors(tensors, moved, (), {}) if moved else tensors
 
 
 def _has_last_one(shape: Sequence[int]) -> bool:

@@ -82,7 +82,7 @@ def test_codes_of_a_file_become_rows_of_their_floats(kind):
     )
     weights = Weights(
         {"a": (5, 48)},
-        {"a.weight": Place("a")},
+        lambda _: {"a.weight": Place("a")},
         matrices=["a"],
         new_matrix=lambda rows, columns, dtype, *_: kind(rows, columns, dtype),
         quantized={"a": "int8"},

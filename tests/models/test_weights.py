@@ -26,7 +26,7 @@ PLACES = {
 
 def new_weights(dtype: torch.dtype = torch.float32) -> Weights:
     ignored = re.compile(r"\.inv_freq$")
-    return Weights(SHAPES, PLACES, prefix="m.", ignored=ignored, dtype=dtype)
+    return Weights(SHAPES, lambda _: PLACES, prefix="m.", ignored=ignored, dtype=dtype)
 
 
 def new_tensors(seed: int = 0) -> dict[str, Tensor]:
@@ -128,7 +128,7 @@ SCALES = {
 
 
 def new_scaled() -> Weights:
-    return Weights({"norm.weight": (3,), "scales": (4,)}, SCALES, dtype=torch.bfloat16)
+    return Weights({"norm.weight": (3,), "scales": (4,)}, lambda _: SCALES, dtype=torch.bfloat16)
 
 
 def test_scales_are_one_number_or_one_for_each_row_and_1_without_any(tmp_path: Path) -> None:
@@ -218,7 +218,7 @@ def test_tensors_larger_than_a_piece_are_whole(tmp_path: Path, transposed: bool)
     save_file({"a": tensor, "b": tensor + 1}, tmp_path / "model.safetensors")
     shape = (1250, 700) if transposed else (700, 1250)
     places = {name: Place(name.upper(), transposed=transposed) for name in ("a", "b")}
-    weights = Weights({"A": shape, "B": shape}, places)
+    weights = Weights({"A": shape, "B": shape}, lambda _: places)
     weights.load(SafetensorsFolder(tmp_path))
     assert torch.equal(weights["A"], tensor.t() if transposed else tensor)
     assert torch.equal(weights["B"], (tensor.t() if transposed else tensor) + 1)

@@ -28,7 +28,8 @@ class Family:
 
     `title`: the name shown to users. `tensors`: tensor names, see `names`. `prefix`: the start of
     these names that a checkpoint may omit. `other_tensors`: further names of the same parameters,
-    for example in GGUF files or for stacked experts. `ignored`: names of tensors that are not used.
+    for example in GGUF files, or in a model of transformers 5. `ignored`: names of tensors that are
+    not used.
     `spellings`: our name of a config field -> the name in this family. `defaults`: our name of a
     config field -> its value if the config does not have the field. `norms`: the norms, except
     their epsilon, which the config has. `qk_norm`: whether `norms.query_key` applies.

@@ -10,7 +10,7 @@ from typing import Any
 from gptmanager.models.families import readers
 from gptmanager.models.families.base import PLAIN, llama_fields
 from gptmanager.models.families.family import Family
-from gptmanager.models.families.mixtures import EXPERTS, SHARED, SWITCHED
+from gptmanager.models.families.mixtures import EXPERTS, IN_ONE, SHARED
 from gptmanager.models.families.names import layer_names, llama_names
 from gptmanager.models.families.readers import experts_of
 from gptmanager.models.fields import RANGE, Fields, is_positive
@@ -114,7 +114,7 @@ _V2 = replace(
         latent_values="self_attn.v_b_proj.{}",
         stacked_keys="self_attn.embed_q",
         stacked_values="self_attn.unembed_out",
-        **SWITCHED,
+        **IN_ONE,
     ),
     spellings={**PLAIN.spellings, "head_dim": "qk_rope_head_dim"},
     defaults=llama_fields(

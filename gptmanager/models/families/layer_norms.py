@@ -151,7 +151,10 @@ _NEMOTRON = replace(
 _GPT_NEOX = Family(
     "GPT-NeoX, Pythia",
     tensors=GPT_NEOX,
-    other_tensors=layer_names("gpt_neox.layers.{}.", qkv_in_order="attention.qkv"),
+    other_tensors={
+        **layer_names("gpt_neox.layers.{}.", qkv_in_order="attention.qkv"),
+        "lm_head": ("lm_head", None),
+    },
     prefix="gpt_neox.",
     ignored=re.compile(r"(^|\.)attention\.(bias|masked_bias|rotary_emb\.inv_freq)$"),
     spellings={

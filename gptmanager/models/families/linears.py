@@ -12,7 +12,7 @@ from gptmanager.models.families import readers
 from gptmanager.models.families.base import BIASED_ATTENTION, llama_fields
 from gptmanager.models.families.family import ROTARY_BUFFERS, Family
 from gptmanager.models.families.layer_types import LINEAR
-from gptmanager.models.families.mixtures import EXPERTS, STACKED, SWITCHED
+from gptmanager.models.families.mixtures import EXPERTS, IN_ONE
 from gptmanager.models.families.names import layer_names, llama_names
 from gptmanager.models.families.readers import experts_of
 from gptmanager.models.fields import Fields
@@ -92,7 +92,7 @@ LINEARS: Mapping[str, Family] = {
         _DENSE,
         title="Qwen3-Next",
         tensors=llama_names(**_STATE, **_JOINED, **EXPERTS, **_SHARED),
-        other_tensors=layer_names(**STACKED, **SWITCHED),
+        other_tensors=layer_names(**IN_ONE),
         defaults={
             **_DENSE.defaults,
             "num_key_value_heads": 2,
@@ -117,7 +117,7 @@ LINEARS: Mapping[str, Family] = {
         tensors=llama_names(
             **_STATE, **_SEPARATE, **{**EXPERTS, "gate": None, "up": None, "down": None}, **_SHARED
         ),
-        other_tensors=layer_names(**STACKED, **SWITCHED),
+        other_tensors=layer_names(**IN_ONE),
         spellings={**_DENSE.spellings, "intermediate_size": "moe_intermediate_size"},
         defaults={
             **_DENSE.defaults,

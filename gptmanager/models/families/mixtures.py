@@ -31,6 +31,14 @@ SWITCHED = switched("mlp.switch_mlp")
 _SWITCHED_BLOCK = switched("block_sparse_moe.switch_mlp")
 _SWITCHED_EXPERTS = switched("mlp.experts")
 STACKED = {"stacked_up": "mlp.experts.gate_up_proj", "stacked_down": "mlp.experts.down_proj"}
+# all experts in one tensor: as MLX writes them, and as models of transformers 5 have them
+IN_ONE = {**SWITCHED, **STACKED}
+_BLOCK_IN_ONE = {**_SWITCHED_BLOCK, **STACKED, "router": "mlp.gate"}
+_GRANITE_IN_ONE = {
+    "router": "block_sparse_moe.router",
+    "stacked_up": "block_sparse_moe.experts.gate_up_proj",
+    "stacked_down": "block_sparse_moe.experts.down_proj",
+}
 _SHARED_HALVES = {
     "shared_gate_proj": "mlp.shared_experts.gate_proj",
     "shared_up": "mlp.shared_experts.up_proj",
@@ -63,7 +71,7 @@ _GLM4_MOE = replace(
     BIASED_ATTENTION,
     title="GLM-4.5, 4.6",
     tensors=llama_names(**EXPERTS, **SHARED, correction="mlp.gate.e_score_correction_bias"),
-    other_tensors=layer_names(**SWITCHED),
+    other_tensors=layer_names(**IN_ONE),
     defaults=llama_fields(
         norm_eps=1e-5,
         max_position_embeddings=131072,
@@ -88,7 +96,7 @@ _QWEN3_MOE = replace(
     LLAMAS["qwen3"],
     title="Qwen3-MoE",
     tensors=llama_names(**EXPERTS),
-    other_tensors=layer_names(**SWITCHED),
+    other_tensors=layer_names(**IN_ONE),
     spellings={**LLAMAS["qwen3"].spellings, "num_experts": "num_local_experts"},
     defaults={
         **LLAMAS["qwen3"].defaults,
@@ -107,7 +115,7 @@ _OLMOE = replace(
     BIASED_ATTENTION,
     title="OLMoE",
     tensors=llama_names(**{**EXPERTS, "gate": None, "up": None, "down": None}),
-    other_tensors=layer_names(**SWITCHED),
+    other_tensors=layer_names(**IN_ONE),
     defaults=llama_fields(
         norm_eps=1e-5,
         max_position_embeddings=4096,
@@ -121,7 +129,7 @@ _GRANITE_MOE = replace(
     LLAMAS["granite"],
     title="Granite 3 MoE",
     tensors=llama_names(**_GRANITE_BLOCK),
-    other_tensors=layer_names(**_BY_EXPERT, **_SWITCHED_BLOCK),
+    other_tensors=layer_names(**_BY_EXPERT, **_SWITCHED_BLOCK, **_GRANITE_IN_ONE),
     defaults={
         **LLAMAS["granite"].defaults,
         "num_local_experts": 8,
@@ -140,7 +148,7 @@ MIXTURES: Mapping[str, Family] = {
         LLAMAS["mistral"],
         title="Mixtral",
         tensors=llama_names(**_BLOCK),
-        other_tensors=layer_names(**_SWITCHED_BLOCK),
+        other_tensors=layer_names(**_BLOCK_IN_ONE),
         defaults=llama_fields(
             norm_eps=1e-5,
             rope_theta=1e6,
@@ -161,7 +169,7 @@ MIXTURES: Mapping[str, Family] = {
             shared_down="mlp.shared_expert.down_proj",
             shared_gate="mlp.shared_expert_gate",
         ),
-        other_tensors=layer_names(**SWITCHED),
+        other_tensors=layer_names(**IN_ONE),
         defaults={
             **LLAMAS["qwen2"].defaults,
             "num_key_value_heads": 16,
@@ -276,7 +284,9 @@ MIXTURES: Mapping[str, Family] = {
             shared_gate_up="shared_mlp.input_linear",
             shared_down="shared_mlp.output_linear",
         ),
-        other_tensors=layer_names(**_BY_EXPERT, **_SWITCHED_BLOCK, **_SHARED_HALVES),
+        other_tensors=layer_names(
+            **_BY_EXPERT, **_SWITCHED_BLOCK, **_GRANITE_IN_ONE, **_SHARED_HALVES
+        ),
         experts=experts_of(
             "num_local_experts",
             width="intermediate_size",
@@ -303,7 +313,7 @@ MIXTURES: Mapping[str, Family] = {
     "dots1": replace(
         _GLM4_MOE,
         title="dots.llm1",
-        other_tensors=layer_names(**_SWITCHED_EXPERTS),
+        other_tensors=layer_names(**_SWITCHED_EXPERTS, **STACKED),
         defaults=llama_fields(
             norm_eps=1e-6,
             n_routed_experts=None,
@@ -324,7 +334,7 @@ MIXTURES: Mapping[str, Family] = {
         PLAIN,
         title="MiniMax-M2",
         tensors=llama_names(**_BLOCK, correction="block_sparse_moe.e_score_correction_bias"),
-        other_tensors=layer_names(**_SWITCHED_BLOCK),
+        other_tensors=layer_names(**_BLOCK_IN_ONE, correction="mlp.e_score_correction_bias"),
         defaults=llama_fields(
             rope_theta=5e6,
             max_position_embeddings=196608,
@@ -357,7 +367,9 @@ MIXTURES: Mapping[str, Family] = {
         tensors=llama_names(
             **EXPERTS, **SHARED, correction_row="mlp.moe_statics.e_score_correction_bias"
         ),
-        other_tensors=layer_names(**SWITCHED),
+        other_tensors=layer_names(
+            **IN_ONE, correction_row="mlp.gate.moe_statics.e_score_correction_bias"
+        ),
         defaults={
             **LLAMAS["ernie4_5"].defaults,
             "head_dim": None,

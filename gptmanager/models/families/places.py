@@ -64,16 +64,21 @@ def _tensors(family: Family, given: Collection[str]) -> Tensors:
     others = family.other_tensors
     used = (name for name in given if others and not family.ignored.search(name))
     # Names are compared without the prefix before "layers.", which differs in a wrapper of the
-    # model. `modules` has each name with and without its last part, because some stacked tensors
-    # have no `.weight`.
+    # model. `modules` has each name with and without its last part. The table has the complete
+    # names of stacked tensors, some of which differ only by `.weight`.
     names = {_NUMBER.sub(".{}", name[max(0, name.find("layers.")) :]) for name in used}
     modules = names | {name.rpartition(".")[0] for name in names}
-    own = {theirs: theirs[max(0, theirs.find("layers.")) :] for theirs in others}
     # A family may have several other names, for example of stacked and of single experts.
     kinds = {
-        theirs: (ours, theirs.count("{}"), _parent(theirs)) for theirs, (ours, _) in others.items()
+        theirs: (ours, theirs.count("{}"), _parent(theirs), theirs.endswith(".weight"))
+        for theirs, (ours, _) in others.items()
     }
-    used_kinds = {kinds[theirs] for theirs in others if own[theirs] in modules}
+    used_kinds = set()
+    for theirs, (_, part) in others.items():
+        own = theirs[max(0, theirs.find("layers.")) :]
+        bias = own.removesuffix(".weight") + ".bias"
+        if {own, bias} & names if part in _STACKED else own in modules:
+            used_kinds.add(kinds[theirs])
     replaced = {ours for ours, *_ in used_kinds}
     kept = {n: it for n, it in family.tensors.items() if it[0] not in replaced}
     return {**kept, **{n: it for n, it in others.items() if kinds[n] in used_kinds}}

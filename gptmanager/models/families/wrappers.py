@@ -34,6 +34,7 @@ TEXT_FAMILIES: Mapping[str, str] = {
 }
 # Prefix of a text model's tensors in a wrapper -> their prefix without the wrapper.
 PREFIXES: Mapping[str, str] = {
+    "language_model.model.model.": "model.",  # Voxtral, as transformers 5 saves it
     "language_model.model.": "model.",
     "language_model.lm_head.": "lm_head.",
     "model.language_model.": "model.",

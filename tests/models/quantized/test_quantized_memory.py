@@ -95,7 +95,7 @@ def test_every_second_row_is_written_from_all_pieces() -> None:
     place = Place("a", runs=(Run(range(0, rows, 2), 0), Run(range(1, rows, 2), rows // 2)))
     weights = Weights(
         {"a": (rows, columns)},
-        {"a.weight": place},
+        lambda _: {"a.weight": place},
         matrices=["a"],
         new_matrix=lambda *own: PackedMatrix(*own[:3], quantized=True),
         quantized={"a": "int8"},
