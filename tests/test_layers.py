@@ -342,6 +342,7 @@ decoding/                     from logits to tokens, and the end of an output
         schema_keywords       keywords and formats that the parser enforces (no torch)
         schema_complement     the complement of a JSON schema (no torch)
         json_schema           turns JSON schemas into enforceable grammars (no torch)
+        gbnf                  converts grammars in GBNF to Lark (no torch)
         grammar_matcher       compiles a grammar, in this or a child process (no torch)
         grammar_trial         tries a grammar in a child process (no torch)
         grammar_start         where the text of a grammar begins after a thought (no torch)

@@ -291,6 +291,23 @@ def test_an_answer_in_a_form_holds_no_bad_word(client):
     assert "choice, min_length" in refusal(response, 400)["message"]
 
 
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"grammar": 'root ::= color | "no " color\ncolor ::= "red" | "blue"'},
+        {"ebnf": 'root ::= color\n  | "no " color\ncolor ::= "red"\n  | "blue"'},
+        {"guided_grammar": 'root ::= "no "? ("red" | "blue")'},
+        {"structured_outputs": {"grammar": 'root ::= "no " ("red" | "blue")'}},
+        {"guided_grammar": 'start: "no "? ("red" | "blue")'},
+    ],
+)  # fmt: skip
+def test_a_grammar_in_gbnf_or_lark(client, given):
+    answer = complete(client, prompt="a", n=4, seed=1, **given)
+    for choice in answer["choices"]:
+        assert choice["text"] in ("red", "blue", "no red", "no blue")
+        assert choice["finish_reason"] == "stop"
+
+
 def test_usage_has_each_count_that_clients_with_strict_types_expect(client):
     usage = complete(client, prompt=COUNT, max_tokens=1)["usage"]
     assert usage["prompt_tokens_details"].keys() == {"cached_tokens", "audio_tokens"}

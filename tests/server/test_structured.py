@@ -64,6 +64,8 @@ def json_schema(schema, **more):
         ({"guided_regex": "a+"}, OutputRule("guided_regex", "regex", "a+")),
         ({"guided_choice": ["a"]}, OutputRule("guided_choice", "choice", ["a"])),
         ({"guided_grammar": "start: A"}, OutputRule("guided_grammar", "grammar", "start: A")),
+        ({"grammar": "root ::= A"}, OutputRule("grammar", "grammar", "root ::= A")),
+        ({"ebnf": "root ::= A"}, OutputRule("ebnf", "grammar", "root ::= A")),
         ({"json_schema": SCHEMA}, OutputRule("json_schema", "json", SCHEMA)),
         ({"regex": "a+"}, OutputRule("regex", "regex", "a+")),
     ],
@@ -91,6 +93,8 @@ def test_fields_that_ask_for_a_form(body, rule):
         ({"guided_choice": ["a", 1]}, "guided_choice"),
         ({"guided_choice": "ab"}, "guided_choice"),
         ({"guided_json": [1]}, "guided_json"),
+        ({"grammar": {"type": "json", "value": {}}}, "grammar"),
+        ({"guided_grammar": "start: A", "ebnf": "root ::= A"}, "ebnf"),
         ({"guided_regex": "a", "guided_choice": ["a"]}, "guided_choice"),
         ({"response_format": {"type": "json_object"}, "guided_json": {}}, "guided_json"),
     ],
@@ -121,7 +125,13 @@ def refusal(outputs, rule):
         ("json", False, "it permits no text"),
         ("json", DEEP, "nested too deeply"),
         ("regex", "(", "here: regex: "),
-        ("grammar", "start: foo", 'unknown name: "foo"'),
+        ("grammar", "start: foo", 'here: lark: at 1(8): unknown name: "foo"'),
+        ("grammar", "root ::= foo", "here: gbnf: Rule 'foo' not found"),
+        (
+            "grammar",
+            'root ::= "a" $',
+            "here: gbnf: Expected name at line 1, 'root ::= \"a\" ' ^ '$'",
+        ),
     ],
 )
 def test_a_grammar_that_does_not_compile_is_refused_in_words(outputs, kind, value, message):

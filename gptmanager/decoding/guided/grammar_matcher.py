@@ -10,6 +10,7 @@ import json
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+from gptmanager.decoding.guided.gbnf import lark_of
 from gptmanager.decoding.guided.json_schema import TOO_DEEP, SchemaReader
 
 NO_TEXT = "the grammar permits no text"
@@ -57,7 +58,8 @@ def new_matcher(llguidance: Any, tokenizer: Any, kind: str, text: str) -> Any:
     matcher = make(tokenizer, grammar, log_level=0, limits=limits)
     fault = matcher.get_error() or _first_fault(matcher.deep_copy(), tokenizer.eos_tokens)
     if fault:
-        raise ValueError(fault)
+        is_of_lark = kind == "gbnf" and fault != NO_TEXT
+        raise ValueError(f"converted to Lark: {fault}" if is_of_lark else fault)
     return matcher
 
 
@@ -121,7 +123,7 @@ def read_source(
 
     if source.kind.startswith("json_schema"):
         return read("", source.text), unenforced
-    rules = [source.text]
+    rules = [lark_of(source.text) if source.kind == "gbnf" else source.text]
     for name, schema in source.schemas:
         options = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
         rule = {**json.loads(read(name, schema)), "x-guidance": options}

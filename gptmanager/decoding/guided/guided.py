@@ -156,6 +156,10 @@ class GuidedDecoding(RowProcessor):
         rules = tuple((name, text_of(schema)) for name, schema in (schemas or {}).items())
         return self._grammar(GrammarSource("lark", grammar, rules, tuple(sorted(lenient))))
 
+    def gbnf(self, grammar: str) -> Grammar:
+        """Guide by a grammar in GBNF, the form of BNF of llama.cpp; its start rule is `root`."""
+        return self._grammar(GrammarSource("gbnf", grammar))
+
     def open(self, num_lines: int, stream: Stream | None) -> RowSession:
         return GuidedSession(self.vocab_size, self.end_ids, stream)
 

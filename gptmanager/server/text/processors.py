@@ -26,9 +26,11 @@ STRUCTURED = (
     Field("guided_json", AsItIs({"type": ["object", "string", "boolean"]}), "a JSON schema"),
     Field("guided_regex", AsItIs({"type": "string"}), "a regular expression"),
     Field("guided_choice", AsItIs({"type": "array", "items": {"type": "string"}})),
-    Field("guided_grammar", AsItIs({"type": "string"}), "a grammar in the syntax of Lark"),
+    Field("guided_grammar", AsItIs({"type": "string"}), "a grammar in GBNF or Lark"),
     Field("json_schema", AsItIs({"type": ["object", "string", "boolean"]}), "as guided_json"),
     Field("regex", AsItIs({"type": "string"}), "as guided_regex"),
+    Field("grammar", AsItIs({"type": "string"}), "as guided_grammar"),
+    Field("ebnf", AsItIs({"type": "string"}), "as guided_grammar"),
 )
 
 

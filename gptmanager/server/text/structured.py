@@ -19,6 +19,7 @@ from weakref import WeakKeyDictionary
 from tokenizers import Tokenizer
 
 from gptmanager import GuidedDecoding
+from gptmanager.decoding.guided.gbnf import is_gbnf
 from gptmanager.errors import CapacityError, ConfigError, RequestError
 from gptmanager.server.engine.engine import Engine
 from gptmanager.server.errors import ApiError
@@ -34,6 +35,8 @@ _ALIASES = {
     **{f"guided_{kind}": kind for kind in _KINDS[:4]},
     "json_schema": "json",
     "regex": "regex",
+    "grammar": "grammar",
+    "ebnf": "grammar",
 }
 
 
@@ -161,6 +164,8 @@ class StructuredOutputs:
         def grammar(guided: GuidedDecoding) -> Any:
             if rule.kind == "json_object":
                 return guided.json_schema(_ANY_OBJECT)
+            if rule.kind == "grammar" and is_gbnf(rule.value):
+                return guided.gbnf(rule.value)
             make: dict[str, Callable[..., Any]] = {
                 "json": partial(guided.json_schema, lenient=rule.lenient),
                 "regex": guided.regex,
