@@ -27,7 +27,7 @@ def is_gbnf(grammar: str) -> bool:
     """Return whether a grammar is in GBNF, and not in Lark: it defines a rule with `::=`.
 
     `llguidance.gbnf_to_lark.is_lark_syntax` is not used, because it takes a grammar in GBNF with a
-    rule `start` for Lark, and a grammar in Lark whose rule `start` has attributes for GBNF.
+    rule `start` for Lark, and a grammar in Lark with attributes of the rule `start` for GBNF.
     """
     return _RULE.search(grammar) is not None
 
