@@ -18,6 +18,7 @@ from gptmanager.callbacks.sinks.metric_counts import Histogram, IterationCounts,
 from gptmanager.callbacks.sinks.metric_names import METRIC, METRICS, TRITON, VLLM, checked_prefix
 from gptmanager.environment.distribution import install_command
 from gptmanager.errors import ConfigError
+from gptmanager.lifecycle.callables import passed_on
 
 if TYPE_CHECKING:
     from prometheus_client.metrics_core import Metric as Family
@@ -93,7 +94,7 @@ class PrometheusSink:
 
         def fetch(max_num_requests: int) -> Iterable[InferenceRequest]:
             requests = get(max_num_requests)
-            return self._noting(requests) if requests else requests
+            return passed_on(requests, self._noting(requests)) if requests else requests
 
         return fetch
 

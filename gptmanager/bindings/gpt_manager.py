@@ -18,7 +18,7 @@ from gptmanager.bindings.trt_gpt_model import (
     with_policy,
 )
 from gptmanager.errors import ConfigError
-from gptmanager.lifecycle.callables import check_answer, ordinary
+from gptmanager.lifecycle.callables import check_answer, ordinary, passed_on
 
 _BEGIN = ("trt_engine_path", "model_type")
 _CALLBACKS = (
@@ -132,7 +132,9 @@ class _Ending:
         def fetch(max_num_requests: int) -> Iterable[InferenceRequest]:
             requests = () if self.has_begun else get(max_num_requests)
             check_answer("GetInferenceRequests", requests, may_yield=True)
-            return requests if self.terminate_id is None else self._until_end(requests)
+            if self.terminate_id is None:
+                return requests
+            return passed_on(requests, self._until_end(requests))
 
         return fetch
 

@@ -21,10 +21,10 @@ from gptmanager.host.cache_invalidation import CacheInvalidation
 from gptmanager.host.journal_seam import JournalSeam, NoJournal
 from gptmanager.host.loop_host import Turn
 from gptmanager.host.preparation import Preparation
-from gptmanager.host.received_requests import READY, Receiver, collect_ids, items_of, not_iterable
+from gptmanager.host.received_requests import Receiver, collect_ids, items_of, not_iterable
 from gptmanager.host.retries import GetFailures
 from gptmanager.host.timers import HostTimers
-from gptmanager.lifecycle.callables import UnfinishedAnswer, check_answer, optional, required
+from gptmanager.lifecycle.callables import READY, UnfinishedAnswer, check_answer, optional, required
 from gptmanager.lifecycle.clock import monotonic
 from gptmanager.lifecycle.latch import Latch
 from gptmanager.lifecycle.log import logger

@@ -23,7 +23,6 @@ from gptmanager.request.inference_request import KEYWORDS, InferenceRequest
 from gptmanager.request.read_tensors import refuse_masked
 from gptmanager.step import Progress
 
-READY = frozenset({list, tuple, set, frozenset})  # types of most answers: these have a length
 MAX_YIELDED = 100_000  # items of an answer without a length, such as a generator: it may be endless
 
 

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeVar
 
 from gptmanager.errors import CallbackError, ConfigError
 
 _T = TypeVar("_T")
 
+READY = frozenset({list, tuple, set, frozenset})  # types of most answers: these have a length
 _HINT = (
     "pass an ordinary function, which does its work when it is called (for asyncio, one that "
     "calls loop.call_soon_threadsafe)"
@@ -86,6 +87,14 @@ def check_answer(name: str, answer: Any, *, may_yield: bool = False) -> None:
         kind = type(answer).__name__
         article = "an" if kind[0] in "aeiou" else "a"  # for example "an async_generator"
         raise UnfinishedAnswer(f"{name} returned {article} {kind}: {_HINT}")
+
+
+def passed_on(answer: Any, items: Iterator[_T]) -> Iterable[_T]:
+    """Return `items`, which a wrapper of a callback passes on from the callback's `answer`.
+
+    They are a list if the answer is complete, because a manager limits what a generator may yield.
+    """
+    return [*items] if type(answer) in READY else items
 
 
 def checked(name: str, function: Callable[..., Any]) -> Callable[..., Any]:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from gptmanager.errors import response_text
-from gptmanager.lifecycle.callables import UnfinishedAnswer, check_answer
+from gptmanager.lifecycle.callables import UnfinishedAnswer, check_answer, passed_on
 from gptmanager.manager.gpt_manager import GptManager
 from gptmanager.request.inference_request import (
     GetInferenceRequestsCallback,
@@ -103,13 +103,16 @@ class ContractChecker:
 
     # The host's callbacks -------------------------------------------------------------------
 
-    def get_inference_requests(self, max_num_requests: int) -> Iterator[InferenceRequest]:
-        """Call the host's Get and yield its requests one by one.
+    def get_inference_requests(self, max_num_requests: int) -> Iterable[InferenceRequest]:
+        """Call the host's Get, and return its requests, one by one if they are not in a list.
 
         Requests that Get has yielded before it raises an exception are accepted.
         """
-        count = 0
         answer = self._called("Get", self._get, max_num_requests)
+        return passed_on(answer, self._requests_of(answer, max_num_requests))
+
+    def _requests_of(self, answer: Any, max_num_requests: int) -> Iterator[InferenceRequest]:
+        count = 0
         try:
             items = iter(answer)
         except TypeError:
@@ -157,7 +160,7 @@ class ContractChecker:
         except TypeError:
             self._complain(f"Poll returned {answer!r}, expected a set of request ids")
             return answer
-        return self._inspected_ids(items)
+        return passed_on(answer, self._inspected_ids(items))
 
     def check(self, manager: GptManager | None = None) -> None:
         """Raise ContractViolation with all violations, if there are any.

@@ -344,7 +344,7 @@ def test_the_contract_checker_knows_them(name, change, text):
     asked = request(0, [1, 2], 3, is_streaming=True, **ASKED)
     host = RecordingCallbacks([asked])
     checker = ContractChecker(host.get_inference_requests, host.send_response)
-    next(checker.get_inference_requests(1))
+    next(iter(checker.get_inference_requests(1)))
     ids = torch.zeros(1, 1, 2, 5, dtype=torch.int32)
     tensors = {
         "output_ids": torch.zeros(1, 1, 2, dtype=torch.int32),

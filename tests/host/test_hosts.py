@@ -23,6 +23,7 @@ import pytest
 import torch
 from checkpoints import CONFIGS, checkpoint, random_model
 from loop_driver import expected_output, next_token
+from prometheus_client import CollectorRegistry
 from shorthand import params, request
 
 from gptmanager import (
@@ -34,6 +35,8 @@ from gptmanager import (
     ModelType,
     SchedulerConfig,
 )
+from gptmanager.bindings import gpt_manager as bindings_manager
+from gptmanager.callbacks import PrometheusSink
 from gptmanager.errors import ManagerDeadError
 from gptmanager.host import received_requests
 from gptmanager.kernels import CpuKernels
@@ -423,6 +426,22 @@ def test_an_answer_that_is_complete_is_taken_whole(host, monkeypatch, make, coun
         assert manager.wait_idle(10)
         assert manager.health().callbacks["GetInferenceRequests"].errors == 0
     assert len(finals(host)) == count and not any(it.error for it in host.responses)
+
+
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        lambda get: ContractChecker(get, print).get_inference_requests,
+        lambda get: PrometheusSink(model_name="a", registry=CollectorRegistry()).fetching(get),
+        lambda get: bindings_manager._Ending(terminate_id=99).fetching(get),
+    ],
+    ids=["checker", "sink", "bindings"],
+)
+def test_a_list_of_get_is_taken_whole_behind_a_wrapper(monkeypatch, wrap):
+    monkeypatch.setattr(received_requests, "MAX_YIELDED", 50)
+    given = [request(i, [5], 2) for i in range(60)]
+    answer = wrap(lambda room: given)(-1)
+    assert [*received_requests.items_of("GetInferenceRequests", answer)] == given
 
 
 # A manager's methods, from everywhere ------------------------------------------------------------
