@@ -1,6 +1,7 @@
 import os
 import signal
 import threading
+from queue import Empty, SimpleQueue
 
 import pytest
 from checkpoints import CONFIGS, random_model
@@ -137,11 +138,23 @@ def test_an_interrupt_aborts_and_leaves_no_thread():
     assert set(threading.enumerate()) <= before
 
 
+class Late(SimpleQueue):
+    """Is empty when it is first asked."""
+
+    is_asked = False
+
+    def get(self, timeout):
+        if not self.is_asked:
+            self.is_asked = True
+            raise Empty
+        return super().get(timeout=timeout)
+
+
 @pytest.mark.parametrize(("progress", "is_shown"), [(True, True), (False, False), (None, False)])
 def test_a_bar_shows_what_takes_long(monkeypatch, capsys, progress, is_shown):
     # Given a patience that is over at once, and no terminal
     monkeypatch.setattr(start, "_PATIENCE_S", 0.0)
-    monkeypatch.setattr(start, "_REFRESH_S", 0.0001)  # several times before the first one ends
+    monkeypatch.setattr(start, "SimpleQueue", Late)
     before = set(threading.enumerate())
 
     generate(counting(), [[1], [2]], 3, progress=progress)

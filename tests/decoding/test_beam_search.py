@@ -25,6 +25,7 @@ from gptmanager.decoding.end_rule import EndRule
 from gptmanager.decoding.sampling.random_numbers import derive_seed
 from gptmanager.decoding.search.beam_search import BeamParams, BeamSearch
 from gptmanager.decoding.search.beam_state import (
+    _NODE_VALUES,
     BeamEndState,
     BeamNodeState,
     beam_state,
@@ -211,6 +212,15 @@ def test_a_state_of_beams_that_contradicts_itself_is_refused(changes, text):
     assert beam_state(restored).make() == state
     with pytest.raises(ValueError, match=text):
         restore_beams(new_search(), state._replace(**changes))
+
+
+def test_the_size_of_a_state_includes_all_nodes_of_beams_that_share_none():
+    search = BeamSearch(BeamParams(2), EndRule(9))
+    search.advance(candidates_of(distribution([0.5, 0.4, 0.1]), search))
+    for _ in range(4):
+        search.advance(candidates_of(distribution(*[[0.98, 0.01, 0.01]] * 2), search))
+    state = beam_state(search)
+    assert len(state.make().nodes) == 10 and state.num_values >= 10 * _NODE_VALUES
 
 
 def test_without_live_beams_the_best_ended_one_is_stable():

@@ -160,7 +160,7 @@ def test_every_output_of_random_schemas_validates(guided, tokenizer):
         ("lark", 'start: "x" item+\nitem: "a" | "(" item ")"', r"x([a()])+"),
     ],
 )
-def test_the_kinds_of_grammars(guided, tokenizer, kind, argument, pattern):
+def test_the_kinds_of_grammars(guided, tokenizer, kind, argument, pattern, caplog):
     processor = getattr(guided, kind)(argument)
     host = serve([asked(tokenizer, i, processor) for i in range(6)])
     for i in range(6):
@@ -169,6 +169,7 @@ def test_the_kinds_of_grammars(guided, tokenizer, kind, argument, pattern):
             assert written in argument
         else:
             assert re.fullmatch(pattern, written), written
+    assert "not enforced" not in caplog.text
 
 
 def test_json_schemas_as_rules_of_a_grammar(guided, tokenizer):

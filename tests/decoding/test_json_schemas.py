@@ -201,11 +201,17 @@ def test_a_keyword_that_the_parser_has_not_is_enforced_in_other_words(parser, sc
             {"a": "x", "c": None},
             {"a": "x", "d": None},
         ),
+        (
+            {"$ref": "#/$defs/it", "$defs": {"it": FIRST}, "unevaluatedProperties": False},
+            {"a": "x"},
+            {"a": "x", "d": None},
+        ),
         ({"type": "string", "not": {"minLength": 3}}, "ab", "abc"),
         ({"type": "string", "not": {"maxLength": 2}}, "abc", "ab"),
         ({"type": "string", "not": {"allOf": [{"minLength": 3}]}}, "ab", "abc"),
         ({"type": "string", "not": {"anyOf": [{"minLength": 3}, {"const": "a"}]}}, "ab", "a"),
         ({"type": "boolean", "not": {"const": True}}, False, True),
+        ({"type": "boolean", "if": True, "then": {"const": True}}, True, False),
         (
             {**CLOSED, "not": {"required": ["a"], "additionalProperties": True}},
             {"b": 1},

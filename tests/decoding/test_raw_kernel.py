@@ -123,12 +123,11 @@ def test_one_launch_a_step_for_all_its_rows():
     def twin(logits, rows, slots, params, lengths, prompt_lengths, tokens, max_seq_len, vocab_size):
         launches.append(len(rows))
         assert tokens.shape == (6, max_seq_len) and logits.shape[1] == vocab_size
-        logits[rows, params[slots]["token"]] += params[slots]["added"]
+        logits[rows, params[slots]["token"]] += 1e6
 
-    kernel = raise_one(twin=twin)
-    asked = [
-        request(i, 3, 4, logits_post_processor=kernel.bind(token=i, added=1e6)) for i in range(3)
-    ]
+    byte = np.dtype([("token", np.uint8)])  # a record has fewer bytes than a step has rows
+    kernel = RawKernelLogitsPostProcessor(SOURCE, "raise_one", byte, twin=twin)
+    asked = [request(i, 3, 4, logits_post_processor=kernel.bind(token=i)) for i in range(3)]
     host = serve(asked)
     assert launches == [3, 3, 3, 3]
     assert [output(host, one) for one in asked] == [[i] * 4 for i in range(3)]

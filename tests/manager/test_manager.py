@@ -157,6 +157,20 @@ def test_no_thread_is_left_when_a_wait_has_returned(host, monkeypatch):
     assert not manager._thread.is_alive()
 
 
+def test_a_question_in_the_last_moment_is_answered(host, monkeypatch):
+    asked, manager = [], start(host)
+    release = manager._worker._ending.release
+
+    def late(loop, loop_host):
+        asked.append(manager._inbox.ask(lambda loop: loop))
+        release(loop, loop_host)
+
+    monkeypatch.setattr(manager._worker._ending, "release", late)
+    manager.shutdown()
+    (question,) = asked
+    assert question.wait(10) and question.answer() is manager._worker.loop
+
+
 def test_what_a_journal_holds_back_is_sent_before_get_is_called(host, monkeypatch):
     calls = []
     monkeypatch.setattr(NoJournal, "flush", lambda self: calls.append("flush"))

@@ -100,6 +100,25 @@ def test_requests_after_a_refused_one_of_their_intake_arrive():
     assert [it.request_id for it in events if isinstance(it, Arrival)] == [1, 3]
 
 
+class Unready:
+    """A processor that is never ready."""
+
+    def prepare(self, device):
+        return Future()
+
+    def __call__(self, *arguments):
+        pass
+
+
+def test_a_request_that_waits_while_nothing_runs_arrives_all_the_same():
+    driver, events = LoopDriver(), []
+    Watchers().add(driver.loop, events.append)
+    driver.submit(request(1, logits_post_processor=Unready()))
+    for _ in range(2):
+        driver.loop.iterate()
+    assert [type(event) for event in events] == [Beginning, Arrival]
+
+
 def test_a_watch_that_begins_late_hears_of_who_is_there():
     host, constructed, events = RecordingCallbacks([request(1), request(2)]), Future(), []
 
