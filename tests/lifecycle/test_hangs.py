@@ -213,6 +213,7 @@ def test_a_step_that_hangs_ends_the_manager_and_nothing_follows(gate, caplog):
     gate.open()
     end_thread(manager)
     assert "on_hang = 'fail': the manager has ended; statistics: {" in caplog.text
+    assert "SendResponse itself hangs" not in caplog.text
     assert host.num_calls == calls
     each_has_one_final(host, set(answered))
     assert set(answered) <= set(ids)
