@@ -32,7 +32,7 @@ settings.load_profile("gptmanager")
 with contextlib.suppress(ImportError):
     from hypothesis.internal.conjecture import providers
 
-    if FUZZ == 1:
+    if FUZZ == 1 and hasattr(providers, "_local_constants"):
         providers._get_local_constants = lambda: providers._local_constants
 
 # Tests that a shell runs in the background ignore Ctrl-C, those under `nohup` ignore SIGHUP, and so
