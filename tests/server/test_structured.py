@@ -65,6 +65,7 @@ def json_schema(schema, **more):
         ({"guided_choice": ["a"]}, OutputRule("guided_choice", "choice", ["a"])),
         ({"guided_grammar": "start: A"}, OutputRule("guided_grammar", "grammar", "start: A")),
         ({"grammar": "root ::= A"}, OutputRule("grammar", "grammar", "root ::= A")),
+        ({"grammar": ""}, None),
         ({"ebnf": "root ::= A"}, OutputRule("ebnf", "grammar", "root ::= A")),
         ({"json_schema": SCHEMA}, OutputRule("json_schema", "json", SCHEMA)),
         ({"regex": "a+"}, OutputRule("regex", "regex", "a+")),

@@ -29,6 +29,7 @@ from gptmanager.server.tool_formats.call_grammar import marks_of
 from gptmanager.server.tool_formats.tool_format import ToolFormat
 from gptmanager.server.tool_formats.tools import Tools
 
+_NO_GRAMMAR = ("grammar", "")  # what clients of llama.cpp send if they want none
 _KINDS = ("json", "regex", "choice", "grammar", "json_object")
 _ANY_OBJECT = {"type": "object"}
 _ALIASES = {
@@ -65,7 +66,7 @@ def read_output_rule(body: Mapping[str, Any]) -> OutputRule | None:
         *(
             OutputRule(name, kind, body[name])
             for name, kind in _ALIASES.items()
-            if body.get(name) is not None
+            if body.get(name) is not None and (name, body[name]) != _NO_GRAMMAR
         ),
     ]
     if len(rules) > 1:
