@@ -50,12 +50,17 @@ class MpiTransport:
 
     def poll(self, callback: Callable[[], Iterable[int]] | None) -> Iterable[int]:
         """Return the answer of rank 0's PollStopSignal, with errors like those of `get`."""
-        own, error = _called("PollStopSignal", callback)
+
+        def stops() -> Iterable[int]:
+            found = None if callback is None else callback()
+            return () if found is None else found  # a manager reads None as no ids, too
+
+        own, error = _called("PollStopSignal", stops)
         ids: set[int] = set()
         with suppress(CallbackError):  # raised again, and logged, by rank 0's manager
             collect_ids(own, ids)
-        stops = np.array([*ids], np.uint64)
-        data, error = self._share(stops.tobytes(), error, "PollStopSignal")
+        packed = np.array([*ids], np.uint64).tobytes()
+        data, error = self._share(packed, error, "PollStopSignal")
         return _answer(own if self.is_first else np.frombuffer(data, np.uint64).tolist(), error)
 
     def _share(

@@ -151,6 +151,13 @@ def test_every_rank_stops_what_the_manager_of_rank_0_stops():
     assert [it.result() for it in on_ranks(body)] == [{4, 5, 6}] * SIZE
 
 
+def test_a_poll_that_returns_none_stops_nothing():
+    def body(rank, transport):
+        return [*transport.poll((lambda: None) if rank == 0 else None)]
+
+    assert [it.result() for it in on_ranks(body)] == [[]] * SIZE
+
+
 class Unreadable(InferenceRequest):
     def __init__(self, request_id):
         self.__dict__["request_id"] = request_id
