@@ -40,6 +40,7 @@ def test_leaves_a_thread():
     ],
     ids=["in C", "in a thread"],
 )
+@pytest.mark.every(2)
 def test_a_run_ends_with_a_failure_that_names_the_test(test, limit, told, tmp_path):
     (tmp_path / "test_it.py").write_text(test)
     settings = "--config-file", ROOT / "setup.cfg", "--rootdir", tmp_path, "--timeout", limit

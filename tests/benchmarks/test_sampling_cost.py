@@ -87,7 +87,7 @@ def prepared(name: str, scale: float) -> tuple[torch.Tensor, Callable[[], Any], 
 
 @pytest.mark.parametrize("scale", SCALES)
 @pytest.mark.parametrize("name", SETTINGS)
-@pytest.mark.every(3)
+@pytest.mark.every(8)
 def test_sampling(benchmark: Any, name: str, scale: str) -> None:
     _, sample, measure = prepared(name, SCALES[scale])
     if benchmark.enabled:

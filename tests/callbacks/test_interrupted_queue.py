@@ -12,6 +12,7 @@ from queue import Full
 from threading import Event
 
 import pytest
+from fuzz import STRIDE
 from interrupting import TIMEOUT_S, handled, in_a_thread, interrupted
 from responding import ManagerStub, whole
 
@@ -57,7 +58,7 @@ def calling(name, queue, runs, waits):
 
 @pytest.mark.parametrize("name", CALLS)
 def test_an_interrupted_call_leaves_a_queue_that_all_others_can_use(name):
-    for point in count():
+    for point in count(step=STRIDE):
         # Given a running and a pending request, When an interrupt comes at this point of a call
         queue, *handles = new_queue()
         is_reached = in_a_thread(interrupted, calling(name, queue, *handles), point)

@@ -208,6 +208,7 @@ def test_keys_pointer_and_filter(browser, url):
     browser.wait_for("document.querySelector('#empty').textContent.includes('No request matches')")
 
 
+@pytest.mark.slow
 def test_it_comes_back(browser):
     host = RecordingCallbacks()
     with managed(host, 4, 4, 0.002) as manager:

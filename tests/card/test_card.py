@@ -407,6 +407,7 @@ def test_the_archive_stays_small(tmp_path):
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["a.tar.gz", "a.txt"]
 
 
+@pytest.mark.slow
 def test_the_probe_tells_what_cannot_be_imported(tmp_path):
     """Without what pytest needs, each test file would fail alone."""
     (tmp_path / "pytest.py").write_text("import no_such_module")

@@ -911,7 +911,9 @@ def run_in_shell(environment, *arguments):
     [
         (["--version"], ""),
         (["journal", "--help"], "1"),
-        (["simulate", "--num-requests", 2, "--output-len", 2], ""),
+        pytest.param(
+            ["simulate", "--num-requests", 2, "--output-len", 2], "", marks=pytest.mark.slow
+        ),
         pytest.param(
             ["simulate", "--num-requests", 2, "--output-len", 2, "--json"],
             "1",

@@ -148,6 +148,7 @@ def test_long_texts_show_their_end(terminal):
 
 @pytest.mark.parametrize("width", [1, 2, 7, 8, 9, 10, 20, 38, 59, 60, 61, 80, 200])
 @pytest.mark.parametrize("text", ["abc " * 60, "日本語" * 60, "🙂 é" * 60, "e\u0301" * 100])
+@pytest.mark.every(5)
 def test_nothing_is_left_behind_at_any_width(terminal, width, text):
     shown = terminal(width)
     view = ProgressDisplay(RedrawnLines(shown.stream))

@@ -74,7 +74,7 @@ main()
     assert (done.returncode, done.stderr) == (0, "")
 
 
-@pytest.mark.every(3)
+@pytest.mark.slow
 @pytest.mark.parametrize(("number", "told"), ENDS)
 def test_a_run_tells_how_many_requests_were_done(number, told, tmp_path):
     out, path = tmp_path / "out.jsonl", tmp_path / "requests.jsonl"
@@ -98,6 +98,7 @@ def test_a_run_tells_how_many_requests_were_done(number, told, tmp_path):
     assert out.read_text().count("\n") == 1
 
 
+@pytest.mark.slow
 def test_ctrl_c_also_ends_the_script_that_runs_a_command(tmp_path):
     """A shell continues its script if the command exits with a status, whatever this status is."""
     script, path = tmp_path / "script.sh", tmp_path / "requests.jsonl"

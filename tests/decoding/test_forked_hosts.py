@@ -7,6 +7,7 @@ import threading
 from itertools import count
 
 import pytest
+from fuzz import STRIDE
 from interrupting import handled
 
 from gptmanager.callbacks.processors.banned_texts import BannedTexts
@@ -64,7 +65,7 @@ def test_a_fork_at_any_moment_leaves_grammars_that_can_be_made(tokenizer):
     def fork():
         found.append(forked_in_a_thread(lambda: guided.regex("b")))
 
-    for point in count():
+    for point in count(step=STRIDE):
         if not handled(lambda: guided.regex("a"), point, fork):
             break
         assert found.pop(), point

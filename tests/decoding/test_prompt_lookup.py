@@ -177,6 +177,7 @@ def unguessed(source):
     ],
     ids=str,
 )
+@pytest.mark.every(3)
 def test_guesses_show_nowhere_bit_by_bit(source, unguessed, options):
     host = serve(source, mixed_requests(), PromptLookup(min_ngram=1), **options)
     statistics = json.loads(host.statistics[-1])["gptmanager"]

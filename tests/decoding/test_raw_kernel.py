@@ -276,6 +276,7 @@ OTHER_PARAMETERS = [
 
 
 @pytest.mark.parametrize(("declared", "instead", "text"), OTHER_PARAMETERS)
+@pytest.mark.every(4)
 def test_parameters_that_are_not_passed_are_named_when_it_compiles(declared, instead, text):
     source = SOURCE.replace(declared, instead).replace("static_assert(sizeof", "// (sizeof")
     kernel = raise_one(source)

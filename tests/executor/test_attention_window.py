@@ -74,7 +74,7 @@ def requests():
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "mistral"])
 @pytest.mark.parametrize("window", [5, 16, 21])
-@pytest.mark.every(2)
+@pytest.mark.every(5)
 def test_tokens_are_those_of_a_mask(family, window):
     model = random_model(CONFIGS[family])
     host = serve(checkpoint(model), requests(), window, max_batch_size=3)
@@ -105,6 +105,7 @@ def source():
     ],
     ids=str,
 )
+@pytest.mark.every(4)
 def test_no_schedule_shows_in_the_tokens(source, options):
     expected = serve(source, requests(), 16, max_batch_size=1)
     host = serve(source, requests(), 16, **options)

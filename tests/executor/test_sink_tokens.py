@@ -222,7 +222,7 @@ def alone(source):
 
 
 @pytest.mark.parametrize("options", SCHEDULES, ids=str)
-@pytest.mark.every(2)
+@pytest.mark.every(4)
 def test_no_schedule_shows(models, source, alone, seen_logits, options):
     options, kv_cache = dict(options), {"max_attention_window": 20, "sink_token_length": 5}
     for name in ("max_tokens", "enable_block_reuse"):

@@ -780,7 +780,16 @@ def in_a_forked_child():
         sys.exit(0)
     assert os.wait()[1] == 0 and manager.health().alive and manager.audit().ok
 
-ways = {on_an_exception: 1, in_another_thread: 0, in_a_forked_child: 0}
+def with_modules_that_lose_their_names():
+    manager = start()
+    time.keeper = lambda: manager  # a module of C is emptied after all others
+
+ways = {
+    on_an_exception: 1,
+    in_another_thread: 0,
+    in_a_forked_child: 0,
+    with_modules_that_lose_their_names: 0,
+}
 children = {}
 for way in ways:  # forked, so that torch is imported once; each ends as an interpreter of its own
     child = os.fork()

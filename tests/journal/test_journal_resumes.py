@@ -115,6 +115,7 @@ def left(guided, has):
 
 
 @pytest.mark.parametrize("death", [1, 30, 90])
+@pytest.mark.every(2)
 def test_requests_of_all_kinds_continue_as_if_nothing_was(life, guided, death, tmp_path):
     whole, has = outputs_of(life.got), life.got[:death]
     assert [error for output in whole.values() for error in output.errors] == []

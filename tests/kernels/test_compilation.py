@@ -151,6 +151,7 @@ for body in it.BODIES:
 """
 
 
+@pytest.mark.slow
 def test_processes_that_start_together_compile_each_body_once(alone, compiled_here, tmp_path):
     def tell(_, num_done, total):
         if num_done == 2:  # the other process goes on when only its body is left

@@ -36,6 +36,7 @@ def experts_of(
 @pytest.mark.parametrize("quantized", [None, "int8", "int4"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.every(5)
 def test_they_are_those_of_one_expert_after_another(
     deterministic: bool, dtype: torch.dtype, quantized: Quantized | None
 ) -> None:

@@ -107,6 +107,7 @@ DAMAGES = {
 
 @pytest.mark.parametrize("kinds", [("nbi",), ("nbc",), ("nbi", "nbc")], ids="+".join)
 @pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES.keys())
+@pytest.mark.every(5)
 def test_a_damaged_file_is_written_anew(tmp_path, compilations, caplog, kinds, damage):
     assert answer() == 42
     kept = [path for kind in kinds for path in files(tmp_path, kind)]

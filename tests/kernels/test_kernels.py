@@ -111,6 +111,7 @@ def test_attention_of_any_shape(sizes: Sizes, rows: list[tuple[int, int]]) -> No
 
 @both_kernels
 @pytest.mark.parametrize("softcap", [1e-5, 0.3, 5.0, 1e4])
+@pytest.mark.every(3)
 def test_softcap_of_attention(kernels: Kernels, softcap: float) -> None:
     for sizes in (SHAPES[0], WINDOWS):
         pages = new_pages(sizes, ROWS)

@@ -369,6 +369,7 @@ def test_no_two_functions_have_one_name() -> None:
 
 
 @pytest.mark.parametrize("rows, across", [(1, 4), (2, 2), (2, 4), (4, 1), (6, 1), (6, 4)])
+@pytest.mark.every(5)
 def test_a_tile_is_the_same_bits_with_any_number_of_registers(rows: int, across: int) -> None:
     own = matrix_tiles.tile(rows, "float32", across)
 

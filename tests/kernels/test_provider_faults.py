@@ -75,6 +75,7 @@ FAULTS = [
 
 @pytest.mark.parametrize(("change", "problem"), FAULTS)
 @pytest.mark.parametrize("what", ["context", "generation", "linear"])
+@pytest.mark.every(7)
 def test_each_request_gets_an_error_that_names_the_provider(what, change, problem):
     if what == "linear":
         providers = {"linear_provider": Linear(change)}

@@ -18,7 +18,7 @@ import warnings
 from itertools import count
 
 import pytest
-from fuzz import FUZZ
+from fuzz import FUZZ, STRIDE
 from interrupting import in_a_thread
 from loop_driver import expected_output
 from shorthand import request, start
@@ -154,10 +154,10 @@ def fork(manager):
 @pytest.mark.parametrize("forked", ["notify", "wait_idle", "audit", "wait", "shutdown"])
 def test_a_child_that_was_forked_at_any_line_does_not_hang(forked):
     call = {**CALLS, "shutdown": lambda manager: manager.shutdown()}[forked]
-    manager = start(RecordingCallbacks())
+    manager, lines = start(RecordingCallbacks()), count()
 
     def fork_at_a_line():
-        if manager.state is ManagerState.RUNNING:
+        if next(lines) % STRIDE == 0 and manager.state is ManagerState.RUNNING:
             done = threading.Thread(target=fork, args=(manager,))  # with this thread in mid-line
             done.start()
             done.join()

@@ -234,6 +234,7 @@ def repeating_token(history):
 @each_mode
 @pytest.mark.parametrize("policy", [no_evict, MaxUtilizationScheduler])
 @pytest.mark.parametrize("reuse", [False, True])
+@pytest.mark.every(5)
 def test_guesses_do_not_show_in_the_tokens(mode, policy, reuse):
     """Fewer steps, the same tokens; under pauses, ends, and beside requests without guesses."""
     outputs = {}

@@ -43,7 +43,7 @@ from gptmanager.decoding.stop_words import StopWords
 from gptmanager.scheduler import MaxUtilizationScheduler
 from gptmanager.testing import ContractChecker, RecordingCallbacks, ScriptedModel
 
-EXAMPLES, PARTS = 800 * FUZZ, 4
+EXAMPLES, PARTS = 800 * FUZZ, 8
 MAX_SEQ_LEN = 24
 PROMPTS = st.lists(st.integers(0, 99), min_size=1, max_size=10)
 ALIKE = st.lists(st.sampled_from([1, 1, 1, 2]), min_size=1, max_size=12)  # much to be reused
@@ -305,7 +305,7 @@ def split_lives(responses):
 # in parts: one that is interrupted by a time limit ends otherwise than its history says, which
 # hypothesis reports as a strategy that is flaky
 @pytest.mark.timeout(300)
-@pytest.mark.every(4)
+@pytest.mark.every(8)
 @pytest.mark.parametrize("part", range(PARTS))
 def test_any_sequence_of_events(part):
     run_state_machine_as_test(

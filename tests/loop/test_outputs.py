@@ -175,7 +175,7 @@ def alone(source):
     ids=str,
 )
 @pytest.mark.parametrize("streaming", [False, True])
-@pytest.mark.every(3)
+@pytest.mark.every(7)
 def test_no_schedule_shows_bit_by_bit(source, alone, options, streaming):
     host = serve(source, requests(is_streaming=streaming), deterministic=True, **options)
     for i, wanted in alone.items():

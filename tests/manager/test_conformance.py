@@ -417,7 +417,7 @@ PLANTED = [
 @pytest.mark.parametrize(
     ("mistake", "rule", "text"), PLANTED, ids=lambda v: getattr(v, "__name__", "")
 )
-@pytest.mark.every(4)
+@pytest.mark.every(8)
 def test_a_planted_mistake_is_found_by_its_name(mistake, rule, text):
     evicts = False if mistake is Pauses else None
     report = check_scheduler(mistake, num_scenarios=30 * FUZZ, evicts=evicts)

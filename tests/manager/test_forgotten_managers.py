@@ -5,8 +5,6 @@ import copy
 import gc
 import os
 import pickle
-import subprocess
-import sys
 import threading
 import time
 import warnings
@@ -190,19 +188,3 @@ def test_it_is_not_copied(clone):
         with pytest.raises(TypeError, match="cannot be pickled or copied"):
             clone(manager)
         assert manager.health().alive
-
-
-def test_a_manager_that_outlives_the_modules_ends_silently():
-    """A function in a module of C keeps the manager until the interpreter has emptied modules."""
-    script = """
-import time
-from gptmanager import GptManager, ModelType
-from gptmanager.testing import RecordingCallbacks, ScriptedModel
-host = RecordingCallbacks()
-kept = GptManager(ScriptedModel(len), ModelType.INFLIGHT_FUSED_BATCHING, **host.keywords())
-time.keeper = lambda: kept
-"""
-    ended = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, timeout=120
-    )
-    assert (ended.returncode, ended.stderr) == (0, "")

@@ -127,7 +127,7 @@ def test_a_failed_manager_leaves_nothing_but_its_error(without_collector):
 def test_the_kv_cache_keeps_nothing_of_requests_that_have_ended():
     """Many wait, and some end while they do."""
     model = ScriptedModel(lambda history: 1, vocab_size=512)
-    host = EndlessHost(itertools.islice(mixed_requests(512, None), 400), 40)
+    host = EndlessHost(itertools.islice(mixed_requests(512, None), 200), 40)
     with start(model, host, max_active_requests=None) as manager:
         assert host.is_over.wait(60)
     reuse = manager._worker.loop.allocator.kv_cache._reuse

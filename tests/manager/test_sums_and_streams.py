@@ -58,6 +58,7 @@ def rows_of(host, request_id):
 
 @pytest.mark.parametrize("streaming", [False, True])
 @pytest.mark.parametrize("include", [False, True])
+@pytest.mark.every(2)
 def test_sums_are_those_of_what_was_sent(source, streaming, include):
     """Whether texts end by an id, a word of several tokens, or their length, or are stopped."""
     ends = [{"end_id": 40}, {"stop_words_list": [[token] for token in range(0, 96, 7)]}, {}]

@@ -73,6 +73,7 @@ def source(llama):
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3", "gpt2"])
+@pytest.mark.every(3)
 def test_greedy_tokens_are_those_of_transformers(family):
     model = random_model(CONFIGS[family])
     chance = np.random.default_rng(3)
@@ -157,7 +158,7 @@ def alone(source):
     ],
     ids=str,
 )
-@pytest.mark.every(3)
+@pytest.mark.every(7)
 def test_no_schedule_shows_in_the_tokens_bit_by_bit(source, alone, options):
     host = serve(source, mixed_requests(), deterministic=True, **options)
     assert {i: host.output(i) for i in alone} == alone

@@ -108,7 +108,7 @@ def test_fields_without_effect_are_not_refused() -> None:
 
 
 @pytest.mark.parametrize("name", ALL)
-@pytest.mark.every(3)
+@pytest.mark.every(6)
 def test_float64_logits_are_those_of_transformers(name: str) -> None:
     for sequence, logits in all_logits(name, dtype="float64"):
         exact = expected(name, sequence)
@@ -117,7 +117,7 @@ def test_float64_logits_are_those_of_transformers(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ALL)
-@pytest.mark.every(5)
+@pytest.mark.every(10)
 def test_compiled_logits_are_those_of_transformers(name: str) -> None:
     for sequence, logits in all_logits(name, dtype="float32"):
         exact = expected(name, sequence)
@@ -125,7 +125,7 @@ def test_compiled_logits_are_those_of_transformers(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", FAMILY_CONFIGS)
-@pytest.mark.every(3)
+@pytest.mark.every(6)
 def test_greedy_tokens_are_those_of_transformers(name: str) -> None:
     prompts = [LONG, tokens(3, 5), tokens(11, 6)]
     requests = [InferenceRequest.from_tokens(i, own, 12) for i, own in enumerate(prompts)]
@@ -145,6 +145,7 @@ def test_greedy_tokens_are_those_of_transformers(name: str) -> None:
         assert is_greedy(family_model(name), prompt, generated)
 
 
+@pytest.mark.slow
 def test_200_requests_over_few_slots_have_the_tokens_of_transformers() -> None:
     name = "qwen3_5_text"
 
@@ -160,7 +161,7 @@ def test_200_requests_over_few_slots_have_the_tokens_of_transformers() -> None:
 
 
 @pytest.mark.parametrize("name", FAMILY_CONFIGS)
-@pytest.mark.every(32)
+@pytest.mark.every(64)
 def test_bfloat16_diverges_no_more_than_in_transformers(name: str) -> None:
     narrow = deepcopy(family_model(name)).to(torch.bfloat16)
     model = load_model(family_folder(name), dtype="bfloat16")

@@ -57,6 +57,7 @@ def driver_of(name: str, num_slots: int, **options: Any) -> PagedDriver:
 
 
 @pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.every(4)
 def test_logits_are_those_of_transformers(name: str) -> None:
     sequences = random_tokens(1, 5, 23, 40, 8)
     for tokens, ours in zip(sequences, packed_logits(driver_of(name, 5), sequences), strict=True):
@@ -65,6 +66,7 @@ def test_logits_are_those_of_transformers(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["llama_biased", "mistral", "qwen3", "gpt2_odd"])
+@pytest.mark.every(3)
 def test_a_deterministic_row_has_its_bits_in_any_company(name: str) -> None:
     new_driver = partial(driver_of, name, kernels=CpuKernels(deterministic=True))
     sequences = random_tokens(1, 5, 23, 40, 8)
@@ -208,7 +210,7 @@ PAUSES = {"policy": CapacitySchedulerPolicy.MAX_UTILIZATION, "max_tokens": 112, 
 
 @pytest.mark.parametrize("options", [{}, CHUNKS], ids=str)
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.every(2)
+@pytest.mark.every(5)
 def test_tokens_are_those_of_transformers(family: str, options: dict[str, Any]) -> None:
     model, asked = double(family), prompts()
     requests = [InferenceRequest.from_tokens(i, prompt, 10) for i, prompt in enumerate(asked)]

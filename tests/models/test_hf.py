@@ -34,7 +34,7 @@ from gptmanager.models.hf.linears import PackedLinear
 from gptmanager.models.hf.loading import load_with_transformers
 
 
-@pytest.mark.every(9)
+@pytest.mark.every(18)
 @pytest.mark.parametrize("name", [it for it in ARCHITECTURES if it not in REFUSED])
 def test_an_architecture_answers_as_in_transformers(name: str) -> None:
     network = new_network(name)

@@ -28,7 +28,7 @@ SEQUENCE = tokens(30, 4)
 
 
 @pytest.mark.parametrize("name", [*DENSE, *MIXTURES])
-@pytest.mark.every(2)
+@pytest.mark.every(4)
 def test_logits_are_those_of_transformers(name: str, tmp_path: Path) -> None:
     packed, floats = quantized_folders(name, tmp_path)
     eager = {"attn_implementation": "eager", "experts_implementation": "eager"}

@@ -70,7 +70,7 @@ def test_packed_logits_equal_transformers(name: str, new_kernels: Callable[[], K
 @both_kernels
 @pytest.mark.parametrize("chunk", [None, 6], ids=["in one piece", "in chunks"])
 @pytest.mark.parametrize("name", CONFIGS)
-@pytest.mark.every(3)
+@pytest.mark.every(7)
 def test_64_greedy_tokens_equal_transformers(
     name: str, chunk: int | None, new_kernels: Callable[[], Kernels]
 ) -> None:
@@ -157,6 +157,7 @@ LONG_YARN = YARN | {"rope_theta": 50.0, "original_max_position_embeddings": 1310
     ],
     ids=["default", "linear", "dynamic", "llama3", "yarn", "yarn of all dimensions"],
 )
+@pytest.mark.every(4)
 def test_tables_are_exact_far_out(rope: dict[str, Any]) -> None:
     sizes = {"max_position_embeddings": 131072, "head_dim": 128, "rope_parameters": rope}
     spec = read_spec({**CONFIGS["llama"], **sizes})
@@ -659,7 +660,7 @@ for folder in folders:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 @both_kernels
-@pytest.mark.every(2)
+@pytest.mark.slow
 def test_loading_peaks_at_the_final_weights_and_a_fifth(
     tmp_path: Path, new_kernels: type[Kernels]
 ) -> None:

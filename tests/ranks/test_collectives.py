@@ -52,6 +52,7 @@ def test_a_stage_sums_its_own_parts_only():
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("replicates", [False, True])
 @pytest.mark.parametrize("rows", [0, 5])
+@pytest.mark.every(5)
 def test_columns_are_gathered_side_by_side(dtype, replicates, rows):
     widths = (4, 3, 3)
 

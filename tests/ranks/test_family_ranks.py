@@ -23,7 +23,7 @@ EXACT = {"dtype": "float64"}
 
 
 @pytest.mark.parametrize("name", [*FAMILY_CONFIGS, *VARIANTS])
-@pytest.mark.every(9)
+@pytest.mark.every(18)
 def test_adapters_on_ranks_are_merged_weights_on_one(name: str, tmp_path: Path) -> None:
     folder = family_folder(name)
     merged = save_family_adapter(name, tmp_path)

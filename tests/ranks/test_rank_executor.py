@@ -371,7 +371,7 @@ def one_thread():
 
 @pytest.mark.parametrize("policy", [0, 1], ids=["max_utilization", "no_evict"])
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.every(3)
+@pytest.mark.every(5)
 def test_all_ranks_decide_the_same_and_answer_as_one_does(mode, policy):
     num_ranks, num_stages, more = MODES[mode]
     config = SchedulerConfig(
@@ -409,6 +409,7 @@ def test_all_ranks_decide_the_same_and_answer_as_one_does(mode, policy):
 
 
 @pytest.mark.parametrize("num_stages", [1, 2])
+@pytest.mark.every(2)
 def test_ranks_that_have_logits_may_choose_for_themselves(num_stages):
     """Rank 1 of two by two has logits, those of the first stage have none."""
     ranks = world(2 * num_stages, num_stages, options(num_stages), SchedulerConfig(),
@@ -444,6 +445,7 @@ def test_what_follows_a_wrong_draft_may_differ_between_ranks_that_choose_for_the
 
 
 @pytest.mark.parametrize("num_stages", [1, 2])
+@pytest.mark.every(2)
 def test_a_rank_whose_post_processor_differs_says_so(num_stages):
     calls = []
 

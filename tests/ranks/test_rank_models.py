@@ -75,7 +75,7 @@ def assert_equal(given, tensor, pipeline, new_kernels=Kernels, tolerance=1e-5, *
 
 
 @pytest.mark.parametrize(("family", "tensor", "pipeline"), EVERY)
-@pytest.mark.every(2)
+@pytest.mark.every(5)
 def test_a_model_gives_the_logits_of_one_rank(family, tensor, pipeline):
     assert_equal(source(family), tensor, pipeline)
 
@@ -90,6 +90,7 @@ def test_a_model_gives_the_logits_of_one_rank(family, tensor, pipeline):
         ("gpt2_odd", {"weights_dtype": "int8"}, 1e-5),  # of transposed matrices
     ],
 )
+@pytest.mark.every(2)
 def test_compiled_kernels_do_so_too(family, options, tolerance, exact_activations):
     given, is_quantized = source(family), "weights_dtype" in options
     # else rows are rounded, many of them to 8 bits, by the largest of what a rank has
@@ -171,6 +172,7 @@ def test_a_deterministic_row_does_not_depend_on_the_others():
 
 @pytest.mark.parametrize("family", ["llama", "qwen2_windows", "gpt2_odd"])
 @pytest.mark.parametrize("quantized", [False, True])
+@pytest.mark.every(5)
 def test_weights_are_replaced_in_place_out_of_whole_tensors(family, quantized, exact_activations):
     config, old = source(family)
     _, new = checkpoint(random_model(CONFIGS[family] | ODD_VOCABULARY, seed=1))
@@ -394,6 +396,7 @@ def run_adapted(model, all_module_ids):
     ("family", "module_ids"),
     [("llama", ((0, 4, 5, 6, 7), (1, 2, 3, 6))), ("gpt2", ((1, 2, 3, 4, 5, 6), (0, 5)))],
 )
+@pytest.mark.every(3)
 def test_adapters_are_shared_out_as_their_matrices(family, module_ids, tensor, pipeline):
     given = source(family)
 

@@ -134,6 +134,7 @@ def failing_once(monkeypatch, runner, name):
 
 
 @pytest.mark.parametrize("rank", range(2))
+@pytest.mark.every(2)
 def test_memory_that_one_rank_cannot_release_or_allocate_leaves_all_alike(two, rank):
     it, output = two
     first = output()
@@ -193,6 +194,7 @@ def test_abort_all_ends_requests_on_all_ranks_or_on_none(monkeypatch, timeout_s)
 
 @pytest.mark.parametrize("restores", range(2), ids="rank {} cannot restore".format)
 @pytest.mark.parametrize("releases", range(2), ids="rank {} cannot release".format)
+@pytest.mark.every(3)
 def test_ranks_that_can_neither_release_nor_restore_all_stay_asleep(two, releases, restores):
     it, output = two
     first = output()
@@ -208,6 +210,7 @@ def test_ranks_that_can_neither_release_nor_restore_all_stay_asleep(two, release
 
 
 @pytest.mark.parametrize("rank", range(2))
+@pytest.mark.every(2)
 def test_weights_that_one_rank_has_dropped_are_missing_on_all(two, checkpoint, rank):
     it, output = two
     first = output()

@@ -31,7 +31,7 @@ from gptmanager.replay import replay, replaying
 from gptmanager.simulator import load, simulation
 from gptmanager.testing import RecordingCallbacks, ScriptedModel
 
-COUNT = 60 * FUZZ
+COUNT = 30 * FUZZ
 COMMANDS = ("replay", "simulate", "picture")
 
 

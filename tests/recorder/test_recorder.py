@@ -424,6 +424,7 @@ def test_a_black_box_that_begins_in_the_middle_replays(tmp_path, monkeypatch, ru
 
 
 @pytest.mark.parametrize("seed", range(25))
+@pytest.mark.every(3)
 def test_random_black_boxes_replay(tmp_path, monkeypatch, seed):
     monkeypatch.setattr(black_box, "_MIN_SEGMENT", 4)
     monkeypatch.setattr(black_box, "_STATE_NS_PER_ITERATION", 1 << 40)

@@ -637,6 +637,7 @@ option_values = st.builds(
 @pytest.mark.parametrize("credit", [False, True])
 @settings(max_examples=120 * FUZZ, deadline=None)
 @given(data=st.data(), options=option_values)
+@pytest.mark.every(2)
 def test_agrees_with_the_model(credit: bool, data: st.DataObject, options: Options) -> None:
     requests = data.draw(request_lists(credit))
     inflight = frozenset(data.draw(st.sets(st.integers(0, 8), max_size=2)))

@@ -408,6 +408,7 @@ SAYS = [
 
 @pytest.mark.parametrize("form", ["qwen", "hermes", "llama3"])
 @pytest.mark.parametrize("choice", ["auto", "required"])
+@pytest.mark.every(4)
 def test_a_stream_of_calls_says_what_the_whole_answer_says(request, form, choice):
     ask = request.getfixturevalue(form)
     for number, says in enumerate(SAYS):

@@ -155,7 +155,7 @@ def test_every_body_that_the_server_reads_is_attacked():
 
 @pytest.mark.parametrize("path", BODIES)
 @pytest.mark.parametrize("name", HOSTILE)
-@pytest.mark.every(4)
+@pytest.mark.every(8)
 def test_a_hostile_value_is_refused_by_name_or_answered(attacked, path, name):
     pid, connection = attacked
     endpoint = next(it for it in ENDPOINTS if it.path == path)

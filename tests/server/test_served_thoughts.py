@@ -98,6 +98,7 @@ def streamed(ask, text, **fields):
          (CALL, None, [("look", '{"city": "Rome"}')], "tool_calls")),
     ],
 )  # fmt: skip
+@pytest.mark.every(3)
 def test_a_stream_is_the_whole_answer(request, form, text, expected):
     ask = request.getfixturevalue(form)
     found = whole(ask, text, tools=TOOLS)

@@ -90,6 +90,7 @@ def check(shape, value):
 
 
 @pytest.mark.parametrize("case", CHATS)
+@pytest.mark.every(3)
 def test_chats(server, case):
     body = {"messages": [{"role": "user", "content": "17 + 25 ="}], **CHATS[case]}
     chunks = events(server, "chat/completions", **body)
@@ -115,6 +116,7 @@ def test_completions(server, case):
 
 
 @pytest.mark.parametrize("case", RESPONSES)
+@pytest.mark.every(3)
 def test_responses(server, case):
     body = {"input": "17 + 25 =", **RESPONSES[case]}
     for event in events(server, "responses", **body):

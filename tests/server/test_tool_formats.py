@@ -85,6 +85,7 @@ _PARTS = [
 
 
 @pytest.mark.parametrize("name", MADE)
+@pytest.mark.every(4)
 def test_an_answer_cut_anywhere_is_the_whole(name):
     """Also with thoughts, and whatever the model writes: no error, and nothing is lost twice."""
 

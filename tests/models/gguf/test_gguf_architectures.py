@@ -49,7 +49,7 @@ def logits_of(source: Path, expected: dict[str, np.ndarray], **options: Any) -> 
     return found
 
 
-@pytest.mark.every(3)
+@pytest.mark.every(6)
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
 def test_logits_equal_transformers(file: Path, expected: dict[str, np.ndarray]) -> None:
     assert np.abs(logits_of(file, expected) - expected[file.stem]).max() < 1e-4

@@ -55,6 +55,7 @@ def floats(name: str) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("name", EXPECTED)
+@pytest.mark.every(3)
 def test_matrices_are_those_of_the_library_that_packed_them(name: str) -> None:
     found = floats(name)
 
@@ -103,7 +104,7 @@ def test_a_model_answers_as_its_floats_do(name: str, tmp_path: Path) -> None:
 IN_4_BITS = {"ct-int4", "ct-int4-asymmetric", "gptq", "awq", "mlx"}
 
 
-@pytest.mark.every(2)
+@pytest.mark.every(5)
 @pytest.mark.parametrize("name", EXPECTED)
 def test_matrices_are_kept_in_4_or_8_bits(name: str) -> None:
     weights = load_model(checkpoint(name), weights_dtype="file", dtype="float32").weights

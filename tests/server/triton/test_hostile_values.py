@@ -88,7 +88,7 @@ def check_response(response, *names):
 
 
 @pytest.mark.parametrize("index, model, name", TENSORS)
-@pytest.mark.every(6)
+@pytest.mark.every(12)
 def test_every_tensor_as_json(process, post, index, model, name):
     good, spec = GOOD[model], MODELS[model][name]
     shape = [1, *(1 if size < 0 else size for size in spec.dims)]
