@@ -10,7 +10,7 @@ import torch
 from kernel_values import DTYPES
 from paged_rows import PagedRows
 
-pytestmark = pytest.mark.every(4)
+pytestmark = pytest.mark.every(7)
 
 BOTH = {"generation": (generation, 1), "context": (context, 8)}  # and new tokens of a row
 SCALES = torch.tensor([[0.5, 0.7], [3.0, 0.25]])

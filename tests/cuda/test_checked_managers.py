@@ -23,7 +23,7 @@ KINDS = {
 }
 
 
-@pytest.mark.parametrize("order", ["forward", "reverse"])
+@pytest.mark.parametrize("order", ["forward", pytest.param("reverse", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(  # the mixed requests run alone, too, as some end before others
     "kind", [pytest.param(it, marks=() if it == "mixed" else pytest.mark.slow) for it in KINDS]
 )

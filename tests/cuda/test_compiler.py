@@ -164,7 +164,13 @@ def test_no_ptx_but_in_one_file():
     assert files == {"intrinsics.cuh"}
 
 
-@pytest.mark.parametrize("compile_", [compile_all, partial(compile_side_by_side, num_workers=2)])
+@pytest.mark.parametrize(
+    "compile_",
+    [
+        compile_all,
+        pytest.param(partial(compile_side_by_side, num_workers=2), marks=pytest.mark.slow),
+    ],
+)
 def test_a_kernel_that_does_not_compile_stops_no_other(nvrtc, monkeypatch, tmp_path, compile_):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     broken = Program("attention/block_copy.cu", ("no_such_kernel",))

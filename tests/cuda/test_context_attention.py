@@ -11,7 +11,7 @@ from gptmanager.cuda.attention.context_attention import context_attention, plan_
 from gptmanager.cuda.attention.paged_kernels import HEAD_DIMS
 from gptmanager.kernels.attention.attention_arguments import AttentionShape
 
-pytestmark = pytest.mark.every(4)
+pytestmark = pytest.mark.every(7)
 
 SCALES = torch.tensor([[0.5, 0.7], [3.0, 0.25]])
 # A whole prompt, a chunk behind earlier ones, a single token, nothing, and tiles' borders.
@@ -31,7 +31,7 @@ def test_prompts_chunks_and_single_tokens(either, dtype):
 
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("rows", [(1, 640), (200, 385), (129, 129), (64, 256), (20, 1000)], ids=str)
-@pytest.mark.every(6)
+@pytest.mark.every(11)
 def test_any_number_of_tiles(either, rows, head_dim):
     check(either, PagedRows([rows], 1, 1, head_dim, dtype=torch.float16))
 
@@ -56,7 +56,7 @@ def test_blocks_of_any_size(either, tokens_per_block):
     check(either, PagedRows([(20, 67), (5, 5)], 4, 2, 64, tokens_per_block))
 
 
-@pytest.mark.every(5)  # coprime to the number of each parameter's values: all of them are run
+@pytest.mark.every(7)  # coprime to the number of each parameter's values: all of them are run
 @pytest.mark.parametrize("sink", [0, 3, 70])
 @pytest.mark.parametrize("window", [1, 16, 70])
 def test_windows_and_sinks(either, window, sink):
@@ -86,7 +86,7 @@ def test_windows_and_sinks_in_float32(machine, window, sink):
     check(machine, rows, window=window, sink=sink)
 
 
-@pytest.mark.every(5)
+@pytest.mark.every(7)
 @pytest.mark.parametrize("sink", [0, 128, 130])
 @pytest.mark.parametrize(("head_dim", "window"), [(64, 128), (128, 130)])
 def test_windows_and_sinks_of_whole_tiles(either, head_dim, window, sink):
@@ -149,7 +149,7 @@ def test_heads_with_sinks_have_no_race(checked_machine, kind, monkeypatch):
 CROSSED = list(crossings([(20, 110), (3, 3)], seed=1, count=24))
 
 
-@pytest.mark.every(6)
+@pytest.mark.every(11)
 @pytest.mark.parametrize(("rows", "options"), CROSSED, ids=map(str, (rows for rows, _ in CROSSED)))
 def test_all_of_it_crossed(machine, rows, options):
     check(machine, rows, **options)
@@ -293,14 +293,14 @@ def test_a_plan_covers_what_each_query_sees(window, group, head_dim):
     assert (np.diff(items[:, 3] - items[:, 2]) <= 0).all()
 
 
-@pytest.mark.every(5)
+@pytest.mark.every(7)
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_8_bit_pages(machine, head_dim, dtype):
     check(machine, PagedRows([(70, 90), (5, 5)], 4, 2, head_dim, 16, dtype, SCALES))
 
 
-@pytest.mark.every(5)
+@pytest.mark.every(7)
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize(
     "options",

@@ -157,7 +157,7 @@ def one_of_each(program):
 
 
 @DEPENDENT
-@pytest.mark.every(4)
+@pytest.mark.every(9)
 def test_the_instructions_are_there_from_sm_90_on(program):
     """A launch that begins early without them would be a race. Earlier devices do not know them."""
     kernels = list(one_of_each(program).values())
@@ -169,7 +169,7 @@ def test_the_instructions_are_there_from_sm_90_on(program):
 
 
 @DEPENDENT
-@pytest.mark.every(8)
+@pytest.mark.every(16)
 @pytest.mark.timeout(240)  # gemm.cu takes long to compile
 def test_machine_code_has_no_access_before_the_wait(program, tmp_path):
     """Neither NVRTC nor ptxas moves one up; `prefetch_l2` and `load_early` are no such accesses."""

@@ -70,6 +70,7 @@ def arguments(n=200, blocks=2):
 
 @pytest.mark.parametrize("check", [False, True])
 @pytest.mark.parametrize("order", ["forward", "reverse", 3])
+@pytest.mark.every(5)
 def test_a_kernel_from_a_string(check, order):
     module = emulator.Module(source=SCALE, name_expressions=NAMES, check=check, order=order)
     x, n, factor, sums = arguments()
@@ -187,6 +188,7 @@ def test_lanes_that_run_together_count_by_one_atomic():
 
 
 @pytest.mark.usefixtures("toolchain")
+@pytest.mark.slow
 def test_the_standard_library_of_cuda():
     source = """
     #include <cuda/std/array>
@@ -326,6 +328,7 @@ __global__ void one(float* x) {
 
 @pytest.mark.parametrize("check", [False, True], ids=["fast", "check"])
 @pytest.mark.parametrize("given", ["source", "path"])
+@pytest.mark.every(3)
 def test_reports_name_the_file_of_the_only_kernel(given, check, tmp_path):
     path = tmp_path / "lonely.cu"
     path.write_text(ONE_KERNEL)
@@ -427,6 +430,7 @@ def no_headers(monkeypatch, tmp_path):
     return emulator.Toolchain(tmp_path)
 
 
+@pytest.mark.slow
 def test_functions_that_are_not_inlined_without_headers(no_headers):
     check_not_inlined(toolchain=no_headers)
 
@@ -504,7 +508,7 @@ def test_headers_are_parsed_once_for_all_kernels(works, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("kind", ["so", "machine", "gch"])
-@pytest.mark.every(2)
+@pytest.mark.every(3)
 def test_a_damaged_file_is_built_anew(tmp_path, caplog, kind):
     chain = emulator.Toolchain(copy_all(tmp_path))
 
@@ -539,7 +543,7 @@ def test_a_kernel_runs_where_the_cache_cannot_be_written_to(monkeypatch, tmp_pat
 
 
 def test_two_threads_build_the_same_at_once(tmp_path):
-    copy_machine(tmp_path)
+    copy_all(tmp_path)
 
     def build(_):
         chain = emulator.Toolchain(tmp_path)

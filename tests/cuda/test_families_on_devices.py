@@ -64,7 +64,7 @@ def logits_of(name, kernels, stream):
 
 
 @pytest.mark.parametrize("name", WIDE)
-@pytest.mark.every(10)
+@pytest.mark.every(20)
 def test_logits_are_those_of_the_reference(toolchain, name, monkeypatch):
     run, replayed = StepGraphs.run, []
 

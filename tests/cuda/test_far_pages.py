@@ -58,6 +58,7 @@ class FarRows(PagedRows):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("attention", [generation, context], ids=["generation", "context"])
+@pytest.mark.every(3)
 def test_attention(machine, attention, dtype):
     attention.check(machine, FarRows([(1, 130)], 2, 1, HEAD_DIM, TOKENS, dtype))
 

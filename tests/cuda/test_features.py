@@ -158,6 +158,7 @@ def test_the_tokens_are_the_same(words, toolchain, monkeypatch):
 
 
 @pytest.mark.parametrize("program", [GENERATION, TILED, WARPGROUPS], ids=lambda it: it.file)
+@pytest.mark.every(3)
 def test_copies_at_once_compile_to_no_copies_in_the_background(program, tmp_path):
     try:
         compiler.find_nvrtc()
@@ -172,7 +173,7 @@ def test_copies_at_once_compile_to_no_copies_in_the_background(program, tmp_path
     assert all(re.search(rb"\.(debug|nv_debug)_line", own.code) for own in codes)
 
 
-@pytest.mark.every(3)
+@pytest.mark.every(8)
 @pytest.mark.parametrize(
     ("program", "kernel"),
     [

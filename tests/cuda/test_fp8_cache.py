@@ -104,7 +104,7 @@ def requests(**by_name):
     ]
 
 
-@pytest.mark.every(2)
+@pytest.mark.every(4)
 @pytest.mark.parametrize(
     ("dtype", "allowed"), [("float32", 1e-3), ("float16", 0.1), ("bfloat16", 0.2)]
 )

@@ -22,6 +22,7 @@ DTYPES = {torch.float16: "__half", torch.bfloat16: "__nv_bfloat16"}
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.every(3)
 def test_every_pair(toolchain, dtype, way):
     name = f"expand_all<{DTYPES[dtype]}>"
     options = [WAYS[way], f"-I{compiler.FOLDER}"]

@@ -77,7 +77,7 @@ SHAPES = {
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.every(6)
+@pytest.mark.every(9)
 def test_gemv(machine, shape):
     number = [*SHAPES].index(shape)
     *sizes, silu = shape
@@ -91,7 +91,7 @@ def in_8_bits(shape):
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.every(4)
+@pytest.mark.every(9)
 def test_gemm_of_int8_weights(machine, shape):
     number = [*SHAPES].index(shape)
     rows, width, depth, silu = in_8_bits(shape)

@@ -10,7 +10,7 @@ from gptmanager.cuda.device.launch import EmulatorLauncher
 from gptmanager.cuda.gemm.byte_rows import FP8, Fp8Rows, Int8Rows
 from gptmanager.cuda.gemm.gemv import FEW_ROWS, covers, multiply
 
-pytestmark = pytest.mark.every(2)
+pytestmark = pytest.mark.every(3)
 
 # Rows of x, of the weight, and elements of both: odd numbers, parts of tiles and of chunks, more
 # than a round, and so many items that blocks take several.
@@ -94,6 +94,7 @@ def test_gemv_of_8_bit_floats(machine, dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.every(5)
 def test_products_have_no_race(checked_machine, dtype):
     check_multiply(checked_machine, dtype, 9, 40, 136)
     check_multiply(checked_machine, dtype, 16, 96, 136)

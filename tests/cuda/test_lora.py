@@ -13,7 +13,7 @@ from gptmanager.cuda.gemm.lora import MAX_MODULES, add_adapters, covers
 from gptmanager.cuda.kernels import CudaKernels
 from gptmanager.kernels.lora.adapter_arguments import AdapterModule
 
-pytestmark = pytest.mark.every(2)
+pytestmark = pytest.mark.every(4)
 
 WIDTH, Q, KV = 136, 130, 33  # parts of a chunk, of a block, and a border of modules inside of it
 COLUMNS = Q + 2 * KV

@@ -72,6 +72,7 @@ TOLD = re.compile(
 
 
 @pytest.mark.parametrize("arch", compiler.ARCHITECTURES)
+@pytest.mark.every(3)
 def test_each_intrinsic_is_the_instruction_it_names(arch, tmp_path):
     disassembler()
     code = compiler.compile(SOURCE, arch, [*INSTRUCTIONS], cache=tmp_path / "cache").code
@@ -95,6 +96,7 @@ def test_each_intrinsic_is_the_instruction_it_names(arch, tmp_path):
     ],
     ids=["norm", "gemv", "gemv_int4"],
 )
+@pytest.mark.every(3)
 def test_kernels_ask_for_their_weight_before_they_wait(program, name, count, tmp_path):
     """For the kernel before: what that one does not write is on its way when it ends."""
     disassembler()

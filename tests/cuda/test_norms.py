@@ -6,7 +6,7 @@ from kernel_values import DTYPES, close, randn
 
 from gptmanager.cuda.norms import norm, norm_heads
 
-pytestmark = pytest.mark.every(3)
+pytestmark = pytest.mark.every(5)
 
 EPS = 1e-5
 

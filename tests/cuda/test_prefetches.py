@@ -65,6 +65,7 @@ class NotingLauncher(EmulatorLauncher):
 
 
 @pytest.mark.parametrize(("kernel", "most"), [("gemv", 1536), ("gemv_int4", 1536), ("gemm", 192)])
+@pytest.mark.every(3)
 def test_what_a_thread_prefetches_is_what_it_loads_first(kernel, most, toolchain):
     """And it is all of a small weight, whose rows have `most` elements or fewer."""
     for rows, width, depth, is_all in ((17, 32, most, True), (2, 72, 2 * most + 32, False)):

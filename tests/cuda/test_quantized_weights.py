@@ -124,6 +124,7 @@ def test_matrices_are_int8_rows_and_a_load_changes_them_in_place(load, state):
 
 @pytest.mark.parametrize("kind", ["int8", "int4", "fp8"])
 @pytest.mark.parametrize("num_rows", [3, 20, 300], ids=["gemv", "gemm", "torch"])
+@pytest.mark.every(3)
 def test_matmuls_of_any_number_of_rows(load, num_rows, kind):
     model = load(weights_dtype=kind)
     kernels, weight = load.kernels, model.weights["layers.0.down.weight"]
@@ -162,6 +163,7 @@ def test_rows_are_written_on_a_device_that_shares_nothing_with_the_host(kind):
 
 
 @pytest.mark.parametrize("kind", ["int8", "int4", "fp8"])
+@pytest.mark.every(3)
 def test_a_manager_answers_as_with_the_rounded_floats(toolchain, state, monkeypatch, kind):
     requests = [
         InferenceRequest.from_tokens(number, prompt(number, 5 + 9 * number), 8)

@@ -35,7 +35,7 @@ def test_second(): pass
 
 
 @pytest.mark.parametrize("sticks", [True, False])
-@pytest.mark.every(2)
+@pytest.mark.slow
 def test_the_session_ends(tmp_path, sticks):
     (tmp_path / "conftest.py").write_text(CONFTEST.replace("{sticks}", str(sticks)))
     (tmp_path / "test_it.py").write_text(TESTS)

@@ -37,7 +37,7 @@ def check(machine, module, is_ours=True, sizes=FEW, rounding=3e-6):
     check_same(module, is_ours, **given)
 
 
-@pytest.mark.every(9)
+@pytest.mark.every(18)
 @pytest.mark.parametrize(("module", "name"), decorated())
 def test_experts_are_those_of_transformers(machine, filled, module, name):
     check(machine, experts_of(module, name), name not in CLAMPED)
@@ -58,6 +58,7 @@ def test_activations(machine, filled, activation, is_ours):
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("kind", [MIXTRAL, NEMOTRON, GPT_OSS], ids=lambda it: it[1])
+@pytest.mark.every(5)
 def test_experts_in_16_bits(machine, filled, dtype, kind):
     """Few rows, and more than are in a tile of few."""
     check(machine, experts_of(*kind).to(dtype), sizes=(1, 23, 250), rounding=ROUNDING[dtype])

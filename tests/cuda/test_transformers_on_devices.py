@@ -88,7 +88,7 @@ def with_logits():
 CHUNKS = {**THROUGH, "enable_chunked_context": True, "max_num_tokens": 24, "max_seq_len": 48}
 
 
-@pytest.mark.every(18)
+@pytest.mark.every(40)
 @pytest.mark.parametrize("name", [it for it in ARCHITECTURES if it not in REFUSED])
 def test_logits_are_those_of_the_cpu_and_of_transformers(device, streams, name):
     network, folder = saved(name)
@@ -144,6 +144,7 @@ def test_beams_and_drafts(device):
     check_same(device, alike, source=folder, speculative_decoding_config=lookup, **THROUGH)
 
 
+@pytest.mark.slow
 def test_lock_step(device):
     def requests():
         return [from_tokens(i, prompt(i, 5 + 7 * i), 5) for i in (1, 2, 3)]
@@ -232,7 +233,9 @@ def test_linear_layers_are_stored_in_few_bits(device, caplog, kind, largest, sto
     assert 1e-3 < error < largest
 
 
-@pytest.mark.parametrize("kind", [None, "int8", pytest.param("int4", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "kind", [None, *(pytest.param(it, marks=pytest.mark.slow) for it in ("int8", "int4"))]
+)
 def test_a_step_may_need_no_logits(device, kind):
     """The first chunk of a prompt, alone."""
 
