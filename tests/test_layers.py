@@ -257,8 +257,10 @@ models/                       decoder networks, and the table of families
         architecture          a row of the table of GGUF architectures, and shared names (no torch)
         further_fields        config fields that several keys determine (no torch)
         mixtures              rows of the table for mixtures of experts (no torch)
+        linears               rows of the table for linear attention (no torch)
         architectures         the table of architectures: keys and tensor names
         config                makes a config.json from a file's metadata
+        row_orders            orders of rows in which a file differs from a checkpoint
         tensors               a file's tensors under the names of a checkpoint
         tokens                a file's vocabulary, end ids and chat templates
         pre_tokenizers        the table of pre-tokenizers of byte-level BPE

@@ -28,9 +28,9 @@ _STATE = {
     "delta_out": "linear_attn.out_proj",
 }
 _JOINED = {"delta_qkvz": "linear_attn.in_proj_qkvz", "delta_ba": "linear_attn.in_proj_ba"}
+_IN_GGUF = {"delta_qkv": "linear_attn.in_proj_qkv", "delta_z": "linear_attn.in_proj_z"}
 _SEPARATE = {
-    "delta_qkv": "linear_attn.in_proj_qkv",
-    "delta_z": "linear_attn.in_proj_z",
+    **_IN_GGUF,
     "delta_b": "linear_attn.in_proj_b",
     "delta_a": "linear_attn.in_proj_a",
 }
@@ -92,7 +92,7 @@ LINEARS: Mapping[str, Family] = {
         _DENSE,
         title="Qwen3-Next",
         tensors=llama_names(**_STATE, **_JOINED, **EXPERTS, **_SHARED),
-        other_tensors=layer_names(**IN_ONE),
+        other_tensors=layer_names(**IN_ONE, **_IN_GGUF),
         defaults={
             **_DENSE.defaults,
             "num_key_value_heads": 2,

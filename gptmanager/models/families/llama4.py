@@ -52,7 +52,12 @@ LLAMA4 = replace(
         shared_up="feed_forward.shared_expert.up_proj",
         shared_down="feed_forward.shared_expert.down_proj",
     ),
-    other_tensors=layer_names(**switched("feed_forward.experts")),
+    other_tensors=layer_names(
+        **switched("feed_forward.experts"),
+        expert_gate="feed_forward.experts.{}.gate_proj",
+        expert_up="feed_forward.experts.{}.up_proj",
+        expert_down="feed_forward.experts.{}.down_proj",
+    ),
     defaults=llama_fields(
         norm_eps=1e-5,
         rope_theta=500000.0,

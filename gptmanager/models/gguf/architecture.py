@@ -141,12 +141,14 @@ class Architecture:
 
     `layer`: the prefix of a layer's modules in a Hugging Face checkpoint. `modules`: name in a file
     -> name in a checkpoint, for modules in a layer. A name with the ending "weight" or "bias" is
-    the name of a single tensor. `outside`: the same for modules outside the layers. `stacked`: the
-    same for modules with the matrices of all experts of a layer, or of all heads. In their names in
-    a checkpoint, {} stands for the number of the expert or head. `single_rows`: matrices of one
-    row, which may be stored as vectors. `permuted`: the file stores the two rows of a RoPE pair
-    next to each other, in queries and keys. `plus_one`: the file stores norm weights with 1 added.
-    `transposed`: a checkpoint stores a layer's matrices as [in, out].
+    the name of a single tensor, and so is the name of a tensor that a file has without an ending.
+    `outside`: the same for modules outside the layers. `stacked`: the same for modules with the
+    matrices of all experts of a layer, or of all heads. In their names in a checkpoint, {} is the
+    number of the expert or head. `single_rows`: matrices of one row, which may be stored as
+    vectors. `permuted`: the file stores the two rows of a RoPE pair next to each other, in queries
+    and keys. `plus_one`: the file stores norm weights with 1 added. `transposed`: a checkpoint
+    stores a layer's matrices as [in, out]. `tiles_values`: the file has the value heads of linear
+    attention in its own order; see `ValueHeads`.
 
     `ignored`: keys that change nothing, or that `further` reads. `required`: key -> the only value
     that a file may have for the key. `biases`: config field -> tensor; the field is true if the
@@ -170,6 +172,7 @@ class Architecture:
     permuted: bool = False
     plus_one: bool = False
     transposed: bool = False
+    tiles_values: bool = False
     stacked: Mapping[str, str] = field(default_factory=dict)
     single_rows: frozenset[str] = frozenset()
     ignored: frozenset[str] = frozenset()

@@ -28,6 +28,7 @@ from gptmanager.models.gguf.architecture import (
     Architecture,
 )
 from gptmanager.models.gguf.further_fields import gemma4_fields, ministral_rope
+from gptmanager.models.gguf.linears import LINEARS
 from gptmanager.models.gguf.mixtures import DEEPSEEK_V3, GRANITE_SHARED, MIXTRAL, MIXTURES
 
 _GEMMA = Architecture(
@@ -270,6 +271,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         permuted=True,
         ignored=frozenset({"rope.scaling.yarn_log_multiplier", "attention.temperature_scale"}),
     ),
+    **LINEARS,
     **MIXTURES,
     "qwen3vlmoe": replace(MIXTURES["qwen3moe"], ignored=_OF_MEDIA),
 }

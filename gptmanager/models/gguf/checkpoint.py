@@ -8,6 +8,7 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from gptmanager.models.gguf.config import architecture_of, config_of
+from gptmanager.models.gguf.row_orders import VALUE_HEADS, ValueHeads
 from gptmanager.models.gguf.split_files import read_model
 from gptmanager.models.gguf.tensors import GgufTensors
 from gptmanager.models.gguf.tokenizer import load_gguf_tokenizer
@@ -54,7 +55,9 @@ class GgufCheckpoint:
         kv_heads = config.get("num_key_value_heads", heads)
         counts = [n if isinstance(n, int) and n > 0 else 1 for n in (heads, kv_heads)]
         last = config["num_hidden_layers"] if "num_nextn_predict_layers" in config else None
-        return GgufTensors(self._header, architecture_of(self._header), *counts, num_layers=last)
+        own = architecture_of(self._header)
+        values = ValueHeads(*(config[it] for it in VALUE_HEADS)) if own.tiles_values else None
+        return GgufTensors(self._header, own, *counts, num_layers=last, value_heads=values)
 
     def has_tokenizer(self) -> bool:
         """Return whether the metadata has a vocabulary."""

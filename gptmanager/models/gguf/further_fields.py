@@ -71,6 +71,16 @@ def deepseek_fields(metadata: Metadata, prefix: str, names: Names, config: Confi
     return {**found, **without_further_layers(metadata, prefix, names, config)}
 
 
+def llama4_fields(_: Metadata, __: str, ___: Names, config: Config) -> Config:
+    """Return whether attention has norms, which a file does not say.
+
+    Like llama.cpp, this function knows the one model without them by its 128 experts. The other
+    fields that a file does not have are the same in all models: chunks of 8192 tokens, no RoPE in
+    every fourth layer.
+    """
+    return {"use_qk_norm": config.get("num_local_experts") != 128}
+
+
 def gemma4_fields(metadata: Metadata, prefix: str, names: Names, config: Config) -> Config:
     """Return the KV heads, MLP widths and RoPE parameters, each for two kinds of layers.
 

@@ -23,6 +23,7 @@ from gptmanager.models.gguf.architecture import (
 from gptmanager.models.gguf.further_fields import (
     deepseek_fields,
     gpt_oss_rope,
+    llama4_fields,
     without_further_layers,
 )
 
@@ -204,4 +205,26 @@ MIXTURES: Mapping[str, Architecture] = {
         required=_SIGMOID,
     ),
     "deepseek2": _DEEPSEEK_V2,
+    "llama4": Architecture(
+        "llama4_text",
+        fields={
+            **_ALL_SPARSE,
+            "intermediate_size_mlp": "feed_forward_length",
+            "interleave_moe_layer_step": "interleave_moe_layer_step",
+        },
+        further=llama4_fields,
+        modules={
+            **{
+                key: _ATTENTION[key] for key in _ATTENTION if not key.endswith(("q_norm", "k_norm"))
+            },
+            **{key: LLAMA[key].replace("mlp.", "feed_forward.") for key in FEED_FORWARD},
+            **{
+                key: SHARED[key].replace("mlp.shared_experts", "feed_forward.shared_expert")
+                for key in SHARED
+            },
+            "ffn_gate_inp": "feed_forward.router",
+        },
+        stacked={key: EXPERTS[key].replace("mlp.", "feed_forward.") for key in EXPERTS},
+        biases=ATTENTION_BIAS,
+    ),
 }

@@ -11,7 +11,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -20,9 +19,11 @@ from gptmanager.kernels.gemm.int4_groups import Groups
 from gptmanager.memory.tensor_sources import TensorInfo, tensor_name
 from gptmanager.models.gguf.architecture import Architecture
 from gptmanager.models.gguf.header import Header, StoredTensor
+from gptmanager.models.gguf.row_orders import Order, ValueHeads, pairs_to_halves
 
 _LAYER = re.compile(r"blk\.(\d{1,9})\.")
-_IN_LAYER = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")
+_IN_LAYER = re.compile(r"blk\.(\d+)\.(\w+?)(?:\.(weight|bias))?")
+_PLUS_ONE = re.compile(r"(?!ssm_)\w+_norm")
 _OUTSIDE = re.compile(r"(\w+)\.(weight|bias)")
 # tensors that are left out, because `config_of` reads them as fields of the RoPE scaling
 _FROM_CONFIG = {"rope_freqs.weight", "rope_factors_short.weight", "rope_factors_long.weight"}
@@ -35,30 +36,34 @@ class _Named(NamedTuple):
     """How a tensor of a checkpoint is stored.
 
     `shape` is the shape in a checkpoint, and `first_row` the stored row at which the tensor begins.
-    If `transposed`, the matrix is stored as [out, in], but is [in, out] in a checkpoint. `head_dim`
-    is the head size if the two rows of each RoPE pair are stored next to each other, or None if
-    rows are stored in the order of a checkpoint. If `plus_one`, values are stored with 1 added.
+    If `transposed`, the matrix is stored as [out, in], but is [in, out] in a checkpoint. `rows` and
+    `columns` are orders in which the file differs from a checkpoint. If `plus_one`, values are
+    stored with 1 added. If `is_decay`, the values v of a checkpoint are stored as -exp(v).
     """
 
     stored: StoredTensor
     shape: tuple[int, ...]
     first_row: int = 0
     transposed: bool = False
-    head_dim: int | None = None
+    rows: Order | None = None
+    columns: Order | None = None
     plus_one: bool = False
+    is_decay: bool = False
 
     @property
     def in_groups(self) -> bool:
         """Whether the tensor is a 4-bit matrix that `GgufTensors.groups` can read."""
-        return self.stored.type.groups is not None and len(self.stored.shape) == 2
+        is_matrix = len(self.stored.shape) == 2 and self.columns is None
+        return self.stored.type.groups is not None and is_matrix
 
 
 class GgufTensors:
     """The `GroupedSource` of a GGUF file.
 
     `num_heads` and `num_kv_heads` are the numbers of query heads and of key heads. If `num_layers`
-    is given, tensors of layers from this number on are left out. The constructor raises ConfigError
-    if the file has a tensor that its architecture does not have.
+    is given, tensors of layers from this number on are left out. `value_heads` are those of linear
+    attention if the file has them in its own order. The constructor raises ConfigError if the file
+    has a tensor that its architecture does not have.
     """
 
     def __init__(
@@ -69,9 +74,11 @@ class GgufTensors:
         num_kv_heads: int,
         *,
         num_layers: int | None = None,
+        value_heads: ValueHeads | None = None,
     ) -> None:
         self._header, self._own = header, own
         self._heads = {"attn_q": num_heads, "attn_k": num_kv_heads}
+        self._value_heads = value_heads
         self._tensors: dict[str, _Named] = {}
         self._mappings: dict[Path, mmap.mmap] = {}
         for name, stored in header.tensors.items():
@@ -103,12 +110,13 @@ class GgufTensors:
         if len(named.shape) == 1:
             yield 0, self._vector(named, ranges[0])
             return
-        rows, columns = ranges
-        row_bytes = named.shape[1] * _FLOAT_BYTES * _TEMPORARIES
+        rows, *middle, columns = ranges
+        row_bytes = named.shape[-1] * _FLOAT_BYTES * _TEMPORARIES
         step = max(1, max_bytes // row_bytes)
         for start in range(rows.start, rows.stop, step):
             own = range(start, min(start + step, rows.stop))
-            yield start - rows.start, self._rows(named, own)[:, columns.start : columns.stop]
+            values = self._rows(named, own)[:, columns.start : columns.stop]
+            yield start - rows.start, values[:, None] if middle else values
 
     def groups(self, name: str, max_bytes: int, rows: range) -> Iterator[tuple[int, Groups]]:
         """Yield `rows` of a matrix `[outputs, inputs]` in order, as (first index, 4-bit groups)."""
@@ -144,7 +152,7 @@ class GgufTensors:
             if module in own.stacked and len(stored.shape) == (2 if is_vector else 3):
                 yield from self._place_stacked(own.layer.format(layer), module, kind, stored)
                 return
-            known = own.modules.get(f"{module}.{kind}")
+            known = own.modules.get(f"{module}.{kind}" if kind else module)
             if known is None and module in own.modules:
                 known = f"{own.modules[module]}.{kind}"
             theirs = None if known is None else own.layer.format(layer) + known
@@ -164,12 +172,17 @@ class GgufTensors:
             shape = (1, *shape)
         is_matrix = len(shape) == 2
         transposed = own.transposed and is_matrix and bool(layer)
+        if module == "ssm_conv1d" and is_matrix:
+            shape = (shape[0], 1, shape[1])
+        in_rows, in_columns = self._orders(name, module, stored)
         named = _Named(
             stored,
             shape[::-1] if transposed else shape,
             transposed=transposed,
-            head_dim=self._head_dim(name, module, stored) if own.permuted else None,
-            plus_one=own.plus_one and module.endswith("_norm") and kind == "weight",
+            rows=in_rows,
+            columns=in_columns,
+            plus_one=own.plus_one and kind == "weight" and _PLUS_ONE.fullmatch(module) is not None,
+            is_decay=module == "ssm_a",
         )
         yield theirs, named
 
@@ -188,39 +201,54 @@ class GgufTensors:
             named = _Named(stored, tuple(shape), first_row=expert * rows)
             yield f"{theirs.format(expert)}.{kind}", named
 
-    def _head_dim(self, name: str, module: str, stored: StoredTensor) -> int | None:
-        if module not in self._heads:
-            return None
-        rows, heads = stored.shape[0], self._heads[module]
-        if rows % (2 * heads):
-            raise ConfigError(
-                f"{quoted_path(self._header.path)}: tensor {name} has {rows} rows, which must be "
-                f"a multiple of 2 x {heads} heads"
-            )
-        return rows // heads
+    def _orders(
+        self, name: str, module: str, stored: StoredTensor
+    ) -> tuple[Order | None, Order | None]:
+        """Return the orders of a tensor's rows and columns in which the file differs."""
+        path = quoted_path(self._header.path)
+        if self._own.permuted and module in self._heads:
+            rows, heads = stored.shape[0], self._heads[module]
+            if rows % (2 * heads):
+                raise ConfigError(
+                    f"{path}: tensor {name} has {rows} rows, which must be a multiple of 2 x "
+                    f"{heads} heads"
+                )
+            return pairs_to_halves(rows // heads), None
+        places = {} if self._value_heads is None else self._value_heads.places()
+        if self._value_heads is None or module not in places:
+            return None, None
+        first, size = places[module]
+        needed, found = first + self._value_heads.value_heads * size, stored.shape
+        if found[-1 if module == "ssm_out" else 0] != needed:
+            raise ConfigError(f"{path}: tensor {name} has shape {list(found)}: it needs {needed}")
+        order = self._value_heads.order(first, size)
+        return (None, order) if module == "ssm_out" else (order, None)
 
     def _vector(self, named: _Named, elements: range) -> Tensor:
         stored = self._bytes(named.stored)
         if len(named.stored.shape) == 2:  # one of several vectors
             stored = stored[named.first_row]
         values = self._unpacked(named, stored)
-        if named.head_dim is not None:
-            values = values[_pairs_to_halves(range(len(values)), named.head_dim)]
+        if named.rows is not None:
+            values = values[named.rows(range(len(values)))]
         if named.plus_one:
             values = values.float() - 1
+        if named.is_decay:
+            values = values.float().neg().log()
         return values[elements.start : elements.stop]
 
     def _rows(self, named: _Named, rows: range) -> Tensor:
         """Return `rows` of a matrix as floats, `[rows, columns]`, in the order of a checkpoint."""
         values = self._unpacked(named, self._packed(named, rows))
         self._forget_pages()
-        return values.view(len(rows), -1)
+        values = values.view(len(rows), -1)
+        return values if named.columns is None else values[:, named.columns(range(named.shape[1]))]
 
     def _packed(self, named: _Named, rows: range) -> Tensor:
         stored = self._bytes(named.stored)
-        if named.head_dim is None:
+        if named.rows is None:
             return stored[named.first_row + rows.start : named.first_row + rows.stop]
-        return stored[_pairs_to_halves(rows, named.head_dim)]
+        return stored[named.rows(rows)]
 
     def _unpacked(self, named: _Named, packed: Tensor) -> Tensor:
         block = named.stored.type
@@ -245,15 +273,3 @@ class GgufTensors:
         """Release the pages that were read. Otherwise they would stay resident until `close`."""
         for mapping in self._mappings.values():
             mapping.madvise(mmap.MADV_DONTNEED)
-
-
-def _pairs_to_halves(rows: range, head_dim: int) -> Tensor:
-    """Return, for each of these rows of a checkpoint, its index in the file, int64 `[n]`.
-
-    The file stores the two rows of each RoPE pair of a head next to each other. In a checkpoint, a
-    head has the first rows of all its pairs, and then the second rows of all its pairs.
-    """
-    wanted = np.arange(rows.start, rows.stop)
-    head, row = np.divmod(wanted, head_dim)
-    second, pair = np.divmod(row, head_dim // 2)
-    return torch.from_numpy(head * head_dim + 2 * pair + second)

@@ -23,6 +23,7 @@ from gptmanager.models.checkpoint_parts import open_tensors, read_config
 from gptmanager.models.conversion import convert_checkpoint
 from gptmanager.models.families import place_tensors
 from gptmanager.models.gguf.architectures import ARCHITECTURES, VARIANTS
+from gptmanager.models.gguf.config import config_of
 from gptmanager.models.gguf.header import read_header
 
 FOLDER = Path(__file__).with_name("architectures")
@@ -117,3 +118,34 @@ def test_too_many_experts_are_refused(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr("gptmanager.models.gguf.tensors._MAX_EXPERTS", 3)
     with pytest.raises(ConfigError, match="ffn_.*_exps has 4 matrices or vectors: at most 3"):
         load_model(FOLDER / "qwen3moe.gguf")
+
+
+def test_an_interval_says_which_layers_have_linear_attention() -> None:
+    """Files from before `recurrent_layers` have it, or are of models with the interval 4."""
+    header = read_header(FOLDER / "qwen35.gguf")
+    metadata = {**header.metadata}
+    assert metadata.pop("qwen35.attention.recurrent_layers").tolist() == [True, False]
+    for interval, found in ((2, 2), (None, 4)):
+        own = {**metadata, "qwen35.full_attention_interval": interval}
+        config = config_of(header._replace(metadata=own))
+        assert config["full_attention_interval"] == found and "layer_types" not in config
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "text"),
+    [
+        ("ssm.group_count", 3, "time_step_rank = 4: must be a multiple of qwen35.ssm.group_count"),
+        ("ssm.group_count", 0, "ssm.group_count = 0: must be a positive integer"),
+        ("ssm.inner_size", 2**40 + 1, "must be a multiple of qwen35.ssm.time_step_rank"),
+        ("ssm.state_size", 2**31, "has shape"),
+        ("attention.recurrent_layers", 1, "must be an array of booleans"),
+    ],
+)
+def test_heads_of_linear_attention_are_checked(
+    key: str, value: int, text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    header = read_header(FOLDER / "qwen35.gguf")
+    changed = header._replace(metadata={**header.metadata, f"qwen35.{key}": value})
+    monkeypatch.setattr("gptmanager.models.gguf.checkpoint.read_model", lambda _: changed)
+    with pytest.raises(ConfigError, match=text):
+        load_model(header.path)

@@ -93,7 +93,8 @@ def test_mutated_files_raise_only_config_errors(sound: bytes, tmp_path: Path) ->
 
 @pytest.mark.every(3)
 @pytest.mark.parametrize(
-    "name", ["qwen3moe", "llama_with_experts", "gpt-oss", "gemma4_small", "deepseek2_v3"]
+    "name",
+    ["qwen3moe", "llama_with_experts", "gpt-oss", "gemma4_small", "deepseek2_v3", "qwen35moe"],
 )
 def test_mutated_files_with_experts_raise_only_config_errors(name: str, tmp_path: Path) -> None:
     content = Path(__file__).with_name("architectures").joinpath(f"{name}.gguf").read_bytes()
