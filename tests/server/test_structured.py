@@ -2,6 +2,7 @@
 
 import asyncio
 import functools
+import re
 import sys
 from concurrent.futures import Future
 from dataclasses import replace
@@ -104,6 +105,20 @@ def test_wrong_ones_and_two_at_once_are_refused_by_name(body, param):
     with pytest.raises(ApiError) as refused:
         read_output_rule(body)
     assert (refused.value.status, refused.value.param) == (400, param)
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ({"regex": 5}, "regex: 5 must be a string"),
+        ({"guided_choice": "ab"}, "guided_choice: 'ab' must be a list of one or more strings"),
+        ({"json_schema": [1]}, "json_schema: [1] must be a JSON schema: an object, or"),
+        ({"structured_outputs": {"json_object": 1}}, "json_object: 1 must be true or false"),
+    ],
+)
+def test_a_refusal_of_a_rule_quotes_the_value(body, message):
+    with pytest.raises(ApiError, match=re.escape(message)):
+        read_output_rule(body)
 
 
 @pytest.fixture(scope="module")

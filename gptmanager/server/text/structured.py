@@ -20,7 +20,7 @@ from tokenizers import Tokenizer
 
 from gptmanager import GuidedDecoding
 from gptmanager.decoding.guided.gbnf import is_gbnf
-from gptmanager.errors import CapacityError, ConfigError, RequestError
+from gptmanager.errors import CapacityError, ConfigError, RequestError, quoted
 from gptmanager.server.engine.engine import Engine
 from gptmanager.server.errors import ApiError
 from gptmanager.server.fields import field_error
@@ -120,17 +120,19 @@ def _of_structured_outputs(given: Any) -> list[OutputRule]:
 
 
 def _check(rule: OutputRule) -> None:
-    value = rule.value
+    value, need = rule.value, ""
     if rule.kind == "json" and not isinstance(value, Mapping | str | bool):
-        raise field_error(rule.where, "must be a JSON schema: an object, or a string of JSON")
+        need = "a JSON schema: an object, or a string of JSON"
     if rule.kind in ("regex", "grammar") and not isinstance(value, str):
-        raise field_error(rule.where, "must be a string")
+        need = "a string"
     if rule.kind == "json_object" and value is not True:
-        raise field_error(rule.where, "must be true or false")
+        need = "true or false"
     if rule.kind == "choice":
         texts = isinstance(value, list) and all(isinstance(one, str) for one in value)
         if not texts or not value:
-            raise field_error(rule.where, "must be a list of one or more strings")
+            need = "a list of one or more strings"
+    if need:
+        raise field_error(rule.where, f"{quoted(value)} must be {need}")
 
 
 class StructuredOutputs:
