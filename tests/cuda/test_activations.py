@@ -7,7 +7,7 @@ from kernel_values import DTYPES, close, randn
 from gptmanager.cuda.activations import activate, activate_gated
 from gptmanager.kernels import activation_kinds as torch_kinds
 
-pytestmark = pytest.mark.every(5)
+pytestmark = pytest.mark.every(3)
 
 SHAPES = [(3, 64), (2, 1100), (5, 33), (0, 8), (1, 1)]
 PLAIN = ("silu", "gelu", "gelu_tanh", "relu", "relu2")

@@ -10,7 +10,7 @@ from gptmanager.cuda.attention.paged_kernels import HEAD_DIMS
 from gptmanager.kernels.attention.attention_arguments import Pages, RowSpans
 from gptmanager.kernels.reference import Kernels
 
-pytestmark = pytest.mark.every(5)
+pytestmark = pytest.mark.every(3)
 
 ROWS = [(1, 1), (5, 5), (0, 3), (7, 20), (1, 17)]  # new tokens, KV length
 
