@@ -108,7 +108,20 @@ def test_a_folder_that_is_no_checkpoint_is_a_config_error(tmp_path):
         generate(tmp_path, [1], 3)
 
 
-def test_an_error_names_its_prompt():
+class Late(SimpleQueue):
+    """Is empty when it is first asked."""
+
+    empties = 3
+
+    def get(self, timeout):
+        if self.empties:
+            self.empties -= 1
+            raise Empty
+        return super().get(timeout=timeout)
+
+
+def test_an_error_names_its_prompt(monkeypatch):
+    monkeypatch.setattr(start, "SimpleQueue", Late)
     with pytest.raises(InvalidRequestError, match=r"^prompts\[1\]: .*input_ids"):
         generate(counting(), [[1], [], [2]], 3)
 
@@ -138,23 +151,10 @@ def test_an_interrupt_aborts_and_leaves_no_thread():
     assert set(threading.enumerate()) <= before
 
 
-class Late(SimpleQueue):
-    """Is empty when it is first asked."""
-
-    is_asked = False
-
-    def get(self, timeout):
-        if not self.is_asked:
-            self.is_asked = True
-            raise Empty
-        return super().get(timeout=timeout)
-
-
 @pytest.mark.parametrize(("progress", "is_shown"), [(True, True), (False, False), (None, False)])
 def test_a_bar_shows_what_takes_long(monkeypatch, capsys, progress, is_shown):
     # Given a patience that is over at once, and no terminal
     monkeypatch.setattr(start, "_PATIENCE_S", 0.0)
-    monkeypatch.setattr(start, "SimpleQueue", Late)
     before = set(threading.enumerate())
 
     generate(counting(), [[1], [2]], 3, progress=progress)

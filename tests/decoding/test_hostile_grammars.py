@@ -131,6 +131,7 @@ def test_true_and_an_empty_schema_are_any_json(guided, tokenizer, schema):
         ({"minimum": 2**63 - 1024}, {"minimum": 2**63 - 1024}),
         ({"maximum": 1e30}, {"maximum": 2**63 - 1024}),
         ({"minimum": 2**53 + 1}, {"minimum": 2**53 + 2}),
+        ({"minimum": 2**53 + 2}, {"minimum": 2**53 + 2}),
         ({"exclusiveMaximum": -(2**53) - 1}, {"exclusiveMaximum": -(2**53) - 2}),
         ({"minimum": 0.1, "maximum": True}, {"minimum": 0.1, "maximum": True}),
         ({"examples": [{"minimum": 10**30}]}, {}),

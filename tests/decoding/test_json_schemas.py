@@ -211,7 +211,9 @@ def test_a_keyword_that_the_parser_has_not_is_enforced_in_other_words(parser, sc
         ({"type": "string", "not": {"allOf": [{"minLength": 3}]}}, "ab", "abc"),
         ({"type": "string", "not": {"anyOf": [{"minLength": 3}, {"const": "a"}]}}, "ab", "a"),
         ({"type": "boolean", "not": {"const": True}}, False, True),
+        ({"type": "boolean", "not": {"const": False}}, True, False),
         ({"type": "boolean", "if": True, "then": {"const": True}}, True, False),
+        ({"type": "object", "propertyNames": {"minLength": 0}}, {"": 1}, [1]),
         (
             {**CLOSED, "not": {"required": ["a"], "additionalProperties": True}},
             {"b": 1},

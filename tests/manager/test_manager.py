@@ -143,6 +143,12 @@ def test_a_call_that_waits_for_the_other_ranks_is_refused_at_the_end():
         assert question.wait(0.0) and question.answer()
 
 
+def test_a_question_is_taken_back_only_once():
+    inbox = Inbox()
+    question = inbox.ask(len)
+    assert inbox.take_back(question) and not inbox.take_back(question)
+
+
 def test_no_thread_is_left_when_a_wait_has_returned(host, monkeypatch):
     manager = start(host)
     answer = manager._inbox.answer
@@ -305,7 +311,13 @@ def test_an_exception_in_the_block_aborts_with_one_final_error_each(host):
 
 
 def test_shutdown_drains_and_does_not_ask_get_again(host):
-    manager = start(host)
+    seen = []
+
+    def send(*response):
+        host.send_response(*response)
+        seen.append((manager.state, manager.health().accepting))
+
+    manager = start(host, send_response_cb=send)
     host.submit(*(request(i, [1], 30) for i in range(4)))
     while not host.statistics:
         time.sleep(0.001)
@@ -313,6 +325,7 @@ def test_shutdown_drains_and_does_not_ask_get_again(host):
     asked = len(host.rooms)
     host.submit = None
     assert all(not host.final(i, 0).error for i in range(4))
+    assert (ManagerState.DRAINING, True) not in seen
     assert len(host.rooms) == asked
     manager.shutdown()  # idempotent
     assert manager.wait(0) and manager.wait_idle(0)
@@ -572,7 +585,7 @@ def test_would_fit_answers_with_the_admission_code(host):
 def test_would_fit_knows_ids_that_are_taken_and_who_could_start_now(host):
     options = params(
         kv_cache_config=KvCacheConfig(32, tokens_per_block=4, enable_block_reuse=True),
-        max_active_requests=3,
+        max_active_requests=2,
     )
     gate = threading.Event()
     with start(host, lambda history: gate.wait(0.01) or 1, options=options) as manager:
@@ -583,8 +596,8 @@ def test_would_fit_knows_ids_that_are_taken_and_who_could_start_now(host):
         taken = manager.would_fit(request(1, [1] * 4, 4))
         beside = manager.would_fit(request(2, [1] * 4, 4))
         larger = manager.would_fit(request(2, [1] * 4, 20))
-        host.submit(request(2, [1] * 4, 20), request(3, [1] * 4, 20))
-        while manager.explain(3).reason == "unknown":
+        host.submit(request(2, [1] * 4, 20))
+        while manager.explain(2).reason == "unknown":
             time.sleep(0.001)
         outside = manager.would_fit(request(4, [1], 1))
         gate.set()
@@ -594,7 +607,7 @@ def test_would_fit_knows_ids_that_are_taken_and_who_could_start_now(host):
     assert larger.wait.startswith("waits for KV cache blocks: it needs 6, ")
     assert larger.wait.endswith("for 1 running request, short by 4") and larger.needed_blocks == 6
     assert outside.accepted and not outside.starts_now
-    assert outside.wait == "waits outside: 3 requests are active, max_active_requests = 3"
+    assert outside.wait == "waits outside: 2 requests are active, max_active_requests = 2"
 
 
 def test_lengths_that_the_pool_cannot_hold_are_clamped_with_a_warning(host, caplog):

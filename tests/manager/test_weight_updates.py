@@ -22,6 +22,7 @@ from gptmanager import (
     PeftCacheManagerConfig,
 )
 from gptmanager.errors import CallbackError, ConfigError, ManagerDeadError, SleepError
+from gptmanager.manager.watching import Ran
 from gptmanager.memory import released_memory
 from gptmanager.memory.safetensors_reader import SafetensorsFolder
 from gptmanager.models.conversion import convert_checkpoint
@@ -163,6 +164,21 @@ def test_a_pause_keeps_requests_and_their_output(served, checkpoint):
         sum((r.tensors["output_ids"].flatten().tolist() for r in host.of(number)), [])
         == (whole[0][0][5:])
     )
+
+
+def test_without_recompute_running_requests_keep_their_keys_and_values(served, checkpoint):
+    host, manager = served
+    number, seen = next(NUMBERS), []
+    host.submit(request(number, [1, 2, 3], 80, is_streaming=True))
+    while not host.of(number):
+        time.sleep(0.001)
+    manager.pause_generation()
+    manager.watch(seen.append)
+    manager.update_weights(checkpoint)
+    manager.resume_generation()
+    host.final(number, 60)
+    manager.unwatch(seen.append)
+    assert not any(event.context_rows for event in seen if isinstance(event, Ran))
 
 
 def test_recompute_gives_the_output_of_the_new_weights_alone(served, checkpoint):
