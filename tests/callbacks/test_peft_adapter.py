@@ -16,7 +16,13 @@ from safetensors.torch import save_file
 from gptmanager.callbacks import load_peft_adapter
 from gptmanager.callbacks.adapters.name_pattern import NamePattern, Steps
 from gptmanager.errors import ConfigError
+from gptmanager.request.adapter import LORA_MODULE_IDS
 
+ARCEE = {
+    **{"model_type": "arcee", "vocab_size": 64, "hidden_size": 32, "intermediate_size": 64},
+    **{"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2},
+    **{"max_position_embeddings": 64, "hidden_act": "relu2", "rms_norm_eps": 1e-5},
+}
 Q, K = "model.layers.1.self_attn.q_proj", "model.layers.0.self_attn.k_proj"
 
 
@@ -251,6 +257,15 @@ def test_the_widths_of_a_model_are_compared_where_it_is_given(tmp_path):
         told = rf"{Q} has {inputs} inputs and {outputs} outputs.* it has 128 and 128"
         with pytest.raises(ConfigError, match=told):
             load_peft_adapter(tmp_path, model=model)
+
+
+def test_a_dense_mlp_of_a_family_without_gates_needs_the_model(tmp_path):
+    up, model = "model.layers.0.mlp.up_proj", tmp_path / "model"
+    save_adapter(tmp_path, {up: pair(inputs=32, outputs=64)})
+    model.mkdir()
+    (model / "config.json").write_text(json.dumps(ARCEE))
+    (own,), (other,) = (load_peft_adapter(tmp_path, model=it)[1] for it in (model, None))
+    assert own[0] == LORA_MODULE_IDS["mlp_h_to_4h"] and other[0] == LORA_MODULE_IDS["mlp_gate"]
 
 
 # Patterns in a bounded number of steps ------------------------------------------------------------
