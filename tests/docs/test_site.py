@@ -110,7 +110,7 @@ def test_the_explained_texts_are_texts_of_the_library():
 
 @pytest.mark.slow
 def test_the_site_is_built_without_a_warning(tmp_path):
-    pytest.importorskip("mkdocstrings", reason="the extra docs is not installed")
+    pytest.importorskip("mkdocstrings", reason="needs mkdocstrings, of the extra docs")
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "-d", tmp_path]
     built = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert built.returncode == 0, built.stderr

@@ -273,7 +273,7 @@ def test_the_key_may_be_in_the_header_of_this_api(one_torch_thread):
 
 
 def test_every_parameter_of_the_client_is_known():
-    pytest.importorskip("anthropic", reason="needs Anthropic's client")
+    pytest.importorskip("anthropic", reason="needs anthropic, of the extra test-clients")
     from anthropic.resources import Messages
     from anthropic.resources.beta.messages import Messages as BetaMessages
 
@@ -284,7 +284,9 @@ def test_every_parameter_of_the_client_is_known():
 
 
 def test_the_client_itself(server):
-    anthropic = pytest.importorskip("anthropic", reason="needs Anthropic's client")
+    anthropic = pytest.importorskip(
+        "anthropic", reason="needs anthropic, of the extra test-clients"
+    )
     with anthropic.Anthropic(base_url=server.url, api_key="none", max_retries=0) as client:
         server.says(ANSWER)
         message = client.messages.create(**BODY, tools=[LOOK])
