@@ -82,6 +82,8 @@ class Preparation:
             if self._preparing.get(request_id) is not processor:
                 continue  # the request has ended; a new request may have its id
             del self._preparing[request_id]
+            if processor.post_processor is None:
+                continue  # the same: the new request may be in `received`
             error = _error_of(done)
             if error is None:
                 self.ready.append(request_id)

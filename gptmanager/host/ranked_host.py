@@ -243,7 +243,9 @@ class FollowingHost:
         return intake
 
     def prepare(self, request_id: int, processor: RequestProcessor) -> None:
-        self._own_failures.pop(request_id, None)  # may be left from an earlier request with this id
+        # both may be left from an earlier request with this id
+        self._own_ready.discard(request_id)
+        self._own_failures.pop(request_id, None)
         if self._calls_processors:
             self._host.prepare(request_id, processor)
 

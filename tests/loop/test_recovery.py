@@ -726,3 +726,14 @@ def test_processors_that_are_never_ready_are_forgotten_with_their_requests():
             waiting.end()
     assert len(preparation._preparing) < 100
     assert preparation._preparing.keys() >= {100 * i for i in range(10)}
+
+
+def test_a_processor_of_an_ended_request_makes_no_other_request_of_its_id_ready():
+    preparation, prepared = Preparation(lambda: None, CallbackTimer("prepare")), Future()
+    early = RequestProcessor(processor_class(prepare=lambda self, device: prepared))
+    late = processor_class(prepare=lambda self, device: Future())
+    preparation.begin(1, early)
+    early.end()
+    prepared.set_result(None)
+    preparation.collect([InferenceRequest(1, logits_post_processor=late)])
+    assert not preparation.ready and not preparation._preparing

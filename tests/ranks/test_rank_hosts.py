@@ -338,7 +338,7 @@ class Prepared:
 
     def __init__(self, outcome=None, *, at_once=True):
         self.ready, self.outcome, self.calls = Future(), outcome, 0
-        self.is_awaited = threading.Event()
+        self.is_awaited, self.called = threading.Event(), threading.Event()
         if at_once:
             self.end()
 
@@ -354,6 +354,7 @@ class Prepared:
 
     def __call__(self, request_id, logits, tokens, stream, client_id):
         self.calls += 1
+        self.called.set()
 
 
 def with_processors(*processors):
@@ -375,6 +376,38 @@ def test_each_rank_prepares_what_its_own_host_gives(monkeypatch, at_once):
                 processor.end()
         assert it.host.final(5).error == ""
     assert [processor.calls for processor in own] == [4, 4]
+
+
+class ReusingHost(RecordingCallbacks):
+    """Returns a request, stops it, and returns another one of the same id."""
+
+    def __init__(self, first, second):
+        super().__init__()
+        self.answers = {1: first, 9: second}
+        self.num_gets = self.num_polls = 0
+
+    def get_inference_requests(self, room):
+        self.num_gets += 1
+        own = self.answers.get(self.num_gets)
+        return [] if own is None else [request(5, [1, 2], 4, logits_post_processor=own)]
+
+    def poll_stop_signal(self):
+        self.num_polls += 1
+        return [5] if self.num_polls == 3 else []
+
+
+def test_a_rank_awaits_its_own_processor_also_for_an_id_that_was_ready_before(monkeypatch):
+    # Given a request that ends when only rank 1 is ready for it, and another one of its id
+    late = Prepared(at_once=False)
+    hosts = [ReusingHost(Prepared(at_once=False), Prepared()), ReusingHost(Prepared(), late)]
+    parallel = {"replicate_logits_post_processors": True}
+    with serving(monkeypatch, 2, own_means=True, hosts=hosts, parallel=parallel) as it:
+        # When rank 0 is ready for that one, and rank 1 is not
+        assert late.is_awaited.wait(10)
+        is_called = late.called.wait(0.05)
+        late.end()
+        assert it.managers[0].wait_idle(10)
+    assert [response.error for response in it.host.responses] == ["", ""] and not is_called
 
 
 def test_a_rank_that_cannot_prepare_ends_the_others_with_its_text(monkeypatch):
