@@ -126,6 +126,7 @@ def test_a_text_that_stops(chat):
     [
         ({"top_logprobs": 2}, "top_logprobs"),
         ({"max_tokens": 0}, "max_tokens"),
+        ({"max_tokens": 8, "min_tokens": 9}, "min_tokens"),
         ({"messages": None}, "messages"),
         ({"message": []}, "message"),
         ({"bad_words": ["a"], "guided_regex": "a"}, None),

@@ -9,7 +9,7 @@ from http_answers import refusal
 
 from gptmanager import GptManager, InferenceRequest, ModelType
 from gptmanager.callbacks import generate, load_tokenizer
-from gptmanager.server.text.sampling import mixed_seed
+from gptmanager.server.text.sampling import GenerationOptions, check, mixed_seed, requests_of
 from gptmanager.testing import RecordingCallbacks
 
 MODEL = "examples/tiny_llama"
@@ -141,6 +141,25 @@ def test_stop_reasons(client):
     text, reason, why = ended()
     assert (reason, why) == ("stop", None) and text.endswith("12.")
     assert ended(stop="3", min_tokens=18)[0] != " 1, 2, "
+
+
+@pytest.mark.parametrize(
+    ("given", "streams"),
+    [
+        ({"stop": ["a"]}, True),
+        ({"min_tokens": 2, "stop_token_ids": [5]}, True),
+        ({"min_tokens": 2}, False),
+        ({"stop_token_ids": [5]}, False),
+        ({"stop": []}, False),
+        ({"stop": [], "use_beam_search": True, "n": 2}, False),
+    ],
+    ids=str,
+)
+def test_an_end_that_only_the_server_finds_is_looked_for_during_generation(engine, given, streams):
+    options = GenerationOptions(given)
+    check(options, engine.card)
+    ((request,),) = requests_of(options, engine.card, [[1]], [5])
+    assert request.by_name["is_streaming"] is streams
 
 
 def test_echo_stands_before_the_output(client):
@@ -353,7 +372,8 @@ def test_what_has_no_effect_is_taken(client):
         ({"use_beam_search": True, "stop": "a"}, "stop", "beam search"),
         ({"logit_bias": {"640": 1}}, "logit_bias", "outside 0 to 639"),
         ({"stop_token_ids": [700]}, "stop_token_ids[0]", "outside 0 to 639"),
-        ({"min_tokens": 17, "max_tokens": 16}, "min_tokens", "must be at most max_tokens = 16"),
+        ({"min_tokens": 11, "max_tokens": 10}, "min_tokens", "min_tokens = 11 must be at most 10"),
+        ({"min_tokens": 17}, "min_tokens", "17 must be at most 16, the maximum number of new"),
         ({"guided_regex": "("}, "guided_regex", "guided_regex"),
         ({"guided_regex": "a", "bad_words": ["a"]}, None, "without a bad word"),
         ({"temperature": -1e-31}, "temperature", "-1e-31 is outside 0 to 100"),

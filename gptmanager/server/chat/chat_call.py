@@ -26,7 +26,7 @@ from gptmanager.server.settings import ServerSettings
 from gptmanager.server.text.answer import Answer
 from gptmanager.server.text.log_probs import TokenTexts
 from gptmanager.server.text.processors import Processors
-from gptmanager.server.text.sampling import GenerationOptions, check
+from gptmanager.server.text.sampling import GenerationOptions, check, check_min_tokens
 from gptmanager.server.tool_formats.tool_format import random_id
 from gptmanager.server.tool_formats.tools import Tools, read_tools
 
@@ -132,6 +132,7 @@ class ChatCalls:
         left = max(1, card.max_model_len - len(prompt.tokens))
         name = "max_completion_tokens" if "max_completion_tokens" in given else "max_tokens"
         most = given.get(name, left)
+        check_min_tokens(given, most)
         length, limit = len(prompt.tokens), self.engine.context_length
         most = limit.clamped(length, most, name, warnings, is_forced=clamps)
         limit.check(length, most, prompt=where, most=name)

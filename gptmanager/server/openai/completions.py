@@ -45,7 +45,7 @@ from gptmanager.server.text.log_probs import (
 )
 from gptmanager.server.text.outputs import Delta
 from gptmanager.server.text.processors import STRUCTURED, Processors
-from gptmanager.server.text.sampling import GenerationOptions, check
+from gptmanager.server.text.sampling import GenerationOptions, check, check_min_tokens
 
 MAX_PROMPTS = 1024
 _MAX_TOKENS = 16  # if a request does not set max_tokens
@@ -202,10 +202,8 @@ def _check(given: Mapping[str, Any], engine: Engine) -> None:
         raise bad_request(
             "max_tokens", "max_tokens = 0 needs echo = true: without it the answer would be empty"
         )
-    if most and given.get("min_tokens", 0) > most:
-        raise bad_request(
-            "min_tokens", f"min_tokens = {given['min_tokens']} must be at most max_tokens = {most}"
-        )
+    if most != 0:
+        check_min_tokens(given, _MAX_TOKENS if most is None else most)
     if given.get("best_of", given.get("n", 1)) != given.get("n", 1):
         raise bad_request("best_of", f"best_of = {given['best_of']} must equal n")
     if given.get("suffix"):

@@ -74,7 +74,9 @@ class GenerationOptions:
     @property
     def is_ended_here(self) -> bool:
         """Whether the server, not the engine, decides where an output ends."""
-        return self.beam_width > 1 or "stop" in self.given or "min_tokens" in self.given
+        given = self.given
+        has_late_stop = bool(given.get("min_tokens") and given.get("stop_token_ids"))
+        return self.beam_width > 1 or bool(given.get("stop")) or has_late_stop
 
 
 def check(options: GenerationOptions, card: ModelCard) -> None:
@@ -88,7 +90,7 @@ def check(options: GenerationOptions, card: ModelCard) -> None:
         _check_beams(options, card)
     if card.tokenizer is None:
         for name in ("stop", "bad_words"):
-            if name in given:
+            if given.get(name):
                 raise bad_request(name, f"{name} needs a tokenizer, and the model has none")
     for token in given.get("logit_bias", ()):
         if token >= card.vocab_size:
@@ -99,6 +101,17 @@ def check(options: GenerationOptions, card: ModelCard) -> None:
         if token >= card.vocab_size:
             where = f"stop_token_ids[{index}]"
             raise bad_request(where, f"{where} = {token} is outside 0 to {card.vocab_size - 1}")
+
+
+def check_min_tokens(given: Mapping[str, Any], max_new_tokens: int) -> None:
+    """Raise ApiError (400) if outputs of `max_new_tokens` cannot have their minimum length."""
+    least = given.get("min_tokens", 0)
+    if least > max_new_tokens:
+        raise bad_request(
+            "min_tokens",
+            f"min_tokens = {least} must be at most {max_new_tokens}, the maximum number of new "
+            "tokens",
+        )
 
 
 def _check_beams(options: GenerationOptions, card: ModelCard) -> None:
@@ -115,7 +128,7 @@ def _check_beams(options: GenerationOptions, card: ModelCard) -> None:
         )
     if options.num_choices > width:
         raise bad_request("n", f"n = {options.num_choices} is more than beam_width = {width}")
-    if "stop" in options.given:
+    if options.given.get("stop"):
         raise bad_request("stop", "stop is not supported with beam search; use stop_token_ids")
 
 
@@ -190,9 +203,9 @@ def mixed_seed(seed: int, prompt_index: int, choice: int) -> int:
 
 
 def _common(options: GenerationOptions, card: ModelCard) -> dict[str, Any]:
-    given, defaults = options.given, card.sampling_defaults
+    given, defaults, width = options.given, card.sampling_defaults, options.beam_width
     chosen = {"temperature": 1.0, **defaults, **given}
-    if options.beam_width > 1:  # beam search ranks by log probability and does not sample
+    if width > 1:  # beam search ranks by log probability and does not sample
         defaults = {name: defaults[name] for name in defaults if name == "repetition_penalty"}
         chosen = {**defaults, **given, "temperature": given.get("temperature") or 1.0}
     by_name = {
@@ -207,11 +220,11 @@ def _common(options: GenerationOptions, card: ModelCard) -> dict[str, Any]:
     if options.processor is not None:
         by_name["logits_post_processor"] = options.processor
     for name, ours in (("length_penalty", "len_penalty"), ("early_stopping", "early_stopping")):
-        if name in given and options.beam_width > 1:
+        if name in given and width > 1:
             by_name[ours] = given[name]
     by_name.update(_engine_ends(options, card))
-    # "stop" needs a stream, because the server searches for stop strings during generation
-    by_name["is_streaming"] = options.beam_width == 1 and (options.streams or "stop" in given)
+    # an end that only the server finds needs a stream, so that it is found during generation
+    by_name["is_streaming"] = width == 1 and (options.streams or options.is_ended_here)
     return by_name
 
 
