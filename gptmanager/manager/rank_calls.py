@@ -8,6 +8,7 @@ from typing import TypeVar
 
 from gptmanager.assembly.ranks import Ranks
 from gptmanager.errors import ManagerDeadError, RankError, response_text
+from gptmanager.host.callback_host import CallbackHost
 from gptmanager.lifecycle.clock import monotonic
 from gptmanager.lifecycle.latch import Latch
 from gptmanager.lifecycle.watchdog import CallbackTimer
@@ -27,8 +28,8 @@ class RankCalls:
     the loop's thread. `timer` times iterations; it is stopped during a call.
     """
 
-    def __init__(self, inbox: Inbox, timer: CallbackTimer) -> None:
-        self._inbox, self._timer = inbox, timer
+    def __init__(self, host: CallbackHost, inbox: Inbox, timer: CallbackTimer) -> None:
+        self._host, self._inbox, self._timer = host, inbox, timer
         self._ranks: Ranks | None = None
         self._failure: Exception | None = None  # a pending step's error, still to be raised
 
@@ -103,6 +104,7 @@ class RankCalls:
         try:
             while loop.pending:
                 loop.finish_pending()
+            self._host.journal.flush()  # the next iteration may begin much later
         except Exception as error:
             self._failure = error  # raised in the loop later, and by the call in the host
             raise

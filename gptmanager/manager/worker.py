@@ -59,7 +59,7 @@ class Worker:
         self._recovery = Recovery(host, recorder, most)
         self._timer = CallbackTimer("iteration")  # stopped while the loop sleeps
         self._ending = LoopEnding(params, host, inbox, recorder, self._timer)
-        self._calls = RankCalls(inbox, self._timer)
+        self._calls = RankCalls(host, inbox, self._timer)
         self.updates = WeightUpdates(host.cache_invalidation, self._calls)
         self._thread: threading.Thread | None = None
         self._starts = [None]

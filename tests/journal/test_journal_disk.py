@@ -147,6 +147,26 @@ def test_a_disk_that_is_full_at_the_end_of_the_loop_keeps_back_no_response(tmp_p
     assert sorted(finals) == [1, 2] and all(text in error for error in finals.values())
 
 
+class PausingHost(RecordingCallbacks):
+    """Pauses its manager after the first response."""
+
+    def send_response(self, *arguments):
+        super().send_response(*arguments)
+        if len(self.responses) == 1:
+            self.manager.pause_generation()
+
+
+def test_responses_of_a_step_that_a_call_finishes_do_not_wait_for_the_next_iteration(tmp_path):
+    host = PausingHost()
+    with start_manager(host, run_ahead=1, journal_path=tmp_path / "journal") as manager:
+        host.submit(stream(1, 2))
+        while not host.responses:
+            time.sleep(0.001)
+        manager.sleep()
+        assert [(it.is_final, it.error) for it in host.responses] == [(False, ""), (True, "")]
+        manager.wake()
+
+
 def test_an_error_whose_text_utf_8_cannot_encode_ends_only_its_request(tmp_path, caplog):
     caplog.set_level(logging.CRITICAL, "gptmanager")  # the report of a test is sent in UTF-8
 
