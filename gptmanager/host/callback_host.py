@@ -136,11 +136,11 @@ class CallbackHost:
 
     def release(self) -> None:
         """Drop the loop and its executor. The loop no longer iterates."""
-        self.journal.close()
         self.preparation.release()
         self.adapter_loader.release()
         self.statistics.release()
         self.cache_invalidation.follow_weights(int)
+        self.journal.close()  # last, because the disk may fail
 
     def peek(self, room: int | None) -> bool:
         """Call Get outside an iteration, for an idle manager. Return whether there are requests.

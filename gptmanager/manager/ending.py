@@ -66,7 +66,10 @@ class LoopEnding:
 
     def release(self, loop: TokenLoop | None, loop_host: LoopHost) -> None:
         """Free weights and pages now, not only when the host drops the manager."""
-        loop_host.release()
+        try:
+            loop_host.release()
+        except Exception:  # for example of the journal's disk; the manager must still end
+            logger.exception("an error while the loop was released")
         if loop is not None:
             loop.release()
         give_back()

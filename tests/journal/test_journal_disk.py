@@ -167,6 +167,20 @@ def test_responses_of_a_step_that_a_call_finishes_do_not_wait_for_the_next_itera
         manager.wake()
 
 
+def test_a_journal_that_cannot_be_closed_does_not_keep_a_manager_from_its_end(
+    tmp_path, monkeypatch, caplog
+):
+    def fail(folder, lock):
+        lock.close()
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(JournalFolder, "unlock", fail)
+    manager = start_manager(RecordingCallbacks(), journal_path=tmp_path / "journal")
+    manager.shutdown(timeout=10)
+    assert manager.wait(0) and manager.state is ManagerState.STOPPED
+    assert "an error while the loop was released" in caplog.text
+
+
 def test_an_error_whose_text_utf_8_cannot_encode_ends_only_its_request(tmp_path, caplog):
     caplog.set_level(logging.CRITICAL, "gptmanager")  # the report of a test is sent in UTF-8
 
