@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from bounded import bounded
+from running_server import settings_of
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
@@ -19,6 +20,11 @@ from gptmanager.callbacks.text.template_process import (
 )
 from gptmanager.callbacks.text.template_rendering import TemplateError, fill_in
 from gptmanager.errors import ConfigError
+from gptmanager.lifecycle.child_process import NotStartedError
+from gptmanager.server.chat.chat_prompt import ChatPrompts
+from gptmanager.server.errors import ApiError
+from gptmanager.server.http.warning_header import Warnings
+from gptmanager.server.tool_formats.tools import read_tools
 
 FOLDER = Path(__file__).parent / "chat_templates"
 TEMPLATES = {path.stem: path.read_text() for path in FOLDER.glob("*.jinja")}
@@ -242,3 +248,15 @@ def test_a_stopped_process_does_not_hang_the_chats(process):
                 await process.fill_in("{{ messages[0].role }}", messages, {})
 
     asyncio.run(both())
+
+
+@pytest.mark.parametrize("tools", [None, [WEATHER]])
+def test_without_a_process_a_chat_may_be_sent_again(engine, monkeypatch, tools):
+    def ask(self, given):
+        raise NotStartedError("no process can be started")
+
+    monkeypatch.setattr(TemplateProcess, "ask", ask)
+    prompts = ChatPrompts(engine, settings_of(chat_template=FOLDER / "qwen.jinja"))
+    with pytest.raises(ApiError, match="no process can be started") as refused:
+        asyncio.run(prompts.read({"messages": SHORT}, read_tools(tools, None), Warnings()))
+    assert (refused.value.status, refused.value.code) == (503, "no_process")

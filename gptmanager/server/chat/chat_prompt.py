@@ -236,7 +236,7 @@ class ChatPrompts:
             "add_generation_prompt": True,
         }
         try:
-            await process.fill_in(template, messages, variables)
+            await _fill_in(process, template, messages, variables=variables)
         except TemplateError:
             return False
         return True
@@ -283,7 +283,8 @@ class ChatPrompts:
         if self._control_tokens is not None:
             messages, of_client = map(self._control_tokens.marked, (messages, of_client))
         render = functools.partial(
-            process.fill_in,
+            _fill_in,
+            process,
             template,
             variables={**self._engine.card.special_tokens, **of_client},
             continue_final_message=continues,
@@ -298,10 +299,17 @@ class ChatPrompts:
                 return await render(as_objects)
         except TemplateError as error:
             raise field_error("messages", f"the chat template: {error}") from None
-        except NotStartedError as error:
-            raise ApiError(
-                503, f"messages: the chat template: {error}", code="no_process"
-            ) from None
+
+
+async def _fill_in(
+    process: TemplateProcess, template: str, messages: list[dict[str, Any]], **more: Any
+) -> str:
+    """Call `process.fill_in`. Raise ApiError (503) if the process does not start."""
+    try:
+        return await process.fill_in(template, messages, **more)
+    except NotStartedError as error:
+        text = f"messages: the chat template: {error}"
+        raise ApiError(503, text, code="no_process") from None
 
 
 def _trial(num_calls: int) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
