@@ -196,7 +196,8 @@ def _read_generate(body: Mapping[str, Any], model: Model) -> InferRequest:
     """Return the request in the body of a call of generate or generate_stream.
 
     As in Triton, the request's parameters may also be top-level keys, and its inputs may also be
-    in `parameters`. A null value counts as absent. Unknown keys are ignored.
+    in `parameters`. A null value counts as absent. Unknown keys are ignored, except `stop`: a call
+    that shall end others must not run as a call of its own.
     """
     parameters = body.get("parameters")
     parameters = {} if parameters is None else parameters
@@ -214,6 +215,8 @@ def _read_generate(body: Mapping[str, Any], model: Model) -> InferRequest:
             if value is not None:
                 yield name, value
 
+    if "stop" not in model.inputs and any(value is True for _, value in given(("stop",))):
+        raise invalid("stop", "stop is an input of 'tensorrt_llm': send it there, with the same id")
     inputs = {}
     for name, value in given(model.inputs):
         datatype, shape = model.inputs[name].datatype, model.reader.shape_of(name, value)
