@@ -30,6 +30,8 @@ from gptmanager.server.tool_formats.tool_format import ToolFormat
 from gptmanager.server.tool_formats.tools import Tools
 
 _NO_GRAMMAR = ("grammar", "")  # what clients of llama.cpp send if they want none
+# How errors of post-processors begin; for the client, the value has the name of its field.
+_OWN_NAMES = ("logits_post_processor ", "json_schema: ", "regex: ", "choice: ", "words: ")
 _KINDS = ("json", "regex", "choice", "grammar", "json_object")
 _ANY_OBJECT = {"type": "object"}
 _ALIASES = {
@@ -289,4 +291,8 @@ async def _finished(future: Future[Any]) -> None:
 
 
 def _without_field(error: Exception) -> str:
-    return str(error).removeprefix("logits_post_processor ")
+    """Return the text of an error without the names that the client does not know."""
+    text = str(error)
+    for name in _OWN_NAMES:
+        text = text.removeprefix(name)
+    return text

@@ -161,7 +161,8 @@ class TextModel:
         except CapacityError as error:
             raise ApiError(503, f"bad_words: {error}", param="bad_words") from None
         except ValueError as error:
-            raise invalid("bad_words", f"bad_words: {error}") from None
+            text = str(error).removeprefix("words: ")
+            raise invalid("bad_words", f"bad_words: {text}") from None
 
     def _bias(self, row: Mapping[str, Any]) -> np.ndarray:
         """Return the bias of each token of the vocabulary, float32 `[vocab_size]`.
