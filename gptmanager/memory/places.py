@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 
@@ -18,14 +18,21 @@ class Run(NamedTuple):
     row: int
 
 
+class Part(NamedTuple):
+    """Rows of a tensor that are kept as consecutive rows of the storage, from `row` on."""
+
+    rows: range
+    row: int
+
+
 @dataclass(frozen=True, slots=True)
 class Place:
     """The destination of one tensor of a checkpoint.
 
     The tensor fills `num_rows` rows of `parameter` from `first_row` on, by default all rows from
     there. If `transposed`, the checkpoint has the transpose. A `twin` is the second tensor of a
-    parameter that another tensor fills (tied embeddings). The twin may be missing; otherwise it
-    must be equal to the other tensor. A `scale` has one number for all rows, or one per row, kept
+    parameter that another tensor fills (tied embeddings). Either of them may be missing; otherwise
+    they must be equal. A `scale` has one number for all rows, or one per row, kept
     as float32; a missing scale is 1. `runs` has the places of the tensor's rows, if they do not
     fill consecutive rows from `first_row` on. If `stacked` is not 0, the tensor has this number of
     matrices (or bias vectors), one per expert, and its rows are numbered through all of them.
@@ -42,6 +49,24 @@ class Place:
     runs: tuple[Run, ...] = ()
     stacked: int = 0
     squeezed: bool = False
+
+
+def filled_from_twins(places: Mapping[str, Place], names: Collection[str]) -> Mapping[str, Place]:
+    """Return `places` in which a twin fills its parameter if no other tensor in `names` does."""
+    filled = {places[name].parameter for name in names if not places[name].twin}
+    twins = {places[n].parameter: n for n in names if places[n].parameter not in filled}
+    return {
+        name: replace(place, twin=False) if place.parameter in twins else place
+        for name, place in places.items()
+        if twins.get(place.parameter, name) == name
+    }
+
+
+def missing_hint(places: Mapping[str, Place], names: Collection[str]) -> str:
+    """Return what to do if the tensors `names` are missing; "" if unknown."""
+    if {places[name].parameter for name in names} != {"lm_head.weight"}:
+        return ""
+    return "; if the output matrix is the embedding, change tie_word_embeddings to true"
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,3 +108,16 @@ def expected_shapes(place: Place, shape: Sequence[int]) -> list[tuple[int, ...]]
     each = (num_rows // max(1, place.stacked), *shape[1:])
     each = each[::-1] if place.transposed else each
     return [(each[0], 1, *each[1:]) if place.squeezed else (*stack, *each)]
+
+
+def kept_parts(place: Place, cut: Cut, shape: tuple[int, ...]) -> list[Part]:
+    """Return the parts of a tensor that are kept of a parameter with this shape."""
+    found, row = [], 0
+    for kept in cut.rows:
+        for source, first in runs(place, shape):
+            rows = range(max(first, kept.start), min(first + len(source), kept.stop))
+            if rows:
+                own = source[rows.start - first : rows.stop - first]
+                found.append(Part(own, row + rows.start - kept.start))
+        row += len(kept)
+    return found

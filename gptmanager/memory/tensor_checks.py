@@ -21,9 +21,9 @@ def check_tensor(name: str, found: TensorInfo, *expected: tuple[int, ...]) -> No
         raise ConfigError(f"tensor {name} has dtype {found.dtype}; must be one of {needed}")
 
 
-def refuse_tensors(what: str, names: Collection[str]) -> None:
-    """Raise ConfigError if there are `names`. Its text is `what` and the first 8 names."""
+def refuse_tensors(what: str, names: Collection[str], hint: str = "") -> None:
+    """Raise ConfigError if there are `names`. Its text is `what`, the first 8 names and `hint`."""
     if names:
         first = ", ".join(tensor_name(name) for name in sorted(names)[:8])
         more = f" and {len(names) - 8} more" if len(names) > 8 else ""
-        raise ConfigError(f"{what}: {first}{more}")
+        raise ConfigError(f"{what}: {first}{more}{hint}")

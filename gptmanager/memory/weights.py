@@ -12,7 +12,7 @@ import re
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping
 from types import MappingProxyType
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -22,7 +22,18 @@ from gptmanager.environment.memory import free_memory_bytes
 from gptmanager.errors import ConfigError, error_summary
 from gptmanager.kernels.gemm.int4_groups import GROUP
 from gptmanager.kernels.gemm.packed_matrix import Matrix, PackedMatrix, Quantized, stored
-from gptmanager.memory.places import Cut, Place, expected_shapes, kept_shape, runs, whole
+from gptmanager.memory.places import (
+    Cut,
+    Part,
+    Place,
+    expected_shapes,
+    filled_from_twins,
+    kept_parts,
+    kept_shape,
+    missing_hint,
+    runs,
+    whole,
+)
 from gptmanager.memory.stored_matrices import MappedMatrix, mapped_matrices, packed_pieces
 from gptmanager.memory.tensor_checks import check_tensor, refuse_tensors
 from gptmanager.memory.tensor_sources import StateDict, TensorInfo, TensorSource
@@ -31,13 +42,6 @@ _MIN_PIECE_BYTES = 1 << 20
 
 NewMatrix = Callable[[int, int, torch.dtype, Quantized | None], PackedMatrix | None]
 _BYTES = {"int8": 1.0, "fp8": 1.0, "int4": 0.5 + 2 / GROUP}  # bytes per element
-
-
-class _Part(NamedTuple):
-    """Rows of a tensor that are kept as consecutive rows of the storage, from `row` on."""
-
-    rows: range
-    row: int
 
 
 class Weights:
@@ -241,21 +245,12 @@ class Weights:
                         if on_progress is not None:
                             on_progress("weights", done, total)
 
-    def _parts(self, place: Place) -> list[_Part]:
+    def _parts(self, place: Place) -> list[Part]:
         """Return the parts of a tensor that are kept."""
-        if place.parameter not in self._cuts:
-            return []
-        found, row = [], 0
-        for kept in self._cuts[place.parameter].rows:
-            for source, first in runs(place, self._shapes[place.parameter]):
-                rows = range(max(first, kept.start), min(first + len(source), kept.stop))
-                if rows:
-                    own = source[rows.start - first : rows.stop - first]
-                    found.append(_Part(own, row + rows.start - kept.start))
-            row += len(kept)
-        return found
+        name = place.parameter
+        return kept_parts(place, self._cuts[name], self._shapes[name]) if name in self._cuts else []
 
-    def _nbytes(self, name: str, part: _Part) -> int:
+    def _nbytes(self, name: str, part: Part) -> int:
         """Return the size in bytes of a kept part, in the dtype of its parameter."""
         parameter = self._places[name].parameter
         columns = self._cuts[parameter].columns
@@ -280,8 +275,10 @@ class Weights:
                 unknown.append(given)
         refuse_tensors("tensors are unknown", unknown)
         if not partial:
+            self._places = filled_from_twins(self._places, names)
             optional = {name for name, it in self._places.items() if it.twin or it.scale}
-            refuse_tensors("tensors are missing", self._places.keys() - names.keys() - optional)
+            missing = self._places.keys() - names.keys() - optional
+            refuse_tensors("tensors are missing", missing, missing_hint(self._places, missing))
         return names
 
     def _own_name(self, given: str) -> str:
@@ -291,7 +288,7 @@ class Weights:
         return name if name in self._places else self._prefix + name
 
     def _copy_part(
-        self, source: TensorSource, given: str, name: str, part: _Part, max_bytes: int
+        self, source: TensorSource, given: str, name: str, part: Part, max_bytes: int
     ) -> Iterator[int]:
         """Copy a part slice by slice; yield the size in bytes of each slice."""
         place, num_bytes = self._places[name], self._nbytes(name, part)
@@ -329,13 +326,13 @@ class Weights:
                 piece, row, column = own.t(), part.row, start
             if not self._copy(place, piece, row, column, columns if in_rows else None):
                 raise ConfigError(
-                    f"tensor {given} differs from {place.parameter}, to which the config ties it "
-                    "(tie_word_embeddings)"
+                    f"tensor {given} differs from {place.parameter}, to which the config ties it; "
+                    "if the output matrix is not the embedding, change tie_word_embeddings to false"
                 )
             yield num_bytes * done // num_first
 
     def _copy_picked(
-        self, source: TensorSource, given: str, place: Place, part: _Part, max_bytes: int
+        self, source: TensorSource, given: str, place: Place, part: Part, max_bytes: int
     ) -> int:
         """Copy rows of one expert's matrix, or rows with a step; return the number of bytes."""
         rows, columns = part.rows, self._cuts[place.parameter].columns
@@ -368,7 +365,7 @@ class Weights:
         self._copy(place, piece, part.row, 0, columns)
         return piece.numel() * itemsize
 
-    def _copy_scales(self, source: TensorSource, given: str, name: str, part: _Part) -> None:
+    def _copy_scales(self, source: TensorSource, given: str, name: str, part: Part) -> None:
         [(_, piece)] = source.pieces(given, sys.maxsize)
         if not (piece.isfinite() & (piece > 0)).all():
             raise ConfigError(f"tensor {given} holds {piece.tolist()}: scales must be positive")

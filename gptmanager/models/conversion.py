@@ -78,7 +78,7 @@ def convert_checkpoint(
         raise ConfigError(f"{quoted_path(folder)} must be valid UTF-8, as safetensors requires")
     _check_dtypes(weights_dtype, head_dtype)
     config, tensors = read_config(source), open_tensors(source)
-    spec = read_spec(config, dtype=dtype, num_tensors=len(tensors.describe()))
+    spec = read_spec(config, dtype=dtype, tensors=tensors.describe())
     quantized = _quantized(spec, tensors, weights_dtype, head_dtype)
     name = str(spec.dtype).removeprefix("torch.")
     config = {**{k: v for k, v in config.items() if k != "torch_dtype"}, "dtype": name}

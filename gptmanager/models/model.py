@@ -192,9 +192,7 @@ def load_model(
     _check_weights_dtype(weights_dtype, head_dtype, kernels, device)
     layout = RankLayout() if collectives is None else collectives.layout
     config, tensors = _opened(source)
-    spec = read_spec(
-        config, dtype=dtype, max_seq_len=max_seq_len, num_tensors=len(tensors.describe())
-    )
+    spec = read_spec(config, dtype=dtype, max_seq_len=max_seq_len, tensors=tensors.describe())
     _check_dtypes(spec, weights_dtype, kernels, device)
     if attention_window is not None:
         spec = _narrowed(spec, attention_window, sink)

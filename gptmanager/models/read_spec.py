@@ -7,7 +7,7 @@ it. Absent fields have transformers' defaults. Most sizes have no default, and a
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -19,7 +19,7 @@ from gptmanager.memory.untrusted_files import check_depth
 from gptmanager.models.families import FAMILIES, Family
 from gptmanager.models.families.config_fields import refuse_unread
 from gptmanager.models.families.layer_types import CHUNKED, read_windows
-from gptmanager.models.families.wrappers import text_config
+from gptmanager.models.families.wrappers import text_config, ties_by_wrapper, without_wrapper
 from gptmanager.models.fields import Fields
 from gptmanager.models.other_folders import describe_other_type
 from gptmanager.models.rope_scaling import Rope, read_rope
@@ -51,24 +51,25 @@ def read_spec(
     *,
     dtype: str | torch.dtype | None = None,
     max_seq_len: int | None = None,
-    num_tensors: int | None = None,
+    tensors: Collection[str] | None = None,
 ) -> ModelSpec:
     """Return the network that a `config.json` describes.
 
     `dtype` is by default the config's, or float32. `max_seq_len`, by default the config's
     `max_position_embeddings`, bounds the positions, and decides between longrope's short and long
-    factors. `num_tensors`: the number of tensors in the checkpoint, which bounds the number of
-    layers. Raises ConfigError for a value that is not supported.
+    factors. `tensors`: the names of the tensors in the checkpoint. Their number bounds the number
+    of layers, and the output matrix shows whether the model has one of its own. Raises ConfigError
+    for a value that is not supported.
     """
     check_depth("config.json", config)
-    config = text_config(config)
+    of_wrapper, config = ties_by_wrapper(config), text_config(config)
     name = config.get("model_type")
     if name not in [*FAMILIES]:
         why = describe_other_type(config) or f"must be one of {[*FAMILIES]}"
         raise ConfigError(f"config.json: model_type = {quoted(name)}: {why}")
     family = FAMILIES[name]
     fields = Fields(config, family.defaults, family.spellings)
-    num_layers = _read_num_layers(fields, num_tensors)
+    num_layers = _read_num_layers(fields, tensors)
     max_seq_len = _read_max_seq_len(fields, family.rotary, max_seq_len)
     windows, types = read_windows(fields, family.windows, num_layers, max_seq_len)
     fields.set_layer_types(types)
@@ -84,7 +85,7 @@ def read_spec(
         dtype=_read_dtype(fields, dtype),
         layers=layers,
         norms=_read_norms(fields, family),
-        tied_embeddings=fields.flag("tie_word_embeddings"),
+        tied_embeddings=_read_tied(fields, of_wrapper, tensors),
         qkv_bias=fields.decided(family.qkv_bias),
         out_bias=fields.decided(family.out_bias),
         mlp_bias=fields.decided(family.mlp_bias),
@@ -169,10 +170,25 @@ def _read_norms(fields: Fields, family: Family) -> Norms:
     )
 
 
-def _read_num_layers(fields: Fields, num_tensors: int | None) -> int:
+def _read_tied(fields: Fields, of_wrapper: Any, tensors: Collection[str] | None) -> bool:
+    """Return whether the output matrix is the embedding.
+
+    If the fields of a text model and of its wrapper (`of_wrapper`) differ, the tensors decide.
+    """
+    tied = fields.flag("tie_word_embeddings")
+    if of_wrapper is not None:
+        of_wrapper = Fields({"tie_word_embeddings": of_wrapper}, {}, {}).flag("tie_word_embeddings")
+    if tensors is None:
+        return tied if of_wrapper is None else of_wrapper
+    if of_wrapper in (None, tied):
+        return tied
+    return "lm_head.weight" not in map(without_wrapper, tensors)
+
+
+def _read_num_layers(fields: Fields, tensors: Collection[str] | None) -> int:
     num_layers = fields.size("num_hidden_layers", limit=_MAX_LAYERS)
-    if num_tensors is not None and num_layers > num_tensors:
-        raise fields.error("num_hidden_layers", f"the checkpoint has only {num_tensors} tensors")
+    if tensors is not None and num_layers > len(tensors):
+        raise fields.error("num_hidden_layers", f"the checkpoint has only {len(tensors)} tensors")
     return num_layers
 
 

@@ -120,6 +120,16 @@ def test_a_twin_must_be_equal() -> None:
         weights.load({"head.weight": fused + 1} | tensors)
 
 
+def test_a_twin_alone_fills_its_parameter() -> None:
+    """Programs that save a tied matrix once keep either of its names."""
+    weights, tensors = new_weights(), new_tensors()
+    fused = torch.cat((tensors.pop("m.a.weight"), tensors.pop("m.b.weight")))
+    weights.load(tensors | {"head.weight": fused})
+    assert torch.equal(weights["fused.weight"], fused)
+    with pytest.raises(ConfigError, match=r"head\.weight differs from fused\.weight"):
+        weights.load({"head.weight": fused + 1}, partial=True)
+
+
 SCALES = {
     "norm.weight": Place("norm.weight"),
     "k_scale": Place("scales", 0, 2, scale=True),

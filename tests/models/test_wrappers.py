@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -11,9 +12,12 @@ import torch
 from checkpoints import PagedDriver, checkpoint
 from family_configs import FAMILY_CONFIGS
 from family_runs import LONG, family_folder, family_model
+from odd_configs import family_config
 
 from gptmanager.errors import ConfigError
 from gptmanager.models import load_model
+from gptmanager.models.families import FAMILIES
+from gptmanager.models.families.wrappers import TEXT_FAMILIES
 from gptmanager.models.read_spec import read_spec
 
 CASES = [
@@ -24,6 +28,7 @@ CASES = [
     ("qwen2_5_vl", "qwen2", {"model.": "model.language_model."}),
     ("qwen3_vl", "qwen3", {"model.": "model.language_model."}),
 ]
+TIED = ("aya_vision", "gemma3", "gemma4", "internvl", "mistral3")  # by default, transformers 5
 MEDIA = {"vision_tower.patch.weight": torch.ones(2), "model.visual.merger.bias": torch.ones(2)}
 
 
@@ -52,6 +57,28 @@ def test_the_text_model_of_a_wrapper_is_served(
     assert torch.equal(*logits)
     with pytest.raises(ConfigError, match="unknown: audio.weight"):
         load_model((wrapped, {**tensors, "audio.weight": torch.ones(1)}))
+
+
+@pytest.mark.parametrize("name", [it for it in TEXT_FAMILIES if not it.endswith("_text")])
+def test_where_a_wrapper_and_its_text_model_differ_the_files_decide_on_ties(name: str) -> None:
+    """transformers 5 reads the wrapper's field, and unties matrices that differ."""
+    text = family_config(TEXT_FAMILIES[name].replace("qwen3_vl_moe_text", "qwen3_moe"))
+    text["model_type"] = TEXT_FAMILIES[name]
+    default = FAMILIES[TEXT_FAMILIES[name]].defaults.get("tie_word_embeddings", False)
+    for own, outer in itertools.product((True, False, None), repeat=2):
+        config = {"model_type": name, "text_config": {**text, "tie_word_embeddings": own}}
+        config["tie_word_embeddings"] = outer
+        if own is None:
+            del config["text_config"]["tie_word_embeddings"]
+        first = default if own is None else own
+        second = name in TIED if outer is None else outer
+        second = first if name in ("llama4", "voxtral") else second
+        names = [*map(str, range(99))]
+        with_head = read_spec(config, tensors=[*names, "language_model.lm_head.weight"])
+        assert with_head.tied_embeddings == (first and second)
+        assert read_spec(config).tied_embeddings == second
+        without_head = read_spec(config, tensors=names)
+        assert without_head.tied_embeddings == (first or second)
 
 
 def test_experts_of_qwen3_vl_moe_are_stacked_in_one_of_two_orders() -> None:

@@ -44,7 +44,10 @@ MEDIA = re.compile(
     r"|embed_vision|embed_audio|image_newline)\b"
 )
 # Fields of a wrapper that also apply to its text model.
-_OF_WRAPPER = ("dtype", "torch_dtype", "tie_word_embeddings", "quantization_config")
+_OF_WRAPPER = ("dtype", "torch_dtype", "quantization_config")
+# In transformers 5, `tie_word_embeddings` of these wrappers is true by default.
+_TIED_BY_DEFAULT = ("aya_vision", "gemma3", "gemma4", "internvl", "mistral3")
+_TIED_BY_TEXT_MODEL = ("llama4", "voxtral")  # the wrapper's own field has no effect
 _MEDIA_FIELDS = re.compile(r"(vision|audio|image|video|vit|mm|boi|eoi)_.*")
 
 
@@ -58,6 +61,19 @@ def is_wrapper(config: Mapping[str, Any]) -> bool:
     """Return whether a config describes a multimodal model, or the text model in one."""
     name = config.get("model_type")
     return isinstance(name, str) and name in TEXT_FAMILIES
+
+
+def ties_by_wrapper(config: Mapping[str, Any]) -> Any:
+    """Return `tie_word_embeddings` of a wrapper; None if the text model alone decides.
+
+    Until version 4, transformers read the text model's field, and since version 5 it reads the
+    wrapper's, so the two fields may differ.
+    """
+    name = config.get("model_type")
+    if not is_wrapper(config) or "text_config" not in config or name in _TIED_BY_TEXT_MODEL:
+        return None
+    given = config.get("tie_word_embeddings")
+    return name in _TIED_BY_DEFAULT if given is None else given
 
 
 def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
