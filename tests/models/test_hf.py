@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,8 @@ from gptmanager.config import ParallelConfig
 from gptmanager.errors import ConfigError, RequestError
 from gptmanager.kernels import CpuKernels
 from gptmanager.kernels.gemm.int4_matrix import Int4Matrix
+from gptmanager.memory.kv_pool import KvPool
+from gptmanager.models.batch import Batch
 from gptmanager.models.hf.linears import PackedLinear
 from gptmanager.models.hf.loading import load_with_transformers
 
@@ -294,6 +297,27 @@ def test_embeddings_of_a_prompt_take_the_place_of_tokens() -> None:
         prompt_vocab_size=4,
     )
     assert found == expected
+
+
+@pytest.mark.every(2)
+@pytest.mark.parametrize("name", ["gemma3n_text", "gemma4_text"])
+def test_embeddings_of_a_prompt_do_not_change_a_neighbor(name: str) -> None:
+    """Gemma looks up tokens in a second table, and so must know the neighbor's tokens."""
+    second = {"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 256}
+    model = through_transformers(new_network(name, **second))
+    first, neighbor = prompts(9, 9)
+
+    class Embedded:
+        spec = model.spec
+
+        def forward(self, batch: Batch, kv_pool: KvPool) -> torch.Tensor:
+            given = {"prompt_index": torch.arange(4), "prompt_embeddings": torch.ones(4, 64)}
+            return model.forward(replace(batch, **given), kv_pool)
+
+    alone = [PagedDriver(model, 1).forward([(0, it)]) for it in (first, neighbor)]
+    found = PagedDriver(Embedded(), 2).forward([(0, first), (1, neighbor)]).split(9)
+    torch.testing.assert_close(found[1], alone[1])
+    assert not torch.isclose(found[0], alone[0]).all(dim=1).any()
 
 
 def test_partial_reuse_of_blocks_with_heads_of_two_sizes() -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import count
 from typing import Any
@@ -130,25 +131,39 @@ class TransformersModel:
         self._holder.step = PagedStep(self._kernels, rows, batch.positions, kv_pool.layers)
         options: dict[str, Any] = {"logits_to_keep": batch.sample_index} if self._selects else {}
         try:
-            found = self.network(
-                **self._inputs(batch),
-                position_ids=batch.positions[None],
-                use_cache=False,
-                **options,
-            )
+            with self._prompt_embeddings(batch):
+                found = self.network(
+                    input_ids=batch.token_ids[None],
+                    position_ids=batch.positions[None],
+                    use_cache=False,
+                    **options,
+                )
         finally:
             self._holder.step = None  # the step would keep the pool alive
         logits: Tensor = found.logits[0]
         return logits if self._selects else logits.index_select(0, batch.sample_index)
 
-    def _inputs(self, batch: Batch) -> dict[str, Tensor]:
-        """Return the step's tokens, or their embeddings if a request has prompt embeddings."""
-        if batch.prompt_index is None or batch.prompt_embeddings is None:
-            return {"input_ids": batch.token_ids[None]}
+    @contextmanager
+    def _prompt_embeddings(self, batch: Batch) -> Iterator[None]:
+        """Let the network use the batch's prompt embeddings, if any, within the `with` block.
+
+        The network still gets the tokens of the batch, because some architectures (Gemma 3n and 4)
+        look them up in a second table. Without tokens, they would compute other requests wrongly.
+        """
+        index, given = batch.prompt_index, batch.prompt_embeddings
+        if index is None or given is None:
+            yield
+            return
+
+        def replaced(module: nn.Module, _: Any, embedded: Tensor) -> Tensor:
+            return embedded.index_copy(1, index, given.to(embedded)[None])
+
         network: Any = self.network
-        embedded = network.get_input_embeddings()(batch.token_ids)
-        own = batch.prompt_embeddings.to(embedded)
-        return {"inputs_embeds": embedded.index_copy(0, batch.prompt_index, own)[None]}
+        hook = network.get_input_embeddings().register_forward_hook(replaced)
+        try:
+            yield
+        finally:
+            hook.remove()
 
 
 def _padded(shape: AttentionShape, kernels: Kernels) -> AttentionShape:
