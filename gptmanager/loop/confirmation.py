@@ -26,8 +26,9 @@ class Confirmation:
     """Applies the results of steps to the requests of a loop.
 
     `failing` holds the ids of requests that failed in a result. These requests end with the next
-    intake. `drafts` and `num_logits_errors` count since the start. `providers` are the names of the
-    host's providers, which may have computed NaN.
+    intake. `drafts` and `num_logits_errors` count since the start. `num_removals` is the number of
+    times that a result has removed blocks from the cache. `providers` are the names of the host's
+    providers, which may have computed NaN.
     """
 
     def __init__(
@@ -37,6 +38,7 @@ class Confirmation:
         self.failing: set[int] = set()
         self.drafts = DraftCounts()
         self.num_logits_errors = 0
+        self.num_removals = 0
         self._table = table
         self._allocator = allocator
 
@@ -57,6 +59,7 @@ class Confirmation:
             self._hand_on(result.failures, schedule)
         if result.stale:
             self._allocator.kv_cache.clear_cached()
+            self.num_removals += 1
         find = self._table.by_id.get
         beams = iter(result.beams)
         counts = itertools.repeat(1) if result.num_tokens is None else result.num_tokens.tolist()
@@ -124,6 +127,7 @@ class Confirmation:
         """End a request in the next intake, because its row yielded `fault` instead of a token."""
         if fault == NOT_FINITE:  # its cached blocks may be invalid too
             self._allocator.kv_cache.withdraw(request.request_id)
+            self.num_removals += 1
         error = _fault_error(request, fault, schedule.iteration, self._providers)
         self._fail(Failure(request.request_id, error))
 

@@ -115,8 +115,7 @@ class TokenLoop:
         intake = self.fetch()
         self.take_in(intake)
         self.finish_awaited()
-        decision = self.schedule()
-        self.finish_recalled(decision)
+        decision = self.finish_recalled(self.schedule())
         schedule = self.allocate(decision, intake.now, pending)
         num_active = len(self.table.active)
         num_recomputed = _num_recomputed(schedule, self.table.by_id) if schedule else 0
@@ -196,13 +195,22 @@ class TokenLoop:
             if (request := find(row.request_id)) is not None and request.epoch == row.epoch
         )
 
-    def finish_recalled(self, decision: SchedulerOutput | None) -> None:
-        """Finish micro batches, oldest first, until none has a request that `decision` pauses."""
+    def finish_recalled(self, decision: SchedulerOutput | None) -> SchedulerOutput | None:
+        """Finish micro batches, oldest first, until none has a request that `decision` pauses.
+
+        Return the decision. If a result has removed blocks from the cache, on which the decision
+        relies, no request starts.
+        """
         if decision is None or self.num_micro_batches == 1 or not decision.paused_requests:
-            return
+            return decision
         recalled = {request.request_id for request in decision.paused_requests}
+        num_removals = self.confirmation.num_removals
         while self.pending and not recalled.isdisjoint(self.in_flight()):
             self.finish_pending()
+        if self.confirmation.num_removals == num_removals:
+            return decision
+        started = [request for request in decision.context_requests if request.slot >= 0]
+        return decision._replace(context_requests=started)
 
     @timed_phase
     def allocate(

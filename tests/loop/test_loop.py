@@ -661,3 +661,24 @@ def test_the_phases_of_an_iteration_do_not_overlap(mode, kind):
         assert all(taken < 200 for name, taken in iteration.items() if name != "result")
         waits += iteration.get("result", 0) >= 1000
     assert waits
+
+
+def test_nothing_starts_on_blocks_that_a_recalled_result_has_removed_from_the_cache():
+    shared = [1, 2, 3, 4, 5, 6, 7, 8]
+
+    def script(history):
+        return NOT_FINITE if len(history) == 9 and history[:8] == shared else next_token(history)
+
+    driver = LoopDriver(
+        script=script, overlap=True, reuse=True, num_blocks=5, policy=MaxUtilizationScheduler
+    )
+    driver.submit(request(1, shared, 8, priority=0.9), request(2, [9, 8, 7, 6], 8, priority=0.1))
+    for _ in range(3):
+        driver.loop.iterate()
+    # Given a request that would share blocks with request 1, for which request 2 is recalled
+    driver.submit(request(3, [*shared, 5, 6], 4))
+    driver.run()
+    assert driver.final(1).error.startswith("LogitsError: ")
+    assert driver.output(2)[4:] == expected_output([9, 8, 7, 6], 8)
+    assert driver.output(3)[10:] == expected_output([*shared, 5, 6], 4)
+    driver.check_empty()
