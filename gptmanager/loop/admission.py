@@ -339,7 +339,9 @@ def _salt(value: Any) -> str | int | None:
     if isinstance(value, str):
         return str.__str__(value)
     if isinstance(value, int):
-        return int.__index__(value)
+        number = int.__index__(value)
+        # The state of a loop as JSON has integers of at most 64 bits.
+        return number if -(2**63) <= number < 2**64 else f"int {number:#x}"
     raise InvalidRequestError(f"cache_salt = {value!r} must be a str or an int")
 
 

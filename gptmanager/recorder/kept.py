@@ -52,7 +52,7 @@ class Keeper:
         )
 
     def _request(self, request: InferenceRequest) -> InferenceRequest:
-        keywords = {name: getattr(request, name) for name in KEYWORDS}
+        keywords = {name: _copied(getattr(request, name)) for name in KEYWORDS}
         keywords["logits_post_processor"] = _named(request.logits_post_processor)
         kept = {
             name: self._tensor(name, value, request)
@@ -77,12 +77,7 @@ class Keeper:
                 return Opaque(type(value).__name__)
         except BaseException:  # noqa: B036 - an object of the host; admission refuses it
             return Opaque(type(value).__name__)
-        with suppress(BaseException):  # some tensors cannot be copied
-            if isinstance(value, np.ndarray):
-                return value.copy()
-            if isinstance(value, torch.Tensor):
-                return value.detach().clone()
-        return value
+        return _copied(value)
 
     def _rows(self, name: str, value: Any, tensors: dict[str, Any]) -> HostRows | None:
         """Read rows of numbers as admission does; return None if all are zero."""
@@ -104,6 +99,16 @@ def kept_schedule(schedule: Schedule) -> Schedule:
 def kept_result(result: StepResult) -> StepResult:
     """Return a result without logits and log probabilities, and with errors as text."""
     return replace(result, extras=None, failures=tuple(map(_without_error, result.failures)))
+
+
+def _copied(value: Any) -> Any:
+    """Return a copy of an array, and any other value as it is."""
+    with suppress(BaseException):  # some tensors cannot be copied
+        if isinstance(value, np.ndarray):
+            return value.copy()
+        if isinstance(value, torch.Tensor):
+            return value.detach().clone()
+    return value
 
 
 def _without_error(value: _Effect) -> _Effect:

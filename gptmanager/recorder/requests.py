@@ -261,13 +261,22 @@ def _array(name: str, data: Any, dtype: np.dtype[Any], size: int) -> np.ndarray:
 
 
 def _plain_value(value: Any, depth: int = 0) -> Any:
+    if isinstance(value, np.longdouble):
+        value = float(value)
     if isinstance(value, np.generic):
         value = value.item()
+    if isinstance(value, (np.ndarray, torch.Tensor)):
+        if is_too_large("", value):
+            return _opaque(value)
+        # a keyword may be an array of one element; a list is read alike, but a number may not be:
+        # an infinite `deadline_s` means no limit, an array of it is refused
+        value = value.tolist() if depth else [value.item()]
     if isinstance(value, float) and not math.isfinite(value):
         return {"float": str(value)}
+    if isinstance(value, int) and not -(2**63) <= value < 2**64:
+        return {"int": hex(value)}
     if value is None or isinstance(value, (bool, int, float, str)):
-        fits = not isinstance(value, int) or -(2**63) <= value < 2**64
-        return value if fits else _opaque(value)
+        return value
     if isinstance(value, (list, tuple)) and depth < _MAX_DEPTH:
         return [_plain_value(item, depth + 1) for item in value]
     return _opaque(value)
@@ -304,7 +313,16 @@ def value_from_plain(plain: Any, depth: int = 0) -> Any:
         return plain
     if "processor" in plain:
         return recorded_processor(_text(plain["processor"]), plain.get("prepares") is True)
+    if "int" in plain:
+        return _integer(plain["int"])
     return _not_finite(plain) if "float" in plain else Opaque(_text(plain.get("opaque")))
+
+
+def _integer(digits: Any) -> int:
+    try:
+        return int(digits, 16)
+    except (TypeError, ValueError):
+        raise RecordingError('{"int": ...} must be a hexadecimal number') from None
 
 
 def _not_finite(plain: Mapping[str, Any]) -> float:

@@ -399,6 +399,7 @@ ODD = [
         "nan",
     ),
     *([], {}, [[]], [1], {"@": 0}, {"float": "nan"}, {"opaque": "object"}, {"processor": "p"}),
+    *({"int": "0x1" + "0" * 40}, {"int": "0xg"}, {"int": 7}),
     *([[[[[[]]]]]], {"numpy": "int64", "shape": [2**36], "fill": 0}),
     {"torch": "save", "shape": [1], "data": [1]},
     {"class": "gptmanager.host.callback_host.CallbackHost", "names": [], "values": []},

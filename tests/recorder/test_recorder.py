@@ -39,8 +39,11 @@ from gptmanager.assembly.options import checked_optional_params
 from gptmanager.decoding.end_rule import EndRule, EndRuleState
 from gptmanager.decoding.prompt_lookup import RequestDrafts
 from gptmanager.errors import ConfigError, RecordingError
+from gptmanager.host.rank_messages import pack_requests, unpack_requests
 from gptmanager.kv_cache.block import BlockCopy
-from gptmanager.loop.active_state import ProgressState, RequestState
+from gptmanager.loop.active_state import ProgressState, RequestState, request_state
+from gptmanager.loop.admission import admit
+from gptmanager.loop.limits import Limits
 from gptmanager.loop.request_times import RequestTimes
 from gptmanager.recorder import black_box
 from gptmanager.recorder.limits import without_code
@@ -169,8 +172,40 @@ def test_whatever_dtype_admission_takes_comes_back_as_the_same_numbers(ids, temp
         assert read_float("temperature", told.temperature, 0.0) == 0.5
 
 
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("is_streaming", torch.tensor([True])),
+        ("is_streaming", np.array(True)),
+        ("priority", torch.tensor(0.7, dtype=torch.bfloat16)),
+        ("priority", 1 << 70),
+        ("deadline_s", np.array([[2.5]])),
+        ("client_id", np.array(2**64 - 1, dtype=np.uint64)),
+        ("cache_salt", -(1 << 70)),
+        ("input_ids", list(torch.tensor([3, 4, 5]))),
+        ("input_ids", [np.array([3, 4, 5])]),
+        ("temperature", np.longdouble(0.5)),
+    ],
+)
+def test_every_value_that_admission_accepts_comes_back_as_the_same(name, value):
+    limits = Limits(10, max_seq_len=64, max_input_len=63, num_blocks=9, tokens_per_block=4)
+    given = InferenceRequest.from_tokens(1, **{"input_ids": [1], "max_new_tokens": 3, name: value})
+    recorded = request_from_plain(orjson.loads(to_json(given)), Allowance(100))
+    (sent,) = unpack_requests(pack_requests([given]))
+    wanted, *others = (
+        to_json(request_state(admit(it, limits, 0.0))) for it in (given, recorded, sent)
+    )
+    assert others == [wanted] * 2
+
+
+def test_an_array_that_is_no_limit_comes_back_as_one_that_is_refused():
+    given = InferenceRequest.from_tokens(1, [1], 3, deadline_s=np.array(math.inf))
+    back = request_from_plain(orjson.loads(to_json(given)), Allowance(100))
+    assert back.deadline_s == [math.inf]
+
+
 def test_what_no_json_can_hold_stands_as_opaque():
-    odd = InferenceRequest(1, {"input_ids": np.array(["x"]), "end_id": {1}}, deadline_s=1 << 70)
+    odd = InferenceRequest(1, {"input_ids": np.array(["x"]), "end_id": {1}}, deadline_s=object())
     back = request_from_plain(orjson.loads(to_json(odd)), Allowance(100))
     assert all(isinstance(v, Opaque) for v in (back.input_ids, back.end_id, back.deadline_s))
 
