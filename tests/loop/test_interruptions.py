@@ -285,6 +285,7 @@ def test_a_question_that_waits_too_long_says_what_the_loop_does():
                 ask(0.01)
             assert f"{name}: no answer within timeout = 0.01 s" in str(caught.value)
             assert "is inside callback SendResponse, for" in str(caught.value)
+            assert ", at wait (threading.py:" in str(caught.value)
         assert not manager._inbox._questions  # nobody runs them later
         gate.set()
         assert manager.audit(timeout=None).ok

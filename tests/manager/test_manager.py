@@ -335,10 +335,15 @@ def test_shutdown_drains_and_does_not_ask_get_again(host):
 def test_shutdown_aborts_when_its_timeout_has_passed(host):
     manager = start(host, lambda history: time.sleep(0.02) or 1)
     host.submit(request(1, [1], 120))
-    while not host.statistics:
+    told = []
+    waiter = threading.Thread(target=lambda: told.append(manager.wait_idle()), daemon=True)
+    waiter.start()
+    while not (host.statistics and manager._inbox._idle_waits):
         time.sleep(0.001)
     manager.shutdown(timeout=0.1)
     assert host.final(1).error.startswith("ManagerDeadError")  # long before its 120th token
+    waiter.join(5)
+    assert told == [True]  # the wait ends with the loop
 
 
 def test_shutdown_from_a_callback_only_asks(host):
