@@ -8,7 +8,7 @@ import os
 import signal
 import sys
 import zlib
-from collections import defaultdict
+from collections import Counter, defaultdict
 
 import pytest
 from _pytest.faulthandler import fault_handler_stderr_fd_key
@@ -69,7 +69,7 @@ def pytest_make_collect_report(collector):
 
 
 def pytest_collection_modifyitems(config, items):
-    """Leave out tests marked `slow`, and of those marked `every(k)` all but each k-th case.
+    """Leave out tests marked `slow`, and of those marked `every(k)` all but one case in k.
 
     `make marathon`, `make mutants` and a call that names a test run all of them. The name of the
     test decides the first case, so that tests of one table run different cases.
@@ -89,9 +89,27 @@ def pytest_collection_modifyitems(config, items):
     for test, its_cases in cases.items():
         first = zlib.crc32(test.encode()) % min(every[test], len(its_cases))
         left_out.update(its_cases)
-        left_out.difference_update(its_cases[first :: every[test]])
+        left_out.difference_update(_one_in(every[test], its_cases, first))
     config.hook.pytest_deselected(items=[*left_out])
     items[:] = [item for item in items if item not in left_out]
+
+
+def _one_in(k, cases, first):
+    """Yield one case in k, from `first` on, with each value of each parameter if possible.
+
+    Each k-th case would have a single value of a parameter of k values.
+    """
+    chosen, taken = cases[first::k], Counter()
+    values = {case: _values(case) for case in [*chosen, *cases]}
+    for _ in chosen:
+        best = min(values, key=lambda case: sorted(taken[value] for value in values[case]))
+        taken.update(values.pop(best))
+        yield best
+
+
+def _values(case):
+    parameters = getattr(case, "callspec", None)
+    return [(name, id(value)) for name, value in parameters.params.items()] if parameters else []
 
 
 def pytest_collection_finish():

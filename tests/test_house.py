@@ -2,6 +2,7 @@
 
 import ast
 import configparser
+import itertools
 import os
 import re
 import sys
@@ -197,7 +198,10 @@ def test_a_decode_step_passes_few_files(monkeypatch, capsys):
 
 
 def test_which_tests_stay_out_of_everyday_runs(request, monkeypatch):
-    """Slow tests, also in a file that is marked `every`, and all but each k-th case of a table."""
+    """Slow tests, also in a file that is marked `every`, and all but one in k cases of a table.
+
+    The others have all values of each parameter, also if k is the number of its values.
+    """
     (plugin,) = (
         it
         for it in request.config.pluginmanager.get_plugins()
@@ -207,8 +211,9 @@ def test_which_tests_stay_out_of_everyday_runs(request, monkeypatch):
     monkeypatch.setattr(plugin, "_WORKER", "")  # these items are in no order
 
     class Item:
-        def __init__(self, name, **markers):
+        def __init__(self, name, params=None, **markers):
             self.nodeid, self.markers = name, markers
+            self.callspec = SimpleNamespace(params=params or {})
 
         def get_closest_marker(self, name):
             return self.markers.get(name)
@@ -221,6 +226,12 @@ def test_which_tests_stay_out_of_everyday_runs(request, monkeypatch):
     cases = [Item(f"test_table[{i}]", every=every) for i in range(6)]
     slow = [Item("test_slow", slow=True), Item("test_race[0]", slow=True, every=every)]
     on_gpu = Item("test_table[gpu]", every=every, gpu=True)
-    items = [Item("test_plain"), *cases, *slow, on_gpu]
+    crossed = [
+        Item(f"test_crossed[{x}-{y}]", {"x": x, "y": y}, every=every)
+        for x, y in itertools.product("abc", range(3))
+    ]
+    items = [Item("test_plain"), *cases, *slow, on_gpu, *crossed]
     plugin.pytest_collection_modifyitems(Config, items)
-    assert not set(items) & set(slow) and on_gpu in items and len(items) == 4
+    assert not set(items) & set(slow) and on_gpu in items and len(items) == 7
+    chosen = [item.callspec.params for item in items if item in crossed]
+    assert {it["x"] for it in chosen} == {*"abc"} and {it["y"] for it in chosen} == {0, 1, 2}

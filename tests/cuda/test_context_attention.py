@@ -56,7 +56,7 @@ def test_blocks_of_any_size(either, tokens_per_block):
     check(either, PagedRows([(20, 67), (5, 5)], 4, 2, 64, tokens_per_block))
 
 
-@pytest.mark.every(7)  # coprime to the number of each parameter's values: all of them are run
+@pytest.mark.every(7)
 @pytest.mark.parametrize("sink", [0, 3, 70])
 @pytest.mark.parametrize("window", [1, 16, 70])
 def test_windows_and_sinks(either, window, sink):

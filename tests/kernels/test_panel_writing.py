@@ -124,7 +124,7 @@ SIZES = [
 ]
 
 
-@pytest.mark.every(5)  # coprime to the number of each parameter's values: all of them are run
+@pytest.mark.every(5)
 @pytest.mark.parametrize("bits", [2, 4, 8])
 @pytest.mark.parametrize("is_by_row", [False, True])
 @pytest.mark.parametrize("has_index", [False, True])
