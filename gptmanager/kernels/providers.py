@@ -60,11 +60,11 @@ class AttentionProvider(Protocol):
         """Return why this attention is not supported, or None if it is supported.
 
         Called once for each shape of the model, at the start. Anything but None or a string is an
-        error. Our own kernels compute attention
-        that is refused. `shape` has the head size, the numbers of heads, and in `shape.features`
-        the names of features that a provider might lack: "window", "sink" (the first positions,
-        seen by all), "softcap", "sinks" (scores without a value), "fp8" (pages in 8 bits),
-        "is_once" (keys that are also the values), "chunked". Queries and the result have `dtype`.
+        error. Our own kernels compute attention that is refused. `shape` has the head size, the
+        numbers of heads, and in `shape.features` the names of features that a provider might lack:
+        "window", "sink" (the first positions, seen by all), "softcap", "sinks" (scores without a
+        value), "fp8" (pages in 8 bits), "is_once" (keys that are also the values), "chunked".
+        Queries and the result have `dtype`.
         """
         ...
 
@@ -150,7 +150,7 @@ def answer_of(
 
 
 def result_of(provider: Any, method: str, given: Sequence[Any], shape: Sequence[int]) -> Tensor:
-    """Call a method that computes, and return its result in the dtype of its first argument.
+    """Call a method that computes. Return its result, contiguous, in its first argument's dtype.
 
     Raise CallbackError if the result is not a tensor of floats of this shape, on the device of the
     first argument. Our kernels read its memory: memory of another device would end the process.
@@ -167,7 +167,7 @@ def result_of(provider: Any, method: str, given: Sequence[Any], shape: Sequence[
             raise _misuse(provider, method, f"the {what} {found}", str(expected))
     if not result.is_floating_point():
         raise _misuse(provider, method, f"the dtype {result.dtype}", str(first.dtype))
-    return result.to(first.dtype)
+    return result.to(first.dtype).contiguous()  # as all ops of a model expect it
 
 
 def _call(provider: Any, method: str, given: Sequence[Any]) -> Any:

@@ -123,6 +123,18 @@ def test_other_floats_and_other_strides_are_accepted(change):
     assert answers[0] == answers[1]
 
 
+def test_ops_that_change_a_result_in_place_accept_other_strides():
+    """Norms of heads (as in OLMo 2) and adapters on the CPU, and all ops on devices."""
+    kernels = ProvidedCpuKernels()
+    kernels.use_linear(Linear(lambda it: it.mT.contiguous().mT))
+    x, weight = randn(3, 32), randn(64, 32)
+    found, expected = kernels.linear(x, weight), torch.nn.functional.linear(x, weight)
+    kind = {"centered": False, "plus_one": False}
+    for own, result in ((kernels, found), (Kernels(), expected)):
+        own.norm_heads(result, range(64), 16, torch.ones(64), 1e-6, **kind)
+    torch.testing.assert_close(found, expected)
+
+
 def raises(option, provider, text):
     with pytest.raises(CallbackError, match=text):
         build(**{option: provider})
