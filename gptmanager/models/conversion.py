@@ -80,8 +80,7 @@ def convert_checkpoint(
     config, tensors = read_config(source), open_tensors(source)
     spec = read_spec(config, dtype=dtype, tensors=tensors.describe())
     quantized = _quantized(spec, tensors, weights_dtype, head_dtype)
-    name = str(spec.dtype).removeprefix("torch.")
-    config = {**{k: v for k, v in config.items() if k != "torch_dtype"}, "dtype": name}
+    config = _with_dtype(config, str(spec.dtype).removeprefix("torch."))
     if quantized:
         config[FIELD] = quantization_config()
     try:
@@ -107,6 +106,13 @@ def _is_utf8(path: Path) -> bool:
     except UnicodeEncodeError:
         return False
     return True
+
+
+def _with_dtype(config: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """Return the config with another dtype, also for the text model of a wrapper."""
+    changed = {**{k: v for k, v in config.items() if k != "torch_dtype"}, "dtype": name}
+    inner = config.get("text_config")
+    return changed | {"text_config": _with_dtype(inner, name)} if inner else changed
 
 
 def _check_dtypes(weights_dtype: str | None, head_dtype: str | None) -> None:

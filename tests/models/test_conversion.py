@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +62,18 @@ def test_a_dtype_is_that_of_the_new_folder(folder: Path, tmp_path: Path) -> None
 
     assert load_model(target).spec.dtype is torch.bfloat16
     assert torch.equal(logits(target), logits(folder, dtype="bfloat16"))
+
+
+def test_the_text_model_of_a_wrapper_has_the_dtype_of_the_new_folder(
+    folder: Path, tmp_path: Path
+) -> None:
+    wrapper = Path(shutil.copytree(folder, tmp_path / "wrapper"))
+    text = json.loads((wrapper / "config.json").read_text())
+    config = {"model_type": "llava", "text_config": {**text, "torch_dtype": "float32"}}
+    (wrapper / "config.json").write_text(json.dumps(config))
+    target = convert_checkpoint(wrapper, tmp_path / "copy", dtype="bfloat16")
+
+    assert load_model(target).spec.dtype is torch.bfloat16
 
 
 def test_int8_is_what_int8_of_the_source_is(folder: Path, tmp_path: Path) -> None:
