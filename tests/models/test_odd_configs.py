@@ -169,6 +169,14 @@ def test_lists_of_layers_are_not_read_anew_for_each_layer(name: str) -> None:
         assert len(read_spec({**config, **further}).layers) == count
 
 
+def test_the_scale_of_latent_attention_is_in_the_rope_that_transformers_prefers() -> None:
+    rope = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}
+    scaling = {**rope, "mscale_all_dim": 1.0}
+    given = {"rope_parameters": scaling}, {"rope_scaling": scaling, "rope_parameters": rope}
+    specs = [read_spec({**family_config("deepseek_v3"), **it}) for it in given]
+    assert specs[0].layers[0].attention.scale == specs[1].layers[0].attention.scale
+
+
 def test_angles_beyond_float32_are_refused() -> None:
     rope = Rope("linear", factor=1e-37, dim=8)
     with pytest.raises(ConfigError, match="frequencies of Rope.* overflow float32"):

@@ -64,7 +64,7 @@ def _attention(fields: Fields, _: int) -> Mapping[str, Any]:
 
 def _yarn_scale(fields: Fields) -> float:
     """Return the factor by which YaRN's `mscale_all_dim` scales the attention scores."""
-    rope = fields.get("rope_parameters") or fields.get("rope_scaling") or {}
+    rope = fields.get("rope_scaling") or fields.get("rope_parameters") or {}
     own = Fields(rope if isinstance(rope, Mapping) else {}, {}, {}, "config.json: rope_parameters.")
     temperature, factor = own.number_or_zero("mscale_all_dim"), own.number("factor", 1.0)
     kind = own.get("rope_type") or own.get("type") or "default"
