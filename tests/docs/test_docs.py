@@ -22,7 +22,7 @@ from gptmanager.lifecycle.state import NEXT_MANAGER_STATES, Health
 from gptmanager.loop.token_loop import TokenLoop
 from gptmanager.manager import inspection
 from gptmanager.manager.gpt_manager import GptManager
-from gptmanager.models import Batch, load_model
+from gptmanager.models import Batch, ModelSpec, load_model
 from gptmanager.request.inference_request import TENSORS
 from gptmanager.request.llm_request import NEXT_STATES, LlmRequestState
 from gptmanager.scheduler import KvCacheManager, LlmRequest
@@ -185,6 +185,13 @@ def test_the_keywords_of_load_model_are_documented_with_their_defaults():
 def test_every_field_of_a_batch_is_documented_once():
     documented = [code(name) for name, *_ in rows(section("own_model.md", "## The batch"))]
     assert sorted(documented) == sorted(field.name for field in dataclasses.fields(Batch))
+
+
+def test_every_field_of_a_spec_is_documented_and_no_attribute_that_it_lacks():
+    first_cells = [cells[0] for cells in rows(section("own_model.md", "## What it returns"))]
+    documented = set(re.findall(r"`(\w+)`", " ".join(first_cells)))
+    assert {field.name for field in dataclasses.fields(ModelSpec)} <= documented
+    assert [name for name in documented if not hasattr(ModelSpec, name)] == []
 
 
 def numbers(values, prefix=""):
