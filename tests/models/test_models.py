@@ -167,6 +167,8 @@ def test_tables_are_exact_far_out(rope: dict[str, Any]) -> None:
     assert table.shape == (131072, 128)
     expected = expected_rope({**CONFIGS["llama"], **sizes}, positions)
     assert torch.allclose(table[positions], expected, rtol=0, atol=1e-6)
+    # a request that continues with another limit has the same bits
+    assert torch.equal(rope_table(rope, 4097), table[:4097])
 
 
 def test_dynamic_rope_is_refused_for_sequences_that_it_would_stretch() -> None:
