@@ -24,7 +24,8 @@ from gptmanager.request.inference_request import InferenceRequest, NamedTensor
 from gptmanager.step import Progress
 
 # Inputs that ask for outputs that the journal does not keep. If a request has one of these inputs,
-# the tokens that the host lacks are computed again.
+# or if the manager's options ask for such an output, the tokens that the host lacks are computed
+# again.
 _NOT_KEPT = ("return_generation_logits", "num_top_log_probs")
 _BY_TOKEN = ("output_ids", "output_log_probs")  # outputs `[1, beam, tokens]` that the journal keeps
 
@@ -109,7 +110,8 @@ def _resumed(
     tokens, log_probs, num_sent = entry.tokens, entry.log_probs, len(entry.tokens)
     if delivered is not None and request.is_streaming:
         num_sent = delivered.num_tokens
-        if num_sent < len(tokens) and not request.tensors.keys().isdisjoint(_NOT_KEPT):
+        asks = params.gather_generation_logits or any(it in request.tensors for it in _NOT_KEPT)
+        if asks and num_sent < len(tokens):
             tokens, log_probs = tokens[:num_sent], log_probs[:num_sent]
     progress = Progress(
         *(request.request_id, tuple(tokens), tuple(log_probs), num_sent, age_s, renews_adapter)

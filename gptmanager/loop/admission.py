@@ -65,8 +65,9 @@ def admit(request: InferenceRequest, limits: Limits, now: float) -> ActiveReques
     if beams is not None:
         check_pool(len(prompt), max_new_tokens, beams.width, limits)
         if drafts:
+            name = "num_return_sequences" if beams.sampled else "beam_width"
             raise InvalidRequestError(
-                f"draft_input_ids must not be given with beam_width = {beams.width} (must be 1)"
+                f"draft_input_ids must not be given with {name} = {beams.width} (must be 1)"
             )
     drafter = None
     if limits.lookup is not None and beams is None:

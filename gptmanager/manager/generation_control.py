@@ -82,8 +82,8 @@ class GenerationControl(LoopQuestions):
         Requests keep their memory. With run-ahead or micro batches, steps that were launched before
         may still run on the device; their results are read after the pause, or by `update_weights`,
         `sleep` or `abort_all`. In a callback, this call returns at once, and the pause begins after
-        the current iteration. `shutdown` also ends the pause. Raise TimeoutError and
-        ManagerDeadError as `explain` does.
+        the current iteration. `shutdown` also ends the pause. Raise ManagerDeadError as `explain`
+        does, and TimeoutError; then the pause still begins after the current iteration.
         """
         self._raise_if_failed()
         self._inbox.is_paused = not self._inbox.defers_calls

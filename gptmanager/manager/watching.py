@@ -41,7 +41,8 @@ class Beginning(NamedTuple):
 class Arrival(NamedTuple):
     """A request that was accepted, or that was active when the watch began.
 
-    `num_generated` (tokens) and `pause_count` are the progress of a request that was active.
+    `num_generated` (tokens) and `pause_count` are the progress of a request that was active, or
+    that a journal has restored.
     `holds_memory`: whether the request has started and is not paused.
     """
 
@@ -222,7 +223,7 @@ def _arrival(request: ActiveRequest, now: float) -> Arrival:
         request.priority,
         request.beam_width,
         request.slot >= 0,
-        request.num_generated,
+        request.num_tokens - request.orig_prompt_len,
         request.pause_count,
     )
 

@@ -271,6 +271,9 @@ def test_what_cannot_be_guessed_is_named(source):
     assert "draft_input_ids must not be given with beam_width = 2" in refusal(
         beam_width=2, draft_input_ids=[1]
     )
+    assert "draft_input_ids must not be given with num_return_sequences = 2" in refusal(
+        num_return_sequences=2, draft_input_ids=[1]
+    )
     assert "Undefined tensor: draft_input_ids, but draft_logits" in refusal(
         draft_logits=torch.zeros(1, 96)
     )

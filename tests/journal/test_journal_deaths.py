@@ -14,13 +14,13 @@ from journaled_runs import JournaledRun, Output, die_at, outputs_of
 from loop_driver import expected_output
 from shorthand import request
 
-from gptmanager import InferenceRequest, NamedTensor
+from gptmanager import InferenceRequest, NamedTensor, OptionalParams
 from gptmanager.config import Delivered
 from gptmanager.errors import CallbackError, JournalError
 from gptmanager.journal.accepted import AcceptedRequests, pack_response
 from gptmanager.journal.entries import Entries, Entry, Sent
 from gptmanager.journal.records import Kind
-from gptmanager.journal.resuming import _again
+from gptmanager.journal.resuming import _again, resume
 from gptmanager.journal.segments import JournalFolder
 from gptmanager.step import Extras
 from gptmanager.testing.scripted_executor import ScriptedExecutor
@@ -157,6 +157,24 @@ def test_a_host_with_more_tokens_than_the_responses_gets_the_rest_of_each_output
         "cum_log_probs": [-9.0],
         "output_offset": [4 + extra],
     }
+
+
+@pytest.mark.parametrize("asked", [{"return_generation_logits": True}, {}])
+def test_tokens_that_a_host_lacks_are_computed_again_if_their_logits_are_asked_for(tmp_path, asked):
+    run = JournaledRun(tmp_path / "journal", [request(1, [1, 2], 9, is_streaming=True, **asked)])
+    for _ in range(4):
+        run.driver.loop.iterate()
+        run.journaled.flush()
+    options = OptionalParams(
+        journal_path=run.journal.folder.path,
+        restore_cb=lambda request_id: Delivered(1),
+        gather_generation_logits=not asked,
+    )
+    accepted = AcceptedRequests(run.journal.folder, 0, syncs=False)
+    (progress,) = resume(run.journal, accepted, options).progress
+    assert len(run.journal.entries[1].tokens) > 1
+    assert (progress.num_sent, len(progress.tokens)) == (1, 1)
+    run.journal.close()
 
 
 def test_stop_words_that_were_begun_before_the_death_are_found(tmp_path):

@@ -8,7 +8,7 @@ from collections import deque
 from concurrent.futures import Future
 
 import pytest
-from loop_driver import LoopDriver
+from loop_driver import ForcedPauses, LoopDriver
 
 from gptmanager import (
     REQUEST_METRICS,
@@ -98,6 +98,22 @@ def test_requests_after_a_refused_one_of_their_intake_arrive():
     told = [type(it) for it in events if isinstance(it, (Arrival, Ending)) and it.request_id == 3]
     assert told == [Arrival, Ending]
     assert [it.request_id for it in events if isinstance(it, Arrival)] == [1, 3]
+
+
+def test_the_progress_of_an_active_request_counts_what_it_generated_before_a_pause():
+    driver, events = LoopDriver(scheduler=ForcedPauses), []
+    driver.submit(request(1, 4, 9))
+    for _ in range(3):
+        driver.loop.iterate()
+    driver.loop.scheduler.victims.add(1)
+    for _ in range(3):
+        driver.loop.iterate()
+    Watchers().add(driver.loop, events.append)
+    _, arrival = events
+    assert (arrival.pause_count, arrival.num_generated) == (
+        1,
+        len(driver.loop.active[0].tokens) - 4,
+    )
 
 
 class Unready:
