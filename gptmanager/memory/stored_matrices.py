@@ -63,7 +63,7 @@ def packed_pieces(
     """
     info = source.describe()[name]
     if isinstance(storage, Int4Matrix):
-        if not info.in_groups or place.stacked and place.transposed:
+        if not info.in_groups or place.transposed:
             return None
         return cast(GroupedSource, source).groups(name, max_bytes, rows)
     # the rows of a matrix are outputs, unless it is transposed; then its columns are outputs

@@ -2,7 +2,8 @@
 
 MLX adds 1 to the norms of Qwen3-Next and Qwen3.5, and moves the dimension of size 1 of their
 convolutions to the end. It leaves out a term of the routers of ERNIE 4.5, which is then zero.
-transformers 5 has the experts of Qwen3-VL-MoE as [out, in], and reads both orders.
+transformers 5 has the experts of Qwen3-VL-MoE as [out, in], and reads both orders. Programs that
+quantize GPT-2 store its matrices as [out, in], and GPT-2 itself stores them as [in, out].
 """
 
 from __future__ import annotations
@@ -28,12 +29,16 @@ _NORMS = re.compile(
 _EXPERTS = ".mlp.switch_mlp.up_proj.weight"
 _TRANSPOSED = ("qwen3_vl_moe", "qwen3_vl_moe_text")
 _FUSED = re.compile(r"\.mlp\.experts\.(gate_up|down)_proj$")
+_GPT2 = re.compile(r"\.c_(attn|proj|fc)\.weight$")
 _CORRECTION = ".mlp.moe_statics.e_score_correction_bias"
 
 
 def in_family_layout(config: Mapping[str, Any], tensors: TensorSource) -> TensorSource:
     """Return a source in the layout of the family, or `tensors` itself if nothing differs."""
     given = tensors.describe()
+    if config.get("model_type") == "gpt2" and isinstance(tensors, QuantizedSource):
+        own = {name for name in tensors.matrices if _GPT2.search(name)}
+        return RearrangedTensors(tensors, own, (), {})
     convolutions = {name for name in given if name.endswith(_CONVOLUTION)}
     moved = {name for name in convolutions if _has_last_one(given[name].shape)}
     if moved != convolutions:
@@ -90,8 +95,8 @@ class RearrangedTensors:
         given = source.describe()
         self._found = dict(given)
         for name in moved:
-            first, second, third = given[name].shape
-            self._found[name] = TensorInfo((first, third, second), given[name].dtype)
+            *stack, rows, columns = given[name].shape
+            self._found[name] = TensorInfo((*stack, columns, rows), given[name].dtype)
         # float32 holds the difference exactly where MLX has added 1 to a number of 16 bits
         self._found |= {name: TensorInfo(given[name].shape, "float32") for name in norms}
         self._found |= {name: TensorInfo(shape, "float32") for name, shape in zeros.items()}
@@ -112,8 +117,12 @@ class RearrangedTensors:
             yield 0, torch.zeros([len(it) for it in region] if region else self._zeros[name])
             return
         if name in self._moved and region is not None:
-            first, second, third = region
-            region = [first, third, second]
+            *stack, rows, columns = region
+            region = [*stack, columns, rows]
+        if name in self._moved and len(self._found[name].shape) == 2:
+            own = [piece.clone() for _, piece in self._source.pieces(name, max_bytes, region)]
+            yield 0, torch.cat(own).t()
+            return
         for start, piece in self._source.pieces(name, max_bytes, region):
             own = piece.mT if name in self._moved else piece
             yield start, own.float() - 1 if name in self._norms else own

@@ -174,7 +174,12 @@ _GEMMA4 = replace(
         "model.per_layer_model_projection": ("token_projection", None),
         "model.per_layer_projection_norm": ("token_norm", None),
     },
-    other_tensors=layer_names(**switched("experts.switch_glu")),
+    other_tensors=layer_names(
+        **switched("experts.switch_glu"),
+        expert_gate="experts.{}.gate_proj",
+        expert_up="experts.{}.up_proj",
+        expert_down="experts.{}.down_proj",
+    ),
     # in some checkpoints, layers that read the keys of another layer have unused projections
     ignored=re.compile(r"rotary_emb|\.self_attn\.(k_proj|v_proj|k_norm|v_norm)\."),
     spellings={**RMS_EPS, "hidden_act": "hidden_activation"},

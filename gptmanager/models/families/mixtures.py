@@ -199,7 +199,7 @@ MIXTURES: Mapping[str, Family] = {
             transposed_up="mlp.experts.gate_up_proj",
             transposed_down="mlp.experts.down_proj",
         ),
-        other_tensors=layer_names(**SWITCHED),
+        other_tensors=layer_names(**_BY_EXPERT, **SWITCHED),
         defaults={
             **_QWEN3_MOE.defaults,
             "max_position_embeddings": 128000,

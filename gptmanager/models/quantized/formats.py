@@ -27,6 +27,7 @@ from gptmanager.models.quantized.matrices import (
     Grid,
     IntegerMatrix,
     Read,
+    ScaledExperts,
     ScaledMatrix,
     StoredMatrix,
 )
@@ -68,7 +69,7 @@ class MatrixFinder:
         self.used = {name for name in given if name.endswith(_IGNORED)}
         endings: Mapping[str, Sequence[tuple[str, _Describe]]] = {
             "compressed-tensors": ((".weight_packed", self._packed), (".weight", self._scaled)),
-            "fp8": ((".weight", self._scaled),),
+            "fp8": ((".weight", self._scaled), ("_proj", self._scaled_experts)),
             "mxfp4": (("_blocks", self._experts),),
             "gptq": ((".qweight", self._gptq),),
             "awq": ((".qweight", self._awq),),
@@ -79,7 +80,7 @@ class MatrixFinder:
             for ending, describe in endings[scheme.method]:
                 if name.endswith(ending) and (matrix := describe(name, info)) is not None:
                     module = name.removesuffix(ending)
-                    own = module if ending == "_blocks" else f"{module}.weight"
+                    own = {"_blocks": module, "_proj": name}.get(ending, f"{module}.weight")
                     self.matrices[own] = matrix
                     self.used.add(name)
 
@@ -131,22 +132,33 @@ class MatrixFinder:
         tensor that does not fit.
         """
         info = self._take(name, "int32" if bits else dtypes)
+        return self._fitted(name, info.shape, shape, blocks, bits)
+
+    def _fitted(
+        self,
+        name: str,
+        stored: tuple[int, ...],
+        shape: tuple[int, ...],
+        blocks: Sequence[Block],
+        bits: int = 0,
+    ) -> Grid:
+        """Return the grid of a tensor of the shape `stored`; see `_grid`."""
         rows, columns = shape
-        given = info.shape if len(info.shape) > 1 else (*info.shape, 1, 1)[:2]
+        given = stored if len(stored) > 1 else (*stored, 1, 1)[:2]
         fitting = {
             (min(height, rows), min(width, columns))
             for height, width in [(rows, columns), (1, columns), *blocks]
             if given
             == (_ceil(_ceil(rows * bits, 32) if bits else rows, height), _ceil(columns, width))
         }
-        if len(fitting) != 1 or (bits and len(info.shape) != 2):
+        if len(fitting) != 1 or (bits and len(stored) != 2):
             raise ConfigError(
-                f"tensor {tensor_name(name)} has shape {list(info.shape)}: it must have a number "
+                f"tensor {tensor_name(name)} has shape {list(stored)}: it must have a number "
                 f"for each block of a matrix of {list(shape)}; a block is a row, the whole matrix, "
                 f"or one of these (rows, columns): {[*blocks]}"
             )
         [(height, width)] = fitting
-        return Grid(name, info.shape, height, width, bits=bits)
+        return Grid(name, stored, height, width, bits=bits)
 
     def _scaled(self, name: str, info: TensorInfo) -> StoredMatrix | None:
         """Describe an 8-bit matrix of compressed-tensors or fp8.
@@ -166,6 +178,20 @@ class MatrixFinder:
         elif self._scheme.asymmetric and info.dtype == "int8":
             self._missing(f"{name}_zero_point")
         return ScaledMatrix(name, shape, scales, zeros)
+
+    def _scaled_experts(self, name: str, info: TensorInfo) -> StoredMatrix | None:
+        """Describe the 8-bit matrices of all experts; None for those of floats."""
+        if info.dtype != _FLOAT8 or len(info.shape) != 3 or 0 in info.shape:
+            return None
+        own = f"{name}_scale_inv"
+        found = self._take(own, _SCALES)
+        if len(found.shape) != 3 or found.shape[0] != info.shape[0]:
+            raise ConfigError(
+                f"tensor {tensor_name(own)} has shape {list(found.shape)}: it must have scales for "
+                f"each of {info.shape[0]} experts"
+            )
+        shape, each = info.shape[1:], found.shape[1:]
+        return ScaledExperts(name, info.shape, self._fitted(own, each, shape, self._scheme.blocks))
 
     def _packed(self, name: str, info: TensorInfo) -> StoredMatrix:
         """Describe a packed matrix of compressed-tensors: integers, NVFP4 or MXFP4."""

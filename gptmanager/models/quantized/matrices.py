@@ -116,6 +116,32 @@ class ScaledMatrix(StoredMatrix):
 
 
 @dataclass(frozen=True)
+class ScaledExperts(StoredMatrix):
+    """8-bit floats of all experts, `[experts, rows, columns]`, with a scale for each block.
+
+    `scales`: the scales of one expert's matrix as a grid, of which the tensor has one per expert.
+    Rows are numbered consecutively across the experts; rows that are read belong to one expert.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    scales: Grid
+
+    def codes(self, read: Read, rows: range) -> Codes:
+        expert, first = divmod(rows.start, self.shape[1])
+        own, each = range(first, first + len(rows)), range(expert, expert + 1)
+
+        def read_own(name: str, *ranges: range) -> Tensor:
+            return read(name, each, *ranges)[0]
+
+        return Codes(
+            codes=read_own(self.name, own, range(self.shape[2])),
+            scales=self.scales.rows(read_own, own),
+            block=self.scales.width,
+        )
+
+
+@dataclass(frozen=True)
 class Float4Matrix(StoredMatrix):
     """4-bit floats (E2M1), two in a byte, with a scale for each group of columns.
 

@@ -49,6 +49,11 @@ class QuantizedSource:
         """See `SafetensorsFolder`."""
         return self._source.formats if isinstance(self._source, SafetensorsFolder) else ()
 
+    @property
+    def matrices(self) -> Collection[str]:
+        """The names of the quantized matrices."""
+        return self._matrices.keys()
+
     def describe(self) -> Mapping[str, TensorInfo]:
         return self._found
 

@@ -1,0 +1,135 @@
+"""Every family in every format: the numbers of its matrices in floats. The page's table."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from family_configs import FAMILY_CONFIGS, VARIANTS
+from family_formats import FORMATS, packed_checkpoint
+from torch import Tensor
+
+from gptmanager.errors import ConfigError
+from gptmanager.kernels import CpuKernels, Kernels
+from gptmanager.kernels.gemm.packed_matrix import PackedMatrix
+from gptmanager.models import load_model
+from gptmanager.models.decoder.network import CheckpointModel
+from gptmanager.models.families import FAMILIES
+from gptmanager.models.gguf.architectures import ARCHITECTURES
+from gptmanager.models.gguf.architectures import VARIANTS as GGUF_VARIANTS
+
+PAGE = Path(__file__).parents[3] / "docs" / "weights.md"
+# Files of these families have the architecture of another family.
+OF_OTHERS = {
+    "mistral": ["llama"],
+    "granitemoehybrid": ["granite"],
+    "qwen3_vl_moe_text": ["qwen3vlmoe"],
+    "solar_open": ["glm4moe"],
+}
+WITHOUT_MLX = ("gpt2", "gpt_neox", "granitemoeshared")  # refused, or unknown to MLX
+CASES = [
+    (name, format_)
+    for name in [*FAMILY_CONFIGS, *VARIANTS]
+    for format_ in FORMATS
+    if format_ != "MLX" or not name.startswith(WITHOUT_MLX)
+]
+
+
+def error_of(found: Tensor, exact: Tensor) -> float:
+    """The largest error of an element, of the greatest magnitude of its row."""
+    return (
+        ((found - exact).abs() / exact.abs().amax(-1, keepdim=True).clamp(min=1e-30)).max().item()
+    )
+
+
+@pytest.mark.parametrize(("name", "format_"), CASES)
+@pytest.mark.every(150)
+def test_a_packed_family_has_the_numbers_of_its_floats(
+    name: str, format_: str, tmp_path: Path
+) -> None:
+    packed, floats, count = packed_checkpoint(name, format_, tmp_path)
+    exact = load_model(floats, kernels=Kernels(), dtype="float32").weights
+    ours = load_model(packed, kernels=Kernels(), dtype="float32").weights
+    kernels = CpuKernels(deterministic=True)
+    kept = load_model(packed, kernels=kernels, dtype="float32", weights_dtype="file").weights
+
+    assert count >= 7
+    for key in exact:
+        assert torch.equal(ours.tensor(key), exact.tensor(key)), key
+        matrix = kept[key]
+        if isinstance(matrix, PackedMatrix):  # half a step of 8 bits, which has one scale for a row
+            assert error_of(matrix.unpacked(), exact.tensor(key)) < 0.51 / 127, key
+
+
+def test_experts_in_one_tensor_may_be_8_bit_floats(tmp_path: Path) -> None:
+    """transformers 5 packs them so; some have a scale for each expert, others for each block."""
+    (config, state), (plain, floats), _ = packed_checkpoint("gemma4_text experts", "fp8", tmp_path)
+    state, floats = dict(state), dict(floats)
+    for layer, kind in itertools.product(range(4), ("gate_up", "down")):
+        module = f"model.layers.{layer}.experts"
+        names = ("gate", "up") if kind == "gate_up" else ("down",)
+        found = []
+        for number in range(4):
+            own = [f"{module}.{number}.{name}_proj.weight" for name in names]
+            for name in own:
+                state.pop(name)
+                state.pop(f"{name}_scale_inv", None)
+            found.append(_fp8_of(torch.cat([floats.pop(name) for name in own]), layer == 0))
+        name = f"{module}.{kind}_proj"
+        floats[name] = torch.stack([it[2] for it in found])
+        state[name], state[f"{name}_scale_inv"] = (
+            torch.stack([i[n] for i in found]) for n in (0, 1)
+        )
+    ours, exact = (load_model(it, dtype="float32") for it in ((config, state), (plain, floats)))
+    assert all(torch.equal(of(ours, key), of(exact, key)) for key in exact.weights)
+    kept = load_model((config, state), dtype="float32", weights_dtype="file").weights
+    matrix = kept["layers.1.experts_down.weight"]
+    assert isinstance(matrix, PackedMatrix)
+    assert error_of(matrix.unpacked(), of(exact, "layers.1.experts_down.weight")) < 0.51 / 127
+
+    scales = "model.layers.1.experts.down_proj_scale_inv"
+    with pytest.raises(ConfigError, match=f"{scales} is missing: a quantized matrix needs it"):
+        load_model((config, {key: it for key, it in state.items() if key != scales}))
+    for wrong in (state[scales][:3], state[scales][0], state[scales].repeat(1, 2, 1)):
+        with pytest.raises(ConfigError, match=f"{scales} has shape"):
+            load_model((config, {**state, scales: wrong}))
+
+
+def of(model: CheckpointModel, key: str) -> Tensor:
+    matrix = model.weights[key]
+    return matrix.unpacked() if isinstance(matrix, PackedMatrix) else matrix
+
+
+def _fp8_of(matrix: Tensor, is_whole: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """8-bit floats, scales and floats of a matrix. `is_whole`: it has one scale."""
+    packed, floats = FORMATS["fp8"].pack(matrix)
+    if not is_whole:
+        return packed["weight"], packed["weight_scale_inv"], floats
+    scale = matrix.abs().max() / 448
+    own = (matrix / scale).to(torch.float8_e4m3fn)
+    return own, scale.view(1, 1), own.float() * scale
+
+
+def test_the_page_has_the_formats_of_every_family() -> None:
+    of_family: dict[str, list[str]] = {name: [*OF_OTHERS.get(name, ())] for name in FAMILIES}
+    for name, own in ARCHITECTURES.items():
+        variants = [variant.architecture for variant in GGUF_VARIANTS.get(name, ())]
+        for architecture in (own, *variants):
+            of_family[architecture.model_type].append(name)
+    part = PAGE.read_text(encoding="utf-8").split("## Formats of the families")[1].split("\n## ")[0]
+    rows = re.findall(r"^\| (`\w+` \|.*) \|$", part, re.M)
+    packed = ["yes"] * (len(FORMATS) - 1)
+    assert rows[1:] == [  # after the head
+        " | ".join(
+            [
+                f"`{name}`",
+                ", ".join(f"`{it}`" for it in of_family[name]) or "no",
+                *packed,
+                "no" if name in WITHOUT_MLX else "yes",
+            ]
+        )
+        for name in FAMILIES
+    ]
