@@ -99,10 +99,10 @@ class SequenceStart(NamedTuple):
     """The start of a sequence in a slot, with everything that the executor needs to run it.
 
     `tokens`: the host's prompt, which has `orig_prompt_len` tokens, and then the tokens generated
-    before a pause. `processor`: the request's own logits post-processor. `sampled`: beams are
-    sampled in parallel, not searched. `num_candidates`: candidates per beam; fewer if the
-    vocabulary is smaller. `adapter_slot`: index of the sequence's adapter in the kernels' table; -1
-    without an adapter.
+    before a pause. `processor`: the request's own logits post-processor. `draft_logits`: the drafts
+    that the host sampled, as rows of `drawn_draft`. `sampled`: beams are sampled in parallel, not
+    searched. `num_candidates`: candidates per beam; fewer if the vocabulary is smaller.
+    `adapter_slot`: index of the sequence's adapter in the kernels' table; -1 without an adapter.
     """
 
     slot: int

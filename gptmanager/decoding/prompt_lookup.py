@@ -112,7 +112,8 @@ class RequestDrafts:
     """The draft tokens of one request.
 
     `tokens` run in the next step. The host gave them, for the request's first step only, or
-    `drafter` proposed them. `logits` are the logits from which the host's drafts were sampled.
+    `drafter` proposed them. `logits` has all drafts of the host with the logits from which the host
+    sampled them, as rows of `drawn_draft`; None if the host did not pass the logits.
     """
 
     tokens: tuple[int, ...] = ()

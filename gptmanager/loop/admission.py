@@ -23,7 +23,7 @@ from gptmanager.loop.limits import Limits, check_pool, fit_length
 from gptmanager.loop.request_times import RequestTimes
 from gptmanager.request.adapter import LoraInputs, read_lora
 from gptmanager.request.inference_request import TENSOR_ALIASES, TENSORS, InferenceRequest
-from gptmanager.request.input_rows import HostRows
+from gptmanager.request.input_rows import HostRows, drawn_draft
 from gptmanager.request.llm_request import RETENTION_PRIORITIES
 from gptmanager.request.output_options import OutputConfig, OutputOptions
 from gptmanager.request.post_processor import read_post_processor
@@ -33,6 +33,7 @@ from gptmanager.request.read_tensors import (
     read_bool,
     read_end_ids,
     read_float,
+    read_float_rows,
     read_int,
     read_rows,
     read_token_ids,
@@ -118,7 +119,7 @@ def _tensors_of(request: InferenceRequest) -> dict[str, Any]:
 def _read_drafts(
     tensors: dict[str, Any], prompt_len: int, limits: Limits
 ) -> tuple[tuple[int, ...], HostRows | None]:
-    """Return the draft tokens, and the logits from which they were sampled (None if not given)."""
+    """Return the draft tokens, and rows of `drawn_draft` if their logits are given."""
     if "draft_input_ids" not in tensors:
         if "draft_logits" in tensors:
             raise InvalidRequestError(
@@ -140,20 +141,26 @@ def _read_drafts(
 
 
 def read_draft_logits(value: Any, drafts: Sequence[int], vocab_size: int) -> HostRows:
-    """Read the logits from which `drafts` were sampled. Raise InvalidRequestError if invalid."""
-    rows = read_rows("draft_logits", value, vocab_size, bans=True)
-    if rows.count != len(drafts):
+    """Read the logits from which `drafts` were sampled, and return rows of `drawn_draft`.
+
+    Raise InvalidRequestError for invalid logits.
+    """
+    if isinstance(value, HostRows):  # already read by the recorder, or from a recording
+        return value
+    logits = read_float_rows("draft_logits", value, vocab_size, bans=True)
+    if len(logits) != len(drafts):
         raise InvalidRequestError(
-            f"draft_logits has {rows.count} rows, draft_input_ids {len(drafts)} tokens"
+            f"draft_logits has {len(logits)} rows, draft_input_ids {len(drafts)} tokens"
         )
-    numbers = rows.numbers
     for index, token in enumerate(drafts):
-        if numbers is not None and numbers[index, token] == -math.inf:
+        if logits[index, token] == -math.inf:
             raise InvalidRequestError(
                 f"draft_logits[{index}, {token}] = -inf, but draft_input_ids[{index}] = {token}: "
                 "this token cannot have been sampled"
             )
-    return rows
+    drawn = np.empty(len(drafts), dtype=drawn_draft(vocab_size))
+    drawn["token"], drawn["logits"] = drafts, logits
+    return HostRows(drawn)
 
 
 def _read_sampling(request_id: int, tensors: dict[str, Any], limits: Limits) -> SamplingParams:

@@ -290,7 +290,7 @@ def _sequence_start(request: ActiveRequest) -> SequenceStart:
         request.wanted_from_start,
         request.prompt_table,
         request.beam_width,
-        request.drafts.logits if request.drafts.tokens else None,
+        request.drafts.logits,
         search is not None and search.params.sampled,
         1 if search is None else search.num_candidates,
         request.adapter_slot,

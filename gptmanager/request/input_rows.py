@@ -18,7 +18,7 @@ TOKEN_BIAS = np.dtype([("token", np.int32), ("bias", np.float32)])
 
 
 class HostRows:
-    """The n rows of the array `numbers`: float32 `[n, width]` or TOKEN_BIAS `[n]`.
+    """The n rows of the array `numbers`: float32 `[n, width]`, TOKEN_BIAS or `drawn_draft` `[n]`.
 
     If the rows were read from a recording, `numbers` is None. `count` is n, or 0 if n is unknown.
     Two `HostRows` are equal if their digests are equal.
@@ -53,6 +53,11 @@ class HostRows:
 
     def __repr__(self) -> str:
         return f"HostRows({self.digest[:12]})"
+
+
+def drawn_draft(vocab_size: int) -> np.dtype[Any]:
+    """Return the dtype of a draft token with the logits from which it was sampled."""
+    return np.dtype([("token", np.int32), ("logits", np.float32, (vocab_size,))])
 
 
 def token_bias(tokens: Sequence[int] | Array, values: Sequence[float] | Array) -> HostRows | None:

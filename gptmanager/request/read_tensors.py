@@ -121,14 +121,19 @@ def read_word_list(name: str, value: Any, vocab_size: int) -> list[list[int]]:
     return [ids[start:end].tolist() for start, end in zip(starts, ends, strict=False)]
 
 
-def read_rows(name: str, value: Any, width: int, *, bans: bool = False) -> HostRows:
+def read_rows(name: str, value: Any, width: int) -> HostRows:
     """Copy finite floats of shape `[n, width]` or `[1, n, width]`, n >= 1, as float32.
 
-    With `bans`, -inf is also accepted. A HostRows (already read by the recorder, or from a
-    recording) is returned as it is.
+    A HostRows (already read by the recorder, or from a recording) is returned as it is.
     """
-    if isinstance(value, HostRows):
-        return value
+    return value if isinstance(value, HostRows) else HostRows(read_float_rows(name, value, width))
+
+
+def read_float_rows(name: str, value: Any, width: int, *, bans: bool = False) -> np.ndarray:
+    """Copy finite floats of shape `[n, width]` or `[1, n, width]`, n >= 1, as float32 `[n, width]`.
+
+    With `bans`, -inf is also accepted.
+    """
     array = _numbers(name, value)
     if array.dtype.kind != "f":
         raise InvalidRequestError(f"{name} has dtype {array.dtype}, expected a float")
@@ -142,7 +147,7 @@ def read_rows(name: str, value: Any, width: int, *, bans: bool = False) -> HostR
         row, column = np.argwhere(~is_good)[0].tolist()
         found = float(array.reshape(-1, width)[row, column])
         raise _not_finite_error(f"{name}[{row}, {column}]", found, torch.float32)
-    return HostRows(rows)
+    return rows
 
 
 def read_bias(name: str, value: Any, vocab_size: int) -> HostRows | None:

@@ -343,7 +343,7 @@ def test_drafts_that_were_drawn_from_few_tokens(device, watched):
 
 
 @pytest.mark.parametrize("sizes", [(), (96,)], ids=["launched", "captured"])
-def test_logits_of_drafts_that_were_never_verified_are_forgotten(
+def test_drafts_without_room_are_verified_where_their_tokens_are_chosen(
     device, watched, sizes, monkeypatch
 ):
     """The first step has no room for the drafts; later drafts are found in the prompt."""
@@ -356,7 +356,7 @@ def test_logits_of_drafts_that_were_never_verified_are_forgotten(
 
     options = {"enable_chunked_context": True, "max_num_tokens": 96}
     lookup = PromptLookup(max_draft_tokens=4, min_ngram=1)
-    check(device, watched, requests, speculative_decoding_config=lookup, **options)
+    check(device, watched, requests, waits=True, speculative_decoding_config=lookup, **options)
 
 
 def test_a_processor_that_fails_ends_its_request_alone(device, watched):

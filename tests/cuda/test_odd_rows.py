@@ -162,8 +162,7 @@ def random_requests(seed):
         way = dict(WAYS[chance.choice(list(WAYS))])
         streams = chance.random() < 0.3 and "beam_width" not in way
         odd = {}
-        # how many of a host's guesses run depends on the schedule, and what is drawn on that
-        if chance.random() < 0.5 or "draft_logits" in way:
+        if chance.random() < 0.5:
             odd, *errors[request_id] = odd_row(chance, len(tokens), chance.randint(1, 5))
         asked = {**way, **odd, "random_seed": chance.randrange(9)}
         requests.append(

@@ -208,6 +208,34 @@ def test_guesses_of_a_host_cost_tokens_of_one_step_alone(source):
     assert len(host.statistics) == 3 + 6
 
 
+def test_drawn_drafts_lead_to_the_same_tokens_under_any_schedule(source):
+    """In chunks, none, some or all of them have room at the end of their context."""
+    chance, requests = np.random.default_rng(7), []
+    for i in range(6):
+        prompt, drafts = chance.integers(0, 96, 12 + i).tolist(), chance.integers(0, 96, 6)
+        own = {"temperature": 40.0, "random_seed": i, "return_log_probs": True}
+        own |= {"draft_input_ids": drafts, "draft_logits": np.zeros((6, 96), np.float32)}
+        requests.append((i, prompt, 9, own))
+
+    def outputs(**options):
+        made = [InferenceRequest.from_tokens(*given, **own) for *given, own in requests]
+        host = serve(source, made, **options)
+        counts = json.loads(host.statistics[-1])["gptmanager"]["draft_tokens"]
+        return [joined(host, i)[:2] for i in range(6)], counts
+
+    expected, counts = outputs()
+    assert counts["drafted"] == 36 and counts["accepted"] > 18
+    chunks = {"enable_chunked_context": True, "max_num_tokens": 16}
+    for options in (
+        {"lookup": PromptLookup(min_ngram=1)},
+        {"policy": CapacitySchedulerPolicy.MAX_UTILIZATION, "max_tokens": 64},
+    ):
+        found, fewer = outputs(**chunks, **options)
+        assert fewer["drafted"] != 36
+        for ours, theirs in zip(found, expected, strict=True):
+            assert all(map(torch.equal, ours, theirs)), options
+
+
 @pytest.mark.every(2)
 @pytest.mark.parametrize("drawn_from", [range(96), (79, 18, 26, 20, 50)])
 def test_sampled_guesses_leave_the_distribution_as_it_is(source, drawn_from):

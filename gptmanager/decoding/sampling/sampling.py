@@ -221,7 +221,14 @@ class Sampler:
         temperature. If a logit of a row is NaN or +inf, all scores of the row are NaN. If all
         logits of a row are -inf, all scores of the row are -inf.
         """
-        logits = self._run(logits, lines, positions, None, None)
+        return self.log_softmax(self.adjusted(logits, lines, positions), lines)
+
+    def adjusted(self, logits: Tensor, lines: Ints, positions: Ints) -> Tensor:
+        """Adjust logits like `sample`, in place, and return them."""
+        return self._run(logits, lines, positions, None, None)
+
+    def log_softmax(self, logits: Tensor, lines: Ints) -> Tensor:
+        """Return the scores of `log_probs` for adjusted logits, which are changed."""
         best = logits.amax(dim=1)
         logits /= torch.from_numpy(self._choices["temperature"][lines])[:, None]
         logits.clamp_(max=torch.finfo(torch.float32).max)  # if the quotient is infinite

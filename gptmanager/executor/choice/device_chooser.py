@@ -35,7 +35,7 @@ class DeviceChooser(TokenChooser):
     The tokens are written to the inputs of the next step without leaving the device. The tokens of
     a step are chosen on the CPU if a beam needs more than MAX_CONTINUATIONS candidates, or if
     drafts must be verified one by one. Drafts must be verified one by one if their request has a
-    logits post-processor, or if the host sampled them from the logits of its own draft model. A
+    logits post-processor, or if the host has passed the logits from which it sampled them. A
     line is the index of a sequence, or of one of its beams, in the tables; see `Lines`.
     """
 
@@ -64,12 +64,15 @@ class DeviceChooser(TokenChooser):
     def is_plain(self, lines: np.ndarray) -> bool:
         """Return whether `choose_captured` can choose the tokens of these lines.
 
-        Returns False if a request has a logits post-processor or asks for logits. Otherwise uploads
-        the sampling parameters that have changed, because the captured step reads them. There must
-        be no beams, so that each line is also a slot.
+        Returns False if a request has a logits post-processor, asks for logits, or has a draft with
+        logits for its next token. Otherwise uploads the sampling parameters that have changed,
+        because the captured step reads them. There must be no beams, so that each line is also a
+        slot.
         """
         slots = lines
         if self._processing.serves(slots) or self.gathered.wants_logits(slots):
+            return False
+        if self._drawn.by_slot and self._drawn.has_any(slots):
             return False
         self._sampler.flush(self._uploads.upload)
         return self._sampler.is_plain(lines)
@@ -87,8 +90,7 @@ class DeviceChooser(TokenChooser):
             return self._download(step.rows, step.inputs.tokens)
         rows = step.rows
         counts = self._num_candidates[rows.slots]
-        depends_on_order = bool(rows.drafts) and self._depends_on_order(rows)
-        if depends_on_order or counts.max(initial=0) > MAX_CONTINUATIONS:
+        if self._depends_on_order(rows) or counts.max(initial=0) > MAX_CONTINUATIONS:
             return self._choose_on_cpu(step)
         logits = step.logits
         raw: tuple[tuple[int, Tensor], ...] = ()
@@ -104,8 +106,6 @@ class DeviceChooser(TokenChooser):
             top = self._top_tokens(rows)
             choice, is_single = self._enqueue(rows, logits, step.inputs, counts, top)
             download = self._downloads.send(choice)
-        if self._drawn.by_slot:
-            self._drawn.forget(rows)
         starts = self._num_starts[rows.lines]
 
         def receive() -> ChosenTokens:
@@ -134,8 +134,6 @@ class DeviceChooser(TokenChooser):
         """Download the tokens that `choose_captured` has chosen."""
         with torch.inference_mode():
             download = self._downloads.send((chosen,))
-        if self._drawn.by_slot:
-            self._drawn.forget(rows)
         starts = self._num_starts[rows.lines]
 
         def receive() -> ChosenTokens:

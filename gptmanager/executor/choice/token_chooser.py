@@ -118,15 +118,13 @@ class TokenChooser:
                 rows.slots, rows.firsts, step.logits, lambda own: own.to("cpu", copy=True)
             )
         with torch.inference_mode():
-            if rows.drafts and self._depends_on_order(rows):
+            if self._depends_on_order(rows):
                 chosen = self._verify_in_order(rows, step.logits)._replace(generation_logits=raw)
             else:
                 rows, logits, failed = self._prepare(rows, step.logits)
                 picked = self._pick(rows, logits)
                 found = self._by_row(rows, picked.tokens, picked.log_probs)
                 chosen = ChosenTokens(*found, picked.beams, failed, raw, picked.top_log_probs)
-        if self._drawn.by_slot:
-            self._drawn.forget(rows)
         return lambda: chosen
 
     def _pick(self, rows: SamplingRows, logits: Tensor) -> _Picked:
@@ -280,16 +278,17 @@ class TokenChooser:
     # Drafts that each depend on the one before --------------------------------------------------
 
     def _depends_on_order(self, rows: SamplingRows) -> bool:
-        """Return whether a row's drafts must be verified one after the other.
+        """Return whether a row's tokens must be chosen one after the other, because of its drafts.
 
         Penalties alone do not require this order: the histories contain the drafts, and a choice
         after a wrong draft does not count.
         """
+        if self._drawn.by_slot and self._drawn.has_any(rows.slots):
+            return True
+        if not (rows.drafts and self._processing.sequences):
+            return False
         drafted = [row.slot for row in rows.rows if row.num_drafts]
-        return not self._drawn.by_slot.keys().isdisjoint(drafted) or (
-            bool(self._processing.sequences)
-            and self._processing.serves(np.array(drafted, dtype=np.int64))
-        )
+        return self._processing.serves(np.array(drafted, dtype=np.int64))
 
     def _verify_in_order(self, rows: SamplingRows, logits: Tensor) -> ChosenTokens:
         """Choose the tokens of each row one after the other, until one differs from its draft.
@@ -303,12 +302,10 @@ class TokenChooser:
         left = np.arange(len(rows.rows))
         for offset in itertools.count():
             part, part_logits, errors = self._prepare(*part_of(rows, logits, left, offset))
-            compared = self._drawn.at(offset, part, part_logits)
+            compared = self._drawn.at(part, part_logits)
             picked = self._pick(part, part_logits)
             values = picked.log_probs
-            self._drawn.replace_rejected(
-                offset, part, compared, picked.tokens, values, self._tables.tokens
-            )
+            self._drawn.replace_rejected(part, compared, picked.tokens, values, self._tables.tokens)
             for own in picked.top_log_probs:
                 top.setdefault(int(left[own.row]), []).append(own)
             numbers, heads = rows.firsts[left] + offset, part.firsts[:-1]
