@@ -58,8 +58,7 @@ class Confirmation:
         if result.failures:
             self._hand_on(result.failures, schedule)
         if result.stale:
-            self._allocator.kv_cache.clear_cached()
-            self.num_removals += 1
+            self._recompute_others(schedule)
         find = self._table.by_id.get
         beams = iter(result.beams)
         counts = itertools.repeat(1) if result.num_tokens is None else result.num_tokens.tolist()
@@ -114,6 +113,19 @@ class Confirmation:
             if end is not None:
                 return 0, end
         return 0, None
+
+    def _recompute_others(self, schedule: Schedule) -> None:
+        """Forget all cached blocks, and pause the started requests without a row in `schedule`.
+
+        Since the launch, these requests may have found blocks that the step has not computed.
+        """
+        self._allocator.kv_cache.clear_cached()
+        self.num_removals += 1
+        own = {(row.request_id, row.epoch) for row in schedule.rows}
+        started = [request for request in self._table.active if request.slot >= 0]
+        others = [request for request in started if (request.request_id, request.epoch) not in own]
+        for failure in self._table.pause(others):
+            self._fail(failure)
 
     def _hand_on(self, failures: Collection[Failure], schedule: Schedule) -> None:
         """Pass failures on to the next intake, except those of ended or restarted requests."""

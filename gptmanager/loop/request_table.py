@@ -104,7 +104,8 @@ class RequestTable:
         self._intake = intake
         if intake.adapters or intake.forgotten_adapters:
             self.adapters.note(intake.forgotten_adapters, intake.adapters)
-        too_long = self._pause_all() if intake.recomputes else []
+        started = [r for r in self.active if r.slot >= 0] if intake.recomputes else []
+        too_long = self.pause(started)
         if intake.clears_cache:
             self._allocator.kv_cache.clear_cached()
         taken: set[int] = set()
@@ -129,17 +130,16 @@ class RequestTable:
         if self.adapters.has_changed:
             self._end_failed(self.adapters.settle(self.active))
 
-    def _pause_all(self) -> list[Failure]:
-        """Pause all started requests. Return failures of those that cannot start again."""
+    def pause(self, requests: Iterable[ActiveRequest]) -> list[Failure]:
+        """Pause these started requests. Return failures of those that cannot start again."""
         too_long = []
-        for request in self.active:
-            if request.slot >= 0:
-                self._allocator.pause(request, self.limits.max_seq_len)
-                self.adapters.pause(request)
-                try:
-                    check_context(request.num_tokens, self.limits)
-                except CapacityError as error:
-                    too_long.append(Failure(request.request_id, error))
+        for request in requests:
+            self._allocator.pause(request, self.limits.max_seq_len)
+            self.adapters.pause(request)
+            try:
+                check_context(request.num_tokens, self.limits)
+            except CapacityError as error:
+                too_long.append(Failure(request.request_id, error))
         return too_long
 
     def _stop(self) -> None:

@@ -199,7 +199,7 @@ class TokenLoop:
         """Finish micro batches, oldest first, until none has a request that `decision` pauses.
 
         Return the decision. If a result has removed blocks from the cache, on which the decision
-        relies, no request starts.
+        relies, no request starts. Requests that a result has paused do not run, either.
         """
         if decision is None or self.num_micro_batches == 1 or not decision.paused_requests:
             return decision
@@ -209,8 +209,8 @@ class TokenLoop:
             self.finish_pending()
         if self.confirmation.num_removals == num_removals:
             return decision
-        started = [request for request in decision.context_requests if request.slot >= 0]
-        return decision._replace(context_requests=started)
+        started = ([r for r in requests if r.slot >= 0] for requests in decision)
+        return SchedulerOutput(*started)
 
     @timed_phase
     def allocate(

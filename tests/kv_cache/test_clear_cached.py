@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import threading
+from dataclasses import replace
 
 import pytest
 from checkpoints import CONFIGS, checkpoint, random_model
-from loop_driver import LoopDriver, expected_output
+from loop_driver import AHEAD, LoopDriver, expected_output
 
 from gptmanager import GptManager, InferenceRequest, KvCacheConfig, ModelType, OptionalParams
-from gptmanager.errors import ManagerDeadError
+from gptmanager.errors import CapacityError, ManagerDeadError
 from gptmanager.host.callback_host import CallbackHost
 from gptmanager.kernels import CpuKernels
 from gptmanager.loop.responses import REQUEST_METRICS
 from gptmanager.models.model import load_model
 from gptmanager.recorder.recording_file import read_recording
 from gptmanager.replay import replay
-from gptmanager.step import Intake
+from gptmanager.step import Failure, Intake
 from gptmanager.testing import ContractChecker, RecordingCallbacks
 
 SIZE = 8
@@ -172,6 +173,29 @@ def test_what_runs_meanwhile_leaves_nothing_to_be_found(run_ahead):
     driver.submit(_request(3, prompt, 8))
     driver.run()
     assert driver.kv_cache.reuse_counts.reused_tokens == 8
+
+
+@pytest.mark.parametrize(("options", "num_starts"), [({}, 1), *((own, 2) for own in AHEAD[1:])])
+def test_what_began_with_blocks_that_were_not_computed_begins_again(options, num_starts):
+    """There is no memory for the first step, whose prompt the second request shares."""
+    driver, prompt = LoopDriver(reuse=True, **options), [*range(12)]
+    executor, result = driver.executor, driver.executor.result
+
+    def lossy(step):
+        found = result(step)
+        if step.schedule.iteration:
+            return found
+        lost = Failure(1, CapacityError("no memory for one token"))
+        return replace(found, num_tokens=found.num_tokens * 0, failures=(lost,), stale=True)
+
+    executor.result = lossy
+    driver.submit(_request(1, prompt, 6))
+    driver.loop.iterate()
+    driver.submit(_request(2, [*prompt, 3], 6))
+    driver.run()
+    assert driver.output(2) == [*prompt, 3, *expected_output([*prompt, 3], 6)]
+    rows = [row for schedule in executor.schedules[1:] for row in schedule.context_rows]
+    assert [row.position for row in rows] == [12, 0][-num_starts:]
 
 
 def test_a_host_says_it_once_and_loses_no_call():
