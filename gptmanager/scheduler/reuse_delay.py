@@ -21,6 +21,7 @@ class ReuseDelay:
     The contribution of a context is its prompt up to and including the first full block that is not
     cached. A context waits if an earlier context of the decision, or a context between two chunks,
     has the same contribution, because the waiting context can soon reuse the blocks of the other.
+    A request that does not read the cache does not wait, but others wait for it.
     """
 
     __slots__ = ("_contributed", "_kv_cache_manager")
@@ -43,7 +44,7 @@ class ReuseDelay:
             return False
         contribution = self._kv_cache_manager.find_new_context_block(request)
         if contribution in self._contributed:
-            return True
+            return request.reads_cache
         if contribution is not None:
             self._contributed.add(contribution)
         return False
@@ -87,7 +88,7 @@ class ReuseDelay:
                 and not request.context_current_position
                 and request.state is _CONTEXT_INIT
             ):
-                if contribution in contributed:
+                if contribution in contributed and request.reads_cache:
                     continue
                 add(contribution)
             result.append(request)

@@ -111,6 +111,22 @@ def test_who_begins_differently_does_not_wait(policy) -> None:
     assert ids(policy(20, kv).schedule_request(active)[0]) == [0, 1, 2, 3, 4, 5]
 
 
+class Whole(LlmRequest):
+    """A request that needs its whole prompt computed."""
+
+    reads_cache = False
+
+
+@BOTH
+@pytest.mark.parametrize(("num_blocks", "num_fitting"), [(50, 3), (8, 2)])
+def test_who_needs_its_whole_prompt_does_not_wait(policy, num_blocks, num_fitting) -> None:
+    kv = caching(num_blocks)
+    active = [Whole(0, tokens(25), 5), LlmRequest(1, tokens(25), 5), Whole(2, tokens(25), 5)]
+    assert ids(policy(20, kv).schedule_request(active)[0]) == [0, 2]
+    active[0], active[1] = active[1], active[0]
+    assert ids(policy(20, kv).schedule_request(active)[0]) == [1, 0, 2][:num_fitting]
+
+
 @BOTH
 def test_only_the_first_block_that_is_not_cached_counts(policy) -> None:
     kv = caching(50)
