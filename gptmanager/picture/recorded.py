@@ -6,6 +6,7 @@ scheduler of the replay reports the reasons.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
@@ -42,8 +43,8 @@ def trace_of(recording: Recording) -> Trace:
 
     A black box (the last iterations before a failure) has no ends. Ends by length, end id, stop
     signal or an error before a step are derived. A request also ends when another request uses its
-    slot. Ends by stop words are unknown. A request that was active before the first kept schedule
-    is drawn from its first row on.
+    slot. Ends by stop words, and of requests with several beams, are unknown. A request that was
+    active before the first kept schedule is drawn from its first row on.
     """
     blueprint = recording.header.blueprint
     params, sizes = blueprint.params, blueprint.sizes
@@ -155,15 +156,16 @@ class _Reader:
         result = None if schedule is None else dict(iteration.results).get(schedule.iteration)
         if schedule is None or result is None:
             return
-        failed = {failure.request_id for failure in result.failures}
-        for row, tokens in zip(schedule.sampling_rows, result.tokens.tolist(), strict=False):
-            has_token = row.request_id not in failed and min(tokens) >= 0
-            asked = self.asked.get(row.request_id) if has_token else None
-            if asked is not None and tokens[-1] in asked.end_ids:
+        counts = itertools.repeat(None) if result.num_tokens is None else result.num_tokens.tolist()
+        every = zip(schedule.sampling_rows, result.tokens.tolist(), counts, strict=False)
+        for row, tokens, count in every:
+            found, asked = tokens[:count], self.asked.get(row.request_id)
+            if asked is None or row.beam_width > 1 or min(found, default=-1) < 0:
+                continue
+            length = row.position + row.num_tokens - row.num_drafts + len(found)
+            if not asked.end_ids.isdisjoint(found):
                 yield End(row.request_id, "END_ID")
-            elif asked is not None and (
-                row.position + row.num_tokens + 1 == asked.prompt_len + asked.max_new_tokens
-            ):
+            elif length == asked.prompt_len + asked.max_new_tokens:
                 yield End(row.request_id, "LENGTH")
 
 

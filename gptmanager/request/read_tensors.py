@@ -122,18 +122,12 @@ def read_word_list(name: str, value: Any, vocab_size: int) -> list[list[int]]:
 
 
 def read_rows(name: str, value: Any, width: int) -> HostRows:
-    """Copy finite floats of shape `[n, width]` or `[1, n, width]`, n >= 1, as float32.
-
-    A HostRows (already read by the recorder, or from a recording) is returned as it is.
-    """
+    """Read rows like `read_float_rows`, or return a HostRows of the recorder as it is."""
     return value if isinstance(value, HostRows) else HostRows(read_float_rows(name, value, width))
 
 
 def read_float_rows(name: str, value: Any, width: int, *, bans: bool = False) -> np.ndarray:
-    """Copy finite floats of shape `[n, width]` or `[1, n, width]`, n >= 1, as float32 `[n, width]`.
-
-    With `bans`, -inf is also accepted.
-    """
+    """Copy finite floats (-inf, too, with `bans`) of `[n, width]` or `[1, n, width]`, n >= 1."""
     array = _numbers(name, value)
     if array.dtype.kind != "f":
         raise InvalidRequestError(f"{name} has dtype {array.dtype}, expected a float")

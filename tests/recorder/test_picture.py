@@ -13,6 +13,7 @@ from collections import Counter
 from html import escape
 from pathlib import Path
 
+import numpy as np
 import pytest
 from loop_driver import LoopDriver
 
@@ -24,6 +25,7 @@ from gptmanager.environment.lazy_names import named
 from gptmanager.errors import ConfigError
 from gptmanager.manager.gpt_manager import GptManager
 from gptmanager.picture import builder as builder_module
+from gptmanager.picture import recorded as recorded_module
 from gptmanager.picture.arguments import add_command
 from gptmanager.picture.builder import TraceBuilder
 from gptmanager.picture.drawing import draw, layout_of
@@ -36,9 +38,9 @@ from gptmanager.picture.svg import STYLE
 from gptmanager.picture.trace import Bounds, Phase, Reason, Span
 from gptmanager.picture.zoom_page import page
 from gptmanager.recorder import Recorder, RecordingExecutor, RecordingHost
-from gptmanager.recorder.recording_file import read_recording
+from gptmanager.recorder.recording_file import Iteration, read_recording
 from gptmanager.scheduler.wait_reasons import Wait, WaitReason, unreported_wait
-from gptmanager.step import BlockAppend, Row, Schedule, SequenceStart
+from gptmanager.step import BlockAppend, Intake, Row, Schedule, SequenceStart, StepResult
 from gptmanager.testing import RecordingCallbacks, ScriptedModel
 
 MAX_UTILIZATION = CapacitySchedulerPolicy.MAX_UTILIZATION
@@ -519,6 +521,34 @@ def test_a_loop_and_its_recording_give_the_same_trace(tmp_path, run_ahead):
     reasons = {span.reason for row in observed.rows for span in row.spans}
     assert reasons >= {Reason.BLOCKS, Reason.NONE} and Reason.OTHER not in reasons
     assert recorded == observed
+
+
+def test_ends_are_found_in_the_valid_tokens_of_a_row():
+    """Rows with drafts, right and wrong ones, rows with beams, and rows that failed."""
+    ask = InferenceRequest.from_tokens
+    requests = [
+        ask(1, [1, 2], 9, end_id=0),  # what follows its only token is padding
+        ask(2, [1, 2], 9, end_id=8),
+        ask(3, [1, 2], 4, end_id=0),
+        ask(4, [1, 2], 9, end_id=0),
+        ask(5, [1, 2], 2, end_id=0),
+    ]
+    rows = (
+        Row(1, 1, 0, 3, 1, True),
+        Row(2, 2, 1, 3, 4, True, num_drafts=3),
+        Row(3, 3, 2, 2, 4, True, num_drafts=3),
+        Row(4, 4, 3, 3, 1, True, beam_width=2),
+        Row(5, 5, 4, 2, 1, True),
+    )
+    tokens = np.array([[5, 0, 0, 0], [7, 8, 9, 0], [7, 7, 7, 0], [0] * 4, [0] * 4], dtype=np.int32)
+    result = StepResult(tokens, 1.5, np.array([1, 3, 3, 1, 0], dtype=np.int32))
+    iteration = Iteration(0, 0, Intake(1.0, tuple(requests)), Schedule(0, (), rows))
+    iteration.result_of, iteration.result = 0, result
+    reader = recorded_module._Reader(TraceBuilder(Bounds(5, 20, 20, 4)), 100, 64)
+    reader.read(iteration, None)
+    rows = reader.builder.build().rows
+    ends = {row.request_id: row.outcome for row in rows if row.end is not None}
+    assert ends == {2: "END_ID", 3: "LENGTH"}
 
 
 def test_a_black_box_gives_what_can_be_known(tmp_path):

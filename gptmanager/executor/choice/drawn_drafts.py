@@ -28,7 +28,7 @@ class _Drawn(NamedTuple):
 
 
 class Compared(NamedTuple):
-    """What a draft is compared with: the adjusted logits of its position and their log softmax."""
+    """The adjusted logits of a draft's position, and their log softmax."""
 
     logits: Tensor
     log_probs: Tensor
