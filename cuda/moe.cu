@@ -43,7 +43,8 @@ __device__ inline float taken() { return __int_as_float(0x7FC00000); }
 __device__ inline float ranking(float x) { return x == x ? x : -INFINITY; }
 
 // Sets the ranks of experts to -inf in all groups except the `top_groups` best. The quality of a group is its
-// best rank, or with `two_best` the sum of its two best ranks.
+// best rank, or with `two_best` the sum of its two best ranks. A lane writes what it alone reads in `best_of`:
+// elements lane, lane + 32, ... of `quality`, then of `ranks`.
 __device__ inline void keep_best_groups(float* ranks, float* quality, int num_experts, int groups,
                                         int top_groups, bool two_best) {
     int size = num_experts / groups;
@@ -56,7 +57,6 @@ __device__ inline void keep_best_groups(float* ranks, float* quality, int num_ex
         }
         quality[group] = ranking(two_best && size > 1 ? first + second : first);
     }
-    __syncwarp();
     for (int i = 0; i < top_groups; i++) {
         int group = best_of(quality, groups);
         __syncwarp();
@@ -65,7 +65,6 @@ __device__ inline void keep_best_groups(float* ranks, float* quality, int num_ex
     }
     for (int expert = threadIdx.x; expert < num_experts; expert += 32)
         if (quality[expert / size] == quality[expert / size]) ranks[expert] = -INFINITY;
-    __syncwarp();
 }
 
 // Chooses the experts of each token, the best first. Grid: (tokens), a warp each.

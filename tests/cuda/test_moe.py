@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from kernel_values import DTYPES, close, exact, on, randn, rounded
@@ -193,6 +195,14 @@ def test_mixtures_have_no_race(checked_machine, dtype):
     for kind in (None, Int8Rows):
         experts = matrices(4, 144, 48, dtype, "silu", True, True, kind=kind)
         check(checked_machine, x, logits, routing, experts)
+
+
+def test_choices_and_their_sort_have_no_race(checked_machine, monkeypatch):
+    # In a library of these two kernels: the others take long to compile.
+    monkeypatch.setattr(moe, "PROGRAM", replace(moe.PROGRAM, at_once=2))
+    launcher, routing = checked_machine.launcher, Routing(3, "sigmoid", groups=4, top_groups=2)
+    chosen, _ = moe.choose_experts(launcher, checked_machine.tensor(randn(2, 96)), routing, None)
+    moe.sort_slots(launcher, chosen, 0, 96)
 
 
 def test_tensors_that_do_not_fit(machine):

@@ -34,7 +34,8 @@ _CUDA = {
     "lora.cu": "test_lora",
     "moe.cu": "test_moe",
     "norms.cu": "test_norms",
-    "numerics.cuh": "test_norms test_activations test_cache_write test_attention_borders",
+    "numerics.cuh": "test_norms test_activations test_cache_write test_attention_borders"
+    " test_generation_attention",
     "pages.cuh": "test_generation_attention test_attention_borders test_context_attention"
     " test_far_pages",
     "partials.cuh": "test_generation_attention test_attention_borders",
