@@ -29,6 +29,7 @@ CASES = [
     ("qwen3_vl", "qwen3", {"model.": "model.language_model."}),
 ]
 TIED = ("aya_vision", "gemma3", "gemma4", "internvl", "mistral3")  # by default, transformers 5
+ONE = torch.ones(1)
 MEDIA = {"vision_tower.patch.weight": torch.ones(2), "model.visual.merger.bias": torch.ones(2)}
 
 
@@ -174,6 +175,8 @@ def test_other_folders_are_described(tmp_path: Path, files: dict[str, str], text
         ("deepseek_v3", {"scoring_func": "softmax"}, "scoring_func = 'softmax': not supported"),
         ("granitemoehybrid", {"layer_types": ["mamba"] * 4}, "layer_types = .*: not supported"),
         ("granitemoehybrid", {"num_local_experts": 4}, "num_local_experts = 4: must be 0"),
+        ("dots1", {"scoring_func": "softmax"}, "scoring_func = 'softmax': not supported"),
+        ("hunyuan_v1_dense", {"use_qk_norm": False}, "use_qk_norm = False: not supported"),
         ("smollm3", {"no_rope_layers": [1]}, "no_rope_layers = .1.: must be a list of 4"),
         ("opt", {"do_layer_norm_before": False}, "do_layer_norm_before = False: must be true"),
     ],
@@ -214,6 +217,31 @@ def test_a_missing_tensor_is_named(family: str, part: str) -> None:
         ("minimax_m2", {"use_routing_bias": True, "mtp_transformer_layers": 1}),
         ("mistral", {"is_composition": True}),
         ("llama4_text", {"no_rope_layers": [], "attn_temperature_tuning": 4}),
+        ("llama", {"is_llama_config": True, "rope_interleaved": False}),  # SmolLM2
+        ("gemma2", {"sliding_window_size": 4096, "cache_implementation": "hybrid"}),
+        ("starcoder2", {"activation_function": "gelu_pytorch_tanh", "embedding_dropout": 0.1}),
+        ("granitemoehybrid", {"normalization_function": "rmsnorm", "init_method": "mup"}),
+        ("nemotron", {"kv_channels": 16}),
+        ("dots1", {"scoring_func": "noaux_tc", "moe_layer_freq": 1}),
+        ("dots1", {"scoring_func": "sigmoid"}),
+        (
+            "ernie4_5_moe",
+            {
+                **{"moe_capacity": [64, 64, 64], "moe_gate": "topk", "moe_use_aux_free": True},
+                **{"use_rmsnorm": True, "is_quantized": False, "num_nextn_predict_layers": 1},
+            },
+        ),
+        (
+            "hunyuan_v1_dense",
+            {
+                **{"add_classification_head": False, "attention_head_dim": 128, "class_num": 0},
+                **{"cla_share_factor": 2, "dense_list": [4096, 0], "eod_token_id": 3},
+                **{"im_end_id": 5, "im_newline_id": 11, "im_start_id": 4, "mask_init_id": 12},
+                **{"norm_type": "rms", "org_vocab_size": 128167, "pad_id": 127961},
+                **{"pool_type": "last", "sep_token_id": 1, "text_end_id": 7, "text_start_id": 6},
+                **{"use_cla": False, "use_qk_norm": True, "use_rotary_pos_emb": True},
+            },
+        ),
     ],
 )
 def test_fields_of_published_configs_that_change_nothing_are_accepted(
@@ -221,6 +249,12 @@ def test_fields_of_published_configs_that_change_nothing_are_accepted(
 ) -> None:
     config = {"model_type": family, **FAMILY_CONFIGS[family]}
     assert read_spec({**config, **fields}) == read_spec(config)
+
+
+def test_layers_that_predict_further_tokens_are_not_read() -> None:
+    config, state = checkpoint(family_model("ernie4_5_moe"))
+    further = {"model.mtp_block.0.mlp.up_proj.weight": torch.ones(2), "model.mtp_emb_norm.0": ONE}
+    load_model(({**config, "num_nextn_predict_layers": 1}, {**state, **further}))
 
 
 def test_linear_attention_is_refused_by_the_name_of_its_field() -> None:

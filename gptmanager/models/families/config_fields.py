@@ -30,6 +30,37 @@ _NEUTRAL: Mapping[str, Any] = {
     "quantization_config": None,
     "residual_multiplier": 1.0,
 }
+# Fields in which published configs of a family say what the family always does -> their values. A
+# tuple has several values. transformers ignores these fields.
+_OF_FAMILIES: Mapping[str, Mapping[str, Any]] = {
+    "dots1": {
+        "scoring_func": ("noaux_tc", "sigmoid"),
+        "topk_method": "noaux_tc",
+        "moe_layer_freq": 1,
+        "seq_aux": True,
+    },
+    "ernie4_5": {"use_rmsnorm": True},
+    "ernie4_5_moe": {
+        "use_rmsnorm": True,
+        "moe_gate": "topk",
+        "moe_gate_act": "softmax",
+        "moe_use_aux_free": True,
+    },
+    "gemma2": {"sliding_window_size": 4096},  # equal to `sliding_window`, which is read
+    "glm4_moe": {"scoring_func": "sigmoid", "topk_method": "noaux_tc"},
+    "granitemoehybrid": {"normalization_function": "rmsnorm"},
+    "hunyuan_v1_dense": {"norm_type": "rms", "use_qk_norm": True, "use_rotary_pos_emb": True},
+    "minimax_m2": {
+        "layernorm_full_attention_beta": 1.0,
+        "layernorm_linear_attention_beta": 1.0,
+        "layernorm_mlp_beta": 1.0,
+        "mlp_intermediate_size": 8192,
+        "shared_moe_mode": "sigmoid",
+        "swa_rope_theta": -1.0,
+    },
+    "solar_open": {"scoring_func": "sigmoid", "topk_method": "noaux_tc"},
+    "starcoder2": {"activation_function": "gelu_pytorch_tanh"},  # `hidden_act` is read
+}
 # Ignored: fields of training, generation, bookkeeping, task heads, and the order of arithmetic.
 _IGNORED = re.compile(
     r"_.*|.*(dropout|drop_rate|layerdrop|pdrop|dropout_p|jitter_noise)|.*(initializer|init_std).*"
@@ -47,6 +78,8 @@ _IGNORED = re.compile(
     r"|remove_invalid_values|exponential_decay_length_penalty|forced_.*)"
     r"|embd_layer|bos_token|eos_token|pad_token|language|license|tags|base_model.*|quantization"
     r"|attn_implementation|num_nextn_predict_layers|max_sequence_length|original_.*"
+    r"|is_\w+_config|init_method|moe_capacity|kv_channels|attention_head_dim|cla_share_factor"
+    r"|.*_(start|end|newline|init)_id|pad_id|org_vocab_size|pool_type|dense_list"
     r"|is_composition|experts_per_token|use_mtp|num_mtp_modules|mtp_.*"
 )
 
@@ -56,10 +89,12 @@ def refuse_unread(fields: Fields, neutral: Mapping[str, Any]) -> None:
 
     `neutral`: unread fields of the family -> the only value, besides None, that is accepted.
     """
-    known = {**_NEUTRAL, **neutral}
+    of_family = _OF_FAMILIES.get(fields.get("model_type"), {})
+    known = {**_NEUTRAL, **of_family, **neutral}
     for field, value in fields.unread().items():
         if field in known:
-            if value is not None and value != known[field]:
+            allowed = known[field] if isinstance(known[field], tuple) else (known[field],)
+            if value is not None and value not in allowed:
                 raise fields.error(field, "not supported")
         elif not _IGNORED.fullmatch(field) and not _is_off(value):
             raise fields.error(

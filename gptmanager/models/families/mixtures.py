@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -13,7 +14,7 @@ from gptmanager.models.families.base import (
     PLAIN,
     llama_fields,
 )
-from gptmanager.models.families.family import Family
+from gptmanager.models.families.family import ROTARY_BUFFERS, Family
 from gptmanager.models.families.llama4 import LLAMA4
 from gptmanager.models.families.llamas import LLAMAS
 from gptmanager.models.families.names import NORMS_AFTER, layer_names, llama_names, switched
@@ -61,6 +62,7 @@ _GRANITE_BLOCK = {
     "stacked_up": "block_sparse_moe.input_linear.weight",
     "stacked_down": "block_sparse_moe.output_linear.weight",
 }
+_PREDICTORS = re.compile(rf"{ROTARY_BUFFERS.pattern}|^(model\.)?mtp_")
 _SIGMOID: Mapping[str, Any] = {
     "score": "sigmoid",
     "correction": True,
@@ -384,6 +386,7 @@ MIXTURES: Mapping[str, Family] = {
         },
         head_bias="use_bias",
         neutral={"moe_norm_min": 1e-12},
+        ignored=_PREDICTORS,
         experts=experts_of(
             "moe_num_experts",
             per_token="moe_k",
