@@ -6,6 +6,7 @@ import json
 import logging
 from dataclasses import replace
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import pytest
@@ -35,6 +36,7 @@ from gptmanager.memory.kv_pool import KvPool
 from gptmanager.models.batch import Batch
 from gptmanager.models.hf.linears import PackedLinear
 from gptmanager.models.hf.loading import load_with_transformers
+from gptmanager.models.hf.network import TransformersModel
 
 
 @pytest.mark.every(18)
@@ -318,6 +320,30 @@ def test_embeddings_of_a_prompt_do_not_change_a_neighbor(name: str) -> None:
     found = PagedDriver(Embedded(), 2).forward([(0, first), (1, neighbor)]).split(9)
     torch.testing.assert_close(found[1], alone[1])
     assert not torch.isclose(found[0], alone[0]).all(dim=1).any()
+
+
+def test_two_managers_do_not_mix_their_steps() -> None:
+    """The second step is asked for in another thread while the first one runs."""
+    found: dict[int, torch.Tensor] = {}
+    own, other = prompts(9, 7)
+
+    def run(number: int, tokens: list[int]) -> None:
+        found[number] = PagedDriver(model, 1).forward([(0, tokens)])
+
+    class Interrupted(CpuKernels):
+        def attention(self, *given: Any) -> torch.Tensor:
+            if not threads:
+                threads.append(Thread(target=run, args=(2, other)))
+                threads[0].start()
+                threads[0].join(0.02)
+            return super().attention(*given)
+
+    threads: list[Thread] = []
+    model = TransformersModel(new_network("apertus"), Interrupted())
+    run(1, own)
+    threads[0].join()
+    run(3, other)
+    assert torch.equal(found[2], found[3]) and found[1].isfinite().all()
 
 
 def test_partial_reuse_of_blocks_with_heads_of_two_sizes() -> None:

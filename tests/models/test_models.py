@@ -171,6 +171,15 @@ def test_tables_are_exact_far_out(rope: dict[str, Any]) -> None:
     assert torch.equal(rope_table(rope, 4097), table[:4097])
 
 
+def test_a_manager_with_a_shorter_limit_leaves_the_tables_of_another_one() -> None:
+    model, (tokens,) = load_model(checkpoint(random_model(CONFIGS["llama"]))), random_tokens(40)
+    logits = []
+    for limit in (40, 8):
+        model.reserve_positions(limit)
+        logits.append(PagedDriver(model, 1).forward([(0, tokens)]))
+    assert torch.equal(*logits)
+
+
 def test_dynamic_rope_is_refused_for_sequences_that_it_would_stretch() -> None:
     rope = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
     config = {**CONFIGS["llama"], "max_position_embeddings": 64, "rope_parameters": rope}

@@ -25,18 +25,19 @@ class CosSinTables:
         self.all: tuple[Tensor, ...] | None = None
 
     def reserve(self, num_positions: int) -> None:
-        """Compute the tables for positions below `num_positions`.
+        """Compute the tables for positions below `num_positions`, unless they exist already.
 
-        Raises ConfigError if values overflow float32 or if there is not enough memory.
+        Longer tables are kept, because another manager may run the same network. Raises ConfigError
+        if values overflow float32 or if there is not enough memory.
         """
-        if self.all is not None and all(len(it) == num_positions for it in self.all):
+        if self.all is not None and all(len(it) >= num_positions for it in self.all):
             return
-        self.by_rope, self.all = {}, None  # frees the old tables before the new ones are made
+        made: dict[Rope | None, Tensor] = {}
         try:
             for rope in self._ropes:
-                self.by_rope[rope] = rope_table(rope, num_positions, self._device)
+                made[rope] = rope_table(rope, num_positions, self._device)
         except (RuntimeError, MemoryError) as error:  # torch raises either of them
             raise ConfigError(
                 f"no memory for max_seq_len = {num_positions} positions: {error_summary(error)}"
             ) from error
-        self.all = tuple(self.by_rope.values())
+        self.by_rope, self.all = made, tuple(made.values())

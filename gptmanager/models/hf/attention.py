@@ -5,7 +5,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -65,6 +66,15 @@ class StepHolder:
     step: PagedStep | None = None
     windows: dict[int, int] = field(default_factory=dict)
     calls: list[Call] = field(default_factory=list)
+
+    @contextmanager
+    def during(self, step: PagedStep) -> Iterator[None]:
+        """Hold the step within the `with` block; later it would keep the pool alive."""
+        self.step = step
+        try:
+            yield
+        finally:
+            self.step = None
 
 
 def hold(network: nn.Module, holder: StepHolder) -> None:

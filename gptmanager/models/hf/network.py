@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -75,6 +76,7 @@ class TransformersModel:
         config: Any = network.config
         config = config.get_text_config()
         self._holder = StepHolder()
+        self._lock = threading.Lock()  # the network's modules hold one step, also of two managers
         register(attend, note_call, describe_mask)
         hold(network, self._holder)
         calls = [
@@ -128,18 +130,15 @@ class TransformersModel:
             num_tokens=len(batch.token_ids),
             tokens_per_block=kv_pool.tokens_per_block,
         )
-        self._holder.step = PagedStep(self._kernels, rows, batch.positions, kv_pool.layers)
+        step = PagedStep(self._kernels, rows, batch.positions, kv_pool.layers)
         options: dict[str, Any] = {"logits_to_keep": batch.sample_index} if self._selects else {}
-        try:
-            with self._prompt_embeddings(batch):
-                found = self.network(
-                    input_ids=batch.token_ids[None],
-                    position_ids=batch.positions[None],
-                    use_cache=False,
-                    **options,
-                )
-        finally:
-            self._holder.step = None  # the step would keep the pool alive
+        with self._lock, self._holder.during(step), self._prompt_embeddings(batch):
+            found = self.network(
+                input_ids=batch.token_ids[None],
+                position_ids=batch.positions[None],
+                use_cache=False,
+                **options,
+            )
         logits: Tensor = found.logits[0]
         return logits if self._selects else logits.index_select(0, batch.sample_index)
 
