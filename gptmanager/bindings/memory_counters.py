@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import json
+import weakref
 
 
 class LastRecord:
     """The last statistics record of a running manager, or "" before the first record."""
 
-    __slots__ = ("record",)
+    __slots__ = ("__weakref__", "record")
 
     def __init__(self) -> None:
         self.record = ""
 
 
-_running: set[LastRecord] = set()  # one `LastRecord` per running manager
+# one `LastRecord` per running manager; a manager may be deleted without `shutdown`
+_running: weakref.WeakSet[LastRecord] = weakref.WeakSet()
 
 
 class MemoryCounters:

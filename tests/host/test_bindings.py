@@ -13,6 +13,7 @@ import torch
 import gptmanager
 import gptmanager.bindings as tb
 from gptmanager import FinishReason
+from gptmanager.bindings.memory_counters import LastRecord
 from gptmanager.errors import ConfigError
 from gptmanager.testing import ScriptedModel
 
@@ -155,6 +156,15 @@ def test_all_arguments_by_name(names):
         assert host.all_final.wait(20)
 
     assert len(host.output(1)) == 11
+
+
+def test_the_memory_of_a_manager_that_is_deleted_does_not_count():
+    last = LastRecord()
+    last.record = '{"Runtime CPU Memory Usage": 5}'
+    tb.MemoryCounters.begin(last)
+    assert tb.MemoryCounters.instance().cpu == 5
+    del last  # the manager holds it, and was not shut down
+    assert tb.MemoryCounters.instance().cpu == 0
 
 
 _STATIC = tb.executor.CapacitySchedulerPolicy.STATIC_BATCH
