@@ -273,6 +273,11 @@ def test_large_grammars_are_kept_only_so_long_as_there_is_room(monkeypatch):
     assert not guided._own.get().compiled
 
 
+def test_a_number_of_grammars_that_no_request_could_wait_for_is_refused():
+    with pytest.raises(ConfigError, match="max_grammars = -1 must be an integer of at least 1"):
+        GuidedDecoding(byte_tokenizer(), [END_ID], max_grammars=-1)
+
+
 def test_equal_grammars_are_compiled_once_and_few_are_kept():
     guided = GuidedDecoding(byte_tokenizer(), [END_ID], max_grammars=2)
     first = guided.json_schema(SCHEMA)

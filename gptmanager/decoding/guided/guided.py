@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from gptmanager.arguments import at_least
 from gptmanager.cuda.device.streams import Stream
 from gptmanager.decoding.guided.grammar_masks import CompiledGrammar, Grammar, GuidedSession
 from gptmanager.decoding.guided.grammar_matcher import (
@@ -71,7 +72,7 @@ class GuidedDecoding(RowProcessor):
     `max_grammars` grammars used last are kept, or fewer if their texts exceed 4 MiB. If a grammar
     does not compile within `compile_timeout_s` seconds, its requests fail. If all requests that
     wait for a grammar end, the grammar is dropped. Raise ConfigError if llguidance is not
-    installed, or cannot use the tokenizer.
+    installed, or cannot use the tokenizer, or if `max_grammars` is less than 1.
 
     A grammar has at most 1 MiB, and a choice 10,000 texts: the methods raise ValueError for more.
     """
@@ -101,7 +102,7 @@ class GuidedDecoding(RowProcessor):
         self.given = given  # the arguments from which an equal object can be created
         self.vocab_size: int = self._tokenizer.vocab_size
         self.end_ids = frozenset(end_ids) or frozenset(self._tokenizer.eos_tokens)
-        self._max_grammars = max_grammars
+        self._max_grammars = at_least(1, "max_grammars", max_grammars)
         self._own = PerProcess(lambda: _Compilation(GrammarTrials(*given, compile_timeout_s)))
         self._own.get()
         # Numba compiles this function here, before the first request runs.

@@ -24,7 +24,12 @@ from gptmanager.decoding.guided.schema_keywords import (
     limits_names,
 )
 from gptmanager.decoding.guided.schema_numbers import UP, check_value, narrowed, shown, simplest
-from gptmanager.decoding.guided.schema_overlap import excludes, excluding_property, listed_values
+from gptmanager.decoding.guided.schema_overlap import (
+    canonical,
+    excludes,
+    excluding_property,
+    listed_values,
+)
 from gptmanager.decoding.guided.schema_references import SchemaReferences, escaped
 
 # Keywords that the parts of `allOf` get as `around`. The complement of a part depends on them.
@@ -211,6 +216,8 @@ class SchemaReader:
         if not value or most <= 1:
             return
         values = listed_values(self._references.resolve(schema.get("items", True)))
+        if values is not None:
+            values = [*{canonical(it): it for it in values}.values()]
         made: list[Any] = []
         if values is not None and len(values) <= _MAX_SET and "prefixItems" not in schema:
             for size in range(math.ceil(low), int(min(most, len(values))) + 1):
