@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -17,7 +17,7 @@ from tokenizers import AddedToken, Tokenizer
 
 from gptmanager import InferenceRequest
 from gptmanager.errors import ConfigError, error_summary, quoted
-from gptmanager.memory.untrusted_files import check_file
+from gptmanager.memory.untrusted_files import check_file, read_object
 from gptmanager.models.checkpoint_parts import gguf_checkpoint, read_part
 from gptmanager.models.other_folders import describe_other
 from gptmanager.request.read_tensors import MAX_END_IDS
@@ -52,12 +52,13 @@ class TokenDefaults:
     def of_folder(cls, folder: str | os.PathLike[str]) -> TokenDefaults:
         """Read `generation_config.json`, or else `config.json`, as transformers does.
 
-        Raise ConfigError if the path is neither a folder nor a GGUF file, or if a value is not a
-        token id.
+        Ids outside of the vocabulary end no output, and are left out. Raise ConfigError if the path
+        is neither a folder nor a GGUF file, or if a value is not a token id.
         """
         for name in ("generation_config.json", "config.json"):
             if (config := read_part(folder, name)) is not None:
-                return cls.of_config(config, str(Path(folder) / name))
+                found = cls.of_config(config, str(Path(folder) / name))
+                return replace(found, end_ids=_in_vocabulary(found.end_ids, Path(folder)))
         if not os.path.isdir(folder):
             raise ConfigError(
                 f"{quoted(os.fspath(folder))} is not a folder: pass a checkpoint folder or a GGUF "
@@ -94,6 +95,15 @@ class TokenDefaults:
             request.pad_id = np.array([self.pad_id], dtype=np.int32)
         if self.end_ids and "end_id" not in request.tensors:
             request.end_id = np.array(self.end_ids, dtype=np.int32)
+
+
+def _in_vocabulary(ids: tuple[int, ...], folder: Path) -> tuple[int, ...]:
+    """Return the ids below the vocabulary size that a folder's config.json names, if any."""
+    file = folder / "config.json"
+    config = read_object(file) if ids and os.path.lexists(file) else {}
+    inner = config.get("text_config")
+    size = (inner if isinstance(inner, Mapping) else config).get("vocab_size")
+    return tuple(it for it in ids if it < size) if isinstance(size, int) else ids
 
 
 def ids_of(ids: int | Sequence[int] | None) -> tuple[int, ...]:

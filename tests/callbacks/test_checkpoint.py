@@ -30,6 +30,14 @@ def test_generation_config_comes_before_config(checkpoint, tmp_path):
         assert TokenDefaults.of_folder(tmp_path) == found
 
 
+@pytest.mark.parametrize("outer", [{}, {"text_config": {"vocab_size": 7}}])
+def test_end_ids_outside_of_the_vocabulary_are_left_out(tmp_path, outer):
+    """Added tokens that the model cannot generate; transformers accepts them."""
+    (tmp_path / "config.json").write_text(json.dumps({"vocab_size": 7, **outer}))
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [6, 7, 2]}))
+    assert TokenDefaults.of_folder(tmp_path) == TokenDefaults((6, 2), None)
+
+
 def test_a_folder_without_token_ids_has_no_defaults(tmp_path):
     assert TokenDefaults.of_folder(tmp_path) == TokenDefaults()
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": None}))

@@ -52,7 +52,15 @@ class Scheme(NamedTuple):
 
 
 def without_quantization(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the config without the fields that describe its quantization."""
+    """Return the config without the fields that describe its quantization.
+
+    In a multimodal checkpoint, they may be in the `text_config`.
+    """
+    kept, inner = _floats(config), config.get("text_config")
+    return {**kept, "text_config": _floats(inner)} if isinstance(inner, dict) else kept
+
+
+def _floats(config: Mapping[str, Any]) -> dict[str, Any]:
     found = {MLX_FIELD, FIELD} if _is_mlx(config) else {_find(config)}
     return {field: value for field, value in config.items() if field not in found}
 
@@ -62,6 +70,9 @@ def read_scheme(config: Mapping[str, Any]) -> Scheme | None:
 
     Raises ConfigError for a method, format or value that is not supported.
     """
+    inner = config.get("text_config")
+    if isinstance(inner, dict) and not _is_mlx(config) and _find(config) is None:
+        config = inner
     if _is_mlx(config):
         return Scheme("mlx", packings=read_packings(config[MLX_FIELD]))
     name = _find(config)

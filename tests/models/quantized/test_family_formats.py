@@ -98,6 +98,17 @@ def test_experts_in_one_tensor_may_be_8_bit_floats(tmp_path: Path) -> None:
             load_model((config, {**state, scales: wrong}))
 
 
+def test_a_text_model_in_a_wrapper_may_describe_its_own_format(tmp_path: Path) -> None:
+    (config, state), _, _ = packed_checkpoint("mistral", "GPTQ", tmp_path)
+    tie = {"tie_word_embeddings": False}
+    wrapped = {"model_type": "mistral3", "text_config": {**config, "model_type": "mistral"}, **tie}
+    named = {f"language_model.{key}": it for key, it in state.items()}
+    ours, exact = (load_model(it, dtype="float32") for it in ((wrapped, named), (config, state)))
+    assert all(torch.equal(of(ours, key), of(exact, key)) for key in exact.weights)
+    both = {**wrapped, FORMATS["GPTQ"].field[0]: FORMATS["GPTQ"].field[1]}
+    assert load_model((both, named), dtype="float32").weights.nbytes == exact.weights.nbytes
+
+
 def of(model: CheckpointModel, key: str) -> Tensor:
     matrix = model.weights[key]
     return matrix.unpacked() if isinstance(matrix, PackedMatrix) else matrix
