@@ -10,6 +10,7 @@ import pytest
 from http_answers import texts_of
 from openai.resources.responses import InputTokens, Responses
 
+from gptmanager.server.anthropic import messages
 from gptmanager.server.chat.chat_prompt import _VARIABLES
 from gptmanager.server.openai import chat, completions, responses
 from gptmanager.server.text.generation_fields import IGNORED, NOT_SUPPORTED
@@ -46,6 +47,12 @@ def test_docs_list_what_has_no_effect():
     assert found[1] == names_of(IGNORED)
     text = DOCS.read_text(encoding="utf-8")
     assert all(f"`{name}`" in text for name in _VARIABLES)
+    for title, names in (
+        ("Responses", {*responses._IGNORED, *responses._NOT_SUPPORTED}),
+        ("Messages", names_of(messages._IGNORED) | names_of(messages._NOT_SUPPORTED)),
+    ):
+        section = text.split(f"\n## {title}\n")[1].split("\n## ")[0]
+        assert names <= set(re.findall(r"`([a-z_]+)`", section))
 
 
 def test_every_parameter_of_the_client_library_is_known():
