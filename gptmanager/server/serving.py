@@ -147,6 +147,7 @@ async def _serve(
     After the first signal, running requests may finish.
     """
     server = new_server(engine, settings)
+    await engine.load_given_adapters()  # a signal still ends the process at once
     loop = asyncio.get_running_loop()
     ending: list[asyncio.Task[None]] = []
 
@@ -163,7 +164,6 @@ async def _serve(
         engine.keys.reload()  # the file may have changed before the handler was set
     elif signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup ignores it
         loop.add_signal_handler(signal.SIGHUP, end)
-    await engine.load_given_adapters()
     async with _grpc(engine, settings, server) as grpc_port:
         address = address_of(listener, "http" if settings.tls_cert is None else "https")
         lines = welcome(engine, settings, address, grpc_port)

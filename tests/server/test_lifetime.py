@@ -23,6 +23,7 @@ from gptmanager import ManagerState, cli
 from gptmanager.environment.distribution import install_command
 from gptmanager.errors import ConfigError, ManagerDeadError, SchedulerError
 from gptmanager.server import main
+from gptmanager.server.engine.engine import Engine
 from gptmanager.server.http.listening import address_of, bind
 from gptmanager.server.serving import welcome
 from gptmanager.server.settings import ServerSettings
@@ -114,7 +115,13 @@ def test_a_hangup_reloads_the_key_where_it_has_a_file(monkeypatch, tmp_path):
         assert status_with("one") == 401
         os.kill(os.getpid(), signal.SIGTERM)
 
+    async def load(engine):
+        handlers.append(signal.getsignal(signal.SIGTERM))
+
+    handlers = [signal.getsignal(signal.SIGTERM)]
+    monkeypatch.setattr(Engine, "load_given_adapters", load)
     Outside(act).serve(monkeypatch, api_key_file=file)
+    assert handlers[0] is handlers[1], "while it loads adapters, a signal ends it at once"
 
 
 SERVE = [
