@@ -97,11 +97,15 @@ class LiveFeed:
             if self.is_full:
                 limit = f"as many viewers as max_viewers = {self._max_viewers} are connected"
                 raise Full("the live page is closed" if self.is_closed else limit)
-            viewer = Viewer(self)
-            self._viewers.add(viewer)
             if self._thread is None:
                 self._thread = threading.Thread(target=self._follow, name="live-page", daemon=True)
-                start_thread(self._thread)
+                try:
+                    start_thread(self._thread)
+                except Exception:  # no further thread can be started
+                    self._thread = None
+                    raise
+            viewer = Viewer(self)
+            self._viewers.add(viewer)
         return viewer
 
     def leave(self, viewer: Viewer) -> None:

@@ -45,13 +45,16 @@ class TemperatureSchedule(RawKernelLogitsPostProcessor):
     def bind(  # type: ignore[override]
         self, start: float, end: float, steps: int
     ) -> BoundKernel:
-        """Return the processor of a request. Raise ValueError unless all values are above 0.
+        """Return the processor of a request.
 
-        The temperature is `start` for the first token, and `end` after `steps` tokens.
+        The temperature is `start` for the first token, and `end` after `steps` tokens. Raise
+        ValueError for a temperature outside 1e-30 to 1e30, and for less than one step.
         """
-        for name, value in (("start", start), ("end", end), ("steps", steps)):
-            if not value > 0:
-                raise ValueError(f"{name} = {value} must be above 0")
+        for name, value in (("start", start), ("end", end)):
+            if not 1e-30 <= value <= 1e30:  # logits must stay finite
+                raise ValueError(f"{name} = {value} must be from 1e-30 to 1e30")
+        if not steps > 0:
+            raise ValueError(f"steps = {steps} must be above 0")
         return super().bind(start=start, end=end, steps=steps)
 
 

@@ -139,9 +139,11 @@ class _Pending(NamedTuple):
 
 
 def _level(priority: Any) -> float:
-    # the manager refuses an invalid priority; until then the request waits at the default
-    is_number = isinstance(priority, (int, float)) and not math.isnan(priority)
-    return float(priority) if is_number else _DEFAULT_PRIORITY
+    try:
+        level = float(priority)  # also of a NumPy or torch scalar
+    except Exception:  # the manager refuses it; until then the request waits at the default
+        return _DEFAULT_PRIORITY
+    return _DEFAULT_PRIORITY if math.isnan(level) else level
 
 
 def _num_items(value: Any) -> int:

@@ -110,7 +110,7 @@ def ids_of(ids: int | Sequence[int] | None) -> tuple[int, ...]:
     """Convert one id, a sequence of ids, or None (for no ids) to a tuple."""
     if ids is None:
         return ()
-    return (ids,) if isinstance(ids, int) else tuple(ids)
+    return (int(ids),) if isinstance(ids, (int, np.integer)) else tuple(ids)
 
 
 def special_tokens_of(config: Mapping[str, Any]) -> dict[str, str]:

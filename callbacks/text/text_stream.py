@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 
+import numpy as np
 from tokenizers import Tokenizer
 
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
@@ -45,7 +46,7 @@ class TextStream:
 
     def push(self, tokens: int | Iterable[int]) -> str:
         """Add tokens; return the text that is now complete, which may be ""."""
-        self._window.extend([tokens] if isinstance(tokens, int) else tokens)
+        self._window.extend([int(tokens)] if isinstance(tokens, (int, np.integer)) else tokens)
         text = self._held_text()
         if not text or text.endswith(_REPLACEMENT):
             complete = text.rstrip(_REPLACEMENT)

@@ -3,11 +3,13 @@ import os
 import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
 from tokenizers import AddedToken, Tokenizer
 
 from gptmanager import InferenceRequest
 from gptmanager.callbacks import ChatTemplate, RequestQueue, TokenDefaults, load_tokenizer
+from gptmanager.callbacks.text.checkpoint import ids_of
 from gptmanager.errors import ConfigError
 
 
@@ -40,6 +42,7 @@ def test_end_ids_outside_of_the_vocabulary_are_left_out(tmp_path, outer):
 
 def test_a_folder_without_token_ids_has_no_defaults(tmp_path):
     assert TokenDefaults.of_folder(tmp_path) == TokenDefaults()
+    assert ids_of(np.int64(7)) == ids_of([7]) == (7,) and ids_of(None) == ()
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": None}))
     assert TokenDefaults.of_folder(tmp_path) == TokenDefaults()
 

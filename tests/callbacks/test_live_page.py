@@ -552,6 +552,18 @@ def test_viewers_are_bounded():
 # Served ---------------------------------------------------------------------------------------
 
 
+def test_a_page_that_gets_no_thread_has_no_viewer_and_may_try_again(monkeypatch):
+    def fail(thread):
+        raise RuntimeError("can't start new thread")
+
+    with LivePage(max_viewers=1) as page:
+        with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="new thread"):
+            patch.setattr(live_feed, "start_thread", fail)
+            page.viewer()
+        page.viewer()
+        assert page.is_full
+
+
 def get(url, path, **headers):
     parts = urlsplit(url)
     connection = http.client.HTTPConnection(parts.hostname, parts.port, timeout=20)

@@ -1,6 +1,8 @@
 from collections import deque
 
+import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -31,6 +33,11 @@ def test_equals_keep_their_order_and_higher_priority_goes_first():
 @pytest.mark.parametrize("priority", [float("nan"), None, "high"])
 def test_an_impossible_priority_counts_as_the_default(priority):
     assert ids(fill(0.4, priority, 0.6).pop(3)) == [2, 1, 0]
+
+
+@pytest.mark.parametrize("priority", [np.float32(0.9), np.int64(1), torch.tensor(0.9)])
+def test_a_priority_is_a_number_of_any_type(priority):
+    assert ids(fill(0.4, priority, 0.6).pop(3)) == [1, 2, 0]
 
 
 def test_one_in_the_middle_can_be_taken_once():

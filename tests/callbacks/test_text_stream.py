@@ -1,3 +1,4 @@
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -82,6 +83,12 @@ def test_several_tokens_at_once(tokenizer):
 
     assert stream.push(tokenizer.encode("once upon").ids) == "once upon"
     assert stream.push([]) == ""
+
+
+def test_tokens_may_be_numbers_of_numpy(tokenizer):
+    ids = np.array(tokenizer.encode("once upon").ids, dtype=np.int32)
+    assert "".join(pieces(TextStream(tokenizer), ids)) == "once upon"
+    assert TextStream(tokenizer).push(ids) == "once upon"
 
 
 @given(data=st.data())

@@ -417,6 +417,9 @@ def test_wrong_bindings_of_the_ready_made_ones():
         Watermark(1, delta=float("inf"))
     with pytest.raises(ValueError, match="steps = 0 must be above 0"):
         TemperatureSchedule().bind(1.0, 1.0, 0)
+    for value in (0.0, 1e-46, float("inf"), float("nan")):
+        with pytest.raises(ValueError, match=f"end = {value} must be from 1e-30 to 1e30"):
+            TemperatureSchedule().bind(1.0, value, 2)
     assert Watermark(0).key == 0
     with pytest.raises(ValueError, match="key = -1"):
         Watermark(-1)
