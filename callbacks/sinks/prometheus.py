@@ -94,7 +94,9 @@ class PrometheusSink:
 
         def fetch(max_num_requests: int) -> Iterable[InferenceRequest]:
             requests = get(max_num_requests)
-            return passed_on(requests, self._noting(requests)) if requests else requests
+            if not isinstance(requests, Iterable):  # the manager refuses it
+                return requests
+            return passed_on(requests, self._noting(requests))
 
         return fetch
 

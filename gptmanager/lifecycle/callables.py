@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sized
 from typing import Any, TypeVar
 
 from gptmanager.errors import CallbackError, ConfigError
@@ -89,12 +89,29 @@ def check_answer(name: str, answer: Any, *, may_yield: bool = False) -> None:
         raise UnfinishedAnswer(f"{name} returned {article} {kind}: {_HINT}")
 
 
+class _ItemsOf(Iterable[_T]):
+    """Items of an answer that has a length, such as a deque: a manager limits only generators."""
+
+    def __init__(self, answer: Sized, items: Iterator[_T]) -> None:
+        self._answer = answer
+        self._items = items
+
+    def __iter__(self) -> Iterator[_T]:
+        return self._items
+
+    def __len__(self) -> int:
+        return len(self._answer)
+
+
 def passed_on(answer: Any, items: Iterator[_T]) -> Iterable[_T]:
     """Return `items`, which a wrapper of a callback passes on from the callback's `answer`.
 
-    They are a list if the answer is complete, because a manager limits what a generator may yield.
+    They have a length if the answer has one, because a manager limits what a generator may yield.
     """
-    return [*items] if type(answer) in READY else items
+    if type(answer) in READY:
+        return [*items]
+    # not a list: an error of the answer's iterator would lose the items before it
+    return _ItemsOf(answer, items) if isinstance(answer, Sized) else items
 
 
 def checked(name: str, function: Callable[..., Any]) -> Callable[..., Any]:

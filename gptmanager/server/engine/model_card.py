@@ -20,7 +20,7 @@ from gptmanager.models.checkpoint_parts import read_part
 from gptmanager.models.decoder.lora_modules import lora_modules
 from gptmanager.models.hf.sizes import read_sizes
 
-_SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "do_sample")
+_SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 
 @dataclass(frozen=True, kw_only=True)
