@@ -14,6 +14,7 @@ from text_checkpoint import save_text_checkpoint
 
 from gptmanager import cli
 from gptmanager.callbacks import generate
+from gptmanager.run.chat.chat_model import ChatModel
 
 TINY_LLAMA = Path(__file__).resolve().parents[2] / "examples" / "tiny_llama"
 TEMPLATE = "{% for message in messages %}{{ message.content }}\n{% endfor %}"
@@ -113,6 +114,22 @@ def test_a_fork_has_two_answers(chat, tmp_path):
     assert json.loads(file.read_bytes())["messages"][-1]["content"] == second
     assert [*map(len, json.loads(file.read_bytes()))] == [8]
     assert err.splitlines()[1] == "gptmanager: answer 2 continues"
+
+
+@pytest.mark.parametrize(
+    ("options", "samples"),
+    [
+        ({}, True),
+        ({"temperature": 0.0}, False),
+        ({"runtime_top_k": 1}, False),
+        ({"runtime_top_p": 0.0}, False),
+        ({"runtime_top_k": 0, "runtime_top_p": 0.1}, True),
+    ],
+    ids=str,
+)
+def test_two_answers_differ_only_with_sampling(options, samples):
+    model = ChatModel(None, None, 9, 9, {"temperature": 0.6, **options})
+    assert model.samples is samples
 
 
 def test_what_is_refused_is_one_sentence_and_the_rest_is_answered(chat):

@@ -6,6 +6,7 @@ from unittest.mock import Mock
 import httpx
 import pytest
 from adapter_folders import save_output_adapter
+from call_results import results_of
 from running_server import MODEL, running_server, settings_of
 from safetensors.torch import load_file, save_file
 from starlette.requests import Request
@@ -172,7 +173,7 @@ def greedy(server, adapter=None):
     async def main():
         request = EngineRequest([5, 6, 7], 12, adapter=adapter, end_id=-1)
         async with server.engine.submit([request]) as call:
-            return (await call.results())[0].generated_ids[0]
+            return (await results_of(call))[0].generated_ids[0]
 
     return server.run(main())
 
@@ -238,7 +239,7 @@ def test_weights_of_a_client_never_answer_for_the_name_of_a_loaded_adapter(guard
     async def as_a_client(task_id, tensors):
         request = EngineRequest([5, 6, 7], 2, lora_task_id=task_id, **tensors)
         async with guarded.engine.submit([request]) as call:
-            return await call.results()
+            return await results_of(call)
 
     for own in (task, FIRST_OWN_TASK, 2**64 - 1):
         for tensors in ({}, {"lora_weights": weights, "lora_config": config}):

@@ -4,6 +4,7 @@ import asyncio
 import socket
 
 import pytest
+from call_results import results_of
 from running_server import wait_for
 from starlette.routing import Route
 
@@ -47,7 +48,7 @@ def ends(server):
 
         async def work():
             async with submit(body) as call:
-                return await call.results()
+                return await results_of(call)
 
         (result,) = await until_disconnected(request, work())
         return json_response({"tokens": result.generated_ids[0]})

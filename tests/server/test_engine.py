@@ -4,6 +4,7 @@ import asyncio
 
 import numpy as np
 import pytest
+from call_results import results_of
 from running_server import running_server, settings_of
 
 from gptmanager import FinishReason
@@ -34,7 +35,7 @@ def refused(engine, *requests):
 
 async def results(engine, *requests):
     async with engine.submit(requests) as call:
-        return await call.results()
+        return await results_of(call)
 
 
 def test_parts_of_all_requests_come_as_they_are(server):

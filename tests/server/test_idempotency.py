@@ -15,6 +15,7 @@ import threading
 import httpx
 import pytest
 import torch
+from call_results import results_of
 from responding import ending, whole
 from running_server import running_server, settings_of
 from served_process import served_process
@@ -191,7 +192,7 @@ def test_a_call_that_ended_before_its_timeout_had_an_effect_is_kept():
         }
         queue.send_response(1, [NamedTensor(*it) for it in found.items()], True, "")
         await asyncio.sleep(0)
-        [result] = await kept.find(key).results()
+        [result] = await results_of(kept.find(key))
         assert result.finish_reasons == (FinishReason.LENGTH,)
 
     asyncio.run(main())
@@ -238,7 +239,7 @@ def test_an_error_that_stays_is_kept():
         queue.send_response(2, [], True, "CapacityError: too large")
         await asyncio.sleep(0)
         with pytest.raises(ApiError, match="too large") as refused:
-            await kept.find(key).results()
+            await results_of(kept.find(key))
         assert refused.value.status == 400
 
     asyncio.run(main())

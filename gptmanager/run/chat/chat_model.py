@@ -58,7 +58,8 @@ class ChatModel:
     def samples(self) -> bool:
         """Whether two answers to a question may differ."""
         options = self._request_options
-        return bool(options["temperature"]) and options.get("runtime_top_k") != 1
+        is_greedy = options.get("runtime_top_k") == 1 or options.get("runtime_top_p") == 0
+        return bool(options["temperature"]) and not is_greedy
 
     def start(self, messages: Sequence[Mapping[str, str]], count: int) -> list[Generation]:
         """Begin `count` answers to the last message, each as a request of its own.

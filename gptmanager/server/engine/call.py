@@ -282,18 +282,6 @@ class Call:
             if running:
                 await self._waiter.wait()
 
-    async def results(self) -> list[GenerationResult]:
-        """Return all results, in the order of the requests.
-
-        Raises ApiError if a request fails, with status 504 if a request times out.
-        """
-        found: dict[int, GenerationResult] = {}
-        async for index, part in self.parts():
-            if part.result is not None:
-                found[index] = part.result
-                check_in_time(part.result)
-        return [found[index] for index in range(len(self._running))]
-
     def _note(self, index: int, part: GenerationPart | ApiError) -> None:
         if isinstance(part, ApiError):
             return
