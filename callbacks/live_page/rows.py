@@ -30,11 +30,14 @@ class LiveRow:
 
     Changes identify the row by `number`, because request ids may be long, and may be reused.
     `spans` is a list of [kind, first iteration, context tokens]; each span lasts until the next
-    begins. `generated` is the number of tokens generated so far, and `reported` the number that
-    was last sent to pages.
+    begins. `num_pauses` counts the pauses so far. `generated` is the number of tokens generated so
+    far, and `reported` the number that was last sent to pages.
     """
 
-    __slots__ = ("arrival", "begin", "end", "generated", "kind", "number", "reported", "spans")
+    __slots__ = (
+        *("arrival", "begin", "end", "generated", "kind", "num_pauses", "number", "reported"),
+        "spans",
+    )
 
     def __init__(self, number: int, arrival: Arrival, begin: int) -> None:
         self.number = number
@@ -42,6 +45,7 @@ class LiveRow:
         self.begin = begin
         self.kind = HELD if arrival.holds_memory else PAUSED if arrival.pause_count else WAITING
         self.spans: list[list[Any]] = [[self.kind, begin, 0]]
+        self.num_pauses = arrival.pause_count
         self.generated = self.reported = arrival.num_generated
         self.end: list[Any] | None = None
 
@@ -50,7 +54,7 @@ class LiveRow:
         it = self.arrival
         lengths = it.prompt_len, it.max_new_tokens, self.reported
         head = [self.number, str(it.request_id), *lengths, it.priority, it.beam_width]
-        return [*head, it.pause_count, self.begin, self.spans, self.end]
+        return [*head, self.num_pauses, self.begin, self.spans, self.end]
 
 
 class LiveRows:
@@ -181,6 +185,7 @@ class LiveRows:
         self.kinds[row.kind] -= 1
         self.kinds[kind] += 1
         row.kind = kind
+        row.num_pauses += kind == PAUSED
         if row.spans[-1][1] == iteration:  # a span without duration
             row.spans.pop()
         row.spans.append([kind, iteration, num_tokens])

@@ -178,6 +178,7 @@ def test_a_request_waits_runs_is_paused_and_ends():
         "7": [["c", 5, 3], ["c", 6, 1], ["g", 7, 0]],
         "8": [["w", 5, 0], ["c", 6, 4], ["g", 7, 0], ["p", 9, 0], ["c", 10, 6]],
     }
+    assert [row[7] for row in fed.rows.snapshot()] == [0, 1], "pauses"
     assert fed.rows.snapshot()[0][10] == [10, "LENGTH", 3, 2, 0.1, 0.2, 0.3]
     assert (fed.tap.column, fed.rows.num_active, fed.rows.outcomes["LENGTH"]) == (11, 1, 1)
     assert +fed.rows.kinds == {"c": 1}
