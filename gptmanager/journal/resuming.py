@@ -23,10 +23,9 @@ from gptmanager.recorder.requests import RecordedProcessor
 from gptmanager.request.inference_request import InferenceRequest, NamedTensor
 from gptmanager.step import Progress
 
-# Inputs that ask for outputs that the journal does not keep. If a request has one of these inputs,
-# or if the manager's options ask for such an output, the tokens that the host lacks are computed
-# again.
-_NOT_KEPT = ("return_generation_logits", "num_top_log_probs")
+# inputs that ask for outputs that the journal does not keep: of the generated tokens, of the prompt
+_OF_TOKENS = ("return_generation_logits", "num_top_log_probs")
+_OF_PROMPT = ("return_context_logits", "num_prompt_log_probs")
 _BY_TOKEN = ("output_ids", "output_log_probs")  # outputs `[1, beam, tokens]` that the journal keeps
 
 
@@ -110,13 +109,23 @@ def _resumed(
     tokens, log_probs, num_sent = entry.tokens, entry.log_probs, len(entry.tokens)
     if delivered is not None and request.is_streaming:
         num_sent = delivered.num_tokens
-        asks = params.gather_generation_logits or any(it in request.tensors for it in _NOT_KEPT)
-        if asks and num_sent < len(tokens):
+        if num_sent < len(tokens) and _lacks_outputs(request, num_sent, params):
             tokens, log_probs = tokens[:num_sent], log_probs[:num_sent]
     progress = Progress(
         *(request.request_id, tuple(tokens), tuple(log_probs), num_sent, age_s, renews_adapter)
     )
     return request, progress
+
+
+def _lacks_outputs(request: InferenceRequest, num_sent: int, params: OptionalParams) -> bool:
+    """Return whether a request asks for outputs that neither its host nor the journal has.
+
+    The host has `num_sent` tokens of the request, and lacks others. These are then computed again.
+    """
+    asked, gathers = _OF_TOKENS, params.gather_generation_logits
+    if not num_sent:
+        asked, gathers = (*asked, *_OF_PROMPT), gathers or params.gather_context_logits
+    return gathers or not request.tensors.keys().isdisjoint(asked)
 
 
 def _restore_processor(request: InferenceRequest, params: OptionalParams) -> None:

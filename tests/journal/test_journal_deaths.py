@@ -159,21 +159,34 @@ def test_a_host_with_more_tokens_than_the_responses_gets_the_rest_of_each_output
     }
 
 
-@pytest.mark.parametrize("asked", [{"return_generation_logits": True}, {}])
-def test_tokens_that_a_host_lacks_are_computed_again_if_their_logits_are_asked_for(tmp_path, asked):
+@pytest.mark.parametrize(
+    ("asked", "option", "has", "kept"),
+    [
+        ({}, None, 1, 3),
+        ({"return_generation_logits": True}, None, 1, 1),
+        ({"num_top_log_probs": 2}, None, 3, 3),
+        ({}, "gather_generation_logits", 1, 1),
+        ({"num_prompt_log_probs": 0}, None, 1, 3),
+        ({"num_prompt_log_probs": 0}, None, 0, 0),
+        ({}, "gather_context_logits", 0, 0),
+    ],
+)
+def test_tokens_that_a_host_lacks_are_computed_again_with_outputs_that_the_journal_lacks(
+    tmp_path, asked, option, has, kept
+):
     run = JournaledRun(tmp_path / "journal", [request(1, [1, 2], 9, is_streaming=True, **asked)])
-    for _ in range(4):
+    for _ in range(3):
         run.driver.loop.iterate()
         run.journaled.flush()
+    assert len(run.journal.entries[1].tokens) == 3
     options = OptionalParams(
-        journal_path=run.journal.folder.path,
-        restore_cb=lambda request_id: Delivered(1),
-        gather_generation_logits=not asked,
+        journal_path=run.journal.folder.path, restore_cb=lambda request_id: Delivered(has)
     )
+    if option is not None:
+        setattr(options, option, True)
     accepted = AcceptedRequests(run.journal.folder, 0, syncs=False)
     (progress,) = resume(run.journal, accepted, options).progress
-    assert len(run.journal.entries[1].tokens) > 1
-    assert (progress.num_sent, len(progress.tokens)) == (1, 1)
+    assert (progress.num_sent, len(progress.tokens)) == (has, kept)
     run.journal.close()
 
 
