@@ -21,6 +21,7 @@ from gptmanager.lifecycle.clock import system_time
 from gptmanager.lifecycle.log import logger
 from gptmanager.recorder.requests import RecordedProcessor
 from gptmanager.request.inference_request import InferenceRequest, NamedTensor
+from gptmanager.request.post_processor import name_of
 from gptmanager.step import Progress
 
 # inputs that ask for outputs that the journal does not keep: of the generated tokens, of the prompt
@@ -129,8 +130,14 @@ def _lacks_outputs(request: InferenceRequest, num_sent: int, params: OptionalPar
 
 
 def _restore_processor(request: InferenceRequest, params: OptionalParams) -> None:
-    """Set a request's Python post-processor. Raise JournalError if the host returns none."""
-    processor = request.logits_post_processor
+    """Set a request's Python post-processor. Raise JournalError if a rank would not have it."""
+    processor, ranks = request.logits_post_processor, params.parallel_config
+    if processor is not None and ranks is not None and ranks.replicate_logits_post_processors:
+        if ranks.tensor_parallel_size > 1:
+            raise JournalError(
+                f"its logits_post_processor {name_of(processor)} must be called on other ranks, "
+                "too (replicate_logits_post_processors), but only rank 0 has the journal"
+            )
     if not isinstance(processor, RecordedProcessor):
         return
     restore = params.restore_processor_cb

@@ -14,7 +14,7 @@ from journaled_runs import JournaledRun, Output, die_at, outputs_of
 from loop_driver import expected_output
 from shorthand import request
 
-from gptmanager import InferenceRequest, NamedTensor, OptionalParams
+from gptmanager import InferenceRequest, NamedTensor, OptionalParams, ParallelConfig
 from gptmanager.config import Delivered
 from gptmanager.errors import CallbackError, JournalError
 from gptmanager.journal.accepted import AcceptedRequests, pack_response
@@ -364,6 +364,29 @@ def test_a_python_post_processor_comes_back_from_the_host_or_ends_its_request(tm
     [(_, _, _, is_final, error)] = third.host.got
     assert is_final
     assert error.startswith("JournalError: the request cannot be resumed")
+
+
+@pytest.mark.parametrize(("num_parts", "resumes"), [(1, True), (2, False)])
+def test_a_post_processor_that_other_ranks_must_call_ends_only_its_request(
+    tmp_path, num_parts, resumes
+):
+    def processor(request_id, logits, tokens, stream, client_id):
+        pass
+
+    asked = [request(1, [1, 2], 6, logits_post_processor=processor), request(2, [3], 6)]
+    run = JournaledRun(tmp_path / "journal", asked)
+    run.driver.loop.iterate()
+    options = OptionalParams(
+        journal_path=run.journal.folder.path,
+        restore_processor_cb=lambda request_id, client_id: processor,
+        parallel_config=ParallelConfig(num_parts, replicate_logits_post_processors=True),
+    )
+    accepted = AcceptedRequests(run.journal.folder, 0, syncs=False)
+    found = resume(run.journal, accepted, options)
+    assert [it.request_id for it in found.requests] == ([1, 2] if resumes else [2])
+    errors = [error for *_, error in found.responses]
+    assert all("must be called on other ranks, too" in error for error in errors)
+    run.journal.close()
 
 
 def test_a_request_that_kills_each_manager_ends_and_one_that_makes_progress_goes_on(tmp_path):
