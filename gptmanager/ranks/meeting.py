@@ -136,8 +136,12 @@ class _Reception:
     def _read(self, number: int) -> None:
         connection, hello, _ = self._waiting[number]
         piece = b""
-        with suppress(OSError):
+        try:
             piece = connection.recv(_HELLO.size - len(hello))
+        except BlockingIOError:  # the system has announced bytes that it then dropped
+            return
+        except OSError:
+            pass
         hello += piece
         if piece and len(hello) < _HELLO.size:
             return

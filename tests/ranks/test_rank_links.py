@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import socket
 import struct
@@ -20,7 +21,7 @@ from gptmanager.environment.loopback import is_loopback
 from gptmanager.errors import RankError
 from gptmanager.ranks.frames import Frames, Wakener
 from gptmanager.ranks.links import Links, Message
-from gptmanager.ranks.meeting import Channel, call, meet
+from gptmanager.ranks.meeting import Channel, _Reception, call, meet
 
 # Frames ----------------------------------------------------------------------------------------
 
@@ -225,6 +226,15 @@ def test_strangers_hold_nobody_up_and_are_sent_away():
         assert [outcome(lambda it=it: it.recv(1)) for it in silent[:1]] == [b""]
         for it in (*links, *silent, *wrong):
             it.close()
+
+
+def test_a_rank_whose_bytes_were_announced_too_early_is_not_sent_away():
+    ours, other = socket.socketpair()
+    with ours, other, socket.socket() as listener, _Reception(listener, bytes(16), 2) as reception:
+        ours.setblocking(False)  # a read of it raises BlockingIOError
+        reception._waiting[ours.fileno()] = ours, bytearray(), math.inf
+        reception._read(ours.fileno())
+        assert ours.fileno() in reception._waiting
 
 
 def test_a_rank_that_never_comes_is_named_on_all():
