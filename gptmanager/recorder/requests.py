@@ -271,12 +271,17 @@ def _plain_value(value: Any, depth: int = 0) -> Any:
         # a keyword may be an array of one element; a list is read alike, but a number may not be:
         # an infinite `deadline_s` means no limit, an array of it is refused
         value = value.tolist() if depth else [value.item()]
-    if isinstance(value, float) and not math.isfinite(value):
-        return {"float": str(value)}
-    if isinstance(value, int) and not -(2**63) <= value < 2**64:
-        return {"int": hex(value)}
-    if value is None or isinstance(value, (bool, int, float, str)):
+    if value is None or isinstance(value, bool):
         return value
+    # Values of subclasses are converted, because JSON would lack them, or depend on their own code.
+    if isinstance(value, float):
+        number = float.__pos__(value)
+        return number if math.isfinite(number) else {"float": str(number)}
+    if isinstance(value, int):
+        integer = int.__index__(value)
+        return integer if -(2**63) <= integer < 2**64 else {"int": hex(integer)}
+    if isinstance(value, str):
+        return str.__str__(value)
     if isinstance(value, (list, tuple)) and depth < _MAX_DEPTH:
         return [_plain_value(item, depth + 1) for item in value]
     return _opaque(value)

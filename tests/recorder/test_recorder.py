@@ -179,6 +179,7 @@ def test_whatever_dtype_admission_takes_comes_back_as_the_same_numbers(ids, temp
         ("is_streaming", np.array(True)),
         ("priority", torch.tensor(0.7, dtype=torch.bfloat16)),
         ("priority", 1 << 70),
+        ("priority", type("Level", (float,), {})(0.25)),
         ("deadline_s", np.array([[2.5]])),
         ("client_id", np.array(2**64 - 1, dtype=np.uint64)),
         ("cache_salt", -(1 << 70)),
