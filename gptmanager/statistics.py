@@ -192,7 +192,7 @@ class StatisticsReport:
             }
         # A V1 batch keeps its initial slots: when a request ends, its slot stays empty until all
         # requests have ended. Over all steps of a batch, the tokens and the empty slots add up to
-        # the batch size times the length of the longest output.
+        # the batch size times the number of steps.
         return {
             "Total Generation Tokens": counts.sampled,
             "Empty Generation Slots": self._num_slots - counts.context - counts.generation,
