@@ -268,6 +268,26 @@ def test_without_a_process_for_its_trial_a_grammar_is_refused(tokenizer, monkeyp
     guided.regex("ab").compiled.result()
 
 
+@pytest.mark.parametrize("fault", [TooSlowError("it takes more than 1 s"), NoAnswerError("killed")])
+def test_a_grammar_without_an_answer_is_tried_again(tokenizer, monkeypatch, fault):
+    """The machine may have been busy."""
+    guided, run, tried = GuidedDecoding(tokenizer, [0]), GrammarTrials.run, []
+
+    def busy(*given):
+        tried.append(given)
+        if len(tried) == 1:
+            raise fault
+        return run(*given)
+
+    monkeypatch.setattr(GrammarTrials, "run", busy)
+    error = guided.regex("ab").compiled.exception()
+    assert isinstance(error, InvalidRequestError) and str(fault) in str(error)
+    assert [error.__traceback__, error.__context__, error.__cause__] == [None] * 3
+    for _ in range(2):
+        guided.regex("ab").compiled.result()
+    assert len(tried) == 2
+
+
 def test_an_interpreter_that_ends_at_once_is_told(tokenizer, monkeypatch):
     monkeypatch.setattr("sys.executable", "/bin/false")
     with pytest.raises(NotStartedError, match="no process can be started: it takes more than"):

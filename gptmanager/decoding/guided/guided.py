@@ -70,9 +70,9 @@ class GuidedDecoding(RowProcessor):
     they are found by the names of the tokenizer's special tokens. The end ids and a request's own
     end ids are permitted only where the output is complete. Equal grammars are compiled once. The
     `max_grammars` grammars used last are kept, or fewer if their texts exceed 4 MiB. If a grammar
-    does not compile within `compile_timeout_s` seconds, its requests fail. If all requests that
-    wait for a grammar end, the grammar is dropped. Raise ConfigError if llguidance is not
-    installed, or cannot use the tokenizer, or if `max_grammars` is less than 1.
+    does not compile within `compile_timeout_s` seconds, its requests fail, and later requests try
+    again. If all requests that wait for a grammar end, the grammar is dropped. Raise ConfigError if
+    llguidance is not installed, or cannot use the tokenizer, or if `max_grammars` is less than 1.
 
     A grammar has at most 1 MiB, and a choice 10,000 texts: the methods raise ValueError for more.
     """
@@ -195,12 +195,14 @@ class GuidedDecoding(RowProcessor):
         def is_wanted() -> bool:
             return waiting() is not None
 
-        result, error = None, None
+        result, error, is_final = None, None, True
         unenforced: tuple[str, ...] = ()
         if is_wanted():
             try:
                 result, unenforced = self._compile(source, is_wanted)
             except BaseException as raised:  # noqa: B036 - includes panics of llguidance
+                # later a process may be available, or the machine may be less busy
+                is_final = not isinstance(raised.__cause__ or raised, NoAnswerError | MemoryError)
                 # The error is cached. Its traceback and its chained errors would keep the
                 # grammar's text in memory.
                 error = raised.with_traceback(None)
@@ -211,7 +213,7 @@ class GuidedDecoding(RowProcessor):
         own = self._own.get()
         with own.lock:
             own.waiting.pop(source, None)
-            if not isinstance(error, CapacityError):  # a process may be available later
+            if is_final:
                 own.num_kept_bytes += source.num_bytes if source not in own.compiled else 0
                 own.compiled[source] = compiled
             while len(own.compiled) > self._max_grammars or own.num_kept_bytes > MAX_KEPT_BYTES:
@@ -232,10 +234,12 @@ class GuidedDecoding(RowProcessor):
             text, unenforced = self._own.get().trials.run(source, is_wanted)
             matcher = new_matcher(self._llguidance, self._tokenizer, kind, text)
         except NotStartedError as error:
-            raise CapacityError(f"{where}: the grammar cannot be compiled: {error}") from None
+            raise CapacityError(f"{where}: the grammar cannot be compiled: {error}") from error
         except TooSlowError as error:
-            raise InvalidRequestError(f"{where}: {error} to compile (compile_timeout_s)") from None
-        except (ValueError, TypeError, RefusedError, NoAnswerError) as error:
+            raise InvalidRequestError(f"{where}: {error} to compile (compile_timeout_s)") from error
+        except NoAnswerError as error:
+            raise InvalidRequestError(f"{where}: {error}") from error
+        except (ValueError, TypeError, RefusedError) as error:
             raise InvalidRequestError(f"{where}: {error}") from None
         if unenforced:
             logger.warning("%s: these keywords are not enforced: %s", where, ", ".join(unenforced))
