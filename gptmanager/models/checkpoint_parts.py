@@ -20,7 +20,12 @@ from gptmanager.models.gguf.checkpoint import GgufCheckpoint
 from gptmanager.models.gguf.split_files import first_of_split
 from gptmanager.models.other_folders import describe_other, describe_other_weights
 from gptmanager.models.other_layouts import in_family_layout
-from gptmanager.models.quantized.scheme import read_scheme, without_quantization
+from gptmanager.models.quantized.scheme import (
+    MODELOPT_FILE,
+    read_scheme,
+    with_modelopt,
+    without_quantization,
+)
 from gptmanager.models.quantized.source import QuantizedSource
 
 _MAGIC = b"GGUF"
@@ -39,8 +44,11 @@ def read_part(path: str | os.PathLike[str], name: str) -> dict[str, Any] | None:
     """
     if (gguf := gguf_checkpoint(path)) is not None:
         return gguf.part(name)
-    file = Path(path) / name
-    return read_object(file) if os.path.lexists(file) else None
+    folder = Path(path)
+    found = read_object(folder / name) if os.path.lexists(folder / name) else None
+    if name == "config.json" and found is not None and os.path.lexists(folder / MODELOPT_FILE):
+        return with_modelopt(found, read_object(folder / MODELOPT_FILE))
+    return found
 
 
 def read_config(path: str | os.PathLike[str]) -> dict[str, Any]:

@@ -33,6 +33,7 @@ from gptmanager.models.converted_tensors import (
 )
 from gptmanager.models.families import place_tensors
 from gptmanager.models.parameters import check_head_dtype, quantized_parameters
+from gptmanager.models.quantized.scheme import MODELOPT_FILE
 from gptmanager.models.read_spec import read_spec
 from gptmanager.models.spec import ModelSpec
 
@@ -235,7 +236,7 @@ def _write_texts(source: Path, folder: Path) -> None:
     if gguf is None:
         for pattern in _TEXT_FILES:
             for file in sorted(source.glob(pattern)):
-                if file.is_file():
+                if file.is_file() and file.name != MODELOPT_FILE:
                     copy = folder / file.relative_to(source)
                     copy.parent.mkdir(exist_ok=True)
                     shutil.copyfile(file, copy)

@@ -22,6 +22,7 @@ from torch import Tensor
 
 GROUP = 32
 _AWQ_ORDER = torch.tensor([0, 2, 4, 6, 1, 3, 5, 7])
+_E2M1 = torch.tensor([0.0, 0.5, 1, 1.5, 2, 3, 4, 6])
 _KEPT = re.compile(
     r"gate\.weight|router|embed|wte|wpe|lm_head|conv1d|expert_gate|in_proj_b|put_linear"
 )
@@ -102,6 +103,22 @@ def _fp8(matrix: Tensor) -> Packed:
     return {"weight": own, "weight_scale_inv": scales.squeeze(3).squeeze(1)}, floats
 
 
+def _modelopt(matrix: Tensor) -> Packed:
+    """Wide matrices as NVFP4, others as 8-bit floats with one scale."""
+    if matrix.shape[0] > matrix.shape[1]:
+        scale = matrix.abs().max() / 448
+        own = (matrix / scale).to(torch.float8_e4m3fn)
+        return {"weight": own, "weight_scale": scale}, own.float() * scale
+    groups, whole = matrix.unflatten(1, (-1, 16)), matrix.abs().max() / (448 * 6)
+    scales = (groups.abs().amax(-1) / (6 * whole)).to(torch.float8_e4m3fn)
+    real = (scales.float() * whole)[..., None]
+    places = (groups.abs() / real.clamp(min=1e-30))[..., None].sub(_E2M1).abs().argmin(-1)
+    floats = (_E2M1[places] * groups.sign() * real).flatten(1)
+    codes = (places + 8 * (groups < 0)).flatten(1).to(torch.uint8)
+    packed = {"weight": codes[:, ::2] | codes[:, 1::2] << 4, "weight_scale": scales}
+    return packed | {"weight_scale_2": whole, "input_scale": torch.ones(())}, floats
+
+
 def _mlx(matrix: Tensor) -> Packed:
     packed = quantize(matrix, 4, GROUP)
     return packed, dequantize(packed, 4, GROUP)
@@ -129,6 +146,7 @@ FORMATS: Mapping[str, Format] = {
         _compressed,
     ),
     "fp8": Format((_FIELD, {"quant_method": "fp8", "weight_block_size": [GROUP, GROUP]}), _fp8),
+    "ModelOpt": Format((_FIELD, {"quant_method": "modelopt", "quant_algo": "NVFP4"}), _modelopt),
     "MLX": Format(("quantization", {"group_size": GROUP, "bits": 4}), _mlx),
 }
 Checkpoint = tuple[dict[str, Any], dict[str, Tensor]]

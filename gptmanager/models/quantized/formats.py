@@ -70,6 +70,7 @@ class MatrixFinder:
         endings: Mapping[str, Sequence[tuple[str, _Describe]]] = {
             "compressed-tensors": ((".weight_packed", self._packed), (".weight", self._scaled)),
             "fp8": ((".weight", self._scaled), ("_proj", self._scaled_experts)),
+            "modelopt": ((".weight", self._modelopt),),
             "mxfp4": (("_blocks", self._experts),),
             "gptq": ((".qweight", self._gptq),),
             "awq": ((".qweight", self._awq),),
@@ -192,6 +193,15 @@ class MatrixFinder:
             )
         shape, each = info.shape[1:], found.shape[1:]
         return ScaledExperts(name, info.shape, self._fitted(own, each, shape, self._scheme.blocks))
+
+    def _modelopt(self, name: str, info: TensorInfo) -> StoredMatrix | None:
+        """Describe a matrix of 8-bit floats or NVFP4; None for a matrix of floats."""
+        if info.dtype != "uint8":
+            return self._scaled(name, info)
+        rows, half = self._matrix_shape(name, info)
+        self._take(f"{name}_scale_2", "float32", (), (1,))
+        scales = self._grid(f"{name}_scale", (rows, 2 * half), [(1, _NVFP4)])
+        return Float4Matrix(name, (rows, 2 * half), scales, f"{name}_scale_2", is_factor=True)
 
     def _packed(self, name: str, info: TensorInfo) -> StoredMatrix:
         """Describe a packed matrix of compressed-tensors: integers, NVFP4 or MXFP4."""

@@ -145,18 +145,21 @@ class ScaledExperts(StoredMatrix):
 class Float4Matrix(StoredMatrix):
     """4-bit floats (E2M1), two in a byte, with a scale for each group of columns.
 
-    `global_scale`: the name of a tensor with one number, by which scales are divided, or None.
+    `global_scale`: the name of a tensor with one number, or None. Scales are divided by this number
+    or, if `is_factor`, multiplied by it.
     """
 
     name: str
     shape: tuple[int, ...]
     scales: Grid
     global_scale: str | None = None
+    is_factor: bool = False
 
     def codes(self, read: Read, rows: range) -> Codes:
         scales = self.scales.rows(read, rows)
         if self.global_scale is not None:
-            scales = scales / read(self.global_scale).float()
+            number = read(self.global_scale).float()
+            scales = scales * number if self.is_factor else scales / number
             check_scales(self.global_scale, scales)
         packed = read(self.name, rows, range(self.shape[1] // 2))
         return Codes(codes=packed, scales=scales, block=self.scales.width, kind=E2M1)

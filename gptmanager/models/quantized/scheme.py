@@ -24,6 +24,8 @@ _CT_FORMATS = frozenset(
         "dense",
     ]
 )
+MODELOPT_FILE = "hf_quant_config.json"  # how ModelOpt has quantized a checkpoint
+_MODELOPT_ALGORITHMS = ("FP8", "FP8_PER_CHANNEL_PER_TOKEN", "NVFP4", "W4A16_NVFP4")
 _CT_TYPES = {("int", 4), ("int", 8), ("float", 8), ("float", 4)}
 _PER_GROUP = ("group", "tensor_group")
 _BY_GROUP = ("group", "dynamic", True)  # values of `actorder` that need `g_idx`
@@ -65,6 +67,15 @@ def _floats(config: Mapping[str, Any]) -> dict[str, Any]:
     return {field: value for field, value in config.items() if field not in found}
 
 
+def with_modelopt(config: dict[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the config with what ModelOpt writes to a file of its own, if the config lacks it."""
+    own, producer = other.get("quantization"), other.get("producer")
+    is_modelopt = isinstance(producer, dict) and producer.get("name") == "modelopt"
+    if _find(config) is not None or not is_modelopt or not isinstance(own, dict):
+        return config
+    return {**config, FIELD: {"quant_method": "modelopt", "quant_algo": own.get("quant_algo")}}
+
+
 def read_scheme(config: Mapping[str, Any]) -> Scheme | None:
     """Return the scheme of a quantized checkpoint, or None for a checkpoint of floats.
 
@@ -81,7 +92,8 @@ def read_scheme(config: Mapping[str, Any]) -> Scheme | None:
     own = config[name]
     if not isinstance(own, dict):
         raise ConfigError(f"config.json: {name} = {quoted(own)}: must be an object")
-    method = own.get("quant_method", "compressed-tensors" if "config_groups" in own else None)
+    usual = "modelopt" if "quant_algo" in own else "compressed-tensors"
+    method = own.get("quant_method", usual if "config_groups" in own else None)
     if not isinstance(method, str) or method not in _READERS:
         raise _error("quant_method", method, f"must be one of {[*_READERS]}")
     return _READERS[method](own)
@@ -162,6 +174,13 @@ def _fp8(own: Mapping[str, Any]) -> Scheme:
     return Scheme("fp8", blocks=() if given is None else (_block("weight_block_size", given),))
 
 
+def _modelopt(own: Mapping[str, Any]) -> Scheme:
+    algorithm = own.get("quant_algo")
+    if algorithm not in [*_MODELOPT_ALGORITHMS]:
+        raise _error("quant_algo", algorithm, f"must be one of {[*_MODELOPT_ALGORITHMS]}")
+    return Scheme("modelopt")
+
+
 def _gptq(own: Mapping[str, Any]) -> Scheme:
     layout = own.get("checkpoint_format", "gptq")
     if layout not in ("gptq", "gptq_v2"):
@@ -216,6 +235,7 @@ def _block(field: str, value: Any) -> Block:
 _READERS: Mapping[str, Callable[[Mapping[str, Any]], Scheme]] = {
     "compressed-tensors": _compressed_tensors,
     "fp8": _fp8,
+    "modelopt": _modelopt,
     "mxfp4": lambda own: Scheme("mxfp4"),
     "gptq": _gptq,
     "awq": _awq,

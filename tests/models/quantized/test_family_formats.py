@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import re
 from pathlib import Path
 
@@ -10,12 +11,15 @@ import pytest
 import torch
 from family_configs import FAMILY_CONFIGS, VARIANTS
 from family_formats import FORMATS, packed_checkpoint
+from safetensors.torch import save_file
 from torch import Tensor
 
 from gptmanager.errors import ConfigError
 from gptmanager.kernels import CpuKernels, Kernels
 from gptmanager.kernels.gemm.packed_matrix import PackedMatrix
 from gptmanager.models import load_model
+from gptmanager.models.checkpoint_parts import is_quantized
+from gptmanager.models.conversion import convert_checkpoint
 from gptmanager.models.decoder.network import CheckpointModel
 from gptmanager.models.families import FAMILIES
 from gptmanager.models.gguf.architectures import ARCHITECTURES
@@ -122,6 +126,23 @@ def _fp8_of(matrix: Tensor, is_whole: bool) -> tuple[Tensor, Tensor, Tensor]:
     scale = matrix.abs().max() / 448
     own = (matrix / scale).to(torch.float8_e4m3fn)
     return own, scale.view(1, 1), own.float() * scale
+
+
+def test_modelopt_may_describe_its_format_in_a_file_of_its_own(tmp_path: Path) -> None:
+    (config, state), (plain, _), _ = packed_checkpoint("mistral", "ModelOpt", tmp_path)
+    save_file(state, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps(plain))
+    other = tmp_path / "hf_quant_config.json"
+    other.write_text('{"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "FP8"}}')
+    assert is_quantized(tmp_path)
+    ours, exact = (load_model(it, dtype="float32") for it in (tmp_path, (config, state)))
+    assert all(torch.equal(of(ours, key), of(exact, key)) for key in exact.weights)
+    assert not is_quantized(convert_checkpoint(tmp_path, tmp_path / "floats"))
+    other.write_text(
+        '{"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "NVFP4_AWQ"}}'
+    )
+    with pytest.raises(ConfigError, match="quant_algo = 'NVFP4_AWQ': must be one of"):
+        load_model(tmp_path)
 
 
 def test_the_page_has_the_formats_of_every_family() -> None:
