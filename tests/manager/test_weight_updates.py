@@ -22,6 +22,7 @@ from gptmanager import (
     PeftCacheManagerConfig,
 )
 from gptmanager.errors import CallbackError, ConfigError, ManagerDeadError, SleepError
+from gptmanager.manager import weight_updates
 from gptmanager.manager.watching import Ran
 from gptmanager.memory import released_memory
 from gptmanager.memory.safetensors_reader import SafetensorsFolder
@@ -125,7 +126,9 @@ def test_a_wrong_mapping_changes_nothing(served, checkpoint):
     assert (output(host), manager.weights_version) == (first, version)
 
 
-def test_an_iterator_that_fails_half_way_pauses_until_an_update_is_complete(served, checkpoint):
+def test_an_iterator_that_fails_half_way_pauses_until_an_update_is_complete(
+    served, checkpoint, monkeypatch
+):
     host, manager = served
     first = output(host)
 
@@ -133,8 +136,7 @@ def test_an_iterator_that_fails_half_way_pauses_until_an_update_is_complete(serv
         yield from changed(checkpoint).items()
         raise OSError("the trainer has gone")
 
-    updates = manager._worker.updates
-    updates._load_batch(updates._weights, {})  # as after a first batch
+    monkeypatch.setattr(weight_updates, "_BATCH_BYTES", 1)  # a batch of each tensor
     with pytest.raises(OSError, match="the trainer"):
         manager.update_weights(failing())
     number = next(NUMBERS)
