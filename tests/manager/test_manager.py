@@ -9,6 +9,7 @@ import time
 from contextlib import suppress
 from importlib.resources import files
 from queue import SimpleQueue
+from types import SimpleNamespace
 
 import jsonschema
 import pytest
@@ -32,8 +33,10 @@ from gptmanager.host import retries
 from gptmanager.host.callback_host import CallbackHost
 from gptmanager.host.journal_seam import NoJournal
 from gptmanager.lifecycle.state import ManagerState
+from gptmanager.lifecycle.watchdog import CallbackTimer
 from gptmanager.manager import stall_watch
 from gptmanager.manager.inbox import Inbox
+from gptmanager.manager.rank_calls import RankCalls
 from gptmanager.scheduler import RequestScheduler, SchedulerOutput
 from gptmanager.testing import ContractChecker, RecordingCallbacks
 
@@ -141,6 +144,16 @@ def test_a_call_that_waits_for_the_other_ranks_is_refused_at_the_end():
     inbox.refuse(ManagerDeadError("the end"))
     with pytest.raises(ManagerDeadError, match="the end"):
         assert question.wait(0.0) and question.answer()
+
+
+@pytest.mark.parametrize("is_timed", [False, True])
+def test_an_iteration_is_timed_after_a_call_as_before_it(is_timed):
+    timer, journal = CallbackTimer("iteration"), SimpleNamespace(flush=lambda: None)
+    calls = RankCalls(SimpleNamespace(journal=journal), Inbox(), timer)
+    if is_timed:
+        timer.start()
+    assert calls.run("wake", SimpleNamespace(executor=0, pending=()), lambda: timer.running_s) == 0
+    assert (timer.started_ns > 0) is is_timed
 
 
 def test_a_question_is_taken_back_only_once():
