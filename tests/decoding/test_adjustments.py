@@ -181,6 +181,9 @@ def test_a_history_longer_than_it_was_is_read_to_its_new_end() -> None:
 def test_ids_beyond_the_vocabulary_are_passed_over() -> None:
     params = {"repetition_penalty": 2.0, "frequency_penalty": 1.0, "no_repeat_ngram_size": 1}
     assert one([1.0, 1.0], [1, 7, 2**31 - 1, -1], 0, **params) == [1.0, -float("inf")]
+    ends = [SamplingParams(min_length=9, end_ids=(1, beyond)) for beyond in (3, -1)]
+    rows = adjusted(torch.ones(2, 3), [(own, [0], 1) for own in ends])
+    assert rows.tolist() == [[1.0, -float("inf"), 1.0]] * 2  # neither bans a token of the other
 
 
 @pytest.mark.parametrize("greedy", [True, False])

@@ -306,13 +306,16 @@ def test_required_properties_exclude_only_if_their_values_do():
     assert not excludes(tagged(1), tagged(1, required=[]), resolve)
 
 
-def test_a_listed_array_excludes_other_types_and_an_endless_schema_nothing():
+def test_listed_values_and_ranges_exclude_others_and_an_endless_schema_nothing():
     def resolve(schema):
         return schema
 
-    assert excludes({"const": True}, {"type": "null"}, resolve)
+    assert excludes({"const": True}, {"type": ["null", "integer"]}, resolve)
+    assert excludes({"const": None}, {"type": ["boolean", "object"]}, resolve)
     assert excludes({"enum": [[1]]}, {"type": "string"}, resolve)
     assert not excludes({"enum": [[1]]}, {"type": "array"}, resolve)
+    low, high = {"type": "integer", "maximum": 3}, {"type": "integer", "minimum": 3}
+    assert not excludes(low, high, resolve) and excludes(low, {**high, "minimum": 4}, resolve)
     endless = {"allOf": []}
     endless["allOf"].append(endless)
     assert not excludes(endless, {}, resolve)

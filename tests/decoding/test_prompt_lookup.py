@@ -22,7 +22,7 @@ from gptmanager import (
     PromptLookup,
     SchedulerConfig,
 )
-from gptmanager.decoding.prompt_lookup import Drafter
+from gptmanager.decoding.prompt_lookup import Drafter, DrafterState
 from gptmanager.testing import ContractChecker, RecordingCallbacks
 
 VOCAB_SIZE = 50
@@ -63,12 +63,23 @@ def test_more_is_guessed_after_right_guesses_and_less_after_wrong_ones():
     for _ in range(8):
         drafter.learn_result(1, 0)
         count = 0
-        while not drafter.propose(text, 99):
+        while not (drafts := drafter.propose(text, 99)):
             count += 1
+        assert len(drafts) == 1
         rests.append(count)
     assert rests == [1, 2, 4, 8, 16, 32, 32, 32]
     drafter.learn_result(1, 1)
     assert len(drafter.propose(text, 99)) == 2
+
+
+def test_a_state_is_restored_if_its_values_are_in_range():
+    drafter = Drafter(PromptLookup(max_draft_tokens=10), VOCAB_SIZE)
+    for state in (DrafterState(0, 0, 0), DrafterState(10, 9, 32)):
+        drafter.restore(state)
+        assert drafter.state() == state
+    for wrong in ((-1, 0, 0), (11, 0, 0), (1, -1, 0), (1, 0, -1), (1, 0, 33)):
+        with pytest.raises(ValueError, match="is out of range"):
+            drafter.restore(DrafterState(*wrong))
 
 
 @given(st.lists(st.integers(0, 3), max_size=40), st.integers(1, 3), st.integers(1, 3))

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gptmanager.decoding.sampling.random_numbers import rounds, uniform
+from gptmanager.decoding.sampling.random_numbers import derive_seed, rounds, uniform
 
 WORDS_32 = st.integers(0, 2**32 - 1)
 
@@ -29,6 +29,11 @@ def assert_even(cells: np.ndarray, num_cells: int) -> None:
     statistic = float(((counts - expected) ** 2 / expected).sum())
     degrees = num_cells - 1
     assert statistic < degrees + 5 * np.sqrt(2 * degrees) + 10
+
+
+def test_derived_seeds_are_the_known_answers_of_splitmix64() -> None:
+    seeds = [derive_seed(1234567, number) for number in range(2)]
+    assert seeds == [6457827717110365317, 3203168211198807973]
 
 
 @pytest.mark.parametrize(

@@ -244,10 +244,15 @@ def test_mass_above_each_token(seed: int, size: int, step: float) -> None:
     exact = np.exp((row.astype(np.float64) - top) / np.float32(0.7))
     np.testing.assert_allclose(weights[:size], exact, rtol=1e-5)
     assert not weights[size:].any() and total == pytest.approx(exact.sum(), rel=1e-5)
-    order = np.argsort(-weights[:size], kind="stable")
+    order, ids = np.argsort(-weights[:size], kind="stable"), np.arange(size)
     for rank in {0, 1, size // 2, size - 1} & set(range(size)):
         above = called(choice._sum_above, (address(weights), arrays[1], size, order[rank]))
         assert above == pytest.approx(weights[order[:rank]].sum(dtype=np.float64), rel=1e-6)
+        if rank:  # a draw from these, just before the end of the best one's mass, is the best one
+            counted = np.cumsum(np.where(np.isin(ids, order[:rank]), weights[:size], 0.0))
+            fraction = (counted[order[0]] - weights[order[0]] / 100) / counted[-1]
+            own = weights[order[rank]], order[rank], fraction
+            assert called(choice._pick, (address(weights), arrays[1], size, *own)) == order[0]
         assert sums.sum(dtype=np.float64) == pytest.approx(above)
 
 
