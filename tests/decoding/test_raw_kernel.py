@@ -284,10 +284,12 @@ def test_parameters_that_are_not_passed_are_named_when_it_compiles(declared, ins
         kernel.compile()
 
 
-def test_a_parameter_that_is_there_twice_is_told():
+def test_a_parameter_that_is_there_twice_or_that_a_macro_declares_is_told():
     source = SOURCE.replace("int vocab_size", "int vocab_size, int vocab_size")
     log = "parameter 10 of a logits post-processor is passed"
     assert "takes 10 parameters, not 9: it repeats one;" in difference(log, source, "raise_one")
+    text = difference(log.replace("10", "5"), "DECLARED", "raise_one")
+    assert text.startswith("raise_one: parameter 5 differs, expected `const int* lengths`; passed")
 
 
 def test_parameters_may_be_qualified_and_have_names_of_their_own():
