@@ -185,6 +185,17 @@ __global__ void missing_wait(float* x) {
     x[threadIdx.x] = memory[threadIdx.x];  // HERE missing_wait
 }
 
+// Others still read what the copy overwrites.
+__global__ void early_copy(float* x) {
+    __shared__ __align__(16) float memory[64];
+    memory[threadIdx.x] = x[threadIdx.x];
+    __syncthreads();
+    x[threadIdx.x] = memory[63 - threadIdx.x];
+    if (threadIdx.x < 16) ptx::cp_async_16(memory + 4 * threadIdx.x, x);  // HERE early_copy
+    ptx::cp_async_commit();
+    ptx::cp_async_wait<0>();
+}
+
 __global__ void missing_sync_warp(float* x) {
     __shared__ float memory[64];
     unsigned warp = threadIdx.x & ~31u, lane = threadIdx.x & 31;

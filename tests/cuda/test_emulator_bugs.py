@@ -65,6 +65,7 @@ NAMED_IN_CHECK_MODE = {
     "uninitialized": "read of uninitialized shared memory",
     "missing_barrier": "read of uninitialized shared memory",
     "missing_wait": "read of the destination of a cp.async before cp_async_wait",
+    "early_copy": "race on shared memory: a read by thread .* not ordered before a write",
     "missing_sync_warp": "race on shared memory: a write by thread .* not ordered before a read",
     "missing_atomics": "race on argument 0: .*by thread . of block .* at faulty_kernels.cu:",
     "race_after_many_barriers": "race on shared memory: a (read|write) by",
