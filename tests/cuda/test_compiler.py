@@ -120,13 +120,26 @@ def test_an_error_has_the_log(tmp_path):
 
 
 def test_an_edited_header_makes_another_cubin(tmp_path):
+    """Also one that another header includes; and so do another architecture, option or kernel."""
     file, header = tmp_path / "f.cu", tmp_path / "value.cuh"
-    file.write_text('#include "value.cuh"\n__global__ void f(int* x) { x[0] = VALUE; }')
+    (tmp_path / "outer.cuh").write_text('#include "value.cuh"\n')
+    file.write_text(
+        '#include "outer.cuh"\n#ifndef MORE\n#define MORE 0\n#endif\n'
+        "template <int N> __global__ void f(int* x) { x[0] = VALUE + MORE + N; }"
+    )
     codes = set()
-    for value in (1, 2):
+    for value, arch, name, options in (
+        (1, "sm_80", "f<0>", ()),
+        (20, "sm_80", "f<0>", ()),
+        (20, "sm_90a", "f<0>", ()),
+        (20, "sm_80", "f<300>", ()),
+        (20, "sm_80", "f<0>", ("-DMORE=4000",)),
+    ):
         header.write_text(f"#define VALUE {value}\n")
-        codes.add(compiler.compile(file, "sm_80", ["f"], cache=tmp_path / "cache").code)
-    assert len(codes) == 2
+        made = compiler.compile(file, arch, [name], options, cache=tmp_path / "cache")
+        assert made.lowered.keys() == {name}
+        codes.add(made.code)
+    assert len(codes) == 5
 
 
 @pytest.mark.parametrize(
