@@ -234,7 +234,7 @@ class CallbackHost:
         """Return the next intake: everything that has arrived since the last intake."""
         receiver, preparation = self.receiver, self.preparation
         if receiver.received or preparation.prepared:
-            preparation.collect(receiver.received)
+            preparation.collect(filter(receiver.is_alone, receiver.received))
         clears_cache, recomputes = self.cache_invalidation.take()
         intake = Intake(
             monotonic(),

@@ -7,8 +7,8 @@ that it returns are code of the host, so an error in them ends only that request
 from __future__ import annotations
 
 import functools
-from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable
 from concurrent.futures import CancelledError, Future
 from contextlib import suppress
 from typing import Any
@@ -70,13 +70,13 @@ class Preparation:
         with suppress(ManagerDeadError):
             self._wake()
 
-    def collect(self, received: Sequence[InferenceRequest]) -> None:
+    def collect(self, received: Iterable[InferenceRequest]) -> None:
         """Update `ready` and `failures`.
 
-        `received` are new requests, with processors that may be ready already.
+        `received` are new requests, with processors that may be ready already. No other request may
+        have the id of one of them: it would be unclear which of them is ready.
         """
-        if received:
-            self.ready += self._ready_on_arrival(received)
+        self.ready += [r.request_id for r in received if self._is_ready(r.logits_post_processor)]
         while self.prepared:
             request_id, processor, done = self.prepared.popleft()
             if self._preparing.get(request_id) is not processor:
@@ -89,14 +89,6 @@ class Preparation:
                 self.ready.append(request_id)
             else:
                 self._fail_to_prepare(request_id, processor, error)
-
-    def _ready_on_arrival(self, requests: Sequence[InferenceRequest]) -> list[int]:
-        ready = [r.request_id for r in requests if self._is_ready(r.logits_post_processor)]
-        if not ready:
-            return ready
-        # if several requests have the same id, it would be unclear which of them is ready
-        counts = Counter(request.request_id for request in requests)
-        return [i for i in ready if counts[i] == 1 and i not in self._preparing]
 
     def _fail_to_prepare(
         self, request_id: int, processor: RequestProcessor, error: BaseException

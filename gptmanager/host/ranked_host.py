@@ -297,7 +297,8 @@ class FollowingHost:
         jobs = {done.job for done in intake.adapters if done.error is None}
         ready = set(intake.ready) if self._calls_processors else set()
         for request in intake.requests:
-            if request.request_id in ready:  # on rank 0 it was ready on arrival
+            if request.request_id in ready and self._host.receiver.is_alone(request):
+                # on rank 0 it was ready on arrival
                 processor = RequestProcessor(request.logits_post_processor)
                 self.prepare(request.request_id, processor)
         preparation, deadline = self._host.preparation, monotonic() + self._links.timeout_s

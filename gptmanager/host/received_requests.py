@@ -54,6 +54,10 @@ class OwedFinals:
                 del self._counts[request_id]
             return count > 0
 
+    def count(self, request_id: int) -> int:
+        """Return how many requests with this id are owed a final response."""
+        return self._counts.get(request_id, 0)
+
     def beyond(self, known: Iterable[int]) -> list[int]:
         """Return the owed ids minus the ids in `known`. Both may contain an id several times."""
         with self._lock:
@@ -103,6 +107,10 @@ class Receiver:
             return None
         more = f" (and {num_foreign - 1} more)" if num_foreign > 1 else ""
         return CallbackError(f"GetInferenceRequests returned {first}{more}")
+
+    def is_alone(self, request: InferenceRequest) -> bool:
+        """Return whether no other unanswered request has the id of a received one."""
+        return self.owed.count(request.request_id) == 1
 
     def restore(self, requests: list[InferenceRequest], resumed: list[Progress]) -> None:
         """Receive the requests of a journal, before Get is called."""

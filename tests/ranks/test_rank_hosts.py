@@ -410,6 +410,33 @@ def test_a_rank_awaits_its_own_processor_also_for_an_id_that_was_ready_before(mo
     assert [response.error for response in it.host.responses] == ["", ""] and not is_called
 
 
+class DuplicatingHost(RecordingCallbacks):
+    """Returns a request, then another one of its id while the first becomes ready."""
+
+    def __init__(self, own):
+        super().__init__()
+        self.own, self.num_gets = own, 0
+
+    def get_inference_requests(self, room):
+        self.num_gets += 1
+        if self.num_gets == 4:
+            self.own.end()
+        given = {1: {"logits_post_processor": self.own}, 4: {}}.get(self.num_gets)
+        return [] if given is None else [request(5, [1, 2], 4, **given)]
+
+
+def test_a_duplicate_of_a_request_that_becomes_ready_ends_no_rank(monkeypatch):
+    own = Prepared(at_once=False), Prepared(at_once=False)
+    hosts = [DuplicatingHost(it) for it in own]
+    parallel = {"replicate_logits_post_processors": True}
+    with serving(monkeypatch, 2, own_means=True, hosts=hosts, parallel=parallel) as it:
+        assert own[0].called.wait(10)
+        assert it.managers[0].wait_idle(10)
+    errors = [response.error.partition(":")[0] for response in hosts[0].responses]
+    assert errors == ["DuplicateRequestIdError", ""]
+    assert [processor.calls for processor in own] == [4, 4]
+
+
 def test_a_rank_that_cannot_prepare_ends_the_others_with_its_text(monkeypatch):
     """None of them waits for it."""
     own = Prepared(), Prepared(LookupError("no such grammar"))
