@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import threading
 
 import numpy as np
 import pytest
@@ -25,7 +26,7 @@ from gptmanager.decoding.processors.kernel_signature import difference, with_sig
 from gptmanager.decoding.processors.logits import PostProcessing
 from gptmanager.decoding.processors.raw_kernel import _Session
 from gptmanager.decoding.processors.rows import ProcessedSequence, Rows
-from gptmanager.errors import ConfigError
+from gptmanager.errors import CapacityError, ConfigError
 from gptmanager.request.post_processor import RequestProcessor
 from gptmanager.request.sampling_params import SamplingParams
 from gptmanager.step import SequenceStart
@@ -263,6 +264,23 @@ def test_a_source_that_does_not_compile_ends_its_requests_with_the_line(caplog):
     error = host.final(1).error
     assert "raise_one cannot be prepared" in error and ":9:" in error and "tokin" in error
     assert output(host, request(2)) == expected(request(2).input_ids.tolist(), 6, next_token)
+
+
+def test_a_kernel_is_compiled_again_after_the_machine_was_short_of_something(monkeypatch):
+    def refuse(*_, **__):
+        raise shortage
+
+    kernel, shortage = raise_one(), OSError(28, "No space left on device")
+    with monkeypatch.context() as patch:
+        patch.setattr(emulator, "Module", refuse)
+        with pytest.raises(ConfigError, match="cannot be compiled: .*No space left"):
+            kernel.compile()
+    shortage = RuntimeError("can't start new thread")
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refuse)
+        with pytest.raises(CapacityError, match="cannot be compiled: can't start new thread"):
+            kernel.compile()
+    kernel.compile()
 
 
 OTHER_PARAMETERS = [

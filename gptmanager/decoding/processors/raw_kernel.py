@@ -28,7 +28,7 @@ from gptmanager.cuda.device.streams import Stream
 from gptmanager.cuda.device.uploads import Layout, Uploads
 from gptmanager.decoding.processors.kernel_signature import PARAMETERS, difference, with_signature
 from gptmanager.decoding.processors.rows import Errors, RowProcessor, Rows, RowSession
-from gptmanager.errors import ConfigError, response_text
+from gptmanager.errors import CapacityError, ConfigError, response_text
 from gptmanager.request.post_processor import BoundProcessor
 
 _NUM_BUFFERS = 6  # a step uses at most two buffers, and only a few steps are in flight
@@ -60,7 +60,8 @@ class RawKernelLogitsPostProcessor(RowProcessor):
 
     The kernel is compiled once per device, on a separate thread, and requests wait for the
     compilation. If the compilation fails, the requests end with an error that quotes the compiler's
-    log, or the first wrong parameter. Call `compile` to compile the kernel before requests need it.
+    log, or the first wrong parameter. If memory or disk space was short, later requests try again.
+    Call `compile` to compile the kernel before requests need it.
     Raise ConfigError for invalid arguments.
     """
 
@@ -110,6 +111,7 @@ class RawKernelLogitsPostProcessor(RowProcessor):
         """Return the future of the function that launches on "cpu", "emulator" or "cuda:N".
 
         The kernel is compiled in another thread. On "cpu" a `twin` is used without compilation.
+        Raise CapacityError if no thread can be started.
         """
         with self._lock:
             future = self._compiled.get(device)
@@ -120,7 +122,11 @@ class RawKernelLogitsPostProcessor(RowProcessor):
             future.set_result(_call_twin(self.twin, self.params_dtype))
         else:
             work = functools.partial(self._compile, device, future)
-            threading.Thread(target=work, name=f"compile {self.name}", daemon=True).start()
+            try:
+                threading.Thread(target=work, name=f"compile {self.name}", daemon=True).start()
+            except RuntimeError as error:
+                self._forget(device)
+                raise CapacityError(f"{self.name} cannot be compiled: {error}") from None
         return future
 
     def open(self, num_lines: int, stream: Stream | None) -> RowSession:
@@ -141,10 +147,17 @@ class RawKernelLogitsPostProcessor(RowProcessor):
                     kernel = DeviceLauncher().load(source, self.kernel_name, self.options)
                 future.set_result(kernel)
         except BaseException as error:  # noqa: B036 - raised where the future is waited for
+            if isinstance(error, OSError | MemoryError):  # not because of the source
+                self._forget(device)
             why = response_text(error)
             why = difference(why, self.source, self.kernel_name) or why
             text = f"{self.name} cannot be compiled: {why}"
             future.set_exception(ConfigError(text))
+
+    def _forget(self, device: str) -> None:
+        """Let the next request compile the kernel again."""
+        with self._lock:
+            del self._compiled[device]
 
 
 class BoundKernel(BoundProcessor):
