@@ -281,6 +281,7 @@ models/                       decoder networks, and the table of families
     checkpoint_parts          reads a checkpoint from a folder or a GGUF file
     rope_scaling              rotary embeddings and their scaling
     spec                      ModelSpec: all sizes and features of a network
+    attention_options         windows and page dtypes that a caller chooses for a ModelSpec
     parameters                names and shapes of a network's parameters
     attention_rows            rows of attention's tensors that are stored in other orders
     splits                    which part of each parameter a rank holds

@@ -8,7 +8,6 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import replace
 from os import PathLike
 from typing import Any, Literal, Protocol, get_args, runtime_checkable
 
@@ -26,6 +25,7 @@ from gptmanager.memory.safetensors_reader import SafetensorsFolder
 from gptmanager.memory.slot_states import StateShape
 from gptmanager.memory.tensor_sources import StateDict, TensorSource
 from gptmanager.memory.weights import Weights
+from gptmanager.models.attention_options import with_attention_options
 from gptmanager.models.batch import Batch
 from gptmanager.models.checkpoint_parts import as_floats, open_tensors, read_config
 from gptmanager.models.decoder.network import CheckpointModel
@@ -194,10 +194,7 @@ def load_model(
     config, tensors = _opened(source)
     spec = read_spec(config, dtype=dtype, max_seq_len=max_seq_len, tensors=tensors.describe())
     _check_dtypes(spec, weights_dtype, kernels, device)
-    if attention_window is not None:
-        spec = _narrowed(spec, attention_window, sink)
-    _check_pages(spec, kv_cache_dtype)
-    spec = replace(spec, kv_cache_dtype=kv_cache_dtype)
+    spec = with_attention_options(spec, attention_window, sink, kv_cache_dtype)
     keeps_groups = weights_dtype in ("int4", "file") and _has_groups(tensors)
     quantized = quantized_parameters(spec, weights_dtype, head_dtype)
     if prepare is not None:
@@ -277,25 +274,6 @@ def _either(*patterns: re.Pattern[str]) -> re.Pattern[str]:
     return re.compile("|".join(f"(?:{pattern.pattern})" for pattern in patterns))
 
 
-def _narrowed(spec: ModelSpec, window: int, sink: int) -> ModelSpec:
-    chunk = max((it.attention.window or 0 for it in spec.layers if it.attention.chunked), default=0)
-    if window < chunk:
-        raise ConfigError(
-            f"KvCacheConfig.max_attention_window = {window}: must be at least the "
-            f"attention_chunk_size {chunk} of this model"
-        )
-    layers = tuple(
-        replace(
-            layer,
-            attention=replace(
-                layer.attention, window=min(layer.attention.window or window, window)
-            ),
-        )
-        for layer in spec.layers
-    )
-    return replace(spec, layers=layers, sink=sink)
-
-
 def check_fp8(weights_dtype: str | None, kernels: Kernels) -> None:
     """Raise ConfigError for weights in 8-bit floats if the kernels do not support them."""
     if weights_dtype == "fp8" and "fp8" not in kernels.quantized_kinds:
@@ -329,11 +307,6 @@ def _check_weights_dtype(
             f"{given} is refused with kernels = {type(kernels).__name__}: they have matmuls for "
             f"{have}"
         )
-
-
-def _check_pages(spec: ModelSpec, dtype: torch.dtype | None) -> None:
-    if dtype is torch.float8_e4m3fn and any(it.attention.latent for it in spec.layers):
-        raise ConfigError(f"kv_cache_dtype = {dtype}: must be None, because latents have no scales")
 
 
 def _check_dtypes(

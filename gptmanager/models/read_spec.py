@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from gptmanager.arguments import at_least
 from gptmanager.errors import ConfigError, quoted
 from gptmanager.kernels.activation_kinds import Activation
 from gptmanager.memory.untrusted_files import check_depth
@@ -212,8 +213,7 @@ def _read_max_seq_len(fields: Fields, rotary: bool, max_seq_len: int | None) -> 
     max_positions = fields.size("max_position_embeddings")
     if max_seq_len is None:
         return max_positions
-    if max_seq_len < 1:
-        raise ConfigError(f"max_seq_len = {max_seq_len}: must be a positive integer")
+    max_seq_len = at_least(1, "max_seq_len", max_seq_len)
     if max_seq_len > max_positions and not rotary:
         raise ConfigError(
             f"max_seq_len = {max_seq_len}: must be at most {max_positions}, because the checkpoint "

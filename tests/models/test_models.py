@@ -592,9 +592,29 @@ def test_arguments_that_cannot_work_are_named() -> None:
         read_spec(CONFIGS["llama"], dtype="float8")
     with pytest.raises(ConfigError, match="max_seq_len = 0"):
         read_spec(CONFIGS["llama"], max_seq_len=0)
+    with pytest.raises(ConfigError, match="max_seq_len = '9' must be an integer of at least 1"):
+        read_spec(CONFIGS["llama"], max_seq_len="9")  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="max_seq_len = 161: .* learned positions for 160"):
         read_spec(CONFIGS["gpt2"], max_seq_len=161)
     assert read_spec(CONFIGS["llama"], max_seq_len=500).max_seq_len == 500
+
+
+@pytest.mark.parametrize(
+    ("given", "refused"),
+    [
+        ({"attention_window": 0}, "attention_window = 0 must be an integer of at least 1"),
+        ({"attention_window": -3}, "attention_window = -3 must be an integer of at least 1"),
+        ({"attention_window": 2.5}, "attention_window = 2.5 must be an integer of"),
+        ({"sink": -1}, "sink = -1 must be an integer of at least 0"),
+        ({"kv_cache_dtype": "fp8"}, "kv_cache_dtype = 'fp8': must be torch.float8_e4m3fn or None"),
+        ({"kv_cache_dtype": torch.float16}, "kv_cache_dtype = torch.float16: must be torch.float8"),
+    ],
+)
+def test_a_model_names_options_of_attention_that_it_cannot_use(
+    given: dict[str, Any], refused: str
+) -> None:
+    with pytest.raises(ConfigError, match=refused):
+        load_model(checkpoint(reference("llama")), **given)
 
 
 @pytest.mark.parametrize(
