@@ -198,7 +198,11 @@ def _stop_words(fields: dict[str, Any], encoder: TextEncoder) -> list[list[int]]
     texts = [stop] if isinstance(stop, str) else stop
     if not isinstance(texts, list):
         raise InvalidRequestError(f"stop must be a string or a list of strings, got {quoted(stop)}")
-    return [*words, *(encoder.encode("stop", text, special=False) for text in texts)] or None
+    found = [encoder.encode("stop", text, special=False) for text in texts]
+    if [] in found:
+        empty = quoted(texts[found.index([])])
+        raise InvalidRequestError(f"stop = {empty} must have at least one token")
+    return [*words, *found] or None
 
 
 def _error(number: int, error: object) -> InvalidRequestError:

@@ -208,6 +208,7 @@ def test_messages_for_a_model_without_a_template(tmp_path):
         ({"input_ids": [2**31]}, " must be a list of token ids, got "),
         ({"prompt": "a", "stop": 7}, "stop must be a string or a list of strings, got 7"),
         ({"prompt": "a", "stop": [7]}, "stop must be a string, got 7"),
+        ({"prompt": "a", "stop": ["b", ""]}, "stop = '' must have at least one token"),
         ({"prompt": "a", "stop_words_list": [7]}, "must be a list of lists of token ids, got [7]"),
         ({"prompt": "a", "stop_words_list": 7}, "must be a list of lists of token ids, got 7"),
         ({"prompt": "a", "request_id": "x"}, "request_id must be an integer"),
