@@ -198,6 +198,23 @@ def _gptq(own: Mapping[str, Any]) -> Scheme:
     )
 
 
+def _auto_round(own: Mapping[str, Any]) -> Scheme:
+    """Return the scheme of GPTQ or AWQ: AutoRound packs its integers in the layout of either."""
+    packing, act_bits = own.get("packing_format", "auto_round:auto_gptq"), own.get("act_bits", 16)
+    if not isinstance(packing, str) or not packing.startswith("auto_round"):
+        raise _error("packing_format", packing, "must begin with 'auto_round'")
+    if own.get("data_type", "int") != "int":
+        raise _error("data_type", own["data_type"], "must be 'int'")
+    if act_bits not in (None, 16, 32):
+        raise _error("act_bits", act_bits, "must be 16: quantized activations are not supported")
+    if own.get("rotation_config"):
+        raise _error("rotation_config", own["rotation_config"], "not supported")
+    if "awq" in packing:
+        return _awq({**own, "version": "gemm"})
+    is_old = "gptq" in packing and "gptqmodel" not in packing
+    return _gptq({**own, "checkpoint_format": "gptq" if is_old else "gptq_v2"})
+
+
 def _awq(own: Mapping[str, Any]) -> Scheme:
     layout = own.get("version", own.get("format", "gemm"))
     if not isinstance(layout, str) or layout.lower() != "gemm":
@@ -239,5 +256,7 @@ _READERS: Mapping[str, Callable[[Mapping[str, Any]], Scheme]] = {
     "mxfp4": lambda own: Scheme("mxfp4"),
     "gptq": _gptq,
     "awq": _awq,
+    "auto-round": _auto_round,
+    "intel/auto-round": _auto_round,
     "bitsandbytes": lambda own: Scheme("bitsandbytes"),
 }

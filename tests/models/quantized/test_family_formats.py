@@ -6,6 +6,7 @@ import itertools
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,8 +18,9 @@ from torch import Tensor
 from gptmanager.errors import ConfigError
 from gptmanager.kernels import CpuKernels, Kernels
 from gptmanager.kernels.gemm.packed_matrix import PackedMatrix
+from gptmanager.memory.tensor_sources import StateDict
 from gptmanager.models import load_model
-from gptmanager.models.checkpoint_parts import is_quantized
+from gptmanager.models.checkpoint_parts import as_floats, is_quantized
 from gptmanager.models.conversion import convert_checkpoint
 from gptmanager.models.decoder.network import CheckpointModel
 from gptmanager.models.families import FAMILIES
@@ -126,6 +128,46 @@ def _fp8_of(matrix: Tensor, is_whole: bool) -> tuple[Tensor, Tensor, Tensor]:
     scale = matrix.abs().max() / 448
     own = (matrix / scale).to(torch.float8_e4m3fn)
     return own, scale.view(1, 1), own.float() * scale
+
+
+AUTO_ROUND = {"quant_method": "auto-round", "bits": 4, "group_size": 32, "data_type": "int"}
+
+
+@pytest.mark.parametrize(
+    ("format_", "options"),
+    [
+        ("GPTQ", {"packing_format": "auto_round:auto_gptq", "sym": True}),
+        ("GPTQ", {"packing_format": "auto_round:gptqmodel", "sym": True}),
+        ("AWQ", {"packing_format": "auto_round:auto_awq", "sym": False}),
+    ],
+)
+def test_auto_round_packs_as_others_do(
+    format_: str, options: dict[str, Any], tmp_path: Path
+) -> None:
+    (config, state), _, _ = packed_checkpoint("mistral", format_, tmp_path)
+    own = {key: it for key, it in state.items() if not key.endswith(".g_idx")}
+    if "gptqmodel" in options["packing_format"]:  # zeros are not reduced by 1
+        own = {k: it + 0x11111111 if k.endswith("qzeros") else it for k, it in own.items()}
+    described = {**config, "quantization_config": {**AUTO_ROUND, **options}}
+    ours, exact = (load_model(it, dtype="float32") for it in ((described, own), (config, state)))
+    assert all(torch.equal(of(ours, key), of(exact, key)) for key in exact.weights)
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        ("act_bits", 8),
+        ("data_type", "mx_fp"),
+        ("packing_format", "llm_compressor"),
+        ("packing_format", ["auto_round"]),
+        ("rotation_config", {"hadamard": True}),
+        ("bits", 3),
+    ],
+)
+def test_what_auto_round_may_also_do_is_refused(option: str, value: object) -> None:
+    config = {"quantization_config": {**AUTO_ROUND, option: value}}
+    with pytest.raises(ConfigError, match=f"quantization_config.{option} = "):
+        as_floats(config, StateDict({}))
 
 
 def test_modelopt_may_describe_its_format_in_a_file_of_its_own(tmp_path: Path) -> None:
