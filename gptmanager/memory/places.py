@@ -56,9 +56,9 @@ def filled_from_twins(places: Mapping[str, Place], names: Collection[str]) -> Ma
     filled = {places[name].parameter for name in names if not places[name].twin}
     twins = {places[n].parameter: n for n in names if places[n].parameter not in filled}
     return {
-        name: replace(place, twin=False) if place.parameter in twins else place
+        name: replace(place, twin=False) if twins.get(place.parameter) == name else place
         for name, place in places.items()
-        if twins.get(place.parameter, name) == name
+        if place.twin or place.parameter not in twins
     }
 
 

@@ -10,10 +10,18 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import PagedDriver, default_config, expected_logits, is_greedy, new_model
+from checkpoints import (
+    PagedDriver,
+    checkpoint,
+    default_config,
+    expected_logits,
+    is_greedy,
+    new_model,
+)
 from family_configs import BASE, FAMILY_CONFIGS, VARIANTS
 from family_runs import (
     LONG,
+    SHORT,
     all_logits,
     divergence,
     exact_logits,
@@ -96,6 +104,19 @@ def test_an_original_length_outside_of_the_rope_parameters_counts_for_temperatur
     spec = read_spec(old)
     assert spec == read_spec({**given, "rope_parameters": moved})
     assert spec.layers[0].attention.temperature == QueryTemperature(0.3, 8)
+
+
+@pytest.mark.parametrize("name", ["gpt_neox", "opt", "phi3"])
+def test_a_tied_checkpoint_may_have_either_matrix_or_both(name: str) -> None:
+    config, state = checkpoint(family_model(name))
+    [head] = {"lm_head.weight", "embed_out.weight"} & state.keys()
+    [embedding] = [key for key in state if key.endswith(("embed_tokens.weight", "embed_in.weight"))]
+    one = {embedding: state[embedding]}, {head: state[embedding]}
+    rest = {key: it for key, it in state.items() if key not in (head, embedding)}
+    tied = {**config, "tie_word_embeddings": True}
+    models = [load_model((tied, {**rest, **own})) for own in (*one, {**one[0], **one[1]})]
+    first, *others = [PagedDriver(model, 1).forward([(0, SHORT)]) for model in models]
+    assert all(torch.equal(first, other) for other in others)
 
 
 def test_fields_without_effect_are_not_refused() -> None:

@@ -56,7 +56,9 @@ def place_tensors(spec: ModelSpec, given: Collection[str] = ()) -> dict[str, Pla
                     for name, place in found:
                         places[_tensor_name(name, index, kind, part)] = place
     if spec.tied_embeddings:
-        places["lm_head.weight"] = Place("embedding.weight", twin=True)
+        for theirs, (ours, _) in {**family.tensors, **family.other_tensors}.items():
+            if ours == "lm_head":
+                places[f"{theirs}.weight"] = Place("embedding.weight", twin=True)
     return places | _place_scales(spec, family)
 
 
