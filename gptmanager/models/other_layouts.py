@@ -120,8 +120,8 @@ class RearrangedTensors:
             *stack, rows, columns = region
             region = [*stack, columns, rows]
         if name in self._moved and len(self._found[name].shape) == 2:
-            own = [piece.clone() for _, piece in self._source.pieces(name, max_bytes, region)]
-            yield 0, torch.cat(own).t()
+            whole = [piece.clone() for _, piece in self._source.pieces(name, max_bytes, region)]
+            yield 0, torch.cat(whole).t()
             return
         for start, piece in self._source.pieces(name, max_bytes, region):
             own = piece.mT if name in self._moved else piece
