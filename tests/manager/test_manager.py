@@ -7,6 +7,7 @@ import logging
 import threading
 import time
 from contextlib import suppress
+from dataclasses import astuple
 from importlib.resources import files
 from queue import SimpleQueue
 from types import SimpleNamespace
@@ -346,14 +347,15 @@ def test_shutdown_drains_and_does_not_ask_get_again(host):
 
 
 def test_shutdown_aborts_when_its_timeout_has_passed(host):
-    manager = start(host, lambda history: time.sleep(0.02) or 1)
+    manager = start(host, lambda history: time.sleep(0.2 if host.statistics else 0.0) or 1)
     host.submit(request(1, [1], 120))
     told = []
     waiter = threading.Thread(target=lambda: told.append(manager.wait_idle()), daemon=True)
     waiter.start()
     while not (host.statistics and manager._inbox._idle_waits):
         time.sleep(0.001)
-    manager.shutdown(timeout=0.1)
+    manager.shutdown(timeout=0.01)
+    assert manager.state is ManagerState.STOPPED  # behind the step that ran
     assert host.final(1).error.startswith("ManagerDeadError")  # long before its 120th token
     waiter.join(5)
     assert told == [True]  # the wait ends with the loop
@@ -583,11 +585,12 @@ def test_explain_and_audit_answer_in_numbers_while_requests_run(host):
     assert waiting.reason == "kv_blocks"
     assert waiting.needed_blocks == 6 and waiting.running == 1
     assert waiting.free_blocks - waiting.reserved_blocks == 1
-    assert "short by 5" in waiting.text
+    assert "short by 5" in waiting.text and (waiting.needed_tokens, waiting.free_tokens) == (0, 0)
     assert running.reason == "running"
     assert manager is host.manager and report.ok
     assert set(sum(report.owners.values(), ())) == {1}
-    assert manager.explain(3).reason == "unknown"
+    unknown = astuple(manager.explain(3))
+    assert unknown[:2] == (3, "unknown") and not any(unknown[3:])
 
 
 def test_would_fit_answers_with_the_admission_code(host):
