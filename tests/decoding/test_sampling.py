@@ -363,6 +363,12 @@ def test_odd_logits_harm_their_own_row_only(setting: tuple[float, int, float, fl
     assert tokens[7] in (5, 6)
 
 
+def test_a_logit_that_the_temperature_makes_infinite_has_all_the_mass() -> None:
+    sampler = sampler_of([SamplingParams(False, temperature=0.5)], 2)
+    scores = sampler.log_probs(torch.tensor([[3e38, 1.0]]), *np.zeros((2, 1), dtype=np.int64))
+    assert scores[0, 0] == 0 and scores[0, 1] < -1e38
+
+
 def test_greedy_with_nan() -> None:
     logits = torch.tensor([[0.0, torch.nan, 2.0, 1.0], [torch.nan] * 4, [-torch.inf] * 4])
     sampler = sampler_of([SamplingParams()], 4)
