@@ -29,6 +29,7 @@ from gptmanager.decoding.guided.grammar_matcher import GrammarSource
 from gptmanager.decoding.guided.grammar_trial import GrammarTrials
 from gptmanager.decoding.guided.guided import GuidedDecoding
 from gptmanager.decoding.guided.json_schema import SchemaReader
+from gptmanager.decoding.guided.schema_numbers import simplest
 from gptmanager.errors import CapacityError, InvalidRequestError, LogitsError
 from gptmanager.lifecycle.child_process import (
     NoAnswerError,
@@ -141,6 +142,11 @@ def test_true_and_an_empty_schema_are_any_json(guided, tokenizer, schema):
 def test_bounds_that_are_no_doubles_are_narrowed(bounds, read):
     schema = {"items": [bounds]}
     assert json.loads(SchemaReader(lenient=False).read(json.dumps(schema))) == {"items": [read]}
+
+
+def test_a_whole_number_of_at_most_2_to_the_53_is_an_integer():
+    texts = ("2.0", "9007199254740992.0", "9007199254740994.0", "0.5")
+    assert [str(simplest(text)) for text in texts] == ["2", "9007199254740992", *texts[2:]]
 
 
 # Time and memory ----------------------------------------------------------------------------------
