@@ -214,13 +214,16 @@ def test_a_state_of_beams_that_contradicts_itself_is_refused(changes, text):
         restore_beams(new_search(), state._replace(**changes))
 
 
-def test_the_size_of_a_state_includes_all_nodes_of_beams_that_share_none():
+def test_a_state_and_its_size_include_all_nodes_of_beams_that_share_none():
     search = BeamSearch(BeamParams(2), EndRule(9))
     search.advance(candidates_of(distribution([0.5, 0.4, 0.1]), search))
     for _ in range(4):
         search.advance(candidates_of(distribution(*[[0.98, 0.01, 0.01]] * 2), search))
     state = beam_state(search)
-    assert len(state.make().nodes) == 10 and state.num_values >= 10 * _NODE_VALUES
+    made, restored = state.make(), BeamSearch(BeamParams(2), EndRule(9))
+    assert len(made.nodes) == 10 and state.num_values >= 10 * _NODE_VALUES
+    restore_beams(restored, made)
+    assert beam_state(restored).make() == made
 
 
 def test_without_live_beams_the_best_ended_one_is_stable():
