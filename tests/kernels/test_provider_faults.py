@@ -13,6 +13,7 @@ from gptmanager import GptManager, ModelType
 from gptmanager.errors import CallbackError
 from gptmanager.kernels import AttentionShape, Kernels
 from gptmanager.kernels.attention.attention_arguments import Pages, RowLengths, RowSpans
+from gptmanager.kernels.gemm.matmul_plan import packing_pays
 from gptmanager.kernels.provided import ProvidedCpuKernels, ProvidedKernels, Served
 from gptmanager.testing import ContractChecker, RecordingCallbacks
 
@@ -173,7 +174,7 @@ def test_a_provider_is_asked_once_about_each_kind_of_weights():
     kernels.use_linear(linear)
     for _ in range(3):
         assert kernels.new_matrix(64, 32, torch.float32) is None
-        assert kernels.new_matrix(64, 48, torch.float32) is not None
+        assert (kernels.new_matrix(64, 48, torch.float32) is not None) is packing_pays()
     assert asked == [(64, 32, torch.float32), (64, 48, torch.float32)]
 
 

@@ -21,6 +21,7 @@ from gptmanager.config import SchedulerConfig
 from gptmanager.cuda.attention.provider_libraries import find_providers
 from gptmanager.errors import CallbackError, ConfigError
 from gptmanager.kernels import AttentionShape, CpuKernels, Kernels, PackedMatrix
+from gptmanager.kernels.gemm.matmul_plan import packing_pays
 from gptmanager.kernels.provided import ProvidedCpuKernels, ProvidedKernels, Served
 from gptmanager.recorder import read_recording
 from gptmanager.replay import replay
@@ -245,11 +246,11 @@ class Doubling:
 
 def test_a_provider_of_matmuls_gets_plain_weights_that_it_accepts():
     kernels, x, weight, bias = ProvidedCpuKernels(), randn(3, 32), randn(64, 32), randn(64)
-    assert isinstance(kernels.new_matrix(64, 32, torch.float32), PackedMatrix)
+    assert isinstance(kernels.new_matrix(64, 32, torch.float32), PackedMatrix) is packing_pays()
     kernels.use_linear(Doubling())
     assert kernels.new_matrix(64, 32, torch.float32) is None
     assert isinstance(kernels.new_matrix(64, 32, torch.float32, "int8"), PackedMatrix)
-    assert isinstance(kernels.new_matrix(48, 32, torch.float32), PackedMatrix)
+    assert isinstance(kernels.new_matrix(48, 32, torch.float32), PackedMatrix) is packing_pays()
     own = CpuKernels()
     torch.testing.assert_close(kernels.linear(x, weight, bias), 2 * own.linear(x, weight, bias))
     torch.testing.assert_close(kernels.linear(x, weight[:8]), own.linear(x, weight[:8]))
