@@ -103,10 +103,10 @@ class Lifecycle:
 class Health:
     """The health of a manager.
 
-    `alive` means that the manager has not ended. `progressing` means that no request is active, or
-    that active requests have waited for the end of a step for less than ten seconds. `accepting`
-    means that GetInferenceRequests may be called. After the end, and in a forked process, all three
-    are False.
+    `alive` means that the manager has not ended. `progressing` means that no request is active,
+    that generation is paused or the manager asleep, or that active requests have waited for the end
+    of a step for less than ten seconds. `accepting` means that GetInferenceRequests may be called.
+    After the end, and in a forked process, all three are False.
     `num_active` is the number of active requests. `last_step_age_s` is the number of seconds since
     the last step ended, or None before the end of the first step. `callbacks` has the latencies of
     each callback by name. `total_blocks` is the number of blocks of the KV cache, and `free_blocks`

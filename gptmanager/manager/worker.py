@@ -193,6 +193,7 @@ class Worker:
                 self._lifecycle.move_to(ManagerState.DRAINING)
             elif not self._calls.has_failed and self._is_paused:
                 self._calls.note_pause()
+                self.stall_watch.note(worked=False, is_active=False)  # waits for the host: no stall
                 self.steps.interrupt()
                 self._timer.stop()
                 self._inbox.rest(_PAUSE_S)

@@ -7,6 +7,7 @@ import re
 import tempfile
 import time
 from pathlib import Path
+from time import monotonic
 
 import pytest
 import torch
@@ -22,7 +23,7 @@ from gptmanager import (
     PeftCacheManagerConfig,
 )
 from gptmanager.errors import CallbackError, ConfigError, ManagerDeadError, SleepError
-from gptmanager.manager import weight_updates
+from gptmanager.manager import stall_watch, weight_updates
 from gptmanager.manager.watching import Ran
 from gptmanager.memory import released_memory
 from gptmanager.memory.safetensors_reader import SafetensorsFolder
@@ -110,6 +111,21 @@ def test_statistics_and_finals_tell_the_version_of_the_weights(served, checkpoin
     assert versions(host.final(waiting, 60)) == [version, version]
     records = [json.loads(record)["gptmanager"]["weights_version"] for record in host.statistics]
     assert records[-1] == version and before in records
+
+
+def test_a_manager_that_is_paused_is_not_stuck(served, monkeypatch):
+    host, manager = served
+    number = next(NUMBERS)
+    host.submit(request(number, [1, 2, 3], 200, is_streaming=True))
+    while not host.of(number):
+        pass
+    manager.pause_generation()
+    monkeypatch.setattr(stall_watch, "monotonic", lambda: monotonic() + 60)
+    while not manager.health().progressing:  # until the paused loop has looked at the clock
+        time.sleep(0.01)
+    assert manager.health().num_active == 1 and manager.health().last_step_age_s > 50
+    manager.resume_generation()
+    host.final(number, 60)
 
 
 def test_a_wrong_mapping_changes_nothing(served, checkpoint):
