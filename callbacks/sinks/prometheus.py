@@ -92,8 +92,8 @@ class PrometheusSink:
         Their latencies then include the wait since `arrived`.
         """
 
-        def fetch(max_num_requests: int) -> Iterable[InferenceRequest]:
-            requests = get(max_num_requests)
+        def fetch(max_num_requests: int) -> Any:
+            requests: Any = get(max_num_requests)
             if not isinstance(requests, Iterable):  # the manager refuses it
                 return requests
             return passed_on(requests, self._noting(requests))

@@ -25,8 +25,8 @@ from gptmanager.request.post_processor import name_of
 from gptmanager.step import Progress
 
 # inputs that ask for outputs that the journal does not keep: of the generated tokens, of the prompt
-_OF_TOKENS = ("return_generation_logits", "num_top_log_probs")
-_OF_PROMPT = ("return_context_logits", "num_prompt_log_probs")
+_OF_TOKENS = {"return_generation_logits", "num_top_log_probs"}
+_OF_PROMPT = {"return_context_logits", "num_prompt_log_probs"}
 _BY_TOKEN = ("output_ids", "output_log_probs")  # outputs `[1, beam, tokens]` that the journal keeps
 
 
@@ -125,8 +125,8 @@ def _lacks_outputs(request: InferenceRequest, num_sent: int, params: OptionalPar
     """
     asked, gathers = _OF_TOKENS, params.gather_generation_logits
     if not num_sent:
-        asked, gathers = (*asked, *_OF_PROMPT), gathers or params.gather_context_logits
-    return gathers or not request.tensors.keys().isdisjoint(asked)
+        asked, gathers = asked | _OF_PROMPT, gathers or params.gather_context_logits
+    return gathers or not asked.isdisjoint(request.tensors)
 
 
 def _restore_processor(request: InferenceRequest, params: OptionalParams) -> None:
