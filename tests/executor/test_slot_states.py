@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from cuda_headers import require_cuda_headers
 from stateful_runs import run_many
 
 from gptmanager import (
@@ -85,6 +86,8 @@ def continued(prompt: Any, count: int) -> list[int]:
 )
 @pytest.mark.every(2)
 def test_each_of_200_requests_is_as_alone(count: int, options: dict[str, Any]) -> None:
+    if "device" in options:
+        require_cuda_headers()
     model = Digesting()
     model.spec = replace(model.spec, num_layers=1)  # kernels of devices copy blocks of a layer
     host = run_many(model, lambda own, size: [continued(it, size) for it in own], count, **options)

@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 import torch
 from checkpoints import CONFIGS, checkpoint, random_model
+from cuda_headers import require_cuda_headers
 from fuzz import FUZZ
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -597,6 +598,7 @@ class Shared:
 )
 @pytest.mark.every(2)
 def test_ranks_on_devices(num_stages, ahead):
+    require_cuda_headers()
     shared = Shared()
     params = options(num_stages, device="emulator", run_ahead=ahead, cuda_graphs=False)
     queues = [queue.Queue()]

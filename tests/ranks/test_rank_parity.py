@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from checkpoints import CONFIGS, checkpoint, random_model
+from cuda_headers import require_cuda_headers
 from fuzz import FUZZ
 from rank_managers import PATIENCE_S, Host, rank_managers
 
@@ -27,8 +28,6 @@ from gptmanager import (
     PromptLookup,
     SchedulerConfig,
 )
-from gptmanager.cuda import emulator
-from gptmanager.errors import ConfigError
 
 VOCAB_SIZE = 96
 TIMES = {"Timestamp", "iteration_latency_us", "gil_wait_us", "callback_us"}
@@ -248,10 +247,7 @@ def test_each_rank_with_logits_calls_its_own_hosts_processors(monkeypatch, stage
 
 @pytest.mark.slow
 def test_ranks_on_the_emulator(monkeypatch):
-    try:
-        emulator.Toolchain().require_headers()
-    except ConfigError as error:
-        pytest.skip(f"needs the headers of CUDA: {error}")
+    require_cuda_headers()
     requests, stops = load(6, seed=3)
     options = {"device": "emulator", "run_ahead": 1}
     alone = run_alone("llama", requests, stops, **options)
