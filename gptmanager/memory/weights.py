@@ -388,6 +388,7 @@ class Weights:
             storage.copy_(piece, row, column, own)
             return True
         assert isinstance(piece, Tensor)
+        piece = piece if columns is None else piece[:, columns.start : columns.stop]
         region = storage[row : row + len(piece)]
         if piece.dim() == 2:
             region = region[:, column : column + piece.shape[1]]

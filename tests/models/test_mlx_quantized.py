@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from gptmanager.errors import ConfigError
 from gptmanager.kernels import CpuKernels, Kernels
+from gptmanager.kernels.gemm import matmul_plan
 from gptmanager.kernels.gemm.int4_matrix import Int4Matrix
 from gptmanager.memory.tensor_sources import StateDict
 from gptmanager.models import load_model
@@ -60,8 +61,13 @@ def test_matrices_in_4_bits_keep_the_numbers_of_the_file(name: str, tmp_path: Pa
         assert torch.equal(kept.weights[it].unpacked(), exact.weights.tensor(it))
 
 
-def test_experts_in_one_tensor_may_be_cut_for_ranks(tmp_path: Path) -> None:
-    """Each rank has half of the experts, or half of the columns of each."""
+@pytest.mark.parametrize("is_packed", [True, False])
+def test_experts_in_one_tensor_may_be_cut_for_ranks(
+    is_packed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each rank has half of the experts, or half of the columns of each matrix."""
+    # some processors do not pack matrices in 4 bits: they become floats
+    monkeypatch.setattr(matmul_plan, "HAS_FLOAT16", is_packed and matmul_plan.HAS_FLOAT16)
     packed, floats = quantized_folders("mixtral", tmp_path)
 
     def logits(collectives=None, folder=packed):
