@@ -1,7 +1,8 @@
 """`read_spec`: converts a `config.json` to the `ModelSpec` of its network.
 
 A field that changes the mathematics is either applied, or rejected with a `ConfigError` that names
-it. Absent fields have transformers' defaults. Most sizes have no default, and are required.
+it. Absent fields have transformers' defaults. Most sizes have no default, and are required, except
+in the `text_config` of a multimodal model.
 `config_fields` lists the fields that are ignored.
 """
 

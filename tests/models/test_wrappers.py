@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import PagedDriver, checkpoint
+from checkpoints import PagedDriver, checkpoint, default_config
 from family_configs import FAMILY_CONFIGS
 from family_runs import LONG, family_folder, family_model
 from odd_configs import family_config
@@ -17,7 +17,7 @@ from odd_configs import family_config
 from gptmanager.errors import ConfigError
 from gptmanager.models import load_model
 from gptmanager.models.families import FAMILIES
-from gptmanager.models.families.wrappers import TEXT_FAMILIES
+from gptmanager.models.families.wrappers import TEXT_FAMILIES, TEXT_SIZES
 from gptmanager.models.read_spec import read_spec
 
 CASES = [
@@ -125,6 +125,16 @@ def test_a_flat_config_with_mrope_is_that_of_its_text_model() -> None:
     spec = read_spec(flat)
     assert spec.family == "qwen2"
     assert spec.ropes[0].kind == "default" and spec.ropes[0].theta == 1e6
+
+
+@pytest.mark.parametrize("family", TEXT_SIZES)
+def test_sizes_that_a_text_config_leaves_out_are_those_of_transformers(family: str) -> None:
+    """Gemma 3 and LLaVA are published so."""
+    wrapper = next(it for it in TEXT_FAMILIES if TEXT_FAMILIES[it] == family)
+    known, given = default_config(family), {"model_type": family, "num_hidden_layers": 3}
+    spec = read_spec({"model_type": wrapper, "text_config": given})
+    assert TEXT_SIZES[family] == {name: getattr(known, name) for name in TEXT_SIZES[family]}
+    assert (spec.num_layers, spec.vocab_size) == (3, known.vocab_size)
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,17 @@ from typing import Any
 
 from gptmanager.errors import ConfigError, quoted
 
+
+def _sizes(vocab: int, hidden: int, intermediate: int, layers: int, heads: int) -> dict[str, int]:
+    return {
+        "vocab_size": vocab,
+        "hidden_size": hidden,
+        "intermediate_size": intermediate,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+    }
+
+
 # Model type of a wrapper, or of the text model in it -> the family of the text model.
 TEXT_FAMILIES: Mapping[str, str] = {
     "aya_vision": "cohere2",
@@ -31,6 +42,13 @@ TEXT_FAMILIES: Mapping[str, str] = {
     "qwen3_5": "qwen3_5_text",
     "qwen3_5_moe": "qwen3_5_moe_text",
     "voxtral": "llama",
+}
+# Sizes that published wrappers leave out -> the defaults of transformers for each text model.
+TEXT_SIZES: Mapping[str, Mapping[str, int]] = {
+    "gemma3_text": _sizes(262208, 2304, 9216, 26, 8),
+    "llama": _sizes(32000, 4096, 11008, 32, 32),
+    "mistral": _sizes(32000, 4096, 14336, 32, 32),
+    "qwen2": _sizes(151936, 4096, 22016, 32, 32),
 }
 # Prefix of a text model's tensors in a wrapper -> their prefix without the wrapper.
 PREFIXES: Mapping[str, str] = {
@@ -77,7 +95,10 @@ def ties_by_wrapper(config: Mapping[str, Any]) -> Any:
 
 
 def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the config of the text model, or `config` itself without a wrapper."""
+    """Return the config of the text model, or `config` itself without a wrapper.
+
+    Sizes that `text_config` leaves out are those of `TEXT_SIZES`.
+    """
     if not is_wrapper(config):
         return config
     inner = config.get("text_config")
@@ -90,4 +111,5 @@ def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
     name = inner.get("model_type", TEXT_FAMILIES[config["model_type"]])
     family = TEXT_FAMILIES.get(name, name) if isinstance(name, str) else name
     given = {key: value for key, value in inner.items() if value is not None or key not in outer}
-    return {**outer, **given, "model_type": family}
+    sizes = TEXT_SIZES.get(family, {}) if isinstance(family, str) else {}
+    return {**sizes, **outer, **given, "model_type": family}
