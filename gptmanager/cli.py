@@ -20,15 +20,15 @@ from typing import Any
 from gptmanager import __version__
 from gptmanager.bench.arguments import add_command as add_bench
 from gptmanager.bench.environment_arguments import add_command as add_env
+from gptmanager.commands.chat.arguments import add_command as add_chat
+from gptmanager.commands.checkpoints.convert_arguments import add_command as add_convert
+from gptmanager.commands.checkpoints.models_arguments import add_command as add_models
+from gptmanager.commands.run.arguments import add_command as add_run
 from gptmanager.environment.lazy_names import named
 from gptmanager.errors import ConfigError, GptManagerError, RecordingError
 from gptmanager.journal.arguments import add_command as add_journal
 from gptmanager.picture.arguments import add_command as add_picture
 from gptmanager.replay.arguments import add_command as add_replay
-from gptmanager.run.arguments import add_command as add_run
-from gptmanager.run.chat.arguments import add_command as add_chat
-from gptmanager.run.convert_arguments import add_command as add_convert
-from gptmanager.run.models_arguments import add_command as add_models
 from gptmanager.server.arguments import add_command as add_serve
 from gptmanager.simulator.arguments import add_command as add_simulate
 from gptmanager.terminal.option_names import in_options, with_origin

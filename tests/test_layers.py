@@ -560,20 +560,19 @@ picture/                      drawings of a schedule: SVG, zoomable page, Perfet
     perfetto                  a trace for Perfetto
     main                      runs `gptmanager picture`
     arguments                 arguments of `gptmanager picture` (no torch)
-run/                          `gptmanager run`: a file of requests
-    adapter_folders           loads the adapters that requests name
-    chat_prompts              messages of a chat in a line, as token ids
-    line_fields               fields of a line of the requests file
-    requests_file             reads the requests file
-    results_file              writes the results file
+commands/                     the commands that need no server
     latencies                 latency percentiles
     follow                    runs a command on ranks other than 0
-    progress_display          the progress display
-    watch                     watches a run from the terminal's thread
-    main                      runs `gptmanager run`
-    arguments                 arguments of `gptmanager run` (no torch)
-    convert_main              runs `gptmanager convert`
-    convert_arguments         arguments of `gptmanager convert` (no torch)
+    run/                      `gptmanager run`: a file of requests
+        adapter_folders       loads the adapters that requests name
+        chat_prompts          messages of a chat in a line, as token ids
+        line_fields           fields of a line of the requests file
+        requests_file         reads the requests file
+        results_file          writes the results file
+        progress_display      the progress display
+        watch                 watches a run from the terminal's thread
+        main                  runs `gptmanager run`
+        arguments             arguments of `gptmanager run` (no torch)
     chat/                     `gptmanager chat`: a conversation with a model
         conversation          messages of a chat, and the answers to choose from (no torch)
         message_lines         a message from the lines that a person types (no torch)
@@ -585,8 +584,11 @@ run/                          `gptmanager run`: a file of requests
         piped_view            a chat through pipes
         session               asks and answers until the end
         arguments             arguments of `gptmanager chat` (no torch)
-    models_main               runs `gptmanager models` (no torch)
-    models_arguments          arguments of `gptmanager models` (no torch)
+    checkpoints/              `gptmanager convert` and `gptmanager models`
+        convert_main          runs `gptmanager convert`
+        convert_arguments     arguments of `gptmanager convert` (no torch)
+        models_main           runs `gptmanager models` (no torch)
+        models_arguments      arguments of `gptmanager models` (no torch)
 server/                       a manager behind HTTP and gRPC
     extras                    imports of optional dependencies (no torch)
     errors                    errors as clients get them

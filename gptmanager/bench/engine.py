@@ -15,11 +15,11 @@ from gptmanager.bench.load import Request, Source
 from gptmanager.callbacks import RequestQueue, broadcast
 from gptmanager.callbacks.queue.generation import Generation
 from gptmanager.callbacks.queue.result import GenerationResult
+from gptmanager.commands.latencies import FetchTimes, latencies
 from gptmanager.config import ModelType, OptionalParams, SchedulerConfig
 from gptmanager.errors import CapacityError, ConfigError, RequestError
 from gptmanager.manager.gpt_manager import GptManager
 from gptmanager.request.inference_request import SendResponseCallback
-from gptmanager.run.latencies import FetchTimes, latencies
 
 WARM_UP = [0] * 16  # the prompt of the requests that run before anything is timed
 

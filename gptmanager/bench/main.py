@@ -22,8 +22,8 @@ from gptmanager.bench.load import Load
 from gptmanager.bench.names import PARTS
 from gptmanager.bench.peer_throughput import BenchOptions, bench
 from gptmanager.bench.table import end_to_end_table, kernel_table
+from gptmanager.commands.follow import is_follower
 from gptmanager.errors import GptManagerError
-from gptmanager.run.follow import is_follower
 from gptmanager.terminal.options import manager_options
 from gptmanager.terminal.progress import NOTES, ProgressBars
 from gptmanager.terminal.tables import Piece, print_report, report_json, table

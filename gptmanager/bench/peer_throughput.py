@@ -28,10 +28,10 @@ from gptmanager.bench.machine import machine, processor
 from gptmanager.bench.peers import llama_cpp_peer
 from gptmanager.bench.peers.transformers_peer import TransformersPeer
 from gptmanager.bench.peers.vllm_peer import VllmPeer
+from gptmanager.commands.follow import follow, is_follower
 from gptmanager.config import ModelType, OptionalParams, SchedulerConfig
 from gptmanager.errors import ConfigError
 from gptmanager.models.read_spec import read_spec
-from gptmanager.run.follow import follow, is_follower
 
 # Limits for vLLM: seconds to start, and the time for the load as a multiple of gptmanager's time.
 _START_S, _TIMES_OURS = 900.0, 50.0

@@ -13,9 +13,9 @@ from dataclasses import replace
 
 import torch
 
+from gptmanager.commands.follow import follow, is_follower
 from gptmanager.config import CapacitySchedulerPolicy, ModelType
 from gptmanager.environment.cores import num_cores
-from gptmanager.run.follow import follow, is_follower
 from gptmanager.server.extras import load_extra
 from gptmanager.server.log_output import logging_to
 from gptmanager.server.settings import ServerSettings

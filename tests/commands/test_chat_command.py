@@ -14,7 +14,7 @@ from text_checkpoint import save_text_checkpoint
 
 from gptmanager import cli
 from gptmanager.callbacks import generate
-from gptmanager.run.chat.chat_model import ChatModel
+from gptmanager.commands.chat.chat_model import ChatModel
 
 TINY_LLAMA = Path(__file__).resolve().parents[2] / "examples" / "tiny_llama"
 TEMPLATE = "{% for message in messages %}{{ message.content }}\n{% endfor %}"

@@ -26,10 +26,10 @@ from text_checkpoint import END_ID, byte_tokenizer, save_text_checkpoint
 from gptmanager import __version__, cli
 from gptmanager.callbacks import generate
 from gptmanager.callbacks.text.text_encoder import TextEncoder
+from gptmanager.commands.latencies import latencies
 from gptmanager.errors import ManagerDeadError, RecordingError
 from gptmanager.recorder.recording_file import read_recording
 from gptmanager.replay import replay
-from gptmanager.run.latencies import latencies
 
 SCHEMA = json.loads(files("gptmanager").joinpath("statistics.schema.json").read_text())
 
@@ -592,7 +592,7 @@ def test_no_error_ends_in_a_traceback(run, monkeypatch, error, code):
     def fail(*arguments):
         raise error
 
-    monkeypatch.setattr("gptmanager.run.main.serve_file", fail)
+    monkeypatch.setattr("gptmanager.commands.run.main.serve_file", fail)
     outcome = run({"prompt": "Once"})
     assert outcome.code == code and "Traceback" not in outcome.err
     assert outcome.err.startswith("gptmanager: ")
@@ -609,7 +609,8 @@ def test_a_command_that_cannot_be_imported(call, monkeypatch):
     hint = "check the installation, and the memory limit of this process (ulimit -v)"
     assert outcome.code == 1
     assert outcome.err == (
-        f"gptmanager: gptmanager.run.models_main cannot be imported: {why}; {hint}\n"
+        f"gptmanager: gptmanager.commands.checkpoints.models_main cannot be imported: {why}; "
+        f"{hint}\n"
     )
 
 

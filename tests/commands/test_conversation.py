@@ -4,10 +4,10 @@ import json
 
 import pytest
 
+from gptmanager.commands.chat.conversation import Conversation
+from gptmanager.commands.chat.message_lines import Entry, read_message
+from gptmanager.commands.chat.slash_commands import EndOfChat, run_command
 from gptmanager.errors import ConfigError
-from gptmanager.run.chat.conversation import Conversation
-from gptmanager.run.chat.message_lines import Entry, read_message
-from gptmanager.run.chat.slash_commands import EndOfChat, run_command
 
 
 def said(conversation):

@@ -17,10 +17,10 @@ from shorthand import params
 
 from gptmanager import GptManager, ManagerState, ModelType
 from gptmanager.callbacks import RequestQueue, fan_out
-from gptmanager.run import watch
-from gptmanager.run.progress_display import ProgressDisplay
-from gptmanager.run.requests_file import read_requests
-from gptmanager.run.results_file import Results
+from gptmanager.commands.run import watch
+from gptmanager.commands.run.progress_display import ProgressDisplay
+from gptmanager.commands.run.requests_file import read_requests
+from gptmanager.commands.run.results_file import Results
 from gptmanager.terminal.redrawn_lines import RedrawnLines
 from gptmanager.testing import ScriptedModel
 

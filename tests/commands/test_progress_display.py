@@ -17,7 +17,7 @@ import time
 import pytest
 from screen import Screen
 
-from gptmanager.run.progress_display import Progress, ProgressDisplay, RunningRow
+from gptmanager.commands.run.progress_display import Progress, ProgressDisplay, RunningRow
 from gptmanager.terminal.printable import printable
 from gptmanager.terminal.progress import ProgressBars
 from gptmanager.terminal.redrawn_lines import RedrawnLines

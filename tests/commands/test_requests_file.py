@@ -20,12 +20,12 @@ from text_checkpoint import byte_tokenizer, save_text_checkpoint
 
 from gptmanager import FinishReason
 from gptmanager.callbacks import GenerationResult, load_tokenizer
+from gptmanager.commands.run.chat_prompts import ChatPrompts
+from gptmanager.commands.run.line_fields import _ALIASES, _NAMES
+from gptmanager.commands.run.requests_file import read_file, read_requests
+from gptmanager.commands.run.results_file import Results, new_file, result_line
 from gptmanager.errors import CapacityError, ConfigError, GptManagerError
 from gptmanager.request.adapter import LORA_MODULE_IDS
-from gptmanager.run.chat_prompts import ChatPrompts
-from gptmanager.run.line_fields import _ALIASES, _NAMES
-from gptmanager.run.requests_file import read_file, read_requests
-from gptmanager.run.results_file import Results, new_file, result_line
 
 TOKENIZER = byte_tokenizer()
 TINY_LLAMA = Path(__file__).resolve().parents[2] / "examples" / "tiny_llama"

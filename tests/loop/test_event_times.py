@@ -15,11 +15,11 @@ import pytest
 
 from gptmanager import FinishReason
 from gptmanager.callbacks import RequestQueue
+from gptmanager.commands.run.progress_display import ProgressDisplay
+from gptmanager.commands.run.requests_file import read_requests
+from gptmanager.commands.run.results_file import Results
+from gptmanager.commands.run.watch import Recorder, Watch, summary
 from gptmanager.errors import InvalidRequestError, ManagerDeadError
-from gptmanager.run.progress_display import ProgressDisplay
-from gptmanager.run.requests_file import read_requests
-from gptmanager.run.results_file import Results
-from gptmanager.run.watch import Recorder, Watch, summary
 from gptmanager.terminal.redrawn_lines import RedrawnLines
 
 LINES = [
@@ -104,7 +104,7 @@ def test_a_line_that_another_thread_refuses_carries_its_time(monkeypatch):
         def get(self):
             return 1002.5, replace(slow, build=None, error=InvalidRequestError("too long"))
 
-    monkeypatch.setattr("gptmanager.run.watch.build_in_thread", lambda lines: Built())
+    monkeypatch.setattr("gptmanager.commands.run.watch.build_in_thread", lambda lines: Built())
 
     def loop():
         run.at(2.0).join()

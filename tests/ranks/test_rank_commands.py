@@ -16,7 +16,7 @@ from ranks_by_hand import free_port, outputs, started_ranks
 
 from gptmanager import OptionalParams
 from gptmanager.cli import main
-from gptmanager.run.follow import is_follower
+from gptmanager.commands.follow import is_follower
 
 ROOT = Path(__file__).resolve().parents[2]
 MODEL = str(ROOT / "examples" / "tiny_llama")

@@ -10,16 +10,16 @@ import sys
 from typing import Protocol
 
 from gptmanager.callbacks import GenerationResult
+from gptmanager.commands.chat.answers import Answers
+from gptmanager.commands.chat.chat_model import ChatModel, for_chats, open_chat_model
+from gptmanager.commands.chat.conversation import Conversation
+from gptmanager.commands.chat.message_lines import Entry
+from gptmanager.commands.chat.piped_view import PipedView
+from gptmanager.commands.chat.slash_commands import EndOfChat, run_command
+from gptmanager.commands.chat.terminal_view import TerminalView
+from gptmanager.commands.follow import follow, is_follower
 from gptmanager.config import FinishReason
 from gptmanager.errors import ConfigError, RequestError
-from gptmanager.run.chat.answers import Answers
-from gptmanager.run.chat.chat_model import ChatModel, for_chats, open_chat_model
-from gptmanager.run.chat.conversation import Conversation
-from gptmanager.run.chat.message_lines import Entry
-from gptmanager.run.chat.piped_view import PipedView
-from gptmanager.run.chat.slash_commands import EndOfChat, run_command
-from gptmanager.run.chat.terminal_view import TerminalView
-from gptmanager.run.follow import follow, is_follower
 from gptmanager.terminal.options import manager_options
 from gptmanager.terminal.printable import printable
 from gptmanager.terminal.progress import NOTES, ProgressBars

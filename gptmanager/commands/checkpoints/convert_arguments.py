@@ -28,7 +28,7 @@ def add_command(commands: Any) -> None:
     parser = add_parser(
         commands,
         "convert",
-        "gptmanager.run.convert_main:main",
+        "gptmanager.commands.checkpoints.convert_main:main",
         help="write a checkpoint as a folder that loads fast",
         usage="gptmanager convert SRC DST [options]",
         description=_HELP,

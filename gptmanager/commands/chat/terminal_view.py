@@ -12,9 +12,9 @@ from collections.abc import Iterator, Sequence
 from rich.table import Table
 from rich.text import Text
 
-from gptmanager.run.chat.answers import Answers
-from gptmanager.run.chat.interrupts import each_interrupt_raises, on_interrupt
-from gptmanager.run.chat.message_lines import Entry, read_message
+from gptmanager.commands.chat.answers import Answers
+from gptmanager.commands.chat.interrupts import each_interrupt_raises, on_interrupt
+from gptmanager.commands.chat.message_lines import Entry, read_message
 from gptmanager.terminal.printable import printable_lines, printable_text
 from gptmanager.terminal.redrawn_lines import RedrawnLines, console
 from gptmanager.terminal.signals import Terminated

@@ -14,15 +14,15 @@ import orjson
 
 from gptmanager.callbacks import JsonLinesSink, RequestQueue, broadcast, fan_out, load_tokenizer
 from gptmanager.callbacks.text.checkpoint import has_tokenizer
+from gptmanager.commands.follow import follow, is_follower
+from gptmanager.commands.run.chat_prompts import ChatPrompts
+from gptmanager.commands.run.progress_display import ProgressDisplay
+from gptmanager.commands.run.requests_file import read_file, read_requests
+from gptmanager.commands.run.results_file import Results, new_file
+from gptmanager.commands.run.watch import Recorder, Watch, summary
 from gptmanager.errors import ConfigError
 from gptmanager.manager.gpt_manager import GptManager
 from gptmanager.models.hf.sizes import read_sizes
-from gptmanager.run.chat_prompts import ChatPrompts
-from gptmanager.run.follow import follow, is_follower
-from gptmanager.run.progress_display import ProgressDisplay
-from gptmanager.run.requests_file import read_file, read_requests
-from gptmanager.run.results_file import Results, new_file
-from gptmanager.run.watch import Recorder, Watch, summary
 from gptmanager.terminal.arguments import check_distinct
 from gptmanager.terminal.options import (
     ManagerOptions,

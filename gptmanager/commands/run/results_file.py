@@ -14,8 +14,8 @@ import orjson
 from tokenizers import Tokenizer
 
 from gptmanager.callbacks import GenerationResult, TextStream
+from gptmanager.commands.run.requests_file import RequestLine
 from gptmanager.errors import ConfigError, GptManagerError, InvalidRequestError, response_text
-from gptmanager.run.requests_file import RequestLine
 
 _COUNTS = (
     "pauses",

@@ -9,8 +9,8 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
+from gptmanager.commands.chat.conversation import Conversation
 from gptmanager.errors import ConfigError, quoted
-from gptmanager.run.chat.conversation import Conversation
 
 HELP = """\
 /clear          begin a new conversation; the system prompt stays

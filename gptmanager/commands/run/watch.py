@@ -13,13 +13,13 @@ import numpy as np
 import orjson
 
 from gptmanager.callbacks import Generation, RequestQueue, TextStream
+from gptmanager.commands.latencies import FetchTimes, latencies
+from gptmanager.commands.run.progress_display import Progress, ProgressDisplay, RunningRow
+from gptmanager.commands.run.requests_file import RequestLine, build_in_thread
+from gptmanager.commands.run.results_file import Results
 from gptmanager.errors import ManagerDeadError
 from gptmanager.lifecycle.latch import Latch
 from gptmanager.request.inference_request import InferenceRequest, NamedTensor
-from gptmanager.run.latencies import FetchTimes, latencies
-from gptmanager.run.progress_display import Progress, ProgressDisplay, RunningRow
-from gptmanager.run.requests_file import RequestLine, build_in_thread
-from gptmanager.run.results_file import Results
 
 _REFRESH_S = 0.1  # between two drawings, each of which takes milliseconds of CPU time
 

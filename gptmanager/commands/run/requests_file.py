@@ -23,11 +23,11 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from gptmanager.callbacks.text.text_encoder import LONG_TEXT, TextEncoder
+from gptmanager.commands.run.adapter_folders import AdapterFolders
+from gptmanager.commands.run.chat_prompts import ChatPrompts
+from gptmanager.commands.run.line_fields import read_fields
 from gptmanager.errors import ConfigError, InvalidRequestError, quoted, response_text
 from gptmanager.request.inference_request import InferenceRequest
-from gptmanager.run.adapter_folders import AdapterFolders
-from gptmanager.run.chat_prompts import ChatPrompts
-from gptmanager.run.line_fields import read_fields
 
 
 @dataclass(frozen=True, slots=True)

@@ -45,7 +45,7 @@ def add_command(commands: Any) -> None:
     parser = add_parser(
         commands,
         "chat",
-        "gptmanager.run.chat.session:converse",
+        "gptmanager.commands.chat.session:converse",
         help="talk to a model",
         usage="gptmanager chat --model PATH [options]",
         description=_HELP,

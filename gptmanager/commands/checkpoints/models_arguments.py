@@ -23,7 +23,7 @@ def add_command(commands: Any) -> None:
     parser = add_parser(
         commands,
         "models",
-        "gptmanager.run.models_main:main",
+        "gptmanager.commands.checkpoints.models_main:main",
         help="list the models on this machine",
         usage="gptmanager models [--json]",
         description=_HELP,

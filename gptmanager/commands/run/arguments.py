@@ -47,7 +47,7 @@ def add_command(commands: Any) -> None:
     parser = add_parser(
         commands,
         "run",
-        "gptmanager.run.main:main",
+        "gptmanager.commands.run.main:main",
         help="serve a file of requests and show them live",
         usage="gptmanager run --model PATH (--requests FILE | --prompt TEXT) [options]",
         description=_HELP,

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import sys
 
+from gptmanager.commands.chat.answers import Answers
+from gptmanager.commands.chat.message_lines import Entry, read_message
 from gptmanager.errors import ConfigError
-from gptmanager.run.chat.answers import Answers
-from gptmanager.run.chat.message_lines import Entry, read_message
 from gptmanager.terminal.printable import printable_text
 from gptmanager.terminal.streams import print_message, print_output
 

@@ -1,0 +1,1 @@
+"""`gptmanager convert` and `gptmanager models`: the checkpoints of this machine."""

@@ -1,0 +1,1 @@
+"""`gptmanager run`: runs a file of requests, and shows them live."""

@@ -1,1 +1,0 @@
-"""The commands `gptmanager run`, `chat`, `convert` and `models`, which need no server."""
