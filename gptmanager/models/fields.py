@@ -13,6 +13,8 @@ from gptmanager.errors import ConfigError, quoted
 MAX_SIZE = 2**31 - 1  # positions, tokens and rows are int32 in kernels
 LEAST_NUMBER, MAX_NUMBER = 1.2e-38, 3.4e38  # the range of normal float32 numbers
 _LONG_NAME = 100
+# These names are not read in a family that has another name, because transformers ignores them.
+OURS_ALONE = frozenset({"norm_eps", "hidden_act"})
 RANGE = f"from {LEAST_NUMBER} to {MAX_NUMBER}"
 
 T = TypeVar("T")
@@ -21,9 +23,10 @@ T = TypeVar("T")
 class Fields:
     """A config, read by our names of the fields. Errors use the config's own names.
 
-    `spellings`: our name -> the config's name, for the fields where the names differ. `defaults`:
-    our name -> the value if the field is absent; a null field is None in spite of a default. Error
-    texts begin with `label` and the field's name. Methods that check a value raise ConfigError.
+    `spellings`: our name -> the config's name, for the fields where the names differ. A config may
+    have most fields by our name instead. `defaults`: our name -> the value if the field is absent;
+    a null field is None in spite of a default. Error texts begin with `label` and the field's name.
+    Methods that check a value raise ConfigError.
     """
 
     def __init__(
@@ -41,7 +44,8 @@ class Fields:
 
     def get(self, field: str) -> Any:
         """Mark the field as read; return its value, or the default if the field is absent."""
-        names = self._spellings.get(field, field), field
+        theirs = self._spellings.get(field, field)
+        names = (theirs,) if field in OURS_ALONE else (theirs, field)
         self._read.update(names)
         for name in names:
             if name in self._values:

@@ -242,5 +242,8 @@ def _read_dtype(fields: Fields, dtype: str | torch.dtype | None) -> torch.dtype:
 
 
 def _read_scale(fields: Fields, head_dim: int, layer: int) -> float:
-    scale = head_dim**-0.5 if fields.flag("scale_attn_weights", if_null=True) else 1.0
+    scale = head_dim**-0.5
+    if not fields.has_default("scale_attn_weights"):
+        return scale
+    scale = scale if fields.flag("scale_attn_weights", if_null=True) else 1.0
     return scale / (layer + 1) if fields.flag("scale_attn_by_inverse_layer_idx") else scale

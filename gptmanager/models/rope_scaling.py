@@ -32,6 +32,7 @@ _KINDS: Mapping[str, frozenset[str]] = {
     ),
     "longrope": _COMMON | {"factor", "attention_factor", "short_factor", "long_factor"},
 }
+_FROM_ORIGINAL_LENGTH = ("llama3", "yarn", "longrope")
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,9 +78,6 @@ def read_rope(
     all sequences, otherwise its short ones. Raise ConfigError for a value that is not supported.
     """
     values, label, theta = _rope_values(fields, layer_type)
-    original = fields.get("original_max_position_embeddings")
-    if original is not None:  # the top-level field has precedence, as in transformers
-        values = {**values, "original_max_position_embeddings": original}
     max_positions = fields.size("max_position_embeddings")
     rope = Fields(
         values,
@@ -101,9 +99,23 @@ def read_rope(
     for field, value in values.items():
         if value is not None and field not in _KINDS[kind]:
             raise rope.error(field, f"not supported with the rope type {kind!r}")
-    dim = _rotated_dim(fields, rope, head_dim)
+    share = _rotated_share(fields, rope, kind)
+    is_partial = kind == "proportional"
+    dim = head_dim if is_partial else _rotated_dim(fields, head_dim, share)
     scaled = _scale_rope(rope, kind, dim, max_positions, max_seq_len)
-    return replace(scaled, dim=dim, interleaved=interleaved)
+    return replace(scaled, dim=dim, interleaved=interleaved, share=share if is_partial else 1.0)
+
+
+def with_original_length(fields: Fields, values: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the RoPE parameters `values` with the original length that `fields` have, if any.
+
+    This length has precedence in the scalings that use one, as in transformers.
+    """
+    original = fields.get("original_max_position_embeddings")
+    kind = values.get("rope_type", values.get("type"))
+    if original is None or kind not in _FROM_ORIGINAL_LENGTH:
+        return values
+    return {**values, "original_max_position_embeddings": original}
 
 
 def _with_alpha(rope: Fields, head_dim: int) -> Rope:
@@ -127,10 +139,13 @@ def _rope_values(fields: Fields, layer_type: str) -> tuple[Mapping[str, Any], st
     for name, value in (("rope_scaling", scaling), ("rope_parameters", parameters)):
         if value is not None and not isinstance(value, Mapping):
             raise fields.error(name, "must be an object")
-    theta, local = (_base_or_none(fields, it) for it in ("rope_theta", "rope_local_base_freq"))
+    theta, local = _base_or_none(fields, "rope_theta"), None
+    if fields.has_default("rope_local_base_freq"):
+        local = _base_or_none(fields, "rope_local_base_freq")
     if scaling and parameters and not _contains({"rope_theta": theta, **scaling}, parameters):
         raise fields.error("rope_scaling", f"contradicts rope_parameters = {quoted(parameters)}")
     values, label = scaling or parameters or {}, "rope_scaling" if scaling else "rope_parameters"
+    values = with_original_length(fields, values)
     if layer_type in values and set(values) <= {*_LAYER_TYPES} and fields.layer_types:
         label, values = f"{label}.{layer_type}", values[layer_type]
         if not isinstance(values, Mapping):
@@ -161,16 +176,22 @@ def _base(fields: Fields, field: str) -> float:
     return theta
 
 
-def _rotated_dim(fields: Fields, rope: Fields, head_dim: int) -> int:
-    """Return `Rope.dim`. For "proportional" it is `head_dim`: `Rope.share` limits the pairs."""
-    if rope.get("rope_type") == "proportional":
-        return head_dim
+def _rotated_share(fields: Fields, rope: Fields, kind: str) -> float:
+    """Return the share of a head's dimensions that rotate."""
     is_known, of_config = fields.has_default("partial_rotary_factor"), 1.0
     if is_known:
         of_config = fields.number("partial_rotary_factor", limit=1.0)
     given = rope.number("partial_rotary_factor", of_config, limit=1.0)
-    if given != 1 and not is_known:
+    if given != 1 and not is_known and kind != "proportional":
         raise rope.error("partial_rotary_factor", "not supported in this family")
+    return given
+
+
+def _rotated_dim(fields: Fields, head_dim: int, given: float) -> int:
+    """Return `Rope.dim` for `given`, a share of the dimensions of a head.
+
+    For "proportional" it is `head_dim` instead: `Rope.share` limits the pairs.
+    """
     name, dim = "head_dim", int(head_dim * given)
     if fields.has_default("rotary_dim") and fields.get("rotary_dim") is not None:
         name, dim = "rotary_dim", fields.size("rotary_dim")
@@ -207,8 +228,7 @@ def _scale_rope(
     if kind == "dynamic":
         return _unstretched(rope, head_dim, max_positions, max_seq_len)
     if kind == "proportional":
-        share = rope.number("partial_rotary_factor", 1.0, limit=1.0)
-        return replace(plain, factor=rope.number("factor", 1.0), share=share)
+        return replace(plain, factor=rope.number("factor", 1.0))
     original = rope.size("original_max_position_embeddings")
     if original == 1:
         raise rope.error("original_max_position_embeddings", "must be more than 1")

@@ -104,6 +104,21 @@ def test_an_original_length_outside_of_the_rope_parameters_counts_for_temperatur
     spec = read_spec(old)
     assert spec == read_spec({**given, "rope_parameters": moved})
     assert spec.layers[0].attention.temperature == QueryTemperature(0.3, 8)
+    config = {**FAMILY_CONFIGS["ministral3"], "model_type": "ministral3"}
+    spec = read_spec({**config, "original_max_position_embeddings": 40})
+    assert spec.layers[0].attention.temperature == QueryTemperature(0.3, 8)  # RoPE is not scaled
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8}
+    kinds = {f"{it}_attention": {**yarn, "rope_theta": 1e4} for it in ("full", "sliding")}
+    config = {**BASE, "model_type": "olmo3", "sliding_window": 8, "rope_parameters": kinds}
+    spec = read_spec({**config, "original_max_position_embeddings": 40})
+    assert {rope.original_max_positions for rope in spec.ropes if rope} == {8}
+
+
+def test_proportional_rope_has_the_share_of_the_family() -> None:
+    config = {**FAMILY_CONFIGS["glm"], "model_type": "glm", "rope_theta": 1e4}
+    del config["rope_parameters"]
+    rope = read_spec({**config, "rope_scaling": {"rope_type": "proportional"}}).ropes[0]
+    assert rope is not None and (rope.share, rope.dim) == (0.5, 16)
 
 
 @pytest.mark.parametrize("name", ["gpt_neox", "opt", "phi3"])
@@ -120,6 +135,9 @@ def test_a_tied_checkpoint_may_have_either_matrix_or_both(name: str) -> None:
 
 
 def test_fields_without_effect_are_not_refused() -> None:
+    same = {"hidden_act": "gelu_pytorch_tanh", "norm_eps": 1e-6}
+    config = {**FAMILY_CONFIGS["gemma2"], "model_type": "gemma2"}
+    assert read_spec({**config, **same}) == read_spec(config)
     every_layer = {"mlp_only_layers": [0, 1, 2, 3], "decoder_sparse_step": 1}
     config = {**FAMILY_CONFIGS["qwen3_moe"], "model_type": "qwen3_moe", **every_layer}
     assert not any(layer.mlp.experts for layer in read_spec(config).layers)

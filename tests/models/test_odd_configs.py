@@ -83,6 +83,14 @@ CASES: list[tuple[str, dict[str, Any], str]] = [
     ),
     ("qwen3_moe", {"num_experts": "4"}, "config.json: num_experts = '4': must be a positive"),
     ("smollm3", {"no_rope_layers": [1, 0, 1, "0"]}, "no_rope_layers = .* must be a list of 4 zero"),
+    # fields of other families, which transformers ignores
+    ("llama", {"scale_attn_weights": False}, "scale_attn_weights = False: not supported"),
+    ("mixtral", {"n_group": 2}, "n_group = 2: not supported"),
+    ("llama4_text", {"routed_scaling_factor": 0.5}, "routed_scaling_factor = 0.5: not supported"),
+    ("cohere2", {"rope_local_base_freq": 300.0}, "rope_local_base_freq = 300.0: an unknown field"),
+    ("llama", {"norm_eps": 1e-5}, "norm_eps = 1e-05: not supported"),
+    ("gemma2", {"hidden_act": "silu"}, "hidden_act = 'silu': not supported"),
+    ("gpt_neox", {"num_key_value_heads": 2}, "heads = 2: must be num_attention_heads = 4"),
     ("llama", {"rope_parameters": {LONG: 1}}, r"rope_parameters.'9+\.\.\. \(5002 characters\) = 1"),
 ]
 

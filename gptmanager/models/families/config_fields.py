@@ -10,7 +10,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from gptmanager.models.fields import Fields
+from gptmanager.models.fields import OURS_ALONE, Fields
 
 # Fields that change what some families compute -> the value with which the field has no effect.
 _NEUTRAL: Mapping[str, Any] = {
@@ -24,11 +24,15 @@ _NEUTRAL: Mapping[str, Any] = {
     "is_causal": True,
     "is_encoder_decoder": False,
     "logits_scaling": 1.0,
+    "n_group": 1,
     "num_experts": 0,
     "num_local_experts": 0,
     "partial_rotary_factor": 1.0,
     "quantization_config": None,
     "residual_multiplier": 1.0,
+    "routed_scaling_factor": 1.0,
+    "scale_attn_weights": True,
+    "topk_group": 1,
 }
 # Fields in which published configs of a family say what the family always does -> their values. A
 # tuple has several values. transformers ignores these fields.
@@ -90,14 +94,17 @@ def refuse_unread(fields: Fields, neutral: Mapping[str, Any]) -> None:
     `neutral`: unread fields of the family -> the only value, besides None, that is accepted.
     """
     of_family = _OF_FAMILIES.get(fields.get("model_type"), {})
-    known = {**_NEUTRAL, **of_family, **neutral}
-    for field, value in fields.unread().items():
+    same = {name: fields.get(name) for name in OURS_ALONE}
+    known = {**_NEUTRAL, **same, **of_family, **neutral}
+    unread = fields.unread()
+    plain = Fields(unread, {}, {})  # for errors with the config's own names
+    for field, value in unread.items():
         if field in known:
             allowed = known[field] if isinstance(known[field], tuple) else (known[field],)
             if value is not None and value not in allowed:
-                raise fields.error(field, "not supported")
+                raise plain.error(field, "not supported")
         elif not _IGNORED.fullmatch(field) and not _is_off(value):
-            raise fields.error(
+            raise plain.error(
                 field,
                 "an unknown field, which may change what the network computes; remove it from "
                 "config.json if it does not",

@@ -39,12 +39,9 @@ _FIELDS = {
 }
 
 
-def _attention(fields: Fields, _: int) -> Mapping[str, Any]:
-    heads, rope_dim = fields.size("num_attention_heads"), fields.size("head_dim")
-    if fields.size("num_key_value_heads", heads) != heads:
-        raise fields.error(
-            "num_key_value_heads", f"must be {fields.as_given('num_attention_heads')}"
-        )
+def _attention(fields: Fields, layer: int) -> Mapping[str, Any]:
+    readers.as_many_kv_heads(fields, layer)
+    rope_dim = fields.size("head_dim")
     fields.note_read("qk_head_dim")
     latent = Latent(
         rank=fields.size("kv_lora_rank"),
@@ -123,6 +120,8 @@ _V2 = replace(
         mlp_bias=False,
         n_routed_experts=64,
         n_shared_experts=2,
+        n_group=None,
+        topk_group=None,
         moe_intermediate_size=1407,
         routed_scaling_factor=1.0,
         first_k_dense_replace=0,

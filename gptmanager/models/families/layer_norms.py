@@ -175,6 +175,7 @@ _GPT_NEOX = Family(
     qkv_bias="attention_bias",
     out_bias="attention_bias",
     mlp_bias=True,
+    attention=readers.as_many_kv_heads,
 )
 _OPT = Family(
     "OPT",

@@ -5,15 +5,18 @@ A reader returns fields of the spec, or raises ConfigError for a variant that is
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal
 
 from gptmanager.kernels.experts.routing import Routing, Score
 from gptmanager.models.families.layer_types import is_rotated
 from gptmanager.models.fields import Fields
+from gptmanager.models.rope_scaling import with_original_length
 from gptmanager.models.spec import Experts, QueryTemperature
 
 ReadExperts = Callable[[Fields, int], tuple[Experts, int] | None]
+# fields that are read only if the family has defaults for them
+_OF_SOME_FAMILIES = ("n_group", "topk_group", "routed_scaling_factor")
 
 
 def granite_scales(fields: Fields) -> Mapping[str, Any]:
@@ -101,6 +104,15 @@ def opt_network(fields: Fields) -> Mapping[str, Any]:
     return {}
 
 
+def as_many_kv_heads(fields: Fields, _: int) -> Mapping[str, Any]:
+    """Refuse a number of KV heads other than that of query heads."""
+    heads = fields.size("num_attention_heads")
+    if fields.size("num_key_value_heads", heads) != heads:
+        need = f"must be {fields.as_given('num_attention_heads')}"
+        raise fields.error("num_key_value_heads", need)
+    return {}
+
+
 def query_scale(fields: Fields, _: int) -> Mapping[str, Any]:
     """Return Gemma's scale of attention scores."""
     return {"scale": fields.number("query_pre_attn_scalar") ** -0.5}
@@ -125,13 +137,9 @@ def unrotated_layers(fields: Fields, layer: int) -> Mapping[str, Any]:
 
 
 def query_temperature(fields: Fields, _: int) -> Mapping[str, Any]:
-    """Return the query temperature, which Ministral 3 stores in the RoPE parameters.
-
-    The original length may be outside of these parameters, as in `read_rope`.
-    """
+    """Return the query temperature, which Ministral 3 stores in the RoPE parameters."""
     rope = fields.get("rope_scaling") or fields.get("rope_parameters") or {}
-    rope, original = rope if isinstance(rope, Mapping) else {}, "original_max_position_embeddings"
-    rope = rope if fields.get(original) is None else {**rope, original: fields.get(original)}
+    rope = with_original_length(fields, rope) if isinstance(rope, Mapping) else {}
     own = Fields(rope, {}, {}, "config.json: rope_parameters.")
     beta = own.number_or_zero("llama_4_scaling_beta")
     if not beta:
@@ -163,10 +171,10 @@ def experts_of(
     """
 
     def read(fields: Fields, layer: int) -> tuple[Experts, int] | None:
-        own = (width, per_token, shared, num_shared, renormalize, "n_group", "topk_group")
-        fields.note_read(*(it for it in own if isinstance(it, str)), "routed_scaling_factor")
+        own = width, per_token, shared, num_shared, renormalize, *_further(fields)
+        fields.note_read(*(it for it in own if isinstance(it, str)))
         number = 0 if fields.get(count) is None else fields.count(count)
-        if is_dense(fields, layer) or number == 0:  # `is_dense` first, as it marks fields as read
+        if is_dense(fields, layer) or not number:  # `is_dense` first, as it marks fields as read
             return None
         each, most = fields.size(width), fields.size(per_token)
         if most > number:
@@ -181,7 +189,7 @@ def experts_of(
             per_token=most,
             score=score,
             renormalize=fields.decided(renormalize),
-            factor=fields.number("routed_scaling_factor", 1.0),
+            factor=_factor(fields),
             groups=groups,
             top_groups=top_groups,
             group_score=group_score,
@@ -201,8 +209,17 @@ def experts_of(
     return read
 
 
+def _further(fields: Fields) -> Iterator[str]:
+    return filter(fields.has_default, _OF_SOME_FAMILIES)
+
+
+def _factor(fields: Fields) -> float:
+    name = "routed_scaling_factor"
+    return fields.number(name, 1.0) if fields.has_default(name) else 1.0
+
+
 def _groups(fields: Fields, count: str) -> tuple[int, int]:
-    if fields.get("n_group") is None:
+    if not fields.has_default("n_group") or fields.get("n_group") is None:
         return 1, 1
     groups, top = fields.size("n_group"), fields.size("topk_group", 1)
     if fields.size(count) % groups:
