@@ -188,7 +188,7 @@ class CpuKernels(CpuExperts):
     ) -> Tensor:
         if x.dtype is torch.float64:
             return super()._normalize(x, residual, weight, bias, eps, plus_one, centered=centered)
-        own, weight, bias = alike(x, weight, bias)
+        dtype, (own, weight, bias) = x.dtype, alike(x, weight, bias)
         if residual is not None and residual.dtype is not own.dtype:
             residual += x
             x, residual = residual, None
@@ -210,7 +210,7 @@ class CpuKernels(CpuExperts):
             plus=plus_one,
         )
         self._run(per_token_kernels.normalize, task, x.numel())
-        return result if result.dtype is x.dtype else result.to(x.dtype)
+        return result if result.dtype is x.dtype is dtype else result.to(x.dtype).to(dtype)
 
     def norm_heads(
         self,

@@ -131,7 +131,7 @@ class ProvidedKernels(Kernels):
         parts = [part for part in phases if part[0] is not None]
         if all(provider is None for _, provider, _ in parts):
             return super().attention(q, pages, rows, shape, sinks)
-        found = []
+        result = q.new_empty(len(q), q.shape[1] * q.shape[2])
         for phase, provider, method in parts:
             if provider is None:
                 own = super().attention(q, pages, phase.own, shape, sinks)[phase.tokens]
@@ -139,8 +139,10 @@ class ProvidedKernels(Kernels):
                 queries = q[phase.tokens]
                 given = queries, pages, phase.given, shape, sinks
                 own = result_of(provider, method, given, queries.shape).flatten(1)
-            found.append(own)
-        return found[0] if len(found) == 1 else torch.cat(found)
+            if len(parts) == 1:
+                return own
+            result[phase.tokens] = own  # now, because the next call may reuse the memory of `own`
+        return result
 
     def new_matrix(
         self,

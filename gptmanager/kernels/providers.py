@@ -83,7 +83,7 @@ class AttentionProvider(Protocol):
         `ModelType.V1`, where there are gaps between blocks. A query sees the positions from 0 to
         its own, or those that `shape` says. `sinks [H]` is None unless `shape.sinks`. Memory after
         the end of a row may hold NaN, and block ids after its last block, or before its window,
-        mean nothing. Do not change the pages.
+        mean nothing. Do not change the pages. The next call may reuse the memory of the result.
         """
         ...
 
@@ -116,7 +116,8 @@ class LinearProvider(Protocol):
     def accepts(self, rows: int, columns: int, dtype: torch.dtype) -> bool:
         """Return whether the provider multiplies by weights `[rows, columns]` of this dtype.
 
-        Called once for each kind of weights.
+        Called once for each kind of weights. On the CPU, the weights of a layer's experts are
+        stored as one matrix, so the provider is also asked about the rows of all experts together.
         """
         ...
 

@@ -551,6 +551,10 @@ def test_norms_and_activations_of_narrow_tensors(dtype: torch.dtype, width: int)
         got = CPU.add_rms_norm(x, residual, own, 1e-5)
         assert torch.equal(residual, summed)
         assert torch.equal(got, CPU.rms_norm(summed.float(), own.float(), 1e-5).to(dtype))
+    for own, residual in ((x, x.flip(0).float()), (x.float(), x.flip(0))):
+        got = CPU.add_rms_norm(own, residual.clone(), weight, 1e-5)
+        assert got.dtype is own.dtype, "not the dtype of the residual"
+        close(got, Kernels().add_rms_norm(own, residual, weight, 1e-5).double(), 1e-2)
     fine = 1 + weight.float() / 4096
     assert torch.equal(CPU.rms_norm(x, fine, 1e-5), CPU.rms_norm(x.float(), fine, 1e-5).to(dtype))
 

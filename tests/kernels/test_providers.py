@@ -64,6 +64,23 @@ def test_each_phase_is_computed_by_its_provider(kernels, phases):
     assert sum(host.calls.values()) == len(phases.split())
 
 
+def test_a_provider_may_reuse_the_memory_of_its_last_result():
+    host, kernels, memory = HostAttention(), OnReference(), torch.empty(68, 4, 32)
+
+    def in_memory(method):
+        def attend(queries, *given):
+            return memory[: len(queries)].copy_(method(queries, *given))
+
+        return attend
+
+    host.attend_context = in_memory(host.attend_context)
+    host.attend_generation = in_memory(host.attend_generation)
+    pages = new_pages(Sizes(), MIXED)
+    kernels.use_attention({SHAPE: Served(host, host)})
+    found = pages.attend_all(Stepwise(kernels, 2))
+    np.testing.assert_allclose(found, textbook_attention(pages), rtol=4e-6, atol=4e-6)
+
+
 def test_rows_with_drafts_are_context_rows():
     host, kernels = HostAttention(), OnReference()
     pages = new_pages(Sizes(), [(5, 200), (1, 64), (3, 40)])
