@@ -10,11 +10,10 @@ from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from gptmanager.callbacks.adapters.peft_config import PeftConfig
 from gptmanager.errors import ConfigError, quoted_path
-from gptmanager.memory.safetensors_reader import FLOATS, SafetensorsFolder
+from gptmanager.memory.safetensors_reader import FLOATS, SafetensorsFolder, read_unmapped
 from gptmanager.memory.tensor_sources import TensorInfo, tensor_name
 from gptmanager.models.checkpoint_parts import read_config
 from gptmanager.models.decoder.lora_modules import lora_modules
@@ -25,7 +24,6 @@ from gptmanager.models.spec import ModelSpec
 from gptmanager.request.adapter import LORA_MODULE_IDS
 
 _CONFIG, _TENSORS = "adapter_config.json", "adapter_model.safetensors"
-_PIECE_BYTES = 64 << 20
 _PREFIX = "base_model.model."  # which PEFT adds to the names of modules
 # (this library's name of a parameter, the part of the parameter that a checkpoint's module fills)
 # -> the module's ids in `lora_config`. If there are two ids, each gets half of the rows of B.
@@ -113,9 +111,9 @@ def load_peft_adapter(
     experts of the library's model families are supported, by their names in transformers. For
     families without gates (Nemotron, Arcee, Jais 2), `mlp.up_proj` is only supported with `model`.
 
-    If `model` is the folder of the model's checkpoint, all widths are compared with the model's.
-    The manager itself refuses a request with rows that are too short for its model, but it cannot
-    distinguish a row for a wider model from a row with padding.
+    If `model` is the folder of the model's checkpoint, the adapter must have modules of this model,
+    with the model's widths. The manager itself refuses a request with rows that are too short for
+    its model, but it cannot distinguish a row for a wider model from a row with padding.
 
     Raise ConfigError, which names the wrong entry, module or file, for an adapter that is not plain
     LoRA (DoRA, biases, embeddings, saved modules, other methods), for a module that is not
@@ -123,23 +121,24 @@ def load_peft_adapter(
     regular expressions, which are matched in a bounded number of steps.
     """
     path = Path(folder)
-    if not path.is_dir():
+    if not os.path.isdir(path):
         raise ConfigError(f"{quoted_path(path)} is not a folder: pass a folder that PEFT saved")
     config = PeftConfig(path / _CONFIG)
-    source = SafetensorsFolder(path, _TENSORS)
+    infos = SafetensorsFolder(path, _TENSORS).describe()
     where = quoted_path(path / _TENSORS)
     spec = None if model is None else read_spec(read_config(model))
     known = _module_ids(None if spec is None else spec.family)
-    pairs = _find_pairs(where, source.describe(), config, known)
+    pairs = _find_pairs(where, infos, config, known)
     if model is not None and spec is not None:
-        _check_widths(where, pairs, spec, quoted_path(Path(model)))
+        _check_model(where, pairs, spec, quoted_path(Path(model)))
+    tensors = read_unmapped(path / _TENSORS, infos)
     rows = sorted(pairs)
     width = max(pair.num_elements for pair in pairs.values())
     try:
         weights = np.zeros((len(rows), width), dtype=np.float32)
         for row, key in enumerate(rows):
             pair = pairs[key]
-            a, b = (_read(source, pair.name(part)) for part in "AB")
+            a, b = (tensors[pair.name(part)].float().numpy() for part in "AB")
             b = b[pair.first_column : pair.first_column + pair.num_columns]
             weights[row, : a.size] = a.reshape(-1)
             # scaled in float64, so that each value is rounded once
@@ -148,8 +147,6 @@ def load_peft_adapter(
                 weights[row, a.size : pair.num_elements] = scaled.reshape(-1)
     except MemoryError:
         raise ConfigError(f"{where}: no memory for {len(rows)} rows of {width} elements") from None
-    finally:
-        source.close()
     config_rows = [(module_id, layer, pairs[layer, module_id].rank) for layer, module_id in rows]
     return weights, np.array(config_rows, dtype=np.int32)
 
@@ -181,22 +178,29 @@ def _find_pairs(
     pairs: dict[tuple[int, int], _Pair] = {}
     for module, own in keys.items():
         pair = _pair(where, tensors, module, config)
-        size = pair.num_columns // len(own)
+        size, rest = divmod(pair.num_columns, len(own))
+        if rest:
+            raise ConfigError(
+                f"{where}: {pair.name('B')} has {pair.num_columns} rows, which must be an even "
+                "number: the two halves belong to two matrices"
+            )
         for number, key in enumerate(own):
             pairs[key] = pair._replace(num_columns=size, first_column=number * size)
     return pairs
 
 
-def _check_widths(
+def _check_model(
     where: str, pairs: Mapping[tuple[int, int], _Pair], spec: ModelSpec, model: str
 ) -> None:
-    """Raise ConfigError if the widths of an adapter are not those of the model."""
+    """Raise ConfigError if the model does not have a module of the adapter, or has other widths."""
     modules = lora_modules(spec)
     for (layer, module_id), pair in pairs.items():
-        known = modules.get(module_id)  # None if the model lacks it: the manager refuses this
-        module = None if known is None else known.of(layer)
+        known = modules.get(module_id)
+        module = None if known is None or layer >= spec.num_layers else known.of(layer)
+        if module is None:
+            raise ConfigError(f"{where} is for another model: {model} does not have {pair.module}")
         own = pair.input_width, pair.num_columns
-        if module is not None and own != (module.input_width, module.num_columns):
+        if own != (module.input_width, module.num_columns):
             raise ConfigError(
                 f"{where} is for another model: its {pair.module} has {own[0]} inputs and "
                 f"{own[1]} outputs, but in {model} it has {module.input_width} and "
@@ -246,12 +250,3 @@ def _read_name(
         f"{where}: {tensor_name(module)} is not supported: a module must be one of {ends} of a "
         "layer"
     )
-
-
-def _read(source: SafetensorsFolder, name: str) -> npt.NDArray[np.float32]:
-    shape = source.describe()[name].shape
-    whole = torch.empty(shape, dtype=torch.float32)
-    for start, piece in source.pieces(name, _PIECE_BYTES):
-        whole[start : start + len(piece)] = piece
-    array: npt.NDArray[np.float32] = whole.numpy()
-    return array

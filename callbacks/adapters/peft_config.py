@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 
 from gptmanager.callbacks.adapters.name_pattern import NamePattern, PatternError, Steps
 from gptmanager.errors import ConfigError, quoted, quoted_path
+from gptmanager.memory.tensor_sources import tensor_name
 from gptmanager.memory.untrusted_files import read_object
 
 # Fields about training, bookkeeping, or details of a method that another field enables.
@@ -101,7 +102,7 @@ class PeftConfig:
 
     def error(self, field: str, need: str) -> ConfigError:
         value = quoted(self._fields.get(field))
-        return ConfigError(f"{quoted_path(self._path)}: {field} = {value}: {need}")
+        return ConfigError(f"{quoted_path(self._path)}: {tensor_name(field)} = {value}: {need}")
 
     def _refuse_others(self) -> None:
         fields = self._fields
@@ -161,16 +162,15 @@ class PeftConfig:
             raise self.error("layers_to_transform", "must be an integer or a list of integers")
         return frozenset(layers)
 
-    def _read_layers_pattern(self) -> re.Pattern[str] | None:
-        names = self._names("layers_pattern") or ()
-        listed = [names] if isinstance(names, str) else sorted(names)
-        for name in listed:
+    def _read_layers_pattern(self) -> frozenset[str]:
+        given = self._names("layers_pattern") or ()
+        names = frozenset([given] if isinstance(given, str) else given)
+        for name in names:
             if not re.fullmatch(r"\w+(\.\w+)*", name):
                 raise self.error(
                     "layers_pattern", f"{quoted(name)} must be a name such as 'layers'"
                 )
-        alternatives = "|".join(re.escape(name) for name in listed)
-        return re.compile(rf"(?:^|\.)(?:{alternatives})\.(\d+)\.") if listed else None
+        return names
 
     def _by_pattern(self, field: str, values: Mapping[str, _Value], module: str) -> _Value | None:
         """Return the value of the file's first pattern that matches the end of the name."""
@@ -205,11 +205,12 @@ class PeftConfig:
         The layer is the first number after a name of `layers_pattern`; without `layers_pattern`,
         the first number after at least two parts of the module's name.
         """
-        if self._layers_before is not None:
-            found = self._layers_before.search(module)
-        else:
+        if not self._layers_before:
             found = _FIRST_NUMBER.match(module)
-        return None if found is None else int(found[1])
+            return None if found is None else int(found[1])
+        numbers = re.finditer(r"\.(\d+)(?=\.)", module)
+        before = ((module[: it.start()], int(it[1])) for it in numbers)
+        return next((n for name, n in before if self._layers_before & {*_ends(name)}), None)
 
     def _match(self, field: str, pattern: str, module: str) -> bool:
         try:

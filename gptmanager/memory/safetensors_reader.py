@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError, deserialize, safe_open
 from torch import Tensor
 
 from gptmanager.errors import ConfigError, error_summary, quoted, quoted_path
@@ -125,6 +125,38 @@ class SafetensorsFolder:
             dtype = header.get_dtype()
             self._files[name] = file
             self._tensors[name] = TensorInfo(tuple(header.get_shape()), _DTYPES.get(dtype, dtype))
+
+
+def read_unmapped(file: Path, infos: Mapping[str, TensorInfo]) -> dict[str, Tensor]:
+    """Return the tensors `infos`, which must not be empty, of a file that may change meanwhile.
+
+    The file is read at once and not mapped: if another program truncates a mapped file, the next
+    read of it ends the process. Raises ConfigError if the file has changed since it was described.
+    """
+    where, size = quoted_path(file), check_file(file)
+    try:
+        with file.open("rb") as opened:
+            before = os.fstat(opened.fileno())
+            content = opened.read(size)
+            after = os.fstat(opened.fileno())
+        found = {
+            name: (tuple(it["shape"]), _DTYPES.get(it["dtype"]), it["data"])
+            for name, it in deserialize(content)
+        }
+    except (SafetensorError, OSError, MemoryError) as error:
+        raise ConfigError(
+            f"{where} cannot be read as safetensors: {error_summary(error)}"
+        ) from error
+    is_same = all(name in found and found[name][:2] == info[:2] for name, info in infos.items())
+    if not is_same or (before.st_mtime_ns, before.st_size) != (after.st_mtime_ns, after.st_size):
+        raise ConfigError(
+            f"{where} was changed while it was read: write the files to another folder, then "
+            "rename that folder"
+        )
+    return {
+        name: torch.frombuffer(found[name][2], dtype=getattr(torch, info.dtype)).view(info.shape)
+        for name, info in infos.items()
+    }
 
 
 def _open(file: Path) -> Any:

@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import random
 import re
 from pathlib import Path
@@ -14,8 +15,10 @@ from fuzz import FUZZ
 from safetensors.torch import save_file
 
 from gptmanager.callbacks import load_peft_adapter
+from gptmanager.callbacks.adapters import peft_adapter
 from gptmanager.callbacks.adapters.name_pattern import NamePattern, Steps
 from gptmanager.errors import ConfigError
+from gptmanager.memory import safetensors_reader
 from gptmanager.request.adapter import LORA_MODULE_IDS
 
 ARCEE = {
@@ -85,6 +88,7 @@ def test_any_float_dtype_becomes_float32_before_the_scale_is_in_it(tmp_path, dty
         ({"alpha_pattern": {"q_proj|k_proj": 24}}, [3.0, 3.0]),
         ({"layers_to_transform": [0, 1], "layers_pattern": "layers"}, [2.0, 2.0]),
         ({"layers_to_transform": [0, 1], "layers_pattern": ["h", "layers"]}, [2.0, 2.0]),
+        ({"layers_to_transform": [0, 1], "layers_pattern": "model.layers"}, [2.0, 2.0]),
         ({"layers_to_transform": [1, 0]}, [2.0, 2.0]),
         ({"target_modules": r".*\.(q|k)_proj"}, [2.0, 2.0]),
         ({"target_modules": "all-linear"}, [2.0, 2.0]),
@@ -134,6 +138,7 @@ def test_names_may_lack_the_prefix_of_their_family(tmp_path):
         ({"use_qalora": True}, "use_qalora = True"),
         ({"use_bdlora": {"nblocks": 2}}, "use_bdlora = {'nblocks': 2}"),
         ({"some_new_field": 0.5}, "some_new_field = 0.5: not supported"),
+        ({"\x1b[31m\ud800": 0.5}, "'\\x1b[31m\\ud800' = 0.5: not supported"),
         ({"r": 0}, "r = 0: 0 must be an integer from 1 to 2147483647"),
         ({"r": True}, "r = True"),
         ({"r": 4}, "in adapter_config.json the rank of model.layers.1.self_attn.q_proj is 4"),
@@ -171,6 +176,8 @@ def test_names_may_lack_the_prefix_of_their_family(tmp_path):
             "layers_to_transform = [0]: the file also has tensors of model",
         ),
         ({"layers_to_transform": 1, "layers_pattern": "h"}, "layers_to_transform = 1"),
+        ({"layers_to_transform": 1, "layers_pattern": "ayers"}, "layers_to_transform = 1"),
+        ({"layers_to_transform": 1, "layers_pattern": "h" * 100_000}, "layers_to_transform = 1"),
         ({"layers_to_transform": ["1"]}, "layers_to_transform = ['1']"),
     ],
 )
@@ -257,6 +264,62 @@ def test_the_widths_of_a_model_are_compared_where_it_is_given(tmp_path):
         told = rf"{Q} has {inputs} inputs and {outputs} outputs.* it has 128 and 128"
         with pytest.raises(ConfigError, match=told):
             load_peft_adapter(tmp_path, model=model)
+
+
+def test_modules_that_the_given_model_lacks_are_refused(tmp_path):
+    model = Path(__file__).resolve().parents[2] / "examples" / "tiny_llama"
+    name = "model.layers.77.self_attn.q_proj"
+    save_adapter(tmp_path, {name: pair(inputs=128, outputs=128)})
+    with pytest.raises(ConfigError, match=f"for another model: .*tiny_llama does not have {name}"):
+        load_peft_adapter(tmp_path, model=model)
+
+
+def test_a_matrix_of_two_halves_must_have_an_even_number_of_rows(tmp_path):
+    save_adapter(tmp_path, {"model.layers.0.mlp.gate_up_proj": pair(outputs=7)})
+    with pytest.raises(ConfigError, match="lora_B.weight has 7 rows, which must be an even number"):
+        load_peft_adapter(tmp_path)
+
+
+@pytest.mark.parametrize("rank", [None, 4, 16])
+def test_tensors_that_change_after_they_were_checked_are_refused(tmp_path, monkeypatch, rank):
+    save_adapter(tmp_path, {Q: pair()})
+    check = peft_adapter._find_pairs
+
+    def check_and_change(*given):
+        found = check(*given)
+        save_adapter(tmp_path, {K: pair()} if rank is None else {Q: pair(rank)})
+        return found
+
+    monkeypatch.setattr(peft_adapter, "_find_pairs", check_and_change)
+    with pytest.raises(ConfigError, match="was changed while it was read: write the files to"):
+        load_peft_adapter(tmp_path)
+
+
+def test_a_file_that_is_written_while_it_is_read_is_refused(tmp_path, monkeypatch):
+    save_adapter(tmp_path, {Q: pair()})
+    status = os.fstat
+
+    def status_before_a_write(file):
+        found = status(file)
+        os.utime(file, ns=(found.st_atime_ns, found.st_mtime_ns + 1))
+        return found
+
+    monkeypatch.setattr(safetensors_reader.os, "fstat", status_before_a_write)
+    with pytest.raises(ConfigError, match="was changed while it was read"):
+        load_peft_adapter(tmp_path)
+
+
+def test_no_tensor_is_read_from_a_mapped_file(tmp_path, monkeypatch):
+    """Reading a mapped file that another program has truncated would end the process."""
+    save_adapter(tmp_path, {Q: pair()})
+    deserialize = safetensors_reader.deserialize
+
+    def truncate(content):
+        os.truncate(tmp_path / "adapter_model.safetensors", 0)
+        return deserialize(content)
+
+    monkeypatch.setattr(safetensors_reader, "deserialize", truncate)
+    assert load_peft_adapter(tmp_path)[0].sum() == 8 * 4 + 2 * 6 * 8
 
 
 def test_a_dense_mlp_of_a_family_without_gates_needs_the_model(tmp_path):
