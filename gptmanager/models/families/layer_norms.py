@@ -240,7 +240,6 @@ LAYER_NORMS: Mapping[str, Family] = {
             hidden_act="relu2",
             norm_eps=1e-5,
             max_position_embeddings=8192,
-            head_dim=128,
             attention_bias=True,
             mlp_bias=True,
         ),
