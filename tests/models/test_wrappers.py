@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from odd_configs import family_config
 from gptmanager.errors import ConfigError
 from gptmanager.models import load_model
 from gptmanager.models.families import FAMILIES
-from gptmanager.models.families.wrappers import TEXT_FAMILIES, TEXT_SIZES
+from gptmanager.models.families.wrappers import TEXT_DEFAULTS, TEXT_FAMILIES
 from gptmanager.models.read_spec import read_spec
 
 CASES = [
@@ -127,14 +128,22 @@ def test_a_flat_config_with_mrope_is_that_of_its_text_model() -> None:
     assert spec.ropes[0].kind == "default" and spec.ropes[0].theta == 1e6
 
 
-@pytest.mark.parametrize("family", TEXT_SIZES)
-def test_sizes_that_a_text_config_leaves_out_are_those_of_transformers(family: str) -> None:
-    """Gemma 3 and LLaVA are published so."""
-    wrapper = next(it for it in TEXT_FAMILIES if TEXT_FAMILIES[it] == family)
-    known, given = default_config(family), {"model_type": family, "num_hidden_layers": 3}
-    spec = read_spec({"model_type": wrapper, "text_config": given})
-    assert TEXT_SIZES[family] == {name: getattr(known, name) for name in TEXT_SIZES[family]}
-    assert (spec.num_layers, spec.vocab_size) == (3, known.vocab_size)
+@pytest.mark.parametrize("wrapper", [it for it in TEXT_FAMILIES if not it.endswith("_text")])
+def test_fields_that_a_text_config_leaves_out_have_the_defaults_of_transformers(
+    wrapper: str,
+) -> None:
+    full = type(default_config(wrapper).text_config)().to_dict() | {"dtype": None}
+    text = {"model_type": full["model_type"]}
+    if text["model_type"] not in TEXT_DEFAULTS:
+        sizes = "vocab_size|hidden_size|num_hidden_layers|num_attention_heads|.*intermediate_size.*"
+        text |= {key: it for key, it in full.items() if re.fullmatch(sizes, key)}
+    if "max_window_layers" in full:
+        windows = {"use_sliding_window": True, "sliding_window": 8, "layer_types": None}
+        full, text = full | windows, text | windows
+    given = {"model_type": wrapper, "text_config": text}
+    assert read_spec(given) == read_spec({**given, "text_config": full})
+    if wrapper.endswith("_vl"):  # older configs have no `text_config`
+        assert read_spec({**text, "model_type": wrapper}) == read_spec(given)
 
 
 @pytest.mark.parametrize(

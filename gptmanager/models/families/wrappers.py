@@ -43,12 +43,27 @@ TEXT_FAMILIES: Mapping[str, str] = {
     "qwen3_5_moe": "qwen3_5_moe_text",
     "voxtral": "llama",
 }
-# Sizes that published wrappers leave out -> the defaults of transformers for each text model.
-TEXT_SIZES: Mapping[str, Mapping[str, int]] = {
+_QWEN2_VL: Mapping[str, Any] = {
+    **_sizes(152064, 8192, 29568, 80, 64),
+    "num_key_value_heads": 8,
+    "max_window_layers": 80,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 1e6,
+}
+# Type of a text model -> fields that wrappers may leave out, with the defaults of transformers if
+# they are not those of the family. Published Gemma 3 and LLaVA leave out sizes.
+TEXT_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     "gemma3_text": _sizes(262208, 2304, 9216, 26, 8),
     "llama": _sizes(32000, 4096, 11008, 32, 32),
     "mistral": _sizes(32000, 4096, 14336, 32, 32),
     "qwen2": _sizes(151936, 4096, 22016, 32, 32),
+    "qwen2_vl_text": _QWEN2_VL,
+    "qwen2_5_vl_text": _QWEN2_VL,
+    "qwen3_vl_text": {
+        **_sizes(151936, 4096, 22016, 32, 32),
+        "max_position_embeddings": 128000,
+        "rope_theta": 500000.0,
+    },
 }
 # Prefix of a text model's tensors in a wrapper -> their prefix without the wrapper.
 PREFIXES: Mapping[str, str] = {
@@ -97,19 +112,21 @@ def ties_by_wrapper(config: Mapping[str, Any]) -> Any:
 def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the config of the text model, or `config` itself without a wrapper.
 
-    Sizes that `text_config` leaves out are those of `TEXT_SIZES`.
+    Fields that the text model leaves out are those of `TEXT_DEFAULTS`.
     """
     if not is_wrapper(config):
         return config
-    inner = config.get("text_config")
+    wrapper, inner = config["model_type"], config.get("text_config")
+    of_wrapper = TEXT_DEFAULTS.get(f"{wrapper.removesuffix('_text')}_text")
     if inner is None:  # the wrapper itself has the fields of the text model
         own = {k: value for k, value in config.items() if not _MEDIA_FIELDS.fullmatch(k)}
-        return {**own, "model_type": TEXT_FAMILIES[config["model_type"]]}
+        return {**(of_wrapper or {}), **own, "model_type": TEXT_FAMILIES[wrapper]}
     if not isinstance(inner, Mapping):
         raise ConfigError(f"config.json: text_config = {quoted(inner)}: must be an object")
     outer = {name: config[name] for name in _OF_WRAPPER if config.get(name) is not None}
-    name = inner.get("model_type", TEXT_FAMILIES[config["model_type"]])
+    name = inner.get("model_type", TEXT_FAMILIES[wrapper])
     family = TEXT_FAMILIES.get(name, name) if isinstance(name, str) else name
     given = {key: value for key, value in inner.items() if value is not None or key not in outer}
-    sizes = TEXT_SIZES.get(family, {}) if isinstance(family, str) else {}
-    return {**sizes, **outer, **given, "model_type": family}
+    if of_wrapper is None and isinstance(name, str):
+        of_wrapper = TEXT_DEFAULTS.get(name)
+    return {**(of_wrapper or {}), **outer, **given, "model_type": family}
