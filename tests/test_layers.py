@@ -242,9 +242,9 @@ memory/                       tensors that outlive a step, and the checkpoint fi
     tensor_sources            the tensors of a checkpoint by name; those of a state dict
     mapped_file               tensors of a safetensors file as memory of the file
     safetensors_reader        reads tensors from a folder of safetensors files
-    tensor_checks             errors for tensors with a wrong name, shape or dtype
     safetensors_writer        writes a safetensors file tensor by tensor
     places                    where tensors of a checkpoint go (no torch)
+    tensor_checks             errors for tensors with a wrong name, shape, dtype or value
     stored_matrices           matrices that are mapped, or copied as they are stored
     weights                   parameters of a model, loaded by name
 models/                       decoder networks, and the table of families

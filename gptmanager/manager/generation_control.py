@@ -32,8 +32,8 @@ class GenerationControl(LoopQuestions):
         requests do not reuse blocks that were cached before. If the manager is asleep, it allocates
         the memory of its weights, and stays asleep.
 
-        Raise ConfigError for unknown names and wrong shapes; for a mapping this happens before
-        anything is copied. If an iterator fails half-way, no step runs until an update with all
+        Raise ConfigError for unknown names, wrong shapes, and tied tensors that differ; for a
+        mapping this happens before anything is copied. If an iterator fails half-way, no step runs until an update with all
         tensors is complete. Raise CallbackError in a callback, and TimeoutError and
         ManagerDeadError as `explain` does.
         """

@@ -85,9 +85,13 @@ class WeightUpdates:
                 "update_weights needs a model that the manager has loaded natively: it does not "
                 "know the weights of an object that implements `Model`, or of transformers"
             )
-        if isinstance(tensors, Mapping):
-            self._weights.check(tensors, partial=not self.is_incomplete)
+        if not isinstance(tensors, Mapping):
+            self._restore_weights()
+            return self._weights
+        names = self._weights.check(tensors, partial=not self.is_incomplete)
         self._restore_weights()
+        with self._runner.stream:
+            self._weights.check_values(tensors, names)
         return self._weights
 
     def _load(self, weights: Weights, tensors: NewWeights) -> None:

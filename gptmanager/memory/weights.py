@@ -35,7 +35,13 @@ from gptmanager.memory.places import (
     whole,
 )
 from gptmanager.memory.stored_matrices import MappedMatrix, mapped_matrices, packed_pieces
-from gptmanager.memory.tensor_checks import check_tensor, refuse_tensors
+from gptmanager.memory.tensor_checks import (
+    check_tensor,
+    check_values,
+    read_scales,
+    refuse_tensors,
+    tied_error,
+)
 from gptmanager.memory.tensor_sources import StateDict, TensorInfo, TensorSource
 
 _MIN_PIECE_BYTES = 1 << 20
@@ -135,16 +141,17 @@ class Weights:
         found = source.describe()
         names = self.check(source, partial=partial)
         scales = self._cuts.keys() & {it.parameter for it in self._places.values() if it.scale}
+        self._mapped = []
         if not self._storage:
             if self._keeps_groups:
                 self._quantized = {**self._quantized, **self._in_groups(names, found)}
-            panels = mapped_matrices(source, names, self._places, self._whole_matrices())
+            cuts = {name: self._cuts[name] for name in self._matrices & self._cuts.keys()}
+            kept_whole = [n for n, cut in cuts.items() if kept_shape(cut) == self._shapes[n]]
+            panels = mapped_matrices(source, names, self._places, kept_whole)
             self._mapped = self._allocate(scales, panels)
             for parameter in self._mapped:
                 for name in panels[parameter].names:
                     del names[name]
-        else:
-            self._mapped = []
         if not (partial and self.version):
             for name in scales:
                 self.tensor(name).fill_(1)
@@ -175,6 +182,13 @@ class Weights:
             )
         return names
 
+    def check_values(self, tensors: Mapping[str, Tensor], names: Mapping[str, str]) -> None:
+        """Check scales and tied tensors as `load` does; `names` is what `check` has returned."""
+        source = self._as_source(tensors)
+        for name in check_values(source, names, self._places, self._dtype):
+            for part in self._parts(self._places[name]):
+                list(self._copy_part(source, names[name], name, part, _MIN_PIECE_BYTES))
+
     def is_twin(self, given: str) -> bool:
         """Return whether a tensor is only compared with the parameter that it is tied to."""
         name = self._own_name(given)
@@ -188,11 +202,6 @@ class Weights:
         others = {places[n].parameter for n, own in names.items() if not found[own].in_groups}
         return dict.fromkeys(self._quantized.keys() - others, "int4")
 
-    def _whole_matrices(self) -> list[str]:
-        """Return the matrices that are kept as a whole."""
-        kept = {name: kept_shape(cut) for name, cut in self._cuts.items()}
-        return [name for name in self._matrices & kept.keys() if kept[name] == self._shapes[name]]
-
     def _allocate(self, scales: Collection[str], panels: Mapping[str, MappedMatrix]) -> list[str]:
         """Allocate the storage. Return the names of the matrices that are mapped from `panels`."""
         shapes = {name: kept_shape(cut) for name, cut in self._cuts.items()}
@@ -201,9 +210,8 @@ class Weights:
         sizes = {n: float(dtypes[n].itemsize) for n in shapes}
         sizes |= {n: _BYTES[kind] for n, kind in self._quantized.items()}
         needed = int(sum(math.prod(shape) * sizes[n] for n, shape in shapes.items()))
-        on_cpu = torch.device(self._device).type == "cpu"
         # On a device, torch itself raises an error if memory does not suffice.
-        free = free_memory_bytes() if on_cpu else math.inf
+        free = free_memory_bytes() if torch.device(self._device).type == "cpu" else math.inf
         adopted: list[str] = []
         try:
             if needed > free:
@@ -325,10 +333,7 @@ class Weights:
                 own = piece.squeeze(1) if place.squeezed else piece
                 piece, row, column = own.t(), part.row, start
             if not self._copy(place, piece, row, column, columns if in_rows else None):
-                raise ConfigError(
-                    f"tensor {given} differs from {place.parameter}, to which the config ties it; "
-                    "if the output matrix is not the embedding, change tie_word_embeddings to false"
-                )
+                raise tied_error(given, place.parameter)
             yield num_bytes * done // num_first
 
     def _copy_picked(
@@ -348,9 +353,8 @@ class Weights:
                 own = own if rows.step == 1 else own.rows(slice(skipped, None, rows.step))
                 self._copy(place, own, row, 0, columns)
             return len(rows) * self._shapes[place.parameter][1] * itemsize
-        size = sum(len(own) for own, _ in runs(place, self._shapes[place.parameter])) // max(
-            1, place.stacked
-        )
+        size = sum(len(own) for own, _ in runs(place, self._shapes[place.parameter]))
+        size //= max(1, place.stacked)
         number = rows.start // size
         stack, offset = [range(number, number + 1)] if place.stacked else [], number * size
         widths = self._shapes[place.parameter][1:]
@@ -366,9 +370,7 @@ class Weights:
         return piece.numel() * itemsize
 
     def _copy_scales(self, source: TensorSource, given: str, name: str, part: Part) -> None:
-        [(_, piece)] = source.pieces(given, sys.maxsize)
-        if not (piece.isfinite() & (piece > 0)).all():
-            raise ConfigError(f"tensor {given} holds {piece.tolist()}: scales must be positive")
+        piece = read_scales(source, given)
         if piece.numel() > 1:
             piece = piece[part.rows.start : part.rows.stop]
         storage = self.tensor(self._places[name].parameter)

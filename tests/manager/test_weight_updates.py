@@ -133,12 +133,19 @@ def test_a_wrong_mapping_changes_nothing(served, checkpoint):
     first, version = output(host), manager.weights_version
     name = next(iter(checkpoint))
     shape = str([*checkpoint[name].shape])
-    for wrong, text in (
-        ({"nothing": torch.zeros(1)}, "tensors are unknown: nothing"),
-        ({name: torch.zeros(3)}, f"tensor {name} has shape [3]; the config requires {shape}"),
+    new, tied = changed(checkpoint), checkpoint["model.embed_tokens.weight"]
+    others = {name: new[name] for name in new if name != "model.embed_tokens.weight"}
+    for tensors, text in (
+        ({**new, "nothing": torch.zeros(1)}, "tensors are unknown: nothing"),
+        (
+            {**new, name: torch.zeros(3)},
+            f"tensor {name} has shape [3]; the config requires {shape}",
+        ),
+        ({**new, "lm_head.weight": tied}, "lm_head.weight differs from embedding.weight"),
+        ({**others, "lm_head.weight": tied + 1}, "lm_head.weight differs from embedding.weight"),
     ):
         with pytest.raises(ConfigError, match=re.escape(text)):
-            manager.update_weights({**changed(checkpoint), **wrong})
+            manager.update_weights(tensors)
     assert (output(host), manager.weights_version) == (first, version)
 
 
