@@ -6,10 +6,13 @@ Errors name the argument, its value and what is allowed.
 from __future__ import annotations
 
 import operator
+from collections.abc import Sequence
 from numbers import Integral
 from typing import Any, TypeVar
 
 from gptmanager.errors import ConfigError, quoted
+
+_MAX_LENGTH = 2**31 - 1
 
 _T = TypeVar("_T")
 
@@ -21,6 +24,14 @@ def at_least(low: int, name: str, value: Any, high: int | None = None) -> int:
         limit = f"of at least {low}" if high is None else f"from {low} to {high}"
         raise ConfigError(f"{name} = {quoted(value)} must be an integer {limit}")
     return int(value)
+
+
+def length_range(name: str, value: Any) -> tuple[int, int]:
+    """Return a range of lengths. Raise ConfigError unless it has two integers, 1 <= low <= high."""
+    if not isinstance(value, Sequence) or isinstance(value, str) or len(value) != 2:
+        raise ConfigError(f"{name} = {quoted(value)} must be a pair (shortest, longest)")
+    low = at_least(1, f"{name}[0]", value[0], _MAX_LENGTH)
+    return low, at_least(low, f"{name}[1]", value[1], _MAX_LENGTH)
 
 
 def as_integer(value: Any) -> int:

@@ -15,6 +15,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
+from gptmanager.arguments import at_least, length_range
 from gptmanager.bench.names import SHAPE_NAMES
 from gptmanager.errors import ConfigError
 from gptmanager.memory.untrusted_files import check_file
@@ -83,6 +84,12 @@ class Load:
     prompt_len: tuple[int, int] = (16, 256)
     output_len: tuple[int, int] = (16, 128)
     seed: int = 7
+
+    def __post_init__(self) -> None:
+        at_least(1, "Load.num_requests", self.num_requests)
+        at_least(0, "Load.seed", self.seed)
+        length_range("Load.prompt_len", self.prompt_len)
+        length_range("Load.output_len", self.output_len)
 
     def requests(self, vocab_size: int) -> list[Request]:
         """Draw the requests, the same ones in each call."""

@@ -9,11 +9,12 @@ import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from numbers import Real
 from typing import Literal, Protocol
 
 import numpy as np
 
-from gptmanager.arguments import at_least
+from gptmanager.arguments import at_least, flag, length_range
 from gptmanager.errors import ConfigError, RecordingError
 from gptmanager.lifecycle.log import logger
 from gptmanager.recorder.recording_file import Iteration, Recording
@@ -83,12 +84,16 @@ class SyntheticLoad:
     def __post_init__(self) -> None:
         at_least(1, "SyntheticLoad.num_requests", self.num_requests)
         at_least(0, "SyntheticLoad.seed", self.seed)
-        if self.rate is not None and not 0 < self.rate < math.inf:
-            raise ConfigError(f"SyntheticLoad.rate = {self.rate!r} must be above 0, and finite")
+        flag("SyntheticLoad.by_iterations", self.by_iterations)
+        prompt_len = length_range("SyntheticLoad.prompt_len", self.prompt_len)
+        output_len = length_range("SyntheticLoad.output_len", self.output_len)
+        is_number = isinstance(self.rate, Real) and not isinstance(self.rate, bool)
+        if self.rate is not None and not (is_number and 0 < self.rate < math.inf):
+            raise ConfigError(f"SyntheticLoad.rate = {self.rate!r} must be a number above 0")
         generator = np.random.default_rng(self.seed)
         count = self.num_requests
-        self._prompts = generator.integers(*self.prompt_len, size=count, endpoint=True)
-        self._outputs = generator.integers(*self.output_len, size=count, endpoint=True)
+        self._prompts = generator.integers(*prompt_len, size=count, endpoint=True)
+        self._outputs = generator.integers(*output_len, size=count, endpoint=True)
         if self.rate is None:
             self.arrivals = np.zeros(count)
         else:

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import zip_longest
 
+from gptmanager.arguments import at_least
 from gptmanager.testing.rules import RULES, Complaint, Decision
 from gptmanager.testing.scenario_run import CreateScheduler, Outcome, run_scenario
 from gptmanager.testing.scenarios import Scenario, random_scenario
@@ -90,6 +91,8 @@ def check_scheduler(
     `evicts=False` means that the scheduler never pauses a request, which is checked. Scenarios may
     then have requests that are too long to run again as one context after a pause.
     """
+    at_least(1, "num_scenarios", num_scenarios)
+    at_least(0, "seed", seed)
     may_pause = evicts is not False
     run = functools.partial(_run_twice, create_scheduler, may_pause=may_pause)
     scenarios = (random_scenario(n, evicts=may_pause) for n in range(seed, seed + num_scenarios))

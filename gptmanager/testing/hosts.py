@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gptmanager.arguments import at_least
 from gptmanager.lifecycle.condition import Condition
 from gptmanager.manager.gpt_manager import GptManager
 from gptmanager.memory.kv_pool import KvPool
@@ -47,6 +48,8 @@ class ScriptedModel:
     def __init__(
         self, next_token: NextToken, *, vocab_size: int = 1000, max_position_embeddings: int = 2048
     ) -> None:
+        at_least(1, "ScriptedModel.vocab_size", vocab_size)
+        at_least(1, "ScriptedModel.max_position_embeddings", max_position_embeddings)
         self.next_token = next_token
         self.spec = ScriptedSpec(vocab_size, max_position_embeddings)
         self.num_forwards = 0

@@ -475,6 +475,8 @@ def test_assert_conforms_raises_the_report():
 
 
 def test_what_makes_no_scheduler_is_the_callers_error():
+    with pytest.raises(ConfigError, match="num_scenarios = 0 must be an integer of at least 1"):
+        check_scheduler(lambda **_: 7, num_scenarios=0)
     with pytest.raises(ConfigError, match="create_scheduler returned 7, expected a RequestSch"):
         check_scheduler(lambda **keywords: 7)
 

@@ -664,7 +664,13 @@ def test_arrivals_that_do_not_exist_are_refused(tmp_path, capsys):
     [
         ({"num_requests": 0}, "SyntheticLoad.num_requests = 0 must be"),
         ({"rate": -1.0}, "SyntheticLoad.rate = -1.0 must be"),
+        ({"rate": "1"}, "SyntheticLoad.rate = '1' must be a number above 0"),
         ({"seed": -1}, "SyntheticLoad.seed = -1 must be"),
+        ({"prompt_len": (0, 3)}, r"SyntheticLoad.prompt_len\[0\] = 0 must be an integer from 1"),
+        ({"output_len": (5, 3)}, r"SyntheticLoad.output_len\[1\] = 3 must be an integer from 5"),
+        ({"prompt_len": (1, 2.5)}, r"SyntheticLoad.prompt_len\[1\] = 2.5 must be an integer"),
+        ({"output_len": 5}, "SyntheticLoad.output_len = 5 must be a pair"),
+        ({"by_iterations": 1}, "SyntheticLoad.by_iterations = 1 must be True or False"),
     ],
 )
 def test_a_load_that_cannot_be_is_refused(wrong, error):
