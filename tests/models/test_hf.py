@@ -74,23 +74,30 @@ WINDOWED = {
 }
 
 
-def test_a_window_that_is_only_in_the_mask_is_applied() -> None:
-    """Layers of Qwen2-MoE pass no window to attention."""
-    network = new_network("qwen2_moe", sliding_window=8, **WINDOWED)
+@pytest.mark.parametrize(
+    ("name", "fields", "windows"), [("qwen2_moe", WINDOWED, {8, None}), ("phimoe", {}, {8})]
+)
+def test_a_window_that_is_only_in_the_mask_is_applied(
+    name: str, fields: dict[str, Any], windows: set[int | None]
+) -> None:
+    """Layers of Qwen2-MoE pass no window to attention; those of Phi-3.5-MoE do not have it."""
+    network = new_network(name, sliding_window=8, **fields)
     sequences = prompts(30, 19)
     with torch.inference_mode():
         exact = [network(input_ids=torch.tensor([it])).logits[0] for it in sequences]
     model = through_transformers(network)
 
-    assert {it.window for it in model.attention_shapes} == {8, None}
+    assert {it.window for it in model.attention_shapes} == windows
     for own, theirs in zip(in_pieces(model, sequences), exact, strict=True):
         assert (own - theirs).abs().max() < 1e-5 * theirs.std()
 
 
-@pytest.mark.parametrize("window", [200_000, 2**31 - 1])
+@pytest.mark.parametrize("window", [131_072, 200_000, 2**31 - 1])
 def test_a_wide_window_that_is_only_in_the_mask_is_found(window: int) -> None:
     model = through_transformers(new_network("qwen2_moe", sliding_window=window, **WINDOWED))
     assert {it.window for it in model.attention_shapes} == {window, None}
+    model = through_transformers(new_network("phimoe", sliding_window=window))
+    assert {it.window for it in model.attention_shapes} == {window}
 
 
 @pytest.mark.parametrize(("name", "fields"), [("qwen2_moe", WINDOWED), ("mistral", {})])

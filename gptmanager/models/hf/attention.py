@@ -31,8 +31,8 @@ class Call(NamedTuple):
     """A layer's call of attention.
 
     `layer`: the index of the layer. `mask`: the attention mask, or None. `refused`: the arguments
-    that attention over pages cannot apply. `module_window`: the attribute `sliding_window` of the
-    attention module, which the call may not pass on.
+    that attention over pages cannot apply. `module_window`: the `sliding_window` of the attention
+    module, or else of its config, which the call may not pass on.
     """
 
     layer: int
@@ -171,7 +171,9 @@ def note_call(
         refused.append("keys of other tokens than the step's")
     head_dim = max(query.shape[3], value.shape[3])
     shape = _shape(query, key, head_dim, scaling, sliding_window, softcap, s_aux is not None)
-    own: Any = getattr(module, "sliding_window", None)
+    config = getattr(module, "config", None)
+    windows = (getattr(it, "sliding_window", None) for it in (module, config))
+    own: Any = next((it for it in windows if it is not None), None)
     own = own if isinstance(own, int) and own > 0 else None
     call = Call(layer, shape, attention_mask, tuple(sorted(refused)), own)
     getattr(module, HOLDER).calls.append(call)
