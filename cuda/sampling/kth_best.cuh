@@ -138,6 +138,7 @@ __device__ inline float kth_best(
 }
 
 // Copies the tokens of `found` that reach `kth` to `kept`, by ascending id, and returns their number.
+// A barrier must follow before any thread reads `kept`.
 __device__ inline int keep(
     Candidates& kept, Candidates& found, int count, float kth, const Params& own) {
     constexpr int NONE = 0x7FFFFFFF;
@@ -156,6 +157,5 @@ __device__ inline int keep(
         kept.logits[below] = found.logits[i];
         kept.ids[below] = id;
     }
-    __syncthreads();
     return size;
 }

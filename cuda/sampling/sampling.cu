@@ -139,7 +139,7 @@ struct Drawable {
 template <class R>
 __device__ inline void sum_weights(
     const R& row, const Params& own, const Drawable& drawable, Pieces& pieces) {
-    __syncthreads();  // all threads have read the previous sums
+    __syncthreads();  // all threads have read the previous sums, and `keep` is complete
     row.each_piece([&](int number, int first, int end) {
         double above = 0, ties = 0;
         if (own.scaled(pieces.best[number]) >= drawable.limit.logit) {

@@ -108,6 +108,14 @@ def test_odd_logits_as_on_the_cpu(machine):
     close(got[tokens >= 0], torch.from_numpy(expected[tokens >= 0]).double())
 
 
+def test_rows_without_a_finite_score(machine):
+    """A logit of -inf keeps its value next to finite logits that overflow."""
+    inf = torch.inf
+    logits = torch.tensor([[-inf, -inf], [-inf, -3e38], [-inf, 3e38]])
+    got = run(machine, logits, [[0, 1]] * 3, [0.5] * 3, [LOG_PROB] * 3)
+    assert got.tolist() == [[-inf, -inf], [-inf, 0], [0, 0]]
+
+
 @pytest.mark.parametrize("normalized", [False, True])
 def test_odd_rows_of_prompts_as_on_the_cpu(machine, normalized):
     inf, nan = torch.inf, torch.nan

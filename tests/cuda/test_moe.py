@@ -29,6 +29,7 @@ ROUTINGS = (
 )
 
 
+@pytest.mark.every(1)  # each score and each way to choose groups has a branch of its own
 @pytest.mark.parametrize("corrects", [False, True], ids=["", "correction"])
 @pytest.mark.parametrize("routing", ROUTINGS, ids=str)
 def test_choices_are_those_of_the_reference(machine, routing, corrects):
