@@ -33,6 +33,8 @@ _KINDS: Mapping[str, frozenset[str]] = {
     "longrope": _COMMON | {"factor", "attention_factor", "short_factor", "long_factor"},
 }
 _FROM_ORIGINAL_LENGTH = ("llama3", "yarn", "longrope")
+# "su" is what the first configs of Phi 3 call longrope
+_OTHER_NAMES = {"mrope": "default", "su": "longrope"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +93,8 @@ def read_rope(
         {} if "rope_type" in values else {"rope_type": "type"},
         f"config.json: {label}.",
     )
-    kind = "default" if rope.get("rope_type") == "mrope" else rope.get("rope_type")
+    kind = rope.get("rope_type")
+    kind = _OTHER_NAMES.get(kind, kind) if isinstance(kind, str) else kind
     if kind == "dynamic" and fields.has_default("rope_alpha"):
         return _with_alpha(rope, head_dim)
     if kind not in [*_KINDS]:

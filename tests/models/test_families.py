@@ -121,6 +121,16 @@ def test_proportional_rope_has_the_share_of_the_family() -> None:
     assert rope is not None and (rope.share, rope.dim) == (0.5, 16)
 
 
+def test_the_first_configs_of_phi3_call_longrope_su() -> None:
+    config = {**FAMILY_CONFIGS["phi3"], "model_type": "phi3", "rope_parameters": None}
+    rope = {"type": "longrope", "short_factor": [1.5] * 8, "long_factor": [3.0] * 8}
+    rope["original_max_position_embeddings"] = 16
+    now, first = ({**config, "rope_scaling": {**rope, "type": it}} for it in ("longrope", "su"))
+
+    assert new_model(first).config.rope_parameters["rope_type"] == "longrope"
+    assert read_spec(first) == read_spec(now)
+
+
 @pytest.mark.parametrize("name", ["gpt_neox", "opt", "phi3"])
 def test_a_tied_checkpoint_may_have_either_matrix_or_both(name: str) -> None:
     config, state = checkpoint(family_model(name))

@@ -34,19 +34,23 @@ from gptmanager.models.quantized.matrices import (
 from gptmanager.models.quantized.mlx import mlx_matrix
 from gptmanager.models.quantized.scheme import Block, Scheme
 
-_FLOAT8, _INTEGERS = "float8_e4m3fn", "compressed-tensors"
+_FLOAT8, _CT = "float8_e4m3fn", "compressed-tensors"
+_WITH_INT8 = (_CT, "quark")  # methods with 8-bit integers in `weight`
 _SCALES = {*FLOATS.values(), _FLOAT8, "float8_e8m0fnu", "uint8"}
+_POWERS = ("uint8", "float8_e8m0fnu")  # dtypes of scales that are powers of two
 _ZEROS = {*FLOATS.values(), _FLOAT8, "int8"}
 # Endings of ignored tensors. Most are scales and zeros of activations, which gptmanager quantizes
 # in its own way, if at all. bitsandbytes writes `weight_format`.
 _IGNORED = (
     ".input_scale",
+    ".input_scale_ub",
     ".input_zero_point",
     ".input_global_scale",
     ".output_scale",
     ".output_zero_point",
     ".activation_scale",
     ".weight_format",
+    ".q_scale",
 )
 _INT8_FACTOR = 7.874015718698502e-3  # bitsandbytes' 1 / 127
 _NVFP4, _MXFP4 = 16, 32  # number of columns that share a scale
@@ -70,7 +74,8 @@ class MatrixFinder:
         endings: Mapping[str, Sequence[tuple[str, _Describe]]] = {
             "compressed-tensors": ((".weight_packed", self._packed), (".weight", self._scaled)),
             "fp8": ((".weight", self._scaled), ("_proj", self._scaled_experts)),
-            "modelopt": ((".weight", self._modelopt),),
+            "modelopt": ((".weight", self._scaled_or_float4),),
+            "quark": ((".weight", self._scaled_or_float4),),
             "mxfp4": (("_blocks", self._experts),),
             "gptq": ((".qweight", self._gptq),),
             "awq": ((".qweight", self._awq),),
@@ -146,6 +151,8 @@ class MatrixFinder:
         """Return the grid of a tensor of the shape `stored`; see `_grid`."""
         rows, columns = shape
         given = stored if len(stored) > 1 else (*stored, 1, 1)[:2]
+        if len(stored) == 4 and stored[1::2] == (1, 1):  # as ModelOpt writes scales of blocks
+            given = stored[::2]
         fitting = {
             (min(height, rows), min(width, columns))
             for height, width in [(rows, columns), (1, columns), *blocks]
@@ -162,11 +169,9 @@ class MatrixFinder:
         return Grid(name, stored, height, width, bits=bits)
 
     def _scaled(self, name: str, info: TensorInfo) -> StoredMatrix | None:
-        """Describe an 8-bit matrix of compressed-tensors or fp8.
-
-        Returns None for a matrix of floats.
-        """
-        if info.dtype != _FLOAT8 and (info.dtype, self._scheme.method) != ("int8", _INTEGERS):
+        """Describe an 8-bit matrix with scales in a tensor; None for a matrix of floats."""
+        is_int8 = info.dtype == "int8" and self._scheme.method in _WITH_INT8
+        if info.dtype != _FLOAT8 and not is_int8:
             return None
         shape = self._matrix_shape(name, info)
         names = [f"{name}_scale_inv", f"{name}_scale"][:: 1 if self._scheme.method == "fp8" else -1]
@@ -194,11 +199,15 @@ class MatrixFinder:
         shape, each = info.shape[1:], found.shape[1:]
         return ScaledExperts(name, info.shape, self._fitted(own, each, shape, self._scheme.blocks))
 
-    def _modelopt(self, name: str, info: TensorInfo) -> StoredMatrix | None:
-        """Describe a matrix of 8-bit floats or NVFP4; None for a matrix of floats."""
+    def _scaled_or_float4(self, name: str, info: TensorInfo) -> StoredMatrix | None:
+        """Describe a matrix of 8-bit numbers, NVFP4 or MXFP4; None for a matrix of floats."""
         if info.dtype != "uint8":
             return self._scaled(name, info)
         rows, half = self._matrix_shape(name, info)
+        own = self._given.get(f"{name}_scale")
+        if own is not None and own.dtype in _POWERS:
+            shape = rows, 2 * half
+            return Float4Matrix(name, shape, self._grid(f"{name}_scale", shape, [(1, _MXFP4)]))
         self._take(f"{name}_scale_2", "float32", (), (1,))
         scales = self._grid(f"{name}_scale", (rows, 2 * half), [(1, _NVFP4)])
         return Float4Matrix(name, (rows, 2 * half), scales, f"{name}_scale_2", is_factor=True)
@@ -293,7 +302,7 @@ class MatrixFinder:
             return None
         self._take(name, {"int32", "int64"}, (count,))
         found = self._read(name)
-        if self._scheme.method == _INTEGERS and (found == -1).any():  # the index is unused
+        if self._scheme.method == _CT and (found == -1).any():  # the index is unused
             return None
         if not ((found >= 0) & (found < _ceil(count, width))).all():
             raise ConfigError(

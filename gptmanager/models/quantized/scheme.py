@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from gptmanager.errors import ConfigError, quoted
+from gptmanager.memory.tensor_sources import tensor_name
 from gptmanager.models.converted_tensors import FIELD
 from gptmanager.models.fields import MAX_SIZE
 from gptmanager.models.quantized.mlx_options import MLX_FIELD, OPTIONS, Packings, read_packings
@@ -20,16 +22,29 @@ _CT_FORMATS = frozenset(
         "pack-quantized",
         "nvfp4-pack-quantized",
         "mxfp4-pack-quantized",
+        "mxfp8-quantized",
         "mixed-precision",
         "dense",
     ]
 )
 MODELOPT_FILE = "hf_quant_config.json"  # how ModelOpt has quantized a checkpoint
-_MODELOPT_ALGORITHMS = ("FP8", "FP8_PER_CHANNEL_PER_TOKEN", "NVFP4", "W4A16_NVFP4")
+Block = tuple[int, int]
+# Algorithm of ModelOpt -> blocks, see `Scheme`. The blocks of 4-bit floats are always the same.
+_MODELOPT_ALGORITHMS: Mapping[str, tuple[Block, ...]] = {
+    "FP8": (),
+    "FP8_PER_CHANNEL_PER_TOKEN": (),
+    "FP8_PB_WO": ((128, 128),),
+    "MXFP8": ((1, 32),),
+    "NVFP4": (),
+    "W4A16_NVFP4": (),
+    "MXFP4": (),
+    "W4A8_MXFP4_FP8": (),
+}
+_MIXED, _LAYERS = "MIXED_PRECISION", "quantized_layers"
+_QUARK_DTYPES = ("fp8_e4m3", "int8", "fp4")
 _CT_TYPES = {("int", 4), ("int", 8), ("float", 8), ("float", 4)}
 _PER_GROUP = ("group", "tensor_group")
 _BY_GROUP = ("group", "dynamic", True)  # values of `actorder` that need `g_idx`
-Block = tuple[int, int]
 
 
 class Scheme(NamedTuple):
@@ -73,7 +88,8 @@ def with_modelopt(config: dict[str, Any], other: Mapping[str, Any]) -> dict[str,
     is_modelopt = isinstance(producer, dict) and producer.get("name") == "modelopt"
     if _find(config) is not None or not is_modelopt or not isinstance(own, dict):
         return config
-    return {**config, FIELD: {"quant_method": "modelopt", "quant_algo": own.get("quant_algo")}}
+    given = {name: own.get(name) for name in ("quant_algo", _LAYERS)}
+    return {**config, FIELD: {"quant_method": "modelopt", **given}}
 
 
 def read_scheme(config: Mapping[str, Any]) -> Scheme | None:
@@ -95,7 +111,12 @@ def read_scheme(config: Mapping[str, Any]) -> Scheme | None:
     usual = "modelopt" if "quant_algo" in own else "compressed-tensors"
     method = own.get("quant_method", usual if "config_groups" in own else None)
     if not isinstance(method, str) or method not in _READERS:
-        raise _error("quant_method", method, f"must be one of {[*_READERS]}")
+        raise _error(
+            "quant_method",
+            method,
+            f"must be one of {[*_READERS]}; pass the checkpoint in floats, or quantized with one "
+            "of these methods, or a GGUF file",
+        )
     return _READERS[method](own)
 
 
@@ -111,7 +132,8 @@ def _find(config: Mapping[str, Any]) -> str | None:
 
 
 def _error(field: str, value: Any, need: str) -> ConfigError:
-    return ConfigError(f"config.json: {FIELD}.{field} = {quoted(value)}: {need}")
+    # a field may have the name of a module, which is as untrusted as the name of a tensor
+    return ConfigError(f"config.json: {tensor_name(f'{FIELD}.{field}')} = {quoted(value)}: {need}")
 
 
 def _compressed_tensors(own: Mapping[str, Any]) -> Scheme:
@@ -175,10 +197,48 @@ def _fp8(own: Mapping[str, Any]) -> Scheme:
 
 
 def _modelopt(own: Mapping[str, Any]) -> Scheme:
+    if _upper(own.get("quant_algo")) != _MIXED:
+        return Scheme("modelopt", blocks=_modelopt_blocks("quant_algo", own, [_MIXED]))
+    layers = own.get(_LAYERS)
+    if not isinstance(layers, dict) or not all(isinstance(it, dict) for it in layers.values()):
+        raise _error(_LAYERS, layers, "must be an object of objects")
+    found = (_modelopt_blocks(f"{_LAYERS}.{n}.quant_algo", it) for n, it in layers.items())
+    return Scheme("modelopt", blocks=tuple(dict.fromkeys(itertools.chain.from_iterable(found))))
+
+
+def _modelopt_blocks(
+    field: str, own: Mapping[str, Any], others: Sequence[str] = ()
+) -> tuple[Block, ...]:
     algorithm = own.get("quant_algo")
-    if algorithm not in [*_MODELOPT_ALGORITHMS]:
-        raise _error("quant_algo", algorithm, f"must be one of {[*_MODELOPT_ALGORITHMS]}")
-    return Scheme("modelopt")
+    found = _MODELOPT_ALGORITHMS.get(_upper(algorithm))
+    if found is None:
+        raise _error(field, algorithm, f"must be one of {[*_MODELOPT_ALGORITHMS, *others]}")
+    return found
+
+
+def _upper(value: Any) -> str:
+    """Return a string in upper case; "" for other values. ModelOpt also writes "fp8_pb_wo"."""
+    return value.upper() if isinstance(value, str) else ""
+
+
+def _quark(own: Mapping[str, Any]) -> Scheme:
+    """Return the scheme of AMD's Quark. The tensors show which module has which of its formats."""
+    places: dict[str, Any] = {"global_quant_config": own.get("global_quant_config") or {}}
+    for name in ("layer_quant_config", "layer_type_quant_config"):
+        given = own.get(name) or {}
+        if not isinstance(given, dict):
+            raise _error(name, given, "must be an object")
+        places |= {f"{name}.{key}": value for key, value in given.items()}
+    for field, place in places.items():
+        if not isinstance(place, dict):
+            raise _error(field, place, "must be an object")
+        weight = place.get("weight")
+        if weight is None:
+            continue
+        if not isinstance(weight, dict) or weight.get("dtype") not in [*_QUARK_DTYPES]:
+            given = weight.get("dtype") if isinstance(weight, dict) else weight
+            raise _error(f"{field}.weight.dtype", given, f"must be one of {[*_QUARK_DTYPES]}")
+    return Scheme("quark")
 
 
 def _gptq(own: Mapping[str, Any]) -> Scheme:
@@ -252,7 +312,9 @@ def _block(field: str, value: Any) -> Block:
 _READERS: Mapping[str, Callable[[Mapping[str, Any]], Scheme]] = {
     "compressed-tensors": _compressed_tensors,
     "fp8": _fp8,
+    "fbgemm_fp8": lambda own: Scheme("fp8"),
     "modelopt": _modelopt,
+    "quark": _quark,
     "mxfp4": lambda own: Scheme("mxfp4"),
     "gptq": _gptq,
     "awq": _awq,

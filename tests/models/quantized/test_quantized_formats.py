@@ -216,6 +216,119 @@ def test_deepseek_in_8_bit_floats_has_the_numbers_of_its_floats() -> None:
         assert torch.equal(found.weights.tensor(name), expected.weights.tensor(name))
 
 
+def powers(rows: int) -> Tensor:
+    return torch.randint(120, 130, (rows, 3), generator=SEED, dtype=torch.uint8)
+
+
+SEED = torch.Generator().manual_seed(2)
+FLOAT8 = torch.randn(160, 96, generator=SEED).to(torch.float8_e4m3fn)
+INT8 = torch.randint(-128, 128, (160, 96), generator=SEED, dtype=torch.int8)
+PAIRS = torch.randint(0, 256, (160, 48), generator=SEED, dtype=torch.uint8)
+FP4 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
+ROWS, BLOCKS = torch.rand(160, generator=SEED), torch.rand(2, 1, 1, 1, generator=SEED)
+ONE, POWERS = torch.tensor(0.5), powers(160)
+AMD = {"quant_method": "quark", "global_quant_config": {"weight": {"dtype": "int8"}}}
+NVIDIA = {"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION"}
+LAYERS = {"a": {"quant_algo": "fp8_pb_wo"}, "b": {"quant_algo": "NVFP4"}}
+# The formulas are those of Quark 0.13 and ModelOpt 0.47, whose own numbers were compared once.
+BY_DEFINITION: dict[str, tuple[dict[str, Any], dict[str, Tensor], Tensor]] = {
+    "fbgemm": (
+        {"quant_method": "fbgemm_fp8", "activation_scale_ub": 1200.0},
+        {"weight": FLOAT8, "weight_scale": ROWS[:, None], "input_scale_ub": torch.ones(1)},
+        ROWS[:, None],
+    ),
+    "fp8 of Quark": (AMD, {"weight": FLOAT8, "weight_scale": ROWS}, ROWS[:, None]),
+    "int8 of Quark": (
+        AMD,
+        {
+            "weight": INT8,
+            "weight_scale": ONE,
+            "weight_zero_point": torch.zeros((), dtype=torch.int8),
+        },
+        ONE,
+    ),
+    "MXFP4 of Quark": (AMD, {"weight": PAIRS, "weight_scale": POWERS}, POWERS),
+    "MXFP4 of ModelOpt": (
+        {**NVIDIA, "quant_algo": "mxfp4"},
+        {"weight": PAIRS, "weight_scale": POWERS},
+        POWERS,
+    ),
+    "MXFP8 of ModelOpt": (
+        {**NVIDIA, "quant_algo": "MXFP8"},
+        {"weight": FLOAT8, "weight_scale": POWERS},
+        POWERS,
+    ),
+    "MXFP8 of compressed-tensors": (
+        {
+            "quant_method": "compressed-tensors",
+            "format": "mxfp8-quantized",
+            "config_groups": {
+                "a": {
+                    "weights": {
+                        "num_bits": 8,
+                        "type": "float",
+                        "strategy": "group",
+                        "group_size": 32,
+                    }
+                }
+            },
+        },
+        {"weight": FLOAT8, "weight_scale": POWERS},
+        POWERS,
+    ),
+    "blocks of ModelOpt": (
+        {**NVIDIA, "quantized_layers": LAYERS},
+        {"weight": FLOAT8, "weight_scale": BLOCKS},
+        BLOCKS.view(2, 1).repeat_interleave(128, 0)[:160],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BY_DEFINITION)
+def test_scales_are_those_of_the_definition(name: str) -> None:
+    config, tensors, scales = BY_DEFINITION[name]
+    given = {f"a.q_proj.{ending}": tensor for ending, tensor in tensors.items()}
+    source = as_floats({"quantization_config": config}, StateDict(given))
+    if scales.dtype is torch.uint8:
+        scales = torch.exp2(scales.float() - 127).repeat_interleave(32, 1)
+    codes = tensors["weight"]
+    if codes.dtype is torch.uint8:
+        codes = FP4[torch.stack((codes & 15, codes >> 4), -1).flatten(1).long()]
+
+    assert [*source.describe()] == ["a.q_proj.weight"]
+    found = torch.cat([piece for _, piece in source.pieces("a.q_proj.weight", 1 << 30)])
+    assert torch.equal(found, codes.float() * scales)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({**AMD, "global_quant_config": {"weight": {"dtype": "int4"}}}, "dtype = 'int4': must be"),
+        ({**AMD, "global_quant_config": {"weight": "fp4" * 99}}, "weight.dtype = 'fp4fp4.*: must"),
+        ({**AMD, "layer_quant_config": 3}, "layer_quant_config = 3: must be an object"),
+        ({**AMD, "layer_quant_config": {"*k": [1]}}, r"layer_quant_config.\*k = \[1\]: must be"),
+        (
+            {**AMD, "layer_type_quant_config": {"a": {"weight": [[]]}}},
+            r"a.weight.dtype = \[\[\]\]: must",
+        ),
+        (NVIDIA, "quantized_layers = None: must be an object of objects"),
+        ({**NVIDIA, "quantized_layers": {"a": 1}}, "quantized_layers = .*: must be an object of"),
+        (
+            {**NVIDIA, "quantized_layers": {"a\n" * 500: {"quant_algo": "INT4_AWQ"}}},
+            " = 'INT4_AWQ': must be one of .'FP8', ",
+        ),
+        ({**NVIDIA, "quant_algo": ["FP8"]}, r"quant_algo = \['FP8'\]: must be one of .*MIXED"),
+        ({"quant_method": "aqlm"}, "quant_method = 'aqlm': must be one of .*; pass the checkpoint"),
+    ],
+)
+def test_formats_of_further_libraries_are_refused_by_name(
+    fields: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message) as caught:
+        as_floats({"quantization_config": fields}, StateDict({}))
+    assert "\n" not in str(caught.value) and len(str(caught.value)) < 1000
+
+
 def changed(name: str, **fields: Any) -> dict[str, Any]:
     config = copy.deepcopy(checkpoint(name)[0])
     config[field_of(name)] |= fields
