@@ -50,7 +50,9 @@ class Kernels(DeltaOps, MixtureOps):
     """The ops in torch. A subclass overrides the ops that it can compute faster.
 
     With `deterministic`, the result of an op for a token is bitwise independent of the other tokens
-    in the call. Without it, the same formulas may round differently from batch to batch.
+    in the call. Without it, the same formulas may round differently from batch to batch. Some ops
+    return their result in the memory of an input: callers must not read again the `x` of `activate`
+    and of norms that add it to a residual, nor the `gates` of `gated_delta`.
     `has_float64` is True if the ops accept float64. `plans_experts` is True if `experts` never
     waits for the device; if it is False, steps of models with experts cannot be captured.
     `quantized_kinds` are the supported formats of quantized matrices, and `expert_kinds` those of

@@ -42,6 +42,7 @@ def choose_experts(
 ) -> tuple[Tensor, Tensor]:
     """Return the experts of each token, int64 `[T, k]`, and their weights `[T, k]`.
 
+    The experts are in descending order of their scores; of equal scores, the first is better.
     `logits [T, E]` are float32 or float64, as are the weights. `correction [E]`, if given, is added
     to the scores to choose experts, but not to weigh them. `sigmoid` computes the sigmoid of each
     element of a tensor `[T, *]`.
@@ -55,7 +56,7 @@ def choose_experts(
     ranked = scores if correction is None else scores + correction
     if routing.groups > 1:
         ranked = _keep_best_groups(ranked, routing)
-    chosen = ranked.topk(routing.per_token, dim=-1).indices
+    chosen = _best(ranked, routing.per_token)
     weights = scores.gather(1, chosen)
     if routing.score == "softmax_of_best":
         weights = weights.softmax(-1)
@@ -66,6 +67,14 @@ def choose_experts(
     return chosen, weights * routing.factor
 
 
+def _best(scores: Tensor, count: int) -> Tensor:
+    """Return the places of the `count` best scores of each row, the best first.
+
+    Of equal scores, the first is better, as in compiled routing; `topk` returns any of them.
+    """
+    return scores.argsort(dim=-1, descending=True, stable=True)[:, :count].contiguous()
+
+
 def _keep_best_groups(ranked: Tensor, routing: Routing) -> Tensor:
     """Return the scores with -inf in all groups except the best `top_groups`."""
     groups = ranked.view(len(ranked), routing.groups, ranked.shape[1] // routing.groups)
@@ -73,6 +82,6 @@ def _keep_best_groups(ranked: Tensor, routing: Routing) -> Tensor:
         quality = groups.amax(-1)
     else:
         quality = groups.topk(min(2, groups.shape[-1]), dim=-1).values.sum(-1)
-    best = quality.topk(routing.top_groups, dim=-1).indices
+    best = _best(quality, routing.top_groups)
     hidden = torch.ones_like(quality, dtype=torch.bool).scatter_(1, best, False)
     return groups.masked_fill(hidden.unsqueeze(-1), -math.inf).flatten(1)
