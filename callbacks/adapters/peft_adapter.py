@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from gptmanager.callbacks.adapters.peft_config import PeftConfig
+from gptmanager.callbacks.adapters.peft_config import MERGE, PeftConfig
 from gptmanager.errors import ConfigError, quoted_path
 from gptmanager.memory.safetensors_reader import FLOATS, SafetensorsFolder, read_unmapped
 from gptmanager.memory.tensor_sources import TensorInfo, tensor_name
@@ -231,7 +231,7 @@ def _read_name(
     if found is None:
         raise ConfigError(
             f"{where}: {tensor_name(name)} does not belong to a plain LoRA adapter, which has only "
-            f"{_PREFIX}<module>.lora_A.weight and lora_B.weight"
+            f"{_PREFIX}<module>.lora_A.weight and lora_B.weight: {MERGE}"
         )
     module = found[1]
     layer = re.search(r"\.(0|[1-9]\d{0,4})\.", module)
@@ -243,10 +243,10 @@ def _read_name(
     if re.search(r"\.experts\b", module):
         raise ConfigError(
             f"{where}: {tensor_name(module)} is not supported: an adapter may change attention, "
-            "dense MLPs and shared experts, not the experts that a router chooses"
+            f"dense MLPs and shared experts, not the experts that a router chooses: {MERGE}"
         )
     ends = sorted({name.partition("{}.")[2] for name in known})
     raise ConfigError(
         f"{where}: {tensor_name(module)} is not supported: a module must be one of {ends} of a "
-        "layer"
+        f"layer; {MERGE}"
     )

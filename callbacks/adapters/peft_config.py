@@ -33,6 +33,7 @@ _READ = frozenset(
         *("fan_in_fan_out", "init_lora_weights", "bias"),
     }
 )
+MERGE = "merge the adapter into the model with PEFT's merge_and_unload, and use that model"
 _REASONS = {
     "target_parameters": "not supported: the tensors in an adapter of expert parameters do not say "
     "which parameter they belong to"
@@ -109,7 +110,8 @@ class PeftConfig:
         if fields.get("peft_type") != "LORA":
             raise self.error("peft_type", 'only "LORA" is supported')
         if fields.get("bias", "none") != "none":
-            raise self.error("bias", 'only "none" is supported: an adapter changes only matrices')
+            need = f'only "none" is supported, because an adapter changes only matrices: {MERGE}'
+            raise self.error("bias", need)
         init = fields.get("init_lora_weights", True)
         if not isinstance(init, bool) and str(init).lower() not in _PLAIN_INITS:
             raise self.error(
@@ -119,7 +121,8 @@ class PeftConfig:
             )
         for field, value in fields.items():
             if field not in _READ and field not in _IGNORED and value not in (False, "", [], {}):
-                raise self.error(field, _REASONS.get(field, "not supported: only plain LoRA is"))
+                reason = _REASONS.get(field, "not supported: only plain LoRA is")
+                raise self.error(field, f"{reason}; {MERGE}")
 
     def _read_rank(self, field: str, value: Any) -> int:
         if type(value) is not int or not 1 <= value < 2**31:

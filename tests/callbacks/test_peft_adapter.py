@@ -122,7 +122,10 @@ def test_names_may_lack_the_prefix_of_their_family(tmp_path):
     [
         ({"peft_type": "LOHA"}, """peft_type = 'LOHA': only "LORA" is"""),
         ({"peft_type": None}, "peft_type = None"),
-        ({"use_dora": True}, "use_dora = True: not supported"),
+        (
+            {"use_dora": True},
+            "use_dora = True: not supported: only plain LoRA is; merge the adapter",
+        ),
         ({"bias": "lora_only"}, "bias = 'lora_only': only \"none\""),
         ({"lora_bias": True}, "lora_bias = True"),
         ({"modules_to_save": ["lm_head"]}, "modules_to_save = ['lm_head']"),
