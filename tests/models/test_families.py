@@ -228,7 +228,12 @@ def test_bfloat16_diverges_no_more_than_in_transformers(name: str) -> None:
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_absent_fields_have_the_defaults_of_transformers(name: str) -> None:
-    full: dict[str, Any] = default_config(name).to_dict()
+    known, family = default_config(name), FAMILIES[name]
+    full: dict[str, Any] = known.to_dict()
+    if family.rotary:
+        theta = known.default_theta
+        theta = theta["global"] if isinstance(theta, dict) else theta
+        assert family.defaults["rope_theta"] == theta
     if name == "glm4_moe":  # its default heads do not divide its default hidden size
         full["num_attention_heads"] = 64
     further: dict[str, Any] = {}

@@ -249,6 +249,7 @@ LLAMAS: Mapping[str, Family] = {
         title="Code World Model",
         defaults=llama_fields(
             norm_eps=1e-5,
+            rope_theta=1e6,
             max_position_embeddings=131072,
             num_key_value_heads=8,
             head_dim=128,
