@@ -10,10 +10,12 @@ from __future__ import annotations
 
 import itertools
 import os
+import re
 import reprlib
 from pathlib import Path
 from typing import Any
 
+_LINE_BREAK = re.compile(r"\n\s*")
 _MAX_QUOTED, _MAX_SUMMARY = 200, 500  # characters of a quoted value, of another library's error
 _MAX_WRITTEN = 100_000  # characters of a value that is written out before it is cut
 
@@ -131,7 +133,9 @@ def quoted(value: Any) -> str:
 
 def _written(value: Any) -> str:
     try:
-        return ascii(value) if isinstance(value, str) and not value.isprintable() else repr(value)
+        if isinstance(value, str):
+            return repr(value) if value.isprintable() else ascii(value)
+        return _LINE_BREAK.sub(" ", repr(value))  # arrays and tensors are written in lines
     except Exception:  # nested too deep, an integer of too many digits, or an object of a host
         return f"(a value of type {type(value).__name__} that cannot be written out)"
 

@@ -252,8 +252,8 @@ models/                       decoder networks, and the table of families
     gguf/                     GGUF files of llama.cpp as checkpoints
         block_types           unpacks blocks of quantized elements to floats
         header                reads metadata, and the places of tensors, with checks
-        split_files           headers of a model in several files
         metadata              checked reading of a file's keys
+        split_files           headers of a model in several files
         architecture          a row of the table of GGUF architectures, and shared names (no torch)
         further_fields        config fields that several keys determine (no torch)
         mixtures              rows of the table for mixtures of experts (no torch)

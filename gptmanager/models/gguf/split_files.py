@@ -13,6 +13,7 @@ from pathlib import Path
 from gptmanager.errors import ConfigError, quoted, quoted_path
 from gptmanager.memory.tensor_sources import tensor_name
 from gptmanager.models.gguf.header import Header, StoredTensor, read_header
+from gptmanager.models.gguf.metadata import Metadata
 
 _NAME = re.compile(r"(.*-)(\d{5})(-of-)(\d{5})(\.gguf)")
 _MAX_FILES = 1000
@@ -25,17 +26,17 @@ def read_model(path: Path) -> Header:
     model.
     """
     first = read_header(path)
-    count = first.metadata.get("split.count", 0)
-    if not isinstance(count, int) or count <= 1:
+    metadata = Metadata(path, first.metadata)
+    count = metadata.integer("split.count") or 0
+    if count <= 1:
         return first
     if count > _MAX_FILES:
-        raise ConfigError(
-            f"{quoted_path(path)}: split.count = {quoted(count)} must be at most {_MAX_FILES}"
-        )
+        raise metadata.error("split.count", f"must be at most {_MAX_FILES}")
     tensors: dict[str, StoredTensor] = {}
     for number, file in enumerate(_files(path, count)):
         header = first if number == 0 else read_header(file, is_kept=False)
-        own = header.metadata.get("split.no"), header.metadata.get("split.count")
+        fields = Metadata(file, header.metadata)
+        own = fields.integer("split.no"), fields.integer("split.count")
         if own != (number, count):
             raise ConfigError(
                 f"{quoted_path(file)}: split.no and split.count = {quoted(own)} must be "
@@ -48,8 +49,8 @@ def read_model(path: Path) -> Header:
                     "of the model has"
                 )
             tensors[name] = tensor
-    total = first.metadata.get("split.tensors.count", len(tensors))
-    if total != len(tensors):
+    total = metadata.integer("split.tensors.count")
+    if total not in (None, len(tensors)):
         raise ConfigError(
             f"{quoted_path(path)}: the {count} files of the model have {len(tensors)} tensors, "
             f"and split.tensors.count = {quoted(total)}"

@@ -210,8 +210,8 @@ class GgufTensors:
             rows, heads = stored.shape[0], self._heads[module]
             if rows % (2 * heads):
                 raise ConfigError(
-                    f"{path}: tensor {name} has {rows} rows, which must be a multiple of 2 x "
-                    f"{heads} heads"
+                    f"{path}: tensor {tensor_name(name)} has {rows} rows, which must be a multiple "
+                    f"of 2 x {heads} heads"
                 )
             return pairs_to_halves(rows // heads), None
         places = {} if self._value_heads is None else self._value_heads.places()
@@ -220,7 +220,9 @@ class GgufTensors:
         first, size = places[module]
         needed, found = first + self._value_heads.value_heads * size, stored.shape
         if found[-1 if module == "ssm_out" else 0] != needed:
-            raise ConfigError(f"{path}: tensor {name} has shape {list(found)}: it needs {needed}")
+            raise ConfigError(
+                f"{path}: tensor {tensor_name(name)} has shape {list(found)}: it needs {needed}"
+            )
         order = self._value_heads.order(first, size)
         return (None, order) if module == "ssm_out" else (order, None)
 

@@ -87,6 +87,11 @@ class MatrixFinder:
                 if name.endswith(ending) and (matrix := describe(name, info)) is not None:
                     module = name.removesuffix(ending)
                     own = {"_blocks": module, "_proj": name}.get(ending, f"{module}.weight")
+                    if own != name and own in given:
+                        raise ConfigError(
+                            f"tensors {tensor_name(own)} and {tensor_name(name)} are the same "
+                            "matrix, in floats and quantized: only one of them may be given"
+                        )
                     self.matrices[own] = matrix
                     self.used.add(name)
 

@@ -242,8 +242,8 @@ class IntegerMatrix(StoredMatrix):
         found = (self.zeros.rows(read, rows) + self.offset) & ((1 << self.bits) - 1)
         if self.middle and not (found == middle).all():
             raise ConfigError(
-                f"tensor {self.zeros.name} has other values than {middle - self.offset}: the "
-                "config says that the integers are symmetric (sym)"
+                f"tensor {tensor_name(self.zeros.name)} has other values than "
+                f"{middle - self.offset}: the config says that the integers are symmetric (sym)"
             )
         return found.float()
 

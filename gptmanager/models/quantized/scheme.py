@@ -248,13 +248,16 @@ def _gptq(own: Mapping[str, Any]) -> Scheme:
     symmetric = own.get("sym", False)
     if not isinstance(symmetric, bool):
         raise _error("sym", symmetric, "must be true or false")
+    desc_act = own.get("desc_act")
+    if not (desc_act is None or isinstance(desc_act, bool)):
+        raise _error("desc_act", desc_act, "must be true or false")
     return Scheme(
         "gptq",
         bits=(_bits(own, (2, 4, 8)),),
         blocks=_groups(own),
         symmetric=symmetric,
         offset=1 if layout == "gptq" else 0,
-        reordered=own.get("desc_act") is True,
+        reordered=desc_act is True,
     )
 
 

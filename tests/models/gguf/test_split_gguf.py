@@ -63,6 +63,16 @@ def test_what_is_wrong_with_the_files_is_named(tmp_path: Path, model: Any) -> No
     refused(first, re.escape("m-00002-of-00003.gguf: split.no and split.count = (2, 3) must be"))
     split(tmp_path, model, {2: {"split.count": 4}})
     refused(first, re.escape("m-00003-of-00003.gguf: split.no and split.count = (2, 4) must be"))
+    many, none = np.array([1, 2], np.int32), np.array([], np.int32)
+    for number, key, wrong in [
+        (0, "count", "3"),
+        (0, "no", many),
+        (1, "no", none),
+        (1, "count", True),
+        (0, "tensors.count", many),
+    ]:
+        split(tmp_path, model, {number: {f"split.{key}": wrong}})
+        refused(first, rf"m-0000{number + 1}-of-00003.gguf: split.{key} = .*: must be an integer")
     split(tmp_path, model, {0: {"split.tensors.count": 7}})
     refused(first, "the 3 files of the model have 21 tensors, and split.tensors.count = 7")
     split(tmp_path, model)

@@ -347,6 +347,7 @@ REFUSED = [
     ("gptq", {"group_size": 16}, r"scales is float16 .*: it must be"),
     ("gptq", {"checkpoint_format": "marlin"}, "checkpoint_format = 'marlin': must be"),
     ("gptq", {"sym": "yes"}, "sym = 'yes': must be true or false"),
+    ("gptq", {"desc_act": "yes"}, "desc_act = 'yes': must be true or false"),
     ("gptq-reordered", {"sym": True}, r"has other values than 7: .* symmetric \(sym\)"),
     ("awq", {"version": "gemv"}, "version = 'gemv': must be 'gemm'"),
     ("awq", {"zero_point": False}, "zero_point = False: must be true"),
@@ -441,6 +442,14 @@ def test_zero_points_and_indices_that_the_config_declares_are_needed(name: str, 
     del tensors[LAYER + part]
     with pytest.raises(ConfigError, match=f"{part} is missing: a quantized matrix needs it"):
         load_model((config, tensors))
+
+
+@pytest.mark.parametrize("name", ["ct-int4", "gptq", "awq"])
+def test_a_matrix_in_floats_and_quantized_is_refused(name: str) -> None:
+    config, tensors = checkpoint(name)
+    own = f"{LAYER}mlp.down_proj.weight"
+    with pytest.raises(ConfigError, match=f"tensors {own} and .*down_proj.* are the same matrix"):
+        load_model((config, {**tensors, own: torch.zeros(64, 32)}))
 
 
 def test_zero_points_of_int8_that_the_config_declares_are_needed() -> None:
