@@ -22,8 +22,9 @@ _NUM_WRAPPERS = 2  # the number of steps that may be in flight
 class _PageLists(NamedTuple):
     """The page indices of all R rows, in FlashInfer's form: int32 tensors.
 
-    Row r has the pages `pages[starts[r]:starts[r + 1]]`. The last of these pages has
-    `last_tokens[r]` tokens. `starts` and `last_tokens` are in CPU memory, where FlashInfer plans.
+    Row r has the pages `pages[starts[r]:starts[r + 1]]`, from the first page that it sees on. The
+    last of these pages has `last_tokens[r]` tokens. `starts` and `last_tokens` are in CPU memory,
+    where FlashInfer plans.
     """
 
     starts: Tensor
@@ -128,9 +129,10 @@ class FlashInferAttention:
             new_wrapper = self._new_prefill if is_context else self._new_decode
             wrappers = self._wrappers[is_context, shape] = _Wrappers(new_wrapper, self._device)
         tokens_per_block = pages.values.shape[2]
-        lists = rows.memo.get("page lists")
+        key = "page lists", shape.window
+        lists = rows.memo.get(key)
         if lists is None:
-            lists = rows.memo["page lists"] = _page_lists(rows, tokens_per_block)
+            lists = rows.memo[key] = _page_lists(rows, shape, tokens_per_block)
         options: dict[str, Any] = {
             "sm_scale": shape.scale,
             "window_left": -1 if shape.window is None else shape.window - 1,
@@ -153,12 +155,17 @@ class FlashInferAttention:
         return wrap(self._workspace, "HND", use_tensor_cores=True)
 
 
-def _page_lists(rows: AttentionRows, tokens_per_block: int) -> _PageLists:
+def _page_lists(rows: AttentionRows, shape: AttentionShape, tokens_per_block: int) -> _PageLists:
+    """Return the page lists of a layer. Pages before a row's window are left out: they may belong
+    to other rows, and FlashInfer multiplies masked values, which may be NaN, by 0.
+    """
     assert rows.lengths is not None  # None only in captured steps
     lengths = rows.lengths.kv_lengths.astype(np.int64)
-    counts = -(-lengths // tokens_per_block)
+    seen_from = shape.first_seen(lengths - np.diff(rows.lengths.row_starts))
+    skipped = np.maximum(seen_from, 0) // tokens_per_block
+    counts = -(-lengths // tokens_per_block) - skipped
     ends = np.cumsum(counts)
-    first = np.arange(len(counts)) * rows.block_tables.shape[1]
+    first = np.arange(len(counts)) * rows.block_tables.shape[1] + skipped
     places = np.arange(counts.sum()) + np.repeat(first - ends + counts, counts)
     index = torch.from_numpy(places).to(rows.block_tables.device, non_blocking=True)
     return _PageLists(

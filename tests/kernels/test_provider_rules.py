@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 
+import numpy as np
 import pytest
 import torch
 from attention_libraries import FlashAttn, FlashInfer, HostAttention
@@ -155,6 +156,16 @@ def test_layers_of_a_step_share_a_plan_of_flashinfer(is_context, monkeypatch):
         for _ in range(3):
             attend(torch.zeros(2, 4, 32), pages, rows, SHAPE, None)
         assert len(planned) == step
+
+
+def test_flashinfer_gets_no_page_before_a_window():
+    starts, lengths = (np.array(it, dtype=np.int32) for it in ([0, 1, 21, 26], [42, 50, 5]))
+    tables = torch.tensor([[-1, -1, 7, -1], [-1, 1, 2, 3], [4, -1, -1, -1]], dtype=torch.int32)
+    given = (torch.from_numpy(it) for it in (starts, lengths))
+    rows = AttentionRows(*given, tables, RowLengths(starts, lengths))
+    lists = flashinfer_attention._page_lists(rows, WINDOWED, 16)
+    assert [it.tolist() for it in lists] == [[0, 1, 4, 5], [7, 1, 2, 3, 4], [10, 2, 5]]
+    assert flashinfer_attention._page_lists(rows, SHAPE, 16).starts.tolist() == [0, 3, 7, 8]
 
 
 def test_a_model_of_transformers_has_no_matmuls_of_a_provider():
