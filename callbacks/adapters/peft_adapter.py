@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from gptmanager.callbacks.adapters.peft_config import MERGE, PeftConfig
 from gptmanager.errors import ConfigError, quoted_path
-from gptmanager.memory.safetensors_reader import FLOATS, SafetensorsFolder, read_unmapped
+from gptmanager.memory.safetensors_reader import FLOATS, SafetensorsCopy
 from gptmanager.memory.tensor_sources import TensorInfo, tensor_name
 from gptmanager.models.checkpoint_parts import read_config
 from gptmanager.models.decoder.lora_modules import lora_modules
@@ -124,21 +124,20 @@ def load_peft_adapter(
     if not os.path.isdir(path):
         raise ConfigError(f"{quoted_path(path)} is not a folder: pass a folder that PEFT saved")
     config = PeftConfig(path / _CONFIG)
-    infos = SafetensorsFolder(path, _TENSORS).describe()
+    source = SafetensorsCopy(path, _TENSORS)
     where = quoted_path(path / _TENSORS)
     spec = None if model is None else read_spec(read_config(model))
     known = _module_ids(None if spec is None else spec.family)
-    pairs = _find_pairs(where, infos, config, known)
+    pairs = _find_pairs(where, source.describe(), config, known)
     if model is not None and spec is not None:
         _check_model(where, pairs, spec, quoted_path(Path(model)))
-    tensors = read_unmapped(path / _TENSORS, infos)
     rows = sorted(pairs)
     width = max(pair.num_elements for pair in pairs.values())
     try:
         weights = np.zeros((len(rows), width), dtype=np.float32)
         for row, key in enumerate(rows):
             pair = pairs[key]
-            a, b = (tensors[pair.name(part)].float().numpy() for part in "AB")
+            a, b = (source.tensor(pair.name(part)).float().numpy() for part in "AB")
             b = b[pair.first_column : pair.first_column + pair.num_columns]
             weights[row, : a.size] = a.reshape(-1)
             # scaled in float64, so that each value is rounded once

@@ -1,6 +1,7 @@
 """`SafetensorsFolder`: reads the tensors of a folder of safetensors files, in slices.
 
-This module decides how the files are found and mapped. It does not know how a tensor is used.
+`SafetensorsCopy` reads a file that other programs may change meanwhile. This module decides how the
+files are found and mapped. It does not know how a tensor is used.
 """
 
 from __future__ import annotations
@@ -35,15 +36,14 @@ _MAX_TENSORS = 200_000  # in all files: 10,000 layers of 20 tensors
 class SafetensorsFolder:
     """A Hugging Face checkpoint folder: `model.safetensors`, or the shards that an index names.
 
-    `single` is the name of the file of an unsharded checkpoint. With a name other than the default,
-    no index is read. Files are memory-mapped. A page that was read stays resident until the file is
+    Files are memory-mapped. A page that was read stays resident until the file is
     unmapped, so `pieces` maps the file anew after every `max_bytes` bytes read. Raises ConfigError
     if the folder has no safetensors, if a file is broken, or if a tensor is in two files or not in
     the file that the index names. `formats` holds the values of "format" in the files' metadata,
     such as "pt" or "mlx", and "" for a file without this entry.
     """
 
-    def __init__(self, folder: Path, single: str = _SINGLE) -> None:
+    def __init__(self, folder: Path) -> None:
         self.formats: set[str] = set()
         self._tensors: dict[str, TensorInfo] = {}
         self._files: dict[str, Path] = {}
@@ -51,8 +51,8 @@ class SafetensorsFolder:
         self._mapping: Any = None
         self._bytes_read = 0
         self._kept: dict[Path, MappedFile] = {}
-        index = _read_index(folder, single)
-        names = {single} if index is None else set(index.values())
+        index = _read_index(folder, _SINGLE)
+        names = {_SINGLE} if index is None else set(index.values())
         for file in sorted(folder / name for name in names):
             self._add_file(file)
         for tensor, name in (index or {}).items():
@@ -109,11 +109,7 @@ class SafetensorsFolder:
     def _add_file(self, file: Path) -> None:
         handle = _open(file)
         names = handle.keys()
-        if len(self._tensors) + len(names) > _MAX_TENSORS:
-            raise ConfigError(
-                f"{quoted_path(file)} holds {len(names)} tensors: a checkpoint may have at "
-                f"most {_MAX_TENSORS} in all its files"
-            )
+        _check_count(file, len(names), len(self._tensors))
         self.formats.add((handle.metadata() or {}).get("format", ""))
         for name in names:
             if name in self._files:
@@ -127,36 +123,60 @@ class SafetensorsFolder:
             self._tensors[name] = TensorInfo(tuple(header.get_shape()), _DTYPES.get(dtype, dtype))
 
 
-def read_unmapped(file: Path, infos: Mapping[str, TensorInfo]) -> dict[str, Tensor]:
-    """Return the tensors `infos`, which must not be empty, of a file that may change meanwhile.
+class SafetensorsCopy:
+    """The tensors of the file `name` in a folder, which is read at once and not mapped.
 
-    The file is read at once and not mapped: if another program truncates a mapped file, the next
-    read of it ends the process. Raises ConfigError if the file has changed since it was described.
+    Other programs may change the file meanwhile. If they truncated a mapped file, the next read of
+    it would end the process. Raises ConfigError for a missing or broken file, and for a file that
+    changes while it is read.
     """
-    where, size = quoted_path(file), check_file(file)
-    try:
-        with file.open("rb") as opened:
-            before = os.fstat(opened.fileno())
-            content = opened.read(size)
-            after = os.fstat(opened.fileno())
-        found = {
-            name: (tuple(it["shape"]), _DTYPES.get(it["dtype"]), it["data"])
-            for name, it in deserialize(content)
+
+    def __init__(self, folder: Path, name: str) -> None:
+        _read_index(folder, name)
+        where, size = quoted_path(folder / name), check_file(folder / name)
+        try:
+            with (folder / name).open("rb") as file:
+                before = os.fstat(file.fileno())
+                length = file.read(8)
+                # a file of another format is refused before all of it is read
+                if int.from_bytes(length, "little") > size:
+                    raise SafetensorError("its header is longer than the file")
+                content = length + file.read(size - len(length))
+                after = os.fstat(file.fileno())
+            self._tensors = dict(deserialize(content))
+        except (SafetensorError, OSError, MemoryError) as error:
+            raise _unreadable(where, error) from error
+        _check_count(folder / name, len(self._tensors))
+        if (before.st_mtime_ns, before.st_size) != (after.st_mtime_ns, after.st_size):
+            raise ConfigError(
+                f"{where} was changed while it was read: write the files to another folder, then "
+                "rename that folder"
+            )
+
+    def describe(self) -> dict[str, TensorInfo]:
+        return {
+            name: TensorInfo(tuple(it["shape"]), _DTYPES.get(it["dtype"], it["dtype"]))
+            for name, it in self._tensors.items()
         }
-    except (SafetensorError, OSError, MemoryError) as error:
+
+    def tensor(self, name: str) -> Tensor:
+        """Return a tensor, which must have elements and a dtype of torch."""
+        found = self._tensors[name]
+        dtype = getattr(torch, _DTYPES[found["dtype"]])
+        return torch.frombuffer(found["data"], dtype=dtype).view(*found["shape"])
+
+
+def _check_count(file: Path, num_tensors: int, num_before: int = 0) -> None:
+    """Raise ConfigError if a file has too many tensors after `num_before` in other files."""
+    if num_before + num_tensors > _MAX_TENSORS:
         raise ConfigError(
-            f"{where} cannot be read as safetensors: {error_summary(error)}"
-        ) from error
-    is_same = all(name in found and found[name][:2] == info[:2] for name, info in infos.items())
-    if not is_same or (before.st_mtime_ns, before.st_size) != (after.st_mtime_ns, after.st_size):
-        raise ConfigError(
-            f"{where} was changed while it was read: write the files to another folder, then "
-            "rename that folder"
+            f"{quoted_path(file)} holds {num_tensors} tensors: a checkpoint may have at "
+            f"most {_MAX_TENSORS} in all its files"
         )
-    return {
-        name: torch.frombuffer(found[name][2], dtype=getattr(torch, info.dtype)).view(info.shape)
-        for name, info in infos.items()
-    }
+
+
+def _unreadable(where: str, error: BaseException) -> ConfigError:
+    return ConfigError(f"{where} cannot be read as safetensors: {error_summary(error)}")
 
 
 def _open(file: Path) -> Any:
@@ -164,9 +184,7 @@ def _open(file: Path) -> Any:
     try:
         return safe_open(file, framework="pt")
     except (SafetensorError, OSError, RuntimeError, MemoryError) as error:
-        raise ConfigError(
-            f"{quoted_path(file)} cannot be read as safetensors: {error_summary(error)}"
-        ) from error
+        raise _unreadable(quoted_path(file), error) from error
 
 
 def _read_index(folder: Path, single: str) -> dict[str, str] | None:
