@@ -15,6 +15,9 @@ from torch import Tensor
 from gptmanager.kernels.gemm.int4_groups import Groups
 
 _DOUBLED_E2M1 = torch.tensor([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12]).float()
+_IQ4 = torch.tensor(
+    [-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113]
+).float()
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,6 +156,19 @@ def _q6_k(blocks: Tensor) -> Tensor:
     return (scales.unsqueeze(-1) * values).flatten(1)
 
 
+def _iq4_nl(blocks: Tensor) -> Tensor:
+    return _IQ4[_nibbles(blocks[:, 2:]).int()] * _halves(blocks, 0)
+
+
+def _iq4_xs(blocks: Tensor) -> Tensor:
+    low = (blocks[:, 4:8].unsqueeze(-1) >> torch.tensor([0, 4], dtype=torch.uint8)) & 15
+    shifts = torch.arange(0, 8, 2, dtype=torch.uint8)
+    high = (blocks[:, 2:4].unsqueeze(-1) >> shifts) & 3
+    scales = _halves(blocks, 0) * ((low.flatten(1) | high.flatten(1) << 4).float() - 32)
+    values = _IQ4[_nibbles(blocks[:, 8:].reshape(-1, 8, 16)).int()]
+    return (scales.unsqueeze(-1) * values).flatten(1)
+
+
 def _mxfp4(blocks: Tensor) -> Tensor:
     """Return the E2M1 numbers of each block times 2 ** (first byte - 127).
 
@@ -179,6 +195,8 @@ BLOCK_TYPES: Mapping[int, BlockType] = {
     12: BlockType("Q4_K", 256, 144, _q4_k),
     13: BlockType("Q5_K", 256, 176, _q5_k),
     14: BlockType("Q6_K", 256, 210, _q6_k),
+    20: BlockType("IQ4_NL", 32, 18, _iq4_nl),
+    23: BlockType("IQ4_XS", 256, 136, _iq4_xs),
     30: BlockType("BF16", 1, 2, _as(torch.bfloat16), "bfloat16"),
     39: BlockType("MXFP4", 32, 17, _mxfp4),
 }
@@ -190,10 +208,8 @@ TYPE_NAMES: Mapping[int, str] = {
     17: "IQ2_XS",
     18: "IQ3_XXS",
     19: "IQ1_S",
-    20: "IQ4_NL",
     21: "IQ3_S",
     22: "IQ2_S",
-    23: "IQ4_XS",
     24: "I8",
     25: "I16",
     26: "I32",
