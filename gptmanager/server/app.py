@@ -151,9 +151,10 @@ def _refuse(request: Request, error: Exception) -> Response:
 def _refuse_http(request: Request, error: Exception) -> Response:
     """Answer an error of the router itself, which is a 404 or a 405."""
     assert isinstance(error, HTTPException)
+    allowed = (error.headers or {}).get("Allow", "another method")
     messages = {
         404: f"there is nothing at {request.url.path}{_hint(request)}",
-        405: f"{request.method} is not allowed at {request.url.path}",
+        405: f"{request.method} is not allowed at {request.url.path}: use {allowed}",
     }
     message = messages.get(error.status_code, error.detail)
     refusal = ApiError(error.status_code, message, headers=error.headers)

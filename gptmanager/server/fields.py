@@ -9,11 +9,13 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
+from difflib import get_close_matches
 from typing import Any, NamedTuple, Protocol
 
 from gptmanager.errors import quoted
 from gptmanager.server.errors import ApiError
 
+_MAX_COMPARED = 64  # characters of an unknown name that is compared with the known ones
 _QUOTED = re.compile(r"""(?<!\w)('(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*")""")
 
 
@@ -49,11 +51,11 @@ def read_fields(
     """
     unknown = [name for name, value in body.items() if name not in fields and value is not None]
     if unknown and not lenient:
-        raise bad_request(
-            unknown[0],
-            f"{quoted(unknown[0])} is an unknown field; a server started with --lenient ignores it",
-            code="unknown_field",
-        )
+        name = unknown[0]
+        text = f"{quoted(name)} is an unknown field; a server started with --lenient ignores it"
+        near = get_close_matches(name, fields, 1, 0.8) if len(name) <= _MAX_COMPARED else ()
+        meant = f" (did you mean {near[0]!r}?)" if near else ""
+        raise bad_request(name, f"{text}{meant}", code="unknown_field")
     given = {}
     for name, field in fields.items():
         value = body.get(name)

@@ -379,7 +379,7 @@ def test_what_has_no_effect_is_taken(client):
         ({"temperature": -1e-31}, "temperature", "-1e-31 is outside 0 to 100"),
         ({"seed": 2**65}, "seed", "is outside -9223372036854775808 to 18446744073709551615"),
         ({"echo": True, "max_tokens": 0, "logprobs": 1, "prompt": [3] * 512}, "prompt", "511"),
-        ({"model": "other"}, "model", "does not exist"),
+        ({"model": "other"}, "model", "does not exist: use '"),
     ],
     ids=str,
 )

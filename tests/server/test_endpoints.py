@@ -144,8 +144,10 @@ def test_the_list_of_models_with_a_slash_at_its_end(client):
 
 def test_a_wrong_method_is_a_405(client):
     response = client.put("/health")
-    refusal(response, 405)
-    assert "GET" in response.headers["allow"]
+    allowed = response.headers["allow"]
+    message = f"PUT is not allowed at /health: use {allowed}"
+    assert refusal(response, 405)["message"] == message
+    assert "GET" in allowed
 
 
 @pytest.mark.parametrize("body", [b"", b"{", b"[1]", b'"x"', b"\xff"])

@@ -104,6 +104,11 @@ def test_a_kind_takes_what_its_schema_describes(kind, value):
             {"prompt": "x", "colour": "red"},
             "'colour' is an unknown field; a server started with --l",
         ),
+        (
+            {"prompt": "x", "max_token": 3},
+            "'max_token' is an unknown field; a server started with --lenient ignores it "
+            "(did you mean 'max_tokens'?)",
+        ),
         ({"prompt": "x", "max_tokens": -1}, "max_tokens = -1 must be at least 0"),
         ({"prompt": "x", "max_tokens": True}, "max_tokens must be an integer, got True"),
         ({"prompt": [[1], None]}, "prompt[1] = None must be a string or token ids"),

@@ -129,7 +129,8 @@ def _read(message: Any, where: str) -> dict[str, Any]:
         raise field_error(where, f"{quoted(message)} must be an object with role and content")
     role = message.get("role")
     if role not in ROLES:
-        raise field_error(f"{where}.role", f"{quoted(role)} must be one of {', '.join(ROLES)}")
+        wrong = quoted(role) if "role" in message else "is missing; it"
+        raise field_error(f"{where}.role", f"{wrong} must be one of {', '.join(ROLES)}")
     read: dict[str, Any] = {"role": role}
     calls = _calls_of(message, where)
     if calls:

@@ -126,8 +126,8 @@ async def parsed(request: Request, size: int, parse: Callable[[], _T]) -> _T:
 def _parse_object(body: bytes) -> dict[str, Any]:
     found = parse_json(body)
     if not isinstance(found, dict):
-        kind = type(found).__name__
-        raise ApiError(400, f"the body must be a JSON object, not {kind}", code="invalid_json")
+        text = f"the body must be a JSON object, got a value of type {type(found).__name__}"
+        raise ApiError(400, text, code="invalid_json")
     return found
 
 

@@ -55,13 +55,13 @@ class ServerKeys:
         self._by_name = {key.name: key for key in keys}
 
     def reload(self) -> None:
-        """Read the key file again. On an error, log it and keep the current keys."""
+        """Read the key file again, and log the result. On an error, keep the current keys."""
         try:
             self._set(self._access.read_keys())
         except ConfigError as error:
             _logger.error("the keys were not reloaded and stay as they are: %s", error)
         else:
-            _logger.info("the keys have been reloaded; the server now has %d", len(self._by_name))
+            _logger.info("the keys have been read; the server has %d", len(self._by_name))
 
     def find(self, given: str | bytes | None) -> ApiKey | None:
         """Return the key that a client has sent, or None if the server does not have this key."""

@@ -204,8 +204,9 @@ def _check(given: Mapping[str, Any], engine: Engine) -> None:
         )
     if most != 0:
         check_min_tokens(given, _MAX_TOKENS if most is None else most)
-    if given.get("best_of", given.get("n", 1)) != given.get("n", 1):
-        raise bad_request("best_of", f"best_of = {given['best_of']} must equal n")
+    num_texts = given.get("n", 1)
+    if given.get("best_of", num_texts) != num_texts:
+        raise bad_request("best_of", f"best_of = {given['best_of']} must equal n = {num_texts}")
     if given.get("suffix"):
         raise bad_request("suffix", "suffix is not supported: the model cannot fill in the middle")
 

@@ -53,7 +53,7 @@ def routes(engine: Engine, settings: ServerSettings) -> list[BaseRoute]:
             return json_response(_model(engine, name))
         if name in engine.adapters:
             return json_response(_adapter(engine, engine.adapters.find(name)))
-        raise unknown_model(name)
+        raise _unknown_model(engine, name)
 
     async def load(request: Request) -> Response:
         _check_caller(request, settings)
@@ -88,14 +88,14 @@ def routes(engine: Engine, settings: ServerSettings) -> list[BaseRoute]:
 def check_model(engine: Engine, name: str | None) -> None:
     """Raise ApiError (404) for a name that neither the model nor an adapter has."""
     if name is not None and name not in engine.card.names and name not in engine.adapters:
-        raise unknown_model(name)
+        raise _unknown_model(engine, name)
 
 
-def unknown_model(name: str) -> ApiError:
+def _unknown_model(engine: Engine, name: str) -> ApiError:
     """Return the error (404) for a name that neither the model nor an adapter has."""
-    return ApiError(
-        404, f"the model {quoted(name)} does not exist", param="model", code="model_not_found"
-    )
+    own = quoted(engine.card.name)
+    text = f"the model {quoted(name)} does not exist: use {own}, or another name at /v1/models"
+    return ApiError(404, text, param="model", code="model_not_found")
 
 
 def _model(engine: Engine, name: str) -> dict[str, Any]:

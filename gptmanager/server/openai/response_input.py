@@ -101,7 +101,7 @@ def _message(item: Any, where: str) -> dict[str, Any]:
         raise field_error(f"{where}.type", f"{quoted(kind)} must be one of {_ALLOWED}")
     if kind == "message":
         if item.get("role") not in _ROLES:
-            wrong = quoted(item.get("role"))
+            wrong = quoted(item["role"]) if "role" in item else "is missing; it"
             raise field_error(f"{where}.role", f"{wrong} must be one of {', '.join(_ROLES)}")
         return {"role": item["role"], "content": item.get("content")}
     if kind == "reasoning":

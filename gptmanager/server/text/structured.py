@@ -92,7 +92,8 @@ def _of_response_format(given: Any) -> list[OutputRule]:
             return [OutputRule("response_format.schema", "json", given["schema"], lenient)]
         return [OutputRule("response_format", "json_object", True)]
     if kind != "json_schema":
-        raise field_error("response_format.type", "must be 'text', 'json_object' or 'json_schema'")
+        allowed = "'text', 'json_object' or 'json_schema'"
+        raise field_error("response_format.type", f"must be {allowed}, got {quoted(kind)}")
     where, own = "response_format.json_schema", given.get("json_schema")
     if not isinstance(own, Mapping):
         raise field_error(where, "must be an object with name and schema")
