@@ -156,8 +156,9 @@ class FlashInferAttention:
 
 
 def _page_lists(rows: AttentionRows, shape: AttentionShape, tokens_per_block: int) -> _PageLists:
-    """Return the page lists of a layer. Pages before a row's window are left out: they may belong
-    to other rows, and FlashInfer multiplies masked values, which may be NaN, by 0.
+    """Return the page lists of a layer, without the pages before each row's window.
+
+    Those pages may belong to other rows, and hold NaN: FlashInfer may read all pages in its list.
     """
     assert rows.lengths is not None  # None only in captured steps
     lengths = rows.lengths.kv_lengths.astype(np.int64)
