@@ -239,8 +239,8 @@ def _scale_rope(
     plain = replace(plain, factor=rope.number("factor", implied), original_max_positions=original)
     if kind == "llama3":
         low, high = rope.number("low_freq_factor"), rope.number("high_freq_factor")
-        if high <= low:
-            raise rope.error("high_freq_factor", f"must be more than low_freq_factor {low}")
+        if high < low:  # in Llama 4 they are equal
+            raise rope.error("high_freq_factor", f"must be at least low_freq_factor {low}")
         return replace(plain, low_freq_factor=low, high_freq_factor=high)
     if kind == "yarn":
         fast, slow = rope.number("beta_fast", 32.0), rope.number("beta_slow", 1.0)
@@ -347,9 +347,11 @@ def _llama3(rope: Rope, frequencies: Tensor) -> Tensor:
     length = rope.original_max_positions
     low, high = rope.low_freq_factor, rope.high_freq_factor
     wave_lengths = 2 * math.pi / frequencies
+    stretched = torch.where(wave_lengths > length / low, frequencies / rope.factor, frequencies)
+    if high == low:
+        return stretched
     share = (length / wave_lengths - low) / (high - low)
     between = (1 - share) * frequencies / rope.factor + share * frequencies
-    stretched = torch.where(wave_lengths > length / low, frequencies / rope.factor, frequencies)
     is_between = (wave_lengths >= length / high) & (wave_lengths <= length / low)
     return torch.where(is_between, between, stretched)
 

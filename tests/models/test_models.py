@@ -171,6 +171,13 @@ def test_tables_are_exact_far_out(rope: dict[str, Any]) -> None:
     assert torch.equal(rope_table(rope, 4097), table[:4097])
 
 
+def test_llama_4_scales_rope_without_interpolation() -> None:
+    """Its two factors are equal."""
+    config = {**CONFIGS["llama"], "rope_parameters": {**LLAMA3_ROPE, "high_freq_factor": 1.0}}
+    table = rope_table(read_spec(config).ropes[0], 160)
+    assert torch.allclose(table, expected_rope(config, torch.arange(160)), rtol=0, atol=1e-6)
+
+
 def test_a_manager_with_a_shorter_limit_leaves_the_tables_of_another_one() -> None:
     model, (tokens,) = load_model(checkpoint(random_model(CONFIGS["llama"]))), random_tokens(40)
     logits = []
@@ -567,8 +574,8 @@ def test_the_first_gpt2_checkpoints_load() -> None:
         ("llama", {"rope_parameters": {"rope_theta": 1.0}}, ["rope_theta = 1.0"]),
         (
             "llama",
-            {"rope_scaling": LLAMA3_ROPE | {"high_freq_factor": 1}},
-            ["high_freq_factor = 1"],
+            {"rope_scaling": LLAMA3_ROPE | {"high_freq_factor": 0.5}},
+            ["high_freq_factor = 0.5"],
         ),
         (
             "llama",
