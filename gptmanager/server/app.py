@@ -26,7 +26,7 @@ from gptmanager.server.http.connections import AddressLimit
 from gptmanager.server.http.hosts import HostGuard, needs_guard
 from gptmanager.server.http.idempotency import IdempotencyGuard
 from gptmanager.server.http.keys import KeyGuard
-from gptmanager.server.http.request_log import CLIENT_GONE, RECORD, RequestRecord
+from gptmanager.server.http.request_log import CLIENT_GONE, RECORD
 from gptmanager.server.http.responses import DIRECT_SEND, IS_WHOLE, error_response, is_of_ollama
 from gptmanager.server.openai import chat, completions, models, responses, tokenization
 from gptmanager.server.settings import ServerSettings
@@ -88,7 +88,7 @@ class _App(Starlette):
         if self.root_path and scope["path"].startswith(self.root_path + "/"):
             scope = {**scope, "path": scope["path"][len(self.root_path) :]}
         is_whole = scope.get(IS_WHOLE)
-        record = RequestRecord(scope)
+        record = self.state.request_log.begin(scope)
 
         async def start(message: Message) -> None:
             if message["type"] == "http.response.start":

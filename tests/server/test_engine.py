@@ -1,6 +1,8 @@
 """`Engine` and `Call`: what is refused before it runs, and how requests end with their calls."""
 
 import asyncio
+import time
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -11,6 +13,7 @@ from gptmanager import FinishReason
 from gptmanager.callbacks import AsyncRequestQueue
 from gptmanager.server.engine.call import Call, EngineRequest
 from gptmanager.server.errors import ApiError
+from gptmanager.server.http import request_log
 
 ENDLESS = {"end_id": -1}  # no token ends it
 
@@ -127,6 +130,16 @@ def test_a_request_past_its_deadline_is_timed_out(server):
     with pytest.raises(ApiError) as caught:
         server.run(results(server.engine, a_request(deadline_s=0.0)))
     assert caught.value.status == 504
+
+
+def test_a_deadline_counts_from_the_arrival_of_a_request(server, client, monkeypatch):
+    """Not from when its prompt is prepared: it may have waited for a thread, or for a grammar."""
+
+    body = {"prompt": "a", "max_tokens": 1, "deadline_s": 99}
+    assert client.post("/v1/completions", json=body).status_code == 200
+    earlier = SimpleNamespace(monotonic=lambda: time.monotonic() - 100)
+    monkeypatch.setattr(request_log, "time", earlier)
+    assert client.post("/v1/completions", json=body).status_code == 504
 
 
 @pytest.fixture

@@ -11,6 +11,7 @@ import contextlib
 import functools
 import itertools
 import os
+import time
 from collections.abc import Iterator, Sequence
 
 from gptmanager import GptManager, ManagerState
@@ -278,9 +279,12 @@ class Engine:
         return start(functools.partial(self.queue.submit, *given, timeout=0.0, **by_name))
 
     def _timeout_s(self, request: EngineRequest) -> float | None:
+        """Return the seconds that are left for a request, which may be negative."""
         own, limit = request.by_name.get("deadline_s"), self._settings.request_timeout
         found = [seconds for seconds in (own, limit) if seconds is not None]
-        return min(found, default=None)
+        arrival = self.metrics.request_log.arrival.get()
+        passed = 0.0 if arrival is None else time.monotonic() - arrival
+        return min(found) - passed if found else None
 
     # Text -------------------------------------------------------------------------------------
 

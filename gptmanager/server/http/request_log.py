@@ -8,6 +8,7 @@ import time
 import uuid
 from collections import Counter
 from collections.abc import Callable, Mapping
+from contextvars import ContextVar
 from typing import Any
 
 from starlette.types import Message
@@ -63,10 +64,21 @@ class RequestRecord:
 
 
 class RequestLog:
-    """Writes a log line for each request except successful probes, and counts refusals."""
+    """Writes a log line for each request except successful probes, and counts refusals.
+
+    `arrival` is the time, by `time.monotonic`, when the request arrived that the running task
+    answers; None outside of requests.
+    """
 
     def __init__(self) -> None:
         self.refusals: Counter[tuple[str, str]] = Counter()
+        self.arrival: ContextVar[float | None] = ContextVar("arrival", default=None)
+
+    def begin(self, scope: Mapping[str, Any]) -> RequestRecord:
+        """Return the record of a request that has arrived."""
+        record = RequestRecord(scope)
+        self.arrival.set(record.began)
+        return record
 
     def count(self, status: int, code: str) -> None:
         """Count a refusal without writing a log line."""

@@ -144,7 +144,7 @@ SERVING = (
     Field("stream", Flag(), "server-sent events"),
     Field("stream_options", STREAM_OPTIONS),
     Field("priority", Number(-1e9, 1e9), "default 0.5; higher runs first"),
-    Field("deadline_s", DEADLINE, "seconds from now, after which the request times out"),
+    Field("deadline_s", DEADLINE, "seconds from its arrival, after which the request times out"),
     Field("cache_salt", Text(1, 1024), "only requests with the same salt share cached blocks"),
     Field("request_id", Text(1, 256), "returned as `id`"),
     Field(

@@ -35,7 +35,7 @@ class CallLog:
             for key, value in context.invocation_metadata() or ()
         ]
         path = f"/inference.GRPCInferenceService/{name}"
-        record = RequestRecord({"method": "gRPC", "path": path, "headers": metadata})
+        record = self._log.begin({"method": "gRPC", "path": path, "headers": metadata})
         record.key = "" if self._keys.current is None else self._keys.current.name
         record.status = CLIENT_GONE
         try:
