@@ -35,6 +35,7 @@ _NAMED = (
     "cls_token",
     "mask_token",
 )
+_SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 _MAX_TOKENIZER_BYTES = 256 << 20
 
 
@@ -95,6 +96,20 @@ class TokenDefaults:
             request.pad_id = np.array([self.pad_id], dtype=np.int32)
         if self.end_ids and "end_id" not in request.tensors:
             request.end_id = np.array(self.end_ids, dtype=np.int32)
+
+
+def sampling_defaults(folder: str | os.PathLike[str]) -> dict[str, Any]:
+    """Return the sampling values in `generation_config.json`, by their names there.
+
+    If `do_sample` is false, the temperature is 0, and `top_k`, `top_p` and `min_p` are left out.
+    """
+    config = read_part(folder, "generation_config.json") or {}
+    found = {name: config[name] for name in _SAMPLING if config.get(name) is not None}
+    if config.get("do_sample") is not False:
+        return found
+    return {name: found[name] for name in found if name == "repetition_penalty"} | {
+        "temperature": 0.0
+    }
 
 
 def _in_vocabulary(ids: tuple[int, ...], folder: Path) -> tuple[int, ...]:

@@ -9,12 +9,25 @@ from tokenizers import AddedToken, Tokenizer
 
 from gptmanager import InferenceRequest
 from gptmanager.callbacks import ChatTemplate, RequestQueue, TokenDefaults, load_tokenizer
-from gptmanager.callbacks.text.checkpoint import ids_of
+from gptmanager.callbacks.text.checkpoint import ids_of, sampling_defaults
 from gptmanager.errors import ConfigError
 
 
 def request(**by_name):
     return InferenceRequest.from_tokens(0, [1], 5, **by_name)
+
+
+def test_sampling_defaults_are_greedy_if_the_checkpoint_does_not_sample(tmp_path):
+    assert sampling_defaults(tmp_path) == {}
+    file = tmp_path / "generation_config.json"
+    values = {"temperature": 0.6, "top_p": 0.9, "top_k": None, "repetition_penalty": 1.1}
+    for do_sample, found in (
+        (True, {"temperature": 0.6, "top_p": 0.9, "repetition_penalty": 1.1}),
+        (None, {"temperature": 0.6, "top_p": 0.9, "repetition_penalty": 1.1}),
+        (False, {"temperature": 0.0, "repetition_penalty": 1.1}),
+    ):
+        file.write_text(json.dumps({**values, "do_sample": do_sample}))
+        assert sampling_defaults(tmp_path) == found
 
 
 def test_generation_config_comes_before_config(checkpoint, tmp_path):

@@ -174,6 +174,13 @@ def test_beams_of_a_greedy_request_are_those_of_any_other(client, fields):
     assert chats[0] == chats[1]
 
 
+@pytest.mark.parametrize("route", [*ROUTES, "/tokenize"])
+def test_an_empty_name_means_the_model(client, route):
+    body = {**ROUTES.get(route, {"prompt": "a"}), "model": ""}
+    answer = client.post(route, json=body)
+    assert answer.status_code == 200 and answer.json().get("model", "tiny_llama") == "tiny_llama"
+
+
 @pytest.mark.parametrize("route", ROUTES)
 def test_a_temperature_that_is_nearly_0_is_0(client, route):
     """Clients in Go leave a 0 out, and send the smallest number of 32 bits in place of it."""

@@ -29,7 +29,8 @@ and the standard output has the answers only.
 """
 _SAMPLING = """\
 The defaults come from the checkpoint's generation_config.json. If it has no sampling fields, they
-are temperature 0.6, top-p 0.9 and repetition penalty 1.1.
+are temperature 0.6, top-p 0.9 and repetition penalty 1.1. With "do_sample": false the temperature
+is 0.
 """
 _EXAMPLES = """\
 examples:

@@ -15,13 +15,17 @@ from typing import Any
 
 from gptmanager.callbacks import ChatTemplate, Generation, RequestQueue, broadcast, load_tokenizer
 from gptmanager.callbacks.longest_request import longest_request
-from gptmanager.callbacks.text.checkpoint import read_tokenizer_config, special_tokens_of
+from gptmanager.callbacks.text.checkpoint import (
+    read_tokenizer_config,
+    sampling_defaults,
+    special_tokens_of,
+)
 from gptmanager.callbacks.text.stop_strings import checked_stops
 from gptmanager.callbacks.text.template_process import read_chat_templates, read_template_file
 from gptmanager.config import ModelType
 from gptmanager.errors import CapacityError, ConfigError, InvalidRequestError, quoted_path
 from gptmanager.manager.gpt_manager import GptManager
-from gptmanager.models.checkpoint_parts import open_tensors, read_part
+from gptmanager.models.checkpoint_parts import open_tensors
 from gptmanager.models.hf.sizes import read_sizes
 from gptmanager.terminal.options import ManagerOptions
 
@@ -144,11 +148,9 @@ def _templates(path: Path, file: Path | None) -> dict[str, str]:
 
 def _sampling(options: argparse.Namespace) -> dict[str, Any]:
     """Return the sampling values of every request: the options, or else the checkpoint's values."""
-    generation = read_part(options.model, "generation_config.json") or {}
-    of_model = {name: generation[name] for name in _SAMPLING if generation.get(name) is not None}
     given = {name: getattr(options, name) for name in _SAMPLING}
     chosen = {
-        **({"temperature": 0.0} if generation.get("do_sample") is False else of_model or _DEFAULTS),
+        **(sampling_defaults(options.model) or _DEFAULTS),
         **{name: value for name, value in given.items() if value is not None},
     }
     chosen.setdefault("temperature", 1.0)

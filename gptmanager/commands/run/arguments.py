@@ -21,8 +21,9 @@ It may also have
   "stop"            a text, or a list of texts; the answer ends when the tokens of one are generated
   "request_id"      an integer (default: the line number)
 and any other input of a request by its name: "temperature", "top_k", "top_p", "random_seed",
-"end_id", "priority", ... Without "end_id", the answer ends at the end ids of the checkpoint's
-generation_config.json.
+"end_id", "priority", ... Without sampling fields, the answer is greedy: other than `chat` and
+`serve`, this command does not read the checkpoint's sampling. Without "end_id", the answer ends at
+the end ids of the checkpoint's generation_config.json.
 
 A line that is not valid, or that has a text longer than any request may be, gets an error as its
 answer. The other lines run. Long texts are tokenized while other requests run.

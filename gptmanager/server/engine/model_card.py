@@ -14,13 +14,11 @@ from gptmanager.callbacks import TokenDefaults, load_tokenizer
 from gptmanager.callbacks.text.checkpoint import (
     has_tokenizer,
     read_tokenizer_config,
+    sampling_defaults,
     special_tokens_of,
 )
-from gptmanager.models.checkpoint_parts import read_part
 from gptmanager.models.decoder.lora_modules import lora_modules
 from gptmanager.models.hf.sizes import read_sizes
-
-_SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,7 +73,6 @@ class ModelCard:
         spec = sizes.spec
         modules = () if spec is None else lora_modules(spec).values()
         tokenizer_config = read_tokenizer_config(folder)
-        generation = read_part(folder, "generation_config.json") or {}
         return cls(
             names=names,
             folder=folder,
@@ -88,8 +85,6 @@ class ModelCard:
             keeps_state=spec is not None and bool(spec.states),
             tokenizer=load_tokenizer(folder) if has_tokenizer(folder) else None,
             token_defaults=TokenDefaults.of_folder(folder),
-            sampling_defaults={
-                key: generation[key] for key in _SAMPLING if generation.get(key) is not None
-            },
+            sampling_defaults=sampling_defaults(folder),
             special_tokens=special_tokens_of(tokenizer_config),
         )

@@ -86,8 +86,11 @@ def routes(engine: Engine, settings: ServerSettings) -> list[BaseRoute]:
 
 
 def check_model(engine: Engine, name: str | None) -> None:
-    """Raise ApiError (404) for a name that neither the model nor an adapter has."""
-    if name is not None and name not in engine.card.names and name not in engine.adapters:
+    """Raise ApiError (404) for a name that neither the model nor an adapter has.
+
+    The empty string means the model, as None does.
+    """
+    if name and name not in engine.card.names and name not in engine.adapters:
         raise _unknown_model(engine, name)
 
 

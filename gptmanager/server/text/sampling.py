@@ -193,7 +193,7 @@ def scoring_request(
 
 def _adapter(options: GenerationOptions, card: ModelCard) -> str | None:
     name = options.given.get("model")
-    return None if name in card.names else name
+    return None if not name or name in card.names else name
 
 
 def mixed_seed(seed: int, prompt_index: int, choice: int) -> int:
