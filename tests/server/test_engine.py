@@ -134,11 +134,11 @@ def test_a_request_past_its_deadline_is_timed_out(server):
 
 def test_a_deadline_counts_from_the_arrival_of_a_request(server, client, monkeypatch):
     """Not from when its prompt is prepared: it may have waited for a thread, or for a grammar."""
-
     body = {"prompt": "a", "max_tokens": 1, "deadline_s": 99}
     assert client.post("/v1/completions", json=body).status_code == 200
     earlier = SimpleNamespace(monotonic=lambda: time.monotonic() - 100)
     monkeypatch.setattr(request_log, "time", earlier)
+    body |= {"max_tokens": 400, "ignore_eos": True}
     assert client.post("/v1/completions", json=body).status_code == 504
 
 
@@ -184,6 +184,31 @@ def test_a_kept_call_ends_with_the_request_that_was_sent_again(evicted, has_read
         assert error.message == "too large"
 
     asyncio.run(main())
+
+
+def test_a_late_reader_leaves_the_metrics_of_a_repeated_call_alone():
+    """After its end, a call of the same key has requests of the same ids."""
+
+    async def main():
+        queue, reasons = AsyncRequestQueue(), []
+        generation = queue.submit([5], 1, request_id=1, timeout=0.0)
+        call = Call(
+            [generation],
+            [None],
+            [None],
+            lambda *it: reasons.append(it[1]),
+            lambda _: None,
+            1,
+            is_kept=True,
+        )
+        reader = call.joined()
+        reader.stop(0)
+        call.end()
+        reader.stop(0)
+        generation.cancel()
+        return reasons
+
+    assert asyncio.run(main()) == ["stop", "cancelled", None]
 
 
 def test_a_request_that_fails_at_once_when_it_is_sent_again_has_an_error_of_the_api(evicted):

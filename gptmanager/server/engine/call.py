@@ -65,13 +65,15 @@ class _Submitted:
 
     `send_again` submits the request once more, with the weights of its adapter. It is None if the
     request has no adapter, or was sent again already; `refusal` is the error of that second
-    attempt. `on_end` is the done callback of each generation.
+    attempt. `on_end` is the done callback of each generation. `is_over` means that the call has
+    ended, and that another request may have the same id.
     """
 
     generation: Generation
     send_again: Callable[[], Generation] | None
     timer: asyncio.TimerHandle | None = None
     has_timed_out: bool = False
+    is_over: bool = False
     refusal: ApiError | None = None
     on_end: Callable[[object], None] | None = None
 
@@ -231,6 +233,7 @@ class Call:
                 self._cancel(it.generation, "cancelled")
         for it in self._submitted:
             self._cancel(it.generation, None)  # the metrics stop waiting for a reason
+            it.is_over = True
         self._on_end(self)
 
     async def __aenter__(self) -> Call:
@@ -315,7 +318,8 @@ class Call:
         The request's last part still arrives. The metrics count the request with `finish_reason`
         and `num_tokens` tokens (None: all), and not as cancelled.
         """
-        self._cancel(self._running[index].generation, finish_reason, num_tokens)
+        if not self._running[index].request.is_over:
+            self._cancel(self._running[index].generation, finish_reason, num_tokens)
 
     def cancel(self) -> None:
         """Cancel all requests that still run. Their last parts still arrive."""
