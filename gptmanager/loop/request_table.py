@@ -217,6 +217,7 @@ class RequestTable:
             request.weights_versions = self.weights_version, self.weights_version
             if progress is not None:
                 request.resume(progress, intake.now)
+                request.arrival_time = request.times.arrival
                 check_context(request.num_tokens, self.limits)
         except RequestError as error:
             self._reject(request_id, error)

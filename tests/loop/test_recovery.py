@@ -712,6 +712,9 @@ def test_what_a_journal_restored_goes_on_after_an_intake_that_failed(monkeypatch
     restored = LoopDriver().loop.table
     restored.restore(driver.loop.table.state())
     assert restored.state().resumed == (progress,)
+    driver.loop.iterate()
+    resumed = driver.loop.table.by_id[2]
+    assert resumed.arrival_time == resumed.times.arrival == driver.host.now - 0.5
     driver.run()
     assert driver.output(2) == [7, 7, *expected_output([5, 6, 7, 7], 4)]
 
