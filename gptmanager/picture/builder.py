@@ -15,7 +15,7 @@ from typing import NamedTuple
 from gptmanager.picture.trace import Bounds, Column, Phase, Reason, RequestRow, Span, Trace
 from gptmanager.picture.wait_reporter import reason_of
 from gptmanager.scheduler.wait_reasons import Wait, unreported_wait
-from gptmanager.step import BlockAppend, Row, Schedule
+from gptmanager.step import BlockAppend, Row, Schedule, StepResult
 
 
 @dataclass(slots=True, eq=False)
@@ -42,19 +42,37 @@ class _Request:
     spans: list[Span] = field(default_factory=list)
 
     def add(self, span: Span) -> None:
-        """Append `span`, or extend the last span if `span` continues it."""
+        """Append `span`, or extend the last span if `span` continues it.
+
+        Spans of generation are one span only while each column computes one token.
+        """
         last = self.spans[-1] if self.spans else None
         if (
             last is not None
             and last.phase is span.phase is not Phase.CONTEXT
             and last.end == span.begin
             and last.reason is span.reason
+            and (
+                span.phase is not Phase.GENERATION
+                or (last.num_tokens == last.end - last.begin and span.num_tokens == 1)
+            )
         ):
             self.spans[-1] = last._replace(
                 end=span.end, num_tokens=last.num_tokens + span.num_tokens
             )
         else:
             self.spans.append(span)
+
+    def confirm(self, row: Row, count: int) -> None:
+        """Record that a row with drafts has generated `count` tokens."""
+        length = row.position + row.num_tokens - row.num_drafts + count
+        self.generated = max(self.generated, length - self.prompt_len)
+        for index in reversed(range(len(self.spans))):
+            span = self.spans[index]
+            if span.phase is Phase.GENERATION:
+                if span.position == row.position:
+                    self.spans[index] = span._replace(num_tokens=max(count, 1))
+                break
 
 
 class _Wait(NamedTuple):
@@ -148,11 +166,20 @@ class TraceBuilder:
                 num_context=len(schedule.context_rows),
                 num_generation=len(schedule.generation_rows),
                 context_tokens=schedule.num_context_tokens,
+                generation_tokens=sum(row.num_tokens for row in schedule.generation_rows),
                 used_blocks=len(self._owners),
                 num_paused=len(schedule.paused),
                 num_waiting=num_waiting,
             )
         )
+
+    def confirm(self, schedule: Schedule, result: StepResult) -> None:
+        """Record how many draft tokens of a step were accepted, before its requests end."""
+        counts = [] if result.num_tokens is None else result.num_tokens.tolist()
+        for row, count in zip(schedule.sampling_rows, counts, strict=False):
+            request = self._by_id.get(row.request_id) if row.num_drafts else None
+            if request is not None:
+                request.confirm(row, count)
 
     def end(self, request_id: int, outcome: str) -> None:
         """End a request, when it gets its final response. Unknown requests are ignored."""
@@ -237,7 +264,7 @@ class TraceBuilder:
         request = self._by_id[row.request_id]
         request.add(Span(phase, column, column + 1, row.position, row.num_tokens))
         if row.samples:
-            length = row.position + row.num_tokens + 1
+            length = row.position + row.num_tokens - row.num_drafts + 1
             request.generated = max(request.generated, length - request.prompt_len)
 
     def _blocks(self, num_tokens: int) -> int:

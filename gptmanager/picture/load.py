@@ -38,7 +38,10 @@ def panels(trace: Trace) -> tuple[Panel, ...]:
             "Tokens computed",
             bounds.max_num_tokens,
             "max_num_tokens",
-            (("generation", generation), ("context", [c.context_tokens for c in columns])),
+            (
+                ("generation", [c.generation_tokens for c in columns]),
+                ("context", [c.context_tokens for c in columns]),
+            ),
         ),
         Panel(
             f"KV cache blocks in use ({bounds.tokens_per_block} tokens each)",

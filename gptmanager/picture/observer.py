@@ -13,7 +13,7 @@ from gptmanager.picture.trace import Bounds
 from gptmanager.picture.wait_reporter import WaitReporter
 from gptmanager.recorder.taps import ExecutorTap, HostTap
 from gptmanager.request.inference_request import NamedTensor
-from gptmanager.step import Intake, Schedule, Step
+from gptmanager.step import Intake, Schedule, Step, StepResult
 
 
 def observe(loop: TokenLoop, *, policy: str = "", chunk_unit: int | None = None) -> TraceBuilder:
@@ -56,6 +56,12 @@ def observe(loop: TokenLoop, *, policy: str = "", chunk_unit: int | None = None)
         builder.step(schedule, now, scheduler.take())
         return executor.forward(schedule)
 
-    host_tap.fetch, host_tap.respond, executor_tap.forward = fetch, respond, forward
+    def result(step: Step) -> StepResult:
+        found = executor.result(step)
+        builder.confirm(step.schedule, found)
+        return found
+
+    host_tap.fetch, host_tap.respond = fetch, respond
+    executor_tap.forward, executor_tap.result = forward, result
     loop.scheduler, loop.table.host, loop.executor = scheduler, host_tap, executor_tap
     return builder

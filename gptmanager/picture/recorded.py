@@ -26,6 +26,7 @@ from gptmanager.request.read_tensors import (
 )
 from gptmanager.scheduler.simple import RequestScheduler
 from gptmanager.scheduler.wait_reasons import Wait
+from gptmanager.step import Schedule
 
 # reasons of ends that the intake causes, before the iteration runs anything
 _EARLY = ("CANCELLED", "TIMED_OUT", "ERROR")
@@ -101,12 +102,17 @@ class _Parameters:
 
 @dataclass(frozen=True, slots=True)
 class _Reader:
-    """A reader that passes iterations to `builder`. `asked` maps request ids to parameters."""
+    """A reader that passes iterations to `builder`.
+
+    `asked` maps request ids to parameters. `drafted` has the schedules with draft tokens that
+    await their results, by number.
+    """
 
     builder: TraceBuilder
     vocab_size: int
     max_seq_len: int
     asked: dict[int, _Parameters] = field(default_factory=dict)
+    drafted: dict[int, Schedule] = field(default_factory=dict)
 
     def read(self, iteration: Iteration, waits: Mapping[int, Wait] | None) -> None:
         builder, schedule, intake = self.builder, iteration.schedule, iteration.intake
@@ -128,6 +134,11 @@ class _Reader:
                 if request_id not in builder:  # arrived before the first kept schedule
                     self._arrive(request_id)
             builder.step(schedule, intake.now, waits)
+            if any(row.num_drafts for row in rows):
+                self.drafted[schedule.iteration] = schedule
+        for number, result in iteration.results:
+            if number in self.drafted:
+                builder.confirm(self.drafted.pop(number), result)
         for end in late if iteration.ends is not None else self._find_ends(iteration):
             builder.end(end.request_id, end.error or end.reason)
 

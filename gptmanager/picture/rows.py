@@ -38,7 +38,7 @@ def draw_row(trace: Trace, row: RequestRow, index: int, layout: Layout) -> Itera
     for span in row.spans:
         for column in range(span.begin, span.end):
             cell = span._replace(begin=column, end=column + 1)
-            if span.phase is Phase.GENERATION:
+            if span.phase is Phase.GENERATION and span.end - span.begin > 1:
                 cell = cell._replace(position=span.position + column - span.begin, num_tokens=1)
             if layout.look is Look.TOKENS:
                 yield from _squares(trace, row, cell, y, layout)

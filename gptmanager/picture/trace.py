@@ -37,7 +37,8 @@ class Span(NamedTuple):
     """The phase of a request in columns `begin` to `end - 1`.
 
     A span of CONTEXT is one chunk of `num_tokens` positions from `position` on. A span of
-    GENERATION computes `num_tokens` positions from `position` on, one per column. For other phases,
+    GENERATION computes `num_tokens` positions from `position` on, one per column, or with draft
+    tokens several in one column; drafts that were not accepted do not count. For other phases,
     `why` completes a sentence that begins with "waits". Numbers in `why` are those of column
     `begin`.
     """
@@ -57,8 +58,8 @@ class RequestRow:
 
     `prompt_len` is the length of the prompt that the host sent. The request has ended before column
     `end`. `end` is None if the request has not ended, or if its end is not known. `num_generated`
-    counts computed tokens. With run-ahead, a request that stops early computes one token more than
-    it returns.
+    counts computed tokens, but no drafts that were not accepted. With run-ahead, a request that
+    stops early computes one token more than it returns.
     """
 
     request_id: int
@@ -78,7 +79,8 @@ class Column(NamedTuple):
 
     `time_s` is the time in seconds at which the iteration was scheduled. `used_blocks` is the
     number of KV cache blocks that requests held while it ran. `num_context` and `num_generation`
-    count the requests that the iteration ran in each of the two phases. `num_paused` counts those
+    count the requests that the iteration ran in each of the two phases, and `context_tokens` and
+    `generation_tokens` their tokens, with all draft tokens. `num_paused` counts those
     that it paused, and `num_waiting` those that it did not run.
     """
 
@@ -87,6 +89,7 @@ class Column(NamedTuple):
     num_context: int
     num_generation: int
     context_tokens: int
+    generation_tokens: int
     used_blocks: int
     num_paused: int
     num_waiting: int
@@ -97,7 +100,7 @@ class Column(NamedTuple):
 
     @property
     def num_tokens(self) -> int:
-        return self.context_tokens + self.num_generation
+        return self.context_tokens + self.generation_tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,7 +162,7 @@ def _cut(row: RequestRow, begin: int, end: int) -> RequestRow:
         left, right = max(span.begin, begin), min(span.end, end)
         if left < right:
             moved = span._replace(begin=left - begin, end=right - begin)
-            if span.phase is Phase.GENERATION:
+            if span.phase is Phase.GENERATION and right - left < span.end - span.begin:
                 moved = moved._replace(
                     position=span.position + left - span.begin, num_tokens=right - left
                 )

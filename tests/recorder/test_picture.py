@@ -20,7 +20,7 @@ from loop_driver import LoopDriver
 from gptmanager import InferenceRequest, ModelType, OptionalParams
 from gptmanager.assembly.blueprint import Blueprint, _scheduler
 from gptmanager.assembly.sizing import Sizes
-from gptmanager.config import CapacitySchedulerPolicy, KvCacheConfig, SchedulerConfig
+from gptmanager.config import CapacitySchedulerPolicy, KvCacheConfig, PromptLookup, SchedulerConfig
 from gptmanager.environment.lazy_names import named
 from gptmanager.errors import ConfigError
 from gptmanager.manager.gpt_manager import GptManager
@@ -342,7 +342,7 @@ def test_used_blocks_are_those_of_the_kv_cache():
     used = []
 
     class Counting:
-        sample, result = inner.sample, inner.result
+        sample, result = staticmethod(inner.sample), staticmethod(inner.result)
 
         def forward(self, schedule):
             used.append(12 - driver.kv_cache.get_num_free_blocks())
@@ -474,14 +474,17 @@ def test_what_began_before_the_first_schedule_is_drawn_from_there():
     assert at(trace, 0) == {5: ("G", 0)}
 
 
-@pytest.mark.parametrize("run_ahead", [0, 1])
-def test_a_loop_and_its_recording_give_the_same_trace(tmp_path, run_ahead):
+@pytest.mark.parametrize(
+    ("run_ahead", "lookup"), [(0, None), (1, None), (0, PromptLookup(4, max_ngram=1, min_ngram=1))]
+)
+def test_a_loop_and_its_recording_give_the_same_trace(tmp_path, run_ahead, lookup):
     blueprint = Blueprint(
         OptionalParams(
             kv_cache_config=KvCacheConfig(tokens_per_block=4),
             max_batch_size=4,
             max_num_tokens=16,
             run_ahead=run_ahead,
+            speculative_decoding_config=lookup,
         ),
         SchedulerConfig(MAX_UTILIZATION),
         Sizes(16, 4, 64, 63, False, True, 16),
@@ -493,6 +496,8 @@ def test_a_loop_and_its_recording_give_the_same_trace(tmp_path, run_ahead):
         chunked=True,
         max_num_tokens=16,
         max_active=None,
+        lookup=lookup,
+        script=lambda history: history[-1] % 7 + 1 if len(history) % 5 else 9,  # some drafts fail
         scheduler=lambda given: _scheduler(blueprint, given.capacity_scheduler.kv_cache_manager),
     )
     loop = driver.loop
@@ -521,6 +526,11 @@ def test_a_loop_and_its_recording_give_the_same_trace(tmp_path, run_ahead):
     reasons = {span.reason for row in observed.rows for span in row.spans}
     assert reasons >= {Reason.BLOCKS, Reason.NONE} and Reason.OTHER not in reasons
     assert recorded == observed
+    assert {row.num_generated for row in observed.rows if row.outcome == "LENGTH"} == {40}
+    generated = [span for span in observed.row(0).spans if span.phase is Phase.GENERATION]
+    assert any(span.num_tokens > span.end - span.begin for span in generated) == bool(lookup)
+    most = max(column.generation_tokens - column.num_generation for column in observed.columns)
+    assert bool(most) == bool(lookup)
 
 
 def test_ends_are_found_in_the_valid_tokens_of_a_row():
