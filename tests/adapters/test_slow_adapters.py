@@ -82,7 +82,8 @@ def test_stops_and_deadlines_while_an_adapter_is_read(made):
         reasons = [int(host.final(n).tensors["finish_reasons"]) for n in (1, 2, 3)]
         assert reasons == [FinishReason.CANCELLED, FinishReason.TIMED_OUT, FinishReason.TIMED_OUT]
         host.submit(request(6, 4, weights))
-        time.sleep(0.05)
+        while manager.explain(6).reason == "unknown":
+            time.sleep(0.001)
         assert manager.explain(6).reason == "preparing" and manager.audit().ok
         Slow.goes_on.set()
         assert made.is_greedy(1, PROMPT, texts_of(host.final(6))[0])
