@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from gptmanager.callbacks.adapters.peft_config import MERGE, PeftConfig
+from gptmanager.environment.memory import free_memory_bytes
 from gptmanager.errors import ConfigError, quoted_path
 from gptmanager.memory.safetensors_reader import FLOATS, SafetensorsCopy
 from gptmanager.memory.tensor_sources import TensorInfo, tensor_name
@@ -134,6 +135,8 @@ def load_peft_adapter(
     rows = sorted(pairs)
     width = max(pair.num_elements for pair in pairs.values())
     try:
+        if 4 * len(rows) * width > free_memory_bytes():  # the rows have one width
+            raise MemoryError
         weights = np.zeros((len(rows), width), dtype=np.float32)
         for row, key in enumerate(rows):
             pair = pairs[key]

@@ -16,6 +16,7 @@ import torch
 from safetensors import SafetensorError, deserialize, safe_open
 from torch import Tensor
 
+from gptmanager.environment.memory import free_memory_bytes
 from gptmanager.errors import ConfigError, error_summary, quoted, quoted_path
 from gptmanager.memory.mapped_file import MappedFile
 from gptmanager.memory.tensor_sources import TensorInfo, as_slice, tensor_name
@@ -127,13 +128,19 @@ class SafetensorsCopy:
     """The tensors of the file `name` in a folder, which is read at once and not mapped.
 
     Other programs may change the file meanwhile. If they truncated a mapped file, the next read of
-    it would end the process. Raises ConfigError for a missing or broken file, and for a file that
-    changes while it is read.
+    it would end the process. Raises ConfigError for a missing or broken file, for a file that
+    changes while it is read, and for one that is too large for the free memory.
     """
 
     def __init__(self, folder: Path, name: str) -> None:
         _read_index(folder, name)
         where, size = quoted_path(folder / name), check_file(folder / name)
+        free = free_memory_bytes()
+        if 2 * size > free:  # the bytes of the file, and the tensors made of them
+            raise ConfigError(
+                f"{where} has {size} bytes: to read it takes twice as much memory, and "
+                f"{free:.0f} bytes are free"
+            )
         try:
             with (folder / name).open("rb") as file:
                 before = os.fstat(file.fileno())

@@ -311,6 +311,23 @@ def test_the_file_is_not_mapped(tmp_path, monkeypatch):
     assert load_peft_adapter(tmp_path)[0].sum() == 8 * 4 + 2 * 6 * 8
 
 
+@pytest.mark.parametrize(
+    ("module", "text"),
+    [
+        (
+            safetensors_reader,
+            r"has \d+ bytes: to read it takes twice as much memory, and 100 bytes",
+        ),
+        (peft_adapter, "no memory for 1 rows of 80 elements"),
+    ],
+)
+def test_the_memory_must_suffice(tmp_path, monkeypatch, module, text):
+    save_adapter(tmp_path, {Q: pair()})
+    monkeypatch.setattr(module, "free_memory_bytes", lambda: 100)
+    with pytest.raises(ConfigError, match=text):
+        load_peft_adapter(tmp_path)
+
+
 def test_a_dense_mlp_of_a_family_without_gates_needs_the_model(tmp_path):
     up, model = "model.layers.0.mlp.up_proj", tmp_path / "model"
     save_adapter(tmp_path, {up: pair(inputs=32, outputs=64)})
