@@ -41,7 +41,10 @@ def as_integer(value: Any) -> int:
     dtype = str(getattr(value, "dtype", ""))
     if isinstance(value, bool) or dtype.endswith("bool"):
         raise TypeError(f"{value!r} is a bool")
-    return operator.index(value)
+    try:
+        return operator.index(value)
+    except TypeError:
+        raise TypeError(f"{quoted(value)} must be an integer") from None
 
 
 def as_token(value: Any) -> int:

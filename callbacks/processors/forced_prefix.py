@@ -71,4 +71,5 @@ def _force(
     for row, one, index in zip(rows, mine, generated, strict=True):
         if index < one["count"]:
             logits[row] = -np.inf
-            logits[row, one["ids"][index : index + 1]] = 0.0
+            if one["ids"][index] < logits.shape[1]:
+                logits[row, one["ids"][index]] = 0.0

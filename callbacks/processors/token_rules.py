@@ -10,6 +10,7 @@ of a batch that use the same object, such as `banned`, are processed by one laun
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from numbers import Real
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,7 @@ import numpy.typing as npt
 from gptmanager import RawKernelLogitsPostProcessor
 from gptmanager.arguments import as_token, at_least
 from gptmanager.decoding.processors.raw_kernel import BoundKernel
+from gptmanager.errors import quoted
 
 Logits = npt.NDArray[np.float32]
 Ints = npt.NDArray[np.int32]
@@ -134,9 +136,14 @@ class TokenBias(RawKernelLogitsPostProcessor):
         """Return the processor of a request. `bias` maps token ids to biases; -inf bans a token.
 
         Raise ValueError for more than `max_tokens` ids, for an id outside 0..2**31-1, and for NaN
-        and more than float32's largest number; TypeError for an id that is not an integer.
+        and more than float32's largest number; TypeError for an id that is not an integer, a bias
+        that is not a number, and another type than a mapping.
         """
+        if not isinstance(bias, Mapping):
+            raise TypeError(f"bias must be a dict of token ids and biases, got {quoted(bias)}")
         for token, added_to in bias.items():
+            if not isinstance(added_to, Real):
+                raise TypeError(f"bias[{token}] must be a number, got {quoted(added_to)}")
             if not added_to <= _MAX_BIAS:
                 raise ValueError(f"bias[{token}] = {added_to} must be at most {_MAX_BIAS:.8g}")
         added = np.zeros(self.max_tokens, dtype=np.float32)

@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from gptmanager import RawKernelLogitsPostProcessor
+from gptmanager.arguments import as_integer
 from gptmanager.decoding.processors.raw_kernel import BoundKernel
 
 Words = npt.NDArray[np.uint32]
@@ -52,7 +53,7 @@ class Watermark(RawKernelLogitsPostProcessor):
     """
 
     def __init__(self, key: int, gamma: float = 0.25, delta: float = 2.0) -> None:
-        if not 0 <= key < 2**32:
+        if not 0 <= as_integer(key) < 2**32:
             raise ValueError(f"key = {key} must be in 0..2**32-1")
         if not 0 < gamma < 1:
             raise ValueError(f"gamma = {gamma} must be between 0 and 1")

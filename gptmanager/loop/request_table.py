@@ -209,7 +209,8 @@ class RequestTable:
         try:
             if request_id in taken:
                 raise DuplicateRequestIdError(
-                    f"request id {request_id} belongs to a request that is still being processed"
+                    f"request id {request_id} belongs to a request that is still being processed: "
+                    "use another id"
                 )
             if progress is None:
                 self.require_room(most_active)

@@ -200,7 +200,8 @@ def would_fit(loop: TokenLoop, inference_request: InferenceRequest) -> Fit:
     try:
         if request_id in loop.table.by_id:
             raise DuplicateRequestIdError(
-                f"request id {request_id} belongs to a request that is still being processed"
+                f"request id {request_id} belongs to a request that is still being processed: "
+                "use another id"
             )
         refuse_masked(inference_request.tensors)
         request = admit(inference_request, loop.table.limits, now=0.0)

@@ -78,6 +78,8 @@ def problem_of(value: Any, expected: str = "") -> str:
     process = getattr(value, "process_batch", None)
     if not callable(process) and not callable(value):
         kind = type(value).__name__
+        if callable(getattr(value, "bind", None)):
+            return f"of type {kind}: pass what its bind() returns"
         return f"of type {kind}, expected {expected}an object with a method process_batch"
     deferred = kind_of_deferred(process if callable(process) else value)
     return f"{deferred}, which would never be awaited" if deferred else ""

@@ -297,7 +297,8 @@ def _array(name: str, value: Any) -> np.ndarray:
         try:
             array = np.asarray(value)
         except (ValueError, OverflowError) as error:
-            raise InvalidRequestError(f"{name} cannot become a tensor: {error}") from None
+            hint = ": word_list() makes it from lists of ids" if name.endswith("words_list") else ""
+            raise InvalidRequestError(f"{name} cannot become a tensor{hint}: {error}") from None
         if array.dtype.kind in "biuf":
             return array
         is_object = array.dtype.kind == "O"  # integers beyond all dtypes, or any other objects

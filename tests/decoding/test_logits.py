@@ -204,7 +204,7 @@ def test_returning_the_logits_it_was_given_is_fine():
             lambda logits: logits[..., :9],
             r"\[1, 1, 9\] on cpu, expected torch.float32 \[1, 1, 50\]",
         ),
-        (lambda logits: 5, "returned a int, expected None or a tensor"),
+        (lambda logits: 5, "returned a value of type int, expected None or a tensor"),
         (lambda logits: logits[0, 0, 1000], "raised IndexError"),
     ],
 )

@@ -284,7 +284,7 @@ def test_a_kernel_is_compiled_again_after_the_machine_was_short_of_something(mon
 
 
 OTHER_PARAMETERS = [
-    ("const int* lengths,", "", "takes 8 parameters, not 9: it misses const int[*] lengths"),
+    ("const int* lengths,", "", "takes 8 parameters, not 9: it lacks const int[*] lengths"),
     ("int vocab_size", "int vocab_size, int more", "takes 10 parameters, not 9: it has int more"),
     ("const int* lengths", "int lengths", "parameter 5 is declared `int lengths`, expected"),
     ("float* logits", "double* logits", "parameter 1 is declared `double\\* logits`, expected"),
@@ -426,8 +426,14 @@ def test_wrong_bindings_of_the_ready_made_ones():
     for made in (BannedTokens, TokenBias, ForcedPrefix):
         with pytest.raises(ValueError, match="max_tokens = 0 must be an integer of at least 1"):
             made(0)
-    with pytest.raises(TypeError, match="float"):
+    with pytest.raises(TypeError, match="1.5 must be an integer"):
         BannedTokens().bind([1.5])
+    with pytest.raises(TypeError, match=r"bias must be a dict .*, got \[3\]"):
+        TokenBias().bind([3])
+    with pytest.raises(TypeError, match=r"bias\[3\] must be a number, got 'x'"):
+        TokenBias().bind({3: "x"})
+    with pytest.raises(TypeError, match="'x' must be an integer"):
+        Watermark("x")
     for bias in (float("nan"), float("inf"), 1e39):
         with pytest.raises(
             ValueError, match=rf"bias\[3\] = {re.escape(str(bias))} must be at most 3.4028235e\+38"
@@ -447,8 +453,26 @@ def test_wrong_bindings_of_the_ready_made_ones():
         Watermark(1, gamma=1.0)
     with pytest.raises(ValueError, match="3 tokens, more than max_tokens = 2"):
         ForcedPrefix(2).bind([1, 2, 3])
-    with pytest.raises(TypeError, match="float"):
+    with pytest.raises(TypeError, match="1.5 must be an integer"):
         ForcedPrefix().bind([1.5])
+
+
+def test_a_forced_token_outside_of_the_vocabulary_ends_only_its_request():
+    prefix = ForcedPrefix()
+    asked = [
+        request(i, 4, 2, logits_post_processor=prefix.bind([token]))
+        for i, token in ((1, 5), (2, 2**31 - 1))
+    ]
+    host = serve(asked)
+    assert output(host, asked[0])[0] == 5
+    assert host.final(2).error.startswith("LogitsError")
+
+
+def test_arguments_of_another_type():
+    with pytest.raises(ConfigError, match=r"source must be a string of CUDA C\+\+, got 5"):
+        RawKernelLogitsPostProcessor(5, "favor", [("token", np.int32)])
+    with pytest.raises(ConfigError, match="params_dtype must be a dtype or a list such as"):
+        RawKernelLogitsPostProcessor("", "favor", {"token": "i4"})
 
 
 def test_a_watermark_is_found_by_whoever_knows_the_key():

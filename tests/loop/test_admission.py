@@ -11,6 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gptmanager.callbacks import BannedTokens
 from gptmanager.decoding.sampling.random_numbers import derive_seed
 from gptmanager.errors import CapacityError, InvalidRequestError, RequestError
 from gptmanager.loop.admission import admit
@@ -148,6 +149,13 @@ def test_a_tensor_set_to_none_is_named():
         admit(wrong, LIMITS, 0.0)
 
 
+def test_words_of_several_lengths_need_word_list():
+    wrong = request()
+    wrong.stop_words_list = [[1, 2], [3]]
+    with pytest.raises(InvalidRequestError, match=r"tensor: word_list\(\) makes it from lists"):
+        admit(wrong, LIMITS, 0.0)
+
+
 def test_a_logits_post_processor_that_nobody_could_call_is_refused():
     with pytest.raises(
         InvalidRequestError, match="logits_post_processor is of type str, expected a call"
@@ -157,6 +165,9 @@ def test_a_logits_post_processor_that_nobody_could_call_is_refused():
             LIMITS,
             0.0,
         )
+    unbound = InferenceRequest.from_tokens(1, [1], 1, logits_post_processor=BannedTokens())
+    with pytest.raises(InvalidRequestError, match=r"BannedTokens: pass what its bind\(\) returns"):
+        admit(unbound, LIMITS, 0.0)
 
 
 @pytest.mark.parametrize("priority", [-1, 101, 1.0, "high", True, [1, 2]])

@@ -94,7 +94,7 @@ def difference(log: str, source: str, kernel_name: str) -> str:
     extra = [p for p, name in zip(declared, names, strict=True) if name not in _NAMES]
     first = min(failed)
     if declared and len(declared) != len(PARAMETERS):
-        parts = [f"misses {', '.join(missing)}"] if missing else []
+        parts = [f"lacks {', '.join(missing)}"] if missing else []
         parts += [f"has {', '.join(extra)} too many"] if extra and not missing else []
         what = f"takes {len(declared)} parameters, not {len(PARAMETERS)}"
         return f"{kernel_name} {what}: it {' and '.join(parts) or 'repeats one'}{passed}"

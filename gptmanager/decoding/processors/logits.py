@@ -345,7 +345,9 @@ class _Step:
             return
         check_answer("it", answer)
         if not isinstance(answer, Tensor):
-            raise _Misuse(f"returned a {type(answer).__name__}, expected None or a tensor")
+            raise _Misuse(
+                f"returned a value of type {type(answer).__name__}, expected None or a tensor"
+            )
         expected = (torch.float32, list(given.shape), self.logits.device)
         found = (answer.dtype, list(answer.shape), answer.device)
         if found != expected:

@@ -28,7 +28,7 @@ from gptmanager.cuda.device.streams import Stream
 from gptmanager.cuda.device.uploads import Layout, Uploads
 from gptmanager.decoding.processors.kernel_signature import PARAMETERS, difference, with_signature
 from gptmanager.decoding.processors.rows import Errors, RowProcessor, Rows, RowSession
-from gptmanager.errors import CapacityError, ConfigError, response_text
+from gptmanager.errors import CapacityError, ConfigError, quoted, response_text
 from gptmanager.request.post_processor import BoundProcessor
 
 _NUM_BUFFERS = 6  # a step uses at most two buffers, and only a few steps are in flight
@@ -75,6 +75,8 @@ class RawKernelLogitsPostProcessor(RowProcessor):
         options: Sequence[str] = (),
         twin: Callable[..., None] | None = None,
     ) -> None:
+        if not isinstance(source, str):
+            raise ConfigError(f"source must be a string of CUDA C++, got {quoted(source)}")
         if "\n" not in source and source.endswith((".cu", ".cuh")):
             raise ConfigError(f"source = {source!r} is a path: pass the text of the file")
         if isinstance(options, str) or not all(isinstance(one, str) for one in options):
@@ -292,7 +294,13 @@ def _check_kind(value: Any, dtype: np.dtype[Any]) -> None:
 
 def _struct(params_dtype: Any) -> np.dtype[Any]:
     """Return a structured dtype with the memory layout of the C++ struct."""
-    dtype: np.dtype[Any] = np.dtype(params_dtype)
+    try:
+        dtype: np.dtype[Any] = np.dtype(params_dtype)
+    except (TypeError, ValueError):
+        raise ConfigError(
+            "params_dtype must be a dtype or a list such as [('token', 'int32')], "
+            f"got {quoted(params_dtype)}"
+        ) from None
     if not dtype.names:
         raise ConfigError(f"params_dtype = {dtype} is not a structured dtype with fields")
     formats = [dtype[name] for name in dtype.names]
