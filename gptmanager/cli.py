@@ -100,7 +100,7 @@ def _imported(command: str, *, is_program: bool) -> Callable[[Any], int]:
         if is_program:
             gc.freeze()
         return function
-    except ImportError as error:
+    except (ImportError, OSError) as error:  # OSError: llvmlite cannot load its library
         logging.info("The error of the import:", exc_info=error)
         raise GptManagerError(
             f"{command.partition(':')[0]} cannot be imported: {error}; check the installation, and "

@@ -72,7 +72,7 @@ def report() -> dict[str, Any]:
         "memory": f"{free_memory_bytes() / 2**30:.1f} GiB free",
         "caches": {
             "kernels of the CPU": folder_of(matmul.multiply_float32) or "none can be written",
-            "kernels of the GPU": str(cache_folder("cuda")),
+            "kernels of the GPU": _gpu_cache(),
         },
         "gpu": _gpu(),
         "switches": ", ".join(Features.asked().words) or "none",
@@ -88,6 +88,13 @@ def _cores() -> str:
         f"{os.cpu_count()} in the machine, {num_schedulable()} for this process, {limit}: "
         f"{num_cores()} used, {torch.get_num_threads()} threads of torch"
     )
+
+
+def _gpu_cache() -> str:
+    try:
+        return str(cache_folder("cuda"))
+    except ConfigError:
+        return "none can be written"
 
 
 def _gpu() -> Any:
@@ -114,7 +121,7 @@ def _extras() -> dict[str, str]:
         requirements = metadata.requires(DISTRIBUTION) or []
     except metadata.PackageNotFoundError:
         return {}  # a checkout that is not installed
-    missing: dict[str, list[str]] = {}
+    missing: dict[str, dict[str, None]] = {}  # names as keys, as one may be required twice
     for line in requirements:
         needed, _, when = line.partition(";")
         if "extra ==" not in when or "python_version" in when:
@@ -123,7 +130,7 @@ def _extras() -> dict[str, str]:
         name = needed.strip().partition("[")[0].partition(" ")[0]
         for sign in "<>=!~":
             name = name.partition(sign)[0]
-        missing.setdefault(extra, []).extend([] if _is_installed(name) else [name])
+        missing.setdefault(extra, {}).update({} if _is_installed(name) else {name: None})
     return {
         extra: f"lacks {', '.join(names)}" if names else "installed"
         for extra, names in sorted(missing.items())

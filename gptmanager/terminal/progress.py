@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 PATIENCE_S = 1.0  # seconds; work that takes longer gets a bar
 # kind of work that is slow only on the first start -> line to print when it begins
-NOTES = {"kernels": "compiling kernels for this processor, once; this takes a few seconds"}
+NOTES = {"kernels": "compiling kernels for this processor; they are not on disk yet"}
 _REFRESH_S = 0.1
 
 

@@ -598,11 +598,12 @@ def test_no_error_ends_in_a_traceback(run, monkeypatch, error, code):
     assert outcome.err.startswith("gptmanager: ")
 
 
-def test_a_command_that_cannot_be_imported(call, monkeypatch):
+@pytest.mark.parametrize("kind", [ImportError, OSError])
+def test_a_command_that_cannot_be_imported(call, monkeypatch, kind):
     why = "libtorch_cpu.so: failed to map segment from shared object"
 
     def fail(_):
-        raise ImportError(why)
+        raise kind(why)
 
     monkeypatch.setattr(cli, "named", fail)
     outcome = call("models")

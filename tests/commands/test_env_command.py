@@ -25,11 +25,21 @@ def test_the_report_has_what_a_bug_report_needs_and_no_secret(capsys, monkeypatc
     assert "SECRET" not in text + json.dumps(found)
 
 
+def test_a_machine_without_a_folder_for_kernels_gets_a_report(capsys, monkeypatch, tmp_path):
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", f"{tmp_path}/file")
+    monkeypatch.setattr("tempfile.tempdir", f"{tmp_path}/file")
+    assert cli.main(["env", "--json"]) == 0
+    caches = json.loads(capsys.readouterr().out)["caches"]
+    assert caches["kernels of the GPU"] == "none can be written"
+
+
 @pytest.mark.parametrize(
     ("lines", "extras"),
     [
         (["torch>=2", 'numpy[x]>=1; extra == "a"'], {"a": "installed"}),
         (['no-such-thing>=1; extra == "b"', 'numpy; extra == "b"'], {"b": "lacks no-such-thing"}),
+        (['no-such; extra == "d"', 'no-such[x]>=1; extra == "d"'], {"d": "lacks no-such"}),
         (['none-such; python_version < "3" and extra == "c"'], {}),
     ],
 )
