@@ -113,7 +113,9 @@ class Recorder:
                 return
             if self._iteration is not None:
                 self._iteration.recovered = loop.state()
-            self.end_iteration()
+                self.end_iteration()
+            elif self._num_iterations:
+                self._give_up(error)  # no iteration is there to store the state
         except BaseException as raised:  # noqa: B036 - the loop must still continue
             self._give_up(raised)
 
@@ -231,8 +233,8 @@ class RecordingHost(HostTap):
         super().__init__(host)
 
         def fetch(room: int | None, num_active: int) -> Intake:
-            recorder.end_iteration()
             intake = host_fetch(room, num_active)
+            recorder.end_iteration()  # not earlier: `restart` needs it if the host's fetch fails
             recorder.begin_iteration(num_active, intake)
             return intake
 

@@ -40,6 +40,7 @@ from gptmanager.manager.inspection import audit
 from gptmanager.manager.recovery import Recovery
 from gptmanager.picture.recorded import trace_of
 from gptmanager.recorder import Recorder, read_recording
+from gptmanager.recorder import recorder as recorder_module
 from gptmanager.replay import replay
 from gptmanager.request.post_processor import RequestProcessor
 from gptmanager.simulator.cost_model import CostModel
@@ -631,10 +632,10 @@ class FailsAt(ScriptedModel):
         return super().forward(batch, kv_pool)
 
 
-def recorded(path, reuse=False, **options):
+def recorded(path, reuse=False, fails=(4, 9, 10), **options):
     script = [[recorded_request(i, 3 + i, 12)] for i in range(14)]
     cache = KvCacheConfig(max_tokens=96, tokens_per_block=4, enable_block_reuse=reuse)
-    model = FailsAt((4, 9, 10))
+    model = FailsAt(fails)
     return record(
         path, ScheduledHost(script), MAX_UTILIZATION, kv_cache=cache, model=model, **options
     )
@@ -657,6 +658,29 @@ def test_a_recording_goes_on_behind_failed_iterations_and_replays(tmp_path, run_
     wrong = replace(late, schedule=replace(late.schedule, iteration=late.schedule.iteration + 1))
     changed = tuple(wrong if turn is late else turn for turn in run.iterations)
     assert replay(replace(run, iterations=changed)).divergence.index == late.index
+
+
+@pytest.mark.parametrize("name", ["take_intake", "Iteration"])
+def test_a_recording_of_a_fetch_that_failed_replays_or_ends(tmp_path, monkeypatch, name):
+    """The requests that had started end without an iteration."""
+    owner = CallbackHost if name == "take_intake" else recorder_module
+    called, count = getattr(owner, name), itertools.count()
+
+    def failing(*given):
+        if next(count) == 6:
+            raise MemoryError
+        return called(*given)
+
+    monkeypatch.setattr(owner, name, failing)
+    path = tmp_path / "run.jsonl"
+    run = recorded(path, fails=())
+    report = replay(run)
+    assert report.divergence is None and not report.broke_off
+    if name == "take_intake":
+        assert sum(turn.recovered is not None for turn in run.iterations) == 1
+        assert run.end.reason == "drained" and len(trace_of(run).rows) == 14
+    else:
+        assert run.end is None
 
 
 def test_the_black_box_tells_of_the_last_failure_behind_a_step(tmp_path):
