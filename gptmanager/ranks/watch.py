@@ -112,7 +112,9 @@ class Watch:
                 next_beat = now + self._timeout_s / _BEATS
             oldest = min(self._heard.values(), default=now)
             due = min(next_beat, self._poll_until or next_beat, oldest + self._timeout_s)
-            for number, _ in waits.poll(max(1, int((due - monotonic()) * 1000))):
+            ready = waits.poll(max(1, int((due - monotonic()) * 1000)))
+            self._excuse(monotonic() - max(now, due))
+            for number, _ in ready:
                 rank = by_number.get(number)
                 if rank is None:
                     self._wakener.clear()
@@ -184,6 +186,12 @@ class Watch:
             self._timeout_text, self._poll_until = what, monotonic() + _ANSWER_S
             self._answers = {0: bool(self.waiting)}
             self._send_all({"ask": True})
+
+    def _excuse(self, late_s: float) -> None:
+        """Do not count the time in which this thread did not run: others may have paused too."""
+        if late_s > self._timeout_s / _BEATS:
+            self._heard = {rank: heard + late_s for rank, heard in self._heard.items()}
+            self._poll_until += late_s if self._poll_until else 0.0
 
     def _judge(self, now: float) -> None:
         for rank, heard in list(self._heard.items()):

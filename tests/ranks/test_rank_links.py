@@ -10,6 +10,7 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -22,6 +23,7 @@ from gptmanager.errors import RankError
 from gptmanager.ranks.frames import Frames, Wakener
 from gptmanager.ranks.links import Links, Message
 from gptmanager.ranks.meeting import Channel, _Reception, call, meet
+from gptmanager.ranks.watch import Watch
 
 # Frames ----------------------------------------------------------------------------------------
 
@@ -360,6 +362,20 @@ def test_a_rank_that_dies_is_named_on_all_wherever_they_wait(size):
     assert {type(it) for it in found} == {RankError}
     assert len({str(it) for it in found}) == 1
     assert str(found[0]).startswith(f"rank {size - 1} has died")
+
+
+def test_a_rank_that_stood_still_itself_blames_nobody_for_that_time():
+    """As all ranks do on a machine that was suspended."""
+    bell = Wakener()
+    watch = Watch(0, 1.0, bell, lambda: None)
+    watch._connections, watch._heard = {1: SimpleNamespace(send=lambda *_: None)}, {1: 10.0}
+    watch._excuse(0.2)  # a busy machine
+    watch._excuse(5.0)
+    watch._judge(15.9)
+    assert watch.failure is None
+    watch._judge(16.1)
+    assert str(watch.failure) == "rank 1 has not been heard from for 1 s"
+    bell.close()
 
 
 @pytest.mark.parametrize("size", [2, 3])
