@@ -138,12 +138,12 @@ def _check(words: Sequence[str]) -> None:
     for index, word in enumerate(words):
         if len(word) > MAX_WORD_LETTERS:
             raise ValueError(
-                f"words[{index}] has {len(word)} letters, at most {MAX_WORD_LETTERS} are allowed"
+                f"words[{index}] has {len(word)} characters, at most {MAX_WORD_LETTERS} are allowed"
             )
     num_letters = sum(map(len, words))
     if num_letters > MAX_LETTERS:
         raise ValueError(
-            f"words: {num_letters} letters are given, at most {MAX_LETTERS} are allowed in all"
+            f"words: {num_letters} characters are given, at most {MAX_LETTERS} are allowed in all"
         )
 
 

@@ -189,8 +189,11 @@ def test_the_lists_that_all_requests_use_are_bounded(monkeypatch):
     "words, told",
     [
         (["a"] * 1025, "words: 1025 are given, at most 1024 are allowed"),
-        (["b", "a" * 257], "words[1] has 257 letters, at most 256 are allowed"),
-        (["\u65e5" * 256] * 33, "words: 8448 letters are given, at most 8192 are allowed in all"),
+        (["b", "a" * 257], "words[1] has 257 characters, at most 256 are allowed"),
+        (
+            ["\u65e5" * 256] * 33,
+            "words: 8448 characters are given, at most 8192 are allowed in all",
+        ),
     ],
 )
 def test_words_that_would_take_too_much_memory_are_refused(words, told):

@@ -398,7 +398,11 @@ def test_refusals_come_before_the_first_event(client, body, param, message, stre
     ("body", "param", "message"),
     [
         ({"bad_words": "a" * 257}, "bad_words", "has 257 characters, at most 256 are allowed"),
-        ({"bad_words": ["a" * 256] * 33}, "bad_words", "8448 letters are given, at most 8192 are"),
+        (
+            {"bad_words": ["a" * 256] * 33},
+            "bad_words",
+            "8448 characters are given, at most 8192 are",
+        ),
         ({"prompt": ["a"] * 1024, "n": 128}, None, "the call makes 131072 requests"),
         ({"x" * 5000: 1}, "x" * 1000 + "...", "'xx"),
         ({"guided_grammar": "a" * 5000}, "guided_grammar", "..."),

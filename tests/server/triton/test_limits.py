@@ -327,7 +327,7 @@ def text(**given):
         ),
         ("ensemble", text(bad_words=[b"a" * 257]), "bad_words[0] has 257 characters, at most 256"),
         ("ensemble", text(bad_words=[b"a" * 4000]), "bad_words[0] has 4000 bytes, at most 256"),
-        ("ensemble", text(bad_words=[b"a" * 256] * 33), "bad_words: 8448 letters are"),
+        ("ensemble", text(bad_words=[b"a" * 256] * 33), "bad_words: 8448 characters are"),
         ("ensemble", text(bad_words=[b"a"] * 1025), "at most [32, 1024], got [1, 1025]"),
         (
             "ensemble",
