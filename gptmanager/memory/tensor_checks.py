@@ -80,7 +80,6 @@ def check_values(
 
 
 def _are_equal(source: TensorSource, name: str, other: str, dtype: torch.dtype) -> bool:
-    pieces = (_whole(source, it).split(1024) for it in (name, other))
-    return all(
-        torch.equal(a.to(dtype), b.to(a.device, dtype)) for a, b in zip(*pieces, strict=True)
-    )
+    one, two = _whole(source, name), _whole(source, other)
+    rows = [slice(start, start + 1024) for start in range(0, len(one), 1024)]
+    return all(torch.equal(one[it].to(dtype), two[it].to(one.device, dtype)) for it in rows)

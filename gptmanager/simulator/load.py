@@ -9,7 +9,6 @@ import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from numbers import Real
 from typing import Literal, Protocol
 
 import numpy as np
@@ -87,7 +86,7 @@ class SyntheticLoad:
         flag("SyntheticLoad.by_iterations", self.by_iterations)
         prompt_len = length_range("SyntheticLoad.prompt_len", self.prompt_len)
         output_len = length_range("SyntheticLoad.output_len", self.output_len)
-        is_number = isinstance(self.rate, Real) and not isinstance(self.rate, bool)
+        is_number = isinstance(self.rate, (int, float)) and not isinstance(self.rate, bool)
         if self.rate is not None and not (is_number and 0 < self.rate < math.inf):
             raise ConfigError(f"SyntheticLoad.rate = {self.rate!r} must be a number above 0")
         generator = np.random.default_rng(self.seed)
