@@ -140,6 +140,14 @@ def test_states_are_looked_up_once_and_their_memory_is_bounded(monkeypatch):
     assert states.banned(a, 7, cpu) is not first
 
 
+def test_a_state_that_is_looked_up_by_two_threads_counts_once(monkeypatch):
+    monkeypatch.setattr(banned_texts, "_MAX_CACHED", 8)
+    cache, ids = banned_texts._IdCache(), torch.tensor([1, 2])
+    for key in ("a", "a", "b"):  # 3 and 3
+        cache.add(key, ids)
+    assert cache.get("a") is ids and cache.get("b") is ids
+
+
 def test_equal_words_are_shared_and_wrong_ones_refused():
     texts = BannedTexts(byte_level([b"a"]), max_word_lists=2)
     first = texts.bind(["x", "y"])

@@ -115,6 +115,9 @@ def test_a_run_is_counted_whole(registry):
         last["gptmanager"]["callback_us"]["PollStopSignal"] / 1e6
     )
     assert sink.requests.num_open == 0
+    nothing = {"Max KV cache blocks": 0, "Used KV cache blocks": 0}  # as of a model without pages
+    sink.return_batch_manager_stats(json.dumps(last | nothing))
+    assert samples(registry)["gptmanager_kv_cache_usage_ratio"] == {"": 0}
 
 
 def test_tokens_of_a_stream_are_counted_as_they_come_and_once(registry):

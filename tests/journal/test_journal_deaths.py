@@ -159,6 +159,23 @@ def test_a_host_with_more_tokens_than_the_responses_gets_the_rest_of_each_output
     }
 
 
+def test_a_host_with_fewer_tokens_than_were_sent_first_gets_those_that_it_lacks():
+    last = {
+        "output_ids": torch.tensor([[[7]]], dtype=torch.int32),
+        "sequence_length": torch.tensor([[1]], dtype=torch.int32),
+        "output_offset": torch.tensor([4], dtype=torch.int32),
+    }
+    packed = pack_response(1, map(NamedTensor._make, last.items()), "")
+    first, (_, tensors, is_final, _) = _again(1, Entry(b"", tokens=[3, 4, 5, 6], last=packed), 1)
+    assert {name: tensor.tolist() for name, tensor in first[1]} == {
+        "output_ids": [[[4, 5, 6]]],
+        "sequence_length": [[3]],
+        "output_offset": [1],
+    }
+    assert first[2:] == (False, "") and is_final
+    assert dict(tensors)["output_ids"].tolist() == [[[7]]]
+
+
 @pytest.mark.parametrize(
     ("asked", "option", "has", "kept"),
     [

@@ -53,6 +53,9 @@ class Gate:
     def open(self):
         self._opened.set()
 
+    def shut(self):
+        self._opened.clear()
+
     @property
     def opened(self):
         return self._opened.is_set()
@@ -144,6 +147,12 @@ def test_a_step_that_hangs_is_told_with_all_stacks_and_goes_on(gate, caplog):
         assert manager.state is ManagerState.RUNNING
         gate.open()
         assert host.final(2).error == ""
+        gate.shut()
+        host.submit(request(3, [1], 4))
+        while caplog.text.count("All threads") < 2:  # the watchdog watches on
+            time.sleep(0.001)
+        gate.open()
+        assert host.final(3).error == ""
     told = next(r.message for r in caplog.records if "the loop hangs" in r.message)
     assert "step_budget_s = 0.02; the loop is not inside a callback, at wait" in told
     assert "hanging_network" in told and "gptmanager-loop" in told and "MainThread" in told

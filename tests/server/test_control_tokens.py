@@ -99,10 +99,10 @@ def test_the_tokens_that_a_tokenizer_adds_surround_the_whole_chat(server, monkey
 
 def test_texts_that_could_only_begin_a_token_are_marked_too(tokenizer):
     control = ControlTokens(tokenizer)
-    marked = control.marked({"a": ["x <|endof", "y"], "b": (END, 3), "<|pad|>": None})
+    marked = control.marked({"a": ["x <|endoft", "y"], "b": (END, 3), "<|pad|>": None})
     assert "<" not in str(marked) and marked["a"][1] == "y" and marked["b"][1] == 3
     assert control.marked("</think> 1 < 2") == "</think> 1 < 2"
-    together = marked["a"][0] + "text|>" + END
+    together = marked["a"][0] + "ext|>" + END
     assert [*control.pieces(together)] == [f"x {END}", 0]
 
 

@@ -2,7 +2,7 @@
 
 import jsonschema
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from gptmanager.server.errors import ApiError
@@ -65,6 +65,8 @@ def test_quoted_values_stay_as_they_are(text, changed):
 
 @pytest.mark.parametrize("kind", KINDS)
 @given(value=JSON.filter(lambda value: value is not None))
+@example(value=-1.5)  # the low limits of both numbers
+@example(value=-1)
 def test_a_kind_takes_what_its_schema_describes(kind, value):
     fields = {"x": Field("x", KINDS[kind])}
     schema = object_schema(fields)

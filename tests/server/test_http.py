@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import json
 import logging
+import resource
 import socket
 import time
 
@@ -15,7 +16,7 @@ from starlette.routing import Route
 from gptmanager.errors import ConfigError
 from gptmanager.lifecycle.log import RareWarnings
 from gptmanager.server.http import http_protocol
-from gptmanager.server.http.connections import Connections, Proxies
+from gptmanager.server.http.connections import Connections, Proxies, default_max_connections
 from gptmanager.server.http.responses import EventStream, disconnected, event
 
 HEALTH = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
@@ -246,6 +247,15 @@ def test_no_answer_waits_for_an_acknowledgement(server):
         (protocol,) = server.server.server_state.connections - others
         accepted = protocol.transport.get_extra_info("socket")
         assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+
+
+@pytest.mark.parametrize(
+    ("limit", "most"),
+    [(8, 16), (22, 16), (24, 18), (1024, 768), (1 << 20, 65536), (resource.RLIM_INFINITY, 65536)],
+)
+def test_by_default_files_and_pipes_have_a_quarter_of_the_descriptors(monkeypatch, limit, most):
+    monkeypatch.setattr(resource, "getrlimit", lambda which: (limit, limit))
+    assert default_max_connections() == most
 
 
 def test_an_address_has_only_so_many_connections_and_a_proxy_s_client_so_many_requests():

@@ -25,7 +25,7 @@ CUTS = st.lists(st.integers(0, 30), max_size=8)
 
 def joined(tokens, cuts, ends, reason=FinishReason.LENGTH, takes=True):
     log_probs = [TokenLogProb(token, -float(index)) for index, token in enumerate(tokens)]
-    output = Output(TOKENIZER, [], ends)
+    output = Output(TOKENIZER, [], ends, offset=0)
     deltas = []
     for piece in pieces_of([*zip(tokens, log_probs, strict=True)], cuts):
         output.push([token for token, _ in piece], [log_prob for _, log_prob in piece])
@@ -65,7 +65,7 @@ def test_deltas_joined_are_the_whole(text, more, stops, cuts, stop_ids, keeps_st
 
 def test_a_character_in_several_tokens_is_given_out_whole():
     tokens = TOKENIZER.encode("5 €").ids
-    output = Output(TOKENIZER, [], Ends())
+    output = Output(TOKENIZER, [], Ends(), offset=0)
     texts = []
     for token in tokens:
         output.push([token])

@@ -68,7 +68,7 @@ def sample_draft(
     `draft_logits` may be -inf, except for `draft`.
     """
     q: Floats = np.exp(draft_logits.astype(np.float64) - draft_logits.max())
-    seed = np.uint64(params.seed & (2**64 - 1))
+    seed = np.uint64(params.seed)
     accept = float(uniform(seed, position, ACCEPTANCE_DRAW))
     replace = float(uniform(seed, position, REPLACEMENT_DRAW))
     return verify_draft(truncated(log_probs, params), q / q.sum(), draft, accept, replace)

@@ -73,8 +73,8 @@ class Output:
         prompt: Sequence[int],
         ends: Ends,
         *,
+        offset: int,
         skip_special_tokens: bool = True,
-        offset: int = 0,
         lists_end: bool = False,
         special_texts: Mapping[int, str] | None = None,
     ) -> None:

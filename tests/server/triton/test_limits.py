@@ -288,6 +288,15 @@ def test_structure_is_counted_as_a_reader_of_letters_would(text):
     assert json_text._counts_outside_strings(text)._asdict() == expected
 
 
+def test_the_memory_of_a_text_may_be_seven_times_its_size_and_48_mib():
+    size = (1 << 20) + 40
+    most = ((48 << 20) + 7 * size) // 40  # a comma counts as 40 bytes
+    counts = json_text._Counts(0, 0, most)
+    assert json_text._problem_of(counts, size) is None
+    more = json_text._problem_of(counts._replace(commas=most + 1), size)
+    assert more == f"would need about 55 MiB of memory, at most 55 MiB are allowed for {size} bytes"
+
+
 def test_json_of_many_numbers_is_parsed():
     assert parse_json(b"[" + b"0," * MANY + b"0]") == [0] * (MANY + 1)
     assert refused(parse_json, b"[1").startswith("the body is not JSON")
