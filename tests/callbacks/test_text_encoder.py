@@ -42,18 +42,6 @@ BOUNDED = {
 }
 
 
-def test_by_default_the_name_of_a_special_token_is_the_token():
-    tokenizer = trained()
-    tokenizer.add_special_tokens(["<end>"])
-    end = tokenizer.token_to_id("<end>")
-    for special_in_text in (True, False):
-        tokens = TextEncoder(tokenizer, special_in_text=special_in_text).encode(
-            "prompt", "a<end>", special=False
-        )
-        assert (end in tokens) == special_in_text
-    assert TextEncoder(tokenizer).encode("prompt", "<end>", special=False) == [end]
-
-
 @pytest.mark.parametrize("name", BOUNDED)
 def test_no_token_stands_for_more_than_the_bound(name):
     tokenizer, chance = BOUNDED[name], random.Random(0)
