@@ -177,6 +177,11 @@ def test_other_folders_are_described(tmp_path: Path, files: dict[str, str], text
         ("gpt_oss", {"swiglu_limit": 5.0}, "swiglu_limit = 5.0: not supported"),
         ("mixtral", {"num_experts_per_tok": 9}, "num_experts_per_tok = 9: must be at most num_"),
         ("glm4_moe", {"n_group": 3}, "n_group = 3: must divide n_routed_experts = 8"),
+        (
+            "glm4_moe",
+            {"n_group": 4, "topk_group": 1, "num_experts_per_tok": 3},
+            "num_experts_per_tok = 3: must be at most 2, the experts of topk_group groups",
+        ),
         ("gemma", {"use_bidirectional_attention": True}, "use_bidirectional_attention = True"),
         ("gemma4_text", {"enable_moe_block": True}, "num_experts = None: must be a positive"),
         ("llama4_text", {"moe_layers": 3}, "moe_layers = 3: must be a list of layers"),

@@ -184,7 +184,7 @@ def experts_of(
             shared_width = fields.count(shared)
         elif num_shared is not None and fields.get(num_shared) is not None:
             shared_width = each * fields.count(num_shared)
-        groups, top_groups = _groups(fields, count)
+        groups, top_groups = _groups(fields, count, per_token)
         routing = Routing(
             per_token=most,
             score=score,
@@ -218,7 +218,7 @@ def _factor(fields: Fields) -> float:
     return fields.number(name, 1.0) if fields.has_default(name) else 1.0
 
 
-def _groups(fields: Fields, count: str) -> tuple[int, int]:
+def _groups(fields: Fields, count: str, per_token: str) -> tuple[int, int]:
     if not fields.has_default("n_group") or fields.get("n_group") is None:
         return 1, 1
     groups, top = fields.size("n_group"), fields.size("topk_group", 1)
@@ -226,6 +226,9 @@ def _groups(fields: Fields, count: str) -> tuple[int, int]:
         raise fields.error("n_group", f"must divide {fields.as_given(count)}")
     if top > groups:
         raise fields.error("topk_group", f"must be at most {fields.as_given('n_group')}")
+    most = top * fields.size(count) // groups
+    if fields.size(per_token) > most:
+        raise fields.error(per_token, f"must be at most {most}, the experts of topk_group groups")
     return groups, top
 
 
