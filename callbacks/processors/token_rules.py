@@ -141,7 +141,8 @@ class TokenBias(RawKernelLogitsPostProcessor):
         """
         if not isinstance(bias, Mapping):
             raise TypeError(f"bias must be a dict of token ids and biases, got {quoted(bias)}")
-        for token, added_to in bias.items():
+        given: Mapping[Any, Any] = bias
+        for token, added_to in given.items():
             if not isinstance(added_to, Real):
                 raise TypeError(f"bias[{token}] must be a number, got {quoted(added_to)}")
             if not added_to <= _MAX_BIAS:

@@ -150,7 +150,7 @@ class SafetensorsCopy:
                     raise SafetensorError("its header is longer than the file")
                 content = length + file.read(size - len(length))
                 after = os.fstat(file.fileno())
-            self._tensors = dict(deserialize(content))
+            self._tensors = dict(deserialize(content))  # type: ignore[no-untyped-call]
         except (SafetensorError, OSError, MemoryError) as error:
             raise _unreadable(where, error) from error
         _check_count(folder / name, len(self._tensors))

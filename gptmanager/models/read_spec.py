@@ -242,7 +242,7 @@ def _read_dtype(fields: Fields, dtype: str | torch.dtype | None) -> torch.dtype:
 
 
 def _read_scale(fields: Fields, head_dim: int, layer: int) -> float:
-    scale = head_dim**-0.5
+    scale: float = head_dim**-0.5
     if not fields.has_default("scale_attn_weights"):
         return scale
     scale = scale if fields.flag("scale_attn_weights", if_null=True) else 1.0

@@ -127,7 +127,8 @@ class TextModel:
             if banned:
                 reply.request.by_name["logits_post_processor"] = self._ban(banned)
             ends = Ends(stops=stops)
-            outputs = [Output(self._tokenizer, prompt, ends) for _ in range(reply.num_beams)]
+            beams = range(reply.num_beams)
+            outputs = [Output(self._tokenizer, prompt, ends, offset=0) for _ in beams]
             replies.append(TextReply(reply, outputs, before, streams))
         return replies
 
