@@ -167,6 +167,22 @@ def test_a_context_that_is_too_long_to_compute_again_ends_only_its_request(tmp_p
     assert not found[2].errors and found[2].tokens == outputs_of(whole)[2].tokens
 
 
+def test_a_final_that_was_written_but_not_sent_is_sent_once(tmp_path):
+    """Two requests end in one step; the process dies when the first one's final has been sent."""
+    folder = tmp_path / "journal"
+    asked = [InferenceRequest.from_tokens(number, [number, 6, 7], 4) for number in (1, 2)]
+    whole = run(Host(asked, folder, deaths=(1,)), folder)
+    first, second = ((number, is_final) for _, number, _, is_final, _ in whole)
+    assert {first, second} == {(1, True), (2, True)}
+
+    host = Host([], had=whole[:1])
+    run(host, f"{folder}-1")
+
+    [(_, number, _, is_final, error)] = host.got
+    assert (number, is_final) == second and not error
+    assert outputs_of(host.got)[number].tokens == outputs_of(whole)[number].tokens
+
+
 def test_rank_0_has_the_journal_and_all_ranks_resume_alike(tmp_path, guided, monkeypatch):
     def asked():
         return [it for it in requests_of(guided) if it.request_id in (1, 2, 3, 9)]
