@@ -46,7 +46,7 @@ def open_journal(
     callbacks.receiver.restore(found.requests, found.progress)
     if found.requests or found.responses:
         logger.info(
-            "the journal %s: %d requests continue, %d responses are sent first",
+            "the journal %s: requests that continue: %d, responses that are sent first: %d",
             *(params.journal_path, len(found.requests), len(found.responses)),
         )
     return journaled

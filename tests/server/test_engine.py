@@ -291,7 +291,8 @@ def test_prompts_that_wait_are_counted_in_tokens(narrow):
     narrow.wait_idle()
 
 
-def test_the_end_of_a_server_times_out_what_still_runs():
+def test_the_end_of_a_server_times_out_what_still_runs(caplog):
+    caplog.set_level("INFO")
     with running_server(settings_of()) as server:
 
         async def main():
@@ -303,6 +304,7 @@ def test_the_end_of_a_server_times_out_what_still_runs():
             return parts
 
         assert server.run(main())[-1].result.finish_reasons == (FinishReason.TIMED_OUT,)
+    assert "new requests are refused; calls that still run, for at most 0 s: 1" in caplog.messages
 
 
 def test_a_dead_manager_is_told_to_all():

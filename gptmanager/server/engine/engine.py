@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import functools
 import itertools
+import logging
 import os
 import time
 from collections.abc import Iterator, Sequence
@@ -29,6 +30,7 @@ from gptmanager.server.http.body import BodyBudget, run_in_thread
 from gptmanager.server.http.keys import ServerKeys
 from gptmanager.server.settings import ServerSettings
 
+_logger = logging.getLogger(__name__)
 _POLL_S = 0.02  # how often `drain` checks whether all calls have ended
 LONG_TEXT = 2048  # characters; encoding a longer text takes some milliseconds
 
@@ -366,6 +368,9 @@ class Engine:
         After `timeout_s` seconds, the remaining requests end with the finish reason TIMED_OUT.
         """
         self.is_draining = True
+        if self._calls:
+            text = "new requests are refused; calls that still run, for at most %g s: %d"
+            _logger.info(text, timeout_s, len(self._calls))
         loop = asyncio.get_running_loop()
         give_up = loop.time() + timeout_s
         while self._calls and loop.time() < give_up:
