@@ -560,7 +560,7 @@ picture/                      drawings of a schedule: SVG, zoomable page, Perfet
     perfetto                  a trace for Perfetto
     main                      runs `gptmanager picture`
     arguments                 arguments of `gptmanager picture` (no torch)
-commands/                     the commands that need no server
+commands/                     `gptmanager run`, `chat`, `convert` and `models`
     latencies                 latency percentiles
     follow                    runs a command on ranks other than 0
     run/                      `gptmanager run`: a file of requests

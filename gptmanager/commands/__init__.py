@@ -1,1 +1,1 @@
-"""The commands that need no server."""
+"""The commands `gptmanager run`, `chat`, `convert` and `models`, which need no server."""

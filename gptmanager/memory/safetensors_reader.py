@@ -52,7 +52,7 @@ class SafetensorsFolder:
         self._mapping: Any = None
         self._bytes_read = 0
         self._kept: dict[Path, MappedFile] = {}
-        index = _read_index(folder, _SINGLE)
+        index = _read_index(folder)
         names = {_SINGLE} if index is None else set(index.values())
         for file in sorted(folder / name for name in names):
             self._add_file(file)
@@ -133,7 +133,8 @@ class SafetensorsCopy:
     """
 
     def __init__(self, folder: Path, name: str) -> None:
-        _read_index(folder, name)
+        if not os.path.lexists(folder / name):
+            raise _lacks(folder, f"no {name}")
         where, size = quoted_path(folder / name), check_file(folder / name)
         free = free_memory_bytes()
         if 2 * size > free:  # the bytes of the file, and the tensors made of them
@@ -194,18 +195,22 @@ def _open(file: Path) -> Any:
         raise _unreadable(quoted_path(file), error) from error
 
 
-def _read_index(folder: Path, single: str) -> dict[str, str] | None:
+def _lacks(folder: Path, what: str) -> ConfigError:
+    """Return the error for a folder without safetensors, which names a pickle in the folder."""
+    text = f"{quoted_path(folder)} holds {what}"
+    pickles = sorted(it.name for it in folder.glob("*") if it.suffix in _PICKLES)
+    if pickles:
+        text += f"; {pickles[0]} is a pickle, which can run code: save it as safetensors"
+    return ConfigError(text)
+
+
+def _read_index(folder: Path) -> dict[str, str] | None:
     """Return {tensor name: file name}, or None if the checkpoint is a single file."""
-    if os.path.lexists(folder / single):
+    if os.path.lexists(folder / _SINGLE):
         return None
     file = folder / _INDEX
-    if single != _SINGLE or not os.path.lexists(file):
-        needed = f"neither {_SINGLE} nor {_INDEX}" if single == _SINGLE else f"no {single}"
-        text = f"{quoted_path(folder)} holds {needed}"
-        pickles = sorted(it.name for it in folder.glob("*") if it.suffix in _PICKLES)
-        if pickles:
-            text += f"; {pickles[0]} is a pickle, which can run code: save it as safetensors"
-        raise ConfigError(text)
+    if not os.path.lexists(file):
+        raise _lacks(folder, f"neither {_SINGLE} nor {_INDEX}")
     index = read_object(file).get("weight_map")
     if not isinstance(index, dict):
         raise ConfigError(f"{quoted_path(file)}: weight_map = {quoted(index)}: must be an object")
