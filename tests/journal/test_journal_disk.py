@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from journaled_runs import JournaledRun, die_at
 from loop_driver import expected_output, next_token
+from pausing import PausingHost
 from shorthand import request
 from shorthand import start as start_manager
 
@@ -147,17 +148,8 @@ def test_a_disk_that_is_full_at_the_end_of_the_loop_keeps_back_no_response(tmp_p
     assert sorted(finals) == [1, 2] and all(text in error for error in finals.values())
 
 
-class PausingHost(RecordingCallbacks):
-    """Pauses its manager after the first response."""
-
-    def send_response(self, *arguments):
-        super().send_response(*arguments)
-        if len(self.responses) == 1:
-            self.manager.pause_generation()
-
-
 def test_responses_of_a_step_that_a_call_finishes_do_not_wait_for_the_next_iteration(tmp_path):
-    host = PausingHost()
+    host = PausingHost(lambda of_all, *_: of_all == 1)
     with start_manager(host, run_ahead=1, journal_path=tmp_path / "journal") as manager:
         host.submit(stream(1, 2))
         while not host.responses:

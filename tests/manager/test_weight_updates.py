@@ -11,6 +11,7 @@ from time import monotonic
 
 import pytest
 import torch
+from pausing import PausingHost
 from safetensors.torch import load_file
 from shorthand import request
 
@@ -294,17 +295,8 @@ def test_abort_all_ends_what_is_active_and_nothing_else(served):
     assert len(output(host)[0][0]) == 13
 
 
-class PausingHost(RecordingCallbacks):
-    """Pauses its manager after the first response."""
-
-    def send_response(self, *arguments):
-        super().send_response(*arguments)
-        if len(self.responses) == 1:
-            self.manager.pause_generation()
-
-
 def test_a_step_that_fails_in_a_call_ends_its_requests(monkeypatch):
-    host = PausingHost()
+    host = PausingHost(lambda of_all, *_: of_all == 1)
     options = OptionalParams(kv_cache_config=KvCacheConfig(max_tokens=512), run_ahead=1)
     with GptManager(
         FOLDER, ModelType.INFLIGHT_FUSED_BATCHING, optional_params=options, **host.keywords()

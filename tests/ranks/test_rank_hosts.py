@@ -17,6 +17,7 @@ import numpy as np
 import orjson
 import pytest
 import torch
+from pausing import PausingHost
 from rank_hosts import TINY, serving
 from rank_hosts import start as start_all
 from rank_links import at_once
@@ -104,22 +105,9 @@ def test_an_idle_rank_answers_its_host(monkeypatch):
             serve(it)
 
 
-class PausingHost(RecordingCallbacks):
-    """Pauses its manager when a response has `is_last`."""
-
-    def __init__(self, is_last):
-        super().__init__()
-        self.is_last = is_last
-
-    def send_response(self, request_id, tensors, is_final, error):
-        super().send_response(request_id, tensors, is_final, error)
-        if self.is_last(len(self.responses), is_final):
-            self.manager.pause_generation()
-
-
 def test_a_rank_is_idle_when_a_call_has_finished_its_last_request(monkeypatch):
     """The last token of the request is in flight when both ranks make the call."""
-    hosts = [PausingHost(lambda count, is_final: count == 5), RecordingCallbacks()]
+    hosts = [PausingHost(lambda of_all, *_: of_all == 5), RecordingCallbacks()]
     alike = {"run_ahead": 1}
     with serving(monkeypatch, 2, hosts, by_rank={0: alike, 1: alike}) as it:
         it.host.submit(request(1, [1, 2], 6, is_streaming=True))
@@ -134,7 +122,7 @@ def test_a_rank_is_idle_when_a_call_has_finished_its_last_request(monkeypatch):
 
 def test_a_rank_that_is_rung_between_the_last_response_and_the_last_step_waits(monkeypatch):
     """With run-ahead, one more step than needed is in flight after a request has ended early."""
-    hosts = [PausingHost(lambda count, is_final: is_final), RecordingCallbacks()]
+    hosts = [PausingHost(lambda of_all, of_request, is_final: is_final), RecordingCallbacks()]
     alike = {"run_ahead": 1}
     with serving(monkeypatch, 2, hosts, by_rank={0: alike, 1: alike}) as it:
         it.host.submit(request(1, [1, 2], 60, end_id=[*range(256)]))

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from pausing import PausingHost
 from rank_hosts import TINY, serving
 from rank_links import at_once, outcome
 from safetensors.torch import load_file
@@ -154,18 +155,9 @@ def test_memory_that_one_rank_cannot_release_or_allocate_leaves_all_alike(two, r
     assert [one.audit().ok for one in it.managers] == [True] * 2
 
 
-class PausingHost(RecordingCallbacks):
-    """Pauses its manager after the first token of each request."""
-
-    def send_response(self, request_id, *others):
-        super().send_response(request_id, *others)
-        if len(self.of(request_id)) == 1:
-            self.manager.pause_generation()
-
-
 @short_timeout
 def test_abort_all_ends_requests_on_all_ranks_or_on_none(monkeypatch, timeout_s):
-    hosts = [PausingHost(), RecordingCallbacks()]
+    hosts = [PausingHost(lambda of_all, of_request, _: of_request == 1), RecordingCallbacks()]
 
     def started(it, number):
         it.host.submit(request(number, PROMPT, 40, is_streaming=True))
