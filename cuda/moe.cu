@@ -39,8 +39,9 @@ __device__ inline float warp_max(float x) {
 // Returns the mark of a value that has been chosen: NaN, which `best_of` ignores.
 __device__ inline float taken() { return __int_as_float(0x7FC00000); }
 
-// Returns x, or -inf if x is NaN, which `best_of` would ignore.
-__device__ inline float ranking(float x) { return x == x ? x : -INFINITY; }
+// Returns x, or inf if x is NaN, which `best_of` would ignore: an expert with NaN is chosen, as in torch, so
+// that the output shows it.
+__device__ inline float ranking(float x) { return x == x ? x : INFINITY; }
 
 // Sets the ranks of experts to -inf in all groups except the `top_groups` best. The quality of a group is its
 // best rank, or with `two_best` the sum of its two best ranks. A lane writes what it alone reads in `best_of`:

@@ -35,6 +35,7 @@ ROUTINGS = (
 def test_choices_are_those_of_the_reference(machine, routing, corrects):
     for num_experts in (12, 96):
         logits = 3 * randn(9, num_experts, seed=num_experts)
+        logits[1, 5] = torch.nan  # chosen first, so that the output shows it
         correction = randn(num_experts, seed=1) if corrects else None
         given = machine.tensor(logits), routing, correction
         if corrects:

@@ -104,6 +104,13 @@ def _softmax(dtype: int, source: int, start: int, count: int, to: int) -> None:
 
 
 @loop
+def _ranking(score: Any) -> Any:
+    """Return the score, but inf for NaN: such an expert is chosen, as in torch."""
+    zero = splat(ZERO)
+    return zero - larger(splat(-_INFINITY), zero - score)
+
+
+@loop
 def _score(t: Any, token: int, scores: int) -> None:
     start, count = token * t.num_experts, t.num_experts
     if t.score == _SOFTMAX:
@@ -145,17 +152,11 @@ def _keep_best_groups(t: Any, scores: int, qualities: int) -> None:
 
 
 @loop
-def _is_chosen(choices: int, count: int, expert: int) -> bool:
-    """Return whether `expert` is one of the first `count` choices."""
-    for number in range(count):
-        if get_long(choices, number) == expert:
-            return True
-    return False
-
-
-@loop
 def _choose_best(t: Any, scores: int, choices: int) -> None:
-    """Write the best experts to `choices`, by descending score; equal ones by ascending number."""
+    """Write the best experts to `choices`, by descending score; equal ones by ascending number.
+
+    No score is NaN.
+    """
     last, last_expert = _INFINITY, -1
     for number in range(t.per_token):
         best, found = -_INFINITY, -1
@@ -164,12 +165,7 @@ def _choose_best(t: Any, scores: int, choices: int) -> None:
             follows = value < last or (value == last and e > last_expert)
             if follows and (found < 0 or value > best):
                 best, found = value, e
-        if found < 0:  # only NaN is left
-            found = 0
-            while _is_chosen(choices, number, found):
-                found += 1
-        else:
-            last, last_expert = best, found
+        last, last_expert = best, found
         put_long(choices, number, found)
 
 
@@ -208,7 +204,7 @@ def _choose(t: Any, token: int, scores: int) -> None:
         value = load_part(scores, e, count)
         if t.correction:
             value = value + load_part(t.correction, e, count)
-        store_part(ranked, e, value, count)
+        store_part(ranked, e, _ranking(value), count)
     if t.groups > 1:
         _keep_best_groups(t, ranked, ranked + row_bytes)
     _choose_best(t, ranked, choices)

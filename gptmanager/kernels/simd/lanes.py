@@ -343,9 +343,9 @@ def keep_lanes(builder: Any, value: Any, low: Any, high: Any, other: Any) -> Any
 
 @intrinsic(vector, vector)
 def exp2(builder: Any, x: Any) -> Any:
-    """2^x with a relative error of 7e-8; x is clamped to -126..127, and NaN stays NaN."""
+    """2^x with a relative error of 7e-8, at least 2^-126; inf from x = 127.5, and NaN stays NaN."""
     x = builder.select(builder.fcmp_ordered("<", x, float_lanes(-126.0)), float_lanes(-126.0), x)
-    x = builder.select(builder.fcmp_ordered(">", x, float_lanes(127.0)), float_lanes(127.0), x)
+    x = builder.select(builder.fcmp_ordered(">", x, float_lanes(128.0)), float_lanes(128.0), x)
     shifted = builder.fadd(x, float_lanes(ROUND))
     rest = builder.fsub(x, builder.fsub(shifted, float_lanes(ROUND)))
     result = float_lanes(EXP2_TERMS[-1])
