@@ -250,7 +250,10 @@ memory/                       tensors that outlive a step, and the checkpoint fi
 models/                       decoder networks, and the table of families
     batch                     a schedule as packed tensors
     gguf/                     GGUF files of llama.cpp as checkpoints
-        block_types           unpacks blocks of quantized elements to floats
+        blocks/               blocks of quantized elements, as GGUF files store them
+            block_fields      float16 numbers and small integers in blocks
+            grid_blocks       unpacks IQ1, IQ2 and IQ3: vectors of a grid
+            block_types       unpacks blocks of all types to floats
         header                reads metadata, and the places of tensors, with checks
         metadata              checked reading of a file's keys
         split_files           headers of a model in several files

@@ -20,7 +20,7 @@ import numpy as np
 from gptmanager.errors import ConfigError, error_summary, quoted, quoted_path
 from gptmanager.memory.tensor_sources import tensor_name
 from gptmanager.memory.untrusted_files import check_file
-from gptmanager.models.gguf.block_types import BLOCK_TYPES, TYPE_NAMES, BlockType
+from gptmanager.models.gguf.blocks.block_types import BLOCK_TYPES, TYPE_NAMES, BlockType
 
 _MAX_HEADER_BYTES = 64 << 20  # the largest vocabularies need 20 MB
 _MAX_STRINGS = 2_000_000  # in all arrays together: tokens and merges

@@ -31,7 +31,7 @@ from gptmanager.kernels.gemm.int4_matrix import Int4Matrix
 from gptmanager.models import load_model
 from gptmanager.models.checkpoint_parts import open_tensors, read_config
 from gptmanager.models.conversion import convert_checkpoint
-from gptmanager.models.gguf.block_types import BLOCK_TYPES
+from gptmanager.models.gguf.blocks.block_types import BLOCK_TYPES
 from gptmanager.ranks.layout import RankLayout
 
 SIZES = {number: (block.size, block.num_bytes) for number, block in BLOCK_TYPES.items()}

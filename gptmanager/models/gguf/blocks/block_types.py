@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 
 from gptmanager.kernels.gemm.int4_groups import Groups
+from gptmanager.models.gguf.blocks import grid_blocks
+from gptmanager.models.gguf.blocks.block_fields import bit_fields, halves, stored_halves
 
 _DOUBLED_E2M1 = torch.tensor([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12]).float()
 _IQ4 = torch.tensor(
@@ -42,16 +44,6 @@ class BlockType:
         return self.size > 1
 
 
-def _stored_halves(blocks: Tensor, start: int, count: int = 1) -> Tensor:
-    """Return `count` float16 numbers of each block, from byte `start` on, `[blocks, count]`."""
-    return blocks[:, start : start + 2 * count].contiguous().view(torch.float16)
-
-
-def _halves(blocks: Tensor, start: int, count: int = 1) -> Tensor:
-    """Return the numbers of `_stored_halves` in float32."""
-    return _stored_halves(blocks, start, count).float()
-
-
 def _nibbles(packed: Tensor) -> Tensor:
     """Return the low four bits of all bytes, followed by the high four bits."""
     return torch.cat((packed & 15, packed >> 4), -1)
@@ -59,17 +51,15 @@ def _nibbles(packed: Tensor) -> Tensor:
 
 def _fifth_bits(blocks: Tensor, start: int) -> Tensor:
     """Return the 32 bits from byte `start` on, lowest bit of each byte first, each as 0 or 16."""
-    shifts = torch.arange(8, dtype=torch.uint8)
-    bits = (blocks[:, start : start + 4].unsqueeze(-1) >> shifts) & 1
-    return bits.flatten(1) << 4
+    return bit_fields(blocks[:, start : start + 4], 1, 8) << 4
 
 
 def _q4_0_groups(blocks: Tensor) -> Groups:
-    return Groups(_nibbles(blocks[:, 2:]), _stored_halves(blocks, 0))
+    return Groups(_nibbles(blocks[:, 2:]), stored_halves(blocks, 0))
 
 
 def _q4_1_groups(blocks: Tensor) -> Groups:
-    return Groups(_nibbles(blocks[:, 4:]), _stored_halves(blocks, 0), _stored_halves(blocks, 2))
+    return Groups(_nibbles(blocks[:, 4:]), stored_halves(blocks, 0), stored_halves(blocks, 2))
 
 
 def _q4_0(blocks: Tensor) -> Tensor:
@@ -82,16 +72,16 @@ def _q4_1(blocks: Tensor) -> Tensor:
 
 def _q5_0(blocks: Tensor) -> Tensor:
     values = _nibbles(blocks[:, 6:]) | _fifth_bits(blocks, 2)
-    return (values.float() - 16) * _halves(blocks, 0)
+    return (values.float() - 16) * halves(blocks, 0)
 
 
 def _q5_1(blocks: Tensor) -> Tensor:
     values = _nibbles(blocks[:, 8:]) | _fifth_bits(blocks, 4)
-    return values.float() * _halves(blocks, 0) + _halves(blocks, 2)
+    return values.float() * halves(blocks, 0) + halves(blocks, 2)
 
 
 def _q8_0(blocks: Tensor) -> Tensor:
-    return blocks[:, 2:].contiguous().view(torch.int8).float() * _halves(blocks, 0)
+    return blocks[:, 2:].contiguous().view(torch.int8).float() * halves(blocks, 0)
 
 
 def _scales_and_minima(blocks: Tensor) -> tuple[Tensor, Tensor]:
@@ -101,8 +91,8 @@ def _scales_and_minima(blocks: Tensor) -> tuple[Tensor, Tensor]:
     scales = torch.cat((first & 63, (last & 15) | (first >> 6 << 4)), -1)
     minima = torch.cat((second & 63, (last >> 4) | (second >> 6 << 4)), -1)
     return (
-        (_halves(blocks, 0) * scales.float()).unsqueeze(-1),
-        (_halves(blocks, 2) * minima.float()).unsqueeze(-1),
+        (halves(blocks, 0) * scales.float()).unsqueeze(-1),
+        (halves(blocks, 2) * minima.float()).unsqueeze(-1),
     )
 
 
@@ -116,8 +106,8 @@ def _quarters(packed: Tensor) -> Tensor:
 
 
 def _q2_k(blocks: Tensor) -> Tensor:
-    scales = _halves(blocks, 80) * (blocks[:, :16] & 15).float()
-    minima = _halves(blocks, 82) * (blocks[:, :16] >> 4).float()
+    scales = halves(blocks, 80) * (blocks[:, :16] & 15).float()
+    minima = halves(blocks, 82) * (blocks[:, :16] >> 4).float()
     values = _quarters(blocks[:, 16:80]).float().view(-1, 16, 16)
     return (scales.unsqueeze(-1) * values - minima.unsqueeze(-1)).flatten(1)
 
@@ -129,7 +119,7 @@ def _q3_k(blocks: Tensor) -> Tensor:
     packed = blocks[:, 96:108]
     last = (packed[:, 8:].unsqueeze(1) >> (shifts[:4] * 2)) & 3
     scales = (_nibbles(packed[:, :8]) | (last.flatten(1) << 4)).float() - 32
-    scales *= _halves(blocks, 108)
+    scales *= halves(blocks, 108)
     return (scales.unsqueeze(-1) * values.view(-1, 16, 16)).flatten(1)
 
 
@@ -152,19 +142,17 @@ def _q6_k(blocks: Tensor) -> Tensor:
     shifts = torch.arange(0, 8, 2, dtype=torch.uint8).unsqueeze(-1)
     high = (blocks[:, 128:192].reshape(-1, 2, 1, 32) >> shifts) & 3
     values = (low | (high << 4)).reshape(-1, 16, 16).float() - 32
-    scales = blocks[:, 192:208].contiguous().view(torch.int8).float() * _halves(blocks, 208)
+    scales = blocks[:, 192:208].contiguous().view(torch.int8).float() * halves(blocks, 208)
     return (scales.unsqueeze(-1) * values).flatten(1)
 
 
 def _iq4_nl(blocks: Tensor) -> Tensor:
-    return _IQ4[_nibbles(blocks[:, 2:]).int()] * _halves(blocks, 0)
+    return _IQ4[_nibbles(blocks[:, 2:]).int()] * halves(blocks, 0)
 
 
 def _iq4_xs(blocks: Tensor) -> Tensor:
-    low = (blocks[:, 4:8].unsqueeze(-1) >> torch.tensor([0, 4], dtype=torch.uint8)) & 15
-    shifts = torch.arange(0, 8, 2, dtype=torch.uint8)
-    high = (blocks[:, 2:4].unsqueeze(-1) >> shifts) & 3
-    scales = _halves(blocks, 0) * ((low.flatten(1) | high.flatten(1) << 4).float() - 32)
+    low, high = bit_fields(blocks[:, 4:8], 4, 2), bit_fields(blocks[:, 2:4], 2, 4)
+    scales = halves(blocks, 0) * ((low | high << 4).float() - 32)
     values = _IQ4[_nibbles(blocks[:, 8:].reshape(-1, 8, 16)).int()]
     return (scales.unsqueeze(-1) * values).flatten(1)
 
@@ -174,8 +162,23 @@ def _mxfp4(blocks: Tensor) -> Tensor:
 
     The table has the doubled E2M1 numbers, which are multiplied by half of this factor.
     """
-    halves = torch.exp2(blocks[:, :1].float() - 128)  # a subnormal number for the byte 0
-    return _DOUBLED_E2M1[_nibbles(blocks[:, 1:]).int()] * halves
+    by = torch.exp2(blocks[:, :1].float() - 128)  # a subnormal number for the byte 0
+    return _DOUBLED_E2M1[_nibbles(blocks[:, 1:]).int()] * by
+
+
+def _tq1_0(blocks: Tensor) -> Tensor:
+    """Return the elements -1, 0 and 1 of each block times its scale.
+
+    A byte has five elements (four in the last bytes of a block), as digits of a fraction in base 3.
+    """
+    powers = torch.tensor([1, 3, 9, 27, 81], dtype=torch.uint8).unsqueeze(1)
+    parts = ((blocks[:, :32], 5), (blocks[:, 32:48], 5), (blocks[:, 48:52], 4))
+    shifted = torch.cat([(own.unsqueeze(1) * powers[:n]).flatten(1) for own, n in parts], 1)
+    return ((shifted.int() * 3 >> 8).float() - 1) * halves(blocks, 52)
+
+
+def _tq2_0(blocks: Tensor) -> Tensor:
+    return (_quarters(blocks[:, :64]).float() - 1) * halves(blocks, 64)
 
 
 def _as(dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
@@ -195,28 +198,29 @@ BLOCK_TYPES: Mapping[int, BlockType] = {
     12: BlockType("Q4_K", 256, 144, _q4_k),
     13: BlockType("Q5_K", 256, 176, _q5_k),
     14: BlockType("Q6_K", 256, 210, _q6_k),
+    16: BlockType("IQ2_XXS", 256, 66, grid_blocks.iq2_xxs),
+    17: BlockType("IQ2_XS", 256, 74, grid_blocks.iq2_xs),
+    18: BlockType("IQ3_XXS", 256, 98, grid_blocks.iq3_xxs),
+    19: BlockType("IQ1_S", 256, 50, grid_blocks.iq1_s),
     20: BlockType("IQ4_NL", 32, 18, _iq4_nl),
+    21: BlockType("IQ3_S", 256, 110, grid_blocks.iq3_s),
+    22: BlockType("IQ2_S", 256, 82, grid_blocks.iq2_s),
     23: BlockType("IQ4_XS", 256, 136, _iq4_xs),
+    29: BlockType("IQ1_M", 256, 56, grid_blocks.iq1_m),
     30: BlockType("BF16", 1, 2, _as(torch.bfloat16), "bfloat16"),
+    34: BlockType("TQ1_0", 256, 54, _tq1_0),
+    35: BlockType("TQ2_0", 256, 66, _tq2_0),
     39: BlockType("MXFP4", 32, 17, _mxfp4),
 }
 # names of unsupported types, for the error message
 TYPE_NAMES: Mapping[int, str] = {
     9: "Q8_1",
     15: "Q8_K",
-    16: "IQ2_XXS",
-    17: "IQ2_XS",
-    18: "IQ3_XXS",
-    19: "IQ1_S",
-    21: "IQ3_S",
-    22: "IQ2_S",
     24: "I8",
     25: "I16",
     26: "I32",
     27: "I64",
     28: "F64",
-    29: "IQ1_M",
-    34: "TQ1_0",
-    35: "TQ2_0",
     40: "NVFP4",
+    41: "Q1_0",
 }

@@ -1,0 +1,1 @@
+"""Blocks of quantized elements, as GGUF files store them."""
