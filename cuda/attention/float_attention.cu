@@ -2,7 +2,7 @@
 // result of one query of one head; lane l holds elements l, l + 32, ...
 #include "attention/partials.cuh"
 
-constexpr int WARPS = 4, THREADS = WARPS * 32;
+constexpr int WARPS = 4;
 
 // The state of one query while a warp iterates over keys and values.
 template <int D, class C> struct Query {
@@ -57,7 +57,7 @@ template <int D, class C> struct Cache {
 // Grid: (items, kv heads). Arguments as in generation_attention.cu, without `block_starts`: each item has
 // its own block.
 template <int D, class C = float, class... HeadScores>
-__global__ void __launch_bounds__(THREADS, D <= 128 ? 8 : 4) generation_attention_float(
+__global__ void __launch_bounds__(WARPS * 32, D <= 128 ? 8 : 4) generation_attention_float(
     float* out, float* partial, float* partial_log, unsigned* arrived, const int* partial_starts,
     const float* queries, const C* keys, const C* values, const Item* items, const int* row_starts,
     const int* slots, const int* block_tables, const float* scales, int num_heads, int table_width,
@@ -95,7 +95,7 @@ struct ContextItem {
 
 // Grid: (items, kv heads). Arguments as in context_attention.cu; `num_queries`: packed queries per item.
 template <int D, class C = float, class... HeadScores>
-__global__ void __launch_bounds__(THREADS, 4) context_attention_float(
+__global__ void __launch_bounds__(WARPS * 32, 4) context_attention_float(
     float* out, const float* queries, const C* keys, const C* values, const ContextItem* items,
     const int* row_starts, const int* kv_lengths, const int* slots, const int* block_tables,
     const float* scales, int num_heads, int table_width, int tokens_per_block, int window_size,

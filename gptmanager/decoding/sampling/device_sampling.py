@@ -30,11 +30,11 @@ _ADJUSTED_AT_ONCE = 128
 class Choice(NamedTuple):
     """The tokens chosen for S rows, on the device.
 
-    `tokens` are int32 `[S]`. `log_probs` are float32 `[S]`, or `[S, 1 + n]`, where columns 1 to n
-    belong to the first n `best_tokens`. Rows of lines that do not ask for log probabilities have
-    zeros; if no line asks, `log_probs` is None. `best_tokens` (int32) and `best_log_probs`
-    (float32) are the best continuations of beams, and of rows that ask for the top tokens. Both are
-    `[S, most]`, for the argument `most` of `enqueue`, or None if no row needs continuations.
+    `tokens` are int32 `[S]`. `log_probs` are float32 `[S, 1 + n]`: of `tokens`, then of the first n
+    `best_tokens`. Rows of lines that do not ask for log probabilities have zeros; if no line asks,
+    `log_probs` is None. `best_tokens` (int32) and `best_log_probs` (float32) are the best
+    continuations of beams, and of rows that ask for the top tokens. Both are `[S, most]`, for the
+    argument `most` of `enqueue`, or None if no row needs continuations.
     """
 
     tokens: Tensor
@@ -164,9 +164,9 @@ class DeviceSampler(Sampler):
                 self._launcher, best_tokens, best_log_probs, logits, choice, lines, counts
             )
         if self._wanted[cpu_lines].any():
-            scored = tokens
-            if best_tokens is not None and most_scored:
-                scored = torch.cat((tokens[:, None], best_tokens[:, :most_scored]), dim=1)
+            scored = tokens[:, None]
+            if best_tokens is not None:
+                scored = torch.cat((scored, best_tokens[:, :most_scored]), dim=1)
             scored = scored.clamp(min=0)  # ids are negative where a token is missing
             values = torch.zeros(scored.shape, device=logits.device)
             log_probs.log_probs(

@@ -114,9 +114,10 @@ class DeviceChooser(TokenChooser):
                 None if tensor is None else tensor.numpy() for tensor in download.tensors
             )
             assert tokens is not None
-            if top is not None and log_probs is not None:
-                is_searched = counts.repeat(np.diff(rows.firsts)) > 0
-                _put(top, log_probs[:, 1:], is_searched, best[0], best[1])
+            if log_probs is not None:
+                if top is not None:
+                    is_searched = counts.repeat(np.diff(rows.firsts)) > 0
+                    _put(top, log_probs[:, 1:], is_searched, best[0], best[1])
                 log_probs = log_probs[:, 0]
             beams: tuple[BeamCandidates, ...] = ()
             if not is_single.all():
