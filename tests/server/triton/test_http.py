@@ -207,6 +207,7 @@ def test_what_is_told_of_server_and_models(http, server):
     assert config["instance_group"][0]["kind"] == "KIND_CPU"
     by_name = {one["name"]: one for one in config["input"]}
     assert by_name["input_ids"]["data_type"] == "TYPE_INT32" and "optional" in by_name["stop"]
+    assert by_name["input_ids"]["allow_ragged_batch"] is True  # prompts have any length
     assert by_name["random_seed"]["data_type"] == "TYPE_UINT64"
     metadata = http.get_model_metadata("ensemble")
     assert {one["name"]: one["datatype"] for one in metadata["inputs"]}["text_input"] == "BYTES"

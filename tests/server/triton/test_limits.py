@@ -150,6 +150,7 @@ def test_parts_of_a_message_are_counted_first():
         told = refused(read_request, Message(**parts), MODEL, may_have_many=False)
         assert told.startswith("1000000 ")
         assert all(part.num_read == 0 for part in parts.values())
+    TOKENS.check_number(len(INPUTS))  # a call may have every input
 
 
 def test_typed_contents_are_counted_first():
@@ -332,7 +333,12 @@ def text(**given):
         (
             "ensemble",
             text(prompt_embedding_table=np.zeros((2, 128)), prompt_vocab_size=2**31 - 1),
-            "prompt_vocab_size = 2147483647 is outside 1..2, the rows of prompt_embedding_table",
+            "prompt_vocab_size = 2147483647 is outside 1..2",
+        ),
+        (
+            "ensemble",
+            text(prompt_embedding_table=np.zeros((2, 128)), prompt_vocab_size=0),
+            "prompt_vocab_size = 0 is outside 1..2",
         ),
         ("ensemble", text(bad_words=[b"a" * 257]), "bad_words[0] has 257 characters, at most 256"),
         ("ensemble", text(bad_words=[b"a" * 4000]), "bad_words[0] has 4000 bytes, at most 256"),
