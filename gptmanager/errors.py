@@ -91,7 +91,8 @@ def response_text(error: BaseException) -> str:
     """
     name = type(error).__name__
     try:
-        return f"{name}: {error}".encode(errors="backslashreplace").decode()
+        text = str(error)
+        return f"{name}: {text}".encode(errors="backslashreplace").decode() if text else name
     except BaseException:  # noqa: B036 - its own `__str__` may fail
         return f"{name}: (its text cannot be read)"
 

@@ -7,7 +7,9 @@ model have been replaced by values.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from gptmanager.assembly.adapter_sizing import AdapterSizes
 from gptmanager.assembly.provider_options import is_foreign
@@ -22,6 +24,7 @@ from gptmanager.config import (
 from gptmanager.errors import ConfigError
 from gptmanager.kernels.providers import name_of
 from gptmanager.kv_cache import KvCacheManager
+from gptmanager.lifecycle.callables import mismatch
 from gptmanager.loop.adapters import Adapters
 from gptmanager.loop.allocation import Allocator
 from gptmanager.loop.limits import Limits
@@ -211,13 +214,27 @@ def _scheduler(blueprint: Blueprint, kv_cache: KvCacheManager) -> RequestSchedul
         if kv_cache.enable_block_reuse:
             capacity = ReuseCredit(capacity, kv_cache)
         return SimpleScheduler(capacity, micro_batch)
-    scheduler = config.create_scheduler(
+    return custom_scheduler(
+        config.create_scheduler,
         max_num_requests=blueprint.max_num_requests,
         kv_cache_manager=kv_cache,
         max_batch_size=params.max_batch_size,
         max_num_tokens=params.max_num_tokens,
         micro_batch_scheduler=micro_batch,
     )
+
+
+def custom_scheduler(create_scheduler: Callable[..., Any], **keywords: Any) -> RequestScheduler:
+    """Return what `SchedulerConfig.create_scheduler` returns for `keywords`.
+
+    Raise ConfigError if it does not accept them, or returns something other than a scheduler.
+    """
+    if problem := mismatch(create_scheduler, keywords=keywords):
+        raise ConfigError(
+            f"SchedulerConfig.create_scheduler = {create_scheduler!r} must accept the keywords "
+            f"{', '.join(keywords)}, those that it does not use as **others: {problem}"
+        )
+    scheduler = create_scheduler(**keywords)
     if not isinstance(scheduler, RequestScheduler):
         raise ConfigError(
             f"SchedulerConfig.create_scheduler returned {scheduler!r}, expected a RequestScheduler"

@@ -203,6 +203,8 @@ def collect_ids(stops: Any, into: set[int]) -> None:
     Integers that no request can have as its id are left out.
     """
     try:
+        if isinstance(stops, (bytes, bytearray)):  # its items would be integers
+            raise TypeError
         ids, foreign = items_of("PollStopSignal", stops), []
     except TypeError:
         ids, foreign = iter(()), [stops]
@@ -216,7 +218,8 @@ def collect_ids(stops: Any, into: set[int]) -> None:
             into.add(request_id)
     if foreign:
         raise CallbackError(
-            f"PollStopSignal returned {reprlib.repr(foreign[0])}, expected request ids"
+            f"PollStopSignal returned {reprlib.repr(foreign[0])} of type "
+            f"{type(foreign[0]).__name__}, expected an iterable of request ids, which are integers"
         )
 
 

@@ -1,4 +1,4 @@
-"""Checks the callables of a host: their work must be done when they return.
+"""Checks the callables of a host: they accept their arguments, and finish their work in a call.
 
 A call of a coroutine function only returns a coroutine. The manager's loop does not await the
 coroutine, so the work would never be done, without any error. Coroutine functions are therefore
@@ -9,13 +9,24 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Sized
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from typing import Any, TypeVar
 
 from gptmanager.errors import CallbackError, ConfigError
 
 _T = TypeVar("_T")
 
+# What callables are called with. A wrong signature would be an error in each call.
+_ARGUMENTS: Mapping[str, tuple[str, ...]] = {
+    "get_inference_requests_cb": ("max_num_requests",),
+    "send_response_cb": ("request_id", "tensors", "is_final", "error"),
+    "poll_stop_signal_cb": (),
+    "return_batch_manager_stats_cb": ("json",),
+    "OptionalParams.on_progress": ("stage", "done", "total"),
+    "OptionalParams.restore_cb": ("request_id",),
+    "OptionalParams.restore_processor_cb": ("request_id", "client_id"),
+    "see": ("event",),
+}
 READY = frozenset({list, tuple, set, frozenset})  # types of most answers: these have a length
 _HINT = (
     "pass an ordinary function, which does its work when it is called (for asyncio, one that "
@@ -30,15 +41,41 @@ class UnfinishedAnswer(CallbackError):
 def ordinary(name: str, function: _T, *, may_yield: bool = False) -> _T:
     """Return `function` if a call does the work of the function.
 
-    Raise ConfigError if `function` is not callable, or if a call only returns a coroutine, an async
-    generator or a generator. With `may_yield`, a generator is allowed. `name` is for the error.
+    Raise ConfigError if `function` is not callable, if a call only returns a coroutine, an async
+    generator or a generator, or if it does not accept the arguments of the option `name`. With
+    `may_yield`, a generator is allowed.
     """
     if not callable(function):
         raise ConfigError(f"{name} = {function!r} is not callable")
     kind = kind_of_deferred(function, may_yield=may_yield)
     if kind:
         raise ConfigError(f"{name} = {function!r} is {kind}: {_HINT}")
+    arguments = _ARGUMENTS.get(name)
+    if arguments is not None and (problem := mismatch(function, arguments)):
+        raise ConfigError(
+            f"{name} = {function!r} must accept the arguments ({', '.join(arguments)}): {problem}"
+        )
     return function
+
+
+def mismatch(
+    function: Callable[..., Any], arguments: Sequence[str] = (), keywords: Iterable[str] = ()
+) -> str:
+    """Return why a call with `arguments` and `keywords` would raise TypeError, or "".
+
+    A function whose signature is unknown, such as some of C, is not checked.
+    """
+    try:
+        if hasattr(function, "__signature__"):  # a decorator may have copied another function's
+            return ""
+        signature = inspect.signature(function, follow_wrapped=False)
+    except Exception:
+        return ""
+    try:
+        signature.bind(*arguments, **dict.fromkeys(keywords))
+    except TypeError as error:
+        return str(error)
+    return ""
 
 
 def required(name: str, callback: Any, *, may_yield: bool = False) -> Any:

@@ -107,5 +107,5 @@ class GenerationControl(LoopQuestions):
         """Run a call on the loops of all ranks, between two iterations."""
         self._raise_if_failed()
         if self._worker.is_here:
-            raise CallbackError(f"{name} cannot be called in a callback")
+            raise CallbackError(f"{name} cannot be called in a callback: call it on another thread")
         return self._ask(name, function, timeout, is_call=True)

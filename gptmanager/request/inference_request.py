@@ -159,6 +159,8 @@ class InferenceRequest:
             self.__dict__[name] = value
         elif name in _TENSOR_OF_PROPERTY:
             self.__dict__["tensors"][_TENSOR_OF_PROPERTY[name]] = value
+        elif name in self.__dict__:
+            raise AttributeError(f"InferenceRequest.{name} is set by the constructor alone")
         else:
             raise AttributeError(f"InferenceRequest has no property {name!r}")
 

@@ -25,6 +25,7 @@ _MOST_WORD_IDS = 2**18  # per list of words: about the size of the largest vocab
 # tensors with numbers that only the executor uses
 ROW_INPUTS = frozenset({"embedding_bias", "prompt_embedding_table", "draft_logits"})
 _MOST_ROW_ELEMENTS, _MOST_ELEMENTS = 2**28, 2**22
+_BOOL = "a bool, 0 or 1"
 
 
 def read_int(name: str, value: Any, low: int, high: int) -> int:
@@ -69,10 +70,14 @@ def read_float(name: str, value: Any, low: float, high: float = math.inf) -> flo
 
 def read_bool(name: str, value: Any) -> bool:
     """Read a scalar of dtype bool, or the integer 0 or 1."""
-    array = _array(name, value)
-    if array.dtype.kind == "b":
-        return bool(_scalar(name, array))
-    return bool(read_int(name, value, 0, 1))
+    array = _array(name, value, _BOOL)
+    if array.dtype.kind not in "biuO":
+        dtype = getattr(value, "dtype", array.dtype)
+        raise InvalidRequestError(f"{name} has dtype {dtype}, expected {_BOOL}")
+    number = _scalar(name, array)
+    if number not in (0, 1) or isinstance(number, float):
+        raise InvalidRequestError(f"{name} = {number} must be {_BOOL}")
+    return bool(number)
 
 
 def read_token_ids(name: str, value: Any, vocab_size: int) -> list[int]:
@@ -284,7 +289,7 @@ def _most_elements(name: str) -> int:
     return _MOST_ROW_ELEMENTS if name in ROW_INPUTS else _MOST_ELEMENTS
 
 
-def _array(name: str, value: Any) -> np.ndarray:
+def _array(name: str, value: Any, expected: str = "numbers") -> np.ndarray:
     if value is None:
         raise InvalidRequestError(f"Cannot set nullptr when calling {name}")
     if is_too_large(name, value):
@@ -307,9 +312,9 @@ def _array(name: str, value: Any) -> np.ndarray:
         if odd is None and is_object:
             return array
         if odd is None or not odd[0]:
-            raise InvalidRequestError(f"{name} has dtype {array.dtype}, expected numbers")
+            raise InvalidRequestError(f"{name} has dtype {array.dtype}, expected {expected}")
         raise InvalidRequestError(f"{name}{odd[0]} = {reprlib.repr(odd[1])} is not a number")
-    raise InvalidRequestError(f"{name} is of type {type(value).__name__}, expected numbers")
+    raise InvalidRequestError(f"{name} is of type {type(value).__name__}, expected {expected}")
 
 
 def _from_torch(name: str, value: torch.Tensor) -> np.ndarray:

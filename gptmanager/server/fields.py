@@ -98,6 +98,15 @@ def field_error(where: str, what: str) -> ApiError:
     return bad_request(where, f"{where}: {what}")
 
 
+def wrong_key(where: str, given: Mapping[str, Any], key: str, expected: str) -> ApiError:
+    """Return the error (400) for `given[key]`, which is missing or is not `expected`.
+
+    `where` is the place of the object `given`.
+    """
+    found = "is missing; it" if given.get(key) is None else quoted(given[key])
+    return field_error(f"{where}.{key}", f"{found} must be {expected}")
+
+
 def must_be(where: str, expected: str, value: Any) -> ApiError:
     """Return the error (400) for the field `where`, which must be `expected` but is `value`."""
     return bad_request(where, f"{where} must be {expected}, got {quoted(value)}")

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from itertools import zip_longest
 
 from gptmanager.arguments import at_least
+from gptmanager.errors import ConfigError
 from gptmanager.testing.rules import RULES, Complaint, Decision
 from gptmanager.testing.scenario_run import CreateScheduler, Outcome, run_scenario
 from gptmanager.testing.scenarios import Scenario, random_scenario
@@ -86,7 +87,7 @@ def check_scheduler(
     `create_scheduler` is as in `SchedulerConfig`. There is a scenario for each of `num_scenarios`
     seeds, starting with `seed`; small seeds have small scenarios. Scenarios for which `where` is
     false are skipped. A scenario that breaks no rule runs twice, and both runs must make the same
-    decisions.
+    decisions. Raise ConfigError if no scenario is left, and for invalid arguments.
 
     `evicts=False` means that the scheduler never pauses a request, which is checked. Scenarios may
     then have requests that are too long to run again as one context after a pause.
@@ -97,6 +98,11 @@ def check_scheduler(
     run = functools.partial(_run_twice, create_scheduler, may_pause=may_pause)
     scenarios = (random_scenario(n, evicts=may_pause) for n in range(seed, seed + num_scenarios))
     tried = [(scenario, run(scenario)) for scenario in scenarios if where(scenario)]
+    if not tried:
+        raise ConfigError(
+            f"where is false for all {num_scenarios} scenarios from seed {seed} on: nothing was "
+            "checked; pass another `where`, or a larger num_scenarios"
+        )
     outcomes = [outcome for _, outcome in tried]
     first: dict[str, tuple[Scenario, int, Complaint]] = {}
     counts = Counter[str]()

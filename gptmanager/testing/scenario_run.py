@@ -5,19 +5,19 @@ The loop, its allocation and its block accounting are the real ones; only the mo
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from gptmanager.assembly.blueprint import build_loop
+from gptmanager.assembly.blueprint import build_loop, custom_scheduler
 from gptmanager.config import FinishReason
-from gptmanager.errors import CapacityError, ConfigError, SchedulerError, response_text
+from gptmanager.errors import CapacityError, SchedulerError, response_text
 from gptmanager.manager.inspection import audit
 from gptmanager.peft_cache.work import AdapterWork
 from gptmanager.request.inference_request import InferenceRequest
 from gptmanager.request.post_processor import RequestProcessor
-from gptmanager.scheduler import RequestScheduler
 from gptmanager.statistics import Counts, PhaseTimes
 from gptmanager.step import Failure, Intake
 from gptmanager.testing.contract import ContractChecker, ContractViolation
@@ -135,7 +135,7 @@ class _Run:
     def __init__(
         self, create_scheduler: CreateScheduler, scenario: Scenario, may_pause: bool
     ) -> None:
-        blueprint = scenario.blueprint(lambda **keywords: _created(create_scheduler, keywords))
+        blueprint = scenario.blueprint(functools.partial(custom_scheduler, create_scheduler))
         self.scenario = scenario
         self.host = _ScenarioHost(scenario.requests)
         self.executor = ScriptedExecutor(next_token, scenario.tokens_per_block)
@@ -233,13 +233,6 @@ class _Run:
                     f"{self.scenario.most_iterations} if they run one after the other"
                 )
                 raise Breach("no-starvation", request_id, text)
-
-
-def _created(create_scheduler: CreateScheduler, keywords: dict[str, Any]) -> RequestScheduler:
-    scheduler = create_scheduler(**keywords)
-    if not isinstance(scheduler, RequestScheduler):
-        raise ConfigError(f"create_scheduler returned {scheduler!r}, expected a RequestScheduler")
-    return scheduler
 
 
 def _breach(error: SchedulerError) -> Breach:

@@ -278,7 +278,7 @@ def test_stop_signals_may_be_any_iterable_of_integers(host, stops):
 
 @pytest.mark.parametrize(
     "stops",
-    [{1.0}, {"1"}, "1", 5, True, [[1]], {True}, np.array([True]), torch.tensor([True])],
+    [{1.0}, {"1"}, "1", b"\1", 5, True, [[1]], {True}, np.array([True]), torch.tensor([True])],
     ids=str,
 )
 def test_other_stop_signals_are_counted_and_stop_nothing(host, stops):

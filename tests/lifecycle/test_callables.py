@@ -19,7 +19,7 @@ from gptmanager import (
 from gptmanager.assembly.options import checked_optional_params
 from gptmanager.callbacks import broadcast, fan_out
 from gptmanager.errors import CallbackError, ConfigError
-from gptmanager.lifecycle.callables import check_answer, kind_of_deferred
+from gptmanager.lifecycle.callables import check_answer, kind_of_deferred, ordinary
 from gptmanager.testing import ContractChecker, ContractViolation, RecordingCallbacks, ScriptedModel
 
 
@@ -91,6 +91,42 @@ def test_generators_are_for_those_whose_answer_is_iterated_over():
         with pytest.raises(ConfigError, match=f"{name} = .* is a generator function"):
             manager(RecordingCallbacks(), **{name: generator})
     assert not kind_of_deferred(generator, may_yield=True)
+
+
+def two_arguments(request_id, tensors):
+    pass
+
+
+def injected(function):
+    @functools.wraps(function)
+    def call(*arguments):
+        return function("connection", *arguments)
+
+    return call
+
+
+WRONG_ARGUMENTS = {
+    NAMES[0]: (lambda: [], r"\(max_num_requests\): too many positional arguments"),
+    NAMES[1]: (two_arguments, r"\(request_id, tensors, is_final,"),
+    NAMES[2]: (lambda ids: ids, r"\(\): missing a required argument: 'ids'"),
+    NAMES[3]: (functools.partial(two_arguments, 1, 2), r"\(json\): too many positional arguments"),
+}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_callback_that_does_not_accept_its_arguments_is_refused(name):
+    function, told = WRONG_ARGUMENTS[name]
+    with pytest.raises(ConfigError, match=f"{name} = .* must accept the arguments {told}"):
+        manager(RecordingCallbacks(), **{name: function})
+
+
+@pytest.mark.parametrize(
+    "function",
+    [lambda *a, **k: None, [].append, MagicMock(), print, injected(lambda c, json: None)],
+    ids=["any", "bound", "mock", "builtin", "decorated"],
+)
+def test_a_callback_that_accepts_its_arguments_is_taken(function):
+    assert ordinary(NAMES[3], function) is function
 
 
 @pytest.mark.parametrize(

@@ -116,8 +116,11 @@ def test_a_scalar_may_have_any_shape_of_one_value(value):
             {"embedding_bias": [[1e39] + [0.0] * 99]},
             r"embedding_bias\[0\] = 1e\+39 is not finite in torch.float32: at most 3.4",
         ),
-        ({"return_log_probs": 2}, "return_log_probs = 2 is outside 0..1"),
-        ({"return_context_logits": 0.5}, "return_context_logits has dtype float64"),
+        ({"return_log_probs": 2}, "return_log_probs = 2 must be a bool, 0 or 1"),
+        (
+            {"return_context_logits": 0.5},
+            "return_context_logits has dtype float64, expected a bool, 0 or 1",
+        ),
         ({"bad_words_list": [[[1], [2]]]}, r"bad_words_list has end offsets \[2\]"),
         (
             {"bad_words_list": np.zeros((2, 2**18), int)},
@@ -146,6 +149,13 @@ def test_a_tensor_set_to_none_is_named():
     wrong = request()
     wrong.temperature = None
     with pytest.raises(InvalidRequestError, match="^Cannot set nullptr when calling temperature"):
+        admit(wrong, LIMITS, 0.0)
+
+
+def test_a_text_for_a_bool_is_named():
+    wrong = request()
+    wrong.return_log_probs = "yes"
+    with pytest.raises(InvalidRequestError, match="of type str, expected a bool, 0 or 1"):
         admit(wrong, LIMITS, 0.0)
 
 

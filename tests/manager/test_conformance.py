@@ -479,6 +479,11 @@ def test_what_makes_no_scheduler_is_the_callers_error():
         check_scheduler(lambda **_: 7, num_scenarios=0)
     with pytest.raises(ConfigError, match="create_scheduler returned 7, expected a RequestSch"):
         check_scheduler(lambda **keywords: 7)
+    told = r"must accept the keywords max_num_requests, kv_.* as \*\*others: got an unexpected"
+    with pytest.raises(ConfigError, match=told):
+        check_scheduler(lambda max_num_requests: 7)
+    with pytest.raises(ConfigError, match="where is false for all 5 scenarios from seed 3 on"):
+        check_scheduler(no_evict, seed=3, num_scenarios=5, where=lambda scenario: False)
 
 
 def test_scenarios_are_those_of_their_seeds_and_cover_what_matters():

@@ -196,6 +196,7 @@ def test_the_document_tells_what_messages_are():
         (["Hi"], "messages[0]", "must be an object"),
         ([user(), {"role": "robot", "content": ""}], "messages[1].role", "'robot' must be one of"),
         ([{"content": "Hi"}], "messages[0].role", "is missing; it must be one of"),
+        ([{"role": None, "content": "Hi"}], "messages[0].role", "is missing; it must be one of"),
         ([{"role": "user"}], "messages[0].content", "is missing"),
         ([user(None)], "messages[0].content", "is missing"),
         ([{"role": "system", "content": None}], "messages[0].content", "is missing"),

@@ -11,7 +11,7 @@ from typing import Any
 import orjson
 
 from gptmanager.errors import quoted
-from gptmanager.server.fields import field_error
+from gptmanager.server.fields import field_error, wrong_key
 from gptmanager.server.tool_formats.python_values import STRICT_JSON
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
@@ -129,8 +129,7 @@ def _read(message: Any, where: str) -> dict[str, Any]:
         raise field_error(where, f"{quoted(message)} must be an object with role and content")
     role = message.get("role")
     if role not in ROLES:
-        wrong = quoted(role) if "role" in message else "is missing; it"
-        raise field_error(f"{where}.role", f"{wrong} must be one of {', '.join(ROLES)}")
+        raise wrong_key(where, message, "role", f"one of {', '.join(ROLES)}")
     read: dict[str, Any] = {"role": role}
     calls = _calls_of(message, where)
     if calls:

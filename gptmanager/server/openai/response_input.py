@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from gptmanager.errors import quoted
-from gptmanager.server.fields import field_error
+from gptmanager.server.fields import field_error, wrong_key
 from gptmanager.server.http.warning_header import Warnings
 
 # A field of Chat Completions, and the text that replaces the field in errors.
@@ -98,11 +98,10 @@ def _message(item: Any, where: str) -> dict[str, Any]:
         raise field_error(where, f"{quoted(item)} must be an object")
     kind = item.get("type") or ("message" if "role" in item else None)
     if kind not in _KINDS:
-        raise field_error(f"{where}.type", f"{quoted(kind)} must be one of {_ALLOWED}")
+        raise wrong_key(where, item, "type", f"one of {_ALLOWED}")
     if kind == "message":
         if item.get("role") not in _ROLES:
-            wrong = quoted(item["role"]) if "role" in item else "is missing; it"
-            raise field_error(f"{where}.role", f"{wrong} must be one of {', '.join(_ROLES)}")
+            raise wrong_key(where, item, "role", f"one of {', '.join(_ROLES)}")
         return {"role": item["role"], "content": item.get("content")}
     if kind == "reasoning":
         return {"role": "assistant", "reasoning_content": _reasoning_text(item)}

@@ -23,7 +23,7 @@ from gptmanager.decoding.guided.gbnf import is_gbnf
 from gptmanager.errors import CapacityError, ConfigError, RequestError, quoted
 from gptmanager.server.engine.engine import Engine
 from gptmanager.server.errors import ApiError
-from gptmanager.server.fields import field_error
+from gptmanager.server.fields import field_error, wrong_key
 from gptmanager.server.http.warning_header import Warnings
 from gptmanager.server.tool_formats.call_grammar import marks_of
 from gptmanager.server.tool_formats.tool_format import ToolFormat
@@ -98,11 +98,11 @@ def _of_response_format(given: Any) -> list[OutputRule]:
     if not isinstance(own, Mapping):
         raise field_error(where, "must be an object with name and schema")
     if not isinstance(own.get("name"), str):
-        raise field_error(f"{where}.name", "is missing; it must be a string")
+        raise wrong_key(where, own, "name", "a string")
     if not isinstance(own.get("strict"), bool | None):
         raise field_error(f"{where}.strict", "must be true or false")
     if own.get("schema") is None:
-        raise field_error(f"{where}.schema", "is missing; it must be a JSON schema")
+        raise wrong_key(where, own, "schema", "a JSON schema")
     return [OutputRule(f"{where}.schema", "json", own["schema"], own.get("strict") is False)]
 
 
