@@ -63,7 +63,7 @@ def mismatch(
 ) -> str:
     """Return why a call with `arguments` and `keywords` would raise TypeError, or "".
 
-    A function whose signature is unknown, such as some of C, is not checked.
+    A function without a known signature, such as some of C, is not checked.
     """
     try:
         if hasattr(function, "__signature__"):  # a decorator may have copied another function's

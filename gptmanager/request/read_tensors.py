@@ -25,7 +25,6 @@ _MOST_WORD_IDS = 2**18  # per list of words: about the size of the largest vocab
 # tensors with numbers that only the executor uses
 ROW_INPUTS = frozenset({"embedding_bias", "prompt_embedding_table", "draft_logits"})
 _MOST_ROW_ELEMENTS, _MOST_ELEMENTS = 2**28, 2**22
-_BOOL = "a bool, 0 or 1"
 
 
 def read_int(name: str, value: Any, low: int, high: int) -> int:
@@ -70,10 +69,10 @@ def read_float(name: str, value: Any, low: float, high: float = math.inf) -> flo
 
 def read_bool(name: str, value: Any) -> bool:
     """Read a scalar of dtype bool, or the integer 0 or 1."""
-    array = _array(name, value, _BOOL)
+    array = _array(name, value, "a bool, 0 or 1")
     number = _scalar(name, array)
     if array.dtype.kind not in "biuO" or number not in (0, 1):
-        raise InvalidRequestError(f"{name} = {number} must be {_BOOL}")
+        raise InvalidRequestError(f"{name} = {number} must be a bool, 0 or 1")
     return bool(number)
 
 
