@@ -32,6 +32,14 @@ def caller(address: int) -> None:
     put_long(address, 0, plus_two(get_long(address, 0)))
 
 
+def uses_constant() -> int:
+    return CONSTANT  # noqa: F821
+
+
+def calls(address: int) -> None:
+    put_long(address, 0, uses_constant())
+
+
 def forget() -> None:
     machine_code.compiled.cache_clear()
     machine_code._function.cache_clear()
@@ -175,9 +183,15 @@ def test_machine_code_of_other_sources_is_never_loaded(monkeypatch, tmp_path):
     assert machine_code._stamped(body).__qualname__ != first
 
 
-def test_machine_code_for_records_of_another_layout_is_never_loaded():
-    others = [FunctionType(body.__code__, {"TASK": np.dtype(kind)}) for kind in ("i4", "i8")]
-    names = {machine_code._stamped(own).__qualname__ for own in others}
+@pytest.mark.parametrize("values", [(1, 2), (np.dtype("i4"), np.dtype("i8"))])
+def test_machine_code_for_another_constant_or_layout_is_never_loaded(values):
+    """The constant may come from a file that no digest is taken of, and a callee may use it."""
+    names = set()
+    for value in values:
+        callee = FunctionType(uses_constant.__code__, {"CONSTANT": value})
+        body = FunctionType(calls.__code__, {"uses_constant": callee})
+        names.add(machine_code._stamped(body).__qualname__)
+        assert machine_code._stamped(body).__qualname__ in names
     assert len(names) == 2
 
 

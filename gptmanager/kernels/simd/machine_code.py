@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import inspect
 import logging
 import os
 import pickle
@@ -44,6 +45,7 @@ logger = logging.getLogger("gptmanager")
 Body = Callable[[int], None]
 
 _SIGNATURE: Any = types.void(types.int64)
+_CONSTANTS = (int, float, np.generic, np.dtype)
 _DIGEST_BYTES = hashlib.sha256().digest_size
 # How long to wait for a process that compiles a body. The longest compile time of a body is 10 s,
 # but other work may slow the process down. A process that dies loses its locks at once.
@@ -106,21 +108,33 @@ def folder_of(body: Body) -> str | None:
 
 
 def _stamped(body: Body) -> FunctionType:
-    """Return a copy of the function with a name that contains a digest of its sources and dtypes.
+    """Return a copy of the function with a name that contains a digest of all that it depends on.
 
-    The sources are all files of `kernels/` and of the function's own folder. The name is necessary
-    because Numba's cache notices changes only in the file of the body, not in the files of the
-    intrinsics that the body calls.
+    That is all files of `kernels/` and of the function's own folder, and the constants that it uses
+    from other files. The name is necessary because Numba's cache notices changes only in the file
+    of the body, not in the files of the intrinsics that the body calls.
     """
     digest = hashlib.sha256()
     for folder in sorted({Path(__file__).parents[1], Path(body.__code__.co_filename).parent}):
         digest.update(_digest(folder))
-    layouts = [value for value in body.__globals__.values() if isinstance(value, np.dtype)]
-    digest.update(repr(layouts).encode())
+    used: dict[FunctionType, str] = {}
+    _find_constants(cast("FunctionType", body), used)
+    digest.update(repr([*used.values()]).encode())
     name = f"{body.__name__}_{digest.hexdigest()[:12]}"
     stamped = FunctionType(body.__code__, body.__globals__, name)
     stamped.__qualname__ = name
     return stamped
+
+
+def _find_constants(function: FunctionType, used: dict[FunctionType, str]) -> None:
+    """Add the numbers and dtypes that a function uses, and those of the functions that it calls."""
+    used[function] = ""
+    _, named, _, _ = inspect.getclosurevars(function)
+    values = [getattr(value, "py_func", value) for value in named.values()]
+    used[function] = repr([value for value in values if isinstance(value, _CONSTANTS)])
+    for value in values:
+        if isinstance(value, FunctionType) and value not in used:
+            _find_constants(value, used)
 
 
 @functools.cache
