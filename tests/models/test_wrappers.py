@@ -245,7 +245,12 @@ def test_a_missing_tensor_is_named(family: str, part: str) -> None:
         ("gemma2", {"sliding_window_size": 4096, "cache_implementation": "hybrid"}),
         ("starcoder2", {"activation_function": "gelu_pytorch_tanh", "embedding_dropout": 0.1}),
         ("granitemoehybrid", {"normalization_function": "rmsnorm", "init_method": "mup"}),
-        ("nemotron", {"kv_channels": 16}),
+        ("nemotron", {"kv_channels": 16, "rope_percent": 0.5}),
+        ("cohere", {"model_max_length": 131072}),
+        ("cohere2", {"use_parallel_embedding": True}),
+        ("qwen3_moe", {"use_qk_norm": True, "qkv_bias": False}),  # Qwen3-Coder
+        ("granitemoe", {"position_embedding_type": "rope"}),  # as transformers 4 writes it
+        ("stablelm", {"rope_pct": 0.25}),
         ("dots1", {"scoring_func": "noaux_tc", "moe_layer_freq": 1}),
         ("dots1", {"scoring_func": "sigmoid"}),
         (

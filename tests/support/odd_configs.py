@@ -30,7 +30,7 @@ _ROPE: Mapping[str, Any] = {
     **{"type": "default", "truncate": False, "llama_4_scaling_beta": 0.1},
 }
 _KINDS = ["default", "linear", "proportional", "llama3", "yarn", "longrope", "dynamic", "mrope"]
-_OTHERS = ["layer_types", "head_dim", "sliding_window_pattern", "_sliding_window_pattern"]
+_OTHERS = ["layer_types", "head_dim", "sliding_window_pattern"]
 _OTHERS += ["per_layer_config", "mlp_only_layers", "attn_type_list", "no_rope_layers"]
 
 

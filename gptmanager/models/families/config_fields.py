@@ -52,7 +52,9 @@ _OF_FAMILIES: Mapping[str, Mapping[str, Any]] = {
     },
     "gemma2": {"sliding_window_size": 4096},  # equal to `sliding_window`, which is read
     "glm4_moe": {"scoring_func": "sigmoid", "topk_method": "noaux_tc"},
+    "granitemoe": {"position_embedding_type": "rope"},
     "granitemoehybrid": {"normalization_function": "rmsnorm"},
+    "granitemoeshared": {"position_embedding_type": "rope"},
     "hunyuan_v1_dense": {"norm_type": "rms", "use_qk_norm": True, "use_rotary_pos_emb": True},
     "minimax_m2": {
         "layernorm_full_attention_beta": 1.0,
@@ -62,7 +64,10 @@ _OF_FAMILIES: Mapping[str, Mapping[str, Any]] = {
         "shared_moe_mode": "sigmoid",
         "swa_rope_theta": -1.0,
     },
+    "nemotron": {"rope_percent": 0.5, "rope_percentage": 0.5},
+    "qwen3_moe": {"use_qk_norm": True},
     "solar_open": {"scoring_func": "sigmoid", "topk_method": "noaux_tc"},
+    "stablelm": {"rope_pct": 0.25},
     "starcoder2": {"activation_function": "gelu_pytorch_tanh"},  # `hidden_act` is read
 }
 # Ignored: fields of training, generation, bookkeeping, task heads, and the order of arithmetic.
@@ -81,7 +86,8 @@ _IGNORED = re.compile(
     r"|diversity_penalty|num_beam_groups|bad_words_ids|begin_suppress_tokens|suppress_tokens"
     r"|remove_invalid_values|exponential_decay_length_penalty|forced_.*)"
     r"|embd_layer|bos_token|eos_token|pad_token|language|license|tags|base_model.*|quantization"
-    r"|attn_implementation|num_nextn_predict_layers|max_sequence_length|original_.*"
+    r"|attn_implementation|num_nextn_predict_layers|original_.*|model_max_length"
+    r"|max_seq(uence)?_len(gth)?|use_parallel_embedding|keys_to_ignore_at_inference"
     r"|is_\w+_config|init_method|moe_capacity|kv_channels|attention_head_dim|cla_share_factor"
     r"|.*_(start|end|newline|init)_id|pad_id|org_vocab_size|pool_type|dense_list"
     r"|is_composition|experts_per_token|use_mtp|num_mtp_modules|mtp_.*"

@@ -48,7 +48,7 @@ class Family:
       `max_window_layers` on. The field `use_sliding_window` must be true.
     - An integer n: the layers that `layer_types` marks. Without this field, all but the last of
       every n layers; if n is negative, all but the first of every -n layers; if n is 0, all layers.
-      If the config has `sliding_window_pattern`, its value replaces n.
+    - "pattern": as with an integer, which is the field `sliding_window_pattern`.
     - "chunks": the layers with attention in chunks. Their windows begin at multiples of the size of
       a chunk.
     - "linear": no layer has a window, and some layers have linear attention.

@@ -250,9 +250,10 @@ _GEMMA3 = replace(
         "rope_theta": 1e6,
         "rope_local_base_freq": 10000.0,
         "final_logit_softcapping": None,
+        "sliding_window_pattern": 6,
     },
     norms=replace(_GEMMA_NORMS, query_key="head"),
-    windows=6,
+    windows="pattern",
     attention=readers.query_scale,
 )
 GEMMAS: Mapping[str, Family] = {

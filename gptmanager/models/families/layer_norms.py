@@ -214,9 +214,14 @@ LAYER_NORMS: Mapping[str, Family] = {
     "cohere2": replace(
         _COHERE,
         title="Cohere Command A, R7B",
-        defaults={**_COHERE.defaults, "rope_theta": 10000.0, "sliding_window": 4096},
+        defaults={
+            **_COHERE.defaults,
+            "rope_theta": 10000.0,
+            "sliding_window": 4096,
+            "sliding_window_pattern": 4,
+        },
         norms=Norms("layer", before_mlp=False),
-        windows=4,
+        windows="pattern",
         neutral={
             "order_of_interleaved_layers": "local_attn_first",
             "position_embedding_type": "rope_gptj",

@@ -9,8 +9,8 @@ from gptmanager.models.fields import Fields
 
 FULL, SLIDING, CHUNKED = "full_attention", "sliding_attention", "chunked_attention"
 LINEAR = "linear_attention"
-_PATTERNS = ("sliding_window_pattern", "_sliding_window_pattern")
-Concerned = Literal["none", "all", "some", "chunks", "linear"] | int
+_PATTERN = "sliding_window_pattern"
+Concerned = Literal["none", "all", "some", "pattern", "chunks", "linear"] | int
 
 
 def read_windows(
@@ -26,7 +26,7 @@ def read_windows(
         return _in_chunks(fields, num_layers, max_seq_len)
     if concerned == "linear":
         return (None,) * num_layers, _linear_types(fields, num_layers)
-    if isinstance(concerned, int):
+    if isinstance(concerned, int) or concerned == "pattern":
         return _by_type(fields, concerned, num_layers, max_seq_len)
     window, is_optional = None, concerned == "some" or fields.has_default("use_sliding_window")
     if fields.get("sliding_window") is not None:
@@ -60,13 +60,14 @@ def read_windows(
 
 
 def _by_type(
-    fields: Fields, pattern: int, num_layers: int, max_seq_len: int
+    fields: Fields, each: int | Literal["pattern"], num_layers: int, max_seq_len: int
 ) -> tuple[tuple[int | None, ...], list[str]]:
     window, types = None, [FULL] * num_layers
-    fields.note_read(*_PATTERNS)
+    if each == "pattern":
+        fields.note_read(_PATTERN)
     if fields.get("sliding_window") is not None:
         window = fields.size("sliding_window")
-        types = _repeated(fields, pattern, num_layers)
+        types = _patterned(fields, num_layers) if each == "pattern" else _repeated(each, num_layers)
     given_types = fields.get("layer_types")
     if given_types is not None:
         types = _checked(fields, num_layers, [FULL, SLIDING][: 1 if window is None else 2])
@@ -75,18 +76,20 @@ def _by_type(
     return tuple(window if kind == SLIDING else None for kind in types), types
 
 
-def _repeated(fields: Fields, pattern: int, num_layers: int) -> list[str]:
-    """Return the type of each layer by the config's pattern, or by default by `pattern`.
+def _patterned(fields: Fields, num_layers: int) -> list[str]:
+    """Return the type of each layer by the config's pattern.
 
     A pattern is a number, or a string with a letter per layer, which is repeated: L has a window.
     """
-    given = fields.get(_PATTERNS[0])
-    if given and isinstance(given, str):
-        if {*given} - {*"LG"}:
-            raise fields.error(_PATTERNS[0], "must be a number, or letters L and G")
-        return [SLIDING if given[i % len(given)] == "L" else FULL for i in range(num_layers)]
-    name = next((it for it in _PATTERNS if fields.get(it) is not None), None)
-    each = pattern if name is None else fields.size(name)
+    given = fields.get(_PATTERN)
+    if not given or not isinstance(given, str):
+        return _repeated(fields.size(_PATTERN), num_layers)
+    if {*given} - {*"LG"}:
+        raise fields.error(_PATTERN, "must be a number, or letters L and G")
+    return [SLIDING if given[i % len(given)] == "L" else FULL for i in range(num_layers)]
+
+
+def _repeated(each: int, num_layers: int) -> list[str]:
     return [FULL if _is_full(layer, each) else SLIDING for layer in range(num_layers)]
 
 

@@ -112,9 +112,9 @@ _EXAONE4 = replace(
     PLAIN,
     title="EXAONE 4",
     tensors=llama_names(**NORMS_AFTER),
-    defaults=llama_fields(norm_eps=1e-5, sliding_window=4096),
+    defaults=llama_fields(norm_eps=1e-5, sliding_window=4096, sliding_window_pattern=4),
     norms=replace(NORMS_AFTER_ONLY, query_key="head"),
-    windows=4,
+    windows="pattern",
     attention=readers.unrotated_full_layers,
 )
 LLAMAS: Mapping[str, Family] = {
