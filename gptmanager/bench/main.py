@@ -115,10 +115,9 @@ def end_to_end(options: argparse.Namespace) -> int:
         on_progress=bars.update,
     )
     bars.close()
-    parts = [report[name] for name in PARTS if name in report]
-    ablations = report.get("ablations", [])
-    parts += [ablations] if isinstance(ablations, Mapping) else ablations
-    bad = any(isinstance(part, Mapping) and part["status"] in ("wrong", "failed") for part in parts)
+    parts = [report[name] for name in (*PARTS, "ablations") if name in report]
+    rows = [row for part in parts for row in ([part] if isinstance(part, Mapping) else part)]
+    bad = any(row.get("status") in ("wrong", "failed") for row in rows)
     return _finish(options, report, end_to_end_table(report), is_correct=not bad)
 
 

@@ -179,12 +179,15 @@ def _load_parts(part: Sequence[Mapping[str, Any]]) -> Iterator[Piece]:
             "token p50/p99 ms", "batch", "pauses", "host ms", "")  # fmt: skip
     rows: list[tuple[str, ...]] = []
     for row in part:
+        name = f"  {row['requests']}" + (f" x {row['name']}" if "name" in row else "")
+        name += ", streaming" if row["streaming"] else ""
+        if row["status"] != "ok":
+            rows.append((name, *[""] * (len(head) - 2), f"{row['status']}: {row['note'][:_NOTE]}"))
+            continue
         times = [
             "/".join(f"{row[key].get(cut, 0):,.1f}" for cut in ("p50", "p99"))
             for key in ("time_to_first_token_ms", "time_per_output_token_ms")
         ]
-        name = f"  {row['requests']}" + (f" x {row['name']}" if "name" in row else "")
-        name += ", streaming" if row["streaming"] else ""
         tokens = f"{row['tokens_in']:,}/{row['tokens_out']:,}"
         speed = _cells(row, {**_SPEED, "times_floor": ".2f"})
         counts = _cells(row, {"mean_batch": ".0f", "pauses": "d", "host_ms_per_iteration": ".2f"})

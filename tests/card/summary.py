@@ -224,6 +224,7 @@ def _kernel_lines(step: Step, folder: Path) -> Iterator[str]:
     """The wrong cases first, then the slowest for what they have to do."""
     report = json.loads((folder / f"{step.name}.json").read_text("utf-8"))
     ceilings = report["ceilings"]
+    yield from _running(report)
     rows = sorted(report["kernels"], key=_order)
     for row in rows:
         ours, engines = row["engines"]["gptmanager"], row["engines"].items()
@@ -240,6 +241,12 @@ def _kernel_lines(step: Step, folder: Path) -> Iterator[str]:
     )
 
 
+def _running(report: dict[str, Any]) -> Iterator[str]:
+    """What the report of a benchmark that was killed says of its last moment."""
+    if "running" in report:
+        yield f"ended in {report['running']}"
+
+
 def _order(row: dict[str, Any]) -> tuple[int, float]:
     ours = row["engines"]["gptmanager"]
     rank = {"wrong": 0, "failed": 0, "ok": 1}.get(ours["status"], 2)
@@ -248,9 +255,11 @@ def _order(row: dict[str, Any]) -> tuple[int, float]:
 
 def _model_lines(step: Step, folder: Path) -> Iterator[str]:
     report = json.loads((folder / f"{step.name}.json").read_text("utf-8"))
+    yield from _running(report)
     check, steps, loads = (report.get(part, []) for part in ("check", "steps", "load"))
     if check:
-        yield f"logits: {check['status']}, error {check.get('error')} of {check.get('tolerance')}"
+        error = check.get("note") or f"error {check.get('error')} of {check.get('tolerance')}"
+        yield f"logits: {check['status']}, {error}"
     for part in (steps, loads):
         if isinstance(part, dict):
             yield f"{part['status']}: {part['note']}"
@@ -264,13 +273,18 @@ def _model_lines(step: Step, folder: Path) -> Iterator[str]:
             yield f"step of {row['batch']} x {row['context']}: {row['status']}: {row['note']}"
     for row in loads if isinstance(loads, list) else []:
         streaming = ", streaming" if row["streaming"] else ""
+        if row["status"] != "ok":
+            yield f"load{streaming}: {row['status']}: {row['note']}"
+            continue
         speed = f"{row['output_tokens_per_second']:,.0f} output tokens/s{streaming}"
         floor = f", {row['times_floor']:.2f} x floor" if "times_floor" in row else ""
         yield f"load: {speed}{floor}"
     ablations = report.get("ablations", [])
     for row in ablations if isinstance(ablations, list) else []:
         if "steps" in row:
-            yield f"{row['name']}: {row['ratio']:.2f} x plain output tokens/s{_ablated_steps(row)}"
+            speed = f"{row['output_tokens_per_second']:,.0f} output tokens/s"
+            ratio = f", {row['ratio']:.2f} x plain" if "ratio" in row else ""
+            yield f"{row['name']}: {speed}{ratio}{_ablated_steps(row)}"
     ceilings = report.get("ceilings")
     if ceilings:
         yield (

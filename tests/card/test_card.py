@@ -454,10 +454,16 @@ def test_a_summary_of_what_benchmarks_report(tmp_path, monkeypatch):
     step = shell("model", "true", kind="model")
     records = [Record("model", status=0, is_done=True)]
     lines = "\n".join(summary("b", {}, [], [step], records, tmp_path, ""))
-    assert re.search(r"int8: \S+ x plain output tokens/s, 1 x 16: \S+ ms, 2 x 16: ", lines)
+    assert re.search(r"int8: \S+ output tokens/s, \S+ x plain, 1 x 16: \S+ ms, 2 x 16: ", lines)
     assert "fp8: skipped: weights_dtype = 'fp8' is refused" in lines
     for words in ("logits: ok", "step of 1 x 16: ", " x floor", "load: ", "copy 0.", "in this run"):
         assert words in lines
+    report = json.loads((tmp_path / "model.json").read_text())
+    report["load"][1] = {"streaming": True, "status": "failed", "note": "OSError: disk gone"}
+    (tmp_path / "model.json").write_text(json.dumps({**report, "running": "ablations"}))
+    lines = summary("b", {}, [], [step], [Record("model", status=124)], tmp_path, "")
+    assert lines[4] == "    ended in ablations" and lines[5].startswith("    logits: ok, error ")
+    assert "    load, streaming: failed: OSError: disk gone" in lines
 
 
 def test_wheels(tmp_path):

@@ -183,24 +183,42 @@ def test_no_time_left(folder):
 
 def test_time_ends_within_the_steps(folder):
     readings = iter(range(0, 10**6, 7))
-    options = EndToEndOptions("cpu", folder, SMALL, only=("steps",), minutes=0.6)
+    options = EndToEndOptions("cpu", folder, SMALL, only=("steps",), minutes=1.1)
     report = bench_end_to_end(options, clock=lambda: next(readings))
     rows = report["steps"]
     assert 0 < len(rows) < 3 and len(report["notes"]) == 3 - len(rows)
     assert report["notes"][-1] == "steps of 1 x 40: no time left, skipped"
 
 
-def test_a_part_that_fails_does_not_stop_the_others(folder, monkeypatch):
-    def fail(*arguments):
-        raise OSError("disk gone\nat once")
+def test_a_part_or_row_that_fails_does_not_stop_the_others(folder, monkeypatch):
+    def fail(*arguments, batch_size=3, streaming=True, **given):
+        if batch_size == 3 and streaming:
+            raise OSError("disk gone\nat once")
+        work = time_steps if "context" in given else time_load
+        sizes = {"batch_size": batch_size} if work is time_steps else {"streaming": streaming}
+        return work(*arguments, **sizes, **given)
 
-    monkeypatch.setattr(end_to_end, "compare_logits", fail)
-    options = EndToEndOptions("cpu", folder, SMALL, only=("check", "load"), quick=True)
-    report = bench_end_to_end(options)
-    assert report["check"] == {"status": "failed", "note": "OSError: disk gone"}
+    for name in ("compare_logits", "time_steps", "time_load"):
+        monkeypatch.setattr(end_to_end, name, fail)
+    scale, reports = replace(SMALL, contexts=(24,), requests=2), []
+    options = EndToEndOptions("cpu", folder, scale, only=("check", "steps", "load"))
+    report = bench_end_to_end(options, on_report=lambda own: reports.append(json.dumps(own)))
+    failed = {"status": "failed", "note": "OSError: disk gone"}
+    assert report["check"] == failed
+    assert [row["status"] for row in report["steps"][:2]] == ["ok", "failed"]
+    assert report["steps"][1] == {"batch": 3, "context": 24, **failed}
     assert report["load"][0]["status"] == "ok"
-    assert report["notes"] == ["check: failed: disk gone"]
-    assert "  failed: OSError: disk gone" in lines(end_to_end_table(report))
+    assert report["load"][1] == {"requests": 2, "streaming": True, **failed}
+    names = "check", "steps of 3 x 24", "load, streaming"
+    assert report["notes"] == [f"{name}: failed: disk gone" for name in names]
+    told = lines(end_to_end_table(report))
+    assert "  failed: OSError: disk gone" in told
+    assert sum(line.endswith("  failed: OSError: disk gone") for line in told) == 3
+    # what is left if it is killed
+    found = [json.loads(own) for own in reports]
+    assert [own["running"] for own in found] == ["check"] * 2 + ["steps"] * 4 + ["load"] * 4
+    assert [len(own.get("steps", ())) for own in found[2:6]] == [0, 0, 1, 2]
+    assert "running" not in report
 
 
 def test_ablations_stand_beside_a_plain_run(folder, monkeypatch):

@@ -204,6 +204,7 @@ def test_a_run_that_is_killed_has_told_what_it_had(launcher, monkeypatch, tmp_pa
         cli.main(["bench", "kernels", "--only", "norms", "--output", str(file)])
     kept = json.loads(file.read_text())
     assert len(kept["kernels"]) == 1 and kept["ceilings"] and "interrupted" not in kept
+    assert kept["running"].startswith("norms, ") and kept["running"] != kept["kernels"][0]["case"]
 
 
 def interrupted_at_the_second(name, number, count):

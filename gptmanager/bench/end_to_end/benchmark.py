@@ -7,9 +7,10 @@ which order and with which goals. It skips parts when the time is over, and repo
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from importlib.util import find_spec
 from typing import Any
 
@@ -17,6 +18,7 @@ import torch
 
 from gptmanager.bench.end_to_end.dense_reference import compare_logits, unsupported_reason
 from gptmanager.bench.end_to_end.serving_parts import (
+    Target,
     compare_policies,
     time_load,
     time_steps,
@@ -56,12 +58,12 @@ def bench_end_to_end(
 ) -> dict[str, Any]:
     """Run the parts and return the report.
 
-    Raises ConfigError for unknown parts, and if `device` is a GPU that does not exist. A part that
-    fails is reported, and the other parts still run. After Ctrl-C the report has the finished parts
-    and `interrupted`. `on_report` is called after each part with the report so far, so that these
-    results are not lost if the benchmark is killed. `on_start` is called before each part with the
-    part's name, the part's number from 0, and the number of parts. Each manager calls `on_progress`
-    while it loads.
+    Raises ConfigError for unknown parts, and if `device` is a GPU that does not exist. A part or a
+    row that fails is reported, and all others still run. After Ctrl-C the report has the results so
+    far and `interrupted`. `on_report` is called with the report before each part and after each row
+    of a part, so that results are not lost if the benchmark is killed; `running` is then the name
+    of the part. `on_start` is called before each part with the part's name, the part's number from
+    0, and the number of parts. Each manager calls `on_progress` while it loads.
     """
     for word in options.only:
         if word not in PARTS:
@@ -81,9 +83,11 @@ def bench_end_to_end(
             report |= bench.load(budget)
             parts, names = Parts(bench, budget, notes), _part_names(bench)
             for number, name in enumerate(names):
+                on_report({**current_report(), "running": name})
                 on_start(name, number, len(names))
-                report[name] = parts.run(name)
-                on_report(current_report())
+                for results in parts.run(name):
+                    report[name] = results
+                    on_report({**current_report(), "running": name})
         except KeyboardInterrupt:
             report["interrupted"] = True
             notes.append("interrupted")
@@ -121,24 +125,53 @@ def _part_names(bench: Workbench) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """One method per part. `notes` collects sentences about parts that were skipped or failed."""
+    """One method per part; it returns the results, or yields them row by row.
+
+    `notes` collects sentences about parts and rows that were skipped or failed.
+    """
 
     bench: Workbench
     budget: Budget
     notes: list[str]
 
-    def run(self, name: str) -> Any:
-        """Run a part and return its results. After a failure the next part gets a new manager."""
+    def run(self, name: str) -> Iterator[Any]:
+        """Run a part and yield its results; if these are rows, yield all rows so far after each."""
         if self.budget.is_spent:
             self.notes.append(f"{name}: no time left, skipped")
-            return {"status": "skipped", "note": "no time left"}
+            yield {"status": "skipped", "note": "no time left"}
+            return
         try:
-            return getattr(self, name)()
+            results = getattr(self, name)()
+            if isinstance(results, Mapping):
+                yield results
+                return
+            rows: list[Any] = []
+            yield rows
+            for row in results:
+                rows.append(row)
+                yield rows
         except Exception as error:  # peers raise errors of their own libraries
-            text = _first_line(error)
-            self.notes.append(f"{name}: failed: {text}")
-            self.bench.close()
-            return {"status": "failed", "note": f"{type(error).__name__}: {text}"}
+            yield self._failed(name, error)
+
+    def _failed(self, what: str, error: Exception) -> dict[str, Any]:
+        """Return a result that says why `what` failed. The next part or row gets a new manager."""
+        text = _first_line(error)
+        self.notes.append(f"{what}: failed: {text}")
+        self.bench.close()
+        return {"status": "failed", "note": f"{type(error).__name__}: {text}"}
+
+    def _row(
+        self,
+        what: str,
+        fields: Mapping[str, Any],
+        work: Callable[[Target], Mapping[str, Any]],
+        max_batch_size: int | None = None,
+    ) -> dict[str, Any]:
+        """Return `fields` with the results of `work`, or with the reason why it failed."""
+        try:
+            return {**fields, **work(self.bench.target(max_batch_size))}
+        except Exception as error:
+            return {**fields, **self._failed(what, error)}
 
     def check(self) -> dict[str, Any]:
         """Compare a manager's logits with the logits of the dense reference."""
@@ -153,53 +186,65 @@ class Parts:
         session = self.bench.target().session
         return compare_logits(session, self.bench.config, self.bench.weights, requests)
 
-    def steps(self) -> list[dict[str, Any]]:
+    def steps(self) -> Iterator[dict[str, Any]]:
         """Time generation steps for several batch sizes and contexts; trace some steps on a GPU."""
-        target, rows = self.bench.target(), []
+        has_trace = self.bench.target().trace is not None
         quick = self.bench.options.quick
         steps = self.bench.scale.steps // 4 if quick else self.bench.scale.steps
         contexts = self.bench.scale.contexts[:1] if quick else self.bench.scale.contexts
         cases = [(batch, context) for context in contexts for batch in self.bench.scale.batches
                  if context == contexts[0] or batch < max(self.bench.scale.batches)]  # fmt: skip
         for batch, context in cases:
+            what = f"steps of {batch} x {context}"
             if self.budget.is_spent:
-                self.notes.append(f"steps of {batch} x {context}: no time left, skipped")
+                self.notes.append(f"{what}: no time left, skipped")
                 continue
             has_goal = self.bench.is_goal_shape and context == 1024
             goal = _STEP_GOAL if has_goal else None
-            rows.append(time_steps(target, batch, context, steps, goal))
-        if target.trace is not None and not self.budget.is_spent:
-            trace = trace_steps(target, max(self.bench.scale.batches), contexts[0], 4 * steps)
-            rows.append({"trace": trace})
-        return rows
+            work = partial(
+                time_steps, batch_size=batch, context=context, num_steps=steps, goal=goal
+            )
+            yield self._row(what, {"batch": batch, "context": context}, work)
+        if has_trace and not self.budget.is_spent:
+            batch, context = max(self.bench.scale.batches), contexts[0]
+            work = partial(trace_steps, batch_size=batch, context=context, num_steps=4 * steps)
+            yield {"trace": self._row("trace", {}, work)}
 
-    def load(self) -> list[dict[str, Any]]:
+    def load(self) -> Iterator[dict[str, Any]]:
         """Time all requests without streaming, and unless `quick`, once more with streaming."""
-        target, goal = self.bench.target(), _LOAD_GOAL if self.bench.is_goal_shape else None
-        rows = [time_load(target, self.bench.requests, goal=goal)]
+        self.bench.target()
+        goal = _LOAD_GOAL if self.bench.is_goal_shape else None
+        yield self._load("load", goal=goal)
         if not self.bench.options.quick and not self.budget.is_spent:
-            rows.append(time_load(target, self.bench.requests, streaming=True))
-        return rows
+            yield self._load("load, streaming", streaming=True)
 
-    def ablations(self) -> list[dict[str, Any]]:
+    def _load(
+        self, what: str, streaming: bool = False, goal: float | None = None
+    ) -> dict[str, Any]:
+        requests = self.bench.requests
+        work = partial(time_load, requests=requests, streaming=streaming, goal=goal)
+        return self._row(what, {"requests": len(requests), "streaming": streaming}, work)
+
+    def ablations(self) -> Iterator[dict[str, Any]]:
         """Time all requests, and steps of the smallest and the largest batch, for each ablation.
 
         The first row, "plain", is without an ablation. An ablation that managers refuse on this
-        device is reported as skipped. After an ablation that fails, the next ablations still run.
+        device is reported as skipped.
         """
-        rows = [self._ablated("plain", {})]
-        plain = rows[0]["output_tokens_per_second"]
-        for name in self.bench.options.ablations:
+        plain = None
+        for name in ("plain", *self.bench.options.ablations):
+            changes = ABLATIONS.get(name, {})
             try:
-                rows.append(self._ablated(name, ABLATIONS[name]))
+                row = self._ablated(name, changes)
             except Exception as error:  # libraries raise errors of their own
-                status = "skipped" if isinstance(error, ConfigError) else "failed"
-                rows.append({"name": name, "status": status, "note": _first_line(error)})
-                self.notes.append(f"{name}: {status}: {rows[-1]['note']}")
-        for row in rows:
-            if "output_tokens_per_second" in row:
-                row["ratio"] = round(row["output_tokens_per_second"] / plain, 3)
-        return rows
+                status = "skipped" if changes and isinstance(error, ConfigError) else "failed"
+                row = {"name": name, "status": status, "note": _first_line(error)}
+                self.notes.append(f"{name}: {status}: {row['note']}")
+            speed = row.get("output_tokens_per_second")
+            plain = speed if name == "plain" else plain
+            if speed and plain:
+                row["ratio"] = round(speed / plain, 3)
+            yield row
 
     def _ablated(self, name: str, changes: Mapping[str, Any]) -> dict[str, Any]:
         """Time one ablation in a new manager."""
@@ -242,11 +287,11 @@ class Parts:
             **({"goal": goal} if self.bench.is_goal_shape else {}),
         }
 
-    def saturated(self) -> list[dict[str, Any]]:
+    def saturated(self) -> Iterator[dict[str, Any]]:
         """Time loads that fill the KV cache, in batches of up to twice the usual size."""
-        rows: list[dict[str, Any]] = []
         self.bench.close()
-        target = self.bench.target(2 * self.bench.scale.max_batch_size)
+        max_batch_size = 2 * self.bench.scale.max_batch_size
+        self.bench.target(max_batch_size)
         for prompt, new_tokens, count in self.bench.scale.saturated:
             name = f"{prompt}/{new_tokens}"
             if self.budget.is_spent:
@@ -254,8 +299,9 @@ class Parts:
                 continue
             lengths = (prompt, prompt), (new_tokens, new_tokens)
             requests = uniform_requests(count, *lengths, self.bench.config["vocab_size"])
-            rows.append({"name": name, **time_load(target, requests)})
-        return rows
+            fields = {"name": name, "requests": count, "streaming": False}
+            work = partial(time_load, requests=requests)
+            yield self._row(f"saturated {name}", fields, work, max_batch_size)
 
     def pressure(self) -> dict[str, Any]:
         """Compare capacity scheduler policies, each in a new manager."""

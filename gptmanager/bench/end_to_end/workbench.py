@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -175,7 +176,8 @@ class Workbench:
             session.close()
         gc.collect()
         if self.device.type == "cuda":
-            torch.cuda.empty_cache()
+            with suppress(RuntimeError):  # the error that broke the context, which was reported
+                torch.cuda.empty_cache()
 
     def params(self, max_batch_size: int) -> OptionalParams:
         """Return the parameters of a manager, with the current `changes`."""

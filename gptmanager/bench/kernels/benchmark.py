@@ -76,9 +76,9 @@ def bench_kernels(
     Without `setup`, the cases run on torch's current GPU. Raises ConfigError if there is none, and
     for a word of `only` that matches no case. After Ctrl-C the report has the cases so far and
     `interrupted`.
-    `on_report` is called with the report after each case, so that the report of a killed benchmark
-    is not lost. `on_start` is called before each case with its name, its number from 0, and the
-    number of cases.
+    `on_report` is called with the report before each case, so that the report of a killed benchmark
+    is not lost; `running` is then the name of the case. `on_start` is called before each case with
+    its name, its number from 0, and the number of cases.
     """
     cases = select_cases(all_cases(setup.rig.sizes if setup else Sizes()), options)
     if setup is None:
@@ -107,12 +107,13 @@ def bench_kernels(
 
     try:
         for number, case in enumerate(cases):
-            on_start(f"{case.part}, {case.name}", number, len(cases))
+            name = f"{case.part}, {case.name}"
+            on_report({**current_report(), "running": name})
+            on_start(name, number, len(cases))
             share = budget.share(len(cases) - number)
             results.append(
                 run_case(case, rig, setup.timer, rounds=rounds, budget=share, peers=options.peers)
             )
-            on_report(current_report())
     except KeyboardInterrupt:
         notes = [f"interrupted after {len(results)} of {len(cases)} cases"]
         return {**current_report(notes + _skipped(results, options)), "interrupted": True}
