@@ -151,6 +151,11 @@ def test_blocks_go_back(server):
                           )  # fmt: skip
     total = usage["input_tokens"] + usage["cache_read_input_tokens"]
     assert counted.json() == {"input_tokens": total}
+    for use in uses:
+        use["input"] = {}
+    body = {"messages": messages, "tools": [LOOK], "system": system}
+    shorter = server.post("/v1/messages/count_tokens", json=body).json()["input_tokens"]
+    assert shorter < total  # the prompt has the arguments of the calls
 
 
 def test_tokens_are_counted_by_the_body_that_is_sent_next(server):

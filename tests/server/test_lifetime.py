@@ -24,6 +24,7 @@ from gptmanager.environment.distribution import install_command
 from gptmanager.errors import ConfigError, ManagerDeadError, SchedulerError
 from gptmanager.server import main
 from gptmanager.server.engine.engine import Engine
+from gptmanager.server.extras import load_extra
 from gptmanager.server.http.listening import address_of, bind
 from gptmanager.server.serving import welcome
 from gptmanager.server.settings import ServerSettings
@@ -224,6 +225,8 @@ def test_a_missing_extra_is_one_sentence(capsys, monkeypatch, package):
     code, error = told(capsys)
     assert code == 2 and error.count("\n") == 1
     assert install_command("server") in error and package in error
+    with pytest.raises(ModuleNotFoundError):  # not a package of the extra
+        load_extra("server", "nowhere")
 
 
 def test_settings_are_checked_by_name():

@@ -37,6 +37,16 @@ def test_of_triton_s_calls_only_infer_is_answered_with_bytes():
             assert ("application/octet-stream" in content) == path.endswith("/infer"), path
 
 
+def test_an_input_of_triton_with_one_element_is_not_a_list():
+    for path, methods in described.paths().items():
+        if path.endswith("/generate"):
+            content = methods["post"]["requestBody"]["content"]["application/json"]
+            tokens = content["schema"]["anyOf"][0]["properties"]
+            assert tokens["request_output_len"]["type"] == "integer"
+            as_list, as_element = tokens["input_ids"]["anyOf"]
+            assert as_list == {"type": "array", "items": as_element}
+
+
 def raised():
     """The statuses that the server's source passes to ApiError, and those of the router."""
     found = {404, 405, *(status for _, status in errors._STATUS_OF)}

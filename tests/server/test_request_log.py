@@ -54,6 +54,7 @@ def test_a_line_for_each_request(client, lines, path, stream, server):
     assert line["finish"] in ("stop", "length") and line["cached_tokens"] >= 0
     assert 0 <= line["queue_s"] <= line["first_token_s"] <= line["total_s"]
     assert not {"prompt", "output"} & line.keys()
+    assert not logging.getLogger("uvicorn.access").propagate  # uvicorn writes no line of its own
 
 
 def test_refusals_are_logged_and_counted_by_code(client, lines):

@@ -127,6 +127,7 @@ def test_what_is_lowered():
     assert length.clamped(100, 5, "max_tokens", warnings) == 1  # then the prompt is refused
     assert warnings.headers()["Warning"].count("299") == 2
     assert ContextLength(100).clamped(90, 11, "max_tokens", warnings) == 11
+    length.check_scored(99)
 
 
 @pytest.mark.parametrize("value", [0, -1.0])

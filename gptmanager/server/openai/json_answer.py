@@ -81,22 +81,14 @@ class JsonAnswer:
         options = self._given.get("stream_options") or {}
         has_usage = options.get("include_usage", False)
         is_continuous = options.get("continuous_usage_stats", False)
-        has_begun = False
-        try:
-            async for index, delta in self._answer.deltas():
-                for fields in await self._form.chunks(index, delta):
-                    chunk = {**self._head, **fields}
-                    if is_continuous:
-                        chunk["usage"] = self._form.usage()
-                    has_begun = True
-                    yield event(chunk)
-        except ApiError as error:
-            if not has_begun:
-                raise
-            yield event(error.body())
-        else:
-            if has_usage:
-                yield event({**self._head, "choices": [], "usage": self._form.usage()})
+        async for index, delta in self._answer.deltas():
+            for fields in await self._form.chunks(index, delta):
+                chunk = {**self._head, **fields}
+                if is_continuous:
+                    chunk["usage"] = self._form.usage()
+                yield event(chunk)
+        if has_usage:
+            yield event({**self._head, "choices": [], "usage": self._form.usage()})
         yield DONE
 
 

@@ -81,11 +81,9 @@ class GrpcFront:
     async def start(cls, engine: Engine, settings: ServerSettings) -> GrpcFront:
         """Start the server. Raises ConfigError if the port cannot be used."""
         log = engine.metrics.request_log
-        interceptors: list[grpc.aio.ServerInterceptor] = [BadMessages()]
-        if settings.has_key:
-            interceptors.insert(0, KeyInterceptor(engine.keys, log))
+        keys = [KeyInterceptor(engine.keys, log)] if settings.has_key else []
         server = grpc.aio.server(
-            interceptors=interceptors,
+            interceptors=[*keys, BadMessages()],
             options=[
                 ("grpc.max_receive_message_length", settings.body_limit(carries_tensors=True)),
                 ("grpc.max_send_message_length", -1),

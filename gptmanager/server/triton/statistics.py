@@ -16,7 +16,7 @@ _NOT_MEASURED = (
 class CallRecord:
     """A call with `num_rows` rows. `succeeded`: whether all rows were answered in full."""
 
-    num_rows = 0
+    num_rows: int
     succeeded = False
 
 
