@@ -6,7 +6,7 @@ from responding import ManagerStub
 from gptmanager.callbacks.queue.attachment import Attachment
 from gptmanager.errors import ManagerDeadError
 
-TIMEOUT = 5.0
+TIMEOUT = 30.0
 
 
 def test_the_end_of_the_manager_is_told_once_with_its_cause():

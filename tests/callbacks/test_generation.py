@@ -10,7 +10,7 @@ from gptmanager.callbacks.queue.generation import Generation
 from gptmanager.callbacks.queue.wakeups import AsyncWakeups
 from gptmanager.errors import CapacityError
 
-TIMEOUT = 5.0
+TIMEOUT = 30.0
 
 
 class Cancellations:

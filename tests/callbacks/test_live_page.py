@@ -367,7 +367,8 @@ def test_a_slow_viewer_begins_anew(monkeypatch):
             browser = Browser(quick)
             seen = page._feed._num_frames
             host.submit(*[request(i, 4, 20) for i in range(40)])
-            browser.wait_for(lambda it: page._feed._num_frames > seen + live_feed._MAX_FRAMES)
+            most = seen + live_feed._MAX_FRAMES
+            browser.wait_for(lambda it: len(it.rows) == 40 and page._feed._num_frames > most)
             frames = parsed(slow.take())
             assert [is_snapshot for is_snapshot, _ in frames] == [True]
             assert len(frames[0][1]["rows"]) == 40
@@ -383,7 +384,7 @@ def test_events_that_were_lost_are_noticed(monkeypatch):
 
     host, take, lost = RecordingCallbacks(), LiveTap.take, []
     monkeypatch.setattr(LiveTap, "take", lambda tap: lost.pop() if lost else take(tap))
-    with managed(host, 0.0002) as manager, LivePage() as page, page.viewer() as viewer:
+    with managed(host, 0.005) as manager, LivePage() as page, page.viewer() as viewer:
         page.attach(manager)
         browser = Browser(viewer)
         host.submit(request(1, 4, 20), request(2, 4, 1900))
@@ -510,18 +511,29 @@ def test_a_hang_is_told_long_before_health_calls_it_one(monkeypatch):
 
 
 def test_a_manager_that_drains_says_so():
-    gate = threading.Event()
-    host = RecordingCallbacks([request(1)])
-    model = ScriptedModel(lambda history: gate.wait(0.02) and 1 or 1, vocab_size=4)
+    stepped, is_seen = threading.Event(), threading.Event()
+
+    def next_token(history):
+        stepped.set()
+        while not manager._inbox.is_to_end:
+            time.sleep(0.001)
+        if manager.state is ManagerState.DRAINING:
+            is_seen.wait(20)
+        return 1
+
+    host = RecordingCallbacks()
+    model = ScriptedModel(next_token, vocab_size=4)
     with GptManager(model, FUSED, **host.keywords()) as manager, LivePage() as page:
         page.attach(manager)
         with page.viewer() as viewer:
             browser = Browser(viewer)
             browser.wait_for(lambda it: it.told.get("state") == "running")
+            host.submit(request(1))
+            assert stepped.wait(20)
             ending = threading.Thread(target=manager.shutdown)
             ending.start()
             browser.wait_for(lambda it: it.told["state"] == "draining")
-            gate.set()
+            is_seen.set()
             ending.join()
 
 

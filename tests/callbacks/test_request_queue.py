@@ -24,7 +24,7 @@ from gptmanager.errors import (
     ManagerDeadError,
 )
 
-TIMEOUT = 5.0
+TIMEOUT = 30.0
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ from gptmanager.callbacks.longest_request import longest_request
 from gptmanager.errors import ManagerDeadError
 from gptmanager.testing import ContractChecker, ScriptedModel
 
-TIMEOUT = 5.0
+TIMEOUT = 30.0
 
 
 def serve(queue, next_token, stats=None, checker=None, **params):

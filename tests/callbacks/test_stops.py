@@ -21,7 +21,7 @@ from gptmanager.callbacks import AsyncRequestQueue, RequestQueue, generate
 from gptmanager.errors import ConfigError, InvalidRequestError, ManagerDeadError, StepError
 from gptmanager.testing import ScriptedModel
 
-TIMEOUT = 5.0
+TIMEOUT = 30.0
 TOKENIZER = byte_tokenizer()
 STOP = FinishReason.STOP_WORDS
 

@@ -5,7 +5,7 @@ import weakref
 
 from gptmanager.callbacks.queue.wakeups import AsyncWakeups
 
-TIMEOUT = 5.0
+TIMEOUT = 30.0
 
 
 def test_a_waiter_is_woken_from_another_thread():

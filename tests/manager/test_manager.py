@@ -17,6 +17,7 @@ import pytest
 import torch
 from checkpoints import CONFIGS, checkpoint, random_model
 from loop_driver import expected_output
+from pausing import PausingHost
 from shorthand import params, request
 from started_manager import FUSED, model, start
 
@@ -47,6 +48,11 @@ def host():
     return RecordingCallbacks()
 
 
+def paused_at(*numbers):
+    """Return a host that pauses its manager at the responses with these numbers."""
+    return PausingHost(lambda of_all, *_: of_all in numbers)
+
+
 SCHEMA = json.loads(files("gptmanager").joinpath("statistics.schema.json").read_text())
 
 
@@ -54,7 +60,7 @@ SCHEMA = json.loads(files("gptmanager").joinpath("statistics.schema.json").read_
 def no_thread_is_left_behind():
     before = set(threading.enumerate())
     yield
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 30
     while set(threading.enumerate()) - before and time.monotonic() < deadline:
         time.sleep(0.01)
     left = {t.name for t in set(threading.enumerate()) - before if t.name.startswith("gptmanager")}
@@ -308,13 +314,12 @@ def test_the_options_are_the_managers_own_copy(host):
 
 
 def test_an_exception_in_the_block_aborts_with_one_final_error_each(host):
-    gate = threading.Event()
-
-    def slow(history):
-        gate.wait(0.01)
+    def unending(history):  # a step that ends with the block
+        while host.responses and not host.manager._inbox.is_to_abort:
+            time.sleep(0.001)
         return 1
 
-    with pytest.raises(KeyError), start(host, slow):
+    with pytest.raises(KeyError), start(host, unending):
         host.submit(*(request(i, [1], 100, is_streaming=True) for i in range(6)))
         while not host.responses:
             time.sleep(0.001)
@@ -347,7 +352,12 @@ def test_shutdown_drains_and_does_not_ask_get_again(host):
 
 
 def test_shutdown_aborts_when_its_timeout_has_passed(host):
-    manager = start(host, lambda history: time.sleep(0.2 if host.statistics else 0.0) or 1)
+    def unending(history):  # a step that ends when the timeout has passed
+        while host.statistics and not host.manager._inbox.is_to_abort:
+            time.sleep(0.001)
+        return 1
+
+    manager = start(host, unending)
     host.submit(request(1, [1], 120))
     told = []
     waiter = threading.Thread(target=lambda: told.append(manager.wait_idle()), daemon=True)
@@ -519,7 +529,8 @@ def test_a_raising_send_ends_only_its_request(host):
 
 def test_the_watchdog_names_a_callback_that_overstays_with_its_stack(host, caplog):
     def lingering_poll():
-        time.sleep(0.4)
+        while "callback PollStopSignal has run for" not in caplog.text:
+            time.sleep(0.001)
         return set()
 
     options = params(callback_budget_s=0.1)
@@ -529,31 +540,34 @@ def test_the_watchdog_names_a_callback_that_overstays_with_its_stack(host, caplo
         assert manager.wait_idle(10)
         latency = manager.health().callbacks["PollStopSignal"]
     assert latency.overstays == latency.calls == sum(latency.histogram) == 1
-    assert latency.max_us >= 400_000
-    assert "callback PollStopSignal has run for" in caplog.text
+    assert latency.max_us >= 100_000
     assert "lingering_poll" in caplog.text
 
 
-def test_stop_signals_cancel_and_unknown_ids_are_ignored(host):
-    with start(host, lambda history: time.sleep(0.002) or 1):
+def test_stop_signals_cancel_and_unknown_ids_are_ignored():
+    host = paused_at(1)
+    with start(host) as manager:
         host.stop(4242)
-        host.submit(request(1, [1], 120), request(2, [1], 5))
-        while not host.statistics:
+        host.submit(request(1, [1], 120, is_streaming=True), request(2, [1], 5))
+        while not host.responses:
             time.sleep(0.001)
         host.stop(1)
+        manager.resume_generation()
         final = host.final(1)
         assert FinishReason(int(final.tensors["finish_reasons"])) is FinishReason.CANCELLED
         assert host.final(2).error == ""
 
 
-def test_without_polling_an_idle_manager_asks_get_only_on_notify(host):
+def test_without_polling_an_idle_manager_asks_get_only_on_notify(host, monkeypatch):
+    rest, rests = Inbox.rest, []
+    monkeypatch.setattr(
+        Inbox, "rest", lambda self, limit_s: rests.append(limit_s) or rest(self, limit_s)
+    )
     with start(host, options=params(idle_poll_s=None)) as manager:
         assert manager.wait_idle(10)
-        asked = len(host.rooms)
-        time.sleep(0.05)
-        assert len(host.rooms) == asked
         host.submit(request(1, [1], 2))
         assert host.final(1).error == ""
+    assert set(rests) == {None}
 
 
 def test_an_idle_manager_uses_hardly_any_processor_time(host):
@@ -563,25 +577,19 @@ def test_an_idle_manager_uses_hardly_any_processor_time(host):
         before, asked, started = time.clock_gettime(clock), len(host.rooms), time.monotonic()
         time.sleep(0.3)
         used = time.clock_gettime(clock) - before
-        asked = len(host.rooms) - asked
-        assert asked < 600 * (time.monotonic() - started)
-    assert used < 0.1  # 1 % of a core would be 0.005; this only catches a loop that spins
+        asked, passed = len(host.rooms) - asked, time.monotonic() - started
+    assert asked < 600 * passed
+    assert used < passed / 3  # it is 1 %; this only catches a loop that spins
 
 
-def test_explain_and_audit_answer_in_numbers_while_requests_run(host):
-    gate = threading.Event()
-
-    def script(history):
-        gate.wait(0.01)
-        return 1
-
-    with start(host, script, options=params(kv_cache_config=KvCacheConfig(32, tokens_per_block=4))):
-        host.submit(request(1, [1] * 4, 24), request(2, [2] * 4, 20))
+def test_explain_and_audit_answer_in_numbers_while_requests_run():
+    host = paused_at(1)
+    with start(host, options=params(kv_cache_config=KvCacheConfig(32, tokens_per_block=4))):
+        host.submit(request(1, [1] * 4, 24, is_streaming=True), request(2, [2] * 4, 20))
         manager = host.manager
-        while not host.statistics:
+        while not host.responses:
             time.sleep(0.001)
         waiting, running, report = manager.explain(2), manager.explain(1), manager.audit()
-        gate.set()
     assert waiting.reason == "kv_blocks"
     assert waiting.needed_blocks == 6 and waiting.running == 1
     assert waiting.free_blocks - waiting.reserved_blocks == 1
@@ -603,25 +611,25 @@ def test_would_fit_answers_with_the_admission_code(host):
     assert not host.responses
 
 
-def test_would_fit_knows_ids_that_are_taken_and_who_could_start_now(host):
+def test_would_fit_knows_ids_that_are_taken_and_who_could_start_now():
     options = params(
         kv_cache_config=KvCacheConfig(32, tokens_per_block=4, enable_block_reuse=True),
         max_active_requests=2,
     )
-    gate = threading.Event()
-    with start(host, lambda history: gate.wait(0.01) or 1, options=options) as manager:
+    host = paused_at(1, 2)
+    with start(host, options=options) as manager:
         assert manager.would_fit(request(1, [1] * 4, 24)).starts_now
-        host.submit(request(1, [1] * 4, 20))
-        while not host.statistics:
+        host.submit(request(1, [1] * 4, 20, is_streaming=True))
+        while not host.responses:
             time.sleep(0.001)
         taken = manager.would_fit(request(1, [1] * 4, 4))
         beside = manager.would_fit(request(2, [1] * 4, 4))
         larger = manager.would_fit(request(2, [1] * 4, 20))
         host.submit(request(2, [1] * 4, 20))
-        while manager.explain(2).reason == "unknown":
+        manager.resume_generation()
+        while len(host.responses) < 2:  # Get is called before
             time.sleep(0.001)
         outside = manager.would_fit(request(4, [1], 1))
-        gate.set()
     assert not taken.accepted and taken.text.startswith("DuplicateRequestIdError: request id 1")
     assert beside.accepted and beside.starts_now and not beside.wait
     assert larger.accepted and not larger.starts_now
