@@ -13,6 +13,7 @@ class Turn(Enum):
     """The next action of a loop."""
 
     ITERATE = "iterate"
+    PAUSE = "pause"  # rank 0 is paused: do not iterate
     DRAIN = "drain"  # iterate without new requests
     END = "end"  # every request has got its final response
     ABORT = "abort"  # end all requests with an error

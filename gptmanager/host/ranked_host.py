@@ -175,10 +175,11 @@ class FollowingHost:
         self._links.wake()
 
     def await_turn(self, *, ends: bool, aborts: bool, is_active: Callable[[], bool]) -> Turn:
-        """Wait until rank 0 iterates (`peek` is then true) or ends.
+        """Wait until rank 0 iterates (`peek` is then true), is paused, or ends.
 
-        Without active requests, a bell ends the wait as well. A rank ends when rank 0 does, so
-        `ends` has no effect. If this rank aborts earlier, all ranks fail.
+        A pause ends the wait every 0.1 s, so that this rank can answer its host. Without active
+        requests, a bell ends the wait as well. A rank ends when rank 0 does, so `ends` has no
+        effect. If this rank aborts earlier, all ranks fail.
         """
         if aborts:
             raise RankError(f"rank {self._links.rank} was shut down")
@@ -193,6 +194,8 @@ class FollowingHost:
                 # the ringing thread waits for an iteration that begins after the bell
                 self._is_rung, self._is_woken = False, True
                 break
+            if frame.kind == Message.PAUSED:
+                return Turn.PAUSE
             self._handle(frame, is_active)
         self._timer.start()
         if self._end is not None:
@@ -215,8 +218,6 @@ class FollowingHost:
             self._end = Turn.END
         elif frame.kind == Message.CALL:
             self._links.on_call(frame.payload.decode())
-        elif frame.kind == Message.PAUSED:
-            pass  # any message restarts the timeout of the wait, so there is nothing else to do
         elif frame.kind == Message.DECISION:
             self._links.give_up("rank 0 runs a step, but this rank does not")
         else:

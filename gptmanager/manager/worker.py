@@ -182,7 +182,7 @@ class Worker:
         | questions of other threads | `Inbox.answer` | answered between two iterations |
         | shutdown, here or on rank 0 | `await_turn` | DRAIN, END or ABORT |
         | a rank has failed | `await_turn` | RankError |
-        | `pause_generation`, `sleep`, or incomplete weights | `_serve` | wait |
+        | `pause_generation`, `sleep`, or incomplete weights | `_serve`, `await_turn` | wait |
         | an iteration or a step raised | `Recovery` | continue without started requests, or raise |
         | Get failed too often | `GetFailures.fatal` | raised |
         | nothing to do | `_rest` | sleep until woken |
@@ -191,12 +191,13 @@ class Worker:
         while (turn := self._next_turn(loop)) not in (Turn.ABORT, Turn.END):
             if turn is Turn.DRAIN:
                 self._lifecycle.move_to(ManagerState.DRAINING)
-            elif not self._calls.has_failed and self._is_paused:
+            elif not self._calls.has_failed and (turn is Turn.PAUSE or self._is_paused):
                 self._calls.note_pause()
                 self.stall_watch.note(worked=False, is_active=False)  # waits for the host: no stall
                 self.steps.interrupt()
-                self._timer.stop()
-                self._inbox.rest(_PAUSE_S)
+                if turn is not Turn.PAUSE:  # `await_turn` waits
+                    self._timer.stop()
+                    self._inbox.rest(_PAUSE_S)
                 continue
             try:
                 is_idle = not self._iterate(loop)
