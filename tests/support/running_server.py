@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import threading
 import time
 import types
@@ -11,6 +12,7 @@ from collections.abc import Callable, Coroutine, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
+from unittest import mock
 
 import uvicorn.server
 
@@ -46,6 +48,26 @@ class RunningServer:
     def wait_idle(self) -> None:
         """Nothing runs and nothing waits."""
         wait_for(lambda: self.engine.counts == (0, 0))
+
+    @contextlib.contextmanager
+    def held(self, is_over: Callable[[], Any] | None = None, after: int = 8) -> Iterator[None]:
+        """In the `with` block, let the loop wait in a step, after `after` others, until `is_over`.
+
+        By default, this is when a request must stop. So no long request ends before the test has
+        done what is to happen meanwhile, however busy the machine is.
+        """
+        wanted = is_over or self.engine.queue.poll_stop_signal
+        loop, steps = self.engine.manager._worker.loop, itertools.count()
+        assert loop is not None
+        forward = loop.forward
+
+        def hold(schedule: Any) -> Any:
+            if next(steps) >= after:
+                wait_for(wanted)
+            return forward(schedule)
+
+        with mock.patch.object(loop, "forward", hold):
+            yield
 
     def settle(self) -> None:
         """Wait for what follows the answers: ends of calls, statistics, lines of the log."""

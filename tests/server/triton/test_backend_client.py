@@ -177,17 +177,19 @@ def test_what_is_given_besides(program, expected):
     assert beam == list(wanted)
 
 
-def test_stopped_after_a_while(program, expected):
-    (beam,), num_stopped = program(streaming=True, output_len=LONG, stop_after_tokens=3).run()
+def test_stopped_after_a_while(program, expected, server):
+    with server.held():
+        (beam,), num_stopped = program(streaming=True, output_len=LONG, stop_after_tokens=3).run()
     assert num_stopped == 1 and 3 <= len(beam) < LONG
     assert beam == list(expected(TOKENS, LONG).generated_ids[0][: len(beam)])
-    (beam,), num_stopped = program(output_len=LONG, stop_after_tokens=1).run()
+    with server.held():
+        (beam,), num_stopped = program(output_len=LONG, stop_after_tokens=1).run()
     assert num_stopped == 1 and len(beam) < LONG + len(TOKENS)
 
 
 @pytest.mark.parametrize("streaming", [False, True])
-def test_stopped_by_cancellation(program, streaming):
+def test_stopped_by_cancellation(program, streaming, server):
     run = program(output_len=LONG, streaming=streaming, cancels_after_tokens=2)
-    with pytest.raises(InferenceServerException) as error:
+    with server.held(), pytest.raises(InferenceServerException) as error:
         run.run()
     assert "CANCELLED" in error.value.status()

@@ -1,7 +1,6 @@
 """/v2 over HTTP: infer with JSON and bytes, generate, generate_stream, what is told of models."""
 
 import gzip
-import itertools
 import json
 import zlib
 
@@ -9,7 +8,6 @@ import httpx
 import numpy as np
 import pytest
 import tritonclient.http as httpclient
-from running_server import wait_for
 from triton_calls import arrays_of, inputs_of, prompt
 from tritonclient.utils import InferenceServerException
 
@@ -164,20 +162,9 @@ def test_generate_stream_has_an_event_for_each_response(post):
     assert one["text_output"] == "Tom had" + whole["text_output"]
 
 
-def test_a_failure_in_a_stream_is_its_last_event(post, server, monkeypatch):
-    loop, steps = server.engine.manager._worker.loop, itertools.count()
-    forward = loop.forward
-
-    def hold(schedule):
-        """Wait in a step for the timeout, which comes while tokens are still to come."""
-        if next(steps) == 8:
-            (call,) = server.engine._calls
-            wait_for(lambda: call._submitted[0].has_timed_out)
-        return forward(schedule)
-
+def test_a_failure_in_a_stream_is_its_last_event(post, server):
     long = {"max_tokens": 480, "end_id": -1, "stream": True, "timeout": 400_000}
-    with monkeypatch.context() as patch:
-        patch.setattr(loop, "forward", hold)
+    with server.held():  # the timeout comes while tokens are still to come
         parts = events(post("generate_stream", {**TEXT, **long}, "ensemble"))
     assert "the request timed out" in parts[-1]["error"] and len(parts) > 1
     response = post("generate_stream", {**TEXT, "top_p": 3.0}, "ensemble")

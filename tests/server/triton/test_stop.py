@@ -4,6 +4,7 @@ import asyncio
 import copy
 import gc
 import queue
+import threading
 import weakref
 from dataclasses import replace
 
@@ -17,12 +18,19 @@ from tritonclient.utils import InferenceServerException
 from gptmanager.server.triton.grpc_service import GrpcFront
 from gptmanager.server.triton.inference import Inference
 
-LONG = 480  # new tokens that no test waits for
+LONG = 480  # new tokens, of which all tests but one stop the last ones
 STOP = {"input_ids": [0], "input_lengths": 0, "request_output_len": 0, "stop": True}
 
 
 def long(**others):
     return prompt(9, 30, 71, new=LONG, **others)
+
+
+@pytest.fixture
+def held(server):
+    """Let no long call end before it is stopped."""
+    with server.held():
+        yield
 
 
 def cancelled(server):
@@ -34,7 +42,7 @@ def cancelled(server):
     )
 
 
-def test_a_stop_by_id_ends_a_stream_early(stream, server):
+def test_a_stop_by_id_ends_a_stream_early(stream, server, held):
     id = stream.send(**long(streaming=True))
     first = [stream.next() for _ in range(3)]
     stream.stop(id)
@@ -51,28 +59,29 @@ def test_a_stop_by_id_ends_a_stream_early(stream, server):
 
 def test_a_stop_comes_from_anywhere(stream, server, grpc, expected):
     """Over another connection; and every call of that id ends, with what it has."""
+    wanted = expected([9, 30, 71], LONG).output_ids[0]
     for send in (
         lambda: grpc.infer("tensorrt_llm", inputs_of(grpcclient, **STOP), request_id="mine"),
         lambda: httpx.post(
             f"{server.url}/v2/models/tensorrt_llm/generate", json={**STOP, "id": "mine"}
         ).raise_for_status(),
     ):
-        stream.send(id="mine", **long())
-        stream.send(id="mine", **long(streaming=True))
-        stream.send(id="other", **long())
-        assert stream.next().id == "mine"  # so they run
-        send()
-        came = []
-        while sum(one.is_final for one in came) < 2:
-            came.append(stream.next())
-        assert {one.id for one in came} == {"mine"}
-        whole = next(one for one in came if one.arrays["output_ids"].shape[2] > 1)
-        wanted = expected([9, 30, 71], LONG).output_ids[0]
-        assert whole.tokens == list(wanted[: len(whole.tokens)]) and len(whole.tokens) < LONG
-        stream.stop("other")
-        came = [stream.next(), stream.next()]
-        assert {one.id for one in came} == {"other"} and all(one.is_final for one in came)
-        server.wait_idle()
+        with server.held():
+            stream.send(id="mine", **long())
+            stream.send(id="mine", **long(streaming=True))
+            stream.send(id="other", **long())
+            assert stream.next().id == "mine"  # so they run
+            send()
+            came = []
+            while sum(one.is_final for one in came) < 2:
+                came.append(stream.next())
+            assert {one.id for one in came} == {"mine"}
+            whole = next(one for one in came if one.arrays["output_ids"].shape[2] > 1)
+            assert whole.tokens == list(wanted[: len(whole.tokens)]) and len(whole.tokens) < LONG
+            stream.stop("other")
+            came = [stream.next(), stream.next()]
+            assert {one.id for one in came} == {"other"} and all(one.is_final for one in came)
+            server.wait_idle()
 
 
 def test_what_the_fronts_share_ends_with_them(server):
@@ -108,7 +117,7 @@ def test_a_stop_of_nothing(grpc):
     assert "INVALID_ARGUMENT" in error.value.status()
 
 
-def test_a_cancelled_stream_runs_on_for_nobody(grpc, server):
+def test_a_cancelled_stream_runs_on_for_nobody(grpc, server, held):
     before = cancelled(server)
     with streaming(grpc) as stream:
         stream.send(**long(streaming=True))
@@ -124,7 +133,7 @@ def test_a_cancelled_stream_runs_on_for_nobody(grpc, server):
     wait_for(lambda: cancelled(server) == before + 2)
 
 
-def test_a_cancelled_call_runs_on_for_nobody(grpc, server):
+def test_a_cancelled_call_runs_on_for_nobody(grpc, server, held):
     before, came = cancelled(server), queue.Queue()
     call = grpc.async_infer(
         "tensorrt_llm",
@@ -146,7 +155,7 @@ def test_a_client_that_closes_its_side_gets_all_answers(grpc, server):
     server.wait_idle()
 
 
-def test_a_timeout_ends_a_call(grpc, server):
+def test_a_timeout_ends_a_call(grpc, server, held):
     with pytest.raises(InferenceServerException, match="the request timed out") as error:
         grpc.infer("tensorrt_llm", inputs_of(grpcclient, **long()), timeout=1000)  # microseconds
     assert "DEADLINE_EXCEEDED" in error.value.status()
@@ -160,7 +169,8 @@ def test_priorities_order_what_waits():
     with running_server(settings_of(max_concurrency=1)) as server:
         front = server.run(GrpcFront.start(server.engine, replace(server.settings, grpc_port=0)))
         with grpcclient.InferenceServerClient(f"127.0.0.1:{front.port}") as client:
-            with streaming(client) as stream:
+            is_full = threading.Event()
+            with streaming(client) as stream, server.held(is_full.is_set, after=1):
                 stream.send(**prompt(9, 30, 71, new=100, streaming=True))
                 stream.next()
                 order = {"low": 3, "middle": None, "high": 1}
@@ -168,6 +178,7 @@ def test_priorities_order_what_waits():
                     given = {} if priority is None else {"parameters": {"priority": priority}}
                     stream.send(id=id, **prompt(9, 30, new=2), **given)
                 wait_for(lambda: server.engine.counts.waiting == 3)
+                is_full.set()
                 finals = []
                 while len(finals) < 4:
                     response = stream.next()
