@@ -8,6 +8,7 @@ import time
 import pytest
 import torch
 from adapter_runs import texts_of
+from pausing import PausingHost
 from tuned_models import cache_of, tuned
 
 from gptmanager import (
@@ -130,7 +131,8 @@ def test_kernels_of_adapters_are_compiled_with_the_first_adapter(made, monkeypat
 def test_the_loop_helps_between_its_steps(made, monkeypatch):
     """On a machine where steps want all cores, the tokens are those of merged weights."""
     monkeypatch.setattr(background_jobs, "num_cores", lambda: 1)
-    monkeypatch.setattr(background_jobs, "_LEAST_BUSY_S", 0.5)
+    for name in ("_LEAST_BUSY_S", "_MOST_BUSY_S"):
+        monkeypatch.setattr(background_jobs, name, 600)
     turns = []
     take_turn = background_jobs.BackgroundJobs._work_after_step
     monkeypatch.setattr(
@@ -138,14 +140,24 @@ def test_the_loop_helps_between_its_steps(made, monkeypatch):
         "_work_after_step",
         lambda self, step_s: turns.append(take_turn(self, step_s)),
     )
-    compiled_bodies.compile_for_adapters()  # to load them takes longer than the steps below
-    host = RecordingCallbacks()
-    checker, manager = managed(made, host)
-    with manager:
-        host.submit(*(request(n, 60, {}) for n in range(3)))
-        while not host.of(0) and manager.explain(0).reason != "running":
+    compiled_bodies.compile_for_adapters()
+    host = PausingHost(lambda of_all, *_: of_all == 1)
+    checker, host.manager = managed(made, host)
+    with host.manager as manager:
+        host.submit(*(request(n, 60, {}, is_streaming=True) for n in range(3)))
+        while not host.responses:
             time.sleep(0.001)
         host.submit(request(7, 5, made.lora(0)), request(8, 5, made.lora(1)))
+        loop, jobs = manager._worker.loop, manager._host.adapter_loader.jobs
+        forward = loop.forward
+
+        def hold(schedule):  # no step ends before a thread has begun to read
+            while not (jobs.pending or turns):
+                time.sleep(0.001)
+            return forward(schedule)
+
+        monkeypatch.setattr(loop, "forward", hold)
+        manager.resume_generation()
         for number, task in ((7, 0), (8, 1)):
             assert made.is_greedy(task, PROMPT, texts_of(host.final(number))[0])
         checker.check(manager)

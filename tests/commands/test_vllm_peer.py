@@ -136,7 +136,7 @@ def lingering(notes):
     """Processes that stand-ins left behind. One that ends has closed its files a moment before."""
     pids = [int(path.name) for path in notes.iterdir() if path.name.isdecimal()]
     assert pids
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 30
     while any(map(is_alive, pids)) and time.monotonic() < deadline:
         time.sleep(0.01)
     return [pid for pid in pids if is_alive(pid)]
