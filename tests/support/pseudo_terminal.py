@@ -41,11 +41,16 @@ class PseudoTerminal:
         os.write(self._master, keys.encode())
 
     def interrupt_prompt(self) -> None:
-        """Press Ctrl-C where a line is read, a moment after the prompt.
+        """Press Ctrl-C where a line is read, when the command has slept since the prompt.
 
         Python's readline sees a signal between its prompt and its `select` with the next key only.
+        There, a command that waits for a core of a busy machine is not asleep, but ready to run.
         """
-        time.sleep(0.3)
+        num_asleep = 0
+        while num_asleep < 6:
+            time.sleep(0.05)
+            state = Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(")")[2].split()[0]
+            num_asleep = num_asleep + 1 if state == "S" else 0
         self.press(CTRL_C)
 
     def enter(self, line: str) -> None:
