@@ -30,7 +30,7 @@ from gptmanager.host.rank_messages import (
     schedule_digest,
     stops_digest,
 )
-from gptmanager.lifecycle.clock import monotonic
+from gptmanager.lifecycle.clock import Patience
 from gptmanager.lifecycle.latch import Latch
 from gptmanager.lifecycle.watchdog import CallbackTimer
 from gptmanager.peft_cache.work import AdapterDone
@@ -302,7 +302,7 @@ class FollowingHost:
                 # on rank 0 it was ready on arrival
                 processor = RequestProcessor(request.logits_post_processor)
                 self.prepare(request.request_id, processor)
-        preparation, deadline = self._host.preparation, monotonic() + self._links.timeout_s
+        preparation, patience = self._host.preparation, Patience(self._links.timeout_s)
         while True:
             while self._host.adapter_loader.done:
                 done = self._host.adapter_loader.done.popleft()
@@ -317,7 +317,7 @@ class FollowingHost:
             for request_id in sorted(ready & self._own_failures.keys()):
                 self._links.give_up(f"request {request_id}: {self._own_failures[request_id]}")
             self._links.check()
-            if monotonic() > deadline:
+            if patience.is_over():
                 self._links.give_up(
                     f"not ready {self._links.timeout_s:g} s after rank 0 was ready: adapter "
                     f"jobs {sorted(jobs - self._own_jobs.keys())}, post-processors of "

@@ -9,7 +9,7 @@ from typing import TypeVar
 from gptmanager.assembly.ranks import Ranks
 from gptmanager.errors import ManagerDeadError, RankError, response_text
 from gptmanager.host.callback_host import CallbackHost
-from gptmanager.lifecycle.clock import monotonic
+from gptmanager.lifecycle.clock import Patience
 from gptmanager.lifecycle.latch import Latch
 from gptmanager.lifecycle.watchdog import CallbackTimer
 from gptmanager.loop.token_loop import TokenLoop
@@ -113,8 +113,8 @@ class RankCalls:
         """Wait until this rank's host makes the call `name`, announced by rank 0, and run it."""
         assert self._ranks is not None
         links = self._ranks.links
-        deadline = monotonic() + links.timeout_s
-        while (found := self._inbox.take_call()) is None and monotonic() < deadline:
+        patience = Patience(links.timeout_s)
+        while (found := self._inbox.take_call()) is None and not patience.is_over():
             links.check()
             Latch().wait(_POLL_S)
         own, question = found or ("", None)

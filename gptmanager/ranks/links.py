@@ -21,7 +21,7 @@ import orjson
 
 from gptmanager.environment.loopback import is_loopback
 from gptmanager.errors import RankError, response_text
-from gptmanager.lifecycle.clock import monotonic
+from gptmanager.lifecycle.clock import Patience
 from gptmanager.ranks.frames import Frame, Frames, Wakener
 from gptmanager.ranks.meeting import Blame, Channel, Store, call, meet
 from gptmanager.ranks.watch import Watch
@@ -47,10 +47,10 @@ class Message(IntEnum):
 
 
 class _Wait(threading.local):
-    """The event that a thread waits for (`what`, for error texts), and its deadline."""
+    """The event that a thread waits for (`what`, for error texts), and for how long."""
 
     what = ""
-    deadline = math.inf
+    patience = Patience(math.inf)
 
 
 class Links:
@@ -271,7 +271,7 @@ class Links:
 
     def _begin(self, what: str, bounded: bool = True) -> None:
         self._wait.what = what
-        self._wait.deadline = monotonic() + self.timeout_s + _GRACE_S if bounded else math.inf
+        self._wait.patience = Patience(self.timeout_s + _GRACE_S if bounded else math.inf)
         self._watch.waiting.add(threading.get_ident())
 
     def _end(self) -> None:
@@ -279,7 +279,7 @@ class Links:
 
     def _between(self) -> None:
         self.check()
-        if monotonic() > self._wait.deadline:
+        if self._wait.patience.is_over():
             self._watch.report_timeout(self._wait.what)
             self._watch.failed.wait(_VERDICT_S)
             self.check()

@@ -20,6 +20,8 @@ from torch.distributed import HashStore, PrefixStore, ProcessGroupGloo
 
 from gptmanager.environment.loopback import is_loopback
 from gptmanager.errors import RankError
+from gptmanager.lifecycle import clock
+from gptmanager.ranks import links as own_links
 from gptmanager.ranks.frames import Frames, Wakener
 from gptmanager.ranks.links import Links, Message
 from gptmanager.ranks.meeting import Channel, _Reception, call, meet
@@ -376,6 +378,23 @@ def test_a_rank_that_stood_still_itself_blames_nobody_for_that_time():
     watch._judge(16.1)
     assert str(watch.failure) == "rank 1 has not been heard from for 1 s"
     bell.close()
+
+
+def test_a_wait_that_stood_still_is_not_over_for_that_time(monkeypatch):
+    """Between two looks at the clock, at most a quarter of the limit counts."""
+    now, reported = [0.0], []
+    with linked(2, timeout_s=19.7) as links, monkeypatch.context() as patches:
+        patches.setattr(clock, "monotonic", lambda: now[0])
+        patches.setattr(own_links, "_VERDICT_S", 0)
+        patches.setattr(links[1]._watch, "report_timeout", reported.append)
+        links[1]._begin("a message")  # for 20 s, with the grace
+        for now[0] in (1000, 1005, 1010, 1015):
+            links[1]._between()
+        assert not reported
+        now[0] = 1016
+        with pytest.raises(RankError, match="rank 1 has waited 19.7 s for a message, and all"):
+            links[1]._between()
+    assert reported == ["a message"]
 
 
 @pytest.mark.parametrize("size", [2, 3])

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from unittest import mock
 
-_MODULES = ("ranks.links", "ranks.meeting", "ranks.watch", "host.ranked_host", "manager.rank_calls")
+_MODULES = ("lifecycle.clock", "ranks.meeting", "ranks.watch")
 _LOOK_S = 0.002
 _MOST_S = 0.01  # that pass between two looks
 
