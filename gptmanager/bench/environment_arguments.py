@@ -15,8 +15,6 @@ _EXAMPLES = """\
 examples:
   gptmanager env
   gptmanager env --json
-
-exit status: 0
 """
 
 
@@ -29,6 +27,7 @@ def add_command(commands: Any) -> None:
         help="print what a bug report needs",
         usage="gptmanager env [--json]",
         description=_HELP,
+        statuses=("printed", "the report could not be printed"),
         epilog=_EXAMPLES,
     )
     add_json(parser)

@@ -23,7 +23,7 @@ from gptmanager.bench.names import PARTS
 from gptmanager.bench.peer_throughput import BenchOptions, bench
 from gptmanager.bench.table import end_to_end_table, kernel_table
 from gptmanager.commands.follow import is_follower
-from gptmanager.errors import GptManagerError
+from gptmanager.errors import write_error
 from gptmanager.terminal.options import manager_options
 from gptmanager.terminal.progress import NOTES, ProgressBars
 from gptmanager.terminal.tables import Piece, print_report, report_json, table
@@ -155,4 +155,4 @@ def _write_report(output: Path | None, report: Mapping[str, Any]) -> None:
     try:
         output.write_bytes(report_json(report, orjson.OPT_INDENT_2) + b"\n")
     except OSError as error:
-        raise GptManagerError(f"--output {output}: {error.strerror}") from error
+        raise write_error(f"--output {output}", error) from error

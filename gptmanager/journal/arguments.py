@@ -23,7 +23,7 @@ def add_command(commands: Any) -> None:
         help="show and check the journal of a manager",
         usage="gptmanager journal FOLDER [--json]",
         description=_HELP,
-        epilog="exit status: 0 whole or torn at the end, 1 damaged, or not a journal",
+        statuses=("whole, or torn at the end", "damaged, or not a journal"),
     )
     parser.add_argument("folder", type=Path, metavar="FOLDER", help="the folder of a journal")
     add_json(parser, "print the requests as JSON")

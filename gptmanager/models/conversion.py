@@ -18,7 +18,7 @@ from typing import Any, cast
 import torch
 
 from gptmanager.config import ProgressCallback
-from gptmanager.errors import ConfigError, quoted_path
+from gptmanager.errors import ConfigError, quoted_path, write_error
 from gptmanager.kernels.gemm.int4_matrix import Int4Matrix
 from gptmanager.kernels.gemm.packed_matrix import PackedMatrix, Quantized
 from gptmanager.memory.safetensors_writer import SafetensorsWriter
@@ -70,7 +70,7 @@ def convert_checkpoint(
 
     `target` does not exist until all its files are written. Raises ConfigError if the checkpoint
     cannot be read, if `target` exists or cannot be written, for other dtypes, or if a matrix to
-    quantize is stored as `[in, out]`.
+    quantize is stored as `[in, out]`, and GptManagerError if the disk is full.
     """
     folder = Path(target).absolute()
     if os.path.lexists(folder):
@@ -95,7 +95,7 @@ def convert_checkpoint(
             _write_tensors(file, tensors, spec, quantized, on_progress)
             own.rename(folder)
     except OSError as error:
-        raise ConfigError(f"{quoted_path(folder)} cannot be written: {error.strerror}") from error
+        raise write_error(quoted_path(folder), error) from error
     finally:
         tensors.close()
     return folder

@@ -23,8 +23,6 @@ examples:
   gptmanager picture run.jsonl --output schedule.html --chrome-trace trace.json
 
 Open trace.json at https://ui.perfetto.dev or in chrome://tracing.
-
-exit status: 0 success, 2 the call was wrong or a file cannot be read or written, 130 interrupted
 """
 
 
@@ -37,6 +35,7 @@ def add_command(commands: Any) -> None:
         help="draw the schedule of a recorded run",
         usage="gptmanager picture RECORDING [options]",
         description=_HELP,
+        statuses=("drawn", "a file could not be written"),
         epilog=_EXAMPLES,
     )
     add = parser.add_argument

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from gptmanager.errors import ConfigError
+from gptmanager.errors import ConfigError, write_error
 from gptmanager.picture.drawing import draw
 from gptmanager.picture.perfetto import chrome_trace
 from gptmanager.picture.recorded import trace_of
@@ -64,5 +64,5 @@ def _write(options: argparse.Namespace, trace: Trace) -> list[tuple[Path, int]]:
         try:
             path.write_bytes(content)
         except OSError as error:
-            raise ConfigError(f"{str(path)!r} cannot be written: {error.strerror}") from error
+            raise write_error(repr(str(path)), error) from error
     return [(path, len(content)) for path, content in contents]

@@ -26,8 +26,7 @@ def add_command(commands: Any) -> None:
         help="run a recording again without its model, and compare",
         usage="gptmanager replay FILE [options]",
         description=_HELP,
-        epilog="exit status: 0 the same throughout, 1 a divergence, 2 the call was wrong or the "
-        "file cannot be read",
+        statuses=("the same throughout", "a divergence"),
     )
     parser.add_argument("recording", type=Path, metavar="FILE", help="a recording")
     add_scheduler(parser, "the create_scheduler of the recorded run, if it had one")

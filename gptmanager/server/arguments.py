@@ -41,9 +41,6 @@ examples:
 Every option is also a key of the --config FILE, and an environment variable: --max-adapters 64 is
 `max-adapters = 64` in the file, and GPTMANAGER_SERVE_MAX_ADAPTERS=64 in the environment. The
 command line has precedence, then the environment, then the file.
-
-exit status: 0 ended by a signal, 130 ended by a second signal, 1 the server failed, 2 an argument
-was wrong
 """
 
 _CALLS = (
@@ -60,6 +57,8 @@ def add_command(commands: Any) -> None:
         help="serve a model over HTTP",
         usage="gptmanager serve --model PATH [options]",
         description=_HELP,
+        statuses=("ended by a signal", "the server failed"),
+        ended="130  ended by a second signal",
         epilog=_EXAMPLES,
         variables="GPTMANAGER_SERVE_",
     )

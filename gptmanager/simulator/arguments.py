@@ -28,9 +28,6 @@ _EXAMPLES = """\
 examples:
   gptmanager simulate --num-requests 100000 --rate 50 --prompt-len 64:512 --output-len 16:256
   gptmanager simulate --recording run.jsonl --kv-cache-tokens 65536 --record simulated.jsonl
-
-exit status: 0 simulated, 1 a simulation failed, 2 the call was wrong or a file cannot be read,
-130 interrupted
 """
 
 _ARRIVALS = ("time", "iterations", "at_once")
@@ -44,6 +41,7 @@ def add_command(commands: Any) -> None:
         help="run a load under other policies, without a model",
         usage="gptmanager simulate [options]",
         description=_HELP,
+        statuses=("simulated", "a simulation failed"),
         epilog=_EXAMPLES,
     )
     add = parser.add_argument

@@ -18,19 +18,40 @@ from gptmanager.terminal.arguments import checkpoint, positive, threads
 from gptmanager.terminal.redrawn_lines import RedrawnLines
 
 POLICIES = tuple(policy.name.lower() for policy in CapacitySchedulerPolicy)
+_STATUSES = """\
+exit status:
+  0  {}
+  1  {}
+  2  the call is wrong, or needs a file or a device that cannot be used
+  {}
+"""
+_ENDED = "128 + n  ended by signal n: 130 by Ctrl-C, 143 by SIGTERM, 129 by SIGHUP"
 _MAX_NUM_TOKENS = OptionalParams().max_num_tokens
 _BATCHING = {kind.name.lower().removesuffix("_batching"): kind for kind in ModelType}
 
 
-def add_parser(commands: Any, name: str, call: str, **texts: Any) -> argparse.ArgumentParser:
+def add_parser(
+    commands: Any,
+    name: str,
+    call: str,
+    *,
+    statuses: tuple[str, str],
+    ended: str = _ENDED,
+    epilog: str = "",
+    **texts: Any,
+) -> argparse.ArgumentParser:
     """Add a command to `commands`, the result of `add_subparsers`, and return its parser.
 
     `call` is MODULE:NAME of the function that runs the command and returns its exit status; the
-    module is only imported when the command runs. `texts` are the keyword arguments help, usage,
-    description and epilog of argparse, and `variables` of `Parser`.
+    module is only imported when the command runs. For the help, `statuses` says what the statuses 0
+    and 1 mean, and `ended` the status after a signal. `texts` are the keyword arguments help, usage
+    and description of argparse, and `variables` of `Parser`.
     """
     parser: argparse.ArgumentParser = commands.add_parser(
-        name, formatter_class=argparse.RawDescriptionHelpFormatter, **texts
+        name,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog=f"{epilog}\n{_STATUSES.format(*statuses, ended)}".lstrip(),
+        **texts,
     )
     region = RedrawnLines(None)  # draws nothing; the caller of a command may set another region
     parser.set_defaults(command=call, parser=parser, region=region)

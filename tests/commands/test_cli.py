@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import gc
 import io
 import json
@@ -598,10 +599,16 @@ def test_no_error_ends_in_a_traceback(run, monkeypatch, error, code):
     assert outcome.err.startswith("gptmanager: ")
 
 
-@pytest.mark.parametrize("kind", [ImportError, OSError])
-def test_a_command_that_cannot_be_imported(call, monkeypatch, kind):
-    why = "libtorch_cpu.so: failed to map segment from shared object"
-
+@pytest.mark.parametrize(
+    ("kind", "why"),
+    [
+        (ImportError, "libtorch_cpu.so: failed to map segment from shared object"),
+        (OSError, "no libllvmlite.so"),
+        (SystemError, "error return without exception set"),  # by Python without memory
+        (MemoryError, ""),
+    ],
+)
+def test_a_command_that_cannot_be_imported(call, monkeypatch, kind, why):
     def fail(_):
         raise kind(why)
 
@@ -610,8 +617,8 @@ def test_a_command_that_cannot_be_imported(call, monkeypatch, kind):
     hint = "check the installation, and the memory limit of this process (ulimit -v)"
     assert outcome.code == 1
     assert outcome.err == (
-        f"gptmanager: gptmanager.commands.checkpoints.models_main cannot be imported: {why}; "
-        f"{hint}\n"
+        "gptmanager: gptmanager.commands.checkpoints.models_main cannot be imported: "
+        f"{why or 'out of memory'}; {hint}\n"
     )
 
 
@@ -678,6 +685,23 @@ def test_a_simulated_recording_that_cannot_be_written(call):
     options = ["--num-requests", 3, "--policies", "max_utilization", "--record", "/dev/full"]
     outcome = call("simulate", *options)
     assert outcome.code == 1 and "gptmanager: --record /dev/full: OSError" in outcome.err
+
+
+@pytest.mark.parametrize(("number", "code"), [(errno.ENOSPC, 1), (errno.EACCES, 2)])
+def test_a_file_that_cannot_be_written(call, model, tmp_path, monkeypatch, number, code):
+    """A full disk is a failure; a path that cannot be written is a wrong call."""
+
+    def fail(*_):
+        raise OSError(number, "why")
+
+    monkeypatch.setattr("gptmanager.models.conversion._write_json", fail)
+    outcome = call("convert", model, tmp_path / "new")
+    assert outcome.code == code and outcome.err.endswith("/new cannot be written: why\n")
+    path = tmp_path / "run.jsonl"
+    call("simulate", "--num-requests", 2, "--policies", "max_utilization", "--record", path)
+    monkeypatch.setattr(Path, "write_bytes", fail)
+    outcome = call("picture", path, "--output", path.with_suffix(".html"))
+    assert outcome.code == code and outcome.err.endswith(".html' cannot be written: why\n")
 
 
 @pytest.mark.parametrize(

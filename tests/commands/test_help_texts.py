@@ -1,6 +1,8 @@
 """Every argument of every command has a help text that says what it is, before its default."""
 
 import argparse
+import re
+from pathlib import Path
 
 import pytest
 
@@ -29,3 +31,14 @@ def test_lines_of_a_help_text_fit_into_100_columns(monkeypatch):
     monkeypatch.setenv("COLUMNS", "100")
     for name, parser in COMMANDS.items():
         assert max(map(len, parser.format_help().splitlines())) <= 100, name
+
+
+def test_the_page_lists_the_exit_statuses_of_each_command():
+    page = (Path(__file__).resolve().parents[2] / "docs/troubleshooting.md").read_text("utf-8")
+    _, _, table = page.partition("| command | 0 | 1 |\n| --- | --- | --- |\n")
+    rows = [
+        f"| `{name}` | {' | '.join(re.findall('^  [01]  (.+)$', parser.epilog, re.MULTILINE))} |"
+        for name, parser in COMMANDS.items()
+        if name
+    ]
+    assert table.partition("\n\n")[0].splitlines() == rows

@@ -37,8 +37,6 @@ examples:
   gptmanager chat --model smollm2
   gptmanager chat --model smollm2 --system "Answer in one sentence." --temperature 0
   echo "What is the capital of France?" | gptmanager chat --model smollm2
-
-exit status: 0 ended, 1 a message was not answered, 2 the call was wrong, 130 interrupted
 """
 
 
@@ -50,6 +48,7 @@ def add_command(commands: Any) -> None:
         help="talk to a model",
         usage="gptmanager chat --model PATH [options]",
         description=_HELP,
+        statuses=("all messages were answered", "a message was not answered"),
         epilog=_EXAMPLES,
     )
     add_model(parser, required=True)

@@ -19,8 +19,6 @@ _EXAMPLES = """\
 examples:
   gptmanager convert SmolLM2-135M-Instruct.Q4_1.gguf smollm2 --dtype bfloat16
   gptmanager convert examples/tiny_llama tiny --weights-dtype int8
-
-exit status: 0 converted, 2 the call was wrong or a file cannot be read or written, 130 interrupted
 """
 
 
@@ -32,6 +30,7 @@ def add_command(commands: Any) -> None:
         help="write a checkpoint as a folder that loads fast",
         usage="gptmanager convert SRC DST [options]",
         description=_HELP,
+        statuses=("converted", "the checkpoint could not be written"),
         epilog=_EXAMPLES,
     )
     add = parser.add_argument

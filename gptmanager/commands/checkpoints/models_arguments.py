@@ -14,8 +14,6 @@ _EXAMPLES = """\
 examples:
   gptmanager models
   gptmanager run --model smollm2 --prompt "The capital of France is"
-
-exit status: 0
 """
 
 
@@ -27,6 +25,7 @@ def add_command(commands: Any) -> None:
         help="list the models on this machine",
         usage="gptmanager models [--json]",
         description=_HELP,
+        statuses=("listed", "the list could not be printed"),
         epilog=_EXAMPLES,
     )
     add_json(parser, "print the list as JSON")

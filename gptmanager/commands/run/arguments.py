@@ -38,9 +38,6 @@ examples:
 
   torchrun --nproc-per-node 2 -m gptmanager run --tensor-parallel-size 2 \\
     --model examples/tiny_llama --requests examples/requests.jsonl   # one model, two processes
-
-exit status: 0 all answered, 1 some failed or a file is incomplete, 2 the call was wrong,
-130 interrupted, 143 terminated
 """
 
 
@@ -52,6 +49,7 @@ def add_command(commands: Any) -> None:
         help="serve a file of requests and show them live",
         usage="gptmanager run --model PATH (--requests FILE | --prompt TEXT) [options]",
         description=_HELP,
+        statuses=("all requests were answered", "a request failed, or an output is incomplete"),
         epilog=_EXAMPLES,
     )
     add = parser.add_argument
