@@ -630,22 +630,25 @@ server/                       a manager behind HTTP and gRPC
         answer_parts          the parts of an answer: thoughts, content, calls (no torch)
         text_scan             finds tags and ends of JSON objects in pieces of text (no torch)
         stepwise_parser       base of the parsers of an answer in pieces (no torch)
-        thought_tags          parses thoughts in <think> tags (no torch)
+        dropped_tags          drops tags around the content of an answer (no torch)
+        thought_tags          parses thoughts in tags, such as <think> (no torch)
         harmony_parser        parses the harmony format of gpt-oss (no torch)
         call_parser           finds tool calls in the model's text (no torch)
         json_calls            parses calls that are JSON objects (no torch)
+        python_values         values in Python's syntax as JSON (no torch)
     tool_formats/             tools, and formats of calls: a parser and a grammar for each
         tools                 tools that a model may call, from a request (no torch)
         schema_types          types of values that a JSON schema allows (no torch)
-        python_values         values in Python's syntax as JSON (no torch)
         call_grammar          grammars of answers with calls (no torch)
         tool_format           ToolFormat: the interface of a format of calls (no torch)
         hermes                the format of Hermes and Qwen
         llama3                the format of Llama 3
+        json_lists            lists of JSON objects after a tag: Granite, Cohere and others
         mistral               the formats of Mistral
-        qwen3_coder           the format of Qwen3-Coder
+        tagged_values         a tag for each value: Qwen3-Coder, Seed-OSS, MiniMax-M2, GLM-4.5
+        gemma4                the format of Gemma 4
         deepseek              the formats of DeepSeek V3, R1 and V3.1
-        pythonic              calls in Python's syntax
+        pythonic              calls in Python's syntax: Llama, LFM2, OLMo 3
         harmony               the format of gpt-oss
         formats               all formats of calls, and the one of a chat template
     text/                     shared by the text protocols: outputs, structured answers

@@ -43,8 +43,11 @@ Every option is also a key of the --config FILE, and an environment variable: --
 command line has precedence, then the environment, then the file.
 """
 
+# The formats are listed here, so that `gptmanager --help` needs no import of their parsers.
+_THOUGHTS = ("auto", "none", "think", "mistral", "seed_oss", "cohere", "gemma4", "harmony")
 _CALLS = (
     *("auto", "hermes", "llama3", "mistral", "qwen3_coder", "deepseek", "pythonic", "harmony"),
+    *("gemma4", "glm45", "minimax_m2", "seed_oss", "cohere", "json_list", "olmo3", "lfm2"),
 )
 
 
@@ -154,9 +157,8 @@ def _add_requests(add: _Add) -> None:
     add("--chat-template", type=Path, metavar="FILE", help=text)
     text = "allow a chat template in a request"
     add("--trust-request-chat-template", action="store_true", help=text)
-    text = "format of thoughts (reasoning): auto (by the chat template), none, think, harmony"
-    choices = ("auto", "none", "think", "harmony")
-    add("--reasoning-parser", choices=choices, default="auto", metavar="NAME", help=text)
+    text = f"format of thoughts: {', '.join(_THOUGHTS)} (default auto: by the chat template)"
+    add("--reasoning-parser", choices=_THOUGHTS, default="auto", metavar="NAME", help=text)
     text = f"format of tool calls: {', '.join(_CALLS)} (default auto: by the chat template)"
     add("--tool-call-parser", choices=_CALLS, default="auto", metavar="NAME", help=text)
     add("--no-store", action="store_true", help="do not store responses for later requests")

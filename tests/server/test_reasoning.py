@@ -12,13 +12,15 @@ from gptmanager.server.answer_parsing.harmony_parser import HarmonyParser
 from gptmanager.server.answer_parsing.thought_tags import ThoughtTags
 from gptmanager.server.chat.chat_answer import ChatAnswer
 from gptmanager.server.chat.reasoning import AnswerStart, Reasoning, reasoning_of, special_tags
-from gptmanager.server.tool_formats.hermes import HermesParser
+from gptmanager.server.tool_formats.hermes import Hermes, HermesParser
+from gptmanager.server.tool_formats.tools import read_tools
 
 TEMPLATES = Path(__file__).parent / "chat_templates"
 HEAD = "<|start|>assistant"
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": "</think>"}}\n</tool_call>'
 TO_ADD = '<|channel|>commentary to=functions.add <|constrain|>json<|message|>{"a": [1]}'
 NAMES = {"add"}
+TOOLS = read_tools([{"type": "function", "function": {"name": "add"}}], None)
 
 
 def tags(*, is_open=False):
@@ -65,6 +67,39 @@ def read(parser, text, size=None):
 )  # fmt: skip
 def test_thoughts_in_tags(text, is_open, size, expected):
     assert read(tags(is_open=is_open), text, size) == expected
+
+
+@pytest.mark.parametrize("size", [1, 2, 5, None])
+@pytest.mark.parametrize(
+    ("name", "text", "prompt", "expected"),
+    [
+        ("mistral", "[THINK]I add.[/THINK]It is 3.", "", ("I add.", "It is 3.", [], 6)),
+        ("seed_oss", "<seed:think>a</seed:think>\n3", "", ("a", "3", [], 1)),
+        ("gemma4", "<|channel>thought\nI add.\n<channel|>It is 3.", "",
+         ("I add.", "It is 3.", [], 8)),
+        ("gemma4", "<|channel>thought<channel|>3", "", ("", "3", [], 0)),
+        ("gemma4", "a</think>3", "<|channel>thought\n<channel|>", ("", "a</think>3", [], 0)),
+        ("gemma4", "a<channel|>3", "<|channel>thought\n", ("a", "3", [], 1)),
+        ("cohere", f"<|START_THINKING|>I add.<|END_THINKING|><|START_RESPONSE|>It <| is{CALL}"
+         "<|END_RESPONSE|>", "", ("I add.", "It <| is", [("add", '{"a": "</think>"}')], 6)),
+        ("cohere", "<|START_RESPONSE|>3 <|END_RESPONSE|>", "<|START_THINKING|><|END_THINKING|>",
+         ("", "3 ", [], 0)),
+        ("cohere", "<|START_TEXT|> 3<|END_TE", "", ("", " 3<|END_TE", [], 0)),
+    ],
+)  # fmt: skip
+def test_other_tags_of_thoughts(name, text, prompt, size, expected):
+    start = AnswerStart.of_prompt(Reasoning(name), prompt, None)
+    assert read(start.parser(TOOLS, Hermes()), text, size) == expected
+    if size is None:
+        assert reasoning_of("auto", f"{Reasoning(name).form.closer} </think>") is Reasoning(name)
+
+
+def test_content_between_dropped_tags_keeps_its_place():
+    text = "a<|START_RESPONSE|>bc<|END_RESPONSE|><|END"
+    parser = AnswerStart(Reasoning.COHERE, is_closed=True).parser(None, None)
+    pieces = [one for letter in text for one in parser.push(letter)] + parser.flush()
+    assert [text[one.begin : one.end] for one in pieces] == [one.text for one in pieces]
+    assert "".join(one.text for one in pieces) == "abc<|END"
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 7, None])

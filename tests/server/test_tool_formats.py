@@ -1,6 +1,7 @@
 """Every format of calls: whole, in pieces, hostile, and as its grammar has it."""
 
 import json
+import re
 
 import pytest
 from fuzz import FUZZ
@@ -12,7 +13,6 @@ from gptmanager.callbacks import load_tokenizer
 from gptmanager.server.answer_parsing.answer_parts import Arguments, CallBegins, Content
 from gptmanager.server.answer_parsing.thought_tags import ThoughtTags
 from gptmanager.server.chat.chat_answer import ChatAnswer
-from gptmanager.server.tool_formats.deepseek import TAGS as DEEPSEEK
 from gptmanager.server.tool_formats.formats import FORMATS
 from gptmanager.server.tool_formats.tools import read_tools
 
@@ -74,10 +74,10 @@ def test_a_cut_call_is_no_reason_to_run_it(name):
 
 
 _PARTS = [
-    *DEEPSEEK, "[TOOL_CALLS]", "[TOOL_CALLS] [", "[ARGS]", "[CALL_ID]", "<tool_call>",
-    "</tool_call>",
+    *sorted({tag for form in MADE.values() for tag in form.tags}), "[TOOL_CALLS] [",
     "<function=look>", "<function=", "</function>", "<parameter=city>", "<parameter=days>\n",
-    "</parameter>", "<|channel|>", "<|message|>", "<|end|>", "commentary to=functions.look",
+    "</parameter>", '<invoke name="look">', '<parameter name="days">', "</invoke>", "commentary ",
+    "to=functions.look", "<arg_key>days</arg_key>", "call:look{", "city:", "days:", "look(",
     "look", "stop", "[", "]", "(", ")", "{", "}", '{"name": "look", "arguments": ', ROME, "```json",
     "[look(", "city=", "'Ro\\'", '"', "'", ",", ", ", ";", "=", "\n", " ", "7", "\\", "é", "-" * 99,
     "[[[[", "<think>", "</think>", "\ud7ff", "None", "nan", '"parameters"', "function", "<",
@@ -165,14 +165,17 @@ def test_ids_of_mistral_have_nine_letters():
 def fits(request):
     tokenizer = load_tokenizer("examples/tiny_llama")
     if request.param:
-        tokenizer.add_special_tokens([*MADE["mistral"].tags, *MADE["harmony"].tags])
-        tokenizer.add_tokens([*DEEPSEEK, "<tool_call>", "</tool_call>"])
+        for name in ("mistral", "harmony", "gemma4", "granite", "cohere", "lfm2", "minimax_m2"):
+            tokenizer.add_special_tokens([*MADE[name].tags])
+        for name in ("deepseek", "hermes", "glm45", "seed_oss"):
+            tokenizer.add_tokens([*MADE[name].tags])
     return fits_of(tokenizer)
 
 
 GUIDED = [name for name in MADE if name != "harmony"]
 ONE = {name: TWO[name].removeprefix("Hm.") for name in GUIDED}
-ONE["pythonic"] = '[look(city="Rome", days=2), stop()]'
+for name in ("pythonic", "lfm2", "olmo3"):
+    ONE[name] = ONE[name].replace("'", '"')
 ONE["mistral tags"] = ONE["mistral tags"].replace("[CALL_ID]123456789", "")
 ONE["llama3"] = ONE["llama3"].partition(";")[0]
 
@@ -182,8 +185,12 @@ def test_guided_calls(fits, name):
     form, required = MADE[name], read_tools(LISTED, "required")
     text = ONE[name].lstrip()
     assert fits(form, required, text) == "yes"
-    wrong = text.replace(": 2", ': "two').replace("=2", "=two").replace("\n2", "\ntwo")
-    assert len(fits(form, required, wrong)) < len(wrong) and fits(form, required, "Hm.") == ""
+    wrong = re.sub("(: ?|[=\n>])2", r"\1two", text)
+    assert (
+        wrong != text
+        and len(fits(form, required, wrong)) < len(wrong)
+        and fits(form, required, "Hm.") == ""
+    )
     assert fits(form, TOOLS, "Hm. [1] {") == fits(form, TOOLS, ONE[name]) == "yes"
     assert len(fits(form, TOOLS, wrong)) < len(wrong)
     assert fits(form, TOOLS, "[1, 2]", {"type": "array"}) == fits(form, TOOLS, text, True) == "yes"

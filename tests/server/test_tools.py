@@ -1,17 +1,20 @@
 """Tools: what requests say of them, formats told from chat templates, and grammars of calls."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
 from tool_answers import fits_of
 
 from gptmanager.callbacks import load_tokenizer
+from gptmanager.server import arguments
 from gptmanager.server.chat.functions import has_functions, read_functions
+from gptmanager.server.chat.reasoning import Reasoning
 from gptmanager.server.errors import ApiError
 from gptmanager.server.tool_formats import hermes, llama3
 from gptmanager.server.tool_formats.call_grammar import marks_of
-from gptmanager.server.tool_formats.formats import format_of
+from gptmanager.server.tool_formats.formats import FORMATS, format_of
 from gptmanager.server.tool_formats.tools import read_tools
 
 TEMPLATES = Path(__file__).parent / "chat_templates"
@@ -57,12 +60,31 @@ def test_formats_are_told_from_templates(name, form):
         ("<|header_start|> as [func_name1(params_name1=params_value1...)]", "pythonic"),
         ("<|start_header_id|>{{ message.role }}<|end_header_id|>", None),  # shows no tools
         ('{"name": ..., "parameters": ...}', None),
+        ("'<|tool_call>call:' + name + '{' + arguments + '}<tool_call|>'", "gemma4"),
+        ('<|START_ACTION|>[{"tool_call_id": "0", "tool_name": "x"}]<|END_ACTION|>', "cohere"),
+        ("<tool_call>{name}<arg_key>{key}</arg_key><arg_value>{value}</arg_value>", "glm45"),
+        ("set begin = '<minimax:tool_call>' <invoke name=", "minimax_m2"),
+        ("<seed:tool_call>\\n<function=name>\\n<parameter=x>value</parameter>", "seed_oss"),
+        ("respond only with <|tool_call|> followed by a JSON list of tools used", "json_list"),
+        ('<TOOLCALL>[{"name": "x", "arguments": {}}]</TOOLCALL>', "json_list"),
+        ('within <tool_call></tool_call>, as <tool_calls>[{"name": ...}]', "json_list"),
+        ('<tool_call>\\n{\\"name\\": <name>, \\"arguments\\": <arguments>}', "hermes"),
+        ("<tool_call> {{ call.arguments }} </tool_call>", None),
+        ("'<function_calls>' + calls + '</function_calls>'", "olmo3"),
+        ("List of tools: <|tool_list_start|>[", "lfm2"),
     ],
 )
 def test_formats_of_other_models(template, form):
     found = format_of("auto", template)
     assert (found and found.name) == form
     assert format_of("hermes", template).name == "hermes"
+
+
+def test_the_command_and_the_page_list_all_formats_in_order():
+    assert {*arguments._CALLS} - {"auto"} == {one.name for one in FORMATS}
+    assert {*arguments._THOUGHTS} - {"auto"} == {one.value for one in Reasoning}
+    table = Path("docs/serving.md").read_text().partition("### Formats of tool calls")[2]
+    assert re.findall(r"^\| `(\w+)`", table, re.M)[: len(FORMATS)] == [it.name for it in FORMATS]
 
 
 def test_what_may_be_called():

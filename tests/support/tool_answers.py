@@ -31,6 +31,17 @@ MADE = {
     "mistral": format_of("mistral", ""),
     "mistral tags": format_of("mistral", "[ARGS]"),
     "qwen3_coder": format_of("qwen3_coder", ""),
+    "seed_oss": format_of("seed_oss", ""),
+    "minimax_m2": format_of("minimax_m2", ""),
+    "glm45": format_of("glm45", ""),
+    "glm45 of 4.7": format_of("glm45", "</arg_key><arg_value>"),
+    "granite": format_of("json_list", ""),
+    "nemotron": format_of("json_list", "<TOOLCALL>["),
+    "apriel": format_of("json_list", "<tool_calls>["),
+    "cohere": format_of("cohere", ""),
+    "gemma4": format_of("gemma4", ""),
+    "lfm2": format_of("lfm2", ""),
+    "olmo3": format_of("olmo3", ""),
     "deepseek": format_of("deepseek", "```json"),
     "deepseek v3.1": format_of("deepseek", ""),
     "pythonic": format_of("pythonic", ""),
@@ -41,6 +52,11 @@ QWEN = (
     "<function=look>\n<parameter=city>\nRome\n</parameter>\n<parameter=days>\n2\n</parameter>\n"
     "</function>"
 )
+GLM = (
+    "<arg_key>city</arg_key>\n<arg_value>Rome</arg_value>\n"
+    "<arg_key>days</arg_key>\n<arg_value>2</arg_value>\n"
+)
+LIST = '{"name": "look", "arguments": %s}, {"name": "stop", "arguments": {}}' % ROME
 QWEN_STOP = "<tool_call>\n<function=stop>\n</function>\n</tool_call>"
 CALLS = [["look", ROME], ["stop", "{}"]]
 TWO = {  # two calls, as each format writes them, after a text if it may have one
@@ -56,6 +72,24 @@ TWO = {  # two calls, as each format writes them, after a text if it may have on
     "deepseek v3.1": f"Hm.{BEGIN_ALL}{BEGIN}look{SEPARATOR}{ROME}{END}{BEGIN}stop{SEPARATOR}{{}}"
     f"{END}{END_ALL}",
     "pythonic": "[look(city='Rome', days=2), stop()]",
+    "lfm2": "Hm.<|tool_call_start|>[look(city='Rome', days=2), stop()]<|tool_call_end|>",
+    "olmo3": "Hm.<function_calls>look(city='Rome', days=2)\nstop()</function_calls>",
+    "gemma4": 'Hm.<|tool_call>call:look{city:<|"|>Rome<|"|>,days:2}<tool_call|>'
+    "<|tool_call>call:stop{}<tool_call|>",
+    "granite": f"Hm.<|tool_call|>[{LIST}]",
+    "nemotron": f"Hm.<TOOLCALL>[{LIST}]</TOOLCALL>",
+    "apriel": f"Hm.\n<tool_calls>[{LIST}]</tool_calls>",
+    "cohere": 'Hm.<|START_ACTION|>[\n    {"tool_name": "look", "parameters": %s},\n'
+    '    {"tool_name": "stop", "parameters": {}}\n]<|END_ACTION|>' % ROME,
+    "seed_oss": "Hm.\n<seed:tool_call>\n<function=look>\n<parameter=city>Rome</parameter>\n"
+    "<parameter=days>2</parameter>\n</function>\n</seed:tool_call>\n<seed:tool_call>\n"
+    "<function=stop>\n</function>\n</seed:tool_call>",
+    "minimax_m2": 'Hm.\n<minimax:tool_call>\n<invoke name="look">\n'
+    '<parameter name="city">Rome</parameter>\n<parameter name="days">2</parameter>\n</invoke>\n'
+    '<invoke name="stop">\n</invoke>\n</minimax:tool_call>',
+    "glm45": f"Hm.\n<tool_call>look\n{GLM}</tool_call>\n<tool_call>stop\n</tool_call>",
+    "glm45 of 4.7": f"Hm.<tool_call>look{GLM}</tool_call>\n<tool_call>stop</tool_call>".replace(
+        ">\n<arg_", "><arg_").replace(">\n</tool", "></tool"),
     "harmony": f"<|channel|>final<|message|>Hm.<|end|><|start|>assistant<|channel|>commentary "
     f"to=functions.look <|constrain|>json<|message|>{ROME}<|end|><|start|>assistant<|channel|>"
     "commentary to=functions.stop <|message|>{}<|call|>",

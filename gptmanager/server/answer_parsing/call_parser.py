@@ -212,11 +212,14 @@ class HeadedCallParser(CallParser):
         self._state = State.ARGUMENTS
 
 
-def read_header(text: str, header: Sequence[str | re.Pattern[str]]) -> tuple[str, int] | None:
+def read_header(
+    text: str, header: Sequence[str | re.Pattern[str]], pattern: re.Pattern[str] = NAME
+) -> tuple[str, int] | None:
     """Return the name in a header at the beginning of `text`, and the index after the header.
 
-    If the text ends within the header, the name is "" and the index 0. The result is None if the
-    text cannot be this header, for instance because the name is empty.
+    `pattern` is the part of the header that is the name. If the text ends within the header, the
+    name is "" and the index 0. The result is None if the text cannot be this header, for instance
+    because the name is empty.
     """
     at, name = 0, ""
     for part in header:
@@ -231,7 +234,7 @@ def read_header(text: str, header: Sequence[str | re.Pattern[str]]) -> tuple[str
         if found is None:
             return None
         at = found.end()
-        if part is NAME:
+        if part is pattern:
             name = name or found[0]
             if not name:
                 return None

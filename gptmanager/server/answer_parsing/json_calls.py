@@ -11,13 +11,13 @@ from gptmanager.server.answer_parsing.answer_parts import Arguments, Found
 from gptmanager.server.answer_parsing.call_parser import CallParser, State
 from gptmanager.server.answer_parsing.text_scan import ObjectScan
 
-# A call up to its arguments, if the arguments are an object. A model may write "type" first.
+# A call up to its arguments, if they are an object. A model may write a type or an id first.
 _HEADER = re.compile(
-    r'\s*\{\s*(?:"type"\s*:\s*"function"\s*,\s*)?"name"\s*:\s*"([^"\\]{0,128})"\s*,'
-    r'\s*"(?:arguments|parameters)"\s*:\s*(?=\{)'
+    r'\s*\{\s*(?:(?:"type"\s*:\s*"function"|"(?:tool_call_)?id"\s*:\s*"[^"\\]{0,128}")\s*,\s*)?'
+    r'"(?:tool_)?name"\s*:\s*"([^"\\]{0,128})"\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)'
 )
 _FIRST_KEY = re.compile(r'\{\s*"([^"\\]{0,64})"')
-_CALL_KEYS = ("name", "type", "id", "arguments", "parameters")
+_CALL_KEYS = ("name", "type", "id", "arguments", "parameters", "tool_call_id", "tool_name")
 
 
 class JsonCallParser(CallParser):
@@ -90,7 +90,7 @@ def _read_call(text: str) -> tuple[str, str] | None:
         call = json.loads(text)
     except (ValueError, RecursionError):
         return None
-    name = call.get("name")
+    name = call.get("name", call.get("tool_name"))
     arguments = call.get("arguments", call.get("parameters"))
     if not isinstance(name, str):
         return None

@@ -1,4 +1,4 @@
-"""Parses thoughts in <think> tags, as Qwen3 and DeepSeek-R1 write them before their answers.
+"""Parses thoughts in tags, which many models write before their answers: <think>...</think>
 
 The result does not depend on how the text is divided into tokens. Another parser reads the tool
 calls in the text after the thought.
@@ -6,6 +6,7 @@ calls in the text after the thought.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from enum import Enum
 
 from gptmanager.server.answer_parsing.answer_parts import (
@@ -15,10 +16,29 @@ from gptmanager.server.answer_parsing.answer_parts import (
     Thought,
     ThoughtSpan,
 )
+from gptmanager.server.answer_parsing.dropped_tags import DroppedTags
 from gptmanager.server.answer_parsing.stepwise_parser import StepwiseParser
 from gptmanager.server.answer_parsing.text_scan import num_tag_letters
 
-OPENER, CLOSER = "<think>", "</think>"
+
+@dataclass(frozen=True, slots=True)
+class ThoughtFormat:
+    """The tags around a thought: `opener`, perhaps a `label`, the thought, and `closer`.
+
+    `around` are tags around the text that follows the thought; they are dropped.
+    """
+
+    opener: str
+    closer: str
+    label: str = ""
+    around: tuple[str, ...] = ()
+
+    @property
+    def tags(self) -> tuple[str, ...]:
+        return self.opener, self.closer, *self.around
+
+
+THINK = ThoughtFormat("<think>", "</think>")
 
 
 class _State(Enum):
@@ -34,15 +54,24 @@ class ThoughtTags(StepwiseParser):
     """Divides the text of one answer into its thought, its content and its tool calls.
 
     A thought can only be at the beginning; spaces around it are dropped. With `is_open`, the prompt
-    has already opened the thought. The parser `calls` reads the text after the thought. Without
-    `calls`, all text after the thought is content.
+    has already opened the thought; with `is_closed`, it has also closed it. The parser `calls`
+    reads the text after the thought. Without `calls`, all text after the thought is content.
     """
 
-    def __init__(self, calls: AnswerParser | None = None, *, is_open: bool = False) -> None:
+    def __init__(
+        self,
+        calls: AnswerParser | None = None,
+        form: ThoughtFormat = THINK,
+        *,
+        is_open: bool = False,
+        is_closed: bool = False,
+    ) -> None:
         super().__init__()
         self._calls = calls
+        self._opener, self._closer = form.opener + form.label, form.closer
+        self._around = DroppedTags(form.around)
         self._is_open = is_open
-        self._state = _State.BEGIN
+        self._state = _State.ANSWER if is_closed else _State.BEGIN
         self._has_thought = False  # whether text of the thought has been returned
 
     @property
@@ -53,7 +82,13 @@ class ThoughtTags(StepwiseParser):
     def num_calls(self) -> int:
         return 0 if self._calls is None else self._calls.num_calls
 
+    def push(self, text: str) -> list[Found]:
+        return self._around.push(super().push(text))
+
     def flush(self) -> list[Found]:
+        return self._around.push(self._flush()) + self._around.flush()
+
+    def _flush(self) -> list[Found]:
         if self._state is _State.BEGIN and self._is_open:
             self._open()
         rest = self._take(len(self._text))
@@ -79,11 +114,11 @@ class ThoughtTags(StepwiseParser):
 
     def _begin(self) -> bool:
         rest = self._text.lstrip()
-        is_tagged = rest.startswith(OPENER)
-        if not is_tagged and OPENER.startswith(rest):
+        is_tagged = rest.startswith(self._opener)
+        if not is_tagged and self._opener.startswith(rest):
             return False
         if is_tagged:
-            self._take(len(self._text) - len(rest) + len(OPENER))
+            self._take(len(self._text) - len(rest) + len(self._opener))
         if is_tagged or self._is_open:
             self._open()
         else:
@@ -95,8 +130,8 @@ class ThoughtTags(StepwiseParser):
         self.thoughts.append(ThoughtSpan(self._num_taken))
 
     def _read_thought(self, found: list[Found]) -> bool:
-        at = self._text.find(CLOSER)
-        end = at if at >= 0 else len(self._text) - num_tag_letters(self._text, CLOSER)
+        at = self._text.find(self._closer)
+        end = at if at >= 0 else len(self._text) - num_tag_letters(self._text, self._closer)
         begin = 0
         if not self._has_thought:
             begin = end - len(self._text[:end].lstrip())
@@ -107,9 +142,9 @@ class ThoughtTags(StepwiseParser):
             self._take(begin + len(said))
         if at < 0:
             return False
-        self._take(self._text.find(CLOSER))
+        self._take(self._text.find(self._closer))
         self.thoughts[-1].end = self._num_taken
-        self._take(len(CLOSER))
+        self._take(len(self._closer))
         self._state = _State.AFTER
         return True
 

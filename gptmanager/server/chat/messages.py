@@ -11,8 +11,8 @@ from typing import Any
 import orjson
 
 from gptmanager.errors import quoted
+from gptmanager.server.answer_parsing.python_values import STRICT_JSON
 from gptmanager.server.fields import field_error, wrong_key
-from gptmanager.server.tool_formats.python_values import STRICT_JSON
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 

@@ -9,10 +9,9 @@ from tokenizers import Tokenizer
 
 from gptmanager.decoding.guided.grammar_start import GrammarStart
 from gptmanager.server.answer_parsing import harmony_parser as harmony
-from gptmanager.server.answer_parsing import thought_tags
 from gptmanager.server.answer_parsing.answer_parts import AnswerParser
 from gptmanager.server.answer_parsing.harmony_parser import HarmonyParser
-from gptmanager.server.answer_parsing.thought_tags import ThoughtTags
+from gptmanager.server.answer_parsing.thought_tags import THINK, ThoughtFormat, ThoughtTags
 from gptmanager.server.tool_formats.tool_format import ToolFormat
 from gptmanager.server.tool_formats.tools import Tools
 
@@ -22,15 +21,36 @@ class Reasoning(Enum):
 
     NONE = "none"
     THINK = "think"
+    MISTRAL = "mistral"
+    SEED_OSS = "seed_oss"
+    COHERE = "cohere"
+    GEMMA4 = "gemma4"
     HARMONY = "harmony"
+
+    @property
+    def form(self) -> ThoughtFormat | None:
+        """The tags around a thought; None for harmony, and without thoughts."""
+        return _FORMS.get(self)
 
     @property
     def tags(self) -> tuple[str, ...]:
         """The texts by which a parser finds thoughts."""
         if self is Reasoning.HARMONY:
             return harmony.TAGS
-        tags = (thought_tags.OPENER, thought_tags.CLOSER)
-        return tags if self is Reasoning.THINK else ()
+        return () if self.form is None else self.form.tags
+
+
+# In the order in which `reasoning_of` looks for them in a template.
+_FORMS = {
+    Reasoning.GEMMA4: ThoughtFormat("<|channel>", "<channel|>", label="thought"),
+    Reasoning.COHERE: ThoughtFormat(
+        "<|START_THINKING|>", "<|END_THINKING|>",
+        around=("<|START_RESPONSE|>", "<|END_RESPONSE|>", "<|START_TEXT|>", "<|END_TEXT|>"),
+    ),
+    Reasoning.SEED_OSS: ThoughtFormat("<seed:think>", "</seed:think>"),
+    Reasoning.MISTRAL: ThoughtFormat("[THINK]", "[/THINK]"),
+    Reasoning.THINK: THINK,
+}  # fmt: skip
 
 
 def reasoning_of(parser: str, template: str) -> Reasoning:
@@ -39,7 +59,8 @@ def reasoning_of(parser: str, template: str) -> Reasoning:
         return Reasoning(parser)
     if harmony.CHANNEL in template and harmony.MESSAGE in template:
         return Reasoning.HARMONY
-    return Reasoning.THINK if thought_tags.CLOSER in template else Reasoning.NONE
+    found = (name for name, form in _FORMS.items() if form.closer in template)
+    return next(found, Reasoning.NONE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,23 +87,25 @@ class AnswerStart:
             begin, found = text.rfind(harmony.START), text.rfind(harmony.MESSAGE)
             end = found + len(harmony.MESSAGE) if found > begin else len(text)
             return AnswerStart(reasoning, prompt=text[begin:end] if begin >= 0 else "")
-        if reasoning is Reasoning.NONE:
+        form = reasoning.form
+        if form is None:
             return AnswerStart()
         if continued is not None:
-            is_open = continued.rfind(thought_tags.OPENER) > continued.rfind(thought_tags.CLOSER)
+            is_open = continued.rfind(form.opener) > continued.rfind(form.closer)
             return AnswerStart(reasoning, is_open=is_open, is_closed=not is_open)
         last = text[-_LONGEST_END:].rstrip()
-        is_closed = last.endswith(thought_tags.CLOSER)
-        return AnswerStart(reasoning, last.endswith(thought_tags.OPENER), is_closed)
+        is_open = last.endswith((form.opener, form.opener + form.label))
+        return AnswerStart(reasoning, is_open, is_closed=last.endswith(form.closer))
 
     def parser(self, tools: Tools | None, form: ToolFormat | None) -> AnswerParser | None:
         """Return the parser of an answer; None if all text of the answer is content."""
         if self.reasoning is Reasoning.HARMONY:
             return HarmonyParser(() if tools is None else tools.parameters, self.prompt)
         calls = None if tools is None or form is None else form.parser(tools)
-        if self.reasoning is Reasoning.NONE or self.is_closed:
+        thoughts = self.reasoning.form
+        if thoughts is None or (self.is_closed and not thoughts.around):
             return calls
-        return ThoughtTags(calls, is_open=self.is_open)
+        return ThoughtTags(calls, thoughts, is_open=self.is_open, is_closed=self.is_closed)
 
     def grammar_start(self, tokenizer: Tokenizer) -> GrammarStart | None:
         """Return where in the answer a grammar begins; None if it begins with the answer.
@@ -90,17 +113,18 @@ class AnswerStart:
         Raises ValueError if the tokenizer lacks a token of harmony or, after a prompt that opens a
         thought, the token that closes it.
         """
-        if self.reasoning is Reasoning.NONE or self.is_closed:
-            return None
+        form = self.reasoning.form
         if self.reasoning is Reasoning.HARMONY:
             if harmony.is_in_final(self.prompt):
                 return None
             final = tokenizer.encode("final", add_special_tokens=False).ids
             channel, message = (_id(tokenizer, tag) for tag in (harmony.CHANNEL, harmony.MESSAGE))
             return GrammarStart((channel, *final), then=message)
+        if form is None or self.is_closed:
+            return None
         if self.is_open:
-            return GrammarStart((_id(tokenizer, thought_tags.CLOSER),))
-        opener, closer = map(tokenizer.token_to_id, (thought_tags.OPENER, thought_tags.CLOSER))
+            return GrammarStart((_id(tokenizer, form.closer),))
+        opener, closer = map(tokenizer.token_to_id, (form.opener, form.closer))
         # A model without these tokens was not trained to think.
         return None if opener is None or closer is None else GrammarStart((closer,), opens=opener)
 

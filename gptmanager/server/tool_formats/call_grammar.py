@@ -4,22 +4,23 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from tokenizers import Tokenizer
 
+from gptmanager.server.tool_formats.schema_types import required_of
 from gptmanager.server.tool_formats.tools import Tools
 
 MAX_CALLS = 16  # per guided answer, because a model not trained for tools may never stop calling
 _ANY = "(?s:.*)"
-# (name of a rule, JSON schema of a tool's arguments) -> (grammar lines of the rule, JSON schemas by
-# the names of the rules that they define)
-Body = Callable[[str, Any], tuple[list[str], dict[str, Any]]]
+# (name of a rule, JSON schema of a tool's arguments, ids of added tokens) -> (grammar lines of the
+# rule, JSON schemas by the names of the rules that they define)
+Body = Callable[[str, Any, Mapping[str, int]], tuple[list[str], dict[str, Any]]]
 
 
-def json_body(rule: str, schema: Any) -> tuple[list[str], dict[str, Any]]:
+def json_body(rule: str, schema: Any, marks: Mapping[str, int]) -> tuple[list[str], dict[str, Any]]:
     """Return no grammar lines, and `schema` as the definition of `rule`, for JSON arguments."""
     return [], {rule: schema}
 
@@ -86,7 +87,7 @@ class CallShape:
             rule = f"arguments_{index}"
             head = grammar_text(before + name + self.between, marks)
             lines.append(f"call_{index}: {head} {rule} {grammar_text(self.behind, marks)}")
-            own, own_schemas = self.body(rule, schema)
+            own, own_schemas = self.body(rule, schema, marks)
             lines += own
             schemas |= own_schemas
         return "\n".join(lines), schemas
@@ -139,3 +140,32 @@ def grammar_text(text: str, marks: Mapping[str, int]) -> str:
         for part in parts
         if part
     )
+
+
+def text_until(rule: str, end: str, marks: Mapping[str, int]) -> list[str]:
+    """Return the grammar lines of `rule`: any text up to the first `end`, and `end` itself."""
+    is_lazy = not any(mark in end for mark in marks)  # a text cannot contain marks
+    return [f"{rule}{'[lazy]' if is_lazy else ''}: /{_ANY}/ {grammar_text(end, marks)}"]
+
+
+def named_values(
+    rule: str, schema: Any, names: Sequence[str], joint: str, value_of: Callable[[str, str], str]
+) -> list[str]:
+    """Return the grammar lines of `rule`: the values of `names` in order, with `joint` between.
+
+    Those that the JSON schema does not require may be left out. `value_of(rule, name)` returns the
+    grammar of a name with its value; `rule` begins the names of further rules for it.
+    """
+    required, between = required_of(schema), json.dumps(joint)
+    lines = [f"{rule}: {rule}_0_first"]
+    for index, name in enumerate(names):
+        one, more = f"{rule}_{index}", f"{rule}_{index + 1}"
+        is_optional = name not in required
+        lines += [
+            f"{one}_named: {value_of(one, name)}",
+            f"{one}_first: {one}_named {more}_next" + (f" | {more}_first" if is_optional else ""),
+            f"{one}_next: {between} {one}_named {more}_next"
+            + (f" | {more}_next" if is_optional else ""),
+        ]
+    last = f"{rule}_{len(names)}"
+    return [*lines, f'{last}_first: ""', f'{last}_next: ""']

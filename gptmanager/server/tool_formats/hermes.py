@@ -7,10 +7,13 @@
 
 from __future__ import annotations
 
+import re
+
 from gptmanager.server.answer_parsing.json_calls import JsonCallParser
 from gptmanager.server.tool_formats.call_grammar import CallShape
 from gptmanager.server.tool_formats.tool_format import ShapedFormat
 
+_OBJECT = re.compile(r'\{\s*\\*"name\\*"\s*:')  # `{"name":`, also within a string
 TAGS = ("<tool_call>", "</tool_call>")
 SHAPE = CallShape(
     '<tool_call>\n{"name": "', '", "arguments": ', "}\n</tool_call>", tag=TAGS[0], tags=TAGS
@@ -30,4 +33,4 @@ class Hermes(ShapedFormat):
 
     @staticmethod
     def is_in(template: str) -> bool:
-        return TAGS[0] in template and "arguments" in template
+        return TAGS[0] in template and _OBJECT.search(template) is not None

@@ -9,8 +9,8 @@ from __future__ import annotations
 import uuid
 
 from gptmanager.server.answer_parsing.call_parser import NAME, OBJECT, SPACE, HeadedCallParser
-from gptmanager.server.answer_parsing.json_calls import JsonCallParser
 from gptmanager.server.tool_formats.call_grammar import CallShape
+from gptmanager.server.tool_formats.json_lists import JsonListParser, openers_of
 from gptmanager.server.tool_formats.tool_format import ShapedFormat
 
 CALLS, ID, ARGS = TAGS = ("[TOOL_CALLS]", "[CALL_ID]", "[ARGS]")
@@ -20,10 +20,9 @@ _LIST = CallShape(
 _TAGGED = CallShape(CALLS, ARGS, "", joint="", tag=CALLS, tags=TAGS)
 
 
-class MistralListParser(JsonCallParser):
-    openers = (f"{CALLS} [", f"{CALLS}[", f"{CALLS}\n[")
+class MistralListParser(JsonListParser):
+    openers = openers_of(CALLS)
     closers = ("]",)
-    separator = ","
 
 
 class MistralTagParser(HeadedCallParser):

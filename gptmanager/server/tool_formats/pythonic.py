@@ -1,24 +1,22 @@
-"""The format of some Llama models: the whole answer is a list of calls in Python's syntax.
+"""Formats with calls in Python's syntax.
 
-[get_weather(city="Rome"), add(a=1, b=2)]
+Some Llama models, as the whole answer:      [get_weather(city="Rome"), add(a=1, b=2)]
+LFM2: <|tool_call_start|>[get_weather(city="Rome"), add(a=1, b=2)]<|tool_call_end|>
+OLMo 3, a call in each line: <function_calls>get_weather(city="Rome")
+                             add(a=1, b=2)</function_calls>
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 from gptmanager.server.answer_parsing.answer_parts import Arguments, Found
 from gptmanager.server.answer_parsing.call_parser import NAME, SPACE, CallParser, State, read_header
-from gptmanager.server.tool_formats.call_grammar import CallShape, grammar_text
-from gptmanager.server.tool_formats.python_values import LiteralScan, json_of_literal
-from gptmanager.server.tool_formats.schema_types import (
-    as_json,
-    properties_of,
-    required_of,
-    types_of,
-)
+from gptmanager.server.answer_parsing.python_values import LiteralScan, as_json, json_of_literal
+from gptmanager.server.tool_formats.call_grammar import CallShape, grammar_text, named_values
+from gptmanager.server.tool_formats.schema_types import properties_of, required_of, types_of
 from gptmanager.server.tool_formats.tool_format import ShapedFormat
 
 _SHOWN = re.compile(r"\[\w+\(\w+=\w+")
@@ -26,7 +24,15 @@ _KEY = re.compile(r"\s*([^\W\d][\w-]{0,255})\s*=(?!=)")
 
 
 class PythonicParser(CallParser):
-    """Returns each argument when it is complete. An argument that is not a literal is a string."""
+    """Returns each argument when it is complete. An argument that is not a literal is a string.
+
+    `bracket`: the text that begins a list of calls, after the opener. `separator`: the text between
+    two calls, or "" if only white space is between them. `closers[0]` ends the list.
+    """
+
+    closers: ClassVar[tuple[str, ...]] = ("]",)
+    bracket: ClassVar[str] = "["
+    separator: ClassVar[str] = ","
 
     def __init__(self, parameters: Mapping[str, Any]) -> None:
         super().__init__(parameters)
@@ -34,13 +40,18 @@ class PythonicParser(CallParser):
         self._positions: list[str] = []  # names of the last call's positional arguments
         self._num_values = 0
         self._scan = LiteralScan()
+        self._is_first = True  # the next call is the first of its list
 
     def _begins_call(self, rest: str) -> bool:
-        return rest.startswith("[")
+        return rest.startswith(self.bracket)
+
+    def _begin(self, opener: str) -> None:
+        super()._begin(opener)
+        self._is_first = True
 
     def _read_header(self, found: list[Found]) -> bool:
-        first = "[" if not self.num_calls else ","
-        header = read_header(self._text, (first, SPACE, NAME, SPACE, "("))
+        before = self.bracket if self._is_first else self.separator
+        header = read_header(self._text, (SPACE, before, SPACE, NAME, SPACE, "("))
         if header == ("", 0):
             return False
         if header is None or header[0] not in self._names:
@@ -48,6 +59,7 @@ class PythonicParser(CallParser):
         self._take(header[1])
         self._call(header[0], found)
         self._positions, self._num_values = self._order[header[0]], 0
+        self._is_first = False
         self._scan, self._state = LiteralScan(), State.ARGUMENTS
         return True
 
@@ -78,53 +90,76 @@ class PythonicParser(CallParser):
         self._num_values += 1
 
     def _read_between(self) -> bool:
-        """Read the comma before the next call, or the end of the list."""
+        """Read the text between two calls, or the end of the list."""
         rest = self._text.lstrip()
         if not rest:
             return False
-        self._before = self._text[: -len(rest)]
-        if rest[0] == ",":
-            self._text, self._state = rest, State.HEADER
-        else:
-            self._text, self._state = rest.removeprefix("]"), State.PLAIN
+        is_end = any(rest.startswith(tag) or tag.startswith(rest) for tag in self.closers)
+        if is_end or not rest.startswith(self.separator):
+            return super()._read_between()
+        self._before, self._text = self._text[: -len(rest)], rest
+        self._state = State.HEADER
         return True
 
 
-def _body(rule: str, schema: Any) -> tuple[list[str], dict[str, Any]]:
+class Lfm2Parser(PythonicParser):
+    openers = ("<|tool_call_start|>",)
+    closers = ("]<|tool_call_end|>", "]", "<|tool_call_end|>")
+
+
+class Olmo3Parser(PythonicParser):
+    openers = ("<function_calls>",)
+    closers = ("</function_calls>",)
+    bracket = separator = ""
+
+
+def _body(rule: str, schema: Any, marks: Mapping[str, int]) -> tuple[list[str], dict[str, Any]]:
     """Return the grammar of named arguments: first the required ones, then the optional ones.
 
     Both groups are in the schema's order. A boolean argument is written as True or False, and any
     other argument as JSON, which the parser also accepts.
     """
     properties, required = properties_of(schema), required_of(schema)
-    ordered = sorted(properties, key=lambda name: name not in required)
-    lines, schemas = [], {}
-    for index, name in enumerate(ordered):
-        one, more = f"{rule}_{index}", f"{rule}_{index + 1}"
-        value, key = f"{one}_value", grammar_text(f"{name}=", {})
+    schemas = {}
+
+    def value_of(one: str, name: str) -> str:
+        key = grammar_text(f"{name}=", marks)
         if types_of(properties[name]) == {"boolean"}:
-            lines.append(f'{one}_argument: {key} ("True" | "False")')
-        else:
-            lines.append(f"{one}_argument: {key} {value}")
-            schemas[value] = properties[name]
-        optional = name not in required
-        lines.append(
-            f"{one}_first: {one}_argument {more}_next" + (f" | {more}_first" if optional else "")
-        )
-        following = f'", " {one}_argument {more}_next'
-        lines.append(f"{one}_next: {following}" + (f" | {more}_next" if optional else ""))
-    last = f"{rule}_{len(ordered)}"
-    return [f"{rule}: {rule}_0_first", *lines, f'{last}_first: ""', f'{last}_next: ""'], schemas
+            return f'{key} ("True" | "False")'
+        schemas[f"{one}_value"] = properties[name]
+        return f"{key} {one}_value"
 
-
-_SHAPE = CallShape("", "(", ")", begin="[", joint=", ", end="]", body=_body)
+    names = sorted(properties, key=lambda name: name not in required)
+    return named_values(rule, schema, names, ", ", value_of), schemas
 
 
 class Pythonic(ShapedFormat):
     name = "pythonic"
-    shape = _SHAPE
+    shape = CallShape("", "(", ")", begin="[", joint=", ", end="]", body=_body)
     parser_class = PythonicParser
 
     @staticmethod
     def is_in(template: str) -> bool:
         return _SHOWN.search(template) is not None
+
+
+class Lfm2(ShapedFormat):
+    name = "lfm2"
+    tags = ("<|tool_call_start|>", "<|tool_call_end|>")
+    shape = CallShape("", "(", ")", f"{tags[0]}[", ", ", f"]{tags[1]}", tags[0], tags, _body)
+    parser_class = Lfm2Parser
+
+    @staticmethod
+    def is_in(template: str) -> bool:
+        return any(one in template for one in ("<|tool_call_start|>", "List of tools: "))
+
+
+class Olmo3(ShapedFormat):
+    name = "olmo3"
+    tags = ("<function_calls>", "</function_calls>")
+    shape = CallShape("", "(", ")", tags[0], "\n", tags[1], tags[0], tags, _body)
+    parser_class = Olmo3Parser
+
+    @staticmethod
+    def is_in(template: str) -> bool:
+        return "<function_calls>" in template

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -84,8 +83,3 @@ def _resolved(schema: Any, root: Any) -> Any:
             key = key.replace("~1", "/").replace("~0", "~")
             schema = schema.get(key) if isinstance(schema, Mapping) else None
     return schema
-
-
-def as_json(value: Any) -> str:
-    """Return a value as JSON. Raise ValueError or TypeError if JSON cannot represent the value."""
-    return json.dumps(value, ensure_ascii=False, allow_nan=False)

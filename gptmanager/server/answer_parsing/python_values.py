@@ -6,8 +6,7 @@ import ast
 import json
 import re
 import warnings
-
-from gptmanager.server.tool_formats.schema_types import as_json
+from typing import Any
 
 _LONGEST = 1 << 16  # characters; longer values are not parsed as Python
 _BREAKS = re.compile(r"""(?P<quote>\"{3}|'{3}|["'])|[()\[\]{},]""")
@@ -19,6 +18,11 @@ def _refuse_constant(name: str) -> None:
 
 
 STRICT_JSON = json.JSONDecoder(parse_constant=_refuse_constant)  # without NaN and Infinity
+
+
+def as_json(value: Any) -> str:
+    """Return a value as JSON. Raise ValueError or TypeError if JSON cannot represent the value."""
+    return json.dumps(value, ensure_ascii=False, allow_nan=False)
 
 
 def json_of_literal(text: str) -> str | None:

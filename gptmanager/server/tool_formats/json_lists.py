@@ -1,0 +1,86 @@
+"""Formats with a list of JSON objects after a tag.
+
+Granite 3:  <|tool_call|>[{"name": "get_weather", "arguments": {"city": "Rome"}}]
+Nemotron:   <TOOLCALL>[{"name": "get_weather", "arguments": {"city": "Rome"}}]</TOOLCALL>
+Apriel:     <tool_calls>[{"name": "get_weather", "arguments": {"city": "Rome"}}]</tool_calls>
+Command R7B, A:
+    <|START_ACTION|>[
+        {"tool_call_id": "0", "tool_name": "get_weather", "parameters": {"city": "Rome"}}
+    ]<|END_ACTION|>
+"""
+
+from __future__ import annotations
+
+from gptmanager.server.answer_parsing.json_calls import JsonCallParser
+from gptmanager.server.tool_formats.call_grammar import CallShape
+from gptmanager.server.tool_formats.tool_format import ShapedFormat
+
+
+def openers_of(tag: str) -> tuple[str, ...]:
+    """Return the texts that begin a list of calls: `tag`, white space and a bracket."""
+    return tuple(f"{tag}{space}[" for space in ("", " ", "\n"))
+
+
+class JsonListParser(JsonCallParser):
+    separator = ","
+
+
+class GraniteParser(JsonListParser):
+    openers = openers_of("<|tool_call|>")
+    closers = ("]", "<|/tool_call|>")
+
+
+class NemotronParser(JsonListParser):
+    openers = openers_of("<TOOLCALL>")
+    closers = ("]", "</TOOLCALL>")
+
+
+class ToolCallsParser(JsonListParser):
+    openers = openers_of("<tool_calls>")
+    closers = ("]", "</tool_calls>")
+
+
+class CohereParser(JsonListParser):
+    openers = openers_of("<|START_ACTION|>")
+    closers = ("]", "<|END_ACTION|>")
+
+
+# (tag, closing tag, text that a chat template of this variant contains, parser)
+_VARIANTS = (
+    ("<|tool_call|>", "", "<|tool_call|>", GraniteParser),
+    ("<TOOLCALL>", "</TOOLCALL>", "<TOOLCALL>[", NemotronParser),
+    ("<tool_calls>", "</tool_calls>", "<tool_calls>[", ToolCallsParser),
+)
+
+
+class JsonList(ShapedFormat):
+    """The variant that a chat template contains; Granite's if it contains none."""
+
+    name = "json_list"
+    tags = tuple(tag for begin, end, *_ in _VARIANTS for tag in (begin, end) if tag)
+
+    def __init__(self, template: str = "") -> None:
+        begin, end, _, self.parser_class = next(
+            (one for one in _VARIANTS if one[2] in template), _VARIANTS[0]
+        )
+        self.shape = CallShape(
+            '{"name": "', '", "arguments": ', "}", f"{begin}[", ", ", f"]{end}", begin, self.tags
+        )
+
+    @staticmethod
+    def is_in(template: str) -> bool:
+        return any(one[2] in template for one in _VARIANTS)
+
+
+class Cohere(ShapedFormat):
+    name = "cohere"
+    tags = ("<|START_ACTION|>", "<|END_ACTION|>")
+    shape = CallShape(
+        '{"tool_name": "', '", "parameters": ', "}",
+        f"{tags[0]}[\n    ", ",\n    ", f"\n]{tags[1]}", tags[0], tags,
+    )  # fmt: skip
+    parser_class = CohereParser
+
+    @staticmethod
+    def is_in(template: str) -> bool:
+        return "<|START_ACTION|>" in template

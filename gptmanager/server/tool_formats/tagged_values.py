@@ -1,0 +1,312 @@
+"""Formats with a tag for each value. Strings are written as they are, other values as JSON.
+
+Qwen3-Coder, Qwen3.5:                   Seed-OSS has no line breaks around values:
+    <tool_call>                             <seed:tool_call>
+    <function=get_weather>                  <function=get_weather>
+    <parameter=city>                        <parameter=city>Rome</parameter>
+    Rome                                    </function>
+    </parameter>                            </seed:tool_call>
+    </function>
+    </tool_call>
+
+MiniMax-M2, with all calls in one tag:  GLM-4.5 (4.7 without the line breaks):
+    <minimax:tool_call>                     <tool_call>get_weather
+    <invoke name="get_weather">             <arg_key>city</arg_key>
+    <parameter name="city">Rome</parameter> <arg_value>Rome</arg_value>
+    </invoke>                               </tool_call>
+    </minimax:tool_call>
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from gptmanager.server.answer_parsing.answer_parts import Arguments, Found
+from gptmanager.server.answer_parsing.call_parser import (
+    NAME,
+    SPACE,
+    HeadedCallParser,
+    State,
+    read_header,
+)
+from gptmanager.server.answer_parsing.python_values import as_json, json_of_literal
+from gptmanager.server.answer_parsing.text_scan import num_tag_letters
+from gptmanager.server.tool_formats.call_grammar import CallShape, grammar_text, text_until
+from gptmanager.server.tool_formats.schema_types import (
+    choices_of,
+    properties_of,
+    required_of,
+    types_of,
+)
+from gptmanager.server.tool_formats.tool_format import ShapedFormat
+
+_KEY = re.compile(r'[^<>"]{0,256}')
+_TAG = re.compile("(?=<)")  # another tag follows
+
+
+@dataclass(frozen=True, slots=True)
+class ValueTags:
+    """The tags around the names and the values of arguments.
+
+    `key` is the tag that begins an argument, `begin` the text between its name and its value, and
+    `end` the tag after the value. `ends` are the tags that end a call. `joint` follows each
+    argument. The grammar writes `line_break` around each value; the parser drops one
+    `dropped_break` before it, and one after it.
+    """
+
+    key: str
+    begin: str
+    end: str
+    ends: tuple[str, ...]
+    line_break: str = ""
+    dropped_break: str = ""
+    joint: str = "\n"
+
+    def body(
+        self, rule: str, schema: Any, marks: Mapping[str, int]
+    ) -> tuple[list[str], dict[str, Any]]:
+        """Return the grammar of a schema's arguments, in order, and the schemas of further rules.
+
+        If the schema has no properties, the grammar allows any arguments with strings as values,
+        unless the schema forbids additional properties.
+        """
+        properties, required = properties_of(schema), required_of(schema)
+        end, joint = self.line_break + self.end, grammar_text(self.joint, marks)
+        ends = f"{grammar_text(end, marks)} {joint}"
+        text_rule = [
+            *text_until(f"{rule}_until", end, marks),
+            f"{rule}_text: {rule}_until {joint}",
+        ]
+        if not properties:
+            is_closed = isinstance(schema, Mapping) and schema.get("additionalProperties") is False
+            key = grammar_text(self.key, marks)
+            begin = grammar_text(self.begin + self.line_break, marks)
+            any_one = f'{key} /[^<>"\\n]{{1,64}}/ {begin} {rule}_text'
+            return [f"{rule}: " + ('""' if is_closed else f"({any_one})*"), *text_rule], {}
+        lines, schemas, parts, has_text = [], {}, [], False
+        for index, (name, own) in enumerate(properties.items()):
+            one = f"{rule}_{index}"
+            begins = grammar_text(self.key + name + self.begin + self.line_break, marks)
+            choices = choices_of(own)
+            if types_of(own) <= {"string"} and choices is not None:
+                texts = " | ".join(grammar_text(str(it), marks) for it in choices)
+                lines.append(f"{one}_value: {begins} ({texts}) {ends}")
+            elif types_of(own) <= {"string"}:
+                lines.append(f"{one}_value: {begins} {rule}_text")
+                has_text = True
+            else:
+                lines.append(f"{one}_value: {begins} {one} {ends}")
+                schemas[one] = own
+            parts.append(f"{one}_value" + ("" if name in required else "?"))
+        lines.insert(0, f"{rule}: " + " ".join(parts))
+        return lines + (text_rule if has_text else []), schemas
+
+
+class TaggedValuesParser(HeadedCallParser):
+    """A parser that returns strings in pieces, and other values whole."""
+
+    tags: ValueTags
+
+    def __init__(self, parameters: Mapping[str, Any]) -> None:
+        super().__init__(parameters)
+        self._schemas = {name: properties_of(schema) for name, schema in parameters.items()}
+        self._name = ""
+        self._num_values = 0
+        self._is_value = self._is_text = self._has_begun = False
+        tags, line_break = self.tags, self.tags.dropped_break
+        self._next = (tags.key, *tags.ends)
+        self._value_ends = (tags.end, tags.key, tags.ends[0])  # a model may forget the first
+        self._held = {f"{before}{one}" for one in self._value_ends for before in ("", line_break)}
+        self._key = (tags.key, _KEY, *(SPACE if it.isspace() else it for it in _split(tags.begin)))
+
+    def _call(self, name: str, found: list[Found]) -> None:
+        super()._call(name, found)
+        self._name = name
+
+    def _begin_arguments(self, found: list[Found]) -> None:
+        self._state, self._num_values, self._is_value = State.ARGUMENTS, 0, False
+
+    def _read_arguments(self, found: list[Found]) -> bool:
+        return self._read_value(found) if self._is_value else self._read_key(found)
+
+    def _read_key(self, found: list[Found]) -> bool:
+        """Read up to the value of the next argument, or up to the end of the call."""
+        at, tag = _first(self._text, self._next)
+        if at < 0:
+            self._take(
+                len(self._text) - max(num_tag_letters(self._text, one) for one in self._next)
+            )
+            return False
+        self._take(at)
+        if tag != self.tags.key:
+            self._add("}" if self._num_values else "{}", found)
+            self._state = State.BETWEEN
+            return True
+        key = read_header(self._text, self._key, _KEY)
+        if key is None:
+            self._take(len(tag))  # not an argument
+            return True
+        name, end = key
+        if not end:
+            return False
+        self._take(end)
+        name = name.strip()
+        self._is_value, self._has_begun = True, False
+        self._is_text = types_of(self._schemas[self._name].get(name)) <= {"string"}
+        self._add(f"{', ' if self._num_values else '{'}{as_json(name)}: ", found)
+        self._num_values += 1
+        return True
+
+    def _read_value(self, found: list[Found]) -> bool:
+        """Read a value, without the line breaks around it."""
+        line_break = self.tags.dropped_break
+        if not self._has_begun:
+            if not self._text:
+                return False
+            self._text, self._has_begun = self._text.removeprefix(line_break), True
+            if self._is_text:
+                self._add('"', found)
+        at, tag = _first(self._text, self._value_ends)
+        if at < 0:
+            if self._is_text:
+                held = max(num_tag_letters(self._text, one) for one in self._held)
+                self._add(_within_quotes(self._take(len(self._text) - held)), found)
+            return False
+        value = self._take(at).removesuffix(line_break)
+        self._add(_within_quotes(value) + '"' if self._is_text else _json_of(value), found)
+        self._take(len(tag) if tag == self.tags.end else 0)
+        self._is_value = False
+        return True
+
+    def _add(self, text: str, found: list[Found]) -> None:
+        if text:
+            found.append(Arguments(self.num_calls - 1, text))
+
+
+def _split(text: str) -> list[str]:
+    """Divide a text into white space and other parts."""
+    return [part for part in re.split(r"(\s+)", text) if part]
+
+
+def _first(text: str, tags: tuple[str, ...]) -> tuple[int, str]:
+    """Return the index of the tag that occurs first in `text`, and this tag, or (-1, "")."""
+    return min(((text.find(tag), tag) for tag in tags if tag in text), default=(-1, ""))
+
+
+def _within_quotes(text: str) -> str:
+    return as_json(text)[1:-1]
+
+
+def _json_of(text: str) -> str:
+    """Return a value in JSON or Python syntax as JSON, and any other text as a JSON string."""
+    found = json_of_literal(text.strip())
+    return as_json(text) if found is None else found
+
+
+# Formats -------------------------------------------------------------------------------------
+
+
+class Qwen3CoderParser(TaggedValuesParser):
+    """Calls may lack `<tool_call>`."""
+
+    openers = ("<tool_call>", "<function=")
+    closers = ("</function>", "</tool_call>")
+    headers = {
+        "<tool_call>": ((SPACE, "<function=", SPACE, NAME, SPACE, ">"),),
+        "<function=": ((SPACE, NAME, SPACE, ">"),),
+    }
+    tags = ValueTags("<parameter=", ">", "</parameter>", closers, "\n", "\n")
+
+
+class SeedOssParser(TaggedValuesParser):
+    openers = ("<seed:tool_call>",)
+    closers = ("</function>", "</seed:tool_call>")
+    headers = {"<seed:tool_call>": ((SPACE, "<function=", SPACE, NAME, SPACE, ">"),)}
+    tags = ValueTags("<parameter=", ">", "</parameter>", closers, dropped_break="\n")
+
+
+class MiniMaxM2Parser(TaggedValuesParser):
+    openers = ("<minimax:tool_call>", '<invoke name="')
+    closers = ("</invoke>", "</minimax:tool_call>")
+    headers = {
+        "<minimax:tool_call>": ((SPACE, '<invoke name="', NAME, '">'),),
+        '<invoke name="': ((NAME, '">'),),
+    }
+    tags = ValueTags('<parameter name="', '">', "</parameter>", closers)
+
+
+class Glm45Parser(TaggedValuesParser):
+    openers = ("<tool_call>",)
+    closers = ("</tool_call>",)
+    headers = {"<tool_call>": ((SPACE, NAME, SPACE, _TAG),)}
+    tags = ValueTags("<arg_key>", "</arg_key>\n<arg_value>", "</arg_value>", closers)
+
+
+class Glm47Parser(Glm45Parser):
+    tags = ValueTags(
+        "<arg_key>", "</arg_key><arg_value>", "</arg_value>", Glm45Parser.closers, joint=""
+    )
+
+
+class Qwen3Coder(ShapedFormat):
+    name = "qwen3_coder"
+    tags = ("<tool_call>", "</tool_call>")
+    parser_class = Qwen3CoderParser
+    shape = CallShape(
+        "<tool_call>\n<function=", ">\n", "</function>\n</tool_call>", tag=tags[0], tags=tags,
+        body=parser_class.tags.body,
+    )  # fmt: skip
+
+    @staticmethod
+    def is_in(template: str) -> bool:
+        return "<function=" in template and "<parameter=" in template
+
+
+class SeedOss(ShapedFormat):
+    name = "seed_oss"
+    tags = ("<seed:tool_call>", "</seed:tool_call>")
+    parser_class = SeedOssParser
+    shape = CallShape(
+        f"{tags[0]}\n<function=", ">\n", f"</function>\n{tags[1]}", tag=tags[0], tags=tags,
+        body=parser_class.tags.body,
+    )  # fmt: skip
+
+    @staticmethod
+    def is_in(template: str) -> bool:
+        return "<seed:tool_call>" in template
+
+
+class MiniMaxM2(ShapedFormat):
+    name = "minimax_m2"
+    tags = ("<minimax:tool_call>", "</minimax:tool_call>")
+    parser_class = MiniMaxM2Parser
+    shape = CallShape(
+        '<invoke name="', '">\n', "</invoke>\n", f"{tags[0]}\n", "", tags[1], tags[0], tags,
+        parser_class.tags.body,
+    )  # fmt: skip
+
+    @staticmethod
+    def is_in(template: str) -> bool:
+        return "<minimax:tool_call>" in template
+
+
+class Glm45(ShapedFormat):
+    """The format of GLM-4.5, 4.6 and 4.7, in the variant that a chat template contains."""
+
+    name = "glm45"
+    tags = ("<tool_call>", "</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>")
+
+    def __init__(self, template: str = "") -> None:
+        has_breaks = "</arg_key><arg_value>" not in template
+        self.parser_class = Glm45Parser if has_breaks else Glm47Parser
+        self.shape = CallShape(
+            "<tool_call>", "\n" if has_breaks else "", "</tool_call>", tag=self.tags[0],
+            tags=self.tags, body=self.parser_class.tags.body,
+        )  # fmt: skip
+
+    @staticmethod
+    def is_in(template: str) -> bool:
+        return "<arg_key>" in template and "<arg_value>" in template
