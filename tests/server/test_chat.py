@@ -354,6 +354,30 @@ def test_a_template_that_needs_objects_gets_a_cut_call_as_one(qwen, items):
     assert refused.status_code == 400 and "No calls!" in refused.json()["error"]["message"]
 
 
+@pytest.mark.parametrize(
+    ("shown", "calls"),
+    [
+        ("respond with <|tool_call|>",
+         '<|tool_call|>[{"name": "look", "arguments": {"city": "Pa\\"ris", "near": [true]}}, '
+         '{"name": "stop", "arguments": {}}]'),
+        ("List of tools: ",
+         '<|tool_call_start|>[look(city="Pa\\"ris", near=[True]), stop()]<|tool_call_end|>'),
+        ("<tool_call>{{ '{\"name\":' }}", ""),  # templates of this format write calls themselves
+    ],
+)  # fmt: skip
+def test_calls_are_text_for_a_template_that_leaves_them_out(qwen, shown, calls):
+    given = [("look", '{"city": "Pa\\"ris", "near": [true]}'), ("stop", "{}")]
+    listed = [
+        {"id": name, "type": "function", "function": {"name": name, "arguments": arguments}}
+        for name, arguments in given
+    ]
+    messages = [*ADD, {"role": "assistant", "content": "I look.", "tool_calls": listed}]
+    body = {"messages": messages, "chat_template": f"{shown}|{{{{ messages[-1].content }}}}"}
+    ids = qwen.post("/tokenize", json=body).json()["tokens"]
+    prompt = qwen.post("/detokenize", json={"tokens": ids}).json()["prompt"]
+    assert prompt.partition("|I look.")[2] == calls
+
+
 def test_llama_3_which_takes_one_call_in_a_message_gets_one(llama3):
     call = '{"name": "get_weather", "parameters": {"city": "Rome", "days": 1}}'
     loose = {

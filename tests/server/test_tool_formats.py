@@ -114,6 +114,19 @@ def test_huge_answers_take_linear_time(name):
         parsed(MADE[name], [text[at : at + 100] for at in range(0, len(text), 100)])
 
 
+@pytest.mark.parametrize("name", MADE)
+def test_calls_as_text_are_found_again(name):
+    look = {"city": "a \"b\"\n'c', é", "days": -2, "exact": True, "tags": ["x", "]"], "unit": None}
+    text = MADE[name].text([("look", look), ("stop", {})])
+    if name in ("granite", "nemotron", "apriel", "lfm2"):
+        content, calls, _ = parsed(MADE[name], [text])
+        assert content == "" and [(it, json.loads(one)) for it, one in calls] == [
+            ("look", look), ("stop", {})
+        ]  # fmt: skip
+    else:
+        assert text is None
+
+
 @pytest.mark.parametrize(
     ("given", "arguments"),
     [

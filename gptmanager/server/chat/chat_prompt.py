@@ -29,6 +29,7 @@ from gptmanager.server.chat.messages import (
     count_items,
     one_call_each,
     read_messages,
+    with_calls_as_text,
     with_thinking,
 )
 from gptmanager.server.chat.reasoning import AnswerStart, Reasoning, reasoning_of
@@ -53,11 +54,12 @@ from gptmanager.server.tool_formats.tool_format import ToolFormat
 from gptmanager.server.tool_formats.tools import Tools
 
 OBJECTS = AsItIs({"type": "array", "items": {"type": "object"}})
-# Maximum number of templates in `ChatPrompts._one_call`. With --trust-request-chat-template, each
+# Maximum number of templates in `ChatPrompts._tried`. With --trust-request-chat-template, each
 # request may pass another template.
 _MOST_TRIED = 32
 _MOST_LOOKED_FOR = 32  # variables to search for in a template, which may be long
 MAX_DOCUMENTS = 1024
+_PLACE = "Kattegatleden"  # a word that no template contains
 _MANY = 100  # messages, parts and calls that take a millisecond to read; more are read in a thread
 MESSAGES = AsItIs(MESSAGES_SCHEMA)
 # The fields of every request that has messages.
@@ -77,6 +79,18 @@ _FIELDS = ("messages", "tools", "documents", "add_generation_prompt")
 UNKNOWN_FORMAT = (
     "the chat template describes no known format of calls; --tool-call-parser sets the format"
 )
+
+
+@dataclass(frozen=True, slots=True)
+class _Trial:
+    """How a template treats calls in messages.
+
+    `one_call`: it accepts a message with one call, but rejects one with two. `ignores_calls`: the
+    prompt does not contain the calls.
+    """
+
+    one_call: bool = False
+    ignores_calls: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +123,7 @@ class ChatPrompts:
             self._templates = read_template_file(settings.chat_template)
         else:
             self._templates = read_chat_templates(engine.card.folder)
-        self._one_call: dict[bytes, bool] = {}  # digest of a template -> allows only one call
+        self._tried: dict[bytes, _Trial] = {}  # by the digest of a template
         self._process = TemplateProcess()
         self._process_of_requests = TemplateProcess()
         tokenizer, hides = engine.card.tokenizer, settings.no_special_tokens_in_text
@@ -172,10 +186,13 @@ class ChatPrompts:
             messages = [
                 {**one, "role": "system"} if one["role"] == "developer" else one for one in messages
             ]
-        has_calls = tools is not None or any(len(one.get("tool_calls", ())) > 1 for one in messages)
-        one_call = has_calls and await self._allows_only_one_call(template, process)
-        if one_call:
+        has_calls = tools is not None or any("tool_calls" in one for one in messages)
+        trial = await self._try(template, process) if has_calls else _Trial()
+        if trial.one_call:
             messages = one_call_each(messages)
+        own = self._tool_format(template)
+        if trial.ignores_calls and own is not None:
+            messages = with_calls_as_text(messages, own)
         if reasoning is Reasoning.HARMONY:
             messages = with_thinking(messages)
         text = await self._render(template, process, messages, body, tools)
@@ -190,7 +207,7 @@ class ChatPrompts:
             tokens = [*before, *tokens, *after]
         continued = messages[-1]["content"] if body.get("continue_final_message") else None
         start = AnswerStart.of_prompt(reasoning, text, continued)
-        return ChatPrompt(tokens, form, one_call, start, parts.table)
+        return ChatPrompt(tokens, form, trial.one_call, start, parts.table)
 
     def _known_format(self, template: str, reasoning: Reasoning) -> ToolFormat:
         form = self._tool_format(template)
@@ -211,24 +228,27 @@ class ChatPrompts:
                 tokens += await self._engine.encode("messages", piece, special=False)
         return tokens
 
-    async def _allows_only_one_call(self, template: str, process: TemplateProcess) -> bool:
-        """Return whether a template accepts one call in a message, but rejects two calls.
+    async def _try(self, template: str, process: TemplateProcess) -> _Trial:
+        """Render a template with calls, because its text does not show how it treats them.
 
-        The template is rendered to find out, because its text does not show what it rejects. The
-        result is kept if one call was accepted.
+        The result is kept if one call was accepted.
         """
         key = hashlib.sha256(template.encode()).digest()  # a template may be long
-        if key not in self._one_call:
-            if not await self._accepts(template, process, 1):
-                return False  # if one call fails, a failure with two calls proves nothing
-            accepts_two = await self._accepts(template, process, 2)
-            if len(self._one_call) >= _MOST_TRIED:
-                self._one_call.clear()
-            self._one_call[key] = not accepts_two
-        return self._one_call[key]
+        if key not in self._tried:
+            with_one = await self._with_calls(template, process, 1)
+            if with_one is None:
+                return _Trial()  # if one call fails, a failure with two calls proves nothing
+            with_two = await self._with_calls(template, process, 2)
+            if len(self._tried) >= _MOST_TRIED:
+                self._tried.clear()
+            self._tried[key] = _Trial(with_two is None, _PLACE not in with_one)
+        return self._tried[key]
 
-    async def _accepts(self, template: str, process: TemplateProcess, num_calls: int) -> bool:
-        messages, tools = _trial(num_calls)
+    async def _with_calls(
+        self, template: str, process: TemplateProcess, num_calls: int
+    ) -> str | None:
+        """Return the text of a conversation with calls; None if the template rejects it."""
+        messages, tools = _conversation(num_calls)
         variables = {
             **self._engine.card.special_tokens,
             "tools": tools,
@@ -236,10 +256,9 @@ class ChatPrompts:
             "add_generation_prompt": True,
         }
         try:
-            await _fill_in(process, template, messages, variables=variables)
+            return await _fill_in(process, template, messages, variables=variables)
         except TemplateError:
-            return False
-        return True
+            return None
 
     def _template(self, body: Mapping[str, Any], has_tools: bool) -> tuple[str, TemplateProcess]:
         given = body.get("chat_template")
@@ -312,11 +331,11 @@ async def _fill_in(
         raise ApiError(503, text, code="no_process") from None
 
 
-def _trial(num_calls: int) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+def _conversation(num_calls: int) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """Return messages, one of which has `num_calls` calls of a tool, and a list with this tool."""
     # Mistral's templates require ids of nine characters.
     ids = [f"call{index:05}" for index in range(num_calls)]
-    function = {"name": "look", "arguments": {"at": "it"}}
+    function = {"name": "look", "arguments": {"at": _PLACE}}
     calls = [{"id": one, "type": "function", "function": function} for one in ids]
     results = [{"role": "tool", "content": "seen", "tool_call_id": one} for one in ids]
     parameters = {"type": "object", "properties": {"at": {"type": "string"}}}

@@ -13,6 +13,7 @@ import orjson
 from gptmanager.errors import quoted
 from gptmanager.server.answer_parsing.python_values import STRICT_JSON
 from gptmanager.server.fields import field_error, wrong_key
+from gptmanager.server.tool_formats.tool_format import ToolFormat
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 
@@ -122,6 +123,21 @@ def arguments_as_objects(messages: Sequence[dict[str, Any]]) -> list[dict[str, A
         for one in messages
     ]
     return None if found == list(messages) else found
+
+
+def with_calls_as_text(
+    messages: Sequence[dict[str, Any]], form: ToolFormat
+) -> list[dict[str, Any]]:
+    """Add calls to the content as the model writes them, for templates that ignore `tool_calls`."""
+    found = []
+    for one in arguments_as_objects(messages) or messages:
+        functions = [call["function"] for call in one.get("tool_calls", ())]
+        text = form.text([(it["name"], it["arguments"]) for it in functions])
+        if functions and text is not None:
+            content = f"{one['content']}{text}"
+            one = {key: it for key, it in one.items() if key != "tool_calls"} | {"content": content}
+        found.append(one)
+    return found
 
 
 def _read(message: Any, where: str) -> dict[str, Any]:

@@ -33,7 +33,8 @@ class CallShape:
     `end`. `body` returns the grammar of the arguments. `tag` begins calls within text; if `tag`
     is empty, an answer is either only calls or only text. `tags` are the texts that mark calls.
     Tags that are added tokens cannot occur in the text around calls. `several`: whether the grammar
-    allows more than one call in an answer.
+    allows more than one call in an answer. `write` returns the text of arguments; None if a model
+    with this format has a chat template that writes calls.
     """
 
     before: str
@@ -46,6 +47,17 @@ class CallShape:
     tags: tuple[str, ...] = ()
     body: Body = json_body
     several: bool = True
+    write: Callable[[Mapping[str, Any]], str] | None = None
+
+    def text(self, calls: Sequence[tuple[str, Mapping[str, Any]]]) -> str | None:
+        """Return calls, as (name, arguments), as the model writes them; None without `write`."""
+        if self.write is None:
+            return None
+        texts = [
+            f"{self.before}{name}{self.between}{self.write(arguments)}{self.behind}"
+            for name, arguments in calls
+        ]
+        return self.begin + self.joint.join(texts) + self.end
 
     def grammar(
         self, tools: Tools, marks: Mapping[str, int], answer: Any = None

@@ -12,6 +12,7 @@ Command R7B, A:
 from __future__ import annotations
 
 from gptmanager.server.answer_parsing.json_calls import JsonCallParser
+from gptmanager.server.answer_parsing.python_values import as_json
 from gptmanager.server.tool_formats.call_grammar import CallShape
 from gptmanager.server.tool_formats.tool_format import ShapedFormat
 
@@ -64,8 +65,9 @@ class JsonList(ShapedFormat):
             (one for one in _VARIANTS if one[2] in template), _VARIANTS[0]
         )
         self.shape = CallShape(
-            '{"name": "', '", "arguments": ', "}", f"{begin}[", ", ", f"]{end}", begin, self.tags
-        )
+            '{"name": "', '", "arguments": ', "}", f"{begin}[", ", ", f"]{end}", begin, self.tags,
+            write=as_json,
+        )  # fmt: skip
 
     @staticmethod
     def is_in(template: str) -> bool:

@@ -133,6 +133,12 @@ def _body(rule: str, schema: Any, marks: Mapping[str, int]) -> tuple[list[str], 
     return named_values(rule, schema, names, ", ", value_of), schemas
 
 
+def _written(arguments: Mapping[str, Any]) -> str:
+    """Return named arguments in Python's syntax, with double quotes where JSON has them."""
+    texts = {key: as_json(it) if isinstance(it, str) else repr(it) for key, it in arguments.items()}
+    return ", ".join(f"{key}={text}" for key, text in texts.items())
+
+
 class Pythonic(ShapedFormat):
     name = "pythonic"
     shape = CallShape("", "(", ")", begin="[", joint=", ", end="]", body=_body)
@@ -146,7 +152,9 @@ class Pythonic(ShapedFormat):
 class Lfm2(ShapedFormat):
     name = "lfm2"
     tags = ("<|tool_call_start|>", "<|tool_call_end|>")
-    shape = CallShape("", "(", ")", f"{tags[0]}[", ", ", f"]{tags[1]}", tags[0], tags, _body)
+    shape = CallShape(
+        "", "(", ")", f"{tags[0]}[", ", ", f"]{tags[1]}", tags[0], tags, _body, write=_written
+    )
     parser_class = Lfm2Parser
 
     @staticmethod

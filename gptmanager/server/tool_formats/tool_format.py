@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 from gptmanager.server.answer_parsing.answer_parts import AnswerParser
@@ -49,6 +49,10 @@ class ToolFormat(ABC):
         be complete and valid. The result is None if the format has no grammar for these answers.
         """
 
+    def text(self, calls: Sequence[tuple[str, Mapping[str, Any]]]) -> str | None:
+        """Return calls, as (name, arguments), as the model writes them; None if this is unknown."""
+        return None
+
     def new_id(self) -> str:
         """Return the id of a new call."""
         return random_id()
@@ -70,6 +74,9 @@ class ShapedFormat(ToolFormat):
         self, tools: Tools, marks: Mapping[str, int], answer: Any = None
     ) -> tuple[str, dict[str, Any]]:
         return self.shape.grammar(tools, marks, answer)
+
+    def text(self, calls: Sequence[tuple[str, Mapping[str, Any]]]) -> str | None:
+        return self.shape.text(calls)
 
 
 def random_id() -> str:
