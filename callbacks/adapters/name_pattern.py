@@ -180,6 +180,7 @@ def _letter(one: re.Pattern[str]) -> _Step:
 
 def _in_turn(steps: Sequence[_Step]) -> _Step:
     def step(name: _Name, places: int) -> int:
+        name.steps.take()
         for one in steps:
             if not places:
                 break

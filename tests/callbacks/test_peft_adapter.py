@@ -360,6 +360,8 @@ def test_the_steps_of_a_file_are_bounded(tmp_path, monkeypatch):
         {"target_modules": SLOW},
         {"rank_pattern": {f"name_{i}": 4 for i in range(4000)}},
         {"alpha_pattern": {f"x*{i:0100}": 4 for i in range(40)}},
+        {"rank_pattern": {"()" * 900: 4}},
+        {"rank_pattern": {"(" + "|" * 1500 + ")": 4}},
     ):
         save_adapter(tmp_path, {Q: pair()}, **fields)
         with pytest.raises(ConfigError, match=told):

@@ -57,6 +57,22 @@ def test_they_are_those_of_one_expert_after_another(
             assert torch.allclose(mixed, expected, rtol=2 * eps, atol=4e-7 * outputs.abs().max())
 
 
+@pytest.mark.parametrize("quantized", [None, "int8", "int4"])
+def test_deterministic_ones_give_a_token_its_bits_next_to_any_others(
+    quantized: Quantized | None,
+) -> None:
+    kernels = CpuKernels(deterministic=True)
+    torch.manual_seed(3)
+    experts = experts_of(kernels, torch.float32, quantized, True, range(COUNT))
+    x, logits = torch.randn(70, HIDDEN), torch.randn(70, COUNT)
+    logits[:, 5] = 9.0  # an expert with the rows of all tokens
+    together = kernels.experts(x, logits, None, ROUTING, experts)
+    for num_tokens in (1, 4, 5, 9, 17):
+        own = slice(num_tokens)
+        alone = kernels.experts(x[own], logits[own], None, ROUTING, experts)
+        assert torch.equal(alone, together[own])
+
+
 ROUTINGS = [
     Routing(3, "softmax"),
     Routing(3, "softmax", renormalize=True, factor=1.5),

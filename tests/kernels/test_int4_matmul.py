@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from gptmanager.errors import ConfigError
 from gptmanager.kernels import CpuKernels
 from gptmanager.kernels.gemm import int4_matmul, int4_tiles, matmul_plan
 from gptmanager.kernels.gemm.int4_groups import GROUP, Groups
@@ -235,6 +236,17 @@ def test_minima_appear_with_the_first_groups_that_have_them() -> None:
     after = ops.linear(x, matrix)
     torch.testing.assert_close(after[:, :16], before[:, :16], rtol=1e-4, atol=1e-4)
     assert not torch.equal(after[:, 16:], before[:, 16:])
+
+
+def test_a_scale_without_a_minimum_in_float16_is_refused() -> None:
+    wide = any_groups(16, 64, False)
+    wide.scales[3, 1] = 9000.0
+    for first, second in ((wide, any_groups(16, 64, True)), (any_groups(16, 64, True), wide)):
+        matrix = Int4Matrix(32, 64, torch.float32)
+        matrix.copy_(first)
+        assert torch.equal(matrix.unpacked(slice(16)), first.floats())
+        with pytest.raises(ConfigError, match="a scale of more than 8188"):
+            matrix.copy_(second, 16)
 
 
 def test_parts_are_views_with_their_scales() -> None:

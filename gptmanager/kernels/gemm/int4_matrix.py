@@ -11,6 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from gptmanager.errors import ConfigError
 from gptmanager.kernels.gemm.int4_groups import GROUP, MIDDLE, Groups
 from gptmanager.kernels.gemm.packed_matrix import PANEL_ROWS, PackedMatrix, Panels, copy_rows, zeros
 from gptmanager.kernels.gemm.panels.codes import Codes
@@ -123,7 +124,7 @@ class Int4Matrix(PackedMatrix):
         self._write(own.values, first_row)
         copy_rows(self.scales.transpose(1, 2), first_row, own.scales)
         if own.minima is not None or self.minima is not None:
-            copy_rows(self._new_minima().transpose(1, 2), first_row, own.offsets)
+            copy_rows(self._new_minima().transpose(1, 2), first_row, _in_half(own.offsets))
 
     def _write(self, rows: Tensor, first_row: int) -> None:
         if self.values.device.type == "cpu":
@@ -141,7 +142,7 @@ class Int4Matrix(PackedMatrix):
         copy_rows(self._by_block(self.scales, given), first_row, given.by_block(given.scales))
         if given.minima is not None or self.minima is not None:
             minima = self._by_block(self._new_minima(), given)
-            copy_rows(minima, first_row, given.by_block(given.offsets))
+            copy_rows(minima, first_row, given.by_block(_in_half(given.offsets)))
 
     @staticmethod
     def _by_block(numbers: Tensor, given: PackedGroups) -> Tensor:
@@ -154,7 +155,7 @@ class Int4Matrix(PackedMatrix):
         """Return the minima. A matrix without minima first gets minima that change no element."""
         if self.minima is None:
             assert self.scales is not None
-            self.minima = self.scales * -MIDDLE
+            self.minima = _in_half(self.scales.float() * -MIDDLE)
             self.plans, self._parts = {}, ()
         return self.minima
 
@@ -180,3 +181,14 @@ class Int4Matrix(PackedMatrix):
         if not isinstance(values, Tensor):
             values = values.floats()
         return round_to_groups(values[:, columns].cpu())
+
+
+def _in_half(offsets: Tensor) -> Tensor:
+    """Return minima in float16. Raises ConfigError for a finite one that becomes infinite."""
+    found = offsets.half()
+    if (found.isinf() & offsets.isfinite()).any():
+        raise ConfigError(
+            "a matrix of 4-bit groups, some of which have minima, has a scale of more than 8188: "
+            "float16 cannot hold the minimum for it; load the matrix in 8 bits or in floats"
+        )
+    return found
