@@ -27,6 +27,7 @@ _PLUS_ONE = re.compile(r"(?!ssm_)\w+_norm")
 _OUTSIDE = re.compile(r"(\w+)\.(weight|bias)")
 # tensors that are left out, because `config_of` reads them as fields of the RoPE scaling
 _FROM_CONFIG = {"rope_freqs.weight", "rope_factors_short.weight", "rope_factors_long.weight"}
+_SCALE = ".scale"  # ends the name of a tensor with scales of the matrices ".weight"
 _TEMPORARIES = 4  # memory needed to unpack, in multiples of the result's size
 _FLOAT_BYTES = 4
 _MAX_EXPERTS = 1024  # per layer; also the most heads with matrices of their own
@@ -39,6 +40,7 @@ class _Named(NamedTuple):
     If `transposed`, the matrix is stored as [out, in], but is [in, out] in a checkpoint. `rows` and
     `columns` are orders in which the file differs from a checkpoint. If `plus_one`, values are
     stored with 1 added. If `is_decay`, the values v of a checkpoint are stored as -exp(v).
+    `scales` has a factor for all elements of each stored matrix.
     """
 
     stored: StoredTensor
@@ -49,11 +51,12 @@ class _Named(NamedTuple):
     columns: Order | None = None
     plus_one: bool = False
     is_decay: bool = False
+    scales: StoredTensor | None = None
 
     @property
     def in_groups(self) -> bool:
         """Whether the tensor is a 4-bit matrix that `GgufTensors.groups` can read."""
-        is_matrix = len(self.stored.shape) == 2 and self.columns is None
+        is_matrix = len(self.stored.shape) == 2 and self.columns is None and self.scales is None
         return self.stored.type.groups is not None and is_matrix
 
 
@@ -84,8 +87,11 @@ class GgufTensors:
         for name, stored in header.tensors.items():
             layer = _LAYER.match(name)
             is_further = layer and num_layers is not None and int(layer[1]) >= num_layers
-            if name not in _FROM_CONFIG and not is_further:
-                self._tensors.update(self._place(name, stored))
+            if name in _FROM_CONFIG or is_further or self._is_scale(name):
+                continue
+            scales = header.tensors.get(name.removesuffix(".weight") + _SCALE)
+            for theirs, named in self._place(name, stored):
+                self._tensors[theirs] = named._replace(scales=scales)
         self._found = {
             name: TensorInfo(named.shape, named.stored.type.dtype, named.in_groups)
             for name, named in self._tensors.items()
@@ -131,7 +137,8 @@ class GgufTensors:
             found = block.groups(blocks)
             self._forget_pages()
             scales, minima = (
-                None if it is None else it.view(len(own), -1) for it in (found.scales, found.minima)
+                None if it is None else it.reshape(len(own), -1)
+                for it in (found.scales, found.minima)
             )
             assert scales is not None
             yield start - rows.start, Groups(found.values.view(len(own), -1), scales, minima)
@@ -139,6 +146,23 @@ class GgufTensors:
     def close(self) -> None:
         """Unmap the files. The next read maps them again."""
         self._mappings.clear()
+
+    def _is_scale(self, name: str) -> bool:
+        """Return whether a tensor has scales of another, or of activations, which are not used.
+
+        Raises ConfigError if the scales do not fit the other tensor.
+        """
+        own = self._header.tensors[name]
+        scaled = self._header.tensors.get(f"{name.removesuffix(_SCALE)}.weight")
+        if not name.endswith(_SCALE) or scaled is None or len(scaled.shape) == 1:
+            return name.endswith(".input_scale")
+        count = scaled.shape[0] if len(scaled.shape) == 3 else 1
+        if own.type.name != "F32" or own.shape != (count,):
+            raise ConfigError(
+                f"{quoted_path(self._header.path)}: tensor {tensor_name(name)} of {own.type.name}, "
+                f"shape {list(own.shape)}: must be F32 {[count]}, a scale for each matrix"
+            )
+        return True
 
     def _place(self, name: str, stored: StoredTensor) -> Iterator[tuple[str, _Named]]:
         """Yield a tensor's name in a checkpoint, and how to read it.
@@ -244,6 +268,9 @@ class GgufTensors:
         values = self._unpacked(named, self._packed(named, rows))
         self._forget_pages()
         values = values.view(len(rows), -1)
+        if named.scales is not None:
+            numbers = self._bytes(named.scales).view(torch.float32).flatten()
+            values = values.float() * numbers[named.first_row // named.shape[0]]
         return values if named.columns is None else values[:, named.columns(range(named.shape[1]))]
 
     def _packed(self, named: _Named, rows: range) -> Tensor:

@@ -35,6 +35,7 @@ from gptmanager.models.gguf.blocks.block_types import BLOCK_TYPES
 from gptmanager.ranks.layout import RankLayout
 
 SIZES = {number: (block.size, block.num_bytes) for number, block in BLOCK_TYPES.items()}
+LOW_BITS = {41: 1, 42: 2}  # type -> bits of an element, of types that PyPI's gguf does not know
 # the architecture of a file -> a config of a family
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", CONFIGS["llama"]),
@@ -127,12 +128,62 @@ def test_blocks_unpack_as_llama_cpp_unpacks_them(number: int) -> None:
     raw = random_blocks(torch.Generator().manual_seed(number), 50, 3 * block.num_bytes)
     given = raw.view(block.dtype) if block.dtype in ("float16",) or number == 0 else raw
     with np.errstate(all="ignore"):  # of scales that are not finite
-        expected = quants.dequantize(given, quants.GGMLQuantizationType(number))
+        if number in LOW_BITS:
+            expected = low_bits(raw.reshape(-1, block.num_bytes), LOW_BITS[number])
+        else:
+            expected = quants.dequantize(given, quants.GGMLQuantizationType(number))
 
     ours = block.unpack(torch.from_numpy(raw).view(-1, block.num_bytes)).float()
 
     assert ours.shape == (50 * 3, block.size)
     assert np.array_equal(ours.numpy().reshape(expected.shape), expected, equal_nan=True)
+
+
+def low_bits(blocks: np.ndarray, count: int) -> np.ndarray:
+    """Q1_0 and Q2_0, which PyPI's gguf does not unpack: a scale, and numbers of 1 or 2 bits."""
+    bits = np.unpackbits(blocks[:, 2:], axis=1, bitorder="little").astype(np.int32)
+    numbers = 2 * bits - 1 if count == 1 else bits[:, ::2] + 2 * bits[:, 1::2] - 1
+    return blocks[:, :2].copy().view(np.float16).astype(np.float32) * numbers.astype(np.float32)
+
+
+def test_scales_next_to_matrices_multiply_them(tmp_path: Path) -> None:
+    config = {**CONFIGS["llama"], "num_hidden_layers": 1}
+    tensors = model_tensors("llama", config, random_model(config).state_dict())
+    up = [tensors.pop(f"blk.0.ffn_{it}.weight")[1] for it in ("gate", "down", "up")][-1]
+    tensors["blk.0.ffn_gate_inp.weight"] = 0, np.zeros((2, up.shape[1]), np.float32)
+    for module in ("gate", "up", "down"):
+        own = up if module != "down" else up.T
+        tensors[f"blk.0.ffn_{module}_exps.weight"] = 0, np.stack([own, 2 * own])
+    keys = {**model_metadata("llama", config), "llama.expert_count": 2}
+    keys["llama.expert_used_count"] = 1
+    scales = {
+        "blk.0.attn_q": [3.0],
+        "blk.0.attn_v": [0.5],
+        "blk.0.ffn_up_exps": [4.0, 0.25],
+        "blk.0.ffn_down_exps": [1.0, -2.0],
+    }
+    more = {f"{name}.scale": (0, np.float32(own)) for name, own in scales.items()}
+    more["blk.0.attn_q.input_scale"] = 0, np.float32([7.0])
+    plain, scaled = (
+        open_tensors(write_gguf(tmp_path / f"{name}.gguf", keys, content))
+        for name, content in (("a", tensors), ("b", {**tensors, **more}))
+    )
+    experts = "model.layers.0.block_sparse_moe.experts"
+    factors = {f"model.layers.0.self_attn.{it}_proj.weight": by for it, by in (("q", 3), ("v", 0.5))}
+    factors |= {f"{experts}.0.w3.weight": 4, f"{experts}.1.w3.weight": 0.25}
+    factors |= {f"{experts}.1.w2.weight": -2}
+    assert plain.describe() == scaled.describe()
+    for name in plain.describe():
+        whole, own = (torch.cat([it for _, it in one.pieces(name, 999)]) for one in (plain, scaled))
+        assert torch.equal(own, whole * factors.get(name, 1)), name
+
+    for name, shape, told in (
+        ("blk.0.ffn_up_exps", 1, r"F32, shape \[1\]: must be F32 \[2\], a scale for each matrix"),
+        ("blk.0.attn_norm", 1, r"attn_norm.scale of shape \[1\] is unknown"),
+    ):
+        own = {**tensors, f"{name}.scale": (0, np.ones(shape, np.float32))}
+        with pytest.raises(ConfigError, match=told):
+            open_tensors(write_gguf(tmp_path / "c.gguf", keys, own))
 
 
 def quantized_llama(path: Path, number: int, **metadata: Any) -> Path:
@@ -146,7 +197,7 @@ def quantized_llama(path: Path, number: int, **metadata: Any) -> Path:
             blocks = values.shape[1] // block.size
             raw = random_blocks(generator, values.shape[0] * blocks, block.num_bytes)
             scales = [208] if block.name == "Q6_K" else [0, 2][: 2 if "_1" in block.name else 1]
-            ends = {"Q2_K": [80, 82], "Q3_K": [108], "Q4_K": [0, 2], "Q5_K": [0, 2]}
+            ends = {"Q2_K": [80, 82], "Q3_K": [108], "Q4_K": [0, 2], "Q5_K": [0, 2], "TQ1_0": [52]}
             scales = ends.get(block.name, scales)
             for at in scales:
                 raw[:, at : at + 2] = np.float16([0.001]).view(np.uint8)
@@ -242,8 +293,9 @@ def test_quantized_files_are_kept_in_few_bits_unless_a_dtype_is_given(
     assert re.search(rf"from quantized weights; matrices: .*[1-9]\d* {kinds[stored]}", caplog.text)
 
 
-@pytest.mark.parametrize("weights_dtype", ["file", "int4"])
-@pytest.mark.parametrize("number", [2, 3])
+@pytest.mark.parametrize(
+    ("number", "weights_dtype"), [(2, "file"), (2, "int4"), (3, "file"), (3, "int4"), (34, "file")]
+)
 def test_matrices_in_4_bits_keep_their_numbers(
     number: int, weights_dtype: Any, tmp_path: Path
 ) -> None:

@@ -207,8 +207,8 @@ WRONG: dict[str, tuple[bytes, str]] = {
     ),
     "half a block": (raw(described("a", (33, 4), 2, 0), 1), "Q4_0 needs a multiple of 32"),
     "a type of few bits": (
-        raw(described("a", (256, 4), 40, 0), 1),
-        "the tensor a of type NVFP4, which is not supported; supported: F32, F16, Q4_0",
+        raw(described("a", (256, 4), 9, 0), 1),
+        "the tensor a of type Q8_1, which is not supported; supported: F32, F16, Q4_0",
     ),
     "a type of the future": (raw(described("a", (256, 4), 999, 0), 1), "of type 999"),
     "no architecture": (gguf_bytes({}, {"token_embd.weight": TABLE}), "architecture = None"),

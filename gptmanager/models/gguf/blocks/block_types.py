@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from gptmanager.kernels.gemm.int4_groups import Groups
+from gptmanager.kernels.gemm.int4_groups import GROUP, MIDDLE, Groups
 from gptmanager.models.gguf.blocks import grid_blocks
 from gptmanager.models.gguf.blocks.block_fields import bit_fields, halves, stored_halves
 
@@ -27,7 +27,7 @@ class BlockType:
     """The type of a tensor. `dtype`: torch's name of the element type after unpacking.
 
     `unpack` converts uint8 `[blocks, num_bytes]` to `[blocks, size]` of that dtype. `groups`
-    converts each block to a row with one group of 4-bit values, without loss. It is None for types
+    converts each block to a row of groups of 4-bit values, without loss. It is None for types
     without such groups.
     """
 
@@ -60,14 +60,6 @@ def _q4_0_groups(blocks: Tensor) -> Groups:
 
 def _q4_1_groups(blocks: Tensor) -> Groups:
     return Groups(_nibbles(blocks[:, 4:]), stored_halves(blocks, 0), stored_halves(blocks, 2))
-
-
-def _q4_0(blocks: Tensor) -> Tensor:
-    return _q4_0_groups(blocks).floats()
-
-
-def _q4_1(blocks: Tensor) -> Tensor:
-    return _q4_1_groups(blocks).floats()
 
 
 def _q5_0(blocks: Tensor) -> Tensor:
@@ -166,19 +158,52 @@ def _mxfp4(blocks: Tensor) -> Tensor:
     return _DOUBLED_E2M1[_nibbles(blocks[:, 1:]).int()] * by
 
 
-def _tq1_0(blocks: Tensor) -> Tensor:
-    """Return the elements -1, 0 and 1 of each block times its scale.
+def _nvfp4(blocks: Tensor) -> Tensor:
+    """Return the E2M1 numbers of each block times a scale for each sixteen of them.
+
+    The scales are E4M3 without a sign, in which 127 means 0. They are halved, because the table
+    has the doubled E2M1 numbers.
+    """
+    stored = blocks[:, :4]
+    exponents, fractions = (stored >> 3 & 15).float(), (stored & 7).float()
+    normal = (1 + fractions / 8) * torch.exp2(exponents - 8)
+    scales = torch.where(exponents == 0, fractions * 2.0**-10, normal).masked_fill(stored == 127, 0)
+    values = _DOUBLED_E2M1[_nibbles(blocks[:, 4:].reshape(-1, 4, 8)).int()]
+    return (scales.unsqueeze(-1) * values).flatten(1)
+
+
+def _small_groups(numbers: Tensor, scales: Tensor) -> Groups:
+    """Return integers from 0 to 3, of which 1 is a zero, with one scale for each block."""
+    return Groups(numbers + (MIDDLE - 1), scales.expand(-1, numbers.shape[1] // GROUP))
+
+
+def _q1_0_groups(blocks: Tensor) -> Groups:
+    return _small_groups(2 * bit_fields(blocks[:, 2:], 1, 8), stored_halves(blocks, 0))
+
+
+def _q2_0_groups(blocks: Tensor) -> Groups:
+    return _small_groups(bit_fields(blocks[:, 2:], 2, 4), stored_halves(blocks, 0))
+
+
+def _tq1_0_groups(blocks: Tensor) -> Groups:
+    """Return the elements -1, 0 and 1 of each block.
 
     A byte has five elements (four in the last bytes of a block), as digits of a fraction in base 3.
     """
     powers = torch.tensor([1, 3, 9, 27, 81], dtype=torch.uint8).unsqueeze(1)
     parts = ((blocks[:, :32], 5), (blocks[:, 32:48], 5), (blocks[:, 48:52], 4))
     shifted = torch.cat([(own.unsqueeze(1) * powers[:n]).flatten(1) for own, n in parts], 1)
-    return ((shifted.int() * 3 >> 8).float() - 1) * halves(blocks, 52)
+    return _small_groups((shifted.short() * 3 >> 8).to(torch.uint8), stored_halves(blocks, 52))
 
 
-def _tq2_0(blocks: Tensor) -> Tensor:
-    return (_quarters(blocks[:, :64]).float() - 1) * halves(blocks, 64)
+def _tq2_0_groups(blocks: Tensor) -> Groups:
+    return _small_groups(_quarters(blocks[:, :64]), stored_halves(blocks, 64))
+
+
+def _in_groups(
+    name: str, size: int, num_bytes: int, groups: Callable[[Tensor], Groups]
+) -> BlockType:
+    return BlockType(name, size, num_bytes, lambda own: groups(own).floats(), groups=groups)
 
 
 def _as(dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
@@ -188,8 +213,8 @@ def _as(dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
 BLOCK_TYPES: Mapping[int, BlockType] = {
     0: BlockType("F32", 1, 4, _as(torch.float32)),
     1: BlockType("F16", 1, 2, _as(torch.float16), "float16"),
-    2: BlockType("Q4_0", 32, 18, _q4_0, groups=_q4_0_groups),
-    3: BlockType("Q4_1", 32, 20, _q4_1, groups=_q4_1_groups),
+    2: _in_groups("Q4_0", 32, 18, _q4_0_groups),
+    3: _in_groups("Q4_1", 32, 20, _q4_1_groups),
     6: BlockType("Q5_0", 32, 22, _q5_0),
     7: BlockType("Q5_1", 32, 24, _q5_1),
     8: BlockType("Q8_0", 32, 34, _q8_0),
@@ -208,9 +233,12 @@ BLOCK_TYPES: Mapping[int, BlockType] = {
     23: BlockType("IQ4_XS", 256, 136, _iq4_xs),
     29: BlockType("IQ1_M", 256, 56, grid_blocks.iq1_m),
     30: BlockType("BF16", 1, 2, _as(torch.bfloat16), "bfloat16"),
-    34: BlockType("TQ1_0", 256, 54, _tq1_0),
-    35: BlockType("TQ2_0", 256, 66, _tq2_0),
+    34: _in_groups("TQ1_0", 256, 54, _tq1_0_groups),
+    35: _in_groups("TQ2_0", 256, 66, _tq2_0_groups),
     39: BlockType("MXFP4", 32, 17, _mxfp4),
+    40: BlockType("NVFP4", 64, 36, _nvfp4),
+    41: _in_groups("Q1_0", 128, 18, _q1_0_groups),
+    42: _in_groups("Q2_0", 64, 18, _q2_0_groups),
 }
 # names of unsupported types, for the error message
 TYPE_NAMES: Mapping[int, str] = {
@@ -221,6 +249,4 @@ TYPE_NAMES: Mapping[int, str] = {
     26: "I32",
     27: "I64",
     28: "F64",
-    40: "NVFP4",
-    41: "Q1_0",
 }
