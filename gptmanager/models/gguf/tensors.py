@@ -5,6 +5,7 @@ Rows are unpacked on demand, so a file is never in memory as a whole, neither pa
 
 from __future__ import annotations
 
+import itertools
 import mmap
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -27,6 +28,8 @@ _PLUS_ONE = re.compile(r"(?!ssm_)\w+_norm")
 _OUTSIDE = re.compile(r"(\w+)\.(weight|bias)")
 # tensors that are left out, because `config_of` reads them as fields of the RoPE scaling
 _FROM_CONFIG = {"rope_freqs.weight", "rope_factors_short.weight", "rope_factors_long.weight"}
+# a tensor with the matrices of two modules, one below the other
+_JOINED = {"ffn_gate_up_exps": ("ffn_gate_exps", "ffn_up_exps")}
 _SCALE = ".scale"  # ends the name of a tensor with scales of the matrices ".weight"
 _TEMPORARIES = 4  # memory needed to unpack, in multiples of the result's size
 _FLOAT_BYTES = 4
@@ -56,7 +59,7 @@ class _Named(NamedTuple):
     @property
     def in_groups(self) -> bool:
         """Whether the tensor is a 4-bit matrix that `GgufTensors.groups` can read."""
-        is_matrix = len(self.stored.shape) == 2 and self.columns is None and self.scales is None
+        is_matrix = len(self.shape) == 2 and self.columns is None and self.scales is None
         return self.stored.type.groups is not None and is_matrix
 
 
@@ -129,7 +132,7 @@ class GgufTensors:
         named = self._tensors[name]
         block = named.stored.type
         assert block.groups is not None
-        columns = named.stored.shape[1]
+        columns = named.stored.shape[-1]
         step = max(1, max_bytes // (columns * _TEMPORARIES))
         for start in range(rows.start, rows.stop, step):
             own = range(start, min(start + step, rows.stop))
@@ -173,8 +176,9 @@ class GgufTensors:
         if match := _IN_LAYER.fullmatch(name):
             layer, module, kind = match.groups()
             is_vector = kind == "bias" or module.endswith("_norm")
-            if module in own.stacked and len(stored.shape) == (2 if is_vector else 3):
-                yield from self._place_stacked(own.layer.format(layer), module, kind, stored)
+            parts = _JOINED.get(module, (module,))
+            if {*parts} <= own.stacked.keys() and len(stored.shape) == (2 if is_vector else 3):
+                yield from self._place_stacked(own.layer.format(layer), parts, kind, stored)
                 return
             known = own.modules.get(f"{module}.{kind}" if kind else module)
             if known is None and module in own.modules:
@@ -211,19 +215,22 @@ class GgufTensors:
         yield theirs, named
 
     def _place_stacked(
-        self, layer: str, module: str, kind: str, stored: StoredTensor
+        self, layer: str, modules: Sequence[str], kind: str, stored: StoredTensor
     ) -> Iterator[tuple[str, _Named]]:
+        """Yield `modules` of each expert or head, which share the rows of its matrix equally."""
         count, *shape = stored.shape
-        rows = shape[0] if len(shape) == 2 else 1
-        if count > _MAX_EXPERTS:
+        height = shape[0] if len(shape) == 2 else 1
+        rows, rest = divmod(height, len(modules))
+        if count > _MAX_EXPERTS or rest:
             raise ConfigError(
-                f"{quoted_path(self._header.path)}: {module} has {count} matrices or vectors: at "
-                f"most {_MAX_EXPERTS} are supported"
+                f"{quoted_path(self._header.path)}: {' and '.join(modules)} have {count} matrices "
+                f"or vectors of {height} rows: at most {_MAX_EXPERTS} are supported, with an equal "
+                "number of rows for each module"
             )
-        theirs = layer + self._own.stacked[module]
-        for expert in range(count):
-            named = _Named(stored, tuple(shape), first_row=expert * rows)
-            yield f"{theirs.format(expert)}.{kind}", named
+        for expert, (part, module) in itertools.product(range(count), enumerate(modules)):
+            own = tuple([rows, *shape[1:]] if len(shape) == 2 else shape)
+            named = _Named(stored, own, first_row=expert * height + part * rows)
+            yield f"{layer}{self._own.stacked[module].format(expert)}.{kind}", named
 
     def _orders(
         self, name: str, module: str, stored: StoredTensor
@@ -270,7 +277,7 @@ class GgufTensors:
         values = values.view(len(rows), -1)
         if named.scales is not None:
             numbers = self._bytes(named.scales).view(torch.float32).flatten()
-            values = values.float() * numbers[named.first_row // named.shape[0]]
+            values = values.float() * numbers[named.first_row // named.stored.shape[-2]]
         return values if named.columns is None else values[:, named.columns(range(named.shape[1]))]
 
     def _packed(self, named: _Named, rows: range) -> Tensor:

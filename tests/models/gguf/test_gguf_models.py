@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import re
 import tracemalloc
+from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -148,18 +149,13 @@ def low_bits(blocks: np.ndarray, count: int) -> np.ndarray:
 
 def test_scales_next_to_matrices_multiply_them(tmp_path: Path) -> None:
     config = {**CONFIGS["llama"], "num_hidden_layers": 1}
-    tensors = model_tensors("llama", config, random_model(config).state_dict())
-    up = [tensors.pop(f"blk.0.ffn_{it}.weight")[1] for it in ("gate", "down", "up")][-1]
-    tensors["blk.0.ffn_gate_inp.weight"] = 0, np.zeros((2, up.shape[1]), np.float32)
-    for module in ("gate", "up", "down"):
-        own = up if module != "down" else up.T
-        tensors[f"blk.0.ffn_{module}_exps.weight"] = 0, np.stack([own, 2 * own])
-    keys = {**model_metadata("llama", config), "llama.expert_count": 2}
-    keys["llama.expert_used_count"] = 1
+    state = random_model(config).state_dict()
+    tensors = with_experts(model_tensors("llama", config, state), joined=True)
+    keys = {**model_metadata("llama", config), **EXPERTS}
     scales = {
         "blk.0.attn_q": [3.0],
         "blk.0.attn_v": [0.5],
-        "blk.0.ffn_up_exps": [4.0, 0.25],
+        "blk.0.ffn_gate_up_exps": [4.0, 0.25],
         "blk.0.ffn_down_exps": [1.0, -2.0],
     }
     more = {f"{name}.scale": (0, np.float32(own)) for name, own in scales.items()}
@@ -169,16 +165,24 @@ def test_scales_next_to_matrices_multiply_them(tmp_path: Path) -> None:
         for name, content in (("a", tensors), ("b", {**tensors, **more}))
     )
     experts = "model.layers.0.block_sparse_moe.experts"
-    factors = {f"model.layers.0.self_attn.{it}_proj.weight": by for it, by in (("q", 3), ("v", 0.5))}
-    factors |= {f"{experts}.0.w3.weight": 4, f"{experts}.1.w3.weight": 0.25}
+    factors = {
+        f"model.layers.0.self_attn.{it}_proj.weight": by for it, by in (("q", 3), ("v", 0.5))
+    }
+    factors |= {
+        f"{experts}.{n}.{it}.weight": by for n, by in ((0, 4), (1, 0.25)) for it in ("w1", "w3")
+    }
     factors |= {f"{experts}.1.w2.weight": -2}
     assert plain.describe() == scaled.describe()
     for name in plain.describe():
         whole, own = (torch.cat([it for _, it in one.pieces(name, 999)]) for one in (plain, scaled))
         assert torch.equal(own, whole * factors.get(name, 1)), name
+        if ".w1." in name:  # the upper half of a matrix for both modules
+            below = torch.cat([it for _, it in plain.pieces(name.replace("w1", "w3"), 999)])
+            stored = tensors["blk.0.ffn_gate_up_exps.weight"][1][int(name.split(".")[-3])]
+            assert np.array_equal(torch.cat((whole, below)).numpy(), stored)
 
     for name, shape, told in (
-        ("blk.0.ffn_up_exps", 1, r"F32, shape \[1\]: must be F32 \[2\], a scale for each matrix"),
+        ("blk.0.ffn_down_exps", 1, r"F32, shape \[1\]: must be F32 \[2\], a scale for each matrix"),
         ("blk.0.attn_norm", 1, r"attn_norm.scale of shape \[1\] is unknown"),
     ):
         own = {**tensors, f"{name}.scale": (0, np.ones(shape, np.float32))}
@@ -186,22 +190,38 @@ def test_scales_next_to_matrices_multiply_them(tmp_path: Path) -> None:
             open_tensors(write_gguf(tmp_path / "c.gguf", keys, own))
 
 
-def quantized_llama(path: Path, number: int, **metadata: Any) -> Path:
+EXPERTS = {"llama.expert_count": 2, "llama.expert_used_count": 1}
+
+
+def with_experts(given: Mapping[str, Any], joined: bool = False) -> dict[str, Any]:
+    """Replace the MLP of layer 0 by two experts, maybe with gate and up in one tensor."""
+    found, layer = dict(given), "blk.0.ffn_"
+    gate, up, down = (found.pop(f"{layer}{it}.weight")[1] for it in ("gate", "up", "down"))
+    found[f"{layer}gate_inp.weight"] = 0, np.zeros((2, up.shape[1]), np.float32)
+    own = {"gate": gate, "up": up, "down": down}
+    if joined:
+        own = {"gate_up": np.concatenate((gate, up)), "down": down}
+    exps = {f"{layer}{it}_exps.weight": (0, np.stack([one, 2 * one])) for it, one in own.items()}
+    return found | exps
+
+
+def quantized_llama(path: Path, number: int, sparse: bool = False, **metadata: Any) -> Path:
     """A Llama with matrices of random blocks, whose scales are small numbers."""
     block, generator = BLOCK_TYPES[number], torch.Generator().manual_seed(0)
     sizes = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 1}
     config = {**CONFIGS["llama"], **sizes}
     tensors = model_tensors("llama", config, random_model(config).state_dict())
+    if sparse:
+        tensors, metadata = with_experts(tensors), {**metadata, **EXPERTS}
     for name, (_, values) in tensors.items():
-        if values.ndim == 2:
-            blocks = values.shape[1] // block.size
-            raw = random_blocks(generator, values.shape[0] * blocks, block.num_bytes)
+        if values.ndim > 1:
+            raw = random_blocks(generator, values.size // block.size, block.num_bytes)
             scales = [208] if block.name == "Q6_K" else [0, 2][: 2 if "_1" in block.name else 1]
             ends = {"Q2_K": [80, 82], "Q3_K": [108], "Q4_K": [0, 2], "Q5_K": [0, 2], "TQ1_0": [52]}
             scales = ends.get(block.name, scales)
             for at in scales:
                 raw[:, at : at + 2] = np.float16([0.001]).view(np.uint8)
-            tensors[name] = number, raw.reshape(values.shape[0], -1)
+            tensors[name] = number, raw.reshape(*values.shape[:-1], -1)
     keys = {**model_metadata("llama", config), **metadata}
     return write_gguf(path, keys, tensors, sizes=SIZES)
 
@@ -294,19 +314,26 @@ def test_quantized_files_are_kept_in_few_bits_unless_a_dtype_is_given(
 
 
 @pytest.mark.parametrize(
-    ("number", "weights_dtype"), [(2, "file"), (2, "int4"), (3, "file"), (3, "int4"), (34, "file")]
+    ("number", "weights_dtype", "sparse"),
+    [
+        (2, "file", False),
+        (2, "int4", True),
+        (3, "file", True),
+        (3, "int4", False),
+        (34, "file", False),
+    ],
 )
 def test_matrices_in_4_bits_keep_their_numbers(
-    number: int, weights_dtype: Any, tmp_path: Path
+    number: int, weights_dtype: Any, sparse: bool, tmp_path: Path
 ) -> None:
     """Also the rows of queries and keys that are stored in pairs, and in a converted folder."""
-    path = quantized_llama(tmp_path / "a.gguf", number)
+    path = quantized_llama(tmp_path / "a.gguf", number, sparse)
     exact = load_model(path, dtype="float32").weights
     folder = convert_checkpoint(path, tmp_path / "folder", weights_dtype="int4")
     for source in (path, folder):
         weights = load_model(source, dtype="float32", weights_dtype=weights_dtype).weights
         kept = [name for name in weights if isinstance(weights[name], Int4Matrix)]
-        assert len(kept) == len(weights.matrices)
+        assert len(kept) == len(weights.matrices) - sparse  # the router is floats
         for name in kept:
             assert torch.equal(weights[name].unpacked(), plain(exact[name]))
 
