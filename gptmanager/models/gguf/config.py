@@ -171,6 +171,8 @@ def _rope(
         }
         given = original or config.get("max_position_embeddings")
         return {"rope_scaling": scaling, "original_max_position_embeddings": given}
+    if get("attn_factor") not in (None, 1):
+        raise metadata.error(f"{prefix}rope.scaling.attn_factor", "not supported without factors")
     if kind == "yarn":
         names = {
             "attention_factor": "yarn_attn_factor",

@@ -90,6 +90,10 @@ def test_rope_factors_of_llama_3_are_honored(tmp_path: Path) -> None:
         path = write_gguf(tmp_path / "b.gguf", {**metadata, **own}, scaled)
         with pytest.raises(ConfigError, match=told):
             load_model(path)
+    own = {"llama.rope.scaling.attn_factor": 1.5}
+    path = write_gguf(tmp_path / "b.gguf", {**metadata, **own}, tensors)
+    with pytest.raises(ConfigError, match="attn_factor = 1.5: not supported without factors"):
+        load_model(path)
 
 
 @pytest.mark.parametrize(
