@@ -138,15 +138,19 @@ def load_peft_adapter(
         if 4 * len(rows) * width > free_memory_bytes():  # the rows have one width
             raise MemoryError
         weights = np.zeros((len(rows), width), dtype=np.float32)
+        by_module: dict[str, list[int]] = {}
         for row, key in enumerate(rows):
-            pair = pairs[key]
-            a, b = (source.tensor(pair.name(part)).float().numpy() for part in "AB")
-            b = b[pair.first_column : pair.first_column + pair.num_columns]
-            weights[row, : a.size] = a.reshape(-1)
-            # scaled in float64, so that each value is rounded once
-            with np.errstate(over="ignore"):  # the manager refuses a request with infinities
-                scaled = b.astype(np.float64) * config.scale(pair.module)
-                weights[row, a.size : pair.num_elements] = scaled.reshape(-1)
+            by_module.setdefault(pairs[key].module, []).append(row)
+        for numbers in by_module.values():
+            a, b = (source.take(pairs[rows[numbers[0]]].name(it)).float().numpy() for it in "AB")
+            for row in numbers:
+                pair = pairs[rows[row]]
+                own = b[pair.first_column : pair.first_column + pair.num_columns]
+                weights[row, : a.size] = a.reshape(-1)
+                # scaled in float64, so that each value is rounded once
+                with np.errstate(over="ignore"):  # the manager refuses a request with infinities
+                    scaled = own.astype(np.float64) * config.scale(pair.module)
+                    weights[row, a.size : pair.num_elements] = scaled.reshape(-1)
     except MemoryError:
         raise ConfigError(f"{where}: no memory for {len(rows)} rows of {width} elements") from None
     config_rows = [(module_id, layer, pairs[layer, module_id].rank) for layer, module_id in rows]

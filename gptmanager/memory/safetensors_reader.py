@@ -167,9 +167,9 @@ class SafetensorsCopy:
             for name, it in self._tensors.items()
         }
 
-    def tensor(self, name: str) -> Tensor:
-        """Return a tensor, which must have elements and a dtype of torch."""
-        found = self._tensors[name]
+    def take(self, name: str) -> Tensor:
+        """Return a tensor, which must have elements and a dtype of torch, and forget it."""
+        found = self._tensors.pop(name)
         dtype = getattr(torch, _DTYPES[found["dtype"]])
         return torch.frombuffer(found["data"], dtype=dtype).view(*found["shape"])
 

@@ -311,6 +311,20 @@ def test_the_file_is_not_mapped(tmp_path, monkeypatch):
     assert load_peft_adapter(tmp_path)[0].sum() == 8 * 4 + 2 * 6 * 8
 
 
+def test_a_tensor_of_the_file_is_dropped_when_it_is_copied(tmp_path, monkeypatch):
+    """Otherwise loading would need the memory of the file in addition to that of the result."""
+    save_adapter(tmp_path, {Q: pair(), "model.layers.0.mlp.gate_up_proj": pair()})
+    take, left = safetensors_reader.SafetensorsCopy.take, []
+
+    def taken(source, name):
+        left.append(len(source.describe()))
+        return take(source, name)
+
+    monkeypatch.setattr(safetensors_reader.SafetensorsCopy, "take", taken)
+    load_peft_adapter(tmp_path)
+    assert left == [4, 3, 2, 1]
+
+
 @pytest.mark.parametrize(
     ("module", "text"),
     [

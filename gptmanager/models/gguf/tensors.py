@@ -221,12 +221,13 @@ class GgufTensors:
         count, *shape = stored.shape
         height = shape[0] if len(shape) == 2 else 1
         rows, rest = divmod(height, len(modules))
-        if count > _MAX_EXPERTS or rest:
+        where = f"{quoted_path(self._header.path)}: {' and '.join(modules)}"
+        if count > _MAX_EXPERTS:
             raise ConfigError(
-                f"{quoted_path(self._header.path)}: {' and '.join(modules)} have {count} matrices "
-                f"or vectors of {height} rows: at most {_MAX_EXPERTS} are supported, with an equal "
-                "number of rows for each module"
+                f"{where} has {count} matrices or vectors: at most {_MAX_EXPERTS} are supported"
             )
+        if rest:
+            raise ConfigError(f"{where} have {height} rows together, which must be an even number")
         for expert, (part, module) in itertools.product(range(count), enumerate(modules)):
             own = tuple([rows, *shape[1:]] if len(shape) == 2 else shape)
             named = _Named(stored, own, first_row=expert * height + part * rows)

@@ -192,6 +192,10 @@ def test_scales_next_to_matrices_multiply_them(tmp_path: Path) -> None:
         own = {**tensors, f"{name}.scale": (0, np.ones(shape, np.float32))}
         with pytest.raises(ConfigError, match=told):
             open_tensors(write_gguf(tmp_path / "c.gguf", keys, own))
+    name = "blk.0.ffn_gate_up_exps.weight"
+    own = {**tensors, name: (0, tensors[name][1][:, 1:])}
+    with pytest.raises(ConfigError, match="gate_exps and ffn_up_exps have 111 rows together"):
+        open_tensors(write_gguf(tmp_path / "c.gguf", keys, own))
 
 
 EXPERTS = {"llama.expert_count": 2, "llama.expert_used_count": 1}
