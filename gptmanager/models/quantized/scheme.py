@@ -136,11 +136,17 @@ def _error(field: str, value: Any, need: str) -> ConfigError:
     return ConfigError(f"config.json: {tensor_name(f'{FIELD}.{field}')} = {quoted(value)}: {need}")
 
 
+def _unsupported(field: str, value: Any, need: str = "not supported") -> ConfigError:
+    """Return the error for a checkpoint in a format that only other libraries read."""
+    way_out = "pass the model in floats, in another format, or as a GGUF file"
+    return _error(field, value, f"{need}; {way_out}")
+
+
 def _compressed_tensors(own: Mapping[str, Any]) -> Scheme:
     for field in ("transform_config", "sparsity_config"):
         given = own.get(field)
         if given and not (isinstance(given, dict) and given.get("format") == "dense"):
-            raise _error(field, given, "not supported")
+            raise _unsupported(field, given)
     groups = own.get("config_groups")
     if not isinstance(groups, dict) or not all(isinstance(it, dict) for it in groups.values()):
         raise _error("config_groups", groups, "must be an object of objects")
@@ -150,7 +156,7 @@ def _compressed_tensors(own: Mapping[str, Any]) -> Scheme:
     for field, place in formats:
         given = place.get("format")
         if given is not None and (not isinstance(given, str) or given not in _CT_FORMATS):
-            raise _error(field, given, f"must be one of {sorted(_CT_FORMATS)}")
+            raise _unsupported(field, given, f"must be one of {sorted(_CT_FORMATS)}")
     found = [_ct_weights(name, group.get("weights")) for name, group in groups.items()]
     bits = {count for count, _ in found}
     weights = [group["weights"] for group in groups.values()]
@@ -178,7 +184,7 @@ def _ct_weights(name: str, weights: Any) -> tuple[int, Block | None]:
     is_known = isinstance(kind, str) and type(bits) is int and (kind, bits) in _CT_TYPES
     if not is_known:
         given = {"type": kind, "num_bits": bits}
-        raise _error(field, given, "must be int with 4 or 8 bits, or float with 4 or 8")
+        raise _unsupported(field, given, "must be int with 4 or 8 bits, or float with 4 or 8")
     if strategy in _PER_GROUP:
         return bits, (1, _size(f"{field}.group_size", weights.get("group_size")))
     if strategy == "block":
@@ -191,7 +197,7 @@ def _ct_weights(name: str, weights: Any) -> tuple[int, Block | None]:
 
 def _fp8(own: Mapping[str, Any]) -> Scheme:
     if own.get("fmt") not in (None, "e4m3"):
-        raise _error("fmt", own.get("fmt"), "must be 'e4m3'")
+        raise _unsupported("fmt", own.get("fmt"), "must be 'e4m3'")
     given = own.get("weight_block_size")
     return Scheme("fp8", blocks=() if given is None else (_block("weight_block_size", given),))
 
@@ -212,7 +218,7 @@ def _modelopt_blocks(
     algorithm = own.get("quant_algo")
     found = _MODELOPT_ALGORITHMS.get(_upper(algorithm))
     if found is None:
-        raise _error(field, algorithm, f"must be one of {[*_MODELOPT_ALGORITHMS, *others]}")
+        raise _unsupported(field, algorithm, f"must be one of {[*_MODELOPT_ALGORITHMS, *others]}")
     return found
 
 
@@ -237,14 +243,14 @@ def _quark(own: Mapping[str, Any]) -> Scheme:
             continue
         if not isinstance(weight, dict) or weight.get("dtype") not in [*_QUARK_DTYPES]:
             given = weight.get("dtype") if isinstance(weight, dict) else weight
-            raise _error(f"{field}.weight.dtype", given, f"must be one of {[*_QUARK_DTYPES]}")
+            raise _unsupported(f"{field}.weight.dtype", given, f"must be one of {[*_QUARK_DTYPES]}")
     return Scheme("quark")
 
 
 def _gptq(own: Mapping[str, Any]) -> Scheme:
     layout = own.get("checkpoint_format", "gptq")
     if layout not in ("gptq", "gptq_v2"):
-        raise _error("checkpoint_format", layout, "must be 'gptq' or 'gptq_v2'")
+        raise _unsupported("checkpoint_format", layout, "must be 'gptq' or 'gptq_v2'")
     symmetric = own.get("sym", False)
     if not isinstance(symmetric, bool):
         raise _error("sym", symmetric, "must be true or false")
@@ -265,13 +271,13 @@ def _auto_round(own: Mapping[str, Any]) -> Scheme:
     """Return the scheme of GPTQ or AWQ: AutoRound packs its integers in the layout of either."""
     packing, act_bits = own.get("packing_format", "auto_round:auto_gptq"), own.get("act_bits", 16)
     if not isinstance(packing, str) or not packing.startswith("auto_round"):
-        raise _error("packing_format", packing, "must begin with 'auto_round'")
+        raise _unsupported("packing_format", packing, "must begin with 'auto_round'")
     if own.get("data_type", "int") != "int":
-        raise _error("data_type", own["data_type"], "must be 'int'")
+        raise _unsupported("data_type", own["data_type"], "must be 'int'")
     if act_bits not in (None, 16, 32):
-        raise _error("act_bits", act_bits, "must be 16: quantized activations are not supported")
+        raise _unsupported("act_bits", act_bits, "must be 16")
     if own.get("rotation_config"):
-        raise _error("rotation_config", own["rotation_config"], "not supported")
+        raise _unsupported("rotation_config", own["rotation_config"])
     if "awq" in packing:
         return _awq({**own, "version": "gemm"})
     is_old = "gptq" in packing and "gptqmodel" not in packing
@@ -281,7 +287,7 @@ def _auto_round(own: Mapping[str, Any]) -> Scheme:
 def _awq(own: Mapping[str, Any]) -> Scheme:
     layout = own.get("version", own.get("format", "gemm"))
     if not isinstance(layout, str) or layout.lower() != "gemm":
-        raise _error("version", layout, "must be 'gemm'")
+        raise _unsupported("version", layout, "must be 'gemm'")
     if own.get("zero_point", True) is not True:
         raise _error("zero_point", own.get("zero_point"), "must be true")
     return Scheme("awq", bits=(_bits(own, (4,)),), blocks=_groups(own))
@@ -291,7 +297,7 @@ def _bits(own: Mapping[str, Any], supported: Sequence[int]) -> int:
     name = "w_bit" if "w_bit" in own else "bits"
     bits = own.get(name)
     if type(bits) is not int or bits not in supported:
-        raise _error(name, bits, f"must be one of {[*supported]}")
+        raise _unsupported(name, bits, f"must be one of {[*supported]}")
     return bits
 
 

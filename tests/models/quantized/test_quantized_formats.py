@@ -303,7 +303,7 @@ def test_scales_are_those_of_the_definition(name: str) -> None:
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({**AMD, "global_quant_config": {"weight": {"dtype": "int4"}}}, "dtype = 'int4': must be"),
+        ({**AMD, "global_quant_config": {"weight": {"dtype": "int4"}}}, "= 'int4': must .*; pass"),
         ({**AMD, "global_quant_config": {"weight": "fp4" * 99}}, "weight.dtype = 'fp4fp4.*: must"),
         ({**AMD, "layer_quant_config": 3}, "layer_quant_config = 3: must be an object"),
         ({**AMD, "layer_quant_config": {"*k": [1]}}, r"layer_quant_config.\*k = \[1\]: must be"),
@@ -318,6 +318,7 @@ def test_scales_are_those_of_the_definition(name: str) -> None:
             " = 'INT4_AWQ': must be one of .'FP8', ",
         ),
         ({**NVIDIA, "quant_algo": ["FP8"]}, r"quant_algo = \['FP8'\]: must be one of .*MIXED"),
+        ({**NVIDIA, "quant_algo": "W8A8_SQ_PER_CHANNEL"}, "= 'W8A8_SQ_PER_CHANNEL': .*; pass the"),
         ({"quant_method": "aqlm"}, "quant_method = 'aqlm': must be one of .*; pass the checkpoint"),
     ],
 )
@@ -339,7 +340,7 @@ GROUP = "group_0"
 REFUSED = [
     ("gptq", {"quant_method": "quip"}, "quant_method = 'quip': must be one of"),
     ("gptq", {"quant_method": ["gptq"]}, r"quant_method = \['gptq'\]: must be one of"),
-    ("gptq", {"bits": 3}, "bits = 3: must be one of"),
+    ("gptq", {"bits": 3}, "bits = 3: must be one of .*; pass the model in floats, in another"),
     ("gptq", {"bits": 10**30}, "bits = 10*: must be one of"),
     ("gptq", {"bits": True}, "bits = True: must be one of"),
     ("gptq", {"group_size": 0}, "group_size = 0: must be a positive integer"),
