@@ -256,10 +256,12 @@ class MatrixFinder:
         )
 
     def _gptq(self, name: str, info: TensorInfo) -> StoredMatrix:
-        [bits], module = self._scheme.bits, name.removesuffix(".qweight")
+        module = name.removesuffix(".qweight")
         words, rows = self._matrix_shape(name, info, "int32")
+        bits, scales, zeros = self._transposed_grids(
+            module, {it: (rows, words * 32 // it) for it in self._scheme.bits}, ()
+        )
         shape = rows, words * 32 // bits
-        scales, zeros = self._transposed_grids(module, shape, bits, ())
         return self._with_groups(
             IntegerMatrix(
                 *(name, shape, bits, scales, zeros),
@@ -271,30 +273,41 @@ class MatrixFinder:
         )
 
     def _awq(self, name: str, info: TensorInfo) -> StoredMatrix:
-        [bits], module = self._scheme.bits, name.removesuffix(".qweight")
+        module, [bits] = name.removesuffix(".qweight"), self._scheme.bits
         columns, words = self._matrix_shape(name, info, "int32")
         shape = words * 32 // bits, columns
-        scales, zeros = self._transposed_grids(module, shape, bits, AWQ_ORDER)
+        _, scales, zeros = self._transposed_grids(module, {bits: shape}, AWQ_ORDER)
         matrix = IntegerMatrix(
             *(name, shape, bits, scales, zeros), transposed=True, order=AWQ_ORDER
         )
         return self._with_groups(matrix)
 
     def _transposed_grids(
-        self, module: str, shape: tuple[int, int], bits: int, order: tuple[int, ...]
-    ) -> tuple[Grid, Grid]:
-        """Return the grids of the scales and zeros of a GPTQ or AWQ matrix.
+        self, module: str, shapes: Mapping[int, tuple[int, int]], order: tuple[int, ...]
+    ) -> tuple[int, Grid, Grid]:
+        """Return the bits of a GPTQ or AWQ matrix, and the grids of its scales and zeros.
 
-        Both tensors have a row for each group of columns of the matrix.
+        `shapes` has the shape of the matrix for each allowed number of bits. Both tensors have a
+        row for each group of columns of the matrix. Their shapes show the bits and the groups.
         """
-        rows, columns = shape
-        [(_, width)] = self._scheme.blocks or [(1, columns)]
-        groups = _ceil(columns, width)
-        words = _ceil(rows * bits, 32)
-        scales = self._take(f"{module}.scales", {*FLOATS.values()}, (groups, rows))
-        zeros = self._take(f"{module}.qzeros", "int32", (groups, words))
-        grid = partial(Grid, height=1, width=min(width, columns), transposed=True)
+        options: dict[tuple[tuple[int, ...], tuple[int, ...]], set[tuple[int, int]]] = {}
+        for bits, (rows, columns) in shapes.items():
+            for width in (min(width, columns) for _, width in self._scheme.blocks):
+                groups = _ceil(columns, width)
+                key = (groups, rows), (groups, _ceil(rows * bits, 32))
+                options.setdefault(key, set()).add((bits, width))
+        scales = self._take(f"{module}.scales", {*FLOATS.values()}, *{it for it, _ in options})
+        fitting = {it for own, it in options if own == scales.shape}
+        zeros = self._take(f"{module}.qzeros", "int32", *fitting)
+        if len(found := options[scales.shape, zeros.shape]) > 1:
+            raise ConfigError(
+                f"tensor {tensor_name(f'{module}.scales')} has shape {list(scales.shape)}, which "
+                f"fits several of the config's packings: (bits, columns of a group) {sorted(found)}"
+            )
+        [(bits, width)] = found
+        grid = partial(Grid, height=1, width=width, transposed=True)
         return (
+            bits,
             grid(f"{module}.scales", scales.shape),
             grid(f"{module}.qzeros", zeros.shape, bits=bits, order=order),
         )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -44,6 +44,8 @@ _MIXED, _LAYERS = "MIXED_PRECISION", "quantized_layers"
 _QUARK_DTYPES = ("fp8_e4m3", "int8", "fp4")
 _CT_TYPES = {("int", 4), ("int", 8), ("float", 8), ("float", 4)}
 _PER_GROUP = ("group", "tensor_group")
+_MODULE = ("bits", "group_size")  # options of a module of GPTQ or AWQ
+_MAX_BLOCKS = 16  # different group sizes; each matrix is compared with all of them
 _BY_GROUP = ("group", "dynamic", True)  # values of `actorder` that need `g_idx`
 
 
@@ -51,11 +53,12 @@ class Scheme(NamedTuple):
     """The options of a quantized checkpoint.
 
     `method`: `quant_method` of the config. `bits`: the allowed sizes of a packed integer, in bits.
-    `blocks`: the allowed numbers of rows and columns that share a scale, in addition to whole rows
-    and the whole matrix. `symmetric`: zero points must be the middle of the range. `offset`: a
-    number that is added to stored zero points. `asymmetric`: matrices of integers must have zero
-    points. `reordered`: matrices of integers with a scale per group of columns must have a tensor
-    `g_idx`, which holds the group of each column. `packings`: of MLX, see `read_packings`.
+    `blocks`: the allowed numbers of rows and columns that share a scale, except in GPTQ and AWQ in
+    addition to whole rows and the whole matrix. `symmetric`: zero points must be the middle of the
+    range. `offset`: a number that is added to stored zero points. `asymmetric`: matrices of
+    integers must have zero points. `reordered`: matrices of integers with a scale per group of
+    columns must have a tensor `g_idx`, which holds the group of each column. `packings`: of MLX,
+    see `read_packings`.
     """
 
     method: str
@@ -259,9 +262,8 @@ def _gptq(own: Mapping[str, Any]) -> Scheme:
         raise _error("desc_act", desc_act, "must be true or false")
     return Scheme(
         "gptq",
-        bits=(_bits(own, (2, 4, 8)),),
-        blocks=_groups(own),
-        symmetric=symmetric,
+        **_packings(own, (2, 4, 8)),
+        symmetric=symmetric and all(it.get("sym", True) is True for _, it in _overrides(own)),
         offset=1 if layout == "gptq" else 0,
         reordered=desc_act is True,
     )
@@ -290,20 +292,54 @@ def _awq(own: Mapping[str, Any]) -> Scheme:
         raise _unsupported("version", layout, "must be 'gemm'")
     if own.get("zero_point", True) is not True:
         raise _error("zero_point", own.get("zero_point"), "must be true")
-    return Scheme("awq", bits=(_bits(own, (4,)),), blocks=_groups(own))
+    return Scheme("awq", **_packings(own, (4,)))
 
 
-def _bits(own: Mapping[str, Any], supported: Sequence[int]) -> int:
-    name = "w_bit" if "w_bit" in own else "bits"
-    bits = own.get(name)
+def _packings(own: Mapping[str, Any], supported: Sequence[int]) -> dict[str, Any]:
+    """Return the fields `bits` and `blocks` of a scheme with integers in groups of columns.
+
+    If modules have options of their own, their tensors show which bits and groups each of them has.
+    """
+    bits_field = "w_bit" if "w_bit" in own else "bits"
+    size_field = "q_group_size" if "q_group_size" in own else "group_size"
+    default = own.get(bits_field), own.get(size_field)
+    bits = {_bits(bits_field, default[0], supported)}
+    blocks = {_group(size_field, default[1])}
+    for field, given in _overrides(own):
+        number, size = (given.get(it, usual) for it, usual in zip(_MODULE, default, strict=True))
+        if number in (16, 32):  # the module is floats
+            continue
+        if given.get("data_type", "int") != "int":
+            raise _unsupported(f"{field}.data_type", given["data_type"], "must be 'int'")
+        bits.add(_bits(f"{field}.bits", number, supported))
+        blocks.add(_group(f"{field}.group_size", size))
+        if len(blocks) > _MAX_BLOCKS:
+            raise _error(f"{field}.group_size", size, f"at most {_MAX_BLOCKS} sizes are supported")
+    return {"bits": tuple(sorted(bits)), "blocks": tuple(sorted(blocks))}
+
+
+def _overrides(own: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Yield the fields with options for some modules: of AutoRound, and of GPTQModel."""
+    for name in ("extra_config", "dynamic"):
+        given = own.get(name) or {}
+        if not isinstance(given, dict):
+            raise _error(name, given, "must be an object")
+        for key, options in given.items():
+            if key.startswith("-:"):  # modules of GPTQModel that are floats
+                continue
+            if not isinstance(options, dict):
+                raise _error(f"{name}.{key}", options, "must be an object")
+            yield f"{name}.{key}", options
+
+
+def _bits(field: str, bits: Any, supported: Sequence[int]) -> int:
     if type(bits) is not int or bits not in supported:
-        raise _unsupported(name, bits, f"must be one of {[*supported]}")
+        raise _unsupported(field, bits, f"must be one of {[*supported]}")
     return bits
 
 
-def _groups(own: Mapping[str, Any]) -> tuple[Block, ...]:
-    name = "q_group_size" if "q_group_size" in own else "group_size"
-    return () if own.get(name) == -1 else ((1, _size(name, own.get(name))),)
+def _group(field: str, size: Any) -> Block:
+    return 1, MAX_SIZE if size == -1 else _size(field, size)
 
 
 def _size(field: str, value: Any) -> int:

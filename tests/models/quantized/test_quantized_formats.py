@@ -330,6 +330,55 @@ def test_formats_of_further_libraries_are_refused_by_name(
     assert "\n" not in str(caught.value) and len(str(caught.value)) < 1000
 
 
+def words_of(integers: Tensor, bits: int) -> Tensor:
+    """Pack integers along the first dimension, the first one in the lowest bits of a word."""
+    parts = integers.long().unflatten(0, (-1, 32 // bits)).transpose(1, -1)
+    whole = (parts << bits * torch.arange(32 // bits)).sum(-1)
+    return whole.to(torch.int32)
+
+
+@pytest.mark.parametrize("field", ["extra_config", "dynamic"])
+def test_modules_of_gptq_may_have_bits_and_groups_of_their_own(field: str) -> None:
+    """As AutoRound writes int4-mixed folders, and GPTQModel those with `dynamic`."""
+    tensors, expected = {}, {}
+    generator = torch.Generator().manual_seed(1)
+    modules = {"a": (4, 32), "b": (8, 32), "c": (8, 16), "d": (2, 64), "e": (4, 64)}
+    for module, (bits, size) in modules.items():
+        own = {"generator": generator}
+        integers = torch.randint(0, 1 << bits, (64, 32), **own)
+        zeros = torch.randint(0, 1 << bits, (64 // size, 32), **own)
+        scales = torch.rand(64 // size, 32, **own).half()
+        tensors |= {
+            f"{module}.qweight": words_of(integers, bits),
+            f"{module}.qzeros": words_of(zeros.t(), bits).t(),
+            f"{module}.scales": scales,
+        }
+        each = torch.arange(64) // size
+        expected[f"{module}.weight"] = (
+            (integers - (zeros + 1 & (1 << bits) - 1)[each]) * scales.float()[each]
+        ).t()
+    options = {"b": {"bits": 8}, ".*c": {"bits": 8, "group_size": 16, "sym": False}}
+    options |= {"d": {"bits": 2, "group_size": -1}, "e": {"group_size": -1}, "f": {"bits": 16}}
+    given = {"quant_method": "gptq", "bits": 4, "group_size": 32, "sym": True}
+    config = {"quantization_config": {**given, field: {**options, "-:g": {}}}}
+    source = as_floats(config, StateDict(tensors))
+    for name, wanted in expected.items():
+        assert torch.equal(torch.cat([it for _, it in source.pieces(name, 1 << 40)]), wanted), name
+
+    for wrong, told in (
+        ({"b": 8}, "b = 8: must be an object"),
+        ({"b": {"bits": 3}}, f"{field}.b.bits = 3: must be one of"),
+        ({"b": {"data_type": "mx_fp"}}, f"{field}.b.data_type = 'mx_fp': must be 'int'"),
+        ({str(n): {"group_size": n + 1} for n in range(32)}, "at most 16 sizes are supported"),
+        ({"b": {"bits": 8}}, r"c.qzeros is int32 \[4, 8\]: it must be"),
+    ):
+        with pytest.raises(ConfigError, match=told):
+            as_floats({"quantization_config": {**given, field: wrong}}, StateDict(tensors))
+    wrong = {"a": {"group_size": 40}, "b": {"group_size": 48}}  # both make two groups of 64 columns
+    with pytest.raises(ConfigError, match="a.scales has shape .* fits several"):
+        as_floats({"quantization_config": {**given, field: wrong}}, StateDict(tensors))
+
+
 def changed(name: str, **fields: Any) -> dict[str, Any]:
     config = copy.deepcopy(checkpoint(name)[0])
     config[field_of(name)] |= fields
