@@ -36,9 +36,13 @@ from gptmanager.testing import RecordingCallbacks
 FOLDER = "examples/tiny_llama"
 
 
+def never_pausing():
+    return PausingHost(lambda *_: False)
+
+
 @pytest.fixture(scope="module")
 def served():
-    host = RecordingCallbacks()
+    host = never_pausing()
     options = OptionalParams(
         kv_cache_config=KvCacheConfig(max_tokens=512, tokens_per_block=16, enable_block_reuse=True),
         deterministic=True,
@@ -92,6 +96,15 @@ def test_an_update_changes_what_later_requests_generate_and_back(served, checkpo
     assert waits == [version, version + 1]
 
 
+def submit_paused(host, number, prompt, length, at=1):
+    """Submit a streaming request. Return when the manager is paused after its response `at`."""
+    host.pauses = lambda of_all, of_request, is_final: of_request == at
+    host.submit(request(number, [*prompt], length, is_streaming=True))
+    while len(host.of(number)) < at:
+        time.sleep(0.001)
+    host.pauses = lambda *_: False
+
+
 def versions(response):
     return response.tensors["request_metrics"].tolist()[-2:]
 
@@ -101,10 +114,7 @@ def test_statistics_and_finals_tell_the_version_of_the_weights(served, checkpoin
     assert REQUEST_METRICS[-2:] == ("first_weights_version", "weights_version")
     before = manager.weights_version
     running, waiting = next(NUMBERS), next(NUMBERS)
-    host.submit(request(running, [1, 2, 3], 200, is_streaming=True))
-    while not host.of(running):
-        pass
-    manager.pause_generation()
+    submit_paused(host, running, [1, 2, 3], 200)
     host.submit(request(waiting, [1, 2, 3], 4))
     version = manager.update_weights(checkpoint)
     manager.resume_generation()
@@ -117,10 +127,7 @@ def test_statistics_and_finals_tell_the_version_of_the_weights(served, checkpoin
 def test_a_manager_that_is_paused_is_not_stuck(served, monkeypatch):
     host, manager = served
     number = next(NUMBERS)
-    host.submit(request(number, [1, 2, 3], 200, is_streaming=True))
-    while not host.of(number):
-        pass
-    manager.pause_generation()
+    submit_paused(host, number, [1, 2, 3], 200)
     monkeypatch.setattr(stall_watch, "monotonic", lambda: monotonic() + 60)
     while not manager.health().progressing:  # until the paused loop has looked at the clock
         time.sleep(0.01)
@@ -195,10 +202,7 @@ def test_a_pause_keeps_requests_and_their_output(served, checkpoint):
 def test_without_recompute_running_requests_keep_their_keys_and_values(served, checkpoint):
     host, manager = served
     number, seen = next(NUMBERS), []
-    host.submit(request(number, [1, 2, 3], 80, is_streaming=True))
-    while not host.of(number):
-        time.sleep(0.001)
-    manager.pause_generation()
+    submit_paused(host, number, [1, 2, 3], 80)
     manager.watch(seen.append)
     manager.update_weights(checkpoint)
     manager.resume_generation()
@@ -215,24 +219,20 @@ def test_recompute_gives_the_output_of_the_new_weights_alone(served, checkpoint)
         return sum((r.tensors["output_ids"].flatten().tolist() for r in host.of(number)), [])
 
     manager.update_weights(changed(checkpoint))
-    host.submit(request(number, [*prompt], length, is_streaming=True))
-    while len(host.of(number)) < 5:
-        time.sleep(0.001)
-    manager.pause_generation()
+    submit_paused(host, number, prompt, length, at=5)
     manager.update_weights(checkpoint, recompute=True)
     old = tokens()
     manager.resume_generation()
     host.final(number, 60)
-    if len(old) < length:  # the loop may have been faster
-        ((whole,),) = output(host, (*prompt, *old), length - len(old))
-        assert tokens() == whole[len(prompt) :]
+    ((whole,),) = output(host, (*prompt, *old), length - len(old))
+    assert tokens() == whole[len(prompt) :]
     assert manager.audit().ok
 
 
 @pytest.mark.parametrize("call", ["sleep", "update_weights"])
 def test_a_context_that_is_too_long_to_compute_again_ends_only_its_request(checkpoint, call):
     """Without chunks: prompt and output together exceed the tokens of a step."""
-    host = RecordingCallbacks()
+    host = never_pausing()
     options = OptionalParams(
         kv_cache_config=KvCacheConfig(max_tokens=1024), max_num_tokens=16, deterministic=True
     )
@@ -241,10 +241,7 @@ def test_a_context_that_is_too_long_to_compute_again_ends_only_its_request(check
         host.manager = manager
         whole = output(host, prompt=(5, 6), length=12)
         number, short = next(NUMBERS), next(NUMBERS)
-        host.submit(request(number, [1, 2, 3, 4, 5], 400, is_streaming=True))
-        while len(host.of(number)) < 20:
-            time.sleep(0.001)
-        manager.pause_generation()
+        submit_paused(host, number, [1, 2, 3, 4, 5], 400, at=20)
         host.submit(request(short, [5, 6], 12))
         if call == "sleep":
             manager.sleep()
@@ -282,15 +279,24 @@ def test_a_recording_with_calls_between_its_iterations_replays(checkpoint, tmp_p
     assert replay(recording).divergence is None
 
 
-def test_abort_all_ends_what_is_active_and_nothing_else(served):
+def test_abort_all_ends_what_is_active_and_nothing_else(served, monkeypatch):
     host, manager = served
+    forward = manager._worker.loop.forward
+
+    def hold(schedule):  # a step lasts until the call is made
+        while not manager._inbox._questions:
+            time.sleep(0.001)
+        return forward(schedule)
+
     manager.pause_generation()
     numbers = [next(NUMBERS) for _ in range(2)]
     host.submit(*(request(number, [1, 2, 3], 400) for number in numbers))
+    monkeypatch.setattr(manager._worker.loop, "forward", hold)
     manager.resume_generation()
     while manager.health().num_active < 2:
-        pass
+        time.sleep(0.001)
     assert manager.abort_all() == 2
+    monkeypatch.undo()
     assert all(host.final(n, 60).tensors["finish_reasons"].item() == 5 for n in numbers)
     assert len(output(host)[0][0]) == 13
 
@@ -466,15 +472,13 @@ def test_a_machine_without_a_temporary_folder_leaves_a_manager_awake(served, mon
 
 
 def test_the_end_of_a_sleeping_manager_is_an_abort():
-    host = RecordingCallbacks()
+    host = never_pausing()
     options = OptionalParams(kv_cache_config=KvCacheConfig(max_tokens=512), max_batch_size=4)
     with GptManager(
         FOLDER, ModelType.INFLIGHT_FUSED_BATCHING, optional_params=options, **host.keywords()
     ) as manager:
         host.manager = manager
-        host.submit(request(1, [1, 2, 3], 400, is_streaming=True))
-        while not host.of(1):
-            pass
+        submit_paused(host, 1, [1, 2, 3], 400)
         manager.sleep()
         manager.shutdown(drain=True, timeout=20)
         assert host.final(1).error.startswith("ManagerDeadError")
