@@ -148,7 +148,7 @@ class RecordingCallbacks:
         with self._lock:
             return [r for r in self.responses if r.request_id == request_id]
 
-    def final(self, request_id: int, timeout: float = 10.0) -> Response:
+    def final(self, request_id: int, timeout: float = 30.0) -> Response:
         """Wait for the final response to a request, and return it.
 
         Raise TimeoutError if it does not arrive within `timeout` seconds.

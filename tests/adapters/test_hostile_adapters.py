@@ -193,7 +193,7 @@ def test_each_is_taken_or_refused_and_told(is_file, tmp_path, monkeypatch):
             manager.notify()
             assert host.final(10**6).error
     for thread in {*threading.enumerate()} - before:
-        thread.join(10)
+        thread.join(30)
         assert not thread.is_alive()
     plain = None
     for number, (name, error) in enumerate(zip(sent.names, sent.errors, strict=True)):

@@ -168,7 +168,7 @@ def test_threads_do_not_mix_their_lines(tmp_path):
         for thread in threads:
             thread.start()
         for thread in threads:
-            thread.join(5.0)
+            thread.join(30)
 
     assert [line for path in tmp_path.iterdir() for line in lines(path)] == [RECORD] * 400
 

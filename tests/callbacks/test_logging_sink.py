@@ -123,7 +123,7 @@ def test_the_records_of_a_manager_are_readable(logger, caplog):
         ) as manager,
     ):
         queue.attach(manager)
-        queue.submit([1, 2, 3], 3).result(5.0)
+        queue.submit([1, 2, 3], 3).result(30)
 
     (line,) = [r.getMessage() for r in caplog.records if r.name == logger.name]
     assert "1 scheduled (1 in context, 0 in generation, 3 context tokens)" in line

@@ -41,9 +41,9 @@ class Communicator:
     def Ibcast(self, buffer, root):
         if self._rank == root:
             self._shared.append(buffer.copy())
-        self._barrier.wait(10)
+        self._barrier.wait(30)
         buffer[...] = self._shared[-1]
-        self._barrier.wait(10)
+        self._barrier.wait(30)
         return Done()
 
 

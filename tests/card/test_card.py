@@ -181,7 +181,7 @@ def test_a_step_that_hangs_does_not_stop_the_rest(run, monkeypatch):
     found = run(hangs, shell("next", "true"))
     assert found["hangs"].status in TIMED_OUT and found["hangs"].is_done
     assert found["hangs"].note == "ran to its limit" and found["next"].is_right
-    assert time.monotonic() - started < 30
+    assert time.monotonic() - started < 60
 
 
 def test_what_does_not_fit_is_left_for_the_next_run(run, tmp_path):

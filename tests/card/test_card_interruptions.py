@@ -72,7 +72,7 @@ def test_steps_of_a_call_that_was_killed_are_ended(tmp_path):
     left = subprocess.Popen(["sleep", "60"], start_new_session=True)
     Running(file).add(left.pid)
     assert Running(file).end_left() == [left.pid]
-    assert left.wait(10) == -signal.SIGKILL
+    assert left.wait(30) == -signal.SIGKILL
     assert Running(file).end_left() == [] == Running(tmp_path / "none").end_left()
 
 

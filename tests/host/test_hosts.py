@@ -96,7 +96,7 @@ def test_ids_at_both_ends_and_of_numpy_come_back_as_ints(host):
     ids = [0, 2**64 - 1, 2**63, np.uint64(7), np.int8(3)]
     with start(host, options=params(max_active_requests=None)) as manager:
         host.submit(*(request(request_id, [1], 2) for request_id in ids))
-        assert manager.wait_idle(10)
+        assert manager.wait_idle(30)
     assert sorted(r.request_id for r in finals(host)) == [0, 3, 7, 2**63, 2**64 - 1]
     assert all(type(r.request_id) is int and not r.error for r in host.responses)
 
@@ -285,7 +285,7 @@ def test_other_stop_signals_are_counted_and_stop_nothing(host, stops):
     with start(host, poll_stop_signal_cb=lambda: stops) as manager:
         host.submit(request(1, [1], 5))
         assert host.final(1).error == ""
-        assert manager.wait_idle(10)
+        assert manager.wait_idle(30)
         assert manager.health().callbacks["PollStopSignal"].errors == 5
 
 
@@ -295,7 +295,7 @@ def test_an_endless_generator_of_stop_signals_is_an_error(host, make, monkeypatc
     with start(host, slowly, poll_stop_signal_cb=make) as manager:
         host.submit(request(1, [1], 100))
         assert FinishReason(int(host.final(1).tensors["finish_reasons"])) is FinishReason.CANCELLED
-        assert manager.wait_idle(10)
+        assert manager.wait_idle(30)
         assert manager.health().callbacks["PollStopSignal"].errors >= 1
 
 
@@ -320,7 +320,7 @@ def test_an_error_in_a_generator_of_stop_signals_is_logged_as_it_is(host, caplog
     with start(host, poll_stop_signal_cb=ids) as manager:
         host.submit(request(1, [1], 5))
         assert host.final(1).error == ""
-        assert manager.wait_idle(10)
+        assert manager.wait_idle(30)
     assert "TypeError: of the host's own generator" in caplog.text
 
 
@@ -329,7 +329,7 @@ def test_a_stop_set_that_still_holds_a_finished_id_ends_its_next_life_only_by_a_
     with start(host, poll_stop_signal_cb=lambda: {1}):
         for length in (1, 2, 30, 1):
             host.submit(request(1, [1], length))
-            until(lambda: not host._waiting and host.manager.wait_idle(10))
+            until(lambda: not host._waiting and host.manager.wait_idle(30))
     # Then each life of the id has one final: complete if it ended before the poll, else cancelled
     reasons = [FinishReason(int(r.tensors["finish_reasons"])) for r in finals(host)]
     assert reasons == [FinishReason.LENGTH, *[FinishReason.CANCELLED] * 2, FinishReason.LENGTH]
@@ -356,7 +356,7 @@ def test_nothing_that_a_callback_raises_ends_the_loop(host, callback, raised):
     with start(host, **{f"{name}_cb": fail}) as manager:
         host.submit(request(1, [1], 4), request(2, [1], 4))
         assert host.final(1).error == host.final(2).error == ""
-        assert manager.wait_idle(10) and manager.state is ManagerState.RUNNING
+        assert manager.wait_idle(30) and manager.state is ManagerState.RUNNING
     assert not once
 
 
@@ -424,7 +424,7 @@ def test_an_answer_that_is_complete_is_taken_whole(host, monkeypatch, make, coun
     options = params(max_active_requests=None)
     get = lambda room: answers.pop() if answers else ()  # noqa: E731
     with start(host, options=options, get_inference_requests_cb=get) as manager:
-        assert manager.wait_idle(10)
+        assert manager.wait_idle(30)
         assert manager.health().callbacks["GetInferenceRequests"].errors == 0
     assert len(finals(host)) == count and not any(it.error for it in host.responses)
 
@@ -494,7 +494,7 @@ def test_shutdowns_from_several_threads_leave_each_request_one_final(host, seed)
 
     def end(drain, timeout):
         manager.shutdown(drain, timeout)
-        assert manager.wait(10)
+        assert manager.wait(30)
 
     threads = [
         threading.Thread(target=end, args=(rng.random() < 0.5, rng.choice([None, 0, 0.01, 0.1])))
@@ -521,7 +521,7 @@ def test_a_shutdown_that_get_asks_for_aborts_what_it_returns(host):
 
     manager = start(host, get_inference_requests_cb=get)
     host.submit(request(1, [1], 100), request(2, [1], 100))
-    assert manager.wait(10) and manager.state is ManagerState.STOPPED
+    assert manager.wait(30) and manager.state is ManagerState.STOPPED
     assert sorted(r.request_id for r in finals(host)) == [1, 2]
     assert all(r.error.startswith("ManagerDeadError") for r in finals(host))
 
@@ -536,11 +536,11 @@ def test_a_hung_callback_keeps_its_thread_but_not_the_caller_of_shutdown(host):
 
     manager = start(host, poll_stop_signal_cb=hang)
     host.submit(request(1, [1], 50))
-    assert entered.wait(10)
+    assert entered.wait(30)
     manager.shutdown(timeout=0.05)  # returns
     assert manager.health().alive and not finals(host)
     released.set()
-    assert manager.wait(10) and manager.state is ManagerState.STOPPED
+    assert manager.wait(30) and manager.state is ManagerState.STOPPED
     assert len(finals(host)) == 1
 
 
@@ -834,7 +834,7 @@ def test_a_failed_manager_refuses_and_its_failure_is_the_cause(host):
 
     manager = start(host, explode)
     host.submit(request(1, [1], 5))
-    assert manager.wait(10) and manager.state is ManagerState.FAILED
+    assert manager.wait(30) and manager.state is ManagerState.FAILED
     assert "SystemExit: not even this" in host.final(1).error
     with pytest.raises(ManagerDeadError) as caught:
         manager.notify()

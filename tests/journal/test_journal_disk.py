@@ -142,7 +142,7 @@ def test_a_disk_that_is_full_at_the_end_of_the_loop_keeps_back_no_response(tmp_p
         manager.pause_generation()
         disk.free = disk.reserve = 0
         manager.shutdown(drain=False)
-    assert manager.wait(10) and manager.state is ManagerState.FAILED
+    assert manager.wait(30) and manager.state is ManagerState.FAILED
     finals = {it.request_id: it.error for it in host.responses if it.is_final}
     text = "the manager was shut down" if ends == "shutdown" else "LookupError: a step"
     assert sorted(finals) == [1, 2] and all(text in error for error in finals.values())
@@ -197,7 +197,7 @@ def test_a_response_that_cannot_be_recorded_ends_the_manager_and_not_the_journal
     manager = start_manager(host, journal_path=tmp_path / "journal", black_box_iterations=0)
     manager._host.journal._journal.entries = Unreadable()
     host.submit(stream(1))
-    assert manager.wait(10) and manager.state is ManagerState.FAILED
+    assert manager.wait(30) and manager.state is ManagerState.FAILED
     text = "JournalError: responses cannot be recorded: LookupError: a fault of the program"
     assert host.final(1).error == text
 
@@ -378,7 +378,7 @@ def test_a_sync_thread_forces_what_was_noted_and_tells_of_errors(tmp_path, monke
     thread = SyncThread(0.001)
     with (tmp_path / "file").open("wb") as file:
         thread.note(file.fileno())
-        assert called.wait(10)
+        assert called.wait(30)
         thread.stop()
     assert thread.error is not None and thread.error.errno == errno.EIO
 

@@ -121,7 +121,7 @@ def test_a_dead_manager_clears_nothing(checkpoints):
     served = Served(Broken(), max_step_failures=1)
     served.host.submit(InferenceRequest.from_tokens(1, PROMPT, 6))
     assert served.host.final(1).error
-    assert served.manager.wait(10)
+    assert served.manager.wait(30)
     with pytest.raises(ManagerDeadError):
         served.manager.clear_cached()
 

@@ -44,7 +44,7 @@ class Gate:
         if self.is_armed:
             self._reached_ns = self._reached_ns or time.perf_counter_ns()
             self.reached.set()
-            self._opened.wait(30)
+            self._opened.wait(60)
 
     def now_ns(self):
         """A clock that goes while something hangs: no other step of a busy machine is slow."""
@@ -99,7 +99,7 @@ def gate(monkeypatch):
     monkeypatch.setattr(watchdog, "perf_counter_ns", gate.now_ns)
     yield gate
     gate.open()
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 30
     while any(t.name.startswith("gptmanager") for t in set(threading.enumerate()) - before):
         assert time.monotonic() < deadline, "a thread of the manager is left behind"
         time.sleep(0.001)
@@ -123,11 +123,11 @@ def each_has_one_final(host, ids):
 
 
 def end_thread(manager):
-    manager._thread.join(10)
+    manager._thread.join(30)
     assert not manager._thread.is_alive()
     for thread in threading.enumerate():
         if thread.name == "gptmanager-watchdog":
-            thread.join(10)
+            thread.join(30)
 
 
 def test_a_step_that_hangs_is_told_with_all_stacks_and_goes_on(gate, caplog):
@@ -141,7 +141,7 @@ def test_a_step_that_hangs_is_told_with_all_stacks_and_goes_on(gate, caplog):
         host.final(1)
         gate.is_armed = True
         host.submit(request(2, [1], 4))
-        gate.reached.wait(10)
+        gate.reached.wait(30)
         while "All threads" not in caplog.text:
             time.sleep(0.001)
         assert manager.state is ManagerState.RUNNING
@@ -167,7 +167,7 @@ def test_empty_slots_are_known_without_a_statistics_callback():
     model = ScriptedModel(next_token, vocab_size=100, max_position_embeddings=128)
     host.submit(request(1, [1], 4), request(2, [1], 2))
     with GptManager(model, ModelType.V1, optional_params=params(), **keywords) as manager:
-        assert host.final(1).error == "" and manager.wait_idle(10)
+        assert host.final(1).error == "" and manager.wait_idle(30)
         record = json.loads(manager._host.statistics.so_far())
     assert record["Empty Generation Slots"] == 1
 
@@ -186,7 +186,7 @@ def test_a_hang_of_which_nothing_can_be_told_ends_the_manager_all_the_same(gate,
     manager = start(host, script, callback_budget_s=0.01, **BUDGET)
     gate.is_armed = True
     host.submit(request(1, [1], 9))
-    assert manager.wait(10) and manager.state is ManagerState.FAILED
+    assert manager.wait(30) and manager.state is ManagerState.FAILED
     each_has_one_final(host, {1})
 
 
@@ -202,8 +202,8 @@ def test_a_step_that_hangs_ends_the_manager_and_nothing_follows(gate, caplog):
     gate.is_armed = True
     host.submit(*(request(i, [1], 9, is_streaming=i % 2 == 0) for i in range(1, 8)))
     ids = range(8)
-    assert gate.reached.wait(10)
-    assert manager.wait(10)
+    assert gate.reached.wait(30)
+    assert manager.wait(30)
     assert manager.state is ManagerState.FAILED and isinstance(manager.exception, ManagerDeadError)
     text = str(manager.exception)
     assert "the loop hangs: one iteration has taken" in text and "step_budget_s = 0.05" in text
@@ -242,7 +242,7 @@ def test_a_send_that_raises_on_the_watchdogs_thread_is_counted(gate):
     host = Failing(gate)
     manager = start(host, script, **BUDGET)
     host.submit(request(1, [1], 9), request(2, [1], 9))
-    assert manager.wait(10)
+    assert manager.wait(30)
     gate.open()
     end_thread(manager)
     each_has_one_final(host, {1, 2})
@@ -256,7 +256,7 @@ class SlowToAnswer(Host):
         super().send_response(request_id, tensors, is_final, error)
         if error and not self.gate.opened:
             self.gate.open()
-            self.manager._thread.join(10)
+            self.manager._thread.join(30)
 
 
 @pytest.mark.parametrize("keeps_responses", [False, True])
@@ -284,7 +284,7 @@ def test_a_callback_that_hangs_ends_the_manager_and_is_named(gate, name):
     manager = start(host, **BUDGET)
     gate.is_armed = True
     host.submit(request(1, [1], 9, is_streaming=True), request(2, [1], 9))
-    assert manager.wait(10)
+    assert manager.wait(30)
     assert f"the loop is inside callback {name}, for" in str(manager.exception)
     each_has_one_final(host, {1, 2})
     calls = Counter(host.num_calls)
@@ -305,7 +305,7 @@ def test_what_a_get_that_hangs_yields_before_and_after_is_answered(gate):
 
     host.get_inference_requests = get
     manager = start(host, **BUDGET)
-    assert manager.wait(10)
+    assert manager.wait(30)
     assert "callback GetInferenceRequests" in str(manager.exception)
     each_has_one_final(host, {1, 2})
     gate.open()
@@ -318,7 +318,7 @@ def test_finals_wait_for_a_send_that_hangs_but_nothing_else_does(gate, caplog):
     manager = start(host, **BUDGET)
     gate.is_armed = True
     host.submit(*(request(i, [1], 9, is_streaming=True) for i in range(3)))
-    assert manager.wait(10)
+    assert manager.wait(30)
     assert manager.state is ManagerState.FAILED
     assert "callback SendResponse" in str(manager.exception)
     manager.shutdown()
@@ -337,7 +337,7 @@ def test_a_send_that_hangs_while_a_failed_loop_answers_holds_up_nobody(gate):
     host = Host(gate, "SendResponse")
     manager = start(host, explode, max_step_failures=1, **BUDGET)
     host.submit(request(1, [1], 9), request(2, [1], 9))
-    assert manager.wait(10)
+    assert manager.wait(30)
     assert manager.state is ManagerState.FAILED
     assert isinstance(manager.exception, FloatingPointError)
     gate.open()
@@ -371,7 +371,7 @@ def test_a_processor_that_hangs_is_named(gate, hangs_in, name, caplog):
     gate.is_armed = True
     processor = Processor(gate, hangs_in)
     host.submit(request(1, [1], 9, logits_post_processor=processor), request(2, [1], 9))
-    assert manager.wait(10)
+    assert manager.wait(30)
     assert f"the loop is inside callback {name}, for" in str(manager.exception)
     assert manager.health().callbacks[name].overstays == 1
     each_has_one_final(host, {1, 2})
@@ -387,7 +387,7 @@ def test_a_scheduler_that_hangs_is_named(gate, caplog):
     config = SchedulerConfig(create_scheduler=lambda **parts: Waiting())
     manager = start(host, config=config, callback_budget_s=0.01, **BUDGET)
     host.submit(request(1, [1], 9))
-    assert manager.wait(10)
+    assert manager.wait(30)
     assert "the loop is inside callback Scheduler, for" in str(manager.exception)
     assert "callback Scheduler has run for" in caplog.text
     each_has_one_final(host, {1})
@@ -398,7 +398,7 @@ def test_whoever_asks_a_loop_that_is_given_up_is_refused(gate):
     manager = start(host, **BUDGET)
     gate.is_armed = True
     host.submit(request(1, [1], 9))
-    gate.reached.wait(10)
+    gate.reached.wait(30)
     with pytest.raises(ManagerDeadError):
         manager.audit(timeout=None)
     with pytest.raises(ManagerDeadError):
@@ -427,7 +427,7 @@ def test_what_a_send_asks_on_the_watchdogs_thread_waits_for_nothing(gate):
     gate.is_armed = True
     host.submit(*(request(i, [1], 9) for i in range(3)))
     # Then each request has its final
-    assert manager.wait(10) and manager.state is ManagerState.FAILED
+    assert manager.wait(30) and manager.state is ManagerState.FAILED
     each_has_one_final(host, {0, 1, 2})
     assert answers == 3 * [(False, False, None)]
 
@@ -437,12 +437,12 @@ def test_a_host_that_is_idle_or_slow_within_its_budget_does_not_hang(monkeypatch
     monkeypatch.setattr(watchdog, "perf_counter_ns", lambda: now_ns[0])
     host = Host(lambda: None)
     with start(host, step_budget_s=0.02, on_hang="fail", idle_poll_s=None) as manager:
-        assert manager.wait_idle(10)
+        assert manager.wait_idle(30)
         now_ns[0] += 10**12
         time.sleep(0.1)  # the watchdog looks several times
         host.submit(request(1, [1], 3))
         assert host.final(1).error == ""
-        assert manager.wait_idle(10)
+        assert manager.wait_idle(30)
     assert manager.state is ManagerState.STOPPED and "hangs" not in caplog.text
 
 
@@ -468,11 +468,11 @@ def test_a_step_that_returns_when_it_is_given_up():
             manager.shutdown(drain=rng.random() < 0.5)
         elif rng.random() < 0.5:
             try:
-                manager.wait_idle(10)
+                manager.wait_idle(30)
             except ManagerDeadError:
                 pass
         manager.shutdown()
-        assert manager.wait(10)
+        assert manager.wait(30)
         end_thread(manager)
         states[manager.state] += 1
         assert (manager.exception is not None) is (manager.state is ManagerState.FAILED)

@@ -42,7 +42,7 @@ FILES = {
 
 CALLS = {
     "notify": lambda manager: manager.notify(),
-    "wait_idle": lambda manager: manager.wait_idle(10),
+    "wait_idle": lambda manager: manager.wait_idle(30),
     "audit": lambda manager: manager.audit(),
     "explain": lambda manager: manager.explain(1),
     "would_fit": lambda manager: manager.would_fit(request(1, [1], 2)),
@@ -89,7 +89,7 @@ def test_a_handler_may_call_whatever_it_interrupts(handler):
             in_a_thread(with_a_handler, lambda call=call: call(manager), handle)
             assert handled, name
         host.submit(request(1, [1], 3))
-        assert manager.wait_idle(10)
+        assert manager.wait_idle(30)
         assert host.output(1) == [1, *expected_output([1], 3)]
 
 

@@ -202,19 +202,19 @@ def test_what_gets_ready_for_a_request_that_has_ended_is_ignored():
     first, second, host = Slow(), Slow(), RecordingCallbacks()
     with manager_of(host) as manager:
         host.submit(request(1, logits_post_processor=first))
-        assert first.asked.wait(10)
+        assert first.asked.wait(30)
         host.stop(1)
         assert host.final(1).tensors["finish_reasons"].tolist() == [[5]]
         host.responses.clear()
         host.submit(request(1, logits_post_processor=second))
-        assert second.asked.wait(10) and manager.explain(1).reason == "preparing"
+        assert second.asked.wait(30) and manager.explain(1).reason == "preparing"
         first.future.set_result(None)
         host.submit(request(2))
         assert not host.final(2).error and manager.explain(1).reason == "preparing"
         host.responses.clear()
         second.future.set_result(None)
         assert host.final(1).tensors["output_ids"][0, 0, 3:].tolist() == [7] * 4
-        assert manager.wait_idle(10)
+        assert manager.wait_idle(30)
     assert len(host.responses) == 1
 
 
@@ -224,20 +224,20 @@ def test_what_is_ready_on_arrival_is_so_for_its_own_request_only():
     with manager_of(host) as manager:
         # Given a request that waits, and another one under its id
         host.submit(request(1, logits_post_processor=slow))
-        assert slow.asked.wait(10) and manager.explain(1).reason == "preparing"
+        assert slow.asked.wait(30) and manager.explain(1).reason == "preparing"
         host.submit(request(1, logits_post_processor=ready), request(2))
         assert not host.final(2).error
         assert [r.error.partition(":")[0] for r in host.of(1)] == ["DuplicateRequestIdError"]
         assert manager.explain(1).reason == "preparing"
         slow.future.set_result(None)
-        assert manager.wait_idle(10) and not host.of(1)[-1].error
+        assert manager.wait_idle(30) and not host.of(1)[-1].error
         # or two of one id in one answer of Get
         host.responses.clear()
         late = Slow()
         host.submit(request(3, logits_post_processor=late), request(3, logits_post_processor=ready))
-        assert late.asked.wait(10) and manager.explain(3).reason == "preparing"
+        assert late.asked.wait(30) and manager.explain(3).reason == "preparing"
         late.future.set_result(None)
-        assert manager.wait_idle(10) and not host.of(3)[-1].error
+        assert manager.wait_idle(30) and not host.of(3)[-1].error
 
 
 @pytest.mark.parametrize("drain", [True, False])
@@ -245,7 +245,7 @@ def test_a_shutdown_while_it_waits(drain):
     slow, host = Slow(), RecordingCallbacks()
     manager = manager_of(host)
     host.submit(request(1, logits_post_processor=slow))
-    assert slow.asked.wait(10)
+    assert slow.asked.wait(30)
     manager.explain(1)  # an iteration has passed
     manager.shutdown(drain=drain, timeout=0.0 if drain else None)
     slow.future.set_result(None)  # behind the end of the manager
@@ -267,7 +267,7 @@ def test_a_recorded_run_replays_and_can_be_simulated(tmp_path):
         host.final(4)
         late.future.set_result(None)
         wrong.future.set_exception(InvalidRequestError("wrong"))
-        assert manager.wait_idle(10)
+        assert manager.wait_idle(30)
     recording = read_recording(path)
     ready = [i.intake.ready for i in recording.iterations if i.intake.ready]
     assert ready == [(2,), (1,)]

@@ -77,7 +77,7 @@ def test_all_ranks_do_what_rank_0_was_asked(monkeypatch, size):
 def test_with_the_option_all_ranks_answer_their_hosts(monkeypatch):
     with serving(monkeypatch, 2, parallel={"respond_on_all_ranks": True}) as it:
         serve(it)
-        it.managers[1].wait_idle(10)
+        it.managers[1].wait_idle(30)
         it.host.stop(7)
         it.host.submit(request(7, [1], 50))
         it.host.final(7)
@@ -95,7 +95,7 @@ def test_an_idle_rank_answers_its_host(monkeypatch):
     with serving(monkeypatch, 2) as it:
         idle = it.managers[1]
         for _ in range(2):
-            assert idle.wait_idle(10)
+            assert idle.wait_idle(30)
             assert idle.audit(10).ok
             assert idle.explain(5, 10).text
             assert idle.would_fit(request(5, [1], 3), 10)
@@ -161,13 +161,13 @@ def test_a_rank_that_is_rung_in_the_middle_of_an_iteration_hears_it(monkeypatch)
         hosts = [manager._worker._loop_host for manager in it.managers]
         first, second = (host._executor for host in hosts)
         decide, goes_on, waits = first.on_decision, threading.Event(), threading.Event()
-        first.on_decision = lambda schedule: goes_on.wait(10) and decide(schedule)
+        first.on_decision = lambda schedule: goes_on.wait(30) and decide(schedule)
         check = second.on_decision
         second.on_decision = lambda schedule: waits.set() or check(schedule)
         it.host.submit(request(1, [1, 2], 3))
-        assert waits.wait(10)
+        assert waits.wait(30)
         found = []
-        asking = threading.Thread(target=lambda: found.append(it.managers[1].wait_idle(10)))
+        asking = threading.Thread(target=lambda: found.append(it.managers[1].wait_idle(30)))
         asking.start()
         bell = hosts[1]._links._wakener.fileno()
         while not it.managers[1]._inbox._idle_waits or select.select([bell], [], [], 0)[0]:
@@ -198,7 +198,7 @@ def test_an_abort_of_rank_0_reaches_all(monkeypatch):
         while not it.host.statistics:
             time.sleep(0.01)
         it.managers[0].shutdown(drain=False)
-        assert it.managers[1].wait(10)
+        assert it.managers[1].wait(30)
         texts = {it.host.final(i).error[:17] for i in range(4)} - {""}
     assert texts <= {"ManagerDeadError:"}
     assert [manager.state for manager in it.managers] == [STOPPED] * 2
@@ -210,7 +210,7 @@ def test_a_drain_of_rank_0_reaches_all_and_ends_nothing_early(monkeypatch):
         while not it.host.statistics:  # idle iterations call Get as well
             time.sleep(0.01)
         it.managers[0].shutdown()
-        assert it.managers[1].wait(10)
+        assert it.managers[1].wait(30)
         assert [it.host.final(i).error for i in range(4)] == [""] * 4
 
 
@@ -225,7 +225,7 @@ def test_another_rank_waits_with_a_drain_and_ends_all_with_an_abort(monkeypatch)
         while not it.host.of(50):
             time.sleep(0.001)
         it.managers[1].shutdown(drain=False)
-        waiting.join(10)
+        waiting.join(30)
         first, second = errors(it.managers)
         assert second == "rank 1 was shut down"
         assert first == "rank 1 failed: RankError: rank 1 was shut down"
@@ -283,7 +283,7 @@ def test_hosts_that_bring_the_requests_themselves(monkeypatch):
     hosts = new_hosts(given, given)
     with serving(monkeypatch, 2, own_means=True, hosts=hosts) as it:
         assert [it.host.final(i).error for i in range(6)] == [""] * 6
-        it.host.manager.wait_idle(10)
+        it.host.manager.wait_idle(30)
         assert not it.hosts[1].responses
         assert it.hosts[1].rooms[:1] == it.host.rooms[:1]
 
@@ -376,7 +376,7 @@ def test_each_rank_prepares_what_its_own_host_gives(monkeypatch, at_once):
     hosts = with_processors(*own)
     with serving(monkeypatch, 2, own_means=True, hosts=hosts, parallel=parallel) as it:
         for processor in own:
-            assert processor.is_awaited.wait(10)
+            assert processor.is_awaited.wait(30)
             if not at_once:
                 processor.end()
         assert it.host.final(5).error == ""
@@ -408,10 +408,10 @@ def test_a_rank_awaits_its_own_processor_also_for_an_id_that_was_ready_before(mo
     parallel = {"replicate_logits_post_processors": True}
     with serving(monkeypatch, 2, own_means=True, hosts=hosts, parallel=parallel) as it:
         # When rank 0 is ready for that one, and rank 1 is not
-        assert late.is_awaited.wait(10)
+        assert late.is_awaited.wait(30)
         is_called = late.called.wait(0.05)
         late.end()
-        assert it.managers[0].wait_idle(10)
+        assert it.managers[0].wait_idle(30)
     assert [response.error for response in it.host.responses] == ["", ""] and not is_called
 
 
@@ -435,8 +435,8 @@ def test_a_duplicate_of_a_request_that_becomes_ready_ends_no_rank(monkeypatch):
     hosts = [DuplicatingHost(it) for it in own]
     parallel = {"replicate_logits_post_processors": True}
     with serving(monkeypatch, 2, own_means=True, hosts=hosts, parallel=parallel) as it:
-        assert own[0].called.wait(10)
-        assert it.managers[0].wait_idle(10)
+        assert own[0].called.wait(30)
+        assert it.managers[0].wait_idle(30)
     errors = [response.error.partition(":")[0] for response in hosts[0].responses]
     assert errors == ["DuplicateRequestIdError", ""]
     assert [processor.calls for processor in own] == [4, 4]
@@ -462,7 +462,7 @@ def test_other_ranks_prepare_nothing_for_rank_0(monkeypatch):
         RecordedPreparation, "prepare", lambda self, device: prepared.append(device)
     )
     with serving(monkeypatch, 2, hosts=hosts) as it:
-        assert own.is_awaited.wait(10)
+        assert own.is_awaited.wait(30)
         own.end()
         assert it.host.final(5).error == ""
     assert prepared == []

@@ -145,7 +145,7 @@ def test_a_ring_ends_a_wait_that_may_be_woken_and_not_the_others(pair):
         work = threads.submit(frames.receive)
         time.sleep(0.05)
         other.sendall(message(b"late"))
-        assert work.result(10) == (7, b"late")
+        assert work.result(30) == (7, b"late")
     assert frames.poll() is None
 
 
@@ -250,7 +250,7 @@ def test_a_rank_that_never_comes_is_named_on_all():
     def meet(rank):
         found = start(rank)
         if isinstance(found, Links):
-            found._watch.failed.wait(10)
+            found._watch.failed.wait(30)
             found.close()
             return found.failure
         return found
@@ -292,7 +292,7 @@ def test_a_number_that_two_have_is_an_error():
     def start(rank):
         found = outcome(lambda: Links(rank, 3, store, "127.0.0.1", timeout_s=20, boot_s=10))
         if isinstance(found, Links):
-            found._watch.failed.wait(10)
+            found._watch.failed.wait(30)
             found.close()
             found = found.failure
         return found
@@ -342,7 +342,7 @@ def cut(links):
 
 def failures(links):
     for it in links:
-        it._watch.failed.wait(10)
+        it._watch.failed.wait(30)
     return [str(it.failure) for it in links]
 
 
@@ -360,7 +360,7 @@ def test_a_rank_that_dies_is_named_on_all_wherever_they_wait(size):
             work = [threads.submit(wait, it) for it in others]
             time.sleep(0.05)
             cut(dead)
-            found = [it.result(10) for it in work]
+            found = [it.result(30) for it in work]
     assert {type(it) for it in found} == {RankError}
     assert len({str(it) for it in found}) == 1
     assert str(found[0]).startswith(f"rank {size - 1} has died")
@@ -459,7 +459,7 @@ def test_a_rank_that_keeps_others_waiting_is_named_on_all(hangs):
 
         def wait(it):
             if it.rank == hangs:
-                it._watch.failed.wait(10)
+                it._watch.failed.wait(30)
                 return it.failure
             if it.rank:
                 return outcome(it.receive)
@@ -493,9 +493,9 @@ def test_resting_longer_than_the_timeout_is_no_failure():
             time.sleep(0.6)
             assert not any(it.done() for it in work)
             links[1].wake()
-            assert work[0].result(10) is None
+            assert work[0].result(30) is None
             links[0].send(Message.INTAKE, b"x")
-            assert work[1].result(10) == (Message.INTAKE, b"x")
+            assert work[1].result(30) == (Message.INTAKE, b"x")
         assert [it.failure for it in links] == [None] * 3
 
 
@@ -569,7 +569,7 @@ def test_a_collective_ends_when_a_rank_dies():
             time.sleep(0.05)
             cut(links[2])
             with pytest.raises(RankError, match="rank 2 has died"):
-                waits.result(10)
+                waits.result(30)
 
 
 # What is left ----------------------------------------------------------------------------------
@@ -591,7 +591,7 @@ def test_nothing_is_left_open():
         def late(rank):
             found = outcome(lambda: Links(rank, 3, store, "127.0.0.1", timeout_s=20, boot_s=0.02))
             if isinstance(found, Links):
-                found._watch.failed.wait(10)
+                found._watch.failed.wait(30)
                 found.close()
 
         at_once(late, range(2))

@@ -394,7 +394,7 @@ def record(tmp_path, **options):
         optional_params=params,
         **callbacks.keywords(),
     ) as manager:
-        manager.wait_idle(10)
+        manager.wait_idle(30)
     return path
 
 
@@ -582,7 +582,7 @@ def test_a_black_box_gives_what_can_be_known(tmp_path):
         optional_params=params,
         **callbacks.keywords(),
     )
-    assert manager.wait_idle(10)
+    assert manager.wait_idle(30)
     manager.shutdown()
 
     trace = trace_of(read_recording(tmp_path / "box.jsonl"))

@@ -339,7 +339,7 @@ def test_an_abort_ends_the_recording_before_its_errors(tmp_path):
         optional_params=OptionalParams(recording_path=path, max_seq_len=2000),
         **host.keywords(),
     )
-    assert started.wait(10)
+    assert started.wait(30)
     manager.shutdown(drain=False)
     run = read_recording(path)
     assert run.end.reason in ("aborted", "drained")  # it may have been quick

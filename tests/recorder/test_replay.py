@@ -235,7 +235,7 @@ def test_a_failure_of_ones_own_scheduler_is_reproduced(tmp_path):
         optional_params=OptionalParams(black_box_path=path),
         **host.keywords(),
     )
-    assert manager.wait(10)
+    assert manager.wait(30)
     box = read_recording(path)
     with pytest.raises(RecordingError, match="create_breaking.*--scheduler"):
         replay(box)
@@ -262,7 +262,7 @@ def test_forced_pauses_replay(tmp_path):
         optional_params=OptionalParams(recording_path=path),
         **host.keywords(),
     ) as manager:
-        assert manager.wait_idle(10)
+        assert manager.wait_idle(30)
     assert replay(read_recording(path), create_scheduler=create).divergence is None
 
 

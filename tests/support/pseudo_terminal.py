@@ -70,7 +70,7 @@ class PseudoTerminal:
         deadline = time.monotonic() + timeout_s
         while self._receive(0.1):
             assert time.monotonic() < deadline, self.text
-        return self.process.wait(10)
+        return self.process.wait(30)
 
     def _receive(self, timeout_s: float) -> bool:
         """Read what there is. Return False after the end of the command."""
@@ -115,5 +115,5 @@ def pseudo_terminal(
         yield PseudoTerminal(master, process)
     finally:
         process.kill()
-        process.wait(10)
+        process.wait(30)
         os.close(master)

@@ -123,6 +123,6 @@ def running_server(settings: ServerSettings) -> Iterator[RunningServer]:
             yield RunningServer(address_of(listener, scheme), engine, settings, server, loop)
         finally:
             server.should_exit = server.force_exit = True
-            thread.join(10)
+            thread.join(30)
             assert not thread.is_alive(), "the server's thread does not end"
             loop.close()
