@@ -441,8 +441,10 @@ def test_a_rank_that_is_not_heard_of_is_named_on_all():
         assert set(failures(links)) == {"rank 1 has not been heard from for 0.4 s"}  # itself, too
         judged, watch = [], links[0]._watch
         judge, watch._judge = watch._judge, lambda now: (judged.append(now), judge(now))
+        began = time.monotonic()
         time.sleep(0.1)
-        assert len(judged) < 20  # it sleeps until the next beat or message
+        # it sleeps until the next beat or message
+        assert len(judged) < 200 * (time.monotonic() - began)
 
 
 def test_rank_0_that_was_stopped_learns_that_the_others_went():
