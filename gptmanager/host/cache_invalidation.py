@@ -15,8 +15,7 @@ class CacheInvalidation:
     def __init__(self) -> None:
         self._clears: deque[None] = deque()  # any thread may append
         self._recomputes = False
-        self._version: Callable[[], int] = int
-        self._last_version = 0  # at the last intake
+        self.follow_weights(int)  # always 0
 
     def clear(self) -> None:
         """Clear cached blocks with the next intake. Any thread may call this."""
@@ -28,7 +27,8 @@ class CacheInvalidation:
 
     def follow_weights(self, version: Callable[[], int]) -> None:
         """Clear cached blocks whenever `version()` has changed, because new weights were loaded."""
-        self._version, self._last_version = version, int(version())
+        self._version = version
+        self._last_version = int(version())  # at the last intake
 
     def take(self) -> tuple[bool, bool]:
         """Return whether to clear cached blocks, and whether to recompute. Forget the reasons."""

@@ -9,12 +9,15 @@ from pathlib import Path
 
 import pytest
 from pseudo_terminal import CTRL_C, CTRL_D, ENTER, PASTE, pseudo_terminal
+from rich.console import Console
 from safetensors import safe_open
 from text_checkpoint import save_text_checkpoint
 
 from gptmanager import cli
 from gptmanager.callbacks import generate
 from gptmanager.commands.chat.chat_model import ChatModel
+from gptmanager.commands.chat.piped_view import PipedView
+from gptmanager.commands.chat.terminal_view import _columns
 
 TINY_LLAMA = Path(__file__).resolve().parents[2] / "examples" / "tiny_llama"
 TEMPLATE = "{% for message in messages %}{{ message.content }}\n{% endfor %}"
@@ -149,12 +152,16 @@ def test_what_is_refused_is_one_sentence_and_the_rest_is_answered(chat):
     assert err == "gptmanager: /fork needs a message, because none has been answered yet\n"
 
 
-def test_an_answer_ends_where_the_context_ends(chat, endless):
+def test_an_answer_ends_where_the_context_ends(chat, endless, monkeypatch):
+    reports = []
+    monkeypatch.setattr(PipedView, "report", lambda _, text: reports.append(text))
     options = ("--max-seq-len", 100, "--max-new-tokens", 1000)
     code, out, _ = chat("x" * 90 + "\nagain", *GREEDY, *options, model=endless)
     assert code == 1 and out.count("\n") >= 1
     _, short, _ = chat("x" * 90, *GREEDY, "--max-new-tokens", 3, model=endless)
     assert out.startswith(short.rstrip("\n"))
+    assert reports[0].endswith("because the context is full: /clear begins a new conversation")
+    assert reports[-1].endswith("cut off: --max-new-tokens allows longer answers")
 
 
 def test_stop_texts_end_answers(chat):
@@ -299,6 +306,12 @@ def test_an_interrupt_stops_an_answer_and_not_the_chat(endless):
         terminal.interrupt_prompt()
         assert terminal.end() == 0
         assert "Traceback" not in terminal.text and "killed" not in terminal.text
+
+
+def test_answers_share_the_width_of_the_terminal():
+    file = io.StringIO()
+    Console(file=file, width=40).print(_columns(["a" * 18, "b" * 19], 40, 24))
+    assert file.getvalue().split() == ["a" * 18, "b" * 18, "b"]
 
 
 @pytest.mark.slow

@@ -142,6 +142,8 @@ def chats():
     found = ChatPrompts(TINY_LLAMA)
     yield found
     found.close()
+    with pytest.raises(ValueError):  # the process of the template has ended
+        found.render([USER])
 
 
 def read_chat(messages, chats):

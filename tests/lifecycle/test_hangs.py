@@ -24,7 +24,8 @@ from gptmanager import GptManager, ModelType, SchedulerConfig
 from gptmanager.errors import ConfigError, ManagerDeadError
 from gptmanager.journal.segments import JournalFolder
 from gptmanager.lifecycle import watchdog
-from gptmanager.lifecycle.state import ManagerState
+from gptmanager.lifecycle.state import Lifecycle, LoopAbandoned, ManagerState
+from gptmanager.lifecycle.watchdog import CallbackTimer
 from gptmanager.scheduler import RequestScheduler
 from gptmanager.statistics import StatisticsReport
 from gptmanager.testing import RecordingCallbacks, ScriptedModel
@@ -106,6 +107,25 @@ def gate(monkeypatch):
 
 
 start = partial(start_manager, black_box_iterations=0)
+
+
+def test_a_call_is_reported_once_after_its_budget(monkeypatch):
+    timer = CallbackTimer("PollStopSignal")
+    timer.started_ns = 10**9
+    monkeypatch.setattr(watchdog, "perf_counter_ns", lambda: 13 * 10**8)
+    watch = watchdog.Watchdog(
+        [timer], 0, budget_s=None, iteration=timer, step_budget_s=None, on_hang=bool
+    )
+    assert [watch._overstay(timer, budget) for budget in (None, 0.3, 0.2, 0.2)] == [0, 0, 0.3, 0]
+
+
+def test_an_abandoned_loop_changes_no_state():
+    lifecycle = Lifecycle()
+    assert lifecycle.abandon(ValueError("hangs"))
+    for change in (lifecycle.move_to, lifecycle.leave, lambda _: lifecycle.fail(KeyError("late"))):
+        with pytest.raises(LoopAbandoned):
+            change(ManagerState.STOPPED)
+    assert lifecycle.state is ManagerState.FAILED and str(lifecycle.exception) == "hangs"
 
 
 def finals(host):

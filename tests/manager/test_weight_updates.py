@@ -432,10 +432,11 @@ def test_the_system_gets_the_memory_of_weights_and_cache_back(served):
 
 def test_a_full_disk_leaves_a_manager_awake(served, monkeypatch):
     host, manager = served
-    first = output(host)
-    monkeypatch.setattr(tempfile, "TemporaryFile", lambda **_: open("/dev/full", "wb", buffering=0))
+    first, file = output(host), open("/dev/full", "wb", buffering=0)
+    monkeypatch.setattr(tempfile, "TemporaryFile", lambda **_: file)
     with pytest.raises(ConfigError, match=r"cannot be written to .*keep_weights=False"):
         manager.sleep()
+    assert file.closed  # it leaves the disk its space
     assert not manager.is_asleep and output(host) == first
 
 

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import threading
+from types import SimpleNamespace
 
 import pytest
 import torch
 from rank_threads import World
 from torch import Tensor
+
+from gptmanager.ranks.collectives import GroupCollectives
+from gptmanager.ranks.layout import RankLayout
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
 
@@ -99,6 +103,16 @@ def test_a_sender_does_not_wait_for_the_next_stage():
 
     World(1, 2).run(body)
     assert (received == 1).all()
+
+
+def test_a_tensor_has_arrived_before_the_next_one_is_sent():
+    """Its memory would be reused otherwise, and nobody would see that its sending has failed."""
+    group = SimpleNamespace(broadcast=lambda tensors: tensors)
+    waited = []
+    stage = GroupCollectives(RankLayout(1, 2), group, None, group, waited.append)
+    for step in range(3):
+        stage.send(torch.full((1,), step))
+    assert waited == [[torch.tensor([0])], [torch.tensor([1])]]
 
 
 def test_what_part_0_has_is_shared_in_the_stage():

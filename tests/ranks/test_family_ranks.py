@@ -15,11 +15,19 @@ from gptmanager.errors import ConfigError
 from gptmanager.kernels import Kernels
 from gptmanager.models import load_model
 from gptmanager.models.checkpoint_parts import read_config
+from gptmanager.models.read_spec import read_spec
 from gptmanager.models.splits import rank_spec
 from gptmanager.ranks.layout import RankLayout
 
 pytest.importorskip("transformers", reason="transformers is not installed")
 EXACT = {"dtype": "float64"}
+
+
+def test_layers_that_share_keys_and_values_stay_in_one_stage() -> None:
+    config = {**VARIANTS["gemma4_text small"], "hidden_size_per_layer_input": 0}
+    config["model_type"] = "gemma4_text"
+    with pytest.raises(ConfigError, match="pipeline_parallel_size = 2: must be 1.* share keys"):
+        rank_spec(read_spec(config), RankLayout(pipeline_parallel_size=2))
 
 
 @pytest.mark.parametrize("name", [*FAMILY_CONFIGS, *VARIANTS])

@@ -47,6 +47,7 @@ from gptmanager.loop.limits import Limits
 from gptmanager.loop.request_times import RequestTimes
 from gptmanager.recorder import black_box
 from gptmanager.recorder.limits import without_code
+from gptmanager.recorder.recorder import Recorder
 from gptmanager.recorder.recording_file import FORMAT, Iteration, make_header, read_recording
 from gptmanager.recorder.requests import (
     Allowance,
@@ -205,6 +206,14 @@ def test_an_array_that_is_no_limit_comes_back_as_one_that_is_refused():
     assert back.deadline_s == [math.inf]
 
 
+@pytest.mark.parametrize("shape", ["3", None, [3.0], [-1], ["3"], [True], [2**63]])
+def test_a_shape_that_no_array_has_is_a_recording_error(shape):
+    plain = {"request_id": 1, "tensors": {"input_ids": {"numpy": "int64", "fill": 0}}}
+    plain["tensors"]["input_ids"]["shape"] = shape
+    with pytest.raises(RecordingError, match="^input_ids must have a valid shape$"):
+        request_from_plain(plain, Allowance(100))
+
+
 def test_what_no_json_can_hold_stands_as_opaque():
     odd = InferenceRequest(1, {"input_ids": np.array(["x"]), "end_id": {1}}, deadline_s=object())
     back = request_from_plain(orjson.loads(to_json(odd)), Allowance(100))
@@ -303,6 +312,16 @@ def test_a_recording_tells_every_iteration(tmp_path):
         assert len(turn.result.tokens) == len(turn.schedule.sampling_rows)
         assert turn.result_of == turn.schedule.iteration
     assert run.duration_s > 0
+
+
+def test_a_recording_is_a_second_behind_at_most(tmp_path):
+    path, recorder, lines = tmp_path / "r.jsonl", Recorder(), []
+    with path.open("wb") as recorder._file:
+        for now in (0.5, 1.0, 1.9, 2.0):
+            recorder.begin_iteration(1, Intake(now))
+            recorder.end_iteration()
+            lines.append(path.read_bytes().count(b"\n"))
+    assert lines == [0, 2, 2, 4]
 
 
 def test_an_idle_manager_writes_nothing(tmp_path):

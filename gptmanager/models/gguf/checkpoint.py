@@ -53,7 +53,7 @@ class GgufCheckpoint:
         config = config_of(self._header)
         heads = config.get("num_attention_heads")
         kv_heads = config.get("num_key_value_heads", heads)
-        counts = [n if isinstance(n, int) and n > 0 else 1 for n in (heads, kv_heads)]
+        counts = [max(n, 1) if isinstance(n, int) else 1 for n in (heads, kv_heads)]
         last = config["num_hidden_layers"] if "num_nextn_predict_layers" in config else None
         own = architecture_of(self._header)
         values = ValueHeads(*(config[it] for it in VALUE_HEADS)) if own.tiles_values else None

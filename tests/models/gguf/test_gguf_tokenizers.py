@@ -44,6 +44,12 @@ def test_every_pre_tokenizer_cuts_any_text_without_a_loss(tmp_path: Path) -> Non
         ] == TEXTS
 
 
+def test_runs_of_spaces_are_cut_into_powers_of_two(tmp_path: Path) -> None:
+    cut = load_tokenizer(saved(tmp_path, pre="jais-2")).pre_tokenizer.pre_tokenize_str
+    assert [len(piece) for piece, _ in cut(1023 * " ")] == [2**i for i in range(9, -1, -1)]
+    assert [len(piece) for piece, _ in cut("a      b")] == [1, 4, 1, 2]
+
+
 def test_merges_of_other_texts_than_tokens_are_left_out(tmp_path: Path) -> None:
     merges = metadata_of("llama-bpe")["tokenizer.ggml.merges"]
     plain = load_tokenizer(saved(tmp_path))
@@ -95,6 +101,8 @@ def test_the_tokens_that_end_a_text_are_those_given_and_those_known(tmp_path: Pa
     assert read_part(path, "generation_config.json")["bos_token_id"] == eos - 1
     names = read_part(path, "tokenizer_config.json")
     assert names["bos_token"] == "<|begin_of_text|>" and names["eos_token"] == "<|eot_id|>"
+    path = saved(tmp_path, eot_token_id=2**32 - 1)  # no token
+    assert TokenDefaults.of_folder(path).end_ids == (eos, texts.index("<|im_end|>"))
 
 
 def test_the_chat_template_is_that_of_the_file(tmp_path: Path) -> None:
