@@ -143,7 +143,8 @@ def test_an_unknown_variable_is_a_warning(parse):
         ("port = ", "must be TOML"),
         (b"\xff\xfe", "must be TOML"),
         ("a = " + "[" * 30000, "must be TOML"),
-        ("a." * 5000 + "a = 1", "unknown option 'a'"),
+        ("a." * 900 + "a = 1", "unknown option 'a'"),
+        ("a." * 5000 + "a = 1", "{}"),  # tomli, before Python 3.11, permits 1000 parts
         ("#" * (MAX_FILE_BYTES + 1), f"must have at most {MAX_FILE_BYTES} bytes"),
         ("#" * MAX_FILE_BYTES + "é", f"must have at most {MAX_FILE_BYTES} bytes"),
     ],

@@ -241,7 +241,8 @@ def calls(cls):
 
     A property that gives a method begins its docstring with the call.
     """
-    for name, member in inspect.getmembers_static(cls):
+    for name in dir(cls):
+        member = inspect.getattr_static(cls, name)
         if not name.startswith("_"):
             if not callable(member):
                 shown = re.match(r"`(\w+\(.*?\))`", inspect.getdoc(member) or "")

@@ -227,10 +227,10 @@ def test_a_second_attempt_that_is_refused_ends_the_call_for_every_reader(evicted
     async def main():
         _, call, ends = evicted("")
         call._submitted[0].send_again = refuse
-        readers = call, call.joined()
+        one, other = call, call.joined()
         await asyncio.sleep(0)
         assert ends == [True]
-        return [[part async for part in reader.outcomes()] for reader in readers]
+        return [part async for part in one.outcomes()], [part async for part in other.outcomes()]
 
     assert [error.status for [(_, error)] in asyncio.run(main())] == [429, 429]
 
