@@ -9,6 +9,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+import tarfile
 import zipfile
 from importlib.util import find_spec
 from pathlib import Path
@@ -94,6 +95,9 @@ def wheel(source, pip):
 def sdist(tmp_path_factory):
     """Built from a copy of its own: what the wheel's build leaves would count as files of it."""
     source = copied(tmp_path_factory.mktemp("sdist"))
+    (source / "tests").mkdir()
+    for name in ("MANIFEST.in", "tests/test_house.py"):
+        shutil.copy(ROOT / name, source / name)
     code = "from setuptools.build_meta import build_sdist; build_sdist('.')"
     run(sys.executable, "-c", code, cwd=source, path=THIRD_PARTY)
     return next(source.glob("*.tar.gz"))
@@ -151,6 +155,17 @@ def test_mapped_packages_import(source, pip, wheel, tmp_path, installed, started
 
     # Then
     assert all(Path(file).is_relative_to(places[found_in]) for file in json.loads(files))
+
+
+@pytest.mark.slow
+def test_source_distribution_holds_the_library_and_its_setup(sdist):
+    with tarfile.open(sdist) as archive:
+        names = {it.name.partition("/")[2] for it in archive.getmembers() if it.isfile()}
+
+    library = {path.relative_to(ROOT).as_posix() for path in library_files().values()}
+    others = {name for name in names - library if ".egg-info/" not in name}
+    assert library <= names
+    assert others == {"LICENSE", "MANIFEST.in", "PKG-INFO", "README.md", "pyproject.toml", "setup.cfg"}
 
 
 @pytest.mark.parametrize("kind", ["wheel", "sdist"])
