@@ -2,6 +2,8 @@
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
+# pip would not install into .venv what it finds there.
+unexport PYTHONPATH
 
 PYTHON ?= python3
 # Installed before anything else, so that its build can be chosen: PyPI's for Linux includes CUDA.
@@ -83,6 +85,7 @@ mutants: $(DEV)  ## plant mistakes in the kernels, and tell which the tests find
 	$(BIN)/python tests/mutants $(ARGS)
 
 # It uses the machine's Python, neither .venv nor the network: a machine with a GPU may have neither.
+card: export PYTHONPATH := $(PYTHONPATH)
 card:  ## run a phase of a first GPU run: PHASE=a|b|c, OUT=folder, WHEELS=folder; ARGS="--help"
 	@$(PYTHON) tests/card $(PHASE) --out "$(or $(OUT),build/card)" --wheels "$(WHEELS)" \
 	  --minutes $(or $(MINUTES),9) --only "$(ONLY)" --again "$(AGAIN)" $(ARGS)

@@ -165,7 +165,14 @@ def test_source_distribution_holds_the_library_and_its_setup(sdist):
     library = {path.relative_to(ROOT).as_posix() for path in library_files().values()}
     others = {name for name in names - library if ".egg-info/" not in name}
     assert library <= names
-    assert others == {"LICENSE", "MANIFEST.in", "PKG-INFO", "README.md", "pyproject.toml", "setup.cfg"}
+    assert others == {
+        "LICENSE",
+        "MANIFEST.in",
+        "PKG-INFO",
+        "README.md",
+        "pyproject.toml",
+        "setup.cfg",
+    }
 
 
 @pytest.mark.parametrize("kind", ["wheel", "sdist"])
@@ -197,6 +204,11 @@ def test_what_is_built_works_in_a_clean_environment(request, tmp_path, kind):
     assert names == library_files().keys()
     data = {".html", ".cu", ".cuh", ".h", ".cpp", ".json", ".typed"}
     assert data < {Path(f"x{Path(name).name}").suffix for name in names}
+
+
+def test_make_installs_into_its_environment_what_the_callers_python_path_has():
+    probe = "--eval=probe: ; @echo found ${PYTHONPATH-nothing}".replace("$", "$$")
+    assert "found nothing" in run("make", probe, "probe", cwd=ROOT, path=["/elsewhere"])
 
 
 def test_importing_the_library_imports_its_requirements_and_nothing_else():
