@@ -22,6 +22,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 from random import Random
 
@@ -194,27 +195,28 @@ def main() -> None:
                 queue = AsyncRequestQueue(max_pending=None, exclude_input_in_output=True)
                 with queue, manager(model, queue) as running:
                     queue.attach(running)
-                    compare(options, port, model.name, queue)
+                    compare("HTTP", partial(over_http, port, model.name), queue, options)
             finally:
                 server.terminate()
 
 
-def compare(options, port: int, name: str, queue: AsyncRequestQueue) -> None:
-    over_http(port, name, options.clients, 20, 1)  # warm
+def compare(front: str, served, queue: AsyncRequestQueue, options) -> None:
+    """`served(clients, tokens, seed)`: tokens a second, seconds to the first, clients' core."""
+    served(options.clients, 20, 1)  # warm
     through_queue(queue, options.clients, 20, 1, 0.1)
     ratios, waits = [], []
     for run in range(options.runs):
         seed = 10 + run
-        http, first, share = over_http(port, name, options.clients, options.tokens, seed)
+        ours, first, share = served(options.clients, options.tokens, seed)
         own, _ = through_queue(queue, options.clients, options.tokens, seed, share)
-        lone = over_http(port, name, 1, 8, 100 + run)[1]
+        lone = served(1, 8, 100 + run)[1]
         lone_own = through_queue(queue, 1, 8, 100 + run, 0.0)[1]
-        ratios.append(http / own)
+        ratios.append(ours / own)
         waits.append(1e3 * (lone - lone_own))
         print(
-            f"HTTP {http:8,.0f} tokens/s   RequestQueue {own:8,.0f}   ratio {ratios[-1]:.3f}   "
+            f"{front} {ours:8,.0f} tokens/s   RequestQueue {own:8,.0f}   ratio {ratios[-1]:.3f}   "
             f"clients' core {share:.2f}   first token of {options.clients} {1e3 * first:.1f} ms, "
-            f"of one {1e3 * lone:.2f} ms, without HTTP {1e3 * lone_own:.2f} ms",
+            f"of one {1e3 * lone:.2f} ms, without {front} {1e3 * lone_own:.2f} ms",
             flush=True,
         )
     print(f"median ratio {statistics.median(ratios):.3f}, {statistics.median(waits):+.2f} ms")

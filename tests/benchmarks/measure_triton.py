@@ -15,12 +15,13 @@ import subprocess
 import sys
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 
 import grpc
 import numpy as np
 import torch
-from measure_serving import in_process, manager, prompts, save_model, through_queue
+from measure_serving import compare, in_process, manager, prompts, save_model
 from tritonclient.grpc import service_pb2 as pb
 
 from gptmanager.callbacks import AsyncRequestQueue
@@ -92,30 +93,9 @@ def main() -> None:
                 queue = AsyncRequestQueue(max_pending=None, exclude_input_in_output=True)
                 with queue, manager(model, queue) as running:
                     queue.attach(running)
-                    compare(options, port, queue)
+                    compare("gRPC", partial(in_process, clients, port), queue, options)
             finally:
                 server.terminate()
-
-
-def compare(options, port: int, queue: AsyncRequestQueue) -> None:
-    in_process(clients, port, options.clients, 20, 1)  # warm
-    through_queue(queue, options.clients, 20, 1, 0.1)
-    ratios, waits = [], []
-    for run in range(options.runs):
-        load = options.clients, options.tokens, 10 + run
-        ours, first, share = in_process(clients, port, *load)
-        own, _ = through_queue(queue, *load, share)
-        lone = in_process(clients, port, 1, 8, 100 + run)[1]
-        lone_own = through_queue(queue, 1, 8, 100 + run, 0.0)[1]
-        ratios.append(ours / own)
-        waits.append(1e3 * (lone - lone_own))
-        print(
-            f"gRPC {ours:8,.0f} tokens/s   RequestQueue {own:8,.0f}   ratio {ratios[-1]:.3f}   "
-            f"clients' core {share:.2f}   first token of {options.clients} {1e3 * first:.1f} ms, "
-            f"of one {1e3 * lone:.2f} ms, without gRPC {1e3 * lone_own:.2f} ms",
-            flush=True,
-        )
-    print(f"median ratio {statistics.median(ratios):.3f}, {statistics.median(waits):+.2f} ms")
 
 
 if __name__ == "__main__":

@@ -83,8 +83,21 @@ def test_where_a_wrapper_and_its_text_model_differ_the_files_decide_on_ties(name
         assert without_head.tied_embeddings == (first or second)
 
 
-def test_experts_of_qwen3_vl_moe_are_stacked_in_one_of_two_orders() -> None:
-    """Published checkpoints store [in, out], and transformers 5 writes [out, in]."""
+def by_expert(stacked: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The experts [number, out, in] as a tensor for each matrix of each expert."""
+    alone = {}
+    for name, experts in stacked.items():
+        prefix, _, part = name.rpartition(".")
+        for number, own in enumerate(experts):
+            halves = own.chunk(2) if part == "gate_up_proj" else (own,)
+            parts = ("gate_proj", "up_proj") if part == "gate_up_proj" else (part,)
+            for half, matrix in zip(parts, halves, strict=True):
+                alone[f"{prefix}.{number}.{half}.weight"] = matrix
+    return alone
+
+
+def test_experts_of_qwen3_vl_moe_have_one_of_three_forms() -> None:
+    """Published checkpoints store [in, out], transformers 5 writes [out, in], others by expert."""
     config, state = checkpoint(family_model("qwen3_moe"))
     wrapped = {
         "model_type": "qwen3_vl_moe",
@@ -98,7 +111,12 @@ def test_experts_of_qwen3_vl_moe_are_stacked_in_one_of_two_orders() -> None:
     fused = {n: it for n, it in tensors.items() if n.endswith(("gate_up_proj", "down_proj"))}
     fused = {name: it.mT for name, it in fused.items() if it.dim() == 3}
     assert len(fused) > 2
-    sources = family_folder("qwen3_moe"), (wrapped, tensors), (wrapped, {**tensors, **fused})
+    plain = {name: it for name, it in tensors.items() if ".experts." not in name}
+    alone = by_expert({name: it.mT for name, it in tensors.items() if ".experts." in name})
+    sources = (
+        family_folder("qwen3_moe"),
+        *((wrapped, own) for own in (tensors, {**tensors, **fused}, {**plain, **alone})),
+    )
     models = [load_model(it, dtype="float32") for it in sources]
     first, *others = [PagedDriver(model, 1).forward([(0, LONG)]) for model in models]
     assert all(torch.equal(first, other) for other in others)

@@ -10,8 +10,7 @@ from typing import Any
 from gptmanager.models.families import readers
 from gptmanager.models.families.base import PLAIN, llama_fields
 from gptmanager.models.families.family import Family
-from gptmanager.models.families.mixtures import EXPERTS, IN_ONE, SHARED
-from gptmanager.models.families.names import layer_names, llama_names
+from gptmanager.models.families.names import EXPERTS, IN_ONE, SHARED, layer_names, llama_names
 from gptmanager.models.families.readers import experts_of
 from gptmanager.models.fields import RANGE, Fields, is_positive
 from gptmanager.models.spec import Experts, Latent

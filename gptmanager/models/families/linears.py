@@ -12,8 +12,14 @@ from gptmanager.models.families import readers
 from gptmanager.models.families.base import BIASED_ATTENTION, llama_fields
 from gptmanager.models.families.family import ROTARY_BUFFERS, Family
 from gptmanager.models.families.layer_types import LINEAR
-from gptmanager.models.families.mixtures import EXPERTS, IN_ONE
-from gptmanager.models.families.names import layer_names, llama_names
+from gptmanager.models.families.names import (
+    EXPERTS,
+    IN_ONE,
+    ONLY_EXPERTS,
+    SHARED_EXPERT,
+    layer_names,
+    llama_names,
+)
 from gptmanager.models.families.readers import experts_of
 from gptmanager.models.fields import Fields
 from gptmanager.models.spec import Norms
@@ -33,12 +39,6 @@ _SEPARATE = {
     **_IN_GGUF,
     "delta_b": "linear_attn.in_proj_b",
     "delta_a": "linear_attn.in_proj_a",
-}
-_SHARED = {
-    "shared_gate_proj": "mlp.shared_expert.gate_proj",
-    "shared_up": "mlp.shared_expert.up_proj",
-    "shared_down": "mlp.shared_expert.down_proj",
-    "shared_gate": "mlp.shared_expert_gate",
 }
 _PREDICTORS = re.compile(rf"{ROTARY_BUFFERS.pattern}|^mtp\.")
 
@@ -91,7 +91,7 @@ LINEARS: Mapping[str, Family] = {
     "qwen3_next": replace(
         _DENSE,
         title="Qwen3-Next",
-        tensors=llama_names(**_STATE, **_JOINED, **EXPERTS, **_SHARED),
+        tensors=llama_names(**_STATE, **_JOINED, **EXPERTS, **SHARED_EXPERT),
         other_tensors=layer_names(**IN_ONE, **_IN_GGUF),
         defaults={
             **_DENSE.defaults,
@@ -114,9 +114,7 @@ LINEARS: Mapping[str, Family] = {
     "qwen3_5_moe_text": replace(
         _DENSE,
         title="Qwen3.5, 3.6 MoE (text)",
-        tensors=llama_names(
-            **_STATE, **_SEPARATE, **{**EXPERTS, "gate": None, "up": None, "down": None}, **_SHARED
-        ),
+        tensors=llama_names(**_STATE, **_SEPARATE, **ONLY_EXPERTS, **SHARED_EXPERT),
         other_tensors=layer_names(**IN_ONE),
         spellings={**_DENSE.spellings, "intermediate_size": "moe_intermediate_size"},
         defaults={

@@ -17,34 +17,33 @@ from gptmanager.models.families.base import (
 from gptmanager.models.families.family import ROTARY_BUFFERS, Family
 from gptmanager.models.families.llama4 import LLAMA4
 from gptmanager.models.families.llamas import LLAMAS
-from gptmanager.models.families.names import NORMS_AFTER, layer_names, llama_names, switched
+from gptmanager.models.families.names import (
+    BY_EXPERT,
+    DENSE,
+    EXPERTS,
+    IN_ONE,
+    NORMS_AFTER,
+    ONLY_EXPERTS,
+    SHARED,
+    SHARED_EXPERT,
+    SHARED_HALVES,
+    STACKED,
+    SWITCHED,
+    layer_names,
+    llama_names,
+    switched,
+)
 from gptmanager.models.families.readers import experts_of
 from gptmanager.models.spec import Norms
 
-_DENSE = {"gate": "mlp.gate_proj", "up": "mlp.up_proj", "down": "mlp.down_proj"}
-_BY_EXPERT = {
-    "expert_gate": "mlp.experts.{}.gate_proj",
-    "expert_up": "mlp.experts.{}.up_proj",
-    "expert_down": "mlp.experts.{}.down_proj",
-}
-EXPERTS = {**_DENSE, "router": "mlp.gate", **_BY_EXPERT}
-SWITCHED = switched("mlp.switch_mlp")
 _SWITCHED_BLOCK = switched("block_sparse_moe.switch_mlp")
 _SWITCHED_EXPERTS = switched("mlp.experts")
-STACKED = {"stacked_up": "mlp.experts.gate_up_proj", "stacked_down": "mlp.experts.down_proj"}
-# all experts in one tensor: as MLX writes them, and as models of transformers 5 have them
-IN_ONE = {**SWITCHED, **STACKED}
 _BLOCK_IN_ONE = {**_SWITCHED_BLOCK, **STACKED, "router": "mlp.gate"}
 _GRANITE_IN_ONE = {
     "router": "block_sparse_moe.router",
     "stacked_up": "block_sparse_moe.experts.gate_up_proj",
     "stacked_down": "block_sparse_moe.experts.down_proj",
 }
-_SHARED_HALVES = {
-    "shared_gate_proj": "mlp.shared_experts.gate_proj",
-    "shared_up": "mlp.shared_experts.up_proj",
-}
-SHARED = {**_SHARED_HALVES, "shared_down": "mlp.shared_experts.down_proj"}
 _BLOCK = {
     "gate": None,
     "up": None,
@@ -116,7 +115,7 @@ _QWEN3_MOE = replace(
 _OLMOE = replace(
     BIASED_ATTENTION,
     title="OLMoE",
-    tensors=llama_names(**{**EXPERTS, "gate": None, "up": None, "down": None}),
+    tensors=llama_names(**ONLY_EXPERTS),
     other_tensors=layer_names(**IN_ONE),
     defaults=llama_fields(
         norm_eps=1e-5,
@@ -131,7 +130,7 @@ _GRANITE_MOE = replace(
     LLAMAS["granite"],
     title="Granite 3 MoE",
     tensors=llama_names(**_GRANITE_BLOCK),
-    other_tensors=layer_names(**_BY_EXPERT, **_SWITCHED_BLOCK, **_GRANITE_IN_ONE),
+    other_tensors=layer_names(**BY_EXPERT, **_SWITCHED_BLOCK, **_GRANITE_IN_ONE),
     defaults={
         **LLAMAS["granite"].defaults,
         "num_local_experts": 8,
@@ -164,13 +163,7 @@ MIXTURES: Mapping[str, Family] = {
     "qwen2_moe": replace(
         LLAMAS["qwen2"],
         title="Qwen1.5-MoE, Qwen2-MoE",
-        tensors=llama_names(
-            **EXPERTS,
-            shared_gate_proj="mlp.shared_expert.gate_proj",
-            shared_up="mlp.shared_expert.up_proj",
-            shared_down="mlp.shared_expert.down_proj",
-            shared_gate="mlp.shared_expert_gate",
-        ),
+        tensors=llama_names(**EXPERTS, **SHARED_EXPERT),
         other_tensors=layer_names(**IN_ONE),
         defaults={
             **LLAMAS["qwen2"].defaults,
@@ -196,12 +189,12 @@ MIXTURES: Mapping[str, Family] = {
         _QWEN3_MOE,
         title="Qwen3-VL-MoE (text)",
         tensors=llama_names(
-            **_DENSE,
+            **DENSE,
             router="mlp.gate",
             transposed_up="mlp.experts.gate_up_proj",
             transposed_down="mlp.experts.down_proj",
         ),
-        other_tensors=layer_names(**_BY_EXPERT, **SWITCHED),
+        other_tensors=layer_names(**BY_EXPERT, **SWITCHED),
         defaults={
             **_QWEN3_MOE.defaults,
             "max_position_embeddings": 128000,
@@ -219,7 +212,7 @@ MIXTURES: Mapping[str, Family] = {
     "flex_olmo": replace(
         _OLMOE,
         title="FlexOlmo",
-        tensors=llama_names(**{**EXPERTS, "gate": None, "up": None, "down": None}, **NORMS_AFTER),
+        tensors=llama_names(**ONLY_EXPERTS, **NORMS_AFTER),
         defaults=llama_fields(
             norm_eps=1e-6,
             rope_theta=500000.0,
@@ -241,7 +234,7 @@ MIXTURES: Mapping[str, Family] = {
             mixed_up="mlp.experts.gate_up_proj",
             mixed_down="mlp.experts.down_proj",
         ),
-        other_tensors=layer_names(**_BY_EXPERT, **_SWITCHED_EXPERTS),
+        other_tensors=layer_names(**BY_EXPERT, **_SWITCHED_EXPERTS),
         defaults=llama_fields(
             norm_eps=1e-5,
             max_position_embeddings=131072,
@@ -287,7 +280,7 @@ MIXTURES: Mapping[str, Family] = {
             shared_down="shared_mlp.output_linear",
         ),
         other_tensors=layer_names(
-            **_BY_EXPERT, **_SWITCHED_BLOCK, **_GRANITE_IN_ONE, **_SHARED_HALVES
+            **BY_EXPERT, **_SWITCHED_BLOCK, **_GRANITE_IN_ONE, **SHARED_HALVES
         ),
         experts=experts_of(
             "num_local_experts",

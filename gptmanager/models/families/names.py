@@ -199,3 +199,29 @@ OPT = tensor_names(
     fc="fc1",
     down="fc2",
 )
+
+
+# Modules of mixtures of experts that several families have, for `layer_names`.
+DENSE = {"gate": "mlp.gate_proj", "up": "mlp.up_proj", "down": "mlp.down_proj"}
+BY_EXPERT = {
+    "expert_gate": "mlp.experts.{}.gate_proj",
+    "expert_up": "mlp.experts.{}.up_proj",
+    "expert_down": "mlp.experts.{}.down_proj",
+}
+EXPERTS = {**DENSE, "router": "mlp.gate", **BY_EXPERT}
+ONLY_EXPERTS = {**EXPERTS, **dict.fromkeys(DENSE)}  # in every layer
+SWITCHED = switched("mlp.switch_mlp")
+STACKED = {"stacked_up": "mlp.experts.gate_up_proj", "stacked_down": "mlp.experts.down_proj"}
+# all experts in one tensor: as MLX writes them, and as models of transformers 5 have them
+IN_ONE = {**SWITCHED, **STACKED}
+SHARED_HALVES = {
+    "shared_gate_proj": "mlp.shared_experts.gate_proj",
+    "shared_up": "mlp.shared_experts.up_proj",
+}
+SHARED = {**SHARED_HALVES, "shared_down": "mlp.shared_experts.down_proj"}
+SHARED_EXPERT = {
+    "shared_gate_proj": "mlp.shared_expert.gate_proj",
+    "shared_up": "mlp.shared_expert.up_proj",
+    "shared_down": "mlp.shared_expert.down_proj",
+    "shared_gate": "mlp.shared_expert_gate",
+}
