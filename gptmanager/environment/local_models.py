@@ -61,6 +61,19 @@ def find_model(name: str) -> Path | None:
     return None
 
 
+def name_of(path: Path) -> str:
+    """Return a name for a checkpoint: that of its file or folder, or its id in the hub's cache."""
+    path = Path(os.path.abspath(path))  # `resolve` would follow the cache's links to blobs
+    snapshots = path.parent
+    if snapshots.name == "snapshots" and snapshots.parent.name.startswith(_REPOSITORY):
+        return _id_of(snapshots.parent)
+    return path.name.removesuffix(".gguf")
+
+
+def _id_of(repository: Path) -> str:
+    return repository.name.removeprefix(_REPOSITORY).replace("--", "/")
+
+
 def download_hint(name: str) -> str | None:
     """Return the command that downloads a model from the hub; None if `name` cannot be its id."""
     owner, slash, rest = name.partition("/")
@@ -121,7 +134,7 @@ def _cached() -> Iterator[LocalModel]:
     except RuntimeError:  # no home folder
         return
     for repository in sorted(cache.glob(f"{_REPOSITORY}*")):
-        name = repository.name.removeprefix(_REPOSITORY).replace("--", "/")
+        name = _id_of(repository)
         try:
             commit = (repository / "refs" / "main").read_text("utf-8").strip()
         except (OSError, ValueError):

@@ -10,6 +10,7 @@ from typing import Any
 from gptmanager.terminal.arguments import (
     folder,
     journal_sync,
+    named_checkpoint,
     named_folder,
     natural,
     positive,
@@ -67,14 +68,14 @@ def add_command(commands: Any) -> None:
     )
     text = "a TOML file with options, such as `port = 8080`"
     parser.add_argument("--config", metavar="FILE", help=text)
-    add_model(parser, required=True)
+    add_model(parser, required=True, read=named_checkpoint)
     for title, add_options in _GROUPS.items():
         add_options(parser.add_argument_group(title).add_argument)
     add_manager_options(parser, "8192; on a CPU 2560, with long contexts in chunks")
 
 
 def _add_model_options(add: _Add) -> None:
-    text = "the model's names for clients (default: the name of the folder or file)"
+    text = "the model's names for clients (default: of --model, if it is a name, and of its files)"
     add("--served-model-name", nargs="+", metavar="NAME", help=text)
     text = "load this adapter at the start under a name; may be repeated"
     add(

@@ -44,8 +44,9 @@ def leave_a_core() -> int:
 
 def server_settings(options: argparse.Namespace) -> ServerSettings:
     """Return the checked settings of parsed options. Raises ConfigError."""
-    names = ServerSettings.__dataclass_fields__.keys() - {"manager"}
+    names = ServerSettings.__dataclass_fields__.keys() - {"manager", "model", "model_name"}
     given = {name: getattr(options, name) for name in names}
+    given["model_name"], given["model"] = options.model
     manager = manager_options(options)
     if options.max_num_tokens is None:
         manager = with_short_steps(manager)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from gptmanager.environment.local_models import name_of
 from gptmanager.errors import ConfigError
 
 
@@ -14,7 +15,9 @@ from gptmanager.errors import ConfigError
 class ModelSettings:
     """Options of the model and its adapters.
 
-    `served_model_name`: the model's names for clients, by default the name of its folder or file.
+    `model_name`: the name by which the checkpoint `model` was found, if it was not given as a path.
+    `served_model_name`: the model's names for clients, by default `model_name` and the name of the
+    folder or file.
     `adapters`: names and folders of adapters that are loaded at the start. `adapter_dir`: the
     folder from which clients may load adapters; if it is None, they cannot load any.
     `max_adapters`: the maximum number of adapters that are loaded at once. `block_reuse`: whether
@@ -26,6 +29,7 @@ class ModelSettings:
     """
 
     model: Path
+    model_name: str | None = None
     served_model_name: str | Sequence[str] | None = None
     adapters: Sequence[tuple[str, Path]] = ()
     adapter_dir: Path | None = None
@@ -49,8 +53,8 @@ class ModelSettings:
         """All names of the model for clients."""
         given = self.served_model_name
         if given is None:
-            own = self.model.resolve().name.removesuffix(".gguf")
-            return ("".join(it if it.isprintable() else "_" for it in own),)
+            own = "".join(it if it.isprintable() else "_" for it in name_of(self.model))
+            return tuple(dict.fromkeys((self.model_name or own, own)))
         return (given,) if isinstance(given, str) else tuple(given)
 
     def _check_names(self) -> None:

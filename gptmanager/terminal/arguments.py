@@ -173,6 +173,15 @@ def checkpoint(text: str) -> Path:
     )
 
 
+def named_checkpoint(text: str) -> tuple[str | None, Path]:
+    """Return the name by which a checkpoint is given, None if it is given as a path; and its path.
+
+    The files of the checkpoint are not checked.
+    """
+    path = checkpoint(text)
+    return None if path == Path(text) else text, path
+
+
 def writable(text: str) -> Path:
     """Read the path of a file to write: in an existing folder, and not a folder itself.
 

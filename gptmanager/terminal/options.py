@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from gptmanager.config import (
@@ -58,11 +59,13 @@ def add_parser(
     return parser
 
 
-def add_model(parser: Any, *, required: bool = False) -> None:
-    """Add --model. Its value is converted to the path of a checkpoint."""
+def add_model(
+    parser: Any, *, required: bool = False, read: Callable[[str], Any] = checkpoint
+) -> None:
+    """Add --model. By default, `read` converts its value to the path of a checkpoint."""
     parser.add_argument(
         "--model",
-        type=checkpoint,
+        type=read,
         required=required,
         metavar="PATH",
         help="a checkpoint folder, a GGUF file, or a name that `gptmanager models` lists",

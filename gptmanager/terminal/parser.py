@@ -53,8 +53,11 @@ class Parser(argparse.ArgumentParser):
             if name in of_commands:
                 phrases.append(f"{name} must be after the name of its command")
                 continue
-            phrase = [] if name in message else [f"unknown option {name}"]
-            phrase += suggestion(name[2:], [option[2:] for option in known], "--")
+            phrase = suggestion(name[2:], [option[2:] for option in known], "--")
+            if name not in message:
+                phrase = [f"unknown option {name}", *phrase]
+            elif phrase and message.count(" --") > 1:
+                phrase = [name, *phrase]
             phrases += [": ".join(phrase)] if phrase else []
         return phrases
 

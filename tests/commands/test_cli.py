@@ -453,6 +453,11 @@ def test_an_unknown_option_is_told_by_its_command(call, arguments, prog):
         ),
         (["env", "--jsn"], "unrecognized arguments: --jsn; did you mean --json?"),
         (["--hlp"], "unrecognized arguments: --hlp; did you mean --help?"),
+        (
+            ["serve", "--model", ".", "--max-num-seqs", "8", "--ctx-size", "9"],
+            "--max-num-seqs: did you mean --max-batch-size?; --ctx-size: did you mean "
+            "--max-seq-len?",
+        ),
         (["run", "--zzz"], "required: --model; unknown option --zzz"),
         (["rnu", "--model", "x"], "'env', 'journal')"),  # an option of a command, not of all
         (["--modle", "x"], "'env', 'journal'); unknown option --modle"),

@@ -52,7 +52,7 @@ def test_the_command_line_is_before_the_environment_and_that_before_the_file(par
     config = f'model = "{MODEL}"\nport = 1\nmax_adapters = 2\nhost = "file"\nlenient = true'
     options = parse("--port", "3", config=config, PORT="2", MAX_ADAPTERS="4", LENIENT="off")
     assert (options.port, options.max_adapters, options.host) == (3, 4, "file")
-    assert str(options.model) == MODEL and options.lenient is False
+    assert options.model == (None, Path(MODEL)) and options.lenient is False
     assert options.origins["max_adapters"] == f"{PREFIX}MAX_ADAPTERS"
     assert options.origins["host"].startswith("host in /")
 

@@ -12,8 +12,10 @@ import pytest
 from adapter_folders import save_output_adapter
 from running_server import MODEL, running_server, settings_of
 
+from gptmanager.cli import command_parser
 from gptmanager.errors import ConfigError
 from gptmanager.server.http.listening import bind, bind_path, listening
+from gptmanager.server.main import server_settings
 from gptmanager.server.serving import welcome
 
 PAGE = "https://page.example"
@@ -67,6 +69,21 @@ def ask(secured):
 def test_the_name_of_a_file_that_is_not_utf_8_is_made_printable():
     file = Path(os.fsdecode(b"/models/caf\xe9\n2.gguf"))
     assert settings_of(model=file).name == "caf__2"
+
+
+def test_a_folder_of_the_hub_has_its_id_and_a_link_its_own_name(tmp_path):
+    snapshot = tmp_path / "models--org--some-model" / "snapshots" / "1f0c"
+    snapshot.mkdir(parents=True)
+    (tmp_path / "blob").touch()
+    (snapshot / "a.gguf").symlink_to(tmp_path / "blob")
+    assert settings_of(model=snapshot).names == ("org/some-model",)
+    assert settings_of(model=snapshot / "a.gguf").names == ("a",)
+
+
+def test_a_model_given_by_a_name_has_this_name_first():
+    for name, names in (("TINY_ll", ("TINY_ll", "tiny_llama")), (str(MODEL), ("tiny_llama",))):
+        options = command_parser().parse_args(["serve", "--model", name])
+        assert server_settings(options).names == names
 
 
 def test_names_and_adapters_are_listed_and_answer(ask):
