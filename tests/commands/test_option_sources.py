@@ -3,6 +3,7 @@
 import argparse
 import os
 import sys
+from pathlib import Path
 
 import pytest
 from running_server import MODEL as FOLDER
