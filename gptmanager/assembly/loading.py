@@ -9,12 +9,14 @@ from typing import Any
 
 import torch
 
+from gptmanager.arguments import at_least
 from gptmanager.assembly.provider_options import is_foreign
 from gptmanager.config import OptionalParams
 from gptmanager.errors import ConfigError, quoted
 from gptmanager.kernels import CpuKernels, Kernels
 from gptmanager.kernels.gemm.int4_matrix import Int4Matrix
 from gptmanager.kernels.gemm.packed_matrix import Matrix, PackedMatrix, Quantized
+from gptmanager.lifecycle.callables import ordinary
 from gptmanager.lifecycle.log import logger
 from gptmanager.models.checkpoint_parts import is_quantized
 from gptmanager.models.decoder.network import CheckpointModel
@@ -33,6 +35,14 @@ from gptmanager.models.spec import ModelSpec
 from gptmanager.ranks.collectives import Collectives
 
 Check = Callable[[Dimensions], None]
+# the sizes that the spec of a Model must have -> the least value of each
+_SIZES = {
+    "vocab_size": 1,
+    "max_position_embeddings": 1,
+    "num_layers": 0,
+    "num_kv_heads": 1,
+    "head_dim": 1,
+}
 
 
 def load(
@@ -128,14 +138,19 @@ def matrices_of(model: Model) -> Sequence[Matrix]:
 
 
 def _own_model(source: Any, params: OptionalParams) -> Model:
-    if hasattr(source, "spec") and callable(getattr(source, "forward", None)):
-        _refuse_for_models(params)
-        model: Model = source
-        return model
-    raise ConfigError(
-        f"model_path = {source!r} is neither a checkpoint folder, nor a GGUF file, nor a "
-        "Model, nor a pair (config dict, state dict)"
-    )
+    spec, forward = getattr(source, "spec", None), getattr(source, "forward", None)
+    if spec is None or not callable(forward) or isinstance(source, type):
+        raise ConfigError(
+            f"model_path = {source!r} is neither a checkpoint folder, nor a GGUF file, nor a Model "
+            "(an object with spec, nbytes and forward), nor a pair (config dict, state dict)"
+        )
+    _refuse_for_models(params)
+    ordinary("Model.forward", forward)
+    at_least(0, "Model.nbytes", getattr(source, "nbytes", None))
+    for name, least in _SIZES.items():
+        at_least(least, f"Model.spec.{name}", getattr(spec, name, None))
+    model: Model = source
+    return model
 
 
 def _uses_transformers(source: Any, params: OptionalParams) -> bool:

@@ -196,7 +196,13 @@ class Runner:
             own = batch, self.kv_pool, self._step_capture
             return self._capturable.forward_captured(*own, self.begin_step)
         self.begin_step(False)
-        return self.model.forward(batch, self.kv_pool)
+        found = self.model.forward(batch, self.kv_pool)
+        if not isinstance(found, Tensor):  # of a host's own model
+            raise TypeError(
+                f"forward of {type(self.model).__name__} returned an object of type "
+                f"{type(found).__name__}, expected a tensor of logits [S, vocab_size]"
+            )
+        return found
 
     def _arrays(self, rows: PackedRows) -> tuple[Array, ...]:
         """Return the arrays that `_batch` reads."""

@@ -270,7 +270,8 @@ def test_get_and_send_are_mandatory_and_bad_arguments_raise_in_the_callers_line(
     with pytest.raises(ConfigError, match="max_beam_width = 0"):
         GptManager(model(), FUSED, 0, **keywords)
     with pytest.raises(
-        ConfigError, match="neither a checkpoint folder, nor a GGUF file, nor a Model"
+        ConfigError,
+        match=r"nor a GGUF file, nor a Model \(an object with spec, nbytes and forward\)",
     ):
         GptManager(object(), FUSED, **keywords)
     with pytest.raises(ConfigError, match="config.json"):
@@ -280,6 +281,38 @@ def test_get_and_send_are_mandatory_and_bad_arguments_raise_in_the_callers_line(
     with pytest.raises(ConfigError, match="KvCacheConfig.use_uvm"):
         options = params(kv_cache_config=KvCacheConfig(use_uvm=True))
         GptManager(model(), FUSED, optional_params=options, **keywords)
+
+
+async def forward_later(batch, kv_pool):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({"spec": SimpleNamespace(vocab_size=9)}, "Model.spec.max_position_embeddings = None must"),
+        ({"nbytes": None}, "Model.nbytes = None must be an integer of at least 0"),
+        ({"forward": forward_later}, "Model.forward = .* is a coroutine function"),
+    ],
+)
+def test_what_is_wrong_with_a_model_of_the_host_is_named(change, told):
+    wrong = model()
+    vars(wrong).update(change)
+    with pytest.raises(ConfigError, match=told):
+        GptManager(wrong, FUSED, **RecordingCallbacks().keywords())
+    with pytest.raises(ConfigError, match="neither a checkpoint folder"):
+        GptManager(type(wrong), FUSED, **RecordingCallbacks().keywords())
+
+
+def test_a_forward_that_returns_no_tensor_is_named():
+    wrong = model()
+    wrong.forward = lambda batch, kv_pool: None
+    host = RecordingCallbacks([request(1, [1], 2)])
+    with GptManager(wrong, FUSED, optional_params=params(), **host.keywords()) as manager:
+        manager.wait_idle(10)
+    assert "forward of ScriptedModel returned an object of type NoneType, expected a tensor of" in (
+        host.responses[-1].error
+    )
 
 
 @pytest.mark.parametrize(
