@@ -534,6 +534,7 @@ testing/                      helpers for tests of hosts and schedulers
     conformance               assert_conforms: checks a scheduler
 replay/                       runs a recording again, and finds the first difference
     replaying                 replays a recording
+    request_table             writes the requests of a replayed run as CSV
     main                      runs `gptmanager replay`
     arguments                 arguments of `gptmanager replay` (no torch)
 simulator/                    the real loop with a virtual clock and without a model

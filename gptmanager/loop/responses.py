@@ -118,7 +118,7 @@ def final_tensors(
         *extras,
         *tensors[2:],
         NamedTensor("finish_reasons", torch.tensor([reasons], dtype=torch.int32)),
-        NamedTensor("request_metrics", _metrics(request)),
+        NamedTensor("request_metrics", request_metrics(request)),
     ]
 
 
@@ -195,7 +195,8 @@ def _tokens(request: ActiveRequest, start: int, end: int, beams: Beams | None) -
     return tensors
 
 
-def _metrics(request: ActiveRequest) -> Tensor:
+def request_metrics(request: ActiveRequest) -> Tensor:
+    """Return the values of `REQUEST_METRICS`, float64."""
     times = request.times
     since_arrival = (times.first_scheduled, times.first_token, times.last_token)
     return torch.tensor(

@@ -12,7 +12,9 @@ from typing import Any
 
 from gptmanager.errors import ConfigError, response_text
 from gptmanager.recorder.recording_file import read_recording
-from gptmanager.replay.replaying import replay
+from gptmanager.replay.replaying import EndedRequest, replay
+from gptmanager.replay.request_table import write_table
+from gptmanager.terminal.arguments import check_distinct
 from gptmanager.terminal.progress import ProgressBars
 from gptmanager.terminal.tables import print_report
 
@@ -27,12 +29,17 @@ def main(options: argparse.Namespace) -> int:
             bars.update("iterations", number, len(recording.iterations))
             yield iteration
 
+    ended: list[EndedRequest] = []
+    check_distinct({"FILE": options.recording, "--table": options.table})
     report = replay(
         recording,
         create_scheduler=imported(options.scheduler) if options.scheduler else None,
         track=track,
+        on_end=ended.append,
     )
     bars.close()
+    if options.table is not None:
+        write_table(options.table, ended)
     divergence = report.divergence
     result = {
         "iterations": report.iterations,

@@ -7,8 +7,9 @@ replaced: they return the recorded input and the recorded tokens.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -17,7 +18,7 @@ from gptmanager.config import FinishReason
 from gptmanager.errors import RecordingError, response_text
 from gptmanager.loop.active_request import ActiveRequest
 from gptmanager.loop.extras import HeldExtras
-from gptmanager.loop.responses import final_beams, finish_reason_name
+from gptmanager.loop.responses import final_beams, finish_reason_name, request_metrics
 from gptmanager.loop.token_loop import LoopState, TokenLoop
 from gptmanager.peft_cache.work import AdapterWork
 from gptmanager.recorder.difference import difference, summary
@@ -83,17 +84,33 @@ class ReplayReport:
     broke_off: str = ""
 
 
+class EndedRequest(NamedTuple):
+    """A request that has ended. Times are those of the recorded run, in seconds of its clock.
+
+    `arrival` is when Get returned the request; it is NaN if this was before the recording.
+    `outcome` is the name of a `FinishReason`, or the class of the error. `metrics` has the values
+    of `REQUEST_METRICS`; it is empty with an error.
+    """
+
+    request_id: int
+    arrival: float
+    outcome: str
+    metrics: tuple[float, ...]
+
+
 def replay(
     recording: Recording,
     *,
     create_scheduler: Callable[..., Any] | None = None,
     track: Callable[[Iterable[Iteration]], Iterable[Iteration]] = iter,
+    on_end: Callable[[EndedRequest], object] = lambda ended: None,
 ) -> ReplayReport:
     """Run the recording again, to its end or to the first divergence.
 
     `create_scheduler`: the value of this option in the recorded run, if the option was set. `track`
-    wraps the iterations, for example to show progress. Raise RecordingError if the recording
-    contradicts itself, or if the run had a custom scheduler and `create_scheduler` is None.
+    wraps the iterations, for example to show progress. `on_end` is called for each request that has
+    ended. Raise RecordingError if the recording contradicts itself, or if the run had a custom
+    scheduler and `create_scheduler` is None.
     """
     run = _Replay(recording, create_scheduler)
     iterations = compared = 0
@@ -101,6 +118,8 @@ def replay(
         divergence = run.step(iteration)
         iterations += 1
         compared += iteration.kept and iteration.recovered is None
+        for ended in run.world.ended:
+            on_end(ended)
         if divergence is not None or run.broke_off:
             return ReplayReport(iterations, compared, divergence, run.broke_off)
     return ReplayReport(iterations, compared)
@@ -157,7 +176,7 @@ class _Replay:
         loop = build_loop(
             *(self._blueprint, self.world, self.world),
             phase_times=PhaseTimes(lambda: 0),
-            final=finish_reasons,
+            final=_final,
         )
         if self._wrap is not None:
             loop.scheduler = self._wrap(loop.scheduler)
@@ -259,10 +278,19 @@ def finish_reasons(
     return [NamedTensor("finish_reasons", torch.tensor([reasons], dtype=torch.int32))]
 
 
+def _final(
+    request: ActiveRequest, reason: FinishReason, end: int, extras: HeldExtras
+) -> list[NamedTensor]:
+    """Return the finish reasons, and the metrics of the request."""
+    metrics = NamedTensor("request_metrics", request_metrics(request))
+    return [*finish_reasons(request, reason, end, extras), metrics]
+
+
 class _RecordedWorld:
     """The host and the executor of a replay: both return the values of the recorded iteration."""
 
     def __init__(self) -> None:
+        self._arrivals: dict[int, float] = {}  # of active requests
         self.begin(None)
 
     def begin(self, iteration: Iteration | None) -> None:
@@ -270,18 +298,28 @@ class _RecordedWorld:
         self._iteration = iteration
         self.schedule: Schedule | None = None
         self.ends: list[End] = []
+        self.ended: list[EndedRequest] = []
         self.num_taken = 0  # number of results returned
 
     def fetch(self, room: int | None, num_active: int) -> Intake:
         assert self._iteration is not None  # `begin` was called
-        return self._iteration.intake
+        intake = self._iteration.intake
+        for request in intake.requests:
+            self._arrivals.setdefault(request.request_id, intake.now)
+        return intake
 
     def respond(
         self, request_id: int, tensors: list[NamedTensor], is_final: bool, error: str
     ) -> None:
         if is_final:
-            reason = finish_reason_name(tensors, "ERROR")
-            self.ends.append(End(request_id, reason, _class(error)))
+            reason, error = finish_reason_name(tensors, "ERROR"), _class(error)
+            self.ends.append(End(request_id, reason, error))
+            arrival = self._arrivals.get(request_id, math.nan)
+            if error != "DuplicateRequestIdError":  # else another request with the id continues
+                self._arrivals.pop(request_id, None)
+            metrics = dict(tensors).get("request_metrics")
+            values = () if metrics is None else tuple(metrics.tolist())
+            self.ended.append(EndedRequest(request_id, arrival, error or reason, values))
 
     def prepare(self, request_id: int, processor: RequestProcessor) -> None:
         """Do nothing: the recorded intakes contain the id of each request that became ready."""

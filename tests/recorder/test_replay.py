@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import csv
 import dataclasses
 import sys
 from collections import Counter
@@ -22,7 +23,14 @@ from recorded_runs import (
     request,
 )
 
-from gptmanager import GptManager, KvCacheConfig, ModelType, OptionalParams, SchedulerConfig
+from gptmanager import (
+    REQUEST_METRICS,
+    GptManager,
+    KvCacheConfig,
+    ModelType,
+    OptionalParams,
+    SchedulerConfig,
+)
 from gptmanager.environment.lazy_names import named
 from gptmanager.errors import ConfigError, RecordingError
 from gptmanager.recorder.recording_file import End, RunEnd, read_recording
@@ -30,7 +38,7 @@ from gptmanager.replay import completed, difference, replay
 from gptmanager.replay.arguments import add_command
 from gptmanager.replay.main import imported
 from gptmanager.scheduler import RequestScheduler, SchedulerOutput
-from gptmanager.testing import ScriptedModel
+from gptmanager.testing import RecordingCallbacks, ScriptedModel
 
 # The best of the first 60: each kind of event below happens at least five times.
 SEEDS = (5, 7, 8, 12, 19, 22, 41, 44, 45, 59)
@@ -298,6 +306,29 @@ def test_the_command_says_that_all_is_well(run, tmp_path, capsys):
     assert command(["replay", str(tmp_path / "r.jsonl")]) == 0
     count = len(run.iterations)
     assert capsys.readouterr().out == f"{count} iterations, {count} compared: no divergence\n"
+
+
+def test_the_table_has_the_metrics_that_the_host_got(tmp_path):
+    path, table = tmp_path / "r.jsonl", tmp_path / "r.csv"
+    host = RecordingCallbacks([request(1, 2, 3), request(2, 1, 1), request(3, 0, 4)])
+    with GptManager(
+        ScriptedModel(lambda history: 7),
+        ModelType.INFLIGHT_FUSED_BATCHING,
+        optional_params=OptionalParams(recording_path=path),
+        **host.keywords(),
+    ) as manager:
+        assert manager.wait_idle(10)
+    assert command(["replay", str(path), "--table", str(table)]) == 0
+    with table.open(newline="") as file:
+        rows = {row["request_id"]: row for row in csv.DictReader(file)}
+    assert {key: row["outcome"] for key, row in rows.items()} == {
+        "1": "LENGTH", "2": "LENGTH", "3": "InvalidRequestError"
+    }  # fmt: skip
+    for name, metric in zip(REQUEST_METRICS, host.final(1).tensors["request_metrics"], strict=True):
+        assert float(rows["1"][name]) == pytest.approx(float(metric), abs=1e-6)
+    assert rows["2"]["per_token_s"] == rows["3"]["first_token_s"] == rows["3"]["tokens_per_s"] == ""
+    with pytest.raises(ConfigError, match="FILE and --table must be different files"):
+        command(["replay", str(path), "--table", str(path)])
 
 
 def test_the_command_tells_a_divergence(run, tmp_path, capsys):
