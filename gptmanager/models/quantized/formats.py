@@ -51,6 +51,7 @@ _IGNORED = (
     ".activation_scale",
     ".weight_format",
     ".q_scale",
+    "_proj_input_scale",
 )
 _INT8_FACTOR = 7.874015718698502e-3  # bitsandbytes' 1 / 127
 _NVFP4, _MXFP4 = 16, 32  # number of columns that share a scale
@@ -74,7 +75,7 @@ class MatrixFinder:
         endings: Mapping[str, Sequence[tuple[str, _Describe]]] = {
             "compressed-tensors": ((".weight_packed", self._packed), (".weight", self._scaled)),
             "fp8": ((".weight", self._scaled), ("_proj", self._scaled_experts)),
-            "modelopt": ((".weight", self._scaled_or_float4),),
+            "modelopt": ((".weight", self._scaled_or_float4), ("_proj", self._scaled_experts)),
             "quark": ((".weight", self._scaled_or_float4),),
             "mxfp4": (("_blocks", self._experts),),
             "gptq": ((".qweight", self._gptq),),
@@ -194,15 +195,21 @@ class MatrixFinder:
         """Describe the 8-bit matrices of all experts; None for those of floats."""
         if info.dtype != _FLOAT8 or len(info.shape) != 3 or 0 in info.shape:
             return None
-        own = f"{name}_scale_inv"
+        endings = ("_scale_inv", "_weight_scale", "_scale")
+        own = name + next((it for it in endings if name + it in self._given), endings[0])
         found = self._take(own, _SCALES)
-        if len(found.shape) != 3 or found.shape[0] != info.shape[0]:
+        count, shape, blocks = info.shape[0], info.shape[1:], self._scheme.blocks
+        if found.shape in ((), (1,)):
+            return ScaledExperts(name, info.shape, Grid(own, found.shape, *shape), is_shared=True)
+        if len(found.shape) != 3 or found.shape[0] != count:
             raise ConfigError(
                 f"tensor {tensor_name(own)} has shape {list(found.shape)}: it must have scales for "
-                f"each of {info.shape[0]} experts"
+                f"each of {count} experts"
             )
-        shape, each = info.shape[1:], found.shape[1:]
-        return ScaledExperts(name, info.shape, self._fitted(own, each, shape, self._scheme.blocks))
+        # of matrices [in, out], as Llama 4 has them, each column has a scale
+        column = [(shape[0], 1)] if own.endswith(endings[2]) else []
+        grid = self._fitted(own, found.shape[1:], shape, [*blocks, *column])
+        return ScaledExperts(name, info.shape, grid)
 
     def _scaled_or_float4(self, name: str, info: TensorInfo) -> StoredMatrix | None:
         """Describe a matrix of 8-bit numbers, NVFP4 or MXFP4; None for a matrix of floats."""

@@ -119,13 +119,15 @@ class ScaledMatrix(StoredMatrix):
 class ScaledExperts(StoredMatrix):
     """8-bit floats of all experts, `[experts, rows, columns]`, with a scale for each block.
 
-    `scales`: the scales of one expert's matrix as a grid, of which the tensor has one per expert.
-    Rows are numbered consecutively across the experts; rows that are read belong to one expert.
+    `scales`: the scales of one expert's matrix as a grid, of which the tensor has one per expert,
+    or if `is_shared` one for all of them. Rows are numbered consecutively across the experts; rows
+    that are read belong to one expert.
     """
 
     name: str
     shape: tuple[int, ...]
     scales: Grid
+    is_shared: bool = False
 
     def codes(self, read: Read, rows: range) -> Codes:
         expert, first = divmod(rows.start, self.shape[1])
@@ -136,7 +138,7 @@ class ScaledExperts(StoredMatrix):
 
         return Codes(
             codes=read_own(self.name, own, range(self.shape[2])),
-            scales=self.scales.rows(read_own, own),
+            scales=self.scales.rows(read if self.is_shared else read_own, own),
             block=self.scales.width,
         )
 

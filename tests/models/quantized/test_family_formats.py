@@ -12,7 +12,8 @@ import pytest
 import torch
 from family_configs import FAMILY_CONFIGS, VARIANTS
 from family_formats import FORMATS, packed_checkpoint
-from safetensors.torch import save_file
+from family_runs import family_folder
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from gptmanager.errors import ConfigError
@@ -102,6 +103,29 @@ def test_experts_in_one_tensor_may_be_8_bit_floats(tmp_path: Path) -> None:
     for wrong in (state[scales][:3], state[scales][0], state[scales].repeat(1, 2, 1)):
         with pytest.raises(ConfigError, match=f"{scales} has shape"):
             load_model((config, {**state, scales: wrong}))
+
+
+@pytest.mark.parametrize("method", ["modelopt", "fbgemm_fp8"])
+def test_experts_of_llama_4_may_be_8_bit_floats(method: str) -> None:
+    """ModelOpt has one scale for all experts, and FBGEMM one for each column of a matrix."""
+    folder = family_folder("llama4_text")
+    config = json.loads((folder / "config.json").read_text())
+    floats = load_file(folder / "model.safetensors")
+    state, experts = dict(floats), [it for it in floats if re.search(r"experts\.\w+_proj$", it)]
+    for name in experts:
+        matrices = floats[name].float()
+        if method == "modelopt":
+            scales, ending = matrices.abs().max() / 448, "_weight_scale"
+            state[f"{name}_input_scale"] = torch.tensor(0.5)
+        else:
+            scales, ending = matrices.abs().amax(1, keepdim=True) / 448, "_scale"
+        state[name] = (matrices / scales).to(torch.float8_e4m3fn)
+        state[f"{name}{ending}"], floats[name] = scales, state[name].float() * scales
+    own = {"quant_method": method, "quant_algo": "FP8"}
+    packed = {**config, "quantization_config": own}
+    ours, exact = (load_model(it, dtype="float32") for it in ((packed, state), (config, floats)))
+    assert len(experts) >= 2
+    assert all(torch.equal(of(ours, key), of(exact, key)) for key in exact.weights)
 
 
 def test_a_text_model_in_a_wrapper_may_describe_its_own_format(tmp_path: Path) -> None:
