@@ -24,7 +24,7 @@ CODE := $(wildcard gptmanager callbacks cuda tests examples docs/_site)
 FORMAT := $(BIN)/ruff format --isolated --line-length 100
 
 .PHONY: help demo chat serve docs test marathon marathon-draws marathon-kill marathon-faults marathon-overload \
-        marathon-soak marathon-hostile bench compile-check mutants card lint style types format clean
+        marathon-soak marathon-hostile marathon-delays bench compile-check mutants card lint style types format clean
 
 help:  ## this list
 	@sed -nE 's/^([a-z-]+):.*  ## (.*)/make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
@@ -50,13 +50,19 @@ test: $(DEV)  ## run the tests; ARGS="-k name" for some of them
 	  $(BIN)/pytest --numprocesses $(WORKERS) --dist worksteal $(ARGS)
 
 # One more piece is a target marathon-NAME here, and a script in tests/marathon.
-marathon: marathon-draws marathon-kill marathon-faults marathon-overload marathon-soak  ## run all that takes long
+marathon: marathon-draws marathon-delays marathon-kill marathon-faults  ## run all that takes long
+	$(MAKE) marathon-overload marathon-soak
 	for seed in 1 2 3; do $(MAKE) marathon-hostile SEED=$$seed; done
 
 marathon-draws: $(DEV)  ## run the tests that draw at random, FUZZ=20 times as long
 	GPTMANAGER_FUZZ=$(FUZZ) OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive \
 	  $(BIN)/pytest --numprocesses $(WORKERS) --dist worksteal --timeout 0 \
 	  $$(grep -rlE "from (fuzz|hypothesis) import|mark.(every|slow)" tests --include='test_*.py') $(ARGS)
+
+marathon-delays: $(DEV)  ## run tests of threads while some lines are late, chosen by SEED=1
+	SEED=$(or $(SEED),1) PYTHONPATH=tests/marathon OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive \
+	  $(BIN)/pytest -p late_lines --numprocesses $(WORKERS) --dist worksteal --timeout 300 \
+	  tests/{adapters,callbacks,host,journal,lifecycle,manager,ranks,server} $(ARGS)
 
 marathon-kill: $(DEV)  ## kill managers with a journal KILLS=200 times, from SEED=1
 	OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive \
