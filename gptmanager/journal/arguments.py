@@ -23,7 +23,7 @@ def add_command(commands: Any) -> None:
         help="show and check the journal of a manager",
         usage="gptmanager journal FOLDER [--json]",
         description=_HELP,
-        statuses=("whole, or torn at the end", "damaged, or not a journal"),
+        statuses=("whole, or torn at the end", "damaged"),
     )
     parser.add_argument("folder", type=Path, metavar="FOLDER", help="the folder of a journal")
     add_json(parser, "print the requests as JSON")

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from gptmanager.errors import JournalError, quoted_path
+from gptmanager.errors import ConfigError, quoted_path
 from gptmanager.journal.accepted import AcceptedRequests
 from gptmanager.journal.entries import Entry
 from gptmanager.journal.segments import JournalFolder, Segment
@@ -18,12 +18,12 @@ from gptmanager.terminal.tables import print_report
 def main(options: argparse.Namespace) -> int:
     """Run the command, and return its exit status.
 
-    Raise JournalError if the folder has no journal, or a damaged one.
+    Raise ConfigError if the folder has no journal, and JournalError if the journal is damaged.
     """
     folder = JournalFolder(options.folder)
-    found = folder.read()
+    found = folder.read() if options.folder.is_dir() else None
     if found is None:
-        raise JournalError(f"{quoted_path(folder.path)} has no journal")
+        raise ConfigError(f"{quoted_path(folder.path)} has no journal")
     report = report_of(folder, found)
     print_report(report, _lines(report), as_json=options.json)
     return 0

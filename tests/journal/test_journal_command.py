@@ -4,6 +4,7 @@ import json
 import re
 from pathlib import Path
 
+import pytest
 from journaled_runs import JournaledRun, die_at
 from shorthand import request
 
@@ -39,3 +40,10 @@ def test_a_request_passes_through_the_states_of_the_documentation(tmp_path, caps
     assert all(re.search(r"\d\d:\d\d:\d\d[+-]\d{4}$", one["accepted"]) for one in told)
     assert cli.main(["journal", ended]) == 0
     assert ", final but not acknowledged" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", ["empty", "nowhere"])
+def test_a_folder_without_a_journal_is_a_wrong_call(tmp_path, capsys, name):
+    (tmp_path / "empty").mkdir()
+    assert cli.main(["journal", str(tmp_path / name)]) == 2
+    assert capsys.readouterr().err == f"gptmanager: {tmp_path / name} has no journal\n"
