@@ -342,7 +342,7 @@ class RequestQueue:
             if request_id is None:
                 request_id = next(i for i in self._ids if i not in self._open)
             elif request_id in self._open:
-                raise DuplicateRequestIdError(f"request_id = {request_id} is already in progress")
+                raise DuplicateRequestIdError(f"request_id = {request_id} is in use: pass another")
             self._open[request_id] = None
             return request_id
 

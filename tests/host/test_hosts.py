@@ -299,6 +299,34 @@ def test_an_endless_generator_of_stop_signals_is_an_error(host, make, monkeypatc
         assert manager.health().callbacks["PollStopSignal"].errors >= 1
 
 
+def test_a_host_may_overwrite_its_arrays_when_get_is_called_again():
+    arrays = {
+        "input_ids": np.array([1, 2]),
+        "request_output_len": np.array([6]),
+        "embedding_bias": np.linspace(-1, 1, 100, dtype=np.float32),
+        "bad_words_list": np.array([[[7], [1]]]),
+    }
+    used, waiting = [request(1, [1, 2], 6)], [InferenceRequest(2, arrays)]
+    used[0].tensors.update(copy.deepcopy(arrays))
+    answers = {}
+
+    def get_requests(room):
+        if not waiting:
+            for array in arrays.values():
+                array.fill(1)
+            return [used.pop()] if used else []
+        return [waiting.pop()]
+
+    def send(request_id, tensors, is_final, error):
+        answers[request_id] = error or dict(tensors)["output_ids"].tolist()
+
+    keywords = {"get_inference_requests_cb": get_requests, "send_response_cb": send}
+    model = ScriptedModel(lambda history: 7, vocab_size=100)  # 7 is banned: the bias decides
+    with GptManager(model, ModelType.INFLIGHT_FUSED_BATCHING, **keywords) as manager:
+        assert manager.wait_idle(10)
+    assert answers[1] == answers[2] == [[[1, 2] + 6 * [99]]]
+
+
 def test_an_integer_that_no_request_has_as_its_id_stops_nothing(host, tmp_path):
     """A recording could not have it."""
     stops = [-1, 2**64, -(2**70), 1]
