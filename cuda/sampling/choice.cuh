@@ -102,7 +102,6 @@ __device__ Mass block_mass(const ScaledRow<T, WIDTH>& row, float& own_best) {
             sum *= Mass::share(best, most);
             best = most;
         }
-        if (best == -INFINITY) return;
 #pragma unroll
         for (int i = 0; i < WIDTH; i++) sum += Mass::share(values[i], best);
     });

@@ -74,7 +74,7 @@ def test_every_integer_of_a_weight_is_exact(machine, dtype):
     assert torch.equal(out.cpu().float(), torch.arange(-128.0, 128).expand(16, 256))
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES[::-1], ids=str)  # float32 each day: no other test has it
 def test_every_8_bit_float_of_a_weight_is_exact(machine, dtype):
     weight, every = Fp8Rows(256, 16, dtype), torch.arange(256, dtype=torch.uint8).view(FP8)
     weight.values.view(torch.uint8).copy_(every.view(torch.uint8).unsqueeze(1))

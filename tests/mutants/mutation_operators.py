@@ -47,10 +47,11 @@ _REPLACED = (  # kind, what, by what
     ("extreme", r"\bmax\(", "min("),
     ("extreme", r"\bmin\(", "max("),
     ("swapped", rf"({_OPERAND}) ([-/%]) ({_OPERAND})", r"\3 \2 \1"),
-    # of two numbers that the larger or the product is taken of, the order does not matter
+    # of two numbers that the larger, the sum or the product is taken of, the order does not matter
     (
         "swapped",
-        rf"(?<=\w\()(?<!max\()(?<!min\()(?<!m..f\()(?<!__umulhi\()({_OPERAND}), ({_OPERAND})(?=\))",
+        r"(?<=\w\()(?<!max\()(?<!min\()(?<!m..f\()(?<!__umulhi\()(?<!__fadd_rn\()(?<!__fmul_rn\()"
+        rf"({_OPERAND}), ({_OPERAND})(?=\))",
         r"\2, \1",
     ),
     ("swapped", r"(?<=\? )([^?:]+) : ([^?:;,)]+)(?=[;,)])", r"\2 : \1"),
