@@ -147,8 +147,7 @@ def _rest(result: StepResult, extras: Extras | None) -> tuple[bytes, list[bytes]
 
 def _legible(error: BaseException) -> str:
     """Return the text of an error without its class name; surrogates are escaped for UTF-8."""
-    text = response_text(error).removeprefix(f"{type(error).__name__}: ")
-    return text.encode(errors="backslashreplace").decode()
+    return response_text(error).removeprefix(type(error).__name__).removeprefix(": ")
 
 
 def _error(name: str, text: str) -> BaseException:

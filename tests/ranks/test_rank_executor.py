@@ -125,6 +125,13 @@ def check_equal(found, result):
         assert isinstance(own.error, LogitsError) == isinstance(other.error, LogitsError)
 
 
+@pytest.mark.parametrize("text", ["", ": a", "CallbackError: a", "\ud800"])
+def test_the_error_of_a_request_comes_back(text):
+    none, failures = np.zeros((0, 1), dtype=np.int32), (Failure(5, CallbackError(text)),)
+    result = StepResult(none, 1.0, None, (), failures, False, None)
+    check_equal(unpack(pack(7, result), 7, 0), result)
+
+
 @settings(max_examples=75 * FUZZ, deadline=None, database=None)
 @given(results(), st.data())
 def test_a_result_comes_back(result, data):
