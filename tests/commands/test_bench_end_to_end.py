@@ -289,6 +289,14 @@ def test_a_card_that_is_not_there(monkeypatch):
         bench_end_to_end(EndToEndOptions("cuda:1"))
 
 
+def test_a_card_whose_context_is_broken_loses_no_report(monkeypatch):
+    def fail():
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    monkeypatch.setattr(torch.cuda, "empty_cache", fail)
+    workbench.Workbench(EndToEndOptions("cuda")).close()
+
+
 def test_interrupted(folder):
     def interrupt(name, number, count):
         if name == "steps":
