@@ -109,6 +109,8 @@ def test_the_command_lists_them(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["models"]) == 0
     text = capsys.readouterr().out
     assert "org/quantized" in text and "hub cache" in text
+    head, *lines = text.splitlines()
+    assert {line[head.index("path")] for line in lines} == {"/"}
 
     assert cli.main(["models", "--json"]) == 0
     listed = json.loads(capsys.readouterr().out)["models"]

@@ -257,6 +257,14 @@ def test_a_missing_tensor_is_named(family: str, part: str) -> None:
         ("ernie4_5", {"compression_ratio": 1.0}),
         ("minimax_m2", {"attn_type_list": [1, 1, 1, 1], "use_mtp": True, "num_mtp_modules": 3}),
         ("minimax_m2", {"use_routing_bias": True, "mtp_transformer_layers": 1}),
+        (
+            "minimax_m2",
+            {
+                **{f"layernorm_{it}_beta": 1.0 for it in ("full_attention", "linear_attention")},
+                **{"layernorm_mlp_beta": 1.0, "mlp_intermediate_size": 8192},
+                **{"shared_moe_mode": "sigmoid", "swa_rope_theta": -1.0},
+            },
+        ),
         ("mistral", {"is_composition": True}),
         ("llama4_text", {"no_rope_layers": [], "attn_temperature_tuning": 4}),
         ("llama", {"is_llama_config": True, "rope_interleaved": False}),  # SmolLM2
@@ -301,7 +309,11 @@ def test_fields_of_published_configs_that_change_nothing_are_accepted(
 def test_layers_that_predict_further_tokens_are_not_read() -> None:
     config, state = checkpoint(family_model("ernie4_5_moe"))
     further = {"model.mtp_block.0.mlp.up_proj.weight": torch.ones(2), "model.mtp_emb_norm.0": ONE}
-    load_model(({**config, "num_nextn_predict_layers": 1}, {**state, **further}))
+    further["model.layers.4.mtp.weight"] = ONE
+    load_model(({**config, "num_nextn_predict_layers": 2**40}, {**state, **further}))
+    further["model.layers.5.mtp.weight"] = ONE
+    with pytest.raises(ConfigError, match="layers.5.mtp"):
+        load_model(({**config, "num_nextn_predict_layers": 1}, {**state, **further}))
 
 
 def test_linear_attention_is_refused_by_the_name_of_its_field() -> None:

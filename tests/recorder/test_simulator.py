@@ -33,14 +33,14 @@ from gptmanager.recorder import Recorder
 from gptmanager.recorder.recording_file import Header, Iteration, Recording, read_recording
 from gptmanager.replay import replay
 from gptmanager.scheduler import RequestScheduler, SchedulerOutput
-from gptmanager.simulator import simulate
+from gptmanager.simulator import main, simulate
 from gptmanager.simulator.arguments import add_command
 from gptmanager.simulator.comparison import Machine, hypothetical, variant
 from gptmanager.simulator.cost_model import CostModel, fit, quantities
 from gptmanager.simulator.load import RecordedLoad, SyntheticLoad
 from gptmanager.simulator.report import figures_table, plain
 from gptmanager.statistics import DraftCounts
-from gptmanager.step import Intake, Row, Schedule, StepResult
+from gptmanager.step import BeamCandidates, Intake, Row, Schedule, StepResult
 from gptmanager.terminal.tables import lines
 from gptmanager.testing import ScriptedModel
 
@@ -205,11 +205,18 @@ def test_another_policy_or_machine_keeps_the_beams_and_the_host_tier(tmp_path):
         assert (figures.requests, figures.failed) == (12, 0)
 
 
+@pytest.mark.parametrize("position", [None, 4])
 @pytest.mark.parametrize("by_name", [{"beam_width": 2}, {"num_return_sequences": 2}], ids=str)
-def test_beams_of_which_nothing_is_known_run_to_their_last_token(by_name):
+def test_beams_of_which_little_is_known_run_to_their_last_token(by_name, position):
+    count = by_name.get("beam_width", 1)
+    known = BeamCandidates(((5,) * count,) * 2, ((0.0,) * count,) * 2)
+
     class Wide(SyntheticLoad):
         def request(self, number):
             return request(number, 4, 6, **by_name)
+
+        def beams(self, number):
+            return {} if position is None else {position: known}
 
     blueprint = dataclasses.replace(hypothetical(Machine(), 64), max_beam_width=2)
     figures = simulate(blueprint, Wide(3), COST)
@@ -552,11 +559,19 @@ def test_cost_models_are_read_from_text():
 # The command -------------------------------------------------------------------------------
 
 
-def command(*arguments):
+def options_of(*arguments):
     parser = argparse.ArgumentParser()
     add_command(parser.add_subparsers(required=True))
-    options = parser.parse_args(["simulate", *map(str, arguments)])
+    return parser.parse_args(["simulate", *map(str, arguments)])
+
+
+def command(*arguments):
+    options = options_of(*arguments)
     return named(options.command)(options)
+
+
+def test_a_load_has_1000_requests_unless_told_otherwise():
+    assert main._synthetic(options_of()).num_requests == 1000
 
 
 def test_the_command_prints_policies_side_by_side(capsys):
