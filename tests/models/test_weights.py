@@ -13,6 +13,7 @@ from torch import Tensor
 
 from gptmanager.errors import ConfigError
 from gptmanager.memory import Place, SafetensorsFolder, Weights
+from gptmanager.memory.mapped_file import MappedFile
 
 SHAPES = {"fused.weight": (5, 3), "conv.weight": (4, 2), "norm.weight": (3,)}
 PLACES = {
@@ -219,6 +220,16 @@ def test_a_folder_is_read_single_or_sharded(tmp_path: Path) -> None:
         source.close()
         assert_holds(weights, new_tensors())
         weights.load(source)
+
+
+def test_tensors_that_follow_each_other_in_a_file_are_mapped_as_one(tmp_path: Path) -> None:
+    save_file({it: torch.full((2,), ord(it), dtype=torch.uint8) for it in "abcd"}, tmp_path / "f")
+    mapped = MappedFile(tmp_path / "f")
+    assert bytes(mapped.joined("bcd", torch.uint8).numpy()) == b"bbccdd"
+    assert bytes(mapped.joined("ab", torch.int16).view(torch.uint8).numpy()) == b"aabb"
+    for names in ("acbd", "ac", "ba"):
+        assert mapped.joined(names, torch.uint8) is None
+    assert mapped.joined("bc", torch.int32) is None  # the address of b is not a multiple of 4
 
 
 @pytest.mark.parametrize("transposed", [False, True])
