@@ -744,7 +744,8 @@ def test_what_a_journal_restored_goes_on_after_an_intake_that_failed(monkeypatch
 
 
 def test_processors_that_are_never_ready_are_forgotten_with_their_requests():
-    preparation = Preparation(lambda: None, CallbackTimer("prepare"))
+    timer = CallbackTimer("prepare")
+    preparation = Preparation(lambda: None, timer)
     never = processor_class(prepare=lambda self, device: Future())
     for request_id in range(1000):
         waiting = RequestProcessor(never)
@@ -753,6 +754,7 @@ def test_processors_that_are_never_ready_are_forgotten_with_their_requests():
             waiting.end()
     assert len(preparation._preparing) < 100
     assert preparation._preparing.keys() >= {100 * i for i in range(10)}
+    assert timer.calls == 1000 and not timer.running_s
 
 
 def test_a_processor_of_an_ended_request_makes_no_other_request_of_its_id_ready():

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from gptmanager.errors import ConfigError
 from gptmanager.memory import Place, SafetensorsFolder, Weights
+from gptmanager.memory.checkpoint_digest import checkpoint_digest
 from gptmanager.memory.mapped_file import MappedFile
 
 SHAPES = {"fused.weight": (5, 3), "conv.weight": (4, 2), "norm.weight": (3,)}
@@ -220,6 +221,14 @@ def test_a_folder_is_read_single_or_sharded(tmp_path: Path) -> None:
         source.close()
         assert_holds(weights, new_tensors())
         weights.load(source)
+
+
+def test_a_pair_of_config_and_tensors_has_the_digest_of_its_tensors() -> None:
+    tensors = new_tensors()
+    digest = checkpoint_digest(({}, tensors))
+    assert digest == checkpoint_digest(({}, dict(reversed(tensors.items()))))
+    other = {**tensors, "m.norm.weight": tensors["m.norm.weight"] + 1}
+    assert digest != checkpoint_digest(({}, other))
 
 
 def test_tensors_that_follow_each_other_in_a_file_are_mapped_as_one(tmp_path: Path) -> None:
