@@ -177,7 +177,10 @@ def test_the_log_says_which_backend_computes(
     caplog.set_level(logging.INFO, logger="gptmanager")
     expected = greedy(new_network("apertus"), prompts(5, 9), 4)
 
-    assert generate(str(folder), prompts(5, 9), 4, optional_params=options()) == expected
+    parts: list[tuple[Any, ...]] = []
+    given = options(on_progress=lambda *part: parts.append(part))
+    assert generate(str(folder), prompts(5, 9), 4, optional_params=given) == expected
+    assert [part for part in parts if part[0] == "weights"][-1] == ("weights", 25, 25)
     assert "apertus is loaded through transformers; matrices: 25 in float32" in caplog.text
     caplog.clear()
     llama = "examples/tiny_llama"
