@@ -4,6 +4,7 @@ import io
 import json
 import os
 import re
+import signal
 import sys
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from text_checkpoint import save_text_checkpoint
 from gptmanager import cli
 from gptmanager.callbacks import generate
 from gptmanager.commands.chat.chat_model import ChatModel
+from gptmanager.commands.chat.interrupts import on_interrupt
 from gptmanager.commands.chat.piped_view import PipedView
 from gptmanager.commands.chat.terminal_view import _columns
 
@@ -306,6 +308,13 @@ def test_an_interrupt_stops_an_answer_and_not_the_chat(endless):
         terminal.interrupt_prompt()
         assert terminal.end() == 0
         assert "Traceback" not in terminal.text and "killed" not in terminal.text
+
+
+def test_an_interrupt_after_an_answer_is_that_of_the_chat():
+    before = signal.getsignal(signal.SIGINT)
+    with on_interrupt(lambda: None):
+        assert signal.getsignal(signal.SIGINT) is not before
+    assert signal.getsignal(signal.SIGINT) is before
 
 
 def test_answers_share_the_width_of_the_terminal():
