@@ -130,16 +130,15 @@ def test_a_disk_that_is_full_at_the_end_of_the_loop_keeps_back_no_response(tmp_p
             raise LookupError("a step")
         return next_token(history)
 
-    host = RecordingCallbacks()
+    host = PausingHost(lambda of_all, *_: of_all == 1 and ends == "shutdown")
     options = {"journal_path": tmp_path / "journal", "journal_sync": "never"}
     manager = start_manager(
         host, script, max_step_failures=1, black_box_iterations=0, idle_poll_s=0.001, **options
     )
     host.submit(stream(1, 90), stream(2, 90))
     if ends == "shutdown":
-        while not manager.health().num_active:
+        while not host.responses:
             time.sleep(0.001)
-        manager.pause_generation()
         disk.free = disk.reserve = 0
         manager.shutdown(drain=False)
     assert manager.wait(30) and manager.state is ManagerState.FAILED

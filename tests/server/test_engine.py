@@ -251,8 +251,9 @@ def test_no_more_wait_than_may(narrow):
             async with call:
                 pass
 
-    narrow.run(main())
-    narrow.wait_idle()
+    with narrow.held():
+        narrow.run(main())
+        narrow.wait_idle()
 
 
 def test_a_call_that_does_not_fit_as_a_whole_runs_not_at_all(narrow):
@@ -287,8 +288,9 @@ def test_prompts_that_wait_are_counted_in_tokens(narrow):
             async with engine.submit([a_request(prompt=[5] * 10)]):
                 assert engine.counts == (2, 1)
 
-    narrow.run(main())
-    narrow.wait_idle()
+    with narrow.held():
+        narrow.run(main())
+        narrow.wait_idle()
 
 
 def test_the_end_of_a_server_times_out_what_still_runs(caplog):
