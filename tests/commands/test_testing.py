@@ -519,8 +519,8 @@ def test_submit_wakes_a_manager_and_stop_stops():
     with serve(host, next_token=lambda history: 7, idle_poll_s=None) as manager:
         host.manager = manager
         assert manager.wait_idle(30)
+        host.stop(1)  # first, so that the request cannot end before
         host.submit(InferenceRequest.from_tokens(1, [1], 2000, is_streaming=True))
-        host.stop(1)
         final = host.final(1)
     assert final.tensors["finish_reasons"].tolist() == [[5]]  # CANCELLED
     assert set(host.output(1)) <= {7}
