@@ -227,7 +227,7 @@ def test_ids_of_added_tokens_that_cannot_be_read_are_refused(number, tmp_path):
 
 def test_special_tokens_that_cannot_be_read_are_refused(tmp_path):
     folder = tokenizer_folder(tmp_path, tokenizer_config={"eos_token": {**ADDED, "lstrip": 1}})
-    with pytest.raises(ConfigError, match="special tokens: 'int' object is not"):
+    with pytest.raises(ConfigError, match="special tokens: 'int' object (is not|cannot be)"):
         load_tokenizer(folder)
 
 
