@@ -107,6 +107,9 @@ def test_an_original_length_outside_of_the_rope_parameters_counts_for_temperatur
     config = {**FAMILY_CONFIGS["ministral3"], "model_type": "ministral3"}
     spec = read_spec({**config, "original_max_position_embeddings": 40})
     assert spec.layers[0].attention.temperature == QueryTemperature(0.3, 8)  # RoPE is not scaled
+    spec = read_spec({**FAMILY_CONFIGS["llama4_text"], "model_type": "llama4_text"})
+    found = {layer.attention.temperature for layer in spec.layers}
+    assert found == {None, QueryTemperature(0.3, 8, offset=1)}
     yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8}
     kinds = {f"{it}_attention": {**yarn, "rope_theta": 1e4} for it in ("full", "sliding")}
     config = {**BASE, "model_type": "olmo3", "sliding_window": 8, "rope_parameters": kinds}

@@ -25,6 +25,7 @@ from gptmanager.models.families import place_tensors
 from gptmanager.models.gguf.architectures import ARCHITECTURES, VARIANTS
 from gptmanager.models.gguf.config import config_of
 from gptmanager.models.gguf.header import read_header
+from gptmanager.models.gguf.row_orders import ValueHeads
 
 FOLDER = Path(__file__).with_name("architectures")
 FILES = sorted(FOLDER.glob("*.gguf"))
@@ -41,6 +42,12 @@ def test_every_architecture_has_a_file() -> None:
     wanted = {own.model_type for own in [*ARCHITECTURES.values(), *variants]}
     assert {read_config(file)["model_type"] for file in FILES} == wanted
     assert {file.stem for file in FILES} >= ARCHITECTURES.keys()
+
+
+def test_value_heads_are_read_in_the_order_of_their_key_heads() -> None:
+    order = ValueHeads(2, 6, key_dim=4, value_dim=2).order(1, 2)
+    assert order(range(13)).tolist() == [0, 1, 2, 5, 6, 9, 10, 3, 4, 7, 8, 11, 12]
+    assert any(".linear_attn." in name for name in open_tensors(FOLDER / "qwen35.gguf").describe())
 
 
 def logits_of(source: Path, expected: dict[str, np.ndarray], **options: Any) -> np.ndarray:
