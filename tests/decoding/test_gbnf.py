@@ -135,7 +135,7 @@ def test_a_grammar_permits_its_texts_and_no_others(guided, grammar, permitted, f
         ('root ::= start\nstart ::= "a"', "Rule 'start' already exists"),
         ("root ::= root", "the grammar permits no text"),
         ("root ::= " + "(" * 10**6, "the grammar is nested too deeply"),
-        ('root ::= "a"{' + "9" * 10**6 + "}", "Exceeds the limit (4300 digits)"),
+        ('root ::= "a"{' + "9" * 10**6 + "}", "Exceeds the limit (4300"),
         ("root ::= " + "[" * 10**6, "Unexpected end of input"),
         ("root ::= " + "\\" * 10**6, "Expected name at line 1"),
     ],
