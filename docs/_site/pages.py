@@ -143,7 +143,8 @@ def public_names(module: str) -> dict[str, Any]:
 
 def _defined_at(module: str, name: str, value: Any) -> str:
     """The dotted path under which mkdocstrings finds the source of a public name."""
-    if isinstance(value, (type, types.FunctionType)):
+    is_alias = isinstance(value, types.GenericAlias)  # in Python 3.10 it is a type as well
+    if isinstance(value, (type, types.FunctionType)) and not is_alias:
         path = f"{value.__module__}.{value.__qualname__}"
     else:
         path = f"{module}.{name}"

@@ -107,7 +107,8 @@ def test_without_descriptors_there_is_no_process():
                     os.close(file)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-    assert len(os.listdir("/proc/self/fd")) <= num_open
+    if sys.version_info >= (3, 11):  # subprocess of Python 3.10 leaves its pipes open
+        assert len(os.listdir("/proc/self/fd")) <= num_open
     assert child.ask(question("a"), 30) == "a"
     child.stop()
 
