@@ -13,6 +13,7 @@ from gptmanager.callbacks import load_tokenizer
 from gptmanager.server.answer_parsing.answer_parts import Arguments, CallBegins, Content
 from gptmanager.server.answer_parsing.thought_tags import ThoughtTags
 from gptmanager.server.chat.chat_answer import ChatAnswer
+from gptmanager.server.errors import ApiError
 from gptmanager.server.tool_formats.formats import FORMATS
 from gptmanager.server.tool_formats.tools import read_tools
 
@@ -34,6 +35,19 @@ def parsed(form, pieces, wrap=lambda parser: parser):
                 calls[-1][1] += one.text
     assert parser.num_calls == len(calls)
     return content, calls, parser.is_in_arguments
+
+
+def tools_of(properties, choice="required", **more):
+    """A tool `f` that requires `properties`."""
+    schema = {"type": "object", "properties": properties, "required": [*properties], **more}
+    return read_tools(
+        [{"type": "function", "function": {"name": "f", "parameters": schema}}], choice
+    )
+
+
+def arguments_of(form, tools, text):
+    found = form.parser(tools).push(text)
+    return json.loads("".join(one.text for one in found if isinstance(one, Arguments)))
 
 
 def test_every_format_is_tried():
@@ -165,6 +179,17 @@ def test_values_in_tags(values, arguments):
     assert json.loads(calls[0][1]) == arguments
 
 
+def test_a_value_of_a_type_that_is_not_allowed_is_a_string_if_it_may_be_one():
+    kinds = {"anyOf": [{"type": "string"}, {"type": "null"}]}
+    tools = tools_of({"a": kinds, "b": kinds, "c": {"type": ["string", "number"]}, "d": kinds})
+    body = "".join(
+        f"<parameter={key}>{value}</parameter>"
+        for key, value in (("a", "12"), ("b", "null"), ("c", "12"), ("d", '"12"'))
+    )
+    found = arguments_of(MADE["seed_oss"], tools, f"<seed:tool_call><function=f>{body}</function>")
+    assert found == {"a": "12", "b": None, "c": 12, "d": "12"}
+
+
 def test_parameters_that_are_not_closed_end_at_the_next():
     text = "<tool_call><function=look><parameter=city>Rome<parameter=days>2</function></tool_call>"
     assert parsed(MADE["qwen3_coder"], [text]) == ("", [["look", ROME]], False)
@@ -226,3 +251,102 @@ def test_optional_arguments(fits, name):
     assert fits(form, tools, call(city='"R"', days="2", exact=exact)) == "yes"
     for wrong in (call(city='"R"', unit='"F"'), call(city='"R"', days="2", unit='"K"')):
         assert len(fits(form, tools, wrong)) < len(wrong)
+
+
+_THING = {"type": "object", "properties": {"k": {"type": "integer"}}, "required": ["k"]}
+
+
+@pytest.mark.parametrize(
+    ("schema", "right", "wrong"),
+    [
+        ({"anyOf": [{"type": "string"}, {"type": "null"}]}, ["x", None], ["3", "[]"]),
+        ({"type": ["string", "integer"], "minimum": 2}, ["x", 2], ["1", "true"]),
+        ({"$ref": "#/$defs/Thing"}, [{"k": 1}], ["{}", "1", "{k:true}"]),
+        ({"type": "array", "items": {"$ref": "#/$defs/Thing"}}, [[], [{"k": 1}]], ["[1]", "{}"]),
+        ({"$ref": "#/$defs/Tree"}, [[], [[], [[]]]], ["1", "[{}]"]),
+        ({"oneOf": [_THING, {"const": "x"}]}, [{"k": 1}, "x"], ["x", "{}"]),
+        ({"type": "array", "minItems": 2, "maxItems": 3}, [[1, "a"], [1, {}, []]], ["[1]", "[]"]),
+        ({"type": "array", "prefixItems": [{"type": "integer"}, {}]}, [[1, True]], ["[1]"]),
+        ({"type": "object", "additionalProperties": {"type": "integer"}}, [{"b c": 1}], ["{a:{}}"]),
+        ({"enum": [{"k": ["v"]}, None]}, [{"k": ["v"]}, None], ["{}"]),
+        ({}, ["x", 1.5, {"a": [None]}], ["", "a:"]),
+    ],
+)
+def test_guided_values_of_gemma(fits, schema, right, wrong):
+    definitions = {"Thing": _THING, "Tree": {"items": {"$ref": "#/$defs/Tree"}, "type": "array"}}
+    form, tools = MADE["gemma4"], tools_of({"a": schema}, **{"$defs": definitions})
+
+    def written(value):
+        if isinstance(value, dict):
+            return "{" + ",".join(f"{key}:{written(one)}" for key, one in value.items()) + "}"
+        if isinstance(value, list):
+            return f"[{','.join(map(written, value))}]"
+        return f'<|"|>{value}<|"|>' if isinstance(value, str) else json.dumps(value)
+
+    for value in right:
+        text = f"<|tool_call>call:f{{a:{written(value)}}}<tool_call|>"
+        assert fits(form, tools, text) == "yes"
+        assert arguments_of(form, tools, text) == {"a": value}
+    for value in wrong:
+        assert fits(form, tools, f"<|tool_call>call:f{{a:{value}}}<tool_call|>") != "yes"
+
+
+@pytest.mark.parametrize("name", ["qwen3_coder", "seed_oss", "minimax_m2", "glm45"])
+def test_guided_strings_in_tags_do_not_end_early(fits, name):
+    form, tools = MADE[name], tools_of({"city": {"type": "string"}, "days": {}})
+    shape, tags = form.shape, form.parser_class.tags
+
+    def around(value):
+        return f"{tags.line_break}{value}{tags.line_break}"
+
+    def call(city):
+        body = "".join(
+            f"{tags.key}{key}{tags.begin}{it}{tags.end}{tags.joint}"
+            for key, it in (("city", around(city)), ("days", around("2")))
+        )
+        return f"{shape.begin}{shape.before}f{shape.between}{body}{shape.behind}{shape.end}"
+
+    for city in ("</b> <i>", *(f"Rome {tag[:-1]}" for tag in tags.value_ends)):
+        assert fits(form, tools, call(city)) == "yes"
+        assert arguments_of(form, tools, call(city)) == {"city": city, "days": "2"}
+    for tag in tags.value_ends:
+        assert len(fits(form, tools, call(f"Rome {tag} x"))) < len(call(f"Rome {tag}"))
+
+
+@pytest.mark.parametrize(
+    ("name", "parameter"),
+    [
+        *(("gemma4", it) for it in ("a:b", "a,b", "a{", "]", "<a", " a", "", "x" * 257)),
+        *(("pythonic", it) for it in ("a.b", "a b", "1a", "$a", 'a"', "")),
+        *(("minimax_m2", it) for it in ('a"', "a>", "<a", " a", "", "x" * 257)),
+    ],
+)
+def test_names_that_a_format_cannot_express_are_refused(name, parameter):
+    with pytest.raises(ApiError, match="cannot express the name") as refused:
+        MADE[name].grammar(tools_of({"b": {}, parameter: {"type": "string"}}), {})
+    assert refused.value.param == "tools[0].function.parameters"
+
+
+def test_schemas_that_are_nested_too_deeply_are_refused():
+    deep = {}
+    for _ in range(70):
+        deep = {"type": "array", "items": deep}
+    with pytest.raises(ApiError, match="deeper than 64 levels"):
+        MADE["gemma4"].grammar(tools_of({"a": deep}), {})
+
+
+@pytest.mark.parametrize("name", ["gemma4", "qwen3_coder", "pythonic"])
+def test_tools_without_properties_take_any_arguments(fits, name):
+    text = {
+        "gemma4": '<|tool_call>call:f{a b:<|"|>x<|"|>}<tool_call|>',
+        "pythonic": '[f(a="x")]',
+        "qwen3_coder": "<tool_call>\n<function=f>\n<parameter=a>\nx\n</parameter>\n</function>\n"
+        "</tool_call>",
+    }[name]
+    assert fits(MADE[name], tools_of({}), text) == "yes"
+    assert fits(MADE[name], tools_of({}, additionalProperties=False), text) != "yes"
+    root = {"$ref": "#/$defs/Root", "$defs": {"Root": _THING}}
+    tools = read_tools(
+        [{"type": "function", "function": {"name": "f", "parameters": root}}], "required"
+    )
+    assert fits(MADE[name], tools, text) != "yes"

@@ -202,7 +202,13 @@ class StructuredOutputs:
             answer = _ANY_OBJECT if rule.kind == "json_object" else rule.value
         is_optional = not tools.required and answer is None
         marks = {} if self._tokenizer is None else marks_of(self._tokenizer, self._end_ids)
-        made = form.grammar(tools, marks, answer)
+        try:
+            made = form.grammar(tools, marks, answer)
+        except ApiError as error:
+            if not is_optional:
+                raise
+            warnings.add(f"tool calls are not constrained: {error.message}")
+            return None
         if made is None:
             return None
         grammar, schemas = made

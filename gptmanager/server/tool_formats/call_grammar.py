@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from tokenizers import Tokenizer
 
+from gptmanager.errors import quoted
+from gptmanager.server.fields import field_error
 from gptmanager.server.tool_formats.schema_types import required_of
 from gptmanager.server.tool_formats.tools import Tools
 
@@ -62,7 +64,10 @@ class CallShape:
     def grammar(
         self, tools: Tools, marks: Mapping[str, int], answer: Any = None
     ) -> tuple[str, dict[str, Any]]:
-        """Return the grammar and its schemas, see `ToolFormat.grammar`."""
+        """Return the grammar and its schemas, see `ToolFormat.grammar`.
+
+        Raises ApiError (400) for arguments that the format cannot express.
+        """
         several = self.several and tools.parallel
         schemas: dict[str, Any] = {}
         tag = ""  # stays empty if the rule `calls` itself matches the tag
@@ -99,7 +104,11 @@ class CallShape:
             rule = f"arguments_{index}"
             head = grammar_text(before + name + self.between, marks)
             lines.append(f"call_{index}: {head} {rule} {grammar_text(self.behind, marks)}")
-            own, own_schemas = self.body(rule, schema, marks)
+            try:
+                own, own_schemas = self.body(rule, schema, marks)
+            except ValueError as error:
+                where = f"tools[{tools.index_of(rule)}].function.parameters"
+                raise field_error(where, str(error)) from None
             lines += own
             schemas |= own_schemas
         return "\n".join(lines), schemas
@@ -154,10 +163,32 @@ def grammar_text(text: str, marks: Mapping[str, int]) -> str:
     )
 
 
-def text_until(rule: str, end: str, marks: Mapping[str, int]) -> list[str]:
-    """Return the grammar lines of `rule`: any text up to the first `end`, and `end` itself."""
+def text_until(
+    rule: str, end: str, marks: Mapping[str, int], without: Sequence[str] = ()
+) -> list[str]:
+    """Return the grammar lines of `rule`: any text up to the first `end`, and `end` itself.
+
+    The text before `end` has none of the texts in `without`.
+    """
     is_lazy = not any(mark in end for mark in marks)  # a text cannot contain marks
-    return [f"{rule}{'[lazy]' if is_lazy else ''}: /{_ANY}/ {grammar_text(end, marks)}"]
+    text, lines = f"/{_ANY}/", []
+    if without:
+        others = "|".join(re.escape(one).replace("/", r"\/") for one in without)
+        lines.append(f"{rule.upper()}: {text} & ~/{_ANY}({others}){_ANY}/")
+        text = rule.upper()
+    return [*lines, f"{rule}{'[lazy]' if is_lazy else ''}: {text} {grammar_text(end, marks)}"]
+
+
+def check_names(names: Iterable[str], pattern: re.Pattern[str]) -> None:
+    """Raise ValueError for the first name of an argument that does not match `pattern`.
+
+    The parser of the format would not find this name again.
+    """
+    for name in names:
+        if name != name.strip() or not pattern.fullmatch(name):
+            raise ValueError(
+                f"the model's format of calls cannot express the name {quoted(name)}; rename it"
+            )
 
 
 def named_values(

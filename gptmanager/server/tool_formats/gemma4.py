@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from gptmanager.server.answer_parsing.answer_parts import Arguments, Found
@@ -14,22 +14,29 @@ from gptmanager.server.answer_parsing.call_parser import NAME, SPACE, CallParser
 from gptmanager.server.answer_parsing.python_values import as_json, json_of_literal
 from gptmanager.server.tool_formats.call_grammar import (
     CallShape,
+    check_names,
     grammar_text,
     named_values,
     text_until,
 )
-from gptmanager.server.tool_formats.schema_types import choices_of, properties_of, types_of
+from gptmanager.server.tool_formats.schema_types import (
+    choices_of,
+    resolved,
+    types_of,
+)
 from gptmanager.server.tool_formats.tool_format import ShapedFormat
 
 _QUOTE = '<|"|>'
 _STRING = re.compile(re.escape(_QUOTE))
 _BREAKS = re.compile(rf"{re.escape(_QUOTE)}|[{{}}\[\],]")
 _WORD = re.compile(r"[^\s{}\[\],:][^{}\[\],:]*")
-_KEY = re.compile(
-    rf"\s*(?:{re.escape(_QUOTE)})?([^{{}}\[\],:<>]{{1,256}})(?:{re.escape(_QUOTE)})?\s*:"
-)
+_NAME = re.compile(r"[^{}\[\],:<>]{1,256}")
+_KEY = re.compile(rf"\s*(?:{re.escape(_QUOTE)})?({_NAME.pattern})(?:{re.escape(_QUOTE)})?\s*:")
+_ANY_KEY = r'/[^\s<>{}\[\],:"][^<>{}\[\],:"]{0,63}/'
 _OPENER, _CLOSER = "<|tool_call>", "<tool_call|>"
-_MAX_DEPTH = 4  # the grammar of deeper values does not follow their schema
+_KEYS = {"object": "properties", "array": "items"}  # schemas with these keys may lack a type
+_LIMITS = {"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"}
+_MAX_DEPTH = 64
 
 
 class ValueScan:
@@ -116,71 +123,133 @@ def _quoted_word(word: re.Match[str]) -> str:
 
 
 class _Grammar:
-    """Builds the grammar of values; strings in JSON schemas are not checked further.
+    """Builds the grammar of arguments.
 
-    `lines` are the grammar lines so far, `schemas` the JSON schemas by the names of their rules.
+    It follows the schema in types, properties, items, references and alternatives. The contents of
+    strings and the number of properties are not checked. `lines` are the grammar lines so far,
+    `schemas` the JSON schemas by the names of their rules.
     """
 
-    def __init__(self, rule: str, marks: Mapping[str, int]) -> None:
+    def __init__(self, rule: str, root: Any, marks: Mapping[str, int]) -> None:
         self.lines = text_until(f"{rule}_string", _QUOTE, marks)
         self.schemas: dict[str, Any] = {}
-        self._rule, self._marks = rule, marks
-        self._has_any = False
-        self._quote = grammar_text(_QUOTE, marks)
+        self._rule, self._root, self._marks = rule, root, marks
+        self._string = f"{grammar_text(_QUOTE, marks)} {rule}_string"
+        self._references: dict[str, str] = {}  # reference -> rule
+        self._any = ""
+        self._num_rules = 0
 
-    def object(self, rule: str, schema: Any, depth: int = 0) -> str:
-        """Return the grammar of the named values in an object, in alphabetical order."""
-        properties = properties_of(schema)
+    def object(self, schema: Any, depth: int = 0) -> str:
+        """Return the grammar of an object without its braces.
 
-        def value_of(one: str, name: str) -> str:
+        Named values are in alphabetical order. An object without properties has any names.
+        """
+        own = schema if isinstance(schema, Mapping) else {}
+        properties = own.get("properties")
+        if not properties or not isinstance(properties, Mapping):
+            others = own.get("additionalProperties", True)
+            if others is False:
+                return '""'
+            pair = f'{_ANY_KEY} ":" {self.value(others, depth + 1)}'
+            return f'({pair} ("," {pair})*)?'
+        check_names(properties, _NAME)
+        rule = self._new_rule()
+
+        def value_of(_: str, name: str) -> str:
             key = grammar_text(f"{name}:", self._marks)
-            return f"{key} {self.value(f'{one}_value', properties[name], depth + 1)}"
+            return f"{key} {self.value(properties[name], depth + 1)}"
 
         self.lines += named_values(rule, schema, sorted(properties), ",", value_of)
         return rule
 
-    def value(self, rule: str, schema: Any, depth: int) -> str:
-        """Return the grammar of a value of `schema`."""
-        kinds, choices = types_of(schema), choices_of(schema)
+    def value(self, schema: Any, depth: int) -> str:
+        """Return the grammar of a value of `schema`. Raises ValueError for too deep schemas."""
+        if depth > _MAX_DEPTH:
+            raise ValueError(f"a schema of a tool is nested deeper than {_MAX_DEPTH} levels")
+        if not isinstance(schema, Mapping):
+            return self._any_value()
+        place = schema.get("$ref")
+        if isinstance(place, str):
+            return self._referenced(place, depth)
+        choices = choices_of(schema)
         if choices is not None:
-            return f"({' | '.join(self._choice(it) for it in choices)})"
-        if kinds == {"string"}:
-            return f"{self._quote} {self._rule}_string"
-        if kinds and kinds <= {"integer", "number", "boolean", "null"}:
-            self.schemas[rule] = schema
-            return rule
-        items = schema.get("items") if isinstance(schema, Mapping) else None
-        if kinds == {"array"} and items is not None and depth < _MAX_DEPTH:
-            return self._list(self.value(f"{rule}_item", items, depth + 1))
-        if kinds == {"object"} and properties_of(schema) and depth < _MAX_DEPTH:
-            return f'"{{" {self.object(rule, schema, depth)} "}}"'
-        return self._any()
+            return _one_of([grammar_text(_written(one), self._marks) for one in choices])
+        kinds = types_of({"type": schema.get("type")})
+        kinds = kinds or frozenset(kind for kind, key in _KEYS.items() if key in schema)
+        several = schema.get("anyOf", schema.get("oneOf"))
+        if not kinds and isinstance(several, list) and several:
+            return _one_of([self.value(one, depth + 1) for one in several])
+        return self._of_kinds(schema, kinds, depth)
 
-    def _choice(self, value: Any) -> str:
-        text = f"{_QUOTE}{value}{_QUOTE}" if isinstance(value, str) else as_json(value)
-        return grammar_text(text, self._marks)
+    def _of_kinds(self, schema: Mapping[str, Any], kinds: frozenset[str], depth: int) -> str:
+        parts = []
+        if "string" in kinds:
+            parts.append(self._string)
+        if "object" in kinds:
+            parts.append(f'"{{" {self.object(schema, depth)} "}}"')
+        if "array" in kinds:
+            parts.append(self._array(schema, depth))
+        others = kinds - {"string", "object", "array"}
+        if others:
+            rule = self._new_rule()
+            kept = schema if others == kinds else {key: schema[key] for key in _LIMITS & {*schema}}
+            self.schemas[rule] = {**kept, "type": sorted(others)}
+            parts.append(rule)
+        return _one_of(parts) if parts else self._any_value()
 
-    def _list(self, item: str) -> str:
-        return f'"[" ({item} ("," {item})*)? "]"'
+    def _array(self, schema: Mapping[str, Any], depth: int) -> str:
+        first = schema.get("prefixItems")
+        if isinstance(first, list) and first:  # exactly these items
+            items = ' "," '.join(self.value(one, depth + 1) for one in first)
+            return f'"[" {items} "]"'
+        least, most = (schema.get(key) for key in ("minItems", "maxItems"))
+        least = least if isinstance(least, int) else 0
+        if most == 0:
+            return '"[" "]"'
+        item = self.value(schema.get("items", True), depth + 1)
+        more = f"{max(least - 1, 0)},{most - 1 if isinstance(most, int) else ''}"
+        many = f'{item} ("," {item}){{{more}}}'
+        return f'"[" {many} "]"' if least else f'"[" ({many})? "]"'
 
-    def _any(self) -> str:
-        """Return the grammar of any value."""
-        rule = f"{self._rule}_any"
-        if not self._has_any:
-            self._has_any = True
-            self.schemas[f"{rule}_constant"] = {"type": ["number", "boolean", "null"]}
-            pair = f'/[^<>{{}}\\[\\],:"]{{1,64}}/ ":" {rule}'
-            self.lines.append(
-                f"{rule}: {self._quote} {self._rule}_string | {rule}_constant | "
-                f'{self._list(rule)} | "{{" ({pair} ("," {pair})*)? "}}"'
-            )
-        return rule
+    def _referenced(self, place: str, depth: int) -> str:
+        """Return the rule of the schema at a reference, which may contain the same reference."""
+        if place not in self._references:
+            rule = self._references[place] = self._new_rule()
+            found = resolved({"$ref": place}, self._root)
+            self.lines.append(f"{rule}: {self.value(found, depth + 1)}")
+        return self._references[place]
+
+    def _any_value(self) -> str:
+        if not self._any:
+            rule = self._any = f"{self._rule}_any"
+            kinds = frozenset(("string", "object", "array", "number", "boolean", "null"))
+            self.lines.append(f"{rule}: {self._of_kinds({}, kinds, 0)}")
+        return self._any
+
+    def _new_rule(self) -> str:
+        self._num_rules += 1
+        return f"{self._rule}_v{self._num_rules}"
+
+
+def _one_of(parts: Sequence[str]) -> str:
+    return f"({' | '.join(parts)})"
+
+
+def _written(value: Any) -> str:
+    """Return a value as the model writes it."""
+    if isinstance(value, str):
+        return f"{_QUOTE}{value}{_QUOTE}"
+    if isinstance(value, list):
+        return f"[{','.join(map(_written, value))}]"
+    if isinstance(value, Mapping):
+        return f"{{{','.join(f'{key}:{_written(one)}' for key, one in value.items())}}}"
+    return as_json(value)
 
 
 def _body(rule: str, schema: Any, marks: Mapping[str, int]) -> tuple[list[str], dict[str, Any]]:
-    grammar = _Grammar(rule, marks)
-    grammar.object(rule, schema)
-    return grammar.lines, grammar.schemas
+    grammar = _Grammar(rule, schema, marks)
+    arguments = grammar.object(resolved(schema, schema))
+    return [f"{rule}: {arguments}", *grammar.lines], grammar.schemas
 
 
 class Gemma4(ShapedFormat):

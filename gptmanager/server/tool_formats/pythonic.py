@@ -15,12 +15,23 @@ from typing import Any, ClassVar
 from gptmanager.server.answer_parsing.answer_parts import Arguments, Found
 from gptmanager.server.answer_parsing.call_parser import NAME, SPACE, CallParser, State, read_header
 from gptmanager.server.answer_parsing.python_values import LiteralScan, as_json, json_of_literal
-from gptmanager.server.tool_formats.call_grammar import CallShape, grammar_text, named_values
-from gptmanager.server.tool_formats.schema_types import properties_of, required_of, types_of
+from gptmanager.server.tool_formats.call_grammar import (
+    CallShape,
+    check_names,
+    grammar_text,
+    named_values,
+)
+from gptmanager.server.tool_formats.schema_types import (
+    is_closed,
+    properties_of,
+    required_of,
+    types_of,
+)
 from gptmanager.server.tool_formats.tool_format import ShapedFormat
 
 _SHOWN = re.compile(r"\[\w+\(\w+=\w+")
-_KEY = re.compile(r"\s*([^\W\d][\w-]{0,255})\s*=(?!=)")
+_NAME = re.compile(r"[^\W\d][\w-]{0,255}")
+_KEY = re.compile(rf"\s*({_NAME.pattern})\s*=(?!=)")
 
 
 class PythonicParser(CallParser):
@@ -117,10 +128,15 @@ def _body(rule: str, schema: Any, marks: Mapping[str, int]) -> tuple[list[str], 
     """Return the grammar of named arguments: first the required ones, then the optional ones.
 
     Both groups are in the schema's order. A boolean argument is written as True or False, and any
-    other argument as JSON, which the parser also accepts.
+    other argument as JSON, which the parser also accepts. If the schema has no properties, the
+    grammar allows any arguments, unless the schema forbids additional properties.
     """
     properties, required = properties_of(schema), required_of(schema)
-    schemas = {}
+    check_names(properties, _NAME)
+    schemas: dict[str, Any] = {}
+    if not properties and not is_closed(schema):
+        one = f'/[A-Za-z_][A-Za-z0-9_]{{0,63}}/ "=" {rule}_any'
+        return [f'{rule}: ({one} (", " {one})*)?'], {f"{rule}_any": True}
 
     def value_of(one: str, name: str) -> str:
         key = grammar_text(f"{name}=", marks)

@@ -34,16 +34,24 @@ from gptmanager.server.answer_parsing.call_parser import (
 )
 from gptmanager.server.answer_parsing.python_values import as_json, json_of_literal
 from gptmanager.server.answer_parsing.text_scan import num_tag_letters
-from gptmanager.server.tool_formats.call_grammar import CallShape, grammar_text, text_until
+from gptmanager.server.tool_formats.call_grammar import (
+    CallShape,
+    check_names,
+    grammar_text,
+    text_until,
+)
 from gptmanager.server.tool_formats.schema_types import (
     choices_of,
+    is_closed,
     properties_of,
     required_of,
     types_of,
+    types_of_json,
 )
 from gptmanager.server.tool_formats.tool_format import ShapedFormat
 
 _KEY = re.compile(r'[^<>"]{0,256}')
+_NAME = re.compile(r'[^<>"]{1,256}')
 _TAG = re.compile("(?=<)")  # another tag follows
 
 
@@ -65,6 +73,11 @@ class ValueTags:
     dropped_break: str = ""
     joint: str = "\n"
 
+    @property
+    def value_ends(self) -> tuple[str, ...]:
+        """The tags that end a value, because a model may forget the first of them."""
+        return self.end, self.key, self.ends[0]
+
     def body(
         self, rule: str, schema: Any, marks: Mapping[str, int]
     ) -> tuple[list[str], dict[str, Any]]:
@@ -74,18 +87,18 @@ class ValueTags:
         unless the schema forbids additional properties.
         """
         properties, required = properties_of(schema), required_of(schema)
+        check_names(properties, _NAME)
         end, joint = self.line_break + self.end, grammar_text(self.joint, marks)
         ends = f"{grammar_text(end, marks)} {joint}"
         text_rule = [
-            *text_until(f"{rule}_until", end, marks),
+            *text_until(f"{rule}_until", end, marks, self.value_ends),
             f"{rule}_text: {rule}_until {joint}",
         ]
         if not properties:
-            is_closed = isinstance(schema, Mapping) and schema.get("additionalProperties") is False
             key = grammar_text(self.key, marks)
             begin = grammar_text(self.begin + self.line_break, marks)
             any_one = f'{key} /[^<>"\\n]{{1,64}}/ {begin} {rule}_text'
-            return [f"{rule}: " + ('""' if is_closed else f"({any_one})*"), *text_rule], {}
+            return [f"{rule}: " + ('""' if is_closed(schema) else f"({any_one})*"), *text_rule], {}
         lines, schemas, parts, has_text = [], {}, [], False
         for index, (name, own) in enumerate(properties.items()):
             one = f"{rule}_{index}"
@@ -115,11 +128,11 @@ class TaggedValuesParser(HeadedCallParser):
         self._schemas = {name: properties_of(schema) for name, schema in parameters.items()}
         self._name = ""
         self._num_values = 0
+        self._types: frozenset[str] = frozenset()  # of the last value
         self._is_value = self._is_text = self._has_begun = False
         tags, line_break = self.tags, self.tags.dropped_break
         self._next = (tags.key, *tags.ends)
-        self._value_ends = (tags.end, tags.key, tags.ends[0])  # a model may forget the first
-        self._held = {f"{before}{one}" for one in self._value_ends for before in ("", line_break)}
+        self._held = {f"{before}{one}" for one in tags.value_ends for before in ("", line_break)}
         self._key = (tags.key, _KEY, *(SPACE if it.isspace() else it for it in _split(tags.begin)))
 
     def _call(self, name: str, found: list[Found]) -> None:
@@ -155,7 +168,8 @@ class TaggedValuesParser(HeadedCallParser):
         self._take(end)
         name = name.strip()
         self._is_value, self._has_begun = True, False
-        self._is_text = types_of(self._schemas[self._name].get(name)) <= {"string"}
+        self._types = types_of(self._schemas[self._name].get(name))
+        self._is_text = self._types <= {"string"}
         self._add(f"{', ' if self._num_values else '{'}{as_json(name)}: ", found)
         self._num_values += 1
         return True
@@ -169,17 +183,27 @@ class TaggedValuesParser(HeadedCallParser):
             self._text, self._has_begun = self._text.removeprefix(line_break), True
             if self._is_text:
                 self._add('"', found)
-        at, tag = _first(self._text, self._value_ends)
+        at, tag = _first(self._text, self.tags.value_ends)
         if at < 0:
             if self._is_text:
                 held = max(num_tag_letters(self._text, one) for one in self._held)
                 self._add(_within_quotes(self._take(len(self._text) - held)), found)
             return False
         value = self._take(at).removesuffix(line_break)
-        self._add(_within_quotes(value) + '"' if self._is_text else _json_of(value), found)
+        self._add(_within_quotes(value) + '"' if self._is_text else self._json_of(value), found)
         self._take(len(tag) if tag == self.tags.end else 0)
         self._is_value = False
         return True
+
+    def _json_of(self, text: str) -> str:
+        """Return a value in JSON or Python syntax as JSON, and any other text as a JSON string.
+
+        A value of a type that the schema does not allow is also a string, if it may be one.
+        """
+        found = json_of_literal(text.strip())
+        if found is None or ("string" in self._types and not types_of_json(found) & self._types):
+            return as_json(text)
+        return found
 
     def _add(self, text: str, found: list[Found]) -> None:
         if text:
@@ -198,12 +222,6 @@ def _first(text: str, tags: tuple[str, ...]) -> tuple[int, str]:
 
 def _within_quotes(text: str) -> str:
     return as_json(text)[1:-1]
-
-
-def _json_of(text: str) -> str:
-    """Return a value in JSON or Python syntax as JSON, and any other text as a JSON string."""
-    found = json_of_literal(text.strip())
-    return as_json(text) if found is None else found
 
 
 # Formats -------------------------------------------------------------------------------------

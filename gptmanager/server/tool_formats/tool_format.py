@@ -47,6 +47,7 @@ class ToolFormat(ABC):
         answer may have none. With a JSON schema `answer`, an answer without calls is JSON of this
         schema. If `answer` is None, any text is allowed, and each call that begins in the text must
         be complete and valid. The result is None if the format has no grammar for these answers.
+        Raises ApiError (400) for arguments that the format cannot express.
         """
 
     def text(self, calls: Sequence[tuple[str, Mapping[str, Any]]]) -> str | None:
