@@ -179,6 +179,21 @@ def test_values_in_tags(values, arguments):
     assert json.loads(calls[0][1]) == arguments
 
 
+def test_single_surrogates_stay_escaped():
+    """A body in UTF-8 cannot have them."""
+    for form, text in (
+        ("pythonic", "[look(city='\\ud800', unit='\\ud83d\\ude00')]"),
+        ("hermes", '<tool_call>{"arguments": {"city": "\\ud800"}, "name": "look"}</tool_call>'),
+    ):
+        _, calls, _ = parsed(MADE[form], [text])
+        assert calls[0][1].startswith('{"city": "\\ud800"') and calls[0][1].isascii()
+
+
+def test_a_call_that_is_not_json_is_content():
+    text = '<tool_call>{"arguments": {"city": NaN}, "name": "look"}</tool_call>'
+    assert parsed(MADE["hermes"], [text]) == (text, [], False)
+
+
 def test_a_value_of_a_type_that_is_not_allowed_is_a_string_if_it_may_be_one():
     kinds = {"anyOf": [{"type": "string"}, {"type": "null"}]}
     tools = tools_of({"a": kinds, "b": kinds, "c": {"type": ["string", "number"]}, "d": kinds})

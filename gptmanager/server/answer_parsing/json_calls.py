@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Collection
 from typing import ClassVar
 
 from gptmanager.server.answer_parsing.answer_parts import Arguments, Found
 from gptmanager.server.answer_parsing.call_parser import CallParser, State
+from gptmanager.server.answer_parsing.python_values import STRICT_JSON, as_json
 from gptmanager.server.answer_parsing.text_scan import ObjectScan
 
 # A call up to its arguments, if they are an object. A model may write a type or an id first.
@@ -87,7 +87,7 @@ def _read_call(text: str) -> tuple[str, str] | None:
     The result is None if the object is not a call.
     """
     try:
-        call = json.loads(text)
+        call = STRICT_JSON.decode(text)
     except (ValueError, RecursionError):
         return None
     name = call.get("name", call.get("tool_name"))
@@ -96,4 +96,4 @@ def _read_call(text: str) -> tuple[str, str] | None:
         return None
     if isinstance(arguments, str):  # some models write JSON in a JSON string
         return name, arguments
-    return name, json.dumps({} if arguments is None else arguments, ensure_ascii=False)
+    return name, as_json({} if arguments is None else arguments)

@@ -10,6 +10,7 @@ from typing import Any
 
 _LONGEST = 1 << 16  # characters; longer values are not parsed as Python
 _BREAKS = re.compile(r"""(?P<quote>\"{3}|'{3}|["'])|[()\[\]{},]""")
+_SURROGATE = re.compile("[\ud800-\udfff]")
 _ENDS = {quote: re.compile(rf"{quote}|\\") for quote in ('"', "'", '"""', "'''")}
 
 
@@ -21,8 +22,12 @@ STRICT_JSON = json.JSONDecoder(parse_constant=_refuse_constant)  # without NaN a
 
 
 def as_json(value: Any) -> str:
-    """Return a value as JSON. Raise ValueError or TypeError if JSON cannot represent the value."""
-    return json.dumps(value, ensure_ascii=False, allow_nan=False)
+    """Return a value as JSON, which UTF-8 can encode: single surrogates are escaped.
+
+    Raise ValueError or TypeError if JSON cannot represent the value.
+    """
+    text = json.dumps(value, ensure_ascii=False, allow_nan=False)
+    return _SURROGATE.sub(lambda one: f"\\u{ord(one[0]):04x}", text)
 
 
 def json_of_literal(text: str) -> str | None:
