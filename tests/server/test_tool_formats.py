@@ -124,7 +124,13 @@ def test_an_answer_cut_anywhere_is_the_whole(name):
 @pytest.mark.parametrize("name", MADE)
 def test_huge_answers_take_linear_time(name):
     """Unclosed, nested and endless: some millions of letters in pieces."""
-    for text in ("[" * 10**5, "(" * 10**5, TWO[name].replace("Rome", "R\n" * 10**5), "<" * 10**5):
+    for text in (
+        " " * 10**5,
+        "[" * 10**5,
+        "(" * 10**5,
+        TWO[name].replace("Rome", "R\n" * 10**5),
+        "<" * 10**5,
+    ):
         parsed(MADE[name], [text[at : at + 100] for at in range(0, len(text), 100)])
 
 
@@ -281,6 +287,7 @@ _THING = {"type": "object", "properties": {"k": {"type": "integer"}}, "required"
         ({"$ref": "#/$defs/Tree"}, [[], [[], [[]]]], ["1", "[{}]"]),
         ({"oneOf": [_THING, {"const": "x"}]}, [{"k": 1}, "x"], ["x", "{}"]),
         ({"type": "array", "minItems": 2, "maxItems": 3}, [[1, "a"], [1, {}, []]], ["[1]", "[]"]),
+        ({"type": "array", "maxItems": 1}, [[], ["a"]], ["[1,1]"]),
         ({"type": "array", "prefixItems": [{"type": "integer"}, {}]}, [[1, True]], ["[1]"]),
         ({"type": "object", "additionalProperties": {"type": "integer"}}, [{"b c": 1}], ["{a:{}}"]),
         ({"enum": [{"k": ["v"]}, None]}, [{"k": ["v"]}, None], ["{}"]),

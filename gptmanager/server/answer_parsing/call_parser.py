@@ -50,6 +50,7 @@ class CallParser(StepwiseParser):
         self.num_calls = 0
         self._names = frozenset(names)
         self._state = State.CONTENT if self.openers else State.START
+        self._num_searched = 0  # characters of `_text` in which no opener begins
         self._before = ""  # text taken before a possible call; content if no call follows
         self._arguments = ObjectScan()
         self._depth = 0  # depth of the scan at which the arguments end
@@ -95,14 +96,14 @@ class CallParser(StepwiseParser):
 
         Spaces at the end of the text, and letters that may begin an opener, are held back.
         """
-        at, opener = min(
-            ((self._text.find(tag), tag) for tag in self.openers if tag in self._text),
-            default=(-1, ""),
-        )
+        places = ((self._text.find(tag, self._num_searched), tag) for tag in self.openers)
+        at, opener = min((one for one in places if one[0] >= 0), default=(-1, ""))
         held = max(num_tag_letters(self._text, tag) for tag in self.openers)
         end = at if at >= 0 else len(self._text) - held
         stripped = len(self._text[:end].rstrip())
         self._add_content(self._take(stripped), found)
+        # an opener may begin in the last letters
+        self._num_searched = max(0, len(self._text) - held) if at < 0 else 0
         if at < 0:
             return False
         self._before = self._take(end - stripped + len(opener))

@@ -208,7 +208,7 @@ class _Grammar:
             return '"[" "]"'
         item = self.value(schema.get("items", True), depth + 1)
         more = f"{max(least - 1, 0)},{most - 1 if isinstance(most, int) else ''}"
-        many = f'{item} ("," {item}){{{more}}}'
+        many = item if most == 1 else f'{item} ("," {item}){{{more}}}'
         return f'"[" {many} "]"' if least else f'"[" ({many})? "]"'
 
     def _referenced(self, place: str, depth: int) -> str:
