@@ -355,6 +355,9 @@ def test_schemas_that_are_nested_too_deeply_are_refused():
         deep = {"type": "array", "items": deep}
     with pytest.raises(ApiError, match="deeper than 64 levels"):
         MADE["gemma4"].grammar(tools_of({"a": deep}), {})
+    chain = {f"D{i}": {"items": {"$ref": f"#/$defs/D{i + 1}"}} for i in range(70)}
+    tools = tools_of({"a": {"$ref": "#/$defs/D0"}}, **{"$defs": chain})
+    assert "_v70:" in MADE["gemma4"].grammar(tools, {})[0]
 
 
 @pytest.mark.parametrize("name", ["gemma4", "qwen3_coder", "pythonic"])

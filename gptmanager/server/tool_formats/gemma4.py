@@ -136,6 +136,7 @@ class _Grammar:
         self._rule, self._root, self._marks = rule, root, marks
         self._string = f"{grammar_text(_QUOTE, marks)} {rule}_string"
         self._references: dict[str, str] = {}  # reference -> rule
+        self._pending: list[str] = []  # references that have no rule in `lines` yet
         self._any = ""
         self._num_rules = 0
 
@@ -163,14 +164,17 @@ class _Grammar:
         return rule
 
     def value(self, schema: Any, depth: int) -> str:
-        """Return the grammar of a value of `schema`. Raises ValueError for too deep schemas."""
+        """Return the grammar of a value of `schema`, which is nested in `depth` other schemas.
+
+        Raises ValueError if `depth` is greater than `_MAX_DEPTH`.
+        """
         if depth > _MAX_DEPTH:
             raise ValueError(f"a schema of a tool is nested deeper than {_MAX_DEPTH} levels")
         if not isinstance(schema, Mapping):
             return self._any_value()
         place = schema.get("$ref")
         if isinstance(place, str):
-            return self._referenced(place, depth)
+            return self._referenced(place)
         choices = choices_of(schema)
         if choices is not None:
             return _one_of([grammar_text(_written(one), self._marks) for one in choices])
@@ -211,12 +215,18 @@ class _Grammar:
         many = item if most == 1 else f'{item} ("," {item}){{{more}}}'
         return f'"[" {many} "]"' if least else f'"[" ({many})? "]"'
 
-    def _referenced(self, place: str, depth: int) -> str:
-        """Return the rule of the schema at a reference, which may contain the same reference."""
-        if place not in self._references:
-            rule = self._references[place] = self._new_rule()
+    def add_references(self) -> None:
+        """Add the rules of the schemas to which the schemas so far refer."""
+        while self._pending:
+            place = self._pending.pop()
             found = resolved({"$ref": place}, self._root)
-            self.lines.append(f"{rule}: {self.value(found, depth + 1)}")
+            self.lines.append(f"{self._references[place]}: {self.value(found, 0)}")
+
+    def _referenced(self, place: str) -> str:
+        """Return the rule of the schema at a reference, which `add_references` adds."""
+        if place not in self._references:
+            self._references[place] = self._new_rule()
+            self._pending.append(place)
         return self._references[place]
 
     def _any_value(self) -> str:
@@ -248,8 +258,9 @@ def _written(value: Any) -> str:
 
 def _body(rule: str, schema: Any, marks: Mapping[str, int]) -> tuple[list[str], dict[str, Any]]:
     grammar = _Grammar(rule, schema, marks)
-    arguments = grammar.object(resolved(schema, schema))
-    return [f"{rule}: {arguments}", *grammar.lines], grammar.schemas
+    grammar.lines.append(f"{rule}: {grammar.object(resolved(schema, schema))}")
+    grammar.add_references()
+    return grammar.lines, grammar.schemas
 
 
 class Gemma4(ShapedFormat):
