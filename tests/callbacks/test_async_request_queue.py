@@ -213,7 +213,7 @@ def test_all_are_queued_or_none():
 
 def test_one_wrong_request_queues_none():
     requests = AsyncRequestQueue()
-    with pytest.raises(Exception, match="already in progress"):
+    with pytest.raises(Exception, match="request_id = 0 is in use"):
         requests.submit_all([*requests_of(1, 1), InferenceRequest.from_tokens(0, [1], 5)])
     assert requests.num_open == 0 == requests.num_pending
 

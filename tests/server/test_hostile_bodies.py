@@ -136,8 +136,8 @@ def attacked(tmp_path_factory):
         address = next(filter(None, found))
         connection = http.client.HTTPConnection(address[1], int(address[2]), timeout=60)
         try:
-            for path, body in BODIES.items():  # what is imported at first use is no growth
-                answer_to(connection, path, orjson.dumps(body))
+            for path, sent in BODIES.items():  # what is imported at first use is no growth
+                answer_to(connection, path, orjson.dumps(sent))
             yield process.pid, connection
         finally:
             connection.close()
