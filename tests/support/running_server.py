@@ -50,11 +50,14 @@ class RunningServer:
         wait_for(lambda: self.engine.counts == (0, 0))
 
     @contextlib.contextmanager
-    def held(self, is_over: Callable[[], Any] | None = None, after: int = 8) -> Iterator[None]:
+    def held(
+        self, is_over: Callable[[], Any] | None = None, after: int = 8, num_requests: int = 1
+    ) -> Iterator[None]:
         """In the `with` block, let the loop wait in a step, after `after` others, until `is_over`.
 
         By default, this is when a request must stop. So no long request ends before the test has
-        done what is to happen meanwhile, however busy the machine is.
+        done what is to happen meanwhile, however busy the machine is. The first step waits until
+        the server has `num_requests`, so that the others compute for all of them.
         """
         wanted = is_over or self.engine.queue.poll_stop_signal
         loop, steps = self.engine.manager._worker.loop, itertools.count()
@@ -62,7 +65,10 @@ class RunningServer:
         forward = loop.forward
 
         def hold(schedule: Any) -> Any:
-            if next(steps) >= after:
+            number = next(steps)
+            if number == 0:
+                wait_for(lambda: sum(self.engine.counts) >= num_requests)
+            elif number >= after:
                 wait_for(wanted)
             return forward(schedule)
 

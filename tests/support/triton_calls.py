@@ -17,7 +17,7 @@ from gptmanager.server.triton.text_model import BLS_INPUTS
 from gptmanager.server.triton.token_model import INPUTS
 
 SPECS = {**BLS_INPUTS, **INPUTS}
-TIMEOUT_S = 20
+TIMEOUT_S = 30
 Tensors = Mapping[str, np.ndarray]
 
 

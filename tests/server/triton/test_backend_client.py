@@ -13,7 +13,7 @@ from tritonclient.utils import InferenceServerException
 
 TOKENS = [9, 30, 71, 5, 12]
 LONG = 480
-TIMEOUT_S = 20
+TIMEOUT_S = 30
 
 
 def tensor(name, array):

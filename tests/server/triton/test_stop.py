@@ -66,7 +66,7 @@ def test_a_stop_comes_from_anywhere(stream, server, grpc, expected):
             f"{server.url}/v2/models/tensorrt_llm/generate", json={**STOP, "id": "mine"}
         ).raise_for_status(),
     ):
-        with server.held():
+        with server.held(num_requests=3):
             stream.send(id="mine", **long())
             stream.send(id="mine", **long(streaming=True))
             stream.send(id="other", **long())
