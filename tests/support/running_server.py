@@ -69,11 +69,15 @@ class RunningServer:
             if number == 0:
                 wait_for(lambda: sum(self.engine.counts) >= num_requests)
             elif number >= after:
-                wait_for(wanted)
+                wait_for(lambda: has_left or wanted())
             return forward(schedule)
 
+        has_left: list[bool] = []  # a step may begin when the block is already over
         with mock.patch.object(loop, "forward", hold):
-            yield
+            try:
+                yield
+            finally:
+                has_left.append(True)
 
     def settle(self) -> None:
         """Wait for what follows the answers: ends of calls, statistics, lines of the log."""
