@@ -637,6 +637,7 @@ server/                       a manager behind HTTP and gRPC
         call_parser           finds tool calls in the model's text (no torch)
         python_values         values in Python's syntax as JSON (no torch)
         json_calls            parses calls that are JSON objects (no torch)
+        argument_list         parses calls with a list of arguments (no torch)
     tool_formats/             tools, and formats of calls: a parser and a grammar for each
         tools                 tools that a model may call, from a request (no torch)
         schema_types          types of values that a JSON schema allows (no torch)

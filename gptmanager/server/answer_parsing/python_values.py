@@ -6,7 +6,8 @@ import ast
 import json
 import re
 import warnings
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, ClassVar
 
 _LONGEST = 1 << 16  # characters; longer values are not parsed as Python
 _BREAKS = re.compile(r"""(?P<quote>\"{3}|'{3}|["'])|[()\[\]{},]""")
@@ -48,7 +49,16 @@ def json_of_literal(text: str) -> str | None:
 
 
 class LiteralScan:
-    """Finds the end of a value in Python's syntax, in a text that arrives in pieces."""
+    """Finds the end of a value in Python's syntax, in a text that arrives in pieces.
+
+    A subclass may have another syntax. `breaks`: the brackets, the comma and, as group "quote", the
+    beginnings of strings. `ends`: for each of them, the end of its string, and perhaps a backslash.
+    `num_held`: letters at the end of the text in which a break may begin.
+    """
+
+    breaks: ClassVar[re.Pattern[str]] = _BREAKS
+    ends: ClassVar[Mapping[str, re.Pattern[str]]] = _ENDS
+    num_held: ClassVar[int] = 0
 
     def __init__(self) -> None:
         self._depth = 0
@@ -62,10 +72,10 @@ class LiteralScan:
         text at its end.
         """
         while True:
-            found = (_ENDS[self._quote] if self._quote else _BREAKS).search(text, self._at)
+            found = (self.ends[self._quote] if self._quote else self.breaks).search(text, self._at)
             if found is None:
-                num_kept = 2 if len(self._quote) == 3 else 0  # letters that may begin its end
-                self._at = max(self._at, len(text) - num_kept)
+                num_held = len(self._quote) - 1 if self._quote else self.num_held
+                self._at = max(self._at, len(text) - num_held)
                 return None
             mark, at = found[0], found.start()
             if self._quote:

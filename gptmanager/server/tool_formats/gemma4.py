@@ -9,9 +9,9 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from gptmanager.server.answer_parsing.answer_parts import Arguments, Found
-from gptmanager.server.answer_parsing.call_parser import NAME, SPACE, CallParser, State, read_header
-from gptmanager.server.answer_parsing.python_values import as_json, json_of_literal
+from gptmanager.server.answer_parsing.argument_list import ArgumentListParser
+from gptmanager.server.answer_parsing.call_parser import NAME, SPACE
+from gptmanager.server.answer_parsing.python_values import LiteralScan, as_json, json_of_literal
 from gptmanager.server.tool_formats.call_grammar import (
     CallShape,
     check_names,
@@ -27,8 +27,6 @@ from gptmanager.server.tool_formats.schema_types import (
 from gptmanager.server.tool_formats.tool_format import ShapedFormat
 
 _QUOTE = '<|"|>'
-_STRING = re.compile(re.escape(_QUOTE))
-_BREAKS = re.compile(rf"{re.escape(_QUOTE)}|[{{}}\[\],]")
 _WORD = re.compile(r"[^\s{}\[\],:][^{}\[\],:]*")
 _NAME = re.compile(r"[^{}\[\],:<>]{1,256}")
 _KEY = re.compile(rf"\s*(?:{re.escape(_QUOTE)})?({_NAME.pattern})(?:{re.escape(_QUOTE)})?\s*:")
@@ -39,70 +37,27 @@ _LIMITS = {"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multip
 _MAX_DEPTH = 64
 
 
-class ValueScan:
-    """Finds the end of a value, in a text that arrives in pieces."""
+class ValueScan(LiteralScan):
+    """Finds the end of a value in this format, in a text that arrives in pieces."""
 
-    def __init__(self) -> None:
-        self._depth = 0
-        self._is_string = False
-        self._at = 0
-
-    def take(self, text: str) -> int | None:
-        """Return the index of the comma or bracket after the value at the beginning of `text`.
-
-        The result is None if the value continues. Each call passes the whole text again, with new
-        text at its end.
-        """
-        while True:
-            found = (_STRING if self._is_string else _BREAKS).search(text, self._at)
-            if found is None:
-                self._at = max(self._at, len(text) - len(_QUOTE) + 1)
-                return None
-            self._at = found.end()
-            if found[0] == _QUOTE:
-                self._is_string = not self._is_string
-            elif found[0] in "{[":
-                self._depth += 1
-            elif not self._depth:
-                return found.start()
-            elif found[0] != ",":
-                self._depth -= 1
+    breaks = re.compile(rf"(?P<quote>{re.escape(_QUOTE)})|[{{}}\[\],]")
+    ends = {_QUOTE: re.compile(re.escape(_QUOTE))}
+    num_held = len(_QUOTE) - 1
 
 
-class Gemma4Parser(CallParser):
-    """Returns each argument when it is complete."""
-
+class Gemma4Parser(ArgumentListParser):
     openers = (_OPENER,)
     closers = (_CLOSER,)
+    scan_class = ValueScan
 
-    def _read_header(self, found: list[Found]) -> bool:
-        header = read_header(self._text, (SPACE, "call:", NAME, SPACE, "{"))
-        if header == ("", 0):
-            return False
-        if header is None or header[0] not in self._names:
-            return self._reject_call(found)
-        self._take(header[1])
-        self._call(header[0], found)
-        self._scan, self._num_values, self._state = ValueScan(), 0, State.ARGUMENTS
-        return True
+    def _header(self) -> tuple[str | re.Pattern[str], ...]:
+        return SPACE, "call:", NAME, SPACE, "{"
 
-    def _read_arguments(self, found: list[Found]) -> bool:
-        end = self._scan.take(self._text)
-        if end is None:
-            return False
-        piece, last = self._take(end), self._take(1)
-        self._scan = ValueScan()
-        if piece.strip():
-            key = _KEY.match(piece)
-            name = f"argument_{self._num_values}" if key is None else key[1].strip()
-            value = _json_of(piece if key is None else piece[key.end() :])
-            before = ", " if self._num_values else "{"
-            found.append(Arguments(self.num_calls - 1, f"{before}{as_json(name)}: {value}"))
-            self._num_values += 1
-        if last != ",":
-            found.append(Arguments(self.num_calls - 1, "}" if self._num_values else "{}"))
-            self._state = State.BETWEEN
-        return True
+    def _argument(self, text: str, index: int) -> tuple[str, str]:
+        key = _KEY.match(text)
+        if key is None:
+            return f"argument_{index}", _json_of(text)
+        return key[1].strip(), _json_of(text[key.end() :])
 
 
 def _json_of(text: str) -> str:

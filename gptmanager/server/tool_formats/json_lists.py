@@ -17,33 +17,26 @@ from gptmanager.server.tool_formats.call_grammar import CallShape
 from gptmanager.server.tool_formats.tool_format import ShapedFormat
 
 
-def openers_of(tag: str) -> tuple[str, ...]:
-    """Return the texts that begin a list of calls: `tag`, white space and a bracket."""
-    return tuple(f"{tag}{space}[" for space in ("", " ", "\n"))
-
-
 class JsonListParser(JsonCallParser):
+    """A subclass names the tag before its lists and, if there is one, the tag after them."""
+
     separator = ","
 
-
-class GraniteParser(JsonListParser):
-    openers = openers_of("<|tool_call|>")
-    closers = ("]", "<|/tool_call|>")
-
-
-class NemotronParser(JsonListParser):
-    openers = openers_of("<TOOLCALL>")
-    closers = ("]", "</TOOLCALL>")
+    def __init_subclass__(cls, tag: str, end: str = "") -> None:
+        cls.openers = tuple(f"{tag}{space}[" for space in ("", " ", "\n"))
+        cls.closers = ("]", end) if end else ("]",)
 
 
-class ToolCallsParser(JsonListParser):
-    openers = openers_of("<tool_calls>")
-    closers = ("]", "</tool_calls>")
+class GraniteParser(JsonListParser, tag="<|tool_call|>", end="<|/tool_call|>"): ...
 
 
-class CohereParser(JsonListParser):
-    openers = openers_of("<|START_ACTION|>")
-    closers = ("]", "<|END_ACTION|>")
+class NemotronParser(JsonListParser, tag="<TOOLCALL>", end="</TOOLCALL>"): ...
+
+
+class ToolCallsParser(JsonListParser, tag="<tool_calls>", end="</tool_calls>"): ...
+
+
+class CohereParser(JsonListParser, tag="<|START_ACTION|>", end="<|END_ACTION|>"): ...
 
 
 # (tag, closing tag, text that a chat template of this variant contains, parser)

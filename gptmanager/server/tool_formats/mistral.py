@@ -10,7 +10,7 @@ import uuid
 
 from gptmanager.server.answer_parsing.call_parser import NAME, OBJECT, SPACE, HeadedCallParser
 from gptmanager.server.tool_formats.call_grammar import CallShape
-from gptmanager.server.tool_formats.json_lists import JsonListParser, openers_of
+from gptmanager.server.tool_formats.json_lists import JsonListParser
 from gptmanager.server.tool_formats.tool_format import ShapedFormat
 
 CALLS, ID, ARGS = TAGS = ("[TOOL_CALLS]", "[CALL_ID]", "[ARGS]")
@@ -20,9 +20,7 @@ _LIST = CallShape(
 _TAGGED = CallShape(CALLS, ARGS, "", joint="", tag=CALLS, tags=TAGS)
 
 
-class MistralListParser(JsonListParser):
-    openers = openers_of(CALLS)
-    closers = ("]",)
+class MistralListParser(JsonListParser, tag=CALLS): ...
 
 
 class MistralTagParser(HeadedCallParser):

@@ -12,9 +12,10 @@ import re
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from gptmanager.server.answer_parsing.answer_parts import Arguments, Found
-from gptmanager.server.answer_parsing.call_parser import NAME, SPACE, CallParser, State, read_header
-from gptmanager.server.answer_parsing.python_values import LiteralScan, as_json, json_of_literal
+from gptmanager.server.answer_parsing.answer_parts import Found
+from gptmanager.server.answer_parsing.argument_list import ArgumentListParser
+from gptmanager.server.answer_parsing.call_parser import NAME, SPACE, State
+from gptmanager.server.answer_parsing.python_values import as_json, json_of_literal
 from gptmanager.server.tool_formats.call_grammar import (
     CallShape,
     check_names,
@@ -34,8 +35,8 @@ _NAME = re.compile(r"[^\W\d][\w-]{0,255}")
 _KEY = re.compile(rf"\s*({_NAME.pattern})\s*=(?!=)")
 
 
-class PythonicParser(CallParser):
-    """Returns each argument when it is complete. An argument that is not a literal is a string.
+class PythonicParser(ArgumentListParser):
+    """A parser that takes an argument that is not a literal as a string.
 
     `bracket`: the text that begins a list of calls, after the opener. `separator`: the text between
     two calls, or "" if only white space is between them. `closers[0]` ends the list.
@@ -49,8 +50,6 @@ class PythonicParser(CallParser):
         super().__init__(parameters)
         self._order = {name: list(properties_of(it)) for name, it in parameters.items()}
         self._positions: list[str] = []  # names of the last call's positional arguments
-        self._num_values = 0
-        self._scan = LiteralScan()
         self._is_first = True  # the next call is the first of its list
 
     def _begins_call(self, rest: str) -> bool:
@@ -60,45 +59,22 @@ class PythonicParser(CallParser):
         super()._begin(opener)
         self._is_first = True
 
-    def _read_header(self, found: list[Found]) -> bool:
+    def _header(self) -> tuple[str | re.Pattern[str], ...]:
         before = self.bracket if self._is_first else self.separator
-        header = read_header(self._text, (SPACE, before, SPACE, NAME, SPACE, "("))
-        if header == ("", 0):
-            return False
-        if header is None or header[0] not in self._names:
-            return self._reject_call(found)
-        self._take(header[1])
-        self._call(header[0], found)
-        self._positions, self._num_values = self._order[header[0]], 0
-        self._is_first = False
-        self._scan, self._state = LiteralScan(), State.ARGUMENTS
-        return True
+        return SPACE, before, SPACE, NAME, SPACE, "("
 
-    def _read_arguments(self, found: list[Found]) -> bool:
-        end = self._scan.take(self._text)
-        if end is None:
-            return False
-        piece, last = self._take(end), self._take(1)
-        self._scan = LiteralScan()
-        if piece.strip():
-            self._add_value(piece, found)
-        if last != ",":
-            closing = "}" if self._num_values else "{}"
-            found.append(Arguments(self.num_calls - 1, closing))
-            self._state = State.BETWEEN
-        return True
+    def _call(self, name: str, found: list[Found]) -> None:
+        super()._call(name, found)
+        self._positions, self._is_first = self._order[name], False
 
-    def _add_value(self, text: str, found: list[Found]) -> None:
-        key, index = _KEY.match(text), self._num_values
+    def _argument(self, text: str, index: int) -> tuple[str, str]:
+        key = _KEY.match(text)
         if key is not None:
             name, text = key[1], text[key.end() :]
         else:
             name = self._positions[index] if index < len(self._positions) else f"argument_{index}"
         value = json_of_literal(text.strip())
-        value = as_json(text.strip()) if value is None else value
-        before = ", " if index else "{"
-        found.append(Arguments(self.num_calls - 1, f"{before}{as_json(name)}: {value}"))
-        self._num_values += 1
+        return name, as_json(text.strip()) if value is None else value
 
     def _read_between(self) -> bool:
         """Read the text between two calls, or the end of the list."""

@@ -269,14 +269,19 @@ class Glm47Parser(Glm45Parser):
     )
 
 
+def _functions_in(begin: str, end: str, parser_class: type[TaggedValuesParser]) -> CallShape:
+    """Return the shape of calls that are a <function=NAME> between the tags `begin` and `end`."""
+    return CallShape(
+        f"{begin}\n<function=", ">\n", f"</function>\n{end}", tag=begin, tags=(begin, end),
+        body=parser_class.tags.body,
+    )  # fmt: skip
+
+
 class Qwen3Coder(ShapedFormat):
     name = "qwen3_coder"
     tags = ("<tool_call>", "</tool_call>")
     parser_class = Qwen3CoderParser
-    shape = CallShape(
-        "<tool_call>\n<function=", ">\n", "</function>\n</tool_call>", tag=tags[0], tags=tags,
-        body=parser_class.tags.body,
-    )  # fmt: skip
+    shape = _functions_in(*tags, parser_class)
 
     @staticmethod
     def is_in(template: str) -> bool:
@@ -287,10 +292,7 @@ class SeedOss(ShapedFormat):
     name = "seed_oss"
     tags = ("<seed:tool_call>", "</seed:tool_call>")
     parser_class = SeedOssParser
-    shape = CallShape(
-        f"{tags[0]}\n<function=", ">\n", f"</function>\n{tags[1]}", tag=tags[0], tags=tags,
-        body=parser_class.tags.body,
-    )  # fmt: skip
+    shape = _functions_in(*tags, parser_class)
 
     @staticmethod
     def is_in(template: str) -> bool:
