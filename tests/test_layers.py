@@ -479,6 +479,34 @@ callbacks/                    ready-made callbacks, built on the public names on
         template_process      finds chat templates; the process that renders them
         control_tokens        keeps control tokens out of clients' texts (no torch)
         chat_template         ChatTemplate: messages as prompt tokens
+    answers/                  answers of chat models: thoughts, content and tool calls
+        parsing/              finds thoughts, content and calls in the text of a model
+            answer_parts      the parts of an answer: thoughts, content, calls (no torch)
+            text_scan         finds tags and ends of JSON objects in pieces of text (no torch)
+            stepwise_parser   base of the parsers of an answer in pieces (no torch)
+            dropped_tags      drops tags around the content of an answer (no torch)
+            thought_tags      parses thoughts in tags, such as <think> (no torch)
+            harmony_parser    parses the harmony format of gpt-oss (no torch)
+            call_parser       finds tool calls in the model's text (no torch)
+            python_values     values in Python's syntax as JSON (no torch)
+            json_calls        parses calls that are JSON objects (no torch)
+            argument_list     parses calls with a list of arguments (no torch)
+        tools                 tools that a model may call (no torch)
+        schema_types          types of values that a JSON schema allows (no torch)
+        call_grammar          grammars of answers with calls (no torch)
+        tool_format           ToolFormat: the interface of a format of calls (no torch)
+        tool_formats/         formats of calls: a parser and a grammar for each
+            hermes            the format of Hermes and Qwen (no torch)
+            llama3            the format of Llama 3 (no torch)
+            json_lists        lists of JSON objects after a tag: Granite, Cohere... (no torch)
+            mistral           the formats of Mistral (no torch)
+            tagged_values     a tag for each value: Qwen3-Coder, Seed-OSS, GLM... (no torch)
+            gemma4            the format of Gemma 4 (no torch)
+            deepseek          the formats of DeepSeek V3, R1 and V3.1 (no torch)
+            pythonic          calls in Python's syntax: Llama, LFM2, OLMo 3 (no torch)
+            harmony           the format of gpt-oss (no torch)
+            formats           all formats of calls, and the one of a chat template (no torch)
+        reasoning             the format of a model's thoughts, by its chat template
     queue/                    request queues with futures
         wakeups               wakes asyncio waiters from another thread
         result                GenerationResult: all responses of a request combined
@@ -627,32 +655,6 @@ server/                       a manager behind HTTP and gRPC
         throughput            a line of the log every ten seconds, while busy
     health                    /health and readiness
     live_page                 the live page of the server (no torch)
-    answer_parsing/           finds thoughts, content and calls in the text of a model
-        answer_parts          the parts of an answer: thoughts, content, calls (no torch)
-        text_scan             finds tags and ends of JSON objects in pieces of text (no torch)
-        stepwise_parser       base of the parsers of an answer in pieces (no torch)
-        dropped_tags          drops tags around the content of an answer (no torch)
-        thought_tags          parses thoughts in tags, such as <think> (no torch)
-        harmony_parser        parses the harmony format of gpt-oss (no torch)
-        call_parser           finds tool calls in the model's text (no torch)
-        python_values         values in Python's syntax as JSON (no torch)
-        json_calls            parses calls that are JSON objects (no torch)
-        argument_list         parses calls with a list of arguments (no torch)
-    tool_formats/             tools, and formats of calls: a parser and a grammar for each
-        tools                 tools that a model may call, from a request (no torch)
-        schema_types          types of values that a JSON schema allows (no torch)
-        call_grammar          grammars of answers with calls (no torch)
-        tool_format           ToolFormat: the interface of a format of calls (no torch)
-        hermes                the format of Hermes and Qwen
-        llama3                the format of Llama 3
-        json_lists            lists of JSON objects after a tag: Granite, Cohere and others
-        mistral               the formats of Mistral
-        tagged_values         a tag for each value: Qwen3-Coder, Seed-OSS, MiniMax-M2, GLM-4.5
-        gemma4                the format of Gemma 4
-        deepseek              the formats of DeepSeek V3, R1 and V3.1
-        pythonic              calls in Python's syntax: Llama, LFM2, OLMo 3
-        harmony               the format of gpt-oss
-        formats               all formats of calls, and the one of a chat template
     text/                     shared by the text protocols: outputs, structured answers
         structured            response formats: schema, pattern, choice, grammar
         generation_fields     sampling and output fields of a body
@@ -663,8 +665,8 @@ server/                       a manager behind HTTP and gRPC
         answer                all outputs of a request
     chat/                     chat messages to prompts, and answers to messages
         messages              checks the messages of a chat
+        tools                 reads the tools of a request (no torch)
         functions             OpenAI's older `functions`, as tools
-        reasoning             the format of a model's thoughts, by its chat template
         content_tokens        log probabilities of the tokens in an answer's content
         chat_answer           an answer as a message, or as deltas
         embedding_parts       parts of messages that are embeddings

@@ -2,8 +2,8 @@
 
 import pytest
 
+from gptmanager.callbacks.answers.tool_formats.hermes import HermesParser
 from gptmanager.server.chat.chat_answer import ChatAnswer
-from gptmanager.server.tool_formats.hermes import HermesParser
 
 TEXT = (
     "I look.\n<tool_call>\n"

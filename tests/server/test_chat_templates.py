@@ -22,9 +22,9 @@ from gptmanager.callbacks.text.template_rendering import TemplateError, fill_in
 from gptmanager.errors import ConfigError
 from gptmanager.lifecycle.child_process import NotStartedError
 from gptmanager.server.chat.chat_prompt import ChatPrompts
+from gptmanager.server.chat.tools import read_tools
 from gptmanager.server.errors import ApiError
 from gptmanager.server.http.warning_header import Warnings
-from gptmanager.server.tool_formats.tools import read_tools
 
 FOLDER = Path(__file__).parent / "chat_templates"
 TEMPLATES = {path.stem: path.read_text() for path in FOLDER.glob("*.jinja")}

@@ -6,7 +6,7 @@ import json
 import pytest
 from tool_answers import MADE, TOOLS, TWO
 
-from gptmanager.server.answer_parsing.thought_tags import ThoughtTags
+from gptmanager.callbacks.answers.parsing.thought_tags import ThoughtTags
 from gptmanager.server.anthropic.message_writer import MessageWriter
 from gptmanager.server.chat.chat_answer import ChatAnswer
 from gptmanager.server.chat.content_tokens import ContentTokens

@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 
 from gptmanager.callbacks import LivePage
+from gptmanager.callbacks.answers.tool_formats import tools
 from gptmanager.callbacks.processors import banned_texts
 from gptmanager.callbacks.text import stop_strings, template_process
 from gptmanager.decoding.guided import guided
@@ -18,7 +19,6 @@ from gptmanager.server.http.body import LARGE_BODY
 from gptmanager.server.openai import completions, response_store
 from gptmanager.server.settings import ServerSettings
 from gptmanager.server.text import generation_fields
-from gptmanager.server.tool_formats import tools
 from gptmanager.server.triton import token_model
 from gptmanager.terminal import option_sources
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from scripted_server import scripted_server
 
-from gptmanager.server.answer_parsing import harmony_parser as harmony
+from gptmanager.callbacks.answers.parsing import harmony_parser as harmony
 
 TEMPLATES = Path(__file__).parent / "chat_templates"
 ADD = [{"role": "user", "content": "17 + 25 ="}]

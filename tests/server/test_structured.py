@@ -10,13 +10,15 @@ from dataclasses import replace
 import pytest
 
 from gptmanager.callbacks import load_tokenizer
+from gptmanager.callbacks.answers.tool_formats.gemma4 import Gemma4
+from gptmanager.callbacks.answers.tool_formats.hermes import Hermes
 from gptmanager.environment.distribution import install_command
+from gptmanager.server.chat.tools import read_tools
 from gptmanager.server.errors import ApiError
 from gptmanager.server.http.warning_header import Warnings
 from gptmanager.server.text.structured import OutputRule, StructuredOutputs, read_output_rule
-from gptmanager.server.tool_formats.hermes import Hermes
-from gptmanager.server.tool_formats.tools import read_tools
 
+HERMES = Hermes()
 SCHEMA = {"type": "object"}
 
 
@@ -154,10 +156,10 @@ def test_a_grammar_that_does_not_compile_is_refused_in_words(outputs, kind, valu
     assert message in refusal(outputs, OutputRule("here", kind, value))
 
 
-def with_tools(outputs, rule, choice, parameters=SCHEMA, warnings=None, **more):
+def with_tools(outputs, rule, choice, parameters=SCHEMA, warnings=None, form=HERMES, **more):
     tools = [{"type": "function", "function": {"name": "f", "parameters": parameters, **more}}]
     read, warnings = read_tools(tools, choice), Warnings() if warnings is None else warnings
-    return asyncio.run(outputs.processor_with_tools(rule, read, Hermes(), warnings))
+    return asyncio.run(outputs.processor_with_tools(rule, read, form, warnings))
 
 
 def test_a_wrong_schema_of_a_tool_is_refused_in_words_if_a_call_is_required(outputs):
@@ -169,6 +171,17 @@ def test_a_wrong_schema_of_a_tool_is_refused_in_words_if_a_call_is_required(outp
             with_tools(outputs, None, "required", schema)
         assert refused.value.param == "tools[0].function.parameters"
         assert with_tools(outputs, None, "auto", schema) is None
+
+
+def test_arguments_that_a_format_of_calls_cannot_express_are_refused(outputs):
+    named = {"properties": {"a:b": {"type": "string"}}}
+    text = r"tools\[0\].function.parameters: .* cannot express the name 'a:b'"
+    with pytest.raises(ApiError, match=text) as refused:
+        with_tools(outputs, None, "required", named, form=Gemma4())
+    assert refused.value.param == "tools[0].function.parameters"
+    warnings = Warnings()
+    assert with_tools(outputs, None, "auto", named, warnings, Gemma4()) is None
+    assert re.search(f"not constrained: {text}", warnings.headers()["Warning"])
 
 
 UNIQUE = {"type": "array", "items": {"type": "string"}, "uniqueItems": True}

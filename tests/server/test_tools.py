@@ -8,14 +8,14 @@ import pytest
 from tool_answers import fits_of
 
 from gptmanager.callbacks import load_tokenizer
+from gptmanager.callbacks.answers.call_grammar import marks_of
+from gptmanager.callbacks.answers.reasoning import Reasoning
+from gptmanager.callbacks.answers.tool_formats import hermes, llama3
+from gptmanager.callbacks.answers.tool_formats.formats import FORMATS, format_of
 from gptmanager.server import arguments
 from gptmanager.server.chat.functions import has_functions, read_functions
-from gptmanager.server.chat.reasoning import Reasoning
+from gptmanager.server.chat.tools import read_tools
 from gptmanager.server.errors import ApiError
-from gptmanager.server.tool_formats import hermes, llama3
-from gptmanager.server.tool_formats.call_grammar import marks_of
-from gptmanager.server.tool_formats.formats import FORMATS, format_of
-from gptmanager.server.tool_formats.tools import read_tools
 
 TEMPLATES = Path(__file__).parent / "chat_templates"
 

@@ -1,10 +1,10 @@
 """Every format of calls, an answer of two calls as it writes them, and what its grammar permits."""
 
 from gptmanager import GuidedDecoding
-from gptmanager.server.tool_formats.call_grammar import marks_of
-from gptmanager.server.tool_formats.deepseek import TAGS as DEEPSEEK
-from gptmanager.server.tool_formats.formats import format_of
-from gptmanager.server.tool_formats.tools import read_tools
+from gptmanager.callbacks.answers.call_grammar import marks_of
+from gptmanager.callbacks.answers.tool_formats.deepseek import TAGS as DEEPSEEK
+from gptmanager.callbacks.answers.tool_formats.formats import format_of
+from gptmanager.server.chat.tools import read_tools
 
 LOOK = {
     "type": "object",

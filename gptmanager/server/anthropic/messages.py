@@ -20,6 +20,7 @@ from gptmanager.server.anthropic.message_writer import MessageWriter
 from gptmanager.server.chat.chat_call import ChatCalls, Place, fields_renamed
 from gptmanager.server.chat.chat_prompt import TEMPLATE_FIELDS
 from gptmanager.server.chat.event_answer import EventAnswer
+from gptmanager.server.chat.tools import MAX_TOOLS
 from gptmanager.server.errors import ApiError
 from gptmanager.server.fields import AsItIs, Field, ListOf, Object, Text, by_name
 from gptmanager.server.http.body import read_json, until_disconnected
@@ -30,7 +31,6 @@ from gptmanager.server.openai.json_answer import respond
 from gptmanager.server.openai.models import check_model
 from gptmanager.server.request_fields import NotSupported, read_request
 from gptmanager.server.text.generation_fields import SAMPLING, SERVING, NewTokens
-from gptmanager.server.tool_formats.tools import MAX_TOOLS
 
 _OBJECT = {"type": "object"}
 _TEXTS = {"anyOf": [{"type": "string"}, {"type": "array", "items": _OBJECT}]}

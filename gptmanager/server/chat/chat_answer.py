@@ -10,7 +10,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from gptmanager.server.answer_parsing.answer_parts import (
+from gptmanager.callbacks.answers.parsing.answer_parts import (
     AnswerParser,
     Arguments,
     CallBegins,
@@ -18,9 +18,9 @@ from gptmanager.server.answer_parsing.answer_parts import (
     Found,
     Thought,
 )
+from gptmanager.callbacks.answers.tool_format import random_id
 from gptmanager.server.chat.content_tokens import ContentTokens
 from gptmanager.server.text.log_probs import TokenLogProb
-from gptmanager.server.tool_formats.tool_format import random_id
 
 
 class ChatAnswer:

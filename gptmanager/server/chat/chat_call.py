@@ -12,12 +12,15 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
+from gptmanager.callbacks.answers.reasoning import Reasoning, special_tags
+from gptmanager.callbacks.answers.tool_format import random_id
+from gptmanager.callbacks.answers.tools import Tools
 from gptmanager.lifecycle.log import logger
 from gptmanager.server.chat.chat_answer import ChatAnswer
 from gptmanager.server.chat.chat_prompt import UNKNOWN_FORMAT, ChatPrompt, ChatPrompts
 from gptmanager.server.chat.functions import has_functions, read_functions
 from gptmanager.server.chat.messages import count_items
-from gptmanager.server.chat.reasoning import Reasoning, special_tags
+from gptmanager.server.chat.tools import read_tools
 from gptmanager.server.engine.engine import Engine
 from gptmanager.server.errors import ApiError
 from gptmanager.server.fields import outside_quotes
@@ -27,8 +30,6 @@ from gptmanager.server.text.answer import Answer
 from gptmanager.server.text.log_probs import TokenTexts
 from gptmanager.server.text.processors import Processors
 from gptmanager.server.text.sampling import GenerationOptions, check, check_min_tokens
-from gptmanager.server.tool_formats.tool_format import random_id
-from gptmanager.server.tool_formats.tools import Tools, read_tools
 
 # The place of a message in the body, such as "messages[2]", or a pair (place, indices): the content
 # parts of the message are these parts of the message at this place in the body.

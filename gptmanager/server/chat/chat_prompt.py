@@ -12,6 +12,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from gptmanager.callbacks.answers.reasoning import AnswerStart, Reasoning, reasoning_of
+from gptmanager.callbacks.answers.tool_format import ToolFormat
+from gptmanager.callbacks.answers.tool_formats.formats import format_of
+from gptmanager.callbacks.answers.tool_formats.harmony import Harmony
+from gptmanager.callbacks.answers.tools import Tools
 from gptmanager.callbacks.text.control_tokens import ControlTokens
 from gptmanager.callbacks.text.template_process import (
     TemplateProcess,
@@ -32,7 +37,6 @@ from gptmanager.server.chat.messages import (
     with_calls_as_text,
     with_thinking,
 )
-from gptmanager.server.chat.reasoning import AnswerStart, Reasoning, reasoning_of
 from gptmanager.server.engine.engine import Engine
 from gptmanager.server.errors import ApiError
 from gptmanager.server.fields import (
@@ -48,10 +52,6 @@ from gptmanager.server.fields import (
 from gptmanager.server.http.body import run_in_thread
 from gptmanager.server.http.warning_header import Warnings
 from gptmanager.server.settings import ServerSettings
-from gptmanager.server.tool_formats.formats import format_of
-from gptmanager.server.tool_formats.harmony import Harmony
-from gptmanager.server.tool_formats.tool_format import ToolFormat
-from gptmanager.server.tool_formats.tools import Tools
 
 OBJECTS = AsItIs({"type": "array", "items": {"type": "object"}})
 # Maximum number of templates in `ChatPrompts._tried`. With --trust-request-chat-template, each

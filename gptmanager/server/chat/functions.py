@@ -9,9 +9,10 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
+from gptmanager.callbacks.answers.tools import Tools
+from gptmanager.server.chat.tools import MAX_TOOLS, read_tools
 from gptmanager.server.errors import ApiError
 from gptmanager.server.fields import bad_request, outside_quotes
-from gptmanager.server.tool_formats.tools import MAX_TOOLS, Tools, read_tools
 
 
 def has_functions(given: Mapping[str, Any]) -> bool:

@@ -10,10 +10,10 @@ from typing import Any
 
 import orjson
 
+from gptmanager.callbacks.answers.parsing.python_values import STRICT_JSON
+from gptmanager.callbacks.answers.tool_format import ToolFormat
 from gptmanager.errors import quoted
-from gptmanager.server.answer_parsing.python_values import STRICT_JSON
 from gptmanager.server.fields import field_error, wrong_key
-from gptmanager.server.tool_formats.tool_format import ToolFormat
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 

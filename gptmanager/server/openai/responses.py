@@ -17,6 +17,7 @@ from gptmanager.errors import quoted
 from gptmanager.server.chat.chat_call import ChatCalls, fields_renamed
 from gptmanager.server.chat.chat_prompt import TEMPLATE_FIELDS
 from gptmanager.server.chat.event_answer import EventAnswer
+from gptmanager.server.chat.tools import MAX_TOOLS
 from gptmanager.server.errors import ApiError
 from gptmanager.server.fields import (
     AsItIs,
@@ -60,7 +61,6 @@ from gptmanager.server.text.generation_fields import (
     NewTokens,
 )
 from gptmanager.server.text.log_probs import TokenLogProb, chat_shape
-from gptmanager.server.tool_formats.tools import MAX_TOOLS
 
 _TEXT = {"type": "string"}
 _ITEMS = {"type": "array", "items": {"type": "object"}, "minItems": 1}

@@ -15,6 +15,7 @@ from gptmanager.server.chat.chat_prompt import (
     TEMPLATE_FIELDS,
     ChatPrompts,
 )
+from gptmanager.server.chat.tools import read_tools
 from gptmanager.server.engine.engine import Engine
 from gptmanager.server.errors import ApiError
 from gptmanager.server.fields import (
@@ -32,7 +33,6 @@ from gptmanager.server.http.warning_header import Warnings
 from gptmanager.server.openai.models import check_model
 from gptmanager.server.request_fields import read_request
 from gptmanager.server.settings import ServerSettings
-from gptmanager.server.tool_formats.tools import read_tools
 
 _MODEL = Field("model", Text(), "the model's name, or an adapter's")
 TOKENIZE = by_name(

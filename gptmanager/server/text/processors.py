@@ -6,6 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from gptmanager.callbacks.answers.tool_format import ToolFormat
+from gptmanager.callbacks.answers.tools import Tools
 from gptmanager.decoding.guided.grammar_start import GrammarStart
 from gptmanager.server.engine.engine import Engine
 from gptmanager.server.fields import AsItIs, Field, bad_request
@@ -16,8 +18,6 @@ from gptmanager.server.text.structured import (
     prepared,
     read_output_rule,
 )
-from gptmanager.server.tool_formats.tool_format import ToolFormat
-from gptmanager.server.tool_formats.tools import Tools
 
 _OBJECT = AsItIs({"type": "object"})
 STRUCTURED = (

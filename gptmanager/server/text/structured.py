@@ -19,15 +19,15 @@ from weakref import WeakKeyDictionary
 from tokenizers import Tokenizer
 
 from gptmanager import GuidedDecoding
+from gptmanager.callbacks.answers.call_grammar import InexpressibleArguments, marks_of
+from gptmanager.callbacks.answers.tool_format import ToolFormat
+from gptmanager.callbacks.answers.tools import Tools
 from gptmanager.decoding.guided.gbnf import is_gbnf
 from gptmanager.errors import CapacityError, ConfigError, RequestError, quoted
 from gptmanager.server.engine.engine import Engine
 from gptmanager.server.errors import ApiError
 from gptmanager.server.fields import field_error, wrong_key
 from gptmanager.server.http.warning_header import Warnings
-from gptmanager.server.tool_formats.call_grammar import marks_of
-from gptmanager.server.tool_formats.tool_format import ToolFormat
-from gptmanager.server.tool_formats.tools import Tools
 
 _NO_GRAMMAR = ("grammar", "")  # what clients of llama.cpp send if they want none
 # How errors of post-processors begin; for the client, the value has the name of its field.
@@ -204,10 +204,11 @@ class StructuredOutputs:
         marks = {} if self._tokenizer is None else marks_of(self._tokenizer, self._end_ids)
         try:
             made = form.grammar(tools, marks, answer)
-        except ApiError as error:
+        except InexpressibleArguments as error:
+            where_wrong = f"tools[{tools.index_of(error.rule)}].function.parameters"
             if not is_optional:
-                raise
-            warnings.add(f"tool calls are not constrained: {error.message}")
+                raise field_error(where_wrong, str(error)) from None
+            warnings.add(f"tool calls are not constrained: {where_wrong}: {error}")
             return None
         if made is None:
             return None

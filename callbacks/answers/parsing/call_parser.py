@@ -12,9 +12,9 @@ from collections.abc import Collection, Sequence
 from enum import Enum
 from typing import ClassVar
 
-from gptmanager.server.answer_parsing.answer_parts import Arguments, CallBegins, Content, Found
-from gptmanager.server.answer_parsing.stepwise_parser import StepwiseParser
-from gptmanager.server.answer_parsing.text_scan import ObjectScan, num_tag_letters
+from gptmanager.callbacks.answers.parsing.answer_parts import Arguments, CallBegins, Content, Found
+from gptmanager.callbacks.answers.parsing.stepwise_parser import StepwiseParser
+from gptmanager.callbacks.answers.parsing.text_scan import ObjectScan, num_tag_letters
 
 NAME = re.compile(r"[A-Za-z0-9_.-]{0,128}")
 SPACE = re.compile(r"\s{0,64}")

@@ -7,9 +7,9 @@ from abc import abstractmethod
 from collections.abc import Collection
 from typing import ClassVar
 
-from gptmanager.server.answer_parsing.answer_parts import Arguments, Found
-from gptmanager.server.answer_parsing.call_parser import CallParser, State, read_header
-from gptmanager.server.answer_parsing.python_values import LiteralScan, as_json
+from gptmanager.callbacks.answers.parsing.answer_parts import Arguments, Found
+from gptmanager.callbacks.answers.parsing.call_parser import CallParser, State, read_header
+from gptmanager.callbacks.answers.parsing.python_values import LiteralScan, as_json
 
 
 class ArgumentListParser(CallParser):

@@ -5,9 +5,9 @@
 
 from __future__ import annotations
 
-from gptmanager.server.answer_parsing.json_calls import JsonCallParser
-from gptmanager.server.tool_formats.call_grammar import CallShape
-from gptmanager.server.tool_formats.tool_format import ShapedFormat
+from gptmanager.callbacks.answers.call_grammar import CallShape
+from gptmanager.callbacks.answers.parsing.json_calls import JsonCallParser
+from gptmanager.callbacks.answers.tool_format import ShapedFormat
 
 SHAPE = CallShape('{"name": "', '", "parameters": ', "}", several=False)
 _HEADERS = ("<|start_header_id|>", "<|header_start|>", "<|python_tag|>")

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import re
 
-from gptmanager.server.answer_parsing.answer_parts import Content, Found
-from gptmanager.server.answer_parsing.text_scan import num_tag_letters
+from gptmanager.callbacks.answers.parsing.answer_parts import Content, Found
+from gptmanager.callbacks.answers.parsing.text_scan import num_tag_letters
 
 
 class DroppedTags:

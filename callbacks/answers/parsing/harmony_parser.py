@@ -13,7 +13,7 @@ import re
 from collections.abc import Collection
 from enum import Enum
 
-from gptmanager.server.answer_parsing.answer_parts import (
+from gptmanager.callbacks.answers.parsing.answer_parts import (
     Arguments,
     CallBegins,
     Content,
@@ -21,8 +21,8 @@ from gptmanager.server.answer_parsing.answer_parts import (
     Thought,
     ThoughtSpan,
 )
-from gptmanager.server.answer_parsing.stepwise_parser import StepwiseParser
-from gptmanager.server.answer_parsing.text_scan import ObjectScan, num_tag_letters
+from gptmanager.callbacks.answers.parsing.stepwise_parser import StepwiseParser
+from gptmanager.callbacks.answers.parsing.text_scan import ObjectScan, num_tag_letters
 
 START, CHANNEL, MESSAGE, END = "<|start|>", "<|channel|>", "<|message|>", "<|end|>"
 CALL, RETURN, CONSTRAIN = "<|call|>", "<|return|>", "<|constrain|>"

@@ -24,23 +24,23 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from gptmanager.server.answer_parsing.answer_parts import Arguments, Found
-from gptmanager.server.answer_parsing.call_parser import (
+from gptmanager.callbacks.answers.call_grammar import (
+    CallShape,
+    check_names,
+    grammar_text,
+    text_until,
+)
+from gptmanager.callbacks.answers.parsing.answer_parts import Arguments, Found
+from gptmanager.callbacks.answers.parsing.call_parser import (
     NAME,
     SPACE,
     HeadedCallParser,
     State,
     read_header,
 )
-from gptmanager.server.answer_parsing.python_values import as_json, json_of_literal
-from gptmanager.server.answer_parsing.text_scan import num_tag_letters
-from gptmanager.server.tool_formats.call_grammar import (
-    CallShape,
-    check_names,
-    grammar_text,
-    text_until,
-)
-from gptmanager.server.tool_formats.schema_types import (
+from gptmanager.callbacks.answers.parsing.python_values import as_json, json_of_literal
+from gptmanager.callbacks.answers.parsing.text_scan import num_tag_letters
+from gptmanager.callbacks.answers.schema_types import (
     choices_of,
     is_closed,
     properties_of,
@@ -48,7 +48,7 @@ from gptmanager.server.tool_formats.schema_types import (
     types_of,
     types_of_json,
 )
-from gptmanager.server.tool_formats.tool_format import ShapedFormat
+from gptmanager.callbacks.answers.tool_format import ShapedFormat
 
 _KEY = re.compile(r'[^<>"]{0,256}')
 _NAME = re.compile(r'[^<>"]{1,256}')

@@ -7,15 +7,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 from text_checkpoint import byte_tokenizer
 
+from gptmanager.callbacks.answers.parsing.harmony_parser import HarmonyParser
+from gptmanager.callbacks.answers.parsing.thought_tags import ThoughtTags
+from gptmanager.callbacks.answers.reasoning import (
+    AnswerStart,
+    Reasoning,
+    reasoning_of,
+    special_tags,
+)
+from gptmanager.callbacks.answers.tool_formats.hermes import Hermes, HermesParser
 from gptmanager.decoding.guided.grammar_start import GrammarStart
-from gptmanager.server.answer_parsing.harmony_parser import HarmonyParser
-from gptmanager.server.answer_parsing.thought_tags import ThoughtTags
 from gptmanager.server.chat.chat_answer import ChatAnswer
-from gptmanager.server.chat.reasoning import AnswerStart, Reasoning, reasoning_of, special_tags
-from gptmanager.server.tool_formats.hermes import Hermes, HermesParser
-from gptmanager.server.tool_formats.tools import read_tools
+from gptmanager.server.chat.tools import read_tools
 
-TEMPLATES = Path(__file__).parent / "chat_templates"
+TEMPLATES = Path(__file__).parents[1] / "server" / "chat_templates"
 HEAD = "<|start|>assistant"
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": "</think>"}}\n</tool_call>'
 TO_ADD = '<|channel|>commentary to=functions.add <|constrain|>json<|message|>{"a": [1]}'

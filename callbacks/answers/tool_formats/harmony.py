@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from gptmanager.server.answer_parsing.answer_parts import AnswerParser
-from gptmanager.server.answer_parsing.harmony_parser import CHANNEL, TAGS, HarmonyParser
-from gptmanager.server.tool_formats.call_grammar import grammar_text
-from gptmanager.server.tool_formats.tool_format import ToolFormat
-from gptmanager.server.tool_formats.tools import Tools
+from gptmanager.callbacks.answers.call_grammar import grammar_text
+from gptmanager.callbacks.answers.parsing.answer_parts import AnswerParser
+from gptmanager.callbacks.answers.parsing.harmony_parser import CHANNEL, TAGS, HarmonyParser
+from gptmanager.callbacks.answers.tool_format import ToolFormat
+from gptmanager.callbacks.answers.tools import Tools
 
 _CALL = ("<|channel|>commentary to=functions.", " <|constrain|>json<|message|>")
 _THOUGHT = ("<|channel|>analysis<|message|>", "<|end|><|start|>assistant")

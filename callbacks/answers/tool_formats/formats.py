@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
-from gptmanager.server.tool_formats.deepseek import DeepSeek
-from gptmanager.server.tool_formats.gemma4 import Gemma4
-from gptmanager.server.tool_formats.harmony import Harmony
-from gptmanager.server.tool_formats.hermes import Hermes
-from gptmanager.server.tool_formats.json_lists import Cohere, JsonList
-from gptmanager.server.tool_formats.llama3 import Llama3
-from gptmanager.server.tool_formats.mistral import Mistral
-from gptmanager.server.tool_formats.pythonic import Lfm2, Olmo3, Pythonic
-from gptmanager.server.tool_formats.tagged_values import Glm45, MiniMaxM2, Qwen3Coder, SeedOss
-from gptmanager.server.tool_formats.tool_format import ToolFormat
+from gptmanager.callbacks.answers.tool_format import ToolFormat
+from gptmanager.callbacks.answers.tool_formats.deepseek import DeepSeek
+from gptmanager.callbacks.answers.tool_formats.gemma4 import Gemma4
+from gptmanager.callbacks.answers.tool_formats.harmony import Harmony
+from gptmanager.callbacks.answers.tool_formats.hermes import Hermes
+from gptmanager.callbacks.answers.tool_formats.json_lists import Cohere, JsonList
+from gptmanager.callbacks.answers.tool_formats.llama3 import Llama3
+from gptmanager.callbacks.answers.tool_formats.mistral import Mistral
+from gptmanager.callbacks.answers.tool_formats.pythonic import Lfm2, Olmo3, Pythonic
+from gptmanager.callbacks.answers.tool_formats.tagged_values import (
+    Glm45,
+    MiniMaxM2,
+    Qwen3Coder,
+    SeedOss,
+)
 
 # In the order in which `format_of` looks for them in a template.
 FORMATS: tuple[type[ToolFormat], ...] = (

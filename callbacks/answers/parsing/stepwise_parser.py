@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 
-from gptmanager.server.answer_parsing.answer_parts import Found, ThoughtSpan
+from gptmanager.callbacks.answers.parsing.answer_parts import Found, ThoughtSpan
 
 
 class StepwiseParser(ABC):

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import functools
 
-from gptmanager.server.answer_parsing.call_parser import NAME, OBJECT, SPACE, HeadedCallParser
-from gptmanager.server.tool_formats.call_grammar import CallShape
-from gptmanager.server.tool_formats.tool_format import ShapedFormat
+from gptmanager.callbacks.answers.call_grammar import CallShape
+from gptmanager.callbacks.answers.parsing.call_parser import NAME, OBJECT, SPACE, HeadedCallParser
+from gptmanager.callbacks.answers.tool_format import ShapedFormat
 
 _MARK = "<｜tool▁{}｜>"  # noqa: RUF001 - the letters of the model's tokens
 TAGS = tuple(map(_MARK.format, ("calls▁begin", "calls▁end", "call▁begin", "call▁end", "sep")))

@@ -11,10 +11,10 @@ Command R7B, A:
 
 from __future__ import annotations
 
-from gptmanager.server.answer_parsing.json_calls import JsonCallParser
-from gptmanager.server.answer_parsing.python_values import as_json
-from gptmanager.server.tool_formats.call_grammar import CallShape
-from gptmanager.server.tool_formats.tool_format import ShapedFormat
+from gptmanager.callbacks.answers.call_grammar import CallShape
+from gptmanager.callbacks.answers.parsing.json_calls import JsonCallParser
+from gptmanager.callbacks.answers.parsing.python_values import as_json
+from gptmanager.callbacks.answers.tool_format import ShapedFormat
 
 
 class JsonListParser(JsonCallParser):

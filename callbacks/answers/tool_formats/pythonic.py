@@ -12,23 +12,23 @@ import re
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from gptmanager.server.answer_parsing.answer_parts import Found
-from gptmanager.server.answer_parsing.argument_list import ArgumentListParser
-from gptmanager.server.answer_parsing.call_parser import NAME, SPACE, State
-from gptmanager.server.answer_parsing.python_values import as_json, json_of_literal
-from gptmanager.server.tool_formats.call_grammar import (
+from gptmanager.callbacks.answers.call_grammar import (
     CallShape,
     check_names,
     grammar_text,
     named_values,
 )
-from gptmanager.server.tool_formats.schema_types import (
+from gptmanager.callbacks.answers.parsing.answer_parts import Found
+from gptmanager.callbacks.answers.parsing.argument_list import ArgumentListParser
+from gptmanager.callbacks.answers.parsing.call_parser import NAME, SPACE, State
+from gptmanager.callbacks.answers.parsing.python_values import as_json, json_of_literal
+from gptmanager.callbacks.answers.schema_types import (
     is_closed,
     properties_of,
     required_of,
     types_of,
 )
-from gptmanager.server.tool_formats.tool_format import ShapedFormat
+from gptmanager.callbacks.answers.tool_format import ShapedFormat
 
 _SHOWN = re.compile(r"\[\w+\(\w+=\w+")
 _NAME = re.compile(r"[^\W\d][\w-]{0,255}")

@@ -7,13 +7,13 @@ from enum import Enum
 
 from tokenizers import Tokenizer
 
+from gptmanager.callbacks.answers.parsing import harmony_parser as harmony
+from gptmanager.callbacks.answers.parsing.answer_parts import AnswerParser
+from gptmanager.callbacks.answers.parsing.harmony_parser import HarmonyParser
+from gptmanager.callbacks.answers.parsing.thought_tags import THINK, ThoughtFormat, ThoughtTags
+from gptmanager.callbacks.answers.tool_format import ToolFormat
+from gptmanager.callbacks.answers.tools import Tools
 from gptmanager.decoding.guided.grammar_start import GrammarStart
-from gptmanager.server.answer_parsing import harmony_parser as harmony
-from gptmanager.server.answer_parsing.answer_parts import AnswerParser
-from gptmanager.server.answer_parsing.harmony_parser import HarmonyParser
-from gptmanager.server.answer_parsing.thought_tags import THINK, ThoughtFormat, ThoughtTags
-from gptmanager.server.tool_formats.tool_format import ToolFormat
-from gptmanager.server.tool_formats.tools import Tools
 
 
 class Reasoning(Enum):

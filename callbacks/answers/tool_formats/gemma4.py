@@ -9,22 +9,22 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from gptmanager.server.answer_parsing.argument_list import ArgumentListParser
-from gptmanager.server.answer_parsing.call_parser import NAME, SPACE
-from gptmanager.server.answer_parsing.python_values import LiteralScan, as_json, json_of_literal
-from gptmanager.server.tool_formats.call_grammar import (
+from gptmanager.callbacks.answers.call_grammar import (
     CallShape,
     check_names,
     grammar_text,
     named_values,
     text_until,
 )
-from gptmanager.server.tool_formats.schema_types import (
+from gptmanager.callbacks.answers.parsing.argument_list import ArgumentListParser
+from gptmanager.callbacks.answers.parsing.call_parser import NAME, SPACE
+from gptmanager.callbacks.answers.parsing.python_values import LiteralScan, as_json, json_of_literal
+from gptmanager.callbacks.answers.schema_types import (
     choices_of,
     resolved,
     types_of,
 )
-from gptmanager.server.tool_formats.tool_format import ShapedFormat
+from gptmanager.callbacks.answers.tool_format import ShapedFormat
 
 _QUOTE = '<|"|>'
 _WORD = re.compile(r"[^\s{}\[\],:][^{}\[\],:]*")

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import re
 
-from gptmanager.server.answer_parsing.json_calls import JsonCallParser
-from gptmanager.server.tool_formats.call_grammar import CallShape
-from gptmanager.server.tool_formats.tool_format import ShapedFormat
+from gptmanager.callbacks.answers.call_grammar import CallShape
+from gptmanager.callbacks.answers.parsing.json_calls import JsonCallParser
+from gptmanager.callbacks.answers.tool_format import ShapedFormat
 
 _OBJECT = re.compile(r'\{\s*\\*"name\\*"\s*:')  # `{"name":`, also within a string
 TAGS = ("<tool_call>", "</tool_call>")

@@ -10,12 +10,12 @@ from hypothesis import strategies as st
 from tool_answers import CALLS, LISTED, MADE, ROME, TOOLS, TWO, fits_of
 
 from gptmanager.callbacks import load_tokenizer
-from gptmanager.server.answer_parsing.answer_parts import Arguments, CallBegins, Content
-from gptmanager.server.answer_parsing.thought_tags import ThoughtTags
+from gptmanager.callbacks.answers.call_grammar import InexpressibleArguments
+from gptmanager.callbacks.answers.parsing.answer_parts import Arguments, CallBegins, Content
+from gptmanager.callbacks.answers.parsing.thought_tags import ThoughtTags
+from gptmanager.callbacks.answers.tool_formats.formats import FORMATS
 from gptmanager.server.chat.chat_answer import ChatAnswer
-from gptmanager.server.errors import ApiError
-from gptmanager.server.tool_formats.formats import FORMATS
-from gptmanager.server.tool_formats.tools import read_tools
+from gptmanager.server.chat.tools import read_tools
 
 
 def parsed(form, pieces, wrap=lambda parser: parser):
@@ -344,16 +344,16 @@ def test_guided_strings_in_tags_do_not_end_early(fits, name):
     ],
 )
 def test_names_that_a_format_cannot_express_are_refused(name, parameter):
-    with pytest.raises(ApiError, match="cannot express the name") as refused:
+    with pytest.raises(InexpressibleArguments, match="cannot express the name") as refused:
         MADE[name].grammar(tools_of({"b": {}, parameter: {"type": "string"}}), {})
-    assert refused.value.param == "tools[0].function.parameters"
+    assert refused.value.rule == "arguments_0"
 
 
 def test_schemas_that_are_nested_too_deeply_are_refused():
     deep = {}
     for _ in range(70):
         deep = {"type": "array", "items": deep}
-    with pytest.raises(ApiError, match="deeper than 64 levels"):
+    with pytest.raises(InexpressibleArguments, match="deeper than 64 levels"):
         MADE["gemma4"].grammar(tools_of({"a": deep}), {})
     chain = {f"D{i}": {"items": {"$ref": f"#/$defs/D{i + 1}"}} for i in range(70)}
     tools = tools_of({"a": {"$ref": "#/$defs/D0"}}, **{"$defs": chain})

@@ -7,10 +7,10 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
-from gptmanager.server.answer_parsing.answer_parts import AnswerParser
-from gptmanager.server.answer_parsing.call_parser import CallParser
-from gptmanager.server.tool_formats.call_grammar import CallShape
-from gptmanager.server.tool_formats.tools import Tools
+from gptmanager.callbacks.answers.call_grammar import CallShape
+from gptmanager.callbacks.answers.parsing.answer_parts import AnswerParser
+from gptmanager.callbacks.answers.parsing.call_parser import CallParser
+from gptmanager.callbacks.answers.tools import Tools
 
 
 class ToolFormat(ABC):
@@ -47,7 +47,7 @@ class ToolFormat(ABC):
         answer may have none. With a JSON schema `answer`, an answer without calls is JSON of this
         schema. If `answer` is None, any text is allowed, and each call that begins in the text must
         be complete and valid. The result is None if the format has no grammar for these answers.
-        Raises ApiError (400) for arguments that the format cannot express.
+        Raises InexpressibleArguments if the format cannot express the arguments of a tool.
         """
 
     def text(self, calls: Sequence[tuple[str, Mapping[str, Any]]]) -> str | None:

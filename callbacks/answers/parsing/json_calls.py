@@ -6,10 +6,10 @@ import re
 from collections.abc import Collection
 from typing import ClassVar
 
-from gptmanager.server.answer_parsing.answer_parts import Arguments, Found
-from gptmanager.server.answer_parsing.call_parser import CallParser, State
-from gptmanager.server.answer_parsing.python_values import STRICT_JSON, as_json
-from gptmanager.server.answer_parsing.text_scan import ObjectScan
+from gptmanager.callbacks.answers.parsing.answer_parts import Arguments, Found
+from gptmanager.callbacks.answers.parsing.call_parser import CallParser, State
+from gptmanager.callbacks.answers.parsing.python_values import STRICT_JSON, as_json
+from gptmanager.callbacks.answers.parsing.text_scan import ObjectScan
 
 # A call up to its arguments, if they are an object. A model may write a type or an id first.
 _HEADER = re.compile(

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import uuid
 
-from gptmanager.server.answer_parsing.call_parser import NAME, OBJECT, SPACE, HeadedCallParser
-from gptmanager.server.tool_formats.call_grammar import CallShape
-from gptmanager.server.tool_formats.json_lists import JsonListParser
-from gptmanager.server.tool_formats.tool_format import ShapedFormat
+from gptmanager.callbacks.answers.call_grammar import CallShape
+from gptmanager.callbacks.answers.parsing.call_parser import NAME, OBJECT, SPACE, HeadedCallParser
+from gptmanager.callbacks.answers.tool_format import ShapedFormat
+from gptmanager.callbacks.answers.tool_formats.json_lists import JsonListParser
 
 CALLS, ID, ARGS = TAGS = ("[TOOL_CALLS]", "[CALL_ID]", "[ARGS]")
 _LIST = CallShape(

@@ -9,16 +9,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
-from gptmanager.server.answer_parsing.answer_parts import (
+from gptmanager.callbacks.answers.parsing.answer_parts import (
     AnswerParser,
     Content,
     Found,
     Thought,
     ThoughtSpan,
 )
-from gptmanager.server.answer_parsing.dropped_tags import DroppedTags
-from gptmanager.server.answer_parsing.stepwise_parser import StepwiseParser
-from gptmanager.server.answer_parsing.text_scan import num_tag_letters
+from gptmanager.callbacks.answers.parsing.dropped_tags import DroppedTags
+from gptmanager.callbacks.answers.parsing.stepwise_parser import StepwiseParser
+from gptmanager.callbacks.answers.parsing.text_scan import num_tag_letters
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,10 +10,9 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
+from gptmanager.callbacks.answers.schema_types import required_of
+from gptmanager.callbacks.answers.tools import Tools
 from gptmanager.errors import quoted
-from gptmanager.server.fields import field_error
-from gptmanager.server.tool_formats.schema_types import required_of
-from gptmanager.server.tool_formats.tools import Tools
 
 MAX_CALLS = 16  # per guided answer, because a model not trained for tools may never stop calling
 _ANY = "(?s:.*)"
@@ -25,6 +24,14 @@ Body = Callable[[str, Any, Mapping[str, int]], tuple[list[str], dict[str, Any]]]
 def json_body(rule: str, schema: Any, marks: Mapping[str, int]) -> tuple[list[str], dict[str, Any]]:
     """Return no grammar lines, and `schema` as the definition of `rule`, for JSON arguments."""
     return [], {rule: schema}
+
+
+class InexpressibleArguments(ValueError):
+    """A format of calls cannot express the arguments of the tool with the grammar rule `rule`."""
+
+    def __init__(self, rule: str, text: str) -> None:  # noqa: B042 - it is never pickled
+        super().__init__(text)
+        self.rule = rule
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +73,7 @@ class CallShape:
     ) -> tuple[str, dict[str, Any]]:
         """Return the grammar and its schemas, see `ToolFormat.grammar`.
 
-        Raises ApiError (400) for arguments that the format cannot express.
+        Raises InexpressibleArguments if the format cannot express the arguments of a tool.
         """
         several = self.several and tools.parallel
         schemas: dict[str, Any] = {}
@@ -107,8 +114,7 @@ class CallShape:
             try:
                 own, own_schemas = self.body(rule, schema, marks)
             except ValueError as error:
-                where = f"tools[{tools.index_of(rule)}].function.parameters"
-                raise field_error(where, str(error)) from None
+                raise InexpressibleArguments(rule, str(error)) from None
             lines += own
             schemas |= own_schemas
         return "\n".join(lines), schemas

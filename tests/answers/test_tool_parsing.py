@@ -5,9 +5,9 @@ import random
 
 import pytest
 
-from gptmanager.server.answer_parsing.answer_parts import Arguments, CallBegins, Content
-from gptmanager.server.tool_formats.hermes import HermesParser
-from gptmanager.server.tool_formats.llama3 import Llama3Parser
+from gptmanager.callbacks.answers.parsing.answer_parts import Arguments, CallBegins, Content
+from gptmanager.callbacks.answers.tool_formats.hermes import HermesParser
+from gptmanager.callbacks.answers.tool_formats.llama3 import Llama3Parser
 
 NAMES = ("get_weather", "add")
 

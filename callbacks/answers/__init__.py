@@ -1,0 +1,1 @@
+"""Parses answers of chat models into thoughts, content and tool calls, by the format of a model."""

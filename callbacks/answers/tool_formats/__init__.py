@@ -1,0 +1,1 @@
+"""Formats of tool calls. Each format has a parser and a grammar."""
