@@ -223,7 +223,8 @@ _GEMMA = replace(
         tie_word_embeddings=True,
     ),
     norms=Norms(plus_one=True),
-    network=readers.gemma_network,
+    activation="gelu_tanh",
+    network=readers.gemma1_network,
 )
 _WINDOWED = {
     **_GEMMA.defaults,
@@ -238,7 +239,9 @@ _GEMMA2 = replace(
     spellings={**RMS_EPS, "hidden_act": "hidden_activation"},
     defaults={**_WINDOWED, "final_logit_softcapping": 30.0, "attn_logit_softcapping": 50.0},
     norms=_GEMMA_NORMS,
+    activation=None,
     windows=2,
+    network=readers.gemma_network,
     attention=readers.gemma_attention,
 )
 _GEMMA3 = replace(

@@ -258,7 +258,7 @@ MIXTURES: Mapping[str, Family] = {
         qkv_bias="attention_bias",
         out_bias="attention_bias",
         windows=2,
-        neutral={"swiglu_limit": 7.0, "initial_context_length": 4096},
+        neutral={"swiglu_alpha": 1.702, "swiglu_limit": 7.0, "initial_context_length": 4096},
         attention=lambda *_: {"sinks": True},
         experts=experts_of(
             "num_local_experts",

@@ -57,13 +57,22 @@ def gemma_network(fields: Fields) -> Mapping[str, Any]:
     """Return the scale of Gemma's embeddings, and the softcap of its logits if it has one."""
     if fields.get("use_bidirectional_attention"):
         raise fields.error("use_bidirectional_attention", "must be false for text generation")
-    other = fields.get("hidden_activation")
-    if other not in (None, fields.get("hidden_act")):
-        raise fields.error("hidden_activation", "must be null, or the same as hidden_act")
     return {
         "embedding_scale": fields.size("hidden_size") ** 0.5,
         "logit_softcap": fields.optional_number("final_logit_softcapping"),
     }
+
+
+def gemma1_network(fields: Fields) -> Mapping[str, Any]:
+    """Return the same as `gemma_network`. Refuse activations other than Gemma 1's.
+
+    The first checkpoints have "gelu", which means the approximation with tanh there.
+    """
+    for field, is_optional in (("hidden_act", False), ("hidden_activation", True)):
+        given = fields.get(field)
+        if given not in ("gelu", "gelu_pytorch_tanh") and not (given is None and is_optional):
+            raise fields.error(field, "must be 'gelu_pytorch_tanh'")
+    return gemma_network(fields)
 
 
 def minimax_network(fields: Fields) -> Mapping[str, Any]:
