@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import inspect
+import os
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
@@ -150,9 +151,17 @@ def _show_start(bars: ProgressBars, what: str, name: str, number: int, count: in
 
 
 def _write_report(output: Path | None, report: Mapping[str, Any]) -> None:
+    """Write `report` to `output`, which is complete at any moment: it replaces the last report."""
     if output is None:
         return
+    is_file = output.is_file() or not output.exists()  # else a device or a pipe
+    file = Path(os.path.realpath(output)) if is_file else output
+    new = file.with_name(f"{file.name}.part") if is_file else file
     try:
-        output.write_bytes(report_json(report, orjson.OPT_INDENT_2) + b"\n")
+        new.write_bytes(report_json(report, orjson.OPT_INDENT_2) + b"\n")
+        if is_file:
+            new.replace(file)
     except OSError as error:
+        if is_file:
+            new.unlink(missing_ok=True)
         raise write_error(f"--output {output}", error) from error

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import time
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -46,7 +48,7 @@ from gptmanager.bench.roofline import Ceilings
 from gptmanager.bench.table import kernel_table
 from gptmanager.bench.timing import Budget, DeviceTimer, Spread
 from gptmanager.cuda.device.launch import EmulatorLauncher
-from gptmanager.errors import ConfigError
+from gptmanager.errors import ConfigError, GptManagerError
 from gptmanager.request.sampling_params import SamplingParams
 from gptmanager.terminal.tables import lines
 
@@ -205,6 +207,26 @@ def test_a_run_that_is_killed_has_told_what_it_had(launcher, monkeypatch, tmp_pa
     kept = json.loads(file.read_text())
     assert len(kept["kernels"]) == 1 and kept["ceilings"] and "interrupted" not in kept
     assert kept["running"].startswith("norms, ") and kept["running"] != kept["kernels"][0]["case"]
+
+
+def test_a_report_that_cannot_be_written_leaves_the_last_one(tmp_path, monkeypatch):
+    file, link = tmp_path / "report.json", tmp_path / "link.json"
+    link.symlink_to(file)
+    main._write_report(link, {"parts": 1})
+    main._write_report(Path("/dev/null"), {"parts": 1})
+    assert Path("/dev/null").is_char_device() and {*tmp_path.iterdir()} == {link, file}
+    write = Path.write_bytes
+
+    def fill_the_disk(path, content):
+        write(path, content[:5])
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_bytes", fill_the_disk)
+    with pytest.raises(
+        GptManagerError, match="link.json cannot be written: No space left on device"
+    ):
+        main._write_report(link, {"parts": 2})
+    assert json.loads(file.read_text()) == {"parts": 1} and {*tmp_path.iterdir()} == {link, file}
 
 
 def interrupted_at_the_second(name, number, count):
