@@ -105,6 +105,9 @@ class Watchdog:
     on the watchdog's thread, once per iteration, and returns whether to continue watching.
     `iteration` times the iterations, and `watched` is the ident of the loop's thread. A budget of
     None disables its check.
+
+    Between two checks at most a quarter of the budget counts, or one and a half periods if these
+    are longer. If the process was stopped, the watched call did not run either.
     """
 
     def __init__(
@@ -123,7 +126,9 @@ class Watchdog:
         self._iteration = iteration
         self._step_budget_s = step_budget_s
         self._on_hang = on_hang
-        self._reported: dict[str, int] = {}  # timer name -> start of its last reported call
+        # timer name -> start and counted nanoseconds of its last call, and whether it is reported
+        self._calls: dict[str, tuple[int, int, bool]] = {}
+        self._checked_ns = 0  # time of the last check
         self._ended = Latch()
         self._thread = threading.Thread(target=self._watch, name="gptmanager-watchdog", daemon=True)
 
@@ -143,25 +148,37 @@ class Watchdog:
             periods.append(max(self._budget_s / 2, 0.05))
         if self._step_budget_s is not None:
             periods.append(max(self._step_budget_s / 2, 0.005))
-        while not self._ended.wait(min(periods)):
+        period = min(periods)
+        while not self._ended.wait(period):
+            now = perf_counter_ns()
             for timer in self._timers:
-                taken_s = self._overstay(timer, self._budget_s)
+                taken_s = self._overstay(timer, self._budget_s, now, period)
                 if taken_s:
                     timer.overstays += 1
                     self._report(timer.name, taken_s)
-            taken_s = self._overstay(self._iteration, self._step_budget_s)
+            taken_s = self._overstay(self._iteration, self._step_budget_s, now, period)
+            self._checked_ns = now
             if taken_s and not self._on_hang(self._hang(taken_s)):
                 return
 
-    def _overstay(self, timer: CallbackTimer, budget_s: float | None) -> float:
-        """Return the seconds of the current call if it is over budget and unreported, else 0."""
+    def _overstay(
+        self, timer: CallbackTimer, budget_s: float | None, now: int, period: float
+    ) -> float:
+        """Return the counted seconds of the call if it is over budget and unreported, else 0.
+
+        `now` is the time in nanoseconds, `period` the seconds from one check to the next.
+        """
         started = timer.started_ns
-        taken_s = (perf_counter_ns() - started) / 1e9
-        is_reported = self._reported.get(timer.name) == started
-        if budget_s is None or not started or is_reported or taken_s <= budget_s:
+        if budget_s is None or not started:
             return 0.0
-        self._reported[timer.name] = started
-        return taken_s
+        last, counted, is_reported = self._calls.get(timer.name, (0, 0, False))
+        if last != started:
+            counted, is_reported = 0, False
+        most = int(1e9 * max(budget_s / 4, 1.5 * period))
+        counted += min(now - max(started, self._checked_ns), most)
+        is_over = counted > budget_s * 1e9 and not is_reported
+        self._calls[timer.name] = started, counted, is_reported or is_over
+        return counted / 1e9 if is_over else 0.0
 
     def _report(self, name: str, taken_s: float) -> None:
         logger.warning(

@@ -13,6 +13,7 @@ import traceback
 from collections import Counter
 from concurrent.futures import Future
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 from fuzz import FUZZ
@@ -109,14 +110,36 @@ def gate(monkeypatch):
 start = partial(start_manager, black_box_iterations=0)
 
 
-def test_a_call_is_reported_once_after_its_budget(monkeypatch):
-    timer = CallbackTimer("PollStopSignal")
-    timer.started_ns = 10**9
-    monkeypatch.setattr(watchdog, "perf_counter_ns", lambda: 13 * 10**8)
-    watch = watchdog.Watchdog(
-        [timer], 0, budget_s=None, iteration=timer, step_budget_s=None, on_hang=bool
-    )
-    assert [watch._overstay(timer, budget) for budget in (None, 0.3, 0.2, 0.2)] == [0, 0, 0.3, 0]
+@pytest.fixture
+def overstays(monkeypatch, caplog):
+    """Runs a watchdog of a call that starts at 1 s; it looks at the given times, in seconds.
+    The answer: which of these looks report the call, and what they say that it took."""
+
+    def run(*looks, budget_s=2.0):
+        timer = CallbackTimer("PollStopSignal")
+        timer.started_ns = 10**9
+        left, found = list(looks), []
+        monkeypatch.setattr(watchdog, "perf_counter_ns", lambda: int(left.pop(0) * 10**9))
+        given = {"budget_s": budget_s, "step_budget_s": None}
+        watch = watchdog.Watchdog([timer], 0, iteration=timer, on_hang=bool, **given)
+        watch._ended = SimpleNamespace(wait=lambda period: not left)
+        watch._report = lambda name, taken_s: found.append((looks[-len(left) - 1], taken_s))
+        watch._watch()
+        return found
+
+    return run
+
+
+def test_a_call_is_reported_once_after_its_budget(overstays):
+    assert overstays(1.25, 1.75, 2.25, 2.75, 3, budget_s=None) == []
+    assert overstays(1.25, 1.75, 2.25, 2.75, 3) == []  # the budget is not exceeded yet
+    assert overstays(1.25, 1.75, 2.25, 2.75, 3.25, 3.75) == [(3.25, 2.25)]
+
+
+def test_time_in_which_the_process_was_stopped_is_not_the_calls(overstays):
+    assert overstays(1.25, 1.5, 61.5, 61.75, 62.0) == []
+    assert overstays(1.25, 61.25, 61.75, 62.25, 62.75) == [(62.75, 2.25)]
+    assert overstays(61.0, 61.01, budget_s=0.1) == []
 
 
 def test_an_abandoned_loop_changes_no_state():
