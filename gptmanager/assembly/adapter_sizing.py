@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -14,6 +16,7 @@ from gptmanager.peft_cache import CacheSizes, cache_sizes
 from gptmanager.request.adapter import AdapterLimits, AdapterShare, LoraModule
 
 MAX_PAGES = 1 << 22  # per cache level; more than any manager needs
+_HOST_FRACTION = 0.25  # of free CPU memory, at most, if `host_cache_size` is the default
 _DEFAULT = PeftCacheManagerConfig()
 
 
@@ -54,13 +57,17 @@ class AdapterSizes(NamedTuple):
 
 
 def adapter_sizes(
-    config: PeftCacheManagerConfig, model: Any, free_bytes: float
+    config: PeftCacheManagerConfig,
+    model: Any,
+    free_bytes: float,
+    free_host_bytes: float = math.inf,
 ) -> AdapterSizes | None:
     """Return the sizes for a model, or None if it has no `adapter_modules` or no room for a page.
 
     If the result is None, requests with adapters are refused. `free_bytes` is the number of free
-    bytes of device memory. Ranks that share a model must pass the same number to get the same
-    sizes. Raise ConfigError if a size that is neither 0 nor the default is too small for one
+    bytes of device memory, and `free_host_bytes` that of CPU memory, which limits the default
+    `host_cache_size` to a quarter. Ranks that share a model must pass the same numbers to get the
+    same sizes. Raise ConfigError if a size that is neither 0 nor the default is too small for one
     page.
     """
     modules: Mapping[int, LoraModule] | None = getattr(model, "adapter_modules", None)
@@ -80,11 +87,36 @@ def adapter_sizes(
         num_layers, first_layers = share.num_layers, share.first_layers
     widest = {it: max(kept[it], *(w for _, own, w in others if own == it), 0) for it in kept}
     own = widths | widest, num_layers, dtype.itemsize, int(free_bytes), first_layers
-    sizes = cache_sizes(config, *own)
+    sizes = cache_sizes(_limited(config, free_host_bytes), *own)
     sizes = sizes._replace(
         num_host_pages=min(sizes.num_host_pages, MAX_PAGES),
         num_device_pages=min(sizes.num_device_pages, MAX_PAGES),
     )
+    _check_pages(config, sizes)
+    if not sizes.num_host_pages or not sizes.num_device_pages:
+        logger.warning("requests with adapters will be refused: their cache holds no page")
+        return None
+    return AdapterSizes(
+        sizes,
+        tuple(sorted(modules.items())),
+        num_layers,
+        str(dtype).removeprefix("torch."),
+        config.max_pages_per_block_host,
+        tuple(sorted(kept.items())),
+        tuple(others),
+    )
+
+
+def _limited(config: PeftCacheManagerConfig, free_host_bytes: float) -> PeftCacheManagerConfig:
+    """Return `config`, with the default of `host_cache_size` limited by free memory."""
+    size = config.host_cache_size
+    if size != _DEFAULT.host_cache_size:
+        return config
+    return replace(config, host_cache_size=int(min(size, _HOST_FRACTION * free_host_bytes)))
+
+
+def _check_pages(config: PeftCacheManagerConfig, sizes: CacheSizes) -> None:
+    """Log the number of pages; raise ConfigError if a size was given that holds no page."""
     page_bytes = sizes.page_size * sizes.itemsize
     for name, num_pages in (
         ("host_cache_size", sizes.num_host_pages),
@@ -99,16 +131,4 @@ def adapter_sizes(
     logger.info(
         "pages of the adapter cache: %d on the host, %d on the device, of %d bytes each",
         *(sizes.num_host_pages, sizes.num_device_pages, page_bytes),
-    )
-    if not sizes.num_host_pages or not sizes.num_device_pages:
-        logger.warning("requests with adapters will be refused: their cache holds no page")
-        return None
-    return AdapterSizes(
-        sizes,
-        tuple(sorted(modules.items())),
-        num_layers,
-        str(dtype).removeprefix("torch."),
-        config.max_pages_per_block_host,
-        tuple(sorted(kept.items())),
-        tuple(others),
     )

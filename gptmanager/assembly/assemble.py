@@ -18,6 +18,7 @@ from gptmanager.assembly.stateful import refuse_for_states, settle_reuse, withou
 from gptmanager.config import CapacitySchedulerPolicy, ModelType, OptionalParams, SchedulerConfig
 from gptmanager.decoding.lines import Lines
 from gptmanager.decoding.processors.logits import PostProcessing
+from gptmanager.environment.memory import free_memory_bytes
 from gptmanager.errors import ConfigError, response_text
 from gptmanager.executor.rank_executor import RankExecutor
 from gptmanager.executor.torch_executor import TorchExecutor
@@ -143,9 +144,11 @@ def _sizes(
 ) -> tuple[Sizes, AdapterSizes | None]:
     """Return the sizes of the KV cache and of the adapter cache, equal on all ranks."""
     budget = without_states(budget, model.spec, wanted[0])
+    host = MemoryBudget(free_memory_bytes())
     if ranks is not None:
-        budget = ranks.least_budget(budget)
-    adapters = adapter_sizes(wanted[0].peft_cache_manager_config, model, budget.free_bytes)
+        budget, host = ranks.least_budget(budget), ranks.least_budget(host)
+    config = wanted[0].peft_cache_manager_config
+    adapters = adapter_sizes(config, model, budget.free_bytes, host.free_bytes)
     if adapters is not None and not budget.shared:
         budget = budget._replace(free_bytes=budget.free_bytes - adapters.device_bytes)
     sizes = size(*wanted, budget)

@@ -7,7 +7,17 @@ import json
 import pytest
 from tuned_models import cache_of, tuned
 
-from gptmanager import GptManager, InferenceRequest, ModelType, OptionalParams
+from gptmanager import (
+    GptManager,
+    InferenceRequest,
+    ModelType,
+    OptionalParams,
+    PeftCacheManagerConfig,
+    SchedulerConfig,
+)
+from gptmanager.assembly import assemble
+from gptmanager.assembly.sizing import MemoryBudget
+from gptmanager.models import load_model
 from gptmanager.peft_cache import PeftCacheCounts
 from gptmanager.statistics import Memory
 from gptmanager.testing import RecordingCallbacks
@@ -46,6 +56,22 @@ def test_used_pages_count_on_a_cpu_and_others_do_not(num_pages):
     assert few < many and page_bytes == same_bytes
     weights, _ = tuned("llama").tensors[0]
     assert page_bytes >= 4 * weights.shape[1]  # a row of an adapter is never split
+
+
+@pytest.mark.parametrize(
+    ("given", "free", "expected"),
+    [(1 << 30, 1 << 40, 1 << 30), (1 << 30, 1 << 28, 1 << 26), (1 << 27, 1 << 28, 1 << 27)],
+)
+def test_the_default_size_on_the_host_is_a_quarter_of_free_memory(
+    monkeypatch, given, free, expected
+):
+    monkeypatch.setattr(assemble, "free_memory_bytes", lambda: free)
+    model = load_model(tuned("llama").source)
+    params = OptionalParams(peft_cache_manager_config=PeftCacheManagerConfig(host_cache_size=given))
+    wanted = params, SchedulerConfig(), model.spec, ModelType.INFLIGHT_FUSED_BATCHING, 1
+    _, sizes = assemble._sizes(wanted, model, MemoryBudget(1 << 30), None)
+    page_bytes = sizes.cache.page_size * sizes.cache.itemsize
+    assert sizes.cache.num_host_pages == expected // page_bytes
 
 
 def test_on_a_gpu_the_hosts_pages_are_pinned_and_those_of_the_device_are_there_from_the_start():
