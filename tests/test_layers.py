@@ -608,10 +608,11 @@ commands/                     `gptmanager run`, `chat`, `convert` and `models`
     chat/                     `gptmanager chat`: a conversation with a model
         conversation          messages of a chat, and the answers to choose from (no torch)
         message_lines         a message from the lines that a person types (no torch)
+        answers               answers in thoughts and content while they are generated
         chat_model            answers the messages of a chat with a manager
         slash_commands        the commands of a chat, such as /clear (no torch)
         interrupts            Ctrl-C stops an answer and not the program (no torch)
-        answers               texts of several answers while they are generated
+        transcript            an answer as it is printed, with its thoughts (no torch)
         terminal_view         a chat on a terminal
         piped_view            a chat through pipes
         session               asks and answers until the end

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from tokenizers import Tokenizer
 
@@ -19,11 +19,16 @@ class OutputTexts:
     """Creates a `StoppedText` for each output of requests that are submitted with `stop`.
 
     `tokenizer` is a tokenizer, or a checkpoint folder that has a tokenizer. If it is None,
-    `stop` is refused.
+    `stop` is refused. `special_texts` are those of `TextStream`.
     """
 
-    def __init__(self, tokenizer: Tokenizer | str | os.PathLike[str] | None) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer | str | os.PathLike[str] | None,
+        special_texts: Mapping[int, str] | None = None,
+    ) -> None:
         self._tokenizer = tokenizer
+        self._special_texts = special_texts
 
     def load(self) -> Tokenizer:
         """Return the tokenizer, which is read at the first call.
@@ -45,5 +50,5 @@ class OutputTexts:
         """
         if stop is None:
             return None
-        stops, tokenizer = checked_stops(stop), self.load()
-        return lambda: StoppedText(tokenizer, prompt_of(request).tolist(), stops)
+        stops, tokenizer, special = checked_stops(stop), self.load(), self._special_texts
+        return lambda: StoppedText(tokenizer, prompt_of(request).tolist(), stops, special)

@@ -1,7 +1,6 @@
 """`RequestQueue`: three of the four callbacks as a thread-safe bounded queue with futures.
 
-The queue decides which request is fetched next, and which handle gets a response. The manager
-checks the requests.
+The queue decides which request is fetched next, and which handle gets a response.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ import logging
 import os
 import queue
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, cast
 
 from tokenizers import Tokenizer
@@ -53,8 +52,8 @@ class RequestQueue:
     limit. Requests with a higher priority are fetched first; requests of equal priority are fetched
     in the order of arrival. `default_end_id` (an id or several, see `TokenDefaults`) and
     `default_pad_id` are for requests that do not set these ids. Set `exclude_input_in_output` as in
-    the manager's `OptionalParams`. `tokenizer` decodes the output of requests with `stop`. It is a
-    tokenizer, or a checkpoint folder, which is read at the first request with `stop`.
+    the manager's `OptionalParams`. `tokenizer` and `special_texts` (see `TextStream`) decode the
+    output of requests with `stop`; a checkpoint folder is read at the first such request.
     """
 
     def __init__(
@@ -67,6 +66,7 @@ class RequestQueue:
         default_pad_id: int | None = None,
         exclude_input_in_output: bool = False,
         tokenizer: Tokenizer | str | os.PathLike[str] | None = None,
+        special_texts: Mapping[int, str] | None = None,
     ) -> None:
         limits = {
             "max_pending": max_pending,
@@ -75,7 +75,7 @@ class RequestQueue:
         }
         self._defaults = TokenDefaults(ids_of(default_end_id), default_pad_id)
         self._exclude_input = exclude_input_in_output
-        self._texts = OutputTexts(tokenizer)
+        self._texts = OutputTexts(tokenizer, special_texts)
         self._wakeups = AsyncWakeups()
         # guards all fields below; reentrant, because a signal handler may take it again
         self._lock = threading.RLock()

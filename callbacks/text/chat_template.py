@@ -70,12 +70,14 @@ class ChatTemplate:
         messages: Sequence[Mapping[str, Any]],
         tools: Sequence[Mapping[str, Any]] | None = None,
         add_generation_prompt: bool = True,
+        variables: Mapping[str, Any] | None = None,
     ) -> list[int]:
         """Return the token ids of a prompt.
 
-        Text in `messages` and `tools` never becomes a control token. Raise InvalidRequestError for
-        messages that the template refuses, or cannot render within the limits of time and memory,
-        CapacityError if the template's process cannot be started, and ValueError after `close`.
+        `variables` are further variables of the template, such as `enable_thinking`. Text in the
+        arguments never becomes a control token. Raise InvalidRequestError for messages that the
+        template refuses, or cannot render within the limits of time and memory, CapacityError if
+        the template's process cannot be started, and ValueError after `close`.
         """
         template = pick(self._templates, has_tools=tools is not None)
         given = {
@@ -86,6 +88,7 @@ class ChatTemplate:
                 "tools": self._control_tokens.marked(tools),
                 "documents": None,
                 "add_generation_prompt": add_generation_prompt,
+                **self._control_tokens.marked(dict(variables or {})),
             },
         }
         lock, process = self._own.get()

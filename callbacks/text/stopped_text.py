@@ -6,7 +6,7 @@ begin and end within tokens. Only a suffix that may begin a stop string is held 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from tokenizers import Tokenizer
 
@@ -20,12 +20,19 @@ class StoppedText:
     Stop strings are searched for in the output only, not in the prompt. The stop string that is
     complete first ends the output. If several are complete at the same character, the longest one
     ends the output. The result does not depend on how the text is split into tokens and pieces.
+    `special_texts` are those of `TextStream`.
     """
 
-    def __init__(self, tokenizer: Tokenizer, prompt_ids: Sequence[int], stops: Sequence[str]):
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        prompt_ids: Sequence[int],
+        stops: Sequence[str],
+        special_texts: Mapping[int, str] | None = None,
+    ) -> None:
         self.is_stopped = False
         self.pieces: list[str] = []  # the released text
-        self._stream = TextStream(tokenizer, prompt_ids)
+        self._stream = TextStream(tokenizer, prompt_ids, special_texts=special_texts)
         self._stops = StopStrings(stops)
         self._held = ""  # text that may begin a stop string
         self._num_released = 0  # characters

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 from tokenizers import Tokenizer
@@ -21,7 +21,8 @@ class TextStream:
 
     A token may be a part of a character (byte-level tokens, byte fallback). The character is held
     back until it is complete, or until `flush`. If `prompt_ids` are given, the text continues the
-    prompt, so a leading space is neither lost nor doubled.
+    prompt, so a leading space is neither lost nor doubled. `special_texts` maps the ids of special
+    tokens to their texts: these tokens stay in the text in spite of `skip_special_tokens`.
 
         stream = TextStream(tokenizer, prompt_ids)
         for token in generation:
@@ -35,9 +36,11 @@ class TextStream:
         prompt_ids: Sequence[int] = (),
         *,
         skip_special_tokens: bool = True,
+        special_texts: Mapping[int, str] | None = None,
     ) -> None:
         self._tokenizer = tokenizer
         self._skip_special_tokens = skip_special_tokens
+        self._special_texts = special_texts if skip_special_tokens and special_texts else {}
         # the tokens of the text returned last, then the held-back tokens; all are decoded together
         size = self._size_of_last_character(prompt_ids) or _CONTEXT
         self._window = list(prompt_ids[-size:])
@@ -46,7 +49,15 @@ class TextStream:
 
     def push(self, tokens: int | Iterable[int]) -> str:
         """Add tokens; return the text that is now complete, which may be ""."""
-        self._window.extend([int(tokens)] if isinstance(tokens, (int, np.integer)) else tokens)
+        new = [int(tokens)] if isinstance(tokens, (int, np.integer)) else tokens
+        return "".join(map(self._next, new)) if self._special_texts else self._push(new)
+
+    def _next(self, token: int) -> str:
+        special = self._special_texts.get(token)
+        return self._push([token]) if special is None else self.flush() + special
+
+    def _push(self, tokens: Iterable[int]) -> str:
+        self._window.extend(tokens)
         text = self._held_text()
         if not text or text.endswith(_REPLACEMENT):
             complete = text.rstrip(_REPLACEMENT)

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from pseudo_terminal import CTRL_C, CTRL_D, ENTER, PASTE, pseudo_terminal
 from rich.console import Console
+from rich.text import Text
 from safetensors import safe_open
 from text_checkpoint import save_text_checkpoint
 
@@ -22,7 +23,10 @@ from gptmanager.commands.chat.piped_view import PipedView
 from gptmanager.commands.chat.terminal_view import _columns
 
 TINY_LLAMA = Path(__file__).resolve().parents[2] / "examples" / "tiny_llama"
-TEMPLATE = "{% for message in messages %}{{ message.content }}\n{% endfor %}"
+TEMPLATE = (
+    "{% for message in messages %}{{ message.content }}\n{% endfor %}"
+    "{% if messages[-1].content == 'think' %}<think>{# </think> #}{% endif %}"
+)
 GREEDY = ("--temperature", "0")
 
 
@@ -302,6 +306,13 @@ def test_an_interrupt_stops_an_answer_and_not_the_chat(endless):
         terminal.press(CTRL_C)
         terminal.wait_for("stopped\n>>> ")
 
+        # And a thought is stopped like an answer
+        terminal.enter("think")
+        terminal.wait_for("think\nthinking\n[^\n]")
+        terminal.press(CTRL_C)
+        told = "stopped before the answer: the message is not part of the conversation"
+        terminal.wait_for(f"\n{told}\n>>> ")
+
         # And two in a row end the chat where no answer is generated
         terminal.interrupt_prompt()
         terminal.wait_for("ends the chat\n>>> ")
@@ -319,7 +330,7 @@ def test_an_interrupt_after_an_answer_is_that_of_the_chat():
 
 def test_answers_share_the_width_of_the_terminal():
     file = io.StringIO()
-    Console(file=file, width=40).print(_columns(["a" * 18, "b" * 19], 40, 24))
+    Console(file=file, width=40).print(_columns([Text("a" * 18), Text("b" * 19)], 40, 24))
     assert file.getvalue().split() == ["a" * 18, "b" * 18, "b"]
 
 

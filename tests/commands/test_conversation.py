@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from gptmanager.commands.chat.conversation import Conversation
+from gptmanager.commands.chat.conversation import Answer, Conversation
 from gptmanager.commands.chat.message_lines import Entry, read_message
 from gptmanager.commands.chat.slash_commands import EndOfChat, run_command
 from gptmanager.errors import ConfigError
@@ -21,8 +21,8 @@ def test_a_question_is_part_of_the_chat_once_it_is_answered():
         {"role": "user", "content": "one?"},
     ]
     assert said(chat) == [("system", "Be brief.")] and chat.last_question is None
-    chat.add("one?", ["1"])
-    chat.add("two?", ["2", "zwei"])
+    chat.add("one?", [Answer("1")])
+    chat.add("two?", [Answer("2"), Answer("zwei")])
     assert said(chat)[1:] == [
         ("user", "one?"), ("assistant", "1"), ("user", "two?"), ("assistant", "2"),
     ]  # fmt: skip
@@ -31,17 +31,26 @@ def test_a_question_is_part_of_the_chat_once_it_is_answered():
 
 def test_a_question_may_be_asked_again():
     chat = Conversation()
-    chat.add("one?", ["1"])
-    chat.add("two?", ["3"])
+    chat.add("one?", [Answer("1")])
+    chat.add("two?", [Answer("3")])
     asked = chat.asking("two?", again=True)
     assert [message["content"] for message in asked] == ["one?", "1", "two?"]
     assert len(chat.messages) == 4  # until there are answers
-    chat.add("two?", ["2", "zwei"], again=True)
+    chat.add("two?", [Answer("2"), Answer("zwei")], again=True)
     assert [content for _, content in said(chat)] == ["one?", "1", "two?", "2"]
     chat.pick(2)
     assert [content for _, content in said(chat)] == ["one?", "1", "two?", "zwei"]
     chat.pick(1)
     assert said(chat)[-1] == ("assistant", "2")
+
+
+def test_the_thoughts_of_an_answer_are_a_field_of_its_message():
+    chat = Conversation()
+    chat.add("one?", [Answer("1", "easy"), Answer("eins")])
+    message = {"role": "assistant", "content": "1", "reasoning_content": "easy"}
+    assert chat.messages[-1] == message
+    chat.pick(2)
+    assert chat.messages[-1] == {"role": "assistant", "content": "eins"}
 
 
 def test_only_answers_to_the_last_question_can_be_chosen():
@@ -50,7 +59,7 @@ def test_only_answers_to_the_last_question_can_be_chosen():
         ConfigError, match="^no question has been answered yet: ask a question first$"
     ):
         chat.pick(1)
-    chat.add("one?", ["1"])
+    chat.add("one?", [Answer("1")])
     with pytest.raises(ConfigError, match="^the number of the answer must be 1 to 1, got 2$"):
         chat.pick(2)
 
@@ -89,7 +98,7 @@ def test_commands_change_the_conversation(tmp_path):
     assert run_command(chat, "/system") == "no system prompt is set"
     assert run_command(chat, "/system  Be brief. ") == "the system prompt is set"
     assert run_command(chat, "/system") == "Be brief."
-    chat.add("one?", ["1", "eins"])
+    chat.add("one?", [Answer("1"), Answer("eins")])
     assert run_command(chat, "/pick 2") == "answer 2 continues"
     file = tmp_path / "chat of today.json"
     assert run_command(chat, f"/save {file}") == f"3 messages are in {file}"

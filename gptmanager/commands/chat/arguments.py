@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +25,11 @@ Enter sends a message. A line that ends with a backslash continues on the next o
 quotation marks (\"\"\") begin and end a message of several lines. Ctrl-C stops an answer, Ctrl-D
 ends the chat, and /help lists the commands.
 
+A model that thinks before it answers shows its thoughts dimmed, between the lines `thinking` and
+`answer`.
+
 If the standard input or output is not a terminal, messages and commands are read in the same way,
-and the standard output has the answers only.
+and the standard output has the answers only, without thoughts.
 """
 _SAMPLING = """\
 The defaults come from the checkpoint's generation_config.json. If it has no sampling fields, they
@@ -65,6 +69,13 @@ def add_command(commands: Any) -> None:
     add("--max-new-tokens", type=positive, default=1024, metavar="N", help=text)
     text = "a text that ends an answer; may be repeated"
     add("--stop", type=nonempty_text, action="append", default=[], metavar="TEXT", help=text)
+    add = parser.add_argument_group("thoughts").add_argument
+    text = "show or hide the model's thoughts (default: show on a terminal, hide through pipes)"
+    add("--thoughts", choices=("show", "hide"), help=text)
+    text = "whether the model thinks, if its chat template has this choice"
+    add("--enable-thinking", action=argparse.BooleanOptionalAction, help=text)
+    text = "how much the model thinks, if its chat template has this choice: low, high, ..."
+    add("--reasoning-effort", type=nonempty_text, metavar="LEVEL", help=text)
     add = parser.add_argument_group("sampling", _SAMPLING).add_argument
     add("--temperature", type=temperature, metavar="X", help="0: always the most likely token")
     text = "sample from the N most likely tokens only; 0: from all"

@@ -13,7 +13,15 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from gptmanager.callbacks import ChatTemplate, Generation, RequestQueue, broadcast, load_tokenizer
+from tokenizers import Tokenizer
+
+from gptmanager.callbacks import ChatTemplate, RequestQueue, broadcast, load_tokenizer
+from gptmanager.callbacks.answers.reasoning import (
+    AnswerStart,
+    Reasoning,
+    reasoning_of,
+    special_tags,
+)
 from gptmanager.callbacks.longest_request import longest_request
 from gptmanager.callbacks.text.checkpoint import (
     read_tokenizer_config,
@@ -21,7 +29,12 @@ from gptmanager.callbacks.text.checkpoint import (
     special_tokens_of,
 )
 from gptmanager.callbacks.text.stop_strings import checked_stops
-from gptmanager.callbacks.text.template_process import read_chat_templates, read_template_file
+from gptmanager.callbacks.text.template_process import (
+    pick,
+    read_chat_templates,
+    read_template_file,
+)
+from gptmanager.commands.chat.answers import Answers
 from gptmanager.config import ModelType
 from gptmanager.errors import CapacityError, ConfigError, InvalidRequestError, quoted_path
 from gptmanager.manager.gpt_manager import GptManager
@@ -39,10 +52,16 @@ _SAMPLING = {
     "min_p": "runtime_min_p",
     "repetition_penalty": "repetition_penalty",
 }
+_VARIABLES = ("enable_thinking", "reasoning_effort")  # options that are variables of templates
+_END = 64  # tokens at the end of a prompt in which a tag of thoughts is looked for
 
 
 class ChatModel:
-    """A model with its chat template. `context_size`: the most tokens of a prompt plus answer."""
+    """A model with its chat template. `context_size`: the most tokens of a prompt plus answer.
+
+    `reasoning` is the format of the model's thoughts. `variables` are passed to the template.
+    `tokenizer` decodes the end of a prompt, which may begin or end a thought.
+    """
 
     def __init__(
         self,
@@ -51,12 +70,18 @@ class ChatModel:
         context_size: int,
         max_new_tokens: int,
         request_options: Mapping[str, Any],
+        reasoning: Reasoning = Reasoning.NONE,
+        variables: Mapping[str, Any] | None = None,
+        tokenizer: Tokenizer | None = None,
     ) -> None:
         self.context_size = context_size
         self._queue = queue
         self._template = template
         self._max_new_tokens = max_new_tokens
         self._request_options = request_options
+        self._reasoning = reasoning
+        self._variables = variables
+        self._tokenizer = tokenizer
 
     @property
     def samples(self) -> bool:
@@ -65,13 +90,13 @@ class ChatModel:
         is_greedy = options.get("runtime_top_k") == 1 or options.get("runtime_top_p") == 0
         return bool(options["temperature"]) and not is_greedy
 
-    def start(self, messages: Sequence[Mapping[str, str]], count: int) -> list[Generation]:
+    def start(self, messages: Sequence[Mapping[str, str]], count: int) -> Answers:
         """Begin `count` answers to the last message, each as a request of its own.
 
         Raises InvalidRequestError if the chat template refuses the messages. Raises CapacityError
         if the messages leave no room for an answer, or if the template's process cannot be started.
         """
-        prompt = self._template.render(messages)
+        prompt = self._template.render(messages, variables=self._variables)
         if not prompt:
             raise InvalidRequestError("the chat template renders these messages as an empty prompt")
         room = self.context_size - len(prompt)
@@ -83,7 +108,15 @@ class ChatModel:
             )
         length = min(room, self._max_new_tokens)
         submit = partial(self._queue.submit, prompt, length, is_streaming=True)
-        return [submit(**self._request_options) for _ in range(count)]
+        start = self._start_of_answer(prompt)
+        parsers = [start.parser(None, None) for _ in range(count)]
+        return Answers([submit(**self._request_options) for _ in range(count)], parsers)
+
+    def _start_of_answer(self, prompt: Sequence[int]) -> AnswerStart:
+        if self._tokenizer is None or self._reasoning is Reasoning.NONE:
+            return AnswerStart()
+        end = self._tokenizer.decode(prompt[-_END:], skip_special_tokens=False)
+        return AnswerStart.of_prompt(self._reasoning, end, None)
 
 
 @contextmanager
@@ -100,12 +133,18 @@ def open_chat_model(options: argparse.Namespace, given: ManagerOptions) -> Itera
     # check the weights only after the template was read.
     open_tensors(path).close()
     templates = _templates(path, options.chat_template)
+    template_text = pick(templates, has_tools=False) or ""
+    variables = _template_variables(options, template_text)
+    reasoning = reasoning_of("auto", template_text)
     tokenizer = load_tokenizer(path)
     special_tokens = special_tokens_of(read_tokenizer_config(path))
     with (
         ChatTemplate(templates, tokenizer, special_tokens) as template,
         RequestQueue.for_checkpoint(
-            path, exclude_input_in_output=True, tokenizer=tokenizer
+            path,
+            exclude_input_in_output=True,
+            tokenizer=tokenizer,
+            special_texts=special_tags(tokenizer, reasoning.tags),
         ) as queue,
     ):
         get: Any = queue.get_inference_requests
@@ -116,7 +155,16 @@ def open_chat_model(options: argparse.Namespace, given: ManagerOptions) -> Itera
         with GptManager(*given_model, get, queue.send_response, poll, None, params) as manager:
             queue.attach(manager)
             size = longest_request(manager, sizes.max_seq_len)
-            yield ChatModel(queue, template, size, options.max_new_tokens, request_options)
+            yield ChatModel(
+                queue,
+                template,
+                size,
+                options.max_new_tokens,
+                request_options,
+                reasoning,
+                variables,
+                tokenizer,
+            )
 
 
 def for_chats(given: ManagerOptions) -> ManagerOptions:
@@ -144,6 +192,19 @@ def _templates(path: Path, file: Path | None) -> dict[str, str]:
             "continue texts with `gptmanager run --prompt`"
         )
     return templates
+
+
+def _template_variables(options: argparse.Namespace, template: str) -> dict[str, Any]:
+    """Return the variables that the options set. Raise ConfigError if the template uses none."""
+    given = {name: getattr(options, name) for name in _VARIABLES}
+    given = {name: value for name, value in given.items() if value is not None}
+    for name in given:
+        if name not in template:
+            raise ConfigError(
+                f"--{name.replace('_', '-')} has no effect, because the chat template has no such "
+                "variable: leave the option out"
+            )
+    return given
 
 
 def _sampling(options: argparse.Namespace) -> dict[str, Any]:

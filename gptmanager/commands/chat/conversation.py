@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import orjson
 
@@ -16,13 +17,25 @@ from gptmanager.errors import ConfigError, quoted
 Message = dict[str, str]
 
 
+class Answer(NamedTuple):
+    """An answer of the model, and its thoughts before it."""
+
+    content: str
+    thoughts: str = ""
+
+    @property
+    def message(self) -> Message:
+        more = {"reasoning_content": self.thoughts} if self.thoughts else {}
+        return _message("assistant", self.content) | more
+
+
 class Conversation:
     """Questions, each with its answer, after an optional system prompt."""
 
     def __init__(self, system: str | None = None) -> None:
         self.system = system
         self._messages: list[Message] = []
-        self._answers: list[str] = []  # to the last question; one of them is in the messages
+        self._answers: list[Answer] = []  # to the last question; one of them is in the messages
         self._written: set[Path] = set()
 
     @property
@@ -44,12 +57,12 @@ class Conversation:
         messages = self.messages[:-2] if again else self.messages
         return [*messages, _message("user", question)]
 
-    def add(self, question: str, answers: Sequence[str], *, again: bool = False) -> None:
+    def add(self, question: str, answers: Sequence[Answer], *, again: bool = False) -> None:
         """Add a question with its answers. The chat continues with the first answer."""
         if again:
             del self._messages[-2:]
         self._answers = [*answers]
-        self._messages += [_message("user", question), _message("assistant", answers[0])]
+        self._messages += [_message("user", question), answers[0].message]
 
     def pick(self, number: int) -> None:
         """Continue the chat with one of the answers to the last question; `number` 1 is the first.
@@ -63,7 +76,7 @@ class Conversation:
                 if count
                 else "no question has been answered yet: ask a question first"
             )
-        self._messages[-1] = _message("assistant", self._answers[number - 1])
+        self._messages[-1] = self._answers[number - 1].message
 
     def clear(self) -> None:
         """Remove all messages but the system prompt."""

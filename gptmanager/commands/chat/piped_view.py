@@ -6,6 +6,7 @@ import sys
 
 from gptmanager.commands.chat.answers import Answers
 from gptmanager.commands.chat.message_lines import Entry, read_message
+from gptmanager.commands.chat.transcript import Transcript
 from gptmanager.errors import ConfigError
 from gptmanager.terminal.printable import printable_text
 from gptmanager.terminal.streams import print_message, print_output
@@ -14,12 +15,13 @@ from gptmanager.terminal.streams import print_message, print_output
 class PipedView:
     """Reads messages from the standard input, and prints answers on the standard output.
 
-    Errors and the results of commands are printed on the standard error output. Raises ConfigError
-    if the standard input is closed.
+    With `shows_thoughts`, the answers have the model's thoughts. Errors and the results of commands
+    are printed on the standard error output. Raises ConfigError if the standard input is closed.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, shows_thoughts: bool = False) -> None:
         self.exit_status = 0
+        self._shows_thoughts = shows_thoughts
         if sys.stdin is None:  # `<&-`
             raise ConfigError("the standard input is closed, so no messages can be read")
         self._lines = sys.stdin.buffer
@@ -35,15 +37,15 @@ class PipedView:
 
     def show(self, answers: Answers) -> None:
         """Print a single answer while it is generated, several answers when all have ended."""
-        text = ""
+        transcripts = [Transcript(self._shows_thoughts) for _ in range(len(answers))]
         for new in answers:
-            if len(new) == 1:
-                self._print(new[0])
-            text = answers.texts[0]
-        if len(answers.texts) > 1:
-            text = "\n".join(answers.texts)
-            self._print(text)
-        print_output(end="" if text.endswith("\n") else "\n")
+            for transcript, parts in zip(transcripts, new, strict=True):
+                pieces = transcript.push(parts)
+                if len(answers) == 1:
+                    self._print("".join(piece.text for piece in pieces))
+        if len(answers) > 1:
+            self._print("\n".join(transcript.text for transcript in transcripts))
+        print_output(end="" if transcripts[-1].ends_line else "\n")
 
     def note(self, text: str) -> None:
         print_message(text)

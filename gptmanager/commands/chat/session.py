@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Sequence
 from typing import Protocol
 
 from gptmanager.callbacks import GenerationResult
 from gptmanager.commands.chat.answers import Answers
 from gptmanager.commands.chat.chat_model import ChatModel, for_chats, open_chat_model
-from gptmanager.commands.chat.conversation import Conversation
+from gptmanager.commands.chat.conversation import Answer, Conversation
 from gptmanager.commands.chat.message_lines import Entry
 from gptmanager.commands.chat.piped_view import PipedView
 from gptmanager.commands.chat.slash_commands import EndOfChat, run_command
@@ -48,7 +49,9 @@ def converse(options: argparse.Namespace) -> int:
         follow(options.model, given.params, given.scheduler, given.model_type)
         return 0
     is_terminal = sys.stdin is not None and sys.stdin.isatty() and sys.stdout.isatty()
-    view: View = TerminalView(options.region) if is_terminal else PipedView()
+    thoughts = options.thoughts or ("show" if is_terminal else "hide")
+    shows = thoughts == "show"
+    view: View = TerminalView(options.region, shows) if is_terminal else PipedView(shows)
     given.params.on_progress = ProgressBars(options.region, notes=NOTES).update
     with open_chat_model(options, given) as model:
         options.region.clear()
@@ -98,19 +101,31 @@ class Session:
 
     def _ask(self, question: str, count: int, *, again: bool = False) -> None:
         messages = self._conversation.asking(question, again=again)
-        generations = self._model.start(messages, count)
-        self._view.show(Answers(generations))
-        results = [generation.result() for generation in generations]
-        answers = [result.texts[0] for result in results]
-        if not any(answers):
-            self._view.report("the answer is empty: the message is not part of the conversation")
+        answers = self._model.start(messages, count)
+        self._view.show(answers)
+        results = answers.results()
+        if not any(answer.content for answer in answers.so_far):
+            self._report_none(answers.so_far, results)
             return
-        self._conversation.add(question, answers, again=again)
+        self._conversation.add(question, answers.so_far, again=again)
         for number, result in enumerate(results, 1):
             name = f"answer {number}: " if count > 1 else ""
             self._view.report(name + self._report(result))
         if count > 1:
             self._view.report("answer 1 continues; /pick 2 chooses the other")
+
+    def _report_none(self, answers: Sequence[Answer], results: Sequence[GenerationResult]) -> None:
+        """Say that no answer has content, so that the message is not part of the conversation."""
+        end = "the message is not part of the conversation"
+        has_thoughts = any(answer.thoughts for answer in answers)
+        if not has_thoughts:
+            self._view.report(f"the answer is empty: {end}")
+        elif results[0].finish_reasons[0] is FinishReason.CANCELLED:
+            self._view.report(f"stopped before the answer: {end}")
+        else:
+            self._view.error(
+                f"the answer has thoughts only: {end}; --max-new-tokens allows longer answers"
+            )
 
     def _report(self, result: GenerationResult) -> str:
         """Return a line about an answer: its tokens, its speed, the context, and why it ended."""

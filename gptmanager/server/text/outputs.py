@@ -63,8 +63,8 @@ class Output:
 
     `offset` is the number of characters of the echoed prompt, which precedes this text in the
     answer. With `lists_end`, the log probability of the token that ended the output is also listed.
-    `special_texts` maps the ids of special tokens to their texts: these tokens stay in the text in
-    spite of `skip_special_tokens`. Without a tokenizer, texts are empty.
+    `skip_special_tokens` and `special_texts` are those of `TextStream`. Without a tokenizer, texts
+    are empty.
     """
 
     def __init__(
@@ -88,9 +88,11 @@ class Output:
         self._lists_end = lists_end
         self._stops = StopStrings(ends.stops)
         self._stream = tokenizer and TextStream(
-            tokenizer, prompt, skip_special_tokens=skip_special_tokens
+            tokenizer,
+            prompt,
+            skip_special_tokens=skip_special_tokens,
+            special_texts=special_texts,
         )
-        self._special_texts = special_texts if skip_special_tokens and special_texts else {}
         self._log_probs: list[TokenLogProb] = []
         self._is_cut = False
         # The numbers of items that `take` has returned.
@@ -114,7 +116,7 @@ class Output:
             else:
                 if log_probs:
                     self._list(log_probs[index])
-                self._read(self._text_of(token), may_end)
+                self._read("" if self._stream is None else self._stream.push(token), may_end)
                 if may_end and token in self._ends.stop_ids and self.finish_reason is None:
                     self._end("stop", token)
 
@@ -151,13 +153,6 @@ class Output:
 
     def _starts_before(self, end: int, index: int) -> bool:
         return self._log_probs[index].start - self._offset < end
-
-    def _text_of(self, token: int) -> str:
-        """Decode a token, and return the text that the token completes."""
-        if self._stream is None:
-            return ""
-        special = self._special_texts.get(token)
-        return self._stream.push(token) if special is None else self._stream.flush() + special
 
     def _read(self, text: str, may_end: bool) -> None:
         self.text += text
