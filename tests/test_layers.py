@@ -273,10 +273,15 @@ models/                       decoder networks, and the table of families
     converted_tensors         tensors of a checkpoint with matrices in 8 or 4 bits
     quantized/                quantized safetensors checkpoints, read as floats
         mlx_options           the options of modules that MLX has quantized, from a config
+        scheme_fields         how a checkpoint is quantized, and checks of the fields that say so
+        integer_schemes       the schemes of GPTQ, AWQ and AutoRound
+        vendor_schemes        the schemes of ModelOpt and Quark
         scheme                how a checkpoint is quantized, from its config
         matrices              quantized matrices, which return their rows as stored or as floats
         codebooks             matrices of bitsandbytes in 4 bits, checked
         mlx                   matrices that MLX has quantized, checked
+        modelopt              matrices that only ModelOpt writes
+        given_tensors         finds the tensors of a quantized matrix, and checks them
         formats               finds the quantized matrices among a checkpoint's tensors
         source                the tensors of a quantized checkpoint, as if they were floats
     other_layouts             tensors of MLX or transformers 5 in the layout of their family

@@ -7,10 +7,9 @@ read.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import NoReturn
 
 import torch
 from torch import Tensor
@@ -21,6 +20,7 @@ from gptmanager.kernels.gemm.panels.word_loops import AWQ_ORDER
 from gptmanager.memory.safetensors_reader import FLOATS
 from gptmanager.memory.tensor_sources import TensorInfo, tensor_name
 from gptmanager.models.quantized.codebooks import codebook_matrix
+from gptmanager.models.quantized.given_tensors import SCALES, GivenTensors, ceil_div
 from gptmanager.models.quantized.matrices import (
     ExpertBlocks,
     Float4Matrix,
@@ -32,11 +32,11 @@ from gptmanager.models.quantized.matrices import (
     StoredMatrix,
 )
 from gptmanager.models.quantized.mlx import mlx_matrix
-from gptmanager.models.quantized.scheme import Block, Scheme
+from gptmanager.models.quantized.modelopt import InputScaledMatrix, RowPairs
+from gptmanager.models.quantized.scheme_fields import Scheme
 
 _FLOAT8, _CT = "float8_e4m3fn", "compressed-tensors"
-_WITH_INT8 = (_CT, "quark")  # methods with 8-bit integers in `weight`
-_SCALES = {*FLOATS.values(), _FLOAT8, "float8_e8m0fnu", "uint8"}
+_WITH_INT8 = (_CT, "modelopt", "quark")  # methods with 8-bit integers in `weight`
 _POWERS = ("uint8", "float8_e8m0fnu")  # dtypes of scales that are powers of two
 _ZEROS = {*FLOATS.values(), _FLOAT8, "int8"}
 # Endings of ignored tensors. Most are scales and zeros of activations, which gptmanager quantizes
@@ -53,14 +53,16 @@ _IGNORED = (
     ".q_scale",
     "_proj_input_scale",
 )
+# Endings of scales of the KV cache, and of numbers that are subtracted before it is quantized.
+_CACHE_SCALES, _CACHE_BIASES = (".k_scale", ".v_scale"), (".k_bias", ".v_bias")
 _INT8_FACTOR = 7.874015718698502e-3  # bitsandbytes' 1 / 127
-_NVFP4, _MXFP4 = 16, 32  # number of columns that share a scale
+_NVFP4, _MXFP4 = (16, 32), 32  # numbers of columns that may share a scale
 
 
 _Describe = Callable[[str, TensorInfo], StoredMatrix | ExpertBlocks | None]
 
 
-class MatrixFinder:
+class MatrixFinder(GivenTensors):
     """Describes the quantized matrices of a checkpoint.
 
     `matrices`: name of the weight -> its description. `used`: the names of all tensors of these
@@ -69,14 +71,18 @@ class MatrixFinder:
     """
 
     def __init__(self, scheme: Scheme, given: Mapping[str, TensorInfo], read: Read) -> None:
-        self._scheme, self._given, self._read = scheme, given, read
+        super().__init__(given, read)
+        self._scheme = scheme
         self.matrices: dict[str, StoredMatrix | ExpertBlocks] = {}
-        self.used = {name for name in given if name.endswith(_IGNORED)}
+        self.used |= {name for name in given if name.endswith((*_IGNORED, *_CACHE_BIASES))}
+        # our KV cache of 8 bits has no biases
+        if not scheme.cache_scales or any(name.endswith(_CACHE_BIASES) for name in given):
+            self.used |= {name for name in given if name.endswith(_CACHE_SCALES)}
         endings: Mapping[str, Sequence[tuple[str, _Describe]]] = {
             "compressed-tensors": ((".weight_packed", self._packed), (".weight", self._scaled)),
             "fp8": ((".weight", self._scaled), ("_proj", self._scaled_experts)),
-            "modelopt": ((".weight", self._scaled_or_float4), ("_proj", self._scaled_experts)),
-            "quark": ((".weight", self._scaled_or_float4),),
+            "modelopt": ((".weight", self._scaled_or_pairs), ("_proj", self._scaled_experts)),
+            "quark": ((".weight", self._scaled_or_pairs),),
             "mxfp4": (("_blocks", self._experts),),
             "gptq": ((".qweight", self._gptq),),
             "awq": ((".qweight", self._awq),),
@@ -95,84 +101,6 @@ class MatrixFinder:
                         )
                     self.matrices[own] = matrix
                     self.used.add(name)
-
-    def _take(
-        self, name: str, dtypes: str | Collection[str], *shapes: tuple[int, ...]
-    ) -> TensorInfo:
-        """Return the info of a tensor, and add its name to `used`.
-
-        Raises ConfigError if the tensor is missing, or has another dtype or shape.
-        """
-        info = self._given.get(name)
-        if info is None:
-            self._missing(name)
-        allowed = {dtypes} if isinstance(dtypes, str) else dtypes
-        if info.dtype not in allowed or (shapes and info.shape not in shapes):
-            wanted = " or ".join(map(str, map(list, shapes)))
-            raise ConfigError(
-                f"tensor {tensor_name(name)} is {info.dtype} {list(info.shape)}: it must be "
-                f"{' or '.join(sorted(allowed))} {wanted}".rstrip()
-            )
-        self.used.add(name)
-        return info
-
-    def _missing(self, name: str) -> NoReturn:
-        raise ConfigError(f"tensor {tensor_name(name)} is missing: a quantized matrix needs it")
-
-    def _matrix_shape(self, name: str, info: TensorInfo, dtype: str = "") -> tuple[int, int]:
-        """Return the shape of a tensor. Raises ConfigError if it is not a matrix of `dtype`."""
-        if len(info.shape) != 2 or 0 in info.shape or (dtype and info.dtype != dtype):
-            raise ConfigError(
-                f"tensor {tensor_name(name)} is {info.dtype} {list(info.shape)}: it must be "
-                f"{dtype or info.dtype} [rows, columns]"
-            )
-        rows, columns = info.shape
-        return rows, columns
-
-    def _grid(
-        self,
-        name: str,
-        shape: tuple[int, int],
-        blocks: Sequence[Block],
-        bits: int = 0,
-        dtypes: Collection[str] = _SCALES,
-    ) -> Grid:
-        """Return the tensor `name`, `[blocks of rows, blocks of columns]`, as a grid over a matrix.
-
-        `shape`: the shape of the matrix. `blocks`: the allowed block sizes (rows, columns), in
-        addition to whole rows and the whole matrix. `bits`: see `Grid`. Raises ConfigError for a
-        tensor that does not fit.
-        """
-        info = self._take(name, "int32" if bits else dtypes)
-        return self._fitted(name, info.shape, shape, blocks, bits)
-
-    def _fitted(
-        self,
-        name: str,
-        stored: tuple[int, ...],
-        shape: tuple[int, ...],
-        blocks: Sequence[Block],
-        bits: int = 0,
-    ) -> Grid:
-        """Return the grid of a tensor of the shape `stored`; see `_grid`."""
-        rows, columns = shape
-        given = stored if len(stored) > 1 else (*stored, 1, 1)[:2]
-        if len(stored) == 4 and stored[1::2] == (1, 1):  # as ModelOpt writes scales of blocks
-            given = stored[::2]
-        fitting = {
-            (min(height, rows), min(width, columns))
-            for height, width in [(rows, columns), (1, columns), *blocks]
-            if given
-            == (_ceil(_ceil(rows * bits, 32) if bits else rows, height), _ceil(columns, width))
-        }
-        if len(fitting) != 1 or (bits and len(stored) != 2):
-            raise ConfigError(
-                f"tensor {tensor_name(name)} has shape {list(stored)}: it must have a number "
-                f"for each block of a matrix of {list(shape)}; a block is a row, the whole matrix, "
-                f"or one of these (rows, columns): {[*blocks]}"
-            )
-        [(height, width)] = fitting
-        return Grid(name, stored, height, width, bits=bits)
 
     def _scaled(self, name: str, info: TensorInfo) -> StoredMatrix | None:
         """Describe an 8-bit matrix with scales in a tensor; None for a matrix of floats."""
@@ -197,7 +125,7 @@ class MatrixFinder:
             return None
         endings = ("_scale_inv", "_weight_scale", "_scale")
         own = name + next((it for it in endings if name + it in self._given), endings[0])
-        found = self._take(own, _SCALES)
+        found = self._take(own, SCALES)
         count, shape, blocks = info.shape[0], info.shape[1:], self._scheme.blocks
         if found.shape in ((), (1,)):
             return ScaledExperts(name, info.shape, Grid(own, found.shape, *shape), is_shared=True)
@@ -211,18 +139,29 @@ class MatrixFinder:
         grid = self._fitted(own, found.shape[1:], shape, [*blocks, *column])
         return ScaledExperts(name, info.shape, grid)
 
-    def _scaled_or_float4(self, name: str, info: TensorInfo) -> StoredMatrix | None:
-        """Describe a matrix of 8-bit numbers, NVFP4 or MXFP4; None for a matrix of floats."""
-        if info.dtype != "uint8":
-            return self._scaled(name, info)
-        rows, half = self._matrix_shape(name, info)
-        own = self._given.get(f"{name}_scale")
-        if own is not None and own.dtype in _POWERS:
-            shape = rows, 2 * half
+    def _scaled_or_pairs(self, name: str, info: TensorInfo) -> StoredMatrix | None:
+        """Describe a matrix of 8-bit numbers, or of 4-bit ones in pairs; None for floats."""
+        matrix = self._pairs(name, info) if info.dtype == "uint8" else self._scaled(name, info)
+        inputs = f"{name.removesuffix('weight')}pre_quant_scale"
+        if matrix is None or inputs not in self._given:
+            return matrix
+        self._take(inputs, {*FLOATS.values()}, matrix.shape[1:])
+        return InputScaledMatrix(matrix, inputs)
+
+    def _pairs(self, name: str, info: TensorInfo) -> StoredMatrix:
+        """Describe a matrix with two numbers in a byte: NVFP4, MXFP4, or integers of ModelOpt."""
+        rows, columns = self._matrix_shape(name, info)
+        own = self._given.get(f"{name}_scale", info)
+        if own.dtype in FLOATS.values() and self._scheme.method == "modelopt":
+            shape, width = (2 * rows, columns), max(1, columns // max(1, *own.shape[1:], 1))
+            self.used.add(f"{name}_scale_2")  # of W4A8: the scale of 8-bit floats on a GPU
+            return RowPairs(name, shape, self._grid(f"{name}_scale", shape, [(1, width)]))
+        shape = rows, 2 * columns
+        if f"{name}_scale" in self._given and own.dtype in _POWERS:
             return Float4Matrix(name, shape, self._grid(f"{name}_scale", shape, [(1, _MXFP4)]))
         self._take(f"{name}_scale_2", "float32", (), (1,))
-        scales = self._grid(f"{name}_scale", (rows, 2 * half), [(1, _NVFP4)])
-        return Float4Matrix(name, (rows, 2 * half), scales, f"{name}_scale_2", is_factor=True)
+        scales = self._grid(f"{name}_scale", shape, [(1, it) for it in _NVFP4])
+        return Float4Matrix(name, shape, scales, f"{name}_scale_2", is_factor=True)
 
     def _packed(self, name: str, info: TensorInfo) -> StoredMatrix:
         """Describe a packed matrix of compressed-tensors: integers, NVFP4 or MXFP4."""
@@ -235,7 +174,7 @@ class MatrixFinder:
             scales = self._grid(f"{base}_scale", shape, [(1, _MXFP4)])
             return Float4Matrix(name, shape, scales)
         self._take(global_scale, "float32", (), (1,))
-        scales = self._grid(f"{base}_scale", shape, [(1, _NVFP4)])
+        scales = self._grid(f"{base}_scale", shape, [(1, _NVFP4[0])])
         return Float4Matrix(name, shape, scales, global_scale)
 
     def _packed_integers(self, base: str, info: TensorInfo) -> StoredMatrix:
@@ -243,7 +182,7 @@ class MatrixFinder:
         rows, words = self._matrix_shape(name, info, "int32")
         self._take(f"{base}_shape", {"int64", "int32"}, (2,))
         given_rows, columns = self._read(f"{base}_shape").tolist()
-        fitting = [it for it in self._scheme.bits if _ceil(columns * it, 32) == words]
+        fitting = [it for it in self._scheme.bits if ceil_div(columns * it, 32) == words]
         if given_rows != rows or columns < 1 or len(fitting) != 1:
             raise ConfigError(
                 f"tensor {tensor_name(name)} is int32 {list(info.shape)}: it does not fit a matrix "
@@ -300,8 +239,8 @@ class MatrixFinder:
         options: dict[tuple[tuple[int, ...], tuple[int, ...]], set[tuple[int, int]]] = {}
         for bits, (rows, columns) in shapes.items():
             for width in (min(width, columns) for _, width in self._scheme.blocks):
-                groups = _ceil(columns, width)
-                key = (groups, rows), (groups, _ceil(rows * bits, 32))
+                groups = ceil_div(columns, width)
+                key = (groups, rows), (groups, ceil_div(rows * bits, 32))
                 options.setdefault(key, set()).add((bits, width))
         scales = self._take(f"{module}.scales", {*FLOATS.values()}, *{it for it, _ in options})
         fitting = {it for own, it in options if own == scales.shape}
@@ -329,10 +268,10 @@ class MatrixFinder:
         found = self._read(name)
         if self._scheme.method == _CT and (found == -1).any():  # the index is unused
             return None
-        if not ((found >= 0) & (found < _ceil(count, width))).all():
+        if not ((found >= 0) & (found < ceil_div(count, width))).all():
             raise ConfigError(
                 f"tensor {tensor_name(name)} must have numbers of groups, 0 to "
-                f"{_ceil(count, width) - 1}"
+                f"{ceil_div(count, width) - 1}"
             )
         found = found.int()
         in_order = torch.arange(count, dtype=torch.int32) // width
@@ -379,7 +318,3 @@ class MatrixFinder:
 
     def _mlx(self, name: str, info: TensorInfo) -> StoredMatrix | None:
         return mlx_matrix(name, self._scheme.packings, self._given, self._take, self._read)
-
-
-def _ceil(count: int, size: int) -> int:
-    return -(-count // size)

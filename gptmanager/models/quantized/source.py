@@ -17,7 +17,7 @@ from gptmanager.memory.tensor_sources import TensorInfo, TensorSource
 from gptmanager.models.quantized.formats import MatrixFinder
 from gptmanager.models.quantized.matrices import ExpertBlocks, IntegerMatrix, Read, StoredMatrix
 from gptmanager.models.quantized.mlx import MlxMatrix
-from gptmanager.models.quantized.scheme import Scheme
+from gptmanager.models.quantized.scheme_fields import Scheme
 
 _FLOAT_BYTES = 6  # memory per element that becomes a float32: the float and its stored bits
 _CODE_BYTES = 1  # memory per element that stays quantized: at most a byte

@@ -205,9 +205,9 @@ def test_modelopt_may_describe_its_format_in_a_file_of_its_own(tmp_path: Path) -
     assert all(torch.equal(of(ours, key), of(exact, key)) for key in exact.weights)
     assert not is_quantized(convert_checkpoint(tmp_path, tmp_path / "floats"))
     other.write_text(
-        '{"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "NVFP4_AWQ"}}'
+        '{"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "NVFP4_SVD"}}'
     )
-    with pytest.raises(ConfigError, match="quant_algo = 'NVFP4_AWQ': must be one of"):
+    with pytest.raises(ConfigError, match="quant_algo = 'NVFP4_SVD': must be one of"):
         load_model(tmp_path)
 
 

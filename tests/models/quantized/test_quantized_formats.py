@@ -301,6 +301,97 @@ def test_scales_are_those_of_the_definition(name: str) -> None:
     assert torch.equal(found, codes.float() * scales)
 
 
+NIBBLES = PAIRS & 15, PAIRS >> 4  # of two rows
+INT4 = torch.stack([(it ^ 8).to(torch.int8) - 8 for it in NIBBLES], 1).flatten(0, 1)
+GROUPS, INPUTS = torch.rand(320, 3, generator=SEED), torch.rand(48, generator=SEED).half()
+FLOAT4 = FP4[torch.stack(NIBBLES, -1).flatten(1).long()]
+POSITIVE = torch.rand(160, 3, generator=SEED).to(torch.float8_e4m3fn)
+
+
+@pytest.mark.parametrize("inputs", [None, INPUTS])
+@pytest.mark.parametrize(
+    ("algorithm", "tensors", "expected"),
+    [
+        (
+            "W4A16_AWQ",
+            {"weight": PAIRS, "weight_scale": GROUPS},
+            INT4 * GROUPS.repeat_interleave(16, 1),
+        ),
+        (
+            "W4A8_AWQ",  # the second scale is of the products
+            {"weight": PAIRS, "weight_scale": GROUPS[:, :1], "weight_scale_2": ONE},
+            INT4 * GROUPS[:, :1],
+        ),
+        (
+            "W8A8_SQ_PER_CHANNEL",
+            {"weight": INT8[:, :48], "weight_scale": ROWS, "input_scale": ONE},
+            INT8[:, :48] * ROWS[:, None],
+        ),
+        (
+            "W4A8_NVFP4_FP8",
+            {"weight": PAIRS, "weight_scale": POSITIVE, "weight_scale_2": ONE},
+            FLOAT4 * (POSITIVE.float() * 0.5).repeat_interleave(32, 1),
+        ),
+    ],
+)
+def test_modelopt_may_scale_inputs(
+    algorithm: str, tensors: dict[str, Tensor], expected: Tensor, inputs: Tensor | None
+) -> None:
+    """The numbers of ModelOpt 0.47 were compared once."""
+    given = {f"a.{ending}": tensor.contiguous() for ending, tensor in tensors.items()}
+    if inputs is not None:
+        inputs = inputs.repeat(expected.shape[1] // 48)
+        given["a.pre_quant_scale"], expected = inputs, expected * inputs.float()
+    config = {"quantization_config": {**NVIDIA, "quant_algo": algorithm}}
+    source = as_floats(config, StateDict(given))
+    assert [*source.describe()] == ["a.weight"]
+    assert torch.equal(torch.cat([it for _, it in source.pieces("a.weight", 1 << 30)]), expected)
+    part = torch.cat([it for _, it in source.pieces("a.weight", 1, [range(3, 90), range(5, 40)])])
+    assert torch.equal(part, expected[3:90, 5:40])
+    if source.describe()["a.weight"].codes:
+        [(_, codes)] = source.codes("a.weight", 1 << 20, range(5, 38))
+        assert torch.equal(codes.floats(), expected[5:38])
+    if inputs is None:
+        return
+    for wrong, message in (
+        (inputs[:40], r"a.pre_quant_scale is float16 \[40\]: it must be .* \["),
+        (inputs.int(), "a.pre_quant_scale is int32"),
+        (inputs.float() * torch.nan, "a.pre_quant_scale leads to a scale .* NaN"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            source = as_floats(config, StateDict({**given, "a.pre_quant_scale": wrong}))
+            next(source.pieces("a.weight", 1 << 30))
+
+
+def test_pairs_of_modelopt_need_scales_that_fit() -> None:
+    config = {"quantization_config": {**NVIDIA, "quant_algo": "W4A16_AWQ"}}
+    for scales in (GROUPS[:, :0], GROUPS[:160], GROUPS[:, :1].repeat(1, 5), torch.ones(320, 49)):
+        given = {"a.weight": PAIRS, "a.weight_scale": scales.contiguous()}
+        with pytest.raises(
+            ConfigError, match="a.weight_scale has shape .* a number for each block"
+        ):
+            as_floats(config, StateDict(given))
+
+
+@pytest.mark.parametrize(
+    ("cache", "has_scales"),
+    [
+        ({"kv_cache_scheme": {"num_bits": 8, "type": "float"}}, True),
+        ({"kv_cache_quant_algo": "FP8"}, True),
+        ({"kv_cache_scheme": "NVFP4"}, False),
+        ({"kv_cache_scheme": {"num_bits": 4, "type": "float"}}, False),
+    ],
+)
+def test_modelopt_may_quantize_only_the_cache(cache: dict[str, Any], has_scales: bool) -> None:
+    """Scales of a KV cache of 4 bits are too small for one of 8 bits, and biases are left out."""
+    config = {"quantization_config": {"quant_method": "modelopt", "quant_algo": None, **cache}}
+    given = {"a.weight": FP4, "a.k_scale": ONE}
+    found = [*as_floats(config, StateDict(given)).describe()]
+    assert found == (["a.weight", "a.k_scale"] if has_scales else ["a.weight"])
+    biased = {**given, "a.k_bias": FP4, "a.v_bias": FP4}
+    assert [*as_floats(config, StateDict(biased)).describe()] == ["a.weight"]
+
+
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
@@ -315,11 +406,12 @@ def test_scales_are_those_of_the_definition(name: str) -> None:
         (NVIDIA, "quantized_layers = None: must be an object of objects"),
         ({**NVIDIA, "quantized_layers": {"a": 1}}, "quantized_layers = .*: must be an object of"),
         (
-            {**NVIDIA, "quantized_layers": {"a\n" * 500: {"quant_algo": "INT4_AWQ"}}},
-            " = 'INT4_AWQ': must be one of .'FP8', ",
+            {**NVIDIA, "quantized_layers": {"a\n" * 500: {"quant_algo": "MXFP6"}}},
+            " = 'MXFP6': must be one of .'FP8', ",
         ),
         ({**NVIDIA, "quant_algo": ["FP8"]}, r"quant_algo = \['FP8'\]: must be one of .*MIXED"),
-        ({**NVIDIA, "quant_algo": "W8A8_SQ_PER_CHANNEL"}, "= 'W8A8_SQ_PER_CHANNEL': .*; pass the"),
+        ({**NVIDIA, "quant_algo": "NVFP4_SVD"}, "= 'NVFP4_SVD': .*; pass the"),
+        ({**NVIDIA, "quant_algo": None}, "quant_algo = None: must be one of"),
         ({"quant_method": "aqlm"}, "quant_method = 'aqlm': must be one of .*; pass the checkpoint"),
     ],
 )
