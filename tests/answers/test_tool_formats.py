@@ -185,6 +185,33 @@ def test_values_in_tags(values, arguments):
     assert json.loads(calls[0][1]) == arguments
 
 
+@pytest.mark.parametrize("name", ["qwen3_coder", "seed_oss", "minimax_m2", "glm45"])
+def test_tags_within_json_do_not_end_a_value(name):
+    """Unless the JSON does not end; a string that is not JSON ends at its tag."""
+    tags = MADE[name].parser_class.tags
+    ends = "".join((*tags.value_ends, '\\"', "\\n"))
+    for value, found in (
+        (json.dumps([ends, "]"]), [ends, "]"]),
+        (f" {json.dumps([[tags.end], {tags.key: 1}])}", [[tags.end], {tags.key: 1}]),
+        (f"['{tags.end}", "['"),
+        (f'["x{tags.end}', '["x'),
+    ):
+        text = TWO[name].replace("days", "tags", 1)
+        at = text.index("2", text.index("tags"))
+        text = text[:at] + value + text[at + 1 :]
+        content, calls, is_cut = parsed(MADE[name], [text])
+        assert (content, calls, is_cut) == parsed(MADE[name], list(text))
+        assert json.loads(calls[0][1]) == {"city": "Rome", "tags": found}
+        assert content == "Hm." and calls[1:] == CALLS[1:] and not is_cut
+
+
+def test_a_tag_within_json_does_not_end_a_call():
+    look = {"city": "</tool_call>", "days": 2}
+    text = TWO["hermes"].replace(ROME, json.dumps(look))
+    content, calls, _ = parsed(MADE["hermes"], list(text))
+    assert content == "Hm." and json.loads(calls[0][1]) == look and calls[1:] == CALLS[1:]
+
+
 def test_single_surrogates_stay_escaped():
     """A body in UTF-8 cannot have them."""
     for form, text in (

@@ -13,7 +13,7 @@ class ObjectScan:
 
     def __init__(self) -> None:
         self._depth = 0
-        self._is_text = False
+        self.is_text = False  # within a string
         self._is_escaped = False
 
     def take(self, text: str, depth: int = 0) -> int | None:
@@ -27,7 +27,7 @@ class ObjectScan:
         if self._is_escaped and text:
             self._is_escaped, at = False, 1
         while True:
-            found = (_QUOTE if self._is_text else _BREAKS).search(text, at)
+            found = (_QUOTE if self.is_text else _BREAKS).search(text, at)
             if found is None:
                 return None
             at = found.end()
@@ -36,7 +36,7 @@ class ObjectScan:
                     self._is_escaped = True
                 at += 1
             elif found[0] == '"':
-                self._is_text = not self._is_text
+                self.is_text = not self.is_text
             else:
                 self._depth += 1 if found[0] in "{[" else -1
                 if self._depth == depth and found[0] in "}]":

@@ -39,7 +39,7 @@ from gptmanager.callbacks.answers.parsing.call_parser import (
     read_header,
 )
 from gptmanager.callbacks.answers.parsing.python_values import as_json, json_of_literal
-from gptmanager.callbacks.answers.parsing.text_scan import num_tag_letters
+from gptmanager.callbacks.answers.parsing.text_scan import ObjectScan, num_tag_letters
 from gptmanager.callbacks.answers.schema_types import (
     choices_of,
     is_closed,
@@ -118,8 +118,28 @@ class ValueTags:
         return lines + (text_rule if has_text else []), schemas
 
 
+class _JsonValue:
+    """Finds strings in a value that begins with a bracket, and arrives in pieces."""
+
+    def __init__(self) -> None:
+        self._scan = ObjectScan()
+        self._num_scanned = 0
+        self._has_ended = False
+
+    def is_in_string(self, text: str) -> bool:
+        """Return whether `text`, which extends the last one, ends within a string."""
+        if not self._has_ended:
+            self._has_ended = self._scan.take(text[self._num_scanned :]) is not None
+            self._num_scanned = len(text)
+        return self._scan.is_text and not self._has_ended
+
+
 class TaggedValuesParser(HeadedCallParser):
-    """A parser that returns strings in pieces, and other values whole."""
+    """A parser that returns strings in pieces, and other values whole.
+
+    A tag within a string of a JSON object or list does not end this value, unless the JSON does
+    not end.
+    """
 
     tags: ValueTags
 
@@ -130,6 +150,9 @@ class TaggedValuesParser(HeadedCallParser):
         self._num_values = 0
         self._types: frozenset[str] = frozenset()  # of the last value
         self._is_value = self._is_text = self._has_begun = False
+        self._num_passed = 0  # characters of a value in which no tag ends it
+        self._json: _JsonValue | None = None  # the value, if it is a JSON object or list
+        self._reads_json = True
         tags, line_break = self.tags, self.tags.dropped_break
         self._next = (tags.key, *tags.ends)
         self._held = {f"{before}{one}" for one in tags.value_ends for before in ("", line_break)}
@@ -141,6 +164,14 @@ class TaggedValuesParser(HeadedCallParser):
 
     def _begin_arguments(self, found: list[Found]) -> None:
         self._state, self._num_values, self._is_value = State.ARGUMENTS, 0, False
+
+    def flush(self) -> list[Found]:
+        found: list[Found] = []
+        if self._state is State.ARGUMENTS and self._is_value and self._num_passed:
+            self._reads_json, self._json, self._num_passed = False, None, 0
+            while self._step(found):
+                pass
+        return found + super().flush()
 
     def _read_arguments(self, found: list[Found]) -> bool:
         return self._read_value(found) if self._is_value else self._read_key(found)
@@ -168,6 +199,7 @@ class TaggedValuesParser(HeadedCallParser):
         self._take(end)
         name = name.strip()
         self._is_value, self._has_begun = True, False
+        self._json, self._num_passed = None, 0
         self._types = types_of(self._schemas[self._name].get(name))
         self._is_text = self._types <= {"string"}
         self._add(f"{', ' if self._num_values else '{'}{as_json(name)}: ", found)
@@ -183,7 +215,7 @@ class TaggedValuesParser(HeadedCallParser):
             self._text, self._has_begun = self._text.removeprefix(line_break), True
             if self._is_text:
                 self._add('"', found)
-        at, tag = _first(self._text, self.tags.value_ends)
+        at, tag = self._value_end()
         if at < 0:
             if self._is_text:
                 held = max(num_tag_letters(self._text, one) for one in self._held)
@@ -194,6 +226,18 @@ class TaggedValuesParser(HeadedCallParser):
         self._take(len(tag) if tag == self.tags.end else 0)
         self._is_value = False
         return True
+
+    def _value_end(self) -> tuple[int, str]:
+        """Return the index of the tag that ends the value, and the tag, or (-1, "")."""
+        if self._is_text:
+            return _first(self._text, self.tags.value_ends)
+        if self._json is None and self._reads_json and self._text.lstrip()[:1] in ("{", "["):
+            self._json = _JsonValue()
+        at, tag = _first(self._text, self.tags.value_ends, self._num_passed)
+        while at >= 0 and self._json is not None and self._json.is_in_string(self._text[:at]):
+            self._num_passed = at + 1
+            at, tag = _first(self._text, self.tags.value_ends, self._num_passed)
+        return at, tag
 
     def _json_of(self, text: str) -> str:
         """Return a value in JSON or Python syntax as JSON, and any other text as a JSON string.
@@ -215,9 +259,13 @@ def _split(text: str) -> list[str]:
     return [part for part in re.split(r"(\s+)", text) if part]
 
 
-def _first(text: str, tags: tuple[str, ...]) -> tuple[int, str]:
-    """Return the index of the tag that occurs first in `text`, and this tag, or (-1, "")."""
-    return min(((text.find(tag), tag) for tag in tags if tag in text), default=(-1, ""))
+def _first(text: str, tags: tuple[str, ...], begin: int = 0) -> tuple[int, str]:
+    """Return the index of the tag that occurs first in `text`, from `begin` on, and this tag.
+
+    Return (-1, "") if none occurs.
+    """
+    places = ((text.find(tag, begin), tag) for tag in tags)
+    return min((one for one in places if one[0] >= 0), default=(-1, ""))
 
 
 def _within_quotes(text: str) -> str:
