@@ -45,7 +45,7 @@ _LONGEST_PATH = 4  # parts of a path that is looked for in a wrong one
 _CORS: dict[str, Any] = {
     "allow_methods": ("GET", "POST", "DELETE"),
     "allow_headers": ("*",),
-    "expose_headers": ("Retry-After", "Warning", "X-Request-Id"),
+    "expose_headers": ("Request-Id", "Retry-After", "Warning", "X-Request-Id"),
 }
 
 

@@ -39,6 +39,12 @@ def lines(caplog):
     return found
 
 
+@pytest.mark.parametrize(("body", "status"), [({**CHAT, "max_tokens": 1}, 200), ({}, 400)])
+def test_clients_of_anthropics_api_get_the_id_in_their_own_header(client, body, status):
+    answer = client.post("/v1/messages", json=body, headers=OURS)
+    assert (answer.status_code, answer.headers["Request-Id"]) == (status, "mine-1")
+
+
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
 def test_a_line_for_each_request(client, lines, path, stream, server):

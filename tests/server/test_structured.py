@@ -116,6 +116,12 @@ def test_wrong_ones_and_two_at_once_are_refused_by_name(body, param):
         ({"guided_choice": "ab"}, "guided_choice: 'ab' must be a list of one or more strings"),
         ({"json_schema": [1]}, "json_schema: [1] must be a JSON schema: an object, or"),
         ({"structured_outputs": {"json_object": 1}}, "json_object: 1 must be true or false"),
+        ({"structured_outputs": "json"}, "structured_outputs: 'json' must be an object with one"),
+        ({"response_format": "json"}, "response_format: 'json' must be an object with a type"),
+        ({"response_format": {}}, "response_format.type: is missing; it must be 'text', "),
+        ({"response_format": {"type": "xml"}}, "response_format.type: 'xml' must be 'text', "),
+        ({"response_format": {"type": "json_schema"}}, "json_schema: is missing; it must be an"),
+        ({"response_format": json_schema({}, strict="yes")}, "strict: 'yes' must be true or false"),
     ],
 )
 def test_a_refusal_of_a_rule_quotes_the_value(body, message):

@@ -133,6 +133,23 @@ def test_wrong_tools_are_refused_by_name(tools, choice, param):
     assert param in refused.value.message
 
 
+@pytest.mark.parametrize(
+    ("tools", "choice", "message"),
+    [
+        ({}, None, "tools: {} must be a list of at most 128 tools"),
+        (TOOLS, "", "tool_choice: '' must be 'none', 'auto', 'required', or name a function"),
+        ([{"type": "function"}], None, "tools[0].function: is missing; it must be an object"),
+        ([tool("a", [])], None, "parameters: [] must be a JSON schema object"),
+        ([tool("a", {"type": "string"})], None, "parameters.type: 'string' must be 'object'"),
+        (TOOLS, allowed("often", "add"), "mode: 'often' must be 'auto' or 'required'"),
+        (TOOLS, allowed("auto", "add", 5), "'name': 5}} must name a function"),
+    ],
+)
+def test_a_refusal_of_tools_quotes_the_value(tools, choice, message):
+    with pytest.raises(ApiError, match=re.escape(message)):
+        read_tools(tools, choice)
+
+
 def test_templates_are_shown_what_models_are_trained_to_read():
     odd = {"strict": True, "cache_control": {"type": "ephemeral"}, "description": None}
     given = [{**tool("add", PARAMETERS, **odd), "displayTitle": "Add", "group": 1}, tool("stop")]

@@ -12,7 +12,7 @@ from typing import Any
 from gptmanager.callbacks.answers.tools import Tools
 from gptmanager.server.chat.tools import MAX_TOOLS, read_tools
 from gptmanager.server.errors import ApiError
-from gptmanager.server.fields import bad_request, outside_quotes
+from gptmanager.server.fields import bad_request, must_be, outside_quotes
 
 
 def has_functions(given: Mapping[str, Any]) -> bool:
@@ -33,7 +33,7 @@ def read_functions(functions: Any, function_call: Any) -> Tools | None:
     """
     listed = [] if functions is None else functions
     if not isinstance(listed, list) or len(listed) > MAX_TOOLS:
-        raise bad_request("functions", f"functions must be a list of at most {MAX_TOOLS} functions")
+        raise must_be("functions", f"a list of at most {MAX_TOOLS} functions", functions)
     tools = [{"type": "function", "function": one} for one in listed]
     choice = function_call
     if isinstance(function_call, Mapping):

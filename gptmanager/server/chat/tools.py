@@ -8,7 +8,7 @@ from typing import Any
 
 from gptmanager.callbacks.answers.tools import Tools
 from gptmanager.errors import quoted
-from gptmanager.server.fields import field_error
+from gptmanager.server.fields import field_error, wrong_key
 
 MAX_TOOLS = 128
 
@@ -22,7 +22,7 @@ def read_tools(tools: Any, tool_choice: Any, parallel_tool_calls: bool = True) -
     """
     listed = [] if tools is None else tools
     if not isinstance(listed, list) or len(listed) > MAX_TOOLS:
-        raise field_error("tools", f"must be a list of at most {MAX_TOOLS} tools")
+        raise field_error("tools", f"{quoted(tools)} must be a list of at most {MAX_TOOLS} tools")
     parameters: dict[str, Any] = {}
     for index, tool in enumerate(listed):
         name, schema = _tool(tool, f"tools[{index}]")
@@ -37,7 +37,10 @@ def read_tools(tools: Any, tool_choice: Any, parallel_tool_calls: bool = True) -
     if choice == "any":  # the name in Mistral's API
         choice = "required"
     if named is None and choice not in ("none", "auto", "required"):
-        raise field_error("tool_choice", "must be 'none', 'auto', 'required', or name a function")
+        raise field_error(
+            "tool_choice",
+            f"{quoted(choice)} must be 'none', 'auto', 'required', or name a function",
+        )
     if not parameters and (named is not None or choice == "required"):
         raise field_error("tool_choice", "needs tools; the request has none")
     if not parameters or choice == "none":
@@ -65,7 +68,7 @@ def _tool(tool: Any, where: str) -> tuple[str, Any]:
     if kind != "function":
         raise field_error(f"{where}.type", f"{quoted(kind)} is not supported: pass functions only")
     if not isinstance(function, Mapping):
-        raise field_error(f"{where}.function", "must be an object with the function's name")
+        raise wrong_key(where, tool, "function", "an object with the function's name")
     name = function.get("name")
     if not isinstance(name, str) or not _NAME.fullmatch(name):
         raise field_error(
@@ -76,9 +79,9 @@ def _tool(tool: Any, where: str) -> tuple[str, Any]:
     if parameters is None:
         parameters = {"type": "object", "properties": {}, "additionalProperties": False}
     if not isinstance(parameters, Mapping):
-        raise field_error(f"{where}.function.parameters", "must be a JSON schema object")
+        raise wrong_key(f"{where}.function", function, "parameters", "a JSON schema object")
     if parameters.get("type", "object") != "object":
-        raise field_error(f"{where}.function.parameters.type", "must be 'object'")
+        raise wrong_key(f"{where}.function.parameters", parameters, "type", "'object'")
     return name, {**parameters, "type": "object"}
 
 
@@ -93,16 +96,19 @@ def _allowed(choice: Any) -> tuple[Any, list[str] | None]:
         return choice, None
     listed = own.get("tools")
     if not isinstance(listed, list) or not 0 < len(listed) <= MAX_TOOLS:
-        raise field_error(
-            "tool_choice.allowed_tools.tools", f"must be a list of 1 to {MAX_TOOLS} tools"
+        raise wrong_key(
+            "tool_choice.allowed_tools", own, "tools", f"a list of 1 to {MAX_TOOLS} tools"
         )
     names = [_named(tool) for tool in listed]
     if None in names:
         index = names.index(None)
-        raise field_error(f"tool_choice.allowed_tools.tools[{index}]", "must name a function")
+        raise field_error(
+            f"tool_choice.allowed_tools.tools[{index}]",
+            f"{quoted(listed[index])} must name a function",
+        )
     mode = own.get("mode", "auto")
     if mode not in ("auto", "required", "none"):
-        raise field_error("tool_choice.allowed_tools.mode", "must be 'auto' or 'required'")
+        raise wrong_key("tool_choice.allowed_tools", own, "mode", "'auto' or 'required'")
     return mode, [name for name in names if name is not None]
 
 

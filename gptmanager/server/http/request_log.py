@@ -21,6 +21,7 @@ MAX_LOGGED_LETTERS = 4096  # characters of a prompt or an output
 MAX_PATH_LETTERS = 200
 
 _HEADER = b"x-request-id"
+_OF_ANTHROPIC = b"request-id"  # the name that clients of Anthropic's API read
 _ID = re.compile(rb"[A-Za-z0-9._:/+=@~-]{1,%d}" % MAX_ID_LETTERS)
 _PLAIN = re.compile(r'[^\s"=\\]+')
 # Probes and web pages request these paths again and again: only errors are logged.
@@ -49,9 +50,11 @@ class RequestRecord:
         self.details: Callable[[], Mapping[str, Any]] = dict
 
     def start(self, message: Message) -> Message:
-        """Note the status of a response that starts, and return it with the id as a header."""
+        """Note the status of a response that starts, and return it with the id in its headers."""
         self.status = int(message["status"])
         headers = [*message.get("headers", ()), (_HEADER, self.id.encode())]
+        if self.path.startswith("/v1/messages"):
+            headers.append((_OF_ANTHROPIC, self.id.encode()))
         return {**message, "headers": headers}
 
     def fields(self) -> dict[str, Any]:

@@ -83,7 +83,9 @@ def read_output_rule(body: Mapping[str, Any]) -> OutputRule | None:
 def _of_response_format(given: Any) -> list[OutputRule]:
     if given is None:
         return []
-    kind = given.get("type") if isinstance(given, Mapping) else None
+    if not isinstance(given, Mapping):
+        raise field_error("response_format", f"{quoted(given)} must be an object with a type")
+    kind = given.get("type")
     if kind == "text":
         return []
     if kind == "json_object":
@@ -93,14 +95,14 @@ def _of_response_format(given: Any) -> list[OutputRule]:
         return [OutputRule("response_format", "json_object", True)]
     if kind != "json_schema":
         allowed = "'text', 'json_object' or 'json_schema'"
-        raise field_error("response_format.type", f"must be {allowed}, got {quoted(kind)}")
+        raise wrong_key("response_format", given, "type", allowed)
     where, own = "response_format.json_schema", given.get("json_schema")
     if not isinstance(own, Mapping):
-        raise field_error(where, "must be an object with name and schema")
+        raise wrong_key("response_format", given, "json_schema", "an object with name and schema")
     if not isinstance(own.get("name"), str):
         raise wrong_key(where, own, "name", "a string")
     if not isinstance(own.get("strict"), bool | None):
-        raise field_error(f"{where}.strict", "must be true or false")
+        raise wrong_key(where, own, "strict", "true or false")
     if own.get("schema") is None:
         raise wrong_key(where, own, "schema", "a JSON schema")
     return [OutputRule(f"{where}.schema", "json", own["schema"], own.get("strict") is False)]
@@ -111,7 +113,8 @@ def _of_structured_outputs(given: Any) -> list[OutputRule]:
         return []
     where = "structured_outputs"
     if not isinstance(given, Mapping):
-        raise field_error(where, f"must be an object with one of {', '.join(_KINDS)}")
+        kinds = ", ".join(_KINDS)
+        raise field_error(where, f"{quoted(given)} must be an object with one of {kinds}")
     there = {key: value for key, value in given.items() if value is not None}
     for key in there:
         if key not in _KINDS:
