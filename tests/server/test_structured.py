@@ -81,7 +81,7 @@ def test_fields_that_ask_for_a_form(body, rule):
 @pytest.mark.parametrize(
     ("body", "param"),
     [
-        ({"response_format": "json"}, "response_format.type"),
+        ({"response_format": "json"}, "response_format"),
         ({"response_format": {"type": "xml"}}, "response_format.type"),
         ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
         ({"response_format": json_schema(None)}, "response_format.json_schema.schema"),

@@ -10,7 +10,7 @@ from gptmanager.errors import quoted
 from gptmanager.server.chat.chat_call import Place
 from gptmanager.server.chat.embedding_parts import EMBEDDINGS
 from gptmanager.server.chat.messages import READABLE
-from gptmanager.server.fields import field_error
+from gptmanager.server.fields import field_error, wrong_key
 
 # Pairs: a part of a chat field's name, and the text that replaces this part in errors.
 _RENAMED = (
@@ -209,7 +209,9 @@ def _tool(tool: Any) -> Any:
 
 
 def _format(given: Any, where: str) -> Any:
-    if not isinstance(given, Mapping) or given.get("type") != "json_schema":
-        raise field_error(f"{where}.type", "must be json_schema")
+    if not isinstance(given, Mapping):
+        raise field_error(where, f"{quoted(given)} must be an object with a type")
+    if given.get("type") != "json_schema":
+        raise wrong_key(where, given, "type", "'json_schema'")
     own = {"name": "answer", "schema": given.get("schema")}
     return {"type": "json_schema", "json_schema": own}

@@ -68,7 +68,7 @@ def _tool(tool: Any, where: str) -> tuple[str, Any]:
     if kind != "function":
         raise field_error(f"{where}.type", f"{quoted(kind)} is not supported: pass functions only")
     if not isinstance(function, Mapping):
-        raise wrong_key(where, tool, "function", "an object with the function's name")
+        raise field_error(f"{where}.function", "must be an object with the function's name")
     name = function.get("name")
     if not isinstance(name, str) or not _NAME.fullmatch(name):
         raise field_error(
