@@ -51,12 +51,12 @@ class ConformanceReport:
 
     scheduler: str
     violations: tuple[Violation, ...]
-    num_scenarios: int = 0
-    num_requests: int = 0
-    iterations: int = 0
-    pauses: int = 0
-    chunks: int = 0
-    reused_tokens: int = 0
+    num_scenarios: int
+    num_requests: int
+    iterations: int
+    pauses: int
+    chunks: int
+    reused_tokens: int
 
     @property
     def ok(self) -> bool:

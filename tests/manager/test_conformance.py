@@ -479,15 +479,15 @@ def raises(table, respond, *arguments):
     raise ZeroDivisionError
 
 
-@pytest.mark.parametrize(
-    ("mistake", "rule", "text"),
-    [
-        (answers_twice, "one-final", "a second final response to request 0"),
-        (answers_with_an_error, "one-final", "its final response is the error: StepError: gone"),
-        (forgets_a_token, "same-tokens", r"it generated \[.*\], but generates \[.*\] when it runs"),
-        (raises, "accepted", "the loop ended with ZeroDivisionError"),
-    ],
-)
+OUTSIDE = [
+    (answers_twice, "one-final", "a second final response to request 0"),
+    (answers_with_an_error, "one-final", "its final response is the error: StepError: gone"),
+    (forgets_a_token, "same-tokens", r"it generated \[.*\], but generates \[.*\] when it runs"),
+    (raises, "accepted", "the loop ended with ZeroDivisionError"),
+]
+
+
+@pytest.mark.parametrize(("mistake", "rule", "text"), OUTSIDE)
 def test_a_mistake_outside_of_the_scheduler_is_found_by_its_name(monkeypatch, mistake, rule, text):
     respond = RequestTable._respond_final
     monkeypatch.setattr(
@@ -495,6 +495,10 @@ def test_a_mistake_outside_of_the_scheduler_is_found_by_its_name(monkeypatch, mi
     )
     (violation,) = check_scheduler(no_evict, num_scenarios=1).violations
     assert violation.rule == rule and re.search(text, violation.text), violation.text
+
+
+def test_every_rule_is_broken_by_a_planted_mistake():
+    assert {rule for *_, rule, _ in [*PLANTED, *OUTSIDE]} == RULES.keys()
 
 
 # The report -------------------------------------------------------------------------------------
@@ -572,7 +576,13 @@ def test_scenarios_are_those_of_their_seeds_and_cover_what_matters():
     assert 0.3 < share(scenarios, lambda s: s.block_reuse) < 0.7
     tight = share(scenarios, lambda s: (s.num_blocks - 2) * s.tokens_per_block < s.max_seq_len)
     assert 0.2 < tight < 0.8
+    assert {s.max_batch_size for s in scenarios} == {*range(1, 7)}
+    assert {s.tokens_per_block for s in scenarios} == {2, 4, 8}
+    spare = {s.num_blocks - -(-s.max_seq_len // s.tokens_per_block) for s in scenarios}
+    assert spare >= {0, 1, 2, 3}  # more than one request of max_seq_len needs
     assert 0.1 < share(requests, lambda r: r.stopped is not None) < 0.2
+    assert 0.05 < share(requests, lambda r: len(r.stop_word) == 2) < 0.15
+    assert 0.2 < share(requests, lambda r: r.end_id is not None) < 0.3
     assert 0.3 < share(requests, lambda r: len(r.output()) == r.max_new_tokens) < 0.9
     assert 0.2 < share(requests, lambda r: r.is_streaming) < 0.4
     assert 0.3 < share(requests, lambda r: r.priority != 0.5) < 0.5

@@ -49,7 +49,7 @@ sys.path.insert(0, str(ROOT / "examples"))
 
 import schedule_pictures as scenes  # noqa: E402
 
-outputs_of_512 = functools.cache(scenes.outputs_of_512)
+outputs_of_512 = scenes.outputs_of_512 = functools.cache(scenes.outputs_of_512)
 
 
 def at(trace, column):
@@ -320,16 +320,57 @@ def test_requests_that_only_wait_can_be_left_out():
 
 
 def test_chrome_trace_events():
-    trace = scenes.toy(chunked=False)
+    builder = TraceBuilder(Bounds(1, 8, 8, 4))
+    builder.arrive(7, 4, 2)
+    builder.arrive(9, 3, 1)
+    builder.step(Schedule(0, (Row(7, 0, 0, 0, 4, True),)), 5.0, {9: WAIT})
+    builder.step(Schedule(1, (), (Row(7, 0, 0, 4, 1, True),)), 5.25, {9: WAIT})
+    builder.end(7, "LENGTH")
+    builder.step(Schedule(2, (Row(9, 1, 0, 0, 3, True),)), 5.25)  # at least 1 us later
+    builder.end(9, "LENGTH")
+    trace = builder.build()
     events = json.loads(chrome_trace(trace))["traceEvents"]
 
-    spans = [event for event in events if event["ph"] == "X" and event["pid"] == 2]
-    assert len(spans) == sum(len(row.spans) for row in trace.rows)
-    assert all(event["dur"] > 0 for event in spans)
-    counters = {event["name"] for event in events if event["ph"] == "C"}
-    assert counters == {"requests", "tokens", "KV cache blocks", "waiting"}
-    ends = [event["name"] for event in events if event["ph"] == "i"]
-    assert ends.count("end: END_ID") == 1 and ends.count("end: LENGTH") == 4
+    named = [(it["name"], it["pid"], it["tid"], *it["args"].values()) for it in of("M", events)]
+    assert named == [
+        ("process_name", 1, 0, "iterations"),
+        ("process_name", 2, 0, "requests"),
+        ("thread_name", 2, 1, "request 7"),
+        ("thread_sort_index", 2, 1, 1),
+        ("thread_name", 2, 2, "request 9"),
+        ("thread_sort_index", 2, 2, 2),
+    ]
+    spans = of("X", events)
+    assert [(it["name"], it["pid"], it["tid"], it["ts"], it["dur"]) for it in spans] == [
+        ("iteration 0", 1, 1, 0, 250_000),
+        ("iteration 1", 1, 1, 250_000, 1),
+        ("iteration 2", 1, 1, 250_001, 125_000.5),  # as long as the others on average
+        ("context", 2, 1, 0, 250_000),
+        ("generation", 2, 1, 250_000, 1),
+        ("waiting", 2, 2, 0, 250_001),
+        ("context", 2, 2, 250_001, 125_000.5),
+    ]
+    assert [it["args"] for it in spans[:3]] == [column._asdict() for column in trace.columns]
+    assert spans[5]["args"]["what"].endswith(WAIT.text)
+    assert [(it["args"]["tokens"], it["args"]["reason"]) for it in spans[3:]] == [
+        (4, ""),
+        (1, ""),
+        (0, "max_batch_size"),
+        (3, ""),
+    ]
+    counters = [(it["ts"], it["name"], it["args"]) for it in of("C", events)]
+    assert counters[4:8] == [
+        (250_000, "requests", {"context": 0, "generation": 1}),
+        (250_000, "tokens", {"context": 0, "generation": 1}),
+        (250_000, "KV cache blocks", {"used": 0}),
+        (250_000, "waiting", {"requests": 1}),
+    ]
+    ends = [(it["name"], it["tid"], it["ts"], it["args"]["generated"]) for it in of("i", events)]
+    assert ends == [("end: LENGTH", 1, 250_001, 2), ("end: LENGTH", 2, 375_001.5, 1)]
+
+
+def of(kind, events):
+    return [event for event in events if event["ph"] == kind]
 
 
 # From a loop or a recording to a trace -------------------------------------------------------
