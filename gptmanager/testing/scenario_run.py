@@ -16,7 +16,6 @@ from gptmanager.config import FinishReason
 from gptmanager.errors import CapacityError, SchedulerError, response_text
 from gptmanager.manager.inspection import audit
 from gptmanager.peft_cache.work import AdapterWork
-from gptmanager.request.inference_request import InferenceRequest
 from gptmanager.request.post_processor import RequestProcessor
 from gptmanager.statistics import Counts, PhaseTimes
 from gptmanager.step import Failure, Intake
@@ -106,9 +105,7 @@ class _ScenarioHost:
         for request in self._stopping:
             if request.stopped == self.now:
                 self.callbacks.stop(request.request_id)
-        taken: list[InferenceRequest] = []
-        if room != 0:
-            taken = list(self.checker.get_inference_requests(-1 if room is None else room))
+        taken = list(self.checker.get_inference_requests(-1 if room is None else room))
         self.accepted.update((request.request_id, self.now) for request in taken)
         stops, self._stops = self._stops, set()
         return Intake(float(self.now), tuple(taken), frozenset(stops))

@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from gptmanager import GptManager, InferenceRequest, ModelType, NamedTensor, OptionalParams
-from gptmanager.errors import ManagerDeadError
+from gptmanager.errors import ConfigError, ManagerDeadError
 from gptmanager.manager.inspection import AuditReport
 from gptmanager.request.sampling_params import SamplingParams
-from gptmanager.step import BlockAppend, Row, Schedule, SequenceStart
+from gptmanager.step import BeamFork, BlockAppend, Drafts, Row, Schedule, SequenceStart
 from gptmanager.testing import (
     ContractChecker,
     ContractViolation,
@@ -187,6 +187,16 @@ def test_a_response_without_what_belongs_to_it(tensors, lacking):
     bench = Bench(request(1))
     bench.send(1, tensors, True)
     assert bench.violation() == f"request 1: a response lacks ['{lacking}']"
+
+
+def test_log_probabilities_that_were_not_asked_for():
+    bench = Bench(request(1))
+    tensors = {"top_log_probs": torch.zeros(1, 1, 1, 5), "prompt_log_probs": torch.zeros(1, 1)}
+    bench.send(1, [*partial([5], 0), *tensors.items(), *ENDING], True)
+    assert bench.violation() == (
+        "request 1: top_log_probs was not asked for; "
+        "request 1: a response has unexpected prompt_log_probs"
+    )
 
 
 def test_misshapen_output():
@@ -468,6 +478,13 @@ def test_the_scripted_model_counts_and_decides():
     assert len(host.statistics) == 3
 
 
+@pytest.mark.parametrize("option", ["vocab_size", "max_position_embeddings"])
+def test_a_scripted_model_has_tokens_and_positions(option):
+    assert ScriptedModel(count_up, **{option: 1}).spec
+    with pytest.raises(ConfigError, match=f"ScriptedModel.{option} = 0 must be"):
+        ScriptedModel(count_up, **{option: 0})
+
+
 @pytest.mark.parametrize("token", [-1, 1000])
 def test_a_script_that_leaves_the_vocabulary_is_told(token):
     host = RecordingCallbacks([request(1)])
@@ -489,7 +506,9 @@ def test_get_gives_no_more_than_there_is_room_for():
     assert [r.request_id for r in host.get_inference_requests(2)] == [0, 1]
     assert [r.request_id for r in host.get_inference_requests(-1)] == [2, 3, 4]
     assert host.get_inference_requests(3) == []
-    assert host.rooms == [2, -1, 3]
+    host.submit(request(5))
+    assert host.get_inference_requests(0) == []
+    assert host.rooms == [2, -1, 3, 0]
 
 
 def test_final_waits_for_another_thread():
@@ -574,23 +593,85 @@ FIRST = schedule([row(0, 5)], starts=[start()], appends=[BlockAppend(0, 0, (7, 3
 
 
 @pytest.mark.parametrize(
-    "impossible",
+    ("impossible", "text"),
     [
-        schedule(generation=[row(6, 1)]),  # leaves a position out
-        schedule(generation=[row(4, 1)]),  # computes one again
-        schedule(generation=[row(5, 2)]),  # needs a token that nobody knows
-        schedule(generation=[row(5, 0)]),  # computes nothing
-        schedule(generation=[row(5, 1, slot=1)]),  # of a slot that is empty
-        schedule(appends=[BlockAppend(0, 1, (4,))]),  # replaces a block
-        schedule(appends=[BlockAppend(0, 3, (4,))]),  # leaves one out
-        schedule(appends=[BlockAppend(2, 0, (4,))]),  # of a slot that is empty
+        (schedule(generation=[row(6, 1)]), "cannot continue"),  # leaves a position out
+        (schedule(generation=[row(4, 1)]), "cannot continue"),  # computes one again
+        (schedule(generation=[row(5, 2)]), "cannot continue"),  # needs an unknown token
+        (schedule(generation=[row(5, 0)]), "cannot continue"),  # computes nothing
+        (schedule(generation=[row(5, 1, slot=1)]), "no sequence has started in slot 1, beam 0"),
+        (schedule(appends=[BlockAppend(0, 1, (4,))]), "slot 0 has 2 blocks"),  # replaces one
+        (schedule(appends=[BlockAppend(0, 3, (4,))]), "slot 0 has 2 blocks"),  # leaves one out
+        (schedule(appends=[BlockAppend(2, 0, (4,))]), "no sequence has started in slot 2, beam 0"),
+        (Schedule(0, drafts=(Drafts(0, 5, (9,)),)), "slot 0 has 6 tokens"),
+        (Schedule(0, beam_forks=(BeamFork(0, 5, (0,), (9,)),)), "does not continue its parents"),
     ],
 )
-def test_the_executor_refuses_what_cannot_follow(impossible):
+def test_the_executor_refuses_what_cannot_follow(impossible, text):
     executor = ScriptedExecutor(sum, tokens_per_block=4)
     run(executor, FIRST)
-    with pytest.raises(ValueError):
+    with pytest.raises(ValueError, match=text):
         executor.forward(impossible)
+
+
+@pytest.mark.parametrize(("shared", "num_copied"), [(7, 0), (8, 4), (8, 3)])
+def test_the_executor_refuses_a_block_that_holds_other_tokens(shared, num_copied):
+    """Also a copied block, and one that was copied in part."""
+
+    def step(tokens):
+        begin, blocks = start(1, tokens), BlockAppend(1, 0, (shared, 9))
+        copies = ((7, 8, num_copied),) if num_copied else ()
+        return Schedule(1, (row(4, 1, slot=1),), (), (begin,), (blocks,), copies)
+
+    executor = ScriptedExecutor(sum, tokens_per_block=4)
+    run(executor, FIRST)
+    with pytest.raises(ValueError, match=f"block {shared} does not hold the tokens from 0 on"):
+        executor.forward(step((1, 2, 9, 4, 5)))
+    if num_copied == 3:
+        with pytest.raises(ValueError, match="block 8 does not hold"):
+            executor.forward(step((1, 2, 3, 4, 5)))
+    else:
+        assert run(executor, step((1, 2, 3, 4, 5))) == [[[15]]]
+
+
+def test_the_executor_accepts_drafts_before_the_first_wrong_one():
+    executor = ScriptedExecutor(count_up, tokens_per_block=4)
+    assert run(executor, FIRST) == [[[6]]]
+    appends, rows = (BlockAppend(0, 2, (9,)),), (Row(1, 0, 0, 5, 4, True, num_drafts=3),)
+    guess = (Drafts(0, 6, (7, 9, 9)),)  # the third is what follows the second
+    step = executor.forward(Schedule(1, (), rows, (), appends, drafts=guess))
+    executor.sample(step)
+    found = executor.result(step)
+    assert found.tokens.tolist() == [[7, 8]] and found.num_tokens.tolist() == [2]
+    # and goes on after them, without the block of the wrong ones
+    assert run(executor, schedule(generation=[row(7, 1)])) == [[[9]]]
+
+
+def test_the_executor_has_candidates_of_each_beam():
+    executor = ScriptedExecutor(count_up, tokens_per_block=8)
+    begin = start()._replace(beam_width=2, num_candidates=4)
+    first = executor.forward(
+        schedule([row(0, 5)._replace(beam_width=2)], (), [begin], [BlockAppend(0, 0, (7,))])
+    )
+    executor.sample(first)
+    assert executor.result(first).tokens.tolist() == [[6]]
+    (beams,) = executor.result(first).beams
+    assert beams.tokens == ((6, 7, 8, 9),) and sorted(beams.log_probs[0])[::-1] == [
+        *beams.log_probs[0]
+    ]
+    step = executor.forward(
+        Schedule(
+            1,
+            generation_rows=(row(5, 1)._replace(beam_width=2),),
+            block_appends=(BlockAppend(0, 0, (8,), 1),),
+            block_copies=((7, 8, 5),),
+            beam_forks=(BeamFork(0, 5, (0, 0), (6, 8)),),
+        )
+    )
+    executor.sample(step)
+    (beams,) = executor.result(step).beams
+    assert beams.tokens == ((7, 8, 9, 10), (9, 10, 11, 12))
+    assert executor.result(step).tokens.tolist() == [[7]]
 
 
 def test_the_executor_refuses_a_position_without_a_block():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import random
 import re
 
@@ -339,6 +340,19 @@ class Rests(Planted):
         return output if self.calls < 12 else ([], [], [])
 
 
+class FillsThePool(Planted):
+    """Runs whatever fits into the next step, until nothing does."""
+
+    def schedule_request(self, active_requests, inflight_request_ids):
+        chosen, left = [], self.kv.get_num_free_blocks()
+        for request in active_requests[: self.max_batch_size]:
+            need = self.kv.get_needed_blocks_one_step(request)
+            if need <= left:
+                chosen.append(request)
+                left -= need
+        return *self.right.micro_batch_scheduler.schedule(chosen, inflight_request_ids), []
+
+
 class Favours(Planted):
     """The odd ones never start."""
 
@@ -430,7 +444,13 @@ PLANTED = [
         Rests,
         1,
         "progress",
-        r"no request has run for 8 iterations: .* needs \d+ blocks, \d+ of \d+ are",
+        r"no request has run for 8 iterations: .* needs \d+ blocks, \d+ of \d+ are free$",
+    ),
+    (
+        FillsThePool,
+        9,
+        "progress",
+        r"needs 1 blocks, 0 of \d+ are free; no request can run while requests \[\d.* keep their",
     ),
     (Favours, 1, "progress", r"no request has run for 8 iterations: LlmRequest\(\d*[13579], "),
     (TakesTurns, 1, "no-starvation", r"was accepted \d+ iterations ago, paused \d+ times since"),
@@ -545,8 +565,11 @@ def test_the_guard_of_no_evict_is_what_keeps_it_from_stopping_for_ever():
 
 def test_assert_conforms_raises_the_report():
     assert assert_conforms(no_evict, num_scenarios=5) is None
-    with pytest.raises(AssertionError, match=r"TwoLists breaks 1 of \d+ rules: 5 scenarios"):
+    with pytest.raises(AssertionError, match=r"TwoLists breaks 1 of \d+ rules: 5 sc(.|\n)*seed 0,"):
         assert_conforms(TwoLists, num_scenarios=5)
+    checked, asserted = map(inspect.signature, (check_scheduler, assert_conforms))
+    for name in ("num_scenarios", "seed", "evicts"):
+        assert asserted.parameters[name] == checked.parameters[name]
 
 
 def test_what_makes_no_scheduler_is_the_callers_error():
