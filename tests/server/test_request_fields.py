@@ -213,7 +213,9 @@ def test_overflow_in_the_words_that_clients_match(client, route, stream, most):
     error = response.json()["error"]
     assert (response.status_code, error["code"]) == (400, "context_length_exceeded")
     assert error["message"].startswith("This model's maximum context length is 512 tokens. However")
-    assert str(next(iter(most.values()))) in error["message"]
+    [(name, value)] = most.items()
+    assert error["param"] == name and f"or lower {name} to at most" in error["message"]
+    assert str(value) in error["message"]
 
 
 @pytest.mark.parametrize("length", [600, 10**5])

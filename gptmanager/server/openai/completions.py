@@ -130,8 +130,6 @@ class Completions:
         read = functools.partial(read_request, fields=FIELDS, lenient=self._is_lenient)
         given, warnings = await read_json(request, read)
         given = with_known_names(given)
-        if "max_completion_tokens" in given:
-            given["max_tokens"] = given.pop("max_completion_tokens")
         _check(given, self._engine)
         preparing = self._prepare(given, warnings, request.scope[RECORD].id)
         return await respond(request, preparing, warnings, streams=given.get("stream", False))
@@ -150,15 +148,18 @@ class Completions:
         )
         check(options, card)
         prompts = await self._read_prompts(given)
-        most = given.get("max_tokens")
+        name = _limit_name(given)
+        most, length = given.get(name), self._engine.context_length
         left = [max(1, card.max_model_len - len(prompt.tokens)) for prompt in prompts]
-        fits, name = self._engine.context_length.clamped, "max_tokens"
         limits = [
             min(_MAX_TOKENS, room)
             if most is None
-            else fits(len(prompt.tokens), max(most, 1), name, warnings)
+            else length.clamped(len(prompt.tokens), max(most, 1), name, warnings)
             for prompt, room in zip(prompts, left, strict=True)
         ]
+        for prompt, limit in zip(prompts, limits, strict=True):
+            if most != 0:
+                length.check(len(prompt.tokens), limit, most=name)
         answer = Answer(
             self._engine,
             options,
@@ -195,12 +196,18 @@ class Completions:
         return _Prompt(tokenizer.decode(prompt, skip_special_tokens=False), prompt)
 
 
+def _limit_name(given: Mapping[str, Any]) -> str:
+    """Return the field with the maximum number of new tokens, for errors."""
+    return "max_completion_tokens" if "max_completion_tokens" in given else "max_tokens"
+
+
 def _check(given: Mapping[str, Any], engine: Engine) -> None:
     check_model(engine, given.get("model"))
-    most = given.get("max_tokens")
+    name = _limit_name(given)
+    most = given.get(name)
     if most == 0 and not given.get("echo"):
         raise bad_request(
-            "max_tokens", "max_tokens = 0 needs echo = true: without it the answer would be empty"
+            name, f"{name} = 0 needs echo = true: without it the answer would be empty"
         )
     if most != 0:
         check_min_tokens(given, _MAX_TOKENS if most is None else most)
