@@ -3,11 +3,20 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 from typing import Any
 
 from gptmanager.bench.names import PARTS, SHAPE_NAMES
-from gptmanager.terminal.arguments import device, minutes, numbers, positive, span, words, writable
+from gptmanager.terminal.arguments import (
+    device,
+    integer,
+    minutes,
+    numbers,
+    path_argument,
+    positive,
+    span,
+    words,
+    writable,
+)
 from gptmanager.terminal.options import (
     add_device,
     add_dtype,
@@ -96,9 +105,9 @@ def add_command(commands: Any) -> None:
     text = "an interpreter in which vLLM is installed (default: this one)"
     add("--peer-python", metavar="FILE", help=text)
     text = "the folder of llama.cpp's llama-bench, llama-batched-bench and llama-quantize"
-    add("--peer-binary", type=Path, metavar="DIR", help=text)
+    add("--peer-binary", type=path_argument, metavar="DIR", help=text)
     text = "with llama-cpp and a GGUF file: also compare the perplexity of a text"
-    add("--text", type=Path, metavar="FILE", help=text)
+    add("--text", type=path_argument, metavar="FILE", help=text)
     text = "also run the load with N LoRA adapters, and with an adapter in one request only"
     add("--adapters", type=positive, default=0, metavar="N", help=text)
     text = "rank of these adapters (default 8)"
@@ -170,7 +179,7 @@ def _add_end_to_end(commands: Any) -> None:
     add("--flashinfer", const="flashinfer", help=text, **ablation)
     text = "steps that start before the last result is known (default 1, on a CPU 0)"
     add("--run-ahead", type=int, choices=(0, 1), help=text)
-    add("--seed", type=int, default=0, metavar="N", help="seed of random weights (default 0)")
+    add("--seed", type=integer, default=0, metavar="N", help="seed of random weights (default 0)")
 
 
 def _add_experts(commands: Any) -> None:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
+from gptmanager.terminal.arguments import path_argument
 from gptmanager.terminal.options import add_json, add_parser
 
 _HELP = """\
@@ -25,5 +25,7 @@ def add_command(commands: Any) -> None:
         description=_HELP,
         statuses=("whole, or torn at the end", "damaged"),
     )
-    parser.add_argument("folder", type=Path, metavar="FOLDER", help="the folder of a journal")
+    parser.add_argument(
+        "folder", type=path_argument, metavar="FOLDER", help="the folder of a journal"
+    )
     add_json(parser, "print the requests as JSON")

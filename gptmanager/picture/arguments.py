@@ -6,6 +6,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
+from gptmanager.terminal.arguments import path_argument
 from gptmanager.terminal.options import add_parser
 
 _HELP = """\
@@ -39,12 +40,12 @@ def add_command(commands: Any) -> None:
         epilog=_EXAMPLES,
     )
     add = parser.add_argument
-    add("recording", type=Path, metavar="RECORDING", help="a recording, as JSON lines")
+    add("recording", type=path_argument, metavar="RECORDING", help="a recording, as JSON lines")
     text = "the picture to write, FILE.html or FILE.svg"
     add("--output", type=_picture, metavar="FILE", help=text)
     text = "write an SVG instead of an HTML page (default for FILE.svg)"
     add("--svg", action="store_true", help=text)
-    add("--chrome-trace", type=Path, metavar="FILE", help="write trace events as JSON")
+    add("--chrome-trace", type=path_argument, metavar="FILE", help="write trace events as JSON")
     text = "only iterations A to B - 1 (default all)"
     add("--iterations", type=_range, metavar="A:B", help=text)
     add("--running", action="store_true", help="leave out requests that only wait")

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
-from gptmanager.terminal.arguments import writable
+from gptmanager.terminal.arguments import path_argument, writable
 from gptmanager.terminal.options import add_json, add_parser, add_scheduler, add_verbose
 
 _HELP = """\
@@ -29,7 +28,7 @@ def add_command(commands: Any) -> None:
         description=_HELP,
         statuses=("the same throughout", "a divergence, or a full disk"),
     )
-    parser.add_argument("recording", type=Path, metavar="FILE", help="a recording")
+    parser.add_argument("recording", type=path_argument, metavar="FILE", help="a recording")
     text = "write a CSV file with a line for each request: its times, tokens and pauses"
     parser.add_argument("--table", type=writable, metavar="FILE", help=text)
     add_scheduler(parser, "the create_scheduler of the recorded run, if it had one")

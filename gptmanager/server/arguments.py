@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 from gptmanager.terminal.arguments import (
@@ -13,6 +12,8 @@ from gptmanager.terminal.arguments import (
     named_checkpoint,
     named_folder,
     natural,
+    nonempty_text,
+    path_argument,
     positive,
     seconds,
     writable,
@@ -103,15 +104,20 @@ def _add_model_options(add: _Add) -> None:
 
 def _add_listening(add: _Add) -> None:
     text = "the address to listen at (default %(default)s)"
-    add("--host", default="127.0.0.1", metavar="ADDRESS", help=text)
+    add("--host", type=nonempty_text, default="127.0.0.1", metavar="ADDRESS", help=text)
     text = "the port to listen at; 0: any free port (default %(default)s)"
     add("--port", type=natural, default=8000, metavar="N", help=text)
     text = "a Unix socket to listen at, instead of --host and --port"
-    add("--uds", type=Path, metavar="PATH", help=text)
+    add("--uds", type=path_argument, metavar="PATH", help=text)
     text = "the path below which a proxy serves this server, such as /llm"
     add("--root-path", default="", metavar="PATH", help=text)
-    add("--tls-cert", type=Path, metavar="FILE", help="serve HTTPS with this certificate chain")
-    add("--tls-key", type=Path, metavar="FILE", help="the private key of --tls-cert")
+    add(
+        "--tls-cert",
+        type=path_argument,
+        metavar="FILE",
+        help="serve HTTPS with this certificate chain",
+    )
+    add("--tls-key", type=path_argument, metavar="FILE", help="the private key of --tls-cert")
     add("--triton", action="store_true", help="also serve Triton's protocol below /v2")
     text = "serve Triton's protocol over gRPC at this port; implies --triton"
     add("--grpc-port", type=natural, metavar="N", help=text)
@@ -120,7 +126,7 @@ def _add_listening(add: _Add) -> None:
 def _add_access(add: _Add) -> None:
     add("--api-key", metavar="KEY", help="the key that clients must send (default: no key)")
     text = "a file with a key, or with lines of NAME KEY [MAX_REQUESTS]; SIGHUP reloads it"
-    add("--api-key-file", type=Path, metavar="FILE", help=text)
+    add("--api-key-file", type=path_argument, metavar="FILE", help=text)
     text = "another host name of this server, in addition to localhost; may be repeated"
     repeated: dict[str, Any] = {"action": Repeated, "default": ()}
     add("--allowed-host", dest="allowed_hosts", metavar="NAME", help=text, **repeated)
@@ -155,7 +161,7 @@ def _add_limits(add: _Add) -> None:
 
 def _add_requests(add: _Add) -> None:
     text = "a file with the chat template (default: the checkpoint's)"
-    add("--chat-template", type=Path, metavar="FILE", help=text)
+    add("--chat-template", type=path_argument, metavar="FILE", help=text)
     text = "allow a chat template in a request"
     add("--trust-request-chat-template", action="store_true", help=text)
     text = f"format of thoughts: {', '.join(_THOUGHTS)} (default auto: by the chat template)"
@@ -185,7 +191,7 @@ def _add_observation(add: _Add) -> None:
 
 def _add_journal(add: _Add) -> None:
     text = "keep a journal in this folder, so that a restarted server continues unfinished requests"
-    add("--journal", type=Path, metavar="FOLDER", help=text)
+    add("--journal", type=path_argument, metavar="FOLDER", help=text)
     text = (
         "when journal records reach the disk: always, never, or milliseconds (default %(default)s)"
     )

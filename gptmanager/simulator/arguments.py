@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 from typing import Any
 
 from gptmanager.config import CapacitySchedulerPolicy
-from gptmanager.terminal.arguments import natural, positive, rate, span, writable
+from gptmanager.terminal.arguments import natural, path_argument, positive, rate, span, writable
 from gptmanager.terminal.options import POLICIES, add_json, add_parser, add_scheduler, add_verbose
 
 _HELP = """\
@@ -69,7 +68,12 @@ def _add_load(parser: argparse.ArgumentParser) -> None:
     add("--rate", type=rate, metavar="R", help=text)
     add("--seed", type=natural, metavar="N", help="seed of lengths and arrivals (default 0)")
     add = parser.add_argument_group("recorded load").add_argument
-    add("--recording", type=Path, metavar="FILE", help="use its requests, options and outputs")
+    add(
+        "--recording",
+        type=path_argument,
+        metavar="FILE",
+        help="use its requests, options and outputs",
+    )
     text = (
         "time (default): when they arrived at the host; iterations: in their recorded iteration; "
         "at_once: at the start"
@@ -82,7 +86,7 @@ def _add_machine(parser: argparse.ArgumentParser) -> None:
     text = "the numbers of the cost model, or a JSON file of them"
     cost.add_argument("--cost", metavar="NAME=S,...|FILE", help=text)
     text = "fit the cost model to this recording"
-    cost.add_argument("--fit", type=Path, metavar="FILE", help=text)
+    cost.add_argument("--fit", type=path_argument, metavar="FILE", help=text)
     group = parser.add_argument_group("manager (default: as recorded, or as in OptionalParams)")
     for name, text in (
         ("max-batch-size", "requests in a batch"),

@@ -55,6 +55,14 @@ def natural(text: str) -> int:
     return int(text)
 
 
+def integer(text: str) -> int:
+    """Read any integer."""
+    try:
+        return int(text)
+    except ValueError:
+        raise ArgumentTypeError(f"must be an integer, got {quoted(text)}") from None
+
+
 def threads(text: str) -> int:
     """Read a number of threads, from 1 to 1024."""
     if positive(text) > _MAX_THREADS:
@@ -143,6 +151,11 @@ def device(text: str) -> str:
     return text
 
 
+def path_argument(text: str) -> Path:
+    """Read a path. An empty one is refused: `Path` would take it for the current folder."""
+    return Path(nonempty_text(text))
+
+
 def folder(text: str) -> Path:
     """Read the path of an existing folder."""
     if not os.path.isdir(text):
@@ -187,11 +200,12 @@ def writable(text: str) -> Path:
 
     A wrong path is thus reported before slow work begins.
     """
+    file = path_argument(text)
     if os.path.isdir(text):
         raise ArgumentTypeError(f"must be a file, got the folder {text!r}")
-    if not os.path.isdir(Path(text).parent):
+    if not os.path.isdir(file.parent):
         raise ArgumentTypeError(f"must be in an existing folder, got {text!r}")
-    return Path(text)
+    return file
 
 
 def check_distinct(paths: dict[str, Path | None]) -> None:

@@ -15,7 +15,7 @@ from gptmanager.config import (
     ParallelConfig,
     SchedulerConfig,
 )
-from gptmanager.terminal.arguments import checkpoint, positive, threads
+from gptmanager.terminal.arguments import checkpoint, integer, positive, threads
 from gptmanager.terminal.redrawn_lines import RedrawnLines
 
 POLICIES = tuple(policy.name.lower() for policy in CapacitySchedulerPolicy)
@@ -148,7 +148,7 @@ def add_manager_options(
     text = "stages that share the layers; torchrun starts their ranks (default 1)"
     add("--pipeline-parallel-size", help=text, **number)
     text = "seed for requests without a seed of their own (default 0)"
-    add("--seed", type=int, default=0, metavar="N", help=text)
+    add("--seed", type=integer, default=0, metavar="N", help=text)
     text = "CPU threads (default: by the number of cores)"
     add("--threads", type=threads, metavar="N", help=text)
     add_verbose(group, "manager")

@@ -173,7 +173,9 @@ def test_an_unreadable_file_is_one_sentence(refused, path):
         ("ALLOWED_HOST", "'a", "No closing quotation"),
         ("SERVED_MODEL_NAME", " ", "must have at least one value"),
         ("MAX_BATCH_SIZE", "9" * 5000, "must be at most"),
-        ("SEED", "x", "invalid literal"),
+        ("SEED", "x", "must be an integer, got 'x'"),
+        ("HOST", "", "must have at least one character"),  # it would be every address
+        ("JOURNAL", "", "must have at least one character"),  # the current folder
         ("DTYPE", "\udcff", "must be one of"),
     ],
 )

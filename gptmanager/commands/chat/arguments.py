@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 from typing import Any
 
 from gptmanager.terminal.arguments import (
     natural,
     nonempty_text,
+    path_argument,
     penalty,
     positive,
     probability,
@@ -64,7 +64,7 @@ def add_command(commands: Any) -> None:
         help="the system prompt (default: the chat template's)",
     )
     text = "a file with the chat template (default: the checkpoint's)"
-    add("--chat-template", type=Path, metavar="FILE", help=text)
+    add("--chat-template", type=path_argument, metavar="FILE", help=text)
     text = "maximum number of tokens of an answer (default %(default)s)"
     add("--max-new-tokens", type=positive, default=1024, metavar="N", help=text)
     text = "a text that ends an answer; may be repeated"

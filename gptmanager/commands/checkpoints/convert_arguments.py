@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
-from gptmanager.terminal.arguments import checkpoint
+from gptmanager.terminal.arguments import checkpoint, path_argument
 from gptmanager.terminal.options import add_dtype, add_parser
 
 _HELP = """\
@@ -35,7 +34,7 @@ def add_command(commands: Any) -> None:
     )
     add = parser.add_argument
     add("source", type=checkpoint, metavar="SRC", help="a checkpoint folder, or a GGUF file")
-    add("target", type=Path, metavar="DST", help="a folder that does not exist")
+    add("target", type=path_argument, metavar="DST", help="a folder that does not exist")
     add_dtype(parser, "the checkpoint's, float32 for a quantized GGUF file")
     bits = ("int8", "int4")
     text = "write matrices in 8 bits, or in 4 bits with a scale for each group of 32 numbers"

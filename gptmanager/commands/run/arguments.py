@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
-from gptmanager.terminal.arguments import positive, seconds, text_argument, writable
+from gptmanager.terminal.arguments import path_argument, positive, seconds, text_argument, writable
 from gptmanager.terminal.options import add_json, add_manager_options, add_model, add_parser
 
 _HELP = """\
@@ -60,9 +59,9 @@ def add_command(commands: Any) -> None:
     text = "run one request, and print only its answer"
     given.add_argument("--prompt", type=text_argument, metavar="TEXT", help=text)
     text = "write results as JSON lines, in the same order; - prints them instead of the summary"
-    add("--output", type=Path, metavar="FILE", help=text)
+    add("--output", type=path_argument, metavar="FILE", help=text)
     text = "write the statistics record of each iteration as JSON lines"
-    add("--stats", type=Path, metavar="FILE", help=text)
+    add("--stats", type=path_argument, metavar="FILE", help=text)
     text = "write a recording, for `gptmanager picture`"
     add("--record", type=writable, metavar="FILE", help=text)
     add_json(parser, "print the summary as JSON; without --output, with the answers")
