@@ -33,8 +33,8 @@ class GenerationControl(LoopQuestions):
         the memory of its weights, and stays asleep.
 
         Raise ConfigError for unknown names, wrong shapes, and tied tensors that differ; for a
-        mapping this happens before anything is copied. If an iterator fails half-way, no step runs
-        until an update with all tensors is complete. Raise CallbackError in a callback, and
+        mapping this happens before anything is copied. If an iterator fails after its first tensor,
+        no step runs until an update with all tensors is complete. Raise CallbackError in a callback, and
         TimeoutError and ManagerDeadError as `explain` does.
         """
         update = self._worker.updates.update

@@ -104,11 +104,16 @@ class WeightUpdates:
             weights.load(tensors, partial=not was_incomplete)
 
     def _load_one_by_one(self, weights: Weights, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """Load the tensors of an iterator in batches: all at once may not fit into memory."""
+        """Load the tensors of an iterator in batches: all at once may not fit into memory.
+
+        An error after the first tensor always leaves the update incomplete. Otherwise it would
+        depend on the size of a batch whether weights have changed.
+        """
         was_incomplete, seen = self.is_incomplete, list[str]()
         batch, twins = dict[str, Tensor](), dict[str, Tensor]()
         num_bytes = 0
         for name, tensor in tensors:
+            self.is_incomplete = True
             seen.append(name)
             # A twin (tied tensor) is only compared with its parameter, which must be loaded before.
             (twins if weights.is_twin(name) else batch)[name] = tensor
@@ -122,7 +127,6 @@ class WeightUpdates:
 
     def _load_batch(self, weights: Weights, batch: dict[str, Tensor]) -> None:
         weights.check(batch, partial=True)
-        self.is_incomplete = True
         weights.load(batch, partial=True)
 
     # Sleep ---------------------------------------------------------------------------------

@@ -157,8 +157,9 @@ def test_a_wrong_mapping_changes_nothing(served, checkpoint):
     assert (output(host), manager.weights_version) == (first, version)
 
 
+@pytest.mark.parametrize("batch_bytes", [1, 1 << 40])  # all tensors are copied, or none
 def test_an_iterator_that_fails_half_way_pauses_until_an_update_is_complete(
-    served, checkpoint, monkeypatch
+    served, checkpoint, monkeypatch, batch_bytes
 ):
     host, manager = served
     first = output(host)
@@ -167,7 +168,7 @@ def test_an_iterator_that_fails_half_way_pauses_until_an_update_is_complete(
         yield from changed(checkpoint).items()
         raise OSError("the trainer has gone")
 
-    monkeypatch.setattr(weight_updates, "_BATCH_BYTES", 1)  # a batch of each tensor
+    monkeypatch.setattr(weight_updates, "_BATCH_BYTES", batch_bytes)
     with pytest.raises(OSError, match="the trainer"):
         manager.update_weights(failing())
     number = next(NUMBERS)
