@@ -34,8 +34,8 @@ class GenerationControl(LoopQuestions):
 
         Raise ConfigError for unknown names, wrong shapes, and tied tensors that differ; for a
         mapping this happens before anything is copied. If an iterator fails after its first tensor,
-        no step runs until an update with all tensors is complete. Raise CallbackError in a callback, and
-        TimeoutError and ManagerDeadError as `explain` does.
+        no step runs until an update with all tensors is complete. Raise CallbackError in a
+        callback, and TimeoutError and ManagerDeadError as `explain` does.
         """
         update = self._worker.updates.update
         return self._call(
