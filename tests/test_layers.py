@@ -299,13 +299,15 @@ models/                       decoder networks, and the table of families
         family                Family: the properties that set a model_type apart
         readers               readers of config fields that several families share
         base                  norms, spellings and families that others begin with
-        llamas                families close to Llama
-        gemmas                families of Gemma
-        layer_norms           families with LayerNorms
-        llama4                the family of Llama 4
-        mixtures              families with mixtures of experts
-        linears               families with linear attention: Qwen3-Next, Qwen3.5
-        latents               families with latents: DeepSeek V2, V3
+        kinds/                the families, by what sets them apart from Llama
+            llamas            families close to Llama
+            gemmas            families of Gemma
+            layer_norms       families with LayerNorms
+            llama4            the family of Llama 4
+            mixtures          families with mixtures of experts
+            corrected_mixtures  mixtures with a learned correction of scores
+            linears           families with linear attention: Qwen3-Next, Qwen3.5
+            latents           families with latents: DeepSeek V2, V3
         table                 FAMILIES: all of them, by model_type
         wrappers              text models inside of multimodal checkpoints
         config_fields         fields of a config that do not matter, or that are refused

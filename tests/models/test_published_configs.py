@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -10,8 +11,15 @@ from family_configs import FAMILY_CONFIGS
 from gptmanager.errors import ConfigError
 from gptmanager.models.read_spec import read_spec
 
+EXPERT_LAYERS = [False, True, True, True]
 # Fields that change nothing, by family
 WITHOUT_EFFECT: list[tuple[str, dict[str, Any]]] = [
+    ("exaone_moe", {"is_moe_layer": EXPERT_LAYERS, "first_last_k_dense_replace": 1}),
+    ("glm4_moe_lite", {"first_k_dense_replace": 1, "partial_rotary_factor": 1.0}),
+    ("hunyuan_v1_moe", {"moe_intermediate_size": [96] * 4, "num_shared_expert": [1] * 4}),
+    ("hunyuan_v1_moe", {"n_group": False, "routed_scaling_factor": False, "topk_group": False}),
+    ("vaultgemma", {"attention_bias": False, "dtype": "float32"}),
+    ("youtu", {"mlp_bias": False, "head_dim": 8, "qk_head_dim": 20}),
     ("gemma", {"hidden_act": "gelu", "hidden_activation": None}),
     ("gemma", {"hidden_act": "gelu", "hidden_activation": "gelu_pytorch_tanh"}),
     ("gpt2", {"n_special": 0, "predict_special_tokens": True, "n_ctx": 1024}),
@@ -34,9 +42,18 @@ def test_a_published_field_changes_nothing(name: str, fields: dict[str, Any]) ->
         ("gemma", "hidden_act", "silu"),
         ("gemma", "hidden_activation", "silu"),
         ("gpt_oss", "swiglu_alpha", 1.5),
+        ("exaone_moe", "is_moe_layer", [True, True, False, True]),
+        ("glm4_moe_lite", "mlp_layer_types", ["dense", "sparse", "other", "dense"]),
+        ("hunyuan_v1_moe", "moe_topk", [2, 2]),
+        ("hunyuan_v1_moe", "num_shared_expert", [2, 2, 2, 2]),
     ],
 )
 def test_another_value_is_refused(name: str, field: str, value: Any) -> None:
     config = {**FAMILY_CONFIGS[name], "model_type": name, field: value}
-    with pytest.raises(ConfigError, match=f"{field} = {value!r}: "):
+    with pytest.raises(ConfigError, match=f"{field} = {re.escape(repr(value))}: "):
         read_spec(config)
+
+
+def test_kimi_k2_is_read_as_deepseek_v3() -> None:
+    config = {**FAMILY_CONFIGS["deepseek_v3"], "model_type": "deepseek_v3"}
+    assert read_spec({**config, "model_type": "kimi_k2"}) == read_spec(config)

@@ -109,6 +109,13 @@ FAMILY_CONFIGS: Mapping[str, dict[str, Any]] = {
         "num_global_key_value_heads": 1,
         "final_logit_softcapping": 3.0,
     },
+    "vaultgemma": {
+        **_HEADS,
+        "sliding_window": 8,
+        "query_pre_attn_scalar": 24,
+        "attn_logit_softcapping": 5.0,
+        "final_logit_softcapping": 3.0,
+    },
     "phi": {**BASE, **_HALF},
     "phi3": {**BASE, "sliding_window": 8},
     "olmo": {**BASE, "attention_bias": True},
@@ -165,6 +172,11 @@ FAMILY_CONFIGS: Mapping[str, dict[str, Any]] = {
         "moe_k": 2,
         "moe_num_shared_experts": 1,
     },
+    "exaone_moe": {
+        **{**_MOE, **_FOUR, "head_dim": 16, "num_shared_experts": 1, "n_group": 2},
+        **{"sliding_window": 8, "sliding_window_pattern": 2},
+    },
+    "hunyuan_v1_moe": {**_HEADS, **_FOUR, "moe_topk": [2, 1, 2, 3]},
     "deepseek_v2": {
         **_ROUTED,
         **_LATENT,
@@ -185,6 +197,9 @@ FAMILY_CONFIGS: Mapping[str, dict[str, Any]] = {
             **{"mscale": 1.0, "mscale_all_dim": 0.7, "original_max_position_embeddings": 40},
         },
     },
+    "glm4_moe_lite": {**_ROUTED, **_LATENT, "mlp_layer_types": ["dense"] * 2 + ["sparse"] * 2},
+    "youtu": {**BASE, **_LATENT},
+    "minicpm3": {**BASE, **_LATENT, "scale_emb": 3.0, "scale_depth": 0.7, "dim_model_base": 16},
     "qwen3_next": {
         **_LINEAR,
         **_MOE,

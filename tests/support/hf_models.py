@@ -162,6 +162,9 @@ ARCHITECTURES: Mapping[str, dict[str, Any]] = {
     "hunyuan_v1_moe": {**_EXPERTS, "moe_topk": 2},
     "deepseek_v2": {**_EXPERTS, **_LATENT},
     "deepseek_v3": {**_EXPERTS, **_LATENT},
+    "glm4_moe_lite": {**_EXPERTS, **_LATENT},
+    "youtu": _LATENT,
+    "minicpm3": _LATENT,
     "mimo_v2_flash": _EXPERTS,
     "afmoe": {**_EXPERTS, **_MIXED},
     "llama4_text": {

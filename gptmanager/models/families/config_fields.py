@@ -50,12 +50,22 @@ _OF_FAMILIES: Mapping[str, Mapping[str, Any]] = {
         "moe_gate_act": "softmax",
         "moe_use_aux_free": True,
     },
+    "exaone_moe": {
+        "scoring_func": "sigmoid",
+        "topk_method": "noaux_tc",
+        "first_last_k_dense_replace": 1,
+    },
     "gemma2": {"sliding_window_size": 4096},  # equal to `sliding_window`, which is read
     "glm4_moe": {"scoring_func": "sigmoid", "topk_method": "noaux_tc"},
     "granitemoe": {"position_embedding_type": "rope"},
     "granitemoehybrid": {"normalization_function": "rmsnorm"},
     "granitemoeshared": {"position_embedding_type": "rope"},
     "hunyuan_v1_dense": {"norm_type": "rms", "use_qk_norm": True, "use_rotary_pos_emb": True},
+    "hunyuan_v1_moe": {
+        **{"norm_type": "rms", "use_qk_norm": True, "use_rotary_pos_emb": True},
+        **{"anyres_pooling_size": 2, "num_media_embeds": 257, "unpad_fix": True},
+        **{"n_group": (1, False), "topk_group": (1, False), "routed_scaling_factor": (1.0, False)},
+    },
     "minimax_m2": {
         "layernorm_full_attention_beta": 1.0,
         "layernorm_linear_attention_beta": 1.0,

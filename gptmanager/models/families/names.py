@@ -225,3 +225,16 @@ SHARED_EXPERT = {
     "shared_down": "mlp.shared_expert.down_proj",
     "shared_gate": "mlp.shared_expert_gate",
 }
+SWITCHED_EXPERTS = switched("mlp.experts")
+# Mixtral and MiniMax-M2
+BLOCK = {
+    "gate": None,
+    "up": None,
+    "down": None,
+    "router": "block_sparse_moe.gate",
+    "expert_gate": "block_sparse_moe.experts.{}.w1",
+    "expert_up": "block_sparse_moe.experts.{}.w3",
+    "expert_down": "block_sparse_moe.experts.{}.w2",
+}
+SWITCHED_BLOCK = switched("block_sparse_moe.switch_mlp")
+BLOCK_IN_ONE = {**SWITCHED_BLOCK, **STACKED, "router": "mlp.gate"}

@@ -246,6 +246,18 @@ def first_layers_dense(fields: Fields, layer: int) -> bool:
     return layer < fields.count("first_k_dense_replace")
 
 
+def listed_layers_dense(fields: Fields, layer: int) -> bool:
+    """Return whether a layer is dense by `mlp_layer_types`, or without it, is one of the first."""
+    first = first_layers_dense(fields, layer)  # read in any case
+    given, num_layers = fields.get("mlp_layer_types"), fields.size("num_hidden_layers")
+    if given is None:
+        return first
+    is_list = isinstance(given, list) and len(given) == num_layers
+    if not is_list or given[layer] not in ("dense", "sparse"):
+        raise fields.error("mlp_layer_types", f"must be {num_layers} of ['dense', 'sparse']")
+    return bool(given[layer] == "dense")
+
+
 def sparse_steps_dense(fields: Fields, layer: int) -> bool:
     """Return whether a layer of Qwen's mixtures is dense, which means that it has no experts."""
     step = fields.size("decoder_sparse_step")

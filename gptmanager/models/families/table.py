@@ -5,18 +5,20 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from gptmanager.models.families.family import Family
-from gptmanager.models.families.gemmas import GEMMAS
-from gptmanager.models.families.latents import LATENTS
-from gptmanager.models.families.layer_norms import LAYER_NORMS
-from gptmanager.models.families.linears import LINEARS
-from gptmanager.models.families.llamas import LLAMAS
-from gptmanager.models.families.mixtures import MIXTURES
+from gptmanager.models.families.kinds.corrected_mixtures import CORRECTED_MIXTURES
+from gptmanager.models.families.kinds.gemmas import GEMMAS
+from gptmanager.models.families.kinds.latents import LATENTS
+from gptmanager.models.families.kinds.layer_norms import LAYER_NORMS
+from gptmanager.models.families.kinds.linears import LINEARS
+from gptmanager.models.families.kinds.llamas import LLAMAS
+from gptmanager.models.families.kinds.mixtures import MIXTURES
 
 FAMILIES: Mapping[str, Family] = {
     **LLAMAS,
     **GEMMAS,
     **LAYER_NORMS,
     **MIXTURES,
+    **CORRECTED_MIXTURES,
     **LATENTS,
     **LINEARS,
 }

@@ -43,6 +43,8 @@ TEXT_FAMILIES: Mapping[str, str] = {
     "qwen3_5_moe": "qwen3_5_moe_text",
     "voxtral": "llama",
 }
+# Model types of published configs -> the family that these models are of.
+_OTHER_NAMES = {"kimi_k2": "deepseek_v3"}
 _QWEN2_VL: Mapping[str, Any] = {
     **_sizes(152064, 8192, 29568, 80, 64),
     "num_key_value_heads": 8,
@@ -115,7 +117,9 @@ def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
     Fields that the text model leaves out are those of `TEXT_DEFAULTS`.
     """
     if not is_wrapper(config):
-        return config
+        name = config.get("model_type")
+        is_other = isinstance(name, str) and name in _OTHER_NAMES
+        return {**config, "model_type": _OTHER_NAMES[name]} if is_other else config
     wrapper, inner = config["model_type"], config.get("text_config")
     of_wrapper = TEXT_DEFAULTS.get(f"{wrapper.removesuffix('_text')}_text")
     if inner is None:  # the wrapper itself has the fields of the text model

@@ -1,9 +1,9 @@
-"""Families with multi-head latent attention: DeepSeek V2 and V3."""
+"""Families with multi-head latent attention, as DeepSeek V2 introduced it."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -29,6 +29,13 @@ _LATENTS = {
     "kv_latent_norm": "self_attn.kv_a_layernorm",
     "latent_up": "self_attn.kv_b_proj",
 }
+# the matrix `kv_b_proj`, split by heads: in GGUF files, and as MLX writes it
+_LATENT_HEADS = {
+    "latent_keys": "self_attn.k_b_proj.{}",
+    "latent_values": "self_attn.v_b_proj.{}",
+    "stacked_keys": "self_attn.embed_q",
+    "stacked_values": "self_attn.unembed_out",
+}
 _FIELDS = {
     "head_dim": 64,
     "kv_lora_rank": 512,
@@ -38,7 +45,8 @@ _FIELDS = {
 }
 
 
-def _attention(fields: Fields, layer: int) -> Mapping[str, Any]:
+def _attention(fields: Fields, layer: int, value_dim: int | None = None) -> Mapping[str, Any]:
+    """Return further fields of a layer's `Attention`. `value_dim`: used if a config has none."""
     readers.as_many_kv_heads(fields, layer)
     rope_dim = fields.size("head_dim")
     fields.note_read("qk_head_dim")
@@ -46,7 +54,7 @@ def _attention(fields: Fields, layer: int) -> Mapping[str, Any]:
         rank=fields.size("kv_lora_rank"),
         query_rank=0 if fields.get("q_lora_rank") is None else fields.size("q_lora_rank"),
         key_dim=fields.size("qk_nope_head_dim"),
-        value_dim=fields.size("v_head_dim"),
+        value_dim=fields.size("v_head_dim", value_dim),
         bias=fields.flag("attention_bias"),
     )
     return {
@@ -101,17 +109,36 @@ def _v2_experts(fields: Fields, layer: int) -> tuple[Experts, int] | None:
     return replace(found[0], routing=routing), found[1]
 
 
+def _corrected(is_dense: Callable[[Fields, int], bool]) -> readers.ReadExperts:
+    return experts_of(
+        "n_routed_experts",
+        score="sigmoid",
+        correction=True,
+        num_shared="n_shared_experts",
+        is_dense=is_dense,
+    )
+
+
+def _minicpm_scales(fields: Fields) -> Mapping[str, Any]:
+    """Return MiniCPM's scales of embeddings, of additions to the residual stream, and of logits."""
+    num_layers, hidden = fields.size("num_hidden_layers"), fields.size("hidden_size")
+    return {
+        "embedding_scale": fields.number("scale_emb"),
+        "residual_scale": fields.number("scale_depth", num_layers**0.5) / num_layers**0.5,
+        "logit_scale": fields.size("dim_model_base", hidden) / hidden,
+    }
+
+
+def _minicpm_attention(fields: Fields, layer: int) -> Mapping[str, Any]:
+    heads = fields.size("num_attention_heads")
+    return _attention(fields, layer, fields.size("hidden_size") // heads)
+
+
 _V2 = replace(
     PLAIN,
     title="DeepSeek V2",
     tensors=llama_names(**_LATENTS, **EXPERTS, **SHARED),
-    other_tensors=layer_names(
-        latent_keys="self_attn.k_b_proj.{}",
-        latent_values="self_attn.v_b_proj.{}",
-        stacked_keys="self_attn.embed_q",
-        stacked_values="self_attn.unembed_out",
-        **IN_ONE,
-    ),
+    other_tensors=layer_names(**_LATENT_HEADS, **IN_ONE),
     spellings={**PLAIN.spellings, "head_dim": "qk_rope_head_dim"},
     defaults=llama_fields(
         **_FIELDS,
@@ -137,43 +164,102 @@ _V2 = replace(
     attention=_attention,
     experts=_v2_experts,
 )
+_V3 = replace(
+    _V2,
+    title="DeepSeek V3, R1",
+    tensors=llama_names(
+        **_LATENTS, **EXPERTS, **SHARED, correction="mlp.gate.e_score_correction_bias"
+    ),
+    defaults=llama_fields(
+        **_FIELDS,
+        max_position_embeddings=4096,
+        attention_bias=False,
+        rope_interleave=True,
+        n_routed_experts=256,
+        num_experts_per_tok=8,
+        n_shared_experts=1,
+        n_group=8,
+        topk_group=4,
+        moe_intermediate_size=2048,
+        routed_scaling_factor=2.5,
+        first_k_dense_replace=3,
+        norm_topk_prob=True,
+    ),
+    interleaved="rope_interleave",
+    mlp_bias=False,
+    neutral={
+        "topk_method": "noaux_tc",
+        "scoring_func": "sigmoid",
+        "moe_layer_freq": 1,
+        "seq_aux": True,
+    },
+    experts=_corrected(readers.first_layers_dense),
+)
 LATENTS: Mapping[str, Family] = {
     "deepseek_v2": _V2,
-    "deepseek_v3": replace(
-        _V2,
-        title="DeepSeek V3, R1",
-        tensors=llama_names(
-            **_LATENTS, **EXPERTS, **SHARED, correction="mlp.gate.e_score_correction_bias"
-        ),
+    "deepseek_v3": _V3,
+    "glm4_moe_lite": replace(
+        _V3,
+        title="GLM-4.7-Flash",
+        defaults={
+            **_V3.defaults,
+            "norm_eps": 1e-5,
+            "max_position_embeddings": 202752,
+            "num_key_value_heads": 20,
+            "q_lora_rank": 768,
+            "qk_nope_head_dim": 192,
+            "v_head_dim": 256,
+            "n_routed_experts": 64,
+            "num_experts_per_tok": 4,
+            "n_group": 1,
+            "topk_group": 1,
+            "moe_intermediate_size": 1536,
+            "routed_scaling_factor": 1.8,
+            "first_k_dense_replace": 1,
+        },
+        experts=_corrected(readers.listed_layers_dense),
+    ),
+    "youtu": replace(
+        _V3,
+        title="Youtu-LLM",
+        tensors=llama_names(**_LATENTS),
+        other_tensors=layer_names(**_LATENT_HEADS),
         defaults=llama_fields(
             **_FIELDS,
-            max_position_embeddings=4096,
+            max_position_embeddings=131072,
+            num_key_value_heads=16,
             attention_bias=False,
             rope_interleave=True,
-            n_routed_experts=256,
-            num_experts_per_tok=8,
-            n_shared_experts=1,
-            n_group=8,
-            topk_group=4,
-            moe_intermediate_size=2048,
-            routed_scaling_factor=2.5,
-            first_k_dense_replace=3,
-            norm_topk_prob=True,
+            tie_word_embeddings=True,
         ),
-        interleaved="rope_interleave",
-        mlp_bias=False,
-        neutral={
-            "topk_method": "noaux_tc",
-            "scoring_func": "sigmoid",
-            "moe_layer_freq": 1,
-            "seq_aux": True,
-        },
-        experts=experts_of(
-            "n_routed_experts",
-            score="sigmoid",
-            correction=True,
-            num_shared="n_shared_experts",
-            is_dense=readers.first_layers_dense,
+        neutral={},
+        experts=None,
+    ),
+    "minicpm3": replace(
+        PLAIN,
+        title="MiniCPM 3",
+        tensors=llama_names(**_LATENTS),
+        other_tensors=layer_names(**_LATENT_HEADS),
+        spellings=_V2.spellings,
+        defaults=llama_fields(
+            norm_eps=1e-5,
+            max_position_embeddings=32768,
+            num_key_value_heads=40,
+            head_dim=32,
+            kv_lora_rank=256,
+            q_lora_rank=768,
+            qk_nope_head_dim=64,
+            v_head_dim=None,
+            attention_bias=False,
+            mlp_bias=False,
+            tie_word_embeddings=True,
+            scale_emb=12.0,
+            scale_depth=1.4,
+            dim_model_base=256,
         ),
+        out_bias="attention_bias",
+        mlp_bias="mlp_bias",
+        network=_minicpm_scales,
+        attention=_minicpm_attention,
     ),
 }

@@ -264,4 +264,10 @@ GEMMAS: Mapping[str, Family] = {
     "gemma2": _GEMMA2,
     "gemma3_text": _GEMMA3,
     "gemma4_text": _GEMMA4,
+    "vaultgemma": replace(
+        _GEMMA2,
+        title="VaultGemma",
+        tensors=llama_names(mlp_norm="pre_feedforward_layernorm"),
+        norms=Norms(plus_one=True),
+    ),
 }

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
 from gptmanager.models.families import readers
 from gptmanager.models.families.base import (
@@ -14,44 +12,34 @@ from gptmanager.models.families.base import (
     PLAIN,
     llama_fields,
 )
-from gptmanager.models.families.family import ROTARY_BUFFERS, Family
-from gptmanager.models.families.llama4 import LLAMA4
-from gptmanager.models.families.llamas import LLAMAS
+from gptmanager.models.families.family import Family
+from gptmanager.models.families.kinds.llama4 import LLAMA4
+from gptmanager.models.families.kinds.llamas import LLAMAS
 from gptmanager.models.families.names import (
+    BLOCK,
+    BLOCK_IN_ONE,
     BY_EXPERT,
     DENSE,
     EXPERTS,
     IN_ONE,
     NORMS_AFTER,
     ONLY_EXPERTS,
-    SHARED,
     SHARED_EXPERT,
     SHARED_HALVES,
-    STACKED,
     SWITCHED,
+    SWITCHED_BLOCK,
+    SWITCHED_EXPERTS,
     layer_names,
     llama_names,
-    switched,
 )
 from gptmanager.models.families.readers import experts_of
-from gptmanager.models.spec import Norms
+from gptmanager.models.fields import Fields
+from gptmanager.models.spec import Experts, Norms
 
-_SWITCHED_BLOCK = switched("block_sparse_moe.switch_mlp")
-_SWITCHED_EXPERTS = switched("mlp.experts")
-_BLOCK_IN_ONE = {**_SWITCHED_BLOCK, **STACKED, "router": "mlp.gate"}
 _GRANITE_IN_ONE = {
     "router": "block_sparse_moe.router",
     "stacked_up": "block_sparse_moe.experts.gate_up_proj",
     "stacked_down": "block_sparse_moe.experts.down_proj",
-}
-_BLOCK = {
-    "gate": None,
-    "up": None,
-    "down": None,
-    "router": "block_sparse_moe.gate",
-    "expert_gate": "block_sparse_moe.experts.{}.w1",
-    "expert_up": "block_sparse_moe.experts.{}.w3",
-    "expert_down": "block_sparse_moe.experts.{}.w2",
 }
 _GRANITE_BLOCK = {
     "gate": None,
@@ -61,38 +49,6 @@ _GRANITE_BLOCK = {
     "stacked_up": "block_sparse_moe.input_linear.weight",
     "stacked_down": "block_sparse_moe.output_linear.weight",
 }
-_PREDICTORS = re.compile(rf"{ROTARY_BUFFERS.pattern}|^(model\.)?mtp_")
-_SIGMOID: Mapping[str, Any] = {
-    "score": "sigmoid",
-    "correction": True,
-    "num_shared": "n_shared_experts",
-    "is_dense": readers.first_layers_dense,
-}
-_GLM4_MOE = replace(
-    BIASED_ATTENTION,
-    title="GLM-4.5, 4.6",
-    tensors=llama_names(**EXPERTS, **SHARED, correction="mlp.gate.e_score_correction_bias"),
-    other_tensors=layer_names(**IN_ONE),
-    defaults=llama_fields(
-        norm_eps=1e-5,
-        max_position_embeddings=131072,
-        num_key_value_heads=8,
-        partial_rotary_factor=0.5,
-        n_routed_experts=128,
-        num_experts_per_tok=8,
-        moe_intermediate_size=1408,
-        n_shared_experts=1,
-        n_group=1,
-        topk_group=1,
-        routed_scaling_factor=1.0,
-        first_k_dense_replace=1,
-        norm_topk_prob=True,
-    ),
-    norms=Norms(query_key="head"),
-    qk_norm="use_qk_norm",
-    out_bias=False,
-    experts=experts_of("n_routed_experts", **_SIGMOID),
-)
 _QWEN3_MOE = replace(
     LLAMAS["qwen3"],
     title="Qwen3-MoE",
@@ -130,7 +86,7 @@ _GRANITE_MOE = replace(
     LLAMAS["granite"],
     title="Granite 3 MoE",
     tensors=llama_names(**_GRANITE_BLOCK),
-    other_tensors=layer_names(**BY_EXPERT, **_SWITCHED_BLOCK, **_GRANITE_IN_ONE),
+    other_tensors=layer_names(**BY_EXPERT, **SWITCHED_BLOCK, **_GRANITE_IN_ONE),
     defaults={
         **LLAMAS["granite"].defaults,
         "num_local_experts": 8,
@@ -144,12 +100,39 @@ _GRANITE_MOE = replace(
         renormalize=False,
     ),
 )
+_HUNYUAN = experts_of(
+    "num_experts",
+    width="intermediate_size",
+    per_token="moe_topk",
+    renormalize=True,
+    shared="intermediate_size",
+)
+
+
+def _hunyuan_experts(fields: Fields, layer: int) -> tuple[Experts, int] | None:
+    """Return a layer's experts, and their width. `moe_topk` may be a list with a number a layer."""
+    num_layers, width = fields.size("num_hidden_layers"), fields.size("intermediate_size")
+    for name, same in (("moe_intermediate_size", width), ("num_shared_expert", 1)):
+        given = fields.get(name)
+        if given not in (None, same) and given != [same] * num_layers:
+            raise fields.error(
+                name, f"must be {same} in each layer, because transformers ignores it"
+            )
+    given = fields.get("moe_topk")
+    if not isinstance(given, list):
+        return _HUNYUAN(fields, layer)
+    if len(given) != num_layers:
+        raise fields.error("moe_topk", f"must be a number, or a list of {num_layers} numbers")
+    own = {name: fields.get(name) for name in ("num_experts", "intermediate_size")}
+    return _HUNYUAN(Fields({**own, "moe_topk": given[layer]}, {}, {}), layer)
+
+
 MIXTURES: Mapping[str, Family] = {
     "mixtral": replace(
         LLAMAS["mistral"],
         title="Mixtral",
-        tensors=llama_names(**_BLOCK),
-        other_tensors=layer_names(**_BLOCK_IN_ONE),
+        tensors=llama_names(**BLOCK),
+        other_tensors=layer_names(**BLOCK_IN_ONE),
         defaults=llama_fields(
             norm_eps=1e-5,
             rope_theta=1e6,
@@ -234,7 +217,7 @@ MIXTURES: Mapping[str, Family] = {
             mixed_up="mlp.experts.gate_up_proj",
             mixed_down="mlp.experts.down_proj",
         ),
-        other_tensors=layer_names(**BY_EXPERT, **_SWITCHED_EXPERTS),
+        other_tensors=layer_names(**BY_EXPERT, **SWITCHED_EXPERTS),
         defaults=llama_fields(
             norm_eps=1e-5,
             max_position_embeddings=131072,
@@ -280,7 +263,7 @@ MIXTURES: Mapping[str, Family] = {
             shared_down="shared_mlp.output_linear",
         ),
         other_tensors=layer_names(
-            **BY_EXPERT, **_SWITCHED_BLOCK, **_GRANITE_IN_ONE, **SHARED_HALVES
+            **BY_EXPERT, **SWITCHED_BLOCK, **_GRANITE_IN_ONE, **SHARED_HALVES
         ),
         experts=experts_of(
             "num_local_experts",
@@ -290,103 +273,20 @@ MIXTURES: Mapping[str, Family] = {
             shared="shared_intermediate_size",
         ),
     ),
-    "glm4_moe": _GLM4_MOE,
-    "solar_open": replace(
-        _GLM4_MOE,
-        title="Solar Open",
-        defaults={
-            **_GLM4_MOE.defaults,
-            "head_dim": 128,
-            "intermediate_size": 1280,
-            "rope_theta": 1e6,
-            "partial_rotary_factor": 1.0,
-            "moe_intermediate_size": 1280,
-            "first_k_dense_replace": 0,
-        },
-        norms=Norms(),
-    ),
-    "dots1": replace(
-        _GLM4_MOE,
-        title="dots.llm1",
-        other_tensors=layer_names(**_SWITCHED_EXPERTS, **STACKED),
-        defaults=llama_fields(
-            norm_eps=1e-6,
-            n_routed_experts=None,
-            n_group=1,
-            topk_group=1,
-            routed_scaling_factor=1.0,
-            first_k_dense_replace=0,
-            moe_intermediate_size=1408,
-            use_sliding_window=True,
-            sliding_window=4096,
-            max_window_layers=62,
-        ),
-        qk_norm=True,
-        out_bias="attention_bias",
-        windows="some",
-    ),
-    "minimax_m2": replace(
-        PLAIN,
-        title="MiniMax-M2",
-        tensors=llama_names(**_BLOCK, correction="block_sparse_moe.e_score_correction_bias"),
-        other_tensors=layer_names(**_BLOCK_IN_ONE, correction="mlp.e_score_correction_bias"),
-        defaults=llama_fields(
-            rope_theta=5e6,
-            max_position_embeddings=196608,
-            num_key_value_heads=8,
-            head_dim=128,
-            rotary_dim=None,
-            partial_rotary_factor=1.0,
-            num_local_experts=256,
-            num_experts_per_tok=8,
-        ),
-        norms=Norms(query_key="all_heads"),
-        neutral={
-            "scoring_func": "sigmoid",
-            "use_qk_norm": True,
-            "qk_norm_type": "per_layer",
-            "use_routing_bias": True,
-        },
-        network=readers.minimax_network,
-        experts=experts_of(
-            "num_local_experts",
-            width="intermediate_size",
-            score="sigmoid",
-            renormalize=True,
-            correction=True,
-        ),
-    ),
-    "ernie4_5_moe": replace(
-        LLAMAS["ernie4_5"],
-        title="ERNIE 4.5 MoE",
+    "hunyuan_v1_moe": replace(
+        LLAMAS["hunyuan_v1_dense"],
+        title="HunYuan (MoE)",
         tensors=llama_names(
-            **EXPERTS, **SHARED, correction_row="mlp.moe_statics.e_score_correction_bias"
+            **{**ONLY_EXPERTS, "router": "mlp.gate.wg"},
+            q_norm="self_attn.query_layernorm",
+            k_norm="self_attn.key_layernorm",
+            shared_gate_proj="mlp.shared_mlp.gate_proj",
+            shared_up="mlp.shared_mlp.up_proj",
+            shared_down="mlp.shared_mlp.down_proj",
         ),
-        other_tensors=layer_names(
-            **IN_ONE, correction_row="mlp.gate.moe_statics.e_score_correction_bias"
-        ),
-        defaults={
-            **LLAMAS["ernie4_5"].defaults,
-            "head_dim": None,
-            "num_key_value_heads": 4,
-            "moe_intermediate_size": 1536,
-            "moe_k": 6,
-            "moe_num_experts": 64,
-            "moe_num_shared_experts": 2,
-            "moe_layer_start_index": 1,
-            "moe_layer_end_index": -1,
-            "moe_layer_interval": 1,
-        },
-        head_bias="use_bias",
-        neutral={"moe_norm_min": 1e-12},
-        ignored=_PREDICTORS,
-        experts=experts_of(
-            "moe_num_experts",
-            per_token="moe_k",
-            renormalize=True,
-            correction=True,
-            num_shared="moe_num_shared_experts",
-            is_dense=readers.ernie_dense,
-        ),
+        other_tensors=layer_names(**IN_ONE),
+        defaults={**LLAMAS["hunyuan_v1_dense"].defaults, "num_experts": 1, "moe_topk": 1},
+        neutral={"norm_topk_prob": True, "use_mixed_mlp_moe": True},
+        experts=_hunyuan_experts,
     ),
 }

@@ -1,0 +1,1 @@
+"""The families of models, by what sets them apart from Llama."""
