@@ -53,6 +53,7 @@ _FACTORS = {
     *("attn_logit_softcapping", "final_logit_softcapping", "embedding_multiplier"),
     *("logits_scaling", "residual_multiplier", "attention_multiplier", "logit_scale"),
     *("routed_scaling_factor", "attn_scale", "factor", "attention_factor", "beta_fast", "alpha"),
+    *("scale_emb", "scale_depth"),
     *("high_freq_factor", *_ZERO_FACTORS),
 }
 # null has a meaning: a default, or none of something
@@ -63,6 +64,7 @@ _OPTIONAL = {
     *("final_logit_softcapping", "attn_logit_softcapping", "word_embed_proj_dim", "q_lora_rank"),
     *("attention_chunk_size", "n_group", "topk_group", "routed_scaling_factor", "n_inner"),
     *("factor", "attention_factor", "beta_fast", "beta_slow", "partial_rotary_factor"),
+    *("v_head_dim", "scale_depth", "dim_model_base"),
     *_ZERO_FACTORS,
 }
 SENSIBLE: Mapping[str, set[str]] = {

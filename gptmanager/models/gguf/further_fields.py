@@ -59,6 +59,7 @@ def deepseek_fields(metadata: Metadata, prefix: str, names: Names, config: Confi
     if key is not None and isinstance(rotated, int):
         found["qk_nope_head_dim"] = key - rotated
     found["q_lora_rank"] = config.get("q_lora_rank")
+    found["n_routed_experts"] = config.get("n_routed_experts")  # Youtu-LLM has none
     if config["model_type"] == "deepseek_v2":
         is_limited = config.get("n_group") not in (None, 0, 1)
         found["topk_method"] = "group_limited_greedy" if is_limited else "greedy"

@@ -35,6 +35,8 @@ OF_OTHERS = {
     "granitemoehybrid": ["granite"],
     "qwen3_vl_moe_text": ["qwen3vlmoe"],
     "solar_open": ["glm4moe"],
+    "glm4_moe_lite": ["deepseek2"],
+    "youtu": ["deepseek2"],
 }
 WITHOUT_MLX = ("gpt2", "gpt_neox", "granitemoeshared")  # refused, or unknown to MLX
 CASES = [
