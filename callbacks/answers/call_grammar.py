@@ -16,6 +16,7 @@ from gptmanager.errors import quoted
 
 MAX_CALLS = 16  # per guided answer, because a model not trained for tools may never stop calling
 _ANY = "(?s:.*)"
+ID = "\ue000"  # the place of an id in the texts of a `CallShape`
 # (name of a rule, JSON schema of a tool's arguments, ids of added tokens) -> (grammar lines of the
 # rule, JSON schemas by the names of the rules that they define)
 Body = Callable[[str, Any, Mapping[str, int]], tuple[list[str], dict[str, Any]]]
@@ -43,7 +44,8 @@ class CallShape:
     is empty, an answer is either only calls or only text. `tags` are the texts that mark calls.
     Tags that are added tokens cannot occur in the text around calls. `several`: whether the grammar
     allows more than one call in an answer. `write` returns the text of arguments; None if a model
-    with this format has a chat template that writes calls.
+    with this format has a chat template that writes calls. If the model gives each call an id,
+    `id_pattern` is its regular expression, and `ID` is its place in `before` or `between`.
     """
 
     before: str
@@ -57,6 +59,7 @@ class CallShape:
     body: Body = json_body
     several: bool = True
     write: Callable[[Mapping[str, Any]], str] | None = None
+    id_pattern: str = ""
 
     def text(self, calls: Sequence[tuple[str, Mapping[str, Any]]]) -> str | None:
         """Return calls, as (name, arguments), as the model writes them; None without `write`."""
@@ -77,9 +80,9 @@ class CallShape:
         """
         several = self.several and tools.parallel
         schemas: dict[str, Any] = {}
-        tag = ""  # stays empty if the rule `calls` itself matches the tag
-        if self.tag and not tools.required and answer is None and self.tag not in marks:
-            tag = self.tag
+        tag = ""  # what precedes the part of `self.tag` that the rule `calls` itself matches
+        if not tools.required and answer is None:
+            tag = _before_marks(self.tag, marks)
         begin, before = self.begin, self.before
         if begin:
             begin = begin.removeprefix(tag)
@@ -109,7 +112,11 @@ class CallShape:
         lines.append("call: " + " | ".join(f"call_{i}" for i in range(len(tools.parameters))))
         for index, (name, schema) in enumerate(tools.parameters.items()):
             rule = f"arguments_{index}"
-            head = grammar_text(before + name + self.between, marks)
+            head = " ".join(
+                f"/{self.id_pattern}/" if part == ID else grammar_text(part, marks)
+                for part in re.split(f"({ID})", before + name + self.between)
+                if part
+            )
             lines.append(f"call_{index}: {head} {rule} {grammar_text(self.behind, marks)}")
             try:
                 own, own_schemas = self.body(rule, schema, marks)
@@ -122,17 +129,19 @@ class CallShape:
     def _text_with_calls(self, tag: str, marks: Mapping[str, int], most: int) -> list[str]:
         """Return grammar lines for text with up to `most` groups of calls.
 
-        Each group begins with `tag`. If `tag` is empty, each group begins with `self.tag`, which
-        the rule `calls` matches.
+        Each group begins with `tag`, which is `self.tag` up to its first mark. The rule `calls`
+        matches the rest of `self.tag`.
         """
         text, others = f"TEXT: /{_ANY}/", self._others(marks)
         if not tag:
             return [f"start: (text calls){{0,{most}}} text", f"text: TEXT{self._more(marks)}", text]
+        parts = [f"TEXT {others}"] if others else []
+        parts += ["tag"] if tag != self.tag else []  # the text may have `tag` without the mark
         return [
             f"start: (begin calls){{0,{most}}} text",
-            f"begin: (TEXT {others})* tag" if others else "begin: tag",
+            f"begin: ({' | '.join(parts)})* tag" if parts else "begin: tag",
             f"tag[lazy]: TEXT {json.dumps(tag, ensure_ascii=False)}",
-            f"text: TEXT{self._more(marks)}",
+            f"text: {'tag* ' if tag != self.tag else ''}TEXT{self._more(marks)}",
             text,
         ]
 
@@ -169,6 +178,11 @@ def grammar_text(text: str, marks: Mapping[str, int]) -> str:
     )
 
 
+def _before_marks(text: str, marks: Mapping[str, int]) -> str:
+    """Return `text` up to its first mark."""
+    return text[: min((text.find(mark) for mark in marks if mark in text), default=len(text))]
+
+
 def text_until(
     rule: str, end: str, marks: Mapping[str, int], without: Sequence[str] = ()
 ) -> list[str]:
@@ -176,8 +190,13 @@ def text_until(
 
     The text before `end` has none of the texts in `without`.
     """
-    is_lazy = not any(mark in end for mark in marks)  # a text cannot contain marks
+    before = _before_marks(end, marks)
+    is_lazy = before == end  # a text cannot contain marks
     text, lines = f"/{_ANY}/", []
+    if before and not is_lazy:  # the text may have `before` without the mark
+        begun = json.dumps(before, ensure_ascii=False)
+        rest = grammar_text(end.removeprefix(before), marks)
+        return [f"{rule}_begun[lazy]: {text} {begun}", f"{rule}: {rule}_begun+ {rest}"]
     if without:
         others = "|".join(re.escape(one).replace("/", r"\/") for one in without)
         lines.append(f"{rule.upper()}: {text} & ~/{_ANY}({others}){_ANY}/")

@@ -50,6 +50,7 @@ _THOUGHTS = ("auto", "none", "think", "mistral", "seed_oss", "cohere", "gemma4",
 _CALLS = (
     *("auto", "hermes", "llama3", "mistral", "qwen3_coder", "deepseek", "pythonic", "harmony"),
     *("gemma4", "glm45", "minimax_m2", "seed_oss", "cohere", "json_list", "olmo3", "lfm2"),
+    *("deepseek_v32", "kimi_k2", "apertus", "functionary"),
 )
 
 

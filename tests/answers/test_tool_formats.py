@@ -138,7 +138,7 @@ def test_huge_answers_take_linear_time(name):
 def test_calls_as_text_are_found_again(name):
     look = {"city": "a \"b\"\n'c', é", "days": -2, "exact": True, "tags": ["x", "]"], "unit": None}
     text = MADE[name].text([("look", look), ("stop", {})])
-    if name in ("granite", "nemotron", "apriel", "lfm2"):
+    if MADE[name].name in ("json_list", "lfm2"):
         content, calls, _ = parsed(MADE[name], [text])
         assert content == "" and [(it, json.loads(one)) for it, one in calls] == [
             ("look", look), ("stop", {})
@@ -185,7 +185,10 @@ def test_values_in_tags(values, arguments):
     assert json.loads(calls[0][1]) == arguments
 
 
-@pytest.mark.parametrize("name", ["qwen3_coder", "seed_oss", "minimax_m2", "glm45"])
+IN_TAGS = ("qwen3_coder", "seed_oss", "minimax_m2", "glm45")
+
+
+@pytest.mark.parametrize("name", [*IN_TAGS, "deepseek_v32"])
 def test_tags_within_json_do_not_end_a_value(name):
     """Unless the JSON does not end; a string that is not JSON ends at its tag."""
     tags = MADE[name].parser_class.tags
@@ -243,6 +246,32 @@ def test_parameters_that_are_not_closed_end_at_the_next():
     assert parsed(MADE["qwen3_coder"], [text]) == ("", [["look", ROME]], False)
 
 
+def test_a_format_may_say_which_values_are_json():
+    values = (("city", "false", "12"), ("days", "true", "2"), ("x", "false", "[1]"))
+    body = "".join(
+        f'<DSMLparameter name="{name}" string="{kind}">{text}</DSMLparameter>\n'
+        for name, kind, text in values
+    )
+    text = f'<DSMLinvoke name="look">\n{body}</DSMLinvoke>'
+    text = text.replace("DSML", "｜DSML｜")  # noqa: RUF001
+    content, calls, _ = parsed(MADE["deepseek_v32"], list(text))
+    assert content == "" and json.loads(calls[0][1]) == {"city": "12", "days": "2", "x": [1]}
+
+
+@pytest.mark.parametrize("size", [1, 10**9])
+def test_ids_of_kimi_are_those_that_the_model_writes(size):
+    def ids(text):
+        answer = ChatAnswer(MADE["kimi_k2"].parser(TOOLS), new_id=lambda: "new")
+        for at in range(0, len(text), size):
+            answer.push(text[at : at + size])
+        return [call["id"] for call in answer.message()["tool_calls"]]
+
+    text = TWO["kimi_k2"]
+    assert ids(text) == ["functions.look:0", "functions.stop:1"]
+    assert ids(text.replace("stop:1", "look:0")) == ["functions.look:0", "new"]
+    assert ids(text.replace("stop:1", "stop:x")) == ["functions.look:0"]
+
+
 def test_ids_of_mistral_have_nine_letters():
     assert len(MADE["mistral"].new_id()) == 9 and MADE["mistral"].new_id().isalnum()
 
@@ -251,7 +280,8 @@ def test_ids_of_mistral_have_nine_letters():
 def fits(request):
     tokenizer = load_tokenizer("examples/tiny_llama")
     if request.param:
-        for name in ("mistral", "harmony", "gemma4", "granite", "cohere", "lfm2", "minimax_m2"):
+        special = ("mistral", "harmony", "gemma4", "granite", "cohere", "lfm2", "minimax_m2")
+        for name in (*special, "kimi_k2", "apertus", "deepseek_v32"):
             tokenizer.add_special_tokens([*MADE[name].tags])
         for name in ("deepseek", "hermes", "glm45", "seed_oss"):
             tokenizer.add_tokens([*MADE[name].tags])
@@ -264,6 +294,7 @@ for name in ("pythonic", "lfm2", "olmo3"):
     ONE[name] = ONE[name].replace("'", '"')
 ONE["mistral tags"] = ONE["mistral tags"].replace("[CALL_ID]123456789", "")
 ONE["llama3"] = ONE["llama3"].partition(";")[0]
+ONE["gigachat"] = "<|function_call|>" + ONE["gigachat"].split("<|function_call|>")[1]
 
 
 @pytest.mark.parametrize("name", GUIDED)
@@ -281,7 +312,7 @@ def test_guided_calls(fits, name):
     assert len(fits(form, TOOLS, wrong)) < len(wrong)
     assert fits(form, TOOLS, "[1, 2]", {"type": "array"}) == fits(form, TOOLS, text, True) == "yes"
     alone = read_tools(LISTED, "required", parallel_tool_calls=False)
-    assert (fits(form, alone, text) == "yes") == (name == "llama3")
+    assert (fits(form, alone, text) == "yes") == (name in ("llama3", "gigachat"))
 
 
 @pytest.mark.parametrize("name", ["qwen3_coder", "pythonic"])
@@ -340,7 +371,7 @@ def test_guided_values_of_gemma(fits, schema, right, wrong):
         assert fits(form, tools, f"<|tool_call>call:f{{a:{value}}}<tool_call|>") != "yes"
 
 
-@pytest.mark.parametrize("name", ["qwen3_coder", "seed_oss", "minimax_m2", "glm45"])
+@pytest.mark.parametrize("name", [*IN_TAGS, "deepseek_v32"])
 def test_guided_strings_in_tags_do_not_end_early(fits, name):
     form, tools = MADE[name], tools_of({"city": {"type": "string"}, "days": {}})
     shape, tags = form.shape, form.parser_class.tags
@@ -355,11 +386,15 @@ def test_guided_strings_in_tags_do_not_end_early(fits, name):
         )
         return f"{shape.begin}{shape.before}f{shape.between}{body}{shape.behind}{shape.end}"
 
-    for city in ("</b> <i>", *(f"Rome {tag[:-1]}" for tag in tags.value_ends)):
+    begun = [tag[:-1].partition("｜")[0] for tag in tags.value_ends]  # noqa: RUF001
+    for city in ("</b> <i>", *(f"Rome {one}" for one in begun)):
         assert fits(form, tools, call(city)) == "yes"
         assert arguments_of(form, tools, call(city)) == {"city": city, "days": "2"}
     for tag in tags.value_ends:
         assert len(fits(form, tools, call(f"Rome {tag} x"))) < len(call(f"Rome {tag}"))
+    text = f"1 < 2 </b {call('Rome')}<<</"
+    tools = tools_of({"city": {"type": "string"}, "days": {}}, "auto")
+    assert fits(form, tools, text) == "yes" != fits(form, tools, text.replace("days", "dyas"))
 
 
 @pytest.mark.parametrize(

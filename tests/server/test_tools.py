@@ -72,6 +72,22 @@ def test_formats_are_told_from_templates(name, form):
         ("<tool_call> {{ call.arguments }} </tool_call>", None),
         ("'<function_calls>' + calls + '</function_calls>'", "olmo3"),
         ("List of tools: <|tool_list_start|>[", "lfm2"),
+        ("<|tool_calls_section_begin|>{{ calls }}<|tool_calls_section_end|>", "kimi_k2"),
+        ("set dsml_token = '｜DSML｜'", "deepseek_v32"),  # noqa: RUF001
+        ("set tool_calls_token = '<|tools_prefix|>'", "apertus"),
+        (
+            '<function=example_function_name>{"example_name": "example_value"}</function>',
+            "functionary",
+        ),
+        ("<function={name}>{arguments}</function>", None),
+        ("<|tool_call:begin|>id<|tool_call:name|>name<|tool_call:args|>", None),
+        ("'<function name=\"' ~ tool_call.name ~ '\">' '<param name=\"'", None),
+        ("argkey_begin_token = '<arg_key{}>' argvalue_begin_token = '<arg_value{}>'", None),
+        ("{{ '>>>' + tool_call['function']['name'] + '\\n' + arguments }}", None),
+        ('following the format below:\\n<tool_calls>\\n{"name": <tool-name>', "json_list"),
+        ("ns.content + ' functools[' + tool.calls | join(', ') + ']'", None),
+        ('function_call="<|function_call|>"', "json_list"),
+        ("'\\nAction:\\n```json\\n[\\n'", "cohere"),
     ],
 )
 def test_formats_of_other_models(template, form):

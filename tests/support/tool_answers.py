@@ -38,7 +38,15 @@ MADE = {
     "granite": format_of("json_list", ""),
     "nemotron": format_of("json_list", "<TOOLCALL>["),
     "apriel": format_of("json_list", "<tool_calls>["),
+    "minimax_m1": format_of("json_list", '<tool_calls>\\n{"name":'),
+    "gigachat": format_of("json_list", "<|function_call|>"),
     "cohere": format_of("cohere", ""),
+    "command r+": format_of("cohere", "Action:\\n```json\\n["),
+    "apertus": format_of("apertus", ""),
+    "functionary": format_of("functionary", ""),
+    "kimi_k2": format_of("kimi_k2", ""),
+    "deepseek_v32": format_of("deepseek_v32", ""),
+    "deepseek v4": format_of("deepseek_v32", "tool_calls>"),
     "gemma4": format_of("gemma4", ""),
     "lfm2": format_of("lfm2", ""),
     "olmo3": format_of("olmo3", ""),
@@ -55,6 +63,13 @@ QWEN = (
 GLM = (
     "<arg_key>city</arg_key>\n<arg_value>Rome</arg_value>\n"
     "<arg_key>days</arg_key>\n<arg_value>2</arg_value>\n"
+)
+DSML = (
+    '\n\n<｜DSML｜function_calls>\n<｜DSML｜invoke name="look">\n'  # noqa: RUF001
+    '<｜DSML｜parameter name="city" string="true">Rome</｜DSML｜parameter>\n'  # noqa: RUF001
+    '<｜DSML｜parameter name="days" string="false">2</｜DSML｜parameter>\n'  # noqa: RUF001
+    '</｜DSML｜invoke>\n<｜DSML｜invoke name="stop">\n</｜DSML｜invoke>\n'  # noqa: RUF001
+    "</｜DSML｜function_calls>"  # noqa: RUF001
 )
 LIST = '{"name": "look", "arguments": %s}, {"name": "stop", "arguments": {}}' % ROME
 QWEN_STOP = "<tool_call>\n<function=stop>\n</function>\n</tool_call>"
@@ -81,6 +96,17 @@ TWO = {  # two calls, as each format writes them, after a text if it may have on
     "apriel": f"Hm.\n<tool_calls>[{LIST}]</tool_calls>",
     "cohere": 'Hm.<|START_ACTION|>[\n    {"tool_name": "look", "parameters": %s},\n'
     '    {"tool_name": "stop", "parameters": {}}\n]<|END_ACTION|>' % ROME,
+    "command r+": 'Hm.\nAction:\n```json\n[\n    {"tool_name": "look", "parameters": %s},\n'
+    '    {"tool_name": "stop", "parameters": {}}\n]```' % ROME,
+    "minimax_m1": "Hm.\n<tool_calls>\n%s\n</tool_calls>" % LIST.replace("}, {", "}\n{"),
+    "gigachat": "Hm.<|function_call|>" + LIST.replace("}, {", "}<|function_call|>{"),
+    "apertus": f'Hm.<|tools_prefix|>[{{"look": {ROME}}}, {{"stop": {{}}}}]<|tools_suffix|>',
+    "functionary": f"Hm.<function=look>{ROME}</function><function=stop>{{}}</function>",
+    "kimi_k2": "Hm.<|tool_calls_section_begin|><|tool_call_begin|>functions.look:0"
+    f"<|tool_call_argument_begin|>{ROME}<|tool_call_end|><|tool_call_begin|>functions.stop:1"
+    "<|tool_call_argument_begin|>{}<|tool_call_end|><|tool_calls_section_end|>",
+    "deepseek_v32": f"Hm.{DSML}",
+    "deepseek v4": f"Hm.{DSML.replace('function_calls', 'tool_calls')}",
     "seed_oss": "Hm.\n<seed:tool_call>\n<function=look>\n<parameter=city>Rome</parameter>\n"
     "<parameter=days>2</parameter>\n</function>\n</seed:tool_call>\n<seed:tool_call>\n"
     "<function=stop>\n</function>\n</seed:tool_call>",

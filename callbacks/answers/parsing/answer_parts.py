@@ -24,10 +24,14 @@ class Content:
 
 @dataclass(frozen=True, slots=True)
 class CallBegins:
-    """The beginning of call number `index` (from 0) in an answer. It calls the tool `name`."""
+    """The beginning of call number `index` (from 0) in an answer. It calls the tool `name`.
+
+    `id` is the id that the model gave to the call, or "" if the format has no ids.
+    """
 
     index: int
     name: str
+    id: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -167,8 +167,8 @@ class CallParser(StepwiseParser):
 
     # Parts of a step -------------------------------------------------------------------------
 
-    def _call(self, name: str, found: list[Found]) -> None:
-        found.append(CallBegins(self.num_calls, name))
+    def _call(self, name: str, found: list[Found], call_id: str = "") -> None:
+        found.append(CallBegins(self.num_calls, name, call_id))
         self.num_calls += 1
 
     def _reject_call(self, found: list[Found]) -> bool:
@@ -187,10 +187,12 @@ class HeadedCallParser(CallParser):
     """Parses calls that consist of a header of tags and a JSON object with the arguments.
 
     `headers`: for each opener, the headers that may follow it. A header is a sequence of tags and
-    patterns; the text of its first `NAME` is the name of the tool.
+    patterns; the text of its first `NAME` is the name of the tool. The part of a header that
+    matches `id_pattern`, if there is one, is the id of the call.
     """
 
     headers: ClassVar[dict[str, tuple[tuple[str | re.Pattern[str], ...], ...]]]
+    id_pattern: ClassVar[re.Pattern[str] | None] = None
 
     def _begin(self, opener: str) -> None:
         super()._begin(opener)
@@ -203,8 +205,9 @@ class HeadedCallParser(CallParser):
             return False  # needs more text
         if name not in self._names:
             return self._reject_call(found)
-        self._take(end)
-        self._call(name, found)
+        header = self._take(end)
+        found_id = self.id_pattern and self.id_pattern.search(header)
+        self._call(name, found, found_id[0] if found_id else "")
         self._begin_arguments(found)
         return True
 

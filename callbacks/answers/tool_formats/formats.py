@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from gptmanager.callbacks.answers.tool_format import ToolFormat
-from gptmanager.callbacks.answers.tool_formats.deepseek import DeepSeek
+from gptmanager.callbacks.answers.tool_formats.deepseek import DeepSeek, DeepSeekV32
 from gptmanager.callbacks.answers.tool_formats.gemma4 import Gemma4
 from gptmanager.callbacks.answers.tool_formats.harmony import Harmony
 from gptmanager.callbacks.answers.tool_formats.hermes import Hermes
-from gptmanager.callbacks.answers.tool_formats.json_lists import Cohere, JsonList
-from gptmanager.callbacks.answers.tool_formats.llama3 import Llama3
+from gptmanager.callbacks.answers.tool_formats.json_lists import Apertus, Cohere, JsonList
+from gptmanager.callbacks.answers.tool_formats.kimi import KimiK2
+from gptmanager.callbacks.answers.tool_formats.llama3 import Functionary, Llama3
 from gptmanager.callbacks.answers.tool_formats.mistral import Mistral
 from gptmanager.callbacks.answers.tool_formats.pythonic import Lfm2, Olmo3, Pythonic
 from gptmanager.callbacks.answers.tool_formats.tagged_values import (
@@ -22,12 +23,16 @@ from gptmanager.callbacks.answers.tool_formats.tagged_values import (
 FORMATS: tuple[type[ToolFormat], ...] = (
     Harmony,
     DeepSeek,
+    DeepSeekV32,
+    KimiK2,
+    Apertus,
     Gemma4,
     Cohere,
     Glm45,
     MiniMaxM2,
     SeedOss,
     Qwen3Coder,
+    Functionary,
     JsonList,
     Hermes,
     Mistral,

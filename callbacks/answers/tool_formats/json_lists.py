@@ -1,17 +1,32 @@
-"""Formats with a list of JSON objects after a tag.
+"""Formats with JSON objects after a tag, most of them in a list.
 
-Granite 3:  <|tool_call|>[{"name": "get_weather", "arguments": {"city": "Rome"}}]
-Nemotron:   <TOOLCALL>[{"name": "get_weather", "arguments": {"city": "Rome"}}]</TOOLCALL>
-Apriel:     <tool_calls>[{"name": "get_weather", "arguments": {"city": "Rome"}}]</tool_calls>
+Granite 3:       <|tool_call|>[{"name": "get_weather", "arguments": {"city": "Rome"}}]
+Nemotron:        <TOOLCALL>[{"name": "get_weather", "arguments": {"city": "Rome"}}]</TOOLCALL>
+Apriel:          <tool_calls>[{"name": "get_weather", "arguments": {"city": "Rome"}}]</tool_calls>
+MiniMax-M1:      the same without brackets, with an object in each line
+GigaChat 3.1:    <|function_call|>{"name": "get_weather", "arguments": {"city": "Rome"}}
+Apertus:         <|tools_prefix|>[{"get_weather": {"city": "Rome"}}]<|tools_suffix|>
 Command R7B, A:
     <|START_ACTION|>[
         {"tool_call_id": "0", "tool_name": "get_weather", "parameters": {"city": "Rome"}}
     ]<|END_ACTION|>
+Command R+:      the same list after "Action:", in a code block of JSON
 """
 
 from __future__ import annotations
 
+import re
+from typing import NamedTuple
+
 from gptmanager.callbacks.answers.call_grammar import CallShape
+from gptmanager.callbacks.answers.parsing.call_parser import (
+    NAME,
+    OBJECT,
+    SPACE,
+    CallParser,
+    HeadedCallParser,
+    State,
+)
 from gptmanager.callbacks.answers.parsing.json_calls import JsonCallParser
 from gptmanager.callbacks.answers.parsing.python_values import as_json
 from gptmanager.callbacks.answers.tool_format import ShapedFormat
@@ -36,46 +51,126 @@ class NemotronParser(JsonListParser, tag="<TOOLCALL>", end="</TOOLCALL>"): ...
 class ToolCallsParser(JsonListParser, tag="<tool_calls>", end="</tool_calls>"): ...
 
 
-class CohereParser(JsonListParser, tag="<|START_ACTION|>", end="<|END_ACTION|>"): ...
+class MiniMaxM1Parser(JsonCallParser):
+    openers = ("<tool_calls>",)
+    separator = "\n"
+    closers = ("</tool_calls>",)
 
 
-# (tag, closing tag, text that a chat template of this variant contains, parser)
+class GigaChatParser(JsonCallParser):
+    openers = ("<|function_call|>",)
+
+
+class _Variant(NamedTuple):
+    """`begin` and `end` of the calls, `joint` between two, and what the chat template contains."""
+
+    begin: str
+    end: str
+    shown: re.Pattern[str]
+    parser_class: type[CallParser]
+    joint: str = ", "
+    several: bool = True
+
+    @property
+    def tag(self) -> str:
+        return self.begin.rstrip("[\n")
+
+
 _VARIANTS = (
-    ("<|tool_call|>", "", "<|tool_call|>", GraniteParser),
-    ("<TOOLCALL>", "</TOOLCALL>", "<TOOLCALL>[", NemotronParser),
-    ("<tool_calls>", "</tool_calls>", "<tool_calls>[", ToolCallsParser),
-)
+    _Variant("<|tool_call|>[", "]", re.compile(r"<\|tool_call\|>"), GraniteParser),
+    _Variant("<TOOLCALL>[", "]</TOOLCALL>", re.compile(r"<TOOLCALL>\["), NemotronParser),
+    _Variant("<tool_calls>[", "]</tool_calls>", re.compile(r"<tool_calls>\["), ToolCallsParser),
+    _Variant(
+        "<tool_calls>\n", "\n</tool_calls>", re.compile(r'<tool_calls>(?:\\n|\n)\{"name":'),
+        MiniMaxM1Parser, joint="\n",
+    ),
+    _Variant(
+        "<|function_call|>", "", re.compile(r"<\|function_call\|>"), GigaChatParser,
+        joint="<|function_call|>", several=False,
+    ),
+)  # fmt: skip
 
 
 class JsonList(ShapedFormat):
     """The variant that a chat template contains; Granite's if it contains none."""
 
     name = "json_list"
-    tags = tuple(tag for begin, end, *_ in _VARIANTS for tag in (begin, end) if tag)
+    tags = (
+        "<|tool_call|>", "<TOOLCALL>", "</TOOLCALL>", "<tool_calls>", "</tool_calls>",
+        "<|function_call|>",
+    )  # fmt: skip
 
     def __init__(self, template: str = "") -> None:
-        begin, end, _, self.parser_class = next(
-            (one for one in _VARIANTS if one[2] in template), _VARIANTS[0]
-        )
+        found = next((one for one in _VARIANTS if one.shown.search(template)), _VARIANTS[0])
+        self.parser_class = found.parser_class
         self.shape = CallShape(
-            '{"name": "', '", "arguments": ', "}", f"{begin}[", ", ", f"]{end}", begin, self.tags,
-            write=as_json,
+            '{"name": "', '", "arguments": ', "}", found.begin, found.joint, found.end, found.tag,
+            self.tags, several=found.several, write=as_json,
         )  # fmt: skip
 
     @staticmethod
     def is_in(template: str) -> bool:
-        return any(one[2] in template for one in _VARIANTS)
+        return any(one.shown.search(template) for one in _VARIANTS)
+
+
+class CohereParser(JsonListParser, tag="<|START_ACTION|>", end="<|END_ACTION|>"): ...
+
+
+class CommandRPlusParser(JsonListParser, tag="Action:\n```json", end="```"): ...
 
 
 class Cohere(ShapedFormat):
+    """The format of Command R7B and A or, if a template shows it, that of Command R+."""
+
     name = "cohere"
     tags = ("<|START_ACTION|>", "<|END_ACTION|>")
-    shape = CallShape(
-        '{"tool_name": "', '", "parameters": ', "}",
-        f"{tags[0]}[\n    ", ",\n    ", f"\n]{tags[1]}", tags[0], tags,
-    )  # fmt: skip
-    parser_class = CohereParser
+
+    def __init__(self, template: str = "") -> None:
+        is_old = _ACTION in template
+        begin, end = (
+            ("Action:\n```json\n[", "\n]```")
+            if is_old
+            else (f"{self.tags[0]}[", f"\n]{self.tags[1]}")
+        )
+        self.parser_class = CommandRPlusParser if is_old else CohereParser
+        self.shape = CallShape(
+            '{"tool_name": "', '", "parameters": ', "}", f"{begin}\n    ", ",\n    ", end,
+            "Action:" if is_old else self.tags[0], self.tags,
+        )  # fmt: skip
 
     @staticmethod
     def is_in(template: str) -> bool:
-        return "<|START_ACTION|>" in template
+        return "<|START_ACTION|>" in template or _ACTION in template
+
+
+_ACTION = r"Action:\n```json\n["  # as a template writes line breaks
+
+
+class ApertusParser(HeadedCallParser):
+    """Parses objects with one key, which is the name of the tool."""
+
+    openers = tuple(f"<|tools_prefix|>{space}[" for space in ("", " ", "\n"))
+    closers = ("}", "]", "<|tools_suffix|>")
+    headers = {
+        opener: ((SPACE, "{", SPACE, '"', NAME, '"', SPACE, ":", SPACE, OBJECT),)
+        for opener in openers
+    }
+
+    def _read_between(self) -> bool:
+        rest = self._text.lstrip()
+        if not rest.startswith(","):
+            return super()._read_between()
+        self._before = self._take(len(self._text) - len(rest) + 1)
+        self._state = State.HEADER
+        return True
+
+
+class Apertus(ShapedFormat):
+    name = "apertus"
+    tags = ("<|tools_prefix|>", "<|tools_suffix|>")
+    shape = CallShape('{"', '": ', "}", f"{tags[0]}[", ", ", f"]{tags[1]}", tags[0], tags)
+    parser_class = ApertusParser
+
+    @staticmethod
+    def is_in(template: str) -> bool:
+        return "<|tools_prefix|>" in template

@@ -63,8 +63,8 @@ class PythonicParser(ArgumentListParser):
         before = self.bracket if self._is_first else self.separator
         return SPACE, before, SPACE, NAME, SPACE, "("
 
-    def _call(self, name: str, found: list[Found]) -> None:
-        super()._call(name, found)
+    def _call(self, name: str, found: list[Found], call_id: str = "") -> None:
+        super()._call(name, found, call_id)
         self._positions, self._is_first = self._order[name], False
 
     def _argument(self, text: str, index: int) -> tuple[str, str]:

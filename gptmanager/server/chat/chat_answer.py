@@ -28,7 +28,7 @@ class ChatAnswer:
 
     Without a `parser`, all text is content. With `is_alone`, only the first call is kept. With
     `is_deprecated`, that call is written as the deprecated `function_call`. `new_id` returns the id
-    of a new call.
+    of a call to which the model gave no id of its own.
     """
 
     def __init__(
@@ -140,7 +140,9 @@ class ChatAnswer:
             self._calls[found.index]["function"]["arguments"] += found.text
             return {"index": found.index, "function": {"arguments": found.text}}
         function = {"name": found.name, "arguments": ""}
-        call = {"id": self._new_id(), "type": "function", "function": function}
+        taken = {call["id"] for call in self._calls}
+        own_id = self._new_id() if found.id in ("", *taken) else found.id
+        call = {"id": own_id, "type": "function", "function": function}
         self._calls.append(call)
         return {"index": found.index, **call, "function": dict(function)}
 
