@@ -82,7 +82,7 @@ class MatrixFinder(GivenTensors):
             "compressed-tensors": ((".weight_packed", self._packed), (".weight", self._scaled)),
             "fp8": ((".weight", self._scaled), ("_proj", self._scaled_experts)),
             "modelopt": ((".weight", self._scaled_or_pairs), ("_proj", self._scaled_experts)),
-            "quark": ((".weight", self._scaled_or_pairs),),
+            "quark": ((".weight", self._quark),),
             "mxfp4": (("_blocks", self._experts),),
             "gptq": ((".qweight", self._gptq),),
             "awq": ((".qweight", self._awq),),
@@ -204,9 +204,13 @@ class MatrixFinder(GivenTensors):
     def _gptq(self, name: str, info: TensorInfo) -> StoredMatrix:
         module = name.removesuffix(".qweight")
         words, rows = self._matrix_shape(name, info, "int32")
-        bits, scales, zeros = self._transposed_grids(
-            module, {it: (rows, words * 32 // it) for it in self._scheme.bits}, ()
-        )
+        shapes = {it: (rows, words * 32 // it) for it in self._scheme.bits if words * 32 % it == 0}
+        if not shapes:
+            raise ConfigError(
+                f"tensor {tensor_name(name)} is int32 {list(info.shape)}: it must have whole words "
+                f"of {' or '.join(map(str, self._scheme.bits))} bits"
+            )
+        bits, scales, zeros = self._transposed_grids(f"{module}.scales", f"{module}.qzeros", shapes)
         shape = rows, words * 32 // bits
         return self._with_groups(
             IntegerMatrix(
@@ -222,16 +226,40 @@ class MatrixFinder(GivenTensors):
         module, [bits] = name.removesuffix(".qweight"), self._scheme.bits
         columns, words = self._matrix_shape(name, info, "int32")
         shape = words * 32 // bits, columns
-        _, scales, zeros = self._transposed_grids(module, {bits: shape}, AWQ_ORDER)
+        _, scales, zeros = self._transposed_grids(
+            f"{module}.scales", f"{module}.qzeros", {bits: shape}, AWQ_ORDER
+        )
         matrix = IntegerMatrix(
             *(name, shape, bits, scales, zeros), transposed=True, order=AWQ_ORDER
         )
         return self._with_groups(matrix)
 
+    def _quark(self, name: str, info: TensorInfo) -> StoredMatrix | None:
+        """Describe a matrix of Quark; None for a matrix of floats."""
+        if info.dtype != "int32":
+            return self._scaled_or_pairs(name, info)
+        columns, words = self._matrix_shape(name, info)
+        shape, order, offset = (words * 8, columns), self._scheme.order, self._scheme.offset
+        _, scales, zeros = self._transposed_grids(
+            f"{name}_scale", f"{name}_zero_point", {4: shape}, order
+        )
+        matrix = IntegerMatrix(
+            *(name, shape, 4, scales, zeros),
+            offset=offset,
+            transposed=True,
+            order=order,
+            signed=offset > 0,
+        )
+        return self._with_groups(matrix)
+
     def _transposed_grids(
-        self, module: str, shapes: Mapping[int, tuple[int, int]], order: tuple[int, ...]
+        self,
+        scales_name: str,
+        zeros_name: str,
+        shapes: Mapping[int, tuple[int, int]],
+        order: tuple[int, ...] = (),
     ) -> tuple[int, Grid, Grid]:
-        """Return the bits of a GPTQ or AWQ matrix, and the grids of its scales and zeros.
+        """Return the bits of a transposed matrix, and the grids of its scales and zeros.
 
         `shapes` has the shape of the matrix for each allowed number of bits. Both tensors have a
         row for each group of columns of the matrix. Their shapes show the bits and the groups.
@@ -242,20 +270,20 @@ class MatrixFinder(GivenTensors):
                 groups = ceil_div(columns, width)
                 key = (groups, rows), (groups, ceil_div(rows * bits, 32))
                 options.setdefault(key, set()).add((bits, width))
-        scales = self._take(f"{module}.scales", {*FLOATS.values()}, *{it for it, _ in options})
+        scales = self._take(scales_name, {*FLOATS.values()}, *{it for it, _ in options})
         fitting = {it for own, it in options if own == scales.shape}
-        zeros = self._take(f"{module}.qzeros", "int32", *fitting)
+        zeros = self._take(zeros_name, "int32", *fitting)
         if len(found := options[scales.shape, zeros.shape]) > 1:
             raise ConfigError(
-                f"tensor {tensor_name(f'{module}.scales')} has shape {list(scales.shape)}, which "
+                f"tensor {tensor_name(scales_name)} has shape {list(scales.shape)}, which "
                 f"fits several of the config's packings: (bits, columns of a group) {sorted(found)}"
             )
         [(bits, width)] = found
         grid = partial(Grid, height=1, width=width, transposed=True)
         return (
             bits,
-            grid(f"{module}.scales", scales.shape),
-            grid(f"{module}.qzeros", zeros.shape, bits=bits, order=order),
+            grid(scales_name, scales.shape),
+            grid(zeros_name, zeros.shape, bits=bits, order=order),
         )
 
     def _column_groups(self, name: str, count: int, width: int) -> Tensor | None:

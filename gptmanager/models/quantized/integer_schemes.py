@@ -18,8 +18,11 @@ _MODULE = ("bits", "group_size")  # options of a module of GPTQ or AWQ
 _MAX_BLOCKS = 16  # different group sizes; each matrix is compared with all of them
 
 
-def gptq_scheme(own: Mapping[str, Any]) -> Scheme:
-    """Return the scheme of GPTQ, version 1 or 2."""
+def gptq_scheme(own: Mapping[str, Any], bits: Sequence[int] = (2, 3, 4, 8)) -> Scheme:
+    """Return the scheme of GPTQ, version 1 or 2. `bits`: the supported sizes of an integer.
+
+    GPTQModel has planes of single bits in layouts of 5, 6 and 7 bits, which are not supported.
+    """
     layout = own.get("checkpoint_format", "gptq")
     if layout not in ("gptq", "gptq_v2"):
         raise unsupported("checkpoint_format", layout, "must be 'gptq' or 'gptq_v2'")
@@ -31,7 +34,7 @@ def gptq_scheme(own: Mapping[str, Any]) -> Scheme:
         raise field_error("desc_act", desc_act, "must be true or false")
     return Scheme(
         "gptq",
-        **_packings(own, (2, 4, 8)),
+        **_packings(own, bits),
         symmetric=symmetric and all(it.get("sym", True) is True for _, it in _overrides(own)),
         offset=1 if layout == "gptq" else 0,
         reordered=desc_act is True,
@@ -52,7 +55,8 @@ def auto_round_scheme(own: Mapping[str, Any]) -> Scheme:
     if "awq" in packing:
         return awq_scheme({**own, "version": "gemm"})
     is_old = "gptq" in packing and "gptqmodel" not in packing
-    return gptq_scheme({**own, "checkpoint_format": "gptq" if is_old else "gptq_v2"})
+    layout = "gptq" if is_old else "gptq_v2"
+    return gptq_scheme({**own, "checkpoint_format": layout}, range(2, 9))
 
 
 def awq_scheme(own: Mapping[str, Any]) -> Scheme:

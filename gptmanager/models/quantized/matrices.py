@@ -18,10 +18,12 @@ from torch import Tensor
 from gptmanager.errors import ConfigError
 from gptmanager.kernels.gemm.panels.code_loops import E2M1, NAMED
 from gptmanager.kernels.gemm.panels.codes import Codes, numbers
-from gptmanager.kernels.gemm.panels.words import PackedGroups, unpack_columns
+from gptmanager.kernels.gemm.panels.words import PackedGroups, unpack_columns, unpack_stream
 from gptmanager.memory.tensor_sources import CodesOf, tensor_name
 
+IN_WORDS = (2, 4, 8)  # bits of integers of which none is in two words
 LIMIT = 2.0**64  # scales must be smaller in magnitude, which keeps weights far from infinity
+_SIGNS = -0x77777778  # the highest bit of each 4 bits
 # `read(name, *ranges)` returns a part of the tensor `name`: one range of indices per dimension.
 # `read(name)` returns the whole tensor.
 Read = Callable[..., Tensor]
@@ -58,14 +60,19 @@ class Grid:
 
         The numbers are uint8 if the tensor is packed, otherwise float32.
         """
-        step = 32 // self.bits if self.bits else self.height
+        step, size = _whole_words(self.bits) if self.bits else (self.height, 1)
         first, last = rows.start // step, -(-rows.stop // step)
-        own = range(first, last)
+        own = range(first * size, last * size)
+        if self.bits:  # the last words may hold fewer rows
+            own = range(own.start, min(own.stop, self.shape[1 if self.transposed else 0]))
         ranges = [own, *map(range, self.shape[1:])][: len(self.shape)]
         found = read(self.name, *([range(self.shape[0]), own] if self.transposed else ranges))
         if self.bits:
             words = found if self.transposed else found.t()
-            found = unpack_columns(words, self.bits, self.order)
+            if self.bits in IN_WORDS:
+                found = unpack_columns(words, self.bits, self.order)
+            else:
+                found = _unpacked_stream(words, self.bits).t()
         else:
             found = numbers(found.t() if self.transposed else found.reshape(len(own), -1))
             check_scales(self.name, found)
@@ -171,12 +178,13 @@ class Float4Matrix(StoredMatrix):
 class IntegerMatrix(StoredMatrix):
     """Packed integers in groups of columns. An element is (integer - zero) * scale.
 
-    `bits`: 2, 4 or 8. `transposed`: the tensor is `[columns, rows]`, packed along its second
+    `bits`: 2 to 8. `transposed`: the tensor is `[columns, rows]`, packed along its second
     dimension if `order` is given, otherwise along its first. `order`: see `unpack_columns`.
     `offset` is added to the stored zeros, modulo 2 ** bits. Without `zeros`, all zeros are the
     middle of the range, 2 ** (bits - 1). `middle`: whether `zeros` may contain only this middle.
     `column_groups`: the group of each column, int32 `[columns]`, or None if groups are in order.
-    `in_groups`: whether `groups` can return the matrix.
+    `in_groups`: whether `groups` can return the matrix. `signed`: the 4 bits of an integer are
+    those of a number from -8 to 7, to which 8 is added.
     """
 
     name: str
@@ -190,12 +198,19 @@ class IntegerMatrix(StoredMatrix):
     order: tuple[int, ...] = ()
     column_groups: Tensor | None = None
     in_groups: bool = False
+    signed: bool = False
 
     def codes(self, read: Read, rows: range) -> Codes:
-        words = self._words(read, rows)
+        codes, bits = self._words(read, rows), 0
+        if self.order:
+            codes = self._integers(codes, rows)
+        elif self.bits in IN_WORDS:
+            bits = self.bits
+        else:
+            codes = _unpacked_stream(codes, self.bits)
         return Codes(
-            codes=self._integers(words, rows) if self.order else words,
-            bits=0 if self.order else self.bits,
+            codes=codes,
+            bits=bits,
             scales=self.scales.rows(read, rows),
             block=self.scales.width,
             columns=self.shape[1],
@@ -223,7 +238,8 @@ class IntegerMatrix(StoredMatrix):
     def _words(self, read: Read, rows: range) -> Tensor:
         """Return the words of `rows`, int32 `[n, words]`; with an `order`, `[words, columns]`."""
         if self.transposed:
-            return read(self.name, *self.words_of(rows)).t()
+            words = read(self.name, *self.words_of(rows)).t()
+            return words ^ _SIGNS if self.signed else words
         return read(self.name, rows, range(-(-self.shape[1] * self.bits // 32)))
 
     def _rows_skipped(self, rows: range) -> int:
@@ -234,7 +250,7 @@ class IntegerMatrix(StoredMatrix):
         """Return the ranges of both dimensions of the transposed tensor that hold these rows."""
         per_word, count = 32 // self.bits, self.shape[1]
         if not self.order:
-            return range(count // per_word), rows
+            return range(count * self.bits // 32), rows
         return range(count), range(rows.start // per_word, -(-rows.stop // per_word))
 
     def _zeros(self, read: Read, rows: range) -> Tensor | int:
@@ -347,3 +363,13 @@ class ExpertBlocks:
         check_scales(self.scales, scales)
         block = 2 * self.stored[3]
         return Codes(codes=packed.flatten(1), scales=scales, block=block, kind=E2M1)
+
+
+def _whole_words(bits: int) -> tuple[int, int]:
+    """Return the smallest number of integers that fill whole words, and the number of words."""
+    return (32 // bits, 1) if bits in IN_WORDS else (32, bits)
+
+
+def _unpacked_stream(words: Tensor, bits: int) -> Tensor:
+    """Unpack int32 `[n, words]` as `unpack_stream` does, and further elements at the end."""
+    return unpack_stream(F.pad(words, (0, -words.shape[1] % bits)), bits)

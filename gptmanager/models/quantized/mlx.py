@@ -19,11 +19,10 @@ from gptmanager.kernels.gemm.panels.codes import Codes, powers_of_two
 from gptmanager.kernels.gemm.panels.words import PackedGroups, unpack_stream
 from gptmanager.memory.safetensors_reader import FLOATS
 from gptmanager.memory.tensor_sources import TensorInfo, tensor_name
-from gptmanager.models.quantized.matrices import Read, StoredMatrix, check_scales
+from gptmanager.models.quantized.matrices import IN_WORDS, Read, StoredMatrix, check_scales
 from gptmanager.models.quantized.mlx_options import BITS, MLX_FIELD, Packing, Packings, mlx_error
 
 _WORDS = ("uint32", "int32")  # dtypes of packed numbers
-_IN_WORDS = (2, 4, 8)  # bits of integers of which none is in two words
 _NVFP4_LARGEST = 448 * 6  # the largest e4m3 number times the largest e2m1 number
 _MOST_ERROR = 2.0**-7  # of a step: by how much float16 scales may move an element
 
@@ -50,7 +49,7 @@ class MlxMatrix(StoredMatrix):
         if mode != "affine":
             return Codes(codes=_bytes(words), kind=E2M1, **shared)
         minima = self._numbers(read, "biases", rows)
-        if bits in _IN_WORDS:
+        if bits in IN_WORDS:
             return Codes(codes=words, bits=bits, minima=minima, **shared)
         return Codes(codes=unpack_stream(words, bits), minima=minima, **shared)
 

@@ -35,7 +35,7 @@ _CT_FORMATS = frozenset(
     ]
 )
 MODELOPT_FILE = "hf_quant_config.json"  # how ModelOpt has quantized a checkpoint
-_CT_TYPES = {("int", 4), ("int", 8), ("float", 8), ("float", 4)}
+_CT_TYPES = {*(("int", bits) for bits in range(2, 9)), ("float", 8), ("float", 4)}
 _PER_GROUP = ("group", "tensor_group")
 _BY_GROUP = ("group", "dynamic", True)  # values of `actorder` that need `g_idx`
 
@@ -147,7 +147,7 @@ def _ct_weights(name: str, weights: Any) -> tuple[int, Block | None]:
     is_known = isinstance(kind, str) and type(bits) is int and (kind, bits) in _CT_TYPES
     if not is_known:
         given = {"type": kind, "num_bits": bits}
-        raise unsupported(field, given, "must be int with 4 or 8 bits, or float with 4 or 8")
+        raise unsupported(field, given, "must be int with 2 to 8 bits, or float with 4 or 8")
     if strategy in _PER_GROUP:
         return bits, (1, size_of(f"{field}.group_size", weights.get("group_size")))
     if strategy == "block":

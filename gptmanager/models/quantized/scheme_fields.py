@@ -22,7 +22,8 @@ class Scheme(NamedTuple):
     `method`: `quant_method` of the config. `bits`: the allowed sizes of a packed integer, in bits.
     `blocks`: the allowed numbers of rows and columns that share a scale, except in GPTQ and AWQ in
     addition to whole rows and the whole matrix. `symmetric`: zero points must be the middle of the
-    range. `offset`: a number that is added to stored zero points. `asymmetric`: matrices of
+    range. `offset`: a number that is added to stored zero points. `order`: of Quark, the place of
+    each integer in its word. `asymmetric`: matrices of
     integers must have zero points. `reordered`: matrices of integers with a scale per group of
     columns must have a tensor `g_idx`, which holds the group of each column. `packings`: of MLX,
     see `read_packings`. `cache_scales`: scales of the KV cache, if there are any, are those of
@@ -34,6 +35,7 @@ class Scheme(NamedTuple):
     blocks: tuple[Block, ...] = ()
     symmetric: bool = False
     offset: int = 0
+    order: tuple[int, ...] = ()
     asymmetric: bool = False
     reordered: bool = False
     packings: Packings = MappingProxyType({})

@@ -6,11 +6,13 @@ import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from gptmanager.kernels.gemm.panels.word_loops import AWQ_ORDER
 from gptmanager.models.quantized.scheme_fields import (
     Block,
     Scheme,
     cache_of,
     field_error,
+    size_of,
     unsupported,
 )
 
@@ -32,7 +34,9 @@ _MODELOPT_ALGORITHMS: Mapping[str, tuple[Block, ...]] = {
     "W8A8_SQ_PER_CHANNEL": (),
 }
 _MIXED, LAYERS = "MIXED_PRECISION", "quantized_layers"
-_QUARK_DTYPES = ("fp8_e4m3", "int8", "fp4")
+_PACKED = ("int4", "uint4")
+_QUARK_DTYPES = ("fp8_e4m3", "int8", "fp4", *_PACKED)
+_ORDERS = {"reorder": AWQ_ORDER, "order": tuple(range(8))}  # `pack_method` of Quark
 
 
 def modelopt_scheme(own: Mapping[str, Any]) -> Scheme:
@@ -73,13 +77,36 @@ def quark_scheme(own: Mapping[str, Any]) -> Scheme:
         if not isinstance(given, dict):
             raise field_error(name, given, "must be an object")
         places |= {f"{name}.{key}": value for key, value in given.items()}
+    found = []
     for field, place in places.items():
         if not isinstance(place, dict):
             raise field_error(field, place, "must be an object")
-        weight = place.get("weight")
-        if weight is None:
-            continue
-        if not isinstance(weight, dict) or weight.get("dtype") not in [*_QUARK_DTYPES]:
-            given = weight.get("dtype") if isinstance(weight, dict) else weight
-            raise unsupported(f"{field}.weight.dtype", given, f"must be one of {[*_QUARK_DTYPES]}")
-    return Scheme("quark")
+        if place.get("weight") is not None:
+            found.append(_quark_weight(f"{field}.weight", place["weight"]))
+    dtypes = {dtype for dtype, _ in found if dtype in _PACKED}
+    if len(dtypes) > 1:
+        raise unsupported("layer_quant_config", sorted(dtypes), "one of them must be alone")
+    exported = own.get("export")
+    method = exported.get("pack_method") if isinstance(exported, dict) else None
+    if dtypes and (not isinstance(method, str) or method not in _ORDERS):
+        raise unsupported("export.pack_method", method, f"must be one of {[*_ORDERS]}")
+    return Scheme(
+        "quark",
+        blocks=tuple(dict.fromkeys(block for _, block in found if block is not None)),
+        offset=8 if dtypes == {"int4"} else 0,
+        order=_ORDERS[method] if dtypes else (),
+    )
+
+
+def _quark_weight(field: str, weight: Any) -> tuple[str, Block | None]:
+    """Return the dtype of weights, and the shape of a block with one scale; see `Scheme.blocks`."""
+    dtype = weight.get("dtype") if isinstance(weight, dict) else weight
+    if not isinstance(weight, dict) or dtype not in [*_QUARK_DTYPES]:
+        raise unsupported(f"{field}.dtype", dtype, f"must be one of {[*_QUARK_DTYPES]}")
+    kind = weight.get("qscheme")
+    if dtype in (*_PACKED, "int8") and (kind == "per_group") != (dtype in _PACKED):
+        need = "must be 'per_group' for 4 bits, and 'per_tensor' or 'per_channel' for int8"
+        raise unsupported(f"{field}.qscheme", kind, need)
+    if kind != "per_group" or dtype == "fp4":
+        return dtype, None
+    return dtype, (1, size_of(f"{field}.group_size", weight.get("group_size")))

@@ -187,7 +187,7 @@ def test_auto_round_packs_as_others_do(
         ("packing_format", "llm_compressor"),
         ("packing_format", ["auto_round"]),
         ("rotation_config", {"hadamard": True}),
-        ("bits", 3),
+        ("bits", 1),
     ],
 )
 def test_what_auto_round_may_also_do_is_refused(option: str, value: object) -> None:

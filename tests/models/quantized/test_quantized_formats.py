@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from family_runs import family_folder
 from quantized_config import CONFIG, field_of
 from safetensors.torch import load_file, save_file
@@ -228,7 +229,10 @@ PAIRS = torch.randint(0, 256, (160, 48), generator=SEED, dtype=torch.uint8)
 FP4 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
 ROWS, BLOCKS = torch.rand(160, generator=SEED), torch.rand(2, 1, 1, 1, generator=SEED)
 ONE, POWERS = torch.tensor(0.5), powers(160)
-AMD = {"quant_method": "quark", "global_quant_config": {"weight": {"dtype": "int8"}}}
+AMD = {
+    "quant_method": "quark",
+    "global_quant_config": {"weight": {"dtype": "int8", "qscheme": "per_tensor"}},
+}
 NVIDIA = {"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION"}
 LAYERS = {"a": {"quant_algo": "fp8_pb_wo"}, "b": {"quant_algo": "NVFP4"}}
 # The formulas are those of Quark 0.13 and ModelOpt 0.47, whose own numbers were compared once.
@@ -395,7 +399,7 @@ def test_modelopt_may_quantize_only_the_cache(cache: dict[str, Any], has_scales:
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({**AMD, "global_quant_config": {"weight": {"dtype": "int4"}}}, "= 'int4': must .*; pass"),
+        ({**AMD, "global_quant_config": {"weight": {"dtype": "int3"}}}, "= 'int3': must .*; pass"),
         ({**AMD, "global_quant_config": {"weight": "fp4" * 99}}, "weight.dtype = 'fp4fp4.*: must"),
         ({**AMD, "layer_quant_config": 3}, "layer_quant_config = 3: must be an object"),
         ({**AMD, "layer_quant_config": {"*k": [1]}}, r"layer_quant_config.\*k = \[1\]: must be"),
@@ -425,9 +429,9 @@ def test_formats_of_further_libraries_are_refused_by_name(
 
 def words_of(integers: Tensor, bits: int) -> Tensor:
     """Pack integers along the first dimension, the first one in the lowest bits of a word."""
-    parts = integers.long().unflatten(0, (-1, 32 // bits)).transpose(1, -1)
-    whole = (parts << bits * torch.arange(32 // bits)).sum(-1)
-    return whole.to(torch.int32)
+    stream = (integers.long()[:, None] >> torch.arange(bits)[:, None] & 1).flatten(0, 1)
+    words = F.pad(stream, (0, 0, 0, -len(stream) % 32)).unflatten(0, (-1, 32))
+    return (words << torch.arange(32)[:, None]).sum(1).to(torch.int32)
 
 
 @pytest.mark.parametrize("field", ["extra_config", "dynamic"])
@@ -435,7 +439,7 @@ def test_modules_of_gptq_may_have_bits_and_groups_of_their_own(field: str) -> No
     """As AutoRound writes int4-mixed folders, and GPTQModel those with `dynamic`."""
     tensors, expected = {}, {}
     generator = torch.Generator().manual_seed(1)
-    modules = {"a": (4, 32), "b": (8, 32), "c": (8, 16), "d": (2, 64), "e": (4, 64)}
+    modules = {"a": (4, 32), "b": (8, 32), "c": (8, 16), "d": (2, 64), "e": (4, 64), "f": (3, 32)}
     for module, (bits, size) in modules.items():
         own = {"generator": generator}
         integers = torch.randint(0, 1 << bits, (64, 32), **own)
@@ -451,16 +455,17 @@ def test_modules_of_gptq_may_have_bits_and_groups_of_their_own(field: str) -> No
             (integers - (zeros + 1 & (1 << bits) - 1)[each]) * scales.float()[each]
         ).t()
     options = {"b": {"bits": 8}, ".*c": {"bits": 8, "group_size": 16, "sym": False}}
-    options |= {"d": {"bits": 2, "group_size": -1}, "e": {"group_size": -1}, "f": {"bits": 16}}
+    options |= {"d": {"bits": 2, "group_size": -1}, "e": {"group_size": -1}, "f": {"bits": 3}}
+    options["g"] = {"bits": 16}
     given = {"quant_method": "gptq", "bits": 4, "group_size": 32, "sym": True}
-    config = {"quantization_config": {**given, field: {**options, "-:g": {}}}}
+    config = {"quantization_config": {**given, field: {**options, "-:h": {}}}}
     source = as_floats(config, StateDict(tensors))
     for name, wanted in expected.items():
         assert torch.equal(torch.cat([it for _, it in source.pieces(name, 1 << 40)]), wanted), name
 
     for wrong, told in (
         ({"b": 8}, "b = 8: must be an object"),
-        ({"b": {"bits": 3}}, f"{field}.b.bits = 3: must be one of"),
+        ({"b": {"bits": 5}}, f"{field}.b.bits = 5: must be one of"),
         ({"b": {"data_type": "mx_fp"}}, f"{field}.b.data_type = 'mx_fp': must be 'int'"),
         ({str(n): {"group_size": n + 1} for n in range(32)}, "at most 16 sizes are supported"),
         ({"b": {"bits": 8}}, r"c.qzeros is int32 \[4, 8\]: it must be"),
@@ -470,6 +475,86 @@ def test_modules_of_gptq_may_have_bits_and_groups_of_their_own(field: str) -> No
     wrong = {"a": {"group_size": 40}, "b": {"group_size": 48}}  # both make two groups of 64 columns
     with pytest.raises(ConfigError, match="a.scales has shape .* fits several"):
         as_floats({"quantization_config": {**given, field: wrong}}, StateDict(tensors))
+
+
+@pytest.mark.parametrize("bits", [2, 3, 5, 6, 7])
+@pytest.mark.parametrize("method", ["auto-round", "compressed-tensors"])
+def test_integers_may_be_in_two_words(bits: int, method: str) -> None:
+    """As AutoRound 0.16 and compressed-tensors 0.20 pack them, whose numbers were compared once."""
+    generator = torch.Generator().manual_seed(bits)
+    rows, columns = (96, 64) if method == "auto-round" else (90, 50)  # also words that are not full
+    integers = torch.randint(0, 1 << bits, (rows, columns), generator=generator)
+    groups = torch.arange(columns) // 32
+    zeros = torch.randint(0, 1 << bits, (rows, 2), generator=generator)
+    scales = torch.rand(rows, 2, generator=generator)
+    expected = (integers - zeros[:, groups]) * scales[:, groups]
+    if method == "auto-round":
+        tensors = {"qweight": words_of(integers.t(), bits), "scales": scales.t()}
+        tensors["qzeros"] = words_of(zeros, bits).t()
+        own = {"bits": bits, "group_size": 32, "packing_format": "auto_round"}
+    else:
+        tensors = {"weight_packed": words_of(integers.t(), bits).t(), "weight_scale": scales}
+        tensors["weight_zero_point"] = words_of(zeros, bits)
+        tensors["weight_shape"] = torch.tensor([rows, columns])
+        weights = {"num_bits": bits, "symmetric": False, "strategy": "group", "group_size": 32}
+        own = {"config_groups": {"a": {"weights": weights}}, "format": "pack-quantized"}
+    given = {f"a.{ending}": tensor.contiguous() for ending, tensor in tensors.items()}
+    source = as_floats({"quantization_config": {"quant_method": method, **own}}, StateDict(given))
+    assert torch.equal(torch.cat([it for _, it in source.pieces("a.weight", 1 << 30)]), expected)
+    part = torch.cat([it for _, it in source.pieces("a.weight", 1, [range(3, 80), range(5, 40)])])
+    assert torch.equal(part, expected[3:80, 5:40])
+    [(_, codes)] = source.codes("a.weight", 1 << 20, range(5, 89))
+    assert torch.equal(codes.floats(), expected[5:89])
+
+
+@pytest.mark.parametrize(("dtype", "method"), [("int4", "reorder"), ("uint4", "order")])
+def test_quark_has_integers_as_awq_does(dtype: str, method: str) -> None:
+    """The numbers of Quark 0.13 were compared once."""
+    generator = torch.Generator().manual_seed(1)
+    integers, zeros = (
+        torch.randint(0, 16, (96, columns), generator=generator) for columns in (64, 2)
+    )
+    scales, groups = torch.rand(2, 96, generator=generator), torch.arange(64) // 32
+
+    def words(numbers: Tensor) -> Tensor:
+        order = [0, 2, 4, 6, 1, 3, 5, 7] if method == "reorder" else [*range(8)]
+        return words_of(numbers.unflatten(0, (-1, 8))[:, order].flatten(0, 1), 4).t().contiguous()
+
+    given = {"weight": words(integers), "weight_zero_point": words(zeros), "weight_scale": scales}
+    if dtype == "int4":
+        integers, zeros = ((it + 8) % 16 - 8 for it in (integers, zeros))
+    expected = (integers - zeros[:, groups]) * scales.t()[:, groups]
+    weight = {"dtype": dtype, "qscheme": "per_group", "group_size": 32}
+    own = {**AMD, "global_quant_config": {"weight": weight}, "export": {"pack_method": method}}
+
+    def opened(fields: Mapping[str, Any]) -> Any:
+        tensors = {f"a.{ending}": tensor for ending, tensor in given.items()}
+        return as_floats({"quantization_config": {**own, **fields}}, StateDict(tensors))
+
+    source = opened({})
+    assert torch.equal(torch.cat([it for _, it in source.pieces("a.weight", 1 << 30)]), expected)
+    [(_, codes)] = source.codes("a.weight", 1 << 20, range(5, 89))
+    assert torch.equal(codes.floats(), expected[5:89])
+    other = {"weight": {**weight, "dtype": "uint4" if dtype == "int4" else "int4"}}
+    for fields, message in (
+        ({"export": None}, "export.pack_method = None: must be one of .*; pass the model in"),
+        ({"export": {"pack_method": ["order"]}}, r"pack_method = \['order'\]: must be one of"),
+        ({"layer_quant_config": {"b": other}}, r"= \['int4', 'uint4'\]: one of them must be alone"),
+        (
+            {"global_quant_config": {"weight": {**weight, "qscheme": "per_channel"}}},
+            "weight.qscheme = 'per_channel': must be 'per_group' for 4 bits",
+        ),
+        (
+            {"global_quant_config": {"weight": {**weight, "group_size": -1}}},
+            "weight.group_size = -1: must be a positive integer",
+        ),
+        (
+            {"global_quant_config": {"weight": {**weight, "group_size": 16}}},
+            r"a.weight_scale is float32 \[2, 96\]: it must be .* \[4, 96\]",
+        ),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            opened(fields)
 
 
 def changed(name: str, **fields: Any) -> dict[str, Any]:
@@ -482,7 +567,8 @@ GROUP = "group_0"
 REFUSED = [
     ("gptq", {"quant_method": "quip"}, "quant_method = 'quip': must be one of"),
     ("gptq", {"quant_method": ["gptq"]}, r"quant_method = \['gptq'\]: must be one of"),
-    ("gptq", {"bits": 3}, "bits = 3: must be one of .*; pass the model in floats, in another"),
+    ("gptq", {"bits": 5}, "bits = 5: must be one of .*; pass the model in floats, in another"),
+    ("gptq", {"bits": 3}, r"qweight is int32 \[4, 64\]: it must have whole words of 3 bits"),
     ("gptq", {"bits": 10**30}, "bits = 10*: must be one of"),
     ("gptq", {"bits": True}, "bits = True: must be one of"),
     ("gptq", {"group_size": 0}, "group_size = 0: must be a positive integer"),
@@ -503,13 +589,13 @@ REFUSED = [
     ("ct-int4", {"transform_config": {"a": 1}}, "transform_config = .*: not supported"),
     (
         "ct-int4",
-        {"config_groups": {GROUP: {"weights": {"type": "int", "num_bits": 3}}}},
-        "config_groups.group_0.weights = .*must be int with 4 or 8 bits",
+        {"config_groups": {GROUP: {"weights": {"type": "int", "num_bits": 9}}}},
+        "config_groups.group_0.weights = .*must be int with 2 to 8 bits",
     ),
     (
         "ct-int4",
         {"config_groups": {GROUP: {"weights": {"type": "int", "num_bits": []}}}},
-        "config_groups.group_0.weights = .*must be int with 4 or 8 bits",
+        "config_groups.group_0.weights = .*must be int with 2 to 8 bits",
     ),
     (
         "ct-int4",
