@@ -61,7 +61,7 @@ def fault_of(guided, kind, argument):
         ("json_schema", "false", "json_schema: the schema is false: it permits no text"),
         ("json_schema", "null", "the schema is null, expected an object, true or false"),
         ("json_schema", "[1]", r"the schema is [1], expected an object, true or false"),
-        ("json_schema", {"not": {}}, "not cannot be enforced (at #/not): pass lenient=True"),
+        ("json_schema", {"not": {}}, "Unsatisfiable schema: schema is false"),
         ("json_schema", {"enum": []}, "Unsatisfiable schema"),
         ("json_schema", {"type": "integer", "minimum": 5, "maximum": 4}, "minimum (5) is greater"),
         ("json_schema", {"type": "string", "pattern": r"[^\s\S]"}, "Regex is empty"),

@@ -211,6 +211,8 @@ def test_a_keyword_that_the_parser_has_not_is_enforced_in_other_words(parser, sc
         ({"type": "string", "not": {"allOf": [{"minLength": 3}]}}, "ab", "abc"),
         ({"type": "string", "not": {"anyOf": [{"minLength": 3}, {"const": "a"}]}}, "ab", "a"),
         ({"type": "boolean", "not": {"const": True}}, False, True),
+        ({"anyOf": [{"type": "integer"}, {"not": {}}]}, 7, "a"),  # zod: a value, or nothing
+        ({"properties": {"a": {"not": {}}}}, {"b": 1}, {"a": 1}),
         ({"type": "boolean", "not": {"const": False}}, True, False),
         ({"type": "boolean", "if": True, "then": {"const": True}}, True, False),
         ({"type": "object", "propertyNames": {"minLength": 0}}, {"": 1}, [1]),
