@@ -32,6 +32,12 @@ PUBLIC_MODULES = (
     "gptmanager.models",
     "gptmanager.testing",
     "gptmanager.errors",
+    "gptmanager.kernels",
+    "gptmanager.memory",
+    "gptmanager.cuda.emulator",
+    "gptmanager.replay",
+    "gptmanager.simulator",
+    "gptmanager.bindings",
 )
 _LINK = re.compile(r"(!?)\[([^\]]*)\]\(([^):#]*)(#[^)]*)?\)")
 

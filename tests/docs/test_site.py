@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import importlib
 import importlib.util
 import re
 import subprocess
@@ -62,6 +63,10 @@ def test_links_out_of_the_pages_become_text_or_pages():
 
 
 def test_the_reference_and_the_commands_are_complete():
+    pages = "\n".join(page.read_text(encoding="utf-8") for page in DOCS.glob("*.md"))
+    imported = set(re.findall(r"^from (gptmanager[\w.]*) import", pages, re.MULTILINE))
+    packages = {name for name in imported if hasattr(importlib.import_module(name), "__all__")}
+    assert packages <= {*site.PUBLIC_MODULES} and len(packages) > 5
     for module in site.PUBLIC_MODULES:
         page = GENERATED[site.reference_path(module)]
         for name in site.public_names(module):
