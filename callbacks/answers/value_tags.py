@@ -32,6 +32,7 @@ from gptmanager.callbacks.answers.schema_types import (
 
 _KEY = re.compile(r'[^<>"]{0,256}')
 _NAME = re.compile(r'[^<>"]{1,256}')
+_BRACKET = re.compile(r"\s*[{\[]")
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,26 +101,31 @@ class ValueTags:
         return lines + (text_rule if has_text else []), schemas
 
 
-class _JsonValue:
-    """Finds strings in a value that begins with a bracket, and arrives in pieces."""
+class _BracketScan(ObjectScan):
+    """Finds strings in a list or an object in JSON or in Python's syntax."""
+
+    breaks = re.compile(r"""["'{}\[\]]""")
 
     def __init__(self) -> None:
-        self._scan = ObjectScan()
+        super().__init__()
         self._num_scanned = 0
         self._has_ended = False
 
-    def is_in_string(self, text: str) -> bool:
-        """Return whether `text`, which extends the last one, ends within a string."""
+    def is_in_string(self, text: str, end: int) -> bool:
+        """Return whether the first `end` characters of `text` end within a string.
+
+        Each call passes the whole text again, and a larger `end`.
+        """
         if not self._has_ended:
-            self._has_ended = self._scan.take(text[self._num_scanned :]) is not None
-            self._num_scanned = len(text)
-        return self._scan.is_text and not self._has_ended
+            self._has_ended = self.take(text[self._num_scanned : end]) is not None
+            self._num_scanned = end
+        return bool(self.quote) and not self._has_ended
 
 
 class TaggedValuesParser(HeadedCallParser):
     """A parser that returns strings in pieces, and other values whole.
 
-    A tag within a string of a JSON object or list does not end this value, unless the JSON does
+    A tag within a string of an object or a list does not end this value, unless the string does
     not end.
     """
 
@@ -133,10 +139,11 @@ class TaggedValuesParser(HeadedCallParser):
         self._types: frozenset[str] = frozenset()  # of the last value
         self._is_value = self._is_text = self._has_begun = False
         self._num_passed = 0  # characters of a value in which no tag ends it
-        self._json: _JsonValue | None = None  # the value, if it is a JSON object or list
-        self._reads_json = True
+        self._brackets: _BracketScan | None = None  # of a value that is an object or a list
+        self._reads_brackets = True
         tags, line_break = self.tags, self.tags.dropped_break
         self._next = (tags.key, *tags.ends)
+        self._ends = re.compile("|".join(map(re.escape, tags.value_ends)))
         self._held = {f"{before}{one}" for one in tags.value_ends for before in ("", line_break)}
         self._keys = [
             (tags.key, _KEY, *(SPACE if it.isspace() else it for it in _split(begin)))
@@ -153,8 +160,8 @@ class TaggedValuesParser(HeadedCallParser):
 
     def flush(self) -> list[Found]:
         found: list[Found] = []
-        if self._state is State.ARGUMENTS and self._is_value and self._num_passed:
-            self._reads_json, self._json, self._num_passed = False, None, 0
+        if self._state is State.ARGUMENTS and self._is_value and self._brackets is not None:
+            self._reads_brackets, self._brackets, self._num_passed = False, None, 0
             while self._step(found):
                 pass
         return found + super().flush()
@@ -187,7 +194,7 @@ class TaggedValuesParser(HeadedCallParser):
         self._take(end)
         name = name.strip()
         self._is_value, self._has_begun = True, False
-        self._json, self._num_passed = None, 0
+        self._brackets, self._num_passed = None, 0
         self._types = types_of(self._schemas[self._name].get(name))
         self._is_text = self._types <= {"string"} if len(keys) == 1 else not is_json
         self._add(f"{', ' if self._num_values else '{'}{as_json(name)}: ", found)
@@ -203,29 +210,32 @@ class TaggedValuesParser(HeadedCallParser):
             self._text, self._has_begun = self._text.removeprefix(line_break), True
             if self._is_text:
                 self._add('"', found)
-        at, tag = self._value_end()
-        if at < 0:
+        end = self._value_end()
+        if end is None:
             if self._is_text:
                 held = max(num_tag_letters(self._text, one) for one in self._held)
                 self._add(_within_quotes(self._take(len(self._text) - held)), found)
             return False
-        value = self._take(at).removesuffix(line_break)
+        value = self._take(end.start()).removesuffix(line_break)
         self._add(_within_quotes(value) + '"' if self._is_text else self._json_of(value), found)
-        self._take(len(tag) if tag == self.tags.end else 0)
+        self._take(len(end[0]) if end[0] == self.tags.end else 0)
         self._is_value = False
         return True
 
-    def _value_end(self) -> tuple[int, str]:
-        """Return the index of the tag that ends the value, and the tag, or (-1, "")."""
+    def _value_end(self) -> re.Match[str] | None:
+        """Return the tag that ends the value, or None if it is not there yet."""
         if self._is_text:
-            return _first(self._text, self.tags.value_ends)
-        if self._json is None and self._reads_json and self._text.lstrip()[:1] in ("{", "["):
-            self._json = _JsonValue()
-        at, tag = _first(self._text, self.tags.value_ends, self._num_passed)
-        while at >= 0 and self._json is not None and self._json.is_in_string(self._text[:at]):
-            self._num_passed = at + 1
-            at, tag = _first(self._text, self.tags.value_ends, self._num_passed)
-        return at, tag
+            return self._ends.search(self._text)
+        if self._brackets is None and self._reads_brackets and _BRACKET.match(self._text):
+            self._brackets = _BracketScan()
+        found = self._ends.search(self._text, self._num_passed)
+        while found and self._brackets and self._brackets.is_in_string(self._text, found.start()):
+            self._num_passed = found.end()
+            found = self._ends.search(self._text, self._num_passed)
+        if found is None:  # a tag may begin in the last letters
+            num_held = max(map(len, self.tags.value_ends)) - 1
+            self._num_passed = max(self._num_passed, len(self._text) - num_held)
+        return found
 
     def _json_of(self, text: str) -> str:
         """Return a value in JSON or Python syntax as JSON, and any other text as a JSON string.
@@ -247,13 +257,9 @@ def _split(text: str) -> list[str]:
     return [part for part in re.split(r"(\s+)", text) if part]
 
 
-def _first(text: str, tags: tuple[str, ...], begin: int = 0) -> tuple[int, str]:
-    """Return the index of the tag that occurs first in `text`, from `begin` on, and this tag.
-
-    Return (-1, "") if none occurs.
-    """
-    places = ((text.find(tag, begin), tag) for tag in tags)
-    return min((one for one in places if one[0] >= 0), default=(-1, ""))
+def _first(text: str, tags: tuple[str, ...]) -> tuple[int, str]:
+    """Return the index of the tag that occurs first in `text`, and this tag, or (-1, "")."""
+    return min(((text.find(tag), tag) for tag in tags if tag in text), default=(-1, ""))
 
 
 def _within_quotes(text: str) -> str:

@@ -129,6 +129,7 @@ def test_huge_answers_take_linear_time(name):
         "[" * 10**5,
         "(" * 10**5,
         TWO[name].replace("Rome", "R\n" * 10**5),
+        TWO[name].replace("2", '["' + "</parameter>" * 10**4 + "</arg_value>" * 10**4),
         "<" * 10**5,
     ):
         parsed(MADE[name], [text[at : at + 100] for at in range(0, len(text), 100)])
@@ -196,6 +197,7 @@ def test_tags_within_json_do_not_end_a_value(name):
     for value, found in (
         (json.dumps([ends, "]"]), [ends, "]"]),
         (f" {json.dumps([[tags.end], {tags.key: 1}])}", [[tags.end], {tags.key: 1}]),
+        (f"['{tags.end}', \"It's\", {{}}]", [tags.end, "It's", {}]),
         (f"['{tags.end}", "['"),
         (f'["x{tags.end}', '["x'),
     ):

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import re
+from typing import ClassVar
 
-_BREAKS = re.compile(r'["{}\[\]]')
-_QUOTE = re.compile(r'["\\]')
+_ENDS = {'"': re.compile(r'["\\]'), "'": re.compile(r"['\\]")}  # of strings, and escapes
 
 
 class ObjectScan:
-    """Finds the end of a JSON object in a text that arrives in pieces."""
+    """Finds the end of a JSON object in a text that arrives in pieces.
+
+    `breaks` are the brackets and quotation marks of its syntax, which may be that of Python.
+    """
+
+    breaks: ClassVar[re.Pattern[str]] = re.compile(r'["{}\[\]]')
 
     def __init__(self) -> None:
+        self.quote = ""  # of the string in which the scan is
         self._depth = 0
-        self.is_text = False  # within a string
         self._is_escaped = False
 
     def take(self, text: str, depth: int = 0) -> int | None:
@@ -27,7 +32,7 @@ class ObjectScan:
         if self._is_escaped and text:
             self._is_escaped, at = False, 1
         while True:
-            found = (_QUOTE if self.is_text else _BREAKS).search(text, at)
+            found = (_ENDS[self.quote] if self.quote else self.breaks).search(text, at)
             if found is None:
                 return None
             at = found.end()
@@ -35,8 +40,8 @@ class ObjectScan:
                 if at == len(text):
                     self._is_escaped = True
                 at += 1
-            elif found[0] == '"':
-                self.is_text = not self.is_text
+            elif found[0] in _ENDS:
+                self.quote = "" if self.quote else found[0]
             else:
                 self._depth += 1 if found[0] in "{[" else -1
                 if self._depth == depth and found[0] in "}]":
