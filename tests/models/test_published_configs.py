@@ -16,6 +16,8 @@ EXPERT_LAYERS = [False, True, True, True]
 WITHOUT_EFFECT: list[tuple[str, dict[str, Any]]] = [
     ("exaone_moe", {"is_moe_layer": EXPERT_LAYERS, "first_last_k_dense_replace": 1}),
     ("glm4_moe_lite", {"first_k_dense_replace": 1, "partial_rotary_factor": 1.0}),
+    ("gpt2", {"fused_mlp": True, "fused_bias_fc": True, "use_flash_attn": True}),
+    ("granitemoehybrid", {"time_step_floor": 1e-4, "time_step_max": 0.1, "time_step_min": 1e-3}),
     ("hunyuan_v1_moe", {"moe_intermediate_size": [96] * 4, "num_shared_expert": [1] * 4}),
     ("hunyuan_v1_moe", {"n_group": False, "routed_scaling_factor": False, "topk_group": False}),
     ("vaultgemma", {"attention_bias": False, "dtype": "float32"}),
@@ -25,7 +27,9 @@ WITHOUT_EFFECT: list[tuple[str, dict[str, Any]]] = [
     ("gpt2", {"n_special": 0, "predict_special_tokens": True, "n_ctx": 1024}),
     ("gpt_neox", {"custom_pipelines": {"text-generation": {"impl": "own.Pipeline"}}}),
     ("gpt_oss", {"swiglu_alpha": 1.702, "swiglu_limit": 7.0}),
+    ("nemotron", {"rotary_percentage": 0.5}),
     ("opt", {"learned_embeddings": True, "scale_embeddings": False}),
+    ("stablelm", {"num_heads": 32, "rotary_scaling_factor": 1.0}),
     ("starcoder2", {"activation_function": "gelu", "layer_norm_epsilon": 1e-5}),
 ]
 
@@ -42,6 +46,8 @@ def test_a_published_field_changes_nothing(name: str, fields: dict[str, Any]) ->
         ("gemma", "hidden_act", "silu"),
         ("gemma", "hidden_activation", "silu"),
         ("gpt_oss", "swiglu_alpha", 1.5),
+        ("gpt2", "num_key_value_heads", 2),
+        ("opt", "num_key_value_heads", 2),
         ("exaone_moe", "is_moe_layer", [True, True, False, True]),
         ("glm4_moe_lite", "mlp_layer_types", ["dense", "sparse", "other", "dense"]),
         ("hunyuan_v1_moe", "moe_topk", [2, 2]),

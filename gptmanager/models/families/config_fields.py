@@ -74,11 +74,13 @@ _OF_FAMILIES: Mapping[str, Mapping[str, Any]] = {
         "shared_moe_mode": "sigmoid",
         "swa_rope_theta": -1.0,
     },
-    "nemotron": {"rope_percent": 0.5, "rope_percentage": 0.5},
+    "nemotron": dict.fromkeys(
+        ("rope_percent", "rope_percentage", "rotary_percent", "rotary_percentage"), 0.5
+    ),
     "opt": {"learned_embeddings": True},
     "qwen3_moe": {"use_qk_norm": True},
     "solar_open": {"scoring_func": "sigmoid", "topk_method": "noaux_tc"},
-    "stablelm": {"rope_pct": 0.25},
+    "stablelm": {"rope_pct": 0.25, "num_heads": 32},  # `num_attention_heads` is read
     "starcoder2": {  # `hidden_act` and `norm_epsilon` are read
         "activation_function": ("gelu", "gelu_pytorch_tanh"),
         "layer_norm_epsilon": 1e-5,
@@ -105,7 +107,7 @@ _IGNORED = re.compile(
     r"|is_\w+_config|init_method|moe_capacity|kv_channels|attention_head_dim|cla_share_factor"
     r"|.*_(start|end|newline|init)_id|pad_id|org_vocab_size|pool_type|dense_list"
     r"|is_composition|experts_per_token|use_mtp|num_mtp_modules|mtp_.*"
-    r"|custom_pipelines|predict_special_tokens"
+    r"|custom_pipelines|predict_special_tokens|fused?_.*|ignored?_index"
 )
 
 

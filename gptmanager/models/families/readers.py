@@ -39,8 +39,8 @@ def granite4_network(fields: Fields) -> Mapping[str, Any]:
         raise fields.error("layer_types", "must be 'attention' for each layer")
     if fields.count("num_local_experts"):
         raise fields.error("num_local_experts", "must be 0: only dense models are supported")
-    fields.note_read("num_experts_per_tok", "time_step_limit")
-    fields.note_read(*(field for field in fields.unread() if field.startswith("mamba_")))
+    of_mamba = (it for it in fields.unread() if it.startswith(("mamba_", "time_step_")))
+    fields.note_read("num_experts_per_tok", *of_mamba)
     return granite_scales(fields)
 
 

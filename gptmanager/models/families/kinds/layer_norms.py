@@ -48,6 +48,7 @@ _GPT2 = Family(
     out_bias=True,
     mlp_bias=True,
     transposed=True,
+    attention=readers.as_many_kv_heads,
 )
 _COHERE = replace(
     BIASED_ATTENTION,
@@ -199,6 +200,7 @@ _OPT = Family(
     out_bias="enable_bias",
     mlp_bias="enable_bias",
     network=readers.opt_network,
+    attention=readers.as_many_kv_heads,
 )
 LAYER_NORMS: Mapping[str, Family] = {
     "gpt2": _GPT2,
