@@ -37,22 +37,24 @@ __global__ void __launch_bounds__(WARPS * 32, 1) gemv(
 
     // The item and the round that are being loaded, one round ahead of the round that is being added.
     int item_ahead = blockIdx.x, round_ahead = 0;
-    const W* rows_ahead[TILES];
+    constexpr int GATES = SILU ? TILES / 2 : TILES;  // tiles before those of up
+    const W* rows_ahead[GATES];
+    size_t up = size_t(width) * depth;  // elements from a row of the gate to the same row of up
     auto seek = [&] {  // rows after the last row are replaced by the last row
         int first = item_ahead / row_tiles * COLUMNS + g;
 #pragma unroll
-        for (int i = 0; i < TILES; i++) {
-            bool is_up = SILU && i >= TILES / 2;
-            size_t row = min(first + 8 * (is_up ? i - TILES / 2 : i), width - 1);
-            rows_ahead[i] = weight + (is_up ? row + width : row) * depth;
-        }
+        for (int i = 0; i < GATES; i++)
+            rows_ahead[i] = weight + size_t(min(first + 8 * i, width - 1)) * depth;
+    };
+    auto vector_of = [&](int i, int vector) {  // of tile i
+        return rows_ahead[i % GATES] + (i < GATES ? 0 : up) + vector * WIDE<W>;
     };
     auto fetch = [&](uint4 (&to)[TILES], int chunk) {
         int vector = first_vector + round_ahead * DEPTH * STEP;
         bool inside = item_ahead < num_items && vector + chunk * STEP < vectors;
 #pragma unroll
         for (int i = 0; i < TILES; i++) {
-            const W* from = rows_ahead[i] + vector * WIDE<W>;
+            const W* from = vector_of(i, vector);
             to[i] = ptx::load_once_16(from + chunk * STEP * WIDE<W>, inside);
         }
     };
@@ -68,7 +70,7 @@ __global__ void __launch_bounds__(WARPS * 32, 1) gemv(
         int vector = first_vector + chunk * STEP;
         if (vector >= vectors) break;
 #pragma unroll
-        for (int i = 0; i < TILES; i++) ptx::prefetch_l2(rows_ahead[i] + vector * WIDE<W>);
+        for (int i = 0; i < TILES; i++) ptx::prefetch_l2(vector_of(i, vector));
     }
     ptx::wait_for_previous();
     uint4 ring[DEPTH][TILES];
