@@ -7,6 +7,7 @@ import functools
 import os
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TypeVar
 
 from gptmanager.errors import ManagerDeadError, response_text
@@ -113,9 +114,15 @@ class LoopQuestions:
     def would_fit(self, request: InferenceRequest, timeout: float | None = ANSWER_S) -> Fit:
         """Return whether a request would be accepted and start now, and how many blocks it needs.
 
-        The loop answers as for `audit`.
+        A manager that was shut down accepts none. The loop answers as for `audit`. Raise
+        ManagerDeadError if it has failed.
         """
-        return self._ask("would_fit", lambda loop: would_fit(loop, request), timeout)
+        self._raise_if_failed()
+        fit = self._ask("would_fit", lambda loop: would_fit(loop, request), timeout)
+        if fit.accepted and not self._host.is_accepting:
+            text = response_text(ManagerDeadError("the manager was shut down"))
+            return replace(fit, accepted=False, text=text, starts_now=False, wait="")
+        return fit
 
     def notify(self) -> None:
         """Wake an idle loop, so that it calls GetInferenceRequests.

@@ -642,6 +642,9 @@ def test_would_fit_answers_with_the_admission_code(host):
         never = manager.would_fit(request(1, [1] * 40, 24))
     assert not never.accepted and never.text.startswith("CapacityError: Prompt length (40)")
     assert not host.responses
+    ended = manager.would_fit(request(1, [1] * 4, 24))
+    assert not (ended.accepted or ended.starts_now) and ended.needed_blocks == 7
+    assert ended.text == "ManagerDeadError: the manager was shut down"
 
 
 def test_would_fit_knows_ids_that_are_taken_and_who_could_start_now():
