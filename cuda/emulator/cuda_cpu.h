@@ -61,7 +61,8 @@ struct dim3 {
 // One OS thread runs a block, so thread_local memory is memory of the block. source.py replaces shared
 // arrays without a size by pointers. Without __constinit g++ adds a guard variable to a variable with a
 // constructor, even a trivial one; the guard would be poisoned and checked like a variable of the kernel.
-#define __shared__ __constinit thread_local
+// Without the attribute g++ replaces reads of a variable that no code writes by 0.
+#define __shared__ __constinit thread_local __attribute__((used))
 #define __launch_bounds__(...)
 #define __grid_constant__
 #define __cluster_dims__(...)

@@ -17,7 +17,7 @@ from gptmanager.cuda.emulator.reports import EmulatorError
 # word instead of `\b`: the search in megabytes of headers is then several times as fast.
 _DYNAMIC = re.compile(
     r"extern(?<!\wextern)\s+__constinit\s+thread_local\s+"
-    r"(?:__attribute__\s*\(\((?:[^()]|\([^()]*\))*\)\)\s*)?"
+    r"(?:__attribute__\s*\(\((?:[^()]|\([^()]*\))*\)\)\s*)*"
     r"([^;{}()\[\]]+?)\b(\w+)\s*\[\s*\]\s*;"
 )
 _NOINLINE = re.compile(r"__noinline__(?<!\w__noinline__)\b(?!\s*[,)])")

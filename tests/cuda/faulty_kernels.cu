@@ -171,6 +171,11 @@ __global__ void uninitialized(float* x) {
     x[threadIdx.x] = memory[threadIdx.x];  // HERE uninitialized
 }
 
+__global__ void never_written(float* x) {
+    __shared__ float memory[64];
+    x[threadIdx.x] = memory[threadIdx.x];  // HERE never_written
+}
+
 __global__ void missing_barrier(float* x) {
     __shared__ float memory[64];
     memory[threadIdx.x] = x[threadIdx.x];

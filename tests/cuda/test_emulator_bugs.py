@@ -56,13 +56,14 @@ SOONER_IN_CHECK_MODE = {  # at the access, and not when what it spoils is comple
     "product_changed_early": "write of a register of wgmma before warpgroup_wait",
     "product_overwritten": "race on shared memory: a read by thread .* not ordered before a write",
 }
-NAN_IN_FAST_MODE = ("past_static_shared", "uninitialized", "missing_barrier", "missing_wait")
-NAN_IN_FAST_MODE += ("product_read_early", "product_of_another_group")
+NAN_IN_FAST_MODE = ("past_static_shared", "uninitialized", "never_written", "missing_barrier")
+NAN_IN_FAST_MODE += ("missing_wait", "product_read_early", "product_of_another_group")
 NAMED_IN_CHECK_MODE = {
     "before_the_array": "access to byte -4 of argument 0, which has 256 bytes",
     "past_static_shared": "array index 64 out of bounds",
     "past_the_last_member": "array index 4 out of bounds",
     "uninitialized": "read of uninitialized shared memory",
+    "never_written": "read of uninitialized shared memory",
     "missing_barrier": "read of uninitialized shared memory",
     "missing_wait": "read of the destination of a cp.async before cp_async_wait",
     "early_copy": "race on shared memory: a read by thread .* not ordered before a write",
