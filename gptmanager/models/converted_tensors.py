@@ -87,12 +87,12 @@ class ConvertedTensors:
         ends = {name + SCALE, *({name + MINIMUM} & self._given.keys())}
         scales = [self._given.get(end) for end in ends]
         in_groups = kind == "int4"
-        is_right = len(stored) == (5 if in_groups else 4) and 0 < rows and 0 < columns
+        is_right = len(stored) == (5 if in_groups else 4) and min(rows, columns, *stored) > 0
         if is_right:
             panels, depth, lanes = stored[0], stored[1], stored[3 if in_groups else 2]
             rest = (4, lanes, 4) if in_groups else (lanes, 4)
             fits = depth == -(-columns // GROUP) if in_groups else 4 * depth >= columns
-            is_right = stored[2:] == rest and fits and panels == -(-rows // max(1, lanes))
+            is_right = stored[2:] == rest and fits and panels == -(-rows // lanes)
             own = (panels, depth, lanes) if in_groups else (panels * lanes,)
             is_right &= all(it is not None and it[:2] == (own, _SCALES[kind]) for it in scales)
         if not is_right:

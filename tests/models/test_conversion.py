@@ -355,11 +355,18 @@ def test_broken_folders_are_refused(folder: Path, tmp_path: Path, end: str, kind
         save_file({**tensors, name + end: broken}, file)
         with pytest.raises(ConfigError, match=f"tensor {name}.*(two int64|convert the checkp)"):
             load_model(target)
-    save_file({**tensors, name: tensors[name][1:].contiguous()}, file)
-    with pytest.raises(
-        ConfigError, match=r"not have the layout of a matrix \[.*; convert the checkpoint ag"
-    ):
-        load_model(target)
+    rows, values, scales = int(tensors[f"{name}_shape"][0]), tensors[name], {}
+    if end == "_scale":  # panels without rows have no scales
+        scales[name + end] = tensors[name + end].new_empty(
+            (rows, values.shape[1], 0) if kind == "int4" else 0
+        )
+    without = values.new_empty(rows, *values.shape[1:-2], 0, 4)
+    for broken, own in ((values[1:].contiguous(), {}), (without, scales)):
+        save_file({**tensors, name: broken, **own}, file)
+        with pytest.raises(
+            ConfigError, match=r"not have the layout of a matrix \[.*; convert the checkpoint ag"
+        ):
+            load_model(target)
 
 
 def test_another_version_is_refused(folder: Path, tmp_path: Path) -> None:
