@@ -23,7 +23,7 @@ from gptmanager import (
     PromptLookup,
 )
 from gptmanager.errors import ConfigError
-from gptmanager.memory.slot_states import StateShape
+from gptmanager.memory.slot_states import StateShape, state_bytes
 from gptmanager.testing import RecordingCallbacks
 from gptmanager.testing.hosts import ScriptedSpec
 
@@ -116,7 +116,9 @@ def test_states_are_counted() -> None:
         host = run(Digesting(), request, max_batch_size=size, run_ahead=0, max_seq_len=50)
         used.append(json.loads(host.statistics[-1])["Runtime CPU Memory Usage"])
     # and the tables: of tokens, and of one block
-    assert used[1] - used[0] == (2 + 2) * 8 + 15 * 4 + 4 * (50 + 1)
+    states = (2 + 2) * 8 + 15 * 4
+    assert used[1] - used[0] == states + 4 * (50 + 1)
+    assert state_bytes(Digesting().spec.states) == states
 
 
 def test_states_that_do_not_fit_are_refused() -> None:

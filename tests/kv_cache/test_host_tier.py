@@ -86,6 +86,7 @@ def test_the_pool_copies_to_the_host_and_back():
     assert torch.equal(pool.keys[:, 2], keys) and torch.equal(pool.values[:, 2], values)
     assert torch.equal(pool.keys[:, 1], pool.keys[:, 0])
     assert pool.host_nbytes == 2 * 2 * 2 * 2 * 4 * 8 * 4
+    assert KvPool([PageShape(2, 8)], 3, 4).host_nbytes == 0
 
 
 @pytest.mark.parametrize(

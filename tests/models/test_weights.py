@@ -231,11 +231,25 @@ def test_a_pair_of_config_and_tensors_has_the_digest_of_its_tensors() -> None:
     assert digest != checkpoint_digest(({}, other))
 
 
+def test_a_folder_has_the_digest_of_its_weights_and_its_config(tmp_path: Path) -> None:
+    save_file({"a": torch.zeros(5)}, tmp_path / "model.safetensors")
+    digest = checkpoint_digest(str(tmp_path))
+    (tmp_path / "notes.txt").write_text("read by nobody")
+    assert checkpoint_digest(tmp_path) == digest
+    (tmp_path / "config.json").write_text("{}")
+    assert checkpoint_digest(tmp_path) != digest
+    (tmp_path / "config.json").unlink()
+    save_file({"a": torch.ones(5)}, tmp_path / "model.safetensors")
+    assert checkpoint_digest(tmp_path) != digest
+
+
 def test_tensors_that_follow_each_other_in_a_file_are_mapped_as_one(tmp_path: Path) -> None:
     save_file({it: torch.full((2,), ord(it), dtype=torch.uint8) for it in "abcd"}, tmp_path / "f")
     mapped = MappedFile(tmp_path / "f")
     assert bytes(mapped.joined("bcd", torch.uint8).numpy()) == b"bbccdd"
     assert bytes(mapped.joined("ab", torch.int16).view(torch.uint8).numpy()) == b"aabb"
+    mapped.joined("ab", torch.uint8).zero_()
+    assert bytes(MappedFile(tmp_path / "f").joined("ab", torch.uint8).numpy()) == b"aabb"
     for names in ("acbd", "ac", "ba"):
         assert mapped.joined(names, torch.uint8) is None
     assert mapped.joined("bc", torch.int32) is None  # the address of b is not a multiple of 4
