@@ -33,7 +33,7 @@ from gptmanager.models.quantized.matrices import (
 )
 from gptmanager.models.quantized.mlx import mlx_matrix
 from gptmanager.models.quantized.modelopt import InputScaledMatrix, RowPairs
-from gptmanager.models.quantized.scheme_fields import Scheme
+from gptmanager.models.quantized.scheme_fields import Block, Scheme
 
 _FLOAT8, _CT = "float8_e4m3fn", "compressed-tensors"
 _WITH_INT8 = (_CT, "modelopt", "quark")  # methods with 8-bit integers in `weight`
@@ -87,6 +87,7 @@ class MatrixFinder(GivenTensors):
             "gptq": ((".qweight", self._gptq),),
             "awq": ((".qweight", self._awq),),
             "bitsandbytes": ((".weight", self._bitsandbytes),),
+            "torchao": (("._weight_qdata", self._torchao),),
             "mlx": ((".weight", self._mlx),),
         }
         for name, info in given.items():
@@ -110,14 +111,27 @@ class MatrixFinder(GivenTensors):
         shape = self._matrix_shape(name, info)
         names = [f"{name}_scale_inv", f"{name}_scale"][:: 1 if self._scheme.method == "fp8" else -1]
         own = next((it for it in names if it in self._given), names[0])
-        scales = self._grid(own, shape, self._scheme.blocks)
-        zeros = None
-        if f"{name}_zero_point" in self._given:
-            block = scales.height, scales.width
-            zeros = self._grid(f"{name}_zero_point", shape, [block], dtypes=_ZEROS)
-        elif self._scheme.asymmetric and info.dtype == "int8":
-            self._missing(f"{name}_zero_point")
-        return ScaledMatrix(name, shape, scales, zeros)
+        zeros = f"{name}_zero_point"
+        if self._scheme.asymmetric and info.dtype == "int8" and zeros not in self._given:
+            self._missing(zeros)
+        return self._with_zeros(name, own, zeros, shape, self._scheme.blocks)
+
+    def _with_zeros(
+        self,
+        name: str,
+        scales_name: str,
+        zeros_name: str,
+        shape: tuple[int, int],
+        blocks: Sequence[Block],
+    ) -> ScaledMatrix:
+        """Describe a matrix of 8-bit numbers. It has no zero points if their tensor is missing."""
+        scales = self._grid(scales_name, shape, blocks)
+        if zeros_name not in self._given:
+            return ScaledMatrix(name, shape, scales)
+        block = scales.height, scales.width
+        return ScaledMatrix(
+            name, shape, scales, self._grid(zeros_name, shape, [block], dtypes=_ZEROS)
+        )
 
     def _scaled_experts(self, name: str, info: TensorInfo) -> StoredMatrix | None:
         """Describe the 8-bit matrices of all experts; None for those of floats."""
@@ -142,8 +156,13 @@ class MatrixFinder(GivenTensors):
     def _scaled_or_pairs(self, name: str, info: TensorInfo) -> StoredMatrix | None:
         """Describe a matrix of 8-bit numbers, or of 4-bit ones in pairs; None for floats."""
         matrix = self._pairs(name, info) if info.dtype == "uint8" else self._scaled(name, info)
-        inputs = f"{name.removesuffix('weight')}pre_quant_scale"
-        if matrix is None or inputs not in self._given:
+        if matrix is None:
+            return None
+        return self._with_inputs(matrix, f"{name.removesuffix('weight')}pre_quant_scale")
+
+    def _with_inputs(self, matrix: StoredMatrix, inputs: str) -> StoredMatrix:
+        """Return the matrix with scales of its inputs, if the tensor `inputs` is given."""
+        if inputs not in self._given:
             return matrix
         self._take(inputs, {*FLOATS.values()}, matrix.shape[1:])
         return InputScaledMatrix(matrix, inputs)
@@ -233,6 +252,23 @@ class MatrixFinder(GivenTensors):
             *(name, shape, bits, scales, zeros), transposed=True, order=AWQ_ORDER
         )
         return self._with_groups(matrix)
+
+    def _torchao(self, name: str, info: TensorInfo) -> StoredMatrix:
+        """Describe a matrix of torchao. The shape of its scales shows which block has one."""
+        base = name.removesuffix("qdata")
+        if info.dtype not in (_FLOAT8, "int8"):
+            raise ConfigError(
+                f"tensor {tensor_name(name)} is {info.dtype}: of torchao's formats, only int8 and "
+                f"{_FLOAT8} are supported; quantize the model to one of them, or pass it in floats"
+            )
+        rows, columns = self._matrix_shape(name, info)
+        scales = self._given.get(f"{base}scale", info).shape
+        given = [max(1, size) for size in (scales if len(scales) == 2 else (rows, 1))]
+        height = max(1, rows // given[0]) if info.dtype == _FLOAT8 else 1
+        blocks = [(height, max(1, columns // given[1]))]
+        zeros = f"{base}zero_point"
+        matrix = self._with_zeros(name, f"{base}scale", zeros, (rows, columns), blocks)
+        return self._with_inputs(matrix, f"{base}act_pre_scale")
 
     def _quark(self, name: str, info: TensorInfo) -> StoredMatrix | None:
         """Describe a matrix of Quark; None for a matrix of floats."""

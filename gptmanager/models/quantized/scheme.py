@@ -165,6 +165,16 @@ def _fp8(own: Mapping[str, Any]) -> Scheme:
     return Scheme("fp8", blocks=() if given is None else (block_of("weight_block_size", given),))
 
 
+def _torchao(own: Mapping[str, Any]) -> Scheme:
+    """Return the scheme of torchao. The tensors show which module has which of its formats."""
+    given = own.get("quant_type")
+    for kind in given.values() if isinstance(given, dict) else [given]:
+        name = kind.get("_type") if isinstance(kind, dict) else kind
+        if isinstance(name, str) and name.lower().startswith(("int4", "uint4", "mx", "nvfp4")):
+            raise unsupported("quant_type", name, "must be of 8 bits, or unpacked to int8")
+    return Scheme("torchao")
+
+
 _READERS: Mapping[str, Callable[[Mapping[str, Any]], Scheme]] = {
     "compressed-tensors": _compressed_tensors,
     "fp8": _fp8,
@@ -177,4 +187,5 @@ _READERS: Mapping[str, Callable[[Mapping[str, Any]], Scheme]] = {
     "auto-round": auto_round_scheme,
     "intel/auto-round": auto_round_scheme,
     "bitsandbytes": lambda own: Scheme("bitsandbytes"),
+    "torchao": _torchao,
 }

@@ -367,6 +367,41 @@ def test_modelopt_may_scale_inputs(
             next(source.pieces("a.weight", 1 << 30))
 
 
+@pytest.mark.parametrize(
+    ("codes", "scales", "zeros"),
+    [
+        (FLOAT8, ROWS[:, None], None),
+        (FLOAT8, torch.rand(2, 3, generator=SEED), None),  # blocks
+        (INT8, ONE.view(1, 1), torch.zeros(1, 1, dtype=torch.int8)),
+        (INT8, torch.rand(160, 3, generator=SEED).bfloat16(), INT8[:, :3] // 9),
+    ],
+)
+def test_torchao_has_8_bits(codes: Tensor, scales: Tensor, zeros: Tensor | None) -> None:
+    """The numbers of torchao 0.18 were compared once."""
+    given = {"a._weight_qdata": codes, "a._weight_scale": scales, "b.weight": FP4}
+    if zeros is not None:
+        given["a._weight_zero_point"] = zeros.contiguous()
+
+    def wide(numbers: Tensor) -> Tensor:
+        height, width = (160 // numbers.shape[0], 96 // numbers.shape[1])
+        return numbers.float().repeat_interleave(height, 0).repeat_interleave(width, 1)
+
+    config = {"quantization_config": {"quant_method": "torchao", "quant_type": {"default": {}}}}
+    for inputs in (None, torch.rand(96, generator=SEED)):
+        if inputs is not None:
+            given["a._weight_act_pre_scale"] = inputs
+        source = as_floats(config, StateDict(given))
+        assert {*source.describe()} == {"a.weight", "b.weight"}
+        found = torch.cat([piece for _, piece in source.pieces("a.weight", 1 << 30)])
+        expected = (codes.float() - (0 if zeros is None else wide(zeros))) * wide(scales)
+        assert torch.equal(found, expected if inputs is None else expected * inputs)
+    for wrong in (scales.repeat(1, 5), scales.repeat(7, 1), scales[:, :0], torch.ones(3)):
+        with pytest.raises(ConfigError, match="_weight_scale has shape .* a number for each block"):
+            as_floats(config, StateDict({**given, "a._weight_scale": wrong}))
+    with pytest.raises(ConfigError, match="a._weight_qdata is uint8: .* only int8 and float8"):
+        as_floats(config, StateDict({**given, "a._weight_qdata": PAIRS}))
+
+
 def test_pairs_of_modelopt_need_scales_that_fit() -> None:
     config = {"quantization_config": {**NVIDIA, "quant_algo": "W4A16_AWQ"}}
     for scales in (GROUPS[:, :0], GROUPS[:160], GROUPS[:, :1].repeat(1, 5), torch.ones(320, 49)):
@@ -407,6 +442,11 @@ def test_modelopt_may_quantize_only_the_cache(cache: dict[str, Any], has_scales:
             {**AMD, "layer_type_quant_config": {"a": {"weight": [[]]}}},
             r"a.weight.dtype = \[\[\]\]: must",
         ),
+        (
+            {"quant_method": "torchao", "quant_type": {"a": {"_type": "Int4WeightOnlyConfig"}}},
+            "quant_type = 'Int4WeightOnlyConfig': must be of 8 bits",
+        ),
+        ({"quant_method": "torchao", "quant_type": "int4_weight_only"}, "must be of 8 bits.*pass"),
         (NVIDIA, "quantized_layers = None: must be an object of objects"),
         ({**NVIDIA, "quantized_layers": {"a": 1}}, "quantized_layers = .*: must be an object of"),
         (
