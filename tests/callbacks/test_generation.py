@@ -69,10 +69,12 @@ def test_tokens_are_yielded_as_they_come(cancellations):
     generation.deliver(streamed([8, 7]), False, "")
     assert (next(tokens), next(tokens)) == (8, 7)
     assert not generation.done()
+    assert repr(generation) == f"Generation({generation.request_id}, 3 tokens so far)"
 
     waiting = in_thread(next, tokens, "end")
     generation.deliver([*streamed([]), *ending()], True, "")
     assert waiting.result(TIMEOUT) == "end"
+    assert repr(generation) == f"Generation({generation.request_id}, done)"
 
 
 def test_every_reader_sees_every_token(cancellations):

@@ -338,6 +338,7 @@ def test_a_recording_with_them_replays(source, tmp_path):
         ("top_log_prob_ids", lambda ids: ids[..., :1, :], "has 1 positions"),
         ("top_log_probs", lambda values: values.double(), "top_log_probs is torch.float64"),
         ("prompt_log_probs", None, "lacks prompt_log_probs"),
+        ("top_log_probs", lambda values: values, "^request 0 has no final response$"),
     ],
 )
 def test_the_contract_checker_knows_them(name, change, text):

@@ -326,6 +326,12 @@ def test_the_table_has_the_metrics_that_the_host_got(tmp_path):
     }  # fmt: skip
     for name, metric in zip(REQUEST_METRICS, host.final(1).tensors["request_metrics"], strict=True):
         assert float(rows["1"][name]) == pytest.approx(float(metric), abs=1e-6)
+    first, last, per_token, per_s = (
+        float(rows["1"][name])
+        for name in ("first_token_s", "last_token_s", "per_token_s", "tokens_per_s")
+    )
+    assert per_token == pytest.approx((last - first) / 2, rel=1e-3)
+    assert per_s == pytest.approx(3 / last, rel=1e-3)
     assert rows["2"]["per_token_s"] == rows["3"]["first_token_s"] == rows["3"]["tokens_per_s"] == ""
     with pytest.raises(ConfigError, match="FILE and --table must be different files"):
         command(["replay", str(path), "--table", str(path)])

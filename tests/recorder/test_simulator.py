@@ -581,6 +581,15 @@ def test_the_command_prints_policies_side_by_side(capsys):
     assert "first token p99 ms" in out and "request-steps simulated" in out
 
 
+def test_no_output_of_a_synthetic_load_is_cut_off(capsys):
+    lengths = "--prompt-len", 20, "--output-len", "5:9"
+    assert command("--num-requests", 9, *lengths, "--policies", "max_utilization", "--json") == 0
+    (figures,) = orjson.loads(capsys.readouterr().out)["policies"].values()
+    load = SyntheticLoad(9, (20, 20), (5, 9))
+    wanted = [load.request(number).max_new_tokens.item() for number in range(9)]
+    assert len(set(wanted)) > 2 and figures["output_tokens"] == sum(wanted)
+
+
 def test_the_command_simulates_a_recording_and_records_each_run(tmp_path, capsys):
     path = tmp_path / "r.jsonl"
     record(path, ScheduledHost(all_at_once()))
