@@ -473,13 +473,15 @@ def picture(*arguments):
 
 def test_the_command_writes_page_svg_and_trace(tmp_path, capsys):
     path = record(tmp_path)
-    html, svg, chrome = tmp_path / "a.html", tmp_path / "b.svg", tmp_path / "c.json"
+    html, svg, chrome = tmp_path / "a.html", tmp_path / "b.SVG", tmp_path / "c.json"
 
     assert picture(path, "--output", html, "--chrome-trace", chrome) == 0
     assert picture(path, "--output", svg, "--iterations", "2:5", "--title", "Three") == 0
 
     assert html.read_text().startswith("<!DOCTYPE html>")
     assert "3 iterations" in svg.read_text() and ">Three<" in svg.read_text()
+    assert picture(path, "--output", tmp_path / "d", "--svg") == 0
+    assert svg.read_text()[:4] == (tmp_path / "d").read_text()[:4] == "<svg"
     assert json.loads(chrome.read_bytes())["traceEvents"]
     assert str(html) in capsys.readouterr().out
 

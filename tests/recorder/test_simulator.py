@@ -133,8 +133,12 @@ def test_a_recorded_v1_run_is_simulated_as_one_and_under_other_policies(tmp_path
     load = RecordedLoad(recorded, "at_once")
     lock_step = simulate(blueprint, load, CostModel())
     assert lock_step.iterations == sum(1 for t in recorded.iterations if t.schedule is not None)
-    in_flight = simulate(variant(blueprint, NO_EVICT), load, CostModel())
-    assert in_flight.iterations < lock_step.iterations
+    other = variant(blueprint, NO_EVICT)
+    assert other.model_type is ModelType.INFLIGHT_FUSED_BATCHING
+    assert simulate(other, load, CostModel()).iterations < lock_step.iterations
+    static = blueprint.scheduler.capacity_scheduler_policy
+    smaller = variant(blueprint, static, Machine(max_batch_size=2))
+    assert smaller.model_type is ModelType.V1
     assert replay(recorded).divergence is None
 
 
