@@ -65,5 +65,5 @@ class Outside:
         finally:
             if self.thread is not None:
                 self.thread.join(20)
-        if self.error is not None:
-            raise self.error
+            if self.error is not None:
+                raise self.error

@@ -8,6 +8,7 @@ closed.
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections import deque
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
@@ -24,6 +25,15 @@ MAX_HEAD_BYTES = 1 << 16  # limit for request line and headers together, and for
 MAX_PIPELINED = 64  # requests of a connection that wait for an earlier answer
 _THIS_MACHINE = ("127.0.0.1", 0)
 _LINGER_S = 2.0  # how long a refused client may go on writing
+_logger = logging.getLogger("uvicorn.error.connections")
+
+
+def _is_worth_logging(record: logging.LogRecord) -> bool:
+    """Return False for the traceback of an answer that the end of the server has cancelled."""
+    return not (record.exc_info and isinstance(record.exc_info[1], asyncio.CancelledError))
+
+
+_logger.addFilter(_is_worth_logging)
 
 
 class HttpProtocol(HttpToolsProtocol):
@@ -42,6 +52,7 @@ class HttpProtocol(HttpToolsProtocol):
         self, *arguments: Any, limits: Connections, read_timeout_s: float, **by_name: Any
     ) -> None:
         super().__init__(*arguments, **by_name)
+        self.logger = _logger
         self._limits = limits
         self._read_timeout_s = read_timeout_s
         self._host = ""
