@@ -138,10 +138,12 @@ def _call(arguments: Sequence[str] | None, *, is_server: bool) -> int:
     except BrokenPipeError:
         raise
     except ConfigError as error:
+        _log_cause(error)
         text = in_options(str(error), options.parser.actions)
         print_message(with_origin(text, options.origins))
         return 2
     except (GptManagerError, OSError, MemoryError) as error:
+        _log_cause(error)
         print_message(str(error) or "out of memory")
         return 2 if isinstance(error, RecordingError) else 1
     except RuntimeError as error:
@@ -173,6 +175,12 @@ def command_parser() -> argparse.ArgumentParser:
     for add in (*running, add_bench, *reports):
         add(commands)
     return parser
+
+
+def _log_cause(error: BaseException) -> None:
+    """With `--verbose`, show where the cause of an error was raised, such as in a scheduler."""
+    if error.__cause__ is not None:
+        logging.info("The cause of the error:", exc_info=error.__cause__)
 
 
 def _start_log(region: RedrawnLines, is_verbose: bool) -> None:

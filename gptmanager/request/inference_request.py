@@ -11,6 +11,7 @@ import copy
 import functools
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from difflib import get_close_matches
 from typing import Any, NamedTuple, Protocol, Union
 
 import numpy as np
@@ -149,7 +150,7 @@ class InferenceRequest:
             **by_name,
         }.items():
             if name not in _TENSOR_OF_PROPERTY:
-                raise AttributeError(f"InferenceRequest has no property {name!r}")
+                raise _no_property(name)
             if value is not None:
                 setattr(request, name, _as_tensor(value, is_word_list=name in _WORD_LISTS))
         return request
@@ -162,7 +163,7 @@ class InferenceRequest:
         elif name in self.__dict__:
             raise AttributeError(f"InferenceRequest.{name} is set by the constructor alone")
         else:
-            raise AttributeError(f"InferenceRequest has no property {name!r}")
+            raise _no_property(name)
 
     def __getattr__(self, name: str) -> Any:
         if name in _TENSOR_OF_PROPERTY:
@@ -198,6 +199,14 @@ class InferenceRequest:
 
 
 KEYWORDS = tuple(InferenceRequest.__annotations__)  # keywords of the constructor, except tensors
+
+
+def _no_property(name: str) -> AttributeError:
+    """Return the error for a name that is not a property, with the one that was probably meant."""
+    parts = [known for known in _TENSOR_OF_PROPERTY if name in known]  # "top_p": runtime_top_p
+    near = parts or get_close_matches(name, _TENSOR_OF_PROPERTY, 1)
+    meant = f" (did you mean {near[0]!r}?)" if near else ""
+    return AttributeError(f"InferenceRequest has no property {name!r}{meant}")
 
 
 def word_list(words: Iterable[Sequence[int]]) -> np.ndarray:

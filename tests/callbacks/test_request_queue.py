@@ -120,8 +120,11 @@ def test_an_open_id_is_refused_and_free_again_after_its_final_response(queue):
 
 
 def test_what_cannot_be_submitted_is_refused_in_the_line(queue):
-    with pytest.raises(AttributeError, match="top_q"):
-        queue.submit([1], 5, top_q=0.5)
+    for name, meant in (("top_p", "runtime_top_p"), ("temprature", "temperature")):
+        with pytest.raises(AttributeError, match=rf"{name!r} \(did you mean {meant!r}\?\)"):
+            queue.submit([1], 5, **{name: 0.5})
+    with pytest.raises(AttributeError, match="has no property 'qqq'$"):
+        queue.submit([1], 5, qqq=0.5)
     with pytest.raises(ValueError, match="outside"):
         queue.submit([1], 5, request_id=-1)
     with pytest.raises(TypeError, match="max_new_tokens"):

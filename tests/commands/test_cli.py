@@ -7,6 +7,7 @@ import errno
 import gc
 import io
 import json
+import logging
 import os
 import pty
 import re
@@ -327,6 +328,17 @@ def test_a_recorded_run_can_be_replayed(run, tmp_path):
     path = tmp_path / "recording.jsonl"
     assert run({"prompt": "Once"}, {"prompt": "upon"}, options=["--record", path]).code == 0
     assert replay(read_recording(path)).divergence is None
+
+
+def create_that_raises(**others):
+    raise KeyError("of the scheduler")
+
+
+def test_the_log_shows_where_a_scheduler_raised(call, caplog):
+    caplog.set_level(logging.INFO)
+    outcome = call("simulate", "--num-requests", 1, "--scheduler", "test_cli:create_that_raises")
+    assert outcome.code == 2 and "KeyError: 'of the scheduler'" in outcome.err
+    assert ", in create_that_raises\n" in caplog.text
 
 
 @pytest.mark.parametrize(

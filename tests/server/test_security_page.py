@@ -7,12 +7,11 @@ import re
 from pathlib import Path
 
 from gptmanager.callbacks import LivePage
-from gptmanager.callbacks.answers.tool_formats import tools
 from gptmanager.callbacks.processors import banned_texts
 from gptmanager.callbacks.text import stop_strings, template_process
 from gptmanager.decoding.guided import guided
 from gptmanager.server import errors, log_output
-from gptmanager.server.chat import chat_prompt
+from gptmanager.server.chat import chat_prompt, tools
 from gptmanager.server.engine import kept_calls
 from gptmanager.server.http import access, body, http_protocol, json_text, key_file, request_log
 from gptmanager.server.http.body import LARGE_BODY
