@@ -33,9 +33,7 @@ def text_argument(argument: str) -> str:
 
 def nonempty_text(argument: str) -> str:
     """Read a text of at least one character."""
-    if not argument:
-        raise ArgumentTypeError("must have at least one character, got ''")
-    return text_argument(argument)
+    return text_argument(_nonempty(argument))
 
 
 def positive(text: str) -> int:
@@ -121,6 +119,12 @@ def temperature(text: str) -> float:
     return _number(text, need, lambda value: value == 0 or 1e-30 <= value <= 1e30)
 
 
+def _nonempty(argument: str) -> str:
+    if not argument:
+        raise ArgumentTypeError("must have at least one character, got ''")
+    return argument
+
+
 def _number(text: str, need: str, is_valid: Callable[[float], bool]) -> float:
     try:
         value = float(text)
@@ -152,8 +156,8 @@ def device(text: str) -> str:
 
 
 def path_argument(text: str) -> Path:
-    """Read a path. An empty one is refused: `Path` would take it for the current folder."""
-    return Path(nonempty_text(text))
+    """Read a path, in any bytes. An empty one is refused: `Path("")` is the current folder."""
+    return Path(_nonempty(text))
 
 
 def folder(text: str) -> Path:
