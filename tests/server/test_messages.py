@@ -201,8 +201,9 @@ def test_the_document_tells_what_messages_are():
         ([user(None)], "messages[0].content", "is missing"),
         ([{"role": "system", "content": None}], "messages[0].content", "is missing"),
         ([user(5)], "messages[0].content", "5 must be a string or"),
-        ([user(["Hi"])], "messages[0].content[0]", "must be a part"),
-        ([user([{"type": "text"}])], "messages[0].content[0].text", "None must be a string"),
+        ([user(["Hi"])], "messages[0].content[0]", "'Hi' must be an object"),
+        ([user([{"text": "Hi"}])], "messages[0].content[0].type", "is missing: the model reads"),
+        ([user([{"type": "text"}])], "messages[0].content[0].text", "is missing; it must be a"),
         (
             [user([{"type": "text", "text": "a"}, {"type": "image_url", "image_url": {}}])],
             "messages[0].content[1].type",
@@ -217,7 +218,7 @@ def test_the_document_tells_what_messages_are():
         (
             [{"role": "assistant", "content": [{"type": "refusal", "text": "No."}]}],
             "messages[0].content[0].refusal",
-            "None must be a string",
+            "is missing; it must be a string",
         ),
         ([user(tool_calls=[call("{}")])], "messages[0].tool_calls", "role user"),
         ([assistant("add")], "messages[0].tool_calls[0].function", "must be an object"),

@@ -263,6 +263,19 @@ def test_what_is_not_supported_is_refused_by_name(server, fields, param):
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, param), answer.text
 
 
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"input": ""}, "input must be a string or a list of items, with at least one, got ''"),
+        ({"metadata": {"a": 1}}, "metadata: {'a': 1} must have at most 16 keys"),
+        ({"previous_response_id": "resp_1"}, "no response of this id is stored: 'resp_1'"),
+    ],
+)
+def test_a_refusal_quotes_the_value(server, fields, message):
+    answer = server.post("/v1/responses", json={"input": ASKS, **fields})
+    assert message in answer.json()["error"]["message"]
+
+
 def test_items_that_follow_each_other_are_one_message():
     call = {"type": "function_call", "call_id": "1", "name": "a", "arguments": "{}"}
     thought = {"type": "reasoning", "content": [{"type": "reasoning_text", "text": "Hm."}]}

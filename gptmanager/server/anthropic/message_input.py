@@ -9,7 +9,7 @@ from typing import Any
 from gptmanager.errors import quoted
 from gptmanager.server.chat.chat_call import Place
 from gptmanager.server.chat.embedding_parts import EMBEDDINGS
-from gptmanager.server.chat.messages import READABLE
+from gptmanager.server.chat.messages import not_a_part, unreadable
 from gptmanager.server.fields import field_error, wrong_key
 
 # Pairs: a part of a chat field's name, and the text that replaces this part in errors.
@@ -51,7 +51,7 @@ def messages_of(
         if isinstance(content, str):
             found = [(where, {"role": role, "content": content})]
         elif not isinstance(content, list):
-            raise field_error(f"{where}.content", "must be a string or a list of blocks")
+            raise wrong_key(where, message, "content", "a string or a list of blocks")
         elif role == "assistant":
             found = [(where, _of_assistant(content, f"{where}.content"))]
         else:
@@ -137,11 +137,12 @@ def _text_of(given: Any, where: str) -> str:
 
 
 def _text(block: Any, where: str) -> str:
-    kind = block.get("type") if isinstance(block, Mapping) else None
-    if kind != "text":
-        raise field_error(f"{where}.type", f"{quoted(kind)} is not supported: {READABLE}")
+    if not isinstance(block, Mapping):
+        raise not_a_part(where, block)
+    if block.get("type") != "text":
+        raise unreadable(where, block.get("type"))
     if not isinstance(block.get("text"), str):
-        raise field_error(f"{where}.text", f"{quoted(block.get('text'))} must be a string")
+        raise wrong_key(where, block, "text", "a string")
     return str(block["text"])
 
 

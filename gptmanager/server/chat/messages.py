@@ -13,6 +13,7 @@ import orjson
 from gptmanager.callbacks.answers.parsing.python_values import STRICT_JSON
 from gptmanager.callbacks.answers.tool_format import ToolFormat
 from gptmanager.errors import quoted
+from gptmanager.server.errors import ApiError
 from gptmanager.server.fields import field_error, wrong_key
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
@@ -20,7 +21,7 @@ ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 _MAY_BE_EMPTY = ("assistant", "tool", "function")  # roles with an optional content
 _TEXT_PARTS = ("text", "input_text", "output_text", "refusal")
 _THOUGHTS = ("thinking", "redacted_thinking", "reasoning")  # parts that are not shown to the model
-READABLE = "the model reads text, and embeddings of type image_embeds or prompt_embeds"
+_READABLE = "the model reads text, and embeddings of type image_embeds or prompt_embeds"
 _MOST_OBJECTS = 10_000  # arguments with more [ and { than this are not parsed
 _FUNCTION_CALL = "function_call"  # id given to a deprecated call, which has no id of its own
 
@@ -202,19 +203,30 @@ def _content(message: Mapping[str, Any], role: str, where: str) -> str:
 def _part(part: Any, role: str, where: str) -> str | None:
     """Return the text of a part; None for a thought, which the model does not see."""
     if not isinstance(part, Mapping):
-        raise field_error(
-            where, f"{quoted(part)} must be a part such as {{'type': 'text', 'text': ...}}"
-        )
+        raise not_a_part(where, part)
     kind = part.get("type")
     if role == "assistant" and kind in _THOUGHTS:
         return None
     if kind not in _TEXT_PARTS:
-        raise field_error(f"{where}.type", f"{quoted(kind)} is not supported: {READABLE}")
+        raise unreadable(where, kind)
     key = "refusal" if kind == "refusal" else "text"
     text = part.get(key)
     if not isinstance(text, str):
-        raise field_error(f"{where}.{key}", f"{quoted(text)} must be a string")
+        raise wrong_key(where, part, key, "a string")
     return text
+
+
+def not_a_part(where: str, value: Any) -> ApiError:
+    """Return the error (400) for a value in place of a part of a message."""
+    return field_error(
+        where, f"{quoted(value)} must be an object such as {{'type': 'text', 'text': ...}}"
+    )
+
+
+def unreadable(where: str, kind: Any) -> ApiError:
+    """Return the error (400) for a part of a message with a type that the model cannot read."""
+    problem = "is missing" if kind is None else f"{quoted(kind)} is not supported"
+    return field_error(f"{where}.type", f"{problem}: {_READABLE}")
 
 
 def _calls_of(message: Mapping[str, Any], where: str) -> list[dict[str, Any]]:

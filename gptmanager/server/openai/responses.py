@@ -32,6 +32,7 @@ from gptmanager.server.fields import (
     bad_request,
     by_name,
     field_error,
+    must_be,
 )
 from gptmanager.server.http.body import read_json, until_disconnected
 from gptmanager.server.http.request_log import RECORD
@@ -93,7 +94,7 @@ class Input:
 
     def read(self, where: str, value: Any) -> Any:
         if not isinstance(value, str | list) or not value:
-            raise bad_request(where, f"{where} must be a string or a list of items, not empty")
+            raise must_be(where, "a string or a list of items, with at least one", value)
         return value
 
     def schema(self) -> dict[str, Any]:
@@ -234,7 +235,8 @@ class _Responses:
             raise bad_request(where, f"{where}: the server was started with --no-store", code=code)
         stored = self._store.find(owner, name)
         if stored is None:
-            raise bad_request(where, f"{where}: no response of this id is stored", code=code)
+            text = f"{where}: no response of this id is stored: {quoted(name)}"
+            raise bad_request(where, text, code=code)
         found: list[Any] = orjson.loads(stored.items)
         return found + list(orjson.loads(stored.response)["output"])
 
@@ -307,8 +309,8 @@ def _check_supported(given: Mapping[str, Any]) -> None:
     metadata, (most, longest) = given.get("metadata", {}), _MAX_METADATA
     texts = [*metadata, *metadata.values()]
     if len(metadata) > most or any(not _is_short(one, longest) for one in texts):
-        what = f"must have at most {most} keys, and strings of at most {longest} characters"
-        raise field_error("metadata", what)
+        need = f"at most {most} keys, and strings of at most {longest} characters"
+        raise field_error("metadata", f"{quoted(metadata)} must have {need}")
     if given.get("background"):
         raise field_error("background", "is not supported: leave it out, or send false")
     for one in given.get("include", ()):
