@@ -196,7 +196,9 @@ class TaggedValuesParser(HeadedCallParser):
         self._is_value, self._has_begun = True, False
         self._brackets, self._num_passed = None, 0
         self._types = types_of(self._schemas[self._name].get(name))
-        self._is_text = self._types <= {"string"} if len(keys) == 1 else not is_json
+        self._is_text = self._types <= {"string"}
+        if len(keys) == 2:  # the model marks a string, which the schema must allow
+            self._is_text = not is_json and (self._is_text or "string" in self._types)
         self._add(f"{', ' if self._num_values else '{'}{as_json(name)}: ", found)
         self._num_values += 1
         return True

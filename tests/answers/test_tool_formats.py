@@ -249,15 +249,19 @@ def test_parameters_that_are_not_closed_end_at_the_next():
 
 
 def test_a_format_may_say_which_values_are_json():
-    values = (("city", "false", "12"), ("days", "true", "2"), ("x", "false", "[1]"))
+    """The schema decides where the model marks a type that it does not allow."""
+    values = [
+        *(("city", "false", "12", "12"), ("days", "true", "2", 2), ("x", "false", "[1]", [1])),
+        *(("tags", "true", "x", "x"), ("y", "true", "[1]", "[1]")),
+    ]
     body = "".join(
-        f'<DSMLparameter name="{name}" string="{kind}">{text}</DSMLparameter>\n'
-        for name, kind, text in values
+        f'<DSMLparameter name="{name}" string="{is_text}">{text}</DSMLparameter>\n'
+        for name, is_text, text, _ in values
     )
     text = f'<DSMLinvoke name="look">\n{body}</DSMLinvoke>'
     text = text.replace("DSML", "｜DSML｜")  # noqa: RUF001
     content, calls, _ = parsed(MADE["deepseek_v32"], list(text))
-    assert content == "" and json.loads(calls[0][1]) == {"city": "12", "days": "2", "x": [1]}
+    assert content == "" and json.loads(calls[0][1]) == {it[0]: it[3] for it in values}
 
 
 @pytest.mark.parametrize("size", [1, 10**9])

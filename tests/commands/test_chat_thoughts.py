@@ -4,6 +4,7 @@ import io
 import json
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from scripted_texts import MODEL, ScriptedTexts
@@ -11,7 +12,9 @@ from scripted_texts import MODEL, ScriptedTexts
 from gptmanager import GptManager, cli
 from gptmanager.callbacks.answers.parsing import harmony_parser as harmony
 from gptmanager.callbacks.answers.parsing.answer_parts import Content, Thought
-from gptmanager.commands.chat import chat_model
+from gptmanager.commands.chat import chat_model, terminal_view
+from gptmanager.commands.chat.answers import Answers
+from gptmanager.commands.chat.conversation import Answer
 from gptmanager.commands.chat.terminal_view import TerminalView, _styled
 from gptmanager.commands.chat.transcript import Piece, Transcript
 from gptmanager.terminal.redrawn_lines import RedrawnLines
@@ -114,3 +117,22 @@ def test_a_terminal_dims_thoughts(monkeypatch, no_color):
     assert ("\x1b[2m" in out.getvalue()) is not bool(no_color)
     assert "\x1b[2md" not in out.getvalue()
     assert [span.style for span in _styled(transcript.pieces).spans] == ["dim"] * 4
+
+
+def test_hidden_thoughts_on_a_terminal_leave_a_line_that_is_redrawn(monkeypatch, capsys):
+    drawn = []
+    region = SimpleNamespace(can_draw=True, clear=lambda: None, draw=drawn.append)
+    monkeypatch.setattr(terminal_view, "_PATIENCE_S", 0.0)
+    monkeypatch.setattr(terminal_view, "_REFRESH_S", 0.0)
+    answers = Answers([None], [None])
+
+    def parts():
+        yield [[]]
+        answers.so_far = [Answer("", "So")]
+        yield [[BOTH[0]]]
+        yield [BOTH[1:]]
+
+    monkeypatch.setattr(Answers, "__iter__", lambda answers: parts())
+    TerminalView(region, False)._follow(answers, [Transcript(False)])
+    assert drawn == ["reading the message, 0 s", "thinking, 0 s"]
+    assert capsys.readouterr().out == "It is 42."
