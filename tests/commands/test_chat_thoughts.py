@@ -85,8 +85,8 @@ def test_thoughts_through_pipes_if_asked_for_and_thoughts_without_an_answer(chat
     assert first.startswith("thinking\nSo it is<think>So") and first.endswith("\n")
     assert shown == "So 42.\nanswer\nIt is 42.\n"
     assert err == (
-        "gptmanager: the answer has thoughts only: the message is not part of the conversation; "
-        "--max-new-tokens allows longer answers\n"
+        "gptmanager: the answer has thoughts only, so the message is not part of the conversation; "
+        "cut off: --max-new-tokens allows longer answers\n"
     )
 
 

@@ -123,9 +123,8 @@ class Session:
         elif results[0].finish_reasons[0] is FinishReason.CANCELLED:
             self._view.report(f"stopped before the answer: {end}")
         else:
-            self._view.error(
-                f"the answer has thoughts only: {end}; --max-new-tokens allows longer answers"
-            )
+            parts = [f"the answer has thoughts only, so {end}", *self._why_cut(results[0])]
+            self._view.error("; ".join(parts))
 
     def _report(self, result: GenerationResult) -> str:
         """Return a line about an answer: its tokens, its speed, the context, and why it ended."""
@@ -137,11 +136,15 @@ class Session:
         if seconds > 0:
             parts.append(f"{(count - 1) / seconds:,.1f} tokens/s")
         parts.append(f"context {used:,} of {size:,}")
-        reason = result.finish_reasons[0]
+        return ", ".join([*parts, *self._why_cut(result)])
+
+    def _why_cut(self, result: GenerationResult) -> list[str]:
+        """Return why an answer is incomplete; nothing if the model has ended it."""
+        metrics, reason = result.metrics, result.finish_reasons[0]
         if reason is FinishReason.CANCELLED:
-            parts.append("stopped")
-        elif reason is FinishReason.LENGTH and used >= size:
-            parts.append("cut off, because the context is full: /clear begins a new conversation")
-        elif reason is FinishReason.LENGTH:
-            parts.append("cut off: --max-new-tokens allows longer answers")
-        return ", ".join(parts)
+            return ["stopped"]
+        if reason is not FinishReason.LENGTH:
+            return []
+        if metrics["prompt_tokens"] + metrics["generated_tokens"] >= self._model.context_size:
+            return ["cut off, because the context is full: /clear begins a new conversation"]
+        return ["cut off: --max-new-tokens allows longer answers"]
