@@ -47,7 +47,8 @@ def scales(folder):
 
 
 def test_rows_ascend_and_have_one_width(tmp_path):
-    save_adapter(tmp_path, {Q: pair(8), K: pair(2)}, rank_pattern={"k_proj": 2}, lora_alpha=4)
+    ranks = {f"{Q}_": 3, "k_proj": 2}  # the first matches no name
+    save_adapter(tmp_path, {Q: pair(8), K: pair(2)}, rank_pattern=ranks, lora_alpha=4)
 
     weights, config = load_peft_adapter(tmp_path)
 

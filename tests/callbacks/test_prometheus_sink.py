@@ -9,6 +9,7 @@ import math
 import re
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -118,6 +119,10 @@ def test_a_run_is_counted_whole(registry):
     nothing = {"Max KV cache blocks": 0, "Used KV cache blocks": 0}  # as of a model without pages
     sink.return_batch_manager_stats(json.dumps(last | nothing))
     assert samples(registry)["gptmanager_kv_cache_usage_ratio"] == {"": 0}
+    now = SimpleNamespace(num_active=2, total_blocks=10, free_blocks=7)
+    sink.attach(SimpleNamespace(health=lambda: now))  # another manager, which runs
+    record = sink.record()
+    assert (record["Active Request Count"], record["Used KV cache blocks"]) == (2, 3)
 
 
 def test_tokens_of_a_stream_are_counted_as_they_come_and_once(registry):

@@ -199,6 +199,19 @@ def test_values_of_tokens_after_the_stop_are_removed(queue):
     assert tensors["context_logits"].shape == (1, 4, 5)
 
 
+def test_values_end_with_the_longest_output(queue):
+    generation, _ = submit(queue, ["b"], beam_width=2)
+    tensors = streamed(ids("abcd"))
+    tensors[1] = NamedTensor("sequence_length", torch.tensor([[4, 4]]).int())
+    rows = torch.tensor([[ids("acbd"), ids("bcda")]]).int()
+    tensors[0] = NamedTensor("output_ids", rows)
+    tensors.append(NamedTensor("output_log_probs", torch.arange(8.0).reshape(1, 2, 4)))
+    queue.send_response(1, [*tensors, *ending(FinishReason.LENGTH, 2)], True, "")
+    result = generation.result(0)
+    assert result.generated_ids == (tuple(ids("acb")), tuple(ids("b")))
+    assert result.tensors["output_log_probs"].tolist() == [[[0, 1, 2], [4, 5, 6]]]
+
+
 # Ends that race ----------------------------------------------------------------------------------
 
 

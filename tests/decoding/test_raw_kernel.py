@@ -489,6 +489,9 @@ def test_a_watermark_is_found_by_whoever_knows_the_key():
     assert watermark.z_score(marked[1:]) > 4 > watermark.z_score(sampled()[1:])
     assert Watermark(key=54321).z_score(marked[1:]) < 4
     assert watermark.z_score([]) == watermark.z_score([1]) == 0.0
+    # of a hundred pairs of equal tokens all are green, or none
+    scores = {round(Watermark(key=key, gamma=0.2).z_score([7] * 101), 6) for key in range(40)}
+    assert scores == {-5.0, 20.0}
 
 
 def test_a_temperature_schedule_is_the_temperature():

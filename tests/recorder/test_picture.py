@@ -464,6 +464,12 @@ def test_where_no_scheduler_tells_a_picture_says_so_as_explain_does(tmp_path):
     assert span.why == unreported_wait("Mine", 5, 8 - trace.columns[0].used_blocks)
 
 
+def test_a_scheduler_is_asked_for_reasons_until_that_takes_too_long(tmp_path):
+    recording = read_recording(record(tmp_path))
+    every, few = ([*recorded_module._waits_of(recording, most)] for most in (10**6, 20))
+    assert 0 < len(few) < len(every) and few == every[: len(few)]
+
+
 def picture(*arguments):
     parser = argparse.ArgumentParser()
     add_command(parser.add_subparsers())

@@ -308,6 +308,12 @@ def test_the_command_says_that_all_is_well(run, tmp_path, capsys):
     assert capsys.readouterr().out == f"{count} iterations, {count} compared: no divergence\n"
 
 
+def test_values_of_two_kinds_differ_where_they_are():
+    for one, other in (({"b": 1}, 2), (2, {"b": 1}), ([1], {"b": 1}), ({"b": 1}, None)):
+        assert difference({"a": one}, {"a": other}, "x") == ("x.a", one, other)
+    assert difference({"a": 1}, {"a": 1, "b": 2}, "x") == ("x.b", None, 2)
+
+
 def test_the_table_has_the_metrics_that_the_host_got(tmp_path):
     path, table = tmp_path / "r.jsonl", tmp_path / "r.csv"
     host = RecordingCallbacks([request(1, 2, 3), request(2, 1, 1), request(3, 0, 4)])

@@ -543,6 +543,7 @@ def test_the_time_of_a_rest_is_not_that_of_a_step():
     late = Intake(run.iterations[-1].intake.now + 500)
     turns.append(Iteration(10, 0, late, turns[0].schedule, True, 10, StepResult(
         np.zeros((1, 1), np.int32), late.now + 0.01)))  # fmt: skip
+    turns.append(Iteration(11, 0, Intake(late.now + 500), turns[0].schedule, True, 11))  # no result
     found = fit(dataclasses.replace(run, iterations=tuple(turns)))
     assert found.seconds(turns[0].schedule) == pytest.approx(0.01, 0.05)
 
