@@ -176,6 +176,10 @@ FAMILY_CONFIGS: Mapping[str, dict[str, Any]] = {
         **{**_MOE, **_FOUR, "head_dim": 16, "num_shared_experts": 1, "n_group": 2},
         **{"sliding_window": 8, "sliding_window_pattern": 2},
     },
+    "afmoe": {
+        **{**_MOE, **_FOUR, "head_dim": 16, "num_shared_experts": 1, "route_scale": 1.5},
+        **{"sliding_window": 8, "global_attn_every_n_layers": 2, "mup_enabled": True},
+    },
     "hunyuan_v1_moe": {**_HEADS, **_FOUR, "moe_topk": [2, 1, 2, 3]},
     "deepseek_v2": {
         **_ROUTED,

@@ -26,8 +26,9 @@ def lora_modules(spec: ModelSpec) -> dict[int, LoraModule]:
     """Return module id -> the module's matrix and columns in each layer, sorted by module id.
 
     `matrix` is a name that `matrix_names` returns. attn_qkv is the whole matrix qkv; attn_q, attn_k
-    and attn_v are parts of this matrix. With gated attention, attn_q includes the gates. With a
-    gated activation, mlp_h_to_4h is the half of the matrix up that computes the activation's input,
+    and attn_v are parts of this matrix. With gated attention, attn_q includes the gates, unless
+    the checkpoint has a matrix of its own for them, which adapters do not change. With a gated
+    activation, mlp_h_to_4h is the half of the matrix up that computes the activation's input,
     and mlp_gate is the other half. Otherwise mlp_h_to_4h is the whole matrix up, and mlp_gate does
     not exist. In a layer with experts, the mlp modules are parts of the shared MLP. In a layer with
     linear attention, linear_attn_z has the gates of the output. If the checkpoint joins these gates
@@ -71,9 +72,10 @@ def _in_layer(spec: ModelSpec, index: int) -> Iterator[tuple[str, LoraVariant]]:
             yield module(name, matrix, rows.start, len(rows), hidden)
     elif own.latent is None:
         keys = own.own_kv_heads * own.head_dim
-        queries = own.num_heads * own.head_dim * (2 if own.gated else 1)
-        yield module("attn_qkv", "qkv", 0, own.projected_heads * own.head_dim, hidden)
-        yield module("attn_q", "qkv", 0, queries, hidden)
+        queries = own.gate_width + own.num_heads * own.head_dim
+        first = own.gate_width if own.gated and "attn_q" not in orders else 0
+        yield module("attn_qkv", "qkv", first, own.projected_heads * own.head_dim - first, hidden)
+        yield module("attn_q", "qkv", first, queries - first, hidden)
         if keys:
             yield module("attn_k", "qkv", queries, keys, hidden)
         if keys and not own.keys_as_values:

@@ -107,7 +107,7 @@ _IGNORED = re.compile(
     r"|is_\w+_config|init_method|moe_capacity|kv_channels|attention_head_dim|cla_share_factor"
     r"|.*_(start|end|newline|init)_id|pad_id|org_vocab_size|pool_type|dense_list"
     r"|is_composition|experts_per_token|use_mtp|num_mtp_modules|mtp_.*"
-    r"|custom_pipelines|predict_special_tokens|fused?_.*|ignored?_index"
+    r"|custom_pipelines|predict_special_tokens|fused?_.*|ignored?_index|load_balance.*"
 )
 
 

@@ -37,6 +37,7 @@ _MODULES: Mapping[str, tuple[str, str | None]] = {
     "stacked_values": ("latent_up", "stacked_values"),
     "sinks": ("sinks", None),
     "gated_q": ("qkv", "gated_q"),
+    "query_gates": ("qkv", "query_gates"),
     "delta_qkv": ("delta_in", "inputs"),
     "delta_z": ("delta_in", "gate"),
     "delta_qkvz": ("delta_in", "by_key"),

@@ -109,7 +109,7 @@ def row_orders(spec: ModelSpec, index: int) -> dict[str, Order]:
             "linear_attn_ba": delta_runs(own.delta, False),
         }
         return {name: _order(it) for name, it in runs.items()} if is_joined else {}
-    if own.gated:
+    if own.gated and "gated_q" in parts:
         order, start = _order(gated_runs(own)), 2 * own.num_heads * own.head_dim
         return {"attn_q": order, "attn_qkv": (*order, (start, start + 2 * keys, 1))}
     if rope is None or "q" not in parts:
@@ -172,13 +172,15 @@ def _in_layer(
         yield theirs, ours
     elif part == "gated_q":
         yield theirs, Place(parameter, runs=gated_runs(layer.attention))
+    elif part == "query_gates":
+        yield theirs, Place(parameter, 0, layer.attention.gate_width)
     elif part in ("q", "k", "v"):
         own = layer.attention
         heads, kv_heads = own.num_heads, own.own_kv_heads
         if part != "q" and (not kv_heads or part == "v" and own.keys_as_values):
             return
-        heads_before = own.projected_heads - 2 * kv_heads if own.gated else heads
-        first = {"q": 0, "k": heads_before, "v": heads_before + kv_heads}[part]
+        gates = heads if own.gated else 0
+        first = gates + {"q": 0, "k": heads, "v": heads + kv_heads}[part]
         count = heads if part == "q" else kv_heads
         rope = _interleaved_rope(spec) if part in _ROTATED else None
         yield theirs, _heads(parameter, own, first, count, rope, transposed)

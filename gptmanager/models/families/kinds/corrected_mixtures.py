@@ -8,9 +8,10 @@ from dataclasses import replace
 from typing import Any
 
 from gptmanager.models.families import readers
-from gptmanager.models.families.base import BIASED_ATTENTION, PLAIN, llama_fields
+from gptmanager.models.families.base import BIASED_ATTENTION, FOUR_NORMS, PLAIN, llama_fields
 from gptmanager.models.families.family import ROTARY_BUFFERS, Family
 from gptmanager.models.families.kinds.llamas import LLAMAS
+from gptmanager.models.families.layer_types import SLIDING
 from gptmanager.models.families.names import (
     BLOCK,
     BLOCK_IN_ONE,
@@ -68,6 +69,18 @@ def _exaone_dense(fields: Fields, layer: int) -> bool:
     if given is not None and (not is_list or given[layer] is is_dense):
         raise fields.error("is_moe_layer", "must be true for each layer with experts, else false")
     return is_dense
+
+
+def _trinity_scale(fields: Fields) -> Mapping[str, Any]:
+    """Return the scale of Trinity's embeddings."""
+    is_scaled = fields.flag("mup_enabled")
+    return {"embedding_scale": fields.size("hidden_size") ** 0.5 if is_scaled else 1.0}
+
+
+def _trinity_attention(fields: Fields, layer: int) -> Mapping[str, Any]:
+    """Return that attention is gated, and in layers without a window, that there is no RoPE."""
+    fields.size("sliding_window")  # without a window, transformers has no rule
+    return {"gated": True, **({} if fields.layer_type(layer) == SLIDING else {"rope": None})}
 
 
 CORRECTED_MIXTURES: Mapping[str, Family] = {
@@ -194,6 +207,59 @@ CORRECTED_MIXTURES: Mapping[str, Family] = {
             "num_experts",
             num_shared="num_shared_experts",
             is_dense=_exaone_dense,
+            **_CORRECTED,
+        ),
+    ),
+    "afmoe": replace(
+        PLAIN,
+        title="Arcee Trinity",
+        tensors=llama_names(
+            **{**EXPERTS, "router": "mlp.router.gate"},
+            **SHARED,
+            correction="mlp.expert_bias",
+            query_gates="self_attn.gate_proj",
+            attention_out_norm="post_attention_layernorm",
+            mlp_norm="pre_mlp_layernorm",
+            mlp_out_norm="post_mlp_layernorm",
+        ),
+        other_tensors=layer_names(**IN_ONE),
+        spellings={
+            **PLAIN.spellings,
+            "sliding_window_pattern": "global_attn_every_n_layers",
+            "first_k_dense_replace": "num_dense_layers",
+            "routed_scaling_factor": "route_scale",
+        },
+        defaults=llama_fields(
+            norm_eps=1e-5,
+            max_position_embeddings=16384,
+            head_dim=128,
+            sliding_window=1024,
+            sliding_window_pattern=4,
+            mup_enabled=False,
+            moe_intermediate_size=1408,
+            num_experts=64,
+            num_experts_per_tok=6,
+            num_shared_experts=2,
+            first_k_dense_replace=1,
+            routed_scaling_factor=1.0,
+        ),
+        norms=replace(FOUR_NORMS, query_key="head"),
+        windows="pattern",
+        neutral={
+            "attention_bias": False,
+            "score_func": "sigmoid",
+            "route_norm": True,
+            "num_expert_groups": 1,
+            "num_limited_groups": 1,
+            "use_grouped_mm": True,
+        },
+        network=_trinity_scale,
+        attention=_trinity_attention,
+        experts=experts_of(
+            "num_experts",
+            renormalize=True,
+            num_shared="num_shared_experts",
+            is_dense=readers.first_layers_dense,
             **_CORRECTED,
         ),
     ),
