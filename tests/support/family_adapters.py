@@ -22,8 +22,8 @@ from gptmanager.request.adapter import AdapterTensors
 
 _RANK = 3
 _OTHER = (
-    r"norm|\.experts\.|router|gate\.weight|expert_gate|embed|lm_head|wte|wpe|correction|per_layer"
-    r"|[qk]v?_[ab]_proj"
+    r"norm|\.experts\.|router|gate\.(weight|wg)|attn\.gate_proj|expert_gate|embed|lm_head|wte|wpe"
+    r"|correction|per_layer|[qk]v?_[ab]_proj"
 )
 _STEPS = (
     [(0, tokens(9, 1)), (1, tokens(12, 2))],
