@@ -158,7 +158,7 @@ def test_stop_reasons(client):
 def test_an_end_that_only_the_server_finds_is_looked_for_during_generation(engine, given, streams):
     options = GenerationOptions(given)
     check(options, engine.card)
-    ((request,),) = requests_of(options, engine.card, [[1]], [5])
+    ((request,),) = requests_of(options, engine.card, [[1]], [5], 7)
     assert request.by_name["is_streaming"] is streams
 
 

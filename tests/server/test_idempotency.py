@@ -24,6 +24,7 @@ from gptmanager import FinishReason, NamedTensor
 from gptmanager.callbacks import AsyncRequestQueue
 from gptmanager.server.engine import kept_calls, restored_responses
 from gptmanager.server.engine.call import Call
+from gptmanager.server.engine.engine import Engine
 from gptmanager.server.engine.restored_responses import RestoredResponses
 from gptmanager.server.errors import ApiError
 from gptmanager.server.http.idempotency import PATHS, CallKey
@@ -91,6 +92,19 @@ def test_a_key_is_bound_to_its_body_and_to_its_api_key(server):
     assert other.json()["error"]["code"] == "idempotency_key_reused"
     own = post(server, "/v1/completions", {**body, "max_tokens": 3}, "bound", secret="secret-2")
     assert own.status_code == 200 and own.json()["id"] != first["id"]
+
+
+def test_a_call_that_names_no_seed_has_that_of_its_key_or_of_the_server(server):
+    def seeds(key, number):
+        given, settings = server.engine, settings_of(params={"seed": number})
+        engine = Engine(given.card, given.manager, given.queue, settings, given.metrics)
+        engine.kept.current.set(None if key is None else CallKey("secret", key))
+        return [engine.new_seed() for _ in range(2)]
+
+    assert seeds(b"a", 0) == seeds(b"a", 5) != seeds(b"b", 0)
+    assert len({*seeds(b"a", 0)}) == 1 and len({*seeds(None, 0)}) == 2
+    assert seeds(None, 5) == seeds(None, 5) != seeds(None, 6)
+    assert seeds(None, 0) != seeds(None, 0)
 
 
 @pytest.mark.parametrize("is_pipelined", [True, False])

@@ -194,12 +194,12 @@ def test_a_beam_search_takes_no_sampling_from_the_checkpoint(engine):
     defaults = {"temperature": 0.7, "top_k": 20, "top_p": 0.8, "repetition_penalty": 1.05}
     card = replace(engine.card, sampling_defaults=defaults)
     fields = {"use_beam_search": True, "n": 2, "temperature": 0.0, "length_penalty": 0.5}
-    ((request,),) = requests_of(GenerationOptions(fields), card, [[5]], [1])
+    ((request,),) = requests_of(GenerationOptions(fields), card, [[5]], [1], 7)
     sampled = request.by_name.keys() & {"runtime_top_k", "runtime_top_p", "runtime_min_p"}
     assert not sampled and request.by_name["temperature"] == 1.0
     assert request.by_name["repetition_penalty"] == 1.05
     assert request.by_name["len_penalty"] == 0.5
-    ((request,),) = requests_of(GenerationOptions({"temperature": 0.0}), card, [[5]], [1])
+    ((request,),) = requests_of(GenerationOptions({"temperature": 0.0}), card, [[5]], [1], 7)
     assert request.by_name["runtime_top_k"] == 20 and request.by_name["temperature"] == 0.0
 
 

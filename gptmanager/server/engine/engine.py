@@ -12,6 +12,7 @@ import functools
 import itertools
 import logging
 import os
+import random
 import time
 from collections.abc import Iterator, Sequence
 
@@ -75,6 +76,7 @@ class Engine:
             special_in_text=not settings.no_special_tokens_in_text,
         )
         self.kept = KeptCalls()
+        self._seeds = random.Random(settings.manager.params.seed or None)
         self.restored = metrics.restored
         self._calls: set[Call] = set()
         self._num_preparing = 0
@@ -106,6 +108,11 @@ class Engine:
             self.manager.notify()
 
     # Requests ---------------------------------------------------------------------------------
+
+    def new_seed(self) -> int:
+        """Return the seed of a call that names none: of its Idempotency-Key, or a new one."""
+        key = self.kept.current.get()
+        return self._seeds.getrandbits(64) if key is None else key.seed
 
     def submit(self, requests: Sequence[EngineRequest]) -> Call:
         """Queue all requests or none, and return their call.

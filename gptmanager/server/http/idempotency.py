@@ -44,6 +44,11 @@ class CallKey:
         """The digest of the body so far."""
         return self._body.digest()
 
+    @property
+    def seed(self) -> int:
+        """The seed of a call that names none. It is the same in each process."""
+        return int.from_bytes(self.name[-8:], "big")
+
     def request_id(self, index: int) -> int:
         """Return the id of the call's request `index`, which is the same in each process."""
         name = int.from_bytes(self.name[:4], "big") >> 1

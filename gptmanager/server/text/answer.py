@@ -77,7 +77,8 @@ class Answer:
         if is_silent:
             requests = [[scoring_request(options, engine.card, prompt)] for prompt in prompts]
         else:
-            requests = requests_of(options, engine.card, prompts, max_new_tokens)
+            seed = engine.new_seed()
+            requests = requests_of(options, engine.card, prompts, max_new_tokens, seed)
         self._num_requests = len(requests[0])  # for each prompt
         self._requests = [*itertools.chain.from_iterable(requests)]
         self._engine = engine

@@ -7,7 +7,6 @@ outputs. It is independent of prompt texts and of answers.
 from __future__ import annotations
 
 import hashlib
-import random
 import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -149,8 +148,12 @@ def requests_of(
     card: ModelCard,
     prompts: Sequence[list[int]],
     max_new_tokens: Sequence[int],
+    seed: int,
 ) -> list[list[EngineRequest]]:
-    """Return the engine's requests for each prompt: one per choice, or one search with beams."""
+    """Return the engine's requests for each prompt: one per choice, or one search with beams.
+
+    `seed` is used if the call names none.
+    """
     common = _common(options, card)
     if options.num_top is not None:
         common["return_log_probs"] = True
@@ -160,7 +163,7 @@ def requests_of(
     if width > 1:
         common.update(beam_width=width, num_return_sequences=options.num_choices)
     base = options.given.get("seed")
-    base = random.getrandbits(64) if base is None else base
+    base = seed if base is None else base
     found: list[list[EngineRequest]] = []
     for tokens, most in zip(prompts, max_new_tokens, strict=True):
         of_prompt = []
