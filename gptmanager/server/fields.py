@@ -15,6 +15,17 @@ from typing import Any, NamedTuple, Protocol
 from gptmanager.errors import quoted
 from gptmanager.server.errors import ApiError
 
+# Names that APIs and other servers have for the same field, ours first.
+_SAME = (
+    (
+        *("max_tokens", "max_output_tokens", "max_completion_tokens"),
+        *("max_new_tokens", "max_length", "n_predict", "num_predict"),
+    ),
+    ("messages", "input", "prompt"),
+    ("stop", "stop_sequences"),
+    ("response_format", "format"),
+    ("enable_thinking", "think"),
+)
 _MAX_COMPARED = 64  # characters of an unknown name that is compared with the known ones
 _QUOTED = re.compile(r"""(?<!\w)('(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*")""")
 
@@ -53,8 +64,8 @@ def read_fields(
     if unknown and not lenient:
         name = unknown[0]
         text = f"{quoted(name)} is an unknown field; a server started with --lenient ignores it"
-        near = get_close_matches(name, fields, 1, 0.8) if len(name) <= _MAX_COMPARED else ()
-        meant = f" (did you mean {near[0]!r}?)" if near else ""
+        near = _near(name, fields)
+        meant = f" (did you mean {near!r}?)" if near else ""
         raise bad_request(name, f"{text}{meant}", code="unknown_field")
     given = {}
     for name, field in fields.items():
@@ -64,6 +75,14 @@ def read_fields(
         elif field.required:
             raise bad_request(name, f"{name} is missing")
     return given, unknown
+
+
+def _near(name: str, fields: Mapping[str, Field]) -> str:
+    """Return the field that an unknown name probably means, or ""."""
+    same = [ours for names in _SAME if name in names for ours in names if ours in fields]
+    if same or len(name) > _MAX_COMPARED:
+        return same[0] if same else ""
+    return next(iter(get_close_matches(name, fields, 1, 0.8)), "")
 
 
 def by_name(*groups: Sequence[Field]) -> dict[str, Field]:

@@ -111,6 +111,9 @@ def test_a_kind_takes_what_its_schema_describes(kind, value):
             "'max_token' is an unknown field; a server started with --lenient ignores it "
             "(did you mean 'max_tokens'?)",
         ),
+        ({"prompt": "x", "n_predict": 3}, "(did you mean 'max_tokens'?)"),
+        ({"prompt": "x", "stop_sequences": []}, "(did you mean 'stop'?)"),
+        ({"prompt": "x", "messages": []}, "(did you mean 'prompt'?)"),
         ({"prompt": "x", "max_tokens": -1}, "max_tokens = -1 must be at least 0"),
         ({"prompt": "x", "max_tokens": True}, "max_tokens must be an integer, got True"),
         ({"prompt": [[1], None]}, "prompt[1] = None must be a string or token ids"),
