@@ -116,9 +116,11 @@ class CpuMatmuls(Kernels):
         """Return x as the contiguous rows that these instructions read: padded with zeros to
         `width` elements, and quantized if the instructions need that.
         """
+        dtype, size = own.dtype, own.row_bytes or width
+        if own.quantize is not None:  # few rows are converted to this dtype, too
+            x, dtype = x.to(dtype), torch.int8
         (x,) = alike(x)
-        size = own.row_bytes or width
-        result = torch.empty(x.shape[0], size, dtype=own.dtype)
+        result = torch.empty(x.shape[0], size, dtype=dtype)
         task = ConversionTask(
             x=x.data_ptr(),
             result=result.data_ptr(),
@@ -126,7 +128,7 @@ class CpuMatmuls(Kernels):
             given=x.shape[1],
             width=width,
             x_dtype=DTYPES[x.dtype],
-            dtype=DTYPES.get(own.dtype, 0),
+            dtype=DTYPES.get(dtype, 0),
         )
         self._run(own.quantize or per_token_kernels.convert, task, result.numel())
         return result

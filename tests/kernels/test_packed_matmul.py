@@ -24,6 +24,7 @@ from gptmanager.kernels.gemm import (
     quantized_activations,
 )
 from gptmanager.kernels.gemm.matrix_tiles import has_matrix_unit
+from gptmanager.kernels.gemm.packed_matrix import Quantized
 from gptmanager.kernels.gemm.unit.int8_unit_tiles import has_int8_unit
 from gptmanager.kernels.simd import pairs
 from gptmanager.kernels.simd.lanes import loop_named
@@ -125,6 +126,23 @@ def test_a_quantized_matrix_multiplies_as_what_it_holds(
         elif matmul_plan.has_int8_dots():
             exact = as_int8(x)
         close(products.linear(x, matrix, None), exact.double() @ held.T, depth)
+
+
+@pytest.mark.parametrize("quantized", ["int8", "int4"])
+@pytest.mark.parametrize("kind", ["bytes", pytest.param("unit", marks=UNIT.marks)])
+def test_rows_have_the_dtype_of_the_matrix_before_they_are_quantized(
+    monkeypatch: pytest.MonkeyPatch, kind: str, quantized: Quantized
+) -> None:
+    monkeypatch.setattr(matmul_plan, "has_int8_unit", lambda: kind == "unit")
+    products = CpuKernels()
+    matrix = products.new_matrix(40, 96, torch.bfloat16, quantized)
+    assert isinstance(matrix, PackedMatrix)
+    matrix.copy_(randn(40, 96))
+    for it in products._plan(matrix)[0].instructions:
+        x = randn(min(it.most_rows, 20), 96, seed=1)
+        if it.dtype is torch.bfloat16:
+            found = products.linear(x, matrix)
+            assert torch.equal(found, products.linear(x.bfloat16(), matrix)), it.most_rows
 
 
 def rounded(x: Tensor, positions: int, most: int, outlier: float = torch.inf) -> Tensor:

@@ -57,7 +57,7 @@ _kept: list[Any] = []  # owns memory that tasks refer to by address
 class _Rows(NamedTuple):
     """The format of the activation rows that a variant reads, and the scratch memory it needs."""
 
-    dtype: torch.dtype
+    dtype: torch.dtype  # before the rows are quantized
     scratch_bytes: int  # per thread
     row_bytes: int = 0  # bytes of a quantized row, or 0 if rows are not quantized
 
@@ -76,7 +76,7 @@ class Instructions(NamedTuple):
 
     most_rows: int
     body: int  # address of the machine code
-    dtype: torch.dtype  # dtype of the rows, if `quantize` is None
+    dtype: torch.dtype  # dtype of the rows, before they are quantized
     scratch_bytes: int  # per thread
     row_bytes: int  # bytes of a quantized row
     quantize: Callable[[int], None] | None  # quantizes the rows of a `ConversionTask`
@@ -203,19 +203,19 @@ def _read_few_in_groups(matrix: PackedMatrix) -> _Rows:
 
 
 def _read_bytes(matrix: PackedMatrix) -> _Rows:
-    return _Rows(torch.int8, SCRATCH_BYTES + SPAN_BYTES, row_bytes(matrix.depth))
+    return _Rows(matrix.dtype, SCRATCH_BYTES + SPAN_BYTES, row_bytes(matrix.depth))
 
 
 def _read_split(matrix: PackedMatrix) -> _Rows:
-    return _Rows(torch.int8, SCRATCH_BYTES + STRETCH_BYTES, split_row_bytes(matrix.depth))
+    return _Rows(matrix.dtype, SCRATCH_BYTES + STRETCH_BYTES, split_row_bytes(matrix.depth))
 
 
 def _read_planes(matrix: PackedMatrix) -> _Rows:
-    return _Rows(torch.int8, SCRATCH_BYTES + UNPACKED_SPAN_BYTES, planes_bytes(matrix.depth))
+    return _Rows(matrix.dtype, SCRATCH_BYTES + UNPACKED_SPAN_BYTES, planes_bytes(matrix.depth))
 
 
 def _read_bytes_in_groups(matrix: PackedMatrix) -> _Rows:
-    return _Rows(torch.int8, SCRATCH_BYTES, matrix.depth // GROUP * block_bytes(1))
+    return _Rows(matrix.dtype, SCRATCH_BYTES, matrix.depth // GROUP * block_bytes(1))
 
 
 def matmul_bodies(stored: torch.dtype, deterministic: bool) -> list[Callable[[int], None]]:
