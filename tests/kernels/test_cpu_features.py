@@ -57,3 +57,19 @@ def test_a_processor_without_avx(tmp_path, options):
         text=True,
     )
     assert (done.returncode, done.stdout) == (0, " 42\n"), done.stderr
+
+
+@pytest.mark.slow  # compiles all matmuls anew
+def test_an_emulated_matrix_unit(tmp_path):
+    """What is compiled for Intel's AMX runs and is right, also where no processor has it."""
+    own = {"PYTHONPATH": str(ROOT / "tests/support"), "NUMBA_CACHE_DIR": str(tmp_path)}
+    files = (f"tests/kernels/test_{name}.py" for name in ("packed_matmul", "int4_matmul"))
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-qx", "-p", "no:cacheprovider", "-p", "no:xdist"]
+        + ["-p", "emulated_unit", "-k", "unit or both", "-rs", *files],
+        cwd=ROOT,
+        env={**os.environ, **own, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0 and "has no matrix unit" not in done.stdout, done.stdout
