@@ -64,6 +64,14 @@ def test_rows_come_to_their_places_and_the_table_says_where(dtype):
     assert torch.equal(pool.pages[2 * 64 + 56 :], torch.ones(8, dtype=dtype))
 
 
+def test_a_rank_has_no_entries_for_the_layers_of_others():
+    packing, modules = pack(ROWS, 64), {1: 0, 4: 1, 5: 2}
+    whole = adapter_table(ROWS, packing, (2, 1), 64, range(2), modules)
+    for layer in range(2):
+        own = adapter_table(ROWS, packing, (2, 1), 64, range(layer, layer + 1), modules)
+        assert torch.equal(own, whole[layer : layer + 1])
+
+
 def test_sizes_in_bytes():
     pool = AdapterPool(SIZES, 2, torch.bfloat16)
     assert (pool.nbytes, pool.host_nbytes) == (3 * 64 * 2, 0)

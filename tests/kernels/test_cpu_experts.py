@@ -5,10 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from gptmanager.kernels import CpuKernels
+from gptmanager.kernels import CpuKernels, cpu_experts
+from gptmanager.kernels.experts import routing_loops
 from gptmanager.kernels.experts.mixture import ExpertMatrices, mix_experts
 from gptmanager.kernels.experts.routing import Routing, choose_experts
 from gptmanager.kernels.gemm.packed_matrix import Quantized
+from gptmanager.kernels.recurrent import delta_loops
 
 HIDDEN, WIDTH, COUNT = 128, 96, 16
 ROUTING = Routing(4, renormalize=True)
@@ -31,6 +33,34 @@ def experts_of(
     biases = [None, None] if plain else [torch.randn(len(it)).to(dtype) for it in (up, down)]
     activation = ("silu", True) if plain else ("relu2", False)
     return ExpertMatrices(up, biases[0], down, biases[1], *activation, own.start, len(own))
+
+
+@pytest.mark.parametrize(
+    ("has_states", "has_experts", "names"),
+    [
+        (False, False, set()),
+        (True, False, {it.__name__ for it in delta_loops.BODIES}),
+        (False, True, {"multiply_group", *(it.__name__ for it in routing_loops.BODIES)}),
+    ],
+)
+def test_what_layers_need_is_compiled_before_the_first_step(
+    monkeypatch: pytest.MonkeyPatch, has_states: bool, has_experts: bool, names: set[str]
+) -> None:
+    compiled: list[set[str]] = []
+    monkeypatch.setattr(
+        cpu_experts, "compile_all", lambda bodies: compiled.append({it.__name__ for it in bodies})
+    )
+    CpuKernels().warm_up_layers(has_states, has_experts)
+    assert compiled == [names]
+
+
+def test_the_factors_are_those_of_the_chosen_experts() -> None:
+    none = torch.empty(0)
+    factors = torch.tensor([2.0, 3.0, 5.0])
+    experts = ExpertMatrices(none, None, none, None, "silu", True, 0, 3, factors)
+    chosen, weights = torch.tensor([[2, 0]]), torch.tensor([[0.5, 0.25]])
+    x, numbers, found = experts.prepared(torch.ones(1, 4), Routing(2), chosen, weights)
+    assert (x.tolist(), numbers.tolist(), found.tolist()) == ([[1.0] * 4], [[2, 0]], [[2.5, 0.5]])
 
 
 @pytest.mark.parametrize("quantized", [None, "int8", "int4"])

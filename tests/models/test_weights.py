@@ -223,6 +223,18 @@ def test_a_folder_is_read_single_or_sharded(tmp_path: Path) -> None:
         weights.load(source)
 
 
+def test_every_row_of_tied_tensors_is_compared() -> None:
+    places = {"one": Place("tied"), "two": Place("tied", twin=True)}
+    weights = Weights({"tied": (1025, 1)}, lambda _: places)
+    one = torch.arange(1025.0)[:, None]
+    for row in (0, 1023, 1024):
+        two = one.clone()
+        two[row] += 1
+        with pytest.raises(ConfigError, match="tensor two differs from tied"):
+            weights.check_values({"one": one, "two": two}, {"one": "one", "two": "two"})
+    weights.check_values({"one": one, "two": one.clone()}, {"one": "one", "two": "two"})
+
+
 def test_a_pair_of_config_and_tensors_has_the_digest_of_its_tensors() -> None:
     tensors = new_tensors()
     digest = checkpoint_digest(({}, tensors))
