@@ -73,6 +73,7 @@ def read_spec(
     fields = Fields(config, family.defaults, family.spellings)
     num_layers = _read_num_layers(fields, tensors)
     max_seq_len = _read_max_seq_len(fields, family.rotary, max_seq_len)
+    _check_chunks(fields, max_seq_len)
     windows, types = read_windows(fields, family.windows, num_layers, max_seq_len)
     fields.set_layer_types(types)
     layers = _read_layers(fields, family, windows, max_seq_len)
@@ -221,6 +222,22 @@ def _read_max_seq_len(fields: Fields, rotary: bool, max_seq_len: int | None) -> 
             f"has learned positions for {max_positions} tokens"
         )
     return max_seq_len
+
+
+def _check_chunks(fields: Fields, max_seq_len: int) -> None:
+    """Refuse sequences that dual chunk attention divides. In one chunk, it is normal attention."""
+    name = "dual_chunk_attention_config"
+    if not fields.has_default(name) or fields.get(name) is None:
+        return
+    if not isinstance(fields.get(name), Mapping):
+        raise fields.error(name, "must be an object")
+    own = Fields(fields.get(name), {}, {}, f"config.json: {name}.")
+    longest = own.size("chunk_size") - own.size("local_size")
+    if max_seq_len > longest:
+        raise ConfigError(
+            f"max_seq_len = {max_seq_len}: must be at most {longest}, because {name} divides "
+            "longer sequences into chunks, which is not supported"
+        )
 
 
 def read_dtype(config: Mapping[str, Any], dtype: str | torch.dtype | None) -> torch.dtype:

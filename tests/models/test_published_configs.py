@@ -63,3 +63,17 @@ def test_another_value_is_refused(name: str, field: str, value: Any) -> None:
 def test_kimi_k2_is_read_as_deepseek_v3() -> None:
     config = {**FAMILY_CONFIGS["deepseek_v3"], "model_type": "deepseek_v3"}
     assert read_spec({**config, "model_type": "kimi_k2"}) == read_spec(config)
+
+
+@pytest.mark.parametrize("name", ["qwen2", "qwen3", "qwen3_moe"])
+def test_dual_chunk_attention_is_normal_attention_in_the_first_chunk(name: str) -> None:
+    config = {**FAMILY_CONFIGS[name], "model_type": name}
+    chunks = {"chunk_size": 100, "local_size": 20, "original_max_position_embeddings": 100}
+    given = {**config, "dual_chunk_attention_config": chunks}
+    assert read_spec(given, max_seq_len=80) == read_spec(config, max_seq_len=80)
+    with pytest.raises(
+        ConfigError, match="max_seq_len = 81: must be at most 80, because dual_chun"
+    ):
+        read_spec(given, max_seq_len=81)
+    with pytest.raises(ConfigError, match="dual_chunk_attention_config = 3: must be an object"):
+        read_spec({**config, "dual_chunk_attention_config": 3})

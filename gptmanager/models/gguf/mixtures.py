@@ -18,6 +18,7 @@ from gptmanager.models.gguf.architecture import (
     ROUTED_DEFAULTS,
     SHARED,
     UNSCALED,
+    WINDOWS,
     Architecture,
 )
 from gptmanager.models.gguf.further_fields import (
@@ -191,6 +192,45 @@ MIXTURES: Mapping[str, Architecture] = {
         single_rows=frozenset({"exp_probs_b"}),
         ignored=frozenset({"expert_shared_feed_forward_length"}),
         biases={"use_bias": "blk.0.attn_q.bias"},
+    ),
+    "exaone-moe": Architecture(
+        "exaone_moe",
+        fields={
+            **{
+                key: ROUTED[key]
+                for key in ROUTED
+                if key not in ("n_routed_experts", "n_shared_experts")
+            },
+            **WINDOWS,
+            "num_experts": "expert_count",
+            "num_shared_experts": "expert_shared_count",
+        },
+        constants={
+            **{key: ROUTED_DEFAULTS[key] for key in ROUTED_DEFAULTS if key != "n_shared_experts"},
+            "num_shared_experts": 0,
+        },
+        further=without_further_layers,
+        modules={**CORRECTED, "exp_probs_b.bias": "mlp.e_score_correction_bias"},
+        stacked=EXPERTS,
+        ignored=frozenset({"expert_shared_feed_forward_length", "nextn_predict_layers"}),
+        required=_SIGMOID,
+    ),
+    "hunyuan-moe": Architecture(
+        "hunyuan_v1_moe",
+        fields={**ROTARY, "num_experts": "expert_count", "moe_topk": "expert_used_count"},
+        modules={
+            **LLAMA,
+            "attn_q_norm": "self_attn.query_layernorm",
+            "attn_k_norm": "self_attn.key_layernorm",
+            "ffn_gate_inp": "mlp.gate.wg",
+            **{key: SHARED[key].replace("shared_experts", "shared_mlp") for key in SHARED},
+        },
+        stacked=EXPERTS,
+        ignored=frozenset(
+            f"expert_{key}"
+            for key in ("feed_forward_length", "shared_feed_forward_length", "shared_count")
+        ),
+        biases=ATTENTION_BIAS,
     ),
     "minimax-m2": Architecture(
         "minimax_m2",

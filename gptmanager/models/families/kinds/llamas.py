@@ -34,6 +34,7 @@ _QWEN2 = replace(
         num_key_value_heads=32,
         sliding_window=4096,
         max_window_layers=28,
+        dual_chunk_attention_config=None,
     ),
     qkv_bias=True,
     windows="some",
