@@ -201,7 +201,7 @@ FAMILY_CONFIGS: Mapping[str, dict[str, Any]] = {
             **{"mscale": 1.0, "mscale_all_dim": 0.7, "original_max_position_embeddings": 40},
         },
     },
-    "glm4_moe_lite": {**_ROUTED, **_LATENT, "mlp_layer_types": ["dense"] * 2 + ["sparse"] * 2},
+    "glm4_moe_lite": {**_ROUTED, **_LATENT, "mlp_layer_types": ["dense", "sparse"] * 2},
     "youtu": {**BASE, **_LATENT},
     "minicpm3": {**BASE, **_LATENT, "scale_emb": 3.0, "scale_depth": 0.7, "dim_model_base": 16},
     "qwen3_next": {
@@ -272,12 +272,15 @@ VARIANTS: Mapping[str, dict[str, Any]] = {
 }
 
 
+_OF_LAYERS = ("layer_types", "mlp_layer_types", "moe_topk")
+
+
 def _widened(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return two layers of the config, with heads of 32 dimensions, for kernels of devices."""
     sizes: dict[str, Any] = {
         **{"num_attention_heads": 2, "n_head": 2, "num_key_value_heads": 1, "head_dim": 32},
         **{"num_hidden_layers": 2, "n_layer": 2, "max_window_layers": 1},
-        "layer_types": config.get("layer_types", [])[:2],
+        **{it: config[it][:2] for it in _OF_LAYERS if it in config},
         "global_head_dim": 64,
     }
     if "kv_lora_rank" in config:  # each head has keys of its own
