@@ -12,7 +12,7 @@ from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
-from starlette.routing import BaseRoute
+from starlette.routing import BaseRoute, Match
 from starlette.types import Message, Receive, Scope, Send
 
 from gptmanager.errors import GptManagerError
@@ -151,14 +151,21 @@ def _refuse(request: Request, error: Exception) -> Response:
 def _refuse_http(request: Request, error: Exception) -> Response:
     """Answer an error of the router itself, which is a 404 or a 405."""
     assert isinstance(error, HTTPException)
-    allowed = (error.headers or {}).get("Allow", "another method")
+    allowed = ", ".join(_methods(request))
+    headers = {"Allow": allowed} if error.status_code == 405 else error.headers
     messages = {
         404: f"there is nothing at {request.url.path}{_hint(request)}",
         405: f"{request.method} is not allowed at {request.url.path}: use {allowed}",
     }
     message = messages.get(error.status_code, error.detail)
-    refusal = ApiError(error.status_code, message, headers=error.headers)
+    refusal = ApiError(error.status_code, message, headers=headers)
     return error_response(refusal, request.url.path)
+
+
+def _methods(request: Request) -> list[str]:
+    """Return the methods of all routes of the requested path; a path may have several routes."""
+    routes = [it for it in request.app.routes if it.matches(request.scope)[0] is not Match.NONE]
+    return sorted({method for route in routes for method in route.methods})
 
 
 def _hint(request: Request) -> str:

@@ -142,12 +142,14 @@ def test_the_list_of_models_with_a_slash_at_its_end(client):
     assert client.get("/v1/models/").json() == client.get("/v1/models").json()
 
 
-def test_a_wrong_method_is_a_405(client):
-    response = client.put("/health")
-    allowed = response.headers["allow"]
-    message = f"PUT is not allowed at /health: use {allowed}"
+@pytest.mark.parametrize(
+    ("path", "allowed"), [("/health", "GET, HEAD"), ("/v1/responses/a", "DELETE, GET, HEAD")]
+)
+def test_a_wrong_method_is_a_405(client, path, allowed):
+    response = client.put(path)
+    message = f"PUT is not allowed at {path}: use {allowed}"
     assert refusal(response, 405)["message"] == message
-    assert "GET" in allowed
+    assert response.headers["allow"] == allowed
 
 
 @pytest.mark.parametrize("body", [b"", b"{", b"[1]", b'"x"', b"\xff"])
