@@ -128,8 +128,8 @@ class HostQueue:
     """
 
     arrivals: tuple[float, ...]
-    num_held: int = 0
-    longest_s: float = 0.0
+    num_held: int
+    longest_s: float
 
 
 def host_queue(recording: Recording) -> HostQueue:

@@ -40,7 +40,7 @@ def says(text, role="user"):
     return [{"role": role, "content": text}]
 
 
-@pytest.mark.parametrize("more", [{}, {"tools": [{"name": "look"}]}])
+@pytest.mark.parametrize("more", [{}, {"tools": [{"name": "look", "description": "où"}]}])
 @pytest.mark.parametrize("generates", [True, False])
 def test_the_tokens_are_those_of_transformers(template, folder, more, generates):
     transformers = pytest.importorskip("transformers", reason="transformers is not installed")

@@ -301,7 +301,7 @@ def test_why_requests_wait():
 
 @pytest.mark.parametrize("broken", ["host", "page"])
 def test_an_error_of_the_page_itself_is_shown_and_the_page_goes_on(broken, monkeypatch):
-    host, asked, calls = RecordingCallbacks(), [], []
+    host, asked, calls, always = RecordingCallbacks(), [], [], []
 
     def num_outside():
         asked.append(None)
@@ -311,8 +311,8 @@ def test_an_error_of_the_page_itself_is_shown_and_the_page_goes_on(broken, monke
 
     def health(of, original=GptManager.health):
         calls.append(None)
-        if broken == "page" and len(calls) % 3 == 0:
-            raise OSError("no count")
+        if always or (broken == "page" and len(calls) % 3 == 0):
+            raise OSError(" ".join(["no count", *always]))
         return original(of)
 
     monkeypatch.setattr(GptManager, "health", health)
@@ -326,6 +326,11 @@ def test_an_error_of_the_page_itself_is_shown_and_the_page_goes_on(broken, monke
             host.submit(request(0, 4, 5))
             browser.wait_for(lambda it: it.told.get("ended") == {"LENGTH": 1})
             assert len(asked) < 1000 and browser.told["error"]
+            always.append("at all")  # and whoever looks later sees it, too
+            browser.wait_for(lambda it: "no count at all" in it.told["error"])
+            with page.viewer() as later:
+                ((is_snapshot, content), *_) = parsed(later.take())
+                assert is_snapshot and "no count at all" in content["error"]
 
 
 def test_a_pause_is_seen_and_tokens_are_counted():

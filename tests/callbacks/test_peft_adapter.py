@@ -202,7 +202,10 @@ def test_what_is_no_plain_lora_is_refused_by_name(tmp_path, fields, text):
         (f"{Q}.lora_A.default.weight", "lora_A.default.weight does not belong"),
         ("model.embed_tokens.lora_embedding_A", "lora_embedding_A does not belong"),
         ("model.embed_tokens.weight", "embed_tokens.weight does not belong"),
-        ("lm_head.lora_A.weight", "lm_head is not supported: a module must be one of"),
+        (
+            "lm_head.lora_A.weight",
+            "lm_head is not supported: a module must be one of ['attention.dense",
+        ),
         (
             "model.layers.0.mlp.experts.1.up_proj.lora_A.weight",
             "not the experts that a router chooses",
