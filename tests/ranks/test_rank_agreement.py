@@ -11,7 +11,8 @@ from types import SimpleNamespace
 import pytest
 from rank_links import at_once, linked, outcome
 
-from gptmanager import OptionalParams
+from gptmanager import ModelType, OptionalParams, ParallelConfig, SchedulerConfig
+from gptmanager.assembly import ranks as assembly_ranks
 from gptmanager.assembly.backend import CpuBackend
 from gptmanager.assembly.ranks import Ranks
 from gptmanager.assembly.sizing import MemoryBudget
@@ -100,3 +101,23 @@ def test_a_rank_without_a_library_takes_part_in_the_choice(option):
     params = OptionalParams(device="cpu", attention_provider=option)
     backend.choose_attention(SimpleNamespace(), params, noted)
     assert asked == ([["own", "own"]] if option == "auto" else [])
+
+
+@pytest.mark.parametrize("timeout_s", [1.0, 90.0])
+def test_ranks_may_start_a_minute_apart(monkeypatch, timeout_s):
+    """Or as long as a step may take, if that is longer: some load a checkpoint slowly."""
+
+    class Reached(Exception):
+        pass
+
+    def links(*arguments, boot_s, **options):
+        raise Reached(boot_s, options["timeout_s"])
+
+    stores = []
+    world = SimpleNamespace(layout=SimpleNamespace(size=2, rank=1), store=stores.append, host="")
+    params = OptionalParams(parallel_config=ParallelConfig(2, timeout_s=timeout_s))
+    monkeypatch.setattr(assembly_ranks, "Links", links)
+    with pytest.raises(Reached) as reached:
+        assembly_ranks.connect(world, params, {}, print, None, SchedulerConfig(), ModelType.V1, 1)
+    assert reached.value.args == (max(60.0, timeout_s), timeout_s)
+    assert stores == [max(60.0, timeout_s)]
