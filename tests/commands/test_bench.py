@@ -22,7 +22,7 @@ from gptmanager.bench import (
     run_manager,
 )
 from gptmanager.bench.adapter_load import adapter_load
-from gptmanager.bench.load import read_config
+from gptmanager.bench.load import LLAMA_8B, read_config
 from gptmanager.errors import ConfigError, GptManagerError
 
 TINY_QWEN2 = {**TINY, "model_type": "qwen2", "tie_word_embeddings": True, "rope_theta": 1e6}
@@ -208,3 +208,9 @@ def test_an_error_names_the_option(capsys, options, error):
         cli.main(["bench", *options])
     assert exit_.value.code == 2
     assert error in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("config", [*SHAPES.values(), LLAMA_8B])
+def test_models_of_the_benchmarks_have_heads_of_one_width(config):
+    heads = config["num_attention_heads"]
+    assert config["hidden_size"] % heads == heads % config["num_key_value_heads"] == 0
