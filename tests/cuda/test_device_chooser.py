@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -16,12 +17,15 @@ from gptmanager.callbacks import BannedTokens, TokenBias, Watermark
 from gptmanager.config import PromptLookup
 from gptmanager.cuda.device import downloads
 from gptmanager.cuda.device.streams import DeviceStream
+from gptmanager.decoding.lines import Lines
 from gptmanager.executor.choice import device_chooser
 from gptmanager.executor.choice.device_chooser import DeviceChooser
 from gptmanager.executor.choice.top_tokens import TopTokens
 from gptmanager.executor.device_runner import DeviceRunner
+from gptmanager.executor.sequence_tables import DeviceTables
 from gptmanager.executor.step_in_flight import SamplingRows
 from gptmanager.executor.torch_executor import TorchExecutor
+from gptmanager.step import Row
 
 pytestmark = pytest.mark.every(2)
 
@@ -238,6 +242,19 @@ def test_log_probs_after_the_end_of_a_request_with_top_log_probs(device, watched
         return [from_tokens(i, prompt(i, 9), 2 + 3 * i, **options[i]) for i in range(3)]
 
     check(device, watched, requests)
+
+
+def test_only_the_choices_of_rows_with_one_beam_are_written():
+    """Those of beams are written by the next fork, which knows their parents."""
+    lines, found = Lines(2, 2), []
+    tables = DeviceTables(lines.count, 8, 1, torch.device("cpu"))
+    uploads = SimpleNamespace(upload=lambda arrays: [*map(torch.from_numpy, arrays)])
+    sampler = SimpleNamespace(enqueue=lambda *given: found.append(given[4]))
+    chooser = DeviceChooser(lines, tables, sampler, None, uploads=uploads, downloads=None)
+    rows = Row(1, 0, 0, 3, 1, True, beam_width=2), Row(2, 0, 1, 5, 1, True)
+    places = (np.array(it) for it in ([0, 1], [0, 2, 3], [0, 1, 2], [4, 4, 6]))
+    chooser._enqueue(SamplingRows(rows, *places), torch.zeros(3, 9), None, np.zeros(2, int), None)
+    assert found[0].tolist() == [-1, -1, 2 * 8 + 6]
 
 
 def test_nothing_waits_for_beams(device, watched):

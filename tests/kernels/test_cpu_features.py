@@ -6,9 +6,14 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from gptmanager.environment import cpu_features as module
 from gptmanager.environment.cpu_features import cpu_features
+from gptmanager.kernels.attention.paged_attention import attention
+from gptmanager.kernels.compiled_bodies import bodies_of_model
+from gptmanager.kernels.embedding_lookup import embed
+from gptmanager.kernels.per_token_kernels import normalize
 
 ROOT = Path(__file__).resolve().parents[2]
 HAS = {"sse2": True, "avx2": True, "f16c": True, "avx512f": False}
@@ -37,6 +42,13 @@ def test_numba_may_exclude_avx_without_a_list_of_features(monkeypatch):
     monkeypatch.setattr(module.config, "CPU_FEATURES", None)
     monkeypatch.setattr(module.config, "ENABLE_AVX", 0)
     assert cpu_features() == {**HAS, "avx2": False}
+
+
+def test_what_a_model_runs_is_compiled_at_its_start():
+    assert bodies_of_model(torch.float64, (), deterministic=False) == []
+    found = bodies_of_model(torch.float32, ("int8",), deterministic=True)
+    assert {attention, embed, normalize} < {*found}
+    assert any(it.__name__.startswith("multiply_int8") for it in found)
 
 
 @pytest.mark.slow  # each compiles all kernels anew

@@ -4,6 +4,7 @@ this machine has, against float64."""
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import pytest
 import torch
@@ -217,6 +218,7 @@ def test_groups_are_kept_and_looked_up_as_they_are(
     assert torch.equal(found.values, wanted.values) and torch.equal(found.scales, wanted.scales)
     assert torch.equal(found.offsets, wanted.offsets)
     assert matrix.holds(wanted) and torch.equal(matrix.unpacked(), wanted.floats().to(dtype))
+    assert not matrix.holds(replace(wanted, values=wanted.values ^ 1))
     ids = torch.tensor(data.draw(st.lists(st.integers(0, rows - 1), max_size=5)), dtype=torch.int64)
     assert torch.equal(CpuKernels().embedding(ids, matrix), wanted.floats().to(dtype)[ids])
     start = GROUP * data.draw(st.integers(0, (columns - 1) // GROUP))
