@@ -32,7 +32,7 @@ from gptmanager.models.quantized.matrices import (
     StoredMatrix,
 )
 from gptmanager.models.quantized.mlx import mlx_matrix
-from gptmanager.models.quantized.modelopt import InputScaledMatrix, RowPairs
+from gptmanager.models.quantized.modelopt import InputScaledMatrix, RowPairs, float4_experts
 from gptmanager.models.quantized.scheme_fields import Block, Scheme
 
 _FLOAT8, _CT = "float8_e4m3fn", "compressed-tensors"
@@ -134,7 +134,9 @@ class MatrixFinder(GivenTensors):
         )
 
     def _scaled_experts(self, name: str, info: TensorInfo) -> StoredMatrix | None:
-        """Describe the 8-bit matrices of all experts; None for those of floats."""
+        """Describe the 8-bit matrices of all experts, or those in NVFP4; None for floats."""
+        if info.dtype == "uint8" and self._scheme.method == "modelopt":
+            return float4_experts(name, info, self._take)
         if info.dtype != _FLOAT8 or len(info.shape) != 3 or 0 in info.shape:
             return None
         endings = ("_scale_inv", "_weight_scale", "_scale")

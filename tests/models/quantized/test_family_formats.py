@@ -107,15 +107,37 @@ def test_experts_in_one_tensor_may_be_8_bit_floats(tmp_path: Path) -> None:
             load_model((config, {**state, scales: wrong}))
 
 
-@pytest.mark.parametrize("method", ["modelopt", "fbgemm_fp8"])
-def test_experts_of_llama_4_may_be_8_bit_floats(method: str) -> None:
-    """ModelOpt has one scale for all experts, and FBGEMM one for each column of a matrix."""
+def nvfp4_experts(matrices: Tensor) -> tuple[dict[str, Tensor], Tensor]:
+    """The tensors of experts as ModelOpt packs them by their endings, and their floats."""
+    values = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+    largest = matrices.abs().max() / (6 * 448)
+    groups = matrices.unflatten(1, (-1, 16))
+    scales = (groups.abs().amax(2) / 6 / largest).to(torch.float8_e4m3fn)
+    wide = scales.float() * largest
+    codes = ((groups.abs() / wide[:, :, None])[..., None] - values).abs().argmin(-1)
+    floats = values[codes] * groups.sign() * wide[:, :, None]
+    codes = (codes + 8 * (groups < 0)).flatten(1, 2).to(torch.uint8)
+    packed = codes[:, ::2] | codes[:, 1::2] << 4
+    tensors = {"": packed, "_weight_scale": scales, "_weight_scale_2": largest}
+    return tensors, floats.flatten(1, 2)
+
+
+@pytest.mark.parametrize("method", ["modelopt", "modelopt NVFP4", "fbgemm_fp8"])
+def test_experts_of_llama_4_may_be_floats_of_8_or_4_bits(method: str) -> None:
+    """ModelOpt has one scale for all experts, and FBGEMM one for each column of a matrix.
+
+    The numbers of ModelOpt 0.47 were compared once.
+    """
     folder = family_folder("llama4_text")
     config = json.loads((folder / "config.json").read_text())
     floats = load_file(folder / "model.safetensors")
     state, experts = dict(floats), [it for it in floats if re.search(r"experts\.\w+_proj$", it)]
     for name in experts:
         matrices = floats[name].float()
+        if method.endswith("NVFP4"):
+            tensors, floats[name] = nvfp4_experts(matrices)
+            state |= {name + ending: tensor for ending, tensor in tensors.items()}
+            continue
         if method == "modelopt":
             scales, ending = matrices.abs().max() / 448, "_weight_scale"
             state[f"{name}_input_scale"] = torch.tensor(0.5)
@@ -123,11 +145,29 @@ def test_experts_of_llama_4_may_be_8_bit_floats(method: str) -> None:
             scales, ending = matrices.abs().amax(1, keepdim=True) / 448, "_scale"
         state[name] = (matrices / scales).to(torch.float8_e4m3fn)
         state[f"{name}{ending}"], floats[name] = scales, state[name].float() * scales
-    own = {"quant_method": method, "quant_algo": "FP8"}
+    kind, _, algorithm = method.partition(" ")
+    own = {"quant_method": kind, "quant_algo": algorithm or "FP8"}
     packed = {**config, "quantization_config": own}
-    ours, exact = (load_model(it, dtype="float32") for it in ((packed, state), (config, floats)))
+    kernels = Kernels()
+    ours, exact = (
+        load_model(it, kernels=kernels, dtype="float32")
+        for it in ((packed, state), (config, floats))
+    )
     assert len(experts) >= 2
     assert all(torch.equal(of(ours, key), of(exact, key)) for key in exact.weights)
+    if not algorithm:
+        return
+    kept = load_model((packed, state), dtype="float32", weights_dtype="file").weights
+    for key in (it for it in kept if ".experts_" in it):
+        matrix = kept[key]
+        assert isinstance(matrix, PackedMatrix)
+        assert error_of(matrix.unpacked(), exact.weights.tensor(key)) < 0.51 / 127, key
+    scales = f"{experts[0]}_weight_scale"
+    for broken in (state[scales][:, 1:], state[scales].float()):
+        with pytest.raises(ConfigError, match=f"{scales} is .*: it must be float8_e4m3fn"):
+            load_model((packed, {**state, scales: broken}))
+    with pytest.raises(ConfigError, match="_weight_scale_2 leads to a scale .* NaN"):
+        load_model((packed, {**state, f"{scales}_2": torch.tensor(torch.nan)}))
 
 
 def test_a_text_model_in_a_wrapper_may_describe_its_own_format(tmp_path: Path) -> None:
