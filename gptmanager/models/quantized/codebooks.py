@@ -19,6 +19,7 @@ from gptmanager.models.quantized.matrices import (
 )
 
 _STATES = (".quant_state.bitsandbytes__nf4", ".quant_state.bitsandbytes__fp4")
+_STORED = {"bfloat16": 2, "float16": 2, "float32": 4}  # other dtypes of packed elements -> bytes
 _MAX_STATE_BYTES = 1 << 16
 _CODES, _NESTED_CODES = 16, 256
 _BLOCKS = (32, 64, 128, 256, 512, 1024, 2048, 4096)
@@ -38,7 +39,8 @@ def codebook_matrix(
     state = _State(state_name, take, read)
     rows, columns = state.shape()
     count = rows * columns
-    take(name, "uint8", (-(-count // 2), 1))
+    size = _STORED.get(given[name].dtype, 1)  # bitsandbytes can store bytes as floats
+    take(name, {"uint8", *_STORED}, (-(-count // (2 * size)), 1))
     take(f"{name}.quant_map", "float32", (_CODES,))
     block = state.size("blocksize", _BLOCKS)
     blocks = -(-count // block)
@@ -46,9 +48,14 @@ def codebook_matrix(
     check_scales(f"{name}.quant_map", table)
     nested = _nested(name, state, blocks, take, read)
     if nested is not None:
-        return CodebookMatrix(name, (rows, columns), table, block, nested)
+        return CodebookMatrix(name, (rows, columns), table, block, nested, size)
     take(f"{name}.absmax", "float32", (blocks,))
-    return CodebookMatrix(name, (rows, columns), table, block, _Plain(f"{name}.absmax"))
+    return CodebookMatrix(name, (rows, columns), table, block, _Plain(f"{name}.absmax"), size)
+
+
+def has_codebook(name: str, given: Mapping[str, TensorInfo]) -> bool:
+    """Return whether the tensor `name` may have packed elements: it is not a matrix of floats."""
+    return given[name].dtype not in _STORED or any(name + it in given for it in _STATES)
 
 
 def _nested(name: str, state: _State, blocks: int, take: Take, read: Read) -> NestedScales | None:

@@ -19,7 +19,7 @@ from gptmanager.kernels.gemm.int4_groups import GROUP
 from gptmanager.kernels.gemm.panels.word_loops import AWQ_ORDER
 from gptmanager.memory.safetensors_reader import FLOATS
 from gptmanager.memory.tensor_sources import TensorInfo, tensor_name
-from gptmanager.models.quantized.codebooks import codebook_matrix
+from gptmanager.models.quantized.codebooks import codebook_matrix, has_codebook
 from gptmanager.models.quantized.given_tensors import SCALES, GivenTensors, ceil_div
 from gptmanager.models.quantized.matrices import (
     ExpertBlocks,
@@ -378,7 +378,7 @@ class MatrixFinder(GivenTensors):
             self._take(scales, "float32", shape[:1])
             grid = self._grid(scales, shape, ())
             return ScaledMatrix(name, shape, grid, factor=_INT8_FACTOR)
-        if info.dtype in FLOATS.values():
+        if not has_codebook(name, self._given):
             return None
         return codebook_matrix(name, self._given, self._take, self._read)
 

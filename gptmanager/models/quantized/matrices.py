@@ -270,7 +270,8 @@ class IntegerMatrix(StoredMatrix):
 class CodebookMatrix(StoredMatrix):
     """4-bit indices into a table of sixteen values, with a scale for each `block` of elements.
 
-    The elements of all rows are contiguous, two in a byte, the first one in its upper half.
+    The elements of all rows are contiguous, two in a byte, the first one in its upper half. A
+    number of the tensor `name`, of any dtype, is `size` of these bytes.
     `table`: the values, float32 `[16]`. `scales` returns the float32 scales of a range of blocks.
     """
 
@@ -279,6 +280,7 @@ class CodebookMatrix(StoredMatrix):
     table: Tensor
     block: int
     scales: Callable[[Read, range], Tensor]
+    size: int = 1
 
     @property
     def codes_of(self) -> CodesOf:  # type: ignore[override]
@@ -286,9 +288,14 @@ class CodebookMatrix(StoredMatrix):
 
     def codes(self, read: Read, rows: range) -> Codes:
         first, last = rows.start * self.shape[1], rows.stop * self.shape[1]
-        packed = read(self.name, range(first // 2, last // 2), range(1)).reshape(len(rows), -1)
+        packed = self._bytes(read, range(first // 2, last // 2)).view(len(rows), -1)
         scales = self.scales(read, range(first // self.block, last // self.block))
         return self._codes(packed, scales.view(len(rows), -1))
+
+    def _bytes(self, read: Read, own: range) -> Tensor:
+        first, last = own.start // self.size, -(-own.stop // self.size)
+        found = read(self.name, range(first, last), range(1)).contiguous().view(torch.uint8)
+        return found.flatten()[own.start - first * self.size :][: len(own)]
 
     def _codes(self, packed: Tensor, scales: Tensor) -> Codes:
         check_scales(f"{self.name}.absmax", scales)
@@ -305,8 +312,7 @@ class CodebookMatrix(StoredMatrix):
         first, last = rows.start * self.shape[1], rows.stop * self.shape[1]
         blocks = range(first // self.block, -(-last // self.block))
         start, size = blocks.start * self.block, len(blocks) * self.block
-        own = range(start // 2, -(-last // 2))
-        packed = read(self.name, own, range(1)).flatten()
+        packed = self._bytes(read, range(start // 2, -(-last // 2)))
         packed = F.pad(packed, (0, size // 2 - len(packed))).view(len(blocks), -1)
         found = self._codes(packed, self.scales(read, blocks).unsqueeze(1)).floats()
         return found.flatten()[first - start : last - start].view(len(rows), -1)

@@ -767,6 +767,25 @@ def test_numbers_of_a_file_size_nothing_before_they_are_checked() -> None:
         load_model((config, {**tensors, f"{LAYER}mlp.down_proj.weight_shape": huge}))
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_bitsandbytes_may_store_bytes_as_floats(dtype: torch.dtype) -> None:
+    """The numbers of bitsandbytes 0.50 with `bnb_4bit_quant_storage` were compared once."""
+    config, tensors = checkpoint("bnb4")
+    expected = floats("bnb4")
+    packed = [name for name in tensors if name.endswith("proj.weight") and name in expected]
+    packed = [name for name in packed if tensors[name].dtype is torch.uint8]
+    stored = {name: tensors[name].flatten().view(dtype).view(-1, 1) for name in packed}
+    source = as_floats(config, StateDict({**tensors, **stored}))
+    assert len(packed) == 6
+    for name in packed:
+        assert torch.equal(next(source.pieces(name, 1 << 40))[1], expected[name])
+        part = torch.cat([it for _, it in source.pieces(name, 1, [range(3, 30), range(5, 30)])])
+        assert torch.equal(part, expected[name][3:30, 5:30])
+    with pytest.raises(ConfigError, match=r"down_proj.weight is \w+ .*: it must be .*\["):
+        wrong = {name: it[1:] for name, it in stored.items()}
+        as_floats(config, StateDict({**tensors, **wrong}))
+
+
 @pytest.mark.parametrize(
     ("name", "part", "number"),
     [
