@@ -278,6 +278,11 @@ class MatrixFinder(GivenTensors):
             return self._scaled_or_pairs(name, info)
         columns, words = self._matrix_shape(name, info)
         shape, order, offset = (words * 8, columns), self._scheme.order, self._scheme.offset
+        if not order:
+            raise ConfigError(
+                f"tensor {tensor_name(name)} is int32: the config must have 'int4' or 'uint4' as "
+                "the dtype of weights"
+            )
         _, scales, zeros = self._transposed_grids(
             f"{name}_scale", f"{name}_zero_point", {4: shape}, order
         )

@@ -578,6 +578,7 @@ def test_quark_has_integers_as_awq_does(dtype: str, method: str) -> None:
     other = {"weight": {**weight, "dtype": "uint4" if dtype == "int4" else "int4"}}
     for fields, message in (
         ({"export": None}, "export.pack_method = None: must be one of .*; pass the model in"),
+        ({"global_quant_config": {}}, "a.weight is int32: the config must have 'int4' or 'uint4'"),
         ({"export": {"pack_method": ["order"]}}, r"pack_method = \['order'\]: must be one of"),
         ({"layer_quant_config": {"b": other}}, r"= \['int4', 'uint4'\]: one of them must be alone"),
         (
