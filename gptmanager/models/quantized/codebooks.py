@@ -19,7 +19,8 @@ from gptmanager.models.quantized.matrices import (
 )
 
 _STATES = (".quant_state.bitsandbytes__nf4", ".quant_state.bitsandbytes__fp4")
-_STORED = {"bfloat16": 2, "float16": 2, "float32": 4}  # other dtypes of packed elements -> bytes
+# The dtypes of floats that `bnb_4bit_quant_storage` allows for packed elements -> their bytes.
+_STORED = {"bfloat16": 2, "float16": 2, "float32": 4}
 _MAX_STATE_BYTES = 1 << 16
 _CODES, _NESTED_CODES = 16, 256
 _BLOCKS = (32, 64, 128, 256, 512, 1024, 2048, 4096)
@@ -39,8 +40,9 @@ def codebook_matrix(
     state = _State(state_name, take, read)
     rows, columns = state.shape()
     count = rows * columns
-    size = _STORED.get(given[name].dtype, 1)  # bitsandbytes can store bytes as floats
-    take(name, {"uint8", *_STORED}, (-(-count // (2 * size)), 1))
+    stored = given[name].dtype if given[name].dtype in _STORED else "uint8"
+    size = _STORED.get(stored, 1)
+    take(name, stored, (-(-count // (2 * size)), 1))
     take(f"{name}.quant_map", "float32", (_CODES,))
     block = state.size("blocksize", _BLOCKS)
     blocks = -(-count // block)

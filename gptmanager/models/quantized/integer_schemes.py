@@ -23,7 +23,8 @@ def gptq_scheme(own: Mapping[str, Any], bits: Sequence[int] = (2, 3, 4, 8)) -> S
 
     GPTQModel has planes of single bits in layouts of 5, 6 and 7 bits, which are not supported.
     """
-    layout = own.get("checkpoint_format", "gptq")
+    given = (own.get(field) for field in ("checkpoint_format", "format"))
+    layout = next((it for it in given if it is not None), "gptq")
     if layout not in ("gptq", "gptq_v2"):
         raise unsupported("checkpoint_format", layout, "must be 'gptq' or 'gptq_v2'")
     symmetric = own.get("sym", False)

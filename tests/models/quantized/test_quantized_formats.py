@@ -615,6 +615,7 @@ REFUSED = [
     ("gptq", {"group_size": 0}, "group_size = 0: must be a positive integer"),
     ("gptq", {"group_size": 2**40}, "group_size = .*: must be a positive integer"),
     ("gptq", {"group_size": 16}, r"scales is float16 .*: it must be"),
+    ("gptq", {"format": "gptq_v2"}, r"qzeros has other values than 8: .* symmetric \(sym\)"),
     ("gptq", {"checkpoint_format": "marlin"}, "checkpoint_format = 'marlin': must be"),
     ("gptq", {"sym": "yes"}, "sym = 'yes': must be true or false"),
     ("gptq", {"desc_act": "yes"}, "desc_act = 'yes': must be true or false"),
