@@ -88,13 +88,14 @@ def quark_scheme(own: Mapping[str, Any]) -> Scheme:
         raise unsupported("layer_quant_config", sorted(dtypes), "one of them must be alone")
     exported = own.get("export")
     method = exported.get("pack_method") if isinstance(exported, dict) else None
-    if dtypes and (not isinstance(method, str) or method not in _ORDERS):
+    order = _ORDERS.get(method) if isinstance(method, str) else None
+    if dtypes and order is None:
         raise unsupported("export.pack_method", method, f"must be one of {[*_ORDERS]}")
     return Scheme(
         "quark",
         blocks=tuple(dict.fromkeys(block for _, block in found if block is not None)),
         offset=8 if dtypes == {"int4"} else 0,
-        order=_ORDERS[method] if dtypes else (),
+        order=order if dtypes and order is not None else (),
     )
 
 
