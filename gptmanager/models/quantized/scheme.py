@@ -161,7 +161,8 @@ def _ct_weights(name: str, weights: Any) -> tuple[int, Block | None]:
 def _fp8(own: Mapping[str, Any]) -> Scheme:
     if own.get("fmt") not in (None, "e4m3"):
         raise unsupported("fmt", own.get("fmt"), "must be 'e4m3'")
-    given = own.get("weight_block_size")
+    usual = [1, 32] if own.get("quant_method") == "mxfp8" else None
+    given = usual if own.get("weight_block_size") is None else own["weight_block_size"]
     return Scheme("fp8", blocks=() if given is None else (block_of("weight_block_size", given),))
 
 
@@ -182,6 +183,7 @@ _READERS: Mapping[str, Callable[[Mapping[str, Any]], Scheme]] = {
     "modelopt": modelopt_scheme,
     "quark": quark_scheme,
     "mxfp4": lambda own: Scheme("mxfp4"),
+    "mxfp8": _fp8,
     "gptq": gptq_scheme,
     "awq": awq_scheme,
     "auto-round": auto_round_scheme,

@@ -263,6 +263,11 @@ BY_DEFINITION: dict[str, tuple[dict[str, Any], dict[str, Tensor], Tensor]] = {
         {"weight": FLOAT8, "weight_scale": POWERS},
         POWERS,
     ),
+    "MXFP8 of transformers": (
+        {"quant_method": "mxfp8", "scale_fmt": "ue8m0"},
+        {"weight": FLOAT8, "weight_scale_inv": POWERS},
+        POWERS,
+    ),
     "MXFP8 of compressed-tensors": (
         {
             "quant_method": "compressed-tensors",
