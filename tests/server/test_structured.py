@@ -83,6 +83,12 @@ def test_fields_that_ask_for_a_form(body, rule):
     [
         ({"response_format": "json"}, "response_format"),
         ({"response_format": {"type": "xml"}}, "response_format.type"),
+        ({"response_format": {"type": "text", "schema": {}}}, "response_format.schema"),
+        ({"response_format": {"type": "text", "json_schema": 5}}, "response_format.json_schema"),
+        (
+            {"response_format": {**json_schema(SCHEMA), "type": "json_object"}},
+            "response_format.json_schema",
+        ),
         ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
         ({"response_format": json_schema(None)}, "response_format.json_schema.schema"),
         ({"response_format": json_schema(5)}, "response_format.json_schema.schema"),

@@ -87,6 +87,10 @@ def _of_response_format(given: Any) -> list[OutputRule]:
         raise field_error("response_format", f"{quoted(given)} must be an object with a type")
     kind = given.get("type")
     if kind == "text":
+        _refuse_schema(given, "schema", "type 'json_object'")
+    if kind in ("text", "json_object"):
+        _refuse_schema(given, "json_schema", "type 'json_schema'")
+    if kind == "text":
         return []
     if kind == "json_object":
         if given.get("schema") is not None:
@@ -106,6 +110,13 @@ def _of_response_format(given: Any) -> list[OutputRule]:
     if own.get("schema") is None:
         raise wrong_key(where, own, "schema", "a JSON schema")
     return [OutputRule(f"{where}.schema", "json", own["schema"], own.get("strict") is False)]
+
+
+def _refuse_schema(given: Mapping[str, Any], key: str, need: str) -> None:
+    """Raise ApiError (400) if `response_format` has a schema that its type would ignore."""
+    if given.get(key) is not None:
+        kind = quoted(given["type"])
+        raise field_error(f"response_format.{key}", f"has no effect with type {kind}: use {need}")
 
 
 def _of_structured_outputs(given: Any) -> list[OutputRule]:
