@@ -168,8 +168,7 @@ def _explain(
 ) -> Explanation:
     reason, wait, text = _reason(loop, request, decision)
     if request.slot < 0:
-        text += f"; {ahead} waiting requests are ahead of it, and it was paused "
-        text += f"{request.pause_count} times"
+        text += f"; waiting requests ahead of it: {ahead}, pauses so far: {request.pause_count}"
     cause = wait.cause or wait.reason
     is_of_blocks, is_of_tokens = cause is WaitReason.KV_BLOCKS, cause is WaitReason.TOKEN_BUDGET
     return Explanation(

@@ -627,6 +627,7 @@ def test_explain_and_audit_answer_in_numbers_while_requests_run():
     assert waiting.needed_blocks == 6 and waiting.running == 1
     assert waiting.free_blocks - waiting.reserved_blocks == 1
     assert "short by 5" in waiting.text and (waiting.needed_tokens, waiting.free_tokens) == (0, 0)
+    assert waiting.text.endswith("; waiting requests ahead of it: 0, pauses so far: 0")
     assert running.reason == "running"
     assert manager is host.manager and report.ok
     assert set(sum(report.owners.values(), ())) == {1}
