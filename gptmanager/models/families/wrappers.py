@@ -118,8 +118,9 @@ def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
     """
     if not is_wrapper(config):
         name = config.get("model_type")
-        is_other = isinstance(name, str) and name in _OTHER_NAMES
-        return {**config, "model_type": _OTHER_NAMES[name]} if is_other else config
+        if isinstance(name, str) and name in _OTHER_NAMES:
+            return {**config, "model_type": _OTHER_NAMES[name]}
+        return config
     wrapper, inner = config["model_type"], config.get("text_config")
     of_wrapper = TEXT_DEFAULTS.get(f"{wrapper.removesuffix('_text')}_text")
     if inner is None:  # the wrapper itself has the fields of the text model
