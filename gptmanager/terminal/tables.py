@@ -10,6 +10,7 @@ import io
 import os
 import sys
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from itertools import zip_longest
 from typing import Any
 
 import orjson
@@ -112,6 +113,8 @@ def _rows(report: Mapping[str, Any], indent: str = "") -> Iterator[tuple[str, st
         ):
             yield label, ""
             yield from _rows(value, indent + "  ")
+        elif isinstance(value, list) and all(isinstance(item, str) for item in value):
+            yield from zip_longest([label], value, fillvalue="")  # a line for each text
         else:
             yield label, _value(name, value)
 
@@ -120,8 +123,7 @@ def _value(name: str, value: Any) -> str:
     if isinstance(value, Mapping):
         return ", ".join(f"{key} {inner}".replace("_", " ") for key, inner in value.items())
     if isinstance(value, list):
-        texts = [item if isinstance(item, str) else f"{item:,}" for item in value]
-        return ("\n" if any(isinstance(item, str) for item in value) else "  ").join(texts)
+        return "  ".join(f"{item:,}" for item in value)
     if name == "seconds":
         return f"{value:13,.3f} s"
     if name.endswith("_use"):
