@@ -190,7 +190,6 @@ def test_each_is_taken_or_refused_and_told(is_file, tmp_path, monkeypatch):
         if not is_file:
             monkeypatch.setattr(Runner, "run", lambda *_: 1 / 0)  # the loop fails
             host.submit(InferenceRequest(10**6, {"input_ids": [1], "request_output_len": 1}))
-            manager.notify()
             assert host.final(10**6).error
     for thread in {*threading.enumerate()} - before:
         thread.join(30)

@@ -258,7 +258,9 @@ def test_a_context_that_is_too_long_to_compute_again_ends_only_its_request(check
 
 
 @pytest.mark.parametrize("options", [{"run_ahead": 1}, {"enable_trt_overlap": True}])
-def test_a_recording_with_calls_between_its_iterations_replays(checkpoint, tmp_path, options):
+def test_a_recording_with_calls_between_its_iterations_replays(
+    checkpoint, tmp_path, monkeypatch, options
+):
     """A call finishes the steps in flight, whose results are not those of an iteration."""
     host, path = RecordingCallbacks(), tmp_path / "recording.jsonl"
     kv_cache = KvCacheConfig(max_tokens=1024)
@@ -266,10 +268,21 @@ def test_a_recording_with_calls_between_its_iterations_replays(checkpoint, tmp_p
     fused = ModelType.INFLIGHT_FUSED_BATCHING
     with GptManager(FOLDER, fused, optional_params=params, **host.keywords()) as manager:
         host.manager = manager
+        loop = manager._worker.loop
+        forward = loop.forward
+
+        def hold(schedule):  # a step lasts until the call is made
+            while len(host.of(0)) >= 5 and not manager._inbox._questions and not updated:
+                time.sleep(0.001)
+            return forward(schedule)
+
+        updated = []
+        monkeypatch.setattr(loop, "forward", hold)
         host.submit(*(request(i, [1, 2, 3 + i], 60 + i, is_streaming=i == 0) for i in range(4)))
         while len(host.of(0)) < 5:
             time.sleep(0.001)
         manager.update_weights(checkpoint)
+        updated.append(True)
         manager.sleep()
         manager.wake()
         manager.update_weights(checkpoint, recompute=True)

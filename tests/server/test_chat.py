@@ -241,7 +241,7 @@ def test_calls_in_a_text(qwen):
     assert choice.finish_reason == "tool_calls"
     content, calls, reason, chunks = joined(qwen(CALLS, stream=True))
     assert (content, calls, reason) == ("I look.", FOUND, "tool_calls")
-    assert len(chunks) > 10
+    assert len(chunks) >= 7  # one for each part, even if all tokens arrive at once
 
 
 def test_calls_of_llama_3(llama3):

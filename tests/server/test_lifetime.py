@@ -1,6 +1,7 @@
 """A server from its start to its end: what cannot start, signals, and what still runs then."""
 
 import contextlib
+import itertools
 import json
 import os
 import re
@@ -304,11 +305,18 @@ def test_a_server_whose_manager_fails_tells_its_clients_and_ends(monkeypatch):
     seen = []
 
     def act(outside):
+        loop, numbers = outside.engine.manager._worker.loop, itertools.count()
+        schedule = loop.schedule
+
+        def fails():
+            if loop.active and next(numbers) > 4:
+                raise SchedulerError("it is mad")
+            return schedule()
+
+        monkeypatch.setattr(loop, "schedule", fails)
         with httpx.stream("GET", outside.url + "/test/stream", timeout=20) as response:
             lines = response.iter_lines()
             seen.append(next(lines))
-            loop = outside.engine.manager._worker.loop
-            monkeypatch.setattr(loop, "schedule", raises)
             wait_for(lambda: outside.engine.manager.state is ManagerState.FAILED)
             for path in ("/health", "/health/live"):  # the latter when the loop's thread has ended
                 wait_for(lambda path=path: status(outside.url + path) == 503)
@@ -316,9 +324,6 @@ def test_a_server_whose_manager_fails_tells_its_clients_and_ends(monkeypatch):
             assert b"SchedulerError: it is mad" in refused.content
             outside.may_end.set()
             seen.extend(lines)
-
-    def raises():
-        raise SchedulerError("it is mad")
 
     with pytest.raises(ManagerDeadError, match="SchedulerError: it is mad"):
         Outside(act).serve(monkeypatch)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 
@@ -52,7 +53,8 @@ def leave(call):
 def test_a_request_is_counted_before_its_client_has_the_answer(server, client, act, label):
     before = scrape(client)
 
-    server.run(run(server.engine, 5 if act is None else 500, act))
+    with contextlib.nullcontext() if act is None else server.held():
+        server.run(run(server.engine, 5 if act is None else 500, act))
 
     after = scrape(client)
     finished = "gptmanager_requests_finished_total"
@@ -71,7 +73,7 @@ def test_a_request_is_counted_before_its_client_has_the_answer(server, client, a
 def test_a_client_that_goes_away_is_counted_as_cancelled(server, client):
     before = scrape(client)
 
-    with pytest.raises(TimeoutError):
+    with pytest.raises(TimeoutError), server.held():
         server.run(run(server.engine, 500, leave))
 
     finished, label = "gptmanager_requests_finished_total", "cancelled"
@@ -198,7 +200,7 @@ def test_generated_tokens_are_those_of_usage(server, client, more, stream):
 
 def test_gauges_say_what_is_now_also_when_all_clients_have_gone(server, client):
     """The last iteration of all has used blocks: a router would never come back."""
-    with pytest.raises(TimeoutError):
+    with pytest.raises(TimeoutError), server.held():
         server.run(run(server.engine, 500, leave))
     wait_for(lambda: server.engine.manager.health().num_active == 0)
     assert server.engine.metrics.iterations.last["Used KV cache blocks"] > 0
