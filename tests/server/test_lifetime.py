@@ -23,7 +23,7 @@ from running_server import MODEL, settings_of, wait_for
 from gptmanager import ManagerState, cli
 from gptmanager.environment.distribution import install_command
 from gptmanager.errors import ConfigError, ManagerDeadError, SchedulerError
-from gptmanager.server import main
+from gptmanager.server import main, serving
 from gptmanager.server.engine.engine import Engine
 from gptmanager.server.extras import load_extra
 from gptmanager.server.http.listening import address_of, bind
@@ -325,6 +325,7 @@ def test_a_server_whose_manager_fails_tells_its_clients_and_ends(monkeypatch):
             outside.may_end.set()
             seen.extend(lines)
 
+    monkeypatch.setattr(serving, "_LAST_WRITES_S", 20)  # the stream ends it earlier
     with pytest.raises(ManagerDeadError, match="SchedulerError: it is mad"):
         Outside(act).serve(monkeypatch)
     error = json.loads(seen[-4].removeprefix("data: "))["error"]
