@@ -48,6 +48,7 @@ class InputScaledMatrix(StoredMatrix):
     """A matrix of which each column is multiplied by the scale of an input.
 
     `stored` is the matrix without these scales, and `inputs` the name of the tensor of scales.
+    It is read as floats only, because codes have no scale for a column.
     """
 
     stored: StoredMatrix
@@ -59,7 +60,7 @@ class InputScaledMatrix(StoredMatrix):
         return self.stored.shape
 
     def codes(self, read: Read, rows: range) -> Codes:
-        raise NotImplementedError("a column of the codes has no scale of its own")
+        raise TypeError(f"the columns of {self.inputs} have scales of their own: read floats")
 
     def floats(self, read: Read, rows: range) -> Tensor:
         scales = read(self.inputs).float()

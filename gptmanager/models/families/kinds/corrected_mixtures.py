@@ -78,7 +78,7 @@ def _trinity_scale(fields: Fields) -> Mapping[str, Any]:
 
 
 def _trinity_attention(fields: Fields, layer: int) -> Mapping[str, Any]:
-    """Return that attention is gated, and in layers without a window, that there is no RoPE."""
+    """Return fields of the attention: all layers are gated, those without a window have no RoPE."""
     fields.size("sliding_window")  # without a window, transformers has no rule
     return {"gated": True, **({} if fields.layer_type(layer) == SLIDING else {"rope": None})}
 
