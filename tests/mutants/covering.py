@@ -167,7 +167,7 @@ _OTHERS = {
     "gptmanager/executor/result_message.py": _RANKS,
     "gptmanager/executor/runner.py": f"{_CHOOSER} test_captured_steps test_prompt_embeddings "
     "test_adapters_in_models test_memory_of_managers test_weight_updates test_step_signal",
-    "gptmanager/executor/sequence_tables.py": f"{_CHOOSER} {_DEVICE_STEPS}",
+    "gptmanager/executor/sequence_tables.py": f"{_CHOOSER} {_DEVICE_STEPS} test_rank_executor",
     "gptmanager/executor/staged_executor.py": f"{_RANKS} test_rank_faults",
     "gptmanager/executor/step_in_flight.py": f"{_CHOOSER} test_drawn_drafts",
     "gptmanager/executor/torch_executor.py": f"{_CHOOSER} test_gathered_logits test_sink_tokens "
@@ -175,6 +175,7 @@ _OTHERS = {
     "gptmanager/manager/generation_control.py": "test_manager test_weight_updates",
     "gptmanager/manager/rank_calls.py": "test_rank_weights test_rank_hosts",
     "gptmanager/manager/weight_updates.py": "test_weight_updates test_rank_weights",
+    "gptmanager/models/converted_tensors.py": "test_conversion test_hostile_checkpoints",
 }
 # What decides, and what it keeps account of: all files of a package have the same tests.
 _CORE = {
@@ -189,6 +190,10 @@ _CORE = {
     "gptmanager/scheduler": "test_capacity_scheduler test_micro_batch_scheduler "
     "test_simple_scheduler test_reuse_delay test_retention_priority test_scheduler_oracle "
     "test_back_pressure test_why_waiting test_foreseen_starts test_micro_batches",
+    "gptmanager/memory": "test_weights test_kv_pool test_host_tier test_adapter_pool "
+    "test_adapter_loader test_slot_states test_host_memory test_cuda_kv_pool test_conversion "
+    "test_hostile_checkpoints test_updates_of_families test_quantized_memory test_mlx_folders "
+    "test_rank_models test_weight_updates test_memory_of_managers",
     # What chooses tokens, and what ends a request.
     "gptmanager/decoding": "test_prompt_lookup test_stop_words test_end_ids test_outputs "
     "test_sums_and_streams test_sampling test_beam_search",
